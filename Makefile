@@ -1,0 +1,47 @@
+# The only thing needed beforehand is Python 3.11 or newer.
+#   make demo        prepare, train, generate and score handwritten digits on the CPU, in minutes
+#   make test        the fast tests            make test-slow   the others
+#   make lint        ruff and the import rules  make gpu-check  what a GPU machine needs to prove
+
+PYTHON ?= python3.11
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: setup demo test test-slow lint format gpu-check clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@echo "Setting up .venv (torch, Megatron-core, Energon): 2 to 5 minutes, once."
+	@start=$$(date +%s) && \
+	$(PYTHON) -m venv .venv && \
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[train,dev]' && \
+	touch $@ && \
+	echo "Set up in $$(( $$(date +%s) - start )) s."
+
+demo: $(READY)
+	@$(BIN)/megadit demo
+
+test: $(READY)
+	@$(BIN)/python -m pytest -q -m "not slow"
+
+test-slow: $(READY)
+	@$(BIN)/python -m pytest -q -m slow
+
+lint: $(READY)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports --no-cache
+
+format: $(READY)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+# No virtual environment, no network: whatever torch and Python are there (GPU_PYTHON=... to choose).
+GPU_PYTHON ?= python3
+gpu-check:
+	@$(GPU_PYTHON) tests/gpu_check.py
+
+clean:
+	rm -rf build dist/*.whl *.egg-info .pytest_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

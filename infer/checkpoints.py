@@ -1,0 +1,50 @@
+"""A bundle from whatever a user calls a checkpoint."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from megadit.models.bundle import Bundle
+from megadit.models.support import UserError
+
+
+def open_bundle(path: str | Path) -> Bundle:
+    """The bundle at `path`; for a training directory, that of its newest valid step.
+
+    A training directory (the one that holds `checkpoints/`) is converted once into its folder `bundle/`, and again
+    only when a checkpoint was written since.
+
+    Raises:
+        UserError: if there is neither, or the conversion fails.
+    """
+    path = Path(path)
+    if (path / "checkpoints").is_dir():
+        return Bundle.open(_converted(path))
+    if path.is_dir() and not (path / "megadit.json").exists():
+        raise UserError(f"{path} is neither a bundle (no megadit.json) nor a training directory (no checkpoints/)")
+    return Bundle.open(path)
+
+
+def _converted(training_directory: Path) -> Path:
+    bundle = training_directory / "bundle"
+    manifest = bundle / "megadit.json"
+    # A directory's time changes whenever a checkpoint is renamed into it.
+    changed = (training_directory / "checkpoints").stat().st_mtime_ns
+    if not manifest.exists() or manifest.stat().st_mtime_ns < changed:
+        print(f"converting the newest checkpoint of {training_directory} to {bundle}", file=sys.stderr, flush=True)
+        _convert(training_directory, bundle)
+    return bundle
+
+
+def _convert(training_directory: Path, bundle: Path) -> None:
+    """Runs `megadit bundle` in a process of its own.
+
+    Reading a training checkpoint takes Megatron, its process groups and, without a GPU, patches to torch. They stay
+    out of this process, and this package stays independent of `megadit.train`.
+    """
+    command = [sys.executable, "-m", "megadit.train.to_bundle", str(training_directory), str(bundle)]
+    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if result.returncode:
+        lines = [line for line in result.stderr.splitlines() if line.strip()] or [f"exit code {result.returncode}"]
+        reason = lines[-1].removeprefix("error: ")
+        raise UserError(f"cannot convert {training_directory} ({reason}); try: megadit bundle {training_directory} OUT")

@@ -1,0 +1,62 @@
+"""The denoiser in torch, on the CPU or a GPU."""
+
+import torch
+from torch import Tensor
+
+from megadit.models.conditioning import Conditioning
+from megadit.models.dit import DiT
+from megadit.models.precondition import EDMDenoiser
+from megadit.models.support import UserError
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+class TorchDenoiser:
+    """D(x; sigma) by torch: the network in `dtype`, cast once and without autocast; its preconditioning in float32."""
+
+    def __init__(self, dit: DiT, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self._denoiser = EDMDenoiser(dit).to(self.device, dtype).eval()
+
+    @torch.no_grad()  # not inference_mode: what the network caches for a layout must stay usable in training
+    def __call__(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
+        """Clean latents x0 (float32, on `device`); the inputs may lie anywhere."""
+        return self._denoiser(
+            x_BCTHW.to(self.device), sigma_B.to(self.device), conditioning.to(self.device, self.dtype)
+        )
+
+
+def find_device(name: str) -> torch.device:
+    """The device of this name; `auto` is the GPU where there is one, else the CPU.
+
+    Raises:
+        UserError: for an unknown name, or a GPU that is not there.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"device {name!r} is unknown; use auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"device {name!r} is not there: torch sees {torch.cuda.device_count()} GPUs; use auto or cpu")
+    return device
+
+
+def find_dtype(name: str) -> torch.dtype:
+    """The floating-point type of this name.
+
+    Raises:
+        UserError: for an unknown name.
+    """
+    if name not in DTYPES:
+        raise UserError(f"dtype {name!r} is unknown; choose one of {', '.join(DTYPES)}")
+    return DTYPES[name]

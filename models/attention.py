@@ -1,0 +1,163 @@
+"""Self- and cross-attention over dense batches and packs, and the kernels they choose from.
+
+Shapes: S video tokens, L text tokens, B batch, D width, N heads, K head dim, G segments, c segments of a run,
+s tokens of each, l their longest text.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from megadit.models.config import DiTConfig
+from megadit.models.embeddings import Rotary
+from megadit.models.qk_norm import QKNorm
+from megadit.models.recompute import through
+from megadit.models.segments import DenseLayout, Run, SegmentLayout
+
+if TYPE_CHECKING:
+    from megadit.models.layers import LayerKit
+
+
+Projection = Callable[[Tensor], Tensor]
+PackedKernel = Callable[[Tensor, Tensor, Tensor, SegmentLayout, bool, Projection], Tensor]
+
+
+class SelfAttention(nn.Module):
+    """Every video token attends to all tokens of its own sample.
+
+    The fused projection is laid out head by head, (N, [q k v], K), so that any run of its rows is whole heads.
+    """
+
+    def __init__(self, config: DiTConfig, layers: "LayerKit") -> None:
+        super().__init__()
+        self.layers = layers
+        self.head_dim = config.dim_per_head
+        self.qkv = layers.column_linear(config.hidden_size, 3 * config.attention_size, sequence="sharded")
+        self.proj = layers.row_linear(config.attention_size, config.hidden_size)
+        self.q_layernorm, self.k_layernorm = QKNorm(config), QKNorm(config)
+
+    def forward(self, x_SBD: Tensor, layout: SegmentLayout | DenseLayout, rotary: Rotary | None) -> Tensor:
+        q, k, v = rearrange(self.qkv(x_SBD), "S B (N qkv K) -> qkv S B N K", qkv=3, K=self.head_dim)
+        q, k = self.q_layernorm(q, rotary), self.k_layernorm(k, rotary)
+        return self.layers.attend(q, k, v, layout, cross=False, into=self.proj)
+
+
+class CrossAttention(nn.Module):
+    """Every video token attends to the text of its own sample, laid out head by head: (N, [k v], K)."""
+
+    def __init__(self, config: DiTConfig, layers: "LayerKit") -> None:
+        super().__init__()
+        self.layers = layers
+        self.head_dim = config.dim_per_head
+        self.q = layers.column_linear(config.hidden_size, config.attention_size, sequence="sharded")
+        self.kv = layers.column_linear(config.hidden_size, 2 * config.attention_size, sequence="replicated")
+        self.proj = layers.row_linear(config.attention_size, config.hidden_size)
+        self.q_layernorm, self.k_layernorm = QKNorm(config), QKNorm(config)
+
+    def forward(self, x_SBD: Tensor, text_LBD: Tensor, layout: SegmentLayout | DenseLayout) -> Tensor:
+        q = self.q_layernorm(rearrange(self.q(x_SBD), "S B (N K) -> S B N K", K=self.head_dim))
+        k, v = rearrange(self.kv(text_LBD), "L B (N kv K) -> kv L B N K", kv=2, K=self.head_dim)
+        return self.layers.attend(q, self.k_layernorm(k), v, layout, cross=True, into=self.proj)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, layout: SegmentLayout | DenseLayout, *, cross: bool, into: Projection
+) -> Tensor:
+    """into(softmax(q k^T / sqrt(K)) v), each sample on its own.
+
+    Args:
+        q: [S, B, N, K]; B is 1 for a pack.
+        k: [S, B, N, K], or [L, B, N, K] with `cross`.
+        v: of k's shape.
+        layout: which tokens form a sample, and which text belongs to it.
+        cross: attend to text rather than to video tokens.
+        into: what reads the heads side by side, [S, B, N*K]; those of a pack's padding hold no meaning.
+    """
+    if isinstance(layout, DenseLayout):
+        return into(_attend_dense(q, k, v, layout.text_mask_BL[:, None, None] if cross else None))
+    return packed_kernel(q)(q, k, v, layout, cross, into)
+
+
+def _attend_dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    q, k, v = (rearrange(x, "S B N K -> B N S K") for x in (q, k, v))
+    return rearrange(F.scaled_dot_product_attention(q, k, v, attn_mask=mask), "B N S K -> S B (N K)")
+
+
+def attend_runs(q: Tensor, k: Tensor, v: Tensor, layout: SegmentLayout, cross: bool, into: Projection) -> Tensor:
+    """One dense attention per run of equally long segments; runs anywhere, costs what the segments cost."""
+    outputs = []
+    for run in layout.runs:
+        q_csNK = _run_tokens(q, run)
+        if run.is_padding:
+            outputs.append(torch.zeros_like(q_csNK).flatten(0, 1))
+            continue
+        keys = _run_text(k, v, layout, run) if cross else (_run_tokens(k, run), _run_tokens(v, run), None)
+        outputs.append(_attend_run(q_csNK, *keys))
+    return through(_join_runs, *outputs, into=into)
+
+
+def _join_runs(*outputs: Tensor) -> Tensor:
+    """One sequence from the tokens of all runs, heads side by side: [S, 1, N*K]."""
+    return rearrange(torch.cat(outputs), "S N K -> S 1 (N K)")
+
+
+def _attend_run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    q, k, v = (rearrange(x, "c s N K -> c N s K") for x in (q, k, v))
+    return rearrange(F.scaled_dot_product_attention(q, k, v, attn_mask=mask), "c N s K -> (c s) N K")
+
+
+def _run_tokens(x_S1NK: Tensor, run: Run) -> Tensor:
+    """The tokens of a run as a uniform batch, [c, s, N, K]."""
+    return x_S1NK[run.start : run.stop, 0].unflatten(0, (run.count, run.length))
+
+
+def _run_text(k: Tensor, v: Tensor, layout: SegmentLayout, run: Run) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The text of a run, [c, l, N, K], and the mask [c, 1, 1, l] of what is there (None where all of it is)."""
+    slots_cl, is_valid_cl = layout.cached(("text", run, k.device), lambda: _to(k.device, *layout.text_of_run(run)))
+    mask = None if layout.cached(("all", run), lambda: bool(is_valid_cl.all())) else is_valid_cl[:, None, None]
+    return k[slots_cl, 0], v[slots_cl, 0], mask
+
+
+def _to(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(tensor.to(device, non_blocking=True) for tensor in tensors)
+
+
+def attend_varlen(q: Tensor, k: Tensor, v: Tensor, layout: SegmentLayout, cross: bool, into: Projection) -> Tensor:
+    """All segments in one flash-attention call. Padding attends to itself, so that no shape depends on the data."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    bounds_q, longest_q = _bounds(layout, False, q.device)
+    bounds_k, longest_k = _bounds(layout, cross, q.device)
+    out_SNK = varlen_attn(q[:, 0], k[:, 0], v[:, 0], bounds_q, bounds_k, longest_q, longest_k)
+    return into(rearrange(out_SNK, "S N K -> S 1 (N K)"))
+
+
+def _bounds(layout: SegmentLayout, of_text: bool, device: torch.device) -> tuple[Tensor, int]:
+    """Cumulative lengths of all segments, int32 [G + 1], and the longest."""
+    lengths = layout.text_slots if of_text else layout.lengths
+
+    def compute() -> tuple[Tensor, int]:
+        bounds = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
+        return bounds.to(device, non_blocking=True), max(lengths)
+
+    return layout.cached(("bounds", of_text, device), compute)
+
+
+@cache
+def _has_varlen_attention() -> bool:
+    # torch 2.10 added it; it dispatches to flash attention and wants half precision on a GPU
+    return find_spec("torch.nn.attention.varlen") is not None and torch.cuda.get_device_capability() >= (8, 0)
+
+
+def packed_kernel(q: Tensor) -> PackedKernel:
+    """The kernel for packs of this device and precision."""
+    is_half = q.dtype in (torch.float16, torch.bfloat16)
+    if q.is_cuda and is_half and _has_varlen_attention():
+        return attend_varlen
+    return attend_runs

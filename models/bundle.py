@@ -1,0 +1,224 @@
+"""A bundle: the directory that holds all it takes to turn a prompt into a video.
+
+megadit.json      which parts, versions, sampling defaults, how it was trained, size and checksum of every file
+transformer/      config.json, model.safetensors
+tokenizer/        config.json, model.safetensors (where it has tensors)
+text_encoder/     config.json, model.safetensors (where it has tensors)
+"""
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megadit.models import weights
+from megadit.models.config import DiTConfig
+from megadit.models.dit import DiT
+from megadit.models.parts import CONFIG_FILE
+from megadit.models.support import UserError, atomic_directory, nearest, read_json, write_json
+from megadit.models.text_encoders import TextEncoder, load_text_encoder
+from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
+
+MANIFEST_FILE = "megadit.json"
+FORMAT_VERSION = 1
+_PARTS = ("transformer", "tokenizer", "text_encoder")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingDefaults:
+    """What `generate` does when it is not told otherwise; sizes are those of the decoded video.
+
+    Raises:
+        UserError: for a number outside its range.
+    """
+
+    sampler: str = "dpmpp_2m"
+    num_steps: int
+    guidance: float
+    """Strength of classifier-free guidance (arXiv 2207.12598); 1 is none."""
+    num_frames: int
+    height: int
+    width: int
+    fps: float
+    sigma_min: float = 0.002
+    sigma_max: float = 80.0
+    rho: float = 7.0
+    """Exponent of the noise schedule (arXiv 2206.00364, eq. 5)."""
+    negative_prompt: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("num_steps", "num_frames", "height", "width", "sigma_min", "sigma_max", "rho"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"{name}={getattr(self, name)} must be greater than 0")
+        for name in ("guidance", "fps"):
+            if not getattr(self, name) >= 0:
+                raise UserError(f"{name}={getattr(self, name)} must not be negative")
+        if self.sigma_min >= self.sigma_max:
+            raise UserError(f"sigma_min={self.sigma_min} must be smaller than sigma_max={self.sigma_max}")
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "SamplingDefaults":
+        """The inverse of `to_dict`.
+
+        Raises:
+            UserError: for an unknown or missing setting.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in values:
+            if name not in known:
+                near = nearest(name, known)
+                raise UserError(f"unknown sampling default {name!r}" + (f"; did you mean {near!r}?" if near else ""))
+        required = [field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING]
+        missing = [name for name in required if name not in values]
+        if missing:
+            raise UserError(f"sampling defaults lack {', '.join(missing)}")
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """An opened bundle; its parts are loaded when asked for."""
+
+    path: Path
+    manifest: dict[str, Any]
+    """The contents of megadit.json."""
+    defaults: SamplingDefaults
+    config: DiTConfig
+
+    @classmethod
+    def open(cls, path: str | os.PathLike, *, verify: bool = False) -> "Bundle":
+        """Reads the manifest and checks that every file is there in its full size; `verify` compares checksums too.
+
+        Raises:
+            UserError: if `path` is no bundle, a newer version wrote it, or a file is missing or was changed.
+        """
+        path = Path(path)
+        manifest = _read_manifest(path)
+        for name, expected in manifest["files"].items():
+            _check_file(path / name, expected, verify=verify)
+        return cls(
+            path=path,
+            manifest=manifest,
+            defaults=SamplingDefaults.from_dict(manifest["defaults"]),
+            config=weights.load_config(path / "transformer"),
+        )
+
+    def load_dit(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> DiT:
+        return weights.load_dit(self.path / "transformer", device=device, dtype=dtype)
+
+    def load_tokenizer(self) -> VideoTokenizer:
+        return load_tokenizer(self.path / "tokenizer")
+
+    def load_text_encoder(self) -> TextEncoder:
+        return load_text_encoder(self.path / "text_encoder")
+
+
+def write_bundle(
+    out: str | os.PathLike,
+    *,
+    config: DiTConfig,
+    state_dict: Mapping[str, Tensor],
+    tokenizer: VideoTokenizer,
+    text_encoder: TextEncoder,
+    defaults: SamplingDefaults,
+    training: dict[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Writes a bundle, whole or not at all; one already at `out` is replaced.
+
+    `training` tells where the weights come from (recipe, step, EMA profile, samples consumed); `dtype` converts them.
+
+    Raises:
+        UserError: if the parts do not fit each other, or if `out` is a directory that holds something else.
+    """
+    out = Path(out)
+    if out.is_dir() and any(out.iterdir()) and not is_bundle(out):
+        raise UserError(f"{out} holds files that are not a bundle, and would be replaced; choose another directory")
+    _check_parts_fit(config, tokenizer, text_encoder, defaults)
+    with atomic_directory(out) as directory:
+        weights.save_dit(directory / "transformer", config, state_dict, dtype)
+        tokenizer.save(directory / "tokenizer")
+        text_encoder.save(directory / "text_encoder")
+        manifest = {
+            "format_version": FORMAT_VERSION,
+            "megadit_version": metadata.version("megadit"),
+            "parts": {name: read_json(directory / name / CONFIG_FILE)["type"] for name in _PARTS},
+            "fingerprints": {"tokenizer": tokenizer.fingerprint(), "text_encoder": text_encoder.fingerprint()},
+            "defaults": defaults.to_dict(),
+            "training": training,
+            "files": {name: _describe_file(directory / name) for name in _file_names(directory)},
+        }
+        write_json(directory / MANIFEST_FILE, manifest)
+
+
+def is_bundle(path: str | os.PathLike) -> bool:
+    """Whether `path` looks like a bundle, of any version (other directories of ours hold a megadit.json too)."""
+    return (Path(path) / MANIFEST_FILE).is_file() and (Path(path) / "transformer").is_dir()
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    file = path / MANIFEST_FILE
+    if not is_bundle(path):
+        raise UserError(
+            f"{path} is not a bundle: expected a directory with {MANIFEST_FILE}, {', '.join(f'{p}/' for p in _PARTS)}; "
+            "`megadit bundle CHECKPOINT OUT` makes one of a training checkpoint"
+        )
+    manifest = read_json(file)
+    version = manifest.get("format_version") if isinstance(manifest, dict) else None
+    if not isinstance(version, int):
+        raise UserError(f"{file} has no format_version: it was not written by megadit")
+    if version > FORMAT_VERSION:
+        raise UserError(
+            f"{path} has format version {version}, written by megadit {manifest.get('megadit_version')}; "
+            f"this version reads up to {FORMAT_VERSION}: upgrade megadit"
+        )
+    missing = {"parts", "defaults", "files"} - manifest.keys()
+    if missing:
+        raise UserError(f"{file} lacks {', '.join(sorted(missing))}")
+    return manifest
+
+
+def _check_parts_fit(
+    config: DiTConfig, tokenizer: VideoTokenizer, text_encoder: TextEncoder, defaults: SamplingDefaults
+) -> None:
+    for setting, ours, theirs, part in (
+        ("in_channels", config.in_channels, tokenizer.latent_channels, "tokenizer's latents"),
+        ("sigma_data", config.sigma_data, tokenizer.sigma_data, "tokenizer's latents"),
+        ("crossattn_emb_size", config.crossattn_emb_size, text_encoder.dim, "text encoder's features"),
+    ):
+        if ours != theirs:
+            raise UserError(f"model.{setting}={ours} does not fit the {part}: {theirs}")
+    frames = tokenizer.frames_covering(defaults.num_frames)
+    config.token_grid(*tokenizer.latent_shape(frames, defaults.height, defaults.width)[1:])
+
+
+def _file_names(directory: Path) -> list[str]:
+    return sorted(file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.is_file())
+
+
+def _describe_file(file: Path) -> dict[str, Any]:
+    return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+
+
+def _check_file(file: Path, expected: Mapping[str, Any], *, verify: bool) -> None:
+    if not file.is_file():
+        raise UserError(f"{file} is missing: the bundle was copied incompletely")
+    if file.stat().st_size != expected["bytes"]:
+        raise UserError(f"{file} has {file.stat().st_size} bytes instead of {expected['bytes']}: it was cut or changed")
+    if verify and _sha256(file) != expected["sha256"]:
+        raise UserError(f"{file} differs from its checksum in {MANIFEST_FILE}: it was damaged or changed")
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,51 @@
+"""What a video is made from, beside noise.
+
+Shapes: B batch, L text tokens, E text feature width.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Conditioning:
+    """The conditions of a batch of videos."""
+
+    text_BLE: Tensor
+    """Text features; rows beyond each length are ignored."""
+    text_length_B: Tensor
+    """int64, 0..L. 0 means no text: one learned null token stands in."""
+    fps_B: Tensor
+    """float32, frames per second of the decoded video; 0 for images."""
+
+    def __len__(self) -> int:
+        return self.text_BLE.shape[0]
+
+    def null(self) -> "Conditioning":
+        """The same videos without their text."""
+        return replace(self, text_length_B=torch.zeros_like(self.text_length_B))
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Conditioning":
+        """On another device; `dtype` applies to the text features alone."""
+        return Conditioning(
+            self.text_BLE.to(device, dtype or self.text_BLE.dtype),
+            self.text_length_B.to(device),
+            self.fps_B.to(device),
+        )
+
+    def select(self, rows: slice) -> "Conditioning":
+        return Conditioning(self.text_BLE[rows], self.text_length_B[rows], self.fps_B[rows])
+
+    @staticmethod
+    def concatenate(parts: "list[Conditioning]") -> "Conditioning":
+        """One batch from several, whose text may differ in length."""
+        longest = max(part.text_BLE.shape[1] for part in parts)
+        padded = [F.pad(part.text_BLE, (0, 0, 0, longest - part.text_BLE.shape[1])) for part in parts]
+        return Conditioning(
+            torch.cat(padded),
+            torch.cat([part.text_length_B for part in parts]),
+            torch.cat([part.fps_B for part in parts]),
+        )

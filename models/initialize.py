@@ -1,0 +1,52 @@
+"""Initial weights that do not depend on how the network is split.
+
+Every tensor is drawn whole from a generator of its own, seeded by (seed, name), and then cut to the part a rank
+holds: any layout starts from the same network.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+Shard = Callable[[nn.Parameter, Tensor], Tensor]
+FullShape = Callable[[nn.Parameter], torch.Size]
+
+
+def is_zero_initialised(name: str) -> bool:
+    """adaLN-Zero (arXiv 2212.09748, section 3.2): modulation and output start at zero, every block as identity."""
+    return "modulation." in name or name.startswith("final_layer.linear.") or name.endswith("bias")
+
+
+def initial_value(name: str, shape: torch.Size, seed: int) -> Tensor:
+    """The whole float32 tensor `name`: zeros, ones for norms, a normal of variance 1 / fan_in for the rest."""
+    if is_zero_initialised(name):
+        return torch.zeros(shape)
+    if name.endswith("layernorm.weight"):
+        return torch.ones(shape)
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little"))
+    return torch.randn(shape, generator=generator, device="cpu") / math.sqrt(shape[-1])
+
+
+@torch.no_grad()
+def initialize_(
+    model: nn.Module,
+    seed: int,
+    *,
+    full_shape: FullShape = lambda parameter: parameter.shape,
+    shard: Shard = lambda parameter, value: value,
+) -> nn.Module:
+    """Fills every parameter of a DiT in place.
+
+    Args:
+        model: a `DiT`; its parameters' names are the canonical ones.
+        seed: the same seed gives the same network in any layout.
+        full_shape: the shape of a parameter before it was split over ranks.
+        shard: the part of the whole tensor that a parameter holds.
+    """
+    for name, parameter in model.named_parameters():
+        parameter.copy_(shard(parameter, initial_value(name, full_shape(parameter), seed)))
+    return model

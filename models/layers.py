@@ -1,0 +1,99 @@
+"""The layer kit: the few kinds of layer a DiT is built from.
+
+The DiT is written once, as single-device code, against these methods. `TorchLayers` gives plain torch modules; the
+Megatron kits (`megadit.models.megatron`) give modules with the same keys that are split over ranks. A linear says
+what it does to the sequence: with sequence parallelism the video tokens of a rank are a slice (`sharded`), while
+text and modulation are the same on every rank (`replicated`) and must not be gathered.
+
+Shapes: S video tokens, B batch, N heads, K head dim.
+"""
+
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+from torch import Tensor, nn
+
+from megadit.models.attention import attend
+from megadit.models.segments import DenseLayout, Run, SegmentLayout
+
+Sequence = Literal["sharded", "replicated"]
+Layout = SegmentLayout | DenseLayout
+
+
+class LayerKit(Protocol):
+    """What a DiT asks of its layers."""
+
+    def column_linear(self, in_features: int, out_features: int, *, sequence: Sequence) -> nn.Module:
+        """A linear without bias whose output features (whole heads) are split over ranks.
+
+        `sequence` says whether its input's tokens are a slice of the sequence, to be gathered, or all of them.
+        """
+
+    def row_linear(self, in_features: int, out_features: int) -> nn.Module:
+        """A linear without bias whose input features are split over ranks; gives tokens back as they were sharded."""
+
+    def replicated_linear(
+        self, in_features: int, out_features: int, *, sequence: Sequence, bias: bool = True
+    ) -> nn.Module:
+        """A linear that every rank holds whole.
+
+        `sequence` says which tokens its output meets: where they are a slice, its gradient is a partial sum.
+        """
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, cross: bool, into: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """into(softmax(q k^T / sqrt(K)) v) within each segment, for this rank's heads; see `attention.attend`."""
+
+    def block_stack(self, make_block: Callable[[], nn.Module], num_layers: int) -> nn.Module:
+        """The blocks this rank computes, under their global indices; called like one block."""
+
+    def shard_sequence(self, x_SBD: Tensor) -> Tensor:
+        """This rank's slice of the tokens, from all of them."""
+
+    def gather_sequence(self, x_SBD: Tensor) -> Tensor:
+        """All tokens, from this rank's slice."""
+
+    def local_runs(self, layout: Layout) -> tuple[Run, ...] | None:
+        """Which segment each of this rank's tokens belongs to; None for a dense batch."""
+
+
+class BlockStack(nn.ModuleDict):
+    """Blocks in order, each under its global index, so that keys do not depend on who holds which."""
+
+    def forward(self, x: Tensor, *context) -> Tensor:
+        for block in self.values():
+            x = block(x, *context)
+        return x
+
+
+class TorchLayers:
+    """Plain torch modules: one device holds everything."""
+
+    def column_linear(self, in_features: int, out_features: int, *, sequence: Sequence) -> nn.Module:
+        return nn.Linear(in_features, out_features, bias=False)
+
+    def row_linear(self, in_features: int, out_features: int) -> nn.Module:
+        return nn.Linear(in_features, out_features, bias=False)
+
+    def replicated_linear(
+        self, in_features: int, out_features: int, *, sequence: Sequence, bias: bool = True
+    ) -> nn.Module:
+        return nn.Linear(in_features, out_features, bias=bias)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, cross: bool, into: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        return attend(q, k, v, layout, cross=cross, into=into)
+
+    def block_stack(self, make_block: Callable[[], nn.Module], num_layers: int) -> nn.Module:
+        return BlockStack({str(index): make_block() for index in range(num_layers)})
+
+    def shard_sequence(self, x_SBD: Tensor) -> Tensor:
+        return x_SBD
+
+    def gather_sequence(self, x_SBD: Tensor) -> Tensor:
+        return x_SBD
+
+    def local_runs(self, layout: Layout) -> tuple[Run, ...] | None:
+        return layout.runs

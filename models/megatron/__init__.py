@@ -1,0 +1,1 @@
+"""The DiT on Megatron-core: split over ranks, and its distributed checkpoints."""

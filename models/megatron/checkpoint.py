@@ -1,0 +1,85 @@
+"""The tensors of a training checkpoint: their names on disk, and a reader that needs neither Megatron nor torchrun.
+
+A checkpoint is a directory `iter_0000100` that holds, beside its description, `tensors/`: a torch distributed
+checkpoint written by Megatron. Every tensor is stored whole, in float32, under the canonical name of its parameter, so
+that it does not matter which layout wrote it and which reads it:
+
+    model.<name>                     the weights
+    ema.<sigma_rel>.<name>           their averages
+    optimizer.<state>.<name>         what the optimizer keeps for each element
+
+<name> is the parameter's name in the training model, where the network's begin with "dit.".
+"""
+
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from megadit.models.support import UserError, read_json
+
+TENSORS = "tensors"
+STATE = "state.json"
+CONFIG = "config.yaml"
+NETWORK = "dit."
+
+
+def model_key(name: str) -> str:
+    return f"model.{name}"
+
+
+def ema_key(sigma_rel: float, name: str) -> str:
+    return f"ema.{sigma_rel:g}.{name}"
+
+
+def optimizer_key(state: str, name: str) -> str:
+    return f"optimizer.{state}.{name}"
+
+
+def is_complete(path: Path) -> bool:
+    """Whether `path` is a checkpoint with all its parts; one being written has another name."""
+    try:
+        read_json(path / STATE)
+    except UserError:
+        return False
+    return (path / TENSORS / ".metadata").is_file() and (path / CONFIG).is_file()
+
+
+def ema_profiles(path: Path) -> tuple[float, ...]:
+    """The sigma_rel of each average in a checkpoint."""
+    return tuple(read_json(path / STATE)["ema_sigma_rels"])
+
+
+def read_network(path: Path, *, ema: float | None = None) -> dict[str, Tensor]:
+    """The network's canonical state dict, float32 on the CPU, from any checkpoint.
+
+    Args:
+        path: the checkpoint (`.../iter_0000100`), written by any layout.
+        ema: sigma_rel of the average to read; None reads the weights themselves.
+
+    Raises:
+        UserError: if it is no complete checkpoint, or has no such average.
+    """
+    if not is_complete(path):
+        raise UserError(f"{path} is not a complete checkpoint; give a directory such as checkpoints/iter_0000100")
+    if ema is not None and ema not in ema_profiles(path):
+        known = ", ".join(f"{sigma_rel:g}" for sigma_rel in ema_profiles(path)) or "none"
+        raise UserError(f"{path} has no average with sigma_rel {ema:g}; it has {known}")
+    prefix = model_key(NETWORK) if ema is None else ema_key(ema, NETWORK)
+    tensors = _read(path / TENSORS, prefix)
+    return {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
+
+
+def _read(directory: Path, prefix: str) -> dict[str, Tensor]:
+    """All tensors whose key begins with `prefix`, whole."""
+    reader = dcp.FileSystemReader(directory)
+    stored = reader.read_metadata().state_dict_metadata
+    tensors = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in stored.items()
+        if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+    }
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors

@@ -1,0 +1,121 @@
+"""Lets Megatron-core 0.16.1 run on a machine without CUDA, over gloo. Does nothing where CUDA is present.
+
+Megatron names the device "cuda" and asks `torch.cuda` for the current one throughout. `install` answers with the CPU.
+It patches torch for the whole process, so only entry points call it, before anything imports `megatron.core`.
+
+Plain functions are patched, and no TorchFunctionMode is installed: a mode is popped while `Tensor.backward` runs (which
+is itself an overridable function), and costs a Python call per operation.
+"""
+
+import contextlib
+import functools
+import logging
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+_CPU = torch.device("cpu")
+_FACTORIES = (
+    *("empty", "zeros", "ones", "full", "tensor", "as_tensor", "arange", "rand", "randn", "randint", "linspace", "eye"),
+    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+)
+_FACTORY_METHODS = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
+_installed = False
+
+
+def install() -> None:
+    """Makes Megatron take the CPU for the GPU; a second call and a machine with CUDA change nothing."""
+    global _installed
+    if _installed or torch.cuda.is_available():
+        return
+    _installed = True
+    _redirect_factories()
+    _redirect_tensor_methods()
+    _stand_in_for_cuda()
+    _quieten()
+
+
+def is_installed() -> bool:
+    return _installed
+
+
+def _names_cuda(device: object) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.startswith("cuda")
+
+
+def _on_cpu(function: Callable) -> Callable:
+    """`function` with `device="cuda"` read as the CPU; pinned memory needs an accelerator and is left out."""
+
+    @functools.wraps(function)
+    def redirected(*args, **kwargs):
+        if _names_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return function(*args, **kwargs)
+
+    return redirected
+
+
+def _redirect_factories() -> None:
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    for name in _FACTORY_METHODS:
+        setattr(Tensor, name, _on_cpu(getattr(Tensor, name)))
+
+
+def _redirect_tensor_methods() -> None:
+    to, type_ = Tensor.to, Tensor.type
+
+    @functools.wraps(to)
+    def to_cpu(tensor, *args, **kwargs):
+        args = [_CPU if _names_cuda(arg) else arg for arg in args]
+        if _names_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        return to(tensor, *args, **kwargs)
+
+    @functools.wraps(type_)
+    def type_on_cuda(tensor, *args, **kwargs):
+        # Megatron's optimizers sort parameters by type() and refuse what is not "torch.cuda.FloatTensor" and the like
+        if args or kwargs:
+            return type_(tensor, *args, **kwargs)
+        return type_(tensor).replace("torch.", "torch.cuda.")
+
+    Tensor.to = to_cpu
+    Tensor.type = type_on_cuda
+    Tensor.cuda = lambda tensor, *args, **kwargs: tensor
+
+
+class _InOrder:
+    """A CUDA stream or event: on the CPU everything happens in order already."""
+
+    def __init__(self, *args, **kwargs) -> None: ...
+
+    def wait_stream(self, *args) -> None: ...
+
+    def wait_event(self, *args) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def _stand_in_for_cuda() -> None:
+    cuda = torch.cuda
+    cuda.current_device = lambda: _CPU
+    # dynamo refuses one object under two names: each gets its own
+    for name in ("synchronize", "set_device", "empty_cache"):
+        setattr(cuda, name, lambda *args, **kwargs: None)
+    cuda.Stream = _InOrder
+    cuda.current_stream = lambda *args, **kwargs: _InOrder()
+    cuda.default_stream = lambda *args, **kwargs: _InOrder()
+    cuda.stream = lambda stream: contextlib.nullcontext()
+
+
+def _quieten() -> None:
+    """Megatron's advice on faster GPU kernels does not concern a CPU."""
+    warnings.filterwarnings("ignore", module="megatron")
+    warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS.*")
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)

@@ -1,0 +1,125 @@
+"""Process groups: torch.distributed and Megatron's model-parallel groups, from the sizes of a layout."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megadit.models.support import UserError
+
+_TIMEOUT = timedelta(minutes=30)  # a rank may wait this long while another reads data or writes a checkpoint
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """How many ranks share each dimension of the work; what remains of the world is data parallel."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that together hold one copy of the model."""
+        return self.tensor * self.pipeline * self.context
+
+    def check(self, world_size: int, num_attention_heads: int | None = None) -> None:
+        """Raises UserError for a layout that cannot be built; called before any group exists."""
+        for name, size in (("pipeline_model", self.pipeline), ("context", self.context)):
+            if size != 1:
+                raise UserError(f"parallel.{name}_parallel_size={size} is not available yet; use 1")
+        if self.tensor < 1 or world_size % self.model_parallel_size:
+            raise UserError(
+                f"parallel.tensor_model_parallel_size={self.tensor} does not divide the {world_size} ranks of this "
+                f"job; start a multiple of {max(self.model_parallel_size, 1)} ranks"
+            )
+        if self.sequence_parallel and self.tensor == 1:
+            raise UserError("parallel.sequence_parallel=true needs parallel.tensor_model_parallel_size above 1")
+        if num_attention_heads is not None and num_attention_heads % self.tensor:
+            raise UserError(
+                f"parallel.tensor_model_parallel_size={self.tensor} does not divide "
+                f"model.num_attention_heads={num_attention_heads}: a rank holds whole heads"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The groups this rank belongs to."""
+
+    tensor: ProcessGroup
+    data: ProcessGroup
+    """Ranks that hold the same parameters and read different data (context-parallel peers included)."""
+    device: torch.device
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        return dist.get_world_size()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that prints and writes files."""
+        return dist.get_rank() == 0
+
+
+def world_size() -> int:
+    """Ranks of this job: torchrun's WORLD_SIZE, 1 without it."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def initialize(layout: Layout, *, num_attention_heads: int | None = None) -> Groups:
+    """Starts torch.distributed where it is not running (gloo, or nccl with CUDA) and builds Megatron's groups.
+
+    Raises:
+        UserError: if the ranks at hand cannot be laid out so.
+    """
+    layout.check(world_size(), num_attention_heads)
+    device = _local_device()
+    if not dist.is_initialized():
+        _start_torch_distributed(device)
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        context_parallel_size=layout.context,
+        create_gloo_process_groups=False,
+    )
+    return Groups(
+        tensor=parallel_state.get_tensor_model_parallel_group(),
+        data=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        device=device,
+    )
+
+
+def destroy() -> None:
+    """Undoes `initialize`."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _local_device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _start_torch_distributed(device: torch.device) -> None:
+    # gloo beside nccl carries what lives on the CPU (objects, checkpoints' plans)
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=_TIMEOUT)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)

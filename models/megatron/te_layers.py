@@ -1,0 +1,75 @@
+"""The layer kit on TransformerEngine's linears: the layout of `McoreLayers`, with fused and FP8 kernels on NVIDIA GPUs."""
+
+from importlib.util import find_spec
+
+import torch
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from megadit.models.layers import Sequence
+from megadit.models.megatron.mcore_layers import McoreLayers
+from megadit.models.support import UserError
+
+
+def is_available() -> bool:
+    """Whether TransformerEngine is installed and a GPU is there to run it."""
+    return torch.cuda.is_available() and find_spec("transformer_engine") is not None
+
+
+class _TELinear(nn.Module):
+    """A TransformerEngine linear under the canonical key `weight`.
+
+    TransformerEngine's module is kept out of the module tree, because its state holds FP8 scales next to the weight;
+    these are recomputed and no part of a checkpoint.
+    """
+
+    def __init__(self, linear: nn.Module, partition_dim: int) -> None:
+        super().__init__()
+        set_tensor_model_parallel_attributes(linear.weight, True, partition_dim, 1)
+        self.weight = linear.weight
+        object.__setattr__(self, "linear", linear)
+
+    def _apply(self, function, recurse: bool = True) -> "_TELinear":
+        super()._apply(function, recurse)
+        self.linear._parameters["weight"] = self.weight
+        return self
+
+    def forward(self, x_SBD: Tensor) -> Tensor:
+        return self.linear(x_SBD)
+
+
+class TELayers(McoreLayers):
+    """`McoreLayers` with TransformerEngine's linears.
+
+    Raises:
+        UserError: if TransformerEngine is not installed, or there is no GPU.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        if not is_available():
+            raise UserError(
+                "TransformerEngine is not installed, or there is no GPU; install megadit[te], or use Megatron's linears"
+            )
+        super().__init__(config)
+
+    def column_linear(self, in_features: int, out_features: int, *, sequence: Sequence) -> nn.Module:
+        is_sharded = sequence == "sharded"
+        return _TELinear(self._linear(in_features, out_features, "column", is_sharded), partition_dim=0)
+
+    def row_linear(self, in_features: int, out_features: int) -> nn.Module:
+        return _TELinear(self._linear(in_features, out_features, "row", True), partition_dim=1)
+
+    def _linear(self, in_features: int, out_features: int, mode: str, is_sharded: bool) -> nn.Module:
+        import transformer_engine.pytorch as te
+
+        return te.Linear(
+            in_features,
+            out_features,
+            bias=False,
+            parallel_mode=mode,
+            tp_group=self.tensor_group,
+            tp_size=self.tensor_group.size(),
+            sequence_parallel=self.config.sequence_parallel and is_sharded,
+            params_dtype=self.config.params_dtype,
+        )

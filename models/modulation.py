@@ -1,0 +1,101 @@
+"""Adaptive layer norm, applied per sample: each segment of a pack has its own shift, scale and gate.
+
+The forward never gathers a row per token: a run of equally long segments is viewed as a batch and broadcast. The
+backward reduces over each segment, in a fixed order, so that the same pack gives the same gradient to the last bit;
+the normalised activations are recomputed rather than kept.
+
+Shapes: S video tokens, B batch, D width, G segments of a pack, c segments of a run, s tokens of each.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megadit.models.segments import Run
+
+
+def modulated_norm(
+    x_SBD: Tensor, shift_GD: Tensor, scale_GD: Tensor, eps: float, runs: tuple[Run, ...] | None = None
+) -> Tensor:
+    """LayerNorm(x) * (1 + scale) + shift (adaLN, arXiv 2212.09748, section 3.2).
+
+    With `runs` the batch is one pack (B = 1) whose tokens they assign to the G rows; without, row b belongs to
+    batch element b.
+    """
+    if runs is None:
+        return F.layer_norm(x_SBD, x_SBD.shape[-1:], eps=eps) * (1 + scale_GD) + shift_GD
+    return _ModulatedNorm.apply(x_SBD, shift_GD, scale_GD, eps, runs)
+
+
+def gated_residual(x_SBD: Tensor, gate_GD: Tensor, y_SBD: Tensor, runs: tuple[Run, ...] | None = None) -> Tensor:
+    """x + gate * y, each segment with its own gate."""
+    if runs is None:
+        return torch.addcmul(x_SBD, gate_GD, y_SBD)
+    return _GatedResidual.apply(x_SBD, gate_GD, y_SBD, runs)
+
+
+def _tokens(x_S1D: Tensor, run: Run) -> Tensor:
+    """A run's tokens as a uniform batch: a view [c, s, D]."""
+    return x_S1D[run.start : run.stop].view(run.count, run.length, x_S1D.shape[-1])
+
+
+def _rows(x_GD: Tensor, run: Run) -> Tensor:
+    """A run's rows, ready to broadcast over tokens: a view [c, 1, D]."""
+    return x_GD[run.segments, None]
+
+
+def _sum_segments(x_S1D: Tensor, like_GD: Tensor, runs: tuple[Run, ...]) -> Tensor:
+    """Sums the tokens of each segment, in float32."""
+    total_GD = torch.zeros_like(like_GD, dtype=torch.float32)
+    for run in runs:
+        # a segment cut by sequence parallelism never appears twice in one rank's runs, so rows are written once
+        total_GD[run.segments] = _tokens(x_S1D, run).sum(1, dtype=torch.float32)
+    return total_GD.to(like_GD.dtype)
+
+
+class _ModulatedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, shift, scale, eps, runs):
+        y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], None, None, eps)
+        for run in runs:
+            tokens = _tokens(y, run)
+            torch.addcmul(_rows(shift, run), tokens, 1 + _rows(scale, run), out=tokens)
+        ctx.save_for_backward(x, scale, mean, rstd)
+        ctx.runs = runs
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, scale, mean, rstd = ctx.saved_tensors
+        grad = grad.contiguous()
+        product = ((x - mean) * rstd).to(grad.dtype).mul_(grad)
+        grad_scale = _sum_segments(product, scale, ctx.runs)
+        grad_shift = _sum_segments(grad, scale, ctx.runs)
+        grad_y = product  # the product is spent: its memory holds the gradient of the normalised activations
+        for run in ctx.runs:
+            torch.mul(_tokens(grad, run), 1 + _rows(scale, run), out=_tokens(grad_y, run))
+        grad_x, _, _ = torch.ops.aten.native_layer_norm_backward(
+            grad_y, x, x.shape[-1:], mean, rstd, None, None, [True, False, False]
+        )
+        return grad_x, grad_shift, grad_scale, None, None
+
+
+class _GatedResidual(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, gate, y, runs):
+        out = torch.empty_like(x)
+        for run in runs:
+            torch.addcmul(_tokens(x, run), _rows(gate, run), _tokens(y, run), out=_tokens(out, run))
+        ctx.save_for_backward(gate, y)
+        ctx.runs = runs
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        gate, y = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_y = torch.mul(grad, y)
+        grad_gate = _sum_segments(grad_y, gate, ctx.runs)
+        for run in ctx.runs:
+            torch.mul(_tokens(grad, run), _rows(gate, run), out=_tokens(grad_y, run))
+        return grad, grad_gate, grad_y, None

@@ -1,0 +1,83 @@
+"""How a tokenizer, a text encoder or a network lies on disk: a directory with config.json and model.safetensors."""
+
+import hashlib
+import json
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megadit.models.support import UserError, atomic_path, nearest, read_json, write_json
+
+CONFIG_FILE = "config.json"
+TENSOR_FILE = "model.safetensors"
+
+
+def write_part(directory: str | os.PathLike, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Writes config.json and, where there are tensors, model.safetensors."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    if tensors:
+        with atomic_path(directory / TENSOR_FILE) as path:
+            save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
+    write_json(directory / CONFIG_FILE, dict(config))
+
+
+def part_type(directory: str | os.PathLike, kind: str, known: Collection[str]) -> str:
+    """The `type` that config.json names.
+
+    Raises:
+        UserError: if it is not one of `known`.
+    """
+    path = Path(directory) / CONFIG_FILE
+    config = read_json(path)
+    name = config.get("type") if isinstance(config, dict) else None
+    if name not in known:
+        raise UserError(f"{path}: unknown {kind} type {name!r}; this version knows {', '.join(sorted(known))}")
+    return name
+
+
+def read_settings(directory: str | os.PathLike, names: Collection[str]) -> dict[str, Any]:
+    """The settings in config.json, which must be exactly `names` (beside `type`).
+
+    Raises:
+        UserError: for a setting that is missing or unknown.
+    """
+    path = Path(directory) / CONFIG_FILE
+    settings = {name: value for name, value in read_json(path).items() if name != "type"}
+    for name in settings.keys() - set(names):
+        near = nearest(name, names)
+        hint = f"did you mean {near!r}?" if near else "was it written by a newer version?"
+        raise UserError(f"{path}: unknown setting {name!r}; {hint}")
+    for name in set(names) - settings.keys():
+        raise UserError(f"{path}: the setting {name!r} is missing")
+    return settings
+
+
+def read_tensors(directory: str | os.PathLike) -> dict[str, Tensor]:
+    """The tensors of model.safetensors, on the CPU.
+
+    Raises:
+        UserError: if the file is missing or broken.
+    """
+    path = Path(directory) / TENSOR_FILE
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist") from None
+    except SafetensorError as error:
+        raise UserError(f"{path} is not a safetensors file: {error}") from None
+
+
+def fingerprint(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    """A hash of 16 hexadecimal digits that is equal exactly where configuration and tensors are."""
+    digest = hashlib.blake2b(json.dumps(dict(config), sort_keys=True).encode(), digest_size=8)
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()

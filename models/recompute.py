@@ -1,0 +1,47 @@
+"""Cheap activations that are computed twice instead of kept.
+
+A norm, an activation function or a concatenation costs little to compute and much to store: its output is kept alive
+only because the linear behind it saves its input for the backward. Here that linear saves a recipe instead.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class _Recipe:
+    """How to compute a tensor again."""
+
+    def __init__(self, function: Callable[..., Tensor], inputs: tuple) -> None:
+        self.function = function
+        self.inputs = tuple(x.detach() if isinstance(x, Tensor) else x for x in inputs)
+
+    def __call__(self) -> Tensor:
+        with torch.no_grad():
+            return self.function(*self.inputs)
+
+
+def through(function: Callable[..., Tensor], *inputs, into: Callable[[Tensor], Tensor]) -> Tensor:
+    """into(function(*inputs)), where whatever `into` would save of the value between is computed again in backward.
+
+    `function` must be cheap, deterministic, and its inputs kept by someone else anyway (its own backward, usually),
+    or nothing is won. Under `torch.compile` the compiler makes this choice, and without gradients nothing is kept.
+    """
+    value = function(*inputs)
+    if not value.requires_grad or torch.compiler.is_compiling():
+        return into(value)
+    recipe, address, size = _Recipe(function, inputs), value.data_ptr(), value.numel()
+
+    def pack(tensor: Tensor) -> Tensor | tuple[_Recipe, torch.Size]:
+        is_value = tensor.data_ptr() == address and tensor.numel() == size and tensor.is_contiguous()
+        return (recipe, tensor.shape) if is_value else tensor
+
+    def unpack(packed: Tensor | tuple[_Recipe, torch.Size]) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        recipe, shape = packed
+        return recipe().view(shape)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return into(value)

@@ -1,0 +1,248 @@
+"""Packs: many samples of any size in one sequence of fixed capacity, described by plain integers.
+
+A pack holds whole samples ("segments") one after another; its tail is one padding segment, so that shapes never
+change from step to step. Everything a kernel wants to know about boundaries is computed here, once per pack and on
+the CPU; nothing asks the device for it again and nothing builds an S x S mask.
+
+Shapes: S video tokens, G segments of a pack (padding included).
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, groupby
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megadit.models.support import UserError
+
+Grid = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One sample of a pack: a grid of video tokens and the text it is conditioned on."""
+
+    grid: Grid
+    """Tokens along time, height and width."""
+    text_length: int
+    """Text tokens; 0 means no text, and one learned null token stands in."""
+    is_padding: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return prod(self.grid)
+
+    @property
+    def text_slots(self) -> int:
+        """Places this segment takes in the text of the pack."""
+        return max(1, self.text_length)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Neighbouring segments with equally many tokens: kernels treat them as one uniform batch."""
+
+    start: int
+    """First token."""
+    segment: int
+    """First segment."""
+    count: int
+    length: int
+    """Tokens of each segment."""
+    is_padding: bool = False
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.count * self.length
+
+    @property
+    def segments(self) -> slice:
+        return slice(self.segment, self.segment + self.count)
+
+
+def find_runs(lengths: Iterable[tuple[int, int, bool]]) -> tuple[Run, ...]:
+    """Runs of (segment, tokens, is_padding) triples that follow one another."""
+    runs, start = [], 0
+    for (length, is_padding), group in groupby(lengths, key=lambda part: part[1:]):
+        members = [segment for segment, *_ in group]
+        runs.append(Run(start, members[0], len(members), length, is_padding))
+        start = runs[-1].stop
+    return tuple(runs)
+
+
+def _offsets(lengths: Sequence[int]) -> tuple[int, ...]:
+    return tuple(accumulate(lengths, initial=0))[:-1]
+
+
+def grid_positions(grid: Grid, device: torch.device | str | None = None) -> Tensor:
+    """int64 [T*H*W, 3]: the (t, h, w) of each token of one grid, in order."""
+    axes = [torch.arange(size, device=device) for size in grid]
+    return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLayout:
+    """A uniform batch: every sample has the same grid. The form in which sampling and export run."""
+
+    grid: Grid
+    """Tokens along time, height and width."""
+    text_mask_BL: Tensor
+    """bool: True where a text token may be attended."""
+    device: torch.device
+
+    @property
+    def runs(self) -> None:
+        """No runs: modulation broadcasts over the batch."""
+        return None
+
+    @property
+    def grid_positions_S3(self) -> Tensor:
+        return grid_positions(self.grid, self.device)
+
+    def cached(self, key: Hashable, compute: Callable[[], Any]) -> Any:
+        """Computes the value; a dense batch is seen once."""
+        return compute()
+
+
+@dataclass(frozen=True)
+class SegmentLayout:
+    """Where everything is in a pack, or in several packs that form one micro-batch."""
+
+    segments: tuple[Segment, ...]
+    _cache: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def pack(cls, segments: Sequence[Segment], *, capacity: int, text_capacity: int) -> "SegmentLayout":
+        """Lays out segments in order and fills the tail with one padding segment.
+
+        The padding segment takes what is left of both the video tokens and the text slots.
+
+        Raises:
+            UserError: if the segments need more tokens or text slots than the pack holds.
+        """
+        tokens = sum(segment.num_tokens for segment in segments)
+        slots = sum(segment.text_slots for segment in segments)
+        spare, spare_text = capacity - tokens, text_capacity - slots
+        if spare < 0 or spare_text < 0:
+            raise UserError(
+                f"{len(segments)} samples with {tokens} video tokens and {slots} text tokens do not fit a pack of "
+                f"{capacity} and {text_capacity}; raise data.seq_length or data.text_seq_length"
+            )
+        if spare or spare_text:
+            segments = [*segments, Segment((1, 1, spare), spare_text, is_padding=True)]
+        return cls(tuple(segments))
+
+    @classmethod
+    def concatenate(cls, layouts: "Sequence[SegmentLayout]") -> "SegmentLayout":
+        """Several packs as one micro-batch: one sequence, one after another."""
+        return cls(tuple(segment for layout in layouts for segment in layout.segments))
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(segment.num_tokens for segment in self.segments)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        return _offsets(self.lengths)
+
+    @cached_property
+    def text_slots(self) -> tuple[int, ...]:
+        # the padding segment may have no slot left to itself
+        return tuple(s.text_length if s.is_padding else s.text_slots for s in self.segments)
+
+    @cached_property
+    def text_starts(self) -> tuple[int, ...]:
+        return _offsets(self.text_slots)
+
+    @cached_property
+    def capacity(self) -> int:
+        return sum(self.lengths)
+
+    @cached_property
+    def text_capacity(self) -> int:
+        return sum(self.text_slots)
+
+    @property
+    def num_segments(self) -> int:
+        return len(self.segments)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Tokens that belong to samples."""
+        return sum(segment.num_tokens for segment in self.segments if not segment.is_padding)
+
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """The whole sequence as runs of equally long segments."""
+        return find_runs((i, s.num_tokens, s.is_padding) for i, s in enumerate(self.segments))
+
+    def local_runs(self, rank: int, size: int) -> tuple[Run, ...]:
+        """The runs of the `rank`-th of `size` equal slices of the sequence, offsets counted within the slice."""
+        if size == 1:
+            return self.runs
+        return self.cached(("local_runs", rank, size), lambda: self._cut_runs(rank, size))
+
+    def _cut_runs(self, rank: int, size: int) -> tuple[Run, ...]:
+        assert self.capacity % size == 0, f"{self.capacity} tokens do not split over {size} ranks"
+        first, last = rank * self.capacity // size, (rank + 1) * self.capacity // size
+        parts = [
+            (i, min(start + segment.num_tokens, last) - max(start, first), segment.is_padding)
+            for i, (start, segment) in enumerate(zip(self.starts, self.segments, strict=True))
+        ]
+        return find_runs(part for part in parts if part[1] > 0)
+
+    def cached(self, key: Hashable, compute: Callable[[], Any]) -> Any:
+        """A value derived from this layout, computed once."""
+        if key not in self._cache:
+            self._cache[key] = compute()
+        return self._cache[key]
+
+    @cached_property
+    def segment_of_token_S(self) -> Tensor:
+        """int64: the index of each token's segment."""
+        return torch.repeat_interleave(torch.tensor(self.lengths, dtype=torch.long))
+
+    @cached_property
+    def position_in_segment_S(self) -> Tensor:
+        """int64: each token's index within its segment, in (t, h, w) order."""
+        starts_G = torch.tensor(self.starts, dtype=torch.long)
+        return torch.arange(self.capacity) - starts_G[self.segment_of_token_S]
+
+    @cached_property
+    def token_mask_S(self) -> Tensor:
+        """bool: True for the tokens of samples."""
+        valid_G = torch.tensor([not segment.is_padding for segment in self.segments])
+        return valid_G[self.segment_of_token_S]
+
+    @cached_property
+    def grid_positions_S3(self) -> Tensor:
+        """int64: each token's (t, h, w) in the grid of its segment."""
+        _, height_G, width_G = torch.tensor([segment.grid for segment in self.segments], dtype=torch.long).unbind(-1)
+        segment_S, index_S = self.segment_of_token_S, self.position_in_segment_S
+        width_S, area_S = width_G[segment_S], (height_G * width_G)[segment_S]
+        return torch.stack([index_S // area_S, index_S % area_S // width_S, index_S % width_S], dim=-1)
+
+    @cached_property
+    def null_text_slots(self) -> Tensor:
+        """int64: the slots of the pack's text where the learned null token stands."""
+        slots = [
+            start
+            for start, segment in zip(self.text_starts, self.segments, strict=True)
+            if segment.text_length == 0 and not segment.is_padding
+        ]
+        return torch.tensor(slots, dtype=torch.long)
+
+    def text_of_run(self, run: Run) -> tuple[Tensor, Tensor]:
+        """The text slots of a run's segments, made rectangular: (slot indices int64, is valid bool), [count, longest]."""
+        return self.cached(("text", run), lambda: self._rectangular_text(run))
+
+    def _rectangular_text(self, run: Run) -> tuple[Tensor, Tensor]:
+        slots_G1 = torch.tensor(self.text_slots[run.segments])[:, None]
+        starts_G1 = torch.tensor(self.text_starts[run.segments])[:, None]
+        offset_L = torch.arange(int(slots_G1.max()))
+        is_valid_GL = offset_L < slots_G1
+        return torch.where(is_valid_GL, starts_G1 + offset_L, starts_G1), is_valid_GL

@@ -1,0 +1,47 @@
+"""What the rest of the package asks of a video tokenizer.
+
+Shapes: B batch, C channels, T/H/W frames, height, width (of the video, or of its latents).
+"""
+
+import os
+from typing import Protocol
+
+from torch import Tensor
+
+
+class VideoTokenizer(Protocol):
+    """Turns videos into latents and back."""
+
+    latent_channels: int
+    temporal_compression: int
+    spatial_compression: int
+    sigma_data: float
+    """Standard deviation of the latents, over all of them."""
+    causal: bool
+    """True: a latent frame depends on no later video frame, and an image is a video of one frame."""
+
+    def encode(self, video_BCTHW: Tensor) -> Tensor:
+        """Latents (float32 BCTHW, zero mean, standard deviation `sigma_data` overall) of RGB video in [-1, 1]."""
+
+    def decode(self, latents_BCTHW: Tensor) -> Tensor:
+        """RGB video (float32 BCTHW), in [-1, 1] but for errors: the caller clamps."""
+
+    def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """(C, T, H, W) of the latents of such a video.
+
+        Raises:
+            UserError: for a size that cannot be encoded; names the nearest sizes that can.
+        """
+
+    def frames_covering(self, frames: int) -> int:
+        """The smallest number of frames, at least `frames`, that can be encoded; the caller cuts the tail."""
+
+    def save(self, directory: str | os.PathLike) -> None:
+        """Writes config.json and, where there are tensors, model.safetensors."""
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike) -> "VideoTokenizer":
+        """The inverse of `save`."""
+
+    def fingerprint(self) -> str:
+        """A short hash, equal where tokenizers give the same latents."""

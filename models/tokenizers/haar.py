@@ -1,0 +1,283 @@
+"""A tokenizer with nothing to download: the orthonormal 3D Haar transform, lossless or cut down by a fitted PCA.
+
+Shapes: B batch, c colours, C latent channels, T/H/W latent frames/height/width, t/h/w offsets within a patch,
+i/j/k Haar coefficients along time/height/width, R = 3 t h w raw coefficients of a patch.
+"""
+
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from megadit.models import parts
+from megadit.models.support import UserError
+
+_TEMPORAL_FACTORS = (1, 2, 4, 8)
+_SPATIAL_FACTORS = (2, 4, 8, 16)
+_PIXEL_SIGMA = 0.5
+"""About the standard deviation of natural images in [-1, 1] (arXiv 2206.00364); an orthonormal transform keeps it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LinearBasis:
+    """Latents z = (x - mean) basis / scale of raw coefficients x, and back."""
+
+    mean_R: Tensor
+    basis_RC: Tensor
+    """Orthonormal columns."""
+    scale_C: Tensor
+
+    def project(self, x: Tensor) -> Tensor:
+        return (x - self.mean_R.to(x.device)) @ self.basis_RC.to(x.device) / self.scale_C.to(x.device)
+
+    def restore(self, z: Tensor) -> Tensor:
+        return (z * self.scale_C.to(z.device)) @ self.basis_RC.to(z.device).T + self.mean_R.to(z.device)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class HaarTokenizer:
+    """Patches of the video in the Haar basis; `fit` gives one whose latents are few and normalised.
+
+    Causal: the first frame is repeated to fill its temporal patch, so that an image is a video of one frame; a video
+    of 1 + k * temporal_compression frames has 1 + k latent frames. Without `pca` the transform is lossless and all
+    3 * temporal_compression * spatial_compression^2 coefficients are channels.
+
+    Raises:
+        UserError: for compression factors other than 1, 2, 4, 8 in time and 2, 4, 8, 16 in space.
+    """
+
+    temporal_compression: int = 4
+    spatial_compression: int = 8
+    sigma_data: float = _PIXEL_SIGMA
+    pca: LinearBasis | None = None
+    reconstruction_psnr: float | None = None
+    """Of the videos that the PCA was fitted to, in decibels; None without PCA, which loses nothing."""
+
+    def __post_init__(self) -> None:
+        _check_choice("temporal_compression", self.temporal_compression, _TEMPORAL_FACTORS)
+        _check_choice("spatial_compression", self.spatial_compression, _SPATIAL_FACTORS)
+
+    @property
+    def causal(self) -> bool:
+        return True
+
+    @property
+    def raw_channels(self) -> int:
+        return 3 * self.temporal_compression * self.spatial_compression**2
+
+    @property
+    def latent_channels(self) -> int:
+        return self.raw_channels if self.pca is None else len(self.pca.scale_C)
+
+    # ------------------------------------------------------------------------------------------------ sizes
+
+    def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """(C, T, H, W) of the latents of such a video.
+
+        Raises:
+            UserError: for a size that cannot be encoded; names the nearest sizes that can.
+        """
+        temporal, spatial = self.temporal_compression, self.spatial_compression
+        if frames < 1 or (frames - 1) % temporal:
+            above = self.frames_covering(frames)
+            raise UserError(
+                f"{frames} frames cannot be encoded: take 1 + a multiple of {temporal}, "
+                f"{_either(above - temporal, above)}"
+            )
+        for name, size in (("height", height), ("width", width)):
+            if size < 1 or size % spatial:
+                above = math.ceil(max(size, 1) / spatial) * spatial
+                raise UserError(
+                    f"{name} {size} cannot be encoded: take a multiple of {spatial}, {_either(above - spatial, above)}"
+                )
+        return self.latent_channels, 1 + (frames - 1) // temporal, height // spatial, width // spatial
+
+    def frames_covering(self, frames: int) -> int:
+        """The smallest number of frames, at least `frames`, that can be encoded."""
+        return 1 + math.ceil(max(frames - 1, 0) / self.temporal_compression) * self.temporal_compression
+
+    # ------------------------------------------------------------------------------------- video <-> latents
+
+    def encode(self, video_BCTHW: Tensor) -> Tensor:
+        """Latents (float32 BCTHW) of RGB video in [-1, 1]: zero mean and standard deviation `sigma_data` after `fit`.
+
+        Raises:
+            UserError: for sizes that are not multiples of the patch (see `latent_shape`).
+        """
+        raw_BTHWR = self._to_coefficients(video_BCTHW)
+        latents_BTHWC = raw_BTHWR if self.pca is None else self.pca.project(raw_BTHWR)
+        return rearrange(latents_BTHWC, "B T H W C -> B C T H W").contiguous()
+
+    def decode(self, latents_BCTHW: Tensor) -> Tensor:
+        """RGB video (float32 BCTHW, not clamped): the inverse of `encode`, up to what the PCA left out."""
+        latents_BTHWC = rearrange(latents_BCTHW.float(), "B C T H W -> B T H W C")
+        return self._from_coefficients(latents_BTHWC if self.pca is None else self.pca.restore(latents_BTHWC))
+
+    def _to_coefficients(self, video_BCTHW: Tensor) -> Tensor:
+        self.latent_shape(*video_BCTHW.shape[2:])
+        video = video_BCTHW.float()
+        first = video[:, :, :1].expand(-1, -1, self.temporal_compression, -1, -1)
+        patches = rearrange(
+            torch.cat([first, video[:, :, 1:]], dim=2),
+            "B c (T t) (H h) (W w) -> B T H W c t h w",
+            t=self.temporal_compression,
+            h=self.spatial_compression,
+            w=self.spatial_compression,
+        )
+        time, space = self._haar_matrices(video.device)
+        coefficients = torch.einsum("BTHWcthw,it,jh,kw->BTHWcijk", patches, time, space, space)
+        return rearrange(coefficients, "B T H W c i j k -> B T H W (c i j k)")
+
+    def _from_coefficients(self, raw_BTHWR: Tensor) -> Tensor:
+        coefficients = rearrange(
+            raw_BTHWR,
+            "B T H W (c i j k) -> B T H W c i j k",
+            i=self.temporal_compression,
+            j=self.spatial_compression,
+            k=self.spatial_compression,
+        )
+        time, space = self._haar_matrices(raw_BTHWR.device)
+        patches = torch.einsum("BTHWcijk,it,jh,kw->BTHWcthw", coefficients, time, space, space)
+        video = rearrange(patches, "B T H W c t h w -> B c (T t) (H h) (W w)")
+        # The mean over the first temporal patch is the frame that fits its copies best (least squares).
+        first = video[:, :, : self.temporal_compression].mean(dim=2, keepdim=True)
+        return torch.cat([first, video[:, :, self.temporal_compression :]], dim=2)
+
+    def _haar_matrices(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        time, space = haar_matrix(self.temporal_compression), haar_matrix(self.spatial_compression)
+        return time.to(device), space.to(device)
+
+    # -------------------------------------------------------------------------------------------------- fitting
+
+    @classmethod
+    def fit(
+        cls,
+        videos: Iterable[Tensor],
+        channels: int = 32,
+        temporal_compression: int = 4,
+        spatial_compression: int = 8,
+        whitening: float = 0.5,
+    ) -> "HaarTokenizer":
+        """A tokenizer that keeps the `channels` principal components of these videos (batches, RGB BCTHW in [-1, 1]).
+
+        Each component is divided by its standard deviation to the power `whitening` (0: none; 1: full, which makes
+        faint details as loud as the picture), and all together by one number, so that sigma_data is 1.
+
+        Raises:
+            UserError: if there are no videos, or if they do not have that many components.
+        """
+        videos = list(videos)
+        lossless = cls(temporal_compression=temporal_compression, spatial_compression=spatial_compression)
+        if not 1 <= channels <= lossless.raw_channels:
+            raise UserError(f"channels={channels} must lie between 1 and {lossless.raw_channels}")
+        mean_R, covariance_RR = _moments([lossless._to_coefficients(video).flatten(0, 3) for video in videos])
+        pca = _principal_components(mean_R, covariance_RR, channels, whitening)
+        fitted = replace(lossless, sigma_data=1.0, pca=pca)
+        return replace(fitted, reconstruction_psnr=round(psnr(fitted, videos), 2))
+
+    # ------------------------------------------------------------------------------------------------- on disk
+
+    def save(self, directory: str | os.PathLike) -> None:
+        parts.write_part(directory, self._config(), self._tensors())
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike) -> "HaarTokenizer":
+        """The inverse of `save`.
+
+        Raises:
+            UserError: if a file is missing or does not fit the others.
+        """
+        settings = parts.read_settings(directory, cls()._config().keys() - {"type"})
+        channels = settings.pop("channels")
+        lossless = cls(**settings)
+        if channels is None:
+            return lossless
+        shapes = {"mean_R": (lossless.raw_channels,), "basis_RC": (lossless.raw_channels, channels)}
+        return replace(lossless, pca=LinearBasis(**_read_basis(directory, shapes | {"scale_C": (channels,)})))
+
+    def fingerprint(self) -> str:
+        return parts.fingerprint(self._config(), self._tensors())
+
+    def _config(self) -> dict:
+        return {
+            "type": "haar",
+            "temporal_compression": self.temporal_compression,
+            "spatial_compression": self.spatial_compression,
+            "channels": None if self.pca is None else self.latent_channels,
+            "sigma_data": self.sigma_data,
+            "reconstruction_psnr": self.reconstruction_psnr,
+        }
+
+    def _tensors(self) -> dict[str, Tensor]:
+        if self.pca is None:
+            return {}
+        return {"mean_R": self.pca.mean_R, "basis_RC": self.pca.basis_RC, "scale_C": self.pca.scale_C}
+
+
+def haar_matrix(size: int) -> Tensor:
+    """The orthonormal Haar matrix [coefficient, position] of a power of two; row 0 is the mean times sqrt(size)."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < size:
+        sums = torch.kron(matrix, torch.tensor([[1.0, 1.0]], dtype=torch.float64))
+        differences = torch.kron(
+            torch.eye(len(matrix), dtype=torch.float64), torch.tensor([[1.0, -1.0]], dtype=torch.float64)
+        )
+        matrix = torch.cat([sums, differences]) / math.sqrt(2)
+    return matrix.float()
+
+
+def psnr(tokenizer: HaarTokenizer, videos: Iterable[Tensor]) -> float:
+    """Peak signal-to-noise ratio of decode(encode(video)) over all pixels, in decibels: 10 log10(2^2 / MSE)."""
+    error, count = 0.0, 0
+    for video in videos:
+        error += (tokenizer.decode(tokenizer.encode(video)) - video).double().square().sum().item()
+        count += video.numel()
+    return 10 * math.log10(4 * count / max(error, 1e-30))
+
+
+def _moments(batches: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Mean and covariance of the rows of all batches, in float64."""
+    count = sum(len(batch) for batch in batches)
+    if not count:
+        raise UserError("a PCA needs videos to be fitted to, and there are none")
+    mean = torch.stack([batch.double().sum(dim=0) for batch in batches]).sum(dim=0) / count
+    covariance = torch.zeros(len(mean), len(mean), dtype=torch.float64, device=mean.device)
+    for batch in batches:
+        centred = batch.double() - mean
+        covariance += centred.T @ centred / count
+    return mean, covariance
+
+
+def _principal_components(mean_R: Tensor, covariance_RR: Tensor, channels: int, whitening: float) -> LinearBasis:
+    eigenvalues, eigenvectors = torch.linalg.eigh(covariance_RR)
+    variance_C, basis_RC = eigenvalues.flip(0)[:channels], eigenvectors.flip(1)[:, :channels]
+    num_components = int((eigenvalues > 1e-10 * eigenvalues[-1].clamp(min=1e-20)).sum())
+    if num_components < channels:
+        raise UserError(f"channels={channels}, but the videos have only {num_components} principal components")
+    # An eigenvector's sign is arbitrary, and differs between libraries: make its largest entry positive.
+    largest_1C = basis_RC.gather(0, basis_RC.abs().argmax(dim=0, keepdim=True))
+    basis_RC = basis_RC * largest_1C.sign()
+    scale_C = variance_C ** (whitening / 2)
+    overall = (variance_C / scale_C**2).mean().sqrt()
+    return LinearBasis(mean_R.float(), basis_RC.float().contiguous(), (scale_C * overall).float())
+
+
+def _read_basis(directory: str | os.PathLike, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    tensors = parts.read_tensors(directory)
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if found != shapes:
+        raise UserError(f"{directory}: config.json asks for the tensors {shapes}, the file holds {found}")
+    return tensors
+
+
+def _check_choice(name: str, value: int, choices: tuple[int, ...]) -> None:
+    if value not in choices:
+        raise UserError(f"{name}={value} is not supported; choose one of {', '.join(map(str, choices))}")
+
+
+def _either(below: int, above: int) -> str:
+    return f"such as {below} or {above}" if below >= 1 else f"such as {above}"

@@ -1,0 +1,101 @@
+"""A DiT on disk: config.json and model.safetensors, under the names that plain torch layers give the tensors."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megadit.models import parts
+from megadit.models.config import DiTConfig
+from megadit.models.dit import DiT
+from megadit.models.support import UserError, read_json
+
+_MAX_LISTED = 8
+
+
+def save_dit(
+    directory: str | os.PathLike,
+    config: DiTConfig,
+    state_dict: Mapping[str, Tensor],
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Writes the weights of `DiT(config)`, converted to `dtype` if one is given.
+
+    Raises:
+        UserError: if `state_dict` is not exactly the tensors of that model.
+    """
+    found = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
+    _check_shapes(found, dit_shapes(config), "the weights to save")
+    tensors = {name: tensor.detach().to("cpu", dtype) for name, tensor in state_dict.items()}
+    parts.write_part(directory, {"type": "dit", **config.to_dict()}, tensors)
+
+
+def load_config(directory: str | os.PathLike) -> DiTConfig:
+    """The configuration saved beside the weights.
+
+    Raises:
+        UserError: if it is missing, or not that of a DiT of this version.
+    """
+    parts.part_type(directory, "network", ["dit"])
+    values = read_json(Path(directory) / parts.CONFIG_FILE)
+    return DiTConfig.from_dict({name: value for name, value in values.items() if name != "type"})
+
+
+def load_dit(
+    directory: str | os.PathLike, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> DiT:
+    """The network saved in `directory`, in evaluation mode; `dtype` None keeps the precision of the file.
+
+    The model is built without memory and takes tensors over one at a time, so that nothing is held twice.
+
+    Raises:
+        UserError: if a file is missing or broken, or its tensors are not those that config.json calls for.
+    """
+    config = load_config(directory)
+    path = Path(directory) / parts.TENSOR_FILE
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+            _check_shapes(found, dit_shapes(config), str(path))
+            tensors = {name: file.get_tensor(name).to(device, dtype) for name in found}
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist") from None
+    except SafetensorError as error:
+        raise UserError(f"{path} is not a safetensors file: {error}") from None
+    model = _build_without_memory(config)
+    model.load_state_dict(tensors, assign=True)
+    return model.eval()
+
+
+def dit_shapes(config: DiTConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of `DiT(config)`."""
+    return {name: tuple(tensor.shape) for name, tensor in _build_without_memory(config).state_dict().items()}
+
+
+def _build_without_memory(config: DiTConfig) -> DiT:
+    with torch.device("meta"):
+        return DiT(config)
+
+
+def _check_shapes(found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], where: str) -> None:
+    common = found.keys() & expected.keys()
+    problems = {
+        "missing": sorted(expected.keys() - found.keys()),
+        "unexpected": sorted(found.keys() - expected.keys()),
+        "misshapen": sorted(
+            f"{name} {list(found[name])}, not {list(expected[name])}"
+            for name in common
+            if found[name] != expected[name]
+        ),
+    }
+    told = [f"{kind}: {_shorten(names)}" for kind, names in problems.items() if names]
+    if told:
+        raise UserError(f"{where} do not fit config.json; " + "; ".join(told))
+
+
+def _shorten(names: list[str]) -> str:
+    rest = len(names) - _MAX_LISTED
+    return ", ".join(names[:_MAX_LISTED]) + (f" and {rest} more" if rest > 0 else "")

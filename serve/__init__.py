@@ -1,0 +1,1 @@
+"""Bundle -> service, and the `megadit` command."""

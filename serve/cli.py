@@ -1,0 +1,79 @@
+"""The `megadit` command: finds the verb, loads its module, hands over the rest of the command line.
+
+A verb's function takes the arguments after the verb and returns an exit code. Only the module of the verb that is
+called is imported, so that `megadit --help` is immediate and needs none of the optional libraries.
+"""
+
+import sys
+from importlib import import_module, metadata
+
+from megadit.models.support import UserError, nearest, run_command
+
+VERBS: dict[str, tuple[str, str]] = {
+    "prepare": ("megadit.train.data.prepare:main", "turn clips or the built-in digits into a training dataset"),
+    "train": ("megadit.train.__main__:main", "train a recipe, on one rank or several"),
+    "bundle": ("megadit.train.to_bundle:main", "turn a checkpoint into a bundle, all that sampling needs"),
+    "generate": ("megadit.infer.generate:main", "make videos from prompts"),
+    "info": ("megadit.serve.info:main", "describe a checkpoint, bundle or dataset"),
+    "doctor": ("megadit.serve.doctor:main", "say what this machine can do and what is missing"),
+    "demo": ("megadit.train.demo:main", "prepare, train, generate and score handwritten digits, in minutes on a CPU"),
+}
+"""Verb -> (module:function, one line of help)."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs `megadit VERB ...`; the exit code is 2 for an unknown verb."""
+    argv = sys.argv[1:] if argv is None else argv
+    return run_command(lambda _: _dispatch(argv), argv)  # all of argv: the verb reads --debug itself
+
+
+def _dispatch(argv: list[str]) -> int:
+    verb, *rest = argv or ["--help"]
+    if verb in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if verb in ("-V", "--version", "version"):
+        print(f"megadit {metadata.version('megadit')}")
+        return 0
+    if verb not in VERBS:
+        near = nearest(verb, VERBS)
+        hint = f"did you mean {near!r}?" if near else "see `megadit --help`"
+        raise UserError(f"unknown command {verb!r}; {hint}")
+    return _load(verb)(rest) or 0
+
+
+def _load(verb: str):
+    """The function behind a verb.
+
+    Raises:
+        UserError: if a library that this verb needs is not installed.
+    """
+    module, _, function = VERBS[verb][0].partition(":")
+    try:
+        return getattr(import_module(module), function)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("megadit"):
+            raise
+        raise UserError(
+            f"`megadit {verb}` needs the library {error.name}, which is not installed; see `megadit doctor`"
+        ) from error
+
+
+def _help() -> str:
+    width = max(map(len, VERBS))
+    lines = [f"  {verb:{width}}  {description}" for verb, (_, description) in VERBS.items()]
+    return "\n".join(
+        [
+            "usage: megadit VERB ...",
+            "",
+            "Text-to-video diffusion transformers, from a folder of clips to videos.",
+            "",
+            *lines,
+            "",
+            "`megadit VERB --help` describes one of them; --debug shows the traceback of an error.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,205 @@
+"""`megadit doctor`: what this machine can do, what is missing, and how to get it."""
+
+import argparse
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megadit.models.support import run_command
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One thing that was looked for."""
+
+    name: str
+    found: str | None
+    """What was found (a version, a size), or None."""
+    enables: str
+    remedy: str = ""
+    """How to get it where it is missing."""
+
+
+LIBRARIES: tuple[tuple[str, str, str, str], ...] = (
+    ("megatron-core", "megatron.core", "training", "pip install 'megadit[train]'"),
+    ("megatron-energon", "megatron.energon", "training on datasets", "pip install 'megadit[train]'"),
+    ("scikit-learn", "sklearn", "the handwritten digits of `make demo`", "pip install 'megadit[train]'"),
+    ("tensorboard", "tensorboard", "training curves in a browser", "pip install 'megadit[train]'"),
+    ("matplotlib", "matplotlib", "curves.png of `make demo`", "pip install 'megadit[train]'"),
+    ("transformer-engine", "transformer_engine", "fused kernels and FP8 on GPUs", "pip install 'megadit[te]'"),
+    ("onnx", "onnx", "export to ONNX", "pip install 'megadit[export]'"),
+    ("onnxruntime", "onnxruntime", "sampling from ONNX files", "pip install 'megadit[export]'"),
+    ("tensorrt", "tensorrt", "TensorRT engines", "pip install 'megadit[trt]'"),
+    ("polygraphy", "polygraphy", "building TensorRT engines", "pip install 'megadit[trt]'"),
+    ("tritonclient", "tritonclient", "talking to a Triton server", "pip install 'megadit[serve]'"),
+    ("fastapi", "fastapi", "the HTTP service", "pip install 'megadit[serve]'"),
+    ("gradio", "gradio", "the demo page in a browser", "pip install 'megadit[serve]'"),
+    ("wandb", "wandb", "metrics on Weights & Biases", "pip install 'megadit[wandb]'"),
+)
+"""Distribution, module, what it enables, how to get it."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the table; always exits with 0, since nothing that is missing is a fault."""
+    return run_command(_run, sys.argv[1:] if argv is None else argv)
+
+
+def _run(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="megadit doctor", description=__doc__, allow_abbrev=False)
+    parser.parse_args(argv)
+    console = Console()
+    for title, findings in (
+        ("machine", machine_findings()),
+        ("accelerator", accelerator_findings()),
+        ("libraries", library_findings()),
+        ("video and programs", program_findings()),
+    ):
+        console.print(_table(title, findings))
+    return 0
+
+
+def machine_findings() -> list[Finding]:
+    """Python, cores, memory and disk."""
+    total, available = _memory()
+    free = shutil.disk_usage(Path.cwd()).free
+    return [
+        Finding(name="python", found=f"{platform.python_version()} on {platform.system()}", enables=""),
+        Finding(name="CPU cores", found=str(_usable_cores()), enables="`make demo` needs 2"),
+        Finding(
+            name="memory",
+            found=f"{total / GIB:.1f} GiB, {available / GIB:.1f} GiB of it free",
+            enables="`make demo` needs 6 GiB",
+        ),
+        Finding(name="disk", found=f"{free / GIB:.1f} GiB free in {Path.cwd()}", enables="a venv takes about 3 GiB"),
+    ]
+
+
+def accelerator_findings() -> list[Finding]:
+    """torch, its CUDA, and each GPU."""
+    torch = _try(lambda: importlib.import_module("torch"))
+    if torch is None:
+        return [Finding(name="torch", found=None, enables="everything", remedy="pip install torch")]
+    findings = [Finding(name="torch", found=torch.__version__, enables="everything")]
+    if not torch.cuda.is_available():
+        built_for = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built for CPUs"
+        findings.append(
+            Finding(
+                name="GPU",
+                found=None,
+                enables="training and sampling at full size",
+                remedy=f"{built_for}; on a GPU machine: pip install torch (its CUDA build), check nvidia-smi",
+            )
+        )
+        return findings
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        capability = properties.major * 10 + properties.minor
+        precisions = "bf16" if capability >= 80 else "fp32 only"
+        precisions += ", FP8" if capability >= 89 else ""
+        findings.append(
+            Finding(
+                name=f"GPU {index}",
+                found=f"{properties.name}, {properties.total_memory / GIB:.0f} GiB, CUDA {torch.version.cuda}",
+                enables=precisions,
+            )
+        )
+    return findings
+
+
+def library_findings() -> list[Finding]:
+    """The optional libraries: their versions, whether they import, and what each is for."""
+    return [
+        Finding(name=name, found=_library(name, module), enables=enables, remedy=remedy)
+        for name, module, enables, remedy in LIBRARIES
+    ]
+
+
+def program_findings() -> list[Finding]:
+    """The H.264 codec that mp4 files need, and programs on the PATH."""
+    return [
+        Finding(
+            name="H.264 encoder",
+            found=_try(_h264_encoder),
+            enables="writing mp4",
+            remedy="pip install av (its wheels carry ffmpeg with libx264)",
+        ),
+        Finding(
+            name="tritonserver",
+            found=shutil.which("tritonserver"),
+            enables="serving without a container",
+            remedy="use the container nvcr.io/nvidia/tritonserver",
+        ),
+        Finding(
+            name="trtexec",
+            found=shutil.which("trtexec"),
+            enables="timing TensorRT engines",
+            remedy="comes with TensorRT's tar file and containers",
+        ),
+    ]
+
+
+def _table(title: str, findings: list[Finding]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, expand=True)
+    table.add_column(width=1)
+    table.add_column(width=18)
+    table.add_column(ratio=3, overflow="fold")
+    table.add_column(ratio=2, overflow="fold")
+    for finding in findings:
+        if finding.found:
+            table.add_row("[green]+[/]", finding.name, escape(finding.found), finding.enables)
+        else:
+            missing = f"[dim]missing; {escape(finding.remedy)}[/]"
+            table.add_row("[yellow]-[/]", finding.name, missing, f"[dim]for {finding.enables}[/]")
+    return table
+
+
+def _library(distribution: str, module: str) -> str | None:
+    """The installed version; a library that is there and cannot be found by the import system counts as missing."""
+    version = _try(lambda: metadata.version(distribution))
+    return version if version and _try(lambda: importlib.util.find_spec(module)) else None
+
+
+def _h264_encoder() -> str:
+    import av
+    from av.codec import Codec
+
+    return f"{Codec('libx264', 'w').name} of av {av.__version__}"
+
+
+def _try(function: Callable[[], object]) -> object | None:
+    """The result, or None whatever goes wrong: a broken installation must not stop the report about it."""
+    try:
+        return function()
+    except Exception:
+        return None
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _memory() -> tuple[int, int]:
+    """Total and available bytes of this machine, or of its container where that is smaller."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    total, available = page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        values = dict(line.split(":") for line in meminfo.read_text().splitlines())
+        available = int(values["MemAvailable"].split()[0]) * 1024
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+        total = min(total, int(text))
+        available = min(available, total - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    return total, available

@@ -1,0 +1,173 @@
+"""`megadit info PATH`: what a bundle, a training run or a dataset is, from its files alone."""
+
+import argparse
+import json
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megadit.models.bundle import MANIFEST_FILE, Bundle, is_bundle
+from megadit.models.config import DiTConfig
+from megadit.models.support import UserError, read_json, run_command
+from megadit.models.weights import dit_shapes
+
+Facts = dict[str, Any]
+"""What -> its value, in the order to show them."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints a table about PATH; the exit code is 2 if it is nothing that megadit writes."""
+    return run_command(_run, sys.argv[1:] if argv is None else argv)
+
+
+def _run(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="megadit info", description=__doc__, allow_abbrev=False)
+    parser.add_argument("path", metavar="PATH", type=Path, help="a bundle, a run's folder or checkpoint, or a dataset")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    options = parser.parse_args(argv)
+    facts = describe(options.path)
+    if options.json:
+        print(json.dumps(facts, indent=2, default=str))
+    else:
+        Console().print(_table(facts))
+    return 0
+
+
+def describe(path: Path) -> Facts:
+    """What lies at `path`.
+
+    Raises:
+        UserError: if nothing is there, or nothing that megadit writes.
+    """
+    if not path.exists():
+        raise UserError(f"{path} does not exist")
+    if is_bundle(path):
+        return describe_bundle(path)
+    if (path / MANIFEST_FILE).is_file():
+        return describe_dataset(path)
+    run = next((folder for folder in (path, *path.resolve().parents[:2]) if _is_run(folder)), None)
+    if run is None:
+        raise UserError(
+            f"{path} is neither a bundle nor a dataset (no {MANIFEST_FILE}), nor does it belong to a training run "
+            "(no config.yaml beside checkpoints/)"
+        )
+    return describe_run(run)
+
+
+def describe_bundle(path: Path) -> Facts:
+    """Parts, sizes, parameters and origin of a bundle."""
+    bundle = Bundle.open(path)
+    files = bundle.manifest["files"]
+    facts: Facts = {"bundle": str(path), "written by": f"megadit {bundle.manifest.get('megadit_version', '?')}"}
+    for part, kind in bundle.manifest["parts"].items():
+        size = sum(file["bytes"] for name, file in files.items() if name.startswith(f"{part}/"))
+        facts[part] = f"{kind}, {_bytes(size)}"
+    facts |= _model_facts(bundle.config)
+    facts |= {f"default {name}": value for name, value in bundle.defaults.to_dict().items() if value != ""}
+    for name, value in (bundle.manifest.get("training") or {}).items():
+        facts[f"training {name}"] = value
+    return facts
+
+
+def describe_dataset(path: Path) -> Facts:
+    """Samples, shards and tokenizer of a dataset."""
+    manifest = read_json(path / MANIFEST_FILE)
+    shards = sorted(path.rglob("*.tar"))
+    facts: Facts = {"dataset": str(path), "shards": f"{len(shards)}, {_bytes(sum(s.stat().st_size for s in shards))}"}
+    for name, value in manifest.items():
+        if isinstance(value, dict):
+            facts |= {f"{name.replace('_', ' ')} {key}": item for key, item in value.items()}
+        else:
+            facts[name.replace("_", " ")] = value
+    for part in ("tokenizer", "text_encoder"):
+        if (path / part / "config.json").is_file():
+            facts[part.replace("_", " ")] = read_json(path / part / "config.json").get("type")
+    return facts
+
+
+def describe_run(path: Path) -> Facts:
+    """Recipe, progress and checkpoints of a training run."""
+    config = _read_run_config(path / "config.yaml")
+    steps = checkpoint_steps(path / "checkpoints")
+    last = _last_record(path / "metrics.jsonl")
+    facts: Facts = {"training run": str(path), "recipe": config.get("recipe")}
+    facts["checkpoints"] = ", ".join(map(str, steps)) or "none yet"
+    facts["newest checkpoint"] = f"step {steps[-1]} of {config['train']['train_iters']}" if steps else None
+    facts |= {f"last {name}": last[name] for name in ("step", "loss", "lr", "seconds") if name in last}
+    facts |= _model_facts(DiTConfig.from_dict(config["model"]))
+    data = config["data"]
+    facts["data"] = "random samples (mock)" if data["mock"] else data["path"]
+    facts["packs a step"] = f"{data['global_batch_size']} of {data['seq_length']} video tokens"
+    facts["layout"] = ", ".join(
+        f"{name.removesuffix('_size')} {size}" for name, size in config["parallel"].items() if name.endswith("_size")
+    )
+    return facts
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    """The steps whose checkpoints lie in `folder`, ascending; unfinished ones, hidden until renamed, do not count."""
+    names = [entry.name for entry in folder.iterdir() if entry.is_dir()] if folder.is_dir() else []
+    return sorted(int(match[1]) for name in names if (match := re.fullmatch(r"[a-z]+[_-](\d+)", name)))
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir()
+
+
+def _read_run_config(path: Path) -> dict[str, Any]:
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        missing = {"model", "data", "train", "parallel"} - config.keys()
+    except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
+        raise UserError(f"{path} is not the configuration of a training run") from error
+    if missing:
+        raise UserError(f"{path} lacks {', '.join(sorted(missing))}")
+    return config
+
+
+def _last_record(metrics: Path) -> dict[str, Any]:
+    """The last complete line with a loss; a run that was killed may have left half a line."""
+    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else []
+    for line in reversed(lines):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if "loss" in record:
+            return record
+    return {}
+
+
+def _model_facts(config: DiTConfig) -> Facts:
+    parameters = sum(math.prod(shape) for shape in dit_shapes(config).values())
+    return {
+        "parameters": f"{parameters:,}",
+        "layers x width": f"{config.num_layers} x {config.hidden_size}, {config.num_attention_heads} heads",
+        "latent channels": config.in_channels,
+        "text width": config.crossattn_emb_size,
+    }
+
+
+def _bytes(count: int) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"
+
+
+def _table(facts: Facts) -> Table:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        if value is not None:
+            table.add_row(escape(name), escape(str(value)))
+    return table

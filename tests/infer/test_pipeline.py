@@ -1,0 +1,233 @@
+import os
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from megadit.infer import checkpoints
+from megadit.infer.checkpoints import open_bundle
+from megadit.infer.pipeline import TextToVideo, latent_size, resolve_settings
+from megadit.models.bundle import Bundle
+from megadit.models.support import UserError
+from megadit.models.text_encoders import HashedWordEncoder
+from megadit.models.tokenizers import HaarTokenizer
+
+PROMPTS = ["a red seven moving left", "a blue two", "", "one green zero going up very slowly"]
+SEEDS = [3, 1, 4, 1]
+
+
+def largest_difference(a: np.ndarray, b: np.ndarray) -> int:
+    return int(np.abs(a.astype(int) - b.astype(int)).max())
+
+
+def test_defaults_come_from_the_bundle(pipeline):
+    (result,) = pipeline.generate(["a red seven"])
+    assert result.video.shape == (5, 16, 24, 3) and result.video.dtype == np.uint8
+    assert result.video.std() > 1
+    assert (result.prompt, result.seed, result.settings) == ("a red seven", 0, pipeline.defaults)
+
+
+@pytest.mark.parametrize("sampler", ["euler", "heun", "dpmpp_2m"])
+def test_four_prompts_at_once_are_four_times_one(pipeline, sampler):
+    together = pipeline.generate(PROMPTS, seeds=SEEDS, sampler=sampler, batch_size=4)
+    for result, prompt, seed in zip(together, PROMPTS, SEEDS, strict=True):
+        (alone,) = pipeline.generate([prompt], seeds=[seed], sampler=sampler)
+        assert (result.prompt, result.seed) == (prompt, seed)
+        # Float32 sums in another order may cross the boundary between two of the 256 values.
+        assert largest_difference(result.video, alone.video) <= 1
+
+
+def test_latents_do_not_depend_on_the_batch(pipeline):
+    sample = latents_of(pipeline)
+    together = sample(PROMPTS, SEEDS)
+    for latents_CTHW, prompt, seed in zip(together, PROMPTS, SEEDS, strict=True):
+        (alone_CTHW,) = sample([prompt], [seed])
+        # 1e-6 is the rounding of float32 sums in another order; measured 2e-7.
+        assert (latents_CTHW - alone_CTHW).norm() <= 1e-6 * alone_CTHW.norm()
+        (other_seed_CTHW,) = sample([prompt], [seed + 1])
+        assert (latents_CTHW - other_seed_CTHW).norm() > 1e-2 * alone_CTHW.norm()
+
+
+def latents_of(pipeline):
+    class KeepLatents(HaarTokenizer):
+        def decode(self, latents_BCTHW):
+            kept.append(latents_BCTHW)
+            return super().decode(latents_BCTHW)
+
+    kept = []
+    tokenizer = KeepLatents(temporal_compression=4, spatial_compression=2, sigma_data=0.5)
+    spying = TextToVideo(
+        denoiser=pipeline.denoiser,
+        tokenizer=tokenizer,
+        text_encoder=pipeline.text_encoder,
+        config=pipeline.config,
+        defaults=pipeline.defaults,
+    )
+
+    def sample(prompts, seeds):
+        kept.clear()
+        spying.generate(prompts, seeds=seeds)
+        return torch.cat(kept)
+
+    return sample
+
+
+def test_batches_of_any_size_give_the_same_videos(pipeline):
+    whole = pipeline.generate(PROMPTS, seeds=SEEDS, batch_size=4)
+    for batch_size in (1, 3):
+        parts = pipeline.generate(PROMPTS, seeds=SEEDS, batch_size=batch_size)
+        assert max(largest_difference(a.video, b.video) for a, b in zip(whole, parts, strict=True)) <= 1
+
+
+def test_prompt_seed_fps_and_steps_each_change_the_video(pipeline):
+    def video(prompt="a red seven", **arguments):
+        return pipeline.generate([prompt], **arguments)[0].video
+
+    reference = video()
+    assert np.array_equal(reference, video())
+    assert largest_difference(reference, video("a blue two")) > 1
+    for arguments in ({"seeds": 1}, {"fps": 30}, {"num_steps": 4}, {"sampler": "heun"}, {"guidance": 3.0}):
+        assert largest_difference(reference, video(**arguments)) > 1, arguments
+
+
+def test_negative_prompt_changes_the_video(pipeline):
+    def video(**arguments):
+        return pipeline.generate(["a red seven"], **arguments)[0].video
+
+    assert largest_difference(video(), video(negative_prompt="blue")) > 1
+    # Negative controls: no text is what it replaces, and without guidance there is nothing to replace.
+    assert np.array_equal(video(), video(negative_prompt=""))
+    assert np.array_equal(video(guidance=1), video(guidance=1, negative_prompt="blue"))
+    # The prompt as its own negative is the prompt without guidance.
+    assert largest_difference(video(negative_prompt="a red seven"), video(guidance=1)) <= 1
+
+
+def test_nemo_guidance_is_one_more(pipeline):
+    (nemo,) = pipeline.generate(["a red seven"], guidance=2, guidance_convention="nemo")
+    (standard,) = pipeline.generate(["a red seven"], guidance=3)
+    assert nemo.settings == standard.settings
+    assert np.array_equal(nemo.video, standard.video)
+
+
+@pytest.mark.parametrize("num_frames", [1, 2, 4, 5, 6, 9])
+def test_any_number_of_frames(pipeline, num_frames):
+    (result,) = pipeline.generate(["a red seven"], num_frames=num_frames)
+    assert result.video.shape == (num_frames, 16, 24, 3)
+
+
+def test_cutting_the_tail_keeps_the_frames_before_it(pipeline):
+    (whole,) = pipeline.generate(["a red seven"], num_frames=9)
+    (cut,) = pipeline.generate(["a red seven"], num_frames=7)
+    assert np.array_equal(whole.video[:7], cut.video)
+
+
+def test_frames_are_rounded_up_to_the_temporal_patch_too(pipeline):
+    config = replace(pipeline.config, patch_temporal=2)
+    tokenizer = pipeline.tokenizer
+    sizes = {n: latent_size(replace(pipeline.defaults, num_frames=n), config, tokenizer)[:2] for n in (1, 5, 6, 13, 14)}
+    assert {n: (frames, shape[1]) for n, (frames, shape) in sizes.items()} == {
+        1: (5, 2), 5: (5, 2), 6: (13, 4), 13: (13, 4), 14: (21, 6),
+    }  # fmt: skip
+
+
+def test_progress_counts_denoiser_calls(pipeline):
+    calls = []
+    arguments = {"sampler": "heun", "num_steps": 3, "batch_size": 3}
+    pipeline.generate(PROMPTS, progress=lambda done, total: calls.append((done, total)), **arguments)
+    assert calls == [(i + 1, 10) for i in range(10)]
+    settings = resolve_settings(pipeline.defaults, sampler="heun", num_steps=3)
+    assert pipeline.num_denoiser_calls(4, settings, 3) == 10
+
+
+def test_what_progress_raises_ends_the_generation(pipeline):
+    def cancel(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.generate(["a red seven"], progress=cancel)
+
+
+def test_lower_precision_stays_close(bundle_dir, pipeline):
+    (reference,) = pipeline.generate(["a red seven"])
+    (low,) = TextToVideo.load(bundle_dir, device="cpu", dtype="bfloat16").generate(["a red seven"])
+    error = np.abs(reference.video.astype(float) - low.video).mean()
+    assert 0 < error < 8  # of 255; bfloat16 has 8 bits
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompts": []}, "no prompt"),
+        ({"prompts": "a red seven"}, "must be a list"),
+        ({"seeds": [1, 2]}, "2 seeds for 1 prompts"),
+        ({"num_steps": 0}, "num_steps=0"),
+        ({"num_frames": 0}, "num_frames=0"),
+        ({"fps": 0}, "fps=0"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"sampler": "RES"}, "choose one of euler, heun, dpmpp_2m"),
+        ({"height": 18}, "height=18 is not a multiple of 4; use 16 or 20"),
+        ({"width": 3}, "width=3 is not a multiple of 4; use 4"),
+        ({"guidance": 2.0, "guidance_convention": "dfm"}, "'dfm' is unknown"),
+    ],
+)
+def test_mistakes_are_told_before_the_network_is_asked(pipeline, arguments, message):
+    calls = []
+    with pytest.raises(UserError, match=message):
+        pipeline.generate(**({"prompts": ["a"], "progress": lambda *call: calls.append(call)} | arguments))
+    assert not calls
+
+
+def test_another_text_encoder_or_tokenizer_is_refused(bundle_dir):
+    bundle = Bundle.open(bundle_dir)
+    TextToVideo.load(bundle, device="cpu", tokenizer=bundle.load_tokenizer(), text_encoder=bundle.load_text_encoder())
+    with pytest.raises(UserError, match="this tokenizer .* is not the one"):
+        other = HaarTokenizer(temporal_compression=4, spatial_compression=2, sigma_data=1.0)
+        TextToVideo.load(bundle, device="cpu", tokenizer=other)
+    with pytest.raises(UserError, match="this text encoder .* is not the one"):
+        TextToVideo.load(bundle, device="cpu", text_encoder=HashedWordEncoder(dim=8))
+
+
+def test_latents_that_are_not_numbers_are_refused(pipeline):
+    broken = TextToVideo(
+        denoiser=lambda x, sigma_B, conditioning: x * float("nan"),
+        tokenizer=pipeline.tokenizer,
+        text_encoder=pipeline.text_encoder,
+        config=pipeline.config,
+        defaults=pipeline.defaults,
+    )
+    with pytest.raises(UserError, match="not finite"):
+        broken.generate(["a red seven"])
+
+
+def test_missing_checkpoints(tmp_path):
+    with pytest.raises(UserError, match="nowhere"):
+        open_bundle(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="neither a bundle .* nor a training directory"):
+        open_bundle(tmp_path)
+
+
+def test_training_directory_is_converted_once_and_again_after_a_new_checkpoint(tmp_path, bundle_dir, monkeypatch):
+    conversions = []
+
+    def convert(training_directory, bundle):
+        conversions.append(training_directory)
+        shutil.copytree(bundle_dir, bundle, dirs_exist_ok=True, copy_function=shutil.copyfile)
+
+    monkeypatch.setattr(checkpoints, "_convert", convert)
+    (tmp_path / "checkpoints").mkdir()
+    for _ in range(2):
+        assert open_bundle(tmp_path).path == tmp_path / "bundle"
+    assert len(conversions) == 1
+    (tmp_path / "checkpoints/step_9").mkdir()
+    later = (tmp_path / "bundle/megadit.json").stat().st_mtime + 10
+    os.utime(tmp_path / "checkpoints", (later, later))
+    open_bundle(tmp_path)
+    assert len(conversions) == 2
+
+
+def test_a_failed_conversion_gives_its_reason(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(UserError, match=r"cannot convert .*; try: megadit bundle"):
+        open_bundle(tmp_path)

@@ -1,0 +1,90 @@
+import av
+import imageio.v3 as iio
+import numpy as np
+import pytest
+
+from megadit.infer.video_io import encode_mp4, read_video, write_video
+from megadit.models.support import UserError
+
+
+def moving_square(frames: int = 9, height: int = 64, width: int = 48) -> np.ndarray:
+    video = np.full((frames, height, width, 3), 32, np.uint8)
+    for t in range(frames):
+        video[t, 16:32, 4 + 2 * t : 20 + 2 * t] = (224, 64, 96)
+    return video
+
+
+@pytest.mark.parametrize("fps", [8, 12.5, 24, 30000 / 1001])
+def test_mp4_gives_back_frames_size_and_fps(tmp_path, fps):
+    video = moving_square()
+    write_video(tmp_path / "clip.mp4", video, fps)
+    frames, read_fps = read_video(tmp_path / "clip.mp4")
+    assert frames.shape == video.shape and frames.dtype == np.uint8
+    assert read_fps == pytest.approx(fps, rel=1e-3)
+    # H.264 is lossy and halves the colours' resolution: the mean stays close, and frame order must be right.
+    error = np.abs(frames.astype(float) - video).mean(axis=(1, 2, 3))
+    shuffled = np.abs(frames[::-1].astype(float) - video).mean(axis=(1, 2, 3))
+    assert error.max() < 6 < shuffled.max()
+
+
+def test_mp4_is_h264_yuv420p_with_metadata(tmp_path):
+    write_video(tmp_path / "clip.mp4", moving_square(), 8, metadata={"comment": "a red square"})
+    with av.open(str(tmp_path / "clip.mp4")) as container:
+        stream = container.streams.video[0]
+        assert (stream.codec_context.name, stream.codec_context.pix_fmt) == ("h264", "yuv420p")
+        assert container.metadata["comment"] == "a red square"
+
+
+def test_odd_sizes_are_padded_by_their_edge(tmp_path):
+    video = moving_square(height=33, width=47)
+    write_video(tmp_path / "clip.mp4", video, 8)
+    frames, _ = read_video(tmp_path / "clip.mp4")
+    assert frames.shape == (9, 34, 48, 3)
+    assert np.abs(frames[:, 33].astype(float) - video[:, 32, [*range(47), 46]]).mean() < 6
+
+
+def test_png_of_one_frame_is_lossless_and_jpg_is_close(tmp_path):
+    image = moving_square(frames=1)
+    write_video(tmp_path / "image.png", image)
+    write_video(tmp_path / "image.jpg", image)
+    frames, fps = read_video(tmp_path / "image.png")
+    assert fps == 0 and np.array_equal(frames, image)
+    assert np.abs(iio.imread(tmp_path / "image.jpg").astype(float) - image[0]).mean() < 6
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path):
+    write_video(tmp_path / "clip.mp4", moving_square(), 8)
+    before = (tmp_path / "clip.mp4").read_bytes()
+    with pytest.raises(UserError, match="fps=0"):
+        write_video(tmp_path / "clip.mp4", moving_square(), 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["clip.mp4"]
+    assert (tmp_path / "clip.mp4").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "frames", "message"),
+    [
+        ("clip.gif", moving_square(), "ends in"),
+        ("clip", moving_square(), "ends in"),
+        ("image.png", moving_square(), "one frame, got 9"),
+        ("clip.mp4", moving_square().astype(np.float32), "uint8"),
+        ("clip.mp4", moving_square()[..., :1], "uint8"),
+        ("clip.mp4", moving_square()[:0], "uint8"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(tmp_path, name, frames, message):
+    with pytest.raises(UserError, match=message):
+        write_video(tmp_path / name, frames, 8)
+    assert not list(tmp_path.iterdir())
+
+
+def test_unreadable_files_are_user_errors(tmp_path):
+    (tmp_path / "broken.mp4").write_bytes(b"not a video")
+    (tmp_path / "broken.png").write_bytes(b"not an image")
+    for name in ("broken.mp4", "broken.png", "missing.mp4"):
+        with pytest.raises(UserError, match=name):
+            read_video(tmp_path / name)
+
+
+def test_encoding_is_reproducible():
+    assert encode_mp4(moving_square(), 8) == encode_mp4(moving_square(), 8)

@@ -1,0 +1,59 @@
+"""A configuration that cannot work is refused when it is made."""
+
+import pytest
+import torch
+
+from megadit.models.config import NAMED_CONFIGS, DiTConfig
+from megadit.models.dit import DiT
+from megadit.models.support import UserError
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"hidden_size": 100, "num_attention_heads": 7}, "use 5 heads"),
+        ({"num_layers": 0}, "model.num_layers=0 must be greater than 0"),
+        ({"sigma_data": -1.0}, "sigma_data=-1.0"),
+        ({"position_embedding": "learned"}, "choose one of rope, sincos"),
+        ({"hidden_size": 8, "num_attention_heads": 4}, "even head width of at least 6"),
+    ],
+)
+def test_impossible_values_are_named(values, message):
+    with pytest.raises(UserError, match=message):
+        DiTConfig(**values)
+
+
+def test_sizes_the_patch_cannot_divide_name_their_neighbours():
+    with pytest.raises(UserError, match="latent width 5 is not a multiple of the patch size 2; use 4 or 6"):
+        DiTConfig().token_grid(1, 4, 5)
+    assert DiTConfig(patch_temporal=2).token_grid(4, 6, 8) == (2, 3, 4)
+
+
+def test_dict_round_trip_and_unknown_keys():
+    config = NAMED_CONFIGS["digits"]
+    assert DiTConfig.from_dict(config.to_dict()) == config
+    with pytest.raises(UserError, match="did you mean 'num_layers'"):
+        DiTConfig.from_dict({"num_layer": 3})
+
+
+def test_head_dim_is_a_field_of_its_own():
+    config = DiTConfig(hidden_size=100, num_attention_heads=3, head_dim=32)
+    assert config.attention_size == 96
+    with torch.device("meta"):
+        block = DiT(config).blocks["0"]
+    assert block.self_attention.qkv.weight.shape == (3 * 96, 100)
+    assert block.self_attention.proj.weight.shape == (100, 96)
+
+
+@pytest.mark.parametrize("name", NAMED_CONFIGS)
+def test_parameter_counts_follow_the_architecture(name):
+    """Counted by hand from the block diagram: 9D^2 modulation, 4D^2 + 4D^2 attention, 2DF MLP a layer."""
+    config = NAMED_CONFIGS[name]
+    with torch.device("meta"):
+        counted = sum(parameter.numel() for parameter in DiT(config).parameters())
+    width, attention, hidden = config.hidden_size, config.attention_size, config.mlp_size
+    layer = 9 * width**2 + 8 * width * attention + 2 * width * hidden + 4 * config.dim_per_head
+    scalar_embedder = (256 + 1) * width + (width + 1) * width
+    ends = (config.patch_dim + 1) * width + (config.crossattn_emb_size + 1) * width + width
+    final = 2 * width**2 + (width + 1) * config.patch_dim
+    assert counted == config.num_layers * layer + 2 * scalar_embedder + ends + final

@@ -1,0 +1,36 @@
+"""A long pack goes through a block in bounded memory: nothing is quadratic in its length."""
+
+import subprocess
+import sys
+
+SCRIPT = """
+import random, resource, torch
+from megadit.models.blocks import Context, DiTBlock
+from megadit.models.config import DiTConfig
+from megadit.models.embeddings import rotary_table
+from megadit.models.layers import TorchLayers
+from megadit.models.segments import Segment, SegmentLayout
+
+TOKENS, SEGMENTS, TEXT = 65536, 40, 20
+random.seed(0)
+cuts = [0, *sorted(random.sample(range(1, TOKENS // 16), SEGMENTS - 1)), TOKENS // 16]
+segments = [Segment((b - a, 4, 4), TEXT) for a, b in zip(cuts, cuts[1:])]
+layout = SegmentLayout.pack(segments, capacity=TOKENS, text_capacity=TEXT * SEGMENTS)
+config = DiTConfig(hidden_size=256, num_attention_heads=4)
+block = DiTBlock(config, TorchLayers())
+for parameter in block.parameters():
+    torch.nn.init.normal_(parameter, std=0.05)
+x = torch.randn(TOKENS, 1, 256, requires_grad=True)
+condition, text = torch.randn(SEGMENTS, 256), torch.randn(TEXT * SEGMENTS, 1, 256)
+rotary = rotary_table(layout.grid_positions_S3, config, torch.float32)
+out = block(x, Context(condition, text, layout, layout.runs, rotary))
+out.square().mean().backward()
+assert all(parameter.grad.abs().max() > 0 for parameter in block.parameters())
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def test_65536_tokens_in_40_segments_stay_below_2_gib():
+    result = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
+    peak_kib = int(result.stdout)
+    assert peak_kib < 2 * 1024**2, f"peak {peak_kib / 1024**2:.2f} GiB"

@@ -1,0 +1,48 @@
+"""The EDM preconditioner: unit variance in, unit variance asked for, at every noise level."""
+
+import pytest
+import torch
+
+from megadit.models.conditioning import Conditioning
+from megadit.models.config import DiTConfig
+from megadit.models.dit import DiT
+from megadit.models.initialize import initialize_
+from megadit.models.precondition import EDMDenoiser, edm_loss_weight, edm_scalings
+
+SIGMAS = torch.logspace(-3, 2, 11, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("sigma_data", [0.5, 1.0])
+def test_network_input_and_target_have_unit_variance(sigma_data):
+    generator = torch.Generator().manual_seed(0)
+    x0 = sigma_data * torch.randn(400_000, generator=generator, dtype=torch.float64)
+    noise = torch.randn(400_000, generator=generator, dtype=torch.float64)
+    for sigma in SIGMAS:
+        c_skip, c_out, c_in, _ = edm_scalings(sigma, sigma_data)
+        x = x0 + sigma * noise
+        target = (x0 - c_skip * x) / c_out
+        # 400,000 draws: the standard deviation of a sample variance is 0.0022
+        assert (c_in * x).var() == pytest.approx(1, abs=0.012)
+        assert target.var() == pytest.approx(1, abs=0.012)
+
+
+def test_the_loss_weight_undoes_the_output_scaling():
+    scalings = edm_scalings(SIGMAS, 0.5)
+    torch.testing.assert_close(edm_loss_weight(SIGMAS, 0.5), scalings.c_out**-2)
+
+
+def test_noise_level_is_a_quarter_of_its_logarithm():
+    torch.testing.assert_close(edm_scalings(SIGMAS, 0.5).c_noise, SIGMAS.log() / 4)
+
+
+def test_a_fresh_network_denoises_by_shrinking():
+    """adaLN-Zero starts with F = 0, so D = c_skip x: the best linear guess for unit Gaussian data."""
+    config = DiTConfig(
+        num_layers=1, hidden_size=24, num_attention_heads=2, in_channels=4, crossattn_emb_size=8, sigma_data=1.0
+    )
+    denoiser = EDMDenoiser(initialize_(DiT(config), seed=0))
+    x = torch.randn(2, 4, 2, 4, 4)
+    sigma = torch.tensor([0.1, 3.0])
+    conditioning = Conditioning(torch.randn(2, 3, 8), torch.tensor([3, 0]), torch.tensor([8.0, 0.0]))
+    expected = x / (1 + sigma**2).reshape(-1, 1, 1, 1, 1)
+    torch.testing.assert_close(denoiser(x, sigma, conditioning), expected)

@@ -1,0 +1,150 @@
+import io
+import subprocess
+import sys
+
+import pytest
+
+from megadit.models.support import (
+    Progress,
+    UserError,
+    atomic_directory,
+    atomic_path,
+    duration,
+    nearest,
+    read_json,
+    run_command,
+    write_json,
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_nearest_names_a_similar_choice_or_none():
+    assert nearest("hidden_sise", ["hidden_size", "num_layers"]) == "hidden_size"
+    assert nearest("zzz", ["hidden_size", "num_layers"]) is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0 s"), (59.6, "1 min 0 s"), (192, "3 min 12 s"), (7500, "2 h 5 min"), (-1, "0 s")]
+)
+def test_duration(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_atomic_path_appears_only_when_complete(tmp_path):
+    target = tmp_path / "new" / "clip.mp4"
+    with atomic_path(target) as temporary:
+        assert temporary.suffix == ".mp4"
+        temporary.write_text("whole")
+        assert not target.exists()
+    assert target.read_text() == "whole"
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_atomic_path_keeps_the_old_file_on_error(tmp_path):
+    target = tmp_path / "file"
+    target.write_text("old")
+    with pytest.raises(RuntimeError), atomic_path(target) as temporary:
+        temporary.write_text("half")
+        raise RuntimeError
+    assert target.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_atomic_directory_replaces_the_old_one_only_when_complete(tmp_path):
+    target = tmp_path / "out"
+    for name in ("first", "second"):
+        with atomic_directory(target) as temporary:
+            (temporary / name).touch()
+    assert [path.name for path in target.iterdir()] == ["second"]
+    with pytest.raises(RuntimeError), atomic_directory(target) as temporary:
+        (temporary / "third").touch()
+        raise RuntimeError
+    assert [path.name for path in target.iterdir()] == ["second"]
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_atomic_directory_refuses_to_replace_a_file(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="is a file"), atomic_directory(tmp_path / "file"):
+        pass
+
+
+def test_json_round_trip_and_errors(tmp_path):
+    write_json(tmp_path / "a.json", {"name": "sieben", "x": [1.5, None]})
+    assert read_json(tmp_path / "a.json") == {"name": "sieben", "x": [1.5, None]}
+    (tmp_path / "broken.json").write_text('{"a": ')
+    with pytest.raises(UserError, match="broken.json is not valid JSON"):
+        read_json(tmp_path / "broken.json")
+    with pytest.raises(UserError, match="missing.json does not exist"):
+        read_json(tmp_path / "missing.json")
+
+
+def test_progress_prints_lines_where_there_is_no_terminal():
+    stream = io.StringIO()
+    with Progress(4, "training", plain_interval=0.0, stream=stream, completed=1) as bar:
+        bar.advance(1, loss=0.123456, lr=8e-3)
+        bar.advance(2, loss=0.1)
+    lines = stream.getvalue().splitlines()
+    assert lines[0].startswith("training: 2/4  loss 0.1235  lr 0.008  0 s elapsed, 0 s left")
+    assert lines[-1].startswith("training: 4/4  loss 0.1  lr 0.008  0 s elapsed")
+
+
+def test_progress_prints_no_more_often_than_asked():
+    stream = io.StringIO()
+    with Progress(1000, "reading", plain_interval=3600, stream=stream) as bar:
+        for _ in range(1000):
+            bar.advance()
+    assert stream.getvalue().splitlines() == ["reading: 1000/1000  0 s elapsed"]
+
+
+def test_progress_shows_a_bar_on_a_terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    stream = Terminal()
+    with Progress(2, "training", stream=stream) as bar:
+        bar.advance(2, loss=0.25)
+    assert "training" in stream.getvalue() and "2/2" in stream.getvalue() and "loss 0.25" in stream.getvalue()
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
+def test_progress_is_silent_when_disabled(stream):
+    with Progress(2, "training", enabled=False, plain_interval=0.0, stream=stream) as bar:
+        bar.advance(2)
+    assert bar.completed == 2
+    assert stream.getvalue() == ""
+
+
+def fail_as_user(argv):
+    raise UserError(f"bad value {argv}")
+
+
+def interrupt(argv):
+    raise KeyboardInterrupt
+
+
+def test_run_command_gives_exit_codes_and_one_line(capsys):
+    assert run_command(lambda argv: None, []) == 0
+    assert run_command(lambda argv: 3, []) == 3
+    assert run_command(fail_as_user, ["x"]) == 2
+    assert run_command(interrupt, []) == 130
+    assert capsys.readouterr().err.splitlines() == ["error: bad value ['x']", "interrupted"]
+
+
+def test_run_command_debug_shows_the_traceback_and_is_taken_out():
+    with pytest.raises(UserError, match=r"bad value \['x'\]"):
+        run_command(fail_as_user, ["--debug", "x"])
+
+
+def test_run_command_never_hides_a_fault_of_ours():
+    with pytest.raises(ZeroDivisionError):
+        run_command(lambda argv: 1 // 0, [])
+
+
+def test_support_needs_no_torch():
+    """`megadit --help` imports this module, and must be quick."""
+    code = "import sys, megadit.models.support; sys.exit('torch' in sys.modules or 'rich' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

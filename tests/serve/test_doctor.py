@@ -1,0 +1,50 @@
+"""`megadit doctor` reports, whatever is missing."""
+
+import pytest
+
+from megadit.serve import doctor
+
+
+def test_report_names_every_library_and_exits_with_0(capsys):
+    assert doctor.main([]) == 0
+    shown = capsys.readouterr().out
+    for name, *_ in doctor.LIBRARIES:
+        assert name in shown
+    assert "CPU cores" in shown
+
+
+def test_a_missing_library_is_reported_with_its_remedy(monkeypatch):
+    row = ("no-such-library", "no_such_library", "nothing", "pip install it")
+    monkeypatch.setattr(doctor, "LIBRARIES", (row, ("torch", "torch", "everything", "")))
+    missing, present = doctor.library_findings()
+    assert missing.found is None
+    assert missing.remedy == "pip install it"
+    assert present.found
+
+
+def test_remedies_keep_their_square_brackets(monkeypatch, capsys):
+    row = ("no-such-library", "no_such_library", "nothing", "pip install 'megadit[te]'")
+    monkeypatch.setattr(doctor, "LIBRARIES", (row,))
+    doctor.main([])
+    assert "megadit[te]" in capsys.readouterr().out
+
+
+def test_a_broken_library_does_not_stop_the_report(monkeypatch):
+    def broken(name: str):
+        raise OSError("libcudart.so: cannot open shared object file")
+
+    monkeypatch.setattr(doctor.importlib, "import_module", broken)
+    (torch_finding,) = doctor.accelerator_findings()
+    assert torch_finding.found is None
+
+
+def test_memory_is_between_nothing_and_a_pebibyte():
+    total, available = doctor._memory()
+    assert 0 < available <= total < 2**50
+
+
+def test_help_is_not_a_report(capsys):
+    with pytest.raises(SystemExit) as stop:
+        doctor.main(["--help"])
+    assert stop.value.code == 0
+    assert "megadit doctor" in capsys.readouterr().out

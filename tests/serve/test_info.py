@@ -1,0 +1,115 @@
+"""`megadit info` recognises what megadit writes and refuses everything else."""
+
+import json
+
+import pytest
+import torch
+
+from megadit.models.bundle import SamplingDefaults, write_bundle
+from megadit.models.config import NAMED_CONFIGS
+from megadit.models.dit import DiT
+from megadit.models.support import UserError
+from megadit.models.text_encoders.hashed_words import HashedWordEncoder
+from megadit.models.tokenizers.haar import HaarTokenizer
+from megadit.serve import info
+from megadit.train.overrides import resolve_config, to_yaml
+
+NUM_PARAMETERS = sum(parameter.numel() for parameter in DiT(NAMED_CONFIGS["digits"]).parameters())
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    path = tmp_path_factory.mktemp("info") / "bundle"
+    videos = [torch.rand(40, 3, 9, 32, 32, generator=torch.Generator().manual_seed(0)) * 2 - 1]
+    write_bundle(
+        path,
+        config=NAMED_CONFIGS["digits"],
+        state_dict=DiT(NAMED_CONFIGS["digits"]).state_dict(),
+        tokenizer=HaarTokenizer.fit(videos, channels=32),
+        text_encoder=HashedWordEncoder(dim=64),
+        defaults=SamplingDefaults(num_steps=12, guidance=3.0, num_frames=9, height=32, width=32, fps=8.0),
+        training={"recipe": "digits", "step": 3500},
+    )
+    return path
+
+
+@pytest.fixture
+def run(tmp_path):
+    config = resolve_config("digits", overrides=["data.mock=true"])
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    for name in ("step_0000001000", "step_0000000500", ".step_0000001500.ab12"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    records = [{"step": 1199, "loss": 0.5}, {"step": 1200, "loss": 0.25}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)) + '\n{"step": 12')
+    return tmp_path
+
+
+def test_bundle(bundle):
+    facts = info.describe(bundle)
+    assert facts["bundle"] == str(bundle)
+    assert facts["parameters"] == f"{NUM_PARAMETERS:,}"
+    assert facts["training recipe"] == "digits"
+    assert facts["default num_steps"] == 12
+    assert facts["tokenizer"].startswith("haar")
+
+
+def test_run(run):
+    facts = info.describe(run)
+    assert facts["recipe"] == "digits"
+    assert facts["newest checkpoint"] == "step 1000 of 3500"  # the hidden one is unfinished
+    assert (facts["last step"], facts["last loss"]) == (1200, 0.25)  # the half line is passed over
+    assert facts["parameters"] == f"{NUM_PARAMETERS:,}"
+
+
+def test_checkpoint_is_described_as_its_run(run):
+    assert info.describe(run / "checkpoints" / "step_0000000500") == info.describe(run)
+
+
+def test_run_without_checkpoints_or_metrics(run):
+    for folder in (run / "checkpoints").iterdir():
+        folder.rmdir()
+    (run / "metrics.jsonl").unlink()
+    facts = info.describe(run)
+    assert facts["checkpoints"] == "none yet"
+    assert "last loss" not in facts
+
+
+def test_dataset(tmp_path):
+    manifest = {"format_version": 1, "latent_channels": 32, "num_samples": {"train": 70, "val": 7}}
+    (tmp_path / "megadit.json").write_text(json.dumps(manifest))
+    (tmp_path / "train-000000.tar").write_bytes(bytes(2048))
+    facts = info.describe(tmp_path)
+    assert facts["num samples train"] == 70
+    assert facts["shards"] == "1, 2 KiB"
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_command_prints_a_table_or_json(bundle, capsys, as_json):
+    assert info.main([str(bundle), *(["--json"] if as_json else [])]) == 0
+    shown = capsys.readouterr().out
+    assert f"{NUM_PARAMETERS:,}" in shown
+    if as_json:
+        assert json.loads(shown)["training step"] == 3500
+
+
+def test_other_folders_are_refused(tmp_path, capsys):
+    assert info.main([str(tmp_path)]) == 2
+    assert "neither a bundle nor a dataset" in capsys.readouterr().err
+    with pytest.raises(UserError, match="does not exist"):
+        info.describe(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("text", ["- 1", "model: {}", "a: ["])
+def test_a_broken_configuration_is_refused(run, text):
+    (run / "config.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"config\.yaml"):
+        info.describe(run)
+
+
+def test_a_damaged_bundle_is_refused(bundle, tmp_path):
+    import shutil
+
+    copy = shutil.copytree(bundle, tmp_path / "copy")
+    (copy / "transformer" / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="missing"):
+        info.describe(copy)

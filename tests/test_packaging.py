@@ -1,0 +1,149 @@
+"""The wheel holds what the repository holds, and works where the repository is not."""
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+FOLDERS = ("models", "infer", "train", "export", "serve")
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+
+
+def folders_with_python_files() -> set[str]:
+    files = [file for folder in FOLDERS for file in (REPOSITORY / folder).rglob("*.py")]
+    return {"megadit." + ".".join(file.parent.relative_to(REPOSITORY).parts) for file in files}
+
+
+def test_packages_are_the_folders_on_disk():
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == folders_with_python_files()
+
+
+def test_every_package_has_an_init():
+    missing = [
+        package
+        for package in folders_with_python_files()
+        if not (REPOSITORY / Path(*package.split(".")[1:]) / "__init__.py").is_file()
+    ]
+    assert not missing
+
+
+def test_no_package_at_the_root():
+    assert not (REPOSITORY / "__init__.py").exists()
+
+
+def test_constraints_pin_every_dependency():
+    pinned = {canonical(line.split("==")[0]) for line in (REPOSITORY / "constraints.txt").read_text().splitlines()}
+    project = PROJECT["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["train"]]
+    wanted += project["optional-dependencies"]["dev"]
+    assert {canonical(re.split(r"[\[<>=!~ ]", requirement)[0]) for requirement in wanted} <= pinned
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name.strip()).lower()
+
+
+def test_import_contracts_name_every_folder():
+    contract = PROJECT["tool"]["importlinter"]["contracts"][0]
+    assert set(re.findall(r"megadit\.(\w+)", " ".join(contract["layers"]))) == set(FOLDERS)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder)]
+    # pip builds in the source folder: without a build folder of its own, stale files of earlier builds would come along
+    subprocess.run([*command, "--config-settings=--build-option=", str(copy_of_sources(folder))], check=True)
+    return next(folder.glob("megadit-*.whl"))
+
+
+def copy_of_sources(folder: Path) -> Path:
+    """The tracked and new files alone, as in a fresh clone."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        check=True,
+        text=True,
+    ).stdout
+    source = folder / "source"
+    for name in filter(None, listed.split("\0")):
+        if (REPOSITORY / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((REPOSITORY / name).read_bytes())
+    return source
+
+
+@pytest.fixture(scope="module")
+def run_installed(wheel, tmp_path_factory):
+    """Runs a command of a fresh venv that holds only our wheel; third-party libraries come from this interpreter."""
+    home = tmp_path_factory.mktemp("elsewhere")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home / "venv")], check=True)
+    python = home / "venv" / "bin" / "python"
+    site = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        capture_output=True,
+        check=True,
+        text=True,
+    ).stdout.strip()
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*install, str(wheel)], check=True)
+    # Only plain folders are added: a .pth of this interpreter would bring in the editable installation.
+    Path(site, "third_party.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+    def run(*arguments: str) -> subprocess.CompletedProcess:
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        return subprocess.run(
+            [python.parent / arguments[0], *arguments[1:]],
+            cwd=home,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+
+    return run
+
+
+@pytest.mark.slow
+def test_wheel_holds_every_package_and_the_yaml_files(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    for package in PROJECT["tool"]["setuptools"]["packages"]:
+        assert f"{package.replace('.', '/')}/__init__.py" in names
+    assert "megadit/train/conf/digits.yaml" in names
+    assert not [name for name in names if name.startswith(("models/", "tests/")) or "/tests/" in name]
+
+
+@pytest.mark.slow
+def test_installed_package_is_the_wheel_s(run_installed):
+    done = run_installed("python", "-c", "import megadit.models; print(megadit.models.__file__)")
+    assert "elsewhere" in done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_installed_command_lists_its_verbs(run_installed):
+    done = run_installed("megadit", "--help")
+    assert done.returncode == 0, done.stderr
+    assert "generate" in done.stdout
+
+
+@pytest.mark.slow
+def test_installed_command_counts_parameters(run_installed):
+    done = run_installed("megadit", "train", "--recipe", "digits", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "# parameters:" in done.stdout
+
+
+@pytest.mark.slow
+def test_installed_command_trains_a_step(run_installed, tmp_path):
+    done = run_installed(
+        "megadit", "train", "--recipe", "digits_tiny", "--mock", "train.train_iters=1", f"train.output_dir={tmp_path}"
+    )
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) >= 1

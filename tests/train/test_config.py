@@ -1,0 +1,126 @@
+"""Mistakes in a run's configuration are told with the value and a remedy."""
+
+import pytest
+
+from megadit.models.config import DiTConfig
+from megadit.models.support import UserError
+from megadit.train.config import (
+    CheckpointConfig,
+    DataConfig,
+    EmaConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+    ValidationConfig,
+    check_inputs,
+    check_layout,
+)
+
+DATA = {"seq_length": 256, "text_seq_length": 64, "global_batch_size": 8, "mock_latent_shapes": ((1, 8, 8),)}
+
+
+def make_run(*, data=None, parallel=None, model=None, train=None, optimizer=None) -> RunConfig:
+    return RunConfig(
+        recipe="test",
+        model=DiTConfig(**(model or {})),
+        data=DataConfig(**{**DATA, **(data or {})}),
+        train=TrainConfig(**{"train_iters": 10, **(train or {})}),
+        optimizer=OptimizerConfig(**{"lr": 1e-3, **(optimizer or {})}),
+        parallel=ParallelConfig(**(parallel or {})),
+    )
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: TrainConfig(train_iters=0), r"train\.train_iters=0 must be greater than 0"),
+        (lambda: TrainConfig(train_iters=-5), r"train\.train_iters=-5"),
+        (lambda: TrainConfig(train_iters=1, num_threads=0), r"train\.num_threads=0"),
+        (lambda: TrainConfig(train_iters=1, precision="bf61"), r"train\.precision='bf61'.*did you mean 'bf16'"),
+        (lambda: OptimizerConfig(lr=0.0), r"optimizer\.lr=0\.0"),
+        (lambda: OptimizerConfig(lr=float("nan")), r"optimizer\.lr=nan"),
+        (lambda: OptimizerConfig(lr=1e-3, min_lr=1e-2), r"optimizer\.min_lr=0\.01 exceeds optimizer\.lr=0\.001"),
+        (lambda: OptimizerConfig(lr=1e-3, adam_beta2=1.0), r"optimizer\.adam_beta2=1\.0"),
+        (lambda: OptimizerConfig(lr=1e-3, optimizer="sgd"), r"choose one of adamw, muon"),
+        (lambda: OptimizerConfig(lr=1e-3, lr_warmup_iters=5, lr_decay_iters=5), r"lr_decay_iters=5 must exceed"),
+        (lambda: DataConfig(**{**DATA, "text_dropout": 1.5}), r"data\.text_dropout=1\.5"),
+        (lambda: DataConfig(**{**DATA, "micro_batch_size": 3}), r"global_batch_size=8 .*use 6 or 9"),
+        (lambda: DataConfig(**{**DATA, "seq_length": 0}), r"data\.seq_length=0"),
+        (lambda: DataConfig(**{**DATA, "num_workers": -1}), r"data\.num_workers=-1"),
+        (lambda: DataConfig(**{**DATA, "mock_latent_shapes": ()}), r"at least one \(T, H, W\)"),
+        (lambda: EmaConfig(sigma_rels=(0.3,)), r"ema\.sigma_rels=0\.3 must lie between 0 and 0\.289"),
+        (lambda: EmaConfig(sigma_rels=(0.1, 0.1)), "twice"),
+        (lambda: ParallelConfig(pipeline_model_parallel_size=2), "not available yet; use 1"),
+        (lambda: ParallelConfig(context_parallel_size=2), "not available yet; use 1"),
+        (lambda: ParallelConfig(sequence_parallel=True), "2 or more"),
+        (lambda: CheckpointConfig(save_interval=0), r"checkpoint\.save_interval=0"),
+        (lambda: ValidationConfig(sigmas=(1.0, 0.0)), r"validation\.sigmas=0\.0"),
+        (lambda: ValidationConfig(num_steps=0), r"validation\.num_steps=0"),
+    ],
+)
+def test_a_bad_value_is_named(build, message):
+    with pytest.raises(UserError, match=message):
+        build()
+
+
+def test_heads_must_divide_among_tensor_parallel_ranks():
+    with pytest.raises(UserError, match=r"num_attention_heads=6 .*tensor_model_parallel_size=4; the nearest .* is 3"):
+        make_run(parallel={"tensor_model_parallel_size": 4})
+    make_run(parallel={"tensor_model_parallel_size": 3})
+
+
+def test_mlp_must_divide_among_tensor_parallel_ranks():
+    with pytest.raises(UserError, match=r"model\.ffn_hidden_size=999"):
+        make_run(parallel={"tensor_model_parallel_size": 2}, model={"ffn_hidden_size": 999})
+
+
+def test_sequence_parallel_must_divide_the_pack():
+    with pytest.raises(UserError, match=r"data\.seq_length=255 .* use 254 or 256"):
+        make_run(parallel={"tensor_model_parallel_size": 2, "sequence_parallel": True}, data={"seq_length": 255})
+
+
+def test_mock_samples_must_fit_into_a_pack():
+    shapes = ((1, 64, 64),)
+    make_run(data={"mock_latent_shapes": shapes})
+    with pytest.raises(UserError, match=r"\[1, 64, 64\] has 1024 tokens, more than data\.seq_length=256"):
+        make_run(data={"mock_latent_shapes": shapes, "mock": True})
+
+
+def test_mock_samples_must_divide_into_patches():
+    with pytest.raises(UserError, match="latent height 7 is not a multiple of the patch size 2"):
+        make_run(data={"mock_latent_shapes": ((1, 7, 8),), "mock": True})
+
+
+@pytest.mark.parametrize(("world_size", "tensor_parallel", "data_parallel"), [(1, 1, 1), (8, 1, 8), (4, 2, 2)])
+def test_layout_gives_the_data_parallel_size(world_size, tensor_parallel, data_parallel):
+    run = make_run(parallel={"tensor_model_parallel_size": tensor_parallel})
+    assert check_layout(run, world_size) == data_parallel
+
+
+def test_layout_needs_whole_copies_of_the_model():
+    with pytest.raises(UserError, match="3 ranks .*; start 2 or 4 ranks"):
+        check_layout(make_run(parallel={"tensor_model_parallel_size": 2}), world_size=3)
+
+
+def test_layout_needs_a_batch_for_every_copy():
+    with pytest.raises(UserError, match=r"global_batch_size=8 is not a multiple of 6 .*; use 6 or 12"):
+        check_layout(make_run(data={"micro_batch_size": 2}), world_size=3)
+
+
+def test_a_run_cut_short_stays_in_its_warmup():
+    run = make_run(train={"train_iters": 1}, optimizer={"lr_warmup_iters": 50})
+    assert run.lr_decay_iters == 51
+
+
+def test_inputs_need_data_or_mock():
+    with pytest.raises(UserError, match=r"train\.output_dir is not set"):
+        check_inputs(make_run())
+    with pytest.raises(UserError, match=r"data\.path is not set.*--mock"):
+        check_inputs(make_run(train={"output_dir": "runs/x"}))
+    check_inputs(make_run(train={"output_dir": "runs/x"}, data={"mock": True}))
+
+
+def test_inputs_need_a_prepared_dataset(tmp_path):
+    with pytest.raises(UserError, match="megadit prepare"):
+        check_inputs(make_run(train={"output_dir": "runs/x"}, data={"path": str(tmp_path)}))

@@ -1,0 +1,169 @@
+"""Recipe < YAML file < a.b=c, merged strictly."""
+
+import dataclasses
+
+import pytest
+
+from megadit.models.support import UserError
+from megadit.train.config import RunConfig
+from megadit.train.overrides import config_from_dict, known_keys, load_config, resolve_config, to_yaml
+
+
+def write(path, text: str):
+    path.write_text(text)
+    return path
+
+
+def test_later_wins(tmp_path):
+    file = write(tmp_path / "run.yaml", "train: {train_iters: 7, seed: 8}\noptimizer: {lr: 0.5}")
+    run = resolve_config("digits", config_file=file, overrides=["train.seed=9"])
+    assert (run.train.train_iters, run.train.seed, run.optimizer.lr) == (7, 9, 0.5)
+    assert run.data == resolve_config("digits").data
+
+
+def test_file_may_name_the_recipe(tmp_path):
+    file = write(tmp_path / "run.yaml", "recipe: digits_tiny\ntrain: {seed: 8}")
+    assert resolve_config(config_file=file).recipe == "digits_tiny"
+    with pytest.raises(UserError, match="--recipe digits but .* says recipe: digits_tiny"):
+        resolve_config("digits", config_file=file)
+
+
+def test_some_recipe_must_be_named(tmp_path):
+    with pytest.raises(UserError, match="no recipe"):
+        resolve_config()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.num_layer=3", "unknown key model.num_layer; did you mean model.num_layers?"),
+        ("optimizer.train_iters=3", "did you mean train.train_iters?"),
+        ("lr=1", "unknown key lr; did you mean optimizer.lr?"),
+        ("zzz=1", "unknown key zzz; see --print-config"),
+        ("train.train_iters=1.5", "train.train_iters=1.5 is float, expected int"),
+        ("train.train_iters=many", "train.train_iters='many' is str, expected int"),
+        ("train.train_iters=true", "train.train_iters=True is bool, expected int"),
+        ("train.train_iters=null", "train.train_iters=None is NoneType, expected int"),
+        ("train.train_iters.x=1", "expected int"),
+        ("data.mock=1", "data.mock=1 is int, expected bool"),
+        ("data.path=12", "data.path=12 is int, expected str; quote it"),
+        ("train.precision=bf61", "did you mean 'bf16'? choose one of fp32, bf16"),
+        ("ema.sigma_rels=0.1", "ema.sigma_rels is a list; write ema.sigma_rels=[...]"),
+        ("ema.sigma_rels=[0.1,a]", "ema.sigma_rels='a' is str, expected float"),
+        ("data.mock_latent_shapes=[[1,2]]", "expected tuple[int, int, int]"),
+        ("model=3", "model holds several keys"),
+        ("train.seed=${data.nope}", "data.nope"),
+        ("train.seed=[1", "cannot read"),
+        ("train.seed", "write section.key=value"),
+        ("+train.seed=1", "would add or delete a key"),
+    ],
+)
+def test_a_bad_override_is_explained_in_one_line(override, message):
+    with pytest.raises(UserError) as error:
+        resolve_config("digits", overrides=[override])
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "read", "expected"),
+    [
+        ("optimizer.lr=1", lambda run: run.optimizer.lr, 1.0),
+        ("optimizer.lr=8e-3", lambda run: run.optimizer.lr, 8e-3),
+        ("train.num_threads=null", lambda run: run.train.num_threads, None),
+        ("train.num_threads=3", lambda run: run.train.num_threads, 3),
+        ("ema.sigma_rels=[]", lambda run: run.ema.sigma_rels, ()),
+        ("ema.sigma_rels=[0.1, 0.2]", lambda run: run.ema.sigma_rels, (0.1, 0.2)),
+        ("data.mock_latent_shapes=[[1,4,4]]", lambda run: run.data.mock_latent_shapes, ((1, 4, 4),)),
+        ("data.path=/a/b=c", lambda run: run.data.path, "/a/b=c"),
+        ("train.seed=${train.train_iters}", lambda run: run.train.seed, 3500),
+        ("validation.prompts=['a red seven, moving']", lambda run: run.validation.prompts, ("a red seven, moving",)),
+    ],
+)
+def test_values_arrive_as_their_types(override, read, expected):
+    value = read(resolve_config("digits", overrides=[override]))
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("- 1\n- 2", "not a list"), ("train: {", "not valid YAML"), ("train: {sed: 3}", "did you mean train.seed?")],
+)
+def test_a_bad_file_is_explained(tmp_path, text, message):
+    with pytest.raises(UserError) as error:
+        resolve_config("digits", config_file=write(tmp_path / "run.yaml", text))
+    assert message in str(error.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"nowhere\.yaml does not exist"):
+        resolve_config("digits", config_file=tmp_path / "nowhere.yaml")
+
+
+def test_saved_configuration_reads_back(tmp_path):
+    run = resolve_config("digits", overrides=["train.seed=9", "model.head_dim=12"])
+    assert load_config(write(tmp_path / "config.yaml", to_yaml(run))) == run
+    assert resolve_config(config_file=tmp_path / "config.yaml") == run
+
+
+def test_incomplete_dictionary_names_what_is_missing():
+    values = dataclasses.asdict(resolve_config("digits"))
+    del values["train"]["train_iters"]
+    with pytest.raises(UserError, match=r"train\.train_iters is missing"):
+        config_from_dict(values)
+
+
+def changed(value, key: str) -> str:
+    """Another legal value of the same type, as YAML."""
+    special = {
+        "recipe": None,
+        "train.precision": "bf16",
+        "optimizer.optimizer": "adamw",
+        "optimizer.lr_decay_style": "cosine",
+        "optimizer.lr_decay_iters": "2000",
+        "optimizer.min_lr": "1.0e-4",
+        "parallel.pipeline_model_parallel_size": None,  # refused until it is available
+        "parallel.context_parallel_size": None,
+        "parallel.sequence_parallel": None,  # needs tensor parallelism, tested below
+        "parallel.data_parallel": "distributed_optimizer",
+        "model.position_embedding": "sincos",
+        "model.num_attention_heads": "4",
+        "model.head_dim": "12",
+        "model.ffn_hidden_size": "100",
+        "data.path": "elsewhere",
+        "data.mock_latent_shapes": "[[2,4,4]]",
+        "data.global_batch_size": "4",
+        "data.micro_batch_size": "2",
+        "ema.sigma_rels": "[0.2]",
+        "validation.sigmas": "[2.0]",
+        "validation.prompts": "[a]",
+        "train.num_threads": "3",
+        "parallel.tensor_model_parallel_size": "2",
+    }
+    if key in special:
+        return special[key]
+    if isinstance(value, bool):
+        return str(not value).lower()
+    return str(value / 2) if isinstance(value, float) and value else str(value * 2 or 1)
+
+
+@pytest.mark.parametrize("key", known_keys())
+def test_every_key_can_be_set(key):
+    run = resolve_config("digits")
+    new = changed(read_key(run, key), key)
+    if new is None:
+        pytest.skip("has one legal value in this recipe")
+    assert read_key(resolve_config("digits", overrides=[f"{key}={new}"]), key) != read_key(run, key)
+
+
+def read_key(run: RunConfig, key: str):
+    value = run
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def test_sequence_parallel_can_be_set():
+    overrides = ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"]
+    assert resolve_config("digits", overrides=overrides).parallel.sequence_parallel

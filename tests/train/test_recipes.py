@@ -1,0 +1,115 @@
+"""Every recipe is complete, and the command shows it without training."""
+
+import re
+
+import pytest
+import yaml
+
+from megadit.models.support import UserError
+from megadit.train.__main__ import main
+from megadit.train.config import check_layout
+from megadit.train.overrides import config_from_dict, resolve_config
+from megadit.train.recipes import RECIPES, load_recipe
+
+MILLION = 10**6
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_bears_its_name_and_says_what_it_needs(name):
+    assert load_recipe(name).recipe == name
+    for heading in ("Command: ", "Hardware: ", "Tokens: "):
+        assert heading in RECIPES[name].__doc__
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_runs_on_mock_data_alone(name):
+    run = resolve_config(name, overrides=["data.mock=true"])  # its mock samples fit into its packs
+    assert check_layout(run, world_size=1) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [("digits", 2), ("digits_tiny", 2), ("pretrain_xl", 8), ("pretrain_l", 8), ("dit_pretrain", 8)]
+    + [("pretrain_7b", 256), ("pretrain_7b_pack", 256)],
+)
+def test_recipe_divides_among_the_ranks_of_its_command(name, world_size):
+    assert str(world_size) in RECIPES[name].__doc__ or name == "digits_tiny"
+    check_layout(load_recipe(name), world_size)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_tokens_of_the_docstring_are_those_of_the_recipe(name):
+    data = load_recipe(name).data
+    text = re.search(r"Tokens: ([\d,.]+)( million)? a step", RECIPES[name].__doc__)
+    told = float(text[1].replace(",", "")) * (MILLION if text[2] else 1)
+    assert told == pytest.approx(data.seq_length * data.global_batch_size, rel=0.05)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_dry_run_prints_a_configuration_and_the_parameters(name, capsys):
+    assert main(["--recipe", name, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert config_from_dict(yaml.safe_load(shown)) == load_recipe(name)
+    assert re.search(r"^# parameters: [\d,]+$", shown, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"), [("digits", 0.5, 2), ("pretrain_xl", 600, 1000), ("pretrain_7b", 6500, 8000)]
+)
+def test_parameter_counts_are_those_of_the_sizes(name, low, high, capsys):
+    main(["--recipe", name, "--dry-run"])
+    count = int(re.search(r"# parameters: ([\d,]+)", capsys.readouterr().out)[1].replace(",", ""))
+    assert low * MILLION < count < high * MILLION
+
+
+def test_overrides_may_stand_anywhere(capsys):
+    assert main(["train.seed=5", "--recipe", "digits", "optimizer.lr=0.5", "--mock", "--print-config"]) == 0
+    shown = config_from_dict(yaml.safe_load(capsys.readouterr().out))
+    assert (shown.train.seed, shown.optimizer.lr, shown.data.mock) == (5, 0.5, True)
+
+
+def test_unknown_recipe_names_the_nearest():
+    with pytest.raises(UserError, match="did you mean 'digits'"):
+        load_recipe("digts")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--recipe", "digts"], "did you mean 'digits'"),
+        (["--recipe"], "expected one argument"),
+        (["--recipe", "digits", "--dryrun"], "did you mean --dry-run?"),
+        (["--recipe", "digits", "--nproc", "two"], "invalid int value: 'two'"),
+        (["--recipe", "digits", "--nproc", "0"], "--nproc 0 must be 1 or more"),
+        (["--recipe", "digits", "--mock", "--nproc", "3"], "use 3"),
+        (["--recipe", "digits"], "data.path is not set"),
+        (["--recipe", "digits", "--dataset-path", "/nowhere"], "data.path=/nowhere"),
+        (["--recipe", "digits", "--mock", "train.train_iters=0"], "train.train_iters=0 must be greater than 0"),
+        (["--recipe", "digits", "--config-file", "nowhere.yaml"], "nowhere.yaml does not exist"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(argv, message, capsys):
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_other_ranks_leave_the_error_to_the_first(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    assert main(["--recipe", "digts"]) == 2
+    assert not capsys.readouterr().err
+
+
+def test_debug_shows_the_traceback():
+    with pytest.raises(UserError):
+        main(["--recipe", "digts", "--debug"])
+
+
+def test_example_files_are_valid():
+    from importlib.resources import files
+
+    examples = [file for file in (files("megadit.train") / "conf").iterdir() if file.name.endswith(".yaml")]
+    assert len(examples) >= 2
+    for file in examples:
+        assert resolve_config(config_file=str(file)).data.path

@@ -1,0 +1,118 @@
+"""Weights, averages and optimizer state, to and from the distributed checkpoints of Megatron.
+
+Whatever an optimizer shards, tensors are put together one by one and written whole (see
+`models.megatron.checkpoint`), each by one data-parallel rank: the rank next in turn, so that memory and writing are
+spread. Reading needs no such care: every rank reads the tensors of its tensor-parallel share and keeps its slices.
+"""
+
+import queue
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch import Tensor, nn
+
+from megadit.models.megatron.checkpoint import ema_key, model_key, optimizer_key
+from megadit.models.megatron.groups import Groups
+from megadit.models.megatron.mcore_layers import split_dim
+from megadit.train.ema import WeightAverages
+from megadit.train.optimizer_state import OwnedSlice, Ownership, assemble
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedTensors:
+    """Every tensor that training changes."""
+
+    model: nn.Module
+    """The training model, unwrapped."""
+    ownership: Ownership
+    averages: WeightAverages
+    groups: Groups
+
+    def save(self, directory: Path) -> None:
+        """Writes all tensors into an existing directory; every rank calls this."""
+        data, shards = self.groups.data, {}
+        for turn, (key, parameter, parts) in enumerate(self._parts()):
+            writer = turn % data.size()
+            whole = assemble(parameter.shape, parts, data, destination=writer)
+            if whole is not None:
+                shards[key] = self._sharded(key, parameter, whole.cpu(), replica=0)
+        # Megatron's writer reports through a queue of a manager process that it spawns; no other process is involved
+        filesystem_async._results_queue = queue.SimpleQueue()
+        strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
+        dist_checkpointing.save(shards, str(directory), strategy)
+
+    def load(self, directory: Path, *, step: int) -> None:
+        """Reads all tensors as they were after optimizer step `step`; every rank calls this."""
+        weights = self._read(directory, model_key)
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(weights[name])  # also those whose masters other ranks own
+            for owned in self.ownership.slices:
+                owned.master.view(-1).copy_(owned.cut(weights[owned.name]))
+        for sigma_rel in self.averages.sigma_rels:
+            averages = self._read(directory, lambda name, sigma_rel=sigma_rel: ema_key(sigma_rel, name))
+            for name, whole in averages.items():
+                self.averages.restore(sigma_rel, name, whole)
+        self._load_optimizer(directory, step)
+
+    def _load_optimizer(self, directory: Path, step: int) -> None:
+        names = {owned.name: owned.state_names for owned in self._slices_of_all()}
+        wanted = [(state, name) for name, states in names.items() for state in states]
+        tensors = self._read_keys(directory, {optimizer_key(state, name): name for state, name in wanted})
+        for owned in self.ownership.slices:
+            values = {state: owned.cut(tensors[optimizer_key(state, owned.name)]) for state in owned.state_names}
+            owned.restore_state(values, step)
+
+    def _slices_of_all(self) -> tuple[OwnedSlice, ...]:
+        return self.ownership.slices
+
+    def _parts(self) -> Iterator[tuple[str, nn.Parameter, list[tuple[int, Tensor]]]]:
+        """(key, parameter, this rank's parts of it) of every tensor, in the same order on every data-parallel rank."""
+        ranges: dict[str, list[tuple[OwnedSlice, int, int]]] = {}
+        for owned, start, stop in self.ownership.ranges():
+            ranges.setdefault(owned.name, []).append((owned, start, stop))
+        for name, parameter in self.model.named_parameters():
+            mine = ranges.get(name, [])
+            yield model_key(name), parameter, [_part(o, o.master.detach().reshape(-1), i, j) for o, i, j in mine]
+            for sigma_rel in self.averages.sigma_rels:
+                yield ema_key(sigma_rel, name), parameter, self.averages.parts(sigma_rel, name)
+            for state in self.state_names[name]:
+                yield optimizer_key(state, name), parameter, [_part(o, o.state(state), i, j) for o, i, j in mine]
+
+    def _read(self, directory: Path, key_of) -> dict[str, Tensor]:
+        """One kind of tensor for every parameter, by the parameter's name."""
+        names = {key_of(name): name for name, _ in self.model.named_parameters()}
+        return {names[key]: tensor for key, tensor in self._read_keys(directory, names).items()}
+
+    def _read_keys(self, directory: Path, names: dict[str, str]) -> dict[str, Tensor]:
+        parameters = dict(self.model.named_parameters())
+        shards = {
+            key: self._sharded(
+                key,
+                parameters[name],
+                torch.empty(parameters[name].shape, dtype=torch.float32, device=self.groups.device),
+                replica=self.groups.data.rank(),
+            )
+            for key, name in names.items()
+        }
+        return dist_checkpointing.load(shards, str(directory))
+
+    def _sharded(self, key: str, parameter: nn.Parameter, tensor: Tensor, *, replica: int) -> ShardedTensor:
+        tensor_rank, tensor_size = self.groups.tensor.rank(), self.groups.tensor.size()
+        dim = split_dim(parameter)
+        if dim is None:
+            return ShardedTensor.from_rank_offsets(key, tensor, replica_id=(0, tensor_rank, replica))
+        return ShardedTensor.from_rank_offsets(
+            key, tensor, (dim, tensor_rank, tensor_size), replica_id=(0, 0, replica)
+        )
+
+
+def _part(owned: OwnedSlice, values: Tensor, start: int, stop: int) -> tuple[int, Tensor]:
+    """Elements start..stop of a parameter, from the flat values of an owned slice."""
+    return start, values[start - owned.start : stop - owned.start]

@@ -1,0 +1,363 @@
+"""What a training run is: one frozen dataclass per concern, gathered in `RunConfig`.
+
+The dotted path of a field (`optimizer.lr`) is its name in YAML files and in `a.b=c` overrides. Each dataclass checks
+what it can see of itself; `RunConfig` checks what two of them must agree on; `check_layout` checks what depends on the
+number of ranks. All of them raise `UserError` with the offending value and a remedy.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from megadit.models.config import DiTConfig
+from megadit.models.support import UserError, nearest
+
+Precision = Literal["fp32", "bf16"]
+OptimizerName = Literal["adamw", "muon"]
+LRDecayStyle = Literal["cosine", "linear", "constant"]
+DataParallel = Literal["ddp", "distributed_optimizer"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Where samples come from and how they are packed into rows of fixed size."""
+
+    path: str | None = None
+    """Folder written by `megadit prepare`: WebDataset shards with Energon's metadata and a megadit.json."""
+    mock: bool = False
+    """Endless random samples in place of `path`."""
+    seq_length: int
+    """Video tokens of one pack; the tail that no sample fills is masked."""
+    text_seq_length: int
+    """Text slots of one pack, at least one per sample (the null token of a sample without text uses one)."""
+    micro_batch_size: int = 1
+    """Packs that one data-parallel rank computes at a time."""
+    global_batch_size: int
+    """Packs of one optimizer step, over all data-parallel ranks and accumulation steps."""
+    num_workers: int = 2
+    """Reader processes per data-parallel rank; 0 reads in the training process."""
+    packing_buffer_size: int = 100
+    """Samples from which packs are filled; more waste less of each pack."""
+    shuffle_buffer_size: int = 1000
+    """Samples from which the next one is drawn at random."""
+    text_dropout: float = 0.1
+    """Share of samples trained without their text, 0..1; classifier-free guidance needs some (arXiv 2207.12598)."""
+    mock_latent_shapes: tuple[tuple[int, int, int], ...] = ((1, 32, 32), (4, 32, 32))
+    """(T, H, W) of mock samples, in latent frames and latent pixels, taken in turn."""
+    use_train_split_for_val: bool = False
+    """Validate on training samples, for datasets without a `val` split."""
+
+    def __post_init__(self) -> None:
+        _require_positive("data", self, ["seq_length", "text_seq_length", "micro_batch_size", "global_batch_size"])
+        _require_positive("data", self, ["packing_buffer_size", "shuffle_buffer_size"])
+        _require_not_negative("data", self, ["num_workers"])
+        if not 0 <= self.text_dropout <= 1:
+            raise UserError(f"data.text_dropout={self.text_dropout} is a share of samples; give a value from 0 to 1")
+        if self.global_batch_size % self.micro_batch_size:
+            raise UserError(
+                f"data.global_batch_size={self.global_batch_size} is not a multiple of "
+                f"data.micro_batch_size={self.micro_batch_size}; "
+                f"use {_nearest_multiples(self.global_batch_size, self.micro_batch_size)}"
+            )
+        if not self.mock_latent_shapes or any(side < 1 for shape in self.mock_latent_shapes for side in shape):
+            raise UserError(
+                f"data.mock_latent_shapes={self.mock_latent_shapes} needs at least one (T, H, W), each side 1 or more"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """Length, seed, place and arithmetic of a run."""
+
+    train_iters: int
+    """Optimizer steps of the whole run, those before a resume included."""
+    seed: int = 1234
+    """With a sample's id it decides the noise, sigma and text dropout of that sample; alone, the initial weights."""
+    output_dir: str | None = None
+    """Folder for config.yaml, metrics.jsonl, checkpoints/, tensorboard/ and samples/; a run found there is resumed."""
+    precision: Precision = "bf16"
+    """Arithmetic of the network; master weights, gradients, noise and loss are float32 in both."""
+    log_interval: int = 10
+    """Steps between printed lines; metrics.jsonl has every step."""
+    num_threads: int | None = None
+    """CPU threads of one rank; None divides the machine's cores among its ranks."""
+
+    def __post_init__(self) -> None:
+        _require_positive("train", self, ["train_iters", "log_interval"])
+        _require_choice("train.precision", self.precision, get_args(Precision))
+        _require_not_negative("train", self, ["seed"])
+        if self.num_threads is not None:
+            _require_positive("train", self, ["num_threads"])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiffusionConfig:
+    """The distribution of noise levels in training and the weighting of their losses (EDM, arXiv 2206.00364)."""
+
+    p_mean: float = 0.0
+    """Mean of ln sigma."""
+    p_std: float = 1.0
+    """Standard deviation of ln sigma."""
+    learned_uncertainty: bool = False
+    """Divide each loss by a learned function of sigma, plus its logarithm (EDM2, arXiv 2312.02696, eq. 21)."""
+
+    def __post_init__(self) -> None:
+        _require_positive("diffusion", self, ["p_std"])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """The optimizer, its learning-rate schedule and gradient clipping."""
+
+    optimizer: OptimizerName = "adamw"
+    """`muon` orthogonalises the updates of the block matrices; everything else takes AdamW in both cases."""
+    lr: float
+    """Highest learning rate, reached after the warm-up."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-8
+    muon_momentum: float = 0.95
+    clip_grad: float = 1.0
+    """Largest norm of the gradient over all parameters; 0 does not clip."""
+    lr_warmup_iters: int = 0
+    """Steps of linear increase from 0 to `lr`."""
+    lr_decay_style: LRDecayStyle = "cosine"
+    lr_decay_iters: int | None = None
+    """Step at which `min_lr` is reached; None means `train.train_iters`."""
+
+    def __post_init__(self) -> None:
+        _require_choice("optimizer.optimizer", self.optimizer, get_args(OptimizerName))
+        _require_choice("optimizer.lr_decay_style", self.lr_decay_style, get_args(LRDecayStyle))
+        _require_positive("optimizer", self, ["lr", "adam_eps"])
+        _require_not_negative("optimizer", self, ["min_lr", "weight_decay", "clip_grad", "lr_warmup_iters"])
+        for name in ("adam_beta1", "adam_beta2", "muon_momentum"):
+            value = getattr(self, name)
+            if not 0 <= value < 1:
+                raise UserError(f"optimizer.{name}={value} must be at least 0 and below 1")
+        if self.min_lr > self.lr:
+            raise UserError(f"optimizer.min_lr={self.min_lr} exceeds optimizer.lr={self.lr}; lower it")
+        if self.lr_decay_iters is not None:
+            _require_positive("optimizer", self, ["lr_decay_iters"])
+            if self.lr_decay_iters <= self.lr_warmup_iters:
+                raise UserError(
+                    f"optimizer.lr_decay_iters={self.lr_decay_iters} must exceed "
+                    f"optimizer.lr_warmup_iters={self.lr_warmup_iters}"
+                )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmaConfig:
+    """Averages of the weights over training, kept side by side; which one to sample from is chosen afterwards."""
+
+    sigma_rels: tuple[float, ...] = (0.05, 0.10)
+    """Width of each power-function profile relative to the run so far (EDM2, arXiv 2312.02696, eq. 123)."""
+
+    def __post_init__(self) -> None:
+        # gamma -> 0 (a plain mean over the whole run) has sigma_rel = 1/sqrt(12); wider profiles do not exist.
+        limit = 1 / math.sqrt(12)
+        for sigma_rel in self.sigma_rels:
+            if not 0 < sigma_rel < limit:
+                raise UserError(
+                    f"ema.sigma_rels={sigma_rel} must lie between 0 and {limit:.3f} (a plain mean over the whole run)"
+                )
+        if len(set(self.sigma_rels)) != len(self.sigma_rels):
+            raise UserError(f"ema.sigma_rels={list(self.sigma_rels)} names one profile twice")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """How the ranks share the work, in Megatron's own words. What remains of the world is data parallel."""
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    sequence_parallel: bool = False
+    """Cut activations between the tensor-parallel regions along the sequence."""
+    data_parallel: DataParallel = "ddp"
+    """`distributed_optimizer` spreads optimizer state and master weights over the data-parallel ranks (ZeRO-1)."""
+
+    def __post_init__(self) -> None:
+        sizes = ["tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"]
+        _require_positive("parallel", self, sizes)
+        _require_choice("parallel.data_parallel", self.data_parallel, get_args(DataParallel))
+        for name in ("pipeline_model_parallel_size", "context_parallel_size"):
+            if getattr(self, name) > 1:
+                raise UserError(f"parallel.{name}={getattr(self, name)} is not available yet; use 1")
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            raise UserError(
+                "parallel.sequence_parallel=true needs parallel.tensor_model_parallel_size of 2 or more; "
+                "with 1 there is nothing to cut"
+            )
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that together hold one copy of the model."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """When checkpoints are written; resuming from the newest valid one is automatic."""
+
+    save_interval: int = 1000
+    """Steps between checkpoints; one more is written at the end and at SIGTERM or SIGINT."""
+    keep_last: int = 3
+    """Checkpoints kept; older ones are deleted."""
+
+    def __post_init__(self) -> None:
+        _require_positive("checkpoint", self, ["save_interval", "keep_last"])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValidationConfig:
+    """The loss at fixed noise levels on held-out samples, and videos sampled with the averaged weights."""
+
+    interval: int = 1000
+    """Steps between validations; 0 never validates."""
+    num_batches: int = 8
+    """Packs from which the loss is measured, each at every sigma."""
+    sigmas: tuple[float, ...] = (0.1, 0.3, 1.0, 3.0, 10.0)
+    """Noise levels of the measured losses."""
+    prompts: tuple[str, ...] = ()
+    """Captions of the sampled videos; empty takes the first ones of the validation split."""
+    num_steps: int = 35
+    """Sampling steps of these videos."""
+    guidance: float = 7.0
+    """Scale of classifier-free guidance, uncond + guidance (cond - uncond); 1 is none."""
+
+    def __post_init__(self) -> None:
+        _require_not_negative("validation", self, ["interval", "guidance"])
+        _require_positive("validation", self, ["num_batches", "num_steps"])
+        for sigma in self.sigmas:
+            if not 0 < sigma < math.inf:
+                raise UserError(f"validation.sigmas={sigma} must be positive and finite")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoggerConfig:
+    """Where metrics go besides metrics.jsonl, which is always written."""
+
+    tensorboard: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """One training run, complete: saved as config.yaml in the run's folder and with every checkpoint."""
+
+    recipe: str
+    """Name of the recipe this run started from."""
+    model: DiTConfig
+    data: DataConfig
+    train: TrainConfig
+    optimizer: OptimizerConfig
+    diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+
+    def __post_init__(self) -> None:
+        self._check_heads()
+        if self.data.mock:
+            self._check_mock_samples_fit()
+
+    def _check_heads(self) -> None:
+        tensor_parallel = self.parallel.tensor_model_parallel_size
+        for name, size in (
+            ("model.num_attention_heads", self.model.num_attention_heads),
+            ("model.ffn_hidden_size", self.model.mlp_size),
+        ):
+            if size % tensor_parallel:
+                divisors = [n for n in range(1, size + 1) if size % n == 0]
+                near = min(divisors, key=lambda n: abs(n - tensor_parallel))
+                raise UserError(
+                    f"{name}={size} is not divisible by "
+                    f"parallel.tensor_model_parallel_size={tensor_parallel}; the nearest size that works is {near}"
+                )
+        if self.parallel.sequence_parallel and self.data.seq_length % tensor_parallel:
+            raise UserError(
+                f"data.seq_length={self.data.seq_length} is cut over {tensor_parallel} ranks by "
+                f"parallel.sequence_parallel; use {_nearest_multiples(self.data.seq_length, tensor_parallel)}"
+            )
+
+    def _check_mock_samples_fit(self) -> None:
+        for shape in self.data.mock_latent_shapes:
+            tokens = math.prod(self.model.token_grid(*shape))
+            if tokens > self.data.seq_length:
+                raise UserError(
+                    f"data.mock_latent_shapes={list(shape)} has {tokens} tokens, more than "
+                    f"data.seq_length={self.data.seq_length}; raise that or use smaller shapes"
+                )
+
+    @property
+    def lr_decay_iters(self) -> int:
+        """Step at which the decay of the learning rate ends: always after the warm-up, even in a run cut short."""
+        return max(self.optimizer.lr_decay_iters or self.train.train_iters, self.optimizer.lr_warmup_iters + 1)
+
+
+def check_layout(config: RunConfig, world_size: int) -> int:
+    """The data-parallel size of a world of `world_size` ranks.
+
+    Raises:
+        UserError: if the ranks cannot be divided among the copies of the model, or the batch among the copies.
+    """
+    model_parallel = config.parallel.model_parallel_size
+    if world_size % model_parallel:
+        raise UserError(
+            f"{world_size} ranks cannot hold whole copies of a model spread over {model_parallel} "
+            f"(parallel.tensor_model_parallel_size={config.parallel.tensor_model_parallel_size}); start "
+            f"{_nearest_multiples(world_size, model_parallel)} ranks"
+        )
+    data_parallel = world_size // model_parallel
+    packs = config.data.micro_batch_size * data_parallel
+    if config.data.global_batch_size % packs:
+        raise UserError(
+            f"data.global_batch_size={config.data.global_batch_size} is not a multiple of {packs} "
+            f"(data.micro_batch_size={config.data.micro_batch_size} x {data_parallel} data-parallel ranks); "
+            f"use {_nearest_multiples(config.data.global_batch_size, packs)}"
+        )
+    return data_parallel
+
+
+def check_inputs(config: RunConfig) -> None:
+    """Raises UserError if the samples cannot be found or the run has no folder."""
+    if config.train.output_dir is None:
+        raise UserError("train.output_dir is not set; give train.output_dir=FOLDER")
+    if config.data.mock:
+        return
+    if config.data.path is None:
+        raise UserError("data.path is not set; give data.path=FOLDER (see `megadit prepare`), or --mock")
+    from megadit.train.data.writer import DatasetInfo  # torch comes with it, which the rest of this module does without
+
+    DatasetInfo.read(config.data.path)
+
+
+def _require_positive(section: str, config: object, names: Iterable[str]) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not 0 < value < math.inf:
+            raise UserError(f"{section}.{name}={value} must be greater than 0")
+
+
+def _require_not_negative(section: str, config: object, names: Iterable[str]) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not 0 <= value < math.inf:
+            raise UserError(f"{section}.{name}={value} must not be negative")
+
+
+def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        near = nearest(value, choices)
+        hint = f"did you mean {near!r}? " if near else ""
+        raise UserError(f"{name}={value!r} is unknown; {hint}choose one of {', '.join(choices)}")
+
+
+def _nearest_multiples(value: int, factor: int) -> str:
+    below, above = value // factor * factor, -(-value // factor) * factor
+    return f"{below} or {above}" if below else f"{above}"

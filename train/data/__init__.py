@@ -1,0 +1,1 @@
+"""Samples on disk, and how they reach training as packs."""

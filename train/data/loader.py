@@ -1,0 +1,264 @@
+"""Loaders of packed batches: one reader per data-parallel rank.
+
+What stays the same when the ranks change. Noise, sigma and text dropout belong to samples (`models.noise`), and every
+pass over the data visits each sample once, on any number of ranks. Which samples meet in one pack follows Energon's
+reproducible scaling: the data are dealt to `ranks x max(1, workers)` readers, and reader k reads, shuffles and packs
+the same whatever rank it runs on. With that product constant, the packs of all ranks together are the same, step by
+step, if each step takes equally many micro-batches from every reader. Mock data, and the packs of validation, are the
+same for every number of ranks.
+
+A saved state belongs to one rank of one layout; it is plain JSON, and restoring it under settings that would change the
+order of samples is an error, never a silent restart.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from math import isclose
+from typing import Any
+
+import torch
+from megatron.energon import SavableDataLoader, WorkerConfig, get_savable_loader
+from megatron.energon.errors import reraise_exception
+from megatron.energon.flavors import SavableDataset
+from megatron.energon.metadataset import load_dataset
+from megatron.energon.metadataset.loader_interface import LoadedDataset
+from megatron.energon.wrappers.gc_dataset import GC_DEFAULT_EVERY_N_ITER
+
+from megadit.models.support import UserError
+from megadit.train.config import RunConfig
+from megadit.train.data.batch import PackedBatch, PackFormat
+from megadit.train.data.mock import MockLoader
+from megadit.train.data.state import from_plain, to_plain
+from megadit.train.data.task_encoder import LatentTaskEncoder
+from megadit.train.data.writer import DatasetInfo, iter_captions
+
+MAX_SAMPLES_PER_SEQUENCE = 100
+"""Samples read in a row from one place of a shard, before jumping elsewhere."""
+CHECKPOINT_INTERVAL = 10.0
+"""Seconds between the states that reader processes keep; a resume re-reads at most this much."""
+
+
+class TrainLoader:
+    """Endless micro-batches of one data-parallel rank."""
+
+    def __init__(self, dataset: SavableDataset, order: dict[str, Any]) -> None:
+        self._loader = _savable_loader(dataset)
+        self._order = order
+        self._iterator: Iterator[PackedBatch] | None = None
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        """The one iterator of this loader: a second call goes on where the first stopped."""
+        if self._iterator is None:
+            self._iterator = iter(self._loader)
+        return self._iterator
+
+    def save_state(self) -> dict[str, Any]:
+        """Where this rank's reader stands, as plain JSON values."""
+        return {"order": self._order, "reader": to_plain(self._loader.save_state_rank())}
+
+    def restore_state(self, state: dict[str, Any]) -> None:
+        """Goes on with the batch after the last one given before `save_state`; call it before iterating.
+
+        Raises:
+            UserError: if a setting that decides the order of samples has changed.
+        """
+        for name, value in self._order.items():
+            saved = state["order"].get(name)
+            if saved != value:
+                raise UserError(
+                    f"cannot resume the data reader: {name} was {saved} and is {value} now; "
+                    "set it back, or start a new run from the saved weights"
+                )
+        assert self._iterator is None, "restore_state must come before iteration"
+        self._loader.restore_state_rank(from_plain(state["reader"]))
+
+
+class ValidationLoader:
+    """The first packs of a split, the same in every iteration and for every number of ranks; rank r of n takes the
+    packs r, r + n, ... of `num_packs`, so ranks may receive different numbers of packs, or none.
+
+    A split too small for `num_packs` is read again, with other noise.
+    """
+
+    def __init__(
+        self, build_dataset: Callable[[], SavableDataset], *, num_packs: int, rank: int, world_size: int
+    ) -> None:
+        self._build_dataset = build_dataset
+        self.num_packs = num_packs
+        self.rank = rank
+        self.world_size = world_size
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        return islice(self._packs(), self.rank, self.num_packs, self.world_size)
+
+    def _packs(self) -> Iterator[PackedBatch]:
+        loader = _savable_loader(self._build_dataset())
+        while True:
+            yield from loader
+
+
+def build_train_loader(config: RunConfig, *, rank: int, world_size: int, group: Any = None) -> TrainLoader | MockLoader:
+    """The training data of data-parallel rank `rank` of `world_size`; `group` is the process group of these ranks.
+
+    Raises:
+        UserError: if `data.path` is no prepared data set, or does not fit the model.
+    """
+    data = config.data
+    pack_format = _pack_format(config, text_dropout=data.text_dropout)
+    if data.mock:
+        return MockLoader(
+            pack_format,
+            latent_shapes=data.mock_latent_shapes,
+            micro_batch_size=data.micro_batch_size,
+            rank=rank,
+            world_size=world_size,
+        )
+    info = check_dataset(config)
+    num_readers = world_size * max(1, data.num_workers)
+    if info.num_samples["train"] < num_readers:
+        raise UserError(
+            f"{data.path} has {info.num_samples['train']} training samples for {num_readers} readers "
+            f"({world_size} ranks x data.num_workers={data.num_workers}); use fewer"
+        )
+    worker_config = _worker_config(config, rank, world_size, data.num_workers, group)
+    task_encoder = LatentTaskEncoder(pack_format)
+    dataset = task_encoder.build_train_datasets(
+        datasets=_read_split(info, "train", worker_config, training=True),
+        worker_config=worker_config,
+        batch_size=data.micro_batch_size,
+        packing_buffer_size=data.packing_buffer_size,
+        shuffle_buffer_size=data.shuffle_buffer_size,
+    )
+    return TrainLoader(dataset, _order(config, info, rank, world_size))
+
+
+def build_validation_loader(
+    config: RunConfig, *, rank: int, world_size: int, group: Any = None
+) -> ValidationLoader | MockLoader:
+    """`validation.num_batches` packs, dealt to the data-parallel ranks, one pack in each batch; no text is dropped.
+
+    Raises:
+        UserError: if `data.path` is no prepared data set, does not fit the model, or has no validation samples.
+    """
+    pack_format = _pack_format(config, text_dropout=0.0)
+    num_packs = config.validation.num_batches
+    if config.data.mock:
+        return MockLoader(
+            pack_format,
+            latent_shapes=config.data.mock_latent_shapes,
+            micro_batch_size=1,
+            rank=rank,
+            world_size=world_size,
+            name="mock-validation",
+            num_batches=num_packs,
+        )
+    info = check_dataset(config)
+    split = _validation_split(config, info)
+
+    def build_dataset() -> SavableDataset:
+        # every rank reads all of it, as one reader: the packs must not depend on the number of ranks
+        worker_config = _worker_config(config, rank=0, world_size=1, num_workers=0, group=None)
+        return LatentTaskEncoder(pack_format).build_val_datasets(
+            datasets=_read_split(info, split, worker_config, training=False),
+            worker_config=worker_config,
+            batch_size=1,
+            packing_buffer_size=config.data.packing_buffer_size,
+        )
+
+    return ValidationLoader(build_dataset, num_packs=num_packs, rank=rank, world_size=world_size)
+
+
+def validation_captions(config: RunConfig, count: int) -> list[str]:
+    """The first `count` captions of the validation split, or fewer if it has fewer; none of mock data."""
+    if config.data.mock:
+        return []
+    info = check_dataset(config)
+    return list(islice(iter_captions(info.root, _validation_split(config, info)), count))
+
+
+def check_dataset(config: RunConfig) -> DatasetInfo:
+    """The data set of a run, checked against its model without reading a sample.
+
+    Raises:
+        UserError: if there is none at `data.path`, or its latents or texts are not what the model expects.
+    """
+    if config.data.path is None:
+        raise UserError("data.path is not set; give data.path=FOLDER (see `megadit prepare`), or --mock")
+    info = DatasetInfo.read(config.data.path)
+    for name, expected, found in (
+        ("in_channels", config.model.in_channels, info.latent_channels),
+        ("crossattn_emb_size", config.model.crossattn_emb_size, info.text_width),
+        ("sigma_data", config.model.sigma_data, info.sigma_data),
+    ):
+        if not isclose(expected, found, rel_tol=1e-6):
+            raise UserError(f"model.{name}={expected} does not fit {info.root}, whose value is {found}; set it to that")
+    return info
+
+
+def _validation_split(config: RunConfig, info: DatasetInfo) -> str:
+    split = "train" if config.data.use_train_split_for_val else "val"
+    if not info.num_samples.get(split):
+        raise UserError(f"{info.root} has no samples in its split 'val'; set data.use_train_split_for_val=true")
+    return split
+
+
+def _pack_format(config: RunConfig, text_dropout: float) -> PackFormat:
+    return PackFormat(
+        model=config.model,
+        seq_length=config.data.seq_length,
+        text_seq_length=config.data.text_seq_length,
+        seed=config.train.seed,
+        text_dropout=text_dropout,
+    )
+
+
+def _worker_config(config: RunConfig, rank: int, world_size: int, num_workers: int, group: Any) -> WorkerConfig:
+    return WorkerConfig(
+        rank=rank,
+        world_size=world_size,
+        num_workers=num_workers,
+        data_parallel_group=group,
+        seed_offset=config.train.seed,
+        global_error_handler=reraise_exception,  # broken samples are skipped by name; anything else is a fault
+    )
+
+
+def _read_split(info: DatasetInfo, split: str, worker_config: WorkerConfig, *, training: bool) -> list[LoadedDataset]:
+    loaded = load_dataset(info.root).get_datasets(
+        training=training,
+        split_part=split,
+        worker_config=worker_config,
+        max_samples_per_sequence=MAX_SAMPLES_PER_SEQUENCE,
+        decoder=LatentTaskEncoder.decoder,
+    )
+    return loaded.datasets
+
+
+def _order(config: RunConfig, info: DatasetInfo, rank: int, world_size: int) -> dict[str, Any]:
+    """Everything that decides which sample follows which: a saved position means nothing under other values."""
+    data = config.data
+    return {
+        "data-parallel rank": rank,
+        "data-parallel size": world_size,
+        "data.num_workers": data.num_workers,
+        "data.micro_batch_size": data.micro_batch_size,
+        "data.seq_length": data.seq_length,
+        "data.text_seq_length": data.text_seq_length,
+        "data.packing_buffer_size": data.packing_buffer_size,
+        "data.shuffle_buffer_size": data.shuffle_buffer_size,
+        "train.seed": config.train.seed,
+        "number of training samples": info.num_samples["train"],
+        "tokenizer of the data": info.tokenizer_fingerprint,
+        "text encoder of the data": info.text_encoder_fingerprint,
+    }
+
+
+def _savable_loader(dataset: SavableDataset) -> SavableDataLoader:
+    loader = get_savable_loader(
+        dataset,
+        checkpoint_every_sec=CHECKPOINT_INTERVAL,
+        gc_collect_every_n_steps=GC_DEFAULT_EVERY_N_ITER if dataset.worker_config.num_workers else 0,
+        watchdog_timeout_seconds=None,  # the first buffers of a large run may take minutes
+    )
+    loader.pin_memory = torch.cuda.is_available()  # without a GPU, torch would warn
+    return loader

@@ -1,0 +1,94 @@
+"""Endless random packs: the same loader interface without a data set, for benchmarks, tests and first tries.
+
+Shapes: C latent channels, T/H/W latent frames, height, width, L text tokens, E text feature width.
+"""
+
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import torch
+
+from megadit.models.noise import sample_key
+from megadit.train.data.batch import PackedBatch, PackFormat, TrainingSample
+
+MAX_TEXT_LENGTH = 16
+FPS = 24.0
+
+
+class MockLoader:
+    """Packs of random samples, each pack a function of its number alone.
+
+    Packs are numbered 0, 1, 2, ... over the whole run. Every `micro_batch_size` of them are one micro-batch, and rank r
+    of n takes the micro-batches r, r + n, r + 2n, ...: a step reads the same packs on any number of ranks, and the
+    saved state, a number of packs, may be restored on another number of ranks.
+
+    Latents are normal with standard deviation `sigma_data`, of the given shapes in turn; texts are normal, of 1 to 16
+    tokens. No sample occurs twice.
+    """
+
+    def __init__(
+        self,
+        format: PackFormat,
+        *,
+        latent_shapes: tuple[tuple[int, int, int], ...],
+        micro_batch_size: int,
+        rank: int,
+        world_size: int,
+        name: str = "mock",
+        num_batches: int | None = None,
+    ) -> None:
+        self.format = format
+        self.latent_shapes = latent_shapes
+        self.micro_batch_size = micro_batch_size
+        self.rank = rank
+        self.world_size = world_size
+        self.name = name
+        self.num_batches = num_batches
+        """Micro-batches of all ranks together after which an iteration ends and the next starts anew; None: endless."""
+        self._position = 0  # micro-batches that this rank has given
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        if self.num_batches is not None:
+            numbers = range(self.rank, self.num_batches, self.world_size)
+            yield from (self.micro_batch(number) for number in numbers)
+            return
+        while True:
+            self._position += 1
+            yield self.micro_batch((self._position - 1) * self.world_size + self.rank)
+
+    def save_state(self) -> dict[str, Any]:
+        return {"num_packs": self._position * self.world_size * self.micro_batch_size}
+
+    def restore_state(self, state: dict[str, Any]) -> None:
+        self._position = state["num_packs"] // (self.world_size * self.micro_batch_size)
+
+    def micro_batch(self, number: int) -> PackedBatch:
+        first = number * self.micro_batch_size
+        return PackedBatch.concatenate([self.pack(first + offset) for offset in range(self.micro_batch_size)])
+
+    def pack(self, number: int) -> PackedBatch:
+        """Samples in turn until the next one does not fit, sorted by length."""
+        key = sample_key(self.format.seed, f"{self.name}-{number}", 0)
+        samples, tokens_left, text_left = [], self.format.seq_length, self.format.text_seq_length
+        for sample in self._samples(number, torch.Generator().manual_seed(key)):
+            tokens, text = self.format.lengths(sample)
+            if tokens > tokens_left or text > text_left:
+                break
+            samples.append(sample)
+            tokens_left, text_left = tokens_left - tokens, text_left - text
+        return self.format.pack(sorted(samples, key=self.format.lengths))
+
+    def _samples(self, number: int, generator: torch.Generator) -> Iterator[TrainingSample]:
+        model = self.format.model
+        longest_text = min(MAX_TEXT_LENGTH, self.format.text_seq_length)
+        for index in count():
+            T, H, W = self.latent_shapes[(number + index) % len(self.latent_shapes)]
+            text_length = int(torch.randint(1, longest_text + 1, (), generator=generator))
+            yield TrainingSample(
+                sample_id=f"{self.name}-{number}-{index}",
+                occurrence=0,
+                latent_CTHW=model.sigma_data * torch.randn(model.in_channels, T, H, W, generator=generator),
+                text_LE=torch.randn(text_length, model.crossattn_emb_size, generator=generator),
+                fps=FPS if T > 1 else 0.0,
+            )

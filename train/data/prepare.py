@@ -1,0 +1,216 @@
+"""`megadit prepare SOURCE OUT`: turns a source of clips into a folder that training reads.
+
+megadit prepare digits runs/digits/dataset
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megadit.models.support import Progress, UserError, duration, nearest, run_command
+from megadit.models.text_encoders.hashed_words import HashedWordEncoder
+from megadit.models.tokenizers.haar import HaarTokenizer
+from megadit.train.data import digits
+from megadit.train.data.writer import ENERGON_FOLDER, INFO_FILE, DatasetInfo, DatasetWriter
+
+LATENT_CHANNELS = 32
+TEXT_WIDTH = 64
+NUM_FITTING_CLIPS = 600
+"""Clips and as many images from which the tokenizer's principal components are computed."""
+CHUNK = 250
+"""Samples drawn, encoded and written at a time."""
+PREVIEW = "preview.png"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """Samples of one size, drawn but not encoded."""
+
+    split: str
+    keys: list[str]
+    video_BCTHW: Tensor
+    captions: list[str]
+    fps: float
+
+
+def prepare_digits(
+    out: Path, *, num_clips: int = 24_000, num_images: int = 48_000, num_val: int = 480, seed: int = 0
+) -> DatasetInfo:
+    """Writes the captioned digits: clips and images of training glyphs, and a validation split of held-out ones.
+
+    Raises:
+        UserError: for counts that are not positive.
+    """
+    for name, count in (("num_clips", num_clips), ("num_images", num_images), ("num_val", num_val)):
+        if count < 1:
+            raise UserError(f"{name}={count} must be at least 1")
+    tokenizer = fit_tokenizer(seed)
+    print(
+        f"tokenizer: {LATENT_CHANNELS} channels, {tokenizer.reconstruction_psnr:.1f} dB on the clips it was fitted to"
+    )
+    text_encoder = HashedWordEncoder(dim=TEXT_WIDTH)
+    preview: list[Tensor] = []
+    with (
+        DatasetWriter(out, tokenizer=tokenizer, text_encoder=text_encoder) as writer,
+        Progress(num_clips + num_images + num_val, "writing samples") as bar,
+    ):
+        for chunk in draw_chunks(num_clips, num_images, num_val, seed):
+            latents_BCTHW = tokenizer.encode(chunk.video_BCTHW).half()
+            _write(writer, chunk, latents_BCTHW)
+            if not preview and chunk.fps:
+                preview.append(_side_by_side(chunk.video_BCTHW, tokenizer.decode(latents_BCTHW[:8])))
+            bar.advance(len(chunk.keys))
+    save_preview(out / PREVIEW, preview[0])
+    return DatasetInfo.read(out)
+
+
+def fit_tokenizer(seed: int) -> HaarTokenizer:
+    """Principal components of clips and images as training has them."""
+    generator = torch.Generator().manual_seed(seed)
+    clips = digits.random_attributes(NUM_FITTING_CLIPS, images=False, generator=generator)
+    images = digits.random_attributes(NUM_FITTING_CLIPS, images=True, generator=generator)
+    videos = [
+        *digits.draw_clips(clips, "train", generator).split(CHUNK),
+        *digits.draw_images(images, "train", generator).split(CHUNK),
+    ]
+    return HaarTokenizer.fit(videos, channels=LATENT_CHANNELS)
+
+
+def draw_chunks(num_clips: int, num_images: int, num_val: int, seed: int) -> Iterator[Chunk]:
+    """All samples, clips and images in turns so that any stretch of a shard holds both in their proportion."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    num_rounds = -(-max(num_clips, num_images) // CHUNK)
+    for turn in range(num_rounds):
+        first, last = (num_clips * n // num_rounds for n in (turn, turn + 1))
+        if last > first:
+            yield _draw("train", "clip", range(first, last), generator)
+        first, last = (num_images * n // num_rounds for n in (turn, turn + 1))
+        if last > first:
+            yield _draw("train", "image", range(first, last), generator)
+    for first in range(0, num_val, CHUNK):
+        yield _draw("val", "clip", range(first, min(first + CHUNK, num_val)), generator)
+
+
+def _draw(split: str, kind: str, numbers: range, generator: torch.Generator) -> Chunk:
+    attributes = digits.random_attributes(len(numbers), images=kind == "image", generator=generator)
+    glyphs: digits.Split = "train" if split == "train" else "heldout"
+    draw = digits.draw_images if kind == "image" else digits.draw_clips
+    return Chunk(
+        split=split,
+        keys=[f"{split}-{kind}-{number:06d}" for number in numbers],
+        video_BCTHW=draw(attributes, glyphs, generator),
+        captions=digits.random_captions(attributes, glyphs, generator),
+        fps=0.0 if kind == "image" else digits.FPS,
+    )
+
+
+def _write(writer: DatasetWriter, chunk: Chunk, latents_BCTHW: Tensor) -> None:
+    text = writer.text_encoder.encode(chunk.captions)
+    _, _, num_frames, height, width = chunk.video_BCTHW.shape
+    rows = zip(chunk.keys, latents_BCTHW, text.features_BLE, text.length_B.tolist(), chunk.captions, strict=True)
+    for key, latent_CTHW, text_LE, length, caption in rows:
+        writer.add(
+            chunk.split,
+            key,
+            latent_CTHW=latent_CTHW,
+            text_LE=text_LE[:length],
+            caption=caption,
+            num_frames=num_frames,
+            height=height,
+            width=width,
+            fps=chunk.fps,
+        )
+
+
+def _side_by_side(video_BCTHW: Tensor, decoded_BCTHW: Tensor) -> Tensor:
+    """A picture CHW: each row one clip, its frames as drawn and then as the tokenizer gives them back."""
+    both = torch.cat([video_BCTHW[: len(decoded_BCTHW)], decoded_BCTHW], dim=2)
+    return both.permute(1, 0, 3, 2, 4).flatten(1, 2).flatten(2, 3)
+
+
+def save_preview(path: Path, picture_CHW: Tensor, *, zoom: int = 3) -> None:
+    """Writes a picture in [-1, 1] as a png, each pixel `zoom` wide."""
+    import imageio.v3 as iio
+
+    from megadit.models.support import atomic_path
+
+    pixels = ((picture_CHW.clamp(-1, 1) + 1) * 127.5).round().byte().permute(1, 2, 0)
+    with atomic_path(path) as temporary:
+        iio.imwrite(temporary, pixels.repeat_interleave(zoom, 0).repeat_interleave(zoom, 1).numpy())
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+def is_prepared(out: Path) -> bool:
+    """True if `out` holds a complete data set (it appears under its name only once it is complete)."""
+    return (out / INFO_FILE).is_file() and (out / ENERGON_FOLDER / "dataset.yaml").is_file()
+
+
+def _digits_command(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="megadit prepare digits",
+        description="Captioned clips and images of the handwritten digits inside scikit-learn.",
+    )
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
+    parser.add_argument("--num_clips", type=int, default=24_000, help="training clips of 9 frames (default: 24000)")
+    parser.add_argument("--num_images", type=int, default=48_000, help="training images (default: 48000)")
+    parser.add_argument("--num_val", type=int, default=480, help="validation clips, of held-out digits (default: 480)")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same files (default: 0)")
+    parser.add_argument("--overwrite", action="store_true", help="replace a finished folder")
+    arguments = parser.parse_args(argv)
+    out = arguments.out
+    if is_prepared(out) and not arguments.overwrite:
+        print(f"{out} is already prepared; nothing to do (--overwrite replaces it)")
+        return 0
+    if out.exists() and not is_prepared(out) and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is not a prepared data set; give another folder, or remove it")
+    start = time.monotonic()
+    info = prepare_digits(
+        out,
+        num_clips=arguments.num_clips,
+        num_images=arguments.num_images,
+        num_val=arguments.num_val,
+        seed=arguments.seed,
+    )
+    _report(info, time.monotonic() - start)
+    return 0
+
+
+def _report(info: DatasetInfo, seconds: float) -> None:
+    size = sum(shard.stat().st_size for shard in info.root.glob("*.tar"))
+    counts = ", ".join(f"{count} {split}" for split, count in info.num_samples.items())
+    print(f"{info.root}: {counts} samples, {size / 2**20:.0f} MiB, {duration(seconds)}; look at {info.root / PREVIEW}")
+
+
+SOURCES: dict[str, Callable[[list[str]], int]] = {"digits": _digits_command}
+"""Source -> its command, which takes the arguments after the source's name."""
+
+
+def main(argv: list[str]) -> int:
+    """Prepares the source that the first argument names.
+
+    Raises:
+        UserError: for an unknown source.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"usage: megadit prepare SOURCE OUT ...\n\nsources: {', '.join(SOURCES)}")
+        print("\n`megadit prepare SOURCE --help` describes one of them.")
+        return 0
+    source, *rest = argv
+    if source not in SOURCES:
+        near = nearest(source, SOURCES)
+        hint = f"did you mean {near!r}? " if near else ""
+        raise UserError(f"unknown source {source!r}; {hint}choose one of {', '.join(SOURCES)}")
+    return SOURCES[source](rest)
+
+
+if __name__ == "__main__":
+    import sys
+
+    raise SystemExit(run_command(main, sys.argv[1:]))

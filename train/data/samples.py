@@ -1,0 +1,105 @@
+"""Samples as they come out of Energon, and where their occurrence comes from.
+
+Shapes: C latent channels, T/H/W latent frames, height, width, L text tokens, E text feature width.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import safetensors
+import safetensors.torch
+from megatron.energon import Sample, WorkerConfig, edataclass
+from megatron.energon.flavors import SavableDataset
+from megatron.energon.flavors.base_dataset import add_sample_restore_key
+from megatron.energon.wrappers.base import BaseWrapperDataset
+
+from megadit.train.data.batch import PackedBatch, TrainingSample
+
+OCCURRENCE = "__occurrence__"
+"""Field of a crude sample: the pass over the data set that it was read in."""
+
+
+@edataclass
+class LatentSample(Sample):
+    """One sample with Energon's keys."""
+
+    content: TrainingSample
+
+
+@edataclass
+class LatentPack(Sample):
+    """One pack with Energon's keys."""
+
+    content: PackedBatch
+
+
+class UnreadableSampleError(ValueError):
+    """A sample whose members are missing or broken."""
+
+
+def decode(crude: dict[str, Any]) -> TrainingSample:
+    """A sample from the raw bytes of its members (see `writer`): JSON and safetensors, never pickles.
+
+    Raises:
+        UnreadableSampleError: naming what is wrong.
+    """
+    try:
+        description = json.loads(crude["json"])
+        tensors = safetensors.torch.load(crude["safetensors"])
+        latent_CTHW, fps = tensors["latent"], float(description["fps"])
+    except KeyError as error:
+        raise UnreadableSampleError(f"no {error}") from None
+    except (ValueError, TypeError, safetensors.SafetensorError) as error:
+        raise UnreadableSampleError(str(error)) from None
+    text_LE = tensors.get("text")
+    if latent_CTHW.ndim != 4 or (text_LE is not None and text_LE.ndim != 2):
+        raise UnreadableSampleError("the latent has not four dimensions, or the text not two")
+    return TrainingSample(
+        sample_id=crude["__key__"],
+        occurrence=crude[OCCURRENCE],
+        latent_CTHW=latent_CTHW,
+        text_LE=text_LE if text_LE is not None else latent_CTHW.new_empty(0, 0),
+        fps=fps,
+    )
+
+
+class PassCounter(BaseWrapperDataset[dict, dict]):
+    """Tells each crude sample the number of the pass over the data it is read in: its occurrence.
+
+    Noise, sigma and text dropout are keyed by (seed, sample id, occurrence), so the occurrence must be the same after
+    any resume. Energon's reader counts its epochs, but keeps the number to itself. This wrapper sits directly on the
+    reader, below repetition, shuffling and packing, and is run through once per pass; within one pass a reader yields
+    each of its samples once, so the pass is the number of times a sample was read before. The number is part of the
+    saved state, and part of each sample's restore key: samples that waited in a shuffle or packing buffer at the time
+    of saving come back with the pass they were read in, not with the current one.
+    """
+
+    _savable_fields = ("_pass",)
+
+    def __init__(self, dataset: SavableDataset[dict], *, worker_config: WorkerConfig) -> None:
+        super().__init__(dataset, worker_config=worker_config)
+        self.reset_state_own()
+
+    def reset_state_own(self) -> None:
+        self._pass = 0
+
+    def len_worker(self, worker_idx: int | None = None) -> int:
+        return self.dataset.len_worker(worker_idx)
+
+    def __iter__(self) -> Iterator[dict]:
+        for crude in self.dataset:
+            yield self._mark(crude, self._pass)
+        self._pass += 1
+
+    def restore_sample(self, restore_key: tuple) -> dict:
+        name, number, *inner_key = restore_key
+        assert name == type(self).__name__
+        return self._mark(self.dataset.restore_sample(tuple(inner_key)), number)
+
+    def _mark(self, crude: dict, number: int) -> dict:
+        crude[OCCURRENCE] = number
+        return add_sample_restore_key(crude, number, src=self)
+
+    def config(self) -> dict[str, Any]:
+        return {"type": type(self).__qualname__, "dataset": self.dataset.config()}

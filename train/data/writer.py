@@ -1,0 +1,246 @@
+"""Writes data sets of latents and text features as WebDataset shards that Energon reads as they are.
+
+On disk: `train-000000.tar`, ... with two members per sample, `<key>.json` (caption and sizes) and
+`<key>.safetensors` (`latent` [C, T, H, W], and `text` [L, E] unless the caption is empty); `megadit.json`
+(`DatasetInfo`); `tokenizer/` and `text_encoder/`, so that a run needs nothing else to turn its weights into a bundle;
+and Energon's own `.nv-meta/`.
+
+Shapes: C latent channels, T/H/W latent frames, height, width, L text tokens, E text feature width.
+"""
+
+import contextlib
+import io
+import json
+import logging
+import tarfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from megadit.models.support import UserError, atomic_directory, read_json, write_json
+from megadit.models.text_encoders.base import TextEncoder
+from megadit.models.tokenizers.base import VideoTokenizer
+
+FORMAT_VERSION = 1
+INFO_FILE = "megadit.json"
+ENERGON_FOLDER = ".nv-meta"
+LATENT_DTYPES = (torch.float16, torch.float32)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DatasetInfo:
+    """What a data set was made with: the contents of its `megadit.json`."""
+
+    root: Path
+    tokenizer_fingerprint: str
+    text_encoder_fingerprint: str
+    sigma_data: float
+    """Standard deviation of the latents, all together."""
+    latent_channels: int
+    text_width: int
+    """Width of the text features."""
+    num_samples: dict[str, int]
+    """Samples of each split."""
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        return self.root / "tokenizer"
+
+    @property
+    def text_encoder_folder(self) -> Path:
+        return self.root / "text_encoder"
+
+    def write(self) -> None:
+        values = asdict(self)
+        del values["root"]
+        write_json(self.root / INFO_FILE, {"format_version": FORMAT_VERSION, **values})
+
+    @classmethod
+    def read(cls, root: str | Path) -> "DatasetInfo":
+        """Reads what `write` wrote.
+
+        Raises:
+            UserError: if `root` is missing, was not prepared, or was written by a newer version.
+        """
+        root = Path(root)
+        remedy = "write it with `megadit prepare`"
+        if not root.is_dir():
+            raise UserError(f"data.path={root} is not a folder; {remedy}")
+        if not (root / INFO_FILE).is_file() or not (root / ENERGON_FOLDER / "dataset.yaml").is_file():
+            raise UserError(f"data.path={root} has no {INFO_FILE} or no {ENERGON_FOLDER}/dataset.yaml; {remedy}")
+        values = read_json(root / INFO_FILE)
+        version = values.pop("format_version", None)
+        if not isinstance(version, int) or version > FORMAT_VERSION:
+            raise UserError(
+                f"{root / INFO_FILE} has format_version {version}, this megadit reads up to {FORMAT_VERSION}; update it"
+            )
+        try:
+            return cls(root=root, **values)
+        except TypeError as error:
+            raise UserError(f"{root / INFO_FILE} is not the description of a data set ({error}); {remedy}") from None
+
+
+class DatasetWriter:
+    """Writes one data set; the folder appears under its name only once it is complete.
+
+        with DatasetWriter(root, tokenizer=tokenizer, text_encoder=text_encoder) as writer:
+            writer.add("train", "clip-000017", latent_CTHW=..., text_LE=..., caption="a red seven", fps=8, ...)
+
+    Samples are read in shuffled stretches of each shard, not one by one: `add` them in random order.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        tokenizer: VideoTokenizer,
+        text_encoder: TextEncoder,
+        shard_size: int = 1000,
+        splits: Sequence[str] = ("train", "val"),
+    ) -> None:
+        self.root = Path(root)
+        self.tokenizer = tokenizer
+        self.text_encoder = text_encoder
+        self.shard_size = shard_size
+        self.splits = tuple(splits)
+        self._counts: Counter[str] = Counter()
+        self._keys: set[str] = set()
+        self._shards: dict[str, tarfile.TarFile] = {}
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> "DatasetWriter":
+        self._folder = self._stack.enter_context(atomic_directory(self.root))
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        with self._stack:  # renames the folder; removes it after an error of the caller or of `_finish`
+            for shard in self._shards.values():
+                shard.close()
+            if error is not None:
+                raise error
+            self._finish()
+
+    def add(
+        self,
+        split: str,
+        key: str,
+        *,
+        latent_CTHW: Tensor,
+        text_LE: Tensor,
+        caption: str,
+        num_frames: int,
+        height: int,
+        width: int,
+        fps: float,
+    ) -> None:
+        """Appends one sample.
+
+        `key` names it for good: the noise of training is drawn from it. `num_frames`, `height` and `width` are those
+        of the decoded video in pixels, `fps` its frames per second, 0 for images. Latents keep their dtype (float16 or
+        float32); text features become float16 where the latents are.
+
+        Raises:
+            UserError: for a key used twice, or tensors that do not fit the tokenizer and the text encoder.
+        """
+        self._check(split, key, latent_CTHW, text_LE)
+        tensors = {"latent": latent_CTHW.contiguous()}
+        if len(text_LE):
+            tensors["text"] = text_LE.to(latent_CTHW.dtype).contiguous()
+        description = {
+            "caption": caption,
+            "num_frames": num_frames,
+            "height": height,
+            "width": width,
+            "fps": fps,
+        }
+        shard = self._shard(split)
+        _add_member(shard, f"{key}.json", json.dumps(description, ensure_ascii=False).encode())
+        _add_member(shard, f"{key}.safetensors", safetensors.torch.save(tensors))
+        self._keys.add(key)
+        self._counts[split] += 1
+
+    def _check(self, split: str, key: str, latent_CTHW: Tensor, text_LE: Tensor) -> None:
+        if split not in self.splits:
+            raise UserError(f"unknown split {split!r}; this data set has {', '.join(self.splits)}")
+        if not key or "." in key or "__" in key:
+            raise UserError(f"sample key {key!r} must not be empty nor contain '.' or '__'")
+        if key in self._keys:
+            raise UserError(f"sample key {key!r} is used twice; keys must be unique over all splits")
+        channels, text_width = self.tokenizer.latent_channels, self.text_encoder.dim
+        if latent_CTHW.ndim != 4 or latent_CTHW.shape[0] != channels or latent_CTHW.dtype not in LATENT_DTYPES:
+            raise UserError(
+                f"the latent of {key} is {latent_CTHW.dtype} {tuple(latent_CTHW.shape)}; "
+                f"expected float16 or float32 [{channels}, T, H, W]"
+            )
+        if text_LE.ndim != 2 or text_LE.shape[1] != text_width:
+            raise UserError(f"the text of {key} has shape {tuple(text_LE.shape)}; expected [L, {text_width}]")
+        if not (torch.isfinite(latent_CTHW).all() and torch.isfinite(text_LE).all()):
+            raise UserError(f"the latent or the text of {key} holds NaN or infinite values")
+
+    def _shard(self, split: str) -> tarfile.TarFile:
+        index, position = divmod(self._counts[split], self.shard_size)
+        if position == 0:
+            if split in self._shards:
+                self._shards[split].close()
+            self._shards[split] = tarfile.open(
+                self._folder / f"{split}-{index:06d}.tar", "w", format=tarfile.USTAR_FORMAT
+            )
+        return self._shards[split]
+
+    def _finish(self) -> None:
+        if not self._counts[self.splits[0]]:
+            raise UserError(f"{self.root}: no sample was written to the split {self.splits[0]!r}")
+        self.tokenizer.save(self._folder / "tokenizer")
+        self.text_encoder.save(self._folder / "text_encoder")
+        DatasetInfo(
+            root=self._folder,
+            tokenizer_fingerprint=self.tokenizer.fingerprint(),
+            text_encoder_fingerprint=self.text_encoder.fingerprint(),
+            sigma_data=self.tokenizer.sigma_data,
+            latent_channels=self.tokenizer.latent_channels,
+            text_width=self.text_encoder.dim,
+            num_samples={split: self._counts[split] for split in self.splits},
+        ).write()
+        prepare_for_energon(self._folder, [split for split in self.splits if self._counts[split]])
+        logger.info("%s: %s", self.root, ", ".join(f"{n} {split}" for split, n in self._counts.items()))
+
+
+def iter_captions(root: Path, split: str) -> Iterator[str]:
+    """Captions of a split in the order of its shards."""
+    for path in sorted(root.glob(f"{split}-*.tar")):
+        with tarfile.open(path) as shard:
+            for member in shard:
+                if member.name.endswith(".json"):
+                    yield json.load(shard.extractfile(member))["caption"]
+
+
+def prepare_for_energon(folder: Path, splits: Sequence[str]) -> None:
+    """Indexes the shards and writes `.nv-meta/`, as `energon prepare` does, asking nothing."""
+    from megatron.energon.flavors.webdataset import BaseWebdatasetFactory  # takes a second to import
+
+    shards = sorted(path.name for path in folder.glob("*.tar"))
+    chatter = io.StringIO()
+    with contextlib.redirect_stdout(chatter):
+        BaseWebdatasetFactory.prepare_dataset(
+            folder,
+            shards,
+            split_parts_patterns=[(split, f"{split}-[0-9]+[.]tar") for split in splits],
+            workers=min(4, len(shards)),
+        )
+    logger.debug(chatter.getvalue())
+    definition = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
+    (folder / ENERGON_FOLDER / "dataset.yaml").write_text(definition)
+
+
+def _add_member(shard: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)  # no time, owner or mode of this machine: equal data give equal files
+    member.size = len(content)
+    shard.addfile(member, io.BytesIO(content))

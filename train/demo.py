@@ -1,0 +1,343 @@
+"""`megadit demo`: from handwritten digits to videos made from prompts, in minutes, without a GPU.
+
+    megadit demo                        # everything under runs/demo
+    megadit demo --quick --out /tmp/d   # the same stages with next to no training
+
+Each stage leaves its result in the folder and is skipped where that result is there already: an interrupted demo
+continues where it stopped, the training in the middle of it included.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megadit.infer.pipeline import TextToVideo
+from megadit.infer.video_io import write_video
+from megadit.models.support import Progress, UserError, atomic_directory, atomic_path, duration, read_json, write_json
+from megadit.models.tokenizers import load_tokenizer
+from megadit.train.data import prepare
+from megadit.train.data.digits import FPS, Attributes
+from megadit.train.digits import figures, judge, score
+
+BATCH_SIZE = 48
+MP4_ZOOM = 8
+"""Each pixel of a clip becomes a square of this side in its mp4: 32 pixels are too few to watch."""
+MP4_LOOPS = 3
+"""A clip lasts a second; its mp4 plays it this often."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemoSize:
+    """How much of everything."""
+
+    num_clips: int
+    num_images: int
+    num_val: int
+    overrides: tuple[str, ...] = ()
+    """Changes of the recipe `digits`."""
+    clip_stride: int = 1
+    """Generate and score every so-manyth clip."""
+
+
+FULL = DemoSize(num_clips=24_000, num_images=48_000, num_val=480)
+QUICK = DemoSize(
+    num_clips=200,
+    num_images=400,
+    num_val=50,
+    overrides=(
+        "train.train_iters=20",
+        "train.log_interval=5",
+        "checkpoint.save_interval=10",
+        "validation.interval=20",
+        "validation.num_batches=1",
+        "optimizer.lr_warmup_iters=5",
+    ),
+    clip_stride=16,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demo:
+    """The folder of a demo and what goes into it."""
+
+    out: Path
+    size: DemoSize
+    num_ranks: int = 2
+
+    @property
+    def dataset(self) -> Path:
+        return self.out / "dataset"
+
+    @property
+    def training(self) -> Path:
+        return self.out / "train"
+
+    @property
+    def bundle(self) -> Path:
+        return self.out / "bundle"
+
+    @property
+    def videos(self) -> Path:
+        return self.out / "videos"
+
+    @property
+    def generated(self) -> Path:
+        return self.out / "generated.safetensors"
+
+    @property
+    def attributes(self) -> tuple[list[Attributes], list[Attributes]]:
+        """What the scored clips are asked to show: combinations that training saw, and ones that it did not."""
+        seen, unseen = score.scored_attributes()
+        return seen[:: self.size.clip_stride], unseen[:: self.size.clip_stride]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    name: str
+    """Under which its seconds stand in score.json."""
+    purpose: str
+    run: Callable[[Demo], None]
+    results: Callable[[Demo], Sequence[Path]]
+    """Complete once they exist: each is written under a temporary name and renamed."""
+
+
+# --- stages -------------------------------------------------------------------------------------------------------
+
+
+def _prepare(demo: Demo) -> None:
+    size = demo.size
+    info = prepare.prepare_digits(
+        demo.dataset, num_clips=size.num_clips, num_images=size.num_images, num_val=size.num_val
+    )
+    print(f"{sum(info.num_samples.values())} samples")
+
+
+def _train(demo: Demo) -> None:
+    arguments = [f"data.path={demo.dataset}", f"train.output_dir={demo.training}", *demo.size.overrides]
+    _run_module("megadit.train", "--recipe", "digits", "--nproc", str(demo.num_ranks), *arguments)
+    (demo.training / "finished").touch()
+
+
+def _bundle(demo: Demo) -> None:
+    _run_module("megadit.train.to_bundle", str(demo.training), str(demo.bundle))
+
+
+def _generate(demo: Demo) -> None:
+    """Every scored clip, kept as uint8 BCTHW; those training saw come first."""
+    seen, unseen = demo.attributes
+    captions = score.heldout_captions(seen + unseen)
+    pipeline = TextToVideo.load(demo.bundle, device="cpu")
+    clips = []
+    with Progress(len(captions), "generating clips") as bar:
+        for video in pipeline.stream(captions, seeds=list(range(len(captions))), batch_size=BATCH_SIZE):
+            clips.append(torch.from_numpy(video.video).permute(3, 0, 1, 2))
+            bar.advance()
+    with atomic_path(demo.generated) as temporary:
+        save_file({"video_BCTHW": torch.stack(clips)}, temporary)
+
+
+def _write_videos(demo: Demo) -> None:
+    """An mp4 for each clip of the contact sheet, and one of all of them side by side."""
+    clips, _, captions = _showcase(demo)
+    with atomic_directory(demo.videos) as folder:
+        for number, (clip_CTHW, caption) in enumerate(zip(clips, captions, strict=True)):
+            path = folder / f"{number:02d}-{caption.replace(' ', '-')}.mp4"
+            write_video(path, _watchable(clip_CTHW, MP4_ZOOM), FPS, metadata={"title": caption})
+        write_video(folder / "all.mp4", _watchable(_wall(clips), MP4_ZOOM // 2), FPS)
+
+
+def _score(demo: Demo) -> None:
+    tokenizer = load_tokenizer(demo.dataset / "tokenizer")
+
+    def round_trip(video_BCTHW: Tensor) -> Tensor:
+        return torch.cat([tokenizer.decode(tokenizer.encode(chunk)) for chunk in video_BCTHW.split(250)])
+
+    reader = judge.load_or_train_reader(demo.out / "judge.safetensors", round_trip, tokenizer.fingerprint())
+    seen, unseen = demo.attributes
+    clips = _generated_clips(demo)
+    result = score.score(reader, clips[: len(seen)], seen)
+    result["unseen_combinations"] = score.score(reader, clips[len(seen) :], unseen)
+    result["real"] = score.score(reader, score.real_clips(seen), seen)
+    result["real_decoded"] = score.score(reader, round_trip(score.real_clips(seen)), seen)
+    write_json(demo.out / "score.json", result)
+
+
+def _draw_figures(demo: Demo) -> None:
+    clips, attributes, captions = _showcase(demo)
+    reader = judge.DigitReader().eval()
+    reader.load_state_dict(load_file(demo.out / "judge.safetensors"))
+    verdicts = score.frames_and_clips_right(judge.judge(reader, clips), attributes)
+    unseen = {a.combination for a in demo.attributes[1]}
+    rows = [
+        figures.SheetRow(
+            caption=caption,
+            video_CTHW=clip_CTHW,
+            is_right={name: verdicts[name][i].float().mean().item() > 0.5 for name in ("digit", "colour", "direction")},
+            note="unseen" if attributes[i].combination in unseen else "",
+        )
+        for i, (caption, clip_CTHW) in enumerate(zip(captions, clips, strict=True))
+    ]
+    result = read_json(demo.out / "score.json")
+    title = (
+        f"{result['all']:.0%} of {result['num_clips']} clips show digit, colour and direction of their caption; "
+        f"{result['unseen_combinations']['all']:.0%} where training never saw the three together (unseen)"
+    )
+    figures.contact_sheet(demo.out / "contact_sheet.png", rows, title=title)
+    records = figures.read_metrics(demo.training / "metrics.jsonl")
+    figures.training_curves(demo.out / "curves.png", records, title="training on handwritten digits")
+
+
+STAGES = (
+    Stage("prepare", "draw captioned clips and write them as shards", _prepare, lambda demo: [demo.dataset]),
+    Stage("train", "train the recipe `digits` on Megatron-core", _train, lambda demo: [demo.training / "finished"]),
+    Stage("bundle", "gather network, tokenizer and text encoder in one folder", _bundle, lambda demo: [demo.bundle]),
+    Stage("generate", "make a clip of each held-out caption", _generate, lambda demo: [demo.generated]),
+    Stage("videos", "write mp4 files", _write_videos, lambda demo: [demo.videos]),
+    Stage("score", "judge every frame", _score, lambda demo: [demo.out / "score.json"]),
+    Stage(
+        "figures",
+        "draw the contact sheet and the curves",
+        _draw_figures,
+        lambda demo: [demo.out / "contact_sheet.png", demo.out / "curves.png"],
+    ),
+)
+
+
+# --- what stages share --------------------------------------------------------------------------------------------
+
+
+def _run_module(module: str, *arguments: str) -> None:
+    """Runs `python -m module` in a process of its own: training patches torch and starts ranks.
+
+    On Ctrl-C the terminal interrupts that process too; it is given the time to save what it has.
+
+    Raises:
+        UserError: if it fails; it has said why.
+    """
+    process = subprocess.Popen([sys.executable, "-m", module, *arguments])
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:
+        process.wait(timeout=60)
+        raise
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+    if code:
+        raise UserError(f"`python -m {module} {' '.join(arguments)}` ended with exit code {code}; see above")
+
+
+def _generated_clips(demo: Demo) -> Tensor:
+    """BCTHW in [-1, 1]."""
+    return load_file(demo.generated)["video_BCTHW"].float() / 127.5 - 1
+
+
+def _showcase(demo: Demo) -> tuple[Tensor, list[Attributes], list[str]]:
+    """Up to 24 clips to look at, evenly spread over those that are scored: 18 seen combinations, 6 unseen."""
+    seen, unseen = demo.attributes
+    chosen = [*_spread(range(len(seen)), 18), *_spread(range(len(seen), len(seen) + len(unseen)), 6)]
+    attributes, captions = seen + unseen, score.heldout_captions(seen + unseen)
+    return _generated_clips(demo)[chosen], [attributes[i] for i in chosen], [captions[i] for i in chosen]
+
+
+def _spread(numbers: range, count: int) -> list[int]:
+    """`count` of the numbers at equal distances, or all where there are fewer."""
+    count = min(count, len(numbers))
+    return [numbers[i * len(numbers) // count] for i in range(count)]
+
+
+def _wall(clips_BCTHW: Tensor, columns: int = 6) -> Tensor:
+    """All clips as one, CTHW, side by side in rows; what is left of the last row stays black."""
+    num_rows = -(-len(clips_BCTHW) // columns)
+    _, channels, frames, height, width = clips_BCTHW.shape
+    wall = clips_BCTHW.new_full((num_rows * columns, channels, frames, height, width), -1.0)
+    wall[: len(clips_BCTHW)] = clips_BCTHW
+    wall = wall.reshape(num_rows, columns, channels, frames, height, width).permute(2, 3, 0, 4, 1, 5)
+    return wall.reshape(channels, frames, num_rows * height, columns * width)
+
+
+def _watchable(clip_CTHW: Tensor, zoom: int):
+    """uint8 THWC, each pixel a square of side `zoom`, played `MP4_LOOPS` times."""
+    frames = ((clip_CTHW + 1) * 127.5).round().byte().permute(1, 2, 3, 0)
+    return frames.repeat_interleave(zoom, 1).repeat_interleave(zoom, 2).repeat(MP4_LOOPS, 1, 1, 1).numpy()
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str]) -> int:
+    """Runs the stages that are not done yet."""
+    parser = argparse.ArgumentParser(
+        prog="megadit demo",
+        description="Prepares handwritten digits, trains on them, makes videos from prompts and scores them.",
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for everything (runs/demo)")
+    parser.add_argument("--ranks", type=int, default=2, help="training processes (2)")
+    parser.add_argument("--quick", action="store_true", help="next to no training: shows that every stage works")
+    arguments = parser.parse_args(argv)
+    if arguments.ranks < 1:
+        raise UserError(f"--ranks {arguments.ranks} must be at least 1")
+    run_demo(Demo(out=arguments.out, size=QUICK if arguments.quick else FULL, num_ranks=arguments.ranks))
+    return 0
+
+
+def run_demo(demo: Demo) -> None:
+    """Runs every stage whose results are missing, and says how long each took."""
+    demo.out.mkdir(parents=True, exist_ok=True)
+    for number, stage in enumerate(STAGES, start=1):
+        heading = f"[{number}/{len(STAGES)}] {stage.name}: {stage.purpose}"
+        if all(path.exists() for path in stage.results(demo)):
+            print(f"{heading} -- already done", flush=True)
+            continue
+        print(heading, flush=True)
+        start = time.monotonic()
+        stage.run(demo)
+        seconds = time.monotonic() - start
+        _keep_seconds(demo, stage.name, seconds)
+        print(f"      {duration(seconds)}", flush=True)
+    _summarise(demo)
+
+
+def _keep_seconds(demo: Demo, stage: str, seconds: float) -> None:
+    """Remembers how long a stage took; an interrupted stage counts its last run."""
+    path = demo.out / "seconds.json"
+    known = read_json(path) if path.exists() else {}
+    write_json(path, {**known, stage: round(seconds, 1)})
+
+
+def _summarise(demo: Demo) -> None:
+    result = {**read_json(demo.out / "score.json"), "seconds": read_json(demo.out / "seconds.json")}
+    write_json(demo.out / "score.json", result)
+    print(summary_table(result))
+    print(f"\nLook at {demo.out / 'contact_sheet.png'}, {demo.videos / 'all.mp4'} and {demo.out / 'curves.png'}.")
+    print(f'Make your own: megadit generate --checkpoint_path {demo.bundle} --prompt "a red seven moving left"')
+
+
+def summary_table(result: dict) -> str:
+    """The score as a table of plain text, one row for each kind of clip."""
+    names = ("digit", "colour", "direction", "all", "every_frame")
+    kinds = {
+        "held-out captions": result,
+        "unseen combinations": result["unseen_combinations"],
+        "real clips": result["real"],
+    }
+    lines = [f"{'':22}{'clips':>7}" + "".join(f"{name.replace('_', ' '):>13}" for name in names)]
+    for kind, values in kinds.items():
+        lines.append(f"{kind:22}{values['num_clips']:>7}" + "".join(f"{values[name]:>13.1%}" for name in names))
+    times = ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in result["seconds"].items())
+    return "\n".join([*lines, f"in all {duration(sum(result['seconds'].values()))}: {times}"])
+
+
+if __name__ == "__main__":
+    from megadit.models.support import run_command
+
+    raise SystemExit(run_command(main, sys.argv[1:]))

@@ -1,0 +1,222 @@
+"""Judges clips of moving digits: which digit and colour each frame shows, which way the clip moves.
+
+A small convolutional network, trained on real clips of the training glyphs, reads digits. Colour and direction are
+measured: mean colour of the strokes, and motion of their centre of mass.
+
+Shapes: B clips or frames, C colour channels, T/H/W frames, height, width.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from megadit.models.support import Progress, atomic_path
+from megadit.train.data.digits import COLOURS, DIGITS, DIRECTIONS, FRAME_SIZE, draw_clips, random_attributes
+
+NONE = -1
+"""The verdict where a frame shows no ink, a colour that has no name here, or a clip that goes nowhere."""
+
+CROP_SIZE = 16
+CROP_EXTENT = 0.75
+"""Side of the square around the centre of mass that the network reads, as a share of the frame."""
+NUM_TRAINING_CLIPS = 2500
+NUM_TRAINING_STEPS = 700
+BATCH_SIZE = 128
+
+FAINTEST_INK = 0.3
+"""A frame whose brightest pixel is darker than this (0..1) shows nothing."""
+FARTHEST_COLOUR = 0.35
+"""Distance in RGB, both scaled to a largest channel of 1, beyond which a colour has no name. White to yellow is 0.8."""
+SHORTEST_TRAVEL = 2.0
+"""Pixels from the first frame to the last; slow digits travel 4.8."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdicts:
+    """What clips show: indices into DIGITS, COLOURS and DIRECTIONS, or NONE."""
+
+    digit_BT: Tensor
+    colour_BT: Tensor
+    direction_B: Tensor
+
+
+class DigitReader(nn.Module):
+    """Reads the digit of single frames from their strokes, whatever the colour and place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Sequential(
+            nn.Conv2d(1, 16, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(32, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Dropout(0.3),
+            nn.Linear(32 * (CROP_SIZE // 4) ** 2, len(DIGITS)),
+        )
+
+    def forward(self, crop_BHW: Tensor) -> Tensor:
+        """Logits [B, 10] of crops made by `centred_crops`."""
+        return self.network(crop_BHW[:, None])
+
+
+def strokes(video_BCTHW: Tensor) -> Tensor:
+    """Brightness of the strokes, 0..1, BTHW: the largest channel, which the palette draws at nearly full strength."""
+    return ((video_BCTHW.amax(1) + 1) / 2).clamp(0, 1)
+
+
+def centres_of_mass(stroke_BHW: Tensor) -> Tensor:
+    """Centre (height, width) of the ink in pixels from the middle of the frame, [B, 2]; zero where there is none."""
+    pixel = torch.arange(FRAME_SIZE) - (FRAME_SIZE - 1) / 2
+    mass_B = stroke_BHW.sum((1, 2)).clamp_min(1e-6)
+    return torch.stack([(stroke_BHW.sum(2) @ pixel) / mass_B, (stroke_BHW.sum(1) @ pixel) / mass_B], dim=1)
+
+
+def centred_crops(stroke_BHW: Tensor, linear_B22: Tensor | None = None, shift_B2: Tensor | None = None) -> Tensor:
+    """Squares around the ink, resampled to CROP_SIZE; optionally distorted by a linear map and a shift (augmentation).
+
+    Args:
+        linear_B22: maps (width, height) in the crop to (width, height) in the frame; identity by default.
+        shift_B2: (height, width) in pixels.
+    """
+    centre_B2 = centres_of_mass(stroke_BHW) if shift_B2 is None else centres_of_mass(stroke_BHW) + shift_B2
+    linear_B22 = torch.eye(2).expand(len(stroke_BHW), 2, 2) if linear_B22 is None else linear_B22
+    translation_B21 = centre_B2.flip(1)[:, :, None] / (FRAME_SIZE / 2)
+    affine_B23 = torch.cat([CROP_EXTENT * linear_B22, translation_B21], dim=2)
+    grid = F.affine_grid(affine_B23, [len(stroke_BHW), 1, CROP_SIZE, CROP_SIZE], align_corners=False)
+    return F.grid_sample(stroke_BHW[:, None], grid, align_corners=False)[:, 0]
+
+
+def _random_handwriting(count: int, generator: torch.Generator) -> Tensor:
+    """Linear maps [B, 2, 2] near the identity: a slant, a turn, a stretch, as between writers."""
+    turn_B, slant_B = 0.12 * torch.randn(2, count, generator=generator)
+    stretch_B2 = (0.08 * torch.randn(count, 2, generator=generator)).exp()
+    rotation = torch.stack([turn_B.cos(), -turn_B.sin(), turn_B.sin(), turn_B.cos()], dim=1).reshape(-1, 2, 2)
+    shear = torch.stack([stretch_B2[:, 0], slant_B, torch.zeros(count), stretch_B2[:, 1]], dim=1).reshape(-1, 2, 2)
+    return rotation @ shear
+
+
+def train_reader(
+    round_trip: Callable[[Tensor], Tensor],
+    *,
+    seed: int = 0,
+    num_clips: int = NUM_TRAINING_CLIPS,
+    num_steps: int = NUM_TRAINING_STEPS,
+    show_progress: bool = True,
+) -> DigitReader:
+    """Trains the network on frames of real clips of training glyphs.
+
+    Args:
+        round_trip: encodes and decodes clips (BCTHW in [-1, 1]) as generated ones are decoded, so that the judge
+            reads digits and not the traces of compression. Half of the clips go through it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    attributes = random_attributes(num_clips, images=False, generator=generator)
+    clips = draw_clips(attributes, "train", generator)
+    clips[num_clips // 2 :] = round_trip(clips[num_clips // 2 :])
+    stroke_BTHW, digit_B = strokes(clips), torch.tensor([a.digit for a in attributes])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # the initial weights and dropout, which take no generator
+        reader = DigitReader().train()
+        _fit(reader, stroke_BTHW, digit_B, num_steps, generator, show_progress)
+    return reader.eval().requires_grad_(False)
+
+
+def _fit(
+    reader: DigitReader,
+    stroke_BTHW: Tensor,
+    digit_B: Tensor,
+    num_steps: int,
+    generator: torch.Generator,
+    show_progress: bool,
+) -> None:
+    optimizer = torch.optim.AdamW(reader.parameters(), lr=5e-3, weight_decay=1e-2)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-3, total_steps=num_steps)
+    with Progress(num_steps, "training the judge", enabled=show_progress) as bar:
+        for _ in range(num_steps):
+            clip = torch.randint(len(digit_B), (BATCH_SIZE,), generator=generator)
+            frame = torch.randint(stroke_BTHW.shape[1], (BATCH_SIZE,), generator=generator)
+            shift_B2 = torch.randn(BATCH_SIZE, 2, generator=generator)
+            crop = centred_crops(stroke_BTHW[clip, frame], _random_handwriting(BATCH_SIZE, generator), shift_B2)
+            loss = F.cross_entropy(reader(crop), digit_B[clip], label_smoothing=0.05)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            bar.advance(1, loss=loss.item())
+
+
+def load_or_train_reader(path: Path, round_trip: Callable[[Tensor], Tensor], fingerprint: str) -> DigitReader:
+    """The judge's network, kept in a safetensors file; trained anew if it was trained on another tokenizer's clips."""
+    reader = DigitReader().eval().requires_grad_(False)
+    recipe = f"{fingerprint} clips={NUM_TRAINING_CLIPS} steps={NUM_TRAINING_STEPS} crop={CROP_SIZE}"
+    if path.exists():
+        with safe_open(path, framework="pt") as stored:
+            if (stored.metadata() or {}).get("recipe") == recipe:
+                reader.load_state_dict({name: stored.get_tensor(name) for name in stored.keys()})
+                return reader
+    reader = train_reader(round_trip)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_path(path) as temporary:
+        save_file(reader.state_dict(), temporary, metadata={"recipe": recipe})
+    return reader
+
+
+def judge(reader: DigitReader, video_BCTHW: Tensor) -> Verdicts:
+    """What each clip (BCTHW in [-1, 1]) shows."""
+    stroke_BTHW = strokes(video_BCTHW)
+    return Verdicts(
+        digit_BT=_read_digits(reader, stroke_BTHW),
+        colour_BT=_name_colours(video_BCTHW, stroke_BTHW),
+        direction_B=_name_directions(stroke_BTHW),
+    )
+
+
+def _read_digits(reader: DigitReader, stroke_BTHW: Tensor) -> Tensor:
+    with torch.inference_mode():
+        digit_BT = reader(centred_crops(stroke_BTHW.flatten(0, 1))).argmax(1).reshape(stroke_BTHW.shape[:2])
+    return torch.where(_shows_ink(stroke_BTHW), digit_BT, NONE)
+
+
+def _shows_ink(stroke_BTHW: Tensor) -> Tensor:
+    return stroke_BTHW.amax((2, 3)) >= FAINTEST_INK
+
+
+def _name_colours(video_BCTHW: Tensor, stroke_BTHW: Tensor) -> Tensor:
+    """The nearest named colour to the mean colour of the strokes; squared weights keep soft edges out of it."""
+    weight_B1THW = stroke_BTHW[:, None] ** 2
+    mean_BTC = ((video_BCTHW + 1) / 2 * weight_B1THW).sum((3, 4)).mT / weight_B1THW.sum((3, 4)).mT.clamp_min(1e-6)
+    palette_NC = torch.tensor(list(COLOURS.values()))
+    hue_BTC = mean_BTC / mean_BTC.amax(2, keepdim=True).clamp_min(1e-6)
+    distance_BTN = torch.cdist(hue_BTC, palette_NC / palette_NC.amax(1, keepdim=True))
+    nearest = distance_BTN.min(2)
+    is_named_BT = (nearest.values <= FARTHEST_COLOUR) & _shows_ink(stroke_BTHW)
+    return torch.where(is_named_BT, nearest.indices, NONE)
+
+
+def _name_directions(stroke_BTHW: Tensor) -> Tensor:
+    """The direction nearest to the straight line (least squares) through the centres of mass.
+
+    NONE if the clip is shorter than two frames, travels too little, or strays across by more than half of its way.
+    """
+    num_clips, num_frames = stroke_BTHW.shape[:2]
+    if num_frames < 2:
+        return torch.full((num_clips,), NONE)
+    centre_BT2 = centres_of_mass(stroke_BTHW.flatten(0, 1)).reshape(num_clips, num_frames, 2)
+    time_T = torch.arange(num_frames) - (num_frames - 1) / 2
+    travel_B2 = torch.einsum("t,bti->bi", time_T, centre_BT2) / (time_T**2).sum() * (num_frames - 1)
+    along_BD = travel_B2 @ torch.tensor(list(DIRECTIONS.values()), dtype=torch.float32).T
+    best = along_BD.max(1)
+    across_B = travel_B2.abs().amin(1)
+    is_clear_B = (best.values >= SHORTEST_TRAVEL) & (across_B <= best.values / 2)
+    return torch.where(is_clear_B, best.indices, NONE)

@@ -1,0 +1,34 @@
+"""Several ranks on this machine from one command: torchrun's own launcher, without its report on failures."""
+
+import sys
+import uuid
+
+
+def launch(module: str, argv: list[str], *, num_processes: int) -> int:
+    """Runs `python -m module argv` on `num_processes` ranks; the exit code is that of the first rank to fail, or 0.
+
+    Ranks speak for themselves on the shared terminal; torchrun would add a traceback of its own below their errors.
+    A SIGTERM or SIGINT is passed on to every rank, which have 30 seconds to write a checkpoint.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", module, *argv)
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except SignalException as error:
+        return 128 + error.sigval.value
+    return 0

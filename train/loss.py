@@ -1,0 +1,117 @@
+"""The EDM training objective on packs (Karras et al., arXiv 2206.00364, table 1), in float32.
+
+Every sample of a pack has its own noise level. Noise and noise level are functions of the sample's key alone, so that
+the same sample is trained in the same way in any pack, on any rank and after any resume.
+
+Shapes: S video tokens, P patch dim, G segments of a pack (padding included).
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megadit.models.dit import DiT
+from megadit.models.noise import Stream, normal
+from megadit.models.precondition import edm_loss_weight, edm_scalings
+from megadit.train.config import DiffusionConfig
+from megadit.train.data.batch import PackedBatch
+
+
+class LossSums(NamedTuple):
+    """Sums over the tokens of a micro-batch, padding excluded; a mean over P within each token. Scalars, float32."""
+
+    objective: Tensor
+    """What is minimised: the weighted loss, divided by the learned uncertainty where there is one."""
+    weighted: Tensor
+    """lambda(sigma) |D - x0|^2: 1 for a network that knows nothing, at every noise level."""
+    squared_error: Tensor
+    """|D - x0|^2."""
+
+
+class Uncertainty(nn.Module):
+    """u(sigma), the logarithm of the loss to expect at a noise level (EDM2, arXiv 2312.02696, section 3.1).
+
+    A linear function of Fourier features of c_noise, zero at the start. It is trained with the network and thrown away.
+    """
+
+    def __init__(self, num_features: int = 128) -> None:
+        super().__init__()
+        generator = torch.Generator("cpu").manual_seed(0)
+        frequency = torch.randn(num_features, generator=generator, device="cpu")
+        phase = torch.rand(num_features, generator=generator, device="cpu")
+        self.register_buffer("frequency", 2 * math.pi * frequency, persistent=False)
+        self.register_buffer("phase", 2 * math.pi * phase, persistent=False)
+        self.linear = nn.Linear(num_features, 1, bias=False)
+        nn.init.zeros_(self.linear.weight)
+
+    def forward(self, c_noise_G: Tensor) -> Tensor:
+        features = torch.cos(c_noise_G.float()[:, None] * self.frequency.float() + self.phase.float())
+        return (features @ self.linear.weight.float().T)[:, 0]
+
+
+def draw_sigma(noise_key_G: Tensor, diffusion: DiffusionConfig) -> Tensor:
+    """ln sigma ~ N(p_mean, p_std^2) (table 1, "Noise distribution"): float32 [G]."""
+    position_G = torch.zeros_like(noise_key_G)
+    standard_G = normal(noise_key_G, position_G, 1, stream=Stream.SIGMA)[:, 0]
+    return (diffusion.p_mean + diffusion.p_std * standard_G).exp()
+
+
+def token_noise(batch: PackedBatch) -> Tensor:
+    """Unit normal noise [S, 1, P]; row r of a sample depends on its key and r alone."""
+    layout, device = batch.layout, batch.noise_key_G.device
+    key_S = batch.noise_key_G[layout.segment_of_token_S.to(device)]
+    width = batch.tokens_S1P.shape[-1]
+    return normal(key_S, layout.position_in_segment_S.to(device), width, stream=Stream.NOISE)[:, None]
+
+
+def edm_loss(
+    dit: DiT, batch: PackedBatch, sigma_G: Tensor, noise_S1P: Tensor, uncertainty: Uncertainty | None = None
+) -> LossSums:
+    """lambda(sigma) |D(x0 + sigma n; sigma) - x0|^2 (eq. 2 and table 1); with `uncertainty`, EDM2's eq. 21:
+    lambda(sigma) / exp(u(sigma)) |D - x0|^2 + u(sigma).
+    """
+    layout, sigma_data = batch.layout, dit.config.sigma_data
+    segment_S = layout.segment_of_token_S.to(sigma_G.device)
+    x0_S1P, sigma_S11 = batch.tokens_S1P, sigma_G[segment_S][:, None, None]
+
+    x_S1P = x0_S1P + sigma_S11 * noise_S1P
+    c_skip, c_out, c_in, _ = edm_scalings(sigma_S11, sigma_data)
+    c_noise_G = edm_scalings(sigma_G, sigma_data).c_noise
+    F_S1P = dit.forward_packed((c_in * x_S1P).to(dit.dtype), c_noise_G, batch.text_L1E, batch.fps_G, layout)
+    D_S1P = c_skip * x_S1P + c_out * F_S1P.float()
+
+    is_valid_S = layout.token_mask_S.to(sigma_G.device)
+    error_S = (D_S1P - x0_S1P).square().mean(dim=(1, 2)) * is_valid_S
+    weighted_S = edm_loss_weight(sigma_S11, sigma_data).flatten() * error_S
+    objective_S = weighted_S
+    if uncertainty is not None:
+        u_S = uncertainty(c_noise_G)[segment_S] * is_valid_S
+        objective_S = weighted_S / u_S.exp() + u_S
+    return LossSums(objective_S.sum(), weighted_S.detach().sum(), error_S.detach().sum())
+
+
+class TrainingModel(nn.Module):
+    """What Megatron's schedules call: from a pack to sums of losses.
+
+    `config` is Megatron's TransformerConfig; the other attributes are those that its schedules look for.
+    """
+
+    share_embeddings_and_output_weights = False
+
+    def __init__(self, dit: DiT, diffusion: DiffusionConfig, config, model_type) -> None:
+        super().__init__()
+        self.config = config
+        self.model_type = model_type
+        self.diffusion = diffusion
+        self.dit = dit
+        self.uncertainty = Uncertainty() if diffusion.learned_uncertainty else None
+
+    def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
+        """Activations of the previous pipeline stage: there is one stage, which reads the batch."""
+        assert input_tensor == [None]
+
+    def forward(self, batch: PackedBatch) -> LossSums:
+        sigma_G = draw_sigma(batch.noise_key_G, self.diffusion)
+        return edm_loss(self.dit, batch, sigma_G, token_noise(batch), self.uncertainty)

@@ -1,0 +1,115 @@
+"""Optimizers and learning-rate schedules: Megatron's, around AdamW or Muon."""
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+from megatron.core.optimizer.optimizer import FP32Optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import nn
+
+from megadit.train.config import OptimizerConfig, RunConfig
+from megadit.train.muon import Muon
+
+
+def build_optimizer(config: RunConfig, model: DistributedDataParallel) -> MegatronOptimizer:
+    """The optimizer of a run.
+
+    AdamW updates everything on every data-parallel rank, or each its share with Megatron's distributed optimizer. Muon
+    needs whole matrices: the data-parallel ranks divide them among themselves, whatever `parallel.data_parallel` says.
+    """
+    if config.optimizer.optimizer == "muon":
+        return _muon(config, model)
+    return get_megatron_optimizer(_megatron_config(config), [model], use_gloo_process_groups=False)
+
+
+def uses_distributed_optimizer(config: RunConfig) -> bool:
+    """Whether gradients are reduce-scattered to the ranks that own them (DDP has to know)."""
+    return config.parallel.data_parallel == "distributed_optimizer" and config.optimizer.optimizer != "muon"
+
+
+def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """Linear warm-up from 0, then cosine or linear decay to `min_lr`, or none; one `step(1)` before each update."""
+    settings = config.optimizer
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=settings.lr_warmup_iters,
+        lr_decay_steps=config.lr_decay_iters,
+        lr_decay_style=settings.lr_decay_style,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+
+
+def takes_muon(name: str, parameter: nn.Parameter) -> bool:
+    """The matrices of the blocks; a fused qkv is one matrix."""
+    return ".blocks." in name and parameter.ndim == 2
+
+
+def _megatron_config(config: RunConfig) -> MegatronOptimizerConfig:
+    settings = config.optimizer
+    is_bf16 = config.train.precision == "bf16"
+    return MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.adam_beta1,
+        adam_beta2=settings.adam_beta2,
+        adam_eps=settings.adam_eps,
+        clip_grad=settings.clip_grad,
+        bf16=is_bf16,
+        params_dtype=torch.bfloat16 if is_bf16 else torch.float32,
+        use_distributed_optimizer=uses_distributed_optimizer(config),
+    )
+
+
+def _muon(config: RunConfig, model: DistributedDataParallel) -> LayerWiseDistributedOptimizer:
+    settings, megatron_config = config.optimizer, _megatron_config(config)
+    processes = ProcessGroupCollection.use_mpu_process_groups()
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    matrices = [parameter for name, parameter in named if takes_muon(name, parameter)]
+    others = [parameter for name, parameter in named if not takes_muon(name, parameter)]
+    muon = Muon(
+        _groups(matrices, settings),
+        lr=settings.lr,
+        momentum=settings.muon_momentum,
+        weight_decay=settings.weight_decay,
+        tensor_group=processes.tp,
+    )
+    adamw = torch.optim.AdamW(
+        _groups(others, settings),
+        lr=settings.lr,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        eps=settings.adam_eps,
+        weight_decay=settings.weight_decay,
+        fused=True,
+    )
+    return LayerWiseDistributedOptimizer(
+        [FP32Optimizer(optimizer, megatron_config, _no_state) for optimizer in (muon, adamw)],
+        megatron_config,
+        processes,
+        init_state_fn_list=[_no_state, _no_state],
+    )
+
+
+def _groups(parameters: list[nn.Parameter], settings: OptimizerConfig) -> list[dict]:
+    """Matrices, and vectors (which are not decayed) where there are any, in the form that Megatron's schedule reads."""
+    parts = ((1.0, lambda parameter: parameter.ndim > 1), (0.0, lambda parameter: parameter.ndim <= 1))
+    groups = []
+    for wd_mult, belongs in parts:
+        members = [parameter for parameter in parameters if belongs(parameter)]
+        if members:
+            groups.append({"params": members, "wd_mult": wd_mult, "max_lr": settings.lr, "min_lr": settings.min_lr})
+    return groups
+
+
+def _no_state(optimizer: torch.optim.Optimizer, config: MegatronOptimizerConfig | None = None) -> None:
+    """State appears with the first step, and is restored by `optimizer_state`."""

@@ -1,0 +1,143 @@
+"""What each rank's optimizer owns, in one form for all of Megatron's optimizers.
+
+An optimizer keeps a float32 master copy and some state (moments, momentum) for all parameters on every data-parallel
+rank, for whole parameters dealt to ranks, or for slices of parameters. Seen as slices of flattened parameters these
+are one thing, which is what averaging weights and writing checkpoints that any layout can read need.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megadit.train.muon import Muon
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedSlice:
+    """Elements start..stop of a flattened parameter, and what the optimizer keeps for them."""
+
+    name: str
+    """The parameter's name in the training model."""
+    parameter: nn.Parameter
+    start: int
+    stop: int
+    master: Tensor
+    """float32, what the optimizer updates; of any shape, its elements are start..stop of the parameter."""
+    optimizer: torch.optim.Optimizer
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """These elements of a tensor of the parameter's shape, flat."""
+        return tensor.reshape(-1)[self.start : self.stop]
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The tensors that the optimizer keeps per element beside the master copy."""
+        return ("momentum_buffer",) if isinstance(self.optimizer, Muon) else ("exp_avg", "exp_avg_sq")
+
+    def state(self, name: str) -> Tensor:
+        """One of `state_names`, flat; zeros before the first step."""
+        state = self.optimizer.state.get(self.master, {})
+        return state[name].reshape(-1) if name in state else torch.zeros_like(self.master).reshape(-1)
+
+    def restore_state(self, values: dict[str, Tensor], step: int) -> None:
+        """Sets the state as it was after `step` updates, from flat tensors."""
+        state = {name: value.clone().view_as(self.master) for name, value in values.items()}
+        if isinstance(self.optimizer, torch.optim.AdamW):
+            state["step"] = torch.tensor(float(step))  # one tensor for each: torch adds to it in place
+        elif not isinstance(self.optimizer, Muon):  # TransformerEngine's Adam counts once per group
+            for group in self.optimizer.param_groups:
+                group["step"] = step
+        self.optimizer.state[self.master] = state
+
+    def refresh_parameter(self) -> None:
+        """Copies the master into the parameter, in the parameter's precision."""
+        self.parameter.data.view(-1)[self.start : self.stop].copy_(self.master.reshape(-1))
+
+
+@dataclass(frozen=True, slots=True)
+class Ownership:
+    """The slices of one rank; those of all data-parallel ranks cover the parameters."""
+
+    slices: tuple[OwnedSlice, ...]
+    is_replicated: bool
+    """Every data-parallel rank owns everything; else no two own the same."""
+    data_group: ProcessGroup
+
+    def ranges(self) -> Iterator[tuple[OwnedSlice, int, int]]:
+        """(slice, start, stop) such that all data-parallel ranks together have every element exactly once."""
+        rank, size = self.data_group.rank(), self.data_group.size()
+        for owned in self.slices:
+            start, stop = owned.start, owned.stop
+            if self.is_replicated:
+                count = stop - start
+                start, stop = start + count * rank // size, start + count * (rank + 1) // size
+            if stop > start:
+                yield owned, start, stop
+
+
+def find_ownership(
+    optimizer: MegatronOptimizer, model: DistributedDataParallel, data_group: ProcessGroup
+) -> Ownership:
+    """What `optimizer` owns of `model` on this rank."""
+    names = {parameter: name for name, parameter in model.module.named_parameters()}
+    parts = optimizer.chained_optimizers
+    slices = [
+        OwnedSlice(names[parameter], parameter, start, start + master.numel(), master, part.optimizer)
+        for part in parts
+        for parameter, start, master in _owned(part)
+    ]
+    is_sharded = isinstance(optimizer, LayerWiseDistributedOptimizer) or any(
+        isinstance(part, DistributedOptimizer) for part in parts
+    )
+    return Ownership(tuple(slices), is_replicated=not is_sharded, data_group=data_group)
+
+
+def _owned(optimizer: MegatronOptimizer) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
+    """(parameter, first element, master copy) of everything one of Megatron's optimizers updates."""
+    if isinstance(optimizer, DistributedOptimizer):
+        for parameter, (group, position) in optimizer.model_param_group_index_map.items():
+            start = optimizer._get_model_param_range_map(parameter)["param"].start
+            yield parameter, start, optimizer.optimizer.param_groups[group]["params"][position]
+    elif isinstance(optimizer, Float16OptimizerWithFloat16Params):
+        for parameters, masters in zip(
+            optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True
+        ):
+            yield from ((parameter, 0, master) for parameter, master in zip(parameters, masters, strict=True))
+        yield from ((parameter, 0, parameter) for group in optimizer.fp32_from_fp32_groups for parameter in group)
+    else:
+        yield from ((parameter, 0, parameter) for group in optimizer.param_groups for parameter in group["params"])
+
+
+@torch.no_grad()
+def assemble(
+    shape: torch.Size, parts: list[tuple[int, Tensor]], group: ProcessGroup, *, destination: int | None = None
+) -> Tensor | None:
+    """A whole tensor from the flat float32 parts (first element, values) that the ranks of `group` hold.
+
+    Args:
+        shape: of the whole tensor.
+        parts: this rank's; those of all ranks cover the tensor without overlap.
+        group: every rank calls this for the same tensor.
+        destination: the only rank of `group` that gets the result; None gives it to all.
+    """
+    whole = torch.zeros(shape, dtype=torch.float32, device=parts[0][1].device if parts else _device())
+    for start, values in parts:
+        whole.view(-1)[start : start + values.numel()] = values
+    if group.size() > 1 and destination is None:
+        dist.all_reduce(whole, group=group)
+    elif group.size() > 1:
+        dist.reduce(whole, dist.get_global_rank(group, destination), group=group)
+    return whole if destination in (None, group.rank()) else None
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

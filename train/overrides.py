@@ -1,0 +1,190 @@
+"""Recipe, YAML file, `a.b=c`: the later wins, and only keys that exist are accepted."""
+
+import dataclasses
+import types
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+from megadit.models.support import UserError, nearest
+from megadit.train.config import RunConfig
+from megadit.train.recipes import load_recipe
+
+
+def resolve_config(
+    recipe: str | None = None,
+    *,
+    config_file: str | Path | None = None,
+    overrides: list[str] | None = None,
+) -> RunConfig:
+    """The run that a command line stands for: recipe < `config_file` < `overrides` (each `a.b=c`).
+
+    The file may name its recipe itself under the key `recipe`, as the config.yaml of every run does.
+
+    Raises:
+        UserError: for an unknown recipe or key (naming the nearest known one), a value of the wrong type, a file that
+            cannot be read, or values that contradict each other.
+    """
+    from_file = _read_yaml(config_file) if config_file is not None else OmegaConf.create({})
+    named_by_file = from_file.pop("recipe", None)
+    if recipe and named_by_file and recipe != named_by_file:
+        raise UserError(f"--recipe {recipe} but {config_file} says recipe: {named_by_file}; drop one of them")
+    if not (recipe or named_by_file):
+        raise UserError("no recipe; give --recipe NAME, or a --config-file with a `recipe:` key")
+
+    merged = _mapping(load_recipe(recipe or named_by_file))
+    OmegaConf.set_struct(merged, True)
+    merged = _merge(merged, from_file)
+    merged = _merge(merged, _parse_overrides(overrides or []))
+    return config_from_dict(_plain(merged))
+
+
+def config_from_dict(values: dict[str, Any]) -> RunConfig:
+    """The inverse of `dataclasses.asdict`; tuples may be lists.
+
+    Raises:
+        UserError: for unknown or missing keys and values of the wrong type.
+    """
+    return _build(RunConfig, values, path="")
+
+
+def load_config(path: str | Path) -> RunConfig:
+    """Reads a complete config.yaml, as `to_yaml` wrote it.
+
+    Raises:
+        UserError: if the file is missing, broken or incomplete.
+    """
+    return config_from_dict(_plain(_read_yaml(path)))
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The whole configuration as YAML; `load_config` reads it back."""
+    return OmegaConf.to_yaml(_mapping(config))
+
+
+def known_keys(config_class: type = RunConfig, prefix: str = "") -> list[str]:
+    """The dotted names of all values, such as `optimizer.lr`."""
+    keys = []
+    for name, hint in get_type_hints(config_class).items():
+        if dataclasses.is_dataclass(hint):
+            keys += known_keys(hint, f"{prefix}{name}.")
+        else:
+            keys.append(prefix + name)
+    return keys
+
+
+def _mapping(config: RunConfig) -> DictConfig:
+    return OmegaConf.create(dataclasses.asdict(config))
+
+
+def _plain(config: DictConfig) -> dict[str, Any]:
+    try:
+        return OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(_first_line(error)) from error
+
+
+def _read_yaml(path: str | Path) -> DictConfig:
+    if not Path(path).is_file():
+        raise UserError(f"config file {path} does not exist")
+    try:
+        config = OmegaConf.load(path)
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid YAML: {_first_line(error)}") from error
+    if not isinstance(config, DictConfig):
+        raise UserError(f"{path} must hold keys such as `train:` and `model:`, not a list")
+    return config
+
+
+def _parse_overrides(overrides: list[str]) -> DictConfig:
+    for override in overrides:
+        key, equals, _ = override.partition("=")
+        if not equals or not key:
+            raise UserError(f"cannot read {override!r}; write section.key=value, such as train.train_iters=100")
+        if key[0] in "+~":
+            raise UserError(f"{override!r} would add or delete a key; write section.key=value to set a known one")
+    try:
+        return OmegaConf.from_dotlist(overrides)
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise UserError(f"cannot read {' '.join(overrides)!r}: {_first_line(error)}") from error
+
+
+def _merge(base: DictConfig, update: DictConfig) -> DictConfig:
+    try:
+        return OmegaConf.merge(base, update)
+    except ConfigKeyError as error:
+        raise _unknown_key(error.full_key) from error
+    except OmegaConfBaseException as error:  # the only one left: a single value in place of a list
+        raise UserError(f"{error.full_key} is a list; write {error.full_key}=[...]") from error
+
+
+def _unknown_key(key: str) -> UserError:
+    known = known_keys()
+    last = key.rpartition(".")[2]
+    same_name = [name for name in known if name.rpartition(".")[2] == last]
+    near = same_name[0] if same_name else nearest(key, known)
+    hint = f"did you mean {near}?" if near else "see --print-config for all of them"
+    return UserError(f"unknown key {key}; {hint}")
+
+
+def _build(config_class: type, values: Any, path: str) -> Any:
+    """An instance of the dataclass from a mapping, every value checked against the annotation of its field."""
+    if not isinstance(values, dict):
+        raise UserError(f"{path} holds several keys and cannot be set to {values!r}; set one of them, as {path}.key=")
+    prefix = f"{path}." if path else ""
+    hints = get_type_hints(config_class)
+    for key in values:
+        if key not in hints:
+            raise _unknown_key(f"{prefix}{key}")
+    required = {field.name for field in dataclasses.fields(config_class) if _has_no_default(field)}
+    if missing := sorted(required - values.keys()):
+        raise UserError(f"{prefix}{missing[0]} is missing")
+    return config_class(**{key: _convert(value, hints[key], prefix + key) for key, value in values.items()})
+
+
+def _has_no_default(field: dataclasses.Field) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _convert(value: Any, hint: Any, path: str) -> Any:
+    """`value` as the annotation demands: lists become tuples, integers become floats, nothing else is changed."""
+    if dataclasses.is_dataclass(hint):
+        return _build(hint, value, path)
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):  # only `X | None` occurs
+        return None if value is None else _convert(value, arguments[0], path)
+    if origin is tuple and isinstance(value, list | tuple):
+        return _convert_items(value, arguments, hint, path)
+    if origin is Literal and value in arguments:
+        return value
+    if hint is float and type(value) is int:
+        return float(value)
+    if origin is None and type(value) is hint:
+        return value
+    raise _wrong_type(value, hint, path)
+
+
+def _convert_items(values: list | tuple, arguments: tuple, hint: Any, path: str) -> tuple:
+    if arguments[-1] is Ellipsis:
+        arguments = (arguments[0],) * len(values)
+    if len(values) != len(arguments):
+        raise _wrong_type(list(values), hint, path)
+    return tuple(_convert(value, item, path) for value, item in zip(values, arguments, strict=True))
+
+
+def _wrong_type(value: Any, hint: Any, path: str) -> UserError:
+    if get_origin(hint) is Literal:
+        choices = get_args(hint)
+        near = nearest(str(value), choices)
+        hint_text = f"did you mean {near!r}? " if near else ""
+        return UserError(f"{path}={value!r} is unknown; {hint_text}choose one of {', '.join(choices)}")
+    expected = getattr(hint, "__name__", str(hint)) if get_origin(hint) is None else str(hint)
+    quote = f"; quote it: {path}='\"{value}\"'" if hint is str and isinstance(value, int | float) else ""
+    return UserError(f"{path}={value!r} is {type(value).__name__}, expected {expected}{quote}")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
