@@ -21,14 +21,17 @@ def open_bundle(path: str | Path) -> Bundle:
     if (path / "checkpoints").is_dir():
         return Bundle.open(_converted(path))
     if path.is_dir() and not (path / "megadit.json").exists():
-        raise UserError(f"{path} is neither a bundle (no megadit.json) nor a training directory (no checkpoints/)")
+        raise UserError(
+            f"{path} is neither a bundle (no megadit.json) nor a training directory (no checkpoints/); to choose one "
+            "checkpoint yourself, run: megadit bundle CHECKPOINT OUT"
+        )
     return Bundle.open(path)
 
 
 def _converted(training_directory: Path) -> Path:
     bundle = training_directory / "bundle"
     manifest = bundle / "megadit.json"
-    # A directory's time changes whenever a checkpoint is renamed into it.
+    # Checkpoints are renamed into their directory once they are complete, which changes its time.
     changed = (training_directory / "checkpoints").stat().st_mtime_ns
     if not manifest.exists() or manifest.stat().st_mtime_ns < changed:
         print(f"converting the newest checkpoint of {training_directory} to {bundle}", file=sys.stderr, flush=True)

@@ -140,13 +140,17 @@ class TextToVideo:
     def stream(
         self,
         prompts: Sequence[str],
-        settings: SamplingDefaults,
+        settings: SamplingDefaults | None = None,
         *,
         seeds: int | Sequence[int] = 0,
         batch_size: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> Iterator[GeneratedVideo]:
-        """Like `generate` for resolved settings, but gives each video as soon as its batch is done."""
+        """Like `generate`, but gives each video as soon as its batch is done, and takes all settings in one.
+
+        None means the bundle's defaults; see `resolve_settings`.
+        """
+        settings = resolve_settings(self.defaults if settings is None else settings)
         prompts, seeds = _paired(prompts, seeds)
         batch_size = self._batch_size(settings, batch_size)
         count = _Counter(progress, self.num_denoiser_calls(len(prompts), settings, batch_size))

@@ -1,4 +1,4 @@
-"""Solvers of the probability-flow ODE  dx/dsigma = (x - D(x; sigma)) / sigma  (arXiv 2206.00364, eq. 4 with eq. 3).
+"""Solvers of the probability-flow ODE  dx/dsigma = (x - D(x; sigma)) / sigma  (arXiv 2206.00364, eqs. 1 and 3).
 
 A sampler is a function of (denoise, x, sigmas): `x` holds the noise at sigmas[0] (BCTHW, or any shape whose first
 axis is the batch), `sigmas` decreases and may end in 0. The state is float64, because a video is the small difference

@@ -23,7 +23,7 @@ def modulated_norm(
     batch element b.
     """
     if runs is None:
-        return F.layer_norm(x_SBD, x_SBD.shape[-1:], eps=eps) * (1 + scale_GD) + shift_GD
+        return torch.addcmul(shift_GD, F.layer_norm(x_SBD, x_SBD.shape[-1:], eps=eps), 1 + scale_GD)
     return _ModulatedNorm.apply(x_SBD, shift_GD, scale_GD, eps, runs)
 
 

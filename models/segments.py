@@ -237,7 +237,7 @@ class SegmentLayout:
         return torch.tensor(slots, dtype=torch.long)
 
     def text_of_run(self, run: Run) -> tuple[Tensor, Tensor]:
-        """The text slots of a run's segments, made rectangular: (slot indices int64, is valid bool), [count, longest]."""
+        """A run's text slots, made rectangular: (slot indices int64, is valid bool), [count, longest]."""
         return self.cached(("text", run), lambda: self._rectangular_text(run))
 
     def _rectangular_text(self, run: Run) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,11 @@ from rich.table import Table
 
 from megadit.models.bundle import MANIFEST_FILE, Bundle, is_bundle
 from megadit.models.config import DiTConfig
+from megadit.models.megatron.checkpoint import CONFIG, STATE, is_complete
 from megadit.models.support import UserError, read_json, run_command
 from megadit.models.weights import dit_shapes
+
+CHECKPOINTS = "checkpoints"
 
 Facts = dict[str, Any]
 """What -> its value, in the order to show them."""
@@ -52,13 +54,14 @@ def describe(path: Path) -> Facts:
         return describe_bundle(path)
     if (path / MANIFEST_FILE).is_file():
         return describe_dataset(path)
-    run = next((folder for folder in (path, *path.resolve().parents[:2]) if _is_run(folder)), None)
-    if run is None:
-        raise UserError(
-            f"{path} is neither a bundle nor a dataset (no {MANIFEST_FILE}), nor does it belong to a training run "
-            "(no config.yaml beside checkpoints/)"
-        )
-    return describe_run(run)
+    if is_complete(path):
+        return describe_checkpoint(path)
+    if _is_run(path):
+        return describe_run(path)
+    raise UserError(
+        f"{path} is neither a bundle nor a dataset (no {MANIFEST_FILE}), neither a training run (no {CONFIG} beside "
+        f"{CHECKPOINTS}/) nor a complete checkpoint (no {STATE})"
+    )
 
 
 def describe_bundle(path: Path) -> Facts:
@@ -94,31 +97,50 @@ def describe_dataset(path: Path) -> Facts:
 
 def describe_run(path: Path) -> Facts:
     """Recipe, progress and checkpoints of a training run."""
-    config = _read_run_config(path / "config.yaml")
-    steps = checkpoint_steps(path / "checkpoints")
+    config = _read_run_config(path / CONFIG)
+    checkpoints = sorted(filter(is_complete, (path / CHECKPOINTS).iterdir()))
     last = _last_record(path / "metrics.jsonl")
-    facts: Facts = {"training run": str(path), "recipe": config.get("recipe")}
-    facts["checkpoints"] = ", ".join(map(str, steps)) or "none yet"
-    facts["newest checkpoint"] = f"step {steps[-1]} of {config['train']['train_iters']}" if steps else None
+    facts: Facts = {
+        "training run": str(path),
+        "checkpoints": ", ".join(folder.name for folder in checkpoints) or "none",
+    }
+    if checkpoints:
+        facts |= _progress_facts(checkpoints[-1], config)
     facts |= {f"last {name}": last[name] for name in ("step", "loss", "lr", "seconds") if name in last}
-    facts |= _model_facts(DiTConfig.from_dict(config["model"]))
+    return facts | _config_facts(config)
+
+
+def describe_checkpoint(path: Path) -> Facts:
+    """Progress, averages and recipe of one checkpoint."""
+    config = _read_run_config(path / CONFIG)
+    return {"checkpoint": str(path)} | _progress_facts(path, config) | _config_facts(config)
+
+
+def _progress_facts(checkpoint: Path, config: dict[str, Any]) -> Facts:
+    state = read_json(checkpoint / STATE)
+    run = state["run"]
+    return {
+        "step": f"{run['iteration']} of {config['train']['train_iters']}",
+        "samples seen": f"{run['consumed_samples']:,}",
+        "tokens seen": f"{run['consumed_tokens']:,}",
+        "averages (sigma_rel)": ", ".join(map(str, state["ema_sigma_rels"])) or "none",
+    }
+
+
+def _config_facts(config: dict[str, Any]) -> Facts:
     data = config["data"]
-    facts["data"] = "random samples (mock)" if data["mock"] else data["path"]
-    facts["packs a step"] = f"{data['global_batch_size']} of {data['seq_length']} video tokens"
-    facts["layout"] = ", ".join(
-        f"{name.removesuffix('_size')} {size}" for name, size in config["parallel"].items() if name.endswith("_size")
-    )
-    return facts
-
-
-def checkpoint_steps(folder: Path) -> list[int]:
-    """The steps whose checkpoints lie in `folder`, ascending; unfinished ones, hidden until renamed, do not count."""
-    names = [entry.name for entry in folder.iterdir() if entry.is_dir()] if folder.is_dir() else []
-    return sorted(int(match[1]) for name in names if (match := re.fullmatch(r"[a-z]+[_-](\d+)", name)))
+    sizes = {name.removesuffix("_size"): size for name, size in config["parallel"].items() if name.endswith("_size")}
+    return {
+        "recipe": config.get("recipe"),
+        **_model_facts(DiTConfig.from_dict(config["model"])),
+        "data": "random samples (mock)" if data["mock"] else data["path"],
+        "packs a step": f"{data['global_batch_size']} of {data['seq_length']} video tokens",
+        "layout": ", ".join(f"{name} {size}" for name, size in sizes.items()),
+    }
 
 
 def _is_run(folder: Path) -> bool:
-    return (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir()
+    return (folder / CONFIG).is_file() and (folder / CHECKPOINTS).is_dir()
 
 
 def _read_run_config(path: Path) -> dict[str, Any]:

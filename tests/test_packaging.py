@@ -60,7 +60,7 @@ def wheel(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder)]
     # pip builds in the source folder: without a build folder of its own, stale files of earlier builds would come along
-    subprocess.run([*command, "--config-settings=--build-option=", str(copy_of_sources(folder))], check=True)
+    subprocess.run([*command, str(copy_of_sources(folder))], check=True)
     return next(folder.glob("megadit-*.whl"))
 
 

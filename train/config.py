@@ -178,7 +178,8 @@ class ParallelConfig:
     sequence_parallel: bool = False
     """Cut activations between the tensor-parallel regions along the sequence."""
     data_parallel: DataParallel = "ddp"
-    """`distributed_optimizer` spreads optimizer state and master weights over the data-parallel ranks (ZeRO-1)."""
+    """`distributed_optimizer` spreads AdamW's state and master weights over the data-parallel ranks (ZeRO-1); Muon
+    divides whole matrices among them in both cases."""
 
     def __post_init__(self) -> None:
         sizes = ["tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"]

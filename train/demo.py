@@ -8,6 +8,7 @@ continues where it stopped, the training in the middle of it included.
 """
 
 import argparse
+import signal
 import subprocess
 import sys
 import time
@@ -21,7 +22,16 @@ from torch import Tensor
 
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.video_io import write_video
-from megadit.models.support import Progress, UserError, atomic_directory, atomic_path, duration, read_json, write_json
+from megadit.models.support import (
+    Progress,
+    UserError,
+    atomic_directory,
+    atomic_path,
+    duration,
+    read_json,
+    run_command,
+    write_json,
+)
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.data import prepare
 from megadit.train.data.digits import FPS, Attributes
@@ -114,10 +124,7 @@ class Stage:
 
 def _prepare(demo: Demo) -> None:
     size = demo.size
-    info = prepare.prepare_digits(
-        demo.dataset, num_clips=size.num_clips, num_images=size.num_images, num_val=size.num_val
-    )
-    print(f"{sum(info.num_samples.values())} samples")
+    prepare.prepare_digits(demo.dataset, num_clips=size.num_clips, num_images=size.num_images, num_val=size.num_val)
 
 
 def _train(demo: Demo) -> None:
@@ -286,6 +293,7 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.ranks < 1:
         raise UserError(f"--ranks {arguments.ranks} must be at least 1")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwinds, so that training is told too
     run_demo(Demo(out=arguments.out, size=QUICK if arguments.quick else FULL, num_ranks=arguments.ranks))
     return 0
 
@@ -338,6 +346,4 @@ def summary_table(result: dict) -> str:
 
 
 if __name__ == "__main__":
-    from megadit.models.support import run_command
-
     raise SystemExit(run_command(main, sys.argv[1:]))

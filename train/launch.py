@@ -1,5 +1,6 @@
 """Several ranks on this machine from one command: torchrun's own launcher, without its report on failures."""
 
+import logging
 import sys
 import uuid
 
@@ -14,6 +15,7 @@ def launch(module: str, argv: list[str], *, num_processes: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

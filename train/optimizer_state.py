@@ -70,6 +70,8 @@ class Ownership:
     slices: tuple[OwnedSlice, ...]
     is_replicated: bool
     """Every data-parallel rank owns everything; else no two own the same."""
+    state_names: dict[str, tuple[str, ...]]
+    """What the optimizers keep for each parameter of the model, whichever rank owns it."""
     data_group: ProcessGroup
 
     def ranges(self) -> Iterator[tuple[OwnedSlice, int, int]]:
@@ -98,7 +100,19 @@ def find_ownership(
     is_sharded = isinstance(optimizer, LayerWiseDistributedOptimizer) or any(
         isinstance(part, DistributedOptimizer) for part in parts
     )
-    return Ownership(tuple(slices), is_replicated=not is_sharded, data_group=data_group)
+    return Ownership(
+        slices=tuple(slices),
+        is_replicated=not is_sharded,
+        state_names=_gather_state_names(slices, data_group),
+        data_group=data_group,
+    )
+
+
+def _gather_state_names(slices: list[OwnedSlice], group: ProcessGroup) -> dict[str, tuple[str, ...]]:
+    mine = {owned.name: owned.state_names for owned in slices}
+    everyones: list[dict] = [{}] * group.size()
+    dist.all_gather_object(everyones, mine, group=group)
+    return {name: states for part in everyones for name, states in part.items()}
 
 
 def _owned(optimizer: MegatronOptimizer) -> Iterator[tuple[nn.Parameter, int, Tensor]]:

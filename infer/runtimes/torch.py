@@ -19,7 +19,10 @@ DTYPES = {
 
 
 class TorchDenoiser:
-    """D(x; sigma) by torch: the network in `dtype`, cast once and without autocast; its preconditioning in float32."""
+    """D(x; sigma) by torch: the network in `dtype`, without autocast; its preconditioning in float32.
+
+    Takes `dit` over: it is moved and cast in place.
+    """
 
     def __init__(self, dit: DiT, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
         self.device = torch.device(device)
@@ -45,7 +48,9 @@ def find_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UserError(f"device {name!r} is unknown; use auto, cpu, cuda or cuda:N") from None
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):  # others lack the sampler's float64
+        raise UserError(f"device {name!r} cannot be used; choose auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"device {name!r} is not there: torch sees {torch.cuda.device_count()} GPUs; use auto or cpu")
     return device

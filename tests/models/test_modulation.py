@@ -7,9 +7,7 @@ import torch.nn.functional as F
 from megadit.models.modulation import gated_residual, modulated_norm
 from megadit.models.segments import Segment, SegmentLayout
 
-LAYOUT = SegmentLayout.pack(
-    [Segment((1, 1, n), 1) for n in (5, 5, 3, 8, 8, 8, 1)], capacity=48, text_capacity=8
-)
+LAYOUT = SegmentLayout.pack([Segment((1, 1, n), 1) for n in (5, 5, 3, 8, 8, 8, 1)], capacity=48, text_capacity=8)
 WIDTH = 12
 
 

@@ -1,6 +1,7 @@
 """`megadit info` recognises what megadit writes and refuses everything else."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -33,12 +34,23 @@ def bundle(tmp_path_factory):
     return path
 
 
+def add_checkpoint(run, iteration: int, *, name: str | None = None):
+    folder = run / "checkpoints" / (name or f"iter_{iteration:07d}")
+    (folder / "tensors").mkdir(parents=True)
+    (folder / "tensors" / ".metadata").touch()
+    (folder / "config.yaml").write_text((run / "config.yaml").read_text())
+    progress = {"iteration": iteration, "consumed_samples": 10 * iteration, "consumed_tokens": 1000 * iteration}
+    (folder / "state.json").write_text(json.dumps({"run": progress, "ema_sigma_rels": [0.05, 0.1]}))
+    return folder
+
+
 @pytest.fixture
 def run(tmp_path):
     config = resolve_config("digits", overrides=["data.mock=true"])
     (tmp_path / "config.yaml").write_text(to_yaml(config))
-    for name in ("step_0000001000", "step_0000000500", ".step_0000001500.ab12"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    for iteration in (1000, 500):
+        add_checkpoint(tmp_path, iteration)
+    (tmp_path / "checkpoints" / "iter_0001500.unfinished").mkdir()
     records = [{"step": 1199, "loss": 0.5}, {"step": 1200, "loss": 0.25}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)) + '\n{"step": 12')
     return tmp_path
@@ -56,21 +68,31 @@ def test_bundle(bundle):
 def test_run(run):
     facts = info.describe(run)
     assert facts["recipe"] == "digits"
-    assert facts["newest checkpoint"] == "step 1000 of 3500"  # the hidden one is unfinished
+    assert facts["checkpoints"] == "iter_0000500, iter_0001000"  # one more is unfinished
+    assert facts["step"] == "1000 of 3500"
+    assert facts["tokens seen"] == "1,000,000"
     assert (facts["last step"], facts["last loss"]) == (1200, 0.25)  # the half line is passed over
     assert facts["parameters"] == f"{NUM_PARAMETERS:,}"
 
 
-def test_checkpoint_is_described_as_its_run(run):
-    assert info.describe(run / "checkpoints" / "step_0000000500") == info.describe(run)
+def test_checkpoint(run):
+    facts = info.describe(run / "checkpoints" / "iter_0000500")
+    assert facts["step"] == "500 of 3500"
+    assert facts["averages (sigma_rel)"] == "0.05, 0.1"
+    assert facts["recipe"] == "digits"
+
+
+def test_unfinished_checkpoint_is_refused(run):
+    with pytest.raises(UserError, match=r"no state\.json"):
+        info.describe(run / "checkpoints" / "iter_0001500.unfinished")
 
 
 def test_run_without_checkpoints_or_metrics(run):
     for folder in (run / "checkpoints").iterdir():
-        folder.rmdir()
+        shutil.rmtree(folder)
     (run / "metrics.jsonl").unlink()
     facts = info.describe(run)
-    assert facts["checkpoints"] == "none yet"
+    assert facts["checkpoints"] == "none"
     assert "last loss" not in facts
 
 
@@ -107,8 +129,6 @@ def test_a_broken_configuration_is_refused(run, text):
 
 
 def test_a_damaged_bundle_is_refused(bundle, tmp_path):
-    import shutil
-
     copy = shutil.copytree(bundle, tmp_path / "copy")
     (copy / "transformer" / "model.safetensors").unlink()
     with pytest.raises(UserError, match="missing"):

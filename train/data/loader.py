@@ -44,13 +44,16 @@ class TrainLoader:
     def __init__(self, dataset: SavableDataset, order: dict[str, Any]) -> None:
         self._loader = _savable_loader(dataset)
         self._order = order
-        self._iterator: Iterator[PackedBatch] | None = None
+        self._batches: Iterator[PackedBatch] | None = None
 
-    def __iter__(self) -> Iterator[PackedBatch]:
-        """The one iterator of this loader: a second call goes on where the first stopped."""
-        if self._iterator is None:
-            self._iterator = iter(self._loader)
-        return self._iterator
+    def __iter__(self) -> "TrainLoader":
+        return self
+
+    def __next__(self) -> PackedBatch:
+        # Energon's iterator is made with the first batch: made but not begun, it has no workers to ask for their state
+        if self._batches is None:
+            self._batches = iter(self._loader)
+        return next(self._batches)
 
     def save_state(self) -> dict[str, Any]:
         """Where this rank's reader stands, as plain JSON values."""
@@ -69,7 +72,7 @@ class TrainLoader:
                     f"cannot resume the data reader: {name} was {saved} and is {value} now; "
                     "set it back, or start a new run from the saved weights"
                 )
-        assert self._iterator is None, "restore_state must come before iteration"
+        assert self._batches is None, "restore_state must come before the first batch"
         self._loader.restore_state_rank(from_plain(state["reader"]))
 
 

@@ -4,15 +4,17 @@ megadit prepare digits runs/digits/dataset
 """
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import imageio.v3 as iio
 import torch
 from torch import Tensor
 
-from megadit.models.support import Progress, UserError, duration, nearest, run_command
+from megadit.models.support import Progress, UserError, atomic_path, duration, nearest, run_command
 from megadit.models.text_encoders.hashed_words import HashedWordEncoder
 from megadit.models.tokenizers.haar import HaarTokenizer
 from megadit.train.data import digits
@@ -49,10 +51,9 @@ def prepare_digits(
     for name, count in (("num_clips", num_clips), ("num_images", num_images), ("num_val", num_val)):
         if count < 1:
             raise UserError(f"{name}={count} must be at least 1")
+    start = time.monotonic()
     tokenizer = fit_tokenizer(seed)
-    print(
-        f"tokenizer: {LATENT_CHANNELS} channels, {tokenizer.reconstruction_psnr:.1f} dB on the clips it was fitted to"
-    )
+    print(f"tokenizer: {LATENT_CHANNELS} channels, {tokenizer.reconstruction_psnr:.1f} dB on what it was fitted to")
     text_encoder = HashedWordEncoder(dim=TEXT_WIDTH)
     preview: list[Tensor] = []
     with (
@@ -66,7 +67,9 @@ def prepare_digits(
                 preview.append(_side_by_side(chunk.video_BCTHW, tokenizer.decode(latents_BCTHW[:8])))
             bar.advance(len(chunk.keys))
     save_preview(out / PREVIEW, preview[0])
-    return DatasetInfo.read(out)
+    info = DatasetInfo.read(out)
+    _report(info, time.monotonic() - start)
+    return info
 
 
 def fit_tokenizer(seed: int) -> HaarTokenizer:
@@ -135,10 +138,6 @@ def _side_by_side(video_BCTHW: Tensor, decoded_BCTHW: Tensor) -> Tensor:
 
 def save_preview(path: Path, picture_CHW: Tensor, *, zoom: int = 3) -> None:
     """Writes a picture in [-1, 1] as a png, each pixel `zoom` wide."""
-    import imageio.v3 as iio
-
-    from megadit.models.support import atomic_path
-
     pixels = ((picture_CHW.clamp(-1, 1) + 1) * 127.5).round().byte().permute(1, 2, 0)
     with atomic_path(path) as temporary:
         iio.imwrite(temporary, pixels.repeat_interleave(zoom, 0).repeat_interleave(zoom, 1).numpy())
@@ -170,15 +169,13 @@ def _digits_command(argv: list[str]) -> int:
         return 0
     if out.exists() and not is_prepared(out) and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not a prepared data set; give another folder, or remove it")
-    start = time.monotonic()
-    info = prepare_digits(
+    prepare_digits(
         out,
         num_clips=arguments.num_clips,
         num_images=arguments.num_images,
         num_val=arguments.num_val,
         seed=arguments.seed,
     )
-    _report(info, time.monotonic() - start)
     return 0
 
 
@@ -211,6 +208,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    import sys
-
     raise SystemExit(run_command(main, sys.argv[1:]))

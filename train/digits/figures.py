@@ -12,7 +12,7 @@ from torch import Tensor
 from megadit.models.support import UserError, atomic_path
 
 BACKGROUND, TEXT, FAINT = "#101216", "#e8eaed", "#8a919c"
-RIGHT, WRONG, NOTE = "#5dd39e", "#ff6b6b", "#f2c14e"
+RIGHT, WRONG, NOTE, LINE = "#5dd39e", "#ff6b6b", "#f2c14e", "#4c8dff"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,9 +117,8 @@ def training_curves(path: Path, records: Sequence[dict], *, title: str) -> None:
     panels = [panel for panel in PANELS if len(series(records, panel[0])[0])]
     figure = Figure(figsize=(3.6 * max(len(panels), 1), 3.4), facecolor=BACKGROUND, layout="constrained")
     figure.suptitle(title, color=TEXT, fontsize=12, x=0.01, ha="left")
-    for axis, (name, label, scale) in zip(
-        figure.subplots(1, max(len(panels), 1), squeeze=False)[0], panels, strict=False
-    ):
+    axes = figure.subplots(1, max(len(panels), 1), squeeze=False)[0]
+    for axis, (name, label, scale) in zip(axes, panels, strict=False):
         _draw_curve(axis, *series(records, name), label, scale)
     with atomic_path(path) as temporary:
         figure.savefig(temporary, dpi=110, facecolor=BACKGROUND)

@@ -1,0 +1,90 @@
+"""`megadit prepare digits`: what the shards hold is what their captions say."""
+
+import json
+import tarfile
+
+import pytest
+import safetensors.torch
+import torch
+
+from megadit.models.support import UserError
+from megadit.models.tokenizers import load_tokenizer
+from megadit.train.data import digits, prepare
+from megadit.train.data.writer import DatasetInfo
+from megadit.train.digits import judge
+
+
+def read_samples(root, split: str) -> list[tuple[str, dict, dict]]:
+    samples = []
+    for shard in sorted(root.glob(f"{split}-*.tar")):
+        with tarfile.open(shard) as tar:
+            for member in tar.getmembers():
+                key, _, kind = member.name.rpartition(".")
+                if kind == "json":
+                    description = json.load(tar.extractfile(member))
+                else:
+                    tensors = safetensors.torch.load(tar.extractfile(member).read())
+                    samples.append((key, description, tensors))
+    return samples
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    root = tmp_path_factory.mktemp("digits") / "dataset"
+    assert prepare.main(["digits", str(root), "--num_clips", "60", "--num_images", "120", "--num_val", "30"]) == 0
+    return root
+
+
+def test_counts(prepared):
+    info = DatasetInfo.read(prepared)
+    assert info.num_samples == {"train": 180, "val": 30}
+    frames = [description["num_frames"] for _, description, _ in read_samples(prepared, "train")]
+    assert sorted(frames) == [1] * 120 + [digits.NUM_FRAMES] * 60
+    assert info.sigma_data == 1 and info.latent_channels == prepare.LATENT_CHANNELS
+
+
+def test_decoded_clips_show_their_captions(prepared):
+    tokenizer = load_tokenizer(prepared / "tokenizer")
+    samples = [sample for sample in read_samples(prepared, "train") if sample[1]["num_frames"] > 1]
+    clips = tokenizer.decode(torch.stack([tensors["latent"].float() for _, _, tensors in samples]))
+    verdicts = judge.judge(judge.DigitReader().eval(), clips)
+    for row, (_, description, tensors) in enumerate(samples):
+        words = description["caption"].split()
+        colour = list(digits.COLOURS)[verdicts.colour_BT[row].mode().values]
+        direction = list(digits.DIRECTIONS)[verdicts.direction_B[row]]
+        assert colour in words and (direction in words or f"{direction}wards" in words)
+        assert tensors["text"].shape == (len(words), prepare.TEXT_WIDTH) and description["fps"] == digits.FPS
+
+
+def test_validation_has_captions_and_combinations_of_its_own(prepared):
+    trained = {description["caption"] for _, description, _ in read_samples(prepared, "train")}
+    held_out = {description["caption"] for _, description, _ in read_samples(prepared, "val")}
+    assert held_out and not trained & held_out
+    assert all(digits._is_heldout(caption) for caption in held_out)
+
+
+def test_a_second_run_does_nothing(prepared, capsys):
+    before = (prepared / "train-000000.tar").stat().st_mtime_ns
+    assert prepare.main(["digits", str(prepared)]) == 0
+    assert "already prepared" in capsys.readouterr().out
+    assert (prepared / "train-000000.tar").stat().st_mtime_ns == before
+
+
+def test_the_seed_decides_the_files(prepared, tmp_path):
+    sizes = ["--num_clips", "60", "--num_images", "120", "--num_val", "30"]
+    prepare.main(["digits", str(tmp_path / "same"), *sizes])
+    prepare.main(["digits", str(tmp_path / "other"), *sizes, "--seed", "1"])
+    original = (prepared / "train-000000.tar").read_bytes()
+    assert (tmp_path / "same" / "train-000000.tar").read_bytes() == original
+    assert (tmp_path / "other" / "train-000000.tar").read_bytes() != original
+
+
+def test_mistakes_are_told(tmp_path):
+    with pytest.raises(UserError, match="did you mean 'digits'"):
+        prepare.main(["digit", str(tmp_path)])
+    with pytest.raises(UserError, match="num_clips=0"):
+        prepare.main(["digits", str(tmp_path / "a"), "--num_clips", "0"])
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="not a prepared data set"):
+        prepare.main(["digits", str(tmp_path), "--overwrite"])
+    assert (tmp_path / "notes.txt").read_text() == "mine"

@@ -1,0 +1,100 @@
+"""The demo's driver: stages in order, skipped when done, repeated when interrupted."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megadit.models.support import UserError, read_json, write_json
+from megadit.train import demo as demo_module
+from megadit.train.demo import QUICK, Demo, Stage
+
+SCORES = {"digit": 0.9, "colour": 1.0, "direction": 1.0, "all": 0.9, "every_frame": 0.5, "num_clips": 3}
+
+
+@pytest.fixture
+def demo(tmp_path) -> Demo:
+    return Demo(out=tmp_path / "demo", size=QUICK)
+
+
+@pytest.fixture
+def log(monkeypatch) -> list[str]:
+    """Three stages that only say that they ran."""
+    calls: list[str] = []
+
+    def stage(name: str, file: str, content: dict) -> Stage:
+        def run(demo: Demo) -> None:
+            calls.append(name)
+            write_json(demo.out / file, content)
+
+        return Stage(name, "pretend", run, lambda demo: [demo.out / file])
+
+    score = {**SCORES, "unseen_combinations": SCORES, "real": SCORES}
+    stages = (stage("prepare", "a.json", {}), stage("train", "b.json", {}), stage("score", "score.json", score))
+    monkeypatch.setattr(demo_module, "STAGES", stages)
+    return calls
+
+
+def test_a_second_run_skips_what_is_done(demo, log, capsys):
+    demo_module.run_demo(demo)
+    assert log == ["prepare", "train", "score"]
+    assert "already done" not in capsys.readouterr().out
+    demo_module.run_demo(demo)
+    assert log == ["prepare", "train", "score"]
+    output = capsys.readouterr().out
+    assert output.count("already done") == 3 and "90.0%" in output
+    assert set(read_json(demo.out / "score.json")["seconds"]) == {"prepare", "train", "score"}
+
+
+def test_a_stage_without_its_result_runs_again(demo, log):
+    demo_module.run_demo(demo)
+    (demo.out / "b.json").unlink()
+    demo_module.run_demo(demo)
+    assert log == ["prepare", "train", "score", "train"]
+
+
+def test_a_failing_stage_stops_the_demo(demo, log, monkeypatch):
+    def fail(demo: Demo) -> None:
+        raise UserError("no luck")
+
+    first, _, last = demo_module.STAGES
+    broken = Stage("train", "pretend", fail, lambda demo: [demo.out / "b.json"])
+    monkeypatch.setattr(demo_module, "STAGES", (first, broken, last))
+    with pytest.raises(UserError, match="no luck"):
+        demo_module.run_demo(demo)
+    assert log == ["prepare"] and not (demo.out / "score.json").exists()
+
+
+def test_a_child_that_fails_is_told_with_its_command():
+    with pytest.raises(UserError, match="ended with exit code 2"):
+        demo_module._run_module("megadit.train", "--recipe", "no_such_recipe")
+
+
+def test_mp4s_play_every_pixel_several_times():
+    clip = torch.rand(3, 9, 32, 32) * 2 - 1
+    frames = demo_module._watchable(clip, 8)
+    assert frames.shape == (27, 256, 256, 3)
+    assert (frames[:9] == frames[18:]).all()
+    assert (frames[4, 8:16, 16:24] == frames[4, 8, 16]).all()
+
+
+def test_the_wall_shows_each_clip_in_its_place():
+    clips = torch.arange(7.0).reshape(7, 1, 1, 1, 1).expand(7, 3, 2, 4, 4)
+    wall = demo_module._wall(clips, columns=3)
+    assert wall.shape == (3, 2, 12, 12)
+    assert wall[0, 1, ::4, ::4].tolist() == [[0, 1, 2], [3, 4, 5], [6, -1, -1]]
+
+
+def test_the_showcase_has_both_kinds_of_combination(demo, monkeypatch):
+    seen, unseen = demo.attributes
+    clips = torch.zeros(len(seen) + len(unseen), 3, 9, 32, 32)
+    monkeypatch.setattr(demo_module, "_generated_clips", lambda demo: clips)
+    shown, attributes, captions = demo_module._showcase(demo)
+    assert len(shown) == len(attributes) == len(captions) == 24
+    assert sum(a in unseen for a in attributes) == 6
+
+
+def test_no_ranks(tmp_path):
+    with pytest.raises(UserError, match="--ranks 0"):
+        demo_module.main(["--out", str(tmp_path), "--ranks", "0"])
+    assert not list(Path(tmp_path).iterdir())

@@ -1,0 +1,74 @@
+"""Several ranks from one command, and what comes back from them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megadit.train.__main__ import _without_nproc
+from megadit.train.launch import launch
+
+RANK_PROGRAM = """
+import os, pathlib, signal, sys, time
+folder, behaviour = pathlib.Path(sys.argv[1]), sys.argv[2]
+rank = os.environ["RANK"]
+(folder / f"rank{rank}").write_text(os.environ["WORLD_SIZE"])
+def leave(*_):
+    (folder / f"told{rank}").touch()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, leave)
+if behaviour == "fail" and rank == "1":
+    sys.exit(2)
+if behaviour in ("fail", "wait"):
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    (tmp_path / "rank_program.py").write_text(RANK_PROGRAM)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return "rank_program"
+
+
+@pytest.mark.slow
+def test_every_rank_runs(module, tmp_path):
+    assert launch(module, [str(tmp_path), "succeed"], num_processes=2) == 0
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["2", "2"]
+
+
+@pytest.mark.slow
+def test_the_exit_code_of_a_failed_rank_comes_back_and_nothing_else_is_said(module, tmp_path, capfd):
+    assert launch(module, [str(tmp_path), "fail"], num_processes=2) == 2
+    assert (tmp_path / "told0").exists()  # the other rank was ended
+    assert not capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_sigterm_reaches_every_rank(module, tmp_path):
+    call = f"launch({module!r}, [{str(tmp_path)!r}, 'wait'], num_processes=2)"
+    program = f"from megadit.train.launch import launch; raise SystemExit({call})"
+    parent = subprocess.Popen([sys.executable, "-c", program], env=os.environ)
+    deadline = time.monotonic() + 60
+    while not all((tmp_path / f"rank{rank}").exists() for rank in range(2)):
+        assert time.monotonic() < deadline, "the ranks did not start"
+        time.sleep(0.1)
+    time.sleep(0.5)  # until both have their handler
+    parent.send_signal(signal.SIGTERM)
+    assert parent.wait(timeout=60) == 128 + signal.SIGTERM
+    assert all((tmp_path / f"told{rank}").exists() for rank in range(2))
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--nproc", "2", "--recipe", "digits"], ["--recipe", "digits"]),
+        (["--recipe", "digits", "--nproc=2", "a.b=c"], ["--recipe", "digits", "a.b=c"]),
+        (["--recipe", "digits"], ["--recipe", "digits"]),
+    ],
+)
+def test_ranks_get_the_command_line_without_nproc(argv, expected):
+    assert _without_nproc(argv) == expected

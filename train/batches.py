@@ -1,0 +1,97 @@
+"""Micro-batches for every rank: one reader per data-parallel rank, whose batches go to its tensor-parallel peers.
+
+Shapes: S video tokens, L text tokens, G segments.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megadit.models.megatron.groups import Groups
+from megadit.models.segments import Segment, SegmentLayout
+from megadit.train.config import RunConfig
+from megadit.train.data.batch import PackedBatch
+from megadit.train.data.loader import build_train_loader, build_validation_loader
+
+_TENSORS = ("tokens_S1P", "text_L1E", "fps_G", "noise_key_G")
+
+
+class SharedBatches:
+    """An iterator of micro-batches on this rank's device; all peers of a tensor-parallel group must iterate together."""
+
+    def __init__(self, batches: Iterator[PackedBatch] | None, groups: Groups) -> None:
+        """`batches` is None on the ranks that do not read."""
+        self._batches = batches
+        self._groups = groups
+
+    def __iter__(self) -> "SharedBatches":
+        return self
+
+    def __next__(self) -> PackedBatch:
+        batch = next(self._batches, None) if self._batches is not None else None
+        batch = batch.to(self._groups.device) if batch is not None else None
+        if self._groups.tensor.size() > 1:
+            batch = _broadcast(batch, self._groups)
+        if batch is None:
+            raise StopIteration
+        return batch
+
+
+def _broadcast(batch: PackedBatch | None, groups: Groups) -> PackedBatch | None:
+    """The batch of the group's first rank: its description as an object, its tensors as tensors."""
+    source = dist.get_global_rank(groups.tensor, 0)
+    description = [None if batch is None else _describe(batch)]
+    dist.broadcast_object_list(description, src=source, group=groups.tensor)
+    if description[0] is None:
+        return None
+    segments, sample_ids, shapes = description[0]
+    if batch is None:
+        empty = {name: torch.empty(shape, dtype=dtype, device=groups.device) for name, (shape, dtype) in shapes.items()}
+        layout = SegmentLayout(tuple(Segment(*segment) for segment in segments))
+        batch = PackedBatch(layout=layout, sample_ids=sample_ids, **empty)
+    for name in _TENSORS:
+        dist.broadcast(getattr(batch, name), src=source, group=groups.tensor)
+    return batch
+
+
+def _describe(batch: PackedBatch) -> tuple[Any, ...]:
+    segments = [(segment.grid, segment.text_length, segment.is_padding) for segment in batch.layout.segments]
+    shapes = {name: (getattr(batch, name).shape, getattr(batch, name).dtype) for name in _TENSORS}
+    return segments, batch.sample_ids, shapes
+
+
+class TrainBatches(SharedBatches):
+    """The endless training data of this rank."""
+
+    def __init__(self, config: RunConfig, groups: Groups) -> None:
+        self._loader = _build(build_train_loader, config, groups)
+        super().__init__(None, groups)
+
+    def __next__(self) -> PackedBatch:
+        if self._loader is not None and self._batches is None:
+            self._batches = iter(self._loader)
+        return super().__next__()
+
+    def save_state(self) -> Any:
+        """Where this data-parallel rank's reader stands (JSON values); None on ranks that do not read."""
+        return None if self._loader is None else self._loader.save_state()
+
+    def restore_state(self, state: Any) -> None:
+        """Goes on from a saved state; called before the first batch."""
+        if self._loader is not None:
+            self._loader.restore_state(state)
+
+
+def validation_batches(config: RunConfig, groups: Groups) -> SharedBatches:
+    """This rank's packs of the validation split, from the first one on."""
+    loader = _build(build_validation_loader, config, groups)
+    return SharedBatches(None if loader is None else iter(loader), groups)
+
+
+def _build(build, config: RunConfig, groups: Groups) -> Any:
+    """A loader on the first rank of each tensor-parallel group, None on the others."""
+    if groups.tensor.rank() > 0:
+        return None
+    return build(config, rank=groups.data.rank(), world_size=groups.data.size(), group=groups.data)

@@ -1,0 +1,144 @@
+"""The training loop: `train(config)` runs a configuration to its end, from wherever it stands."""
+
+import signal
+import time
+from contextlib import ExitStack
+from typing import Any
+
+from megadit.models.megatron import groups as process_groups
+from megadit.train.batches import TrainBatches
+from megadit.train.checkpoint import CheckpointStore, RunState
+from megadit.train.config import RunConfig
+from megadit.train.flops import peak_flops
+from megadit.train.metrics import Metrics
+from megadit.train.setup import Training, build_training, start_processes
+from megadit.train.step import StepResult, train_step
+from megadit.train.validation import validate
+
+
+def train(config: RunConfig) -> None:
+    """Trains until `train.train_iters` steps are done, continuing the run found in `train.output_dir`.
+
+    Every rank calls this. A SIGTERM or SIGINT ends the run after the current step, with a checkpoint.
+
+    Raises:
+        UserError: for a configuration that cannot run here, or a loss that is not a number.
+    """
+    with StopRequest() as stop:
+        groups = start_processes(config)
+        try:
+            _Run(build_training(config, groups)).to_the_end(stop)
+        finally:
+            process_groups.destroy()
+
+
+class StopRequest:
+    """Whether SIGTERM or SIGINT came while the block was active; a second SIGINT after a second interrupts at once."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._time = 0.0
+
+    def __enter__(self) -> "StopRequest":
+        # reader processes inherit these handlers: a SIGINT to the whole process group must not end them
+        self._previous = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: Any) -> None:
+        # torchrun repeats a SIGINT that the terminal has sent already
+        if number == signal.SIGINT and self.signal is not None and time.monotonic() - self._time > 1:
+            raise KeyboardInterrupt
+        if self.signal is None:
+            self.signal, self._time = signal.Signals(number), time.monotonic()
+
+
+class _Run:
+    """A run in progress."""
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        self.config = training.config
+        self.store = CheckpointStore(training.config, training.groups)
+        self.batches = TrainBatches(training.config, training.groups)
+        self.state = RunState()
+        self.peak = peak_flops(training.groups.device, training.network.dit.dtype) * training.groups.world_size
+        self.saved_iteration: int | None = None
+
+    def to_the_end(self, stop: StopRequest) -> None:
+        self._resume()
+        is_first = self.training.groups.is_first
+        with ExitStack() as stack:
+            start, length = self.state.iteration, self.state.metrics_bytes
+            metrics = stack.enter_context(Metrics(self.config, start=start, length=length, enabled=is_first))
+            while self.state.iteration < self.config.train.train_iters:
+                result = self._step(stop, metrics)
+                if result.must_stop:
+                    break
+            self._save(metrics)
+        if stop.signal is not None:
+            self._say(f"stopped by {stop.signal.name} after step {self.state.iteration}; run again to continue")
+
+    def _resume(self) -> None:
+        path = self.store.latest()
+        if path is None:
+            return
+        self.state, loader_state = self.store.load(path, self.training.tensors)
+        self.training.scheduler.step(self.state.iteration)
+        self.batches.restore_state(loader_state)
+        self.saved_iteration = self.state.iteration
+        self._say(f"continuing from {path}")
+
+    def _step(self, stop: StopRequest, metrics: Metrics) -> StepResult:
+        step = self.state.iteration + 1
+        result = train_step(self.training, self.batches, step, must_stop=stop.signal is not None)
+        self.state.iteration = step
+        self.state.consumed_samples += result.samples
+        self.state.consumed_tokens += result.tokens
+        values = self._values(result)
+        if self._is_due(self.config.validation.interval) and not result.must_stop:
+            self.state.validation = validate(self.training, step)
+            values["validation"] = self.state.validation["losses"]
+        metrics.log(values)
+        if self._is_due(self.config.checkpoint.save_interval):
+            self._save(metrics)
+        return result
+
+    def _is_due(self, interval: int) -> bool:
+        """Every `interval` steps and at the end; never for 0."""
+        step = self.state.iteration
+        return interval > 0 and (step % interval == 0 or step == self.config.train.train_iters)
+
+    def _values(self, result: StepResult) -> dict[str, Any]:
+        """What metrics.jsonl says of a step."""
+        return {
+            "step": self.state.iteration,
+            "loss": result.loss,
+            "squared_error": result.squared_error,
+            "objective": result.objective,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            "tokens": result.tokens,
+            "samples": result.samples,
+            "consumed_samples": self.state.consumed_samples,
+            "consumed_tokens": self.state.consumed_tokens,
+            "seconds": result.seconds,
+            "samples_per_s": result.samples / result.seconds,
+            "tokens_per_s": result.tokens / result.seconds,
+            "tflops": result.flops / result.seconds / 1e12,
+            "mfu": result.flops / result.seconds / self.peak,
+        }
+
+    def _save(self, metrics: Metrics) -> None:
+        if self.saved_iteration == self.state.iteration:
+            return
+        self.state.metrics_bytes = metrics.num_bytes
+        self.store.save(self.state, self.training.tensors, self.batches.save_state())
+        self.saved_iteration = self.state.iteration
+
+    def _say(self, message: str) -> None:
+        if self.training.groups.is_first:
+            print(message, flush=True)

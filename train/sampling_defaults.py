@@ -1,0 +1,34 @@
+"""How videos are sampled unless somebody says otherwise: in the size of the samples that were trained on."""
+
+import json
+import tarfile
+from itertools import islice
+
+from megadit.models.bundle import SamplingDefaults
+from megadit.train.config import RunConfig
+from megadit.train.data.writer import DatasetInfo
+
+_SAMPLES_LOOKED_AT = 256
+
+
+def sampling_defaults(config: RunConfig, info: DatasetInfo) -> SamplingDefaults:
+    """Steps and guidance of the run's validation, and the size of the longest of the first training samples."""
+    samples = islice(_descriptions(info), _SAMPLES_LOOKED_AT)
+    longest = max(samples, key=lambda sample: (sample["num_frames"], sample["height"] * sample["width"]))
+    return SamplingDefaults(
+        num_steps=config.validation.num_steps,
+        guidance=config.validation.guidance,
+        num_frames=longest["num_frames"],
+        height=longest["height"],
+        width=longest["width"],
+        fps=longest["fps"],
+    )
+
+
+def _descriptions(info: DatasetInfo):
+    """What is known of each training sample, in the order of the shards."""
+    for path in sorted(info.root.glob("train-*.tar")):
+        with tarfile.open(path) as shard:
+            for member in shard:
+                if member.name.endswith(".json"):
+                    yield json.load(shard.extractfile(member))

@@ -1,0 +1,123 @@
+"""Everything a training run is made of, built from its configuration."""
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.enums import ModelType
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megadit.models.dit import DiT
+from megadit.models.layers import LayerKit
+from megadit.models.megatron import groups as process_groups
+from megadit.models.megatron import te_layers
+from megadit.models.megatron.groups import Groups, Layout
+from megadit.models.megatron.mcore_layers import McoreLayers, initialize_dit_, transformer_config
+from megadit.models.support import atomic_path
+from megadit.train.checkpoint_tensors import TrainedTensors
+from megadit.train.config import RunConfig
+from megadit.train.ema import WeightAverages
+from megadit.train.loss import TrainingModel
+from megadit.train.optimizer import build_optimizer, build_scheduler, uses_distributed_optimizer
+from megadit.train.optimizer_state import find_ownership
+from megadit.train.overrides import to_yaml
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The moving parts of a run."""
+
+    config: RunConfig
+    groups: Groups
+    model: DistributedDataParallel
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    averages: WeightAverages
+    tensors: TrainedTensors
+
+    @property
+    def network(self) -> TrainingModel:
+        """The training model without Megatron's data-parallel wrapper."""
+        return self.model.module
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of one step on this rank."""
+        return self.config.data.global_batch_size // (self.config.data.micro_batch_size * self.groups.data.size())
+
+
+def layout_of(config: RunConfig) -> Layout:
+    parallel = config.parallel
+    return Layout(
+        tensor=parallel.tensor_model_parallel_size,
+        pipeline=parallel.pipeline_model_parallel_size,
+        context=parallel.context_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+    )
+
+
+def start_processes(config: RunConfig) -> Groups:
+    """Threads, process groups and the folder of the run."""
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    torch.set_num_threads(config.train.num_threads or _threads_per_rank())
+    groups = process_groups.initialize(layout_of(config), num_attention_heads=config.model.num_attention_heads)
+    if groups.is_first:
+        folder = Path(config.train.output_dir)
+        (folder / "samples").mkdir(parents=True, exist_ok=True)
+        with atomic_path(folder / "config.yaml") as temporary:
+            temporary.write_text(to_yaml(config), encoding="utf-8")
+    dist.barrier()
+    return groups
+
+
+def build_training(config: RunConfig, groups: Groups) -> Training:
+    """The network with its initial weights, wrapped for data parallelism, its optimizer and its averages."""
+    model = build_model(config, groups)
+    optimizer = build_optimizer(config, model)
+    ownership = find_ownership(optimizer, model, groups.data)
+    averages = WeightAverages(config.ema.sigma_rels, ownership)
+    return Training(
+        config=config,
+        groups=groups,
+        model=model,
+        optimizer=optimizer,
+        scheduler=build_scheduler(config, optimizer),
+        averages=averages,
+        tensors=TrainedTensors(model.module, ownership, averages, groups),
+    )
+
+
+def build_model(config: RunConfig, groups: Groups) -> DistributedDataParallel:
+    """The training model in Megatron's data-parallel wrapper: gradients are summed in float32."""
+    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+    megatron = transformer_config(config.model, layout_of(config), dtype=dtype)
+    with torch.device(groups.device):
+        dit = DiT(config.model, _layer_kit(megatron))
+        network = TrainingModel(dit, config.diffusion, megatron, ModelType.encoder_or_decoder)
+    initialize_dit_(dit, config.train.seed)
+    model = DistributedDataParallel(
+        megatron,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=groups.device.type == "cuda",
+            use_distributed_optimizer=uses_distributed_optimizer(config),
+        ),
+        network.to(groups.device, dtype),
+    )
+    megatron.finalize_model_grads_func = finalize_model_grads
+    megatron.no_sync_func = model.no_sync
+    return model
+
+
+def _layer_kit(megatron) -> LayerKit:
+    return te_layers.TELayers(megatron) if te_layers.is_available() else McoreLayers(megatron)
+
+
+def _threads_per_rank() -> int:
+    """The machine's cores divided among its ranks."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
