@@ -25,6 +25,7 @@ MODULES = {
     "tests": ("pytest", "pytest_timeout"),
 }
 TRAIN_ITERS = 100
+DATASET_SIZE = ("--num_clips", "2000", "--num_images", "4000", "--num_val", "48")
 TIME_LIMIT = 600
 """Seconds for the tests, and again for the run."""
 
@@ -164,26 +165,31 @@ def run_digits(run, folder: Path, missing: dict[str, list[str]]) -> list[Row]:
     needed = [name for name in (*missing["base"], *missing["training"]) if name not in ("av", "imageio", "matplotlib")]
     if any(name not in ("megatron.energon", "sklearn", "tensorboard") for name in needed):
         return [("digits run", f"skipped: missing {', '.join(needed)}", False)]
-    output, source, rows = folder / "train", ["--mock"], []
+    output, source = folder / "train", ["--mock"]
     if not needed:
-        print("Preparing the digits.", flush=True)
-        done = run([sys.executable, "-m", "megadit.serve.cli", "prepare", "digits", str(folder / "dataset")])
-        if done.returncode:
-            return [("prepare digits", last_line(done.stderr), True)]
-        source = [f"data.path={folder / 'dataset'}"]
+        print("Preparing a few digits.", flush=True)
+        dataset = folder / "dataset"
+        failure = try_module(run, "megadit.serve.cli", "prepare", "digits", str(dataset), *DATASET_SIZE)
+        if failure:
+            return [("prepare digits", failure, True)]
+        source = [f"data.path={dataset}"]
     overrides = [f"train.train_iters={TRAIN_ITERS}", f"train.output_dir={output}", "validation.interval=0"]
     if "tensorboard" in needed:
         overrides.append("logger.tensorboard=false")
     print(f"Training {TRAIN_ITERS} steps of the recipe digits.", flush=True)
+    failure = try_module(run, "megadit.train", "--recipe", "digits", *source, *overrides)
+    if failure:
+        return [("digits run", failure, True)]
+    return summarize_run(output / "metrics.jsonl", mock="--mock" in source)
+
+
+def try_module(run, module: str, *arguments: str) -> str | None:
+    """Runs `python -m module arguments`; None, or what went wrong."""
     try:
-        done = run(
-            [sys.executable, "-m", "megadit.train", "--recipe", "digits", *source, *overrides], timeout=TIME_LIMIT
-        )
+        done = run([sys.executable, "-m", module, *arguments], timeout=TIME_LIMIT)
     except subprocess.TimeoutExpired:
-        return [("digits run", f"not done after {TIME_LIMIT} s", True)]
-    if done.returncode:
-        return [("digits run", last_line(done.stderr), True)]
-    return [*rows, *summarize_run(output / "metrics.jsonl", mock="--mock" in source)]
+        return f"not done after {TIME_LIMIT} s"
+    return last_line(done.stderr) if done.returncode else None
 
 
 def summarize_run(metrics: Path, *, mock: bool) -> list[Row]:

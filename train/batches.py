@@ -19,7 +19,7 @@ _TENSORS = ("tokens_S1P", "text_L1E", "fps_G", "noise_key_G")
 
 
 class SharedBatches:
-    """An iterator of micro-batches on this rank's device; all peers of a tensor-parallel group must iterate together."""
+    """An iterator of micro-batches on this rank's device; all ranks of a tensor-parallel group iterate together."""
 
     def __init__(self, batches: Iterator[PackedBatch] | None, groups: Groups) -> None:
         """`batches` is None on the ranks that do not read."""

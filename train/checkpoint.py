@@ -11,7 +11,6 @@ A directory bears its final name only when everything is in it and on the disk: 
 
 import dataclasses
 import os
-import re
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megadit.models.megatron.checkpoint import CONFIG, STATE, TENSORS, is_complete
+from megadit.models.megatron.checkpoint import CONFIG, STATE, TENSORS, checkpoint_name, find_checkpoints
 from megadit.models.megatron.groups import Groups
 from megadit.models.support import UserError, read_json, write_json
 from megadit.train.checkpoint_tensors import TrainedTensors
@@ -28,7 +27,6 @@ from megadit.train.overrides import to_yaml
 
 FORMAT_VERSION = 1
 LOADERS = "loaders"
-_NAME = re.compile(r"iter_(\d{7,})")
 _UNFINISHED = ".unfinished"
 
 
@@ -45,16 +43,6 @@ class RunState:
     """Length of metrics.jsonl."""
     validation: dict[str, Any] = field(default_factory=dict)
     """The newest validation: its step, and the loss of each average ("none" for the weights themselves)."""
-
-
-def checkpoint_name(iteration: int) -> str:
-    return f"iter_{iteration:07d}"
-
-
-def find_checkpoints(root: Path) -> list[Path]:
-    """The complete checkpoints in a directory, oldest first."""
-    named = [path for path in root.glob("iter_*") if _NAME.fullmatch(path.name)] if root.is_dir() else []
-    return sorted(filter(is_complete, named), key=lambda path: int(path.name.removeprefix("iter_")))
 
 
 class CheckpointStore:

@@ -106,9 +106,7 @@ class TrainedTensors:
         dim = split_dim(parameter)
         if dim is None:
             return ShardedTensor.from_rank_offsets(key, tensor, replica_id=(0, tensor_rank, replica))
-        return ShardedTensor.from_rank_offsets(
-            key, tensor, (dim, tensor_rank, tensor_size), replica_id=(0, 0, replica)
-        )
+        return ShardedTensor.from_rank_offsets(key, tensor, (dim, tensor_rank, tensor_size), replica_id=(0, 0, replica))
 
 
 def _part(owned: OwnedSlice, values: Tensor, start: int, stop: int) -> tuple[int, Tensor]:

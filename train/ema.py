@@ -15,7 +15,7 @@ from megadit.train.optimizer_state import Ownership, assemble
 
 
 def gamma_of(sigma_rel: float) -> float:
-    """The exponent of a profile: sigma_rel^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3)) (eq. 123), solved for gamma."""
+    """The exponent of a profile: sigma_rel^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3)) (eq. 123), solved."""
     inverse = sigma_rel**-2
     return float(np.roots([1, 7, 16 - inverse, 12 - inverse]).real.max())
 
@@ -35,7 +35,10 @@ class WeightAverages:
         self.sigma_rels = sigma_rels
         self._ownership = ownership
         self._ranges = list(ownership.ranges())
-        self._sources = [_elements(owned.master.detach(), owned.start, start, stop) for owned, start, stop in self._ranges]
+        self._sources = [
+            owned.master.detach().view(-1)[start - owned.start : stop - owned.start]
+            for owned, start, stop in self._ranges
+        ]
         self._averages = {sigma_rel: [source.clone() for source in self._sources] for sigma_rel in sigma_rels}
 
     @torch.no_grad()
@@ -76,8 +79,3 @@ class WeightAverages:
         for name, parameter in model.named_parameters():
             parts = self.parts(sigma_rel, name)
             parameter.data.copy_(assemble(parameter.shape, parts, self._ownership.data_group))
-
-
-def _elements(tensor: Tensor, offset: int, start: int, stop: int) -> Tensor:
-    """Elements start..stop of a flattened parameter, as a view of a tensor that holds them from `offset` on."""
-    return tensor.view(-1)[start - offset : stop - offset]

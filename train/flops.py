@@ -43,7 +43,7 @@ def _forward_flops(segment: Segment, model: DiTConfig) -> int:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations per second of one device: the data sheet's where it is known, else those of a large product, measured."""
+    """Operations per second of one device: the data sheet's where it is known, else measured in a large product."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for (part, of_dtype), flops in DATASHEET.items():

@@ -90,7 +90,8 @@ class _Run:
         self.training.scheduler.step(self.state.iteration)
         self.batches.restore_state(loader_state)
         self.saved_iteration = self.state.iteration
-        self._say(f"continuing from {path}")
+        is_done = self.state.iteration >= self.config.train.train_iters
+        self._say(f"{'all steps are done in' if is_done else 'continuing from'} {path}")
 
     def _step(self, stop: StopRequest, metrics: Metrics) -> StepResult:
         step = self.state.iteration + 1

@@ -1,11 +1,12 @@
 """What a run reports: metrics.jsonl, TensorBoard, a progress bar or plain lines. Only the first rank reports."""
 
 import json
+import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from megadit.models.support import Progress, atomic_path
+from megadit.models.support import Progress
 from megadit.train.config import RunConfig
 
 METRICS_FILE = "metrics.jsonl"
@@ -93,16 +94,12 @@ def _scalars(values: dict[str, Any], prefix: str = "") -> list[tuple[str, float]
     return found
 
 
-def _open_at(path: Path, length: int) -> Any:
+def _open_at(path: Path, length: int) -> BinaryIO:
     """The file, cut to its first `length` bytes, ready to append."""
-    kept = b""
-    if length and path.is_file():
-        with path.open("rb") as file:
-            kept = file.read(length)
-    with atomic_path(path) as temporary:
-        temporary.write_bytes(kept)
+    path.touch()
     file = path.open("r+b")
-    file.seek(len(kept))
+    file.truncate(min(length, path.stat().st_size))
+    file.seek(0, os.SEEK_END)
     return file
 
 

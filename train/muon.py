@@ -5,32 +5,34 @@ tensor-parallel ranks hold parts of one, each gathers it, orthogonalises it and 
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megadit.models.megatron.mcore_layers import split_dim
+from megadit.models.megatron.mcore_layers import full_shape, shard, split_dim
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic that grows small singular values fastest
 _STEPS = 5
 _EPS = 1e-7
+_ELEMENTS_AT_ONCE = 2**26
+"""Bounds the memory of orthogonalising matrices of one shape together."""
 
 
-def orthogonalize(matrix: Tensor) -> Tensor:
-    """The nearest semi-orthogonal matrix, roughly: singular values of about 1 (0.7 to 1.2), in bfloat16.
+def orthogonalize(matrices: Tensor) -> Tensor:
+    """The nearest semi-orthogonal matrices, roughly: singular values of about 1 (0.7 to 1.2). [n, a, b], in bfloat16.
 
     Five steps of the quintic Newton-Schulz iteration X <- a X + (b A + c A^2) X, A = X X^T.
     """
     a, b, c = _COEFFICIENTS
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    X = (matrix.mT if is_tall else matrix).bfloat16()
-    X = X / X.norm().clamp(min=_EPS)
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    X = (matrices.mT if is_tall else matrices).bfloat16()
+    X = X / X.norm(dim=(1, 2), keepdim=True).clamp(min=_EPS)
     for _ in range(_STEPS):
         A = X @ X.mT
-        X = torch.addmm(X, torch.addmm(A, A, A, beta=b, alpha=c), X, beta=a)
+        X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
     return X.mT if is_tall else X
 
 
@@ -57,30 +59,51 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure=None) -> None:
         assert closure is None
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter, update in self._updates(parameters, group["momentum"]):
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(update, alpha=-group["lr"])
 
-    def _update(self, parameter: Tensor, group: dict) -> None:
+    def _updates(self, parameters: list[Tensor], momentum: float) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each parameter with its update for a learning rate of 1; equal shapes are orthogonalised together."""
+        for shape, alike in _group_by(parameters, self._whole_shape).items():
+            rms_of_adamw = 0.2 * math.sqrt(max(shape))
+            for part in _chunks(alike, max(1, _ELEMENTS_AT_ONCE // math.prod(shape))):
+                averaged = [self._gather(self._nesterov(parameter, momentum), parameter) for parameter in part]
+                for parameter, update in zip(part, orthogonalize(torch.stack(averaged)), strict=True):
+                    yield parameter, rms_of_adamw * self._own_part(update, parameter)
+
+    def _nesterov(self, parameter: Tensor, momentum: float) -> Tensor:
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        momentum = state["momentum_buffer"].lerp_(parameter.grad, 1 - group["momentum"])
-        whole = self._gather(parameter.grad.lerp(momentum, group["momentum"]), parameter)
-        rms_of_adamw = 0.2 * math.sqrt(max(whole.shape))
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.add_(self._own_part(orthogonalize(whole), parameter), alpha=-group["lr"] * rms_of_adamw)
+        mean = state["momentum_buffer"].lerp_(parameter.grad, 1 - momentum)
+        return parameter.grad.lerp(mean, momentum)
+
+    def _splits(self, parameter: Tensor) -> int:
+        """Over how many ranks a parameter is split."""
+        return 1 if split_dim(parameter) is None or self.tensor_group is None else self.tensor_group.size()
+
+    def _whole_shape(self, parameter: Tensor) -> torch.Size:
+        return full_shape(parameter, self._splits(parameter))
 
     def _gather(self, part: Tensor, parameter: Tensor) -> Tensor:
-        dim = split_dim(parameter)
-        if dim is None or self.tensor_group is None or self.tensor_group.size() == 1:
+        if self._splits(parameter) == 1:
             return part
         parts = [torch.empty_like(part) for _ in range(self.tensor_group.size())]
         dist.all_gather(parts, part.contiguous(), group=self.tensor_group)
-        return torch.cat(parts, dim)
+        return torch.cat(parts, split_dim(parameter))
 
     def _own_part(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        dim = split_dim(parameter)
-        if whole.shape == parameter.shape:
-            return whole
-        return whole.narrow(dim, self.tensor_group.rank() * parameter.shape[dim], parameter.shape[dim])
+        return whole if self._splits(parameter) == 1 else shard(parameter, whole, self.tensor_group.rank())
+
+
+def _group_by(items: list[Tensor], key: Callable[[Tensor], torch.Size]) -> dict[torch.Size, list[Tensor]]:
+    groups: dict[torch.Size, list[Tensor]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
+def _chunks(items: list[Tensor], size: int) -> Iterator[list[Tensor]]:
+    return (items[start : start + size] for start in range(0, len(items), size))

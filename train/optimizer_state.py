@@ -86,9 +86,7 @@ class Ownership:
                 yield owned, start, stop
 
 
-def find_ownership(
-    optimizer: MegatronOptimizer, model: DistributedDataParallel, data_group: ProcessGroup
-) -> Ownership:
+def find_ownership(optimizer: MegatronOptimizer, model: DistributedDataParallel, data_group: ProcessGroup) -> Ownership:
     """What `optimizer` owns of `model` on this rank."""
     names = {parameter: name for name, parameter in model.module.named_parameters()}
     parts = optimizer.chained_optimizers
@@ -122,9 +120,7 @@ def _owned(optimizer: MegatronOptimizer) -> Iterator[tuple[nn.Parameter, int, Te
             start = optimizer._get_model_param_range_map(parameter)["param"].start
             yield parameter, start, optimizer.optimizer.param_groups[group]["params"][position]
     elif isinstance(optimizer, Float16OptimizerWithFloat16Params):
-        for parameters, masters in zip(
-            optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True
-        ):
+        for parameters, masters in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True):
             yield from ((parameter, 0, master) for parameter, master in zip(parameters, masters, strict=True))
         yield from ((parameter, 0, parameter) for group in optimizer.fp32_from_fp32_groups for parameter in group)
     else:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,7 +64,7 @@ def layout_of(config: RunConfig) -> Layout:
 
 def start_processes(config: RunConfig) -> Groups:
     """Threads, process groups and the folder of the run."""
-    logging.getLogger("megatron").setLevel(logging.ERROR)
+    _quieten_megatron()
     torch.set_num_threads(config.train.num_threads or _threads_per_rank())
     groups = process_groups.initialize(layout_of(config), num_attention_heads=config.model.num_attention_heads)
     if groups.is_first:
@@ -73,6 +74,13 @@ def start_processes(config: RunConfig) -> Groups:
             temporary.write_text(to_yaml(config), encoding="utf-8")
     dist.barrier()
     return groups
+
+
+def _quieten_megatron() -> None:
+    """Megatron's notes on itself, and on names of torch functions that it has yet to follow, help no user."""
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="megatron")
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\..*` is deprecated", category=FutureWarning)
 
 
 def build_training(config: RunConfig, groups: Groups) -> Training:

@@ -100,4 +100,5 @@ def _pipeline(training: Training) -> TextToVideo:
 def _write(folder: Path, step: int, number: int, prompt: str, video) -> None:
     words = "".join(letter if letter.isalnum() else "_" for letter in prompt.lower())[:60]
     suffix = ".png" if len(video.video) == 1 else ".mp4"
-    write_video(folder / "samples" / f"step_{step:07d}" / f"{number:02d}_{words}{suffix}", video.video, video.settings.fps)
+    path = folder / "samples" / f"step_{step:07d}" / f"{number:02d}_{words}{suffix}"
+    write_video(path, video.video, video.settings.fps)

@@ -8,9 +8,12 @@ that it does not matter which layout wrote it and which reads it:
     ema.<sigma_rel>.<name>           their averages
     optimizer.<state>.<name>         what the optimizer keeps for each element
 
-<name> is the parameter's name in the training model, where the network's begin with "dit.".
+<name> is the parameter's name in the training model, where the network's begin with "dit.". torch describes the tensors
+in a pickle (`tensors/.metadata`): read checkpoints of your own runs, and pass on bundles, which hold none.
 """
 
+import re
+import warnings
 from pathlib import Path
 
 import torch
@@ -24,6 +27,7 @@ TENSORS = "tensors"
 STATE = "state.json"
 CONFIG = "config.yaml"
 NETWORK = "dit."
+_NAME = re.compile(r"iter_(\d{7,})")
 
 
 def model_key(name: str) -> str:
@@ -36,6 +40,16 @@ def ema_key(sigma_rel: float, name: str) -> str:
 
 def optimizer_key(state: str, name: str) -> str:
     return f"optimizer.{state}.{name}"
+
+
+def checkpoint_name(iteration: int) -> str:
+    return f"iter_{iteration:07d}"
+
+
+def find_checkpoints(root: Path) -> list[Path]:
+    """The complete checkpoints in a directory, oldest first."""
+    named = [path for path in root.glob("iter_*") if _NAME.fullmatch(path.name)] if root.is_dir() else []
+    return sorted(filter(is_complete, named), key=lambda path: int(path.name.removeprefix("iter_")))
 
 
 def is_complete(path: Path) -> bool:
@@ -81,5 +95,7 @@ def _read(directory: Path, prefix: str) -> dict[str, Tensor]:
         for key, entry in stored.items()
         if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
     }
-    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
     return tensors

@@ -9,11 +9,12 @@ is itself an overridable function), and costs a Python call per operation.
 
 import contextlib
 import functools
-import logging
 import warnings
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 _CPU = torch.device("cpu")
@@ -34,6 +35,7 @@ def install() -> None:
     _redirect_factories()
     _redirect_tensor_methods()
     _stand_in_for_cuda()
+    _pad_uneven_all_gather()
     _quieten()
 
 
@@ -114,8 +116,25 @@ def _stand_in_for_cuda() -> None:
     cuda.stream = lambda stream: contextlib.nullcontext()
 
 
+def _pad_uneven_all_gather() -> None:
+    """Gloo gathers tensors of one size only; Megatron's layer-wise optimizer gathers what each rank updated."""
+    all_gather = dist.all_gather
+
+    @functools.wraps(all_gather)
+    def padded(tensor_list, tensor, group=None, async_op=False):
+        sizes = [part.numel() for part in tensor_list]
+        if len(set(sizes)) == 1:
+            return all_gather(tensor_list, tensor, group=group, async_op=async_op)
+        assert not async_op
+        gathered = [tensor.new_empty(max(sizes)) for _ in sizes]
+        all_gather(gathered, F.pad(tensor.flatten(), (0, max(sizes) - tensor.numel())), group=group)
+        for part, whole, size in zip(tensor_list, gathered, sizes, strict=True):
+            part.view(-1).copy_(whole[:size])
+
+    dist.all_gather = padded
+
+
 def _quieten() -> None:
     """Megatron's advice on faster GPU kernels does not concern a CPU."""
     warnings.filterwarnings("ignore", module="megatron")
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS.*")
-    logging.getLogger("megatron.core").setLevel(logging.ERROR)

@@ -1,12 +1,14 @@
-"""The layer kit of a DiT on Megatron-core: linears split over tensor-parallel ranks, tokens over sequence-parallel ones.
+"""The layer kit of a DiT on Megatron-core: linears split over tensor-parallel ranks, tokens too if asked.
 
 Keys and, on one rank, shapes are those of `TorchLayers`. What crosses ranks, and in which direction:
 
     column_linear("sharded")     all-gathers its tokens (sequence parallelism), or all-reduces its input's gradient
     column_linear("replicated")  all-reduces its input's gradient
     row_linear                   reduce-scatters its output over the tokens, or all-reduces it
-    replicated_linear("sharded") has a partial gradient under sequence parallelism: marked, and summed by Megatron's
-                                 finalize_model_grads; so are the norms of queries and keys, of which a rank sees some heads
+    replicated_linear("sharded") has a partial gradient under sequence parallelism: it is marked, and summed by
+                                 Megatron's finalize_model_grads
+
+So are the norms of queries and keys, of whose heads a rank sees some: finalize_model_grads knows them by their names.
 
 Shapes: S video tokens, B batch, D width, N heads of this rank, K head dim.
 """

@@ -1,4 +1,4 @@
-"""The layer kit on TransformerEngine's linears: the layout of `McoreLayers`, with fused and FP8 kernels on NVIDIA GPUs."""
+"""The layer kit on TransformerEngine's linears: the layout of `McoreLayers`, with NVIDIA's kernels."""
 
 from importlib.util import find_spec
 

@@ -96,5 +96,5 @@ def test_the_showcase_has_both_kinds_of_combination(demo, monkeypatch):
 
 def test_no_ranks(tmp_path):
     with pytest.raises(UserError, match="--ranks 0"):
-        demo_module.main(["--out", str(tmp_path), "--ranks", "0"])
+        demo_module.main(["--out", str(tmp_path), "--ranks", "0", "--debug"])
     assert not list(Path(tmp_path).iterdir())

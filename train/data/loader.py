@@ -65,6 +65,8 @@ class TrainLoader:
         Raises:
             UserError: if a setting that decides the order of samples has changed.
         """
+        if "order" not in state:
+            raise UserError("cannot resume the data reader: the state is that of mock data; set data.mock=true")
         for name, value in self._order.items():
             saved = state["order"].get(name)
             if saved != value:

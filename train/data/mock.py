@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megadit.models.noise import sample_key
+from megadit.models.support import UserError
 from megadit.train.data.batch import PackedBatch, PackFormat, TrainingSample
 
 MAX_TEXT_LENGTH = 16
@@ -61,7 +62,20 @@ class MockLoader:
         return {"num_packs": self._position * self.world_size * self.micro_batch_size}
 
     def restore_state(self, state: dict[str, Any]) -> None:
-        self._position = state["num_packs"] // (self.world_size * self.micro_batch_size)
+        """Goes on after the packs that all ranks together had given.
+
+        Raises:
+            UserError: if the state is not that of mock data, or these ranks cannot share what was read evenly.
+        """
+        if "num_packs" not in state:
+            raise UserError("cannot resume mock data: the state is that of a data set; set data.mock=false")
+        packs_per_turn = self.world_size * self.micro_batch_size
+        self._position, remainder = divmod(state["num_packs"], packs_per_turn)
+        if remainder:
+            raise UserError(
+                f"cannot resume after {state['num_packs']} packs with {self.world_size} data-parallel ranks x "
+                f"data.micro_batch_size={self.micro_batch_size}, which is not a divisor"
+            )
 
     def micro_batch(self, number: int) -> PackedBatch:
         first = number * self.micro_batch_size

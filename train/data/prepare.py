@@ -189,7 +189,12 @@ SOURCES: dict[str, Callable[[list[str]], int]] = {"digits": _digits_command}
 """Source -> its command, which takes the arguments after the source's name."""
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str] | None = None) -> int:
+    """Runs `megadit prepare`; returns its exit code."""
+    return run_command(_prepare, sys.argv[1:] if argv is None else argv)
+
+
+def _prepare(argv: list[str]) -> int:
     """Prepares the source that the first argument names.
 
     Raises:
@@ -208,4 +213,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(run_command(main, sys.argv[1:]))
+    raise SystemExit(main())

@@ -150,10 +150,11 @@ class DatasetWriter:
         Raises:
             UserError: for a key used twice, or tensors that do not fit the tokenizer and the text encoder.
         """
+        text_LE = text_LE.to(latent_CTHW.dtype)
         self._check(split, key, latent_CTHW, text_LE)
         tensors = {"latent": latent_CTHW.contiguous()}
         if len(text_LE):
-            tensors["text"] = text_LE.to(latent_CTHW.dtype).contiguous()
+            tensors["text"] = text_LE.contiguous()
         description = {
             "caption": caption,
             "num_frames": num_frames,
@@ -183,7 +184,7 @@ class DatasetWriter:
         if text_LE.ndim != 2 or text_LE.shape[1] != text_width:
             raise UserError(f"the text of {key} has shape {tuple(text_LE.shape)}; expected [L, {text_width}]")
         if not (torch.isfinite(latent_CTHW).all() and torch.isfinite(text_LE).all()):
-            raise UserError(f"the latent or the text of {key} holds NaN or infinite values")
+            raise UserError(f"the latent or the text of {key} holds NaN or infinite values as {latent_CTHW.dtype}")
 
     def _shard(self, split: str) -> tarfile.TarFile:
         index, position = divmod(self._counts[split], self.shard_size)

@@ -25,7 +25,7 @@ NONE = -1
 CROP_SIZE = 16
 CROP_EXTENT = 0.75
 """Side of the square around the centre of mass that the network reads, as a share of the frame."""
-NUM_TRAINING_CLIPS = 2500
+NUM_TRAINING_CLIPS = 4000
 NUM_TRAINING_STEPS = 700
 BATCH_SIZE = 128
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from megadit.models.config import DiTConfig
 from megadit.train.config import DataConfig, OptimizerConfig, RunConfig, TrainConfig, ValidationConfig
 from megadit.train.data.writer import DatasetWriter

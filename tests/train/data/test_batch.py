@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from megadit.models.config import DiTConfig
 from megadit.models.embeddings import patchify
 from megadit.models.noise import sample_key

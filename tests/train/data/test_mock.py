@@ -2,7 +2,10 @@
 
 from itertools import islice
 
+import pytest
 import torch
+
+from megadit.models.support import UserError
 from megadit.train.data.batch import PackedBatch
 from megadit.train.data.loader import build_train_loader, build_validation_loader
 
@@ -43,6 +46,16 @@ def test_the_state_counts_only_what_was_given(make_config):
     assert loader.save_state() == {"num_packs": 0}
     next(iter(loader))
     assert loader.save_state() == {"num_packs": 1}
+
+
+def test_a_state_that_does_not_fit_is_an_error(make_config):
+    mock, real = build(make_config(mock=True, path=None, micro_batch_size=2)), build(make_config())
+    with pytest.raises(UserError, match="data.mock=false"):
+        mock.restore_state(real.save_state())
+    with pytest.raises(UserError, match="data.mock=true"):
+        real.restore_state(mock.save_state())
+    with pytest.raises(UserError, match="after 3 packs"):
+        mock.restore_state({"num_packs": 3})
 
 
 def test_packs_are_made_of_the_given_shapes_and_nearly_full(make_config):

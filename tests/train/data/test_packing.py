@@ -4,6 +4,7 @@ import math
 import random
 
 import pytest
+
 from megadit.train.data.packing import best_fit
 
 CAPACITY = (8192, 4096)

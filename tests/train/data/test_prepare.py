@@ -81,10 +81,10 @@ def test_the_seed_decides_the_files(prepared, tmp_path):
 
 def test_mistakes_are_told(tmp_path):
     with pytest.raises(UserError, match="did you mean 'digits'"):
-        prepare.main(["digit", str(tmp_path)])
+        prepare.main(["digit", str(tmp_path), "--debug"])
     with pytest.raises(UserError, match="num_clips=0"):
-        prepare.main(["digits", str(tmp_path / "a"), "--num_clips", "0"])
+        prepare.main(["digits", str(tmp_path / "a"), "--num_clips", "0", "--debug"])
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match="not a prepared data set"):
-        prepare.main(["digits", str(tmp_path), "--overwrite"])
+        prepare.main(["digits", str(tmp_path), "--overwrite", "--debug"])
     assert (tmp_path / "notes.txt").read_text() == "mine"

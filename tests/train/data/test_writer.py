@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from megadit.models.support import UserError
-from megadit.train.data.writer import DatasetInfo, iter_captions
 from megatron.energon import (
     Cooker,
     DefaultTaskEncoder,
@@ -20,6 +18,9 @@ from megatron.energon import (
     get_train_dataset,
     stateless,
 )
+
+from megadit.models.support import UserError
+from megadit.train.data.writer import DatasetInfo, iter_captions
 
 
 @edataclass
@@ -123,6 +124,7 @@ def test_the_folder_is_not_there_before_it_is_complete(new_writer, toy, tmp_path
         ({"latent_CTHW": torch.zeros(4, 1, 4, 4, dtype=torch.bfloat16)}, "bfloat16"),
         ({"latent_CTHW": torch.full((4, 1, 4, 4), torch.nan)}, "NaN"),
         ({"text_LE": torch.zeros(3, 7)}, r"expected \[L, 8\]"),
+        ({"latent_CTHW": torch.zeros(4, 1, 4, 4).half(), "text_LE": torch.full((3, 8), 7e4)}, "torch.float16"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(new_writer, toy, changes, message):

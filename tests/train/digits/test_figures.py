@@ -54,7 +54,9 @@ def test_smoothing_is_a_mean_over_the_past():
 
 def test_curves_of_whatever_was_recorded(tmp_path):
     records = [{"step": step, "loss": 1 / step, "lr": 1e-3, "grad_norm": 1.0} for step in range(1, 200)]
-    records.append({"step": 100, "validation_loss": 0.5})
+    for step in (100, 199):
+        records[step - 1]["validation"] = {"none": {"mean": 50 / step, "1": 0.4}, "0.05": {"mean": 40 / step}}
+    assert figures.series(records, "validation", "0.05", "mean")[1].tolist() == [0.4, 40 / 199]
     figures.training_curves(tmp_path / "some.png", records, title="a run")
     figures.training_curves(tmp_path / "few.png", records[:1], title="one step")
     wide, narrow = iio.imread(tmp_path / "some.png"), iio.imread(tmp_path / "few.png")

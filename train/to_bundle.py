@@ -1,0 +1,149 @@
+"""`megadit bundle CHECKPOINT OUT`: a training checkpoint, written by any layout, as a bundle.
+
+    megadit bundle runs/digits bundle                  # the newest checkpoint, the average that validation found best
+    megadit bundle runs/digits bundle --ema 0.05 --step 2000
+    megadit bundle runs/digits/checkpoints/iter_0002000 bundle --ema none
+
+The tokenizer and the text encoder come from the folder of the data set.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from megadit.models.bundle import write_bundle
+from megadit.models.megatron.checkpoint import (
+    CONFIG,
+    STATE,
+    checkpoint_name,
+    ema_profiles,
+    find_checkpoints,
+    is_complete,
+    read_network,
+)
+from megadit.models.support import UserError, read_json, run_command
+from megadit.models.text_encoders import load_text_encoder
+from megadit.models.tokenizers import load_tokenizer
+from megadit.train.config import RunConfig
+from megadit.train.data.writer import DatasetInfo
+from megadit.train.overrides import load_config
+from megadit.train.sampling_defaults import sampling_defaults
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Writes a bundle; the exit code is 0, or 2 after a mistake, told in one line."""
+    return run_command(_run, sys.argv[1:] if argv is None else argv)
+
+
+def _run(argv: list[str]) -> int:
+    options = _parser().parse_args(argv)
+    checkpoint = find_checkpoint(options.checkpoint, options.step)
+    ema = choose_average(checkpoint, options.ema)
+    convert(checkpoint, options.out, ema=ema, dataset=options.dataset)
+    average = "the weights themselves" if ema is None else f"their average of sigma_rel {ema:g}"
+    print(f"{options.out}: {average} from {checkpoint}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="megadit bundle", description="Turns a training checkpoint into a bundle.")
+    parser.add_argument("checkpoint", type=Path, help="folder of a run, or one of its checkpoints/iter_*")
+    parser.add_argument("out", type=Path, help="the bundle to write; a bundle already there is replaced")
+    parser.add_argument(
+        "--ema",
+        default="best",
+        metavar="best|none|SIGMA_REL",
+        help="average of the weights: the one with the lowest validation loss (default), none, or a sigma_rel",
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="step of the run; default: its newest checkpoint")
+    parser.add_argument("--dataset", type=Path, metavar="FOLDER", help="the data set, if it is no longer at data.path")
+    return parser
+
+
+def find_checkpoint(path: Path, step: int | None = None) -> Path:
+    """The checkpoint that `path` (a checkpoint, or the folder of a run) and `step` mean.
+
+    Raises:
+        UserError: if there is none.
+    """
+    if is_complete(path):
+        if step is not None:
+            raise UserError(f"{path} is one checkpoint; give the folder of the run to choose with --step {step}")
+        return path
+    found = find_checkpoints(path / "checkpoints")
+    if not found:
+        raise UserError(f"{path} holds no complete checkpoint; give the folder of a run, or one of its checkpoints")
+    if step is None:
+        return found[-1]
+    for checkpoint in found:
+        if checkpoint.name == checkpoint_name(step):
+            return checkpoint
+    steps = ", ".join(str(int(checkpoint.name.removeprefix("iter_"))) for checkpoint in found)
+    raise UserError(f"--step {step}: {path} has checkpoints of the steps {steps}")
+
+
+def choose_average(checkpoint: Path, name: str) -> float | None:
+    """The sigma_rel that `name` (best, none, or a number) means; None for the weights themselves.
+
+    `best` is what the newest validation before the checkpoint found; without one, the narrowest average.
+
+    Raises:
+        UserError: for a name that is none of these, or an average that was not kept.
+    """
+    profiles = ema_profiles(checkpoint)
+    if name == "best":
+        best = read_json(checkpoint / STATE)["run"]["validation"].get("best")
+        name = best or (f"{min(profiles):g}" if profiles else "none")
+    if name == "none":
+        return None
+    for sigma_rel in profiles:
+        if name == f"{sigma_rel:g}" or name == str(sigma_rel):
+            return sigma_rel
+    known = ", ".join(["best", "none", *(f"{sigma_rel:g}" for sigma_rel in profiles)])
+    raise UserError(f"--ema {name}: {checkpoint} has no such average; choose one of {known}")
+
+
+def convert(checkpoint: Path, out: Path, *, ema: float | None, dataset: Path | None = None) -> None:
+    """Writes the bundle of a checkpoint.
+
+    Raises:
+        UserError: if the data set is not there, or `out` holds something else.
+    """
+    config = load_config(checkpoint / CONFIG)
+    info = _dataset(config, dataset)
+    write_bundle(
+        out,
+        config=config.model,
+        state_dict=read_network(checkpoint, ema=ema),
+        tokenizer=load_tokenizer(info.tokenizer_folder),
+        text_encoder=load_text_encoder(info.text_encoder_folder),
+        defaults=sampling_defaults(config, info),
+        training=_origin(config, checkpoint, ema),
+    )
+
+
+def _dataset(config: RunConfig, given: Path | None) -> DatasetInfo:
+    path = given or config.data.path
+    if path is None:
+        raise UserError(
+            "this run was trained on mock data, which has no tokenizer and no text encoder; give --dataset FOLDER"
+        )
+    return DatasetInfo.read(path)
+
+
+def _origin(config: RunConfig, checkpoint: Path, ema: float | None) -> dict[str, Any]:
+    """Where the weights come from, for the manifest."""
+    run = read_json(checkpoint / STATE)["run"]
+    return {
+        "recipe": config.recipe,
+        "step": run["iteration"],
+        "ema_sigma_rel": ema,
+        "consumed_samples": run["consumed_samples"],
+        "consumed_tokens": run["consumed_tokens"],
+        "validation": run["validation"],
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
