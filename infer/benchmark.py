@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import tyro
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.precondition import EDMDenoiser, edm_scalings
-from megadit.models.support import UserError, run_command
+from megadit.models.support import CommandParser, UserError, run_command
 
 CONFIG = DiTConfig(num_layers=8, hidden_size=512, num_attention_heads=8, crossattn_emb_size=512)
 LATENTS = (4, 32, 32)
@@ -135,8 +134,15 @@ def _sampling_step(rounds: int) -> Comparison:
     )
 
 
+def parse_flags(argv: list[str]) -> Flags:
+    parser = CommandParser(description="Times our DiT beside diffusers' Cosmos transformer.")
+    parser.add_argument("--rounds", type=int, default=9, help="pairs timed, after one that is not counted (default: 9)")
+    parser.add_argument("--threads", type=int, help="threads of torch (default: torch's own choice)")
+    return Flags(**vars(parser.parse_args(argv)))
+
+
 def _run(argv: list[str]) -> None:
-    flags = tyro.cli(Flags, args=argv)
+    flags = parse_flags(argv)
     if flags.threads:
         torch.set_num_threads(flags.threads)
     show("sampling: megadit / diffusers Cosmos transformer", [_sampling_step(flags.rounds)])

@@ -5,90 +5,127 @@ it cannot. Flags that are left out take the checkpoint's defaults.
 """
 
 import mimetypes
+import os
 import re
 import sys
-from dataclasses import asdict, dataclass
-from itertools import chain, product
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from itertools import product
 from pathlib import Path
-from typing import Annotated
-
-import tyro
+from typing import Any, get_args
 
 from megadit.infer.checkpoints import open_bundle
 from megadit.infer.guidance import GuidanceConvention, guidance_scale
-from megadit.infer.pipeline import GeneratedVideo, TextToVideo, latent_size, resolve_settings
+from megadit.infer.pipeline import TOKENS_PER_BATCH, GeneratedVideo, TextToVideo, latent_size, resolve_settings
+from megadit.infer.samplers import SAMPLERS
 from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, write_video
 from megadit.models.bundle import Bundle, SamplingDefaults
-from megadit.models.support import Progress, UserError, run_command, write_json
+from megadit.models.support import CommandParser, Progress, UserError, run_command, write_json
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
-
-_INT = tyro.conf.arg(metavar="INT", help_behavior_hint="(default: the checkpoint's)")
-_FLOAT = tyro.conf.arg(metavar="FLOAT", help_behavior_hint="(default: the checkpoint's)")
-_TEXT = tyro.conf.arg(metavar="STR", help_behavior_hint="(default: the checkpoint's)")
-_PATH = tyro.conf.arg(metavar="PATH", help_behavior_hint="")
-_NO_HINT = tyro.conf.arg(help_behavior_hint="")
-_OPTIONAL_INT = tyro.conf.arg(metavar="INT", help_behavior_hint="")
 
 SUBJECT = "{subject}"
 """The place in a prompt that --subject_name fills."""
 
 
+def _flag(default: Any, help: str, **options: Any) -> Any:
+    """A field of `GenerateFlags`, with what argparse is to know of its option."""
+    return field(default=default, metadata={"help": help, **options})
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateFlags:
-    """Generate videos, or images, from prompts. `--debug` shows the traceback of an error."""
+    """The options of the command; None is the checkpoint's default."""
 
-    checkpoint_path: Annotated[str, _PATH] = ""
-    """A bundle, or a training directory, whose newest checkpoint is then converted to a bundle once."""
-    prompt: Annotated[tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]], _NO_HINT] = ()
-    """One prompt or several; the flag may be repeated."""
-    prompt_file: Annotated[str, _PATH] = ""
-    """A text file of prompts, one a line, after those of --prompt."""
-    negative_prompt: Annotated[str | None, _TEXT] = None
-    """What to steer away from; replaces the empty text of the unconditional half."""
-    subject_name: Annotated[str, _NO_HINT] = ""
-    """Replaces {subject} in every prompt, as in: --prompt "a {subject} on the beach" --subject_name "teal robot"."""
-    guidance: Annotated[float | None, _FLOAT] = None
-    """Scale of classifier-free guidance; 1 is none."""
-    guidance_convention: GuidanceConvention = "standard"
-    """What --guidance means: uncond + scale (cond - uncond), or NeMo's cond + g (cond - uncond)."""
-    sampler: Annotated[str | None, _TEXT] = None
-    """euler, heun or dpmpp_2m."""
-    num_steps: Annotated[int | None, _INT] = None
-    """Sampling steps."""
-    seed: Annotated[int | None, _OPTIONAL_INT] = None
-    """Decides the initial noise, alone: the same seed gives the same video in any batch. (default: 0)"""
-    seeds: Annotated[tuple[int, ...], _NO_HINT] = ()
-    """Several seeds: one video for each prompt and seed."""
-    num_video_frames: Annotated[int | None, _INT] = None
-    """Frames of the video, any number; 1 makes an image."""
-    height: Annotated[int | None, _INT] = None
-    """Pixels."""
-    width: Annotated[int | None, _INT] = None
-    """Pixels."""
-    fps: Annotated[float | None, _FLOAT] = None
-    """Frames per second, of the file and as the network is told."""
-    video_save_path: Annotated[str, tyro.conf.arg(metavar="PATH")] = "outputs"
-    """A file (mp4; png or jpg for one frame), or a directory. Several videos are numbered. A .json with the settings
-    is written beside each."""
-    batch_size: Annotated[int | None, _OPTIONAL_INT] = None
-    """Videos made at once. (default: as many as make 32,768 video tokens)"""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
-    dtype: str = "float32"
-    """Of the network: float32, bfloat16 or float16."""
-    tokenizer_model: Annotated[str, _PATH] = ""
-    """Directory of the video tokenizer to load instead of the checkpoint's copy; must be the same one."""
-    tokenizer_cache_dir: Annotated[str, _PATH] = ""
-    """Directory in which --tokenizer_model is looked up."""
-    t5_cache_dir: Annotated[str, _PATH] = ""
-    """Directory of the text encoder to load instead of the checkpoint's copy; must be the same one."""
-    num_devices: int = 1
-    """Only 1: to use several devices, start one process for each with --device cuda:N and its share of the prompts."""
-    cp_size: int = 1
-    """Only 1: a video is not split over devices."""
-    guardrail_dir: Annotated[str, _PATH] = ""
-    """Not available: screen prompts and videos outside this command."""
+    checkpoint_path: str = _flag(
+        "",
+        "a bundle, or a training directory, whose newest checkpoint is then converted to a bundle once",
+        metavar="PATH",
+    )
+    prompt: Sequence[str] = _flag(
+        (), "one prompt or several; the flag may be repeated", nargs="+", action="extend", metavar="TEXT"
+    )
+    prompt_file: str = _flag("", "a text file of prompts, one a line, after those of --prompt", metavar="PATH")
+    negative_prompt: str | None = _flag(
+        None, "what to steer away from; replaces the empty text of the unconditional half", metavar="TEXT"
+    )
+    subject_name: str = _flag(
+        "",
+        'replaces {subject} in every prompt, as in: --prompt "a {subject} on the beach" --subject_name "teal robot"',
+        metavar="TEXT",
+    )
+    guidance: float | None = _flag(None, "scale of classifier-free guidance; 1 is none", type=float, metavar="NUMBER")
+    guidance_convention: GuidanceConvention = _flag(
+        "standard",
+        "what --guidance means: uncond + scale (cond - uncond), or NeMo's cond + g (cond - uncond)",
+        choices=get_args(GuidanceConvention),
+    )
+    sampler: str | None = _flag(None, ", ".join(SAMPLERS), metavar="NAME")
+    num_steps: int | None = _flag(None, "sampling steps", type=int, metavar="INT")
+    seed: int | None = _flag(
+        None,
+        "decides the initial noise, alone: the same seed gives the same video in any batch (default: 0)",
+        type=int,
+        metavar="INT",
+    )
+    seeds: Sequence[int] = _flag(
+        (), "several seeds: one video for each prompt and seed", type=int, metavar="INT", nargs="+"
+    )
+    num_video_frames: int | None = _flag(
+        None, "frames of the video, any number; 1 makes an image", type=int, metavar="INT"
+    )
+    height: int | None = _flag(None, "pixels", type=int, metavar="INT")
+    width: int | None = _flag(None, "pixels", type=int, metavar="INT")
+    fps: float | None = _flag(
+        None, "frames per second, of the file and as the network is told", type=float, metavar="NUMBER"
+    )
+    video_save_path: str = _flag(
+        "outputs",
+        "a file (mp4; png or jpg for one frame), or a directory; several videos are numbered, and a .json with the "
+        "settings is written beside each (default: outputs)",
+        metavar="PATH",
+    )
+    batch_size: int | None = _flag(
+        None,
+        f"videos made at once (default: as many as make {TOKENS_PER_BATCH:,} video tokens)",
+        type=int,
+        metavar="INT",
+    )
+    device: str = _flag("auto", "auto, cpu, cuda or cuda:N (default: auto)", metavar="NAME")
+    dtype: str = _flag("float32", "of the network: float32, bfloat16 or float16 (default: float32)", metavar="NAME")
+    tokenizer_model: str = _flag(
+        "",
+        "directory of the video tokenizer to load instead of the checkpoint's copy; must be the same one",
+        metavar="PATH",
+    )
+    tokenizer_cache_dir: str = _flag("", "directory in which --tokenizer_model is looked up", metavar="PATH")
+    t5_cache_dir: str = _flag(
+        "",
+        "directory of the text encoder to load instead of the checkpoint's copy; must be the same one",
+        metavar="PATH",
+    )
+    num_devices: int = _flag(
+        1,
+        "only 1: to use several devices, start one process for each with --device cuda:N and its share of the prompts",
+        type=int,
+        metavar="INT",
+    )
+    cp_size: int = _flag(1, "only 1: a video is not split over devices", type=int, metavar="INT")
+    guardrail_dir: str = _flag("", "not available: screen prompts and videos outside this command", metavar="PATH")
+
+
+def _parse(argv: list[str]) -> GenerateFlags:
+    parser = CommandParser(
+        prog="megadit generate",
+        usage="megadit generate --checkpoint_path PATH --prompt TEXT [TEXT ...] [options]",
+        description="Generates videos, or images, from prompts. What is left out takes the checkpoint's default.",
+        epilog="--debug shows the traceback of an error.",
+    )
+    for flag in fields(GenerateFlags):
+        parser.add_argument(f"--{flag.name}", **flag.metadata)
+    # argparse's own defaults are None, so that `extend` starts from nothing
+    given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    return GenerateFlags(**given)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -97,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _generate(argv: list[str]) -> None:
-    flags = tyro.cli(GenerateFlags, args=argv, prog="megadit generate", use_underscores=True)
+    flags = _parse(argv)
     _check(flags)
     jobs = list(product(_prompts(flags), flags.seeds or (flags.seed or 0,)))
     bundle = open_bundle(flags.checkpoint_path)
@@ -146,7 +183,9 @@ def _check(flags: GenerateFlags) -> None:
         flags.tokenizer_cache_dir and not flags.tokenizer_model,
         f"--tokenizer_cache_dir={flags.tokenizer_cache_dir} needs --tokenizer_model, which is looked up in it",
     )
-    _refuse(flags.batch_size is not None and flags.batch_size < 1, f"--batch_size={flags.batch_size} must be positive")
+    for name in ("num_video_frames", "batch_size"):
+        value = getattr(flags, name)
+        _refuse(value is not None and value < 1, f"--{name}={value} must be greater than 0")
 
 
 def _refuse(is_wrong: object, reason: str) -> None:
@@ -156,7 +195,7 @@ def _refuse(is_wrong: object, reason: str) -> None:
 
 def _prompts(flags: GenerateFlags) -> list[str]:
     """Those of --prompt, then those of --prompt_file, with their subject named."""
-    prompts = [*chain.from_iterable(flags.prompt), *_file_lines(flags.prompt_file)]
+    prompts = [*flags.prompt, *_file_lines(flags.prompt_file)]
     _refuse(not prompts, "there is no prompt; give --prompt TEXT or --prompt_file FILE")
     has_place = any(SUBJECT in prompt for prompt in prompts)
     _refuse(has_place and not flags.subject_name, f"a prompt contains {SUBJECT}; say what it is with --subject_name")
@@ -202,7 +241,7 @@ def output_paths(save_path: str, jobs: list[tuple[str, int]], *, num_frames: int
     """Where the video of each (prompt, seed) goes: `save_path` itself, or numbered names beside or inside it.
 
     Raises:
-        UserError: for a file type that cannot be written, and a directory that cannot be made.
+        UserError: for a file type that cannot be written, and a directory that cannot be made or written to.
     """
     path = Path(save_path)
     is_file = not path.is_dir() and _names_file(path, num_frames)
@@ -211,6 +250,7 @@ def output_paths(save_path: str, jobs: list[tuple[str, int]], *, num_frames: int
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--video_save_path={save_path}: cannot make the directory {directory}: {error}") from error
+    _refuse(not os.access(directory, os.W_OK), f"--video_save_path={save_path}: {directory} may not be written to")
     if is_file and len(jobs) == 1:
         return [path]
     if is_file:
@@ -243,7 +283,7 @@ def _slug(prompt: str) -> str:
 def _save(path: Path, result: GeneratedVideo, flags: GenerateFlags) -> None:
     write_video(path, result.video, result.settings.fps, metadata={"comment": result.prompt})
     settings = {"prompt": result.prompt, "seed": result.seed, **asdict(result.settings)}
-    origin = {"checkpoint_path": str(flags.checkpoint_path), "dtype": flags.dtype}
+    origin = {"checkpoint_path": flags.checkpoint_path, "dtype": flags.dtype}
     write_json(path.with_suffix(".json"), settings | origin)
     print(path)
 

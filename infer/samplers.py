@@ -7,7 +7,6 @@ of large noises; the network is asked, and answers, in float32.
 
 import math
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,32 +17,23 @@ Denoise = Callable[[Tensor, Tensor], Tensor]
 """(x [B, ...] float32, sigma_B float32) -> clean x0 of x's shape, with every condition already bound."""
 
 
-class StepCallback(Protocol):
-    """Told after each step which one it was (0-based), and what the denoiser made of the step's start."""
-
-    def __call__(self, *, step: int, num_steps: int, sigma: float, x0: Tensor) -> None: ...
+Sampler = Callable[[Denoise, Tensor, Tensor], Tensor]
+"""(denoise, x, sigmas) -> the state at sigmas[-1], float64; progress and cancelling are wrappers around `denoise`."""
 
 
-class Sampler(Protocol):
-    def __call__(
-        self, denoise: Denoise, x: Tensor, sigmas: Tensor, *, callback: StepCallback | None = None
-    ) -> Tensor: ...
-
-
-def euler(denoise: Denoise, x: Tensor, sigmas: Tensor, *, callback: StepCallback | None = None) -> Tensor:
+def euler(denoise: Denoise, x: Tensor, sigmas: Tensor) -> Tensor:
     """First order, one denoiser call a step: x_next = x + (sigma_next - sigma) d, d = (x - D(x; sigma)) / sigma."""
-    x, levels = x.double(), sigmas.tolist()
-    for step, (sigma, sigma_next) in enumerate(_steps(levels)):
+    x = x.double()
+    for sigma, sigma_next in _steps(sigmas):
         x0 = _evaluate(denoise, x, sigma)
         x = x + (sigma_next - sigma) * (x - x0) / sigma
-        _report(callback, step, levels, x0)
     return x
 
 
-def heun(denoise: Denoise, x: Tensor, sigmas: Tensor, *, callback: StepCallback | None = None) -> Tensor:
+def heun(denoise: Denoise, x: Tensor, sigmas: Tensor) -> Tensor:
     """Second order, two denoiser calls a step and one on a last step to 0 (arXiv 2206.00364, algorithm 1)."""
-    x, levels = x.double(), sigmas.tolist()
-    for step, (sigma, sigma_next) in enumerate(_steps(levels)):
+    x = x.double()
+    for sigma, sigma_next in _steps(sigmas):
         x0 = _evaluate(denoise, x, sigma)
         d = (x - x0) / sigma
         x_next = x + (sigma_next - sigma) * d
@@ -52,20 +42,19 @@ def heun(denoise: Denoise, x: Tensor, sigmas: Tensor, *, callback: StepCallback 
             d_next = (x_next - _evaluate(denoise, x_next, sigma_next)) / sigma_next
             x_next = x + (sigma_next - sigma) * (d + d_next) / 2
         x = x_next
-        _report(callback, step, levels, x0)
     return x
 
 
-def dpmpp_2m(denoise: Denoise, x: Tensor, sigmas: Tensor, *, callback: StepCallback | None = None) -> Tensor:
+def dpmpp_2m(denoise: Denoise, x: Tensor, sigmas: Tensor) -> Tensor:
     """DPM-Solver++(2M): second order, multistep, one denoiser call a step (arXiv 2211.01095, algorithm 2).
 
     With alpha = 1 and lambda = -ln sigma, h = lambda_next - lambda, r = h_previous / h:
     D_bar = (1 + 1 / (2 r)) D - 1 / (2 r) D_previous,  x_next = (sigma_next / sigma) x - (e^-h - 1) D_bar.
     e^-h is sigma_next / sigma, so that a step to 0 gives D_bar; that step and the first are of first order, D_bar = D.
     """
-    x, levels = x.double(), sigmas.tolist()
+    x = x.double()
     h_previous = x0_previous = None
-    for step, (sigma, sigma_next) in enumerate(_steps(levels)):
+    for sigma, sigma_next in _steps(sigmas):
         x0 = x0_bar = _evaluate(denoise, x, sigma)
         if sigma_next > 0:
             h = math.log(sigma / sigma_next)
@@ -74,7 +63,6 @@ def dpmpp_2m(denoise: Denoise, x: Tensor, sigmas: Tensor, *, callback: StepCallb
             h_previous, x0_previous = h, x0
         ratio = sigma_next / sigma
         x = ratio * x + (1 - ratio) * x0_bar
-        _report(callback, step, levels, x0)
     return x
 
 
@@ -103,15 +91,11 @@ def num_denoiser_calls(name: str, sigmas: Tensor) -> int:
     return 2 * num_steps - int(sigmas[-1] == 0)
 
 
-def _steps(levels: list[float]) -> list[tuple[float, float]]:
+def _steps(sigmas: Tensor) -> list[tuple[float, float]]:
+    levels = sigmas.tolist()
     return list(zip(levels[:-1], levels[1:], strict=True))
 
 
 def _evaluate(denoise: Denoise, x: Tensor, sigma: float) -> Tensor:
     sigma_B = torch.full((len(x),), sigma, dtype=torch.float32, device=x.device)
     return denoise(x.float(), sigma_B).double()
-
-
-def _report(callback: StepCallback | None, step: int, levels: list[float], x0: Tensor) -> None:
-    if callback is not None:
-        callback(step=step, num_steps=len(levels) - 1, sigma=levels[step], x0=x0)

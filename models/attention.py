@@ -18,7 +18,7 @@ from megadit.models.config import DiTConfig
 from megadit.models.embeddings import Rotary
 from megadit.models.qk_norm import QKNorm
 from megadit.models.recompute import through
-from megadit.models.segments import DenseLayout, Run, SegmentLayout
+from megadit.models.segments import DenseLayout, Layout, Run, SegmentLayout
 
 if TYPE_CHECKING:
     from megadit.models.layers import LayerKit
@@ -42,7 +42,7 @@ class SelfAttention(nn.Module):
         self.proj = layers.row_linear(config.attention_size, config.hidden_size)
         self.q_layernorm, self.k_layernorm = QKNorm(config), QKNorm(config)
 
-    def forward(self, x_SBD: Tensor, layout: SegmentLayout | DenseLayout, rotary: Rotary | None) -> Tensor:
+    def forward(self, x_SBD: Tensor, layout: Layout, rotary: Rotary | None) -> Tensor:
         q, k, v = rearrange(self.qkv(x_SBD), "S B (N qkv K) -> qkv S B N K", qkv=3, K=self.head_dim)
         q, k = self.q_layernorm(q, rotary), self.k_layernorm(k, rotary)
         return self.layers.attend(q, k, v, layout, cross=False, into=self.proj)
@@ -60,15 +60,13 @@ class CrossAttention(nn.Module):
         self.proj = layers.row_linear(config.attention_size, config.hidden_size)
         self.q_layernorm, self.k_layernorm = QKNorm(config), QKNorm(config)
 
-    def forward(self, x_SBD: Tensor, text_LBD: Tensor, layout: SegmentLayout | DenseLayout) -> Tensor:
+    def forward(self, x_SBD: Tensor, text_LBD: Tensor, layout: Layout) -> Tensor:
         q = self.q_layernorm(rearrange(self.q(x_SBD), "S B (N K) -> S B N K", K=self.head_dim))
         k, v = rearrange(self.kv(text_LBD), "L B (N kv K) -> kv L B N K", kv=2, K=self.head_dim)
         return self.layers.attend(q, self.k_layernorm(k), v, layout, cross=True, into=self.proj)
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, layout: SegmentLayout | DenseLayout, *, cross: bool, into: Projection
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, cross: bool, into: Projection) -> Tensor:
     """into(softmax(q k^T / sqrt(K)) v), each sample on its own.
 
     Args:
@@ -76,7 +74,7 @@ def attend(
         k: [S, B, N, K], or [L, B, N, K] with `cross`.
         v: of k's shape.
         layout: which tokens form a sample, and which text belongs to it.
-        cross: attend to text rather than to video tokens.
+        cross: attend to text rather than to video tokens; a sample without text has the null token's slot.
         into: what reads the heads side by side, [S, B, N*K]; those of a pack's padding hold no meaning.
     """
     if isinstance(layout, DenseLayout):
@@ -119,17 +117,18 @@ def _run_tokens(x_S1NK: Tensor, run: Run) -> Tensor:
 
 def _run_text(k: Tensor, v: Tensor, layout: SegmentLayout, run: Run) -> tuple[Tensor, Tensor, Tensor | None]:
     """The text of a run, [c, l, N, K], and the mask [c, 1, 1, l] of what is there (None where all of it is)."""
-    slots_cl, is_valid_cl = layout.cached(("text", run, k.device), lambda: _to(k.device, *layout.text_of_run(run)))
-    mask = None if layout.cached(("all", run), lambda: bool(is_valid_cl.all())) else is_valid_cl[:, None, None]
+
+    def compute() -> tuple[Tensor, Tensor | None]:
+        slots_cl, is_valid_cl = layout.text_of_run(run)
+        mask = None if is_valid_cl.all() else is_valid_cl[:, None, None].to(k.device, non_blocking=True)
+        return slots_cl.to(k.device, non_blocking=True), mask
+
+    slots_cl, mask = layout.cached(("text", run, k.device), compute)
     return k[slots_cl, 0], v[slots_cl, 0], mask
 
 
-def _to(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(tensor.to(device, non_blocking=True) for tensor in tensors)
-
-
 def attend_varlen(q: Tensor, k: Tensor, v: Tensor, layout: SegmentLayout, cross: bool, into: Projection) -> Tensor:
-    """All segments in one flash-attention call. Padding attends to itself, so that no shape depends on the data."""
+    """All segments in one flash-attention call (half precision on a GPU); padding attends to itself."""
     from torch.nn.attention.varlen import varlen_attn
 
     bounds_q, longest_q = _bounds(layout, False, q.device)
@@ -151,13 +150,14 @@ def _bounds(layout: SegmentLayout, of_text: bool, device: torch.device) -> tuple
 
 @cache
 def _has_varlen_attention() -> bool:
-    # torch 2.10 added it; it dispatches to flash attention and wants half precision on a GPU
+    # torch 2.10 added it; flash attention wants half precision, heads of 8 n <= 256 and an Ampere GPU or newer
     return find_spec("torch.nn.attention.varlen") is not None and torch.cuda.get_device_capability() >= (8, 0)
 
 
 def packed_kernel(q: Tensor) -> PackedKernel:
-    """The kernel for packs of this device and precision."""
+    """The kernel for packs of this device, precision and head width."""
     is_half = q.dtype in (torch.float16, torch.bfloat16)
-    if q.is_cuda and is_half and _has_varlen_attention():
+    fits_flash = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    if q.is_cuda and is_half and fits_flash and _has_varlen_attention():
         return attend_varlen
     return attend_runs

@@ -14,7 +14,7 @@ from megadit.models.config import DiTConfig
 from megadit.models.embeddings import Rotary
 from megadit.models.modulation import gated_residual, modulated_norm
 from megadit.models.recompute import through
-from megadit.models.segments import DenseLayout, Run, SegmentLayout
+from megadit.models.segments import Layout, Run
 
 if TYPE_CHECKING:
     from megadit.models.layers import LayerKit
@@ -30,7 +30,7 @@ class Context(NamedTuple):
     condition_GD: Tensor
     """Noise level and frame rate of each sample."""
     text_LBD: Tensor
-    layout: SegmentLayout | DenseLayout
+    layout: Layout
     runs: tuple[Run, ...] | None
     """Which sample each of this rank's tokens belongs to; None in a dense batch."""
     rotary: Rotary | None

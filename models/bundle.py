@@ -182,7 +182,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
             f"{path} has format version {version}, written by megadit {manifest.get('megadit_version')}; "
             f"this version reads up to {FORMAT_VERSION}: upgrade megadit"
         )
-    missing = {"parts", "defaults", "files"} - manifest.keys()
+    missing = {"parts", "fingerprints", "defaults", "files"} - manifest.keys()
     if missing:
         raise UserError(f"{file} lacks {', '.join(sorted(missing))}")
     return manifest

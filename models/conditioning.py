@@ -15,7 +15,7 @@ class Conditioning:
     """The conditions of a batch of videos."""
 
     text_BLE: Tensor
-    """Text features; rows beyond each length are ignored."""
+    """Text features, L >= 1; rows beyond each length are ignored."""
     text_length_B: Tensor
     """int64, 0..L. 0 means no text: one learned null token stands in."""
     fps_B: Tensor
@@ -35,9 +35,6 @@ class Conditioning:
             self.text_length_B.to(device),
             self.fps_B.to(device),
         )
-
-    def select(self, rows: slice) -> "Conditioning":
-        return Conditioning(self.text_BLE[rows], self.text_length_B[rows], self.fps_B[rows])
 
     @staticmethod
     def concatenate(parts: "list[Conditioning]") -> "Conditioning":

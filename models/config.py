@@ -21,7 +21,7 @@ class DiTConfig:
     hidden_size: int = 384
     num_attention_heads: int = 6
     head_dim: int | None = None
-    """Width of one attention head; None means floor(hidden_size / num_attention_heads)."""
+    """Width of one attention head; None means hidden_size / num_attention_heads, which must then divide."""
     ffn_hidden_size: int | None = None
     """Width of the MLP between its two linears; None means 4 x hidden_size."""
     in_channels: int = 16
@@ -46,10 +46,6 @@ class DiTConfig:
         if self.position_embedding not in get_args(PositionEmbedding):
             known = ", ".join(get_args(PositionEmbedding))
             raise UserError(f"model.position_embedding={self.position_embedding!r} is unknown; choose one of {known}")
-        if self.head_dim is None and self.num_attention_heads > self.hidden_size:
-            raise UserError(
-                f"model.num_attention_heads={self.num_attention_heads} exceeds model.hidden_size={self.hidden_size}"
-            )
         self._check_head_dim()
 
     def _check_positive(self) -> None:

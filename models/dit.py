@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from megadit.models.blocks import Context, DiTBlock, FinalLayer
 from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
-from megadit.models.embeddings import ScalarEmbedder, patchify, rotary_table, sincos_table, unpatchify
+from megadit.models.embeddings import Rotary, ScalarEmbedder, patchify, rotary_table, sincos_table, unpatchify
 from megadit.models.layers import LayerKit, TorchLayers
-from megadit.models.segments import DenseLayout, SegmentLayout
+from megadit.models.segments import DenseLayout, Layout, SegmentLayout
 
 
 class DiT(nn.Module):
@@ -78,7 +78,7 @@ class DiT(nn.Module):
         text_LBE: Tensor,
         is_null: Tensor,
         fps_G: Tensor,
-        layout: SegmentLayout | DenseLayout,
+        layout: Layout,
     ) -> Tensor:
         x_SBD = self.x_embedder(tokens_SBP)
         x_SBD, rotary = self._add_positions(x_SBD, layout)
@@ -90,7 +90,7 @@ class DiT(nn.Module):
         x_SBD = self.blocks(x_SBD, Context(condition_GD, text_LBD, layout, runs, rotary))
         return self.layers.gather_sequence(self.final_layer(x_SBD, condition_GD, runs))
 
-    def _add_positions(self, x_SBD: Tensor, layout: SegmentLayout | DenseLayout):
+    def _add_positions(self, x_SBD: Tensor, layout: Layout) -> tuple[Tensor, Rotary | None]:
         """The tokens, with fixed positions added or beside rotary ones."""
         key = (self.config, x_SBD.device, x_SBD.dtype)
         if self.config.position_embedding == "sincos":
@@ -100,7 +100,7 @@ class DiT(nn.Module):
         return x_SBD, layout.cached(key, lambda: rotary_table(_positions(layout, x_SBD), self.config, x_SBD.dtype))
 
 
-def _positions(layout: SegmentLayout | DenseLayout, like: Tensor) -> Tensor:
+def _positions(layout: Layout, like: Tensor) -> Tensor:
     return layout.grid_positions_S3.to(like.device)
 
 

@@ -5,6 +5,7 @@ D width, N heads, K head dim.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -46,7 +47,9 @@ class ScalarEmbedder(nn.Module):
     `scale` sets the finest change that the sinusoids tell apart.
     """
 
-    def __init__(self, hidden_size: int, linear, *, scale: float, num_frequencies: int = 128) -> None:
+    def __init__(
+        self, hidden_size: int, linear: Callable[[int, int], nn.Module], *, scale: float, num_frequencies: int = 128
+    ) -> None:
         super().__init__()
         self.scale = scale
         self.num_frequencies = num_frequencies

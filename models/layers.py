@@ -14,10 +14,9 @@ from typing import Literal, Protocol
 from torch import Tensor, nn
 
 from megadit.models.attention import attend
-from megadit.models.segments import DenseLayout, Run, SegmentLayout
+from megadit.models.segments import Layout, Run
 
 Sequence = Literal["sharded", "replicated"]
-Layout = SegmentLayout | DenseLayout
 
 
 class LayerKit(Protocol):

@@ -32,8 +32,6 @@ class Stream(IntEnum):
     TEXT_DROPOUT = 2
     WORD = 3
     """Vectors of words (hashed text features)."""
-    CHURN = 16
-    """Noise that a stochastic sampler adds at step i: stream CHURN + i."""
 
 
 def sample_key(seed: int, sample_id: str, occurrence: int) -> int:

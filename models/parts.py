@@ -50,11 +50,11 @@ def read_settings(directory: str | os.PathLike, names: Collection[str]) -> dict[
     """
     path = Path(directory) / CONFIG_FILE
     settings = {name: value for name, value in read_json(path).items() if name != "type"}
-    for name in settings.keys() - set(names):
+    for name in sorted(settings.keys() - set(names)):
         near = nearest(name, names)
         hint = f"did you mean {near!r}?" if near else "was it written by a newer version?"
         raise UserError(f"{path}: unknown setting {name!r}; {hint}")
-    for name in set(names) - settings.keys():
+    for name in sorted(set(names) - settings.keys()):
         raise UserError(f"{path}: the setting {name!r} is missing")
     return settings
 

@@ -25,15 +25,18 @@ class _Recipe:
 def through(function: Callable[..., Tensor], *inputs, into: Callable[[Tensor], Tensor]) -> Tensor:
     """into(function(*inputs)), where whatever `into` would save of the value between is computed again in backward.
 
-    `function` must be cheap, deterministic, and its inputs kept by someone else anyway (its own backward, usually),
-    or nothing is won. Under `torch.compile` the compiler makes this choice, and without gradients nothing is kept.
+    `function` must be cheap and deterministic. Its inputs must be kept by someone else anyway (its own backward,
+    usually), or nothing is won, and must not change in place before the backward: autograd does not watch them here.
+    Nothing is recomputed without gradients, under `torch.compile` (the compiler makes this choice), and where the
+    value is not contiguous (what is saved of it may have another memory order).
     """
     value = function(*inputs)
-    if not value.requires_grad or torch.compiler.is_compiling():
+    if not value.requires_grad or not value.is_contiguous() or torch.compiler.is_compiling():
         return into(value)
     recipe, address, size = _Recipe(function, inputs), value.data_ptr(), value.numel()
 
     def pack(tensor: Tensor) -> Tensor | tuple[_Recipe, torch.Size]:
+        # `value` outlives the hooks, so that its address cannot be another tensor's
         is_value = tensor.data_ptr() == address and tensor.numel() == size and tensor.is_contiguous()
         return (recipe, tensor.shape) if is_value else tensor
 

@@ -238,11 +238,11 @@ class SegmentLayout:
 
     def text_of_run(self, run: Run) -> tuple[Tensor, Tensor]:
         """A run's text slots, made rectangular: (slot indices int64, is valid bool), [count, longest]."""
-        return self.cached(("text", run), lambda: self._rectangular_text(run))
-
-    def _rectangular_text(self, run: Run) -> tuple[Tensor, Tensor]:
         slots_G1 = torch.tensor(self.text_slots[run.segments])[:, None]
         starts_G1 = torch.tensor(self.text_starts[run.segments])[:, None]
         offset_L = torch.arange(int(slots_G1.max()))
         is_valid_GL = offset_L < slots_G1
         return torch.where(is_valid_GL, starts_G1 + offset_L, starts_G1), is_valid_GL
+
+
+Layout = SegmentLayout | DenseLayout

@@ -1,16 +1,18 @@
 """Small things every side of the package needs: mistakes users can mend, files never half written, progress."""
 
+import argparse
 import difflib
 import json
 import os
 import secrets
+import select
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 
 class UserError(ValueError):
@@ -96,12 +98,14 @@ def read_json(path: str | os.PathLike) -> Any:
     """The contents of a JSON file.
 
     Raises:
-        UserError: if the file is missing or is not JSON.
+        UserError: if the file is missing, cannot be read or is not JSON.
     """
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path} does not exist") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid JSON: {error}") from None
 
@@ -201,15 +205,48 @@ def _terminal_bar(stream: TextIO):
 # -------------------------------------------------------------------------------------------------- commands
 
 
+class CommandParser(argparse.ArgumentParser):
+    """argparse whose complaints are a `UserError`, so that `run_command` tells them in one line like any other.
+
+    Options are never abbreviated; `--num-steps` is taken for `--num_steps` where only that exists.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)
+
+    def parse_args(self, args: Sequence[str], namespace: argparse.Namespace | None = None) -> argparse.Namespace:
+        """The options in `args`.
+
+        Raises:
+            UserError: for an argument that is unknown (names the nearest option), missing or malformed.
+        """
+        options, unknown = self.parse_known_args([self._spelling(argument) for argument in args], namespace)
+        if unknown:
+            near = nearest(unknown[0].partition("=")[0], self._option_string_actions)
+            self.error(f"unknown argument {unknown[0]!r}" + (f" (did you mean {near}?)" if near else ""))
+        return options
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see `{self.prog} --help`")
+
+    def _spelling(self, argument: str) -> str:
+        name, equals, value = argument.partition("=")
+        underscored = name[:2] + name[2:].replace("-", "_")
+        return underscored + equals + value if underscored in self._option_string_actions else argument
+
+
 def run_command(function: Callable[[list[str]], int | None], argv: list[str]) -> int:
     """Runs a command and returns its exit code: 2 for a `UserError`, 130 when interrupted, each told in one line.
 
-    `--debug` among the arguments is taken out, and shows the traceback of such errors instead. Other exceptions are
-    faults of ours and always show theirs.
+    141, in silence, where nobody reads standard output any more (`megadit info PATH | head -1`). `--debug` among the
+    arguments is taken out, and shows the traceback of such errors instead. Other exceptions are faults of ours and
+    always show theirs.
     """
     debug = "--debug" in argv
     try:
-        return function([argument for argument in argv if argument != "--debug"]) or 0
+        code = function([argument for argument in argv if argument != "--debug"]) or 0
+        sys.stdout.flush()
+        return code
     except UserError as error:
         if debug:
             raise
@@ -220,3 +257,15 @@ def run_command(function: Callable[[list[str]], int | None], argv: list[str]) ->
             raise
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        if debug or not _lost_its_reader(sys.stdout):
+            raise
+        # what is still buffered would fail again when the interpreter ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _lost_its_reader(stream: TextIO) -> bool:
+    poll = select.poll()
+    poll.register(stream, 0)  # a pipe without a reader reports an error unasked
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

@@ -28,7 +28,7 @@ def save_dit(
         UserError: if `state_dict` is not exactly the tensors of that model.
     """
     found = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
-    _check_shapes(found, dit_shapes(config), "the weights to save")
+    _check_shapes(found, dit_shapes(config), "the tensors to save")
     tensors = {name: tensor.detach().to("cpu", dtype) for name, tensor in state_dict.items()}
     parts.write_part(directory, {"type": "dit", **config.to_dict()}, tensors)
 
@@ -59,7 +59,7 @@ def load_dit(
     try:
         with safe_open(path, framework="pt") as file:
             found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
-            _check_shapes(found, dit_shapes(config), str(path))
+            _check_shapes(found, dit_shapes(config), f"the tensors of {path}")
             tensors = {name: file.get_tensor(name).to(device, dtype) for name in found}
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None

@@ -1,6 +1,5 @@
 """`megadit doctor`: what this machine can do, what is missing, and how to get it."""
 
-import argparse
 import importlib.util
 import os
 import platform
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megadit.models.support import run_command
+from megadit.models.support import CommandParser, run_command
 
 GIB = 2**30
 
@@ -57,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="megadit doctor", description=__doc__, allow_abbrev=False)
+    parser = CommandParser(prog="megadit doctor", description=__doc__)
     parser.parse_args(argv)
     console = Console()
     for title, findings in (

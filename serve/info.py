@@ -1,6 +1,5 @@
 """`megadit info PATH`: what a bundle, a training run or a dataset is, from its files alone."""
 
-import argparse
 import json
 import math
 import sys
@@ -15,7 +14,7 @@ from rich.table import Table
 from megadit.models.bundle import MANIFEST_FILE, Bundle, is_bundle
 from megadit.models.config import DiTConfig
 from megadit.models.megatron.checkpoint import CONFIG, STATE, is_complete
-from megadit.models.support import UserError, read_json, run_command
+from megadit.models.support import CommandParser, UserError, read_json, run_command
 from megadit.models.weights import dit_shapes
 
 CHECKPOINTS = "checkpoints"
@@ -30,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="megadit info", description=__doc__, allow_abbrev=False)
+    parser = CommandParser(prog="megadit info", description=__doc__)
     parser.add_argument("path", metavar="PATH", type=Path, help="a bundle, a run's folder or checkpoint, or a dataset")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(argv)

@@ -225,6 +225,8 @@ class ValidationConfig:
     """Noise levels of the measured losses."""
     prompts: tuple[str, ...] = ()
     """Captions of the sampled videos; empty takes the first ones of the validation split."""
+    sampler: str = "dpmpp_2m"
+    """Solver of these videos, and the default of the bundles made from this run; so are the next two."""
     num_steps: int = 35
     """Sampling steps of these videos."""
     guidance: float = 7.0
@@ -326,14 +328,17 @@ def check_layout(config: RunConfig, world_size: int) -> int:
 
 
 def check_inputs(config: RunConfig) -> None:
-    """Raises UserError if the samples cannot be found or the run has no folder."""
+    """Raises UserError if the samples cannot be found, the run has no folder, or its sampler does not exist."""
+    from megadit.infer.samplers import find_sampler  # torch comes with it, which the rest of this module does without
+
+    find_sampler(config.validation.sampler)
     if config.train.output_dir is None:
         raise UserError("train.output_dir is not set; give train.output_dir=FOLDER")
     if config.data.mock:
         return
     if config.data.path is None:
         raise UserError("data.path is not set; give data.path=FOLDER (see `megadit prepare`), or --mock")
-    from megadit.train.data.writer import DatasetInfo  # torch comes with it, which the rest of this module does without
+    from megadit.train.data.writer import DatasetInfo
 
     DatasetInfo.read(config.data.path)
 

@@ -20,8 +20,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megadit.infer.pipeline import TextToVideo, resolve_settings
+from megadit.infer.pipeline import TextToVideo
 from megadit.infer.video_io import write_video
+from megadit.models.bundle import Bundle
 from megadit.models.support import (
     Progress,
     UserError,
@@ -38,8 +39,6 @@ from megadit.train.data.digits import FPS, Attributes
 from megadit.train.digits import figures, judge, score
 
 BATCH_SIZE = 48
-SAMPLING = {"sampler": "euler", "num_steps": 10, "guidance": 5.0}
-"""Few large steps and strong guidance: at this size a second-order solver draws digits that change more in motion."""
 MP4_ZOOM = 8
 """Each pixel of a clip becomes a square of this side in its mp4: 32 pixels are too few to watch."""
 MP4_LOOPS = 3
@@ -144,10 +143,10 @@ def _generate(demo: Demo) -> None:
     seen, unseen = demo.attributes
     captions = score.heldout_captions(seen + unseen)
     pipeline = TextToVideo.load(demo.bundle, device="cpu")
-    settings, seeds = resolve_settings(pipeline.defaults, **SAMPLING), list(range(len(captions)))
+    seeds = list(range(len(captions)))
     clips = []
     with Progress(len(captions), "generating clips") as bar:
-        for video in pipeline.stream(captions, settings, seeds=seeds, batch_size=BATCH_SIZE):
+        for video in pipeline.stream(captions, seeds=seeds, batch_size=BATCH_SIZE):
             clips.append(torch.from_numpy(video.video).permute(3, 0, 1, 2))
             bar.advance()
     with atomic_path(demo.generated) as temporary:
@@ -177,7 +176,7 @@ def _score(demo: Demo) -> None:
     result["unseen_combinations"] = score.score(reader, clips[len(seen) :], unseen)
     result["real"] = score.score(reader, score.real_clips(seen), seen)
     result["real_decoded"] = score.score(reader, round_trip(score.real_clips(seen)), seen)
-    write_json(demo.out / "score.json", {**result, "sampling": SAMPLING})
+    write_json(demo.out / "score.json", {**result, "sampling": Bundle.open(demo.bundle).defaults.to_dict()})
 
 
 def _draw_figures(demo: Demo) -> None:
@@ -335,8 +334,7 @@ def _summarise(demo: Demo) -> None:
     write_json(demo.out / "score.json", result)
     print(summary_table(result))
     print(f"\nLook at {demo.out / 'contact_sheet.png'}, {demo.videos / 'all.mp4'} and {demo.out / 'curves.png'}.")
-    flags = " ".join(f"--{name} {value}" for name, value in SAMPLING.items())
-    print(f'Make your own: megadit generate --checkpoint_path {demo.bundle} {flags} --prompt "a red seven moving left"')
+    print(f'Make your own: megadit generate --checkpoint_path {demo.bundle} --prompt "a red seven moving left"')
 
 
 def summary_table(result: dict) -> str:

@@ -14,8 +14,8 @@ from megadit.models.config import DiTConfig
 from megadit.models.segments import Segment, SegmentLayout
 
 DATASHEET = {
-    ("B200", torch.bfloat16): 2250e12,
     ("GB200", torch.bfloat16): 2500e12,
+    ("B200", torch.bfloat16): 2250e12,
     ("H100 PCIe", torch.bfloat16): 756e12,
     ("H100", torch.bfloat16): 989e12,
     ("H200", torch.bfloat16): 989e12,

@@ -6,7 +6,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from megadit.models.megatron import groups as process_groups
-from megadit.train.batches import TrainBatches
+from megadit.models.support import UserError
+from megadit.train.batches import TrainBatches, validation_batches
 from megadit.train.checkpoint import CheckpointStore, RunState
 from megadit.train.config import RunConfig
 from megadit.train.flops import peak_flops
@@ -28,6 +29,10 @@ def train(config: RunConfig) -> None:
         groups = start_processes(config)
         try:
             _Run(build_training(config, groups)).to_the_end(stop)
+        except UserError:
+            if process_groups.is_first_to_tell("error"):
+                raise
+            raise SystemExit(2) from None
         finally:
             process_groups.destroy()
 
@@ -36,7 +41,7 @@ class StopRequest:
     """Whether SIGTERM or SIGINT came while the block was active; a second SIGINT after a second interrupts at once."""
 
     def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
+        self.has_come = False
         self._time = 0.0
 
     def __enter__(self) -> "StopRequest":
@@ -50,10 +55,10 @@ class StopRequest:
 
     def _note(self, number: int, frame: Any) -> None:
         # torchrun repeats a SIGINT that the terminal has sent already
-        if number == signal.SIGINT and self.signal is not None and time.monotonic() - self._time > 1:
+        if number == signal.SIGINT and self.has_come and time.monotonic() - self._time > 1:
             raise KeyboardInterrupt
-        if self.signal is None:
-            self.signal, self._time = signal.Signals(number), time.monotonic()
+        if not self.has_come:
+            self.has_come, self._time = True, time.monotonic()
 
 
 class _Run:
@@ -65,6 +70,8 @@ class _Run:
         self.store = CheckpointStore(training.config, training.groups)
         self.batches = TrainBatches(training.config, training.groups)
         self.state = RunState()
+        if self.config.validation.interval:
+            validation_batches(training.config, training.groups)  # what is missing is missed now, not hours later
         self.peak = peak_flops(training.groups.device, training.network.dit.dtype) * training.groups.world_size
         self.saved_iteration: int | None = None
 
@@ -79,8 +86,8 @@ class _Run:
                 if result.must_stop:
                     break
             self._save(metrics)
-        if stop.signal is not None:
-            self._say(f"stopped by {stop.signal.name} after step {self.state.iteration}; run again to continue")
+        if self.state.iteration < self.config.train.train_iters:
+            self._say(f"told to stop: saved after step {self.state.iteration}; run the same command to continue")
 
     def _resume(self) -> None:
         path = self.store.latest()
@@ -95,7 +102,7 @@ class _Run:
 
     def _step(self, stop: StopRequest, metrics: Metrics) -> StepResult:
         step = self.state.iteration + 1
-        result = train_step(self.training, self.batches, step, must_stop=stop.signal is not None)
+        result = train_step(self.training, self.batches, step, must_stop=stop.has_come)
         self.state.iteration = step
         self.state.consumed_samples += result.samples
         self.state.consumed_tokens += result.tokens

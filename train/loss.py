@@ -39,16 +39,17 @@ class Uncertainty(nn.Module):
     def __init__(self, num_features: int = 128) -> None:
         super().__init__()
         generator = torch.Generator("cpu").manual_seed(0)
-        frequency = torch.randn(num_features, generator=generator, device="cpu")
-        phase = torch.rand(num_features, generator=generator, device="cpu")
-        self.register_buffer("frequency", 2 * math.pi * frequency, persistent=False)
-        self.register_buffer("phase", 2 * math.pi * phase, persistent=False)
+        # no buffers: these stay float32 whatever the precision of the parameters
+        self._frequency = 2 * math.pi * torch.randn(num_features, generator=generator, device="cpu")
+        self._phase = 2 * math.pi * torch.rand(num_features, generator=generator, device="cpu")
         self.linear = nn.Linear(num_features, 1, bias=False)
         nn.init.zeros_(self.linear.weight)
 
     def forward(self, c_noise_G: Tensor) -> Tensor:
-        features = torch.cos(c_noise_G.float()[:, None] * self.frequency.float() + self.phase.float())
-        return (features @ self.linear.weight.float().T)[:, 0]
+        frequency, phase = (constant.to(c_noise_G.device) for constant in (self._frequency, self._phase))
+        features = math.sqrt(2) * torch.cos(c_noise_G.float()[:, None] * frequency + phase)
+        # divided by sqrt(features), or one step of Adam at a large rate would move u by more than its range
+        return (features @ self.linear.weight.float().T)[:, 0] / math.sqrt(len(frequency))
 
 
 def draw_sigma(noise_key_G: Tensor, diffusion: DiffusionConfig) -> Tensor:

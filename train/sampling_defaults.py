@@ -12,10 +12,11 @@ _SAMPLES_LOOKED_AT = 256
 
 
 def sampling_defaults(config: RunConfig, info: DatasetInfo) -> SamplingDefaults:
-    """Steps and guidance of the run's validation, and the size of the longest of the first training samples."""
+    """The run's validation sampler, steps and guidance; the size of the longest of its first training samples."""
     samples = islice(_descriptions(info), _SAMPLES_LOOKED_AT)
     longest = max(samples, key=lambda sample: (sample["num_frames"], sample["height"] * sample["width"]))
     return SamplingDefaults(
+        sampler=config.validation.sampler,
         num_steps=config.validation.num_steps,
         guidance=config.validation.guidance,
         num_frames=longest["num_frames"],

@@ -21,7 +21,7 @@ from megadit.models.megatron.groups import Groups, Layout
 from megadit.models.megatron.mcore_layers import McoreLayers, initialize_dit_, transformer_config
 from megadit.models.support import atomic_path
 from megadit.train.checkpoint_tensors import TrainedTensors
-from megadit.train.config import RunConfig
+from megadit.train.config import RunConfig, check_layout
 from megadit.train.ema import WeightAverages
 from megadit.train.loss import TrainingModel
 from megadit.train.optimizer import build_optimizer, build_scheduler, uses_distributed_optimizer
@@ -65,6 +65,7 @@ def layout_of(config: RunConfig) -> Layout:
 def start_processes(config: RunConfig) -> Groups:
     """Threads, process groups and the folder of the run."""
     _quieten_megatron()
+    check_layout(config, process_groups.world_size())
     torch.set_num_threads(config.train.num_threads or _threads_per_rank())
     groups = process_groups.initialize(layout_of(config), num_attention_heads=config.model.num_attention_heads)
     if groups.is_first:

@@ -1,14 +1,14 @@
 """How good the weights and each of their averages are: losses at fixed noise levels, and videos to look at."""
 
+import math
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megadit.infer.pipeline import TextToVideo
+from megadit.infer.pipeline import TextToVideo, latent_size
 from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.infer.video_io import write_video
 from megadit.models.text_encoders import load_text_encoder
@@ -72,8 +72,8 @@ def _sample_videos(training: Training, step: int, sigma_rel: float | None) -> No
     prompts = list(config.validation.prompts) or validation_captions(config, NUM_PROMPTS)
     mine = list(enumerate(prompts))[groups.data.rank() :: groups.data.size()]
     with training.averages.swapped_in(sigma_rel, training.network):
-        if mine:
-            pipeline = _pipeline(training)
+        pipeline = _pipeline(training)
+        if mine and _can_split(pipeline, training):
             videos = pipeline.generate([prompt for _, prompt in mine], seeds=[number for number, _ in mine])
             for (number, prompt), video in zip(mine, videos, strict=True):
                 if groups.tensor.rank() == 0:
@@ -85,16 +85,26 @@ def _pipeline(training: Training) -> TextToVideo:
     """Sampling with the network in training, split over ranks as it is."""
     config, network = training.config, training.network
     info = check_dataset(config)
-    defaults = sampling_defaults(config, info)
     tokenizer = load_tokenizer(info.tokenizer_folder)
     return TextToVideo(
         denoiser=TorchDenoiser(network.dit, device=training.groups.device, dtype=network.dit.dtype),
         tokenizer=tokenizer,
         text_encoder=load_text_encoder(info.text_encoder_folder),
         config=config.model,
-        defaults=replace(defaults, num_steps=config.validation.num_steps, guidance=config.validation.guidance),
+        defaults=sampling_defaults(config, info),
         device=training.groups.device,
     )
+
+
+def _can_split(pipeline: TextToVideo, training: Training) -> bool:
+    """Whether sequence parallelism can cut a video into equal parts; training packs always can be."""
+    _, (_, *sizes) = latent_size(pipeline.defaults, pipeline.config, pipeline.tokenizer)
+    num_tokens, ranks = math.prod(pipeline.config.token_grid(*sizes)), training.groups.tensor.size()
+    if not training.config.parallel.sequence_parallel or num_tokens % ranks == 0:
+        return True
+    if training.groups.is_first:
+        print(f"no videos are sampled: their {num_tokens} tokens cannot be cut over {ranks} ranks", flush=True)
+    return False
 
 
 def _write(folder: Path, step: int, number: int, prompt: str, video) -> None:

@@ -69,6 +69,14 @@ class Groups:
         return dist.get_rank() == 0
 
 
+def is_first_to_tell(what: str) -> bool:
+    """Whether no other rank has asked this: of a mistake that every rank finds, one of them tells."""
+    try:
+        return dist.distributed_c10d._get_default_store().add(f"told/{what}", 1) == 1
+    except RuntimeError:  # the rank that holds the store told it, and has left
+        return False
+
+
 def world_size() -> int:
     """Ranks of this job: torchrun's WORLD_SIZE, 1 without it."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))

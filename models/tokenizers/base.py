@@ -16,12 +16,12 @@ class VideoTokenizer(Protocol):
     temporal_compression: int
     spatial_compression: int
     sigma_data: float
-    """Standard deviation of the latents, over all of them."""
+    """Standard deviation of the latents, over all of them; measured where the tokenizer was fitted, else nominal."""
     causal: bool
     """True: a latent frame depends on no later video frame, and an image is a video of one frame."""
 
     def encode(self, video_BCTHW: Tensor) -> Tensor:
-        """Latents (float32 BCTHW, zero mean, standard deviation `sigma_data` overall) of RGB video in [-1, 1]."""
+        """Latents (float32 BCTHW, about zero mean and standard deviation `sigma_data`) of RGB video in [-1, 1]."""
 
     def decode(self, latents_BCTHW: Tensor) -> Tensor:
         """RGB video (float32 BCTHW), in [-1, 1] but for errors: the caller clamps."""

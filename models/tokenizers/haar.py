@@ -53,6 +53,8 @@ class HaarTokenizer:
     temporal_compression: int = 4
     spatial_compression: int = 8
     sigma_data: float = _PIXEL_SIGMA
+    """Standard deviation of the latents: 1, made so by `fit`; without `pca` it is a statement about the videos, since
+    nothing is normalised then."""
     pca: LinearBasis | None = None
     reconstruction_psnr: float | None = None
     """Of the videos that the PCA was fitted to, in decibels; None without PCA, which loses nothing."""
@@ -103,7 +105,7 @@ class HaarTokenizer:
     # ------------------------------------------------------------------------------------- video <-> latents
 
     def encode(self, video_BCTHW: Tensor) -> Tensor:
-        """Latents (float32 BCTHW) of RGB video in [-1, 1]: zero mean and standard deviation `sigma_data` after `fit`.
+        """Latents (float32 BCTHW) of RGB video in [-1, 1], normalised over the videos of `fit`; raw without `pca`.
 
         Raises:
             UserError: for sizes that are not multiples of the patch (see `latent_shape`).

@@ -157,7 +157,6 @@ def test_lower_precision_stays_close(bundle_dir, pipeline):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_makes_the_same_video(bundle_dir, pipeline):
     (cpu,) = pipeline.generate(["a red seven"])
     (gpu,) = TextToVideo.load(bundle_dir, device="cuda").generate(["a red seven"])

@@ -165,7 +165,6 @@ def test_numbers_are_pinned():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("draw", [normal, uniform])
 def test_gpu_and_cpu_give_the_same_bits(draw):
     key_R, position_R = rows(100_000)

@@ -1,10 +1,13 @@
+import argparse
 import io
+import os
 import subprocess
 import sys
 
 import pytest
 
 from megadit.models.support import (
+    CommandParser,
     Progress,
     UserError,
     atomic_directory,
@@ -142,6 +145,63 @@ def test_run_command_debug_shows_the_traceback_and_is_taken_out():
 def test_run_command_never_hides_a_fault_of_ours():
     with pytest.raises(ZeroDivisionError):
         run_command(lambda argv: 1 // 0, [])
+
+
+def test_a_reader_that_leaves_ends_a_command_in_silence():
+    """As in `command | head -1`, with standard output buffered or not."""
+    program = (
+        "import sys; from megadit.models.support import run_command;"
+        "sys.stdin.readline();"  # until the reader has left
+        "sys.exit(run_command(lambda argv: print('text'), []))"
+    )
+    for unbuffered in ("", "1"):
+        command = subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+        )
+        command.stdout.close()
+        command.stdout = None
+        _, stderr = command.communicate(b"\n")
+        assert (command.returncode, stderr) == (141, b"")
+
+
+def test_a_broken_pipe_of_another_kind_is_a_fault_of_ours():
+    program = (
+        "from megadit.models.support import run_command\n"
+        "def fail(argv): raise BrokenPipeError('worker')\n"
+        "run_command(fail, [])"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 1 and "BrokenPipeError: worker" in result.stderr
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = CommandParser(prog="megadit verb")
+    parser.add_argument("--num_steps", type=int)
+    parser.add_argument("--prompt", nargs="+")
+    return parser.parse_args(arguments)
+
+
+def test_arguments_may_be_spelt_with_dashes_and_keep_their_values():
+    assert parse("--num-steps=3", "--prompt", "--like this", "well-known").num_steps == 3
+    assert parse("--num-steps", "3", "--prompt", "well-known").prompt == ["well-known"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--num_stepz", "3"], r"unknown argument '--num_stepz' \(did you mean --num_steps\?\); see `megadit verb --h"),
+        (["--num_step", "3"], "unknown argument '--num_step'"),
+        (["stray"], "unknown argument 'stray'; see"),
+        (["--num_steps", "x"], "invalid int value: 'x'"),
+    ],
+)
+def test_wrong_arguments_are_user_errors(arguments, message):
+    with pytest.raises(UserError, match=message):
+        parse(*arguments)
 
 
 def test_support_needs_no_torch():

@@ -35,16 +35,21 @@ def start_ranks() -> Callable[..., Ranks]:
 
 @pytest.fixture(scope="module")
 def run_ranks(start_ranks) -> Callable[..., list[str]]:
-    """Like `start_ranks`, but waits: what each rank printed, once all have succeeded."""
+    """Like `start_ranks`, but waits: what each rank printed, once all have exited with `code`."""
 
-    def run(count: int, *command: str | Path) -> list[str]:
-        return wait_for(start_ranks(count, *command))
+    def run(count: int, *command: str | Path, code: int = 0) -> list[str]:
+        return _wait(start_ranks(count, *command), code)
 
     return run
 
 
-def wait_for(ranks: Ranks, *, code: int = 0) -> list[str]:
-    """What each rank printed (both streams); every exit code must be `code`."""
+@pytest.fixture(scope="module")
+def wait_for() -> Callable[..., list[str]]:
+    """wait_for(ranks, code=0): what each rank printed (both streams); every exit code must be `code`."""
+    return _wait
+
+
+def _wait(ranks: Ranks, code: int = 0) -> list[str]:
     outputs = [process.communicate(timeout=TIMEOUT)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [code] * len(ranks), "\n".join(outputs)[-6000:]
     return outputs
@@ -65,4 +70,51 @@ def _start_rank(rank: int, count: int, port: int, command: tuple) -> subprocess.
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_dataset(tmp_path_factory) -> Path:
+    """Captioned noise, 3 frames of 8 x 8, and images of that size, prepared with real parts."""
+    import torch
+
+    from megadit.models.text_encoders.hashed_words import HashedWordEncoder
+    from megadit.models.tokenizers.haar import HaarTokenizer
+    from megadit.train.data.writer import DatasetWriter
+
+    tokenizer = HaarTokenizer(temporal_compression=2, spatial_compression=2)
+    text_encoder = HashedWordEncoder(dim=16)
+    root = tmp_path_factory.mktemp("data") / "tiny"
+    generator = torch.Generator().manual_seed(0)
+    with DatasetWriter(root, tokenizer=tokenizer, text_encoder=text_encoder) as writer:
+        for index in range(40):
+            frames = 3 if index % 2 else 1
+            video_CTHW = 2 * torch.rand(3, frames, 8, 8, generator=generator) - 1
+            caption = f"sample number {index}"
+            features = text_encoder.encode([caption])
+            writer.add(
+                "val" if index < 8 else "train",
+                f"sample-{index:02d}",
+                latent_CTHW=tokenizer.encode(video_CTHW[None])[0],
+                text_LE=features.features_BLE[0, : features.length_B[0]],
+                caption=caption,
+                num_frames=frames,
+                height=8,
+                width=8,
+                fps=8 if frames > 1 else 0,
+            )
+    return root
+
+
+@pytest.fixture(scope="session")
+def tiny_arguments(tiny_dataset) -> tuple[str, ...]:
+    """A command that trains on `tiny_dataset`, but for train.output_dir."""
+    from megadit.train.data.writer import DatasetInfo
+
+    info = DatasetInfo.read(tiny_dataset)
+    return (
+        *("-m", "megadit.train", "--recipe", "digits_tiny", f"data.path={tiny_dataset}", "data.num_workers=0"),
+        *(f"model.in_channels={info.latent_channels}", f"model.crossattn_emb_size={info.text_width}"),
+        *(f"model.sigma_data={info.sigma_data}", "train.train_iters=4", "checkpoint.save_interval=2"),
+        *("validation.interval=2", "validation.num_batches=2", "validation.guidance=3", "ema.sigma_rels=[0.05,0.15]"),
     )

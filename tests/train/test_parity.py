@@ -17,6 +17,9 @@ TWO_RANKS = (
 )
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def results(run_ranks, tmp_path_factory):
     """{(ranks, layout): (tensors, losses and gradient norms)} of two jobs."""
@@ -73,6 +76,12 @@ def test_tensor_parallel_steps_are_those_of_one_rank(results, layout):
     one, two = results[1, "ddp"][1], results[2, layout][1]
     assert relative(one["loss"], two["loss"]) < 1e-5
     assert relative(one["grad_norm"], two["grad_norm"]) < 1e-5
+
+
+@pytest.mark.parametrize("layout", ["tp", "sp"])
+def test_replicas_stay_equal(results, layout):
+    assert results[2, layout][1]["spread"] == 0
+    assert results[2, "tp-unsummed"][1]["spread"] > 1e-5
 
 
 def test_the_distributed_optimizer_changes_nothing(results):

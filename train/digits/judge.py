@@ -6,7 +6,8 @@ measured: mean colour of the strokes, and motion of their centre of mass.
 Shapes: B clips or frames, C colour channels, T/H/W frames, height, width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,11 +126,22 @@ def train_reader(
     clips = draw_clips(attributes, "train", generator)
     clips[num_clips // 2 :] = round_trip(clips[num_clips // 2 :])
     stroke_BTHW, digit_B = strokes(clips), torch.tensor([a.digit for a in attributes])
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _one_thread():
         torch.manual_seed(seed)  # the initial weights and dropout, which take no generator
         reader = DigitReader().train()
         _fit(reader, stroke_BTHW, digit_B, num_steps, generator, show_progress)
     return reader.eval().requires_grad_(False)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Crops of 16x16 are too small to share: threads would wait for each other, most of all on a busy machine."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _fit(

@@ -17,7 +17,6 @@ if __name__ == "__main__":
     cpu_shim.install()
 
 import safetensors.torch  # noqa: E402
-
 from megatron.core import parallel_state  # noqa: E402
 
 from megadit.models.dit import DiT  # noqa: E402
@@ -76,12 +75,22 @@ def whole(tensor, parameter, training):
     return torch.cat(parts, dim)
 
 
+def replica_spread(parameter, group):
+    """How far the copies of a parameter have come apart that tensor-parallel ranks each hold whole."""
+    if split_dim(parameter) is not None:
+        return 0.0
+    of_first = parameter.detach().clone()
+    dist.broadcast(of_first, dist.get_global_rank(group, 0), group=group)
+    distance = (parameter - of_first).abs().max()
+    dist.all_reduce(distance, dist.ReduceOp.MAX)
+    return distance.item()
+
+
 def gradients(training):
     """The reduced gradients of one global batch; with the distributed optimizer each rank has its share of them."""
     _forward_backward(training, iter(TrainBatches(training.config, training.groups)), [])
     return {
-        name: whole(parameter.main_grad, parameter, training)
-        for name, parameter in training.network.named_parameters()
+        name: whole(parameter.main_grad, parameter, training) for name, parameter in training.network.named_parameters()
     }
 
 
@@ -120,9 +129,10 @@ def run(name, out):
     tensors |= {
         f"weight.{key}": whole(parameter, parameter, training) for key, parameter in training.network.named_parameters()
     }
+    spread = max(replica_spread(parameter, processes.tensor) for parameter in training.network.parameters())
     if processes.is_first:
         safetensors.torch.save_file(tensors, out / f"{name}.safetensors")
-        numbers = {"loss": [r.loss for r in results], "grad_norm": [r.grad_norm for r in results]}
+        numbers = {"loss": [r.loss for r in results], "grad_norm": [r.grad_norm for r in results], "spread": spread}
         (out / f"{name}.json").write_text(json.dumps(numbers))
     parallel_state.destroy_model_parallel()
 

@@ -1,0 +1,55 @@
+"""The shim, in processes of its own: it patches torch for good."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the shim does nothing where CUDA is present")
+
+
+def run(code):
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
+def test_importing_patches_nothing():
+    run(
+        "import torch; zeros, to = torch.zeros, torch.Tensor.to\n"
+        "from megadit.models.megatron import cpu_shim\n"
+        "assert torch.zeros is zeros and torch.Tensor.to is to and not cpu_shim.is_installed()"
+    )
+
+
+def test_cuda_means_the_cpu():
+    run(
+        "import torch; from megadit.models.megatron import cpu_shim; cpu_shim.install()\n"
+        "x = torch.zeros(3, device='cuda')\n"
+        "assert x.device.type == 'cpu' and x.to('cuda').device.type == 'cpu' and x.cuda() is x\n"
+        "assert x.new_empty(2, device='cuda:1', pin_memory=True).device.type == 'cpu'\n"
+        "assert torch.empty(1, device=torch.cuda.current_device()).device.type == 'cpu'\n"
+        "assert x.type() == 'torch.cuda.FloatTensor' and x.type(torch.float64).dtype == torch.float64\n"
+        "assert x.to(torch.float64).dtype == torch.float64\n"
+        "with torch.cuda.stream(torch.cuda.Stream()): torch.cuda.synchronize()"
+    )
+
+
+def test_installing_twice_changes_nothing():
+    run(
+        "import torch; from megadit.models.megatron import cpu_shim; cpu_shim.install()\n"
+        "before = torch.zeros, torch.Tensor.to, torch.distributed.all_gather\n"
+        "cpu_shim.install()\n"
+        "assert before == (torch.zeros, torch.Tensor.to, torch.distributed.all_gather) and cpu_shim.is_installed()"
+    )
+
+
+def test_optimizers_of_megatron_need_it():
+    """The control: without the shim Megatron's optimizer does not start on a CPU."""
+    run(
+        "import torch\n"
+        "from megatron.core.optimizer.optimizer import FP32Optimizer\n"
+        "try: FP32Optimizer(torch.optim.SGD([torch.zeros(1)], lr=1.0), None, None)\n"
+        "except (AssertionError, RuntimeError): pass\n"
+        "else: raise SystemExit('it started')"
+    )

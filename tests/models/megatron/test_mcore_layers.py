@@ -1,0 +1,65 @@
+"""The kit on one rank, without the shim; test_parity compares layouts."""
+
+import subprocess
+import sys
+
+CODE = """
+import torch
+from megadit.models.conditioning import Conditioning
+from megadit.models.config import DiTConfig
+from megadit.models.dit import DiT
+from megadit.models.initialize import initialize_
+from megadit.models.megatron import groups
+layout = groups.Layout()
+groups.initialize(layout)
+from megadit.models.megatron.mcore_layers import McoreLayers, initialize_dit_, split_dim, transformer_config
+
+config = DiTConfig(
+    num_layers=2, hidden_size=24, num_attention_heads=2, in_channels=3, crossattn_emb_size=8, sigma_data=1.0
+)
+kit = McoreLayers(transformer_config(config, layout, dtype=torch.float32))
+plain, megatron = DiT(config), DiT(config, kit)
+shapes = [{key: value.shape for key, value in model.state_dict().items()} for model in (plain, megatron)]
+assert shapes[0] == shapes[1]
+
+initialize_(plain, 5)
+initialize_dit_(megatron, 5)
+assert all(torch.equal(megatron.state_dict()[key], value) for key, value in plain.state_dict().items())
+
+with torch.no_grad():
+    for parameter in plain.parameters():
+        parameter.normal_(std=0.2)
+assert not any(torch.equal(megatron.state_dict()[k], v) for k, v in plain.state_dict().items())
+megatron.load_state_dict(plain.state_dict(), strict=True)
+plain.load_state_dict(megatron.state_dict(), strict=True)
+
+conditioning = Conditioning(torch.randn(2, 5, 8), torch.tensor([0, 5]), torch.tensor([0.0, 24.0]))
+x, c_noise = torch.randn(2, 3, 2, 4, 4), torch.tensor([-0.5, 0.3])
+assert torch.equal(plain(x, c_noise, conditioning), megatron(x, c_noise, conditioning))
+
+split = {name for name, parameter in megatron.named_parameters() if split_dim(parameter) is not None}
+assert split == {
+    f"blocks.{i}.{name}.weight"
+    for i in range(2)
+    for name in (
+        "self_attention.qkv", "self_attention.proj", "mlp.fc1", "mlp.fc2",
+        "cross_attention.q", "cross_attention.kv", "cross_attention.proj",
+    )
+}
+
+from megadit.models.megatron import te_layers
+from megadit.models.support import UserError
+if not te_layers.is_available():
+    try:
+        te_layers.TELayers(kit.config)
+    except UserError as error:
+        assert "TransformerEngine" in str(error)
+    else:
+        raise AssertionError("TELayers without TransformerEngine")
+groups.destroy()
+"""
+
+
+def test_one_rank_is_torch_layers():
+    result = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr

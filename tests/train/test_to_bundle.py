@@ -1,0 +1,74 @@
+"""From a checkpoint that two tensor-parallel ranks wrote to a bundle that generates, in one process."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from megadit.models.bundle import Bundle
+from megadit.models.megatron.checkpoint import read_network
+from megadit.models.support import UserError
+from megadit.train.to_bundle import choose_average, find_checkpoint, main
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def trained(run_ranks, tiny_arguments, tmp_path_factory):
+    out = tmp_path_factory.mktemp("trained")
+    layout = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
+    run_ranks(2, *tiny_arguments, *layout, "validation.interval=4", f"train.output_dir={out}")
+    return out
+
+
+def weights_of(bundle):
+    return Bundle.open(bundle).load_dit().state_dict()
+
+
+def test_the_newest_checkpoint_and_its_best_average(trained, tmp_path, capsys):
+    assert main([str(trained), str(tmp_path / "bundle")]) == 0
+    newest = trained / "checkpoints" / "iter_0000004"
+    best = json.loads((newest / "state.json").read_text())["run"]["validation"]["best"]
+    expected = read_network(newest, ema=None if best == "none" else float(best))
+    assert all(torch.equal(expected[name], tensor) for name, tensor in weights_of(tmp_path / "bundle").items())
+    training = Bundle.open(tmp_path / "bundle").manifest["training"]
+    assert training["step"] == 4 and training["recipe"] == "digits_tiny" and training["consumed_samples"] > 0
+    assert str(newest) in capsys.readouterr().out
+
+
+def test_the_bundle_samples_what_was_trained_on(trained, tmp_path):
+    main([str(trained), str(tmp_path / "bundle")])
+    defaults = Bundle.open(tmp_path / "bundle").defaults
+    assert (defaults.num_frames, defaults.height, defaults.width, defaults.fps) == (3, 8, 8, 8)
+    assert (defaults.num_steps, defaults.guidance) == (2, 3.0)
+
+
+def test_averages_and_steps_are_chosen(trained, tmp_path):
+    found = {}
+    for name, more in {"none": ["--step", "2"], "0.05": ["--step", "2"], "0.15": []}.items():
+        assert main([str(trained), str(tmp_path / name), "--ema", name, *more]) == 0
+        found[name] = weights_of(tmp_path / name)
+        assert Bundle.open(tmp_path / name).manifest["training"]["step"] == (2 if more else 4)
+    key = "final_layer.linear.weight"  # blocks are the identity at the start and have hardly moved
+    assert not torch.equal(found["none"][key], found["0.05"][key])
+    assert not torch.equal(found["0.05"][key], found["0.15"][key])
+
+
+@pytest.mark.parametrize("choice", [["--ema", "0.3"], ["--step", "3"], ["--ema", "bset"]])
+def test_mistakes_are_one_line(trained, tmp_path, capsys, choice):
+    assert main([str(trained), str(tmp_path / "bundle"), *choice]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {choice[0]} {choice[1]}") and error.count("\n") == 1
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_best_without_a_validation_is_the_narrowest_average(trained, tmp_path):
+    checkpoint = tmp_path / "iter_0000002"
+    shutil.copytree(trained / "checkpoints" / "iter_0000002", checkpoint)
+    assert choose_average(checkpoint, "best") == 0.05
+
+
+def test_a_folder_without_checkpoints(tmp_path):
+    with pytest.raises(UserError, match="no complete checkpoint"):
+        find_checkpoint(tmp_path)
