@@ -135,7 +135,9 @@ def _sampling_step(rounds: int) -> Comparison:
 
 
 def parse_flags(argv: list[str]) -> Flags:
-    parser = CommandParser(description="Times our DiT beside diffusers' Cosmos transformer.")
+    parser = CommandParser(
+        prog="python -m megadit.infer.benchmark", description="Times our DiT beside diffusers' Cosmos transformer."
+    )
     parser.add_argument("--rounds", type=int, default=9, help="pairs timed, after one that is not counted (default: 9)")
     parser.add_argument("--threads", type=int, help="threads of torch (default: torch's own choice)")
     return Flags(**vars(parser.parse_args(argv)))

@@ -8,6 +8,7 @@ text_encoder/     config.json, model.safetensors (where it has tensors)
 
 import dataclasses
 import hashlib
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -58,8 +59,8 @@ class SamplingDefaults:
             if not getattr(self, name) > 0:
                 raise UserError(f"{name}={getattr(self, name)} must be greater than 0")
         for name in ("guidance", "fps"):
-            if not getattr(self, name) >= 0:
-                raise UserError(f"{name}={getattr(self, name)} must not be negative")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UserError(f"{name}={getattr(self, name)} must be a finite number, 0 or greater")
         if self.sigma_min >= self.sigma_max:
             raise UserError(f"sigma_min={self.sigma_min} must be smaller than sigma_max={self.sigma_max}")
 

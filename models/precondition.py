@@ -22,7 +22,7 @@ class Scalings(NamedTuple):
 
 
 def edm_scalings(sigma: Tensor, sigma_data: float) -> Scalings:
-    """The scalings of table 1: unit variance of what the network reads (eq. 7's input) and of what it must predict."""
+    """Table 1: the network's input c_in x and its target (x0 - c_skip x) / c_out have unit variance (appendix B.6)."""
     variance = sigma**2 + sigma_data**2
     return Scalings(
         c_skip=sigma_data**2 / variance,

@@ -11,7 +11,7 @@ from megadit.models.embeddings import Rotary
 
 
 class QKNorm(nn.Module):
-    """x / rms(x) * weight per head (arXiv 2302.05442), turned by each token's angles (arXiv 2104.09864).
+    """x / rms(x) * weight per head (arXiv 2302.05442, with RMSNorm), turned by each token's angles (arXiv 2104.09864).
 
     Rotation pairs channel i with i + K/2. Without `qk_layernorm` it only rotates.
     """

@@ -9,6 +9,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+SMALL = 2**20
+"""Values with fewer elements are kept: computing them again takes longer than their memory is worth."""
+
 
 class _Recipe:
     """How to compute a tensor again."""
@@ -27,11 +30,11 @@ def through(function: Callable[..., Tensor], *inputs, into: Callable[[Tensor], T
 
     `function` must be cheap and deterministic. Its inputs must be kept by someone else anyway (its own backward,
     usually), or nothing is won, and must not change in place before the backward: autograd does not watch them here.
-    Nothing is recomputed without gradients, under `torch.compile` (the compiler makes this choice), and where the
-    value is not contiguous (what is saved of it may have another memory order).
+    Nothing is recomputed without gradients, where the value is small, where it is not contiguous (what is saved of it
+    may have another memory order), and under `torch.compile` (the compiler makes this choice).
     """
     value = function(*inputs)
-    if not value.requires_grad or not value.is_contiguous() or torch.compiler.is_compiling():
+    if value.numel() < SMALL or not value.requires_grad or not value.is_contiguous() or torch.compiler.is_compiling():
         return into(value)
     recipe, address, size = _Recipe(function, inputs), value.data_ptr(), value.numel()
 

@@ -64,10 +64,10 @@ class Run:
         return slice(self.segment, self.segment + self.count)
 
 
-def find_runs(lengths: Iterable[tuple[int, int, bool]]) -> tuple[Run, ...]:
-    """Runs of (segment, tokens, is_padding) triples that follow one another."""
+def find_runs(parts: Iterable[tuple[int, int, bool]]) -> tuple[Run, ...]:
+    """Runs of (segment, tokens, is_padding) triples that follow one another; those without tokens are left out."""
     runs, start = [], 0
-    for (length, is_padding), group in groupby(lengths, key=lambda part: part[1:]):
+    for (length, is_padding), group in groupby((part for part in parts if part[1] > 0), key=lambda part: part[1:]):
         members = [segment for segment, *_ in group]
         runs.append(Run(start, members[0], len(members), length, is_padding))
         start = runs[-1].stop
@@ -193,7 +193,7 @@ class SegmentLayout:
             (i, min(start + segment.num_tokens, last) - max(start, first), segment.is_padding)
             for i, (start, segment) in enumerate(zip(self.starts, self.segments, strict=True))
         ]
-        return find_runs(part for part in parts if part[1] > 0)
+        return find_runs(parts)
 
     def cached(self, key: Hashable, compute: Callable[[], Any]) -> Any:
         """A value derived from this layout, computed once."""

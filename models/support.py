@@ -229,6 +229,10 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see `{self.prog} --help`")
 
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        sys.stdout.flush()  # here, so that `run_command` learns of a reader that left
+        super().exit(status, message)
+
     def _spelling(self, argument: str) -> str:
         name, equals, value = argument.partition("=")
         underscored = name[:2] + name[2:].replace("-", "_")

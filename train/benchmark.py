@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-import tyro
 from torch import Tensor
 
 from megadit.infer.benchmark import (
@@ -25,9 +24,9 @@ from megadit.infer.benchmark import (
     LATENTS,
     TEXT_LENGTH,
     Comparison,
-    Flags,
     compare,
     cosmos_like,
+    parse_flags,
     randomised,
     show,
 )
@@ -127,7 +126,7 @@ def _optimizer_step(rounds: int) -> Comparison:
 
 
 def _run(argv: list[str]) -> None:
-    flags = tyro.cli(Flags, args=argv)
+    flags = parse_flags(argv)
     if flags.threads:
         torch.set_num_threads(flags.threads)
     forward_backward = _forward_backward(flags.rounds)

@@ -7,7 +7,6 @@ Each stage leaves its result in the folder and is skipped where that result is t
 continues where it stopped, the training in the middle of it included.
 """
 
-import argparse
 import signal
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from megadit.infer.pipeline import TextToVideo
 from megadit.infer.video_io import write_video
 from megadit.models.bundle import Bundle
 from megadit.models.support import (
+    CommandParser,
     Progress,
     UserError,
     atomic_directory,
@@ -290,7 +290,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> int:
     """Runs the stages that are not done yet."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="megadit demo",
         description="Prepares handwritten digits, trains on them, makes videos from prompts and scores them.",
     )

@@ -58,10 +58,6 @@ class OwnedSlice:
                 group["step"] = step
         self.optimizer.state[self.master] = state
 
-    def refresh_parameter(self) -> None:
-        """Copies the master into the parameter, in the parameter's precision."""
-        self.parameter.data.view(-1)[self.start : self.stop].copy_(self.master.reshape(-1))
-
 
 @dataclass(frozen=True, slots=True)
 class Ownership:

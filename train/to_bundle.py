@@ -7,7 +7,6 @@
 The tokenizer and the text encoder come from the folder of the data set.
 """
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from megadit.models.megatron.checkpoint import (
     is_complete,
     read_network,
 )
-from megadit.models.support import UserError, read_json, run_command
+from megadit.models.support import CommandParser, UserError, read_json, run_command
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.config import RunConfig
@@ -46,8 +45,8 @@ def _run(argv: list[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megadit bundle", description="Turns a training checkpoint into a bundle.")
+def _parser() -> CommandParser:
+    parser = CommandParser(prog="megadit bundle", description="Turns a training checkpoint into a bundle.")
     parser.add_argument("checkpoint", type=Path, help="folder of a run, or one of its checkpoints/iter_*")
     parser.add_argument("out", type=Path, help="the bundle to write; a bundle already there is replaced")
     parser.add_argument(

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megadit.infer.pipeline import TextToVideo, latent_size
+from megadit.infer.pipeline import GeneratedVideo, TextToVideo, latent_size
 from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.infer.video_io import write_video
+from megadit.models.support import UserError
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.batches import validation_batches
@@ -72,13 +73,28 @@ def _sample_videos(training: Training, step: int, sigma_rel: float | None) -> No
     prompts = list(config.validation.prompts) or validation_captions(config, NUM_PROMPTS)
     mine = list(enumerate(prompts))[groups.data.rank() :: groups.data.size()]
     with training.averages.swapped_in(sigma_rel, training.network):
-        pipeline = _pipeline(training)
-        if mine and _can_split(pipeline, training):
-            videos = pipeline.generate([prompt for _, prompt in mine], seeds=[number for number, _ in mine])
-            for (number, prompt), video in zip(mine, videos, strict=True):
-                if groups.tensor.rank() == 0:
-                    _write(Path(config.train.output_dir), step, number, prompt, video)
+        try:
+            videos = _generate(training, mine)
+        except UserError as error:  # a run of days does not end over a video
+            print(f"no videos of step {step}: {error}", flush=True)
+            videos = []
     training.network.train()
+    if groups.tensor.rank() == 0:
+        for (number, prompt), video in zip(mine, videos, strict=False):
+            _write(Path(config.train.output_dir), step, number, prompt, video)
+
+
+def _generate(training: Training, prompts: list[tuple[int, str]]) -> list[GeneratedVideo]:
+    """A video for each (seed, prompt) of this rank.
+
+    Raises:
+        UserError: if videos of this size cannot be made, or have values that are no numbers.
+    """
+    if not prompts:
+        return []
+    pipeline = _pipeline(training)
+    _check_split(pipeline, training)
+    return pipeline.generate([prompt for _, prompt in prompts], seeds=[number for number, _ in prompts])
 
 
 def _pipeline(training: Training) -> TextToVideo:
@@ -96,18 +112,15 @@ def _pipeline(training: Training) -> TextToVideo:
     )
 
 
-def _can_split(pipeline: TextToVideo, training: Training) -> bool:
-    """Whether sequence parallelism can cut a video into equal parts; training packs always can be."""
+def _check_split(pipeline: TextToVideo, training: Training) -> None:
+    """Raises UserError where sequence parallelism cannot cut a video into equal parts, as it can training packs."""
     _, (_, *sizes) = latent_size(pipeline.defaults, pipeline.config, pipeline.tokenizer)
     num_tokens, ranks = math.prod(pipeline.config.token_grid(*sizes)), training.groups.tensor.size()
-    if not training.config.parallel.sequence_parallel or num_tokens % ranks == 0:
-        return True
-    if training.groups.is_first:
-        print(f"no videos are sampled: their {num_tokens} tokens cannot be cut over {ranks} ranks", flush=True)
-    return False
+    if training.config.parallel.sequence_parallel and num_tokens % ranks:
+        raise UserError(f"their {num_tokens} tokens cannot be cut over {ranks} sequence-parallel ranks")
 
 
-def _write(folder: Path, step: int, number: int, prompt: str, video) -> None:
+def _write(folder: Path, step: int, number: int, prompt: str, video: GeneratedVideo) -> None:
     words = "".join(letter if letter.isalnum() else "_" for letter in prompt.lower())[:60]
     suffix = ".png" if len(video.video) == 1 else ".mp4"
     path = folder / "samples" / f"step_{step:07d}" / f"{number:02d}_{words}{suffix}"

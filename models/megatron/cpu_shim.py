@@ -39,10 +39,6 @@ def install() -> None:
     _quieten()
 
 
-def is_installed() -> bool:
-    return _installed
-
-
 def _names_cuda(device: object) -> bool:
     if isinstance(device, torch.device):
         return device.type == "cuda"

@@ -56,10 +56,6 @@ class Groups:
     device: torch.device
 
     @property
-    def rank(self) -> int:
-        return dist.get_rank()
-
-    @property
     def world_size(self) -> int:
         return dist.get_world_size()
 

@@ -3,7 +3,6 @@
 from importlib.util import find_spec
 
 import torch
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -26,7 +25,10 @@ class _TELinear(nn.Module):
 
     def __init__(self, linear: nn.Module, partition_dim: int) -> None:
         super().__init__()
-        set_tensor_model_parallel_attributes(linear.weight, True, partition_dim, 1)
+        # TransformerEngine marks its weights itself, but not the same way in every version
+        linear.weight.tensor_model_parallel = True
+        linear.weight.partition_dim = partition_dim
+        linear.weight.partition_stride = 1
         self.weight = linear.weight
         object.__setattr__(self, "linear", linear)
 

@@ -5,7 +5,7 @@ import hashlib
 import pytest
 import torch
 
-from megadit.models import attention
+from megadit.models import attention, blocks
 from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
@@ -65,6 +65,15 @@ def packed_and_single(dit: DiT) -> tuple[tuple[torch.Tensor, dict], tuple[torch.
         out.square().mean().backward()
         results.append((out.detach(), {name: p.grad.clone() for name, p in dit.named_parameters()}))
     return tuple(results)
+
+
+def test_the_mlp_gives_the_same_slice_by_slice(monkeypatch):
+    (whole, whole_grads), _ = packed_and_single(random_dit())
+    monkeypatch.setattr(blocks, "MLP_SLICE", 7)
+    (sliced, sliced_grads), _ = packed_and_single(random_dit())
+    torch.testing.assert_close(sliced, whole, rtol=1e-12, atol=1e-12)
+    for name, grad in sliced_grads.items():
+        torch.testing.assert_close(grad, whole_grads[name], rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("position", ["rope", "sincos"])

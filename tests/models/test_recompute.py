@@ -1,53 +1,74 @@
-"""The value between two functions is computed again in backward, equals what it was, and is not kept until then."""
-
-import weakref
+"""What a linear would save of its input is computed again in backward, and is the same."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from megadit.models import recompute
 from megadit.models.recompute import through
 
 
-class Spy:
-    """An exponential that counts its calls and does not keep its outputs alive."""
+class Square:
+    """x^2, keeping hold of its results, of which the first one is seen by the linear behind it."""
 
     def __init__(self) -> None:
-        self.calls, self.outputs = 0, []
+        self.results: list[Tensor] = []
 
     def __call__(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        out = Double.apply(x)
-        self.outputs.append(weakref.ref(out))
-        return out
+        self.results.append(x.square())
+        return self.results[-1]
 
 
-class Double(torch.autograd.Function):
-    """2 x, which saves nothing: only the linear behind it may keep the output."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 2 * grad
+@pytest.fixture(autouse=True)
+def nothing_is_small(monkeypatch):
+    monkeypatch.setattr(recompute, "SMALL", 0)
 
 
-def inputs() -> tuple[nn.Linear, Tensor]:
+@pytest.fixture
+def linear() -> nn.Linear:
     torch.manual_seed(0)
-    return nn.Linear(6, 4, bias=False), torch.randn(5, 1, 6, requires_grad=True)
+    return nn.Linear(6, 4, bias=False)
 
 
-@pytest.mark.parametrize("is_recomputed", [True, False])
-def test_only_without_recomputation_is_the_value_kept(is_recomputed):
-    linear, x = inputs()
-    spy = Spy()
-    out = through(spy, x, into=linear) if is_recomputed else linear(spy(x))
-    storage_is_kept = spy.outputs[0]() is not None or _keeps_memory_of(out, x.numel(), linear)
-    assert storage_is_kept is not is_recomputed
-    gradients = torch.autograd.grad(out.square().sum(), (x, linear.weight))
-    assert spy.calls == 1 + is_recomputed
-    expected = torch.autograd.grad(linear(2 * x).square().sum(), (x, linear.weight))
-    for ours, theirs in zip(gradients, expected, strict=True):
+def gradients(out: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(out.square().sum(), inputs)
+
+
+def test_the_value_is_needed_no_more_after_the_forward(linear):
+    """Wiping it out harms nothing, where autograd would otherwise complain that it wants it."""
+    x, square = torch.randn(5, 1, 6, requires_grad=True), Square()
+    out = through(square, x, into=linear)
+    square.results[0].detach().zero_()
+    expected = gradients(linear(x.square()), x, linear.weight)
+    for ours, theirs in zip(gradients(out, x, linear.weight), expected, strict=True):
         assert torch.equal(ours, theirs)
+    assert len(square.results) == 2
+
+    kept = linear(square(x))
+    square.results[-1].detach().zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradients(kept, x, linear.weight)
+
+
+def test_a_value_in_another_memory_order_is_kept(linear):
+    x = torch.randn(6, 5, requires_grad=True)
+    square = Square()
+    out = through(lambda x: square(x).T, x, into=linear)
+    expected = gradients(linear(x.square().T), x, linear.weight)
+    for ours, theirs in zip(gradients(out, x, linear.weight), expected, strict=True):
+        assert torch.equal(ours, theirs)
+    assert len(square.results) == 1
+
+
+def test_a_small_value_is_kept(linear, monkeypatch):
+    x, square = torch.randn(5, 1, 6, requires_grad=True), Square()
+    monkeypatch.setattr(recompute, "SMALL", x.numel() + 1)
+    through(square, x, into=linear).sum().backward()
+    assert len(square.results) == 1
+
+
+def test_nothing_is_prepared_without_gradients(linear):
+    square = Square()
+    with torch.no_grad():
+        out = through(square, torch.randn(5, 1, 6), into=linear)
+    assert not out.requires_grad and len(square.results) == 1

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import math
 
 import pytest
 import torch
@@ -199,7 +200,8 @@ def test_defaults_are_read_strictly():
     ("change", "message"),
     [
         ({"num_steps": 0}, "num_steps=0 must be greater than 0"),
-        ({"guidance": -1.0}, "guidance=-1.0 must not be negative"),
+        ({"guidance": -1.0}, "guidance=-1.0 must be a finite number"),
+        ({"guidance": math.inf}, "guidance=inf must be a finite number"),
         ({"sigma_min": 90.0}, "sigma_min=90.0 must be smaller than sigma_max=80.0"),
         ({"rho": float("nan")}, "rho=nan must be greater than 0"),
     ],

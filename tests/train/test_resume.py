@@ -93,3 +93,18 @@ def test_another_layout_continues_the_run(uninterrupted, run_ranks, tmp_path):
         # float32 sums in another order, four steps apart
         assert line["loss"] == pytest.approx(reference["loss"], rel=1e-4)
         assert line["grad_norm"] == pytest.approx(reference["grad_norm"], rel=5e-3)
+
+
+def test_a_run_on_real_data_continues_exactly(tiny_arguments, run_ranks, tmp_path):
+    """The readers' places are part of a checkpoint; reader processes make it harder."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    more = ("train.train_iters=12", "checkpoint.save_interval=5", "checkpoint.keep_last=9", "data.num_workers=1")
+    run_ranks(2, *tiny_arguments, *more, "validation.interval=4", f"train.output_dir={whole}")
+    shutil.copytree(whole, cut)
+    for path in find_checkpoints(cut / "checkpoints")[1:]:
+        shutil.rmtree(path)
+    run_ranks(2, *tiny_arguments, *more, "validation.interval=4", f"train.output_dir={cut}")
+    assert same(read_metrics(cut), read_metrics(whole))
+    assert [line.get("validation") for line in read_metrics(cut)] == [
+        line.get("validation") for line in read_metrics(whole)
+    ]

@@ -3,7 +3,6 @@
 megadit prepare digits runs/digits/dataset
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ import imageio.v3 as iio
 import torch
 from torch import Tensor
 
-from megadit.models.support import Progress, UserError, atomic_path, duration, nearest, run_command
+from megadit.models.support import CommandParser, Progress, UserError, atomic_path, duration, nearest, run_command
 from megadit.models.text_encoders.hashed_words import HashedWordEncoder
 from megadit.models.tokenizers.haar import HaarTokenizer
 from megadit.train.data import digits
@@ -152,7 +151,7 @@ def is_prepared(out: Path) -> bool:
 
 
 def _digits_command(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="megadit prepare digits",
         description="Captioned clips and images of the handwritten digits inside scikit-learn.",
     )

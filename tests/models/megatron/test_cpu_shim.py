@@ -18,7 +18,7 @@ def test_importing_patches_nothing():
     run(
         "import torch; zeros, to = torch.zeros, torch.Tensor.to\n"
         "from megadit.models.megatron import cpu_shim\n"
-        "assert torch.zeros is zeros and torch.Tensor.to is to and not cpu_shim.is_installed()"
+        "assert torch.zeros is zeros and torch.Tensor.to is to"
     )
 
 
@@ -40,7 +40,7 @@ def test_installing_twice_changes_nothing():
         "import torch; from megadit.models.megatron import cpu_shim; cpu_shim.install()\n"
         "before = torch.zeros, torch.Tensor.to, torch.distributed.all_gather\n"
         "cpu_shim.install()\n"
-        "assert before == (torch.zeros, torch.Tensor.to, torch.distributed.all_gather) and cpu_shim.is_installed()"
+        "assert before == (torch.zeros, torch.Tensor.to, torch.distributed.all_gather)"
     )
 
 
