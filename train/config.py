@@ -17,6 +17,7 @@ Precision = Literal["fp32", "bf16"]
 OptimizerName = Literal["adamw", "muon"]
 LRDecayStyle = Literal["cosine", "linear", "constant"]
 DataParallel = Literal["ddp", "distributed_optimizer"]
+TransformerImpl = Literal["local", "transformer_engine"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,6 +178,8 @@ class ParallelConfig:
     context_parallel_size: int = 1
     sequence_parallel: bool = False
     """Cut activations between the tensor-parallel regions along the sequence."""
+    transformer_impl: TransformerImpl = "local"
+    """Whose linears: Megatron's own, or TransformerEngine's (a GPU, and megadit[te])."""
     data_parallel: DataParallel = "ddp"
     """`distributed_optimizer` spreads AdamW's state and master weights over the data-parallel ranks (ZeRO-1); Muon
     divides whole matrices among them in both cases."""
@@ -185,6 +188,7 @@ class ParallelConfig:
         sizes = ["tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"]
         _require_positive("parallel", self, sizes)
         _require_choice("parallel.data_parallel", self.data_parallel, get_args(DataParallel))
+        _require_choice("parallel.transformer_impl", self.transformer_impl, get_args(TransformerImpl))
         for name in ("pipeline_model_parallel_size", "context_parallel_size"):
             if getattr(self, name) > 1:
                 raise UserError(f"parallel.{name}={getattr(self, name)} is not available yet; use 1")

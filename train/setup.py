@@ -12,13 +12,14 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.enums import ModelType
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megadit.models.dit import DiT
 from megadit.models.layers import LayerKit
 from megadit.models.megatron import groups as process_groups
-from megadit.models.megatron import te_layers
 from megadit.models.megatron.groups import Groups, Layout
 from megadit.models.megatron.mcore_layers import McoreLayers, initialize_dit_, transformer_config
+from megadit.models.megatron.te_layers import TELayers
 from megadit.models.support import atomic_path
 from megadit.train.checkpoint_tensors import TrainedTensors
 from megadit.train.config import RunConfig, check_layout
@@ -106,7 +107,7 @@ def build_model(config: RunConfig, groups: Groups) -> DistributedDataParallel:
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
     megatron = transformer_config(config.model, layout_of(config), dtype=dtype)
     with torch.device(groups.device):
-        dit = DiT(config.model, _layer_kit(megatron))
+        dit = DiT(config.model, _layer_kit(config, megatron))
         network = TrainingModel(dit, config.diffusion, megatron, ModelType.encoder_or_decoder)
     initialize_dit_(dit, config.train.seed)
     model = DistributedDataParallel(
@@ -123,8 +124,9 @@ def build_model(config: RunConfig, groups: Groups) -> DistributedDataParallel:
     return model
 
 
-def _layer_kit(megatron) -> LayerKit:
-    return te_layers.TELayers(megatron) if te_layers.is_available() else McoreLayers(megatron)
+def _layer_kit(config: RunConfig, megatron: TransformerConfig) -> LayerKit:
+    kits = {"local": McoreLayers, "transformer_engine": TELayers}
+    return kits[config.parallel.transformer_impl](megatron)
 
 
 def _threads_per_rank() -> int:

@@ -51,7 +51,8 @@ class TELayers(McoreLayers):
     def __init__(self, config: TransformerConfig) -> None:
         if not is_available():
             raise UserError(
-                "TransformerEngine is not installed, or there is no GPU; install megadit[te], or use Megatron's linears"
+                "parallel.transformer_impl=transformer_engine needs a GPU and TransformerEngine (megadit[te]); "
+                "parallel.transformer_impl=local uses Megatron's linears"
             )
         super().__init__(config)
 
