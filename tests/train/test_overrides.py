@@ -7,6 +7,7 @@ import pytest
 from megadit.models.support import UserError
 from megadit.train.config import RunConfig
 from megadit.train.overrides import config_from_dict, known_keys, load_config, resolve_config, to_yaml
+from megadit.train.recipes import load_recipe
 
 
 def write(path, text: str):
@@ -76,7 +77,7 @@ def test_a_bad_override_is_explained_in_one_line(override, message):
         ("ema.sigma_rels=[0.1, 0.2]", lambda run: run.ema.sigma_rels, (0.1, 0.2)),
         ("data.mock_latent_shapes=[[1,4,4]]", lambda run: run.data.mock_latent_shapes, ((1, 4, 4),)),
         ("data.path=/a/b=c", lambda run: run.data.path, "/a/b=c"),
-        ("train.seed=${train.train_iters}", lambda run: run.train.seed, 3500),
+        ("train.seed=${train.train_iters}", lambda run: run.train.seed, load_recipe("digits").train.train_iters),
         ("validation.prompts=['a red seven, moving']", lambda run: run.validation.prompts, ("a red seven, moving",)),
     ],
 )
@@ -127,6 +128,8 @@ def changed(value, key: str) -> str:
         "parallel.context_parallel_size": None,
         "parallel.sequence_parallel": None,  # needs tensor parallelism, tested below
         "parallel.data_parallel": "distributed_optimizer",
+        "parallel.transformer_impl": "transformer_engine",
+        "validation.sampler": "heun",
         "model.position_embedding": "sincos",
         "model.num_attention_heads": "4",
         "model.head_dim": "12",
