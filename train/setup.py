@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megadit.models.dit import DiT
 from megadit.models.layers import LayerKit
 from megadit.models.megatron import groups as process_groups
-from megadit.models.megatron.groups import Groups, Layout
+from megadit.models.megatron.groups import Groups, ParallelSizes
 from megadit.models.megatron.mcore_layers import McoreLayers, initialize_dit_, transformer_config
 from megadit.models.megatron.te_layers import TELayers
 from megadit.models.support import atomic_path
@@ -53,9 +53,9 @@ class Training:
         return self.config.data.global_batch_size // (self.config.data.micro_batch_size * self.groups.data.size())
 
 
-def layout_of(config: RunConfig) -> Layout:
+def layout_of(config: RunConfig) -> ParallelSizes:
     parallel = config.parallel
-    return Layout(
+    return ParallelSizes(
         tensor=parallel.tensor_model_parallel_size,
         pipeline=parallel.pipeline_model_parallel_size,
         context=parallel.context_parallel_size,

@@ -14,7 +14,7 @@ _TIMEOUT = timedelta(minutes=30)  # a rank may wait this long while another read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class ParallelSizes:
     """How many ranks share each dimension of the work; what remains of the world is data parallel."""
 
     tensor: int = 1
@@ -78,7 +78,7 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def initialize(layout: Layout, *, num_attention_heads: int | None = None) -> Groups:
+def initialize(layout: ParallelSizes, *, num_attention_heads: int | None = None) -> Groups:
     """Starts torch.distributed where it is not running (gloo, or nccl with CUDA) and builds Megatron's groups.
 
     Raises:

@@ -36,7 +36,7 @@ from megadit.models.megatron import groups
 from megadit.models.segments import Run
 
 
-def transformer_config(model: DiTConfig, layout: groups.Layout, *, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(model: DiTConfig, layout: groups.ParallelSizes, *, dtype: torch.dtype) -> TransformerConfig:
     """What Megatron wants to know about a DiT; `dtype` is that of the parameters."""
     return TransformerConfig(
         num_layers=model.num_layers,

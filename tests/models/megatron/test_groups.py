@@ -3,19 +3,19 @@ import sys
 
 import pytest
 
-from megadit.models.megatron.groups import Layout
+from megadit.models.megatron.groups import ParallelSizes
 from megadit.models.support import UserError
 
 
 @pytest.mark.parametrize(
     ("layout", "ranks", "heads", "words"),
     [
-        (Layout(tensor=3), 4, 6, "does not divide the 4 ranks"),
-        (Layout(tensor=4), 4, 6, "does not divide model.num_attention_heads=6"),
-        (Layout(tensor=0), 4, 6, "tensor_model_parallel_size=0"),
-        (Layout(sequence_parallel=True), 4, 6, "sequence_parallel=true"),
-        (Layout(pipeline=2), 4, 6, "pipeline_model_parallel_size=2 is not available"),
-        (Layout(context=2), 4, 6, "context_parallel_size=2 is not available"),
+        (ParallelSizes(tensor=3), 4, 6, "does not divide the 4 ranks"),
+        (ParallelSizes(tensor=4), 4, 6, "does not divide model.num_attention_heads=6"),
+        (ParallelSizes(tensor=0), 4, 6, "tensor_model_parallel_size=0"),
+        (ParallelSizes(sequence_parallel=True), 4, 6, "sequence_parallel=true"),
+        (ParallelSizes(pipeline=2), 4, 6, "pipeline_model_parallel_size=2 is not available"),
+        (ParallelSizes(context=2), 4, 6, "context_parallel_size=2 is not available"),
     ],
 )
 def test_impossible_layouts(layout, ranks, heads, words):
@@ -23,7 +23,9 @@ def test_impossible_layouts(layout, ranks, heads, words):
         layout.check(ranks, heads)
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2), Layout(tensor=2, sequence_parallel=True)])
+@pytest.mark.parametrize(
+    "layout", [ParallelSizes(), ParallelSizes(tensor=2), ParallelSizes(tensor=2, sequence_parallel=True)]
+)
 def test_possible_layouts(layout):
     layout.check(4, 6)
 
@@ -31,7 +33,7 @@ def test_possible_layouts(layout):
 def test_one_process_needs_no_torchrun():
     code = (
         "from megadit.models.megatron import groups\n"
-        "found = groups.initialize(groups.Layout())\n"
+        "found = groups.initialize(groups.ParallelSizes())\n"
         "assert found.world_size == found.tensor.size() == found.data.size() == 1 and found.is_first\n"
         "groups.destroy()\n"
         "import torch.distributed as dist; assert not dist.is_initialized()"

@@ -10,7 +10,7 @@ from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.initialize import initialize_
 from megadit.models.megatron import groups
-layout = groups.Layout()
+layout = groups.ParallelSizes()
 groups.initialize(layout)
 from megadit.models.megatron.mcore_layers import McoreLayers, initialize_dit_, split_dim, transformer_config
 
