@@ -138,7 +138,7 @@ def program_findings() -> list[Finding]:
             name="tritonserver",
             found=shutil.which("tritonserver"),
             enables="serving without a container",
-            remedy="use the container nvcr.io/nvidia/tritonserver",
+            remedy="use the container of NVIDIA Triton",
         ),
         Finding(
             name="trtexec",

@@ -1,7 +1,7 @@
 """`megadit demo`: from handwritten digits to videos made from prompts, in minutes, without a GPU.
 
     megadit demo                        # everything under runs/demo
-    megadit demo --quick --out /tmp/d   # the same stages with next to no training
+    megadit demo --quick --out DIR  # the same stages with next to no training
 
 Each stage leaves its result in the folder and is skipped where that result is there already: an interrupted demo
 continues where it stopped, the training in the middle of it included.
