@@ -152,7 +152,7 @@ def _generate(argv: list[str]) -> None:
             settings,
             seeds=[seed for _, seed in jobs],
             batch_size=flags.batch_size,
-            progress=lambda done, total: bar.advance(),
+            on_step=lambda step: bar.advance(),
         )
         for path, video in zip(paths, videos, strict=True):
             _save(path, video, flags)

@@ -1,7 +1,7 @@
 """`TextToVideo`: prompts in, videos out."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,9 +12,11 @@ from torch import Tensor
 
 from megadit.infer.checkpoints import open_bundle
 from megadit.infer.guidance import Denoiser, GuidanceConvention, classifier_free_guidance, guidance_scale
+from megadit.infer.preview import LinearPreview, fit_preview
 from megadit.infer.runtimes.torch import TorchDenoiser, find_device, find_dtype
-from megadit.infer.samplers import SAMPLERS, Denoise, find_sampler, num_denoiser_calls
+from megadit.infer.samplers import SAMPLERS, find_sampler, num_denoiser_calls
 from megadit.infer.schedules import karras_sigmas
+from megadit.infer.steps import StepCallback, StepTeller
 from megadit.models.bundle import Bundle, SamplingDefaults
 from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
@@ -25,9 +27,6 @@ from megadit.models.tokenizers import VideoTokenizer
 
 TOKENS_PER_BATCH = 32768
 """Video tokens that one call of the denoiser handles (before guidance doubles them) where no batch size is given."""
-
-ProgressCallback = Callable[[int, int], None]
-"""(denoiser calls made, denoiser calls in all); what it raises ends the generation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +62,7 @@ class TextToVideo:
         self.config = config
         self.defaults = defaults
         self.device = torch.device(device)
+        self._preview: LinearPreview | None = None
 
     @classmethod
     def load(
@@ -113,16 +113,18 @@ class TextToVideo:
         num_steps: int | None = None,
         sampler: str | None = None,
         batch_size: int | None = None,
-        progress: ProgressCallback | None = None,
+        on_step: StepCallback | None = None,
     ) -> list[GeneratedVideo]:
         """One video for each prompt, in order.
 
         What is None comes from the bundle's defaults. One seed serves every prompt; a list gives each its own.
         `num_frames` may be any number: more are generated where the tokenizer needs them, and the tail is cut. One
         frame is an image. `batch_size` videos are made at once (None: as many as `TOKENS_PER_BATCH` allows).
+        `on_step` is told of every denoiser call, may look at a preview, and cancels by returning False.
 
         Raises:
             UserError: for anything that cannot be generated, before the network is asked.
+            Cancelled: if `on_step` cancels.
         """
         settings = resolve_settings(
             self.defaults,
@@ -135,7 +137,7 @@ class TextToVideo:
             num_steps=num_steps,
             sampler=sampler,
         )
-        return list(self.stream(prompts, settings, seeds=seeds, batch_size=batch_size, progress=progress))
+        return list(self.stream(prompts, settings, seeds=seeds, batch_size=batch_size, on_step=on_step))
 
     def stream(
         self,
@@ -144,7 +146,7 @@ class TextToVideo:
         *,
         seeds: int | Sequence[int] = 0,
         batch_size: int | None = None,
-        progress: ProgressCallback | None = None,
+        on_step: StepCallback | None = None,
     ) -> Iterator[GeneratedVideo]:
         """Like `generate`, but gives each video as soon as its batch is done, and takes all settings in one.
 
@@ -153,16 +155,16 @@ class TextToVideo:
         settings = resolve_settings(self.defaults if settings is None else settings)
         prompts, seeds = _paired(prompts, seeds)
         batch_size = self._batch_size(settings, batch_size)
-        count = _Counter(progress, self.num_denoiser_calls(len(prompts), settings, batch_size))
-        for start in range(0, len(prompts), batch_size):
-            rows = slice(start, start + batch_size)
-            latents_BCTHW = self._sample(prompts[rows], seeds[rows], settings, count)
-            for latents_CTHW, prompt, seed in zip(latents_BCTHW, prompts[rows], seeds[rows], strict=True):
+        teller = StepTeller(on_step, self.num_denoiser_calls(len(prompts), settings, batch_size), self.preview)
+        places = range(len(prompts))
+        for batch in (places[start : start + batch_size] for start in places[::batch_size]):
+            latents_BCTHW = self._sample(prompts, seeds, settings, teller, batch)
+            for place, latents_CTHW in zip(batch, latents_BCTHW, strict=True):
                 video = self._decode(latents_CTHW, settings.num_frames)
-                yield GeneratedVideo(video=video, prompt=prompt, seed=seed, settings=settings)
+                yield GeneratedVideo(video=video, prompt=prompts[place], seed=seeds[place], settings=settings)
 
     def num_denoiser_calls(self, num_videos: int, settings: SamplingDefaults, batch_size: int | None = None) -> int:
-        """Denoiser calls that `num_videos` take: the total that `progress` is told."""
+        """Denoiser calls that `num_videos` take: what `on_step` is told as `num_steps`."""
         num_batches = math.ceil(num_videos / self._batch_size(settings, batch_size))
         return num_batches * num_denoiser_calls(settings.sampler, _sigmas(settings))
 
@@ -174,8 +176,17 @@ class TextToVideo:
             raise UserError(f"batch_size={batch_size} must be at least 1")
         return batch_size
 
-    def _sample(self, prompts: list[str], seeds: list[int], settings: SamplingDefaults, count: "_Counter") -> Tensor:
+    def preview(self, latents_BCTHW: Tensor) -> np.ndarray:
+        """What latents look like, without decoding them: see `LinearPreview`, which the first call fits."""
+        if self._preview is None:
+            self._preview = fit_preview(self.tokenizer, self.device)
+        return self._preview(latents_BCTHW)
+
+    def _sample(
+        self, prompts: list[str], seeds: list[int], settings: SamplingDefaults, teller: StepTeller, batch: range
+    ) -> Tensor:
         """Latents BCTHW, float32, of one batch."""
+        prompts, seeds = [prompts[place] for place in batch], [seeds[place] for place in batch]
         _, shape = latent_size(settings, self.config, self.tokenizer)
         key_B = torch.tensor([seed_key(seed) for seed in seeds], device=self.device)
         sigmas = _sigmas(settings)
@@ -184,7 +195,7 @@ class TextToVideo:
             self.denoiser, self._conditioning(prompts, settings), scale=settings.guidance, negative=negative
         )
         x = sigmas[0].item() * latent_noise(key_B, shape).double()
-        latents = SAMPLERS[settings.sampler](count.around(denoise), x, sigmas).float()
+        latents = SAMPLERS[settings.sampler](teller.around(denoise, batch), x, sigmas).float()
         if not latents.isfinite().all():
             raise UserError("the latents are not finite numbers; try dtype float32 or bfloat16, or less guidance")
         return latents
@@ -243,23 +254,6 @@ def _check_fingerprint(bundle: Bundle, part: str, given: VideoTokenizer | TextEn
             f"this {name} (fingerprint {given.fingerprint()}) is not the one that {bundle.path} was trained with "
             f"({expected})"
         )
-
-
-class _Counter:
-    """Tells a progress callback, where there is one, of every denoiser call."""
-
-    def __init__(self, progress: ProgressCallback | None, total: int) -> None:
-        self._progress, self._done, self._total = progress, 0, total
-
-    def around(self, denoise: Denoise) -> Denoise:
-        def counted(x: Tensor, sigma_B: Tensor) -> Tensor:
-            x0 = denoise(x, sigma_B)
-            self._done += 1
-            if self._progress is not None:
-                self._progress(self._done, self._total)
-            return x0
-
-        return counted
 
 
 def _paired(prompts: Sequence[str], seeds: int | Sequence[int]) -> tuple[list[str], list[int]]:

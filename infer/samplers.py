@@ -18,7 +18,7 @@ Denoise = Callable[[Tensor, Tensor], Tensor]
 
 
 Sampler = Callable[[Denoise, Tensor, Tensor], Tensor]
-"""(denoise, x, sigmas) -> the state at sigmas[-1], float64; progress and cancelling are wrappers around `denoise`."""
+"""(denoise, x, sigmas) -> the state at sigmas[-1], float64; who watches or cancels wraps `denoise`."""
 
 
 def euler(denoise: Denoise, x: Tensor, sigmas: Tensor) -> Tensor:

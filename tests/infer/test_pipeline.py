@@ -9,6 +9,8 @@ import torch
 from megadit.infer import checkpoints
 from megadit.infer.checkpoints import open_bundle
 from megadit.infer.pipeline import TextToVideo, latent_size, resolve_settings
+from megadit.infer.schedules import karras_sigmas
+from megadit.infer.steps import Cancelled
 from megadit.models.bundle import Bundle
 from megadit.models.support import UserError
 from megadit.models.text_encoders import HashedWordEncoder
@@ -132,21 +134,46 @@ def test_frames_are_rounded_up_to_the_temporal_patch_too(pipeline):
     }  # fmt: skip
 
 
-def test_progress_counts_denoiser_calls(pipeline):
-    calls = []
-    arguments = {"sampler": "heun", "num_steps": 3, "batch_size": 3}
-    pipeline.generate(PROMPTS, progress=lambda done, total: calls.append((done, total)), **arguments)
-    assert calls == [(i + 1, 10) for i in range(10)]
+def test_steps_count_denoiser_calls_over_all_batches(pipeline):
+    steps = []
+    pipeline.generate(PROMPTS, on_step=steps.append, sampler="heun", num_steps=3, batch_size=3)
+    assert [(step.step, step.num_steps) for step in steps] == [(i + 1, 10) for i in range(10)]
+    assert [step.videos for step in steps] == [range(3)] * 5 + [range(3, 4)] * 5
+    sigmas = karras_sigmas(3, pipeline.defaults.sigma_min, pipeline.defaults.sigma_max)
+    assert [step.sigma for step in steps[:5]] == pytest.approx([sigmas[i].item() for i in (0, 1, 1, 2, 2)])
     settings = resolve_settings(pipeline.defaults, sampler="heun", num_steps=3)
     assert pipeline.num_denoiser_calls(4, settings, 3) == 10
 
 
-def test_what_progress_raises_ends_the_generation(pipeline):
-    def cancel(done, total):
+def test_a_callback_cancels_before_the_next_step(pipeline):
+    steps = []
+
+    def stop(step):
+        steps.append(step)
+        return step.step < 4
+
+    with pytest.raises(Cancelled, match="after denoiser call 4 of 6"):
+        for result in pipeline.stream(PROMPTS[:2], batch_size=1, on_step=stop):
+            finished = result.prompt
+    assert len(steps) == 4 and finished == PROMPTS[0]
+
+
+def test_what_a_callback_raises_ends_the_generation(pipeline):
+    def interrupt(step):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        pipeline.generate(["a red seven"], progress=cancel)
+        pipeline.generate(["a red seven"], on_step=interrupt)
+
+
+def test_the_last_preview_shows_the_video(pipeline):
+    previews = []
+    (result,) = pipeline.generate(["a red seven"], on_step=lambda step: previews.append(step.preview()))
+    assert len(previews) == 3 and previews[-1].shape == (1, 2, 8, 12, 3) and previews[-1].dtype == np.uint8
+    # The first frame, averaged over the pixels of each latent position.
+    small = result.video[0].reshape(8, 2, 12, 2, 3).mean(axis=(1, 3))
+    agreement = [np.corrcoef(preview[0, 0].ravel(), small.ravel())[0, 1] for preview in previews]
+    assert agreement[-1] > 0.95 > 0.5 > np.corrcoef(previews[-1][0, 0][::-1].ravel(), small.ravel())[0, 1]
 
 
 def test_lower_precision_stays_close(bundle_dir, pipeline):
@@ -181,10 +208,10 @@ def test_a_gpu_makes_the_same_video(bundle_dir, pipeline):
     ],
 )
 def test_mistakes_are_told_before_the_network_is_asked(pipeline, arguments, message):
-    calls = []
+    steps = []
     with pytest.raises(UserError, match=message):
-        pipeline.generate(**({"prompts": ["a"], "progress": lambda *call: calls.append(call)} | arguments))
-    assert not calls
+        pipeline.generate(**({"prompts": ["a"], "on_step": steps.append} | arguments))
+    assert not steps
 
 
 def test_another_text_encoder_or_tokenizer_is_refused(bundle_dir):

@@ -1,0 +1,84 @@
+"""Small pictures of latents, without their decoder: the linear map to RGB that fits a tokenizer best.
+
+Shapes: B batch, C latent channels, c colours, T/H/W latent frames/height/width, R latent positions of all videos.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+from megadit.models.noise import latent_noise, seed_key
+from megadit.models.tokenizers import VideoTokenizer
+
+_SIDE = 8
+"""Latent positions along each side of the videos that the map is fitted to."""
+_LATENT_FRAMES = 3
+_POSITIONS_PER_CHANNEL = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LinearPreview:
+    """rgb = latents weight + bias, at every latent position."""
+
+    weight_Cc: Tensor
+    bias_c: Tensor
+
+    def __call__(self, latents_BCTHW: Tensor) -> np.ndarray:
+        """uint8 [B, T, H, W, 3]: the mean colour of what each latent position stands for."""
+        latents_BTHWC = rearrange(latents_BCTHW.detach().float().cpu(), "B C T H W -> B T H W C")
+        rgb = latents_BTHWC @ self.weight_Cc + self.bias_c
+        return ((rgb + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).numpy()
+
+
+def fit_preview(tokenizer: VideoTokenizer, device: torch.device | str = "cpu") -> LinearPreview:
+    """Least squares from the latents of a few made-up videos to the mean colour of each position's pixels.
+
+    The videos are colours that vary smoothly over space and time, beside finer texture. A little of the latents' own
+    variance on the diagonal (ridge regression) decides between maps that fit these videos alike.
+    """
+    frames = tokenizer.frames_covering(1 + (_LATENT_FRAMES - 1) * tokenizer.temporal_compression)
+    side = _SIDE * tokenizer.spatial_compression
+    C, T, H, W = tokenizer.latent_shape(frames, side, side)
+    num_videos = math.ceil(_POSITIONS_PER_CHANNEL * C / (T * H * W))
+    rows, colours = [], []
+    for index in range(num_videos):
+        video_1cTHW = _made_up_video(index, (frames, side, side))
+        latents_1CTHW = tokenizer.encode(video_1cTHW.to(device)).float().cpu()
+        rows.append(rearrange(latents_1CTHW, "1 C T H W -> (T H W) C"))
+        colours.append(rearrange(_mean_colours(video_1cTHW, (T, H, W)), "1 c T H W -> (T H W) c"))
+    return _ridge(torch.cat(rows).double(), torch.cat(colours).double())
+
+
+def _made_up_video(index: int, size: tuple[int, int, int]) -> Tensor:
+    """Float32 [1, 3, frames, height, width] in [-1, 1], the same for the same index."""
+
+    def field(coarseness: int, amplitude: float, seed: int) -> Tensor:
+        coarse = tuple(max(1, math.ceil(side / coarseness)) for side in size)
+        noise = latent_noise(torch.tensor([seed_key(seed)]), (3, *coarse))
+        return amplitude * F.interpolate(noise, size=size, mode="trilinear", align_corners=False)
+
+    smooth = field(max(size), 0.5, 3 * index) + field(max(2, min(size) // 2), 0.5, 3 * index + 1)
+    return (smooth + field(1, 0.1, 3 * index + 2)).clamp(-1, 1)
+
+
+def _mean_colours(video_BcTHW: Tensor, grid: tuple[int, int, int]) -> Tensor:
+    """Mean colour of each latent position's pixels; a causal tokenizer's first latent frame is one frame."""
+    T, H, W = grid
+    small = F.adaptive_avg_pool3d(video_BcTHW, (video_BcTHW.shape[2], H, W))
+    if T == 1:
+        return small.mean(2, keepdim=True)
+    return torch.cat([small[:, :, :1], F.adaptive_avg_pool3d(small[:, :, 1:], (T - 1, H, W))], dim=2)
+
+
+def _ridge(latents_RC: Tensor, colours_Rc: Tensor, strength: float = 1e-4) -> LinearPreview:
+    mean_C, mean_c = latents_RC.mean(0), colours_Rc.mean(0)
+    centred_RC = latents_RC - mean_C
+    gram_CC = centred_RC.T @ centred_RC
+    gram_CC += strength * gram_CC.diagonal().mean() * torch.eye(len(gram_CC), dtype=gram_CC.dtype)
+    weight_Cc = torch.linalg.solve(gram_CC, centred_RC.T @ (colours_Rc - mean_c))
+    return LinearPreview(weight_Cc.float(), (mean_c - mean_C @ weight_Cc).float())

@@ -1,0 +1,64 @@
+"""What a generation tells while it runs: one callback for every denoiser call, which may look and may cancel."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from megadit.infer.samplers import Denoise
+
+
+class Cancelled(Exception):  # noqa: N818 - a wish, no error
+    """A callback ended the generation; videos that were complete before stand."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """A denoiser call that was just made."""
+
+    step: int
+    """Denoiser calls made so far, over all batches of the generation: 1..num_steps."""
+    num_steps: int
+    """Denoiser calls that the generation makes in all."""
+    sigma: float
+    """The noise level it was asked at."""
+    videos: range
+    """Which of the prompts (by place) this batch makes."""
+    preview: Callable[[], np.ndarray]
+    """Computes what the videos look like by now: uint8 [B, T, H, W, 3], one small frame for each latent frame."""
+
+
+StepCallback = Callable[[Step], bool | None]
+"""Called after every denoiser call. Returning False, or raising, ends the generation before the next one."""
+
+
+class StepTeller:
+    """Tells a callback, where there is one, of every denoiser call of a generation of several batches."""
+
+    def __init__(self, on_step: StepCallback | None, num_steps: int, preview: Callable[[Tensor], np.ndarray]) -> None:
+        self._on_step, self._done, self._num_steps, self._preview = on_step, 0, num_steps, preview
+
+    def around(self, denoise: Denoise, videos: range) -> Denoise:
+        """The same function of (x, sigma_B), for the batch that makes these videos.
+
+        It raises `Cancelled` where the callback returns False.
+        """
+
+        def told(x: Tensor, sigma_B: Tensor) -> Tensor:
+            x0 = denoise(x, sigma_B)
+            self._done += 1
+            if self._on_step is not None and self._on_step(self._step(x0, sigma_B, videos)) is False:
+                raise Cancelled(f"cancelled after denoiser call {self._done} of {self._num_steps}")
+            return x0
+
+        return told
+
+    def _step(self, x0: Tensor, sigma_B: Tensor, videos: range) -> Step:
+        return Step(
+            step=self._done,
+            num_steps=self._num_steps,
+            sigma=sigma_B[0].item(),
+            videos=videos,
+            preview=lambda: self._preview(x0),
+        )
