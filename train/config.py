@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from megadit.models.config import DiTConfig
+from megadit.models.megatron.parallel_sizes import ContextComm, ParallelSizes
 from megadit.models.support import UserError, nearest
 
 Precision = Literal["fp32", "bf16"]
 OptimizerName = Literal["adamw", "muon"]
 LRDecayStyle = Literal["cosine", "linear", "constant"]
-DataParallel = Literal["ddp", "distributed_optimizer"]
+DataParallel = Literal["ddp", "distributed_optimizer", "fsdp"]
+Recompute = Literal["none", "selective", "full"]
 TransformerImpl = Literal["local", "transformer_engine"]
 
 
@@ -171,37 +173,58 @@ class EmaConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """How the ranks share the work, in Megatron's own words. What remains of the world is data parallel."""
+    """How the ranks share the work, in Megatron's own words. What remains of the world is data parallel.
+
+    Which of it goes together: `models.megatron.parallel_sizes`; which of it to choose: LAYOUTS.md.
+    """
 
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int = 1
+    """Parts of the network on each pipeline stage, taken in turn."""
     context_parallel_size: int = 1
+    context_parallel_comm: ContextComm = "ulysses"
+    """What context-parallel ranks exchange for attention: heads, keys and values (`ring`), or `both`."""
     sequence_parallel: bool = False
     """Cut activations between the tensor-parallel regions along the sequence."""
     transformer_impl: TransformerImpl = "local"
     """Whose linears: Megatron's own, or TransformerEngine's (a GPU, and megadit[te])."""
     data_parallel: DataParallel = "ddp"
-    """`distributed_optimizer` spreads AdamW's state and master weights over the data-parallel ranks (ZeRO-1); Muon
-    divides whole matrices among them in both cases."""
+    """`distributed_optimizer` spreads AdamW's state and master weights over the data-parallel ranks (ZeRO-1), `fsdp`
+    weights and gradients too (ZeRO-3). Muon divides whole matrices among them with the first two, and refuses fsdp."""
+    overlap_grad_reduce: bool = True
+    """Reduce gradients while the backward goes on; not with fsdp, which always does."""
+    overlap_param_gather: bool = True
+    """Gather updated weights while the forward begins; with `distributed_optimizer` alone."""
+    recompute_granularity: Recompute = "none"
+    """Compute again in the backward rather than keep: the attention (`selective`), or whole blocks (`full`)."""
+    recompute_num_layers: int | None = None
+    """Blocks of each part of the network that `full` applies to; None means all."""
 
     def __post_init__(self) -> None:
-        sizes = ["tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"]
-        _require_positive("parallel", self, sizes)
         _require_choice("parallel.data_parallel", self.data_parallel, get_args(DataParallel))
         _require_choice("parallel.transformer_impl", self.transformer_impl, get_args(TransformerImpl))
-        for name in ("pipeline_model_parallel_size", "context_parallel_size"):
-            if getattr(self, name) > 1:
-                raise UserError(f"parallel.{name}={getattr(self, name)} is not available yet; use 1")
-        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
-            raise UserError(
-                "parallel.sequence_parallel=true needs parallel.tensor_model_parallel_size of 2 or more; "
-                "with 1 there is nothing to cut"
-            )
+        _require_choice("parallel.context_parallel_comm", self.context_parallel_comm, get_args(ContextComm))
+        _require_choice("parallel.recompute_granularity", self.recompute_granularity, get_args(Recompute))
+        if self.recompute_num_layers is not None:
+            _require_positive("parallel", self, ["recompute_num_layers"])
+            if self.recompute_granularity != "full":
+                raise UserError(
+                    f"parallel.recompute_num_layers={self.recompute_num_layers} needs "
+                    "parallel.recompute_granularity=full"
+                )
 
     @property
-    def model_parallel_size(self) -> int:
-        """Ranks that together hold one copy of the model."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+    def sizes(self) -> ParallelSizes:
+        return ParallelSizes(
+            tensor=self.tensor_model_parallel_size,
+            pipeline=self.pipeline_model_parallel_size,
+            virtual_pipeline=self.virtual_pipeline_model_parallel_size,
+            context=self.context_parallel_size,
+            context_comm=self.context_parallel_comm,
+            sequence_parallel=self.sequence_parallel,
+            fully_sharded=self.data_parallel == "fsdp",
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -269,27 +292,23 @@ class RunConfig:
     logger: LoggerConfig = field(default_factory=LoggerConfig)
 
     def __post_init__(self) -> None:
-        self._check_heads()
+        self.parallel.sizes.check(self.model)
+        self._check_sequence()
+        if self.optimizer.optimizer == "muon" and self.parallel.data_parallel == "fsdp":
+            raise UserError(
+                "optimizer.optimizer=muon needs whole matrices, which parallel.data_parallel=fsdp cuts; use "
+                "parallel.data_parallel=distributed_optimizer, or optimizer.optimizer=adamw"
+            )
         if self.data.mock:
             self._check_mock_samples_fit()
 
-    def _check_heads(self) -> None:
-        tensor_parallel = self.parallel.tensor_model_parallel_size
-        for name, size in (
-            ("model.num_attention_heads", self.model.num_attention_heads),
-            ("model.ffn_hidden_size", self.model.mlp_size),
-        ):
-            if size % tensor_parallel:
-                divisors = [n for n in range(1, size + 1) if size % n == 0]
-                near = min(divisors, key=lambda n: abs(n - tensor_parallel))
-                raise UserError(
-                    f"{name}={size} is not divisible by "
-                    f"parallel.tensor_model_parallel_size={tensor_parallel}; the nearest size that works is {near}"
-                )
-        if self.parallel.sequence_parallel and self.data.seq_length % tensor_parallel:
+    def _check_sequence(self) -> None:
+        multiple = self.parallel.sizes.sequence_multiple
+        if self.data.seq_length % multiple:
             raise UserError(
-                f"data.seq_length={self.data.seq_length} is cut over {tensor_parallel} ranks by "
-                f"parallel.sequence_parallel; use {_nearest_multiples(self.data.seq_length, tensor_parallel)}"
+                f"data.seq_length={self.data.seq_length} is cut over {multiple} ranks by "
+                "parallel.context_parallel_size and parallel.sequence_parallel; "
+                f"use {_nearest_multiples(self.data.seq_length, multiple)}"
             )
 
     def _check_mock_samples_fit(self) -> None:
@@ -313,20 +332,16 @@ def check_layout(config: RunConfig, world_size: int) -> int:
     Raises:
         UserError: if the ranks cannot be divided among the copies of the model, or the batch among the copies.
     """
-    model_parallel = config.parallel.model_parallel_size
-    if world_size % model_parallel:
+    sizes, data = config.parallel.sizes, config.data
+    data_parallel = sizes.check(config.model, world_size)
+    packs, words = data.micro_batch_size * data_parallel, f"{data_parallel} data-parallel ranks"
+    if sizes.virtual_pipeline > 1:
+        packs, words = packs * sizes.pipeline, f"{words} x {sizes.pipeline} stages, which take parts in turn"
+    if data.global_batch_size % packs:
         raise UserError(
-            f"{world_size} ranks cannot hold whole copies of a model spread over {model_parallel} "
-            f"(parallel.tensor_model_parallel_size={config.parallel.tensor_model_parallel_size}); start "
-            f"{_nearest_multiples(world_size, model_parallel)} ranks"
-        )
-    data_parallel = world_size // model_parallel
-    packs = config.data.micro_batch_size * data_parallel
-    if config.data.global_batch_size % packs:
-        raise UserError(
-            f"data.global_batch_size={config.data.global_batch_size} is not a multiple of {packs} "
-            f"(data.micro_batch_size={config.data.micro_batch_size} x {data_parallel} data-parallel ranks); "
-            f"use {_nearest_multiples(config.data.global_batch_size, packs)}"
+            f"data.global_batch_size={data.global_batch_size} is not a multiple of {packs} "
+            f"(data.micro_batch_size={data.micro_batch_size} x {words}); "
+            f"use {_nearest_multiples(data.global_batch_size, packs)}"
         )
     return data_parallel
 

@@ -17,10 +17,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megadit.models.dit import DiT
 from megadit.models.layers import LayerKit
 from megadit.models.megatron import groups as process_groups
-from megadit.models.megatron.groups import Groups, ParallelSizes
+from megadit.models.megatron.groups import Groups
 from megadit.models.megatron.mcore_layers import McoreLayers, initialize_dit_, transformer_config
 from megadit.models.megatron.te_layers import TELayers
-from megadit.models.support import atomic_path
+from megadit.models.support import UserError, atomic_path
 from megadit.train.checkpoint_tensors import TrainedTensors
 from megadit.train.config import RunConfig, check_layout
 from megadit.train.ema import WeightAverages
@@ -53,22 +53,13 @@ class Training:
         return self.config.data.global_batch_size // (self.config.data.micro_batch_size * self.groups.data.size())
 
 
-def layout_of(config: RunConfig) -> ParallelSizes:
-    parallel = config.parallel
-    return ParallelSizes(
-        tensor=parallel.tensor_model_parallel_size,
-        pipeline=parallel.pipeline_model_parallel_size,
-        context=parallel.context_parallel_size,
-        sequence_parallel=parallel.sequence_parallel,
-    )
-
-
 def start_processes(config: RunConfig) -> Groups:
     """Threads, process groups and the folder of the run."""
     _quieten_megatron()
     check_layout(config, process_groups.world_size())
+    _refuse_what_is_not_built(config)
     torch.set_num_threads(config.train.num_threads or _threads_per_rank())
-    groups = process_groups.initialize(layout_of(config), num_attention_heads=config.model.num_attention_heads)
+    groups = process_groups.initialize(config.parallel.sizes, config.model)
     if groups.is_first:
         folder = Path(config.train.output_dir)
         (folder / "samples").mkdir(parents=True, exist_ok=True)
@@ -76,6 +67,12 @@ def start_processes(config: RunConfig) -> Groups:
             temporary.write_text(to_yaml(config), encoding="utf-8")
     dist.barrier()
     return groups
+
+
+def _refuse_what_is_not_built(config: RunConfig) -> None:
+    parallel = config.parallel
+    if parallel.sizes.pipeline * parallel.sizes.context > 1 or parallel.data_parallel == "fsdp":
+        raise UserError("pipeline and context parallelism and fsdp can be planned, but not run yet")
 
 
 def _quieten_megatron() -> None:
@@ -105,7 +102,7 @@ def build_training(config: RunConfig, groups: Groups) -> Training:
 def build_model(config: RunConfig, groups: Groups) -> DistributedDataParallel:
     """The training model in Megatron's data-parallel wrapper: gradients are summed in float32."""
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-    megatron = transformer_config(config.model, layout_of(config), dtype=dtype)
+    megatron = transformer_config(config.model, config.parallel.sizes, dtype=dtype)
     with torch.device(groups.device):
         dit = DiT(config.model, _layer_kit(config, megatron))
         network = TrainingModel(dit, config.diffusion, megatron, ModelType.encoder_or_decoder)

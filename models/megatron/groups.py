@@ -8,42 +8,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megadit.models.support import UserError
+from megadit.models.config import DiTConfig
+from megadit.models.megatron.parallel_sizes import ParallelSizes
 
 _TIMEOUT = timedelta(minutes=30)  # a rank may wait this long while another reads data or writes a checkpoint
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParallelSizes:
-    """How many ranks share each dimension of the work; what remains of the world is data parallel."""
-
-    tensor: int = 1
-    pipeline: int = 1
-    context: int = 1
-    sequence_parallel: bool = False
-
-    @property
-    def model_parallel_size(self) -> int:
-        """Ranks that together hold one copy of the model."""
-        return self.tensor * self.pipeline * self.context
-
-    def check(self, world_size: int, num_attention_heads: int | None = None) -> None:
-        """Raises UserError for a layout that cannot be built; called before any group exists."""
-        for name, size in (("pipeline_model", self.pipeline), ("context", self.context)):
-            if size != 1:
-                raise UserError(f"parallel.{name}_parallel_size={size} is not available yet; use 1")
-        if self.tensor < 1 or world_size % self.model_parallel_size:
-            raise UserError(
-                f"parallel.tensor_model_parallel_size={self.tensor} does not divide the {world_size} ranks of this "
-                f"job; start a multiple of {max(self.model_parallel_size, 1)} ranks"
-            )
-        if self.sequence_parallel and self.tensor == 1:
-            raise UserError("parallel.sequence_parallel=true needs parallel.tensor_model_parallel_size above 1")
-        if num_attention_heads is not None and num_attention_heads % self.tensor:
-            raise UserError(
-                f"parallel.tensor_model_parallel_size={self.tensor} does not divide "
-                f"model.num_attention_heads={num_attention_heads}: a rank holds whole heads"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +46,13 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def initialize(layout: ParallelSizes, *, num_attention_heads: int | None = None) -> Groups:
+def initialize(layout: ParallelSizes, model: DiTConfig) -> Groups:
     """Starts torch.distributed where it is not running (gloo, or nccl with CUDA) and builds Megatron's groups.
 
     Raises:
         UserError: if the ranks at hand cannot be laid out so.
     """
-    layout.check(world_size(), num_attention_heads)
+    layout.check(model, world_size())
     device = _local_device()
     if not dist.is_initialized():
         _start_torch_distributed(device)

@@ -32,11 +32,11 @@ from megadit.models.attention import attend
 from megadit.models.config import DiTConfig
 from megadit.models.initialize import initialize_
 from megadit.models.layers import BlockStack, Layout, Sequence
-from megadit.models.megatron import groups
+from megadit.models.megatron.parallel_sizes import ParallelSizes
 from megadit.models.segments import Run
 
 
-def transformer_config(model: DiTConfig, layout: groups.ParallelSizes, *, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(model: DiTConfig, layout: ParallelSizes, *, dtype: torch.dtype) -> TransformerConfig:
     """What Megatron wants to know about a DiT; `dtype` is that of the parameters."""
     return TransformerConfig(
         num_layers=model.num_layers,

@@ -51,9 +51,13 @@ def make_run(*, data=None, parallel=None, model=None, train=None, optimizer=None
         (lambda: DataConfig(**{**DATA, "mock_latent_shapes": ()}), r"at least one \(T, H, W\)"),
         (lambda: EmaConfig(sigma_rels=(0.3,)), r"ema\.sigma_rels=0\.3 must lie between 0 and 0\.289"),
         (lambda: EmaConfig(sigma_rels=(0.1, 0.1)), "twice"),
-        (lambda: ParallelConfig(pipeline_model_parallel_size=2), "not available yet; use 1"),
-        (lambda: ParallelConfig(context_parallel_size=2), "not available yet; use 1"),
-        (lambda: ParallelConfig(sequence_parallel=True), "2 or more"),
+        (lambda: make_run(parallel={"sequence_parallel": True}), "2 or more"),
+        (lambda: ParallelConfig(data_parallel="fsdp2"), "did you mean 'fsdp'"),
+        (lambda: ParallelConfig(recompute_num_layers=1), "recompute_granularity=full"),
+        (
+            lambda: make_run(parallel={"data_parallel": "fsdp"}, optimizer={"optimizer": "muon"}),
+            "distributed_optimizer",
+        ),
         (lambda: CheckpointConfig(save_interval=0), r"checkpoint\.save_interval=0"),
         (lambda: ValidationConfig(sigmas=(1.0, 0.0)), r"validation\.sigmas=0\.0"),
         (lambda: ValidationConfig(num_steps=0), r"validation\.num_steps=0"),
@@ -64,20 +68,21 @@ def test_a_bad_value_is_named(build, message):
         build()
 
 
-def test_heads_must_divide_among_tensor_parallel_ranks():
-    with pytest.raises(UserError, match=r"num_attention_heads=6 .*tensor_model_parallel_size=4; the nearest .* is 3"):
+def test_the_layout_must_be_legal():
+    with pytest.raises(UserError, match=r"num_attention_heads=6.*nearest layout .*parallel_size=2"):
         make_run(parallel={"tensor_model_parallel_size": 4})
     make_run(parallel={"tensor_model_parallel_size": 3})
-
-
-def test_mlp_must_divide_among_tensor_parallel_ranks():
-    with pytest.raises(UserError, match=r"model\.ffn_hidden_size=999"):
-        make_run(parallel={"tensor_model_parallel_size": 2}, model={"ffn_hidden_size": 999})
 
 
 def test_sequence_parallel_must_divide_the_pack():
     with pytest.raises(UserError, match=r"data\.seq_length=255 .* use 254 or 256"):
         make_run(parallel={"tensor_model_parallel_size": 2, "sequence_parallel": True}, data={"seq_length": 255})
+    with pytest.raises(UserError, match=r"cut over 4 ranks .* use 252 or 256"):
+        make_run(
+            parallel={"tensor_model_parallel_size": 2, "context_parallel_size": 2, "sequence_parallel": True},
+            model={"num_attention_heads": 12},
+            data={"seq_length": 254},
+        )
 
 
 def test_mock_samples_must_fit_into_a_pack():
@@ -99,13 +104,20 @@ def test_layout_gives_the_data_parallel_size(world_size, tensor_parallel, data_p
 
 
 def test_layout_needs_whole_copies_of_the_model():
-    with pytest.raises(UserError, match="3 ranks .*; start 2 or 4 ranks"):
+    with pytest.raises(UserError, match="3 ranks .*: start 2 or 4 ranks"):
         check_layout(make_run(parallel={"tensor_model_parallel_size": 2}), world_size=3)
 
 
 def test_layout_needs_a_batch_for_every_copy():
     with pytest.raises(UserError, match=r"global_batch_size=8 is not a multiple of 6 .*; use 6 or 12"):
         check_layout(make_run(data={"micro_batch_size": 2}), world_size=3)
+
+
+def test_parts_taken_in_turn_need_micro_batches_for_every_stage():
+    parallel = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    assert check_layout(make_run(parallel=parallel), world_size=8) == 4
+    with pytest.raises(UserError, match=r"global_batch_size=8 is not a multiple of 16 .*2 stages"):
+        check_layout(make_run(parallel=parallel), world_size=16)
 
 
 def test_a_run_cut_short_stays_in_its_warmup():

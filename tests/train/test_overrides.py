@@ -124,8 +124,12 @@ def changed(value, key: str) -> str:
         "optimizer.lr_decay_style": "cosine",
         "optimizer.lr_decay_iters": "2000",
         "optimizer.min_lr": "1.0e-4",
-        "parallel.pipeline_model_parallel_size": None,  # refused until it is available
-        "parallel.context_parallel_size": None,
+        "parallel.pipeline_model_parallel_size": "2",
+        "parallel.virtual_pipeline_model_parallel_size": None,  # needs a pipeline, tested below
+        "parallel.context_parallel_size": "2",
+        "parallel.context_parallel_comm": "ring",
+        "parallel.recompute_granularity": "full",
+        "parallel.recompute_num_layers": None,  # needs full recomputation, tested below
         "parallel.sequence_parallel": None,  # needs tensor parallelism, tested below
         "parallel.data_parallel": "distributed_optimizer",
         "parallel.transformer_impl": "transformer_engine",
@@ -167,6 +171,14 @@ def read_key(run: RunConfig, key: str):
     return value
 
 
-def test_sequence_parallel_can_be_set():
-    overrides = ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"]
-    assert resolve_config("digits", overrides=overrides).parallel.sequence_parallel
+@pytest.mark.parametrize(
+    ("key", "value", "needs"),
+    [
+        ("parallel.sequence_parallel", True, "parallel.tensor_model_parallel_size=2"),
+        ("parallel.virtual_pipeline_model_parallel_size", 2, "parallel.pipeline_model_parallel_size=2"),
+        ("parallel.recompute_num_layers", 2, "parallel.recompute_granularity=full"),
+    ],
+)
+def test_settings_that_need_another_can_be_set(key, value, needs):
+    run = resolve_config("digits", overrides=[f"{key}={str(value).lower()}", needs])
+    assert read_key(run, key) == value

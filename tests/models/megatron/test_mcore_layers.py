@@ -10,13 +10,13 @@ from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.initialize import initialize_
 from megadit.models.megatron import groups
-layout = groups.ParallelSizes()
-groups.initialize(layout)
 from megadit.models.megatron.mcore_layers import McoreLayers, initialize_dit_, split_dim, transformer_config
 
 config = DiTConfig(
     num_layers=2, hidden_size=24, num_attention_heads=2, in_channels=3, crossattn_emb_size=8, sigma_data=1.0
 )
+layout = groups.ParallelSizes()
+groups.initialize(layout, config)
 kit = McoreLayers(transformer_config(config, layout, dtype=torch.float32))
 plain, megatron = DiT(config), DiT(config, kit)
 shapes = [{key: value.shape for key, value in model.state_dict().items()} for model in (plain, megatron)]

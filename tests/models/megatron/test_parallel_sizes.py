@@ -1,0 +1,77 @@
+"""The rules of layouts: every refusal names the rule and a layout that works."""
+
+import re
+
+import pytest
+
+from megadit.models.config import DiTConfig
+from megadit.models.megatron.parallel_sizes import SETTINGS, ParallelSizes, legal_layouts
+from megadit.models.support import UserError
+
+MODEL = DiTConfig(num_layers=4, hidden_size=48, num_attention_heads=6)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "words"),
+    [
+        (ParallelSizes(tensor=3), 4, "4 ranks cannot hold whole copies .*: start 3 or 6 ranks"),
+        (ParallelSizes(tensor=4), 4, "does not divide model.num_attention_heads=6.*tensor_model_parallel_size=2"),
+        (ParallelSizes(tensor=0), 4, "tensor_model_parallel_size=0 must be 1 or more"),
+        (ParallelSizes(sequence_parallel=True), 4, "sequence_parallel=true needs"),
+        (ParallelSizes(context=4), 4, "does not divide the 6 heads.*context_parallel_comm=both"),
+        (ParallelSizes(tensor=2, context=2), 4, "does not divide the 3 heads.*context_parallel_comm=both"),
+        (ParallelSizes(pipeline=8), 8, "do not divide model.num_layers=4.*pipeline_model_parallel_size=4"),
+        (ParallelSizes(virtual_pipeline=2), 2, "one stage has nothing to take in turn"),
+        (ParallelSizes(pipeline=2, virtual_pipeline=4), 2, "do not divide model.num_layers=4"),
+        (ParallelSizes(pipeline=2, fully_sharded=True), 4, "parallel.data_parallel=fsdp"),
+    ],
+)
+def test_impossible_layouts(sizes, ranks, words):
+    with pytest.raises(UserError, match=words) as error:
+        sizes.check(MODEL, ranks)
+    nearest = str(error.value).partition("the nearest layout that works")[2]
+    assert any(setting in nearest for setting in SETTINGS.values())
+
+
+def test_the_mlp_must_divide_among_tensor_parallel_ranks():
+    model = DiTConfig(hidden_size=48, num_attention_heads=6, ffn_hidden_size=99)
+    with pytest.raises(UserError, match="model.ffn_hidden_size=99"):
+        ParallelSizes(tensor=2).check(model)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "data_parallel"),
+    [
+        (ParallelSizes(), 8),
+        (ParallelSizes(tensor=2, sequence_parallel=True), 4),
+        (ParallelSizes(context=4, context_comm="ring"), 2),
+        (ParallelSizes(tensor=2, context=2, context_comm="both"), 2),
+        (ParallelSizes(pipeline=2, virtual_pipeline=2, tensor=2), 2),
+        (ParallelSizes(fully_sharded=True, context=2), 4),
+    ],
+)
+def test_possible_layouts(sizes, data_parallel):
+    assert sizes.check(MODEL, 8) == data_parallel
+
+
+def test_heads_are_exchanged_as_far_as_they_go():
+    assert ParallelSizes(context=4, context_comm="both").head_exchange_size(6) == 2
+    assert ParallelSizes(context=2, context_comm="both").head_exchange_size(6) == 2
+    assert ParallelSizes(context=4, context_comm="ring").head_exchange_size(8) == 1
+    assert ParallelSizes(context=4, tensor=2).head_exchange_size(8) == 4
+
+
+@pytest.mark.parametrize("ranks", [1, 7, 8, 12])
+def test_every_listed_layout_is_legal_and_none_is_listed_twice(ranks):
+    found = list(legal_layouts(MODEL, ranks))
+    assert found and len(set(found)) == len(found)
+    assert all(sizes.check(MODEL, ranks) * sizes.model_parallel_size == ranks for sizes in found)
+
+
+def test_the_named_layout_works():
+    with pytest.raises(UserError) as error:
+        ParallelSizes(tensor=4, context=2).check(MODEL, 8)
+    changed = dict(re.findall(r"(parallel\.\w+)=(\w+)", str(error.value).partition("ranks: ")[2]))
+    fields = {name: changed[setting] for name, setting in SETTINGS.items() if setting in changed}
+    sizes = {name: int(value) if value.isdigit() else value for name, value in fields.items()}
+    assert ParallelSizes(**{"tensor": 4, "context": 2, **sizes}).broken_rule(MODEL, 8) is None
