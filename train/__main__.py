@@ -94,10 +94,11 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         exit_on_error=False,
     )
-    parser.add_argument("--recipe", metavar="NAME", help="the run to start from")
+    parser.add_argument("--recipe", "--factory", metavar="NAME", help="the run to start from")
     parser.add_argument("--config-file", metavar="FILE", help="YAML with values to change (train/conf/ has examples)")
     parser.add_argument("--mock", action="store_true", help="endless random samples; same as data.mock=true")
     parser.add_argument("--dataset-path", metavar="FOLDER", help="same as data.path=FOLDER")
+    parser.add_argument("--yes", "-y", action="store_true", help="NeMo's; nothing is asked here")
     parser.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
     parser.add_argument("--dry-run", action="store_true", help="also count the model's parameters; train nothing")

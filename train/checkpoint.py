@@ -59,10 +59,23 @@ class CheckpointStore:
         dist.barrier()
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint; the first rank looks, so that all agree."""
-        found = [find_checkpoints(self.root)[-1:] if self._groups.is_first else None]
+        """The newest complete checkpoint of this run, or else of `checkpoint.load`; the first rank looks for all.
+
+        Raises:
+            UserError: if neither has one, and `checkpoint.load` is another run.
+        """
+        found = [find_checkpoints(self.root)[-1:] or self._of_other_run() if self._groups.is_first else None]
         dist.broadcast_object_list(found, src=0)
         return found[0][0] if found[0] else None
+
+    def _of_other_run(self) -> list[Path]:
+        other = self._config.checkpoint.load
+        if other is None or Path(other).resolve() == self.root.parent.resolve():
+            return []
+        found = find_checkpoints(Path(other) / "checkpoints")
+        if not found:
+            raise UserError(f"checkpoint.load={other} has no complete checkpoint; give the folder of a run")
+        return found[-1:]
 
     def save(self, state: RunState, tensors: TrainedTensors, loader_state: Any) -> Path:
         """Writes a checkpoint and deletes those beyond the last `checkpoint.keep_last`.

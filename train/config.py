@@ -235,6 +235,8 @@ class CheckpointConfig:
     """Steps between checkpoints; one more is written at the end and at SIGTERM or SIGINT."""
     keep_last: int = 3
     """Checkpoints kept; older ones are deleted."""
+    load: str | None = None
+    """Folder of another run, continued here (step, optimizer, data and all) while this one has no checkpoint itself."""
 
     def __post_init__(self) -> None:
         _require_positive("checkpoint", self, ["save_interval", "keep_last"])
@@ -258,6 +260,8 @@ class ValidationConfig:
     """Sampling steps of these videos."""
     guidance: float = 7.0
     """Scale of classifier-free guidance, uncond + guidance (cond - uncond); 1 is none."""
+    tokenizer_folder: str | None = None
+    """The tokenizer that decodes these videos, if not the data set's copy; it must be the same one."""
 
     def __post_init__(self) -> None:
         _require_not_negative("validation", self, ["interval", "guidance"])
@@ -272,6 +276,15 @@ class LoggerConfig:
     """Where metrics go besides metrics.jsonl, which is always written."""
 
     tensorboard: bool = True
+    """Scalars and validation videos in tensorboard/."""
+    wandb_exp_name: str | None = None
+    """Name of this run in Weights & Biases, which it switches on (needs megadit[wandb]). Without WANDB_API_KEY it
+    writes files for `wandb sync`."""
+    wandb_project: str = "megadit"
+    wandb_entity: str | None = None
+    """The team or user the project belongs to; None is the account's default."""
+    wandb_save_dir: str | None = None
+    """Folder of its files; None is wandb/ in `train.output_dir`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -347,7 +360,7 @@ def check_layout(config: RunConfig, world_size: int) -> int:
 
 
 def check_inputs(config: RunConfig) -> None:
-    """Raises UserError if the samples cannot be found, the run has no folder, or its sampler does not exist."""
+    """Raises UserError if the samples, the run's folder, or the sampler or tokenizer of its videos cannot be used."""
     from megadit.infer.samplers import find_sampler  # torch comes with it, which the rest of this module does without
 
     find_sampler(config.validation.sampler)
@@ -359,7 +372,19 @@ def check_inputs(config: RunConfig) -> None:
         raise UserError("data.path is not set; give data.path=FOLDER (see `megadit prepare`), or --mock")
     from megadit.train.data.writer import DatasetInfo
 
-    DatasetInfo.read(config.data.path)
+    _check_tokenizer(config.validation.tokenizer_folder, DatasetInfo.read(config.data.path).tokenizer_fingerprint)
+
+
+def _check_tokenizer(folder: str | None, expected: str) -> None:
+    """Raises UserError if there is no tokenizer in `folder`, or another one than that of the data set."""
+    if folder is None:
+        return
+    from megadit.models.tokenizers import load_tokenizer
+
+    if load_tokenizer(folder).fingerprint() != expected:
+        raise UserError(
+            f"validation.tokenizer_folder={folder} holds another tokenizer than the data set's; leave it out"
+        )
 
 
 def _require_positive(section: str, config: object, names: Iterable[str]) -> None:

@@ -94,9 +94,11 @@ class _Run:
         if path is None:
             return
         self.state, loader_state = self.store.load(path, self.training.tensors)
+        if path.parent != self.store.root:
+            self.state.metrics_bytes = 0  # the other run's file stays where it is
         self.training.scheduler.step(self.state.iteration)
         self.batches.restore_state(loader_state)
-        self.saved_iteration = self.state.iteration
+        self.saved_iteration = self.state.iteration if path.parent == self.store.root else None
         is_done = self.state.iteration >= self.config.train.train_iters
         self._say(f"{'all steps are done in' if is_done else 'continuing from'} {path}")
 
@@ -108,8 +110,9 @@ class _Run:
         self.state.consumed_tokens += result.tokens
         values = self._values(result)
         if self._is_due(self.config.validation.interval) and not result.must_stop:
-            self.state.validation = validate(self.training, step)
+            self.state.validation, videos = validate(self.training, step)
             values["validation"] = self.state.validation["losses"]
+            metrics.show(step, videos)
         metrics.log(values)
         if self._is_due(self.config.checkpoint.save_interval):
             self._save(metrics)

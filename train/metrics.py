@@ -1,12 +1,14 @@
-"""What a run reports: metrics.jsonl, TensorBoard, a progress bar or plain lines. Only the first rank reports."""
+"""What a run reports: metrics.jsonl, the boards, a progress bar or plain lines. Only the first rank reports."""
 
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from megadit.models.support import Progress
+from megadit.train.boards import open_boards
 from megadit.train.config import RunConfig
 
 METRICS_FILE = "metrics.jsonl"
@@ -29,12 +31,8 @@ class Metrics:
             config.train.train_iters, "training", completed=start, enabled=enabled and sys.stderr.isatty()
         )
         self._prints = enabled and not sys.stderr.isatty()
-        self._file = self._board = None
-        if enabled:
-            folder = Path(config.train.output_dir)
-            self._file = _open_at(folder / METRICS_FILE, length)
-            if config.logger.tensorboard:
-                self._board = _tensorboard(folder / "tensorboard", start)
+        self._file = _open_at(Path(config.train.output_dir) / METRICS_FILE, length) if enabled else None
+        self._boards = open_boards(config, start=start) if enabled else []
 
     def __enter__(self) -> "Metrics":
         self._bar.__enter__()
@@ -44,8 +42,8 @@ class Metrics:
         self._bar.__exit__(*error)
         if self._file is not None:
             self._file.close()
-        if self._board is not None:
-            self._board.close()
+        for board in self._boards:
+            board.close()
 
     @property
     def num_bytes(self) -> int:
@@ -59,13 +57,17 @@ class Metrics:
             return
         self._file.write(json.dumps(values).encode() + b"\n")
         self._file.flush()
-        if self._board is not None:
-            for name, value in _scalars(values):
-                self._board.add_scalar(name, value, self._step)
+        for board in self._boards:
+            board.scalars(self._step, _scalars(values))
         self._bar.advance(1, **{name: values[name] for name in _IN_BAR if values.get(name) is not None})
         is_last = self._step == self._config.train.train_iters
         if self._prints and (self._step % self._config.train.log_interval == 0 or is_last):
             print(plain_line(values, self._config), flush=True)
+
+    def show(self, step: int, videos: Sequence[tuple[str, Path]]) -> None:
+        """Puts the (caption, path) videos of a validation on the boards."""
+        for board in self._boards:
+            board.videos(step, videos)
 
 
 def plain_line(values: dict[str, Any], config: RunConfig) -> str:
@@ -83,14 +85,14 @@ def plain_line(values: dict[str, Any], config: RunConfig) -> str:
     )
 
 
-def _scalars(values: dict[str, Any], prefix: str = "") -> list[tuple[str, float]]:
+def _scalars(values: dict[str, Any], prefix: str = "") -> dict[str, float]:
     """Numbers of nested dictionaries under names such as `validation/none/mean`."""
-    found = []
+    found: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, dict):
-            found += _scalars(value, f"{prefix}{name}/")
+            found |= _scalars(value, f"{prefix}{name}/")
         elif isinstance(value, int | float):
-            found.append((f"{prefix}{name}", value))
+            found[f"{prefix}{name}"] = value
     return found
 
 
@@ -101,10 +103,3 @@ def _open_at(path: Path, length: int) -> BinaryIO:
     file.truncate(min(length, path.stat().st_size))
     file.seek(0, os.SEEK_END)
     return file
-
-
-def _tensorboard(folder: Path, start: int) -> Any:
-    from torch.utils.tensorboard import SummaryWriter  # slow to import
-
-    # steps after the one that a resumed run starts from were told by a process that is gone
-    return SummaryWriter(str(folder), purge_step=start + 1)

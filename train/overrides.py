@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from megadit.models.support import UserError, nearest
+from megadit.train.aliases import expand_braces, translate
 from megadit.train.config import RunConfig
 from megadit.train.recipes import load_recipe
 
@@ -22,7 +23,8 @@ def resolve_config(
 ) -> RunConfig:
     """The run that a command line stands for: recipe < `config_file` < `overrides` (each `a.b=c`).
 
-    The file may name its recipe itself under the key `recipe`, as the config.yaml of every run does.
+    The file may name its recipe itself under the key `recipe`, as the config.yaml of every run does. Keys may be those
+    of NeMo and DFM (see `aliases`).
 
     Raises:
         UserError: for an unknown recipe or key (naming the nearest known one), a value of the wrong type, a file that
@@ -40,6 +42,15 @@ def resolve_config(
     merged = _merge(merged, from_file)
     merged = _merge(merged, _parse_overrides(overrides or []))
     return config_from_dict(_plain(merged))
+
+
+def named_recipe(config_file: str | Path) -> str | None:
+    """What a YAML file says under `recipe`.
+
+    Raises:
+        UserError: if it cannot be read.
+    """
+    return _read_yaml(config_file).get("recipe")
 
 
 def config_from_dict(values: dict[str, Any]) -> RunConfig:
@@ -63,6 +74,11 @@ def load_config(path: str | Path) -> RunConfig:
 def to_yaml(config: RunConfig) -> str:
     """The whole configuration as YAML; `load_config` reads it back."""
     return OmegaConf.to_yaml(_mapping(config))
+
+
+def to_plain_values(config: RunConfig) -> dict[str, Any]:
+    """The whole configuration as nested dictionaries and lists."""
+    return _plain(_mapping(config))
 
 
 def known_keys(config_class: type = RunConfig, prefix: str = "") -> list[str]:
@@ -89,17 +105,20 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 
 def _read_yaml(path: str | Path) -> DictConfig:
     if not Path(path).is_file():
-        raise UserError(f"config file {path} does not exist")
+        shipped = Path(__file__).parent / "conf" / Path(path).name
+        hint = f"; megadit has one of this name to copy: {shipped}" if shipped.is_file() else ""
+        raise UserError(f"config file {path} does not exist{hint}")
     try:
         config = OmegaConf.load(path)
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid YAML: {_first_line(error)}") from error
     if not isinstance(config, DictConfig):
         raise UserError(f"{path} must hold keys such as `train:` and `model:`, not a list")
-    return config
+    return _in_our_names(config)
 
 
 def _parse_overrides(overrides: list[str]) -> DictConfig:
+    overrides = [part for override in overrides for part in expand_braces(override)]
     for override in overrides:
         key, equals, _ = override.partition("=")
         if not equals or not key:
@@ -107,16 +126,45 @@ def _parse_overrides(overrides: list[str]) -> DictConfig:
         if key[0] in "+~":
             raise UserError(f"{override!r} would add or delete a key; write section.key=value to set a known one")
     try:
-        return OmegaConf.from_dotlist(overrides)
+        return _in_our_names(OmegaConf.from_dotlist(overrides))
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise UserError(f"cannot read {' '.join(overrides)!r}: {_first_line(error)}") from error
+
+
+def _in_our_names(config: DictConfig) -> DictConfig:
+    flat = translate(_flatten(OmegaConf.to_container(config)), set(known_keys()))
+    return OmegaConf.create(_nest(flat))
+
+
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} as {"a.b": 1}; an empty mapping says nothing."""
+    flat = {}
+    for key, value in values.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _nest(flat: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `_flatten`."""
+    nested: dict[str, Any] = {}
+    for key, value in flat.items():
+        *sections, name = key.split(".")
+        section = nested
+        for part in sections:
+            section = section.setdefault(part, {})
+            if not isinstance(section, dict):
+                raise UserError(f"{key} and {key.rpartition('.')[0]} cannot both be set")
+        section[name] = value
+    return nested
 
 
 def _merge(base: DictConfig, update: DictConfig) -> DictConfig:
     try:
         return OmegaConf.merge(base, update)
     except ConfigKeyError as error:
-        raise _unknown_key(error.full_key) from error
+        unknown = error.full_key  # the section where it stops being known; the user wrote a whole key
+        whole = next(key for key in _flatten(OmegaConf.to_container(update)) if f"{key}.".startswith(f"{unknown}."))
+        raise _unknown_key(whole) from error
     except OmegaConfBaseException as error:  # the only one left: a single value in place of a list
         raise UserError(f"{error.full_key} is a list; write {error.full_key}=[...]") from error
 
@@ -125,7 +173,8 @@ def _unknown_key(key: str) -> UserError:
     known = known_keys()
     last = key.rpartition(".")[2]
     same_name = [name for name in known if name.rpartition(".")[2] == last]
-    near = same_name[0] if same_name else nearest(key, known)
+    by_name = {name.rpartition(".")[2]: name for name in known}
+    near = same_name[0] if same_name else nearest(key, known) or by_name.get(nearest(last, by_name) or "")
     hint = f"did you mean {near}?" if near else "see --print-config for all of them"
     return UserError(f"unknown key {key}; {hint}")
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from megadit.models.config import NAMED_CONFIGS
 from megadit.models.support import UserError, nearest
+from megadit.train.aliases import MISSING_RECIPES
 from megadit.train.config import (
     CheckpointConfig,
     DataConfig,
@@ -37,6 +38,8 @@ def load_recipe(name: str) -> RunConfig:
     Raises:
         UserError: for an unknown name, with the nearest known one.
     """
+    if name in MISSING_RECIPES:
+        raise UserError(f"recipe {name} trains the {MISSING_RECIPES[name]} network, which this version does not have")
     if name not in RECIPES:
         near = nearest(name, RECIPES)
         hint = f"did you mean {near!r}? " if near else ""

@@ -63,6 +63,8 @@ def start_processes(config: RunConfig) -> Groups:
     if groups.is_first:
         folder = Path(config.train.output_dir)
         (folder / "samples").mkdir(parents=True, exist_ok=True)
+        if not (folder / "validation_generation").exists():  # where users of NeMo and DFM look for these videos
+            (folder / "validation_generation").symlink_to("samples", target_is_directory=True)
         with atomic_path(folder / "config.yaml") as temporary:
             temporary.write_text(to_yaml(config), encoding="utf-8")
     dist.barrier()

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,12 +31,20 @@ def profile_name(sigma_rel: float | None) -> str:
     return RAW if sigma_rel is None else f"{sigma_rel:g}"
 
 
-def validate(training: Training, step: int) -> dict[str, Any]:
+class SampledVideo(NamedTuple):
+    """A video that validation made."""
+
+    caption: str
+    path: Path
+    """mp4, or png where it has one frame."""
+
+
+def validate(training: Training, step: int) -> tuple[dict[str, Any], list[SampledVideo]]:
     """Measures the weights and every average on held-out samples, and samples videos with the best of them.
 
     Returns:
         {"step", "best", "losses": {name: {"mean", and one for each sigma}}}: `loss.edm_loss`'s weighted loss; a name is
-        a sigma_rel, or "none".
+        a sigma_rel, or "none". And the videos of all ranks.
     """
     batches = list(validation_batches(training.config, training.groups))
     losses = {}
@@ -44,8 +52,8 @@ def validate(training: Training, step: int) -> dict[str, Any]:
         with training.averages.swapped_in(sigma_rel, training.network):
             losses[profile_name(sigma_rel)] = _losses(training, batches)
     best = min(losses, key=lambda name: losses[name]["mean"])
-    _sample_videos(training, step, None if best == RAW else float(best))
-    return {"step": step, "best": best, "losses": losses}
+    videos = _sample_videos(training, step, None if best == RAW else float(best))
+    return {"step": step, "best": best, "losses": losses}, videos
 
 
 @torch.no_grad()
@@ -65,11 +73,11 @@ def _losses(training: Training, batches: Iterable[PackedBatch]) -> dict[str, flo
     return {"mean": sum(means) / len(means), **named}
 
 
-def _sample_videos(training: Training, step: int, sigma_rel: float | None) -> None:
+def _sample_videos(training: Training, step: int, sigma_rel: float | None) -> list[SampledVideo]:
     """Writes samples/step_0000100/00_a_red_seven.mp4 and so on; the prompts are dealt to the data-parallel ranks."""
     config, groups = training.config, training.groups
     if config.data.mock:
-        return  # nothing to encode prompts or decode latents with
+        return []  # nothing to encode prompts or decode latents with
     prompts = list(config.validation.prompts) or validation_captions(config, NUM_PROMPTS)
     mine = list(enumerate(prompts))[groups.data.rank() :: groups.data.size()]
     with training.averages.swapped_in(sigma_rel, training.network):
@@ -79,9 +87,13 @@ def _sample_videos(training: Training, step: int, sigma_rel: float | None) -> No
             print(f"no videos of step {step}: {error}", flush=True)
             videos = []
     training.network.train()
+    written = []
     if groups.tensor.rank() == 0:
         for (number, prompt), video in zip(mine, videos, strict=False):
-            _write(Path(config.train.output_dir), step, number, prompt, video)
+            written.append(_write(Path(config.train.output_dir), step, number, prompt, video))
+    everyones: list[list[SampledVideo]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyones, written)
+    return sorted((video for part in everyones for video in part), key=lambda video: video.path)
 
 
 def _generate(training: Training, prompts: list[tuple[int, str]]) -> list[GeneratedVideo]:
@@ -101,7 +113,7 @@ def _pipeline(training: Training) -> TextToVideo:
     """Sampling with the network in training, split over ranks as it is."""
     config, network = training.config, training.network
     info = check_dataset(config)
-    tokenizer = load_tokenizer(info.tokenizer_folder)
+    tokenizer = load_tokenizer(config.validation.tokenizer_folder or info.tokenizer_folder)
     return TextToVideo(
         denoiser=TorchDenoiser(network.dit, device=training.groups.device, dtype=network.dit.dtype),
         tokenizer=tokenizer,
@@ -120,8 +132,9 @@ def _check_split(pipeline: TextToVideo, training: Training) -> None:
         raise UserError(f"their {num_tokens} tokens cannot be cut over {ranks} sequence-parallel ranks")
 
 
-def _write(folder: Path, step: int, number: int, prompt: str, video: GeneratedVideo) -> None:
+def _write(folder: Path, step: int, number: int, prompt: str, video: GeneratedVideo) -> SampledVideo:
     words = "".join(letter if letter.isalnum() else "_" for letter in prompt.lower())[:60]
     suffix = ".png" if len(video.video) == 1 else ".mp4"
     path = folder / "samples" / f"step_{step:07d}" / f"{number:02d}_{words}{suffix}"
     write_video(path, video.video, video.settings.fps)
+    return SampledVideo(prompt, path)

@@ -1,0 +1,91 @@
+"""Names of NeMo and DFM reach the same fields as ours, or are refused by name."""
+
+import re
+
+import pytest
+
+from megadit.models.support import UserError
+from megadit.train.__main__ import main
+from megadit.train.aliases import KEYS, MISSING_RECIPES, SECTIONS, expand_braces
+from megadit.train.overrides import known_keys, resolve_config
+from megadit.train.recipes import RECIPES, load_recipe
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("trainer.strategy.tensor_model_parallel_size=2", "parallel.tensor_model_parallel_size=2"),
+        ("model.tensor_model_parallel_size=2", "parallel.tensor_model_parallel_size=2"),
+        ("model.config.hidden_size=1024", "model.hidden_size=1024"),
+        ("data.task_encoder.seq_length=1024", "data.seq_length=1024"),
+        ("dataset.task_encoder_seq_length=1024", "data.seq_length=1024"),
+        ("dataset.path=elsewhere", "data.path=elsewhere"),
+        ("dataset.use_train_split_for_val=true", "data.use_train_split_for_val=true"),
+        ("checkpoint.save=elsewhere", "train.output_dir=elsewhere"),
+        ("model.vae_cache_folder=elsewhere", "validation.tokenizer_folder=elsewhere"),
+        ("model.val_generation_guidance=5.0", "validation.guidance=6.0"),
+        ("train.global_batch_size=16", "data.global_batch_size=16"),
+        ("optim.config.lr=0.1", "optimizer.lr=0.1"),
+        ("scheduler.lr_warmup_iters=7", "optimizer.lr_warmup_iters=7"),
+        ("optimizer.use_distributed_optimizer=true", "parallel.data_parallel=distributed_optimizer"),
+        ("rng.seed=9", "train.seed=9"),
+    ],
+)
+def test_their_name_sets_our_value(theirs, ours, tmp_path):
+    expected = resolve_config("pretrain_xl", overrides=[ours])
+    assert expected != load_recipe("pretrain_xl")
+    assert resolve_config("pretrain_xl", overrides=[theirs]) == expected
+    key, _, value = theirs.partition("=")
+    *sections, name = key.split(".")
+    yaml = "".join(f"{'  ' * depth}{section}:\n" for depth, section in enumerate(sections))
+    (tmp_path / "theirs.yaml").write_text(f"{yaml}{'  ' * len(sections)}{name}: {value}\n")
+    assert resolve_config("pretrain_xl", config_file=tmp_path / "theirs.yaml") == expected
+
+
+def test_every_alias_leads_to_a_key_of_ours():
+    known, sections = set(known_keys()), {key.partition(".")[0] for key in known_keys()}
+    later = {"parallel.virtual_pipeline_model_parallel_size"} | {key for key in KEYS.values() if ".recompute" in key}
+    assert set(KEYS.values()) - known <= later
+    assert set(SECTIONS.values()) <= sections and not known & set(KEYS)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.config.num_layer=3"], "unknown key model.config.num_layer; did you mean model.num_layers?"),
+        (["data.seq_length=8", "data.task_encoder.seq_length=9"], "both mean data.seq_length, and differ"),
+        (["model.qkv_format=sbhd"], "model.qkv_format=sbhd does not exist here, only thd: samples are always packed"),
+        (["checkpoint.load_optim=false"], "give train.init_from"),
+        (["trainer.devices=8"], "decided by how the ranks are started"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused(overrides, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        resolve_config("digits", overrides=overrides)
+
+
+def test_what_is_always_so_may_be_said():
+    assert resolve_config("digits", overrides=["model.qkv_format=thd", "checkpoint.save=null"]) == load_recipe("digits")
+
+
+def test_braces_stand_for_several_names():
+    names = "parallel.{tensor_model,pipeline_model,context}_parallel_size=1"
+    assert expand_braces(names) == [
+        f"parallel.{name}_parallel_size=1" for name in ("tensor_model", "pipeline_model", "context")
+    ]
+    mapping = "parallel={tensor_model_parallel_size: 2, sequence_parallel: true}"
+    expected = ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"]
+    assert resolve_config("pretrain_xl", overrides=[mapping]) == resolve_config("pretrain_xl", overrides=expected)
+    assert expand_braces("validation.prompts=[a,{b,c}]") == ["validation.prompts=[a,{b,c}]"]
+
+
+def test_factory_is_recipe_and_yes_is_taken(capsys):
+    assert main(["--yes", "--factory", "pretrain_l", "--print-config"]) == 0
+    assert "recipe: pretrain_l" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", MISSING_RECIPES)
+def test_a_factory_without_its_network_is_refused_by_name(name):
+    assert name not in RECIPES
+    with pytest.raises(UserError, match=f"{name} trains the {MISSING_RECIPES[name]} network"):
+        load_recipe(name)

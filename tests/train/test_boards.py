@@ -1,0 +1,104 @@
+"""Numbers, configuration and videos of a run arrive where they are looked at."""
+
+import importlib.util
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megadit.infer.video_io import write_video
+from megadit.train import boards
+from megadit.train.boards import open_boards
+from megadit.train.recipes import load_recipe
+
+FRAMES = np.random.default_rng(0).integers(0, 255, (3, 16, 24, 3), dtype=np.uint8)
+
+
+def run_config(folder, **logger):
+    run = load_recipe("digits_tiny")
+    logger = {"tensorboard": False, **logger}
+    return replace(run, train=replace(run.train, output_dir=str(folder)), logger=replace(run.logger, **logger))
+
+
+@pytest.fixture
+def videos(tmp_path):
+    write_video(tmp_path / "a.mp4", FRAMES, 8)
+    write_video(tmp_path / "b.png", FRAMES[:1])
+    return [("a red seven", tmp_path / "a.mp4"), ("a blue two", tmp_path / "b.png")]
+
+
+def events(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder / "tensorboard"))
+    found.Reload()
+    return found
+
+
+def test_tensorboard_shows_scalars_and_moving_videos(tmp_path, videos):
+    (board,) = open_boards(run_config(tmp_path, tensorboard=True), start=0)
+    board.scalars(1, {"loss": 0.5, "validation/none/mean": 2.0})
+    board.videos(1, videos)
+    board.close()
+    found = events(tmp_path)
+    assert [event.value for event in found.Scalars("loss")] == [0.5] and found.Scalars("validation/none/mean")
+    moving, still = (found.Images(f"validation_generation/{number:02d}")[0] for number in range(2))
+    assert moving.encoded_image_string[:4] == b"GIF8" and (moving.height, moving.width) == (16, 24)
+    assert len(moving.encoded_image_string) > 2 * len(still.encoded_image_string)
+    (caption,) = found.Tensors("validation_generation/00/caption/text_summary")
+    assert caption.tensor_proto.string_val[0] == b"a red seven"
+
+
+def test_tensorboard_forgets_what_a_killed_run_told_beyond_its_checkpoint(tmp_path):
+    for start, steps in ((0, (1, 2, 3)), (1, (2, 3))):
+        (board,) = open_boards(run_config(tmp_path, tensorboard=True), start=start)
+        for step in steps:
+            board.scalars(step, {"loss": float(start)})
+        board.close()
+    assert [(event.step, event.value) for event in events(tmp_path).Scalars("loss")] == [(1, 0), (2, 1), (3, 1)]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
+def test_weights_and_biases_offline(tmp_path, videos, monkeypatch, capfd):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    config = run_config(tmp_path, wandb_exp_name="my_experiment", wandb_project="DiT", wandb_entity="us")
+    for step in (1, 2):  # the second as after a resume
+        (board,) = open_boards(config, start=step - 1)
+        board.scalars(step, {"loss": 0.25})
+        board.videos(step, videos)
+        board.close()
+    assert "no WANDB_API_KEY" in capfd.readouterr().out
+    files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(files) == 2 and len({file.name for file in files}) == 1, "one run, continued"
+    media = {path.suffix for path in (tmp_path / "wandb").rglob("media/**/*") if path.is_file()}
+    assert media == {".mp4", ".png"}
+    written = files[0].read_bytes()
+    for expected in (
+        "my_experiment",
+        "DiT",
+        "us",
+        "loss",
+        "0.25",
+        "validation_generation/00",
+        "a red seven",
+        "adam_beta2",
+    ):
+        assert expected.encode() in written
+
+
+def test_weights_and_biases_in_another_folder(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    config = run_config(tmp_path / "run", wandb_exp_name="x", wandb_save_dir=str(tmp_path / "there"))
+    (tmp_path / "run").mkdir()
+    open_boards(config, start=0)[0].close()
+    assert list((tmp_path / "there" / "wandb").glob("offline-run-*"))
+
+
+def test_a_missing_package_is_said_and_nothing_else_happens(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(boards.importlib.util, "find_spec", lambda name: None)
+    assert open_boards(run_config(tmp_path, tensorboard=True, wandb_exp_name="x"), start=0) == []
+    told = capsys.readouterr().err
+    assert "logger.tensorboard is off: tensorboard is not installed" in told
+    assert "logger.wandb_exp_name is off: wandb is not installed (pip install 'megadit[wandb]')" in told

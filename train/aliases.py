@@ -1,0 +1,150 @@
+"""The names that NeMo and DFM give to the values of a run, understood in YAML files and in `a.b=c` overrides.
+
+A key of ours always means itself. Any other key is looked up here, whole or by its section; one that has no counterpart
+stays as it is, to be refused by name. Nothing is dropped in silence: what this package does in one way only
+(`model.qkv_format=thd`) is accepted at that value and refused at any other.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from megadit.models.support import UserError
+
+SECTIONS = {
+    "model.config": "model",
+    "trainer.strategy": "parallel",
+    "data.task_encoder": "data",
+    "dataset": "data",
+    "optim.config": "optimizer",
+    "scheduler": "optimizer",
+}
+"""Their section -> ours, for the keys that bear the same name in both."""
+
+_LAYOUT = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "sequence_parallel",
+)
+_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+
+KEYS = {
+    **{f"model.{name}": f"parallel.{name}" for name in (*_LAYOUT, *_RECOMPUTE)},
+    **{f"model.config.{name}": f"parallel.{name}" for name in _RECOMPUTE},
+    "model.seq_length": "data.seq_length",
+    "model.config.seq_length": "data.seq_length",
+    "model.vae_cache_folder": "validation.tokenizer_folder",
+    "model.val_generation_guidance": "validation.guidance",
+    "model.val_generation_num_steps": "validation.num_steps",
+    "dataset.task_encoder_seq_length": "data.seq_length",
+    "train.global_batch_size": "data.global_batch_size",
+    "train.micro_batch_size": "data.micro_batch_size",
+    "train.eval_interval": "validation.interval",
+    "train.eval_iters": "validation.num_batches",
+    "trainer.max_steps": "train.train_iters",
+    "trainer.val_check_interval": "validation.interval",
+    "trainer.limit_val_batches": "validation.num_batches",
+    "trainer.log_every_n_steps": "train.log_interval",
+    "optimizer.use_distributed_optimizer": "parallel.data_parallel",
+    "optim.config.use_distributed_optimizer": "parallel.data_parallel",
+    "rng.seed": "train.seed",
+    "log.log_dir": "train.output_dir",
+    "checkpoint.save": "train.output_dir",
+    "logger.log_interval": "train.log_interval",
+}
+"""Their key -> ours, where the names differ."""
+
+_VALUES: dict[str, Callable[[Any], Any]] = {
+    # theirs is cond + g (cond - uncond), ours uncond + g (cond - uncond)
+    "model.val_generation_guidance": lambda guidance: guidance + 1,
+    "optimizer.use_distributed_optimizer": lambda wanted: "distributed_optimizer" if wanted else "ddp",
+    "optim.config.use_distributed_optimizer": lambda wanted: "distributed_optimizer" if wanted else "ddp",
+}
+
+_FIXED: dict[str, tuple[Any, str]] = {
+    "model.qkv_format": ("thd", "samples are always packed"),
+    "model.config.qkv_format": ("thd", "samples are always packed"),
+    "model.attn_mask_type": ("no_mask", "no sample attends to another or to padding, and nothing else is masked"),
+    "model.config.attn_mask_type": (
+        "no_mask",
+        "no sample attends to another or to padding, and nothing else is masked",
+    ),
+    "checkpoint.ckpt_format": ("torch_dist", "that is what is written"),
+    "checkpoint.load_optim": (True, "to start from weights alone, give train.init_from"),
+    "checkpoint.fully_parallel_save": (True, "all data-parallel ranks write"),
+}
+"""Their key -> the only value it has here, and why."""
+
+_STARTED_BY_TORCHRUN = ("trainer.devices", "trainer.num_nodes")
+
+MISSING_RECIPES = {
+    **dict.fromkeys(("train_mock", "mock_ditllama5b_8k"), "MovieGen"),
+    **dict.fromkeys(("pretrain_ditllama30b", "pretrain_ditllama5b"), "MovieGen"),
+    **dict.fromkeys(("pretrain_ditllama3b", "pretrain_ditllama1b"), "MovieGen"),
+    **dict.fromkeys(("pretrain_ditllama30b_stage2_mock", "pretrain_ditllama30b_stage3_mock"), "MovieGen"),
+    **dict.fromkeys(
+        ("pretrain_ditllama5b_stage3_mock_with_pp", "pretrain_ditllama30b_stage3_mock_with_pp"), "MovieGen"
+    ),
+    "pretrain_ecditllama1b": "expert-choice",
+    "pretrain_stdit3B_mock_data": "spatio-temporal DiT",
+}
+"""NeMo's factories whose network this version does not have -> the network."""
+
+
+def translate(values: dict[str, Any], known: set[str]) -> dict[str, Any]:
+    """The same values under our dotted keys; `known` are all of these.
+
+    Raises:
+        UserError: for a value that has no counterpart here, or two names of one key with different values.
+    """
+    translated: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for theirs, value in values.items():
+        ours = _our_key(theirs, known)
+        if ours is None or (ours != theirs and value is None):
+            _check_fixed(theirs, value)
+            continue
+        value = _VALUES[theirs](value) if theirs in _VALUES and ours != theirs else value
+        if translated.get(ours, value) != value:
+            raise UserError(f"{sources[ours]} and {theirs} both mean {ours}, and differ; keep one of them")
+        translated[ours], sources[ours] = value, theirs
+    return translated
+
+
+def _our_key(key: str, known: set[str]) -> str | None:
+    """The key of ours that `key` means; `key` itself where there is none; None for keys with a fixed value."""
+    if key in known:
+        return key
+    if key in _FIXED:
+        return None
+    if key in _STARTED_BY_TORCHRUN:
+        raise UserError(
+            f"{key} is decided by how the ranks are started: --nproc N, or torchrun --nnodes/--nproc-per-node"
+        )
+    if KEYS.get(key) in known:
+        return KEYS[key]
+    for theirs, ours in SECTIONS.items():
+        candidate = f"{ours}.{key.removeprefix(theirs + '.')}"
+        if key.startswith(f"{theirs}.") and candidate in known:
+            return candidate
+    return key
+
+
+def _check_fixed(key: str, value: Any) -> None:
+    if value is None:
+        return
+    only, reason = _FIXED[key]
+    if value != only:
+        raise UserError(f"{key}={value} does not exist here, only {only}: {reason}")
+
+
+def expand_braces(override: str) -> list[str]:
+    """`parallel.{tensor_model,context}_parallel_size=2` as two overrides, as a shell writes them where it can."""
+    key, equals, value = override.partition("=")
+    found = re.search(r"\{([^{}]*,[^{}]*)\}", key)
+    if found is None:
+        return [override]
+    names = [key[: found.start()] + name.strip() + key[found.end() :] for name in found[1].split(",")]
+    return [part for name in names for part in expand_braces(name + equals + value)]
