@@ -16,8 +16,9 @@ from typing import Any, get_args
 
 from megadit.infer.checkpoints import open_bundle
 from megadit.infer.guidance import GuidanceConvention, guidance_scale
-from megadit.infer.pipeline import TOKENS_PER_BATCH, GeneratedVideo, TextToVideo, latent_size, resolve_settings
+from megadit.infer.pipeline import TOKENS_PER_BATCH, GeneratedVideo, TextToVideo
 from megadit.infer.samplers import SAMPLERS
+from megadit.infer.settings import latent_size, resolve_settings
 from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, write_video
 from megadit.models.bundle import Bundle, SamplingDefaults
 from megadit.models.support import CommandParser, Progress, UserError, run_command, write_json

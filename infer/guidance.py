@@ -1,5 +1,16 @@
-"""Guidance: wrappers that turn a conditional denoiser into the function of (x, sigma) that a sampler solves."""
+"""Guidance: wrappers that turn a conditional denoiser into the function of (x, sigma) that a sampler solves.
 
+All of them are sums  D = base + sum_k scale_k (D_k - base)  of what a few branches (a denoiser and its conditions)
+answer, and differ in which these are:
+
+    classifier-free (arXiv 2207.12598)   base: no text, or the negative prompt;  D_1: the prompt
+    autoguidance (arXiv 2406.02507)      base: a weaker network, same prompt;    D_1: the prompt
+    two conditions (arXiv 2206.01714)    base: no text, or the negative prompt;  D_1, D_2: one prompt each
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -18,6 +29,18 @@ class Denoiser(Protocol):
     def __call__(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning, /) -> Tensor: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """One of the answers that guidance combines."""
+
+    denoiser: Denoiser
+    conditioning: Conditioning
+
+
+Evaluate = Callable[[Sequence[Branch], Tensor, Tensor], list[Tensor]]
+"""(branches, x, sigma_B) -> the x0 of each branch; see `in_one_batch` and `in_turn`."""
+
+
 def guidance_scale(guidance: float, convention: GuidanceConvention = "standard") -> float:
     """The scale of D = uncond + scale (cond - uncond) that a number means under a convention.
 
@@ -32,21 +55,73 @@ def guidance_scale(guidance: float, convention: GuidanceConvention = "standard")
     return guidance + 1 if convention == "nemo" else guidance
 
 
+def in_one_batch(branches: Sequence[Branch], x: Tensor, sigma_B: Tensor) -> list[Tensor]:
+    """Branches of one denoiser share a call of several times the batch; different denoisers take turns."""
+    answers: dict[int, Tensor] = {}
+    for denoiser in {id(branch.denoiser): branch.denoiser for branch in branches}.values():
+        places = [place for place, branch in enumerate(branches) if branch.denoiser is denoiser]
+        together = Conditioning.concatenate([branches[place].conditioning for place in places])
+        count = len(places)
+        answer = denoiser(torch.cat([x] * count), torch.cat([sigma_B] * count), together)
+        answers.update(zip(places, answer.chunk(count), strict=True))
+    return [answers[place] for place in range(len(branches))]
+
+
+def in_turn(branches: Sequence[Branch], x: Tensor, sigma_B: Tensor) -> list[Tensor]:
+    """One call for each branch: half the memory of a shared one."""
+    return [branch.denoiser(x, sigma_B, branch.conditioning) for branch in branches]
+
+
+def guided(
+    conditions: Sequence[Branch],
+    scales: Sequence[float],
+    base: Branch,
+    *,
+    interval: tuple[float, ...] = (),
+    rescale: float = 0.0,
+    evaluate: Evaluate = in_one_batch,
+) -> Denoise:
+    """D = base + sum_k scale_k (D_k - base).
+
+    Outside the noise levels of `interval` (arXiv 2404.07724), and where the scales add up to 1, the base has no part:
+    the result is the mean of the conditions, weighted by their scales, and costs that much less. `rescale` mixes in
+    the result with the per-sample deviation of that mean (arXiv 2305.08891, eqs. 15 and 16), which high scales inflate.
+    """
+    total = sum(scales)
+    low, high = interval or (0.0, math.inf)
+
+    def unguided(x0_K: Sequence[Tensor]) -> Tensor:
+        if len(x0_K) == 1 or total == 0:
+            return x0_K[0]
+        return sum(scale / total * x0 for scale, x0 in zip(scales, x0_K, strict=True))
+
+    def denoise(x: Tensor, sigma_B: Tensor) -> Tensor:
+        if total == 1 or not low <= sigma_B[0].item() <= high:
+            return unguided(evaluate(conditions, x, sigma_B))
+        *x0_K, x0_base = evaluate([*conditions, base], x, sigma_B)
+        x0 = x0_base + sum(scale * (x0 - x0_base) for scale, x0 in zip(scales, x0_K, strict=True))
+        return _rescaled(x0, unguided(x0_K), rescale) if rescale else x0
+
+    return denoise
+
+
 def classifier_free_guidance(
-    denoiser: Denoiser, conditioning: Conditioning, *, scale: float, negative: Conditioning | None = None
+    denoiser: Denoiser, conditioning: Conditioning, *, scale: float, negative: Conditioning | None = None, **options
 ) -> Denoise:
     """D(x; sigma) = D_uncond + scale (D_cond - D_uncond), both halves in one call of twice the batch.
 
     (arXiv 2207.12598, eq. 6 with w = scale - 1.) `negative` stands in for the null text of the unconditional half.
-    A scale of 1 is D_cond, and asks for that half alone.
+    A scale of 1 is D_cond, and asks for that half alone. `options` are those of `guided`.
     """
-    if scale == 1:
-        return lambda x, sigma_B: denoiser(x, sigma_B, conditioning)
     uncond = conditioning.null() if negative is None else negative
-    both = Conditioning.concatenate([conditioning, uncond])
+    return guided([Branch(denoiser, conditioning)], [scale], Branch(denoiser, uncond), **options)
 
-    def guided(x: Tensor, sigma_B: Tensor) -> Tensor:
-        x0_cond, x0_uncond = denoiser(torch.cat([x, x]), torch.cat([sigma_B, sigma_B]), both).chunk(2)
-        return x0_uncond + scale * (x0_cond - x0_uncond)
 
-    return guided
+def _rescaled(x0: Tensor, x0_unguided: Tensor, rescale: float) -> Tensor:
+    ratio = _deviation(x0_unguided) / _deviation(x0).clamp(min=1e-8)
+    return x0 * (rescale * ratio + (1 - rescale))
+
+
+def _deviation(x: Tensor) -> Tensor:
+    """Standard deviation of each sample, [B, 1, ...]."""
+    return x.flatten(1).std(1).reshape(-1, *[1] * (x.ndim - 1))

@@ -1,9 +1,10 @@
 """`TextToVideo`: prompts in, videos out."""
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,16 +12,28 @@ from einops import rearrange
 from torch import Tensor
 
 from megadit.infer.checkpoints import open_bundle
-from megadit.infer.guidance import Denoiser, GuidanceConvention, classifier_free_guidance, guidance_scale
+from megadit.infer.guidance import (
+    Branch,
+    Denoiser,
+    Evaluate,
+    GuidanceConvention,
+    guidance_scale,
+    guided,
+    in_one_batch,
+    in_turn,
+)
 from megadit.infer.preview import LinearPreview, fit_preview
 from megadit.infer.runtimes.torch import TorchDenoiser, find_device, find_dtype
-from megadit.infer.samplers import SAMPLERS, find_sampler, num_denoiser_calls
-from megadit.infer.schedules import karras_sigmas
+from megadit.infer.samplers import SAMPLERS, Denoise, Randomness, num_denoiser_calls
+from megadit.infer.schedules import settings_sigmas
+from megadit.infer.settings import latent_size, resolve_settings
+from megadit.infer.start import GivenVideo, Start, encode_start, remaining_sigmas
 from megadit.infer.steps import StepCallback, StepTeller
+from megadit.infer.text_features import TextFeaturesCache
 from megadit.models.bundle import Bundle, SamplingDefaults
 from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
-from megadit.models.noise import latent_noise, seed_key
+from megadit.models.noise import Stream, latent_noise, seed_key
 from megadit.models.support import UserError
 from megadit.models.text_encoders import TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
@@ -29,7 +42,7 @@ TOKENS_PER_BATCH = 32768
 """Video tokens that one call of the denoiser handles (before guidance doubles them) where no batch size is given."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GeneratedVideo:
     video: np.ndarray
     """uint8 THWC, 0..255."""
@@ -37,6 +50,19 @@ class GeneratedVideo:
     seed: int
     settings: SamplingDefaults
     """Everything else that decides the video, in the standard guidance convention."""
+    latents_CTHW: Tensor
+    """What the video was decoded from; float32, on the CPU."""
+    num_denoiser_calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """The videos that are sampled together."""
+
+    places: range
+    """Of them among all prompts of the generation."""
+    prompts: list[str]
+    seeds: list[int]
 
 
 class TextToVideo:
@@ -55,13 +81,21 @@ class TextToVideo:
         config: DiTConfig,
         defaults: SamplingDefaults,
         device: torch.device | str = "cpu",
+        evaluate: Evaluate = in_one_batch,
+        load_weaker: Callable[[str], Denoiser] | None = None,
+        reload_text_encoder: Callable[[], TextEncoder] | None = None,
     ) -> None:
+        """`evaluate` asks for the halves of guidance; `load_weaker` gives the denoiser of a checkpoint for
+        autoguidance; with `reload_text_encoder` the encoder is not kept in memory while sampling."""
         self.denoiser = denoiser
         self.tokenizer = tokenizer
-        self.text_encoder = text_encoder
+        self.text_encoder = TextFeaturesCache(text_encoder, reload_text_encoder)
         self.config = config
         self.defaults = defaults
         self.device = torch.device(device)
+        self.evaluate = evaluate
+        self._load_weaker = load_weaker
+        self._weaker: dict[str, Denoiser] = {}
         self._preview: LinearPreview | None = None
 
     @classmethod
@@ -73,11 +107,16 @@ class TextToVideo:
         dtype: str = "float32",
         tokenizer: VideoTokenizer | None = None,
         text_encoder: TextEncoder | None = None,
+        batch_guidance: bool = True,
+        offload_text_encoder: bool = False,
+        compile: bool = False,
     ) -> "TextToVideo":
         """The pipeline of a bundle (opened or not), or of a training directory (see `open_bundle`).
 
         A `tokenizer` or `text_encoder` given here spares loading the bundle's copy, and must be the same. `dtype` is
-        that of the network; preconditioning is float32 and the sampler's state float64 in any case.
+        that of the network; preconditioning is float32 and the sampler's state float64 in any case. Without
+        `batch_guidance` the network is asked twice instead of for two halves of a batch; `offload_text_encoder`
+        frees its memory while sampling; `compile` compiles the network (torch.compile), once for all shapes.
 
         Raises:
             UserError: if there is no such checkpoint, device or dtype, or a part is not the one trained with.
@@ -88,14 +127,21 @@ class TextToVideo:
         text_encoder = text_encoder or bundle.load_text_encoder()
         _check_fingerprint(bundle, "tokenizer", tokenizer)
         _check_fingerprint(bundle, "text_encoder", text_encoder)
-        dit = bundle.load_dit(device=place, dtype=number_type)
+
+        def load_denoiser(bundle: Bundle) -> Denoiser:
+            dit = bundle.load_dit(device=place, dtype=number_type)
+            return TorchDenoiser(dit, device=place, dtype=number_type, compile=compile)
+
         return cls(
-            denoiser=TorchDenoiser(dit, device=place, dtype=number_type),
+            denoiser=load_denoiser(bundle),
             tokenizer=tokenizer,
             text_encoder=text_encoder,
             config=bundle.config,
             defaults=bundle.defaults,
             device=place,
+            evaluate=in_one_batch if batch_guidance else in_turn,
+            load_weaker=lambda path: load_denoiser(weaker_bundle(path, bundle)),
+            reload_text_encoder=bundle.load_text_encoder if offload_text_encoder else None,
         )
 
     def generate(
@@ -103,41 +149,30 @@ class TextToVideo:
         prompts: Sequence[str],
         *,
         seeds: int | Sequence[int] = 0,
-        negative_prompt: str | None = None,
-        num_frames: int | None = None,
-        height: int | None = None,
-        width: int | None = None,
-        fps: float | None = None,
         guidance: float | None = None,
         guidance_convention: GuidanceConvention = "standard",
-        num_steps: int | None = None,
-        sampler: str | None = None,
         batch_size: int | None = None,
+        given: GivenVideo | None = None,
         on_step: StepCallback | None = None,
+        **settings: Any,
     ) -> list[GeneratedVideo]:
         """One video for each prompt, in order.
 
-        What is None comes from the bundle's defaults. One seed serves every prompt; a list gives each its own.
+        `settings` are the fields of `SamplingDefaults` (`num_frames`, `height`, `sampler`, `num_steps`, ...); what is
+        left out, or None, comes from the bundle's defaults. One seed serves every prompt; a list gives each its own.
         `num_frames` may be any number: more are generated where the tokenizer needs them, and the tail is cut. One
         frame is an image. `batch_size` videos are made at once (None: as many as `TOKENS_PER_BATCH` allows).
-        `on_step` is told of every denoiser call, may look at a preview, and cancels by returning False.
+        `given` is a video to start from. `on_step` is told of every denoiser call, may look at a preview, and cancels
+        by returning False.
 
         Raises:
             UserError: for anything that cannot be generated, before the network is asked.
             Cancelled: if `on_step` cancels.
         """
-        settings = resolve_settings(
-            self.defaults,
-            negative_prompt=negative_prompt,
-            num_frames=num_frames,
-            height=height,
-            width=width,
-            fps=fps,
-            guidance=None if guidance is None else guidance_scale(guidance, guidance_convention),
-            num_steps=num_steps,
-            sampler=sampler,
-        )
-        return list(self.stream(prompts, settings, seeds=seeds, batch_size=batch_size, on_step=on_step))
+        if guidance is not None:
+            settings["guidance"] = guidance_scale(guidance, guidance_convention)
+        resolved = resolve_settings(self.defaults, **settings)
+        return list(self.stream(prompts, resolved, seeds=seeds, batch_size=batch_size, given=given, on_step=on_step))
 
     def stream(
         self,
@@ -146,6 +181,7 @@ class TextToVideo:
         *,
         seeds: int | Sequence[int] = 0,
         batch_size: int | None = None,
+        given: GivenVideo | None = None,
         on_step: StepCallback | None = None,
     ) -> Iterator[GeneratedVideo]:
         """Like `generate`, but gives each video as soon as its batch is done, and takes all settings in one.
@@ -155,18 +191,41 @@ class TextToVideo:
         settings = resolve_settings(self.defaults if settings is None else settings)
         prompts, seeds = _paired(prompts, seeds)
         batch_size = self._batch_size(settings, batch_size)
-        teller = StepTeller(on_step, self.num_denoiser_calls(len(prompts), settings, batch_size), self.preview)
-        places = range(len(prompts))
-        for batch in (places[start : start + batch_size] for start in places[::batch_size]):
-            latents_BCTHW = self._sample(prompts, seeds, settings, teller, batch)
-            for place, latents_CTHW in zip(batch, latents_BCTHW, strict=True):
-                video = self._decode(latents_CTHW, settings.num_frames)
-                yield GeneratedVideo(video=video, prompt=prompts[place], seed=seeds[place], settings=settings)
+        frames, shape = latent_size(settings, self.config, self.tokenizer)
+        start = None if given is None else encode_start(given, settings, self.tokenizer, frames, self.device)
+        sigmas = self._sigmas(settings, given)
+        self.text_encoder.prepare([*prompts, settings.negative_prompt, settings.second_prompt])
+        teller = StepTeller(on_step, self.num_denoiser_calls(len(prompts), settings, batch_size, given), self.preview)
+        for first in range(0, len(prompts), batch_size):
+            places = range(len(prompts))[first : first + batch_size]
+            batch = _Batch(places, prompts[places.start : places.stop], seeds[places.start : places.stop])
+            latents_BCTHW = self._sample(batch, settings, sigmas, shape, start, teller)
+            for latents_CTHW, prompt, seed in zip(latents_BCTHW, batch.prompts, batch.seeds, strict=True):
+                yield GeneratedVideo(
+                    video=self._decode(latents_CTHW, settings.num_frames),
+                    prompt=prompt,
+                    seed=seed,
+                    settings=settings,
+                    latents_CTHW=latents_CTHW.cpu(),
+                    num_denoiser_calls=num_denoiser_calls(settings.sampler, sigmas),
+                )
 
-    def num_denoiser_calls(self, num_videos: int, settings: SamplingDefaults, batch_size: int | None = None) -> int:
+    def num_denoiser_calls(
+        self,
+        num_videos: int,
+        settings: SamplingDefaults,
+        batch_size: int | None = None,
+        given: GivenVideo | None = None,
+    ) -> int:
         """Denoiser calls that `num_videos` take: what `on_step` is told as `num_steps`."""
         num_batches = math.ceil(num_videos / self._batch_size(settings, batch_size))
-        return num_batches * num_denoiser_calls(settings.sampler, _sigmas(settings))
+        return num_batches * num_denoiser_calls(settings.sampler, self._sigmas(settings, given))
+
+    def preview(self, latents_BCTHW: Tensor) -> np.ndarray:
+        """What latents look like, without decoding them: see `LinearPreview`, which the first call fits."""
+        if self._preview is None:
+            self._preview = fit_preview(self.tokenizer, self.device)
+        return self._preview(latents_BCTHW)
 
     def _batch_size(self, settings: SamplingDefaults, batch_size: int | None) -> int:
         if batch_size is None:
@@ -176,29 +235,54 @@ class TextToVideo:
             raise UserError(f"batch_size={batch_size} must be at least 1")
         return batch_size
 
-    def preview(self, latents_BCTHW: Tensor) -> np.ndarray:
-        """What latents look like, without decoding them: see `LinearPreview`, which the first call fits."""
-        if self._preview is None:
-            self._preview = fit_preview(self.tokenizer, self.device)
-        return self._preview(latents_BCTHW)
+    def _sigmas(self, settings: SamplingDefaults, given: GivenVideo | None) -> Tensor:
+        return remaining_sigmas(settings_sigmas(settings), None if given is None else given.strength)
 
     def _sample(
-        self, prompts: list[str], seeds: list[int], settings: SamplingDefaults, teller: StepTeller, batch: range
+        self,
+        batch: _Batch,
+        settings: SamplingDefaults,
+        sigmas: Tensor,
+        shape: tuple[int, int, int, int],
+        start: Start | None,
+        teller: StepTeller,
     ) -> Tensor:
         """Latents BCTHW, float32, of one batch."""
-        prompts, seeds = [prompts[place] for place in batch], [seeds[place] for place in batch]
-        _, shape = latent_size(settings, self.config, self.tokenizer)
-        key_B = torch.tensor([seed_key(seed) for seed in seeds], device=self.device)
-        sigmas = _sigmas(settings)
-        negative = self._conditioning([settings.negative_prompt] * len(prompts), settings)
-        denoise = classifier_free_guidance(
-            self.denoiser, self._conditioning(prompts, settings), scale=settings.guidance, negative=negative
-        )
-        x = sigmas[0].item() * latent_noise(key_B, shape).double()
-        latents = SAMPLERS[settings.sampler](teller.around(denoise, batch), x, sigmas).float()
-        if not latents.isfinite().all():
+        key_B = torch.tensor([seed_key(seed) for seed in batch.seeds], device=self.device)
+        denoise = self._guided(batch, settings)
+        sigma, noise_BCTHW = sigmas[0].item(), latent_noise(key_B, shape)
+        x = sigma * noise_BCTHW.double() if start is None else start.initial_state(sigma, noise_BCTHW)
+        denoise = denoise if start is None else start.replaces(denoise)
+        noise = _randomness(settings, key_B, shape)
+        latents_BCTHW = SAMPLERS[settings.sampler](teller.around(denoise, batch.places), x, sigmas, *noise).float()
+        if not latents_BCTHW.isfinite().all():
             raise UserError("the latents are not finite numbers; try dtype float32 or bfloat16, or less guidance")
-        return latents
+        return latents_BCTHW
+
+    def _guided(self, batch: _Batch, settings: SamplingDefaults) -> Denoise:
+        """The denoiser under the guidance that the settings ask for."""
+
+        def branch(texts: list[str], denoiser: Denoiser = self.denoiser) -> Branch:
+            return Branch(denoiser, self._conditioning(texts, settings))
+
+        count = len(batch.prompts)
+        conditions, scales = [branch(batch.prompts)], [settings.guidance]
+        if settings.second_prompt:
+            conditions.append(branch([settings.second_prompt] * count))
+            scales.append(settings.second_guidance)
+        if settings.autoguidance:
+            base = branch(batch.prompts, self._weaker_denoiser(settings.autoguidance))
+        else:
+            base = branch([settings.negative_prompt] * count)
+        interval, rescale = settings.guidance_interval, settings.guidance_rescale
+        return guided(conditions, scales, base, interval=interval, rescale=rescale, evaluate=self.evaluate)
+
+    def _weaker_denoiser(self, path: str) -> Denoiser:
+        if path not in self._weaker:
+            if self._load_weaker is None:
+                raise UserError(f"autoguidance={path}: this pipeline cannot load a second checkpoint")
+            self._weaker = {path: self._load_weaker(path)}  # the last one alone is kept
+        return self._weaker[path]
 
     def _conditioning(self, prompts: list[str], settings: SamplingDefaults) -> Conditioning:
         features = self.text_encoder.encode(prompts)
@@ -213,36 +297,34 @@ class TextToVideo:
         return ((frames_THWC.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).cpu().numpy()
 
 
-def resolve_settings(defaults: SamplingDefaults, **given) -> SamplingDefaults:
-    """The defaults with what is given (and not None) in their place.
+def weaker_bundle(path: str, bundle: Bundle) -> Bundle:
+    """The bundle of a weaker checkpoint, to guide away from.
 
     Raises:
-        UserError: for a value that no video can have.
+        UserError: if there is none, or its latents or text features are not those of `bundle`.
     """
-    settings = replace(defaults, **{name: value for name, value in given.items() if value is not None})
-    if settings.num_frames > 1 and not 0 < settings.fps < math.inf:
-        raise UserError(f"fps={settings.fps} must be greater than 0")
-    return replace(settings, sampler=find_sampler(settings.sampler))
+    weaker = open_bundle(path)
+    for part, fingerprint in bundle.manifest["fingerprints"].items():
+        if weaker.manifest["fingerprints"][part] != fingerprint:
+            name = part.replace("_", " ")
+            raise UserError(
+                f"autoguidance={path} has another {name} than {bundle.path}: take a checkpoint with the same"
+            )
+    return weaker
 
 
-def latent_size(
-    settings: SamplingDefaults, config: DiTConfig, tokenizer: VideoTokenizer
-) -> tuple[int, tuple[int, int, int, int]]:
-    """Frames that the latents decode to (at least `settings.num_frames`), and the latents' shape (C, T, H, W).
-
-    Raises:
-        UserError: if tokenizer and patch together cannot divide height or width; names the nearest sizes they can.
-    """
-    multiple = tokenizer.spatial_compression * config.patch_spatial
-    for name, size in (("height", settings.height), ("width", settings.width)):
-        if size % multiple:
-            below, above = size // multiple * multiple, math.ceil(size / multiple) * multiple
-            choices = f"{below} or {above}" if below else f"{above}"
-            raise UserError(f"{name}={size} is not a multiple of {multiple}; use {choices}")
-    frames = tokenizer.frames_covering(settings.num_frames)
-    while (shape := tokenizer.latent_shape(frames, settings.height, settings.width))[1] % config.patch_temporal:
-        frames = tokenizer.frames_covering(frames + 1)
-    return frames, shape
+def _randomness(settings: SamplingDefaults, key_B: Tensor, shape: tuple[int, int, int, int]) -> tuple[Randomness, ...]:
+    """The noise that the settings ask a sampler to add, if any: of each video's own, whatever its batch."""
+    if not (settings.churn or settings.eta):
+        return ()
+    return (
+        Randomness(
+            noise=lambda index: latent_noise(key_B, shape, stream=Stream.STEP + index).double(),
+            churn=settings.churn,
+            churn_interval=settings.churn_interval,
+            eta=settings.eta,
+        ),
+    )
 
 
 def _check_fingerprint(bundle: Bundle, part: str, given: VideoTokenizer | TextEncoder) -> None:
@@ -265,7 +347,3 @@ def _paired(prompts: Sequence[str], seeds: int | Sequence[int]) -> tuple[list[st
     if len(seeds) != len(prompts):
         raise UserError(f"got {len(seeds)} seeds for {len(prompts)} prompts; give one seed, or one for each prompt")
     return list(prompts), seeds
-
-
-def _sigmas(settings: SamplingDefaults) -> Tensor:
-    return karras_sigmas(settings.num_steps, settings.sigma_min, settings.sigma_max, settings.rho)

@@ -1,11 +1,15 @@
-"""Noise levels that a sampler steps through."""
+"""Noise levels that a sampler steps through; schedules know nothing of solvers."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from megadit.models.support import UserError
+from megadit.models.bundle import SamplingDefaults
+from megadit.models.support import UserError, nearest
+
+MOST_STEPS = 10_000
 
 
 def karras_sigmas(num_steps: int, sigma_min: float = 0.002, sigma_max: float = 80.0, rho: float = 7.0) -> Tensor:
@@ -17,14 +21,91 @@ def karras_sigmas(num_steps: int, sigma_min: float = 0.002, sigma_max: float = 8
     Raises:
         UserError: unless num_steps is a whole number >= 1, 0 < sigma_min < sigma_max and rho > 0, all finite.
     """
+    _check(num_steps, sigma_min, sigma_max, rho)
+    start, end = sigma_max ** (1 / rho), sigma_min ** (1 / rho)
+    return _then_zero((start + _fractions(num_steps) * (end - start)) ** rho, sigma_max)
+
+
+def log_linear_sigmas(num_steps: int, sigma_min: float = 0.002, sigma_max: float = 80.0, rho: float = 7.0) -> Tensor:
+    """A geometric sequence, sigma_i = sigma_max (sigma_min / sigma_max)^(i / (N - 1)), then 0; `rho` does nothing."""
+    _check(num_steps, sigma_min, sigma_max, rho)
+    return _then_zero(sigma_max * (sigma_min / sigma_max) ** _fractions(num_steps), sigma_max)
+
+
+def linear_sigmas(num_steps: int, sigma_min: float = 0.002, sigma_max: float = 80.0, rho: float = 7.0) -> Tensor:
+    """An arithmetic sequence from sigma_max to sigma_min, then 0; `rho` does nothing."""
+    _check(num_steps, sigma_min, sigma_max, rho)
+    return _then_zero(sigma_max + _fractions(num_steps) * (sigma_min - sigma_max), sigma_max)
+
+
+SCHEDULES = {
+    "karras": karras_sigmas,
+    "log_linear": log_linear_sigmas,
+    "exponential": log_linear_sigmas,  # as k-diffusion and diffusers call it
+    "linear": linear_sigmas,
+}
+
+
+def given_sigmas(levels: Sequence[float]) -> Tensor:
+    """The levels themselves, float64, with a 0 at the end where there is none.
+
+    Raises:
+        UserError: unless they are positive, finite and decrease.
+    """
+    positive = list(levels[:-1] if len(levels) > 1 and levels[-1] == 0 else levels)
+    if not positive or not all(0 < level < math.inf for level in positive):
+        raise UserError(f"sigmas={list(levels)} must be finite numbers greater than 0 (a last 0 is understood)")
+    if any(after >= before for before, after in zip(positive[:-1], positive[1:], strict=True)):
+        raise UserError(f"sigmas={list(levels)} must decrease")
+    return torch.tensor([*positive, 0.0], dtype=torch.float64)
+
+
+def settings_sigmas(settings: SamplingDefaults) -> Tensor:
+    """The noise levels of a generation: given ones, or those of its schedule; all multiplied by its shift.
+
+    With t = sigma / (1 + sigma), s sigma is what flow models call a shift: t -> s t / (1 + (s - 1) t).
+    """
+    if settings.sigmas:
+        return settings.shift * given_sigmas(settings.sigmas)
+    make = SCHEDULES[find_schedule(settings.schedule)]
+    return settings.shift * make(settings.num_steps, settings.sigma_min, settings.sigma_max, settings.rho)
+
+
+def resolution_shift(pixels: int, reference_pixels: int) -> float:
+    """sqrt(pixels / reference_pixels): the noise that hides as much of a picture with more pixels (arXiv 2403.03206,
+    eq. 23), for pixels in a frame and in a frame of the training resolution."""
+    return math.sqrt(pixels / reference_pixels)
+
+
+def find_schedule(name: str) -> str:
+    """The key of `SCHEDULES` that `name` means, whatever its capitals.
+
+    Raises:
+        UserError: for an unknown name; lists those that exist.
+    """
+    key = name.lower().replace("-", "_")
+    if key not in SCHEDULES:
+        near = nearest(key, SCHEDULES)
+        hint = f"; did you mean {near!r}?" if near else ""
+        raise UserError(f"schedule {name!r} is not available; choose one of {', '.join(SCHEDULES)}{hint}")
+    return key
+
+
+def _check(num_steps: int, sigma_min: float, sigma_max: float, rho: float) -> None:
     if num_steps != int(num_steps) or num_steps < 1:
         raise UserError(f"num_steps={num_steps} must be a whole number of at least 1")
+    if num_steps > MOST_STEPS:
+        raise UserError(f"num_steps={num_steps} is more than {MOST_STEPS}, of which no sampler has any use")
     if not 0 < sigma_min < sigma_max < math.inf:
         raise UserError(f"need 0 < sigma_min < sigma_max, got sigma_min={sigma_min} and sigma_max={sigma_max}")
     if not 0 < rho < math.inf:
         raise UserError(f"rho={rho} must be greater than 0")
-    start, end = sigma_max ** (1 / rho), sigma_min ** (1 / rho)
-    fraction = torch.linspace(0, 1, int(num_steps), dtype=torch.float64)
-    sigmas = (start + fraction * (end - start)) ** rho
-    sigmas[0] = sigma_max  # raising to 1 / rho and back is not exact
+
+
+def _fractions(num_steps: int) -> Tensor:
+    return torch.linspace(0, 1, int(num_steps), dtype=torch.float64)
+
+
+def _then_zero(sigmas: Tensor, sigma_max: float) -> Tensor:
+    sigmas[0] = sigma_max  # powers and roots are not exact
     return torch.cat([sigmas, sigmas.new_zeros(1)])

@@ -53,16 +53,48 @@ class SamplingDefaults:
     rho: float = 7.0
     """Exponent of the noise schedule (arXiv 2206.00364, eq. 5)."""
     negative_prompt: str = ""
+    schedule: str = "karras"
+    sigmas: tuple[float, ...] = ()
+    """The noise levels themselves, decreasing; empty: those of the schedule."""
+    shift: float = 1.0
+    """Multiplies every noise level; more than 1 suits more pixels than were trained on (arXiv 2403.03206, 5.3.2)."""
+    churn: float = 0.0
+    """S_churn: noise added on the way (arXiv 2206.00364, algorithm 2)."""
+    churn_interval: tuple[float, ...] = ()
+    """(S_tmin, S_tmax): the noise levels at which churn acts; empty: all."""
+    eta: float = 0.0
+    """Share of ancestral noise, 0 (none) to 1."""
+    guidance_interval: tuple[float, ...] = ()
+    """(lowest, highest) noise level at which guidance acts (arXiv 2404.07724); empty: all."""
+    guidance_rescale: float = 0.0
+    """How far guided latents get their unguided deviation back, 0 to 1 (arXiv 2305.08891, section 3.4)."""
+    autoguidance: str = ""
+    """A weaker checkpoint that guidance leads away from, in place of the negative prompt (arXiv 2406.02507)."""
+    second_prompt: str = ""
+    second_guidance: float = 0.0
+    """Scale of a second condition beside the prompt's (arXiv 2206.01714)."""
 
     def __post_init__(self) -> None:
-        for name in ("num_steps", "num_frames", "height", "width", "sigma_min", "sigma_max", "rho"):
+        for name in ("num_steps", "num_frames", "height", "width", "sigma_min", "sigma_max", "rho", "shift"):
             if not getattr(self, name) > 0:
                 raise UserError(f"{name}={getattr(self, name)} must be greater than 0")
-        for name in ("guidance", "fps"):
+        for name in ("sigma_max", "rho", "shift"):
+            if getattr(self, name) == math.inf:
+                raise UserError(f"{name}={getattr(self, name)} must be a finite number")
+        for name in ("guidance", "fps", "churn", "second_guidance"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UserError(f"{name}={getattr(self, name)} must be a finite number, 0 or greater")
+        for name in ("eta", "guidance_rescale"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"{name}={getattr(self, name)} must lie between 0 and 1")
         if self.sigma_min >= self.sigma_max:
             raise UserError(f"sigma_min={self.sigma_min} must be smaller than sigma_max={self.sigma_max}")
+        for name in ("churn_interval", "guidance_interval"):
+            self._check_interval(name, getattr(self, name))
+
+    def _check_interval(self, name: str, interval: tuple[float, ...]) -> None:
+        if interval and not (len(interval) == 2 and 0 <= interval[0] < interval[1]):
+            raise UserError(f"{name}={list(interval)} must be two noise levels, the lower first")
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -83,7 +115,7 @@ class SamplingDefaults:
         missing = [name for name in required if name not in values]
         if missing:
             raise UserError(f"sampling defaults lack {', '.join(missing)}")
-        return cls(**values)
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,8 @@ class Stream(IntEnum):
     TEXT_DROPOUT = 2
     WORD = 3
     """Vectors of words (hashed text features)."""
+    STEP = 1 << 16
+    """The first of the streams of noise that sampling adds on its way: its n-th use of noise takes STEP + n."""
 
 
 def sample_key(seed: int, sample_id: str, occurrence: int) -> int:

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megadit.infer.pipeline import GeneratedVideo, TextToVideo, latent_size
+from megadit.infer.pipeline import GeneratedVideo, TextToVideo
 from megadit.infer.runtimes.torch import TorchDenoiser
+from megadit.infer.settings import latent_size
 from megadit.infer.video_io import write_video
 from megadit.models.support import UserError
 from megadit.models.text_encoders import load_text_encoder

@@ -21,13 +21,23 @@ DTYPES = {
 class TorchDenoiser:
     """D(x; sigma) by torch: the network in `dtype`, without autocast; its preconditioning in float32.
 
-    Takes `dit` over: it is moved and cast in place.
+    Takes `dit` over: it is moved and cast in place. `compile` compiles it (torch.compile) at the first call, with sizes
+    left open, so that another batch or video size takes no second compilation.
     """
 
-    def __init__(self, dit: DiT, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        dit: DiT,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        compile: bool = False,
+    ) -> None:
         self.device = torch.device(device)
         self.dtype = dtype
         self._denoiser = EDMDenoiser(dit).to(self.device, dtype).eval()
+        if compile:
+            self._denoiser.compile(dynamic=True)
 
     @torch.no_grad()  # not inference_mode: what the network caches for a layout must stay usable in training
     def __call__(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:

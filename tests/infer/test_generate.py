@@ -110,7 +110,7 @@ MISTAKES = [
     (["--prompt", "a", "--fps", "0"], "fps=0"),
     (["--prompt", "a", "--batch_size", "0"], "--batch_size=0"),
     (["--prompt", "a", "--height", "18"], "height=18 is not a multiple of 4; use 16 or 20"),
-    (["--prompt", "a", "--sampler", "RES"], "sampler 'RES' is not available; choose one of euler, heun, dpmpp_2m"),
+    (["--prompt", "a", "--sampler", "DDIM"], "sampler 'DDIM' is not available; choose one of euler, heun, dpm2"),
     (["--prompt", "a", "--seed", "1", "--seeds", "2"], "not both"),
     (["--prompt", "a", "--guidance_convention", "nemo"], "give that too"),
     (["--prompt", "a", "--num_devices", "2"], "one process for each device"),

@@ -8,10 +8,12 @@ import torch
 
 from megadit.infer import checkpoints
 from megadit.infer.checkpoints import open_bundle
-from megadit.infer.pipeline import TextToVideo, latent_size, resolve_settings
+from megadit.infer.pipeline import TextToVideo
+from megadit.infer.samplers import SAMPLERS
 from megadit.infer.schedules import karras_sigmas
+from megadit.infer.settings import latent_size, resolve_settings
 from megadit.infer.steps import Cancelled
-from megadit.models.bundle import Bundle
+from megadit.models.bundle import Bundle, write_bundle
 from megadit.models.support import UserError
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
@@ -31,11 +33,15 @@ def test_defaults_come_from_the_bundle(pipeline):
     assert (result.prompt, result.seed, result.settings) == ("a red seven", 0, pipeline.defaults)
 
 
-@pytest.mark.parametrize("sampler", ["euler", "heun", "dpmpp_2m"])
-def test_four_prompts_at_once_are_four_times_one(pipeline, sampler):
-    together = pipeline.generate(PROMPTS, seeds=SEEDS, sampler=sampler, batch_size=4)
+@pytest.mark.parametrize(
+    "settings",
+    [{"sampler": name} for name in SAMPLERS] + [{"churn": 3.0}, {"eta": 1.0, "sampler": "dpm2"}],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_four_prompts_at_once_are_four_times_one(pipeline, settings):
+    together = pipeline.generate(PROMPTS, seeds=SEEDS, batch_size=4, **settings)
     for result, prompt, seed in zip(together, PROMPTS, SEEDS, strict=True):
-        (alone,) = pipeline.generate([prompt], seeds=[seed], sampler=sampler)
+        (alone,) = pipeline.generate([prompt], seeds=[seed], **settings)
         assert (result.prompt, result.seed) == (prompt, seed)
         # Float32 sums in another order may cross the boundary between two of the 256 values.
         assert largest_difference(result.video, alone.video) <= 1
@@ -104,6 +110,66 @@ def test_negative_prompt_changes_the_video(pipeline):
     assert np.array_equal(video(guidance=1), video(guidance=1, negative_prompt="blue"))
     # The prompt as its own negative is the prompt without guidance.
     assert largest_difference(video(negative_prompt="a red seven"), video(guidance=1)) <= 1
+
+
+def test_guidance_in_one_batch_and_in_turn_make_the_same_video(bundle_dir, pipeline):
+    in_turn = TextToVideo.load(bundle_dir, device="cpu", batch_guidance=False)
+    for a, b in zip(pipeline.generate(PROMPTS), in_turn.generate(PROMPTS), strict=True):
+        assert largest_difference(a.video, b.video) <= 1
+
+
+def test_autoguidance_leads_away_from_a_weaker_checkpoint(bundle_dir, pipeline, tmp_path):
+    def video(**settings):
+        return pipeline.generate(["a red seven"], **settings)[0].video
+
+    # The checkpoint itself is no weaker: nothing leads away from it.
+    assert largest_difference(video(autoguidance=str(bundle_dir)), video(guidance=1)) <= 1
+    bundle = Bundle.open(bundle_dir)
+    weaker = {name: 0.9 * value for name, value in bundle.load_dit().state_dict().items()}
+
+    def write(path, **parts):
+        write_bundle(
+            path,
+            config=bundle.config,
+            state_dict=weaker,
+            defaults=bundle.defaults,
+            **({"tokenizer": bundle.load_tokenizer(), "text_encoder": bundle.load_text_encoder()} | parts),
+        )
+
+    write(tmp_path / "weak")
+    assert largest_difference(video(autoguidance=str(tmp_path / "weak")), video(guidance=1)) > 1
+    write(tmp_path / "other", tokenizer=replace(bundle.load_tokenizer(), reconstruction_psnr=7.0))
+    with pytest.raises(UserError, match="has another tokenizer than"):
+        video(autoguidance=str(tmp_path / "other"))
+    with pytest.raises(UserError, match="nowhere"):
+        video(autoguidance="nowhere")
+
+
+def test_the_text_encoder_sees_each_text_once_and_may_leave(bundle_dir):
+    asked, loaded = [], []
+
+    class Counting(HashedWordEncoder):
+        def encode(self, texts):
+            asked.append(texts)
+            return super().encode(texts)
+
+    bundle = Bundle.open(bundle_dir)
+
+    def load_text_encoder():
+        loaded.append(True)
+        return Counting.load(bundle_dir / "text_encoder")
+
+    plain = TextToVideo.load(bundle, device="cpu")
+    parts = {name: getattr(plain, name) for name in ("denoiser", "tokenizer", "config", "defaults")}
+    leaving = TextToVideo(text_encoder=load_text_encoder(), reload_text_encoder=load_text_encoder, **parts)
+    results = leaving.generate(["a", "b", "a"], batch_size=1)
+    assert asked == [["a"], ["b"], [""]] and len(loaded) == 1
+    leaving.generate(["b"])
+    assert len(asked) == 3 and len(loaded) == 1
+    leaving.generate(["c"])
+    assert asked[3:] == [["c"]] and len(loaded) == 2
+    for result, expected in zip(results, plain.generate(["a", "b", "a"], batch_size=1), strict=True):
+        assert np.array_equal(result.video, expected.video)
 
 
 def test_nemo_guidance_is_one_more(pipeline):
@@ -201,7 +267,7 @@ def test_a_gpu_makes_the_same_video(bundle_dir, pipeline):
         ({"num_frames": 0}, "num_frames=0"),
         ({"fps": 0}, "fps=0"),
         ({"batch_size": 0}, "batch_size=0"),
-        ({"sampler": "RES"}, "choose one of euler, heun, dpmpp_2m"),
+        ({"sampler": "DDIM"}, "choose one of euler, heun, dpm2, dpmpp_2m"),
         ({"height": 18}, "height=18 is not a multiple of 4; use 16 or 20"),
         ({"width": 3}, "width=3 is not a multiple of 4; use 4"),
         ({"guidance": 2.0, "guidance_convention": "dfm"}, "'dfm' is unknown"),

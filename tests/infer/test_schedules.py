@@ -3,8 +3,21 @@ import math
 import pytest
 import torch
 
-from megadit.infer.schedules import karras_sigmas
+from megadit.infer.schedules import (
+    SCHEDULES,
+    find_schedule,
+    given_sigmas,
+    karras_sigmas,
+    linear_sigmas,
+    log_linear_sigmas,
+    resolution_shift,
+    settings_sigmas,
+)
+from megadit.infer.settings import resolve_settings
+from megadit.models.bundle import SamplingDefaults
 from megadit.models.support import UserError
+
+DEFAULTS = SamplingDefaults(num_steps=5, guidance=2.0, num_frames=5, height=16, width=24, fps=8)
 
 
 def test_levels_follow_equation_5():
@@ -31,6 +44,7 @@ def test_one_step_goes_straight_to_zero():
     "arguments",
     [
         {"num_steps": 0},
+        {"num_steps": 10**9},
         {"num_steps": -3},
         {"num_steps": 2.5},
         {"sigma_min": 0.0},
@@ -44,3 +58,52 @@ def test_bad_arguments_name_their_value(arguments):
     (name, value), *_ = arguments.items()
     with pytest.raises(UserError, match=f"{name}={value}"):
         karras_sigmas(**({"num_steps": 18} | arguments))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_starts_ends_and_decreases(name):
+    sigmas = SCHEDULES[name](9, 0.01, 50.0)
+    assert sigmas.dtype == torch.float64 and len(sigmas) == 10
+    assert (sigmas[0], sigmas[-1]) == (50, 0) and sigmas[-2].item() == pytest.approx(0.01)
+    assert (sigmas.diff() < 0).all()
+    assert SCHEDULES[name](1, 0.01, 50.0).tolist() == [50, 0]
+
+
+def test_log_linear_and_linear_are_what_karras_is_between():
+    linear, log_linear = linear_sigmas(5, 1.0, 9.0)[:-1], log_linear_sigmas(5, 0.01, 100.0)[:-1]
+    torch.testing.assert_close(linear, karras_sigmas(5, 1.0, 9.0, 1.0)[:-1])
+    torch.testing.assert_close(log_linear, torch.tensor([100.0, 10, 1, 0.1, 0.01], dtype=torch.float64))
+
+
+def test_given_levels():
+    assert given_sigmas([3, 1.5]).tolist() == given_sigmas([3, 1.5, 0]).tolist() == [3, 1.5, 0]
+    for wrong in ([], [0], [1, 2], [1, 1], [3, -1], [math.inf, 1], [2, math.nan], [3, 0, 1]):
+        with pytest.raises(UserError, match="sigmas="):
+            given_sigmas(wrong)
+
+
+def test_levels_of_settings():
+    def levels(**given):
+        return settings_sigmas(resolve_settings(DEFAULTS, **given)).tolist()
+
+    assert levels() == karras_sigmas(5).tolist()
+    assert levels(schedule="Log-Linear", num_steps=3, sigma_max=8.0) == log_linear_sigmas(3, 0.002, 8.0).tolist()
+    assert levels(sigmas=[3, 1]) == [3, 1, 0]
+    assert resolve_settings(DEFAULTS, sigmas=[3, 1]).num_steps == 2
+    assert levels(sigmas=[3, 1], shift=2.0) == [6, 2, 0]
+
+
+def test_the_shift_of_a_resolution():
+    assert resolution_shift(64 * 64, 32 * 32) == 2
+    assert resolve_settings(DEFAULTS, shift="auto").shift == 1
+    assert resolve_settings(DEFAULTS, shift="auto", height=32, width=48).shift == 2
+    # s sigma is the flow models' shift of t = sigma / (1 + sigma).
+    t, s = 0.3, 3.0
+    shifted = s * t / (1 - t)
+    assert shifted / (1 + shifted) == pytest.approx(s * t / (1 + (s - 1) * t))
+
+
+def test_names_of_schedules():
+    assert find_schedule("Karras") == "karras" and find_schedule("log-linear") == "log_linear"
+    with pytest.raises(UserError, match="'karas' is not available; choose one of karras, .*did you mean 'karras'"):
+        find_schedule("karas")
