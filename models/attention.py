@@ -38,8 +38,9 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.layers = layers
         self.head_dim = config.dim_per_head
-        self.qkv = layers.column_linear(config.hidden_size, 3 * config.attention_size, sequence="sharded")
-        self.proj = layers.row_linear(config.attention_size, config.hidden_size)
+        width, size, bias = config.hidden_size, config.attention_size, config.structure.linear_bias
+        self.qkv = layers.column_linear(width, 3 * size, sequence="sharded", bias=bias)
+        self.proj = layers.row_linear(size, width, bias=bias)
         self.q_layernorm, self.k_layernorm = QKNorm(config), QKNorm(config)
 
     def forward(self, x_SBD: Tensor, layout: Layout, rotary: Rotary | None) -> Tensor:
@@ -56,7 +57,7 @@ class CrossAttention(nn.Module):
         self.layers = layers
         self.head_dim = config.dim_per_head
         self.q = layers.column_linear(config.hidden_size, config.attention_size, sequence="sharded")
-        self.kv = layers.column_linear(config.hidden_size, 2 * config.attention_size, sequence="replicated")
+        self.kv = layers.column_linear(config.text_size, 2 * config.attention_size, sequence="replicated")
         self.proj = layers.row_linear(config.attention_size, config.hidden_size)
         self.q_layernorm, self.k_layernorm = QKNorm(config), QKNorm(config)
 

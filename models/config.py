@@ -4,9 +4,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from megadit.models.families import FAMILIES, Family, Structure
 from megadit.models.support import UserError, nearest
 
 PositionEmbedding = Literal["rope", "sincos"]
+Preconditioner = Literal["edm", "vp"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,14 +37,40 @@ class DiTConfig:
     position_embedding: PositionEmbedding = "rope"
     """`rope`: rotary, per axis; `sincos`: fixed and added once. Both are computed for the grid at hand, at any size."""
     rope_theta: float = 10000.0
+    rope_scale: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    """How far positions reach along time, height and width beyond those of pre-training (NTK-aware, arXiv 2309.00071,
+    section 3.1); 1 changes nothing."""
+    learned_positions: tuple[int, int, int] | None = None
+    """Largest grid of tokens (time, height, width) of learned positions, which are added in every block: the sum of
+    one vector for each axis, normalised. None has none."""
     qk_layernorm: bool = True
     """RMS-normalise queries and keys per head (arXiv 2302.05442), which keeps attention logits bounded."""
     layernorm_epsilon: float = 1e-6
     sigma_data: float = 0.5
     """Standard deviation of the latents that the network is trained on (arXiv 2206.00364, table 1)."""
+    preconditioner: Preconditioner = "edm"
+    """`edm`: sigma and F as in arXiv 2206.00364; `vp`: F predicts the noise of DDPM's schedule (arXiv 2006.11239)."""
+
+    family: Family = "megadit"
+    """Whose structure: ours, or that of published weights. `families.py` lists what differs."""
+    adaln_lora_dim: int | None = None
+    """Rank of the bottleneck in each modulation; None means none (`cosmos` and `dfm` have one)."""
+    num_classes: int | None = None
+    """Classes of a network conditioned on a class instead of text, the null class not counted (`dit`)."""
+    learned_variance: bool = False
+    """The network also predicts DDPM's variance (arXiv 2102.09672), which is kept with the weights and not used."""
+    padding_mask_channel: bool = False
+    """One more channel in, 1 where a video is padding; zeros where no mask is given."""
+    frequency_shift: float = 0.0
+    """Of n sinusoids of the noise level the last has the period 10000^((n - 1) / (n - shift)); diffusers' DiT has 1."""
+    qk_layernorm_epsilon: float | None = None
+    """None means `layernorm_epsilon`."""
+    mlp_layernorm_epsilon: float | None = None
+    """Of the norm before the MLP; None means `layernorm_epsilon`."""
 
     def __post_init__(self) -> None:
         self._check_positive()
+        self._check_family()
         if self.position_embedding not in get_args(PositionEmbedding):
             known = ", ".join(get_args(PositionEmbedding))
             raise UserError(f"model.position_embedding={self.position_embedding!r} is unknown; choose one of {known}")
@@ -51,8 +79,22 @@ class DiTConfig:
     def _check_positive(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, int | float) and not isinstance(value, bool) and not value > 0:
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_number and field.name != "frequency_shift" and not value > 0:
                 raise UserError(f"model.{field.name}={value} must be greater than 0")
+            if isinstance(value, tuple) and not min(value) > 0:
+                raise UserError(f"model.{field.name}={list(value)} must be greater than 0")
+
+    def _check_family(self) -> None:
+        for name, kind in (("family", Family), ("preconditioner", Preconditioner)):
+            if getattr(self, name) not in get_args(kind):
+                known = ", ".join(get_args(kind))
+                raise UserError(f"model.{name}={getattr(self, name)!r} is unknown; choose one of {known}")
+        if self.structure.cross_attention == (self.num_classes is not None):
+            needs = "is conditioned on text: leave" if self.structure.cross_attention else "needs"
+            raise UserError(f"model.family={self.family} {needs} model.num_classes")
+        if self.structure.modulation_groups > 1 and self.adaln_lora_dim is None:
+            raise UserError(f"model.family={self.family} needs model.adaln_lora_dim")
 
     def _check_head_dim(self) -> None:
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
@@ -67,6 +109,12 @@ class DiTConfig:
                 f"rotary positions need an even head width of at least 6, got {self.dim_per_head} "
                 f"(hidden_size {self.hidden_size}, {self.num_attention_heads} heads); set model.head_dim"
             )
+        if set(self.rope_scale) != {1} and self.dim_per_head < 12:
+            raise UserError(f"model.rope_scale={list(self.rope_scale)} needs heads at least 12 wide")
+
+    @property
+    def structure(self) -> Structure:
+        return FAMILIES[self.family]
 
     @property
     def dim_per_head(self) -> int:
@@ -85,6 +133,16 @@ class DiTConfig:
     def patch_dim(self) -> int:
         """Numbers in one token: pt * ph * pw * channels."""
         return self.patch_temporal * self.patch_spatial**2 * self.in_channels
+
+    @property
+    def mask_dim(self) -> int:
+        """Numbers that the padding mask adds to a token."""
+        return self.patch_temporal * self.patch_spatial**2 if self.padding_mask_channel else 0
+
+    @property
+    def text_size(self) -> int:
+        """Width of the text that keys and values read."""
+        return self.hidden_size if self.structure.projects_text else self.crossattn_emb_size
 
     def token_grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
         """Tokens along time, height and width of a latent of this size.
@@ -118,7 +176,7 @@ class DiTConfig:
                 near = nearest(key, known)
                 hint = f"; did you mean {near!r}?" if near else "; was it written by a newer version?"
                 raise UserError(f"unknown model setting {key!r}{hint}")
-        return cls(**values)
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 NAMED_CONFIGS: dict[str, DiTConfig] = {
@@ -127,6 +185,42 @@ NAMED_CONFIGS: dict[str, DiTConfig] = {
     "dit_l": DiTConfig(num_layers=24, hidden_size=1024, num_attention_heads=16),
     "dit_xl": DiTConfig(num_layers=28, hidden_size=1152, num_attention_heads=16),
     "dit_7b": DiTConfig(num_layers=32, hidden_size=3072, num_attention_heads=24),
+    "cosmos_7b": DiTConfig(
+        family="cosmos",
+        num_layers=28,
+        hidden_size=4096,
+        num_attention_heads=32,
+        adaln_lora_dim=256,
+        rope_scale=(2.0, 1.0, 1.0),
+        learned_positions=(128, 120, 120),
+        padding_mask_channel=True,
+        qk_layernorm_epsilon=1e-5,
+    ),
+    "cosmos_14b": DiTConfig(
+        family="cosmos",
+        num_layers=36,
+        hidden_size=5120,
+        num_attention_heads=40,
+        adaln_lora_dim=256,
+        rope_scale=(2.0, 2.0, 2.0),
+        learned_positions=(128, 120, 120),
+        padding_mask_channel=True,
+        qk_layernorm_epsilon=1e-5,
+    ),
+    "dit_xl_2": DiTConfig(
+        family="dit",
+        num_layers=28,
+        hidden_size=1152,
+        num_attention_heads=16,
+        in_channels=4,
+        crossattn_emb_size=2,
+        position_embedding="sincos",
+        qk_layernorm=False,
+        sigma_data=1.0,
+        preconditioner="vp",
+        num_classes=1000,
+        learned_variance=True,
+    ),
     "digits": DiTConfig(
         num_layers=4,
         hidden_size=96,
@@ -137,4 +231,5 @@ NAMED_CONFIGS: dict[str, DiTConfig] = {
         sigma_data=1.0,
     ),
 }
-"""The published sizes (L, XL and 7B as trained upstream on text and video) and the one that `make demo` trains."""
+"""The published sizes (L, XL and 7B as trained upstream on text and video), published networks (Cosmos text-to-world,
+the class-conditional DiT-XL/2) and the one that `make demo` trains."""

@@ -1,20 +1,27 @@
 """The video diffusion transformer: noisy latents, noise level, text and frame rate in; a prediction of their shape out.
 
-Written once, as single-device code; `layers` decides how it is split over ranks.
+Written once, as single-device code; `layers` decides how it is split over ranks, `config.family` which of the
+published structures it has (`families.py`).
 
 Shapes: B batch, C latent channels, T/H/W latent frames/height/width, S video tokens, L text tokens, P patch dim,
-D width, E text feature width, G segments of a pack.
+D width, E text feature width, G segments of a pack (in a dense batch: its samples), M width of the shared modulation.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megadit.models.blocks import Context, DiTBlock, FinalLayer
+from megadit.models.condition import ClassEmbedder, RMSNorm, fps_embedder, shared_embedder, sigma_embedder
 from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
-from megadit.models.embeddings import Rotary, ScalarEmbedder, patchify, rotary_table, sincos_table, unpatchify
+from megadit.models.embeddings import LearnedPositions, Rotary, patchify, rotary_table, sincos_table, unpatchify
 from megadit.models.layers import LayerKit, TorchLayers
 from megadit.models.segments import DenseLayout, Layout, SegmentLayout
+from megadit.models.support import UserError
+
+BASE_FPS = 24.0
+"""With `Structure.fps` = rotary: the frame rate at which rotary time runs at its own pace."""
 
 
 class DiT(nn.Module):
@@ -29,38 +36,58 @@ class DiT(nn.Module):
         layers = layers if layers is not None else TorchLayers()
         self.config = config
         self.layers = layers
+        structure, width = config.structure, config.hidden_size
 
-        def linear(in_features: int, out_features: int) -> nn.Module:
-            return layers.replicated_linear(in_features, out_features, sequence="sharded")
-
-        self.x_embedder = layers.replicated_linear(config.patch_dim, config.hidden_size, sequence="replicated")
-        self.sigma_embedder = ScalarEmbedder(config.hidden_size, linear, scale=100.0)
-        self.fps_embedder = ScalarEmbedder(config.hidden_size, linear, scale=1.0)
-        self.text_embedder = layers.replicated_linear(
-            config.crossattn_emb_size, config.hidden_size, sequence="replicated"
+        self.x_embedder = layers.replicated_linear(
+            config.patch_dim + config.mask_dim, width, sequence="replicated", bias=structure.patch_bias
         )
-        self.null_text = nn.Parameter(torch.zeros(config.hidden_size))
+        self.sigma_embedder = sigma_embedder(config, layers)
+        self.fps_embedder = fps_embedder(config, layers)
+        self.shared_embedder = shared_embedder(config, layers)
+        self.class_embedder = self.condition_layernorm = self.text_embedder = self.null_text = self.positions = None
+        if config.num_classes is not None:
+            self.class_embedder = ClassEmbedder(config.num_classes, width, layers)
+        if structure.condition_layernorm:
+            self.condition_layernorm = RMSNorm(width, layers)
+        if structure.projects_text and structure.cross_attention:
+            self.text_embedder = layers.replicated_linear(config.crossattn_emb_size, width, sequence="replicated")
+            self.null_text = nn.Parameter(torch.zeros(width))
+        if config.learned_positions is not None:
+            self.positions = LearnedPositions(config.learned_positions, width)
         self.blocks = layers.block_stack(lambda: DiTBlock(config, layers), config.num_layers)
         self.final_layer = FinalLayer(config, layers)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.null_text.dtype
+        return self.x_embedder.weight.dtype
 
-    def forward(self, x_BCTHW: Tensor, c_noise_B: Tensor, conditioning: Conditioning) -> Tensor:
-        """Predicts F (BCTHW) for a uniform batch; `c_noise_B` is the noise level as `edm_scalings` gives it.
+    def forward(
+        self,
+        x_BCTHW: Tensor,
+        c_noise_B: Tensor,
+        conditioning: Conditioning,
+        padding_mask_B1THW: Tensor | None = None,
+    ) -> Tensor:
+        """Predicts F (BCTHW) for a uniform batch; `c_noise_B` is the noise level as the preconditioner gives it.
+
+        `padding_mask_B1THW` is 1 where the video is padding (`config.padding_mask_channel`); None means nowhere.
 
         Raises:
-            UserError: if the latents are not a whole number of patches.
+            UserError: if the latents are not a whole number of patches, or more than the network has positions for.
         """
         grid = self.config.token_grid(*x_BCTHW.shape[2:])
+        self._check_grid(grid)
         length_B = conditioning.text_length_B
         text_LBE = conditioning.text_BLE.transpose(0, 1)
         slot_L = torch.arange(text_LBE.shape[0], device=text_LBE.device)
         layout = DenseLayout(grid, slot_L < length_B.clamp(min=1)[:, None], x_BCTHW.device)
-        is_null_1B1 = (length_B == 0)[None, :, None]
+        is_null_B = length_B == 0
         tokens_SBP = patchify(x_BCTHW, self.config)
-        F_SBP = self._transform(tokens_SBP, c_noise_B, text_LBE, is_null_1B1, conditioning.fps_B, layout)
+        if padding_mask_B1THW is not None and self.config.padding_mask_channel:
+            tokens_SBP = torch.cat([tokens_SBP, patchify(padding_mask_B1THW.to(x_BCTHW), self.config)], dim=-1)
+        condition = self._embed_condition(c_noise_B, conditioning.fps_B, text_LBE[0], is_null_B)
+        text = self._embed_text(text_LBE, is_null_B[None, :, None])
+        F_SBP = self._transform(tokens_SBP, condition, text, conditioning.fps_B[None], layout)
         return unpatchify(F_SBP, grid, self.config)
 
     def forward_packed(
@@ -68,40 +95,97 @@ class DiT(nn.Module):
     ) -> Tensor:
         """Predicts F (S1P) for a pack: row g of `c_noise_G` and `fps_G` belongs to segment g of `layout`."""
         device = text_L1E.device
+        for segment in layout.segments:
+            if not segment.is_padding:
+                self._check_grid(segment.grid)
         is_null_L11 = layout.cached(("null_text", device), lambda: _null_mask(layout).to(device))
-        return self._transform(tokens_S1P, c_noise_G, text_L1E, is_null_L11, fps_G, layout)
+        first_G = layout.cached(("first_text", device), lambda: _first_slots(layout).to(device))
+        is_null_G = layout.cached(("is_null", device), lambda: _is_null(layout).to(device))
+        condition = self._embed_condition(c_noise_G, fps_G, text_L1E[first_G, 0], is_null_G)
+        text = self._embed_text(text_L1E, is_null_L11)
+        return self._transform(tokens_S1P, condition, text, fps_G[:, None], layout)
+
+    def _check_grid(self, grid: tuple[int, int, int]) -> None:
+        largest = self.config.learned_positions
+        if largest is not None and any(size > most for size, most in zip(grid, largest, strict=True)):
+            raise UserError(
+                f"{'x'.join(map(str, grid))} tokens (time x height x width) are more than the "
+                f"{'x'.join(map(str, largest))} that the network has learned positions for; make the video smaller"
+            )
+
+    def _embed_condition(
+        self, c_noise_G: Tensor, fps_G: Tensor, first_text_GE: Tensor, is_null_G: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """(condition_GD, shared_GM or None); the first text token is read where it stands for a class."""
+        condition_GD = self.sigma_embedder(c_noise_G, self.dtype)
+        if self.fps_embedder is not None:
+            fps_GF = self.fps_embedder(fps_G, self.dtype)
+            condition_GD = condition_GD + F.pad(fps_GF, (0, self.config.hidden_size - fps_GF.shape[-1]))
+        if self.class_embedder is not None:
+            condition_GD = condition_GD + self.class_embedder(first_text_GE, is_null_G)
+        if self.condition_layernorm is not None:
+            condition_GD = self.condition_layernorm(condition_GD)
+        shared_GM = None if self.shared_embedder is None else self.shared_embedder(c_noise_G, self.dtype)
+        return condition_GD, shared_GM
+
+    def _embed_text(self, text_LBE: Tensor, is_null: Tensor) -> Tensor | None:
+        """What keys and values read, with the null token where `is_null` says; None without cross-attention."""
+        if not self.config.structure.cross_attention:
+            return None
+        text_LBE = text_LBE.to(self.dtype)
+        if self.text_embedder is None:
+            return text_LBE.masked_fill(is_null, 0.0)
+        return torch.where(is_null, self.null_text, self.text_embedder(text_LBE))
 
     def _transform(
         self,
         tokens_SBP: Tensor,
-        c_noise_G: Tensor,
-        text_LBE: Tensor,
-        is_null: Tensor,
-        fps_G: Tensor,
+        condition: tuple[Tensor, Tensor | None],
+        text_LBD: Tensor | None,
+        fps: Tensor,
         layout: Layout,
     ) -> Tensor:
-        x_SBD = self.x_embedder(tokens_SBP)
-        x_SBD, rotary = self._add_positions(x_SBD, layout)
-        condition_GD = self.sigma_embedder(c_noise_G, self.dtype) + self.fps_embedder(fps_G, self.dtype)
-        text_LBD = torch.where(is_null, self.null_text, self.text_embedder(text_LBE.to(self.dtype)))
+        """`fps` is [1, B] for a dense batch, and [G, 1] for a pack."""
+        missing_mask = self.x_embedder.weight.shape[-1] - tokens_SBP.shape[-1]
+        x_SBD = self.x_embedder(F.pad(tokens_SBP, (0, missing_mask)) if missing_mask else tokens_SBP)
+        x_SBD, rotary, positions = self._add_positions(x_SBD, fps, layout)
+        condition_GD, shared_GM = condition
         runs = self.layers.local_runs(layout)
 
         x_SBD = self.layers.shard_sequence(x_SBD)
-        x_SBD = self.blocks(x_SBD, Context(condition_GD, text_LBD, layout, runs, rotary))
-        return self.layers.gather_sequence(self.final_layer(x_SBD, condition_GD, runs))
+        context = Context(condition_GD, text_LBD, layout, runs, rotary, shared_GM, positions)
+        return self.layers.gather_sequence(self.final_layer(self.blocks(x_SBD, context), context))
 
-    def _add_positions(self, x_SBD: Tensor, layout: Layout) -> tuple[Tensor, Rotary | None]:
-        """The tokens, with fixed positions added or beside rotary ones."""
+    def _add_positions(self, x_SBD: Tensor, fps: Tensor, layout: Layout) -> tuple[Tensor, Rotary | None, Tensor | None]:
+        """The tokens, with fixed positions added or beside rotary ones; and what every block adds again."""
         key = (self.config, x_SBD.device, x_SBD.dtype)
+        learned = None
+        if self.positions is not None:
+            largest = torch.tensor(self.config.learned_positions, device=x_SBD.device)
+            # only a pack's padding is beyond the largest grid
+            learned = self.layers.shard_sequence(self.positions(_positions(layout, x_SBD).minimum(largest - 1)))
         if self.config.position_embedding == "sincos":
-            width = self.config.hidden_size
-            table = layout.cached(key, lambda: sincos_table(_positions(layout, x_SBD), width, x_SBD.dtype))
-            return x_SBD + table, None
-        return x_SBD, layout.cached(key, lambda: rotary_table(_positions(layout, x_SBD), self.config, x_SBD.dtype))
+            table = layout.cached(key, lambda: sincos_table(_positions(layout, x_SBD), self.config, x_SBD.dtype))
+            return x_SBD + table, None, learned
+        pace = _pace(fps, layout) if self.config.structure.fps == "rotary" else None
+
+        def compute() -> Rotary:
+            return rotary_table(_positions(layout, x_SBD), self.config, x_SBD.dtype, pace)
+
+        return x_SBD, layout.cached(key, compute) if pace is None else compute(), learned
 
 
 def _positions(layout: Layout, like: Tensor) -> Tensor:
     return layout.grid_positions_S3.to(like.device)
+
+
+def _pace(fps: Tensor, layout: Layout) -> Tensor:
+    """How fast rotary time runs: base rate / frame rate for videos, 1 for images; [1, B], for a pack [S, 1]."""
+    pace = torch.where(fps > 0, BASE_FPS / fps.clamp(min=1e-6), torch.ones_like(fps)).float()
+    if isinstance(layout, DenseLayout):
+        return pace
+    segment_S = layout.cached(("segment", fps.device), lambda: layout.segment_of_token_S.to(fps.device))
+    return pace[segment_S]
 
 
 def _null_mask(layout: SegmentLayout) -> Tensor:
@@ -109,3 +193,13 @@ def _null_mask(layout: SegmentLayout) -> Tensor:
     mask = torch.zeros(layout.text_capacity, 1, 1, dtype=torch.bool)
     mask[layout.null_text_slots] = True
     return mask
+
+
+def _first_slots(layout: SegmentLayout) -> Tensor:
+    """int64 [G]: the first text slot of each segment; padding may have none, and gets any."""
+    return torch.tensor(layout.text_starts).clamp(max=layout.text_capacity - 1)
+
+
+def _is_null(layout: SegmentLayout) -> Tensor:
+    """bool [G]: the segments without text."""
+    return torch.tensor([segment.text_length == 0 or segment.is_padding for segment in layout.segments])

@@ -1,18 +1,22 @@
 """From latents to tokens and back, and what tells a token where and when it is.
 
 Shapes: B batch, C latent channels, T/H/W latent frames/height/width, S video tokens, P patch dim (pt*ph*pw*C),
-D width, N heads, K head dim.
+D width, N heads, K head dim, G rows of conditioning (segments of a pack, or the batch).
 """
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
 from megadit.models.config import DiTConfig
+
+if TYPE_CHECKING:
+    from megadit.models.layers import LayerKit
 
 
 def patchify(x_BCTHW: Tensor, config: DiTConfig) -> Tensor:
@@ -41,64 +45,112 @@ def unpatchify(x_SBP: Tensor, grid: tuple[int, int, int], config: DiTConfig) -> 
     )
 
 
-class ScalarEmbedder(nn.Module):
-    """A number as a vector: sinusoids of `scale * value` (arXiv 1706.03762, section 3.5), then a two-layer MLP.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sinusoids:
+    """Sines and cosines of `scale * value` at frequencies 10000^(-i / (n - shift)), i < n (arXiv 1706.03762, 3.5).
 
-    `scale` sets the finest change that the sinusoids tell apart.
+    `scale` sets the finest change that they tell apart.
     """
 
+    num_frequencies: int = 128
+    scale: float = 1.0
+    shift: float = 0.0
+    cos_first: bool = False
+
+    @property
+    def width(self) -> int:
+        return 2 * self.num_frequencies
+
+    def __call__(self, value_G: Tensor, dtype: torch.dtype) -> Tensor:
+        """[G] float32 -> [G, width], computed in float32."""
+        exponent = torch.arange(self.num_frequencies, device=value_G.device, dtype=torch.float32)
+        frequency = torch.exp(-math.log(10000.0) / (self.num_frequencies - self.shift) * exponent)
+        angle = self.scale * value_G.float()[:, None] * frequency
+        parts = [angle.cos(), angle.sin()] if self.cos_first else [angle.sin(), angle.cos()]
+        return torch.cat(parts, dim=-1).to(dtype)
+
+
+class ScalarEmbedder(nn.Module):
+    """A number as a vector: its sinusoids, then a two-layer MLP of `width` and `out_width`."""
+
     def __init__(
-        self, hidden_size: int, linear: Callable[[int, int], nn.Module], *, scale: float, num_frequencies: int = 128
+        self,
+        sinusoids: Sinusoids,
+        width: int,
+        layers: "LayerKit",
+        *,
+        out_width: int | None = None,
+        bias: bool = True,
     ) -> None:
         super().__init__()
-        self.scale = scale
-        self.num_frequencies = num_frequencies
-        self.linear_1 = linear(2 * num_frequencies, hidden_size)
-        self.linear_2 = linear(hidden_size, hidden_size)
+        self.sinusoids = sinusoids
+        self.linear_1 = layers.replicated_linear(sinusoids.width, width, sequence="sharded", bias=bias)
+        self.linear_2 = layers.replicated_linear(width, out_width or width, sequence="sharded", bias=bias)
 
-    def forward(self, value_B: Tensor, dtype: torch.dtype) -> Tensor:
-        """[B] float32 -> [B, D]."""
-        exponent = torch.arange(self.num_frequencies, device=value_B.device, dtype=torch.float32)
-        frequency = torch.exp(-math.log(10000.0) / self.num_frequencies * exponent)
-        angle = self.scale * value_B.float()[:, None] * frequency
-        sinusoids = torch.cat([angle.sin(), angle.cos()], dim=-1).to(dtype)
-        return self.linear_2(torch.nn.functional.silu(self.linear_1(sinusoids)))
+    def forward(self, value_G: Tensor, dtype: torch.dtype) -> Tensor:
+        """[G] float32 -> [G, out_width]."""
+        return self.linear_2(F.silu(self.linear_1(self.sinusoids(value_G, dtype))))
+
+
+class LearnedPositions(nn.Module):
+    """One vector for each place along each axis; a token's is their sum, brought to unit mean square (Cosmos)."""
+
+    eps = 1e-6
+
+    def __init__(self, max_grid: tuple[int, int, int], hidden_size: int) -> None:
+        super().__init__()
+        self.time, self.height, self.width = (nn.Parameter(torch.zeros(size, hidden_size)) for size in max_grid)
+
+    def forward(self, position_S3: Tensor) -> Tensor:
+        """[S, 3] -> [S, 1, D]."""
+        t, h, w = position_S3.unbind(-1)
+        sum_SD = F.embedding(t, self.time) + F.embedding(h, self.height) + F.embedding(w, self.width)
+        rms_S1 = sum_SD.float().square().mean(-1, keepdim=True).sqrt()
+        return (sum_SD / (rms_S1 + self.eps)).to(sum_SD.dtype)[:, None]
 
 
 class Rotary(NamedTuple):
-    """Cosines and sines of each token's rotation angles, [S, 1, 1, K/2] each."""
+    """Cosines and sines of each token's rotation angles, [S, 1 or B, 1, K/2] each."""
 
     cos: Tensor
     sin: Tensor
 
 
-def rotary_table(position_S3: Tensor, config: DiTConfig, dtype: torch.dtype) -> Rotary:
+def rotary_table(position_S3: Tensor, config: DiTConfig, dtype: torch.dtype, pace: Tensor | None = None) -> Rotary:
     """3D rotary position embedding (arXiv 2104.09864, one share of the head per axis).
 
     Height and width take floor(K/6) pairs of channels each, time the rest. Angles are computed in float32 from the
-    positions themselves, so that no grid is too large and no two positions share an entry.
+    positions themselves, so that no grid is too large and no two positions share an entry. `pace` ([S or 1, B])
+    multiplies the positions in time.
     """
     num_pairs = config.dim_per_head // 2
     num_spatial = config.dim_per_head // 6
+    t_SB, h_SB, w_SB = position_S3.float()[:, None].unbind(-1)
+    positions = (t_SB if pace is None else t_SB * pace, h_SB, w_SB)
+    shares = (num_pairs - 2 * num_spatial, num_spatial, num_spatial)
     angles = []
-    for axis, pairs in enumerate((num_pairs - 2 * num_spatial, num_spatial, num_spatial)):
+    for position_SB, pairs, scale in zip(positions, shares, config.rope_scale, strict=True):
         exponent = torch.arange(pairs, device=position_S3.device, dtype=torch.float32) / pairs
-        frequency = torch.exp(-math.log(config.rope_theta) * exponent)
-        angles.append(position_S3[:, axis, None].float() * frequency)
-    angle = torch.cat(angles, dim=-1)[:, None, None]
+        # NTK-aware: the slowest frequency is divided by `scale`, the fastest is kept
+        theta = config.rope_theta * scale ** (pairs / (pairs - 1)) if scale != 1 else config.rope_theta
+        angles.append(position_SB[..., None] * torch.exp(-math.log(theta) * exponent))
+    width = max(angle.shape[1] for angle in angles)
+    angle = torch.cat([angle.expand(-1, width, -1) for angle in angles], dim=-1)[:, :, None]
     return Rotary(angle.cos().to(dtype), angle.sin().to(dtype))
 
 
-def sincos_table(position_S3: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Fixed sines and cosines of each token's (t, h, w), [S, 1, D]: a quarter of D for time, the rest for space.
+def sincos_table(position_S3: Tensor, config: DiTConfig, dtype: torch.dtype) -> Tensor:
+    """Fixed sines and cosines of each token's (t, h, w), [S, 1, D], in shares that the family chooses.
 
-    Channels that do not divide evenly stay zero.
+    Ours and NeMo's: a quarter of D for time, the rest for space. Channels that do not divide evenly stay zero.
     """
-    per_axis = (width // 8, 3 * width // 16, 3 * width // 16)
+    axes = config.structure.sincos_axes
+    total = sum(share for _, share in axes)
     parts = []
-    for axis, pairs in enumerate(per_axis):
+    for axis, share in axes:
+        pairs = share * config.hidden_size // (2 * total)
         exponent = torch.arange(pairs, device=position_S3.device, dtype=torch.float32) / max(pairs, 1)
         angle = position_S3[:, axis, None].float() * torch.exp(-math.log(10000.0) * exponent)
         parts += [angle.sin(), angle.cos()]
     table_SD = torch.cat(parts, dim=-1)
-    return nn.functional.pad(table_SD, (0, width - table_SD.shape[-1]))[:, None].to(dtype)
+    return F.pad(table_SD, (0, config.hidden_size - table_SD.shape[-1]))[:, None].to(dtype)

@@ -17,7 +17,10 @@ FullShape = Callable[[nn.Parameter], torch.Size]
 
 def is_zero_initialised(name: str) -> bool:
     """adaLN-Zero (arXiv 2212.09748, section 3.2): modulation and output start at zero, every block as identity."""
-    return "modulation." in name or name.startswith("final_layer.linear.") or name.endswith("bias")
+    if name.endswith("modulation.down.weight"):  # of a product of two matrices, one must not be zero
+        return False
+    zero_prefixes = ("final_layer.linear.", "shared_embedder.linear_2.")
+    return "modulation." in name or name.startswith(zero_prefixes) or name.endswith("bias")
 
 
 def initial_value(name: str, shape: torch.Size, seed: int) -> Tensor:

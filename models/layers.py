@@ -22,14 +22,16 @@ Sequence = Literal["sharded", "replicated"]
 class LayerKit(Protocol):
     """What a DiT asks of its layers."""
 
-    def column_linear(self, in_features: int, out_features: int, *, sequence: Sequence) -> nn.Module:
-        """A linear without bias whose output features (whole heads) are split over ranks.
+    def column_linear(
+        self, in_features: int, out_features: int, *, sequence: Sequence, bias: bool = False
+    ) -> nn.Module:
+        """A linear whose output features (whole heads) are split over ranks.
 
         `sequence` says whether its input's tokens are a slice of the sequence, to be gathered, or all of them.
         """
 
-    def row_linear(self, in_features: int, out_features: int) -> nn.Module:
-        """A linear without bias whose input features are split over ranks; gives tokens back as they were sharded."""
+    def row_linear(self, in_features: int, out_features: int, *, bias: bool = False) -> nn.Module:
+        """A linear whose input features are split over ranks; gives tokens back as they were sharded."""
 
     def replicated_linear(
         self, in_features: int, out_features: int, *, sequence: Sequence, bias: bool = True
@@ -38,6 +40,9 @@ class LayerKit(Protocol):
 
         `sequence` says which tokens its output meets: where they are a slice, its gradient is a partial sum.
         """
+
+    def replicated_parameter(self, value: Tensor) -> nn.Parameter:
+        """A parameter that every rank holds whole, and whose gradient is a partial sum where tokens are a slice."""
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, cross: bool, into: Callable[[Tensor], Tensor]
@@ -69,16 +74,21 @@ class BlockStack(nn.ModuleDict):
 class TorchLayers:
     """Plain torch modules: one device holds everything."""
 
-    def column_linear(self, in_features: int, out_features: int, *, sequence: Sequence) -> nn.Module:
-        return nn.Linear(in_features, out_features, bias=False)
+    def column_linear(
+        self, in_features: int, out_features: int, *, sequence: Sequence, bias: bool = False
+    ) -> nn.Module:
+        return nn.Linear(in_features, out_features, bias=bias)
 
-    def row_linear(self, in_features: int, out_features: int) -> nn.Module:
-        return nn.Linear(in_features, out_features, bias=False)
+    def row_linear(self, in_features: int, out_features: int, *, bias: bool = False) -> nn.Module:
+        return nn.Linear(in_features, out_features, bias=bias)
 
     def replicated_linear(
         self, in_features: int, out_features: int, *, sequence: Sequence, bias: bool = True
     ) -> nn.Module:
         return nn.Linear(in_features, out_features, bias=bias)
+
+    def replicated_parameter(self, value: Tensor) -> nn.Parameter:
+        return nn.Parameter(value)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, cross: bool, into: Callable[[Tensor], Tensor]

@@ -1,15 +1,21 @@
-"""EDM preconditioning (Karras et al., arXiv 2206.00364, table 1, column "ours"). The only copy.
+"""Preconditioning: EDM (Karras et al., arXiv 2206.00364, table 1, column "ours") and DDPM's. The only copy.
 
 Shapes: B batch, C channels, T/H/W frames, height, width.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megadit.models.conditioning import Conditioning
+from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
+
+DDPM_BETAS = (1e-4, 0.02)
+DDPM_STEPS = 1000
+"""beta rises linearly from the first to the last of the steps (arXiv 2006.11239, section 4)."""
 
 
 class Scalings(NamedTuple):
@@ -37,6 +43,43 @@ def edm_loss_weight(sigma: Tensor, sigma_data: float) -> Tensor:
     return (sigma**2 + sigma_data**2) / (sigma * sigma_data) ** 2
 
 
+def loss_weight(sigma: Tensor, config: DiTConfig) -> Tensor:
+    """1 / c_out^2: the error of D weighs as that of F; for `vp` this is DDPM's L_simple (arXiv 2006.11239, eq. 14)."""
+    return 1 / sigma**2 if config.preconditioner == "vp" else edm_loss_weight(sigma, config.sigma_data)
+
+
+@cache
+def ddpm_sigmas() -> Tensor:
+    """sigma_t = sqrt((1 - abar_t) / abar_t) of DDPM's steps t = 0, 1, ..., with x_t scaled to variance-exploding form.
+
+    float64 [DDPM_STEPS]; abar_t is the product of 1 - beta up to t (arXiv 2006.11239, eq. 4).
+    """
+    # as the published networks were trained: beta in float32, which shows in the last digits of sigma
+    beta = torch.linspace(*DDPM_BETAS, DDPM_STEPS, dtype=torch.float32)
+    alpha_bar = (1 - beta).cumprod(0).double()
+    return ((1 - alpha_bar) / alpha_bar).sqrt()
+
+
+def vp_scalings(sigma: Tensor) -> Scalings:
+    """D = x - sigma F(x / sqrt(1 + sigma^2); t(sigma)): F predicts the noise (arXiv 2206.00364, table 1, column "VP").
+
+    t(sigma) inverts `ddpm_sigmas`, linear in log sigma between two steps; beyond the first and last it is theirs.
+    """
+    log_sigmas = ddpm_sigmas().log().to(sigma.device)
+    log_sigma = sigma.double().log().clamp(log_sigmas[0], log_sigmas[-1])
+    above = torch.searchsorted(log_sigmas, log_sigma).clamp(1, DDPM_STEPS - 1)
+    low, high = log_sigmas[above - 1], log_sigmas[above]
+    t = above - 1 + (log_sigma - low) / (high - low)
+    return Scalings(
+        c_skip=torch.ones_like(sigma), c_out=-sigma, c_in=1 / (1 + sigma**2).sqrt(), c_noise=t.to(sigma.dtype)
+    )
+
+
+def scalings(sigma: Tensor, config: DiTConfig) -> Scalings:
+    """Those of the network's preconditioner."""
+    return vp_scalings(sigma) if config.preconditioner == "vp" else edm_scalings(sigma, config.sigma_data)
+
+
 class EDMDenoiser(nn.Module):
     """D(x; sigma) = c_skip x + c_out F(c_in x; c_noise) (eq. 7), in float32 whatever the network's precision."""
 
@@ -48,7 +91,7 @@ class EDMDenoiser(nn.Module):
         """Estimates the clean latents x0 (BCTHW, float32) in `x_BCTHW`, whose noise has standard deviation sigma."""
         x_BCTHW = x_BCTHW.float()
         sigma_B1111 = sigma_B.float().reshape(-1, 1, 1, 1, 1)
-        c_skip, c_out, c_in, c_noise = edm_scalings(sigma_B1111, self.dit.config.sigma_data)
+        c_skip, c_out, c_in, c_noise = scalings(sigma_B1111, self.dit.config)
         dtype = self.dit.dtype
         F_BCTHW = self.dit((c_in * x_BCTHW).to(dtype), c_noise.flatten(), conditioning)
         return torch.addcmul(c_skip * x_BCTHW, c_out, F_BCTHW.float())

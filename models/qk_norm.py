@@ -18,7 +18,7 @@ class QKNorm(nn.Module):
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
-        self.eps = config.layernorm_epsilon
+        self.eps = config.qk_layernorm_epsilon or config.layernorm_epsilon
         self.weight = nn.Parameter(torch.ones(config.dim_per_head)) if config.qk_layernorm else None
 
     def forward(self, x_SBNK: Tensor, rotary: Rotary | None = None) -> Tensor:

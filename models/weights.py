@@ -28,7 +28,7 @@ def save_dit(
         UserError: if `state_dict` is not exactly the tensors of that model.
     """
     found = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
-    _check_shapes(found, dit_shapes(config), "the tensors to save")
+    check_shapes(found, dit_shapes(config), "the tensors to save")
     tensors = {name: tensor.detach().to("cpu", dtype) for name, tensor in state_dict.items()}
     parts.write_part(directory, {"type": "dit", **config.to_dict()}, tensors)
 
@@ -59,7 +59,7 @@ def load_dit(
     try:
         with safe_open(path, framework="pt") as file:
             found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
-            _check_shapes(found, dit_shapes(config), f"the tensors of {path}")
+            check_shapes(found, dit_shapes(config), f"the tensors of {path}")
             tensors = {name: file.get_tensor(name).to(device, dtype) for name in found}
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
@@ -80,7 +80,7 @@ def _build_without_memory(config: DiTConfig) -> DiT:
         return DiT(config)
 
 
-def _check_shapes(found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], where: str) -> None:
+def check_shapes(found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], where: str) -> None:
     common = found.keys() & expected.keys()
     problems = {
         "missing": sorted(expected.keys() - found.keys()),

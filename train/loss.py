@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megadit.models.dit import DiT
 from megadit.models.noise import Stream, normal
-from megadit.models.precondition import edm_loss_weight, edm_scalings
+from megadit.models.precondition import loss_weight, scalings
 from megadit.train.config import DiffusionConfig
 from megadit.train.data.batch import PackedBatch
 
@@ -73,19 +73,19 @@ def edm_loss(
     """lambda(sigma) |D(x0 + sigma n; sigma) - x0|^2 (eq. 2 and table 1); with `uncertainty`, EDM2's eq. 21:
     lambda(sigma) / exp(u(sigma)) |D - x0|^2 + u(sigma).
     """
-    layout, sigma_data = batch.layout, dit.config.sigma_data
+    layout = batch.layout
     segment_S = layout.segment_of_token_S.to(sigma_G.device)
     x0_S1P, sigma_S11 = batch.tokens_S1P, sigma_G[segment_S][:, None, None]
 
     x_S1P = x0_S1P + sigma_S11 * noise_S1P
-    c_skip, c_out, c_in, _ = edm_scalings(sigma_S11, sigma_data)
-    c_noise_G = edm_scalings(sigma_G, sigma_data).c_noise
+    c_skip, c_out, c_in, _ = scalings(sigma_S11, dit.config)
+    c_noise_G = scalings(sigma_G, dit.config).c_noise
     F_S1P = dit.forward_packed((c_in * x_S1P).to(dit.dtype), c_noise_G, batch.text_L1E, batch.fps_G, layout)
     D_S1P = c_skip * x_S1P + c_out * F_S1P.float()
 
     is_valid_S = layout.token_mask_S.to(sigma_G.device)
     error_S = (D_S1P - x0_S1P).square().mean(dim=(1, 2)) * is_valid_S
-    weighted_S = edm_loss_weight(sigma_S11, sigma_data).flatten() * error_S
+    weighted_S = loss_weight(sigma_S11, dit.config).flatten() * error_S
     objective_S = weighted_S
     if uncertainty is not None:
         u_S = uncertainty(c_noise_G)[segment_S] * is_valid_S

@@ -67,16 +67,19 @@ class _ColumnLinear(ColumnParallelLinear):
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
 
-    def __init__(self, in_features: int, out_features: int, config: TransformerConfig, *, is_sharded: bool) -> None:
-        super().__init__(in_features, out_features, config=config, init_method=_no_init, bias=False)
+    def __init__(
+        self, in_features: int, out_features: int, config: TransformerConfig, *, is_sharded: bool, bias: bool
+    ) -> None:
+        super().__init__(in_features, out_features, config=config, init_method=_no_init, bias=bias)
         self._load_state_dict_pre_hooks.clear()
-        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+        for parameter in self.parameters():
+            set_split(parameter, 0)
         self.sequence_parallel = self.sequence_parallel and is_sharded
         self.allreduce_dgrad = self.tp_group.size() > 1 and not self.sequence_parallel
         self.is_split = self.tp_group.size() > 1
 
     def forward(self, x_SBD: Tensor) -> Tensor:
-        return super().forward(x_SBD)[0] if self.is_split else F.linear(x_SBD, self.weight)
+        return super().forward(x_SBD)[0] if self.is_split else F.linear(x_SBD, self.weight, self.bias)
 
 
 class _RowLinear(RowParallelLinear):
@@ -85,22 +88,30 @@ class _RowLinear(RowParallelLinear):
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
 
-    def __init__(self, in_features: int, out_features: int, config: TransformerConfig) -> None:
+    def __init__(self, in_features: int, out_features: int, config: TransformerConfig, *, bias: bool) -> None:
         super().__init__(
             in_features,
             out_features,
             config=config,
             init_method=_no_init,
-            bias=False,
+            bias=bias,
             input_is_parallel=True,
             skip_bias_add=False,
         )
         self._load_state_dict_pre_hooks.clear()
-        set_tensor_model_parallel_attributes(self.weight, True, 1, 1)
+        set_split(self.weight, 1)
         self.is_split = self.tp_group.size() > 1
 
     def forward(self, x_SBD: Tensor) -> Tensor:
-        return super().forward(x_SBD)[0] if self.is_split else F.linear(x_SBD, self.weight)
+        return super().forward(x_SBD)[0] if self.is_split else F.linear(x_SBD, self.weight, self.bias)
+
+
+def set_split(parameter: nn.Parameter, dim: int) -> None:
+    """Marks a parameter as split over tensor-parallel ranks along `dim`."""
+    for name in ("tensor_model_parallel", "partition_dim", "partition_stride"):
+        if hasattr(parameter, name):
+            delattr(parameter, name)  # Megatron sets them where it initialises, and may not set them twice
+    set_tensor_model_parallel_attributes(parameter, True, dim, 1)
 
 
 def _no_init(weight: Tensor) -> None:
@@ -114,11 +125,13 @@ class McoreLayers:
         self.config = config
         self.tensor_group = parallel_state.get_tensor_model_parallel_group()
 
-    def column_linear(self, in_features: int, out_features: int, *, sequence: Sequence) -> nn.Module:
-        return _ColumnLinear(in_features, out_features, self.config, is_sharded=sequence == "sharded")
+    def column_linear(
+        self, in_features: int, out_features: int, *, sequence: Sequence, bias: bool = False
+    ) -> nn.Module:
+        return _ColumnLinear(in_features, out_features, self.config, is_sharded=sequence == "sharded", bias=bias)
 
-    def row_linear(self, in_features: int, out_features: int) -> nn.Module:
-        return _RowLinear(in_features, out_features, self.config)
+    def row_linear(self, in_features: int, out_features: int, *, bias: bool = False) -> nn.Module:
+        return _RowLinear(in_features, out_features, self.config, bias=bias)
 
     def replicated_linear(
         self, in_features: int, out_features: int, *, sequence: Sequence, bias: bool = True
@@ -127,6 +140,11 @@ class McoreLayers:
         for parameter in linear.parameters():
             parameter.sequence_parallel = self.config.sequence_parallel and sequence == "sharded"
         return linear
+
+    def replicated_parameter(self, value: Tensor) -> nn.Parameter:
+        parameter = nn.Parameter(value)
+        parameter.sequence_parallel = self.config.sequence_parallel
+        return parameter
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, cross: bool, into: Callable[[Tensor], Tensor]

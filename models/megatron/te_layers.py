@@ -7,7 +7,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megadit.models.layers import Sequence
-from megadit.models.megatron.mcore_layers import McoreLayers
+from megadit.models.megatron.mcore_layers import McoreLayers, set_split
 from megadit.models.support import UserError
 
 
@@ -17,7 +17,7 @@ def is_available() -> bool:
 
 
 class _TELinear(nn.Module):
-    """A TransformerEngine linear under the canonical key `weight`.
+    """A TransformerEngine linear under the canonical keys `weight` and `bias`.
 
     TransformerEngine's module is kept out of the module tree, because its state holds FP8 scales next to the weight;
     these are recomputed and no part of a checkpoint.
@@ -26,15 +26,18 @@ class _TELinear(nn.Module):
     def __init__(self, linear: nn.Module, partition_dim: int) -> None:
         super().__init__()
         # TransformerEngine marks its weights itself, but not the same way in every version
-        linear.weight.tensor_model_parallel = True
-        linear.weight.partition_dim = partition_dim
-        linear.weight.partition_stride = 1
+        set_split(linear.weight, partition_dim)
         self.weight = linear.weight
+        self.bias = linear.bias if linear.use_bias else None
+        if self.bias is not None and partition_dim == 0:
+            set_split(self.bias, 0)
         object.__setattr__(self, "linear", linear)
 
     def _apply(self, function, recurse: bool = True) -> "_TELinear":
         super()._apply(function, recurse)
         self.linear._parameters["weight"] = self.weight
+        if self.bias is not None:
+            self.linear._parameters["bias"] = self.bias
         return self
 
     def forward(self, x_SBD: Tensor) -> Tensor:
@@ -56,20 +59,22 @@ class TELayers(McoreLayers):
             )
         super().__init__(config)
 
-    def column_linear(self, in_features: int, out_features: int, *, sequence: Sequence) -> nn.Module:
+    def column_linear(
+        self, in_features: int, out_features: int, *, sequence: Sequence, bias: bool = False
+    ) -> nn.Module:
         is_sharded = sequence == "sharded"
-        return _TELinear(self._linear(in_features, out_features, "column", is_sharded), partition_dim=0)
+        return _TELinear(self._linear(in_features, out_features, "column", is_sharded, bias), partition_dim=0)
 
-    def row_linear(self, in_features: int, out_features: int) -> nn.Module:
-        return _TELinear(self._linear(in_features, out_features, "row", True), partition_dim=1)
+    def row_linear(self, in_features: int, out_features: int, *, bias: bool = False) -> nn.Module:
+        return _TELinear(self._linear(in_features, out_features, "row", True, bias), partition_dim=1)
 
-    def _linear(self, in_features: int, out_features: int, mode: str, is_sharded: bool) -> nn.Module:
+    def _linear(self, in_features: int, out_features: int, mode: str, is_sharded: bool, bias: bool) -> nn.Module:
         import transformer_engine.pytorch as te
 
         return te.Linear(
             in_features,
             out_features,
-            bias=False,
+            bias=bias,
             parallel_mode=mode,
             tp_group=self.tensor_group,
             tp_size=self.tensor_group.size(),

@@ -152,7 +152,7 @@ def test_patchify_round_trip_in_documented_order():
 def test_no_two_tokens_share_a_position(make, grid):
     positions = grid_positions(grid)
     if make == "sincos":
-        table = sincos_table(positions, CONFIG.hidden_size, torch.float32)[:, 0]
+        table = sincos_table(positions, CONFIG, torch.float32)[:, 0]
     else:
         table = torch.cat(rotary_table(positions, CONFIG, torch.float32), dim=-1)[:, 0, 0]
     rows = {hashlib.sha1(row.numpy().tobytes()).digest() for row in table[:: max(1, len(table) // 20000)]}

@@ -1,0 +1,156 @@
+"""Cosmos-Predict1 / Cosmos-1.0 text-to-world: names in diffusers' `CosmosTransformer3DModel`, and the released ones.
+
+(arXiv 2501.03575, section 5.2.1; the names are those of the published checkpoints.)
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from megadit.models.config import DiTConfig
+from megadit.models.convert.tensor_map import (
+    Entry,
+    fuse_heads,
+    patches_with_mask,
+    permute_axis,
+    rename,
+    renamed,
+    stack_rows,
+)
+from megadit.models.support import UserError
+
+DIFFUSERS_CLASS = "CosmosTransformer3DModel"
+IGNORED = r"(logvar|pos_embedder|accum_)|_extra_state$|(^|\.)net\.(logvar|pos_embedder|accum_)"
+"""Tensors of a released checkpoint that belong to its training."""
+QK_EPSILON = 1e-5
+"""That of diffusers' attention, whatever its other norms have."""
+
+
+def config_from_diffusers(values: Mapping[str, Any]) -> DiTConfig:
+    """The configuration that diffusers' config.json stands for.
+
+    Raises:
+        UserError: for a network of this class with parts that we do not have (video-to-world, Cosmos 2 and newer).
+    """
+    for name in ("use_crossattn_projection", "controlnet_block_every_n", "img_context_dim_in"):
+        if values.get(name):
+            raise UserError(f"{DIFFUSERS_CLASS} with {name}={values[name]} is not supported: only Cosmos 1.0 is")
+    channels, out_channels = values["in_channels"], values["out_channels"]
+    if channels != out_channels:
+        raise UserError(f"in_channels={channels} but out_channels={out_channels}: only text-to-world is supported")
+    patch_temporal, patch_spatial, patch_width = values["patch_size"]
+    if patch_spatial != patch_width:
+        raise UserError(f"patch_size={list(values['patch_size'])} is not square")
+    sizes = [size // patch for size, patch in zip(values["max_size"], values["patch_size"], strict=True)]
+    heads, head_dim = values["num_attention_heads"], values["attention_head_dim"]
+    return DiTConfig(
+        family="cosmos",
+        num_layers=values["num_layers"],
+        hidden_size=heads * head_dim,
+        num_attention_heads=heads,
+        ffn_hidden_size=int(heads * head_dim * values["mlp_ratio"]),
+        in_channels=channels,
+        patch_spatial=patch_spatial,
+        patch_temporal=patch_temporal,
+        crossattn_emb_size=values["text_embed_dim"],
+        rope_scale=tuple(map(float, values["rope_scale"])),
+        learned_positions=tuple(sizes) if values["extra_pos_embed_type"] == "learnable" else None,
+        adaln_lora_dim=values["adaln_lora_dim"],
+        padding_mask_channel=values["concat_padding_mask"],
+        qk_layernorm_epsilon=QK_EPSILON,
+    )
+
+
+def config_to_diffusers(config: DiTConfig) -> dict[str, Any]:
+    """The inverse of `config_from_diffusers`; without learned positions any video fits, and `max_size` is generous."""
+    patch = (config.patch_temporal, config.patch_spatial, config.patch_spatial)
+    grid = config.learned_positions or (128, 120, 120)
+    return {
+        "_class_name": DIFFUSERS_CLASS,
+        "in_channels": config.in_channels,
+        "out_channels": config.in_channels,
+        "num_attention_heads": config.num_attention_heads,
+        "attention_head_dim": config.dim_per_head,
+        "num_layers": config.num_layers,
+        "mlp_ratio": config.mlp_size / config.hidden_size,
+        "text_embed_dim": config.crossattn_emb_size,
+        "adaln_lora_dim": config.adaln_lora_dim,
+        "max_size": [size * side for size, side in zip(grid, patch, strict=True)],
+        "patch_size": list(patch),
+        "rope_scale": list(config.rope_scale),
+        "concat_padding_mask": config.padding_mask_channel,
+        "extra_pos_embed_type": "learnable" if config.learned_positions else None,
+    }
+
+
+def diffusers_entries(config: DiTConfig) -> list[Entry]:
+    entries = [
+        patches_with_mask("x_embedder.weight", "patch_embed.proj.weight", config),
+        rename("sigma_embedder.layernorm.weight", "time_embed.norm.weight"),
+        rename("shared_embedder.linear_1.weight", "time_embed.t_embedder.linear_1.weight"),
+        rename("shared_embedder.linear_2.weight", "time_embed.t_embedder.linear_2.weight"),
+        rename("final_layer.modulation.down.weight", "norm_out.linear_1.weight"),
+        rename("final_layer.modulation.up.0.weight", "norm_out.linear_2.weight"),
+        permute_axis(
+            "final_layer.linear.weight",
+            "proj_out.weight",
+            "(ph pw pt C) D -> (pt ph pw C) D",
+            config,
+            channels=config.in_channels,
+        ),
+    ]
+    if config.learned_positions is not None:
+        axes = {"time": "t", "height": "h", "width": "w"}
+        entries += [rename(f"positions.{name}", f"learnable_pos_embed.pos_emb_{axis}") for name, axis in axes.items()]
+    for index in range(config.num_layers):
+        entries += _block_entries(f"blocks.{index}", f"transformer_blocks.{index}", config.dim_per_head)
+    return entries
+
+
+def _block_entries(ours: str, theirs: str, head_dim: int) -> list[Entry]:
+    entries = [
+        stack_rows(f"{ours}.modulation.down.weight", [f"{theirs}.norm{i}.linear_1.weight" for i in (1, 2, 3)]),
+        *(rename(f"{ours}.modulation.up.{i}.weight", f"{theirs}.norm{i + 1}.linear_2.weight") for i in range(3)),
+        fuse_heads(
+            f"{ours}.self_attention.qkv.weight", [f"{theirs}.attn1.to_{x}.weight" for x in ("q", "k", "v")], head_dim
+        ),
+        rename(f"{ours}.cross_attention.q.weight", f"{theirs}.attn2.to_q.weight"),
+        fuse_heads(
+            f"{ours}.cross_attention.kv.weight", [f"{theirs}.attn2.to_{x}.weight" for x in ("k", "v")], head_dim
+        ),
+        rename(f"{ours}.mlp.fc1.weight", f"{theirs}.ff.net.0.proj.weight"),
+        rename(f"{ours}.mlp.fc2.weight", f"{theirs}.ff.net.2.weight"),
+    ]
+    for attention, number in (("self_attention", 1), ("cross_attention", 2)):
+        entries.append(rename(f"{ours}.{attention}.proj.weight", f"{theirs}.attn{number}.to_out.0.weight"))
+        for x in ("q", "k"):
+            entries.append(rename(f"{ours}.{attention}.{x}_layernorm.weight", f"{theirs}.attn{number}.norm_{x}.weight"))
+    return entries
+
+
+_RELEASED_NAMES = (
+    (r"^patch_embed\.proj", "x_embedder.proj.1"),
+    (r"^time_embed\.t_embedder", "t_embedder.1"),
+    (r"^time_embed\.norm", "affline_norm"),
+    (r"^learnable_pos_embed", "extra_pos_embedder"),
+    (r"^norm_out\.linear_", "final_layer.adaLN_modulation."),
+    (r"^proj_out", "final_layer.linear"),
+    (r"^transformer_blocks\.(\d+)", r"blocks.block\1"),
+    (r"\.norm([123])\.linear_", lambda match: f".blocks.{int(match[1]) - 1}.adaLN_modulation."),
+    (r"\.attn([12])\.", lambda match: f".blocks.{int(match[1]) - 1}.block.attn."),
+    (r"\.to_([qkv])\.", r".to_\1.0."),
+    (r"\.norm_([qk])\.", r".to_\1.1."),
+    (r"\.ff\.net\.0\.proj", ".blocks.2.block.layer1"),
+    (r"\.ff\.net\.2", ".blocks.2.block.layer2"),
+)
+
+
+def released_name(diffusers_name: str) -> str:
+    """The name in the released `model.pt`, without its prefix `net.`."""
+    for pattern, replacement in _RELEASED_NAMES:
+        diffusers_name = re.sub(pattern, replacement, diffusers_name)
+    return diffusers_name
+
+
+def released_entries(config: DiTConfig) -> list[Entry]:
+    return renamed(diffusers_entries(config), released_name)

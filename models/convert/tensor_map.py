@@ -1,0 +1,108 @@
+"""How the tensors of a published checkpoint become ours, and back: one `Entry` for each of our tensors.
+
+Shapes: D width, N heads, K head dim, C latent channels, pt/ph/pw sides of a patch.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from megadit.models.config import DiTConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One of our tensors, made of one or several of theirs; `split` undoes `join`."""
+
+    name: str
+    theirs: tuple[str, ...]
+    join: Callable[[Sequence[Tensor]], Tensor]
+    split: Callable[[Tensor], Sequence[Tensor]]
+
+
+def rename(name: str, theirs: str) -> Entry:
+    return Entry(name, (theirs,), lambda parts: parts[0], lambda whole: (whole,))
+
+
+def rename_linear(name: str, theirs: str, *, bias: bool) -> list[Entry]:
+    return [rename(f"{name}.{kind}", f"{theirs}.{kind}") for kind in ("weight", "bias")[: 1 + bias]]
+
+
+def stack_rows(name: str, theirs: Sequence[str]) -> Entry:
+    """Linears that read the same input, as one."""
+    return Entry(name, tuple(theirs), torch.cat, lambda whole: whole.chunk(len(theirs)))
+
+
+def fuse_heads(name: str, theirs: Sequence[str], head_dim: int) -> Entry:
+    """Projections of their own as one that is laid out head by head: (N, [q k v], K)."""
+    count = len(theirs)
+    return Entry(
+        name,
+        tuple(theirs),
+        lambda parts: rearrange(torch.stack(tuple(parts)), "j (N K) ... -> (N j K) ...", K=head_dim),
+        lambda whole: tuple(rearrange(whole, "(N j K) ... -> j (N K) ...", j=count, K=head_dim)),
+    )
+
+
+def reorder_heads(name: str, theirs: str, head_dim: int, *, count: int = 3) -> Entry:
+    """A projection laid out ([q k v], N, K), head by head."""
+    return Entry(
+        name,
+        (theirs,),
+        lambda parts: rearrange(parts[0], "(j N K) ... -> (N j K) ...", j=count, K=head_dim),
+        lambda whole: (rearrange(whole, "(N j K) ... -> (j N K) ...", j=count, K=head_dim),),
+    )
+
+
+def permute_axis(name: str, theirs: str, pattern: str, config: DiTConfig, *, channels: int) -> Entry:
+    """A patch whose numbers have another order along one axis: `pattern` is einops', from theirs to ours."""
+    patch = {"pt": config.patch_temporal, "ph": config.patch_spatial, "pw": config.patch_spatial, "C": channels}
+    before, after = pattern.split(" -> ")
+    patch = {side: size for side, size in patch.items() if side in before}
+    return Entry(
+        name,
+        (theirs,),
+        lambda parts: rearrange(parts[0], pattern, **patch),
+        lambda whole: (rearrange(whole, f"{after} -> {before}", **patch),),
+    )
+
+
+def patches_with_mask(name: str, theirs: str, config: DiTConfig) -> Entry:
+    """The first linear where the padding mask is their last channel: columns (C pt ph pw) -> latents, then mask."""
+    patch = {"pt": config.patch_temporal, "ph": config.patch_spatial, "pw": config.patch_spatial}
+    mask_channels = 1 if config.padding_mask_channel else 0
+
+    def join(parts: Sequence[Tensor]) -> Tensor:
+        by_channel = rearrange(parts[0], "D (C pt ph pw) -> D (pt ph pw) C", **patch)
+        latents, mask = by_channel.split([config.in_channels, mask_channels], dim=-1)
+        return torch.cat([latents.flatten(1), mask.flatten(1)], dim=1)
+
+    def split(whole: Tensor) -> tuple[Tensor]:
+        latents, mask = whole.split([config.patch_dim, config.mask_dim], dim=1)
+        by_channel = [part.unflatten(1, (-1, n)) for part, n in ((latents, config.in_channels), (mask, 1)) if n]
+        both = torch.cat(by_channel[: 1 + mask_channels], dim=-1)
+        return (rearrange(both, "D (pt ph pw) C -> D (C pt ph pw)", **patch),)
+
+    return Entry(name, (theirs,), join, split)
+
+
+def copies(name: str, theirs: Sequence[str]) -> Entry:
+    """One tensor that they hold several times.
+
+    Joining raises ValueError where the copies differ.
+    """
+
+    def join(parts: Sequence[Tensor]) -> Tensor:
+        if not all(torch.equal(part, parts[0]) for part in parts[1:]):
+            raise ValueError(f"{theirs[0]} and its copies in the other blocks differ")
+        return parts[0]
+
+    return Entry(name, tuple(theirs), join, lambda whole: (whole,) * len(theirs))
+
+
+def renamed(entries: Sequence[Entry], rename_theirs: Callable[[str], str]) -> list[Entry]:
+    """The same entries for a checkpoint that only names its tensors otherwise."""
+    return [replace(entry, theirs=tuple(map(rename_theirs, entry.theirs))) for entry in entries]

@@ -1,0 +1,94 @@
+"""Where published diffusion transformers differ in structure: one table, one row for each family.
+
+Sizes, and what differs between the networks of one family, are fields of `DiTConfig`.
+
+| family    | published as                                              | described in           |
+|-----------|-----------------------------------------------------------|------------------------|
+| `megadit` | what this package trains                                  | `dit.py`               |
+| `dit`     | DiT-S/B/L/XL: images of a class                           | arXiv 2212.09748       |
+| `cosmos`  | Cosmos-1.0 / Cosmos-Predict1 text-to-world 7B, 14B        | arXiv 2501.03575       |
+| `nemo`    | the cross-attention DiT of NeMo's diffusion collection    | NeMo 2.x, `DiTConfig`  |
+| `dfm`     | the same as its successor DFM trains it, with adaLN-LoRA  | DFM, `DiTModelProvider`|
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Family = Literal["megadit", "dit", "cosmos", "nemo", "dfm"]
+
+_ALONG_T_H_W = ((0, 2), (1, 3), (2, 3))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Structure:
+    """What a family has, and in which form."""
+
+    cross_attention: bool = True
+    """Text is attended. False: the sample is conditioned on a class instead."""
+    projects_text: bool = True
+    """Text is projected to the network's width and a learned token stands for no text. False: keys and values read the
+    text features themselves, and a row of zeros stands for no text."""
+    linear_bias: bool = False
+    """In attention, MLP and modulation."""
+    patch_bias: bool = True
+    """In the first linear, that reads patches."""
+    gelu_tanh: bool = False
+    """The MLP's GELU in its tanh approximation."""
+    sincos_axes: tuple[tuple[int, int], ...] = _ALONG_T_H_W
+    """With sin-cos positions: (axis, share of the width) in the order of the channels; axes are t, h, w."""
+
+    sigma_scale: float = 1.0
+    """The noise level is multiplied by this before its sinusoids are taken."""
+    sigma_frequencies: int | None = 128
+    """Sinusoids of the noise level; None means as many as fill the network's width."""
+    cos_first: bool = False
+    fps: Literal["embedded", "padded", "rotary", "absent"] = "embedded"
+    """How the frame rate enters: embedded; embedded 256 wide and padded with zeros; as the pace of rotary time; not."""
+    condition_layernorm: bool = False
+    """The sum of the embeddings is RMS-normalised."""
+    shared_modulation: bool = False
+    """The condition is the normalised sinusoids alone; their MLP gives a vector that is added to every modulation."""
+
+    modulation_groups: int = 1
+    """Into how many modulations, each with a low-rank bottleneck of its own, a block's is split."""
+    final_modulation: bool = True
+    """The last linear follows a modulated norm. False: it reads the blocks' output as it is."""
+    final_bias: bool = True
+
+
+FAMILIES: dict[str, Structure] = {
+    "megadit": Structure(sigma_scale=100.0),
+    "dit": Structure(
+        cross_attention=False,
+        linear_bias=True,
+        gelu_tanh=True,
+        sincos_axes=((2, 1), (1, 1)),
+        cos_first=True,
+        fps="absent",
+    ),
+    "cosmos": Structure(
+        projects_text=False,
+        patch_bias=False,
+        sigma_frequencies=None,
+        cos_first=True,
+        fps="rotary",
+        shared_modulation=True,
+        modulation_groups=3,
+        final_bias=False,
+    ),
+    "nemo": Structure(
+        projects_text=False,
+        sincos_axes=((0, 2), (2, 3), (1, 3)),
+        sigma_frequencies=None,
+        fps="padded",
+        condition_layernorm=True,
+        final_modulation=False,
+    ),
+    "dfm": Structure(
+        projects_text=False,
+        sincos_axes=((0, 2), (2, 3), (1, 3)),
+        sigma_frequencies=None,
+        fps="padded",
+        final_modulation=False,
+    ),
+}

@@ -1,0 +1,203 @@
+"""Networks of diffusers at random sizes and weights equal ours after conversion, there and back."""
+
+import random
+
+import pytest
+import torch
+
+from megadit.models.condition import class_digits
+from megadit.models.conditioning import Conditioning
+from megadit.models.config import NAMED_CONFIGS
+from megadit.models.convert import class_dit, cosmos
+from megadit.models.convert.source import converted, from_state_dict, split_tensors
+from megadit.models.dit import DiT
+
+diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+
+TOLERANCE = 1e-5
+"""Relative, float32: two orders of the same sums over a few hundred numbers."""
+
+
+def randomised(model, std=0.2):
+    """Every tensor random, those that start at zero or one included."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(
+                torch.randn(parameter.shape, generator=generator) * std + ("norm" in name and parameter.ndim == 1)
+            )
+    return model.eval()
+
+
+def ours_from(model, config, entries, **options):
+    tensors = converted(from_state_dict(model.state_dict()), entries, config, **options)
+    dit = DiT(config)
+    dit.load_state_dict(dict(tensors))
+    return dit.eval()
+
+
+def assert_round_trip(model, dit, entries):
+    back = dict(split_tensors(dit.state_dict(), entries))
+    state_dict = model.state_dict()
+    assert back.keys() == state_dict.keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in state_dict.items())
+
+
+def distance(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+def random_cosmos(seed):
+    draw = random.Random(seed)
+    heads, head_dim = draw.choice([2, 3]), draw.choice([12, 16, 24])
+    patch = (draw.choice([1, 2]), *[draw.choice([1, 2])] * 2)
+    return diffusers.CosmosTransformer3DModel(
+        in_channels=(channels := draw.choice([3, 4])),
+        out_channels=channels,
+        num_attention_heads=heads,
+        attention_head_dim=head_dim,
+        num_layers=draw.choice([1, 2]),
+        mlp_ratio=draw.choice([2.0, 4.0]),
+        text_embed_dim=draw.choice([8, 20]),
+        adaln_lora_dim=draw.choice([4, 8]),
+        max_size=(8, 24, 24),
+        patch_size=patch,
+        rope_scale=draw.choice([(1.0, 1.0, 1.0), (2.0, 1.0, 1.0), (2.0, 2.0, 2.0)]),
+        concat_padding_mask=draw.random() < 0.5,
+        extra_pos_embed_type=draw.choice(["learnable", None]),
+    )
+
+
+def nearest_resize(mask, size, interpolation=None):
+    return torch.nn.functional.interpolate(mask, size, mode="nearest")
+
+
+@pytest.fixture
+def without_torchvision(monkeypatch):
+    """diffusers resizes the padding mask with torchvision, which need not be installed."""
+    from types import SimpleNamespace
+
+    stand_in = SimpleNamespace(
+        functional=SimpleNamespace(resize=nearest_resize), InterpolationMode=SimpleNamespace(NEAREST="nearest")
+    )
+    monkeypatch.setattr("diffusers.models.transformers.transformer_cosmos.transforms", stand_in, raising=False)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_cosmos_equals_diffusers(seed, without_torchvision):
+    model = randomised(random_cosmos(seed))
+    config = cosmos.config_from_diffusers(model.config)
+    entries = cosmos.diffusers_entries(config)
+    dit = ours_from(model, config, entries)
+    draw = torch.Generator().manual_seed(seed)
+    T, H, W = 2 * config.patch_temporal, 4 * config.patch_spatial, 3 * config.patch_spatial
+    x = torch.randn(2, config.in_channels, T, H, W, generator=draw)
+    c_noise, fps = torch.randn(2, generator=draw) / 2, [None, 8, 30][seed % 3]
+    text = torch.randn(2, 5, config.crossattn_emb_size, generator=draw)
+    mask = (torch.rand(1, 1, H, W, generator=draw) < 0.3).float()
+    conditioning = Conditioning(text, torch.tensor([5, 5]), torch.full((2,), float(fps or 0)))
+    with torch.no_grad():
+        theirs = model(x, c_noise, text, fps=fps, padding_mask=mask, return_dict=False)[0]
+        ours = dit(x, c_noise, conditioning, mask[:, :, None].expand(2, 1, T, H, W))
+        assert distance(ours, theirs) <= TOLERANCE
+        if config.padding_mask_channel:
+            assert distance(dit(x, c_noise, conditioning), theirs) > 1e-3, "negative control: the mask must matter"
+        other_fps = Conditioning(text, torch.tensor([5, 5]), torch.full((2,), 11.0))
+        assert distance(dit(x, c_noise, other_fps, mask[:, :, None].expand(2, 1, T, H, W)), theirs) > 1e-4
+    assert_round_trip(model, dit, entries)
+    rebuilt = diffusers.CosmosTransformer3DModel.from_config(cosmos.config_to_diffusers(config))
+    assert {n: t.shape for n, t in rebuilt.state_dict().items()} == {n: t.shape for n, t in model.state_dict().items()}
+
+
+def test_released_cosmos_names():
+    """A few of the names in the released model.pt, as published."""
+    assert cosmos.released_name("transformer_blocks.3.norm2.linear_1.weight") == (
+        "blocks.block3.blocks.1.adaLN_modulation.1.weight"
+    )
+    assert cosmos.released_name("transformer_blocks.0.attn2.to_q.weight") == (
+        "blocks.block0.blocks.1.block.attn.to_q.0.weight"
+    )
+    assert cosmos.released_name("transformer_blocks.0.attn1.norm_k.weight") == (
+        "blocks.block0.blocks.0.block.attn.to_k.1.weight"
+    )
+    assert cosmos.released_name("transformer_blocks.0.attn1.to_out.0.weight") == (
+        "blocks.block0.blocks.0.block.attn.to_out.0.weight"
+    )
+    assert cosmos.released_name("transformer_blocks.7.ff.net.2.weight") == "blocks.block7.blocks.2.block.layer2.weight"
+    assert cosmos.released_name("norm_out.linear_2.weight") == "final_layer.adaLN_modulation.2.weight"
+
+
+def random_class_dit(seed):
+    draw = random.Random(seed)
+    heads, channels = draw.choice([2, 3]), draw.choice([2, 4])
+    model = diffusers.DiTTransformer2DModel(
+        num_attention_heads=heads,
+        attention_head_dim=draw.choice([8, 12]),
+        in_channels=channels,
+        out_channels=draw.choice([channels, 2 * channels]),
+        num_layers=draw.choice([1, 3]),
+        sample_size=8,
+        patch_size=draw.choice([2, 4, 8]),
+        num_embeds_ada_norm=draw.choice([5, 300]),
+        norm_eps=draw.choice([1e-5, 1e-6]),
+    )
+    randomised(model)
+    first = model.transformer_blocks[0].norm1.emb
+    for block in model.transformer_blocks[1:]:  # as in the published ones
+        block.norm1.emb.load_state_dict(first.state_dict())
+    return model
+
+
+def class_conditioning(labels, num_classes):
+    text = torch.tensor([[class_digits(label)] for label in labels])
+    length = torch.tensor([int(label < num_classes) for label in labels])
+    return Conditioning(text, length, torch.zeros(len(labels)))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_class_dit_equals_diffusers(seed):
+    model = random_class_dit(seed)
+    config = class_dit.config_from_diffusers(model.config)
+    entries = class_dit.diffusers_entries(config)
+    dit = ours_from(model, config, entries)
+    labels = [0, config.num_classes - 1, config.num_classes]
+    x, t = torch.randn(3, config.in_channels, 8, 8), torch.tensor([0.0, 37.0, 999.0])
+    with torch.no_grad():
+        theirs = model(x, t, torch.tensor(labels), return_dict=False)[0][:, : config.in_channels]
+        ours = dit(x[:, :, None], t, class_conditioning(labels, config.num_classes))[:, :, 0]
+        assert distance(ours, theirs) <= TOLERANCE
+        assert distance(dit(x[:, :, None], t, class_conditioning([1] * 3, config.num_classes))[:, :, 0], theirs) > 1e-3
+    assert_round_trip(model, dit, entries)
+
+
+def test_original_class_dit_round_trips_and_has_its_layout():
+    """The original keeps q, k and v of all heads one after another."""
+    config = class_dit.config_from_diffusers(random_class_dit(0).config)
+    torch.manual_seed(0)
+    dit = randomised(DiT(config))
+    entries = class_dit.original_entries(config)
+    original = dict(split_tensors(dit.state_dict(), entries))
+    assert (
+        class_dit.config_from_shapes(
+            {name: tuple(tensor.shape) for name, tensor in original.items()}, config.dim_per_head
+        ).hidden_size
+        == config.hidden_size
+    )
+    again = converted(from_state_dict(original), entries, config)
+    assert all(torch.equal(again[name], tensor) for name, tensor in dit.state_dict().items())
+    width, head_dim = config.hidden_size, config.dim_per_head
+    qkv, theirs = dit.state_dict()["blocks.0.self_attention.qkv.weight"], original["blocks.0.attn.qkv.weight"]
+    assert torch.equal(theirs[width : width + head_dim], qkv[head_dim : 2 * head_dim]), "k of the first head"
+
+
+@pytest.mark.parametrize(("name", "billions"), [("cosmos_7b", 7.24), ("cosmos_14b", 14.26), ("dit_xl_2", 0.675)])
+def test_published_sizes(name, billions):
+    """Parameters at full size: DiT-XL/2 has 675M (arXiv 2212.09748, table 1); Cosmos those of diffusers' network."""
+    config = NAMED_CONFIGS[name]
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in DiT(config).parameters())
+        if config.family == "cosmos":
+            values = {**cosmos.config_to_diffusers(config)}
+            theirs = diffusers.CosmosTransformer3DModel.from_config(values)
+            assert count == sum(parameter.numel() for parameter in theirs.parameters())
+    assert abs(count / 1e9 - billions) < 0.01 * billions
