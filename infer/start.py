@@ -82,6 +82,11 @@ def remaining_sigmas(sigmas: Tensor, strength: float | None) -> Tensor:
     return sigmas[num_steps - max(1, round(strength * num_steps)) :]
 
 
+def check_given(given: GivenVideo, settings: SamplingDefaults, tokenizer: VideoTokenizer) -> None:
+    """Raises UserError if a given video has too few frames, or leaves none to be made."""
+    _chosen_frames(given, settings, tokenizer, frames=settings.num_frames)
+
+
 def encode_start(
     given: GivenVideo, settings: SamplingDefaults, tokenizer: VideoTokenizer, frames: int, device: torch.device
 ) -> Start:
@@ -90,22 +95,24 @@ def encode_start(
     Raises:
         UserError: if it has too few frames, or leaves none to be made.
     """
-    if given.strength is not None:
-        num_frames = frames
-        chosen = _lengthened(given.frames, settings.num_frames, frames)
-    else:
-        num_frames = _encodable(min(given.keep_frames, len(given.frames)), tokenizer)
-        if num_frames >= settings.num_frames:
-            raise UserError(f"keep_frames={given.keep_frames} leaves nothing to make of {settings.num_frames} frames")
-        chosen = given.frames[len(given.frames) - num_frames :]
-    video = torch.from_numpy(np.ascontiguousarray(chosen)).to(device).float() / 127.5 - 1
+    chosen = np.ascontiguousarray(_chosen_frames(given, settings, tokenizer, frames))
+    video = torch.from_numpy(chosen).to(device).float() / 127.5 - 1
     video_TcHW = rearrange(video, "T H W c -> T c H W")
     if video_TcHW.shape[2:] != (settings.height, settings.width):
         size = (settings.height, settings.width)
         video_TcHW = F.interpolate(video_TcHW, size=size, mode="bilinear", antialias=True, align_corners=False)
-    latents = tokenizer.encode(rearrange(video_TcHW, "T c H W -> 1 c T H W")).float()
-    assert latents.shape[2] == tokenizer.latent_shape(num_frames, settings.height, settings.width)[1]
-    return Start(latents, num_kept=0 if given.strength is not None else latents.shape[2])
+    latents_1CTHW = tokenizer.encode(rearrange(video_TcHW, "T c H W -> 1 c T H W")).float()
+    return Start(latents_1CTHW, num_kept=0 if given.strength is not None else latents_1CTHW.shape[2])
+
+
+def _chosen_frames(given: GivenVideo, settings: SamplingDefaults, tokenizer: VideoTokenizer, frames: int) -> np.ndarray:
+    """The frames of a given video that matter."""
+    if given.strength is not None:
+        return _lengthened(given.frames, settings.num_frames, frames)
+    num_frames = _encodable(min(given.keep_frames, len(given.frames)), tokenizer)
+    if num_frames >= settings.num_frames:
+        raise UserError(f"keep_frames={given.keep_frames} leaves nothing to make of {settings.num_frames} frames")
+    return given.frames[len(given.frames) - num_frames :]
 
 
 def _encodable(frames: int, tokenizer: VideoTokenizer) -> int:

@@ -7,13 +7,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import av
 import imageio.v3 as iio
 import numpy as np
 
+from megadit.infer.animations import (
+    ANIMATION_SUFFIXES,
+    IMAGE_SUFFIXES,
+    encode_animation,
+    encode_image,
+    read_frames,
+)
+from megadit.infer.animations import read_comment as _read_image_comment
 from megadit.models.support import UserError, atomic_path
 
-VIDEO_SUFFIXES = (".mp4",)
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
+VIDEO_SUFFIXES = (".mp4", *ANIMATION_SUFFIXES)
 
 
 @contextmanager
@@ -58,19 +66,22 @@ def encode_mp4(frames: np.ndarray, fps: float, *, metadata: dict[str, str] | Non
 def write_video(
     path: str | Path, frames: np.ndarray, fps: float = 0, *, metadata: dict[str, str] | None = None
 ) -> None:
-    """Writes frames to `path`, whole or not at all: an mp4, or an image (png, jpg) where there is one frame.
+    """Writes frames to `path`, whole or not at all: an mp4, gif or webp, or an image (png, jpg) of one frame.
 
-    The suffix of `path` decides; `fps` and `metadata` are of no use to an image.
+    The suffix of `path` decides; `fps` is of no use to an image. Formats other than mp4 take no `metadata` but the
+    `comment`, which must be ASCII.
 
     Raises:
         UserError: for another suffix, several frames into an image, and what `encode_mp4` refuses.
     """
     path = Path(path)
-    suffix = path.suffix.lower()
-    if suffix in VIDEO_SUFFIXES:
+    suffix, comment = path.suffix.lower(), (metadata or {}).get("comment", "")
+    if suffix in IMAGE_SUFFIXES:
+        data = _encode_image(frames, suffix, comment)
+    elif suffix in ANIMATION_SUFFIXES:
+        data = _encode_animation(frames, fps, suffix, comment)
+    elif suffix in VIDEO_SUFFIXES:
         data = encode_mp4(frames, fps, metadata=metadata)
-    elif suffix in IMAGE_SUFFIXES:
-        data = _encode_image(frames, suffix)
     else:
         raise UserError(f"cannot write {path}: use a name that ends in {', '.join(VIDEO_SUFFIXES + IMAGE_SUFFIXES)}")
     with atomic_path(path) as temporary:
@@ -85,10 +96,26 @@ def read_video(path: str | Path) -> tuple[np.ndarray, float]:
     """
     path = Path(path)
     try:
-        if path.suffix.lower() in IMAGE_SUFFIXES:
-            return iio.imread(path, plugin="pillow", mode="RGB")[None], 0.0
+        if path.suffix.lower() in IMAGE_SUFFIXES + ANIMATION_SUFFIXES:
+            return read_frames(path)
         return _read_mp4(path)
-    except OSError as error:
+    except (OSError, SyntaxError) as error:  # Pillow calls a broken png a SyntaxError
+        raise UserError(f"cannot read {path}: {error}") from error
+
+
+def read_comment(path: str | Path) -> str:
+    """The comment inside a video or image that `write_video` wrote; empty where there is none.
+
+    Raises:
+        UserError: if the file is missing or cannot be decoded.
+    """
+    path = Path(path)
+    try:
+        if path.suffix.lower() in IMAGE_SUFFIXES + ANIMATION_SUFFIXES:
+            return _read_image_comment(path)
+        with av.open(str(path)) as container:
+            return container.metadata.get("comment", "")
+    except (OSError, SyntaxError, av.FFmpegError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
 
 
@@ -98,12 +125,18 @@ def _read_mp4(path: Path) -> tuple[np.ndarray, float]:
         return file.read(), float(file.metadata()["fps"])
 
 
-def _encode_image(frames: np.ndarray, suffix: str) -> bytes:
+def _encode_image(frames: np.ndarray, suffix: str, comment: str) -> bytes:
     _check_frames(frames)
     if len(frames) != 1:
         raise UserError(f"an image holds one frame, got {len(frames)}; use a name that ends in .mp4")
-    options = {"quality": 95} if suffix != ".png" else {}
-    return iio.imwrite("<bytes>", frames[0], extension=suffix, **options)
+    return encode_image(frames[0], suffix, comment)
+
+
+def _encode_animation(frames: np.ndarray, fps: float, suffix: str, comment: str) -> bytes:
+    _check_frames(frames)
+    if len(frames) > 1 and not 0 < fps < math.inf:
+        raise UserError(f"fps={fps} must be greater than 0")
+    return encode_animation(frames, fps, suffix, comment)
 
 
 def _check_frames(frames: np.ndarray) -> None:

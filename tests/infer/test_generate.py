@@ -1,13 +1,20 @@
 import json
+import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from megadit.infer import generate
-from megadit.infer.generate import main, output_paths
-from megadit.infer.video_io import read_video
+from megadit.infer.generate import main
+from megadit.infer.jobs import Job
+from megadit.infer.outputs import output_paths
+from megadit.infer.start import GivenVideo
+from megadit.infer.video_io import read_video, write_video
+from megadit.models.bundle import SamplingDefaults
 from megadit.models.support import UserError
 
 
@@ -125,7 +132,20 @@ MISTAKES = [
     (["--prompt", "a", "--device", "abacus"], "device 'abacus' cannot be used"),
     (["--prompt", "a", "--device", "meta"], "device 'meta' cannot be used"),
     (["--prompt", "a", "--device", "cuda:99"], "device 'cuda:99' is not there"),
-    (["--prompt", "a", "--video_save_path", "a.gif"], "cannot write .gif"),
+    (["--prompt", "a", "--video_save_path", "a.avi"], "cannot write .avi"),
+    (["--prompt", "a", "--video_save_path", "a.gif", "--format", "mp4"], "says .gif, --format says mp4"),
+    (["--prompt", "a", "--contact_sheet", "a.txt"], "--contact_sheet=a.txt"),
+    (["--prompt", "a", "--guidance", "1", "--guidances", "2"], "not both"),
+    (["--prompt", "a", "--shift", "wide"], "shift=wide must be a number, or auto"),
+    (["--prompt", "a", "--schedule", "cosine"], "schedule 'cosine' is not available"),
+    (["--prompt", "a", "--eta", "1", "--sampler", "unipc"], "cannot add noise"),
+    (["--prompt", "a", "--autoguidance", "nowhere"], "nowhere"),
+    (["--prompt", "a", "--strength", "0.5"], "--strength=0.5 needs --input_video"),
+    (["--prompt", "a", "--keep_frames", "5"], "--keep_frames=5 needs --continue_video"),
+    (["--prompt", "a", "--input_video", "nowhere.mp4"], "cannot read nowhere.mp4"),
+    (["--prompt", "a", "--input_video", "a", "--continue_video", "b"], "not both"),
+    (["--repeat", "nowhere.mp4"], "nowhere.mp4"),
+    (["--prompt", "a\udcff"], "is not valid text"),
     (["--prompt", "a", "--video_save_path", "a.png"], "a.png is an image; use .mp4 for 5 frames"),
     (["--prompt", "a", "--video_save_path", "/dev/null/x"], "cannot make the directory"),
 ]
@@ -156,9 +176,14 @@ def test_debug_shows_the_traceback(run):
         run("--debug")
 
 
+def jobs(*prompts: str, num_frames: int = 5) -> list[Job]:
+    settings = SamplingDefaults(num_steps=3, guidance=2.0, num_frames=num_frames, height=16, width=24, fps=8)
+    return [Job(prompt=prompt, seed=0, settings=settings) for prompt in prompts]
+
+
 def test_names_never_leave_the_directory(tmp_path):
     prompts = ["../../etc/passwd", "/etc/passwd", "..", "", "a\0b\n", "日本", "x" * 300]
-    paths = output_paths(str(tmp_path / "out"), [(prompt, 0) for prompt in prompts], num_frames=5)
+    paths = output_paths(str(tmp_path / "out"), jobs(*prompts))
     assert len(set(paths)) == len(prompts)
     for path in paths:
         assert path.parent == tmp_path / "out" and len(path.name) < 80
@@ -166,14 +191,158 @@ def test_names_never_leave_the_directory(tmp_path):
 
 
 def test_several_videos_beside_a_file_name(tmp_path):
-    paths = output_paths(str(tmp_path / "new/clip.mp4"), [("a", 0), ("b", 0)], num_frames=5)
+    paths = output_paths(str(tmp_path / "new/clip.mp4"), jobs("a", "b"))
     assert paths == [tmp_path / "new/clip_0000.mp4", tmp_path / "new/clip_0001.mp4"]
 
 
 def test_an_existing_directory_may_have_any_name(tmp_path):
     (tmp_path / "videos.mp4").mkdir()
-    (path,) = output_paths(str(tmp_path / "videos.mp4"), [("a", 0)], num_frames=5)
+    (path,) = output_paths(str(tmp_path / "videos.mp4"), jobs("a"))
     assert path.parent == tmp_path / "videos.mp4"
+
+
+def test_formats_name_files_and_folders(tmp_path):
+    def name(format, num_frames):
+        return output_paths(str(tmp_path), jobs("a", num_frames=num_frames), format)[0].name
+
+    assert [name(None, 5), name(None, 1)] == ["0000_a_seed0.mp4", "0000_a_seed0.png"]
+    assert [name("png", 5), name("png", 1)] == ["0000_a_seed0", "0000_a_seed0.png"]
+    assert [name("gif", 5), name("safetensors", 5)] == ["0000_a_seed0.gif", "0000_a_seed0.safetensors"]
+
+
+# ------------------------------------------------------------------------------------------------- inputs and outputs
+
+
+def images(directory) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.glob("*.png"))}
+
+
+def test_a_jsonl_file_overrides_settings_line_by_line(run, tmp_path, pipeline):
+    lines = [
+        {"prompt": "a red {subject}", "seed": 3, "num_frames": 1},
+        {"prompt": "a blue two", "seeds": [4, 5], "num_video_frames": 1, "guidance": 5.0, "sampler": "heun"},
+        {"prompt": "a clip", "negative_prompt": "green", "height": 32, "shift": "auto"},
+    ]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    code, stdout, stderr = run("--prompt_file", "prompts.jsonl", "--subject_name", "seven", "--num_steps", "2")
+    assert code == 0, stderr
+    names = ["0000_a-red-seven_seed3.png", "0001_a-blue-two_seed4.png", "0002_a-blue-two_seed5.png"]
+    assert stdout.split() == [f"outputs/{name}" for name in [*names, "0003_a-clip_seed0.mp4"]]
+    (same,) = pipeline.generate(["a red seven"], seeds=3, num_frames=1, num_steps=2)
+    assert np.array_equal(read_video(f"outputs/{names[0]}")[0], same.video)
+    (same,) = pipeline.generate(["a blue two"], seeds=5, num_frames=1, num_steps=2, guidance=5.0, sampler="heun")
+    # it shared a batch: float32 sums in another order
+    assert np.abs(read_video(f"outputs/{names[2]}")[0].astype(int) - same.video).max() <= 1
+    clip = json.loads((tmp_path / "outputs/0003_a-clip_seed0.json").read_text())
+    assert (clip["height"], clip["negative_prompt"], clip["shift"]) == (32, "green", 2**0.5)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "is not valid JSON"),
+        ("[1]", 'must be an object with a "prompt"'),
+        ('{"seed": 1}', 'must be an object with a "prompt"'),
+        ('{"prompt": "a", "gidance": 1}', "'gidance' is unknown; did you mean 'guidance'"),
+        ('{"prompt": "a", "num_steps": "3"}', "num_steps='3' has the wrong type"),
+        ('{"prompt": "a", "num_steps": true}', "num_steps=True has the wrong type"),
+        ('{"prompt": "a", "sigmas": ["3"]}', "sigmas=['3'] has the wrong type"),
+        ('{"prompt": "a", "seeds": [1.5]}', "seeds=[1.5] has the wrong type"),
+        ('{"prompt": "a", "seeds": []}', "seeds=[] has the wrong type"),
+        ('{"prompt": "a", "seed": 1, "seeds": [1]}', "not both"),
+        ('{"prompt": "a", "shift": "wide"}', "shift=wide must be a number, or auto"),
+        ('{"prompt": "a", "num_steps": 0}', "num_steps=0"),
+    ],
+)
+def test_mistakes_in_a_jsonl_file_name_their_line(run, tmp_path, line, message):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "fine"}\n' + line)
+    code, _, stderr = run("--prompt_file", "prompts.jsonl")
+    assert code == 2 and stderr.count("\n") == 1 and message in stderr
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_a_grid_of_scales_and_seeds_with_its_contact_sheet(run, tmp_path):
+    arguments = ["--prompt", "a red seven", "a blue two", "--guidances", "1", "4", "--seeds", "1", "2", "3"]
+    code, stdout, _ = run(*arguments, "--contact_sheet", "sheet.png", "--video_save_path", "grid")
+    assert code == 0 and len(stdout.split()) == 13 and stdout.split()[-1] == "sheet.png"
+    records = [json.loads(path.read_text()) for path in sorted((tmp_path / "grid").glob("*.json"))]
+    expected = [(p, g, s) for p in ("a red seven", "a blue two") for g in (1, 4) for s in (1, 2, 3)]
+    assert [(record["prompt"], record["guidance"], record["seed"]) for record in records] == expected
+    (sheet,), _ = read_video("sheet.png")
+    assert sheet.shape[1] > sheet.shape[0] * 0.5  # 3 columns of 24 pixels, 4 rows of 16 and their captions
+    assert (sheet == 255).all(-1).mean() < 0.6  # not mostly paper
+    run("--prompt", "a", "--seeds", "1", "2", "--contact_sheet", "sheet.mp4", "--video_save_path", "two")
+    assert len(read_video("sheet.mp4")[0]) == 5
+
+
+@pytest.mark.parametrize("suffix", ["mp4", "gif", "webp"])
+def test_repeat_makes_the_same_file_again(run, tmp_path, suffix):
+    arguments = ["--prompt", 'a "red" 日本 seven', "--seed", "5", "--sampler", "heun", "--churn", "2"]
+    arguments += ["--guidance_interval", "0.1", "9", "--sigmas", "15", "4", "0.5", "--dtype", "bf16"]
+    assert run(*arguments, "--video_save_path", f"first.{suffix}")[0] == 0
+    assert run("--repeat", f"first.{suffix}", "--video_save_path", f"again.{suffix}", checkpoint="")[0] == 0
+    assert (tmp_path / f"first.{suffix}").read_bytes() == (tmp_path / f"again.{suffix}").read_bytes()
+    assert (tmp_path / "first.json").read_bytes() == (tmp_path / "again.json").read_bytes()
+    assert run("--repeat", "again.json", "--seed", "6", "--video_save_path", "other.mp4", checkpoint="")[0] == 0
+    record, other = (json.loads((tmp_path / name).read_text()) for name in ("first.json", "other.json"))
+    assert other == record | {"seed": 6}
+
+
+def test_repeat_of_frames_latents_and_given_videos(run, tmp_path, pipeline):
+    assert run("--prompt", "a", "--video_save_path", "clip.mp4", "--num_video_frames", "9")[0] == 0
+    arguments = ["--prompt", "b", "--continue_video", "clip.mp4", "--keep_frames", "1"]
+    assert run(*arguments, "--format", "png", "--video_save_path", "frames")[0] == 0
+    (folder,) = (path for path in (tmp_path / "frames").iterdir() if path.is_dir())
+    assert len(images(folder)) == 5
+    frames = ["--repeat", str(folder), "--format", "png", "--video_save_path", "again"]
+    assert run(*frames, checkpoint="")[0] == 0
+    assert images(tmp_path / "again" / folder.name) == images(folder)
+    assert run("--repeat", str(folder), "--video_save_path", "b.safetensors", checkpoint="")[0] == 0
+    latents = load_file("b.safetensors")["latents_CTHW"]
+    decoded = pipeline._decode(latents, 5)
+    assert np.array_equal(decoded[2], read_video(sorted(folder.glob("*.png"))[2])[0][0])
+    assert run("--repeat", "b.safetensors", "--video_save_path", "c.safetensors", checkpoint="")[0] == 0
+    assert (tmp_path / "b.safetensors").read_bytes() == (tmp_path / "c.safetensors").read_bytes()
+    (tmp_path / "clip.mp4").write_bytes((tmp_path / "clip.mp4").read_bytes() + b" ")
+    code, _, stderr = run(*frames, checkpoint="")
+    assert code == 2 and stderr.count("\n") == 1 and "clip.mp4, from which it started, was changed since" in stderr
+
+
+def test_repeat_notices_another_checkpoint(run, tmp_path, bundle_dir):
+    shutil.copytree(bundle_dir, tmp_path / "bundle")
+    one_frame = ["--prompt", "a", "--num_video_frames", "1", "--video_save_path", "a.png"]
+    assert run(*one_frame, checkpoint="bundle")[0] == 0
+    manifest = json.loads((tmp_path / "bundle/megadit.json").read_text())
+    manifest["files"]["transformer/model.safetensors"]["sha256"] = "0" * 64
+    (tmp_path / "bundle/megadit.json").write_text(json.dumps(manifest))
+    code, _, stderr = run("--repeat", "a.png", checkpoint="")
+    assert code == 2 and "is no longer the checkpoint that made a.png" in stderr
+    assert run("--repeat", "a.png", checkpoint="bundle")[0] == 0
+
+
+def test_video_to_video(run, tmp_path, pipeline):
+    write_video(
+        tmp_path / "grey.gif", np.arange(5, dtype=np.uint8)[:, None, None, None] * np.full((16, 24, 3), 50, np.uint8), 8
+    )
+    arguments = ["--prompt", "a", "--input_video", "grey.gif", "--strength", "0.4", "--num_steps", "5"]
+    assert run(*arguments, "--video_save_path", "a.safetensors")[0] == 0
+    given = GivenVideo(frames=read_video("grey.gif")[0], strength=0.4)
+    (same,) = pipeline.generate(["a"], num_steps=5, given=given)
+    assert torch.equal(load_file("a.safetensors")["latents_CTHW"], same.latents_CTHW)
+    assert json.loads((tmp_path / "a.json").read_text())["num_denoiser_calls"] == 2
+
+
+def test_a_shape_far_from_training_is_warned_of(run):
+    code, _, stderr = run("--prompt", "a", "--height", "64", "--num_steps", "1")
+    assert code == 0 and "warning: 5 frames of 64x24 are far from what this checkpoint makes by default" in stderr
+
+
+def test_options_of_memory_change_nothing_else(run, tmp_path):
+    one_frame = ["--prompt", "a", "--num_video_frames", "1", "--video_save_path"]
+    assert run(*one_frame, "plain.png")[0] == 0
+    assert run(*one_frame, "spared.png", "--sequential_guidance", "--offload_text_encoder")[0] == 0
+    plain, spared = (read_video(f"{name}.png")[0].astype(int) for name in ("plain", "spared"))
+    assert np.abs(plain - spared).max() <= 1
 
 
 @pytest.mark.slow

@@ -1,9 +1,12 @@
+import json
+
 import av
 import imageio.v3 as iio
 import numpy as np
 import pytest
 
-from megadit.infer.video_io import encode_mp4, read_video, write_video
+from megadit.infer.animations import encode_animation
+from megadit.infer.video_io import encode_mp4, read_comment, read_video, write_video
 from megadit.models.support import UserError
 
 
@@ -64,7 +67,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path):
 @pytest.mark.parametrize(
     ("name", "frames", "message"),
     [
-        ("clip.gif", moving_square(), "ends in"),
+        ("clip.avi", moving_square(), "ends in"),
         ("clip", moving_square(), "ends in"),
         ("image.png", moving_square(), "one frame, got 9"),
         ("clip.mp4", moving_square().astype(np.float32), "uint8"),
@@ -81,10 +84,34 @@ def test_what_cannot_be_written_is_refused(tmp_path, name, frames, message):
 def test_unreadable_files_are_user_errors(tmp_path):
     (tmp_path / "broken.mp4").write_bytes(b"not a video")
     (tmp_path / "broken.png").write_bytes(b"not an image")
-    for name in ("broken.mp4", "broken.png", "missing.mp4"):
-        with pytest.raises(UserError, match=name):
-            read_video(tmp_path / name)
+    for name in ("broken.mp4", "broken.png", "missing.mp4", "missing.gif"):
+        for read in (read_video, read_comment):
+            with pytest.raises(UserError, match=name):
+                read(tmp_path / name)
+
+
+@pytest.mark.parametrize(("suffix", "tolerance"), [(".gif", 6), (".webp", 6)])
+def test_animations_give_back_frames_and_fps(tmp_path, suffix, tolerance):
+    video = moving_square()
+    video[4] = video[3]  # writers join frames that are alike
+    write_video(tmp_path / f"clip{suffix}", video, 12.5)
+    frames, fps = read_video(tmp_path / f"clip{suffix}")
+    assert frames.shape == video.shape and fps == pytest.approx(12.5)
+    error = np.abs(frames.astype(float) - video).mean(axis=(1, 2, 3))
+    assert error.max() < tolerance < np.abs(frames[::-1].astype(float) - video).mean(axis=(1, 2, 3)).max()
+
+
+@pytest.mark.parametrize("suffix", [".mp4", ".gif", ".webp", ".png", ".jpg"])
+def test_every_format_keeps_a_comment(tmp_path, suffix):
+    frames = moving_square(frames=1 if suffix in (".png", ".jpg") else 4)
+    comment = json.dumps({"prompt": '日本 "quoted"\n', "sigmas": [3.0, 0.1], "long": "x" * 2000})
+    write_video(tmp_path / f"clip{suffix}", frames, 8, metadata={"comment": comment})
+    assert json.loads(read_comment(tmp_path / f"clip{suffix}"))["prompt"] == '日本 "quoted"\n'
+    write_video(tmp_path / f"plain{suffix}", frames, 8)
+    assert read_comment(tmp_path / f"plain{suffix}") == ""
 
 
 def test_encoding_is_reproducible():
+    for suffix in (".gif", ".webp"):
+        assert encode_animation(moving_square(), 8, suffix) == encode_animation(moving_square(), 8, suffix)
     assert encode_mp4(moving_square(), 8) == encode_mp4(moving_square(), 8)

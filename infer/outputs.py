@@ -1,0 +1,175 @@
+"""What `megadit generate` writes: videos with all their settings, inside the file and beside it."""
+
+import json
+import mimetypes
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from megadit.infer.animations import encode_image
+from megadit.infer.flags import DEFAULT_DTYPE, GenerateFlags, refuse
+from megadit.infer.jobs import GivenFile, Job, sha256
+from megadit.infer.pipeline import GeneratedVideo
+from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, read_comment, write_video
+from megadit.models.bundle import Bundle, SamplingDefaults
+from megadit.models.support import UserError, atomic_directory, atomic_path, read_json, write_json
+
+LATENTS_SUFFIX = ".safetensors"
+_RECORD_VERSION = 1
+
+
+# ---------------------------------------------------------------------------------------------------------- names
+
+
+def output_paths(save_path: str, jobs: Sequence[Job], format: str | None = None) -> list[Path]:
+    """Where the video of each job goes: `save_path` itself, or numbered names beside or inside it.
+
+    A name without a suffix is that of a folder of frames.
+
+    Raises:
+        UserError: for a file type that cannot be written, and a directory that cannot be made or written to.
+    """
+    path = Path(save_path)
+    is_file = not path.is_dir() and _names_file(path, max(job.settings.num_frames for job in jobs), format)
+    directory = path.parent if is_file else path
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--video_save_path={save_path}: cannot make the directory {directory}: {error}") from error
+    refuse(not os.access(directory, os.W_OK), f"--video_save_path={save_path}: {directory} may not be written to")
+    if is_file and len(jobs) == 1:
+        return [path]
+    if is_file:
+        return [directory / f"{path.stem}_{i:04d}{path.suffix}" for i in range(len(jobs))]
+    return [
+        directory / f"{i:04d}_{_slug(job.prompt)}_seed{job.seed}{_suffix(format, job.settings.num_frames)}"
+        for i, job in enumerate(jobs)
+    ]
+
+
+def _names_file(path: Path, num_frames: int, format: str | None) -> bool:
+    """Whether this is the name of a video or image, rather than of a directory."""
+    suffix = path.suffix.lower()
+    if suffix not in (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES, LATENTS_SUFFIX):
+        media_type = mimetypes.guess_type(path.name)[0] or ""
+        known = ", ".join((*VIDEO_SUFFIXES, *IMAGE_SUFFIXES, LATENTS_SUFFIX))
+        is_other = media_type.startswith(("video/", "image/"))
+        refuse(is_other, f"--video_save_path={path}: cannot write {suffix}; use {known}")
+        return False
+    refuse(format and suffix != f".{format}", f"--video_save_path={path} says {suffix}, --format says {format}")
+    is_short = suffix not in IMAGE_SUFFIXES or num_frames == 1
+    refuse(
+        not is_short,
+        f"--video_save_path={path} is an image; use .mp4 for {num_frames} frames, or a directory and --format "
+        f"{suffix[1:]} for one file each",
+    )
+    return True
+
+
+def _suffix(format: str | None, num_frames: int) -> str:
+    if format is None:
+        return ".png" if num_frames == 1 else ".mp4"
+    is_folder = f".{format}" in IMAGE_SUFFIXES and num_frames > 1
+    return "" if is_folder else f".{format}"
+
+
+def _slug(prompt: str) -> str:
+    """A part of a file name: letters, digits and dashes alone, so that no prompt leads out of the directory."""
+    return re.sub("[^a-z0-9]+", "-", prompt.lower())[:48].strip("-") or "video"
+
+
+# --------------------------------------------------------------------------------------------------------- writing
+
+
+def save(path: Path, result: GeneratedVideo, record: Mapping[str, Any], format: str | None = None) -> None:
+    """Writes a video (or its latents, or a folder of its frames) with its record inside, and beside it as .json."""
+    comment = json.dumps(record)
+    if path.suffix == LATENTS_SUFFIX:
+        with atomic_path(path) as temporary:
+            save_file({"latents_CTHW": result.latents_CTHW.contiguous()}, temporary, metadata={"comment": comment})
+    elif not path.suffix:
+        with atomic_directory(path) as folder:
+            for number, frame in enumerate(result.video):
+                (folder / f"{number:05d}.{format}").write_bytes(encode_image(frame, f".{format}", comment))
+    else:
+        write_video(path, result.video, result.settings.fps, metadata={"comment": comment, "title": result.prompt})
+    write_json(path.with_suffix(".json"), record)
+
+
+def make_record(result: GeneratedVideo, job: Job, flags: GenerateFlags, bundle: Bundle) -> dict[str, Any]:
+    """All that made a video; `--repeat` reads it."""
+    return {
+        "megadit_record": _RECORD_VERSION,
+        "prompt": result.prompt,
+        "seed": result.seed,
+        **asdict(result.settings),
+        "num_denoiser_calls": result.num_denoiser_calls,
+        "checkpoint_path": str(bundle.path.resolve()),
+        "checkpoint": checkpoint_fingerprint(bundle),
+        "dtype": flags.dtype or DEFAULT_DTYPE,
+        "given": asdict(job.given) if job.given else None,
+    }
+
+
+def checkpoint_fingerprint(bundle: Bundle) -> str:
+    """A short hash of the weights."""
+    return bundle.manifest["files"]["transformer/model.safetensors"]["sha256"][:16]
+
+
+# -------------------------------------------------------------------------------------------------------- repeating
+
+
+def read_record(path: str) -> dict[str, Any]:
+    """The record inside a file that `save` wrote, or in the .json beside it.
+
+    Raises:
+        UserError: if there is none.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = next(iter(sorted(file.glob("00000.*"))), file.with_suffix(".json"))
+    if file.suffix in (".json", LATENTS_SUFFIX):
+        record = read_json(file.with_suffix(".json"))
+    else:
+        try:
+            record = json.loads(read_comment(file) or "null")
+        except json.JSONDecodeError:
+            record = None
+    if not isinstance(record, dict) or "megadit_record" not in record:
+        raise UserError(f"--repeat={path} says nothing of how it was made: it is not a file of this command")
+    return record
+
+
+def repeated(flags: GenerateFlags, record: Mapping[str, Any]) -> tuple[GenerateFlags, SamplingDefaults]:
+    """The options as if all that the record says had been given, where it was not given otherwise; and its settings.
+
+    Raises:
+        UserError: if the record is incomplete, or a file it started from was changed.
+    """
+    try:
+        names = SamplingDefaults.__dataclass_fields__.keys() & record.keys()
+        settings = SamplingDefaults.from_dict({name: record[name] for name in names})
+        filled: dict[str, Any] = {"checkpoint_path": flags.checkpoint_path or record["checkpoint_path"]}
+        if not flags.prompt and not flags.prompt_file:
+            filled["prompt"] = (record["prompt"],)
+        if flags.seed is None and not flags.seeds:
+            filled["seed"] = record["seed"]
+        filled["dtype"] = flags.dtype or record["dtype"]
+        if record["given"] and not (flags.input_video or flags.continue_video):
+            filled |= _repeated_source(GivenFile(**record["given"]), flags)
+    except (KeyError, TypeError) as error:
+        raise UserError(f"--repeat={flags.repeat}: its record is incomplete ({error})") from error
+    return replace(flags, **filled), settings
+
+
+def _repeated_source(given: GivenFile, flags: GenerateFlags) -> dict[str, Any]:
+    if sha256(given.path) != given.sha256:
+        raise UserError(f"--repeat={flags.repeat}: {given.path}, from which it started, was changed since")
+    if given.strength is not None:
+        return {"input_video": given.path, "strength": flags.strength or given.strength}
+    return {"continue_video": given.path, "keep_frames": flags.keep_frames or given.keep_frames}
