@@ -1,20 +1,39 @@
 """Texts to features."""
 
 import os
+from pathlib import Path
 
-from megadit.models.parts import part_type
+from megadit.models.parts import CONFIG_FILE, part_type
+from megadit.models.support import read_json
 from megadit.models.text_encoders.base import TextEncoder, TextFeatures
+from megadit.models.text_encoders.class_labels import ClassLabels
 from megadit.models.text_encoders.hashed_words import HashedWordEncoder
+from megadit.models.text_encoders.t5 import NETWORKS, T5TextEncoder
 
-__all__ = ["TEXT_ENCODERS", "HashedWordEncoder", "TextEncoder", "TextFeatures", "load_text_encoder"]
+__all__ = [
+    "TEXT_ENCODERS",
+    "ClassLabels",
+    "HashedWordEncoder",
+    "T5TextEncoder",
+    "TextEncoder",
+    "TextFeatures",
+    "load_text_encoder",
+]
 
-TEXT_ENCODERS: dict[str, type[TextEncoder]] = {"hashed_words": HashedWordEncoder}
+TEXT_ENCODERS: dict[str, type[TextEncoder]] = {
+    "class_labels": ClassLabels,
+    "hashed_words": HashedWordEncoder,
+    "t5": T5TextEncoder,
+}
 
 
 def load_text_encoder(directory: str | os.PathLike) -> TextEncoder:
-    """The text encoder saved in `directory`.
+    """The text encoder saved in `directory`, which may also be a published T5's.
 
     Raises:
         UserError: if there is none, or if this version does not know its type.
     """
+    config = read_json(Path(directory) / CONFIG_FILE)
+    if isinstance(config, dict) and "type" not in config and config.get("model_type") in NETWORKS:
+        return T5TextEncoder(model=str(directory))
     return TEXT_ENCODERS[part_type(directory, "text encoder", TEXT_ENCODERS)].load(directory)

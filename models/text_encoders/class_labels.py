@@ -1,0 +1,71 @@
+"""Classes where texts are expected: a prompt is the name or the number of one.
+
+Shapes: B batch, L = 1 text token, E = 2 digits of the class's index.
+"""
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from megadit.models import parts
+from megadit.models.condition import class_digits
+from megadit.models.support import UserError, nearest
+from megadit.models.text_encoders.base import TextFeatures
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClassLabels:
+    """Texts to the classes of a class-conditional network; the empty text is its null class.
+
+    Raises:
+        UserError: if there is no class.
+    """
+
+    names: tuple[str, ...]
+    """Of each class, in order; several names of one class are separated by commas."""
+
+    def __post_init__(self) -> None:
+        if not self.names:
+            raise UserError("class labels need at least one name")
+
+    @property
+    def dim(self) -> int:
+        return 2
+
+    def encode(self, texts: list[str]) -> TextFeatures:
+        """One token each: see `class_digits`.
+
+        Raises:
+            UserError: for a text that is neither the name nor the number of a class.
+        """
+        digits = [class_digits(self.index(text)) if text.strip() else (0.0, 0.0) for text in texts]
+        length_B = torch.tensor([int(bool(text.strip())) for text in texts], dtype=torch.int64)
+        return TextFeatures(torch.tensor(digits).reshape(len(texts), 1, 2), length_B)
+
+    def index(self, text: str) -> int:
+        """The class that a text names."""
+        text = text.strip().lower()
+        if text.isdecimal():
+            if int(text) < len(self.names):
+                return int(text)
+            raise UserError(f"class {text} does not exist: there are 0 to {len(self.names) - 1}")
+        synonyms = {name.strip().lower(): i for i, names in enumerate(self.names) for name in names.split(",")}
+        if text not in synonyms:
+            near = nearest(text, synonyms)
+            hint = f"did you mean {near!r}?" if near else f"give one of its names, or 0 to {len(self.names) - 1}"
+            raise UserError(f"{text!r} is not a class of this network; {hint}")
+        return synonyms[text]
+
+    def save(self, directory: str | os.PathLike) -> None:
+        parts.write_part(directory, self._config(), {})
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike) -> "ClassLabels":
+        return cls(names=tuple(parts.read_settings(directory, ["names"])["names"]))
+
+    def fingerprint(self) -> str:
+        return parts.fingerprint(self._config(), {})
+
+    def _config(self) -> dict:
+        return {"type": "class_labels", "names": list(self.names)}

@@ -1,0 +1,248 @@
+"""The encoder of a published T5 (arXiv 1910.10683), by `transformers`.
+
+Shapes: B batch, L text tokens, E text feature width.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import warnings
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from megadit.models import hub, parts
+from megadit.models.support import UserError, read_json
+from megadit.models.text_encoders.base import TextFeatures
+from megadit.models.text_encoders.feature_files import FeatureFiles
+
+TextPadding = Literal["none", "zeros"]
+Placement = Literal["auto", "cpu", "8bit", "offload"]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+NETWORKS = {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel", "umt5": "UMT5EncoderModel"}
+"""Type of a model -> the class of `transformers` that is its encoder."""
+_FILES = "config.json, tokenizer.json and model.safetensors (or pytorch_model.bin)"
+_ARCHITECTURE = ("model_type", "d_model", "d_kv", "d_ff", "num_layers", "num_heads", "vocab_size", "feed_forward_proj")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class T5TextEncoder:
+    """Features of the last layer, one for each token; the end-of-text token is one of them.
+
+    Raises:
+        UserError: for settings that do not exist, and when files are missing: what to download, and where to put it.
+    """
+
+    model: str = "google-t5/t5-11b"
+    """A directory, or the name of a model on the hub that was downloaded before."""
+    max_length: int = 512
+    """Tokens beyond this many are cut off, with a warning."""
+    text_padding: TextPadding = "none"
+    """`zeros`: features are filled with zeros to `max_length`, and all of them count, for networks that were trained
+    to attend to padding (Cosmos, NeMo, DFM). An empty text has length 0 in any case."""
+    dtype: str = "bfloat16"
+    """Of the weights and the features."""
+    placement: Placement = "auto"
+    """`auto`: on the GPU where there is one; `8bit`: there, in 8-bit integers (bitsandbytes); `offload`: as much on
+    the GPU as fits, the rest in memory (accelerate)."""
+    feature_cache: str | None = None
+    """A directory in which features are kept between runs."""
+    _loaded: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, choices in (
+            ("text_padding", get_args(TextPadding)),
+            ("dtype", DTYPES),
+            ("placement", get_args(Placement)),
+        ):
+            if getattr(self, name) not in choices:
+                raise UserError(f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(choices)}")
+        if self.max_length < 1:
+            raise UserError(f"max_length={self.max_length} must be at least 1")
+
+    @property
+    def directory(self) -> Path:
+        """Where the model's files are."""
+        return hub.local_directory(self.model, "text encoder", _FILES)
+
+    @property
+    def dim(self) -> int:
+        return self._architecture()["d_model"]
+
+    # ------------------------------------------------------------------------------------------------ features
+
+    def encode(self, texts: list[str]) -> TextFeatures:
+        """Features on the CPU, float32; an empty text has none."""
+        files = None if self.feature_cache is None else FeatureFiles(self.feature_cache, self.fingerprint())
+        features = {text: files.read(text) if files and text else None for text in texts}
+        missing = [text for text, feature_LE in features.items() if feature_LE is None and text]
+        for text, feature_LE in zip(missing, self._compute(missing), strict=True):
+            features[text] = feature_LE
+            if files:
+                files.write(text, feature_LE)
+        return self._assemble([features[text] if text else None for text in texts])
+
+    def _assemble(self, features: list[Tensor | None]) -> TextFeatures:
+        lengths = [0 if feature is None else len(feature) for feature in features]
+        if self.text_padding == "zeros":
+            lengths = [self.max_length if length else 0 for length in lengths]
+        features_BLE = torch.zeros(len(features), max([1, *lengths]), self.dim)
+        for row_LE, feature in zip(features_BLE, features, strict=True):
+            if feature is not None:
+                row_LE[: len(feature)] = feature
+        return TextFeatures(features_BLE, torch.tensor(lengths, dtype=torch.int64))
+
+    @torch.no_grad()
+    def _compute(self, texts: list[str]) -> list[Tensor]:
+        """[L, E] of each text, true lengths."""
+        if not texts:
+            return []
+        tokenizer, network = self._load_tokenizer(), self._load_network()
+        tokens = tokenizer(texts, padding="longest", return_tensors="pt")
+        longest = int(tokens.attention_mask.sum(1).max())
+        if longest > self.max_length:
+            warnings.warn(f"a text of {longest} tokens is cut to its first {self.max_length}", stacklevel=4)
+            tokens = tokenizer(
+                texts, padding="longest", truncation=True, max_length=self.max_length, return_tensors="pt"
+            )
+        mask_BL = tokens.attention_mask.to(network.device)
+        hidden_BLE = network(tokens.input_ids.to(network.device), attention_mask=mask_BL).last_hidden_state
+        lengths = mask_BL.sum(1).tolist()
+        return [row_LE[:length].float().cpu() for row_LE, length in zip(hidden_BLE, lengths, strict=True)]
+
+    # ------------------------------------------------------------------------------------------------- loading
+
+    def _load_tokenizer(self):
+        if "tokenizer" not in self._loaded:
+            self._architecture()
+            _vocabulary(self.directory)  # without one, transformers makes a tokenizer that knows no word
+            try:
+                self._loaded["tokenizer"] = _transformers().AutoTokenizer.from_pretrained(
+                    self.directory, local_files_only=True
+                )
+            except (OSError, ValueError) as error:
+                reason = str(error).strip().partition("\n")[0]
+                raise UserError(f"{self.directory} has no readable tokenizer ({reason}); needs {_FILES}") from error
+        return self._loaded["tokenizer"]
+
+    def _load_network(self):
+        if "network" not in self._loaded:
+            network_class = getattr(_transformers(), NETWORKS[self._architecture()["model_type"]])
+            try:
+                network = network_class.from_pretrained(
+                    self.directory, local_files_only=True, dtype=DTYPES[self.dtype], **self._placing()
+                )
+            except (OSError, ValueError, RuntimeError) as error:
+                reason = str(error).strip().partition("\n")[0]
+                raise UserError(f"{self.directory} cannot be loaded ({reason}); needs {_FILES}") from error
+            if self.placement == "auto" and torch.cuda.is_available():
+                network = network.cuda()
+            self._loaded["network"] = network.eval()
+        return self._loaded["network"]
+
+    def _placing(self) -> dict[str, Any]:
+        """What `from_pretrained` is told of where the weights go."""
+        if self.placement == "offload":
+            _require("accelerate", "placement=offload")
+            return {"device_map": "auto"}
+        if self.placement == "8bit":
+            _require("bitsandbytes", "placement=8bit")
+            if not torch.cuda.is_available():
+                raise UserError("placement=8bit needs a GPU; use placement=cpu")
+            return {"quantization_config": _transformers().BitsAndBytesConfig(load_in_8bit=True), "device_map": "auto"}
+        return {}
+
+    # ------------------------------------------------------------------------------------------------ on disk
+
+    def save(self, directory: str | os.PathLike) -> None:
+        """Writes the settings, with the name of the model: its weights stay where they are."""
+        parts.write_part(directory, {"type": "t5", **self._settings(), "fingerprint": self.fingerprint()}, {})
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike) -> "T5TextEncoder":
+        """The inverse of `save`.
+
+        Raises:
+            UserError: if config.json is missing or has other settings.
+        """
+        known = [f.name for f in dataclasses.fields(cls) if not f.name.startswith("_")]
+        settings = parts.read_settings(directory, [*known, "fingerprint"])
+        fingerprint = settings.pop("fingerprint")
+        return cls(**settings, _loaded={"fingerprint": fingerprint})
+
+    def fingerprint(self) -> str:
+        """Of what decides the features: architecture, words, a sample of the weights, length and padding.
+
+        As it was saved, where the encoder was loaded: its files may not be here.
+        """
+        if "fingerprint" not in self._loaded:
+            words = hashlib.sha256(_vocabulary(self.directory).read_bytes()).hexdigest()
+            settings = {"max_length": self.max_length, "text_padding": self.text_padding, "words": words}
+            architecture = {name: self._architecture().get(name) for name in _ARCHITECTURE}
+            norm = _read_tensor(self.directory, "encoder.final_layer_norm.weight").bfloat16()
+            self._loaded["fingerprint"] = parts.fingerprint({**settings, **architecture}, {"norm": norm})
+        return self._loaded["fingerprint"]
+
+    def _settings(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if not f.name.startswith("_")}
+
+    def _architecture(self) -> dict[str, Any]:
+        if "architecture" not in self._loaded:
+            values = read_json(self.directory / "config.json")
+            if values.get("model_type") not in NETWORKS:
+                raise UserError(
+                    f"{self.directory} is a model of type {values.get('model_type')!r}, not one of "
+                    f"{', '.join(NETWORKS)}"
+                )
+            self._loaded["architecture"] = values
+        return self._loaded["architecture"]
+
+
+def _vocabulary(directory: Path) -> Path:
+    """The file that the words come from.
+
+    Raises:
+        UserError: if there is none.
+    """
+    for name in ("tokenizer.json", "spiece.model"):
+        if (directory / name).is_file():
+            return directory / name
+    raise UserError(f"{directory} has neither tokenizer.json nor spiece.model; needs {_FILES}")
+
+
+def _read_tensor(directory: Path, name: str) -> Tensor:
+    """One tensor of a model in the form of `transformers`.
+
+    Raises:
+        UserError: if it is not there.
+    """
+    shards = directory / "model.safetensors.index.json"
+    try:
+        if shards.exists():
+            path = directory / json.loads(shards.read_text())["weight_map"][name]
+        else:
+            path = directory / "model.safetensors"
+        if path.exists():
+            with safe_open(path, framework="pt") as file:
+                return file.get_tensor(name)
+        return torch.load(directory / "pytorch_model.bin", map_location="cpu", weights_only=True, mmap=True)[name]
+    except (OSError, KeyError, RuntimeError) as error:
+        raise UserError(f"{directory} has no readable tensor {name}: {error}; needs {_FILES}") from error
+
+
+def _transformers():
+    _require("transformers", "a T5 text encoder")
+    import transformers
+
+    return transformers
+
+
+def _require(library: str, what: str) -> None:
+    if find_spec(library) is None:
+        raise UserError(f"{what} needs the library {library}: pip install 'megadit[t5]' {library}")

@@ -1,0 +1,113 @@
+"""T5 features have their true lengths, do not depend on their company, and say what is missing."""
+
+import json
+import warnings
+
+import pytest
+import torch
+
+from megadit.models.support import UserError
+from megadit.models.text_encoders import T5TextEncoder, load_text_encoder
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory, write_t5):
+    return write_t5(tmp_path_factory.mktemp("t5") / "t5-tiny")
+
+
+@pytest.fixture
+def encoder(directory):
+    return T5TextEncoder(model=str(directory), dtype="float32")
+
+
+def test_lengths_are_true_and_company_changes_nothing(encoder):
+    together = encoder.encode(["a red seven", "", "a blue three moving left"])
+    assert together.length_B.tolist() == [4, 0, 6]  # words and the end of the text
+    assert together.features_BLE.shape == (3, 6, 16) and encoder.dim == 16
+    assert together.features_BLE[0, 4:].abs().max() == 0 and together.features_BLE[1].abs().max() == 0
+    alone = encoder.encode(["a red seven"])
+    # sums over a row that is longer by masked places
+    torch.testing.assert_close(alone.features_BLE[0], together.features_BLE[0, :4], rtol=1e-5, atol=1e-6)
+    assert encoder.encode([""]).features_BLE.shape == (1, 1, 16)
+
+
+def test_features_are_those_of_transformers(encoder, directory):
+    from transformers import AutoTokenizer, T5EncoderModel
+
+    tokens = AutoTokenizer.from_pretrained(directory)(["the robot waves"], return_tensors="pt")
+    with torch.no_grad():
+        expected = T5EncoderModel.from_pretrained(directory)(**tokens).last_hidden_state
+    torch.testing.assert_close(encoder.encode(["the robot waves"]).features_BLE, expected)
+
+
+def test_padding_with_zeros_counts(directory):
+    encoder = T5TextEncoder(model=str(directory), dtype="float32", text_padding="zeros", max_length=9)
+    features = encoder.encode(["a red seven", ""])
+    assert features.length_B.tolist() == [9, 0] and features.features_BLE.shape == (2, 9, 16)
+    assert features.features_BLE[0, 4:].abs().max() == 0
+
+
+def test_long_texts_are_cut_with_a_warning(directory):
+    encoder = T5TextEncoder(model=str(directory), dtype="float32", max_length=3)
+    with pytest.warns(UserWarning, match="a text of 7 tokens is cut to its first 3"):
+        assert encoder.encode(["a red seven moving left on"]).length_B.tolist() == [3]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        encoder.encode(["a red"])
+
+
+def test_features_are_kept_on_disk(directory, tmp_path):
+    first = T5TextEncoder(model=str(directory), dtype="float32", feature_cache=str(tmp_path))
+    expected = first.encode(["a red seven", "a blue three"])
+    again = T5TextEncoder(model=str(directory), dtype="float32", feature_cache=str(tmp_path))
+    found = again.encode(["a blue three", "a red seven"])
+    assert "network" not in again._loaded, "nothing was computed"
+    assert torch.equal(found.features_BLE[[1, 0]], expected.features_BLE)
+    for file in tmp_path.rglob("*.safetensors"):
+        file.write_bytes(b"cut")
+    assert torch.equal(again.encode(["a red seven"]).features_BLE, expected.features_BLE[:1, :4])
+    longer = T5TextEncoder(model=str(directory), dtype="float32", feature_cache=str(tmp_path), max_length=2)
+    with pytest.warns(UserWarning):
+        assert longer.encode(["a red seven"]).length_B.tolist() == [2], "another encoder's features are not taken"
+
+
+def test_saved_settings_name_the_model_and_need_none_of_its_files(encoder, tmp_path, directory):
+    encoder.save(tmp_path / "part")
+    assert sorted(file.name for file in (tmp_path / "part").iterdir()) == ["config.json"]
+    loaded = load_text_encoder(tmp_path / "part")
+    assert loaded.fingerprint() == encoder.fingerprint()
+    assert torch.equal(loaded.encode(["a robot"]).features_BLE, encoder.encode(["a robot"]).features_BLE)
+    values = json.loads((tmp_path / "part/config.json").read_text())
+    (tmp_path / "part/config.json").write_text(json.dumps({**values, "model": "google-t5/t5-11b"}))
+    far = load_text_encoder(tmp_path / "part")
+    assert far.fingerprint() == encoder.fingerprint()
+    with pytest.raises(UserError, match=r"google-t5/t5-11b is not on this machine: run `hf download google-t5/t5-11b`"):
+        far.encode(["a robot"])
+
+
+def test_a_published_directory_is_taken_as_it_is(directory):
+    encoder = load_text_encoder(directory)
+    assert isinstance(encoder, T5TextEncoder) and encoder.dim == 16
+
+
+def test_fingerprints_tell_encoders_apart(encoder, directory, tmp_path, write_t5):
+    padded = T5TextEncoder(model=str(directory), text_padding="zeros")
+    other = T5TextEncoder(model=str(write_t5(tmp_path, words=["other"])))
+    assert len({encoder.fingerprint(), padded.fingerprint(), other.fingerprint()}) == 3
+    assert T5TextEncoder(model=str(directory), placement="cpu").fingerprint() == encoder.fingerprint()
+
+
+def test_mistakes_are_told_in_one_line(directory, tmp_path):
+    with pytest.raises(UserError, match=r"choose one of none, zeros"):
+        T5TextEncoder(text_padding="zeroes")
+    with pytest.raises(UserError, match="does not exist: expected a directory with config.json"):
+        T5TextEncoder(model=str(tmp_path / "nothing")).encode(["a"])
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(UserError, match="is a model of type 'bert', not one of t5, mt5, umt5"):
+        T5TextEncoder(model=str(tmp_path)).encode(["a"])
+    (tmp_path / "config.json").write_bytes((directory / "config.json").read_bytes())
+    with pytest.raises(UserError, match="has neither tokenizer.json nor spiece.model"):
+        T5TextEncoder(model=str(tmp_path)).encode(["a"])
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="placement=8bit needs"):
+            T5TextEncoder(model=str(directory), placement="8bit").encode(["a"])
