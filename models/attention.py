@@ -15,6 +15,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from megadit.models.config import DiTConfig
+from megadit.models.dense_kernel import dense_kernel
 from megadit.models.embeddings import Rotary
 from megadit.models.qk_norm import QKNorm
 from megadit.models.recompute import through
@@ -85,7 +86,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, cross: bool, into
 
 def _attend_dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     q, k, v = (rearrange(x, "S B N K -> B N S K") for x in (q, k, v))
-    return rearrange(F.scaled_dot_product_attention(q, k, v, attn_mask=mask), "B N S K -> S B (N K)")
+    return rearrange(dense_kernel(q, k, v, mask), "B N S K -> S B (N K)")
 
 
 def attend_runs(q: Tensor, k: Tensor, v: Tensor, layout: SegmentLayout, cross: bool, into: Projection) -> Tensor:
@@ -108,7 +109,7 @@ def _join_runs(*outputs: Tensor) -> Tensor:
 
 def _attend_run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     q, k, v = (rearrange(x, "c s N K -> c N s K") for x in (q, k, v))
-    return rearrange(F.scaled_dot_product_attention(q, k, v, attn_mask=mask), "c N s K -> (c s) N K")
+    return rearrange(dense_kernel(q, k, v, mask), "c N s K -> (c s) N K")
 
 
 def _run_tokens(x_S1NK: Tensor, run: Run) -> Tensor:

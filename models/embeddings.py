@@ -110,10 +110,11 @@ class LearnedPositions(nn.Module):
 
 
 class Rotary(NamedTuple):
-    """Cosines and sines of each token's rotation angles, [S, 1 or B, 1, K/2] each."""
+    """How each token's channels turn, [S, 1 or B, 1, K] each: x * cos + swap(x) * sin, where `swap` swaps halves."""
 
     cos: Tensor
     sin: Tensor
+    """Negative in the first half."""
 
 
 def rotary_table(position_S3: Tensor, config: DiTConfig, dtype: torch.dtype, pace: Tensor | None = None) -> Rotary:
@@ -136,7 +137,8 @@ def rotary_table(position_S3: Tensor, config: DiTConfig, dtype: torch.dtype, pac
         angles.append(position_SB[..., None] * torch.exp(-math.log(theta) * exponent))
     width = max(angle.shape[1] for angle in angles)
     angle = torch.cat([angle.expand(-1, width, -1) for angle in angles], dim=-1)[:, :, None]
-    return Rotary(angle.cos().to(dtype), angle.sin().to(dtype))
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    return Rotary(torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1))
 
 
 def sincos_table(position_S3: Tensor, config: DiTConfig, dtype: torch.dtype) -> Tensor:

@@ -41,8 +41,7 @@ def _norm_rotate(x, weight, cos, sin, eps):
 def _rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
     if cos is None:
         return x
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)], dim=-1)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 class _NormRotate(torch.autograd.Function):

@@ -15,6 +15,7 @@ from megadit.models.megatron.parallel_sizes import ContextComm, ParallelSizes
 from megadit.models.support import UserError, nearest
 
 Precision = Literal["fp32", "bf16"]
+MatmulPrecision = Literal["ieee", "tf32", "bf16"]
 OptimizerName = Literal["adamw", "muon"]
 LRDecayStyle = Literal["cosine", "linear", "constant"]
 DataParallel = Literal["ddp", "distributed_optimizer", "fsdp"]
@@ -81,6 +82,8 @@ class TrainConfig:
     """Folder for config.yaml, metrics.jsonl, checkpoints/, tensorboard/ and samples/; a run found there is resumed."""
     precision: Precision = "bf16"
     """Arithmetic of the network; master weights, gradients, noise and loss are float32 in both."""
+    matmul_precision: MatmulPrecision = "ieee"
+    """How float32 matrix products may be computed: `tf32` on a GPU, `bf16` on a CPU that has such instructions."""
     log_interval: int = 10
     """Steps between printed lines; metrics.jsonl has every step."""
     num_threads: int | None = None
@@ -89,6 +92,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _require_positive("train", self, ["train_iters", "log_interval"])
         _require_choice("train.precision", self.precision, get_args(Precision))
+        _require_choice("train.matmul_precision", self.matmul_precision, get_args(MatmulPrecision))
         _require_not_negative("train", self, ["seed"])
         if self.num_threads is not None:
             _require_positive("train", self, ["num_threads"])

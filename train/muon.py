@@ -60,25 +60,32 @@ class Muon(torch.optim.Optimizer):
         assert closure is None
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for parameter, update in self._updates(parameters, group["momentum"]):
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(update, alpha=-group["lr"])
+            if not parameters:
+                continue
+            updates = self._updates(parameters, group["momentum"])
+            torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(parameters, updates, alpha=-group["lr"])
 
-    def _updates(self, parameters: list[Tensor], momentum: float) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each parameter with its update for a learning rate of 1; equal shapes are orthogonalised together."""
+    def _updates(self, parameters: list[Tensor], momentum: float) -> list[Tensor]:
+        """Each parameter's update for a learning rate of 1; equal shapes are orthogonalised together."""
+        averaged = dict(zip(parameters, self._nesterov(parameters, momentum), strict=True))
+        updates = {}
         for shape, alike in _group_by(parameters, self._whole_shape).items():
             rms_of_adamw = 0.2 * math.sqrt(max(shape))
             for part in _chunks(alike, max(1, _ELEMENTS_AT_ONCE // math.prod(shape))):
-                averaged = [self._gather(self._nesterov(parameter, momentum), parameter) for parameter in part]
-                for parameter, update in zip(part, orthogonalize(torch.stack(averaged)), strict=True):
-                    yield parameter, rms_of_adamw * self._own_part(update, parameter)
+                whole = torch.stack([self._gather(averaged[parameter], parameter) for parameter in part])
+                for parameter, update in zip(part, rms_of_adamw * orthogonalize(whole).float(), strict=True):
+                    updates[parameter] = self._own_part(update, parameter)
+        return [updates[parameter] for parameter in parameters]
 
-    def _nesterov(self, parameter: Tensor, momentum: float) -> Tensor:
-        state = self.state[parameter]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        mean = state["momentum_buffer"].lerp_(parameter.grad, 1 - momentum)
-        return parameter.grad.lerp(mean, momentum)
+    def _nesterov(self, parameters: list[Tensor], momentum: float) -> list[Tensor]:
+        for parameter in parameters:
+            if "momentum_buffer" not in self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        means = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
+        grads = [parameter.grad for parameter in parameters]
+        torch._foreach_lerp_(means, grads, 1 - momentum)
+        return torch._foreach_lerp(grads, means, momentum)
 
     def _splits(self, parameter: Tensor) -> int:
         """Over how many ranks a parameter is split."""

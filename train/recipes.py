@@ -68,7 +68,9 @@ def digits() -> RunConfig:
             text_dropout=0.1,
             mock_latent_shapes=((1, 4, 4), (3, 4, 4)),
         ),
-        train=TrainConfig(train_iters=3300, output_dir="runs/digits", precision="fp32", log_interval=50),
+        train=TrainConfig(
+            train_iters=3300, output_dir="runs/digits", precision="fp32", matmul_precision="bf16", log_interval=50
+        ),
         diffusion=DiffusionConfig(p_mean=0.6, p_std=1.4, learned_uncertainty=True),
         optimizer=OptimizerConfig(
             optimizer="muon",

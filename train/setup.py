@@ -22,7 +22,7 @@ from megadit.models.megatron.mcore_layers import McoreLayers, initialize_dit_, t
 from megadit.models.megatron.te_layers import TELayers
 from megadit.models.support import UserError, atomic_path
 from megadit.train.checkpoint_tensors import TrainedTensors
-from megadit.train.config import RunConfig, check_layout
+from megadit.train.config import MatmulPrecision, RunConfig, check_layout
 from megadit.train.ema import WeightAverages
 from megadit.train.loss import TrainingModel
 from megadit.train.optimizer import build_optimizer, build_scheduler, uses_distributed_optimizer
@@ -59,6 +59,7 @@ def start_processes(config: RunConfig) -> Groups:
     check_layout(config, process_groups.world_size())
     _refuse_what_is_not_built(config)
     torch.set_num_threads(config.train.num_threads or _threads_per_rank())
+    _set_matmul_precision(config.train.matmul_precision)
     groups = process_groups.initialize(config.parallel.sizes, config.model)
     if groups.is_first:
         folder = Path(config.train.output_dir)
@@ -75,6 +76,11 @@ def _refuse_what_is_not_built(config: RunConfig) -> None:
     parallel = config.parallel
     if parallel.sizes.pipeline * parallel.sizes.context > 1 or parallel.data_parallel == "fsdp":
         raise UserError("pipeline and context parallelism and fsdp can be planned, but not run yet")
+
+
+def _set_matmul_precision(precision: MatmulPrecision) -> None:
+    torch.backends.cuda.matmul.fp32_precision = "ieee" if precision == "ieee" else "tf32"
+    torch.backends.mkldnn.matmul.fp32_precision = precision
 
 
 def _quieten_megatron() -> None:

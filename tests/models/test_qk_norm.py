@@ -18,7 +18,8 @@ def reference(x, weight, rotary):
     x = F.rms_norm(x, x.shape[-1:], eps=CONFIG.layernorm_epsilon) * weight
     if rotary is None:
         return x
-    pairs = torch.complex(*x.chunk(2, dim=-1)) * torch.complex(*rotary)
+    turn = torch.complex(rotary.cos.chunk(2, dim=-1)[0], rotary.sin.chunk(2, dim=-1)[1])
+    pairs = torch.complex(*x.chunk(2, dim=-1)) * turn
     return torch.cat([pairs.real, pairs.imag], dim=-1)
 
 
