@@ -100,7 +100,9 @@ def digits_tiny() -> RunConfig:
         recipe="digits_tiny",
         model=replace(run.model, num_layers=2, hidden_size=48),
         data=replace(run.data, seq_length=96, text_seq_length=64, packing_buffer_size=8, shuffle_buffer_size=16),
-        train=replace(run.train, train_iters=10, output_dir="runs/digits_tiny", log_interval=1),
+        train=replace(
+            run.train, train_iters=10, output_dir="runs/digits_tiny", matmul_precision="ieee", log_interval=1
+        ),
         optimizer=replace(run.optimizer, lr_warmup_iters=2),
         checkpoint=replace(run.checkpoint, save_interval=5),
         validation=replace(run.validation, interval=5, num_batches=1, num_steps=2),

@@ -79,8 +79,9 @@ def _refuse_what_is_not_built(config: RunConfig) -> None:
 
 
 def _set_matmul_precision(precision: MatmulPrecision) -> None:
-    torch.backends.cuda.matmul.fp32_precision = "ieee" if precision == "ieee" else "tf32"
-    torch.backends.mkldnn.matmul.fp32_precision = precision
+    if precision != "ieee":
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        torch.backends.mkldnn.matmul.fp32_precision = precision
 
 
 def _quieten_megatron() -> None:
