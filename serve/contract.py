@@ -1,0 +1,235 @@
+"""What crosses the wire between a client and the service, in one place: inputs, events, limits and errors.
+
+Nothing here imports torch: a client machine needs none.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megadit.models.support import UserError, nearest
+
+MODEL = "text_to_video"
+IMAGE_MODEL = "text_to_image"
+EVENT, DATA = "event", "data"
+"""The two outputs of every response: JSON that says what it is, and the bytes of a preview, video or image."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Input:
+    """One input tensor of the Triton model: a single value, shape [1] beside the batch axis."""
+
+    name: str
+    data_type: str
+    """As Triton's configuration spells it."""
+    alias_of: str | None = None
+    is_required: bool = False
+
+
+INPUTS = (
+    Input(name="prompt", data_type="TYPE_STRING", is_required=True),
+    Input(name="negative_prompt", data_type="TYPE_STRING"),
+    Input(name="seed", data_type="TYPE_INT64"),
+    Input(name="guidance", data_type="TYPE_FP32"),
+    Input(name="num_steps", data_type="TYPE_INT32"),
+    Input(name="sampler", data_type="TYPE_STRING"),
+    Input(name="num_frames", data_type="TYPE_INT32"),
+    Input(name="height", data_type="TYPE_INT32"),
+    Input(name="width", data_type="TYPE_INT32"),
+    Input(name="fps", data_type="TYPE_FP32"),
+    Input(name="num_videos", data_type="TYPE_INT32"),
+    Input(name="preview_every", data_type="TYPE_INT32"),
+    # the names under which NeMo's deployed pipelines took them
+    Input(name="unconditional_guidance_scale", data_type="TYPE_FP32", alias_of="guidance"),
+    Input(name="inference_steps", data_type="TYPE_INT32", alias_of="num_steps"),
+    Input(name="eta", data_type="TYPE_FP32"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VideoRequest:
+    """What a client asks for; None is the service's default, from the bundle."""
+
+    prompt: str
+    negative_prompt: str | None = None
+    seed: int | None = None
+    """Of the first video; each further one takes the next number. None is 0, as in `megadit generate`."""
+    guidance: float | None = None
+    num_steps: int | None = None
+    sampler: str | None = None
+    num_frames: int | None = None
+    """1 makes an image."""
+    height: int | None = None
+    width: int | None = None
+    fps: float | None = None
+    num_videos: int | None = None
+    preview_every: int | None = None
+    """A preview with every so many steps; None or 0 is never."""
+    eta: float | None = None
+    """Randomness of DDIM's sampler in NeMo's pipelines; the samplers here have none, so only 0 is served."""
+
+    @classmethod
+    def from_inputs(cls, inputs: Mapping[str, Any]) -> "VideoRequest":
+        """The request that input tensors, one value each, amount to.
+
+        Raises:
+            UserError: for an unknown or missing input, or one given under both of its names.
+        """
+        known = {each.name: each for each in INPUTS}
+        values: dict[str, Any] = {}
+        for name, value in inputs.items():
+            if name not in known:
+                near = nearest(name, known)
+                raise UserError(f"unknown input {name!r}" + (f"; did you mean {near!r}?" if near else ""))
+            target = known[name].alias_of or name
+            if target in values:
+                raise UserError(f"{name} is another name of {target}, which is given too; give one of them")
+            values[target] = value
+        if "prompt" not in values:
+            raise UserError("the input 'prompt' is missing")
+        return cls(**values)
+
+    def to_inputs(self) -> dict[str, Any]:
+        """The inputs to send: those that are not None."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What one request may ask for; more is refused before any work."""
+
+    max_prompt_characters: int = 2000
+    max_videos: int = 4
+    max_pixels: int
+    """frames x height x width of one video: what decides the memory."""
+    max_work: int
+    """frames x height x width x steps, of all videos of a request: what decides the time."""
+
+    def check_text(self, name: str, text: str) -> None:
+        """Raises:
+        UserError: if a text is too long or holds control characters.
+        """
+        if len(text) > self.max_prompt_characters:
+            raise UserError(f"{name} has {len(text):,} characters; this service takes {self.max_prompt_characters:,}")
+        control = next((character for character in text if ord(character) < 32 and character not in "\t\n\r"), None)
+        if control is not None:
+            raise UserError(f"{name} holds the control character U+{ord(control):04X}; leave it out")
+
+    def check_size(self, *, num_videos: int, num_frames: int, height: int, width: int, num_steps: int) -> None:
+        """Raises:
+        UserError: if this is more than a request may ask for.
+        """
+        if not 1 <= num_videos <= self.max_videos:
+            raise UserError(f"num_videos={num_videos} is not between 1 and {self.max_videos}")
+        pixels = num_frames * height * width
+        if pixels > self.max_pixels:
+            raise UserError(
+                f"{num_frames} frames of {height}x{width} are {pixels:,} pixels; this service makes videos of up to "
+                f"{self.max_pixels:,}: ask for fewer frames or a smaller size"
+            )
+        work = pixels * num_steps * num_videos
+        if work > self.max_work:
+            raise UserError(
+                f"{num_videos} x {num_frames} frames of {height}x{width} in {num_steps} steps are {work:,} pixel steps; "
+                f"this service does up to {self.max_work:,} a request: ask for fewer steps, frames or videos"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServiceInfo:
+    """What a client may know of a service before it asks: written into the model's configuration."""
+
+    defaults: dict[str, Any]
+    """Sampling defaults of the bundle, and where the model serves images alone, one frame."""
+    limits: Limits
+    samplers: tuple[str, ...]
+    size_multiple: int
+    """Height and width must be multiples of it."""
+    examples: tuple[str, ...] = ()
+    """Prompts that show what the model can do."""
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "ServiceInfo":
+        values = json.loads(text)
+        lists = {name: tuple(values[name]) for name in ("samplers", "examples")}
+        return cls(**values | lists | {"limits": Limits(**values["limits"])})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """A denoising step is done."""
+
+    step: int
+    num_steps: int
+    sigma: float
+    """The noise level that remains, in units of the latents."""
+    seconds_left: float
+    preview: bytes = b""
+    """A JPEG of what the video is going to be; empty for most steps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VideoResult:
+    """A finished video, or an image where it has one frame."""
+
+    data: bytes
+    media_type: str
+    """video/mp4 or image/png."""
+    index: int
+    """Which of the request's videos."""
+    prompt: str
+    seed: int
+    settings: dict[str, Any]
+    """Everything else that decides the video."""
+    seconds: float
+    """From the start of the work on the request, without its time in the queue."""
+    batch_size: int
+    """How many videos the network made at once; the others may be of other requests."""
+
+    @property
+    def suffix(self) -> str:
+        return {"video/mp4": ".mp4", "image/png": ".png"}[self.media_type]
+
+
+Event = Progress | VideoResult
+_PAYLOADS = {"progress": (Progress, "preview"), "video": (VideoResult, "data")}
+
+
+def event_to_wire(event: Event) -> tuple[str, bytes]:
+    """(JSON, bytes) of an event."""
+    kind = "video" if isinstance(event, VideoResult) else "progress"
+    values = dataclasses.asdict(event)
+    data = values.pop(_PAYLOADS[kind][1])
+    return json.dumps({"type": kind, **values}), data
+
+
+def event_from_wire(text: str, data: bytes) -> Event:
+    """The inverse of `event_to_wire`."""
+    values = json.loads(text)
+    event, payload = _PAYLOADS[values.pop("type")]
+    return event(**values, **{payload: data})
+
+
+class ServiceError(Exception):
+    """The service failed; the message says how. Its subclasses are what a client may want to tell apart."""
+
+
+class InvalidRequest(ServiceError):
+    """The request can never be served; it must be changed."""
+
+
+class Unavailable(ServiceError):
+    """The service is full, starting or stopping, or the request waited too long; try again later."""
+
+
+class Cancelled(ServiceError):
+    """The request was cancelled."""
+
+
+class DeadlineExceeded(ServiceError):
+    """The request took longer than its client allowed."""

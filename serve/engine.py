@@ -1,0 +1,225 @@
+"""Requests to videos: checks at the door, equal settings in one batch, progress, cancelling. Knows nothing of Triton."""
+
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+
+from megadit.infer.pipeline import GeneratedVideo, TextToVideo, latent_size, resolve_settings
+from megadit.infer.steps import Cancelled as GenerationCancelled
+from megadit.infer.steps import Step
+from megadit.infer.video_io import encode_image, encode_mp4
+from megadit.models.bundle import SamplingDefaults
+from megadit.models.support import UserError
+from megadit.serve.contract import (
+    Cancelled,
+    DeadlineExceeded,
+    Event,
+    InvalidRequest,
+    Progress,
+    ServiceError,
+    ServiceInfo,
+    VideoRequest,
+    VideoResult,
+)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Job:
+    """A request, and how to reach who asked."""
+
+    request: VideoRequest
+    send: Callable[[Event], None]
+    end: Callable[[ServiceError | None], None]
+    """Called exactly once: with None after the last event, or with what went wrong."""
+    is_cancelled: Callable[[], bool]
+    seconds: float | None = None
+    """How long the work may take."""
+    has_ended: bool = False
+
+    def finish(self, error: ServiceError | None = None) -> None:
+        if not self.has_ended:
+            self.has_ended = True
+            self.end(error)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Row:
+    """One video to make."""
+
+    job: Job
+    index: int
+    seed: int
+    is_done: bool = False
+
+
+@dataclass(kw_only=True, slots=True)
+class _Clock:
+    """When a group's work began, and when the present run of the sampler did."""
+
+    began: float = field(default_factory=time.monotonic)
+    run_began: float = field(default_factory=time.monotonic)
+
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def seconds_left(self, step: int, num_steps: int) -> float:
+        return (time.monotonic() - self.run_began) / step * (num_steps - step)
+
+
+class Engine:
+    """Serves requests with one pipeline, one group after the other."""
+
+    def __init__(self, pipeline: TextToVideo, info: ServiceInfo) -> None:
+        self.pipeline = pipeline
+        self.info = info
+        self.defaults = SamplingDefaults.from_dict(info.defaults)
+
+    def run(self, jobs: Sequence[Job]) -> None:
+        """Ends every job. Those of equal settings are made together, and what goes wrong with one group is its own."""
+        groups: dict[SamplingDefaults, list[Job]] = defaultdict(list)
+        for job in jobs:
+            with _failures_of([job]):
+                groups[self.check(job.request)].append(job)
+        for settings, group in groups.items():
+            with _failures_of(group):
+                self._generate(group, settings)
+
+    def check(self, request: VideoRequest) -> SamplingDefaults:
+        """The settings that a request resolves to.
+
+        Raises:
+            UserError: if it cannot or may not be served.
+        """
+        for name in ("prompt", "negative_prompt", "sampler"):
+            self.info.limits.check_text(name, getattr(request, name) or "")
+        if request.eta:
+            raise UserError(f"eta={request.eta}: the samplers here add no noise; leave it out, or 0")
+        names = ("negative_prompt", "guidance", "num_steps", "sampler", "num_frames", "height", "width", "fps")
+        settings = resolve_settings(self.defaults, **{name: getattr(request, name) for name in names})
+        self.info.limits.check_size(
+            num_videos=_num_videos(request),
+            num_frames=settings.num_frames,
+            height=settings.height,
+            width=settings.width,
+            num_steps=settings.num_steps,
+        )
+        latent_size(settings, self.pipeline.config, self.pipeline.tokenizer)
+        return settings
+
+    def warm_up(self) -> None:
+        """Makes one video of the default settings, so that the first request does not pay for what happens once."""
+        for _ in self.pipeline.stream([""], self.defaults):
+            pass
+
+    def _generate(self, jobs: list[Job], settings: SamplingDefaults) -> None:
+        rows = [
+            _Row(job=job, index=index, seed=(job.request.seed or 0) + index)
+            for job in jobs
+            for index in range(_num_videos(job.request))
+        ]
+        clock = _Clock()
+        while waiting := [row for row in rows if not row.is_done and not row.job.has_ended]:
+            try:
+                self._run(waiting, settings, clock)
+            except GenerationCancelled:
+                continue  # a whole batch was for nobody; what others wait for starts anew
+        for job in jobs:
+            job.finish()
+
+    def _run(self, rows: list[_Row], settings: SamplingDefaults, clock: _Clock) -> None:
+        clock.run_began = time.monotonic()
+        batch = range(len(rows))
+
+        def on_step(step: Step) -> bool:
+            nonlocal batch
+            batch = step.videos
+            _end_unwanted(rows, clock)
+            _tell(rows, step, clock)
+            return any(not rows[place].job.has_ended for place in step.videos)
+
+        videos = self.pipeline.stream(
+            [row.job.request.prompt for row in rows], settings, seeds=[row.seed for row in rows], on_step=on_step
+        )
+        for row, video in zip(rows, videos, strict=True):
+            row.is_done = True
+            if not row.job.has_ended:
+                row.job.send(_result(row, video, seconds=clock.seconds(), batch_size=len(batch)))
+                if all(other.is_done for other in rows if other.job is row.job):
+                    row.job.finish()
+
+
+def _end_unwanted(rows: list[_Row], clock: _Clock) -> None:
+    for job in _living_jobs(rows):
+        if job.is_cancelled():
+            job.finish(Cancelled("the request was cancelled"))
+        elif job.seconds is not None and clock.seconds() > job.seconds:
+            job.finish(DeadlineExceeded(f"not done within the {job.seconds:g} s that the request allowed"))
+
+
+def _tell(rows: list[_Row], step: Step, clock: _Clock) -> None:
+    """Sends a step's progress, to those who asked for one with a preview of the first of their videos."""
+    previews: np.ndarray | None = None
+    for job in _living_jobs(rows):
+        place = next((place for place in step.videos if rows[place].job is job), None)
+        preview = b""
+        if place is not None and job.request.preview_every and step.step % job.request.preview_every == 0:
+            previews = step.preview() if previews is None else previews
+            frames = previews[place - step.videos.start]
+            preview = encode_image(frames[len(frames) // 2][None], ".jpg")
+        job.send(
+            Progress(
+                step=step.step,
+                num_steps=step.num_steps,
+                sigma=step.sigma,
+                seconds_left=clock.seconds_left(step.step, step.num_steps),
+                preview=preview,
+            )
+        )
+
+
+def _living_jobs(rows: list[_Row]) -> list[Job]:
+    return list(dict.fromkeys(row.job for row in rows if not row.job.has_ended))
+
+
+def _result(row: _Row, video: GeneratedVideo, *, seconds: float, batch_size: int) -> VideoResult:
+    is_image = video.settings.num_frames == 1
+    if is_image:
+        data = encode_image(video.video, ".png")
+    else:
+        data = encode_mp4(video.video, video.settings.fps, metadata={"comment": video.prompt})
+    return VideoResult(
+        data=data,
+        media_type="image/png" if is_image else "video/mp4",
+        index=row.index,
+        prompt=video.prompt,
+        seed=video.seed,
+        settings=asdict(video.settings),
+        seconds=seconds,
+        batch_size=batch_size,
+    )
+
+
+def _num_videos(request: VideoRequest) -> int:
+    return 1 if request.num_videos is None else request.num_videos
+
+
+@contextmanager
+def _failures_of(jobs: list[Job]) -> Iterator[None]:
+    """Ends these jobs with whatever goes wrong inside; nothing that one request does may end the service."""
+    try:
+        yield
+    except UserError as error:
+        _fail(jobs, InvalidRequest(str(error)))
+    except Exception as error:
+        traceback.print_exc()
+        _fail(jobs, ServiceError(f"{type(error).__name__}: {error}"))
+
+
+def _fail(jobs: list[Job], error: ServiceError) -> None:
+    for job in jobs:
+        job.finish(error)

@@ -1,0 +1,256 @@
+"""A tritonserver of our own: started, watched and stopped so that nothing of it is left behind."""
+
+import ctypes
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from megadit.models.support import UserError
+from megadit.serve.triton_binary import TritonBinary, find_triton
+
+SHARED_MEMORY = Path("/dev/shm")
+STOP_SECONDS = 30
+"""How long requests in progress may take to finish when the server is told to stop."""
+START_SECONDS = 600
+"""How long loading the models may take; engines of large networks take minutes."""
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ports:
+    http: int = 8000
+    grpc: int = 8001
+    metrics: int = 8002
+
+    @classmethod
+    def free(cls) -> "Ports":
+        """Three ports that nobody listens on at this moment."""
+        with ExitStack() as stack:
+            sockets = [stack.enter_context(socket.socket()) for _ in range(3)]
+            for each in sockets:
+                each.bind(("127.0.0.1", 0))
+            http, grpc, metrics = (each.getsockname()[1] for each in sockets)
+        return cls(http=http, grpc=grpc, metrics=metrics)
+
+    def check_free(self, host: str) -> None:
+        """Raises:
+        UserError: if somebody listens on one of them.
+        """
+        for name in ("http", "grpc", "metrics"):
+            port = getattr(self, name)
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((host, port))
+                except OSError as error:
+                    raise UserError(f"{host}:{port} ({name}) cannot be used: {error.strerror}") from error
+
+
+class LocalServer:
+    """A context manager that owns one tritonserver, its stubs, its ports and its shared memory.
+
+    The server runs in a process group of its own, is stopped when the thread that entered ends for whatever reason
+    (so enter it in a thread that stays), and every region of shared memory carries a prefix of its own, by which what a
+    crash left is removed.
+    """
+
+    def __init__(
+        self,
+        repository: str | os.PathLike,
+        *,
+        host: str = "127.0.0.1",
+        ports: Ports | None = None,
+        models: tuple[str, ...] = ("*",),
+        log: Path | None = None,
+        arguments: tuple[str, ...] = (),
+    ) -> None:
+        """`models` are loaded at start (none: an empty tuple); `log` takes the server's output (None: our own).
+
+        `arguments` are passed to tritonserver as they are.
+
+        Raises:
+            UserError: if `repository` is no directory or there is no tritonserver.
+        """
+        self.repository = Path(repository).absolute()
+        if not self.repository.is_dir():
+            raise UserError(f"{repository} is not a model repository; `megadit serve build-repository` makes one")
+        self.host = host
+        self.ports = ports or Ports.free()
+        self._models, self._log, self._arguments = models, log, arguments
+        self._triton = find_triton()
+        self._prefix = f"megadit_{os.getpid()}_{secrets.token_hex(4)}_"
+        self._process: subprocess.Popen | None = None
+
+    @property
+    def http_url(self) -> str:
+        return f"{self._reachable_host()}:{self.ports.http}"
+
+    @property
+    def grpc_url(self) -> str:
+        return f"{self._reachable_host()}:{self.ports.grpc}"
+
+    @property
+    def process_group(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def __enter__(self) -> "LocalServer":
+        self.start()
+        try:
+            self.wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Starts the process; see `wait_until_ready`.
+
+        Raises:
+            UserError: if a port is taken.
+        """
+        self.ports.check_free(self.host)
+        output: IO | None = self._log.open("ab") if self._log else None
+        try:
+            self._process = subprocess.Popen(
+                self.command(self._triton),
+                env=self._triton.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT if output else None,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
+        finally:
+            if output:
+                output.close()
+
+    def command(self, triton: TritonBinary) -> list[str]:
+        """The command line of the server."""
+        python_backend = {"shm-region-prefix-name": self._prefix, "stub-timeout-seconds": START_SECONDS}
+        return [
+            str(triton.path),
+            *triton.arguments,
+            f"--model-repository={self.repository}",
+            "--model-control-mode=explicit",
+            *(f"--load-model={name}" for name in self._models),
+            "--disable-auto-complete-config",
+            f"--http-address={self.host}",
+            f"--grpc-address={self.host}",
+            f"--metrics-address={self.host}",
+            f"--http-port={self.ports.http}",
+            f"--grpc-port={self.ports.grpc}",
+            f"--metrics-port={self.ports.metrics}",
+            f"--exit-timeout-secs={STOP_SECONDS}",
+            *(f"--backend-config=python,{name}={value}" for name, value in python_backend.items()),
+            *self._arguments,
+        ]
+
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def is_ready(self) -> bool:
+        """Whether the server answers and every model that was asked for is loaded."""
+        try:
+            with urllib.request.urlopen(f"http://{self.http_url}/v2/health/ready", timeout=5) as answer:
+                return answer.status == 200
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def wait_until_ready(self, timeout: float = START_SECONDS) -> None:
+        """Raises:
+        UserError: if the server ends first (tells its last complaint), or is not ready in time.
+        """
+        deadline = time.monotonic() + timeout
+        while not self.is_ready():
+            if not self.is_alive():
+                raise UserError(f"tritonserver ended with code {self._process.poll()}: {self._last_complaint()}")
+            if time.monotonic() > deadline:
+                raise UserError(f"tritonserver was not ready within {timeout:.0f} s: {self._last_complaint()}")
+            time.sleep(0.05)
+
+    def wait(self) -> int:
+        """Waits until the server ends by itself; its exit code."""
+        assert self._process is not None
+        return self._process.wait()
+
+    def stop(self) -> int | None:
+        """Lets requests in progress finish, then ends everything; the server's exit code. May be called again."""
+        if self._process is None:
+            return None
+        if self.is_alive():
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            # the server allows STOP_SECONDS; after a crash of a stub it can outlive them
+            self._process.wait(STOP_SECONDS + 5)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            self._kill_group()
+            code = self._process.wait()
+            self._remove_shared_memory()
+        return code
+
+    def _kill_group(self) -> None:
+        try:
+            os.killpg(self.process_group, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # nobody of the group is left
+
+    def _remove_shared_memory(self) -> None:
+        for region in SHARED_MEMORY.glob(f"{self._prefix}*"):
+            region.unlink(missing_ok=True)
+
+    def _last_complaint(self) -> str:
+        if self._log is None:
+            return "see its output above"
+        lines = self._log.read_text(errors="replace").splitlines()
+        told = [line for line in lines if line.startswith("E") or "Error" in line] or lines[-1:]
+        return f"{told[-1].strip() if told else 'it said nothing'} (all of it: {self._log})"
+
+    def _reachable_host(self) -> str:
+        return "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+
+
+def keep_running(server: LocalServer, *, tell: Callable[[str], None], stable_seconds: float = 60) -> int:
+    """Runs a server until it is told to stop, and starts it again when it ends by itself.
+
+    The pause before a restart doubles from 1 s to 60 s, and is 1 s again after `stable_seconds` of service. A server
+    that cannot start the first time is not tried again: that is a mistake to mend, not a crash.
+    """
+    pause, is_first = 1.0, True
+    while True:
+        began = time.monotonic()
+        try:
+            with server:
+                tell(f"ready: http {server.http_url}, grpc {server.grpc_url}")
+                is_first = False
+                code = server.wait()
+        except UserError as error:
+            if is_first:
+                raise
+            code = error
+        if code == 0:
+            return 0
+        pause = 1.0 if time.monotonic() - began > stable_seconds else pause
+        tell(f"tritonserver ended ({code}); starting it again in {pause:.0f} s")
+        time.sleep(pause)
+        pause = min(2 * pause, 60.0)
+
+
+def _end_with_parent() -> None:
+    """Asks the kernel to stop this process when its parent is gone, however that came about."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,116 @@
+"""config.pbtxt of the service's Triton models, generated from the contract."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megadit.serve.contract import DATA, EVENT, INPUTS, ServiceInfo
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scheduling:
+    """How Triton queues and batches requests."""
+
+    max_batch_size: int = 8
+    """Requests that are handed over together; those of equal settings are then made in one batch."""
+    max_queue_size: int = 64
+    """Requests that may wait at each priority; one more is answered UNAVAILABLE."""
+    queue_seconds: float = 300.0
+    """A request that waited longer is answered UNAVAILABLE; requests may set a shorter time of their own."""
+    batching_seconds: float = 0.02
+    """How long the first request of a batch waits for company."""
+    instances: int = 1
+    """Copies of the pipeline on each device."""
+    device: str = "auto"
+    """auto (every GPU, or the CPU where there is none), cpu, or GPU numbers such as 0,1."""
+
+
+def service_config(name: str, info: ServiceInfo, scheduling: Scheduling, *, dtype: str) -> str:
+    """config.pbtxt of the model `name`, which serves what `info` says."""
+    return "\n".join(
+        [
+            "# Written by `megadit serve build-repository`. Numbers may be edited; the server reads them when it loads",
+            "# the model.",
+            f'name: "{name}"',
+            'backend: "python"',
+            f"max_batch_size: {scheduling.max_batch_size}",
+            "",
+            "# One request, a stream of responses: progress, then the videos.",
+            "model_transaction_policy { decoupled: true }",
+            "",
+            _inputs(),
+            "",
+            _outputs(),
+            "",
+            _dynamic_batching(scheduling),
+            "",
+            _instance_group(scheduling),
+            "",
+            _warmup(),
+            "",
+            "# Defaults, limits and what else clients are told.",
+            _parameter("service", info.to_json()),
+            _parameter("dtype", dtype),
+            "",
+        ]
+    )
+
+
+def _inputs() -> str:
+    def entry(each) -> str:
+        optional = "" if each.is_required else " optional: true"
+        return f'  {{ name: "{each.name}" data_type: {each.data_type} dims: [ 1 ]{optional} }}'
+
+    return _list("input", map(entry, INPUTS))
+
+
+def _outputs() -> str:
+    return _list(
+        "output",
+        [
+            f'  {{ name: "{EVENT}" data_type: TYPE_STRING dims: [ 1 ] }}',
+            f'  {{ name: "{DATA}" data_type: TYPE_UINT8 dims: [ -1 ] }}',
+        ],
+    )
+
+
+def _dynamic_batching(scheduling: Scheduling) -> str:
+    return f"""\
+dynamic_batching {{
+  max_queue_delay_microseconds: {round(scheduling.batching_seconds * 1e6)}
+  # 1 is served first
+  priority_levels: 3
+  default_priority_level: 2
+  default_queue_policy {{
+    timeout_action: REJECT
+    default_timeout_microseconds: {round(scheduling.queue_seconds * 1e6)}
+    allow_timeout_override: true
+    max_queue_size: {scheduling.max_queue_size}
+  }}
+}}"""
+
+
+def _instance_group(scheduling: Scheduling) -> str:
+    kind = {"auto": "KIND_AUTO", "cpu": "KIND_CPU"}.get(scheduling.device)
+    where = f"kind: {kind}" if kind else f"kind: KIND_GPU gpus: [ {scheduling.device} ]"
+    return f"instance_group [ {{ count: {scheduling.instances} {where} }} ]"
+
+
+def _warmup() -> str:
+    return """\
+model_warmup [
+  {
+    name: "default settings"
+    batch_size: 1
+    inputs { key: "prompt" value { data_type: TYPE_STRING dims: [ 1 ] zero_data: true } }
+  }
+]"""
+
+
+def _parameter(key: str, value: str) -> str:
+    # a JSON string is a string of the protobuf text format, but for characters beyond ASCII, which json escapes
+    return f'parameters {{ key: "{key}" value {{ string_value: {json.dumps(value)} }} }}'
+
+
+def _list(field: str, entries: Iterable[str]) -> str:
+    return f"{field} [\n" + ",\n".join(entries) + "\n]"

@@ -1,0 +1,126 @@
+"""Where this machine's tritonserver is, and what it needs around it.
+
+The vendor's container has one on its PATH, with every backend in place. Elsewhere the `nvidia-pytriton` package carries
+the same server with the Python backend, whose interpreter needs two things that are made here once and cached:
+
+- one directory with the backend's library and the stub of this Python version side by side;
+- an environment that holds numpy 1 in front of the packages of this one, because that backend was built for numpy 1:
+  with numpy 2 it passes wrong numbers without an error.
+"""
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+from megadit.models.support import UserError, atomic_directory
+
+NUMPY = "numpy==1.26.4"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TritonBinary:
+    """An executable tritonserver, its extra arguments and environment."""
+
+    path: Path
+    arguments: tuple[str, ...] = ()
+    environment: dict[str, str]
+
+
+def find_triton() -> TritonBinary:
+    """The vendor's tritonserver where it is on the PATH, else the one inside `nvidia-pytriton`.
+
+    Raises:
+        UserError: if there is neither, or what the second needs cannot be made.
+    """
+    vendors = shutil.which("tritonserver")
+    if vendors:
+        return TritonBinary(path=Path(vendors), environment=dict(os.environ))
+    home = _pytriton_home()
+    prepared = prepare(home)
+    libraries = [home.parent.parent / "nvidia_pytriton.libs", Path(sysconfig.get_config_var("LIBDIR"))]
+    return TritonBinary(
+        path=home / "bin" / "tritonserver",
+        arguments=(f"--backend-directory={prepared / 'backends'}",),
+        environment=os.environ
+        | {
+            "LD_LIBRARY_PATH": _joined(*map(str, libraries), os.environ.get("LD_LIBRARY_PATH")),
+            # The stub embeds the interpreter that it finds first on the PATH.
+            "PATH": _joined(str(prepared / "python" / "bin"), os.environ.get("PATH")),
+        },
+    )
+
+
+def prepare(home: Path) -> Path:
+    """The cached directory with `backends/` and `python/` (the environment with numpy 1); made where it is missing.
+
+    Raises:
+        UserError: if numpy 1 can neither be downloaded nor found in pip's own places.
+    """
+    recipe = "\n".join([NUMPY, sys.version, sys.prefix, str(home), *_package_folders()])
+    directory = _cache() / f"triton-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
+    if directory.is_dir():
+        return directory
+    print("Preparing the environment of Triton's Python backend (once)", file=sys.stderr)
+    with atomic_directory(directory) as temporary:
+        _collect_backend(home, temporary / "backends" / "python")
+        _make_environment(temporary / "python")
+    return directory
+
+
+def _pytriton_home() -> Path:
+    package = importlib.util.find_spec("pytriton")
+    home = Path(package.origin).parent / "tritonserver" if package else None
+    if home is None or not (home / "bin" / "tritonserver").is_file():
+        raise UserError(
+            "there is no tritonserver here: `pip install --no-deps nvidia-pytriton` brings one for tests and small "
+            "services; for production, `megadit serve run REPO --docker` prints the command of the vendor's container"
+        )
+    return home
+
+
+def _collect_backend(home: Path, directory: Path) -> None:
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    stub = home / "python_backend_stubs" / version / "triton_python_backend_stub"
+    if not stub.is_file():
+        have = ", ".join(sorted(folder.name for folder in (home / "python_backend_stubs").iterdir()))
+        raise UserError(f"nvidia-pytriton's Triton has no stub for Python {version}, only for {have}")
+    directory.mkdir(parents=True)
+    for file in [*(home / "backends" / "python").glob("*.*"), stub]:
+        (directory / file.name).symlink_to(file)
+
+
+def _make_environment(directory: Path) -> None:
+    """A virtual environment of numpy 1 alone, then of everything that this interpreter can import."""
+    venv.create(directory, with_pip=False, symlinks=True)
+    site_packages = next(directory.glob("lib/python*/site-packages"))
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site_packages), NUMPY]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
+        raise UserError(
+            f"Triton's Python backend needs {NUMPY} in an environment of its own, and pip cannot get it ({reason}); "
+            "without a network, put its wheel into a folder and set PIP_FIND_LINKS to it"
+        )
+    lines = [f"import site; site.addsitedir({folder!r})" for folder in _package_folders()]
+    (site_packages / "packages_of_the_caller.pth").write_text("\n".join(lines) + "\n")
+
+
+def _package_folders() -> list[str]:
+    """Where this process finds packages: PYTHONPATH first, then its environment; standard library left out."""
+    given = [str(Path(folder).absolute()) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    return list(dict.fromkeys([*given, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]))
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megadit"
+
+
+def _joined(*paths: str | None) -> str:
+    return os.pathsep.join(filter(None, paths))

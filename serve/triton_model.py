@@ -1,0 +1,130 @@
+"""The service as a model of Triton's Python backend; a repository's model.py imports `TritonPythonModel` from here.
+
+Triton hands over the requests that its dynamic batcher collected; each is answered by a stream of events (see
+`contract.py`) through a response sender of its own.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils  # exists only inside Triton
+
+from megadit.infer.pipeline import TextToVideo
+from megadit.models.support import UserError
+from megadit.serve.contract import (
+    DATA,
+    EVENT,
+    INPUTS,
+    Cancelled,
+    DeadlineExceeded,
+    Event,
+    InvalidRequest,
+    ServiceError,
+    ServiceInfo,
+    VideoRequest,
+    event_to_wire,
+)
+from megadit.serve.engine import Engine, Job
+
+_CODES = {
+    InvalidRequest: pb_utils.TritonError.INVALID_ARG,
+    Cancelled: pb_utils.TritonError.CANCELLED,
+    DeadlineExceeded: pb_utils.TritonError.CANCELLED,
+}
+_FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+class TritonPythonModel:
+    """One instance: one pipeline on one device."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        _check_numpy()
+        parameters = {name: value["string_value"] for name, value in json.loads(args["model_config"])["parameters"].items()}
+        is_cpu = args["model_instance_kind"] == "CPU"
+        pipeline = TextToVideo.load(
+            Path(args["model_repository"]) / args["model_version"] / "bundle",
+            device="cpu" if is_cpu else f"cuda:{args['model_instance_device_id']}",
+            dtype=parameters["dtype"],
+        )
+        self._engine = Engine(pipeline, ServiceInfo.from_json(parameters["service"]))
+        self._engine.warm_up()
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        """Serves all of them; a decoupled model returns nothing."""
+        jobs = []
+        for request in requests:
+            job = _Answer(request.get_response_sender()).job(request)
+            if job is not None:
+                jobs.append(job)
+        self._engine.run(jobs)
+
+
+class _Answer:
+    """The stream of responses to one request."""
+
+    def __init__(self, sender: Any) -> None:
+        self._sender = sender
+
+    def job(self, request: Any) -> Job | None:
+        """What the engine is to do, or None if the inputs are wrong, which is then answered already."""
+        try:
+            video_request = VideoRequest.from_inputs(_read_inputs(request))
+        except UserError as error:
+            self.end(InvalidRequest(str(error)))
+            return None
+        return Job(
+            request=video_request,
+            send=self.send,
+            end=self.end,
+            is_cancelled=self._sender.is_cancelled,
+            seconds=request.timeout() / 1e6 or None,
+        )
+
+    def send(self, event: Event) -> None:
+        text, data = event_to_wire(event)
+        tensors = [
+            pb_utils.Tensor(EVENT, np.array([[text.encode()]], dtype=np.object_)),
+            pb_utils.Tensor(DATA, np.frombuffer(data, dtype=np.uint8)[None]),
+        ]
+        self._sender.send(pb_utils.InferenceResponse(output_tensors=tensors))
+
+    def end(self, error: ServiceError | None) -> None:
+        """Closes the stream, which a cancelled request needs as well."""
+        if error is None:
+            self._sender.send(flags=_FINAL)
+            return
+        code = _CODES.get(type(error), pb_utils.TritonError.INTERNAL)
+        self._sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code)), flags=_FINAL)
+
+
+def _read_inputs(request: Any) -> dict[str, Any]:
+    """Python values of the inputs that are there."""
+    values = {}
+    for each in INPUTS:
+        tensor = pb_utils.get_input_tensor_by_name(request, each.name)
+        if tensor is None:
+            continue
+        array = tensor.as_numpy()
+        if array.size != 1:
+            raise UserError(f"the input {each.name!r} holds {array.size} values; send one request for each video")
+        values[each.name] = _text(each.name, array.item()) if each.data_type == "TYPE_STRING" else array.item()
+    return values
+
+
+def _text(name: str, value: bytes) -> str:
+    try:
+        return value.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"the input {name!r} is not UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def _check_numpy() -> None:
+    """Raises:
+    RuntimeError: if this backend and numpy misread each other's arrays, which they would do without an error.
+    """
+    sent = np.array([3, 1, 2], dtype=np.int32)
+    if not np.array_equal(pb_utils.Tensor("check", sent).as_numpy(), sent):
+        raise RuntimeError(f"this build of Triton's Python backend cannot work with numpy {np.__version__}; use numpy<2")
