@@ -14,11 +14,18 @@ VERBS: dict[str, tuple[str, str]] = {
     "train": ("megadit.train.__main__:main", "train a recipe, on one rank or several"),
     "bundle": ("megadit.train.to_bundle:main", "turn a checkpoint into a bundle, all that sampling needs"),
     "generate": ("megadit.infer.generate:main", "make videos from prompts"),
+    "serve build-repository": (
+        "megadit.serve.build_repository:main",
+        "turn a bundle into a model repository of Triton's",
+    ),
+    "serve run": ("megadit.serve.run:main", "run a Triton server of a model repository"),
+    "serve ask": ("megadit.serve.ask:main", "ask a running service for videos"),
+    "serve demo": ("megadit.serve.demo:main", "open the demo page, with a service of its own where none runs"),
     "info": ("megadit.serve.info:main", "describe a checkpoint, bundle or dataset"),
     "doctor": ("megadit.serve.doctor:main", "say what this machine can do and what is missing"),
     "demo": ("megadit.train.demo:main", "prepare, train, generate and score handwritten digits, in minutes on a CPU"),
 }
-"""Verb -> (module:function, one line of help)."""
+"""Verb, of one word or two -> (module:function, one line of help)."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,6 +42,16 @@ def _dispatch(argv: list[str]) -> int:
     if verb in ("-V", "--version", "version"):
         print(f"megadit {metadata.version('megadit')}")
         return 0
+    if rest and f"{verb} {rest[0]}" in VERBS:
+        verb, rest = f"{verb} {rest[0]}", rest[1:]
+    seconds = [known.removeprefix(f"{verb} ") for known in VERBS if known.startswith(f"{verb} ")]
+    if seconds and rest in (["-h"], ["--help"]):
+        print(_help(f"{verb} "))
+        return 0
+    if seconds:
+        near = nearest(rest[0], seconds) if rest else None
+        hint = f"did you mean {near!r}?" if near else f"choose one of {', '.join(seconds)}"
+        raise UserError(f"`megadit {' '.join([verb, *rest[:1]])}` is no command; {hint}")
     if verb not in VERBS:
         near = nearest(verb, VERBS)
         hint = f"did you mean {near!r}?" if near else "see `megadit --help`"
@@ -59,9 +76,11 @@ def _load(verb: str):
         ) from error
 
 
-def _help() -> str:
-    width = max(map(len, VERBS))
-    lines = [f"  {verb:{width}}  {description}" for verb, (_, description) in VERBS.items()]
+def _help(prefix: str = "") -> str:
+    """What the verbs do that begin with `prefix`."""
+    verbs = {verb: description for verb, (_, description) in VERBS.items() if verb.startswith(prefix)}
+    width = max(map(len, verbs))
+    lines = [f"  {verb:{width}}  {description}" for verb, description in verbs.items()]
     return "\n".join(
         [
             "usage: megadit VERB ...",

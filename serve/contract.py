@@ -15,6 +15,10 @@ MODEL = "text_to_video"
 IMAGE_MODEL = "text_to_image"
 EVENT, DATA = "event", "data"
 """The two outputs of every response: JSON that says what it is, and the bytes of a preview, video or image."""
+DEADLINE_MARK = "deadline exceeded"
+"""Begins the message of a `DeadlineExceededError`, for which Triton's backends have no code of its own."""
+
+MIN_FPS, MAX_FPS = 1, 240
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +106,7 @@ class Limits:
 
     max_prompt_characters: int = 2000
     max_videos: int = 4
+    max_frames: int
     max_pixels: int
     """frames x height x width of one video: what decides the memory."""
     max_work: int
@@ -117,12 +122,18 @@ class Limits:
         if control is not None:
             raise UserError(f"{name} holds the control character U+{ord(control):04X}; leave it out")
 
-    def check_size(self, *, num_videos: int, num_frames: int, height: int, width: int, num_steps: int) -> None:
+    def check_size(
+        self, *, num_videos: int, num_frames: int, height: int, width: int, fps: float, num_steps: int
+    ) -> None:
         """Raises:
         UserError: if this is more than a request may ask for.
         """
+        if num_frames > 1 and not MIN_FPS <= fps <= MAX_FPS:
+            raise UserError(f"fps={fps:g} is not between {MIN_FPS} and {MAX_FPS}")
         if not 1 <= num_videos <= self.max_videos:
             raise UserError(f"num_videos={num_videos} is not between 1 and {self.max_videos}")
+        if num_frames > self.max_frames:
+            raise UserError(f"num_frames={num_frames}; this service makes up to {self.max_frames} frames")
         pixels = num_frames * height * width
         if pixels > self.max_pixels:
             raise UserError(
@@ -132,8 +143,8 @@ class Limits:
         work = pixels * num_steps * num_videos
         if work > self.max_work:
             raise UserError(
-                f"{num_videos} x {num_frames} frames of {height}x{width} in {num_steps} steps are {work:,} pixel steps; "
-                f"this service does up to {self.max_work:,} a request: ask for fewer steps, frames or videos"
+                f"{num_videos} x {num_frames} frames of {height}x{width} in {num_steps} steps are {work:,} pixel "
+                f"steps; this service does up to {self.max_work:,} a request: ask for fewer steps, frames or videos"
             )
 
 
@@ -219,17 +230,17 @@ class ServiceError(Exception):
     """The service failed; the message says how. Its subclasses are what a client may want to tell apart."""
 
 
-class InvalidRequest(ServiceError):
+class InvalidRequestError(ServiceError):
     """The request can never be served; it must be changed."""
 
 
-class Unavailable(ServiceError):
+class UnavailableError(ServiceError):
     """The service is full, starting or stopping, or the request waited too long; try again later."""
 
 
-class Cancelled(ServiceError):
+class CancelledError(ServiceError):
     """The request was cancelled."""
 
 
-class DeadlineExceeded(ServiceError):
+class DeadlineExceededError(ServiceError):
     """The request took longer than its client allowed."""

@@ -1,4 +1,4 @@
-"""Requests to videos: checks at the door, equal settings in one batch, progress, cancelling. Knows nothing of Triton."""
+"""Requests to videos: checks at the door, equal settings in one batch, progress, cancelling. Without Triton."""
 
 import time
 import traceback
@@ -9,17 +9,18 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
+from megadit.infer.animations import encode_image
 from megadit.infer.pipeline import GeneratedVideo, TextToVideo, latent_size, resolve_settings
-from megadit.infer.steps import Cancelled as GenerationCancelled
-from megadit.infer.steps import Step
-from megadit.infer.video_io import encode_image, encode_mp4
+from megadit.infer.steps import Cancelled, Step
+from megadit.infer.video_io import encode_mp4
 from megadit.models.bundle import SamplingDefaults
 from megadit.models.support import UserError
 from megadit.serve.contract import (
-    Cancelled,
-    DeadlineExceeded,
+    DEADLINE_MARK,
+    CancelledError,
+    DeadlineExceededError,
     Event,
-    InvalidRequest,
+    InvalidRequestError,
     Progress,
     ServiceError,
     ServiceInfo,
@@ -97,6 +98,8 @@ class Engine:
         """
         for name in ("prompt", "negative_prompt", "sampler"):
             self.info.limits.check_text(name, getattr(request, name) or "")
+        if (request.preview_every or 0) < 0:
+            raise UserError(f"preview_every={request.preview_every} must be 0 (never) or greater")
         if request.eta:
             raise UserError(f"eta={request.eta}: the samplers here add no noise; leave it out, or 0")
         names = ("negative_prompt", "guidance", "num_steps", "sampler", "num_frames", "height", "width", "fps")
@@ -106,15 +109,11 @@ class Engine:
             num_frames=settings.num_frames,
             height=settings.height,
             width=settings.width,
+            fps=settings.fps,
             num_steps=settings.num_steps,
         )
         latent_size(settings, self.pipeline.config, self.pipeline.tokenizer)
         return settings
-
-    def warm_up(self) -> None:
-        """Makes one video of the default settings, so that the first request does not pay for what happens once."""
-        for _ in self.pipeline.stream([""], self.defaults):
-            pass
 
     def _generate(self, jobs: list[Job], settings: SamplingDefaults) -> None:
         rows = [
@@ -126,7 +125,7 @@ class Engine:
         while waiting := [row for row in rows if not row.is_done and not row.job.has_ended]:
             try:
                 self._run(waiting, settings, clock)
-            except GenerationCancelled:
+            except Cancelled:
                 continue  # a whole batch was for nobody; what others wait for starts anew
         for job in jobs:
             job.finish()
@@ -156,9 +155,9 @@ class Engine:
 def _end_unwanted(rows: list[_Row], clock: _Clock) -> None:
     for job in _living_jobs(rows):
         if job.is_cancelled():
-            job.finish(Cancelled("the request was cancelled"))
+            job.finish(CancelledError("the request was cancelled"))
         elif job.seconds is not None and clock.seconds() > job.seconds:
-            job.finish(DeadlineExceeded(f"not done within the {job.seconds:g} s that the request allowed"))
+            job.finish(DeadlineExceededError(f"{DEADLINE_MARK}: not done within {job.seconds:g} s"))
 
 
 def _tell(rows: list[_Row], step: Step, clock: _Clock) -> None:
@@ -170,7 +169,7 @@ def _tell(rows: list[_Row], step: Step, clock: _Clock) -> None:
         if place is not None and job.request.preview_every and step.step % job.request.preview_every == 0:
             previews = step.preview() if previews is None else previews
             frames = previews[place - step.videos.start]
-            preview = encode_image(frames[len(frames) // 2][None], ".jpg")
+            preview = encode_image(frames[len(frames) // 2], ".jpg")
         job.send(
             Progress(
                 step=step.step,
@@ -189,7 +188,7 @@ def _living_jobs(rows: list[_Row]) -> list[Job]:
 def _result(row: _Row, video: GeneratedVideo, *, seconds: float, batch_size: int) -> VideoResult:
     is_image = video.settings.num_frames == 1
     if is_image:
-        data = encode_image(video.video, ".png")
+        data = encode_image(video.video[0], ".png")
     else:
         data = encode_mp4(video.video, video.settings.fps, metadata={"comment": video.prompt})
     return VideoResult(
@@ -214,7 +213,7 @@ def _failures_of(jobs: list[Job]) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        _fail(jobs, InvalidRequest(str(error)))
+        _fail(jobs, InvalidRequestError(str(error)))
     except Exception as error:
         traceback.print_exc()
         _fail(jobs, ServiceError(f"{type(error).__name__}: {error}"))

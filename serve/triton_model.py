@@ -18,10 +18,10 @@ from megadit.serve.contract import (
     DATA,
     EVENT,
     INPUTS,
-    Cancelled,
-    DeadlineExceeded,
+    CancelledError,
+    DeadlineExceededError,
     Event,
-    InvalidRequest,
+    InvalidRequestError,
     ServiceError,
     ServiceInfo,
     VideoRequest,
@@ -29,20 +29,15 @@ from megadit.serve.contract import (
 )
 from megadit.serve.engine import Engine, Job
 
-_CODES = {
-    InvalidRequest: pb_utils.TritonError.INVALID_ARG,
-    Cancelled: pb_utils.TritonError.CANCELLED,
-    DeadlineExceeded: pb_utils.TritonError.CANCELLED,
-}
-_FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-
 
 class TritonPythonModel:
     """One instance: one pipeline on one device."""
 
     def initialize(self, args: dict[str, str]) -> None:
         _check_numpy()
-        parameters = {name: value["string_value"] for name, value in json.loads(args["model_config"])["parameters"].items()}
+        parameters = {
+            name: value["string_value"] for name, value in json.loads(args["model_config"])["parameters"].items()
+        }
         is_cpu = args["model_instance_kind"] == "CPU"
         pipeline = TextToVideo.load(
             Path(args["model_repository"]) / args["model_version"] / "bundle",
@@ -50,7 +45,6 @@ class TritonPythonModel:
             dtype=parameters["dtype"],
         )
         self._engine = Engine(pipeline, ServiceInfo.from_json(parameters["service"]))
-        self._engine.warm_up()
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Serves all of them; a decoupled model returns nothing."""
@@ -73,7 +67,7 @@ class _Answer:
         try:
             video_request = VideoRequest.from_inputs(_read_inputs(request))
         except UserError as error:
-            self.end(InvalidRequest(str(error)))
+            self.end(InvalidRequestError(str(error)))
             return None
         return Job(
             request=video_request,
@@ -93,11 +87,16 @@ class _Answer:
 
     def end(self, error: ServiceError | None) -> None:
         """Closes the stream, which a cancelled request needs as well."""
+        final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
         if error is None:
-            self._sender.send(flags=_FINAL)
+            self._sender.send(flags=final)
             return
-        code = _CODES.get(type(error), pb_utils.TritonError.INTERNAL)
-        self._sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code)), flags=_FINAL)
+        code = pb_utils.TritonError.INTERNAL
+        if isinstance(error, InvalidRequestError):
+            code = pb_utils.TritonError.INVALID_ARG
+        elif isinstance(error, (CancelledError, DeadlineExceededError)):
+            code = pb_utils.TritonError.CANCELLED
+        self._sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code)), flags=final)
 
 
 def _read_inputs(request: Any) -> dict[str, Any]:
@@ -127,4 +126,4 @@ def _check_numpy() -> None:
     """
     sent = np.array([3, 1, 2], dtype=np.int32)
     if not np.array_equal(pb_utils.Tensor("check", sent).as_numpy(), sent):
-        raise RuntimeError(f"this build of Triton's Python backend cannot work with numpy {np.__version__}; use numpy<2")
+        raise RuntimeError(f"this Triton's Python backend misreads numpy {np.__version__}; use numpy<2")

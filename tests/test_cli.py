@@ -36,6 +36,20 @@ def test_unknown_verb_is_one_line(capsys, verb, hint):
     assert hint in error
 
 
+def test_verbs_of_two_words_are_found_and_listed(capsys):
+    assert cli.main(["serve", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "serve ask" in shown and "generate" not in shown
+
+
+@pytest.mark.parametrize(("argv", "hint"), [(["serve"], "build-repository, run"), (["serve", "asc"], "'ask'")])
+def test_unknown_second_word_is_one_line(capsys, argv, hint):
+    assert cli.main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert hint in error
+
+
 def test_help_imports_neither_torch_nor_megatron():
     program = (
         "import sys; from megadit.serve import cli; cli.main(['--help']);"
@@ -48,7 +62,7 @@ def test_help_imports_neither_torch_nor_megatron():
 @pytest.mark.parametrize("verb", cli.VERBS)
 def test_verb_is_a_function_with_its_own_help(capsys, verb):
     try:
-        code = cli.main([verb, "--help"])
+        code = cli.main([*verb.split(), "--help"])
     except SystemExit as stop:  # how argparse leaves
         code = stop.code
     assert not code
@@ -58,20 +72,20 @@ def test_verb_is_a_function_with_its_own_help(capsys, verb):
 @pytest.mark.parametrize("verb", cli.VERBS)
 def test_debug_is_accepted_by_every_verb(verb):
     with pytest.raises((SystemExit, Exception)) as stop:
-        cli.main([verb, "--debug", "--no-such-option"])
+        cli.main([*verb.split(), "--debug", "--no-such-option"])
     assert "--debug" not in str(stop.value)
 
 
 def test_missing_library_is_named(capsys, monkeypatch):
-    monkeypatch.setitem(cli.VERBS, "serve", ("no_such_library.module:main", ""))
-    assert cli.main(["serve"]) == 2
+    monkeypatch.setitem(cli.VERBS, "missing", ("no_such_library.module:main", ""))
+    assert cli.main(["missing"]) == 2
     assert "needs the library no_such_library" in capsys.readouterr().err
 
 
 def test_own_missing_module_is_a_fault_not_a_user_error(monkeypatch):
-    monkeypatch.setitem(cli.VERBS, "serve", ("megadit.no_such_module:main", ""))
+    monkeypatch.setitem(cli.VERBS, "missing", ("megadit.no_such_module:main", ""))
     with pytest.raises(ModuleNotFoundError):
-        cli.main(["serve"])
+        cli.main(["missing"])
 
 
 def test_debug_shows_the_traceback(monkeypatch):

@@ -1,4 +1,7 @@
 import json
+import os
+import subprocess
+import sys
 
 import av
 import imageio.v3 as iio
@@ -115,3 +118,23 @@ def test_encoding_is_reproducible():
     for suffix in (".gif", ".webp"):
         assert encode_animation(moving_square(), 8, suffix) == encode_animation(moving_square(), 8, suffix)
     assert encode_mp4(moving_square(), 8) == encode_mp4(moving_square(), 8)
+
+
+def test_same_frames_give_the_same_file_whatever_memory_held_before():
+    program = """
+import hashlib, numpy as np
+from megadit.infer.video_io import encode_mp4
+squares = np.kron(np.random.default_rng(0).integers(0, 255, (6, 6, 3)), np.ones((8, 8, 1))).astype(np.uint8)
+print(hashlib.sha256(encode_mp4(np.stack([squares[i : i + 32, i : i + 32] for i in range(9)]), 8)).hexdigest())
+"""
+    digests = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | {"MALLOC_PERTURB_": fill},  # what glibc fills fresh memory with
+            capture_output=True,
+            check=True,
+            text=True,
+        ).stdout
+        for fill in ("0", "77")
+    ]
+    assert digests[0] == digests[1]

@@ -1,0 +1,147 @@
+"""`megadit serve build-repository`: a bundle, or a training directory, becomes a Triton model repository.
+
+text_to_video/config.pbtxt    generated: inputs, batching, queue, instances, limits
+text_to_video/1/model.py      imports megadit's TritonPythonModel
+text_to_video/1/bundle/       the bundle
+text_to_image/                the same for single images, where asked for
+"""
+
+import os
+import shutil
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+from megadit.infer.checkpoints import open_bundle
+from megadit.infer.runtimes.torch import find_dtype
+from megadit.infer.samplers import SAMPLERS
+from megadit.models.bundle import Bundle, SamplingDefaults
+from megadit.models.support import CommandParser, UserError, atomic_directory, run_command
+from megadit.serve.contract import IMAGE_MODEL, MODEL, Limits, ServiceInfo
+from megadit.serve.model_config import Scheduling, service_config
+
+MODEL_PY = '''"""Triton loads this file; the model itself is in the installed megadit."""
+
+from megadit.serve.triton_model import TritonPythonModel
+
+__all__ = ["TritonPythonModel"]
+'''
+
+EXAMPLES = {
+    "digits": (
+        "a red seven moving left",
+        "a green three moving up",
+        "a blue two moving right",
+        "a yellow nine moving down",
+        "a cyan zero moving left",
+        "a magenta five moving up",
+    )
+}
+"""Recipe -> prompts that show what its models can do."""
+
+_SIZE_BEYOND_DEFAULT = 4
+_STEPS_BEYOND_DEFAULT = 10
+
+
+def build_repository(
+    checkpoint: str | os.PathLike,
+    repository: str | os.PathLike,
+    *,
+    scheduling: Scheduling | None = None,
+    dtype: str = "float32",
+    with_images: bool = False,
+    limits: dict[str, int] | None = None,
+) -> Path:
+    """Writes the repository, whole or not at all, and returns its path; one already there is replaced.
+
+    `limits` replaces fields of `Limits` (those left out follow from the bundle's defaults).
+
+    Raises:
+        UserError: for a checkpoint that cannot be served, and a directory that holds something else.
+    """
+    find_dtype(dtype)
+    bundle = open_bundle(checkpoint)
+    path = Path(repository)
+    if path.is_dir() and any(path.iterdir()) and not (path / MODEL / "config.pbtxt").is_file():
+        raise UserError(f"{path} holds files that are no repository of ours, and would be replaced; choose another")
+    scheduling = scheduling or Scheduling()
+    models = {MODEL: service_info(bundle, bundle.defaults, limits)}
+    if with_images:
+        models[IMAGE_MODEL] = service_info(bundle, replace(bundle.defaults, num_frames=1), limits)
+    with atomic_directory(path) as temporary:
+        for name, info in models.items():
+            version = temporary / name / "1"
+            version.mkdir(parents=True)
+            (version.parent / "config.pbtxt").write_text(service_config(name, info, scheduling, dtype=dtype))
+            (version / "model.py").write_text(MODEL_PY)
+            # a second model shares the files of the first, which large weights would otherwise take up twice
+            source, copy = (bundle.path, shutil.copy2) if name == MODEL else (temporary / MODEL / "1/bundle", os.link)
+            shutil.copytree(source, version / "bundle", copy_function=copy)
+    return path
+
+
+def service_info(bundle: Bundle, defaults: SamplingDefaults, limits: dict[str, int] | None) -> ServiceInfo:
+    """What the service of a bundle tells its clients."""
+    pixels = defaults.num_frames * defaults.height * defaults.width
+    multiple = bundle.load_tokenizer().spatial_compression * bundle.config.patch_spatial
+    room = {
+        "max_frames": 1 if defaults.num_frames == 1 else defaults.num_frames * _SIZE_BEYOND_DEFAULT,
+        "max_pixels": pixels * _SIZE_BEYOND_DEFAULT,
+        "max_work": pixels * _SIZE_BEYOND_DEFAULT * defaults.num_steps * _STEPS_BEYOND_DEFAULT,
+    }
+    return ServiceInfo(
+        defaults=defaults.to_dict(),
+        limits=Limits(**room | (limits or {})),
+        samplers=tuple(SAMPLERS),
+        size_multiple=multiple,
+        examples=EXAMPLES.get((bundle.manifest.get("training") or {}).get("recipe"), ()),
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs `megadit serve build-repository`; returns its exit code."""
+    return run_command(_run, sys.argv[1:] if argv is None else argv)
+
+
+def _run(argv: list[str]) -> None:
+    options = vars(_parser().parse_args(argv))
+    limits = {each.name: options[each.name] for each in fields(Limits) if options[each.name] is not None}
+    scheduling = {each.name: options[each.name] for each in fields(Scheduling) if options[each.name] is not None}
+    path = build_repository(
+        options["checkpoint"],
+        options["repository"],
+        scheduling=Scheduling(**scheduling),
+        dtype=options["dtype"],
+        with_images=options["images"],
+        limits=limits,
+    )
+    print(
+        f"{path}: {', '.join(sorted(folder.name for folder in path.iterdir()))}; `megadit serve run {path}` serves it"
+    )
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        prog="megadit serve build-repository",
+        description="Turns a bundle, or a training directory, into a model repository that Triton loads unchanged.",
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a bundle or a training directory")
+    parser.add_argument("repository", metavar="REPOSITORY", help="the directory to write")
+    parser.add_argument("--images", action="store_true", help=f"add the model {IMAGE_MODEL}, which makes single images")
+    parser.add_argument("--dtype", default="float32", help="of the network: float32, bfloat16 or float16")
+    scheduling = parser.add_argument_group("queue and devices")
+    scheduling.add_argument("--device", metavar="NAME", help="auto, cpu, or GPU numbers such as 0,1 (default: auto)")
+    scheduling.add_argument("--instances", type=int, metavar="N", help="pipelines on each device (default: 1)")
+    scheduling.add_argument("--max_batch_size", type=int, metavar="N", help="requests taken together (default: 8)")
+    scheduling.add_argument("--max_queue_size", type=int, metavar="N", help="requests that may wait (default: 64)")
+    scheduling.add_argument("--queue_seconds", type=float, metavar="S", help="how long they may wait (default: 300)")
+    scheduling.add_argument(
+        "--batching_seconds", type=float, metavar="S", help="how long a request waits for company (default: 0.02)"
+    )
+    limits = parser.add_argument_group("limits of a request (defaults: a multiple of the bundle's default video)")
+    limits.add_argument("--max_prompt_characters", type=int, metavar="N", help="of a prompt (default: 2000)")
+    limits.add_argument("--max_videos", type=int, metavar="N", help="videos of a request (default: 4)")
+    limits.add_argument("--max_frames", type=int, metavar="N", help="frames of a video")
+    limits.add_argument("--max_pixels", type=int, metavar="N", help="frames x height x width of a video")
+    limits.add_argument("--max_work", type=int, metavar="N", help="frames x height x width x steps of all its videos")
+    return parser

@@ -1,0 +1,364 @@
+"""Asking the service for videos: a stream of progress, previews and results, over gRPC or HTTP.
+
+    client = VideoClient("localhost")
+    for video in client.generate(VideoRequest(prompt="a red seven moving left", seed=7), on_progress=print):
+        Path(f"{video.index}{video.suffix}").write_bytes(video.data)
+
+`stream` gives the events as they come, and can be cancelled from any thread.
+"""
+
+import json
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import grpc
+import httpx
+import numpy as np
+from tritonclient.grpc import InferenceServerClient, InferInput
+from tritonclient.utils import InferenceServerException
+
+from megadit.models.support import UserError
+from megadit.serve.contract import (
+    DATA,
+    DEADLINE_MARK,
+    EVENT,
+    INPUTS,
+    MODEL,
+    CancelledError,
+    DeadlineExceededError,
+    Event,
+    InvalidRequestError,
+    Progress,
+    ServiceError,
+    ServiceInfo,
+    UnavailableError,
+    VideoRequest,
+    VideoResult,
+    event_from_wire,
+)
+
+GRPC_PORT, HTTP_PORT = 8001, 8000
+_CONNECT_SECONDS = 5.0
+_INPUTS = {each.name: each for each in INPUTS}
+_KINDS = {
+    "TYPE_STRING": "text",
+    "TYPE_FP32": "finite number",
+    "TYPE_INT32": "whole number of 32 bits",
+    "TYPE_INT64": "whole number of 64 bits",
+}
+_NUMPY_TYPES = {"TYPE_INT32": np.int32, "TYPE_INT64": np.int64, "TYPE_FP32": np.float32}
+
+
+class Generation:
+    """The events of one request, to iterate over once.
+
+    Leaving the iteration early cancels the request, and so does `cancel`, from any thread: the iteration then raises
+    `CancelledError`, and the service stops within a denoising step.
+    """
+
+    def __init__(self, events: Callable[[threading.Event], Iterator[Event]]) -> None:
+        self._cancelled = threading.Event()
+        self._events = events(self._cancelled)
+
+    def __iter__(self) -> Iterator[Event]:
+        return self._events
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+    def close(self) -> None:
+        """Cancels the request if it is still served."""
+        self._cancelled.set()
+        self._events.close()
+
+
+class VideoClient:
+    """Talks to one service.
+
+    `url` is `grpc://host:port`, `http://host:port` (or https), or a host alone, which means gRPC on its usual port and,
+    where that does not answer, HTTP on its own.
+
+    Raises:
+        UserError: for a malformed URL.
+        UnavailableError: if nothing answers there.
+    """
+
+    def __init__(self, url: str = "localhost", *, model: str = MODEL) -> None:
+        self.model = model
+        self._transport = _connect(url)
+
+    @property
+    def url(self) -> str:
+        return self._transport.url
+
+    def is_ready(self) -> bool:
+        """Whether the model is loaded and takes requests."""
+        return self._transport.is_ready(self.model)
+
+    def info(self) -> ServiceInfo:
+        """Defaults, limits and samplers of the service.
+
+        Raises:
+            ServiceError: if the model is not there, or is none of ours.
+        """
+        try:
+            parameters = self._transport.config(self.model)["parameters"]
+            return ServiceInfo.from_json(parameters["service"]["string_value"])
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ServiceError(f"{self.model} at {self.url} is not a model of megadit's") from error
+
+    def stream(self, request: VideoRequest, *, timeout: float | None = None, priority: int = 0) -> Generation:
+        """Progress and videos as they come; the request is sent when the iteration begins.
+
+        `timeout` is in seconds, with the time in the queue. `priority`: 1 is served first, 0 is the service's default.
+        The iteration raises what `ServiceError` and its subclasses say.
+        """
+        return Generation(
+            lambda cancelled: self._transport.events(
+                self.model, request, timeout=timeout, priority=priority, cancelled=cancelled
+            )
+        )
+
+    def generate(
+        self,
+        request: VideoRequest,
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+    ) -> list[VideoResult]:
+        """The videos of a request, in order; `on_progress` is told of every step.
+
+        Raises:
+            ServiceError: or the subclass that says more.
+        """
+        videos = []
+        for event in self.stream(request, timeout=timeout, priority=priority):
+            if isinstance(event, VideoResult):
+                videos.append(event)
+            elif on_progress is not None:
+                on_progress(event)
+        return sorted(videos, key=lambda video: video.index)
+
+
+class _Transport(Protocol):
+    url: str
+
+    def is_ready(self, model: str) -> bool: ...
+
+    def config(self, model: str) -> dict[str, Any]: ...
+
+    def events(
+        self, model: str, request: VideoRequest, *, timeout: float | None, priority: int, cancelled: threading.Event
+    ) -> Iterator[Event]: ...
+
+
+def _connect(url: str) -> _Transport:
+    parts = urlsplit(url if "://" in url else f"//{url}")
+    if parts.scheme not in ("", "grpc", "http", "https") or not parts.hostname or parts.path.strip("/"):
+        raise UserError(f"{url!r} is no address of a service; use grpc://HOST:PORT, http://HOST:PORT or HOST")
+    if parts.scheme == "grpc" or (not parts.scheme and parts.port):
+        return _Grpc(f"{parts.hostname}:{parts.port or GRPC_PORT}")
+    if parts.scheme:
+        return _Http(f"{parts.scheme}://{parts.hostname}:{parts.port or HTTP_PORT}")
+    try:
+        return _Grpc(f"{parts.hostname}:{GRPC_PORT}")
+    except UnavailableError:
+        return _Http(f"http://{parts.hostname}:{HTTP_PORT}")
+
+
+# ------------------------------------------------------------------------------------------------------ gRPC
+
+
+@dataclass(slots=True)
+class _Grpc:
+    """One connection for questions, and one more for each request, since a client of Triton's has one stream."""
+
+    url: str
+
+    def __post_init__(self) -> None:
+        try:
+            with InferenceServerClient(self.url) as client:
+                client.is_server_live(client_timeout=_CONNECT_SECONDS)
+        except InferenceServerException as error:
+            raise UnavailableError(f"no Triton server answers at grpc://{self.url}: {error.message()}") from error
+
+    def is_ready(self, model: str) -> bool:
+        try:
+            with InferenceServerClient(self.url) as client:
+                return client.is_model_ready(model, client_timeout=_CONNECT_SECONDS)
+        except InferenceServerException:
+            return False
+
+    def config(self, model: str) -> dict[str, Any]:
+        try:
+            with InferenceServerClient(self.url) as client:
+                return client.get_model_config(model, as_json=True, client_timeout=_CONNECT_SECONDS)["config"]
+        except InferenceServerException as error:
+            raise _grpc_error(error) from error
+
+    def events(
+        self, model: str, request: VideoRequest, *, timeout: float | None, priority: int, cancelled: threading.Event
+    ) -> Iterator[Event]:
+        answers: queue.Queue = queue.Queue()
+        is_finished = False
+        with InferenceServerClient(self.url) as client:
+            client.start_stream(
+                lambda result, error: answers.put((result, error)),
+                stream_timeout=timeout,
+                headers={"triton_grpc_error": "true"},  # errors keep their codes
+            )
+            client.async_stream_infer(
+                model,
+                [_tensor(name, value) for name, value in request.to_inputs().items()],
+                enable_empty_final_response=True,
+                timeout=_microseconds(timeout),
+                priority=priority,
+            )
+            try:
+                while (result := _next_answer(answers, cancelled)) is not None:
+                    response = result.get_response()
+                    if response.outputs:
+                        yield event_from_wire(result.as_numpy(EVENT).item().decode(), result.as_numpy(DATA).tobytes())
+                    if response.parameters["triton_final_response"].bool_param:
+                        break
+                is_finished = True
+            finally:
+                client.stop_stream(cancel_requests=not is_finished)
+
+
+def _next_answer(answers: queue.Queue, cancelled: threading.Event) -> Any:
+    while not cancelled.is_set():
+        try:
+            result, error = answers.get(timeout=0.05)
+        except queue.Empty:
+            continue
+        if error is not None:
+            raise _grpc_error(error) from error
+        return result
+    raise CancelledError("the request was cancelled")
+
+
+def _tensor(name: str, value: Any) -> InferInput:
+    kind = _INPUTS[name].data_type
+    if kind == "TYPE_STRING":
+        tensor = InferInput(name, [1, 1], "BYTES")
+        tensor.set_data_from_numpy(np.array([[_checked(name, value).encode()]], dtype=np.object_))
+    else:
+        tensor = InferInput(name, [1, 1], kind.removeprefix("TYPE_"))
+        tensor.set_data_from_numpy(np.array([[_checked(name, value)]], dtype=_NUMPY_TYPES[kind]))
+    return tensor
+
+
+def _checked(name: str, value: Any) -> Any:
+    """The value, if its input can hold it: Triton's JSON would cut off the higher bits of larger numbers."""
+    kind = _INPUTS[name].data_type
+    if kind == "TYPE_STRING":
+        is_right = isinstance(value, str)
+    elif kind == "TYPE_FP32":
+        is_right = isinstance(value, (int, float)) and math.isfinite(value)
+    else:
+        bounds = np.iinfo(_NUMPY_TYPES[kind])
+        is_right = isinstance(value, int) and bounds.min <= value <= bounds.max
+    if not is_right:
+        raise InvalidRequestError(f"{name}={value!r} is no {_KINDS[kind]}")
+    return value
+
+
+def _grpc_error(error: InferenceServerException) -> ServiceError:
+    message, status = error.message(), error.status() or ""
+    if DEADLINE_MARK in message:
+        return DeadlineExceededError(message)
+    kinds = {
+        grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
+        grpc.StatusCode.UNAVAILABLE: UnavailableError,
+        grpc.StatusCode.CANCELLED: CancelledError,
+        grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
+    }
+    return {str(code): kind for code, kind in kinds.items()}.get(status, ServiceError)(message)
+
+
+# ------------------------------------------------------------------------------------------------------ HTTP
+
+
+@dataclass(slots=True)
+class _Http:
+    """Triton's `/generate_stream`: server-sent events, which pass where gRPC does not; bytes travel as numbers."""
+
+    url: str
+
+    def __post_init__(self) -> None:
+        self._get("/v2/health/live")
+
+    def is_ready(self, model: str) -> bool:
+        try:
+            self._get(f"/v2/models/{model}/ready")
+        except ServiceError:
+            return False
+        return True
+
+    def config(self, model: str) -> dict[str, Any]:
+        return self._get(f"/v2/models/{model}/config").json()
+
+    def _get(self, path: str) -> httpx.Response:
+        try:
+            answer = httpx.get(self.url + path, timeout=_CONNECT_SECONDS)
+        except httpx.HTTPError as error:
+            raise UnavailableError(f"no Triton server answers at {self.url}: {error}") from error
+        if answer.is_error:
+            raise _http_error(answer.status_code, answer.text)
+        return answer
+
+    def events(
+        self, model: str, request: VideoRequest, *, timeout: float | None, priority: int, cancelled: threading.Event
+    ) -> Iterator[Event]:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        body: dict[str, Any] = {name: _checked(name, value) for name, value in request.to_inputs().items()}
+        if timeout is not None or priority:
+            body["parameters"] = {"timeout": _microseconds(timeout) or 0, "priority": priority}
+        try:
+            with httpx.stream(
+                "POST",
+                f"{self.url}/v2/models/{model}/generate_stream",
+                json=body,
+                timeout=httpx.Timeout(_CONNECT_SECONDS, read=timeout),
+            ) as answer:
+                if answer.is_error:
+                    raise _http_error(answer.status_code, answer.read().decode(errors="replace"))
+                for line in answer.iter_lines():
+                    if cancelled.is_set():
+                        raise CancelledError("the request was cancelled")
+                    if deadline is not None and time.monotonic() > deadline:
+                        raise DeadlineExceededError(f"{DEADLINE_MARK}: not done within {timeout:g} s")
+                    if line.startswith("data:"):
+                        yield _http_event(json.loads(line.removeprefix("data:")))
+        except httpx.ReadTimeout as error:
+            raise DeadlineExceededError(f"{DEADLINE_MARK}: no answer within {timeout:g} s") from error
+        except httpx.HTTPError as error:
+            raise UnavailableError(f"the connection to {self.url} broke: {error}") from error
+
+
+def _http_event(values: dict[str, Any]) -> Event:
+    if "error" in values:
+        raise _http_error(200, json.dumps(values))
+    return event_from_wire(values[EVENT], bytes(values[DATA]))
+
+
+def _http_error(status: int, text: str) -> ServiceError:
+    try:
+        message = json.loads(text.strip().removeprefix("data:"))["error"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        message = text.strip() or f"HTTP status {status}"
+    if DEADLINE_MARK in message:
+        return DeadlineExceededError(message)
+    return {400: InvalidRequestError, 499: CancelledError, 503: UnavailableError}.get(status, ServiceError)(message)
+
+
+def _microseconds(seconds: float | None) -> int | None:
+    return None if seconds is None else max(1, round(seconds * 1e6))

@@ -1,0 +1,82 @@
+"""`megadit serve run`: a Triton server of a model repository, on this machine or in the vendor's container."""
+
+import os
+import shlex
+import signal
+import sys
+from pathlib import Path
+
+from megadit.models.support import CommandParser, UserError, run_command
+from megadit.serve.local_server import LocalServer, Ports, keep_running
+
+IMAGE = "megadit-serve"
+"""The image that serve/Dockerfile builds: the vendor's container with megadit in it."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the server until it is told to stop (Ctrl-C, SIGTERM); returns the exit code."""
+    return run_command(_run, sys.argv[1:] if argv is None else argv)
+
+
+def _run(argv: list[str]) -> int:
+    options = _parser().parse_args(argv)
+    ports = Ports(http=options.http_port, grpc=options.grpc_port, metrics=options.metrics_port)
+    models = tuple(options.model or ("*",))
+    if options.docker:
+        command = docker_command(options.repository, ports, models=models, image=options.image, gpus=options.gpus)
+        print(shlex.join(command), flush=True)
+        if options.docker == "run":
+            os.execvp(command[0], command)
+        return 0
+    server = LocalServer(options.repository, host=options.host, ports=ports, models=models)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return keep_running(server, tell=lambda message: print(message, file=sys.stderr, flush=True))
+    except KeyboardInterrupt:
+        return 0  # being told to stop is how a server ends
+
+
+def docker_command(
+    repository: str | Path, ports: Ports, *, models: tuple[str, ...] = ("*",), image: str = IMAGE, gpus: str = "all"
+) -> list[str]:
+    """The production command: the vendor's server, with memory to pass videos in, and a restart when it fails.
+
+    Raises:
+        UserError: if `repository` is no directory.
+    """
+    path = Path(repository).absolute()
+    if not path.is_dir():
+        raise UserError(f"{repository} is not a model repository; `megadit serve build-repository` makes one")
+    inside = Ports()
+    published = [f"{getattr(ports, name)}:{getattr(inside, name)}" for name in ("http", "grpc", "metrics")]
+    return [
+        *("docker", "run", "--detach", "--restart=on-failure", "--init"),
+        *(["--gpus", gpus] if gpus != "none" else []),
+        "--shm-size=1g",  # the default of 64 MB is soon full, and never shrinks
+        *(word for port in published for word in ("--publish", port)),
+        *("--volume", f"{path}:/models:ro"),
+        image,
+        *("tritonserver", "--model-repository=/models", "--model-control-mode=explicit"),
+        *(f"--load-model={name}" for name in models),
+        *("--disable-auto-complete-config", "--backend-config=python,stub-timeout-seconds=600"),
+    ]
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(prog="megadit serve run", description=__doc__)
+    parser.add_argument("repository", metavar="REPOSITORY", help="written by `megadit serve build-repository`")
+    parser.add_argument("--model", action="append", metavar="NAME", help="load this model alone; may be repeated")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1; 0.0.0.0: all)")
+    parser.add_argument("--http_port", type=int, default=8000, metavar="PORT", help="(default: 8000)")
+    parser.add_argument("--grpc_port", type=int, default=8001, metavar="PORT", help="(default: 8001)")
+    parser.add_argument("--metrics_port", type=int, default=8002, metavar="PORT", help="(default: 8002)")
+    parser.add_argument(
+        "--docker", choices=("print", "run"), help="print, or run, the command of the production container instead"
+    )
+    parser.add_argument("--image", default=IMAGE, help=f"of --docker; serve/Dockerfile builds it (default: {IMAGE})")
+    parser.add_argument("--gpus", default="all", help="of --docker: all, none, or a list (default: all)")
+    return parser

@@ -1,0 +1,88 @@
+import importlib.util
+import shutil
+
+import pytest
+import torch
+
+from megadit.models.bundle import SamplingDefaults, write_bundle
+from megadit.models.config import DiTConfig
+from megadit.models.dit import DiT
+from megadit.models.support import UserError
+from megadit.models.text_encoders import HashedWordEncoder
+from megadit.models.tokenizers import HaarTokenizer
+
+CONFIG = DiTConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=2,
+    in_channels=48,
+    patch_spatial=2,
+    crossattn_emb_size=16,
+)
+DEFAULTS = SamplingDefaults(
+    sampler="euler", num_steps=4, guidance=2.0, num_frames=5, height=16, width=24, fps=8, sigma_max=20.0
+)
+
+
+@pytest.fixture(scope="session")
+def bundle_dir(tmp_path_factory):
+    """A tiny random bundle: latents of 4x4x4 pixels, tokens of 2x2 latents; every tensor random."""
+    path = tmp_path_factory.mktemp("bundle") / "tiny"
+    model, generator = DiT(CONFIG), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.15 * torch.randn(parameter.shape, generator=generator))
+    write_bundle(
+        path,
+        config=CONFIG,
+        state_dict=model.state_dict(),
+        tokenizer=HaarTokenizer(temporal_compression=4, spatial_compression=2, sigma_data=CONFIG.sigma_data),
+        text_encoder=HashedWordEncoder(dim=CONFIG.crossattn_emb_size),
+        defaults=DEFAULTS,
+        training={"step": 7},
+    )
+    return path
+
+
+@pytest.fixture(scope="session")
+def pipeline(bundle_dir):
+    from megadit.infer.pipeline import TextToVideo
+
+    return TextToVideo.load(bundle_dir, device="cpu")
+
+
+@pytest.fixture(scope="session")
+def tritonserver():
+    """Skips, with the reason, where no tritonserver can be started; nothing is tested against a stand-in."""
+    from megadit.serve.triton_binary import find_triton
+
+    if shutil.which("tritonserver") is None and importlib.util.find_spec("pytriton") is None:
+        pytest.skip("no tritonserver: neither the vendor's nor nvidia-pytriton's")
+    try:
+        find_triton()
+    except UserError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def repository(bundle_dir, tmp_path_factory):
+    """A repository with room for requests that take a while."""
+    from megadit.serve.build_repository import build_repository
+    from megadit.serve.model_config import Scheduling
+
+    return build_repository(
+        bundle_dir,
+        tmp_path_factory.mktemp("models") / "repository",
+        scheduling=Scheduling(device="cpu", max_queue_size=48),
+        with_images=True,
+        limits={"max_work": 16 * 24 * 5 * 5000},
+    )
+
+
+@pytest.fixture(scope="session")
+def server(tritonserver, repository, tmp_path_factory):
+    """One tritonserver for every test that does not stop it."""
+    from megadit.serve.local_server import LocalServer
+
+    with LocalServer(repository, log=tmp_path_factory.mktemp("log") / "triton.log") as running:
+        yield running

@@ -1,0 +1,225 @@
+"""The engine without Triton: what each request is answered, and with whom it shares a batch."""
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+
+from megadit.infer.video_io import encode_mp4
+from megadit.models.bundle import Bundle
+from megadit.models.support import UserError
+from megadit.serve.build_repository import service_info
+from megadit.serve.contract import (
+    CancelledError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    Progress,
+    ServiceError,
+    VideoRequest,
+    VideoResult,
+)
+from megadit.serve.engine import Engine, Job
+
+
+@dataclass
+class Asker:
+    """A request and everything that came back."""
+
+    request: VideoRequest
+    cancel_at: int | None = None
+    seconds: float | None = None
+    events: list = field(default_factory=list)
+    endings: list = field(default_factory=list)
+
+    def job(self) -> Job:
+        return Job(
+            request=self.request,
+            send=self.events.append,
+            end=self.endings.append,
+            is_cancelled=lambda: self.cancel_at is not None and len(self.events) >= self.cancel_at,
+            seconds=self.seconds,
+        )
+
+    @property
+    def videos(self) -> list[VideoResult]:
+        return [event for event in self.events if isinstance(event, VideoResult)]
+
+    @property
+    def steps(self) -> list[Progress]:
+        return [event for event in self.events if isinstance(event, Progress)]
+
+
+@pytest.fixture(scope="module")
+def engine(pipeline, bundle_dir):
+    bundle = Bundle.open(bundle_dir)
+    return Engine(pipeline, service_info(bundle, bundle.defaults, None))
+
+
+def run(engine, *askers):
+    engine.run([asker.job() for asker in askers])
+    assert all(len(asker.endings) == 1 for asker in askers), "every request ends exactly once"
+
+
+def test_a_request_gets_its_progress_and_the_video_of_generate(engine, pipeline):
+    asker = Asker(VideoRequest(prompt="a red seven", seed=5))
+    run(engine, asker)
+    assert asker.endings == [None]
+    assert [step.step for step in asker.steps] == [1, 2, 3, 4]
+    assert [step.num_steps for step in asker.steps] == [4] * 4
+    assert sorted((step.sigma for step in asker.steps), reverse=True) == [step.sigma for step in asker.steps]
+    expected = pipeline.generate(["a red seven"], seeds=5)[0]
+    (video,) = asker.videos
+    assert video.data == encode_mp4(expected.video, 8, metadata={"comment": "a red seven"})
+    assert (video.seed, video.prompt, video.settings["num_steps"]) == (5, "a red seven", 4)
+
+
+def test_another_seed_prompt_or_negative_prompt_is_another_video(engine):
+    askers = [
+        Asker(VideoRequest(prompt="a", seed=1)),
+        Asker(VideoRequest(prompt="a", seed=2)),
+        Asker(VideoRequest(prompt="b", seed=1)),
+        Asker(VideoRequest(prompt="a", seed=1, negative_prompt="green")),
+        Asker(VideoRequest(prompt="a", seed=1, guidance=1.0)),
+    ]
+    run(engine, *askers)
+    assert len({asker.videos[0].data for asker in askers}) == len(askers)
+
+
+def test_equal_settings_share_a_batch_and_others_do_not(engine):
+    same = [Asker(VideoRequest(prompt=prompt, seed=seed)) for prompt, seed in (("a", 1), ("b", 2), ("c", 3))]
+    other = Asker(VideoRequest(prompt="a", seed=1, num_frames=1))
+    run(engine, *same, other)
+    assert [asker.videos[0].batch_size for asker in same] == [3, 3, 3]
+    assert other.videos[0].batch_size == 1
+    assert [asker.videos[0].prompt for asker in same] == ["a", "b", "c"]
+    assert other.videos[0].media_type == "image/png"
+
+
+def test_several_videos_take_consecutive_seeds_in_order(engine):
+    several, second = Asker(VideoRequest(prompt="a", seed=7, num_videos=3)), Asker(VideoRequest(prompt="a", seed=8))
+    run(engine, several, second)
+    assert [(video.index, video.seed) for video in several.videos] == [(0, 7), (1, 8), (2, 9)]
+    assert several.videos[1].data == second.videos[0].data
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompt": "x" * 2**20},
+        {"prompt": "bell\x07"},
+        {"negative_prompt": "\0"},
+        {"guidance": float("nan")},
+        {"guidance": float("inf")},
+        {"guidance": -1.0},
+        {"num_steps": 0},
+        {"num_steps": 2**31 - 1},
+        {"sampler": "eulr"},
+        {"sampler": "x" * 2**20},
+        {"num_frames": -5},
+        {"num_frames": 2**31 - 1},
+        {"height": 17},
+        {"width": -24},
+        {"height": 0},
+        {"fps": -1.0},
+        {"num_videos": 0},
+        {"num_videos": 100},
+        {"preview_every": -1},
+        {"eta": 0.5},
+    ],
+)
+def test_a_bad_request_is_refused_and_its_neighbour_served(engine, change):
+    bad, good = Asker(replace(VideoRequest(prompt="a"), **change)), Asker(VideoRequest(prompt="a"))
+    run(engine, bad, good)
+    assert isinstance(bad.endings[0], InvalidRequestError)
+    assert len(str(bad.endings[0])) < 300, "the answer does not repeat a huge input"
+    assert not bad.events
+    assert len(good.videos) == 1
+
+
+def test_cancelling_ends_within_a_step(engine):
+    asker = Asker(VideoRequest(prompt="a", num_steps=30), cancel_at=3)
+    run(engine, asker)
+    assert isinstance(asker.endings[0], CancelledError)
+    assert len(asker.steps) == 3 and not asker.videos
+
+
+def test_a_cancelled_request_leaves_its_neighbours_unharmed(engine):
+    cancelled, alone = Asker(VideoRequest(prompt="a", seed=1), cancel_at=2), Asker(VideoRequest(prompt="b", seed=2))
+    run(engine, cancelled, alone)
+    assert isinstance(cancelled.endings[0], CancelledError)
+    assert len(alone.steps) == 4 and len(alone.videos) == 1
+
+
+def test_the_denoiser_rests_when_nobody_waits(engine, pipeline, monkeypatch):
+    calls = []
+    denoiser = pipeline.denoiser
+    monkeypatch.setattr(pipeline, "denoiser", lambda *arguments: calls.append(1) or denoiser(*arguments))
+    askers = [Asker(VideoRequest(prompt="a", seed=seed, num_steps=30), cancel_at=3) for seed in (1, 2)]
+    run(engine, *askers)
+    assert len(calls) == 4, "the step at which they are found gone is the last"
+
+
+def test_later_batches_are_made_when_the_first_was_for_nobody(engine, monkeypatch):
+    monkeypatch.setattr("megadit.infer.pipeline.TOKENS_PER_BATCH", 1)
+    gone, stays = Asker(VideoRequest(prompt="a", seed=1), cancel_at=1), Asker(VideoRequest(prompt="b", seed=2))
+    run(engine, gone, stays)
+    assert isinstance(gone.endings[0], CancelledError)
+    assert [video.batch_size for video in stays.videos] == [1]
+
+
+def test_a_deadline_ends_the_work(engine):
+    asker = Asker(VideoRequest(prompt="a", num_steps=30), seconds=1e-9)
+    run(engine, asker)
+    assert isinstance(asker.endings[0], DeadlineExceededError)
+    assert not asker.events
+
+
+def test_previews_come_when_asked_for(engine):
+    asker, other = Asker(VideoRequest(prompt="a", preview_every=2)), Asker(VideoRequest(prompt="b"))
+    run(engine, asker, other)
+    assert [step.preview[:2] for step in asker.steps] == [b"", b"\xff\xd8", b"", b"\xff\xd8"]
+    assert not any(step.preview for step in other.steps)
+
+
+def test_a_fault_ends_its_group_alone(engine, pipeline, monkeypatch):
+    decode = pipeline.tokenizer.decode
+
+    def faulty(latents):
+        if latents.shape[2] == 1:
+            raise RuntimeError("out of memory")
+        return decode(latents)
+
+    monkeypatch.setattr(pipeline.tokenizer, "decode", faulty)
+    image, video = Asker(VideoRequest(prompt="a", num_frames=1)), Asker(VideoRequest(prompt="a"))
+    run(engine, image, video)
+    assert type(image.endings[0]) is ServiceError
+    assert "out of memory" in str(image.endings[0])
+    assert len(video.videos) == 1
+
+
+def test_a_client_that_cannot_be_reached_is_a_fault_of_its_own(engine):
+    asker, job = Asker(VideoRequest(prompt="a")), None
+
+    def broken(event):
+        raise OSError("gone")
+
+    job = asker.job()
+    job.send = broken
+    engine.run([job])
+    assert type(asker.endings[0]) is ServiceError
+
+
+def test_check_gives_the_settings_of_generate(engine, pipeline):
+    settings = engine.check(VideoRequest(prompt="a", num_steps=7, sampler="HEUN"))
+    assert (settings.num_steps, settings.sampler, settings.fps) == (7, "heun", 8)
+    with pytest.raises(UserError, match="multiple of 4"):
+        engine.check(VideoRequest(prompt="a", height=18))
+
+
+def test_frames_of_the_video_are_those_asked_for(engine):
+    asker = Asker(VideoRequest(prompt="a", num_frames=3, height=8, width=16))
+    run(engine, asker)
+    import imageio.v3 as iio
+
+    frames = iio.imread(asker.videos[0].data, plugin="pyav", extension=".mp4")
+    assert np.shape(frames) == (3, 8, 16, 3)
