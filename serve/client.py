@@ -273,8 +273,8 @@ def _checked(name: str, value: Any) -> Any:
 
 def _grpc_error(error: InferenceServerException) -> ServiceError:
     message, status = error.message(), error.status() or ""
-    if DEADLINE_MARK in message:
-        return DeadlineExceededError(message)
+    if (kind := _told_by_text(message)) is not None:
+        return kind(message)
     kinds = {
         grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
         grpc.StatusCode.UNAVAILABLE: UnavailableError,
@@ -355,9 +355,18 @@ def _http_error(status: int, text: str) -> ServiceError:
         message = json.loads(text.strip().removeprefix("data:"))["error"]
     except (json.JSONDecodeError, KeyError, TypeError):
         message = text.strip() or f"HTTP status {status}"
-    if DEADLINE_MARK in message:
-        return DeadlineExceededError(message)
+    if (kind := _told_by_text(message)) is not None:
+        return kind(message)
     return {400: InvalidRequestError, 499: CancelledError, 503: UnavailableError}.get(status, ServiceError)(message)
+
+
+def _told_by_text(message: str) -> type[ServiceError] | None:
+    """The kind of those errors whose code gets lost on the way."""
+    if DEADLINE_MARK in message:
+        return DeadlineExceededError
+    if "Exceeds maximum queue size" in message or "Request timeout expired" in message:
+        return UnavailableError
+    return None
 
 
 def _microseconds(seconds: float | None) -> int | None:

@@ -45,11 +45,13 @@ INPUTS = (
     Input(name="fps", data_type="TYPE_FP32"),
     Input(name="num_videos", data_type="TYPE_INT32"),
     Input(name="preview_every", data_type="TYPE_INT32"),
+    Input(name="eta", data_type="TYPE_FP32"),
     # the names under which NeMo's deployed pipelines took them
     Input(name="unconditional_guidance_scale", data_type="TYPE_FP32", alias_of="guidance"),
     Input(name="inference_steps", data_type="TYPE_INT32", alias_of="num_steps"),
-    Input(name="eta", data_type="TYPE_FP32"),
 )
+SETTINGS = ("negative_prompt", "guidance", "num_steps", "sampler", "num_frames", "height", "width", "fps", "eta")
+"""The inputs that replace a sampling default of the same name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +74,7 @@ class VideoRequest:
     preview_every: int | None = None
     """A preview with every so many steps; None or 0 is never."""
     eta: float | None = None
-    """Randomness of DDIM's sampler in NeMo's pipelines; the samplers here have none, so only 0 is served."""
+    """Share of ancestral noise that the sampler adds on the way, 0 (none) to 1."""
 
     @classmethod
     def from_inputs(cls, inputs: Mapping[str, Any]) -> "VideoRequest":
@@ -111,6 +113,11 @@ class Limits:
     """frames x height x width of one video: what decides the memory."""
     max_work: int
     """frames x height x width x steps, of all videos of a request: what decides the time."""
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if value < 1:
+                raise UserError(f"{name}={value} must be at least 1")
 
     def check_text(self, name: str, text: str) -> None:
         """Raises:

@@ -17,6 +17,7 @@ from megadit.models.bundle import SamplingDefaults
 from megadit.models.support import UserError
 from megadit.serve.contract import (
     DEADLINE_MARK,
+    SETTINGS,
     CancelledError,
     DeadlineExceededError,
     Event,
@@ -100,10 +101,7 @@ class Engine:
             self.info.limits.check_text(name, getattr(request, name) or "")
         if (request.preview_every or 0) < 0:
             raise UserError(f"preview_every={request.preview_every} must be 0 (never) or greater")
-        if request.eta:
-            raise UserError(f"eta={request.eta}: the samplers here add no noise; leave it out, or 0")
-        names = ("negative_prompt", "guidance", "num_steps", "sampler", "num_frames", "height", "width", "fps")
-        settings = resolve_settings(self.defaults, **{name: getattr(request, name) for name in names})
+        settings = resolve_settings(self.defaults, **{name: getattr(request, name) for name in SETTINGS})
         self.info.limits.check_size(
             num_videos=_num_videos(request),
             num_frames=settings.num_frames,

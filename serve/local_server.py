@@ -20,7 +20,10 @@ from megadit.serve.triton_binary import TritonBinary, find_triton
 
 SHARED_MEMORY = Path("/dev/shm")
 STOP_SECONDS = 30
-"""How long requests in progress may take to finish when the server is told to stop."""
+"""How long requests in progress may take to finish when the server is told to stop.
+
+A Triton that has turned requests away for a full queue takes all of it: it keeps a hold on their model.
+"""
 START_SECONDS = 600
 """How long loading the models may take; engines of large networks take minutes."""
 _PR_SET_PDEATHSIG = 1
@@ -72,6 +75,7 @@ class LocalServer:
         ports: Ports | None = None,
         models: tuple[str, ...] = ("*",),
         log: Path | None = None,
+        stop_seconds: int = STOP_SECONDS,
         arguments: tuple[str, ...] = (),
     ) -> None:
         """`models` are loaded at start (none: an empty tuple); `log` takes the server's output (None: our own).
@@ -86,7 +90,7 @@ class LocalServer:
             raise UserError(f"{repository} is not a model repository; `megadit serve build-repository` makes one")
         self.host = host
         self.ports = ports or Ports.free()
-        self._models, self._log, self._arguments = models, log, arguments
+        self._models, self._log, self._stop_seconds, self._arguments = models, log, stop_seconds, arguments
         self._triton = find_triton()
         self._prefix = f"megadit_{os.getpid()}_{secrets.token_hex(4)}_"
         self._process: subprocess.Popen | None = None
@@ -154,7 +158,7 @@ class LocalServer:
             f"--http-port={self.ports.http}",
             f"--grpc-port={self.ports.grpc}",
             f"--metrics-port={self.ports.metrics}",
-            f"--exit-timeout-secs={STOP_SECONDS}",
+            f"--exit-timeout-secs={self._stop_seconds}",
             *(f"--backend-config=python,{name}={value}" for name, value in python_backend.items()),
             *self._arguments,
         ]
@@ -194,8 +198,7 @@ class LocalServer:
         if self.is_alive():
             self._process.send_signal(signal.SIGTERM)
         try:
-            # the server allows STOP_SECONDS; after a crash of a stub it can outlive them
-            self._process.wait(STOP_SECONDS + 5)
+            self._process.wait(self._stop_seconds + 5)  # after a crash of a stub it can outlive its own time limit
         except subprocess.TimeoutExpired:
             pass
         finally:

@@ -1,9 +1,12 @@
 """config.pbtxt of the service's Triton models, generated from the contract."""
 
 import json
+import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from megadit.models.support import UserError
 from megadit.serve.contract import DATA, EVENT, INPUTS, ServiceInfo
 
 
@@ -23,6 +26,15 @@ class Scheduling:
     """Copies of the pipeline on each device."""
     device: str = "auto"
     """auto (every GPU, or the CPU where there is none), cpu, or GPU numbers such as 0,1."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_size", "max_queue_size", "instances", "queue_seconds"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UserError(f"{name}={getattr(self, name)} must be greater than 0")
+        if not 0 <= self.batching_seconds < math.inf:
+            raise UserError(f"batching_seconds={self.batching_seconds} must be 0 or greater")
+        if self.device not in ("auto", "cpu") and not re.fullmatch(r"\d+(,\d+)*", self.device):
+            raise UserError(f"device={self.device!r} must be auto, cpu, or GPU numbers such as 0,1")
 
 
 def service_config(name: str, info: ServiceInfo, scheduling: Scheduling, *, dtype: str) -> str:

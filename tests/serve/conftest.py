@@ -84,5 +84,5 @@ def server(tritonserver, repository, tmp_path_factory):
     """One tritonserver for every test that does not stop it."""
     from megadit.serve.local_server import LocalServer
 
-    with LocalServer(repository, log=tmp_path_factory.mktemp("log") / "triton.log") as running:
+    with LocalServer(repository, log=tmp_path_factory.mktemp("log") / "triton.log", stop_seconds=3) as running:
         yield running

@@ -1,0 +1,144 @@
+"""The repository on disk, and its configuration by Triton's schema; the server's own parser is in test_triton.py."""
+
+import pytest
+
+from megadit.models.bundle import Bundle, SamplingDefaults
+from megadit.models.support import UserError
+from megadit.serve import cli
+from megadit.serve.build_repository import build_repository
+from megadit.serve.contract import INPUTS, Limits, ServiceInfo
+from megadit.serve.model_config import Scheduling, service_config
+
+text_format = pytest.importorskip("google.protobuf.text_format")
+ModelConfig = pytest.importorskip("tritonclient.grpc.model_config_pb2").ModelConfig
+
+# What model_config.proto of Triton 22.12 (2.29) knew of the messages used here; newer ones only added to it.
+FIELDS_OF_2022 = {
+    "ModelConfig": {"name", "backend", "max_batch_size", "input", "output", "dynamic_batching", "instance_group"}
+    | {"parameters", "model_warmup", "model_transaction_policy"},
+    "ModelInput": {"name", "data_type", "dims", "optional"},
+    "ModelOutput": {"name", "data_type", "dims"},
+    "ModelDynamicBatching": {"max_queue_delay_microseconds", "priority_levels", "default_priority_level"}
+    | {"default_queue_policy"},
+    "ModelQueuePolicy": {"timeout_action", "default_timeout_microseconds", "allow_timeout_override", "max_queue_size"},
+    "ModelInstanceGroup": {"count", "kind", "gpus"},
+    "ModelWarmup": {"name", "batch_size", "inputs"},
+    "InputsEntry": {"key", "value"},
+    "Input": {"data_type", "dims", "zero_data"},
+    "ParametersEntry": {"key", "value"},
+    "ModelParameter": {"string_value"},
+    "ModelTransactionPolicy": {"decoupled"},
+}
+
+
+def parse(text: str):
+    return text_format.Parse(text, ModelConfig())
+
+
+def used_fields(message, found: dict[str, set[str]]) -> dict[str, set[str]]:
+    """Message type -> its fields that are set, in this message and those inside."""
+    for descriptor, value in message.ListFields():
+        found.setdefault(message.DESCRIPTOR.name, set()).add(descriptor.name)
+        if descriptor.message_type is None:
+            continue
+        if descriptor.message_type.GetOptions().map_entry:
+            found.setdefault(descriptor.message_type.name, set()).update({"key", "value"})
+            values = value.values()
+        else:
+            values = value if hasattr(value, "__len__") else [value]
+        for each in values:
+            used_fields(each, found)
+    return found
+
+
+def test_configuration_says_what_the_contract_says(repository, bundle_dir):
+    config = parse((repository / "text_to_video" / "config.pbtxt").read_text())
+    assert [each.name for each in config.input] == [each.name for each in INPUTS]
+    assert [each.name for each in config.input if not each.optional] == ["prompt"]
+    assert config.model_transaction_policy.decoupled
+    assert config.dynamic_batching.default_queue_policy.max_queue_size == 48
+    info = ServiceInfo.from_json(config.parameters["service"].string_value)
+    assert SamplingDefaults.from_dict(info.defaults) == Bundle.open(bundle_dir).defaults
+    assert info.size_multiple == 4
+
+
+def test_every_scheduling_field_reaches_the_configuration():
+    info = ServiceInfo(defaults={}, limits=Limits(max_frames=1, max_pixels=1, max_work=1), samplers=(), size_multiple=1)
+    changed = {
+        "max_batch_size": 3,
+        "max_queue_size": 5,
+        "queue_seconds": 7.0,
+        "batching_seconds": 0.5,
+        "instances": 2,
+        "device": "0,3",
+    }
+    plain = service_config("m", info, Scheduling(), dtype="float32")
+    assert set(changed) == set(Scheduling.__dataclass_fields__)
+    for name, value in changed.items():
+        config = service_config("m", info, Scheduling(**{name: value}), dtype="float32")
+        assert parse(config) != parse(plain), name
+    config = parse(service_config("m", info, Scheduling(device="0,3"), dtype="float32"))
+    assert list(config.instance_group[0].gpus) == [0, 3]
+
+
+def test_an_old_triton_knows_every_field(repository):
+    config = parse((repository / "text_to_video" / "config.pbtxt").read_text())
+    for message, names in used_fields(config, {}).items():
+        assert names <= FIELDS_OF_2022[message], message
+
+
+def test_texts_survive_the_configuration():
+    info = ServiceInfo(
+        defaults={},
+        limits=Limits(max_frames=1, max_pixels=1, max_work=1),
+        samplers=(),
+        size_multiple=1,
+        examples=('a "quoted" \\ back\\slash', "ä \N{SNOWMAN} \n new line"),
+    )
+    config = parse(service_config("m", info, Scheduling(), dtype="float32"))
+    assert ServiceInfo.from_json(config.parameters["service"].string_value) == info
+
+
+def test_the_repository_holds_the_bundle_for_both_models(repository, bundle_dir):
+    for model in ("text_to_video", "text_to_image"):
+        assert (
+            Bundle.open(repository / model / "1" / "bundle", verify=True).manifest == Bundle.open(bundle_dir).manifest
+        )
+    weights = "1/bundle/transformer/model.safetensors"
+    assert (repository / "text_to_video" / weights).samefile(repository / "text_to_image" / weights)
+    assert not (repository / "text_to_video" / weights).samefile(bundle_dir / "transformer/model.safetensors")
+
+
+def test_the_command_builds_and_replaces(bundle_dir, tmp_path, capsys):
+    out = tmp_path / "repository"
+    for _ in range(2):
+        command = ["serve", "build-repository", str(bundle_dir), str(out), "--max-videos", "2", "--device", "cpu"]
+        assert cli.main(command) == 0
+    assert "serve run" in capsys.readouterr().out
+    config = parse((out / "text_to_video" / "config.pbtxt").read_text())
+    assert ServiceInfo.from_json(config.parameters["service"].string_value).limits.max_videos == 2
+    assert [folder.name for folder in tmp_path.iterdir()] == ["repository"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--dtype", "float12"], "float12"),
+        (["--device", "tpu"], "tpu"),
+        (["--instances", "0"], "instances=0"),
+        (["--queue_seconds", "nan"], "queue_seconds=nan"),
+        (["--max_videos", "0"], "max_videos=0"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_written(bundle_dir, tmp_path, capsys, arguments, told):
+    assert cli.main(["serve", "build-repository", str(bundle_dir), str(tmp_path / "out"), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert told in error and error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_files_are_not_replaced(bundle_dir, tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(UserError, match="choose another"):
+        build_repository(bundle_dir, tmp_path)
+    assert (tmp_path / "thesis.txt").exists()

@@ -1,0 +1,294 @@
+"""The service in a real tritonserver: the videos of `generate`, over every way in, and no request that breaks it."""
+
+import io
+import threading
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import av
+import httpx
+import imageio.v3 as iio
+import numpy as np
+import pytest
+
+from megadit.infer.video_io import encode_mp4
+from megadit.serve import cli
+from megadit.serve.client import VideoClient
+from megadit.serve.contract import (
+    IMAGE_MODEL,
+    CancelledError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    ServiceError,
+    UnavailableError,
+    VideoRequest,
+    VideoResult,
+)
+
+tritonclient = pytest.importorskip("tritonclient.grpc")
+
+LONG = VideoRequest(prompt="a long one", num_steps=2500)
+
+
+@pytest.fixture(params=["grpc", "http"])
+def client(server, request):
+    return VideoClient(f"grpc://{server.grpc_url}" if request.param == "grpc" else f"http://{server.http_url}")
+
+
+@pytest.fixture
+def grpc_client(server):
+    return VideoClient(f"grpc://{server.grpc_url}")
+
+
+def frames_of(data: bytes) -> np.ndarray:
+    with av.open(io.BytesIO(data)) as container:  # imageio would collect garbage, which takes long beside torch
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]).astype(int)
+
+
+def test_the_video_is_that_of_generate(client, pipeline):
+    """Byte for byte: one video in a batch of its own, on the same machine."""
+    request = VideoRequest(
+        prompt="a red seven moving left", negative_prompt="green", seed=11, guidance=3.0, num_steps=5
+    )
+    steps = []
+    (video,) = client.generate(request, on_progress=steps.append)
+    expected = pipeline.generate([request.prompt], seeds=11, negative_prompt="green", guidance=3.0, num_steps=5)[0]
+    assert video.data == encode_mp4(expected.video, 8, metadata={"comment": request.prompt})
+    assert [step.step for step in steps] == [1, 2, 3, 4, 5]
+    other = client.generate(replace(request, seed=12))[0]
+    assert other.data != video.data
+
+
+def test_the_command_writes_the_video_of_generate(server, bundle_dir, tmp_path):
+    generate = ["generate", "--checkpoint_path", str(bundle_dir), "--prompt", "a two", "--seed", "3", "--device", "cpu"]
+    assert cli.main([*generate, "--video_save_path", str(tmp_path / "ours.mp4")]) == 0
+    ask = ["serve", "ask", "a two", "--seed", "3", "--url", server.grpc_url, "-o", str(tmp_path / "theirs.mp4")]
+    assert cli.main(ask) == 0
+    assert (tmp_path / "ours.mp4").read_bytes() == (tmp_path / "theirs.mp4").read_bytes()
+
+
+def test_info_tells_defaults_limits_and_samplers(client):
+    info = client.info()
+    assert client.is_ready()
+    assert (info.defaults["num_steps"], info.size_multiple, info.limits.max_videos) == (4, 4, 4)
+    assert "heun" in info.samplers
+
+
+def test_images_have_a_model_of_their_own(server, pipeline):
+    client = VideoClient(f"http://{server.http_url}", model=IMAGE_MODEL)
+    (image,) = client.generate(VideoRequest(prompt="a five", seed=2))
+    expected = pipeline.generate(["a five"], seeds=2, num_frames=1)[0].video[0]
+    assert image.media_type == "image/png"
+    assert np.array_equal(iio.imread(image.data, extension=".png"), expected)
+    with pytest.raises(InvalidRequestError, match="up to 1 frames"):
+        client.generate(VideoRequest(prompt="a five", num_frames=2))
+
+
+def test_nemo_s_names_of_inputs_work(server, client, pipeline):
+    body = {"prompt": "a", "unconditional_guidance_scale": 3.0, "inference_steps": 2, "seed": 4, "eta": 0.0}
+    answer = httpx.post(f"http://{server.http_url}/v2/models/text_to_video/generate_stream", json=body).text
+    assert answer.count('\\"type\\": \\"progress\\"') == 2
+    assert '\\"guidance\\": 3.0' in answer
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompt": "x" * 2**20},
+        {"prompt": "bell\x07"},
+        {"prompt": "nul\0"},
+        {"guidance": float("nan")},
+        {"guidance": -1.0},
+        {"guidance": float("inf")},
+        {"num_steps": -3},
+        {"num_steps": 2**31 - 1},
+        {"num_steps": 2**40},
+        {"num_frames": 2**31 - 1},
+        {"height": 17},
+        {"width": 2**30},
+        {"fps": 1e30},
+        {"num_videos": 10**6},
+        {"seed": 2**64},
+        {"sampler": "x" * 2**20},
+        {"num_steps": "four"},
+    ],
+)
+def test_bad_requests_are_refused(client, change):
+    with pytest.raises(InvalidRequestError):
+        client.generate(replace(VideoRequest(prompt="a"), **change), timeout=20)
+
+
+RAW = [
+    ("prompt", np.array([[1.0]], np.float32), "FP32"),
+    ("prompt", np.array([[b"a", b"b"]], np.object_), "BYTES"),
+    ("prompt", np.array([[[b"a"]]], np.object_), "BYTES"),
+    ("prompt", np.array([[b"\xff\xfe"]], np.object_), "BYTES"),
+    ("prompt", np.array([[b"a"]] * 3, np.object_), "BYTES"),
+    ("prompt", np.array([[b"a"]] * 100, np.object_), "BYTES"),
+    ("guidance", np.array([[np.nan]], np.float32), "FP32"),
+    ("guidance", np.array([[-np.inf]], np.float32), "FP32"),
+    ("guidance", np.array([[2]], np.int64), "INT64"),
+    ("num_steps", np.array([[-(2**31)]], np.int32), "INT32"),
+    ("num_steps", np.zeros((1, 0), np.int32), "INT32"),
+    ("seed", np.array([[1, 2, 3]], np.int64), "INT64"),
+    ("no_such_input", np.array([[1]], np.int32), "INT32"),
+]
+
+
+@pytest.mark.parametrize("name, array, kind", RAW, ids=[f"{name}-{kind}-{array.shape}" for name, array, kind in RAW])
+def test_raw_tensors_of_wrong_type_shape_or_value_are_answered(server, name, array, kind):
+    """What no client of ours would send: the answer is an error, and soon."""
+    tensors = []
+    if name != "prompt":
+        tensors.append(tritonclient.InferInput("prompt", [array.shape[0], 1], "BYTES"))
+        tensors[0].set_data_from_numpy(np.array([[b"a"]] * array.shape[0], np.object_))
+    tensors.append(tritonclient.InferInput(name, array.shape, kind))
+    tensors[-1].set_data_from_numpy(array)
+    answers, answered = [], threading.Event()
+
+    def note(result, error):
+        answers.append(error)
+        answered.set()
+
+    with tritonclient.InferenceServerClient(server.grpc_url) as raw:
+        raw.start_stream(note, stream_timeout=20)
+        raw.async_stream_infer("text_to_video", tensors, enable_empty_final_response=True)
+        assert answered.wait(20)
+        raw.stop_stream(cancel_requests=True)
+    assert answers[0] is not None
+    assert "Deadline" not in str(answers[0])
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b'{"prompt": 5}', b'{"prompt": ["a", "b"]}', b'{"seed": 1}', b"\xff"]
+)
+def test_malformed_json_is_answered(server, body):
+    url = f"http://{server.http_url}/v2/models/text_to_video/generate_stream"
+    assert "error" in httpx.post(url, content=body, timeout=20).text
+
+
+def test_the_service_still_works_after_all_that(client):
+    """Runs after the tests above, in the same server."""
+    assert len(client.generate(VideoRequest(prompt="a"))) == 1
+
+
+def test_unknown_models_and_addresses_are_told_apart(server):
+    with pytest.raises(ServiceError, match="no_such_model"):
+        VideoClient(f"grpc://{server.grpc_url}", model="no_such_model").generate(VideoRequest(prompt="a"))
+    with pytest.raises(UnavailableError):
+        VideoClient("grpc://127.0.0.1:1")
+    with pytest.raises(UnavailableError):
+        VideoClient("http://127.0.0.1:1")
+
+
+def seconds_until_free(client: VideoClient) -> float:
+    began = time.monotonic()
+    client.generate(VideoRequest(prompt="short", num_steps=1, num_frames=1))
+    return time.monotonic() - began
+
+
+def test_twenty_cancels_free_the_slot(client):
+    """Each long request would take many seconds; after its cancel, a short one is served at once."""
+    randomness, waits = np.random.default_rng(0), []
+    for _ in range(20):
+        generation, last = client.stream(LONG), int(randomness.integers(1, 60))
+        with pytest.raises(CancelledError):
+            for event in generation:
+                assert not isinstance(event, VideoResult)
+                if event.step >= last:
+                    generation.cancel()
+        waits.append(seconds_until_free(client))
+    assert max(waits) < 0.5 * client_seconds(client, LONG, share=0.05) / 0.05, "a slot stayed taken"
+
+
+def client_seconds(client: VideoClient, request: VideoRequest, *, share: float) -> float:
+    """How long a share of a request's steps takes."""
+    began = time.monotonic()
+    for event in client.stream(request):
+        if event.step >= share * request.num_steps:
+            return time.monotonic() - began
+    raise AssertionError("the request ended early")
+
+
+def test_cancelling_from_another_thread(client):
+    generation = client.stream(LONG)
+    threading.Timer(0.3, generation.cancel).start()
+    with pytest.raises(CancelledError):
+        list(generation)
+
+
+def test_deadlines_end_a_request(client):
+    with pytest.raises(DeadlineExceededError):
+        client.generate(LONG, timeout=0.4)
+    assert len(client.generate(VideoRequest(prompt="a"), timeout=60)) == 1
+
+
+REQUESTS = [
+    replace(
+        VideoRequest(prompt=f"number {index}", seed=index),
+        **[{}, {"num_frames": 1}, {"height": 8, "width": 8}, {"num_steps": 2, "guidance": 1.0}][index % 4],
+    )
+    for index in range(40)
+]
+
+
+def wanted(request: VideoRequest) -> dict:
+    """What a request replaces of the defaults, as `generate` takes it."""
+    names = ("num_frames", "height", "width", "num_steps", "guidance")
+    return {name: value for name, value in request.to_inputs().items() if name in names}
+
+
+def test_forty_requests_of_eight_clients_are_neither_lost_nor_mixed_up(server, grpc_client, pipeline):
+    """Five at once of each client, half of the clients over HTTP, while a long request lets them queue."""
+    urls = [f"grpc://{server.grpc_url}", f"http://{server.http_url}"]
+    clients = [VideoClient(urls[index % 2]) for index in range(8)]
+    blocker = grpc_client.stream(LONG)
+    next(iter(blocker))
+    with ThreadPoolExecutor(len(REQUESTS)) as threads:
+        answers = [
+            threads.submit(client.generate, request, timeout=120)
+            for client, request in zip(clients * 5, REQUESTS, strict=True)
+        ]
+        time.sleep(1)
+        blocker.close()
+        results = [answer.result(timeout=120) for answer in answers]
+    for request, videos in zip(REQUESTS, results, strict=True):
+        assert [(video.prompt, video.seed) for video in videos] == [(request.prompt, request.seed)]
+        is_image = request.num_frames == 1
+        expected = pipeline.generate([request.prompt], seeds=request.seed, **wanted(request))[0].video.astype(int)
+        frames = iio.imread(videos[0].data, extension=".png")[None] if is_image else frames_of(videos[0].data)
+        expected = expected if is_image else frames_of(encode_mp4(expected.astype(np.uint8), 8))
+        # a batch's rounding differs from a single video's, and the codec can make a level or more of it
+        assert np.abs(frames - expected).mean() < 1.5, request
+    sizes = [videos[0].batch_size for videos in results]
+    print(f"{sum(size > 1 for size in sizes)} of {len(sizes)} shared a batch, of up to {max(sizes)}")
+    assert sum(size > 1 for size in sizes) >= len(REQUESTS) // 2
+
+
+def test_a_full_queue_answers_unavailable(grpc_client):
+    """48 may wait; of 60 more than the running batch, some are turned away at once, and the rest is served."""
+    blocker = grpc_client.stream(LONG)
+    next(iter(blocker))
+    with ThreadPoolExecutor(60) as threads:
+
+        def ask(seed):
+            try:
+                return grpc_client.generate(VideoRequest(prompt="a", seed=seed, num_steps=1, num_frames=1), timeout=120)
+            except UnavailableError as error:
+                return error
+
+        answers = [threads.submit(ask, seed) for seed in range(60)]
+        time.sleep(1)
+        refused_while_busy = sum(answer.done() for answer in answers)
+        blocker.close()
+        results = [answer.result(timeout=120) for answer in answers]
+    refused = [result for result in results if isinstance(result, UnavailableError)]
+    assert 1 <= refused_while_busy <= len(refused) <= 12
+    assert "queue" in str(refused[0])
+
+
+def test_metrics_are_served(server):
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.ports.metrics}/metrics") as answer:
+        assert b'nv_inference_request_success{model="text_to_video"' in answer.read()
