@@ -92,6 +92,7 @@ class VideoClient:
     def __init__(self, url: str = "localhost", *, model: str = MODEL) -> None:
         self.model = model
         self._transport = _connect(url)
+        self._info: ServiceInfo | None = None
 
     @property
     def url(self) -> str:
@@ -119,11 +120,16 @@ class VideoClient:
         `timeout` is in seconds, with the time in the queue. `priority`: 1 is served first, 0 is the service's default.
         The iteration raises what `ServiceError` and its subclasses say.
         """
-        return Generation(
-            lambda cancelled: self._transport.events(
-                self.model, request, timeout=timeout, priority=priority, cancelled=cancelled
+
+        def events(cancelled: threading.Event) -> Iterator[Event]:
+            self._info = self._info or self.info()
+            # Triton hands over together only requests that leave out the same inputs: so none leaves out any.
+            inputs = request.filled(self._info.defaults).to_inputs()
+            yield from self._transport.events(
+                self.model, inputs, timeout=timeout, priority=priority, cancelled=cancelled
             )
-        )
+
+        return Generation(events)
 
     def generate(
         self,
@@ -155,7 +161,7 @@ class _Transport(Protocol):
     def config(self, model: str) -> dict[str, Any]: ...
 
     def events(
-        self, model: str, request: VideoRequest, *, timeout: float | None, priority: int, cancelled: threading.Event
+        self, model: str, inputs: dict[str, Any], *, timeout: float | None, priority: int, cancelled: threading.Event
     ) -> Iterator[Event]: ...
 
 
@@ -204,7 +210,7 @@ class _Grpc:
             raise _grpc_error(error) from error
 
     def events(
-        self, model: str, request: VideoRequest, *, timeout: float | None, priority: int, cancelled: threading.Event
+        self, model: str, inputs: dict[str, Any], *, timeout: float | None, priority: int, cancelled: threading.Event
     ) -> Iterator[Event]:
         answers: queue.Queue = queue.Queue()
         is_finished = False
@@ -216,7 +222,7 @@ class _Grpc:
             )
             client.async_stream_infer(
                 model,
-                [_tensor(name, value) for name, value in request.to_inputs().items()],
+                [_tensor(name, value) for name, value in inputs.items()],
                 enable_empty_final_response=True,
                 timeout=_microseconds(timeout),
                 priority=priority,
@@ -316,10 +322,10 @@ class _Http:
         return answer
 
     def events(
-        self, model: str, request: VideoRequest, *, timeout: float | None, priority: int, cancelled: threading.Event
+        self, model: str, inputs: dict[str, Any], *, timeout: float | None, priority: int, cancelled: threading.Event
     ) -> Iterator[Event]:
         deadline = None if timeout is None else time.monotonic() + timeout
-        body: dict[str, Any] = {name: _checked(name, value) for name, value in request.to_inputs().items()}
+        body: dict[str, Any] = {name: _checked(name, value) for name, value in inputs.items()}
         if timeout is not None or priority:
             body["parameters"] = {"timeout": _microseconds(timeout) or 0, "priority": priority}
         try:

@@ -97,6 +97,12 @@ class VideoRequest:
             raise UserError("the input 'prompt' is missing")
         return cls(**values)
 
+    def filled(self, defaults: Mapping[str, Any]) -> "VideoRequest":
+        """The same request with nothing left out, given a service's sampling defaults."""
+        others = {"seed": 0, "num_videos": 1, "preview_every": 0}
+        given = self.to_inputs()
+        return VideoRequest(**{name: defaults[name] for name in SETTINGS} | others | given)
+
     def to_inputs(self) -> dict[str, Any]:
         """The inputs to send: those that are not None."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}

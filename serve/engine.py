@@ -1,5 +1,6 @@
 """Requests to videos: checks at the door, equal settings in one batch, progress, cancelling. Without Triton."""
 
+import json
 import time
 import traceback
 from collections import defaultdict
@@ -184,11 +185,13 @@ def _living_jobs(rows: list[_Row]) -> list[Job]:
 
 
 def _result(row: _Row, video: GeneratedVideo, *, seconds: float, batch_size: int) -> VideoResult:
+    """The encoded video, with what made it inside."""
     is_image = video.settings.num_frames == 1
+    record = json.dumps({"prompt": video.prompt, "seed": video.seed, **asdict(video.settings)})
     if is_image:
-        data = encode_image(video.video[0], ".png")
+        data = encode_image(video.video[0], ".png", record)
     else:
-        data = encode_mp4(video.video, video.settings.fps, metadata={"comment": video.prompt})
+        data = encode_mp4(video.video, video.settings.fps, metadata={"comment": record, "title": video.prompt})
     return VideoResult(
         data=data,
         media_type="image/png" if is_image else "video/mp4",

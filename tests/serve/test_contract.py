@@ -3,6 +3,7 @@ import pytest
 from megadit.models.support import UserError
 from megadit.serve.contract import (
     INPUTS,
+    SETTINGS,
     Limits,
     Progress,
     ServiceInfo,
@@ -25,6 +26,13 @@ def test_request_survives_its_inputs():
     request = VideoRequest(prompt="a", seed=3, guidance=1.5, sampler="heun")
     assert request.to_inputs() == {"prompt": "a", "seed": 3, "guidance": 1.5, "sampler": "heun"}
     assert VideoRequest.from_inputs(request.to_inputs()) == request
+
+
+def test_a_filled_request_leaves_nothing_out_and_keeps_what_was_given():
+    defaults = {name: 1 for name in SETTINGS} | {"sigma_min": 0.1}
+    filled = VideoRequest(prompt="a", num_steps=7, seed=3).filled(defaults)
+    assert (filled.num_steps, filled.seed, filled.height, filled.num_videos) == (7, 3, 1, 1)
+    assert None not in [getattr(filled, name) for name in VideoRequest.__dataclass_fields__]
 
 
 def test_nemo_s_names_mean_ours():

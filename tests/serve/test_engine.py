@@ -1,6 +1,7 @@
 """The engine without Triton: what each request is answered, and with whom it shares a batch."""
 
-from dataclasses import dataclass, field, replace
+import json
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -69,7 +70,8 @@ def test_a_request_gets_its_progress_and_the_video_of_generate(engine, pipeline)
     assert sorted((step.sigma for step in asker.steps), reverse=True) == [step.sigma for step in asker.steps]
     expected = pipeline.generate(["a red seven"], seeds=5)[0]
     (video,) = asker.videos
-    assert video.data == encode_mp4(expected.video, 8, metadata={"comment": "a red seven"})
+    comment = json.dumps({"prompt": "a red seven", "seed": 5, **asdict(expected.settings)})
+    assert video.data == encode_mp4(expected.video, 8, metadata={"comment": comment, "title": "a red seven"})
     assert (video.seed, video.prompt, video.settings["num_steps"]) == (5, "a red seven", 4)
 
 
