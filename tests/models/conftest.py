@@ -31,3 +31,31 @@ def write_t5():
     """Writes a T5 with random weights into a directory."""
     pytest.importorskip("transformers", reason="transformers is not installed")
     return _write_t5
+
+
+def cosmos_autoencoder(temporal: int = 4, *, statistics: bool = False):
+    """A narrow `AutoencoderKLCosmos` with the levels of the released one, every tensor random."""
+    import diffusers
+
+    torch.manual_seed(temporal)
+    network = diffusers.AutoencoderKLCosmos(
+        encoder_block_out_channels=(8, 8, 16, 16),
+        decode_block_out_channels=(8, 16, 16) if temporal == 4 else (8, 16, 16, 16),
+        latent_channels=4,
+        num_layers=1,
+        temporal_compression_ratio=temporal,
+        latents_mean=torch.randn(4 * 3).tolist() if statistics else None,
+        latents_std=(1 + torch.rand(4 * 3)).tolist() if statistics else None,
+    )
+    for parameter in network.parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter, mean=0.5, std=0.2)
+        else:
+            torch.nn.init.kaiming_normal_(parameter)
+    return network.eval()
+
+
+@pytest.fixture(scope="session")
+def make_cosmos_autoencoder():
+    pytest.importorskip("diffusers", reason="diffusers is not installed")
+    return cosmos_autoencoder

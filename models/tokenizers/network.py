@@ -1,0 +1,154 @@
+"""What the tokenizers have in common that are networks of diffusers: building, sizes, files."""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from megadit.models import parts
+from megadit.models.support import UserError, read_json
+from megadit.models.weights import check_shapes
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_FILES = ("diffusion_pytorch_model.safetensors", "model.safetensors")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Network:
+    """An autoencoder of diffusers, which follows its inputs to their device."""
+
+    class_name: str
+    config: Mapping[str, Any]
+    module: nn.Module = field(repr=False)
+
+    @classmethod
+    def build(cls, class_name: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str) -> "Network":
+        """The network with exactly these tensors.
+
+        Raises:
+            UserError: if diffusers is not installed, or the tensors are others than the network has.
+        """
+        module = empty_module(class_name, config)
+        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        check_shapes(found, {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}, where)
+        module.load_state_dict(dict(tensors), assign=True)
+        _make_constants(module)
+        settings = json.loads(json.dumps(dict(config)))  # as they are read back: tuples are lists
+        return cls(class_name=class_name, config=settings, module=module.eval().requires_grad_(False))
+
+    def on(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        weight = next(self.module.parameters())
+        if (weight.device, weight.dtype) != (device, dtype):
+            nn.Module.to(self.module, device, dtype)  # diffusers' own warns of every cast
+        return self.module
+
+    def tensors(self) -> dict[str, Tensor]:
+        return dict(self.module.state_dict())
+
+
+def empty_module(class_name: str, config: Mapping[str, Any]) -> nn.Module:
+    """The network of these settings, without memory for its tensors.
+
+    Raises:
+        UserError: if diffusers is not installed, or does not know a setting.
+    """
+    try:
+        import diffusers
+    except ModuleNotFoundError:
+        raise UserError(f"{class_name} needs the library diffusers: pip install 'megadit[diffusers]'") from None
+    settings = {name: value for name, value in config.items() if not name.startswith("_")}
+    try:
+        with torch.device("meta"):
+            return getattr(diffusers, class_name)(**settings)
+    except (TypeError, AttributeError) as error:
+        raise UserError(f"diffusers {diffusers.__version__} cannot build this {class_name}: {error}") from error
+
+
+def _make_constants(module: nn.Module) -> None:
+    """Gives constants that are no tensors of the checkpoint (wavelets) their values: they were made without memory."""
+    from diffusers.models.autoencoders import autoencoder_kl_cosmos as cosmos
+
+    for part in module.modules():
+        if isinstance(part, cosmos.CosmosPatchEmbed3d | cosmos.CosmosUnpatcher3d):
+            wavelets = cosmos._WAVELETS[part.patch_method].clone()
+            part.register_buffer("wavelets", wavelets, persistent=False)
+            part.register_buffer("_arange", torch.arange(len(wavelets)), persistent=False)
+
+
+def read_diffusers(directory: Path, class_name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(settings, tensors) of a network in the form of diffusers.
+
+    Raises:
+        UserError: if it is another network, or files are missing.
+    """
+    config = read_json(directory / "config.json")
+    if config.get("_class_name") != class_name:
+        raise UserError(f"{directory} holds a {config.get('_class_name')}, not a {class_name}")
+    for name in _FILES:
+        if (directory / name).is_file():
+            return config, load_tensors(directory / name)
+    raise UserError(f"{directory} has neither {' nor '.join(_FILES)}")
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except Exception as error:  # safetensors raises its own for a damaged file, OSError for an unreadable one
+        raise UserError(f"{path} is not a readable safetensors file: {error}") from error
+
+
+def fingerprint(settings: Mapping[str, Any], network: Network) -> str:
+    """Of the settings and the network's tensors, as they were saved."""
+    digest = hashlib.blake2b(json.dumps(dict(settings), sort_keys=True).encode(), digest_size=8)
+    for name, tensor in sorted(network.tensors().items()):
+        digest.update(f"\n{name} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().bfloat16().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def save(directory: str | os.PathLike, kind: str, settings: Mapping[str, Any], network: Network) -> None:
+    config = {"type": kind, **settings, "network": {k: v for k, v in network.config.items() if k[0] != "_"}}
+    parts.write_part(directory, config, network.tensors())
+
+
+def load(directory: str | os.PathLike, class_name: str, names: list[str]) -> tuple[dict[str, Any], Network]:
+    """The inverse of `save`: (settings, network)."""
+    settings = parts.read_settings(directory, [*names, "network"])
+    where = f"the tensors of {Path(directory) / parts.TENSOR_FILE}"
+    network = Network.build(class_name, settings.pop("network"), parts.read_tensors(directory), where)
+    return settings, network
+
+
+def check_size(frames: int, height: int, width: int, *, temporal: int, spatial: int) -> None:
+    """Refuses a video that cannot be encoded, naming the nearest sizes that can.
+
+    Raises:
+        UserError: see above.
+    """
+    if frames < 1 or (frames - 1) % temporal:
+        above = frames_covering(frames, temporal)
+        below = above - temporal
+        raise UserError(
+            f"{frames} frames cannot be encoded: take 1 + a multiple of {temporal}, "
+            + (f"{below} or {above}" if below > 0 else f"{above}")
+        )
+    for name, size in (("height", height), ("width", width)):
+        if size < 1 or size % spatial:
+            above = math.ceil(max(size, 1) / spatial) * spatial
+            below = above - spatial
+            raise UserError(
+                f"{name} {size} cannot be encoded: take a multiple of {spatial}, "
+                + (f"{below} or {above}" if below > 0 else f"{above}")
+            )
+
+
+def frames_covering(frames: int, temporal: int) -> int:
+    return 1 + math.ceil(max(frames - 1, 0) / temporal) * temporal

@@ -1,0 +1,158 @@
+"""Encoding and decoding in pieces, so that memory does not grow with the video.
+
+In time, a piece begins `context` latent frames early, and what these give is thrown away; in space, neighbouring tiles
+overlap and are blended. Exact for a tokenizer that looks at one patch at a time (Haar); for a network that normalises
+over a frame or attends in it, it is an approximation: `tiling_error` says how good.
+
+Shapes: B batch, C channels, T/H/W frames, height, width (of the video, or of its latents).
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megadit.models.support import UserError
+from megadit.models.tokenizers.base import VideoTokenizer
+
+Transform = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tiles:
+    """Sizes of the pieces, in latent pixels and latent frames.
+
+    Raises:
+        UserError: for sizes that leave nothing beside overlap and context.
+    """
+
+    side: int = 64
+    """Height and width of a tile."""
+    overlap: int = 16
+    """Of neighbouring tiles."""
+    frames: int = 16
+    """Latent frames in a piece, context included."""
+    context: int = 4
+    """Latent frames before a piece that are computed and thrown away; at least 1, which stands for the past."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.overlap < self.side:
+            raise UserError(f"overlap={self.overlap} must be at least 0 and smaller than side={self.side}")
+        if not 1 <= self.context < self.frames:
+            raise UserError(f"context={self.context} must be at least 1 and smaller than frames={self.frames}")
+
+
+def encode_in_tiles(encode: Transform, video_BCTHW: Tensor, tiles: Tiles, temporal: int, spatial: int) -> Tensor:
+    """encode(video) piece by piece; `temporal` and `spatial` are the compression factors."""
+    num_latents = 1 + (video_BCTHW.shape[2] - 1) // temporal
+    pieces = []
+    for first, last, skip in _pieces(num_latents, tiles):
+        # the frame that closes the first latent stands for all before it
+        piece = video_BCTHW[:, :, temporal * first : temporal * (last - 1) + 1]
+        pieces.append(_in_space(encode, piece, tiles, 1 / spatial, spatial)[:, :, skip:])
+    return torch.cat(pieces, dim=2)
+
+
+def decode_in_tiles(decode: Transform, latents_BCTHW: Tensor, tiles: Tiles, temporal: int, spatial: int) -> Tensor:
+    """decode(latents) piece by piece."""
+    pieces = []
+    for first, last, skip in _pieces(latents_BCTHW.shape[2], tiles):
+        piece = _in_space(decode, latents_BCTHW[:, :, first:last], tiles, spatial, 1)
+        # of the skipped latents the first gives one frame, the others `temporal` each
+        pieces.append(piece[:, :, 1 + (skip - 1) * temporal if skip else 0 :])
+    return torch.cat(pieces, dim=2)
+
+
+def _pieces(num_latents: int, tiles: Tiles) -> Iterator[tuple[int, int, int]]:
+    """(first, last, skip): latents first..last-1 are computed together, and the first `skip` thrown away."""
+    yield 0, min(tiles.frames, num_latents), 0
+    done = tiles.frames
+    while done < num_latents:
+        first = done - tiles.context
+        last = min(first + tiles.frames, num_latents)
+        yield first, last, tiles.context
+        done = last
+
+
+def _in_space(transform: Transform, x_BCTHW: Tensor, tiles: Tiles, scale: float, unit: int) -> Tensor:
+    """transform(x), whose height and width are `scale` times those of x, in blended tiles of `unit * side`."""
+    side, overlap = tiles.side * unit, tiles.overlap * unit
+    height, width = x_BCTHW.shape[-2:]
+    if height <= side and width <= side:
+        return transform(x_BCTHW)
+    total = weights = None
+    ramp = round(overlap * scale)
+    for top in _starts(height, side, overlap):
+        for left in _starts(width, side, overlap):
+            tile = transform(x_BCTHW[..., top : top + side, left : left + side])
+            weight_HW = _weight(tile, ramp, top > 0, left > 0, top + side < height, left + side < width)
+            if total is None:
+                size = (round(height * scale), round(width * scale))
+                total = tile.new_zeros(*tile.shape[:-2], *size)
+                weights = tile.new_zeros(size)
+            rows = slice(round(top * scale), round(top * scale) + tile.shape[-2])
+            columns = slice(round(left * scale), round(left * scale) + tile.shape[-1])
+            total[..., rows, columns] += tile * weight_HW
+            weights[rows, columns] += weight_HW
+    return total / weights
+
+
+def _starts(size: int, side: int, overlap: int) -> list[int]:
+    """Where tiles begin; the last ends with the picture, and may overlap more."""
+    if size <= side:
+        return [0]
+    step = side - overlap
+    return [*range(0, size - side, step), size - side]
+
+
+def _weight(tile: Tensor, ramp: int, above: bool, left: bool, below: bool, right: bool) -> Tensor:
+    """Falls towards each edge that has a neighbour: [H, W] in (0, 1]."""
+
+    def along(length: int, before: bool, after: bool) -> Tensor:
+        weight = torch.ones(length, device=tile.device, dtype=tile.dtype)
+        slope = torch.arange(1, ramp + 1, device=tile.device, dtype=tile.dtype) / (ramp + 1)
+        if before and ramp:
+            weight[:ramp] *= slope
+        if after and ramp:
+            weight[-ramp:] *= slope.flip(0)
+        return weight
+
+    return along(tile.shape[-2], above, below)[:, None] * along(tile.shape[-1], left, right)
+
+
+def reconstruct(tokenizer: VideoTokenizer, video_BCTHW: Tensor) -> Tensor:
+    """decode(encode(video)) at any size: edges are repeated to a size that can be encoded, and cut off again."""
+    frames, height, width = video_BCTHW.shape[2:]
+    side = tokenizer.spatial_compression
+    missing = (
+        tokenizer.frames_covering(frames) - frames,
+        math.ceil(height / side) * side - height,
+        math.ceil(width / side) * side - width,
+    )
+    padded = F.pad(video_BCTHW.float(), (0, missing[2], 0, missing[1], 0, missing[0]), mode="replicate")
+    return tokenizer.decode(tokenizer.encode(padded))[:, :, :frames, :height, :width]
+
+
+@dataclass(frozen=True, slots=True)
+class TilingError:
+    psnr: float
+    """Of the tiled video against the whole one, in decibels, for values in [-1, 1]."""
+    seams: float
+    """Mean step across the edges of tiles over the mean step elsewhere, both of the difference; 1 shows no seam."""
+
+
+def tiling_error(whole_BCTHW: Tensor, tiled_BCTHW: Tensor, tiles: Tiles, spatial: int) -> TilingError:
+    """How a video decoded in tiles differs from the same decoded at once."""
+    difference = tiled_BCTHW.double() - whole_BCTHW.double()
+    mean_square = difference.square().mean().item()
+    steps_W = difference.diff(dim=-1).abs().mean(dim=(0, 1, 2, 3))
+    side, overlap = tiles.side * spatial, tiles.overlap * spatial
+    starts = _starts(whole_BCTHW.shape[-1], side, overlap)
+    edges = [start - 1 for start in starts[1:]] + [start + side - 1 for start in starts[:-1]]
+    is_edge = torch.zeros_like(steps_W, dtype=torch.bool)
+    is_edge[edges] = True
+    seams = (steps_W[is_edge].mean() / steps_W[~is_edge].mean()).item() if edges and mean_square else 1.0
+    return TilingError(math.inf if mean_square == 0 else -10 * math.log10(mean_square / 4), seams)
