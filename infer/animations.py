@@ -25,19 +25,13 @@ def encode_image(frame_HWC: np.ndarray, suffix: str, comment: str = "") -> bytes
 
 
 def encode_animation(frames: np.ndarray, fps: float, suffix: str, comment: str = "") -> bytes:
-    """An endless gif (256 colours, durations in hundredths of a second) or webp; `comment` is ASCII.
-
-    Raises:
-        UserError: for more frames per second than the format can tell.
-    """
+    """An endless gif (256 colours, durations in hundredths of a second) or webp; `comment` is ASCII."""
     if suffix == ".gif":
-        if fps > 50:
-            raise UserError(f"fps={fps} is more than the 50 that a gif can tell; write an mp4 or webp")
-        options = {"format": "GIF", "duration": 10 * round(100 / fps), "comment": comment.encode("ascii")}
+        options = {"format": "GIF", "duration": 10 * round(100 / fps) if fps else 0, "comment": comment.encode("ascii")}
         return _saved(frames, save_all=True, loop=0, **options)
     exif = Image.Exif()
     exif[_IMAGE_DESCRIPTION] = comment
-    duration = max(1, round(1000 / fps)) if fps else 0
+    duration = round(1000 / fps) if fps else 0
     return _saved(frames, save_all=True, loop=0, format="WEBP", duration=duration, quality=90, exif=exif)
 
 

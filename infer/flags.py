@@ -1,7 +1,9 @@
 """The options of `megadit generate`: what they are called, what they mean, and which of them exclude each other."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, get_args
 
 from megadit.infer.guidance import GuidanceConvention
@@ -175,6 +177,9 @@ def parse(argv: list[str]) -> GenerateFlags:
         description="Generates videos, or images, from prompts. What is left out takes the checkpoint's default.",
         epilog="--debug shows the traceback of an error.",
     )
+    for argument in argv:
+        is_text = not any("\ud800" <= letter <= "\udfff" for letter in argument)  # bytes that were left undecoded
+        refuse(not is_text, f"the argument {argument!a} is not valid text (UTF-8)")
     for flag in fields(GenerateFlags):
         parser.add_argument(f"--{flag.name}", **flag.metadata)
     # argparse's own defaults are None, so that `extend` starts from nothing
@@ -205,7 +210,17 @@ def _check(flags: GenerateFlags) -> None:
     for name in ("num_video_frames", "batch_size"):
         value = getattr(flags, name)
         refuse(value is not None and value < 1, f"--{name}={value} must be greater than 0")
+    for flag in fields(GenerateFlags):
+        if flag.metadata.get("metavar") == "PATH":
+            check_path(flag.name, getattr(flags, flag.name) or "")
     _check_upstream_flags(flags)
+
+
+def check_path(name: str, path: str) -> None:
+    """Raises UserError for what no file system takes, room for a temporary name included."""
+    refuse("\0" in path, f"--{name}={path!a}: no path holds a null character")
+    too_long = [part for part in Path(path).parts if len(os.fsencode(part)) > 230]
+    refuse(too_long, f"--{name}: the name {''.join(too_long)[:40]}... is too long")
 
 
 def _check_upstream_flags(flags: GenerateFlags) -> None:

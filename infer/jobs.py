@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megadit.infer.flags import SETTING_FLAGS, GenerateFlags, refuse
+from megadit.infer.flags import SETTING_FLAGS, GenerateFlags, check_path, refuse
 from megadit.infer.guidance import guidance_scale
 from megadit.infer.settings import AUTO, resolve_settings
 from megadit.infer.start import GivenVideo
@@ -72,6 +72,7 @@ def _rows(line: Mapping[str, Any], flags: GenerateFlags, defaults: SamplingDefau
     values |= {key: value for key, value in line.items() if key not in _NO_SETTINGS}
     values["shift"] = _shift(values["shift"])
     if values["autoguidance"]:
+        check_path("autoguidance", values["autoguidance"])
         values["autoguidance"] = str(Path(values["autoguidance"]).resolve())  # so that --repeat finds it from anywhere
     scales = [line["guidance"]] if "guidance" in line else list(flags.guidances) or [flags.guidance]
     seeds = [line["seed"]] if "seed" in line else line.get("seeds") or flags.seeds or [flags.seed or 0]
@@ -133,13 +134,6 @@ def _check_subject(prompts: list[str], subject: str) -> None:
         subject and not has_place,
         f"--subject_name={subject} has no place: write {SUBJECT} where a prompt should name it",
     )
-    for prompt in prompts:
-        refuse(not prompt.isascii() and not _is_text(prompt), f"the prompt {prompt!a} is not valid text (UTF-8)")
-
-
-def _is_text(prompt: str) -> bool:
-    """Whether no byte of the command line was left undecoded."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in prompt)
 
 
 # --------------------------------------------------------------------------------------------------- prompt files

@@ -15,7 +15,7 @@ from megadit.infer.animations import encode_image
 from megadit.infer.flags import DEFAULT_DTYPE, GenerateFlags, refuse
 from megadit.infer.jobs import GivenFile, Job, sha256
 from megadit.infer.pipeline import GeneratedVideo
-from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, read_comment, write_video
+from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, check_fps, read_comment, write_video
 from megadit.models.bundle import Bundle, SamplingDefaults
 from megadit.models.support import UserError, atomic_directory, atomic_path, read_json, write_json
 
@@ -43,13 +43,18 @@ def output_paths(save_path: str, jobs: Sequence[Job], format: str | None = None)
         raise UserError(f"--video_save_path={save_path}: cannot make the directory {directory}: {error}") from error
     refuse(not os.access(directory, os.W_OK), f"--video_save_path={save_path}: {directory} may not be written to")
     if is_file and len(jobs) == 1:
-        return [path]
-    if is_file:
-        return [directory / f"{path.stem}_{i:04d}{path.suffix}" for i in range(len(jobs))]
-    return [
-        directory / f"{i:04d}_{_slug(job.prompt)}_seed{job.seed}{_suffix(format, job.settings.num_frames)}"
-        for i, job in enumerate(jobs)
-    ]
+        paths = [path]
+    elif is_file:
+        paths = [directory / f"{path.stem}_{i:04d}{path.suffix}" for i in range(len(jobs))]
+    else:
+        paths = [
+            directory / f"{i:04d}_{_slug(job.prompt)}_seed{job.seed}{_suffix(format, job.settings.num_frames)}"
+            for i, job in enumerate(jobs)
+        ]
+    for path, job in zip(paths, jobs, strict=True):
+        if path.suffix in VIDEO_SUFFIXES and job.settings.num_frames > 1:
+            check_fps(path.suffix, job.settings.fps)
+    return paths
 
 
 def _names_file(path: Path, num_frames: int, format: str | None) -> bool:
@@ -130,7 +135,7 @@ def read_record(path: str) -> dict[str, Any]:
     Raises:
         UserError: if there is none.
     """
-    file = Path(path)
+    file = Path(path).resolve()
     if file.is_dir():
         file = next(iter(sorted(file.glob("00000.*"))), file.with_suffix(".json"))
     if file.suffix in (".json", LATENTS_SUFFIX):

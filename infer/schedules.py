@@ -10,6 +10,8 @@ from megadit.models.bundle import SamplingDefaults
 from megadit.models.support import UserError, nearest
 
 MOST_STEPS = 10_000
+_LOWEST_RHO = 0.05
+"""Below, sigma^(1/rho) leaves the range of numbers."""
 
 
 def karras_sigmas(num_steps: int, sigma_min: float = 0.002, sigma_max: float = 80.0, rho: float = 7.0) -> Tensor:
@@ -98,8 +100,8 @@ def _check(num_steps: int, sigma_min: float, sigma_max: float, rho: float) -> No
         raise UserError(f"num_steps={num_steps} is more than {MOST_STEPS}, of which no sampler has any use")
     if not 0 < sigma_min < sigma_max < math.inf:
         raise UserError(f"need 0 < sigma_min < sigma_max, got sigma_min={sigma_min} and sigma_max={sigma_max}")
-    if not 0 < rho < math.inf:
-        raise UserError(f"rho={rho} must be greater than 0")
+    if not _LOWEST_RHO <= rho < math.inf:
+        raise UserError(f"rho={rho} must be a finite number of at least {_LOWEST_RHO}")
 
 
 def _fractions(num_steps: int) -> Tensor:

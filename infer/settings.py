@@ -14,6 +14,8 @@ from megadit.models.tokenizers import VideoTokenizer
 
 AUTO = "auto"
 """As `shift`: the one that suits the resolution (see `resolution_shift`)."""
+MOST_TOKENS = 1 << 24
+"""Of one video: a limit against slips of the pen, far above what fits any machine."""
 _FAR = 2.0
 """Times more or fewer tokens than the defaults' from which on a shape is called far from training."""
 
@@ -33,8 +35,9 @@ def resolve_settings(defaults: SamplingDefaults, **given: Any) -> SamplingDefaul
         given["shift"] = resolution_shift(size["height"] * size["width"], defaults.height * defaults.width)
     settings = replace(defaults, **given)
     settings = replace(settings, sampler=find_sampler(settings.sampler), schedule=find_schedule(settings.schedule))
+    sigmas = settings_sigmas(settings)
     if settings.sigmas:
-        settings = replace(settings, num_steps=len(settings_sigmas(settings)) - 1)
+        settings = replace(settings, num_steps=len(sigmas) - 1)
     _check_together(settings)
     return settings
 
@@ -65,7 +68,8 @@ def latent_size(
     """Frames that the latents decode to (at least `settings.num_frames`), and the latents' shape (C, T, H, W).
 
     Raises:
-        UserError: if tokenizer and patch together cannot divide height or width; names the nearest sizes they can.
+        UserError: if tokenizer and patch together cannot divide height or width (names the nearest sizes they can),
+            or for a video beyond any machine.
     """
     multiple = tokenizer.spatial_compression * config.patch_spatial
     for name, size in (("height", settings.height), ("width", settings.width)):
@@ -76,6 +80,10 @@ def latent_size(
     frames = tokenizer.frames_covering(settings.num_frames)
     while (shape := tokenizer.latent_shape(frames, settings.height, settings.width))[1] % config.patch_temporal:
         frames = tokenizer.frames_covering(frames + 1)
+    num_tokens = math.prod(config.token_grid(*shape[1:]))
+    if num_tokens > MOST_TOKENS:
+        size = f"{settings.num_frames} frames of {settings.height}x{settings.width}"
+        raise UserError(f"{size} are {num_tokens:,} video tokens, more than the {MOST_TOKENS:,} that are possible")
     return frames, shape
 
 

@@ -25,6 +25,8 @@ from megadit.models.support import UserError, atomic_path
 VIDEO_SUFFIXES = (".mp4", *ANIMATION_SUFFIXES)
 _X264_OPTIONS = {"x264-params": "mbtree=0"}
 """Macroblock-tree rate control reads beyond its rows in small frames: the same frames would give different files."""
+_LOWEST_FPS = 0.01
+_HIGHEST_FPS = {".mp4": 1000, ".gif": 50, ".webp": 1000}
 
 
 @contextmanager
@@ -49,12 +51,11 @@ def encode_mp4(frames: np.ndarray, fps: float, *, metadata: dict[str, str] | Non
     the container (`comment`, `title`, ... are what the format knows).
 
     Raises:
-        UserError: unless `frames` are uint8 THWC with three channels, and fps is positive and no more than 1000.
+        UserError: unless `frames` are uint8 THWC with three channels, and fps lies within what an mp4 can tell.
     """
     _check_frames(frames)
-    rate = Fraction(fps).limit_denominator(1001) if math.isfinite(fps) else 0
-    if not 0 < rate <= 1000:
-        raise UserError(f"fps={fps} must be greater than 0, and no more than 1000")
+    check_fps(".mp4", fps)
+    rate = Fraction(fps).limit_denominator(1001)
     height, width = frames.shape[1:3]
     frames = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
     buffer = io.BytesIO()
@@ -67,6 +68,13 @@ def encode_mp4(frames: np.ndarray, fps: float, *, metadata: dict[str, str] | Non
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         container.mux(stream.encode())
     return buffer.getvalue()
+
+
+def check_fps(suffix: str, fps: float) -> None:
+    """Raises UserError where a file of this kind cannot tell so many or few frames per second."""
+    highest = _HIGHEST_FPS.get(suffix, math.inf)
+    if not _LOWEST_FPS <= fps <= highest:
+        raise UserError(f"fps={fps} must lie between {_LOWEST_FPS} and {highest} in a {suffix[1:]}")
 
 
 def write_video(
@@ -140,8 +148,8 @@ def _encode_image(frames: np.ndarray, suffix: str, comment: str) -> bytes:
 
 def _encode_animation(frames: np.ndarray, fps: float, suffix: str, comment: str) -> bytes:
     _check_frames(frames)
-    if len(frames) > 1 and not 0 < fps < math.inf:
-        raise UserError(f"fps={fps} must be greater than 0")
+    if len(frames) > 1:
+        check_fps(suffix, fps)
     return encode_animation(frames, fps, suffix, comment)
 
 

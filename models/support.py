@@ -254,7 +254,7 @@ def run_command(function: Callable[[list[str]], int | None], argv: list[str]) ->
     except UserError as error:
         if debug:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_in_one_line(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         if debug:
@@ -267,6 +267,11 @@ def run_command(function: Callable[[list[str]], int | None], argv: list[str]) ->
         # what is still buffered would fail again when the interpreter ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _in_one_line(text: str) -> str:
+    """The text with its line breaks, which a user's own values may hold, written as such."""
+    return "\\n".join(text.splitlines())
 
 
 def _lost_its_reader(stream: TextIO) -> bool:
