@@ -220,7 +220,9 @@ class CommandParser(argparse.ArgumentParser):
         Raises:
             UserError: for an argument that is unknown (names the nearest option), missing or malformed.
         """
-        options, unknown = self.parse_known_args([self._spelling(argument) for argument in args], namespace)
+        # positional arguments may stand anywhere among the options; argparse can not do that with subcommands
+        parse = self.parse_known_args if self._subparsers else self.parse_known_intermixed_args
+        options, unknown = parse([self._spelling(argument) for argument in args], namespace)
         if unknown:
             near = nearest(unknown[0].partition("=")[0], self._option_string_actions)
             self.error(f"unknown argument {unknown[0]!r}" + (f" (did you mean {near}?)" if near else ""))

@@ -12,6 +12,7 @@ from megadit.models.support import UserError, nearest, run_command
 VERBS: dict[str, tuple[str, str]] = {
     "prepare": ("megadit.train.data.prepare:main", "turn clips or the built-in digits into a training dataset"),
     "train": ("megadit.train.__main__:main", "train a recipe, on one rank or several"),
+    "slurm": ("megadit.train.slurm.__main__:main", "write and submit the Slurm jobs from data to an exported model"),
     "bundle": ("megadit.train.to_bundle:main", "turn a checkpoint into a bundle, all that sampling needs"),
     "generate": ("megadit.infer.generate:main", "make videos from prompts"),
     "serve build-repository": (

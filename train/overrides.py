@@ -3,7 +3,7 @@
 import dataclasses
 import types
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -13,6 +13,8 @@ from megadit.models.support import UserError, nearest
 from megadit.train.aliases import expand_braces, translate
 from megadit.train.config import RunConfig
 from megadit.train.recipes import load_recipe
+
+Config = TypeVar("Config")
 
 
 def resolve_config(
@@ -30,18 +32,31 @@ def resolve_config(
         UserError: for an unknown recipe or key (naming the nearest known one), a value of the wrong type, a file that
             cannot be read, or values that contradict each other.
     """
-    from_file = _read_yaml(config_file) if config_file is not None else OmegaConf.create({})
+    from_file = _read_optional(config_file)
     named_by_file = from_file.pop("recipe", None)
     if recipe and named_by_file and recipe != named_by_file:
         raise UserError(f"--recipe {recipe} but {config_file} says recipe: {named_by_file}; drop one of them")
     if not (recipe or named_by_file):
         raise UserError("no recipe; give --recipe NAME, or a --config-file with a `recipe:` key")
 
-    merged = _mapping(load_recipe(recipe or named_by_file))
+    return _changed(load_recipe(recipe or named_by_file), from_file, overrides or [])
+
+
+def change(config: Config, *, config_file: str | Path | None = None, overrides: list[str] | None = None) -> Config:
+    """`config` (any of our dataclasses) < `config_file` < `overrides`, under the same rules as a run.
+
+    Raises:
+        UserError: as `resolve_config`.
+    """
+    return _changed(config, _read_optional(config_file), overrides or [])
+
+
+def _changed(config: Config, from_file: DictConfig, overrides: list[str]) -> Config:
+    merged = _mapping(config)
     OmegaConf.set_struct(merged, True)
-    merged = _merge(merged, from_file)
-    merged = _merge(merged, _parse_overrides(overrides or []))
-    return config_from_dict(_plain(merged))
+    merged = _merge(merged, from_file, type(config))
+    merged = _merge(merged, _parse_overrides(overrides), type(config))
+    return _build(type(config), _plain(merged), path="", root=type(config))
 
 
 def named_recipe(config_file: str | Path) -> str | None:
@@ -59,7 +74,7 @@ def config_from_dict(values: dict[str, Any]) -> RunConfig:
     Raises:
         UserError: for unknown or missing keys and values of the wrong type.
     """
-    return _build(RunConfig, values, path="")
+    return _build(RunConfig, values, path="", root=RunConfig)
 
 
 def load_config(path: str | Path) -> RunConfig:
@@ -71,8 +86,8 @@ def load_config(path: str | Path) -> RunConfig:
     return config_from_dict(_plain(_read_yaml(path)))
 
 
-def to_yaml(config: RunConfig) -> str:
-    """The whole configuration as YAML; `load_config` reads it back."""
+def to_yaml(config: Any) -> str:
+    """The whole configuration as YAML; `load_config` reads that of a run back."""
     return OmegaConf.to_yaml(_mapping(config))
 
 
@@ -92,7 +107,7 @@ def known_keys(config_class: type = RunConfig, prefix: str = "") -> list[str]:
     return keys
 
 
-def _mapping(config: RunConfig) -> DictConfig:
+def _mapping(config: Any) -> DictConfig:
     return OmegaConf.create(dataclasses.asdict(config))
 
 
@@ -101,6 +116,10 @@ def _plain(config: DictConfig) -> dict[str, Any]:
         return OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         raise UserError(_first_line(error)) from error
+
+
+def _read_optional(path: str | Path | None) -> DictConfig:
+    return _read_yaml(path) if path is not None else OmegaConf.create({})
 
 
 def _read_yaml(path: str | Path) -> DictConfig:
@@ -158,19 +177,19 @@ def _nest(flat: dict[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def _merge(base: DictConfig, update: DictConfig) -> DictConfig:
+def _merge(base: DictConfig, update: DictConfig, root: type) -> DictConfig:
     try:
         return OmegaConf.merge(base, update)
     except ConfigKeyError as error:
         unknown = error.full_key  # the section where it stops being known; the user wrote a whole key
         whole = next(key for key in _flatten(OmegaConf.to_container(update)) if f"{key}.".startswith(f"{unknown}."))
-        raise _unknown_key(whole) from error
+        raise _unknown_key(whole, root) from error
     except OmegaConfBaseException as error:  # the only one left: a single value in place of a list
         raise UserError(f"{error.full_key} is a list; write {error.full_key}=[...]") from error
 
 
-def _unknown_key(key: str) -> UserError:
-    known = known_keys()
+def _unknown_key(key: str, root: type) -> UserError:
+    known = known_keys(root)
     last = key.rpartition(".")[2]
     same_name = [name for name in known if name.rpartition(".")[2] == last]
     by_name = {name.rpartition(".")[2]: name for name in known}
@@ -179,34 +198,37 @@ def _unknown_key(key: str) -> UserError:
     return UserError(f"unknown key {key}; {hint}")
 
 
-def _build(config_class: type, values: Any, path: str) -> Any:
-    """An instance of the dataclass from a mapping, every value checked against the annotation of its field."""
+def _build(config_class: type, values: Any, path: str, root: type) -> Any:
+    """An instance of the dataclass from a mapping, every value checked against the annotation of its field.
+
+    `path` leads to it from an instance of `root`.
+    """
     if not isinstance(values, dict):
         raise UserError(f"{path} holds several keys and cannot be set to {values!r}; set one of them, as {path}.key=")
     prefix = f"{path}." if path else ""
     hints = get_type_hints(config_class)
     for key in values:
         if key not in hints:
-            raise _unknown_key(f"{prefix}{key}")
+            raise _unknown_key(f"{prefix}{key}", root)
     required = {field.name for field in dataclasses.fields(config_class) if _has_no_default(field)}
     if missing := sorted(required - values.keys()):
         raise UserError(f"{prefix}{missing[0]} is missing")
-    return config_class(**{key: _convert(value, hints[key], prefix + key) for key, value in values.items()})
+    return config_class(**{key: _convert(value, hints[key], prefix + key, root) for key, value in values.items()})
 
 
 def _has_no_default(field: dataclasses.Field) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
-def _convert(value: Any, hint: Any, path: str) -> Any:
+def _convert(value: Any, hint: Any, path: str, root: type) -> Any:
     """`value` as the annotation demands: lists become tuples, integers become floats, nothing else is changed."""
     if dataclasses.is_dataclass(hint):
-        return _build(hint, value, path)
+        return _build(hint, value, path, root)
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):  # only `X | None` occurs
-        return None if value is None else _convert(value, arguments[0], path)
+        return None if value is None else _convert(value, arguments[0], path, root)
     if origin is tuple and isinstance(value, list | tuple):
-        return _convert_items(value, arguments, hint, path)
+        return _convert_items(value, arguments, hint, path, root)
     if origin is Literal and value in arguments:
         return value
     if hint is float and type(value) is int:
@@ -216,12 +238,12 @@ def _convert(value: Any, hint: Any, path: str) -> Any:
     raise _wrong_type(value, hint, path)
 
 
-def _convert_items(values: list | tuple, arguments: tuple, hint: Any, path: str) -> tuple:
+def _convert_items(values: list | tuple, arguments: tuple, hint: Any, path: str, root: type) -> tuple:
     if arguments[-1] is Ellipsis:
         arguments = (arguments[0],) * len(values)
     if len(values) != len(arguments):
         raise _wrong_type(list(values), hint, path)
-    return tuple(_convert(value, item, path) for value, item in zip(values, arguments, strict=True))
+    return tuple(_convert(value, item, path, root) for value, item in zip(values, arguments, strict=True))
 
 
 def _wrong_type(value: Any, hint: Any, path: str) -> UserError:

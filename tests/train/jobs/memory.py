@@ -1,0 +1,71 @@
+"""Prints, as JSON, what one rank of a small run holds: bytes of its tensors, and the process's peak over a step.
+
+memory.py a.b=c ...        overrides of the recipe digits_tiny
+"""
+
+import ctypes
+import gc
+import json
+import sys
+from pathlib import Path
+
+from megadit.models.megatron import cpu_shim
+
+cpu_shim.install()
+
+from megadit.train.batches import TrainBatches  # noqa: E402
+from megadit.train.overrides import resolve_config  # noqa: E402
+from megadit.train.setup import build_training, start_processes  # noqa: E402
+from megadit.train.step import train_step  # noqa: E402
+
+
+def resident(kind: str) -> int:
+    """Bytes; VmRSS is now, VmHWM the most since the last `forget_peak`."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(kind))
+    return int(line.split()[1]) * 1024
+
+
+def settle() -> int:
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident("VmRSS")
+
+
+def tensor_bytes(training) -> dict[str, int]:
+    buffers = [buffer for buffer in training.model.buffers + training.model.expert_parallel_buffers]
+    states = [
+        value
+        for part in training.optimizer.chained_optimizers
+        for state in part.optimizer.state.values()
+        for value in state.values()
+    ]
+    masters = {owned.master.untyped_storage().data_ptr(): owned.master for owned in training.tensors.ownership.slices}
+    weights = {p.untyped_storage().data_ptr() for p in training.model.parameters()}
+    return {
+        "parameters": sum(p.numel() * p.element_size() for p in training.model.parameters()),
+        "gradients": sum(buffer.grad_data.numel() * buffer.grad_data.element_size() for buffer in buffers),
+        "optimizer": sum(value.numel() * value.element_size() for value in states if value.ndim)
+        + sum(m.numel() * m.element_size() for place, m in masters.items() if place not in weights),
+        "averages": sum(
+            value.numel() * value.element_size()
+            for sigma_rel in training.averages.sigma_rels
+            for value in training.averages._averages[sigma_rel]
+        ),
+    }
+
+
+def main(overrides: list[str]) -> None:
+    config = resolve_config("digits_tiny", overrides=["data.mock=true", *overrides])
+    groups = start_processes(config)
+    batches = TrainBatches(config, groups)
+    before = settle()
+    training = build_training(config, groups)
+    train_step(training, batches, 1, must_stop=False)  # the optimizer's state appears
+    settled = settle()
+    train_step(training, batches, 2, must_stop=False)
+    print(json.dumps({**tensor_bytes(training), "resting": settled - before, "peak": resident("VmHWM") - before}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

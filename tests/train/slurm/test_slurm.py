@@ -1,0 +1,158 @@
+"""The scripts of `megadit slurm`: what they ask of Slurm, and that they run."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import megadit.train.slurm
+from megadit.models.support import UserError
+from megadit.train.overrides import change
+from megadit.train.slurm.__main__ import main
+from megadit.train.slurm.config import ChainConfig
+from megadit.train.slurm.scripts import scripts
+
+EXAMPLE = Path(megadit.train.slurm.__file__).parent / "chain.yaml"
+
+
+def chain(*overrides, example=False) -> ChainConfig:
+    made = change(ChainConfig(), config_file=EXAMPLE if example else None, overrides=list(overrides))
+    made.check()
+    return made
+
+
+def test_example_is_a_chain_of_four_stages_that_bash_can_read(tmp_path):
+    assert main(["--config-file", str(EXAMPLE), "--dry-run", f"folder={tmp_path}"]) == 0
+    written = {path.name for path in tmp_path.glob("*.sh")}
+    assert written == {"prepare.sh", "train.sh", "bundle.sh", "export.sh", "submit.sh"}
+    for path in tmp_path.glob("*.sh"):
+        subprocess.run(["bash", "-n", path], check=True)
+        assert path.stat().st_mode & 0o100
+        assert "@@" not in path.read_text()
+
+
+def test_dry_run_submits_nothing(slurm, tmp_path):
+    assert main(["--config-file", str(EXAMPLE), "--dry-run", f"folder={tmp_path / 'out'}"]) == 0
+    assert not (slurm / "sbatch.log").exists()
+
+
+def test_written_configuration_writes_the_same_scripts(tmp_path):
+    main(["--config-file", str(EXAMPLE), "--dry-run", f"folder={tmp_path}", "cluster.account=physics"])
+    again = change(ChainConfig(), config_file=tmp_path / "chain.yaml")
+    assert scripts(again)["train.sh"] == (tmp_path / "train.sh").read_text()
+
+
+def test_sbatch_lines_come_before_the_first_command():
+    text = scripts(chain(example=True))["train.sh"].splitlines()
+    asked = [number for number, line in enumerate(text) if line.startswith("#SBATCH")]
+    first = next(number for number, line in enumerate(text) if line and not line.startswith("#"))
+    assert asked and max(asked) < first
+
+
+@pytest.mark.parametrize(
+    ("overrides", "script", "expected"),
+    [
+        (["train.nodes=16"], "train.sh", "#SBATCH --nodes=16"),
+        (["train.time=1-12:00:00"], "train.sh", "#SBATCH --time=1-12:00:00"),
+        (["train.notice=120"], "train.sh", "#SBATCH --signal=B:USR1@120"),
+        (["train.notice=120"], "train.sh", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=60"),
+        (["train.max_restarts=7"], "train.sh", "--max-restarts=7"),
+        (["train.ranks_per_node=3"], "train.sh", "--nproc-per-node=3"),
+        (["cluster.account=physics"], "bundle.sh", "#SBATCH --account=physics"),
+        (["cluster.partition=big"], "prepare.sh", "#SBATCH --partition=big"),
+        (["cluster.sbatch_options=[--qos=high]"], "train.sh", "#SBATCH --qos=high"),
+        (["cluster.gpus_per_node=4"], "train.sh", "#SBATCH --gpus-per-node=4"),
+        (["cluster.numa_binding=socket"], "train.sh", "--numa-binding=socket"),
+        (["cluster.environment=[WANDB_PROJECT=dit]"], "export.sh", "export WANDB_PROJECT=dit"),
+        (["cluster.setup=[module load cuda]"], "bundle.sh", "\nmodule load cuda\n"),
+        (["cluster.container.image=lab/megadit:1"], "train.sh", "--container-image=lab/megadit:1"),
+        (
+            ["cluster.container.image=x", "cluster.container.mounts=[/data:/data:ro,/runs:/runs]"],
+            "prepare.sh",
+            "--container-mounts=/data:/data:ro,/runs:/runs",
+        ),
+        (["cluster.container.image=x", "cluster.container.workdir=/runs"], "train.sh", "--container-workdir=/runs"),
+        (["name=cosmos"], "train.sh", "#SBATCH --job-name=cosmos-train"),
+    ],
+)
+def test_every_setting_reaches_its_script(overrides, script, expected):
+    assert expected not in scripts(chain(example=True))[script]
+    assert expected in scripts(chain(*overrides, example=True))[script]
+
+
+def test_no_gpus_asks_for_none_and_binds_nothing():
+    text = scripts(chain("cluster.gpus_per_node=0", "train.ranks_per_node=2", example=True))["train.sh"]
+    assert "--gpus-per-node" not in text
+    assert "--numa-binding" not in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], "no stage has anything to run"),
+        (["train.command=a", "train.torchrun=b"], "both set"),
+        (["prepare.command=megadit", "prepare.nodes=2"], "runs on 1 node"),
+        (["train.torchrun=x", "train.time=soon"], "train.time='soon'"),
+        (["train.torchrun=x", "train.nodes=0"], "train.nodes=0"),
+        (["train.torchrun=x", "cluster.gpus_per_node=0"], "train.ranks_per_node is not set"),
+        (["train.torchrun='-m x \"y'"], "is not shell"),
+        (["train.torchrun=x", "cluster.numa_binding=left"], "choose one of node"),
+        (["train.torchrun=x", "cluster.environment=[1]"], "str"),
+        (["train.torchrun=x", "cluster.environment=['two words']"], "write NAME=value"),
+        (["train.torchrun=x", "cluster.sbatch_options=[qos]"], "write an option of sbatch"),
+        (["train.torchrun=x", "cluster.container.mounts=[/a:/b]"], "need cluster.container.image"),
+        (["train.torchrun=x", "cluster.container.image=i", "cluster.container.mounts=[/a]"], "HOST:CONTAINER"),
+        (["train.torchrun=x", "name=a b"], "name='a b'"),
+        (["trian.torchrun=x"], "unknown key trian"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_written(overrides, message):
+    with pytest.raises(UserError, match=message):
+        chain(*overrides)
+
+
+def test_without_sbatch_the_scripts_are_written_and_the_command_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert main(["train.torchrun=-m x", f"folder={tmp_path}"]) == 2
+    assert "--dry-run" in capsys.readouterr().err
+
+
+def test_a_stage_that_fails_keeps_the_next_from_starting(slurm, tmp_path):
+    arguments = ["prepare.command=touch $FAKE_SLURM/prepared; exit 3", "bundle.command=touch $FAKE_SLURM/bundled"]
+    assert main([*arguments, f"folder={tmp_path / 'out'}", "cluster.gpus_per_node=0"]) == 0
+    assert (slurm / "job1001.code").read_text() == "3"
+    assert (slurm / "prepared").exists()
+    assert not (slurm / "bundled").exists()
+
+
+@pytest.mark.slow
+def test_a_preempted_training_is_requeued_continues_and_is_bundled(slurm, tmp_path, monkeypatch):
+    """Four scripts as they are, on two nodes of one rank: data, training told to stop in the middle, bundle, info."""
+    run = tmp_path / "train"
+    monkeypatch.setenv("FAKE_SLURM_PREEMPT", f"{run / 'metrics.jsonl'}:8")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    dataset = f"{tmp_path}/dataset"
+    train = "-m megadit.train --recipe digits_tiny data.num_workers=0 train.train_iters=30 validation.interval=0"
+    code = main(
+        [
+            "cluster.gpus_per_node=0",
+            f"folder={tmp_path / 'scripts'}",
+            f"prepare.command=megadit prepare digits {dataset} --num_clips 32 --num_images 32 --num_val 4",
+            f"train.torchrun={train} data.path={dataset} train.output_dir={run}",
+            *("train.nodes=2", "train.ranks_per_node=1"),
+            f"bundle.command=megadit bundle {run} {tmp_path}/bundle --ema none",
+            f"export.command=megadit info {tmp_path}/bundle > {tmp_path}/info.txt",
+        ]
+    )
+    logs = "\n".join(path.read_text() for path in (tmp_path / "scripts" / "logs").iterdir())
+    assert code == 0
+    assert [(slurm / f"job{job}.code").read_text() for job in range(1001, 1005)] == ["0"] * 4, logs[-4000:]
+    assert len(list(slurm.glob("requeued1002.*"))) == 1
+    assert "told to stop" in logs and "continuing from" in logs
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 31))
+    assert (tmp_path / "bundle" / "megadit.json").is_file()
+    submitted = (slurm / "sbatch.log").read_text().splitlines()
+    assert "--dependency=afterok:1002" in submitted[2]
+    assert (slurm / "srun.log").read_text().count("--ntasks=2") == 2  # the training, and again after the requeue

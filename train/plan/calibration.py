@@ -1,0 +1,60 @@
+"""Fits the planner's two constants to measured throughputs.
+
+The measurements are those that NeMo's documentation publishes for DiT on 32 DGX H100 (256 GPUs) with fixed shapes and
+mock data. It does not say how large the global batch was; 256 packs, that of its example command, is assumed.
+"""
+
+from dataclasses import dataclass, replace
+
+from megadit.train.plan.estimate import Calibration, estimate_step, tokens_per_second
+from megadit.train.plan.hardware import find_gpu
+from megadit.train.plan.layout import Layout
+from megadit.train.recipes import load_recipe
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement:
+    """A recipe's throughput on some GPUs."""
+
+    recipe: str
+    gpu: str
+    num_gpus: int
+    tokens_per_second: float
+    """Per GPU."""
+
+
+PUBLISHED = (
+    Measurement(recipe="performance_7b_8k", gpu="h100-80gb", num_gpus=256, tokens_per_second=10_052),
+    Measurement(recipe="performance_7b_74k", gpu="h100-80gb", num_gpus=256, tokens_per_second=3_409),
+    Measurement(recipe="performance_28b_8k", gpu="h100-80gb", num_gpus=256, tokens_per_second=2_510),
+    Measurement(recipe="performance_28b_64k", gpu="h100-80gb", num_gpus=256, tokens_per_second=1_386),
+)
+
+
+def predict(measurement: Measurement, calibration: Calibration) -> float:
+    """The throughput that the planner expects where `measurement` was taken."""
+    config, gpu = load_recipe(measurement.recipe), find_gpu(measurement.gpu)
+    layout = Layout.of(config, measurement.num_gpus)
+    return tokens_per_second(config, layout, estimate_step(config, layout, gpu, calibration).total)
+
+
+def fit(short: Measurement, long: Measurement) -> Calibration:
+    """The constants that reproduce two measurements: of short sequences, which matrix products dominate, and of long
+    ones, which attention does. Each constant in turn is set by bisection until both agree.
+    """
+    calibration = Calibration(matmul=0.6, attention=0.4)
+    for _ in range(20):
+        calibration = _solve(short, calibration, "matmul")
+        calibration = _solve(long, calibration, "attention")
+    return calibration
+
+
+def _solve(measurement: Measurement, calibration: Calibration, name: str) -> Calibration:
+    """`calibration` with one of its constants such that the prediction is the measurement."""
+    low, high = 0.05, 1.5
+    for _ in range(40):
+        middle = (low + high) / 2
+        candidate = replace(calibration, **{name: middle})
+        too_slow = predict(measurement, candidate) < measurement.tokens_per_second
+        low, high = (middle, high) if too_slow else (low, middle)
+    return candidate

@@ -1,0 +1,137 @@
+"""How long one optimizer step takes: a roofline of computation, with the communication that nothing hides.
+
+    micro-batch = products + attention + elementwise + tensor-parallel collectives + context exchange not hidden
+    step        = micro-batch x (micro-batches + (p - 1) / v)  +  gradients and weights not hidden  +  update
+
+Two constants are fitted to published throughputs (`calibration`): the shares of the data sheet's rate that matrix
+products and attention reach. The others are set by hand and stated here.
+"""
+
+from dataclasses import dataclass
+
+from megadit.train.config import RunConfig
+from megadit.train.plan.hardware import Gpu
+from megadit.train.plan.layout import Layout
+from megadit.train.plan.memory import optimizer_share
+from megadit.train.plan.work import Work, count_parameters, work_of
+
+HALF_RATE_WIDTH = 1024
+"""Width D / t at which matrix products reach half of their best rate."""
+LINK_EFFICIENCY = 0.7
+"""Share of a link's rate that large collectives reach."""
+MEMORY_EFFICIENCY = 0.8
+LAUNCH_SECONDS_PER_LAYER = 1e-3
+"""About 200 kernels of 5 us each, forward and backward: what a layer takes at least, however small."""
+COLLECTIVE_SECONDS = 20e-6
+"""What a collective takes at least."""
+UPDATE_BYTES = 28
+"""Read and written per parameter by AdamW in float32: gradient, master copy, two moments."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibration:
+    """Shares of the data sheet's bf16 rate."""
+
+    matmul: float
+    """Of products so wide that `HALF_RATE_WIDTH` is nothing to them."""
+    attention: float
+
+
+H100_CALIBRATION = Calibration(matmul=0.755, attention=0.395)
+"""Fitted to the two published figures of the 7B model; see `calibration` and LAYOUTS.md."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """Seconds of one step on the busiest rank, by what they are spent on."""
+
+    products: float
+    attention: float
+    elementwise: float
+    tensor: float
+    """Collectives of tensor and sequence parallelism, which nothing hides."""
+    context: float
+    pipeline: float
+    """Waiting for the first and the last micro-batch, and passing activations on."""
+    data: float
+    """Gradients and weights, as far as the backward and the forward do not hide them."""
+    update: float
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, name) for name in self.__slots__)
+
+
+def estimate_step(config: RunConfig, layout: Layout, gpu: Gpu, calibration: Calibration = H100_CALIBRATION) -> StepTime:
+    """The time of one step of a run on `layout.gpus` of these GPUs."""
+    work = work_of(config, layout)
+    products, attention, elementwise = _compute_seconds(config, layout, work, gpu, calibration)
+    compute = products + attention + elementwise
+    layers = config.model.num_layers / layout.pipeline
+    tensor = _collectives(work.tensor_bytes, _bandwidth(gpu, layout.tensor), 15 * layers if layout.tensor > 1 else 0)
+    exchange = _collectives(
+        work.context_bytes, _bandwidth(gpu, layout.tensor * layout.context), 8 * layers if layout.context > 1 else 0
+    )
+    # the ring hides behind attention; nothing hides the all-to-alls
+    context = max(0.0, exchange - attention) if layout.context_comm == "ring" else exchange
+    passing = _collectives(work.pipeline_bytes, _bandwidth(gpu, layout.gpus), 2 if layout.pipeline > 1 else 0)
+    micro, m = compute + tensor + context + passing, layout.num_micro_batches
+    return StepTime(
+        products=products * m,
+        attention=attention * m,
+        elementwise=elementwise * m,
+        tensor=tensor * m,
+        context=context * m,
+        pipeline=micro * (layout.pipeline - 1) / layout.virtual_pipeline + passing * m,
+        data=_exposed_data(work, layout, gpu, micro),
+        update=_update_seconds(config, layout, gpu),
+    )
+
+
+def tokens_per_second(config: RunConfig, layout: Layout, seconds: float) -> float:
+    """Video tokens per second and GPU."""
+    return config.data.global_batch_size * config.data.seq_length / layout.gpus / seconds
+
+
+def _compute_seconds(
+    config: RunConfig, layout: Layout, work: Work, gpu: Gpu, calibration: Calibration
+) -> tuple[float, float, float]:
+    """Of one micro-batch: matrix products, attention, the rest."""
+    again = 1 + work.recompute / 3  # forward and backward are three forwards
+    width = config.model.hidden_size / layout.tensor
+    rate = gpu.bf16_flops * (1 if config.train.precision == "bf16" else 0.5)
+    products = again * work.linear_flops / (rate * calibration.matmul * width / (width + HALF_RATE_WIDTH))
+    attention = again * work.attention_flops / (rate * calibration.attention)
+    elementwise = again * work.elementwise_bytes / (gpu.memory_bandwidth * MEMORY_EFFICIENCY)
+    launches = LAUNCH_SECONDS_PER_LAYER * config.model.num_layers / layout.pipeline
+    return products, attention, max(elementwise, launches - products - attention)
+
+
+def _bandwidth(gpu: Gpu, ranks: int) -> float:
+    """Between neighbours of a group that spans `ranks` consecutive ranks."""
+    return gpu.link_bandwidth if ranks <= gpu.per_node else gpu.network_bandwidth
+
+
+def _collectives(num_bytes: float, bandwidth: float, count: float) -> float:
+    return num_bytes / (bandwidth * LINK_EFFICIENCY) + count * COLLECTIVE_SECONDS
+
+
+def _exposed_data(work: Work, layout: Layout, gpu: Gpu, micro: float) -> float:
+    """What the last backward does not hide of reducing gradients, and the first forward of gathering weights."""
+    members = max(1, gpu.per_node // layout.tensor)  # of one group in a node: a ring uses the ports of all of them
+    bandwidth = gpu.link_bandwidth
+    if layout.gpus > gpu.per_node:
+        bandwidth = min(bandwidth, members * gpu.network_bandwidth)
+    reduce, gather = (b / (bandwidth * LINK_EFFICIENCY) for b in (work.data_reduce_bytes, work.data_gather_bytes))
+    if layout.data_parallel == "fsdp":
+        return max(0.0, reduce + gather - micro * layout.num_micro_batches)
+    if layout.data_parallel == "ddp":
+        return max(0.0, reduce + gather - micro * 2 / 3)
+    return max(0.0, reduce - micro * 2 / 3) + max(0.0, gather - micro / 3)
+
+
+def _update_seconds(config: RunConfig, layout: Layout, gpu: Gpu) -> float:
+    count = count_parameters(config.model).of_rank(layout)
+    peers = layout.data * layout.context
+    averages = 12 * len(config.ema.sigma_rels) * count / peers
+    return (UPDATE_BYTES * count * optimizer_share(config, layout) + averages) / gpu.memory_bandwidth

@@ -1,0 +1,104 @@
+"""The machines that the planner knows, from their data sheets."""
+
+from dataclasses import dataclass
+
+from megadit.models.support import UserError, nearest
+
+GB = 10**9
+TERA = 10**12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """One accelerator and the links it hangs on; rates are the data sheet's, in one direction."""
+
+    name: str
+    memory: float
+    """Bytes."""
+    bf16_flops: float
+    """Dense matrix products, operations per second."""
+    memory_bandwidth: float
+    """Bytes per second."""
+    link_bandwidth: float
+    """Bytes per second to the other GPUs of a node (NVLink, or PCIe where there is none)."""
+    network_bandwidth: float
+    """Bytes per second of this GPU's share of the node's network."""
+    per_node: int = 8
+
+
+GPUS: dict[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu(
+            name="a100-40gb",
+            memory=40 * GB,
+            bf16_flops=312 * TERA,
+            memory_bandwidth=1555 * GB,
+            link_bandwidth=300 * GB,
+            network_bandwidth=25 * GB,
+        ),
+        Gpu(
+            name="a100-80gb",
+            memory=80 * GB,
+            bf16_flops=312 * TERA,
+            memory_bandwidth=2039 * GB,
+            link_bandwidth=300 * GB,
+            network_bandwidth=25 * GB,
+        ),
+        Gpu(
+            name="l40s-48gb",
+            memory=48 * GB,
+            bf16_flops=362 * TERA,
+            memory_bandwidth=864 * GB,
+            link_bandwidth=32 * GB,
+            network_bandwidth=25 * GB,
+        ),
+        Gpu(
+            name="h100-80gb",
+            memory=80 * GB,
+            bf16_flops=989 * TERA,
+            memory_bandwidth=3350 * GB,
+            link_bandwidth=450 * GB,
+            network_bandwidth=50 * GB,
+        ),
+        Gpu(
+            name="h200-141gb",
+            memory=141 * GB,
+            bf16_flops=989 * TERA,
+            memory_bandwidth=4800 * GB,
+            link_bandwidth=450 * GB,
+            network_bandwidth=50 * GB,
+        ),
+        Gpu(
+            name="b200-180gb",
+            memory=180 * GB,
+            bf16_flops=2250 * TERA,
+            memory_bandwidth=8000 * GB,
+            link_bandwidth=900 * GB,
+            network_bandwidth=50 * GB,
+        ),
+        Gpu(
+            name="gb200-186gb",
+            memory=186 * GB,
+            bf16_flops=2500 * TERA,
+            memory_bandwidth=8000 * GB,
+            link_bandwidth=900 * GB,
+            network_bandwidth=50 * GB,
+            per_node=4,
+        ),
+    )
+}
+"""By name. Network: one 400 Gb/s port per GPU from Hopper on, 200 Gb/s before."""
+
+
+def find_gpu(name: str) -> Gpu:
+    """The GPU called `name`.
+
+    Raises:
+        UserError: for a name that is not in the table, with the nearest that is.
+    """
+    if name not in GPUS:
+        near = nearest(name, GPUS)
+        hint = f"did you mean {near}? " if near else ""
+        raise UserError(f"--gpu {name} is unknown; {hint}choose one of {', '.join(GPUS)}")
+    return GPUS[name]

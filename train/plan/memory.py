@@ -1,0 +1,132 @@
+"""Bytes that one rank holds at the fullest moment of a step.
+
+Letters: S tokens and L text slots of a micro-batch on this rank, D width, A width of all heads, M width of the MLP.
+"""
+
+from dataclasses import dataclass
+
+from megadit.models.recompute import SMALL
+from megadit.train.config import RunConfig
+from megadit.train.plan.layout import Layout
+from megadit.train.plan.work import count_parameters
+
+RESERVE = 0.06
+"""Share of a GPU's memory that CUDA, NCCL and the gaps between tensors take."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """One rank's, in bytes."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    averages: float
+    activations: float
+    """Kept for the backward, by all micro-batches under way."""
+    passing: float
+    """The largest that comes and goes: gradients within a layer, a layer recomputed, gathered weights."""
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer + self.averages + self.activations + self.passing
+
+
+def memory_of(config: RunConfig, layout: Layout) -> Memory:
+    """What a rank of the first pipeline stage holds, which keeps the most micro-batches."""
+    count = count_parameters(config.model).of_rank(layout)
+    peers = layout.data * layout.context
+    stored = count / peers if layout.data_parallel == "fsdp" else count
+    kept_per_layer = _layer_bytes(config, layout)
+    return Memory(
+        parameters=_size(config) * stored,
+        gradients=4 * stored,
+        optimizer=_optimizer_bytes(config) * count * optimizer_share(config, layout),
+        averages=4 * len(config.ema.sigma_rels) * count / peers,
+        activations=_kept_activations(config, layout, kept_per_layer),
+        passing=_passing(config, layout, kept_per_layer),
+    )
+
+
+def optimizer_share(config: RunConfig, layout: Layout) -> float:
+    """Share of the optimizer's state that a rank holds and updates."""
+    is_spread = layout.data_parallel != "ddp" or _is_muon(config)
+    return 1 / (layout.data * layout.context) if is_spread else 1.0
+
+
+def _size(config: RunConfig) -> int:
+    return 2 if config.train.precision == "bf16" else 4
+
+
+def _is_muon(config: RunConfig) -> bool:
+    return config.optimizer.optimizer == "muon"
+
+
+def _optimizer_bytes(config: RunConfig) -> int:
+    """Per parameter: a float32 master copy of bf16 weights, and one (Muon) or two (AdamW) moments."""
+    return (4 if config.train.precision == "bf16" else 0) + (4 if _is_muon(config) else 8)
+
+
+def _tokens(config: RunConfig, layout: Layout) -> tuple[float, float]:
+    """Video tokens and text slots of a micro-batch on one context-parallel rank; text is kept whole."""
+    packs = layout.micro_batch_size
+    return packs * config.data.seq_length / layout.context, packs * config.data.text_seq_length
+
+
+def _layer_bytes(config: RunConfig, layout: Layout) -> float:
+    """What one block keeps for its backward.
+
+    Per token: the input of each of its three norms and the output of each sublayer (6 D); of self-attention q, k and
+    v as projected, q and k as normalised, and the result (6 A); of cross-attention q twice and the result (3 A); the
+    MLP's hidden values (M). What is cheap is computed again, unless it is small: three norms' outputs, both
+    attentions' results side by side, the activated hidden values (3 D + 2 A + M). Per text slot: k twice and v (3 A).
+    """
+    (S, L), model, t = _tokens(config, layout), config.model, layout.tensor
+    cut = t if layout.sequence_parallel else 1
+    D, A, M = model.hidden_size / cut, model.attention_size / t, model.mlp_size / t
+    numbers = S * (6 * D + 9 * A + M) + L * 3 * A
+    for count, width in ((3, D), (2, A), (1, M)):
+        if S * width < SMALL:
+            numbers += count * S * width
+    statistics = 4 * S * (6 / cut + 5 * model.num_attention_heads / t)  # means and roots of norms, sums of softmax
+    return _size(config) * numbers + statistics
+
+
+def _block_input_bytes(config: RunConfig, layout: Layout) -> float:
+    tokens, _ = _tokens(config, layout)
+    return _size(config) * tokens * config.model.hidden_size / (layout.tensor if layout.sequence_parallel else 1)
+
+
+def _in_flight(layout: Layout) -> float:
+    """Micro-batches whose activations the first stage keeps at once, in units of all of a rank's layers."""
+    p, v = layout.pipeline, layout.virtual_pipeline
+    waiting = p if v == 1 else p * (1 + (p - 1) / (p * v))
+    return min(waiting, layout.num_micro_batches)
+
+
+def _kept_activations(config: RunConfig, layout: Layout, layer_bytes: float) -> float:
+    model = config.model
+    layers = model.num_layers / layout.pipeline
+    per_layer = _block_input_bytes(config, layout) if layout.recompute == "full" else layer_bytes
+    tokens, text = _tokens(config, layout)
+    # outside the blocks: x0, noise, their sum and the prediction in float32; text features and their embedding
+    outside = tokens * 5 * 4 * model.patch_dim + text * (
+        4 * model.crossattn_emb_size + 2 * _size(config) * model.hidden_size
+    )
+    return _in_flight(layout) * per_layer * layers + outside
+
+
+def _passing(config: RunConfig, layout: Layout, layer_bytes: float) -> float:
+    """The larger of what the backward of a block and the optimizer's step need for a while."""
+    model = config.model
+    tokens, _ = _tokens(config, layout)
+    D, A, M = model.hidden_size, model.attention_size / layout.tensor, model.mlp_size / layout.tensor
+    # gradients of q, k, v before and after their norms, of the result, and of the stream; or those of the MLP
+    backward = _size(config) * max(tokens * (8 * A + 2 * D), min(tokens, 8192) * 3 * M + tokens * 3 * D)
+    if layout.recompute == "full":
+        backward += layer_bytes
+    if layout.data_parallel == "fsdp":  # two blocks gathered, the gradients of one before they are scattered
+        parameters = count_parameters(model)
+        block = (parameters.split / layout.tensor + parameters.whole) / model.num_layers
+        backward += block * (2 * _size(config) + 4)
+    return backward

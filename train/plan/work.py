@@ -1,0 +1,204 @@
+"""What one rank computes, sends and holds in one optimizer step, counted from a configuration.
+
+A pack stands for all packs of a run: filled with the sizes of `data.mock_latent_shapes` in turn, texts dividing its
+text slots. Ranks differ a little (first and last pipeline stage, texts); the figures are those of the fullest one.
+
+Letters: S tokens of a micro-batch, D width, A width of all heads, M width of the MLP; t, p, c, d the sizes of the
+tensor-, pipeline-, context- and data-parallel groups.
+"""
+
+import itertools
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+import torch
+from torch import nn
+
+from megadit.models.config import DiTConfig
+from megadit.models.dit import DiT
+from megadit.models.layers import TorchLayers
+from megadit.models.segments import Segment, SegmentLayout
+from megadit.train.config import RunConfig
+from megadit.train.flops import training_flops
+from megadit.train.plan.layout import Layout
+
+ELEMENTWISE_ACCESSES = 100
+"""Times that one number per token and width goes through memory in a block outside its matrix products: norms,
+modulation, gates, rotation, activation, forward and backward; counted from the block, good to a third."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parameters:
+    """How many parameters, and how tensor parallelism treats them."""
+
+    split: int
+    """Of the blocks, divided among tensor-parallel ranks."""
+    whole: int
+    """Of the blocks, held by every tensor-parallel rank."""
+    outside: int
+    """Embedders and final layer, held by every rank."""
+
+    @property
+    def total(self) -> int:
+        return self.split + self.whole + self.outside
+
+    def of_rank(self, layout: Layout) -> float:
+        """Parameters that a rank computes with; FSDP divides their storage further."""
+        return (self.split / layout.tensor + self.whole) / layout.pipeline + self.outside
+
+
+class _MarkingLayers(TorchLayers):
+    """TorchLayers that mark the weights which tensor parallelism splits."""
+
+    def column_linear(self, in_features: int, out_features: int, **settings) -> nn.Module:
+        return _mark(super().column_linear(in_features, out_features, **settings))
+
+    def row_linear(self, in_features: int, out_features: int) -> nn.Module:
+        return _mark(super().row_linear(in_features, out_features))
+
+
+def _mark(linear: nn.Module) -> nn.Module:
+    linear.weight.is_split = True
+    return linear
+
+
+@lru_cache(maxsize=64)
+def count_parameters(model: DiTConfig) -> Parameters:
+    """Counts them on the meta device: the network is built in full and takes no memory."""
+    with torch.device("meta"):
+        dit = DiT(model, _MarkingLayers())
+    counts = {"split": 0, "whole": 0, "outside": 0}
+    for name, parameter in dit.named_parameters():
+        in_blocks = name.startswith("blocks.")
+        kind = ("split" if getattr(parameter, "is_split", False) else "whole") if in_blocks else "outside"
+        counts[kind] += parameter.numel()
+    return Parameters(**counts)
+
+
+def typical_pack(config: RunConfig) -> SegmentLayout:
+    """One pack filled with the sizes of `data.mock_latent_shapes` in turn, as far as they fit."""
+    grids, left = [], config.data.seq_length
+    for shape in itertools.cycle(config.data.mock_latent_shapes):
+        grid = config.model.token_grid(*shape)
+        if prod(grid) > left or len(grids) == config.data.text_seq_length:
+            break
+        grids.append(grid)
+        left -= prod(grid)
+    text = config.data.text_seq_length // max(1, len(grids))
+    return SegmentLayout.pack(
+        [Segment(grid, text) for grid in grids],
+        capacity=config.data.seq_length,
+        text_capacity=config.data.text_seq_length,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """One rank's part of one micro-batch (flops, bytes) or of one step (`data_*`)."""
+
+    linear_flops: float
+    """Of the matrix products with weights, forward and backward."""
+    attention_flops: float
+    elementwise_bytes: float
+    """Through the device's memory, outside matrix products."""
+    recompute: float
+    """Forward passes that the backward repeats: 0, or 1 with full recomputation."""
+    tensor_bytes: float
+    """Sent by each rank in the collectives of tensor and sequence parallelism."""
+    context_bytes: float
+    pipeline_bytes: float
+    data_reduce_bytes: float
+    """Gradients, in float32."""
+    data_gather_bytes: float
+    """Weights, back from the ranks that updated them; for FSDP, before use."""
+
+    @property
+    def flops(self) -> float:
+        return self.linear_flops + self.attention_flops
+
+
+def work_of(config: RunConfig, layout: Layout) -> Work:
+    """The work of one rank."""
+    model, packs = config.model, layout.micro_batch_size
+    pack = typical_pack(config)
+    share = layout.tensor * layout.pipeline * layout.context
+    attention = _attention_flops(pack, model) * packs / share
+    tokens = packs * config.data.seq_length / layout.context  # of one context-parallel rank
+    layers = model.num_layers / layout.pipeline
+    return Work(
+        linear_flops=training_flops(pack, model) * packs / share - attention,
+        attention_flops=attention,
+        elementwise_bytes=_bytes_per_number(config)
+        * ELEMENTWISE_ACCESSES
+        * tokens
+        * model.hidden_size
+        * layers
+        / (layout.tensor if layout.sequence_parallel else 1),
+        recompute=float(layout.recompute == "full"),
+        tensor_bytes=_tensor_bytes(config, layout, tokens) * layers,
+        context_bytes=_context_bytes(config, layout, tokens) * layers,
+        pipeline_bytes=_pipeline_bytes(config, layout, tokens),
+        **_data_bytes(config, layout),
+    )
+
+
+def upstream_flops(config: RunConfig) -> float:
+    """Operations of one step by the formula of the published figures: 6 x parameters x tokens, plus self-attention.
+
+    It counts the modulation, which is applied once per sample, as if it were applied to every token.
+    """
+    model, pack = config.model, typical_pack(config)
+    attention = 3 * sum(4 * s.num_tokens**2 * model.attention_size for s in _samples(pack)) * model.num_layers
+    return config.data.global_batch_size * (6 * count_parameters(model).total * pack.num_tokens + attention)
+
+
+def _samples(pack: SegmentLayout) -> list[Segment]:
+    return [segment for segment in pack.segments if not segment.is_padding]
+
+
+def _attention_flops(pack: SegmentLayout, model: DiTConfig) -> float:
+    """Forward and backward of softmax(q k^T) v over a sample's tokens and over its text."""
+    pairs = sum(s.num_tokens * (s.num_tokens + s.text_slots) for s in _samples(pack))
+    return 3 * 4 * pairs * model.attention_size * model.num_layers
+
+
+def _bytes_per_number(config: RunConfig) -> int:
+    return 2 if config.train.precision == "bf16" else 4
+
+
+def _tensor_bytes(config: RunConfig, layout: Layout, tokens: float) -> float:
+    """Per layer: self-attention, cross-attention and MLP gather their tokens and scatter their sums, forward and
+    backward, and gather once more for the gradients of the weights. All-reduces move the same without the last."""
+    t = layout.tensor
+    collectives = 15 if layout.sequence_parallel else 12
+    return collectives * tokens * config.model.hidden_size * _bytes_per_number(config) * (t - 1) / t
+
+
+def _context_bytes(config: RunConfig, layout: Layout, tokens: float) -> float:
+    """Per layer: all-to-all of q, k, v and the output, forward and backward (ulysses); or keys and values once around
+    the ring, and again with their gradients in backward."""
+    c, width = layout.context, config.model.attention_size / layout.tensor * _bytes_per_number(config)
+    if layout.context_comm == "ring":
+        return 3 * 2 * tokens * width * (c - 1)
+    return 2 * 4 * tokens * width * (c - 1) / c
+
+
+def _pipeline_bytes(config: RunConfig, layout: Layout, tokens: float) -> float:
+    """Activations to the next stage and their gradients back, once per chunk of layers."""
+    if layout.pipeline == 1:
+        return 0.0
+    cut = layout.tensor if layout.sequence_parallel else 1
+    return 2 * layout.virtual_pipeline * tokens * config.model.hidden_size * _bytes_per_number(config) / cut
+
+
+def _data_bytes(config: RunConfig, layout: Layout) -> dict[str, float]:
+    """Gradients and weights over the d x c ranks that hold the same parameters."""
+    peers = layout.data * layout.context
+    share = count_parameters(config.model).of_rank(layout) * (peers - 1) / peers
+    size = _bytes_per_number(config)
+    if layout.data_parallel == "fsdp":  # weights are gathered forward and backward, for every micro-batch
+        times = layout.num_micro_batches
+        return {"data_reduce_bytes": 4 * share * times, "data_gather_bytes": 2 * size * share * times}
+    gather = size if layout.data_parallel == "distributed_optimizer" else 4  # an all-reduce: twice the gradients
+    return {"data_reduce_bytes": 4 * share, "data_gather_bytes": gather * share}

@@ -1,0 +1,1 @@
+"""Batch scripts for Slurm: `megadit slurm`."""

@@ -1,0 +1,71 @@
+"""`megadit slurm`: writes the scripts of a chain of Slurm jobs and submits them.
+
+    megadit slurm --config-file chain.yaml --dry-run                  # writes the scripts, submits nothing
+    megadit slurm --config-file chain.yaml train.nodes=16             # writes and submits
+    megadit slurm train.nodes=4 train.torchrun='-m megadit.train --recipe pretrain_7b_pack data.path=FOLDER'
+
+train/slurm/chain.yaml is an example to copy.
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from megadit.models.support import CommandParser, UserError, atomic_path, run_command
+from megadit.train.overrides import change, to_yaml
+from megadit.train.slurm.config import ChainConfig
+from megadit.train.slurm.scripts import scripts
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Writes, and submits; the exit code is 0, or 2 after a mistake, told in one line."""
+    return run_command(_run, sys.argv[1:] if argv is None else argv)
+
+
+def _run(argv: list[str]) -> int:
+    options = _parser().parse_args(argv)
+    chain = change(ChainConfig(), config_file=options.config_file, overrides=options.overrides)
+    chain.check()
+    if options.print_config:
+        print(to_yaml(chain), end="")
+        return 0
+    folder = write(chain)
+    print(f"{folder}: {', '.join(path.name for path in sorted(folder.glob('*.sh')))}")
+    if options.dry_run:
+        return 0
+    return submit(folder)
+
+
+def write(chain: ChainConfig) -> Path:
+    """Writes the scripts and the configuration they were made from; returns their folder."""
+    folder = Path(chain.folder)
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    for name, text in {**scripts(chain), "chain.yaml": to_yaml(chain)}.items():
+        with atomic_path(folder / name) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.chmod(0o755 if name.endswith(".sh") else 0o644)
+    return folder
+
+
+def submit(folder: Path) -> int:
+    """Submits the stages; the exit code is sbatch's."""
+    if shutil.which("sbatch") is None:
+        raise UserError("sbatch is not on this machine; --dry-run writes the scripts to take to one where it is")
+    return subprocess.run([folder / "submit.sh"]).returncode
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        prog="megadit slurm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config-file", metavar="FILE", help="YAML with the cluster and the stages")
+    parser.add_argument("--dry-run", action="store_true", help="write the scripts and submit nothing")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change single values")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,145 @@
+"""What a chain of Slurm jobs is: the cluster, and the stages from data to an exported model."""
+
+import re
+import subprocess
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+from megadit.models.support import UserError
+
+NumaBinding = Literal["node", "socket", "exclusive", "core-complex", "none"]
+
+_TIME = re.compile(r"(\d+-)?\d{1,2}(:\d{2}){1,2}")
+_ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContainerConfig:
+    """The container of every stage (pyxis' options of srun); without an image, stages run on the nodes themselves."""
+
+    image: str | None = None
+    """What the Dockerfile at the root builds: NAME of a registry, or the path of a .sqsh file."""
+    mounts: tuple[str, ...] = ()
+    """HOST:CONTAINER or HOST:CONTAINER:ro."""
+    workdir: str | None = None
+
+    def __post_init__(self) -> None:
+        for mount in self.mounts:
+            if not 2 <= len(mount.split(":")) <= 3 or not all(mount.split(":")):
+                raise UserError(f"cluster.container.mounts={mount!r}: write HOST:CONTAINER or HOST:CONTAINER:ro")
+        if self.image is None and (self.mounts or self.workdir):
+            raise UserError("cluster.container.mounts and .workdir need cluster.container.image")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterConfig:
+    """Where stages run; what differs from one cluster to the next."""
+
+    account: str | None = None
+    partition: str | None = None
+    sbatch_options: tuple[str, ...] = ()
+    """Further options of sbatch, such as --qos=high or --constraint=h100."""
+    gpus_per_node: int = 8
+    """0 asks for none."""
+    numa_binding: NumaBinding = "node"
+    """Keeps each rank's threads on the cores beside its GPU (numactl must be installed)."""
+    environment: tuple[str, ...] = ()
+    """NAME=value, for every stage; the value is shell text, so $HOME is known."""
+    setup: tuple[str, ...] = ()
+    """Shell lines that come first, such as `module load cuda` or `source venv/bin/activate`."""
+    container: ContainerConfig = field(default_factory=ContainerConfig)
+
+    def __post_init__(self) -> None:
+        if self.gpus_per_node < 0:
+            raise UserError(f"cluster.gpus_per_node={self.gpus_per_node} must not be negative")
+        for assignment in self.environment:
+            if not _ASSIGNMENT.fullmatch(assignment):
+                raise UserError(f"cluster.environment={assignment!r}: write NAME=value")
+        for option in self.sbatch_options:
+            if not option.startswith("-") or "\n" in option:
+                raise UserError(f"cluster.sbatch_options={option!r}: write an option of sbatch, such as --qos=high")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageConfig:
+    """One job. Neither `command` nor `torchrun`: the stage is left out."""
+
+    command: str = ""
+    """A shell command, run once on one node."""
+    torchrun: str = ""
+    """What every rank runs, as it stands behind torchrun's own options: `-m megadit.train --recipe NAME a.b=c`."""
+    nodes: int = 1
+    ranks_per_node: int | None = None
+    """None: one for each GPU."""
+    time: str = "4:00:00"
+    """Limit, as Slurm writes it: H:MM:SS or D-HH:MM:SS."""
+    notice: int = 300
+    """Seconds before the limit that ranks are told to write a checkpoint; the job then goes back to the queue."""
+    max_restarts: int = 3
+    """Times that torchrun starts all ranks again when one fails."""
+
+    def check(self, name: str, cluster: ClusterConfig) -> None:
+        """Raises UserError for values that no job can have."""
+        if self.command and self.torchrun:
+            raise UserError(f"{name}.command and {name}.torchrun are both set; give one of them")
+        if self.command and self.nodes != 1:
+            raise UserError(f"{name}.nodes={self.nodes}: a command runs on 1 node; {name}.torchrun takes several")
+        if self.nodes < 1 or self.max_restarts < 0 or self.notice < 1:
+            raise UserError(
+                f"{name}.nodes={self.nodes}, .max_restarts={self.max_restarts}, .notice={self.notice}: at least 1, 0, 1"
+            )
+        if not _TIME.fullmatch(self.time):
+            raise UserError(f"{name}.time={self.time!r}: write H:MM:SS or D-HH:MM:SS")
+        if self.torchrun and self.ranks(cluster) < 1:
+            raise UserError(
+                f"{name}.ranks_per_node is not set and cluster.gpus_per_node={cluster.gpus_per_node}; give 1 or more"
+            )
+        check_shell(self.command or self.torchrun, f"{name}.{'command' if self.command else 'torchrun'}")
+
+    def ranks(self, cluster: ClusterConfig) -> int:
+        """Ranks on each node."""
+        return cluster.gpus_per_node if self.ranks_per_node is None else self.ranks_per_node
+
+    @property
+    def is_left_out(self) -> bool:
+        return not (self.command or self.torchrun)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChainConfig:
+    """Stages in order; each starts when the one before has ended well."""
+
+    name: str = "megadit"
+    """Prefix of the jobs' names."""
+    folder: str = "runs/slurm"
+    """For the scripts and the jobs' output (logs/)."""
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    prepare: StageConfig = field(default_factory=StageConfig)
+    train: StageConfig = field(default_factory=lambda: StageConfig(time="24:00:00"))
+    bundle: StageConfig = field(default_factory=StageConfig)
+    export: StageConfig = field(default_factory=StageConfig)
+
+    def check(self) -> None:
+        """Raises UserError for what cannot be a chain of jobs."""
+        if not re.fullmatch(r"[\w.-]+", self.name):
+            raise UserError(f"name={self.name!r}: use letters, digits, dots and dashes")
+        if not self.stages():
+            raise UserError("no stage has anything to run; set train.torchrun='-m megadit.train --recipe NAME ...'")
+        for name, stage in self.stages().items():
+            stage.check(name, self.cluster)
+        for line in self.cluster.setup:
+            check_shell(line, "cluster.setup")
+
+    def stages(self) -> dict[str, StageConfig]:
+        """Those that have something to run, in order."""
+        every = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {
+            name: stage for name, stage in every.items() if isinstance(stage, StageConfig) and not stage.is_left_out
+        }
+
+
+def check_shell(text: str, name: str) -> None:
+    """Raises UserError where bash cannot read `text`."""
+    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"{name}={text!r} is not shell: {done.stderr.strip().splitlines()[0]}")
