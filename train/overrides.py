@@ -39,7 +39,8 @@ def resolve_config(
     if not (recipe or named_by_file):
         raise UserError("no recipe; give --recipe NAME, or a --config-file with a `recipe:` key")
 
-    return _changed(load_recipe(recipe or named_by_file), from_file, overrides or [])
+    expanded = [part for override in overrides or [] for part in expand_braces(override)]
+    return _changed(load_recipe(recipe or named_by_file), from_file, expanded)
 
 
 def change(config: Config, *, config_file: str | Path | None = None, overrides: list[str] | None = None) -> Config:
@@ -52,10 +53,13 @@ def change(config: Config, *, config_file: str | Path | None = None, overrides: 
 
 
 def _changed(config: Config, from_file: DictConfig, overrides: list[str]) -> Config:
+    updates = [from_file, _parse_overrides(overrides)]
+    if isinstance(config, RunConfig):
+        updates = [_in_our_names(update) for update in updates]
     merged = _mapping(config)
     OmegaConf.set_struct(merged, True)
-    merged = _merge(merged, from_file, type(config))
-    merged = _merge(merged, _parse_overrides(overrides), type(config))
+    for update in updates:
+        merged = _merge(merged, update, type(config))
     return _build(type(config), _plain(merged), path="", root=type(config))
 
 
@@ -133,11 +137,10 @@ def _read_yaml(path: str | Path) -> DictConfig:
         raise UserError(f"{path} is not valid YAML: {_first_line(error)}") from error
     if not isinstance(config, DictConfig):
         raise UserError(f"{path} must hold keys such as `train:` and `model:`, not a list")
-    return _in_our_names(config)
+    return config
 
 
 def _parse_overrides(overrides: list[str]) -> DictConfig:
-    overrides = [part for override in overrides for part in expand_braces(override)]
     for override in overrides:
         key, equals, _ = override.partition("=")
         if not equals or not key:
@@ -145,7 +148,7 @@ def _parse_overrides(overrides: list[str]) -> DictConfig:
         if key[0] in "+~":
             raise UserError(f"{override!r} would add or delete a key; write section.key=value to set a known one")
     try:
-        return _in_our_names(OmegaConf.from_dotlist(overrides))
+        return OmegaConf.from_dotlist(overrides)
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise UserError(f"cannot read {' '.join(overrides)!r}: {_first_line(error)}") from error
 
