@@ -5,6 +5,10 @@ import importlib.util
 import pytest
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cases", type=int, help="random cases of the tests that draw some (kills, damages, ...)")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for marker, reason in _missing(item).items():

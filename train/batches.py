@@ -3,7 +3,7 @@
 Shapes: S video tokens, L text tokens, G segments.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from megadit.models.segments import Segment, SegmentLayout
 from megadit.train.config import RunConfig
 from megadit.train.data.batch import PackedBatch
 from megadit.train.data.loader import build_train_loader, build_validation_loader
+from megadit.train.data.redistribute import redistribute
 
 _TENSORS = ("tokens_S1P", "text_L1E", "fps_G", "noise_key_G")
 
@@ -66,6 +67,7 @@ class TrainBatches(SharedBatches):
     """The endless training data of this rank."""
 
     def __init__(self, config: RunConfig, groups: Groups) -> None:
+        self._config = config
         self._loader = _build(build_train_loader, config, groups)
         super().__init__(None, groups)
 
@@ -78,10 +80,24 @@ class TrainBatches(SharedBatches):
         """Where this data-parallel rank's reader stands (JSON values); None on ranks that do not read."""
         return None if self._loader is None else self._loader.save_state()
 
-    def restore_state(self, state: Any) -> None:
-        """Goes on from a saved state; called before the first batch."""
-        if self._loader is not None:
-            self._loader.restore_state(state)
+    def restore_state(self, saved: Sequence[Any]) -> str | None:
+        """Goes on from the states of all data-parallel ranks, as many as there were; called before the first batch.
+
+        Returns:
+            what is read otherwise than it would have been, for the user; None if nothing is.
+        """
+        if self._loader is None:
+            return None
+        data = self._config.data
+        mine = redistribute(
+            saved,
+            rank=self._groups.data.rank(),
+            world_size=self._groups.data.size(),
+            num_workers=data.num_workers,
+            micro_batches=data.global_batch_size // data.micro_batch_size,
+        )
+        self._loader.restore_state(mine.state)
+        return mine.said
 
 
 def validation_batches(config: RunConfig, groups: Groups) -> SharedBatches:

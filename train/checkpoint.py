@@ -5,29 +5,54 @@
         config.yaml     the resolved configuration
         loaders/        where each data-parallel rank's reader stood, as JSON
         tensors/        weights, averages, optimizer state (see models.megatron.checkpoint)
+        SHA256SUMS      the checksum of every file (see models.megatron.integrity)
 
-A directory bears its final name only when everything is in it and on the disk: a run may be killed at any moment.
+A directory bears its final name only when everything is in it and on the disk: a run may be killed at any moment. One
+that is no longer what was written is named, and passed over for the one before it.
 """
 
 import dataclasses
+import errno
 import os
+import pickle
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from torch.distributed.checkpoint.api import CheckpointException
 
-from megadit.models.megatron.checkpoint import CONFIG, STATE, TENSORS, checkpoint_name, find_checkpoints
+from megadit.models.megatron.checkpoint import (
+    CONFIG,
+    STATE,
+    TENSORS,
+    check_checkpoint,
+    checkpoint_name,
+    find_checkpoints,
+    named_checkpoints,
+)
 from megadit.models.megatron.groups import Groups
+from megadit.models.megatron.integrity import DamagedCheckpointError, checksums, file_names, write_sums
 from megadit.models.support import UserError, read_json, write_json
 from megadit.train.checkpoint_tensors import TrainedTensors
 from megadit.train.config import RunConfig
-from megadit.train.overrides import to_yaml
+from megadit.train.overrides import to_plain_values, to_yaml
+from megadit.train.second_copy import SecondCopy
 
 FORMAT_VERSION = 1
 LOADERS = "loaders"
 _UNFINISHED = ".unfinished"
+"""Ends the name of a checkpoint that is being written or deleted; a run that starts removes what is left of such."""
+
+KEPT_SETTINGS = (
+    *("model", "optimizer.optimizer", "diffusion.learned_uncertainty", "ema.sigma_rels"),  # which tensors there are
+    *("train.seed", "data.mock"),  # which noise a sample gets, and which samples there are
+)
+"""What a run cannot change on its way; the reader adds what decides the order of samples."""
 
 
 @dataclass(slots=True)
@@ -45,6 +70,21 @@ class RunState:
     """The newest validation: its step, and the loss of each average ("none" for the weights themselves)."""
 
 
+class SavedReaders:
+    """Where the reader of each data-parallel rank stood."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __len__(self) -> int:
+        return len(list(self._folder.iterdir()))
+
+    def __getitem__(self, data_rank: int) -> Any:
+        if not 0 <= data_rank < len(self):
+            raise IndexError(data_rank)
+        return read_json(self._folder / _loader_file(data_rank))
+
+
 class CheckpointStore:
     """Writes and finds the checkpoints of one run; every rank calls the same methods."""
 
@@ -52,38 +92,143 @@ class CheckpointStore:
         self.root = Path(config.train.output_dir) / "checkpoints"
         self._config = config
         self._groups = groups
+        self._copy = None
         if groups.is_first:
+            self._copy = SecondCopy.at(config.checkpoint.copy_to)
             self.root.mkdir(parents=True, exist_ok=True)
             for leftover in self.root.glob(f"*{_UNFINISHED}"):
                 shutil.rmtree(leftover, ignore_errors=True)
         dist.barrier()
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint of this run, or else of `checkpoint.load`; the first rank looks for all.
+        """The newest checkpoint that is as it was written: of this run, of its second copy, or of `checkpoint.load`.
+
+        Damaged ones are named on the way.
 
         Raises:
-            UserError: if neither has one, and `checkpoint.load` is another run.
+            UserError: if all of them are damaged, or `checkpoint.load` is another run without a checkpoint.
         """
-        found = [find_checkpoints(self.root)[-1:] or self._of_other_run() if self._groups.is_first else None]
-        dist.broadcast_object_list(found, src=0)
-        return found[0][0] if found[0] else None
-
-    def _of_other_run(self) -> list[Path]:
-        other = self._config.checkpoint.load
-        if other is None or Path(other).resolve() == self.root.parent.resolve():
-            return []
-        found = find_checkpoints(Path(other) / "checkpoints")
-        if not found:
-            raise UserError(f"checkpoint.load={other} has no complete checkpoint; give the folder of a run")
-        return found[-1:]
+        damaged = []
+        for candidates in (self._own, self._copied, self._of_other_run):
+            for path in self._agree_on(candidates):
+                problem = self._problem(path)
+                if problem is None:
+                    return path
+                damaged.append(path)
+                if self._groups.is_first:
+                    print(f"{problem}; looking for the one before it", flush=True)
+        if damaged:
+            raise UserError(
+                f"none of the checkpoints in {self.root} is whole; to start anew, choose another train.output_dir"
+            )
+        return None
 
     def save(self, state: RunState, tensors: TrainedTensors, loader_state: Any) -> Path:
         """Writes a checkpoint and deletes those beyond the last `checkpoint.keep_last`.
 
         `loader_state` is that of this data-parallel rank's reader, None on ranks that do not read.
+
+        Raises:
+            UserError: if the disk is full or fails; what was there before stays.
         """
         path = self.root / checkpoint_name(state.iteration)
         unfinished = path.with_name(path.name + _UNFINISHED)
+        with self._all_or_nothing(unfinished):
+            self._write(unfinished, state, tensors, loader_state)
+        found = self._checksums(unfinished)
+        with self._all_or_nothing(unfinished):
+            if self._groups.is_first:
+                write_sums(unfinished, found)
+                _publish(unfinished, path)
+        if self._groups.is_first:
+            if self._copy is not None:
+                self._copy.finish()  # the one before is still being read
+            self._delete_old()
+            if self._copy is not None:
+                self._copy.start(path, keep_last=self._config.checkpoint.keep_last)
+        dist.barrier()
+        return path
+
+    def close(self) -> None:
+        """Waits for the second copy of the last checkpoint."""
+        if self._copy is not None:
+            self._copy.finish()
+
+    def load(self, path: Path, tensors: TrainedTensors) -> tuple[RunState, SavedReaders]:
+        """Restores the tensors of a checkpoint that `latest` found; gives the state of the run and of all readers.
+
+        Raises:
+            UserError: if the checkpoint was written by a newer version, or under settings that cannot be continued.
+        """
+        description = read_json(path / STATE)
+        self._check(path, description)
+        state = RunState(**description["run"])
+        try:
+            tensors.load(path / TENSORS, step=state.iteration)
+        except (CheckpointException, CheckpointingException, pickle.UnpicklingError) as error:
+            raise DamagedCheckpointError(f"{path} is damaged or hostile: {_reason(error, path)}") from error
+        return state, SavedReaders(path / LOADERS)
+
+    # ------------------------------------------------------------------------------------------------- finding
+
+    def _agree_on(self, candidates) -> Iterator[Path]:
+        """What the first rank finds, on all ranks, one by one (the next may have to be fetched)."""
+        iterator = candidates() if self._groups.is_first else None
+        while True:
+            found = [_next_or_error(iterator) if self._groups.is_first else None]
+            dist.broadcast_object_list(found, src=0)
+            if isinstance(found[0], UserError):
+                raise found[0]
+            if found[0] is None:
+                return
+            yield found[0]
+
+    def _own(self) -> Iterator[Path]:
+        yield from reversed(named_checkpoints(self.root))
+
+    def _copied(self) -> Iterator[Path]:
+        for name in reversed(self._copy.names()) if self._copy is not None else ():
+            if not (self.root / name).exists():
+                yield self._copy.fetch(name, self.root, self.root / (name + _UNFINISHED))
+
+    def _of_other_run(self) -> Iterator[Path]:
+        other = self._config.checkpoint.load
+        if other is None or Path(other).resolve() == self.root.parent.resolve():
+            return
+        found = named_checkpoints(Path(other) / "checkpoints")
+        if not found:
+            raise UserError(f"checkpoint.load={other} has no checkpoint; give the folder of a run")
+        yield from reversed(found)
+
+    def _problem(self, path: Path) -> str | None:
+        """What is wrong with a checkpoint, or None; the ranks share the reading."""
+        found = self._checksums(path)
+        problem = [None]
+        if self._groups.is_first:
+            try:
+                check_checkpoint(path, found)
+            except UserError as error:
+                problem = [str(error)]
+        dist.broadcast_object_list(problem, src=0)
+        return problem[0]
+
+    def _checksums(self, path: Path) -> dict[str, str]:
+        """Checksums of all files, each computed by one rank; a file that cannot be read has none."""
+        names = [file_names(path) if self._groups.is_first else None]
+        dist.broadcast_object_list(names, src=0)
+        mine: dict[str, str] = {}
+        for name in names[0][dist.get_rank() :: self._groups.world_size]:
+            try:
+                mine |= checksums(path, [name])
+            except OSError:
+                continue
+        everyones: list[dict[str, str]] = [{}] * self._groups.world_size
+        dist.all_gather_object(everyones, mine)
+        return {name: digest for part in everyones for name, digest in part.items()}
+
+    # ------------------------------------------------------------------------------------------------- writing
+
+    def _write(self, unfinished: Path, state: RunState, tensors: TrainedTensors, loader_state: Any) -> None:
         if self._groups.is_first:
             shutil.rmtree(unfinished, ignore_errors=True)
             (unfinished / TENSORS).mkdir(parents=True)
@@ -94,37 +239,42 @@ class CheckpointStore:
         if self._groups.is_first:
             write_json(unfinished / STATE, self._describe(state))
             (unfinished / CONFIG).write_text(to_yaml(self._config), encoding="utf-8")
-        dist.barrier()
+
+    @contextmanager
+    def _all_or_nothing(self, unfinished: Path) -> Iterator[None]:
+        """If writing fails on any rank it has failed on all, and nothing of it is left."""
+        problem = None
+        try:
+            yield
+        except (OSError, CheckpointException, CheckpointingException) as error:
+            problem = _reason(error, self.root)
+        problems: list[str | None] = [None] * self._groups.world_size
+        dist.all_gather_object(problems, problem)
+        if not any(problems):
+            return
         if self._groups.is_first:
-            _publish(unfinished, path)
-            for old in find_checkpoints(self.root)[: -self._config.checkpoint.keep_last]:
-                shutil.rmtree(old)
-        dist.barrier()
-        return path
+            shutil.rmtree(unfinished, ignore_errors=True)
+        kept = named_checkpoints(self.root)[-1:]
+        raise UserError(
+            f"{unfinished.name.removesuffix(_UNFINISHED)} could not be written to {self.root} "
+            f"({next(filter(None, problems))}); {f'{kept[0].name} is kept' if kept else 'there is none yet'}. "
+            "Make room and run the same command to continue"
+        )
 
-    def load(self, path: Path, tensors: TrainedTensors) -> tuple[RunState, Any]:
-        """Restores tensors; gives the state of the run and of this data-parallel rank's reader.
+    def _delete_old(self) -> None:
+        for old in find_checkpoints(self.root)[: -self._config.checkpoint.keep_last]:
+            condemned = old.rename(old.with_name(old.name + _UNFINISHED))  # whole or gone, also if killed here
+            shutil.rmtree(condemned)
 
-        Raises:
-            UserError: if the checkpoint was written by a newer version, or under settings that cannot be continued.
-        """
-        description = read_json(path / STATE)
-        self._check(path, description)
-        state = RunState(**description["run"])
-        tensors.load(path / TENSORS, step=state.iteration)
-        own = path / LOADERS / _loader_file(self._groups.data.rank())
-        # a rank that was not there takes the first one's state: the reader knows whether that is possible
-        return state, read_json(own if own.is_file() else path / LOADERS / _loader_file(0))
+    # ------------------------------------------------------------------------------------------------ describing
 
     def _describe(self, state: RunState) -> dict[str, Any]:
         return {
             "format_version": FORMAT_VERSION,
             "run": dataclasses.asdict(state),
-            "optimizer": self._config.optimizer.optimizer,
-            "learned_uncertainty": self._config.diffusion.learned_uncertainty,
             "ema_sigma_rels": list(self._config.ema.sigma_rels),
-            "model": self._config.model.to_dict(),
             "data_parallel_size": self._groups.data.size(),
+            "settings": _kept_settings(self._config),
         }
 
     def _check(self, path: Path, description: dict[str, Any]) -> None:
@@ -133,25 +283,46 @@ class CheckpointStore:
                 f"{path} has format {description['format_version']}; this version of megadit reads up to "
                 f"{FORMAT_VERSION}: update megadit"
             )
-        now = self._describe(RunState())
-        for name, setting in (
-            ("model", "model"),
-            ("optimizer", "optimizer.optimizer"),
-            ("learned_uncertainty", "diffusion.learned_uncertainty"),
-            ("ema_sigma_rels", "ema.sigma_rels"),
-        ):
-            if description[name] != now[name]:
+        now = _kept_settings(self._config)
+        for name, before in description["settings"].items():
+            if now.get(name) != before:
                 raise UserError(
-                    f"{path} was written with {setting}={_changed(description[name], now[name])}; "
-                    "set it back, or choose another train.output_dir"
+                    f"{path} was written with {name}={before}, which is {now.get(name)} now; "
+                    "set it back, or start another train.output_dir from its weights with train.init_from"
                 )
 
 
-def _changed(before: Any, now: Any) -> str:
-    """`before`, or the entries of it that differ."""
-    if isinstance(before, dict):
-        before = {key: value for key, value in before.items() if now.get(key) != value}
-    return str(before)
+def _kept_settings(config: RunConfig) -> dict[str, Any]:
+    """The values of `KEPT_SETTINGS` by their dotted names; those of a whole section one by one."""
+    values, kept = to_plain_values(config), {}
+    for name in KEPT_SETTINGS:
+        section, _, field_name = name.partition(".")
+        if field_name:
+            kept[name] = values[section][field_name]
+        else:
+            kept |= {f"{section}.{key}": value for key, value in values[section].items()}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}  # as in JSON
+
+
+def _next_or_error(iterator: Iterator[Path]) -> Path | UserError | None:
+    try:
+        return next(iterator, None)
+    except UserError as error:
+        return error
+
+
+def _reason(error: Exception, folder: Path) -> str:
+    """Why reading or writing failed, in a few words, from wherever it stands in a chain of exceptions."""
+    causes = [error, *getattr(error, "failures", {}).values()]
+    while causes:
+        cause = causes.pop(0)
+        cause = cause[0] if isinstance(cause, tuple) else cause  # torch wraps (exception, traceback)
+        if isinstance(cause, OSError):
+            return "the disk is full" if cause.errno in (errno.ENOSPC, errno.EDQUOT) else str(cause.strerror or cause)
+        causes += [nested for nested in (cause.__cause__, cause.__context__) if nested is not None]
+    if shutil.disk_usage(folder).free < 2**20:  # torch's writer only knows that its file is shorter than it should be
+        return "the disk is full"
+    return str(error).strip().splitlines()[-1]
 
 
 def _loader_file(data_rank: int) -> str:

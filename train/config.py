@@ -239,6 +239,9 @@ class CheckpointConfig:
     """Steps between checkpoints; one more is written at the end and at SIGTERM or SIGINT."""
     keep_last: int = 3
     """Checkpoints kept; older ones are deleted."""
+    copy_to: str | None = None
+    """A second place for the same checkpoints, by any URL of fsspec (s3://bucket/run, a folder, ...); they are fetched
+    from there where `train.output_dir` has none."""
     load: str | None = None
     """Folder of another run, continued here (step, optimizer, data and all) while this one has no checkpoint itself."""
 
@@ -366,8 +369,10 @@ def check_layout(config: RunConfig, world_size: int) -> int:
 def check_inputs(config: RunConfig) -> None:
     """Raises UserError if the samples, the run's folder, or the sampler or tokenizer of its videos cannot be used."""
     from megadit.infer.samplers import find_sampler  # torch comes with it, which the rest of this module does without
+    from megadit.train.second_copy import check_url
 
     find_sampler(config.validation.sampler)
+    check_url(config.checkpoint.copy_to)
     if config.train.output_dir is None:
         raise UserError("train.output_dir is not set; give train.output_dir=FOLDER")
     if config.data.mock:

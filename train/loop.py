@@ -86,6 +86,7 @@ class _Run:
                 if result.must_stop:
                     break
             self._save(metrics)
+            self.store.close()
         if self.state.iteration < self.config.train.train_iters:
             self._say(f"told to stop: saved after step {self.state.iteration}; run the same command to continue")
 
@@ -93,11 +94,12 @@ class _Run:
         path = self.store.latest()
         if path is None:
             return
-        self.state, loader_state = self.store.load(path, self.training.tensors)
+        self.state, readers = self.store.load(path, self.training.tensors)
         if path.parent != self.store.root:
             self.state.metrics_bytes = 0  # the other run's file stays where it is
         self.training.scheduler.step(self.state.iteration)
-        self.batches.restore_state(loader_state)
+        if (said := self.batches.restore_state(readers)) is not None:
+            self._say(f"the data readers go on with {said}")
         self.saved_iteration = self.state.iteration if path.parent == self.store.root else None
         is_done = self.state.iteration >= self.config.train.train_iters
         self._say(f"{'all steps are done in' if is_done else 'continuing from'} {path}")

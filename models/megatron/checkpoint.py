@@ -8,10 +8,11 @@ that it does not matter which layout wrote it and which reads it:
     ema.<sigma_rel>.<name>           their averages
     optimizer.<state>.<name>         what the optimizer keeps for each element
 
-<name> is the parameter's name in the training model, where the network's begin with "dit.". torch describes the tensors
-in a pickle (`tensors/.metadata`): read checkpoints of your own runs, and pass on bundles, which hold none.
+<name> is the parameter's name in the training model, where the network's begin with "dit.". Nothing is believed before
+its checksum is compared, and no code in a checkpoint is run (see `integrity`).
 """
 
+import pickle
 import re
 import warnings
 from pathlib import Path
@@ -19,8 +20,10 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megadit.models.megatron.integrity import DESCRIPTION, SUMS, DamagedCheckpointError, SafeReader, check
 from megadit.models.support import UserError, read_json
 
 TENSORS = "tensors"
@@ -48,8 +51,13 @@ def checkpoint_name(iteration: int) -> str:
 
 def find_checkpoints(root: Path) -> list[Path]:
     """The complete checkpoints in a directory, oldest first."""
+    return list(filter(is_complete, named_checkpoints(root)))
+
+
+def named_checkpoints(root: Path) -> list[Path]:
+    """The directories that bear the name of a checkpoint, whatever is in them, oldest first."""
     named = [path for path in root.glob("iter_*") if _NAME.fullmatch(path.name)] if root.is_dir() else []
-    return sorted(filter(is_complete, named), key=lambda path: int(path.name.removeprefix("iter_")))
+    return sorted(named, key=lambda path: int(path.name.removeprefix("iter_")))
 
 
 def is_complete(path: Path) -> bool:
@@ -58,7 +66,21 @@ def is_complete(path: Path) -> bool:
         read_json(path / STATE)
     except UserError:
         return False
-    return (path / TENSORS / ".metadata").is_file() and (path / CONFIG).is_file()
+    return all((path / part).is_file() for part in (CONFIG, SUMS, f"{TENSORS}/{DESCRIPTION}"))
+
+
+def check_checkpoint(path: Path, found: dict[str, str] | None = None) -> None:
+    """Compares a checkpoint with its checksums, and its name with what it says of itself.
+
+    `found` are the checksums of its files, where they are known already.
+
+    Raises:
+        DamagedCheckpointError: naming what is not as it was written.
+    """
+    check(path, found)
+    step = read_json(path / STATE)["run"]["iteration"]
+    if _NAME.fullmatch(path.resolve().name) and path.resolve().name != checkpoint_name(step):
+        raise DamagedCheckpointError(f"{path} is not what its name says: it is of step {step}")
 
 
 def ema_profiles(path: Path) -> tuple[float, ...]:
@@ -74,10 +96,11 @@ def read_network(path: Path, *, ema: float | None = None) -> dict[str, Tensor]:
         ema: sigma_rel of the average to read; None reads the weights themselves.
 
     Raises:
-        UserError: if it is no complete checkpoint, or has no such average.
+        UserError: if it is no complete checkpoint, is damaged, or has no such average.
     """
     if not is_complete(path):
         raise UserError(f"{path} is not a complete checkpoint; give a directory such as checkpoints/iter_0000100")
+    check_checkpoint(path)
     if ema is not None and ema not in ema_profiles(path):
         known = ", ".join(f"{sigma_rel:g}" for sigma_rel in ema_profiles(path)) or "none"
         raise UserError(f"{path} has no average with sigma_rel {ema:g}; it has {known}")
@@ -88,7 +111,7 @@ def read_network(path: Path, *, ema: float | None = None) -> dict[str, Tensor]:
 
 def _read(directory: Path, prefix: str) -> dict[str, Tensor]:
     """All tensors whose key begins with `prefix`, whole."""
-    reader = dcp.FileSystemReader(directory)
+    reader = SafeReader(directory)
     stored = reader.read_metadata().state_dict_metadata
     tensors = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -97,5 +120,10 @@ def _read(directory: Path, prefix: str) -> dict[str, Tensor]:
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
+        try:
+            dcp.load(tensors, storage_reader=reader, no_dist=True)
+        except (CheckpointException, pickle.UnpicklingError) as error:
+            raise DamagedCheckpointError(
+                f"{directory} is damaged or hostile: {type(error).__name__} in its tensors"
+            ) from error
     return tensors

@@ -1,5 +1,6 @@
 """Ranks on this machine: Megatron, and the shim that patches torch for it, stay out of the process that tests."""
 
+import json
 import os
 import socket
 import subprocess
@@ -71,6 +72,19 @@ def _start_rank(rank: int, count: int, port: int, command: tuple) -> subprocess.
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+@pytest.fixture(scope="session")
+def read_metrics() -> Callable[[Path], list[dict]]:
+    """read_metrics(folder of a run): what it told of each step."""
+    return lambda out: [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="session")
+def same() -> Callable[[list[dict], list[dict]], bool]:
+    """same(metrics, expected): whether every step is there once, with equal numbers, to the last bit."""
+    names = ("step", "loss", "objective", "grad_norm", "lr", "consumed_samples", "validation")
+    return lambda *both: len({str([[line.get(name) for name in names] for line in run]) for run in both}) == 1
 
 
 @pytest.fixture(scope="session")

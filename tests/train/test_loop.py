@@ -74,7 +74,7 @@ def test_a_mistake_that_every_rank_finds_is_told_once(finished, run_ranks):
     more = ("model.num_layers=3", "train.train_iters=6", f"train.output_dir={finished[0]}")
     outputs = run_ranks(2, *MOCK, *more, code=2)
     errors = [line for output in outputs for line in output.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1 and "was written with model={'num_layers': 2}" in errors[0]
+    assert len(errors) == 1 and "was written with model.num_layers=2, which is 3 now" in errors[0]
 
 
 def test_metrics_beyond_the_checkpoint_are_cut_off(tmp_path):

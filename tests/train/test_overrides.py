@@ -138,7 +138,9 @@ def changed(value, key: str) -> str:
         "model.num_attention_heads": "4",
         "model.head_dim": "12",
         "model.ffn_hidden_size": "100",
-        **dict.fromkeys(("data.path", "checkpoint.load", "validation.tokenizer_folder"), "elsewhere"),
+        **dict.fromkeys(
+            ("data.path", "checkpoint.load", "checkpoint.copy_to", "validation.tokenizer_folder"), "elsewhere"
+        ),
         **dict.fromkeys(("logger.wandb_exp_name", "logger.wandb_entity", "logger.wandb_save_dir"), "elsewhere"),
         "data.mock_latent_shapes": "[[2,4,4]]",
         "data.global_batch_size": "4",

@@ -8,7 +8,7 @@ step, if each step takes equally many micro-batches from every reader. Mock data
 same for every number of ranks.
 
 A saved state belongs to one rank of one layout; it is plain JSON, and restoring it under settings that would change the
-order of samples is an error, never a silent restart.
+order of samples is an error, never a silent restart. `redistribute` makes the states of another number of ranks.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,6 +28,7 @@ from megadit.models.support import UserError
 from megadit.train.config import RunConfig
 from megadit.train.data.batch import PackedBatch, PackFormat
 from megadit.train.data.mock import MockLoader
+from megadit.train.data.redistribute import RANK, RANKS, WORKERS
 from megadit.train.data.state import from_plain, to_plain
 from megadit.train.data.task_encoder import LatentTaskEncoder
 from megadit.train.data.writer import DatasetInfo, iter_captions
@@ -41,9 +42,12 @@ CHECKPOINT_INTERVAL = 10.0
 class TrainLoader:
     """Endless micro-batches of one data-parallel rank."""
 
-    def __init__(self, dataset: SavableDataset, order: dict[str, Any]) -> None:
-        self._loader = _savable_loader(dataset)
+    def __init__(self, build_dataset: Callable[[int], SavableDataset], order: dict[str, Any]) -> None:
+        """`build_dataset` takes the number of the first pass over the data."""
+        self._build_dataset = build_dataset
+        self._loader = _savable_loader(build_dataset(0))
         self._order = order
+        self._first_pass = 0
         self._batches: Iterator[PackedBatch] | None = None
 
     def __iter__(self) -> "TrainLoader":
@@ -57,7 +61,8 @@ class TrainLoader:
 
     def save_state(self) -> dict[str, Any]:
         """Where this rank's reader stands, as plain JSON values."""
-        return {"order": self._order, "reader": to_plain(self._loader.save_state_rank())}
+        reader = to_plain(self._loader.save_state_rank())
+        return {"order": self._order, "first_pass": self._first_pass, "reader": reader}
 
     def restore_state(self, state: dict[str, Any]) -> None:
         """Goes on with the batch after the last one given before `save_state`; call it before iterating.
@@ -75,7 +80,11 @@ class TrainLoader:
                     "set it back, or start a new run from the saved weights"
                 )
         assert self._batches is None, "restore_state must come before the first batch"
-        self._loader.restore_state_rank(from_plain(state["reader"]))
+        if state.get("first_pass", 0) != self._first_pass:
+            self._first_pass = state["first_pass"]
+            self._loader = _savable_loader(self._build_dataset(self._first_pass))
+        if state["reader"] is not None:  # None begins a pass
+            self._loader.restore_state_rank(from_plain(state["reader"]))
 
 
 class ValidationLoader:
@@ -126,15 +135,17 @@ def build_train_loader(config: RunConfig, *, rank: int, world_size: int, group: 
             f"({world_size} ranks x data.num_workers={data.num_workers}); use fewer"
         )
     worker_config = _worker_config(config, rank, world_size, data.num_workers, group)
-    task_encoder = LatentTaskEncoder(pack_format)
-    dataset = task_encoder.build_train_datasets(
-        datasets=_read_split(info, "train", worker_config, training=True),
-        worker_config=worker_config,
-        batch_size=data.micro_batch_size,
-        packing_buffer_size=data.packing_buffer_size,
-        shuffle_buffer_size=data.shuffle_buffer_size,
-    )
-    return TrainLoader(dataset, _order(config, info, rank, world_size))
+
+    def build_dataset(first_pass: int) -> SavableDataset:
+        return LatentTaskEncoder(pack_format, first_pass=first_pass).build_train_datasets(
+            datasets=_read_split(info, "train", worker_config, training=True),
+            worker_config=worker_config,
+            batch_size=data.micro_batch_size,
+            packing_buffer_size=data.packing_buffer_size,
+            shuffle_buffer_size=data.shuffle_buffer_size,
+        )
+
+    return TrainLoader(build_dataset, _order(config, info, rank, world_size))
 
 
 def build_validation_loader(
@@ -243,9 +254,9 @@ def _order(config: RunConfig, info: DatasetInfo, rank: int, world_size: int) -> 
     """Everything that decides which sample follows which: a saved position means nothing under other values."""
     data = config.data
     return {
-        "data-parallel rank": rank,
-        "data-parallel size": world_size,
-        "data.num_workers": data.num_workers,
+        RANK: rank,
+        RANKS: world_size,
+        WORKERS: data.num_workers,
         "data.micro_batch_size": data.micro_batch_size,
         "data.seq_length": data.seq_length,
         "data.text_seq_length": data.text_seq_length,

@@ -77,12 +77,13 @@ class PassCounter(BaseWrapperDataset[dict, dict]):
 
     _savable_fields = ("_pass",)
 
-    def __init__(self, dataset: SavableDataset[dict], *, worker_config: WorkerConfig) -> None:
+    def __init__(self, dataset: SavableDataset[dict], *, worker_config: WorkerConfig, first_pass: int = 0) -> None:
         super().__init__(dataset, worker_config=worker_config)
+        self._first_pass = first_pass
         self.reset_state_own()
 
     def reset_state_own(self) -> None:
-        self._pass = 0
+        self._pass = self._first_pass
 
     def len_worker(self, worker_idx: int | None = None) -> int:
         return self.dataset.len_worker(worker_idx)

@@ -62,15 +62,17 @@ class LatentTaskEncoder(TaskEncoder):
 
     decoder = None  # members arrive as raw bytes: Energon's decoder would unpickle some file types
 
-    def __init__(self, format: PackFormat) -> None:
+    def __init__(self, format: PackFormat, *, first_pass: int = 0) -> None:
         self.format = format
+        self.first_pass = first_pass
+        """The number of the first pass over the data: passes before it were made by other readers."""
         self.refused = RefusedSamples()
         self.cookers = [Cooker(self.cook)]
 
     def build_cook_crude_sample(
         self, dataset: SavableDataset, *, worker_config: WorkerConfig, **kwargs: Any
     ) -> SavableDataset:
-        counted = PassCounter(dataset, worker_config=worker_config)
+        counted = PassCounter(dataset, worker_config=worker_config, first_pass=self.first_pass)
         return super().build_cook_crude_sample(counted, worker_config=worker_config, **kwargs)
 
     @stateless

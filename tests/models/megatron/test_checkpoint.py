@@ -15,6 +15,7 @@ from megadit.models.megatron.checkpoint import (
     model_key,
     read_network,
 )
+from megadit.models.megatron.integrity import checksums, file_names, write_sums
 from megadit.models.support import UserError, write_json
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 def write_checkpoint(root, step):
     path = root / checkpoint_name(step)
     path.mkdir(parents=True)
-    write_json(path / STATE, {"ema_sigma_rels": [0.1]})
+    write_json(path / STATE, {"ema_sigma_rels": [0.1], "run": {"iteration": step}})
     (path / CONFIG).write_text("recipe: digits\n")
     tensors = {
         model_key("dit.a.weight"): torch.full((2, 3), float(step)),
@@ -31,6 +32,7 @@ def write_checkpoint(root, step):
         ema_key(0.1, "dit.a.weight"): torch.full((2, 3), step / 2),
     }
     dcp.save(tensors, checkpoint_id=path / TENSORS, no_dist=True)
+    write_sums(path, checksums(path, file_names(path)))
     return path
 
 

@@ -1,0 +1,162 @@
+"""Whether a checkpoint is what was written, told before anything in it is believed.
+
+Every file is listed with its SHA-256 in `SHA256SUMS`, in the format of the command of that name (`sha256sum -c
+SHA256SUMS` checks it too). A file that was cut short, changed, deleted, added or exchanged does not fit that list; nor
+does a list that was changed itself.
+
+Checksums say nothing about who wrote them. torch describes the tensors of a checkpoint in a pickle,
+`tensors/.metadata`, which could run code in whoever reads it; `read_description` builds only the few classes that such
+a description is made of, and refuses everything else.
+"""
+
+import hashlib
+import io
+import pickle
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+from megadit.models.support import UserError
+
+SUMS = "SHA256SUMS"
+DESCRIPTION = ".metadata"
+_LINE = re.compile(r"([0-9a-f]{64})  (.+)\n")
+
+_CLASSES = {
+    *(("torch", name) for name in ("Size", "float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8")),
+    ("torch.serialization", "_get_layout"),  # a look-up in a table
+    *((module, "PosixPath") for module in ("pathlib", "pathlib._local")),  # where it was saved
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata"),
+            *("ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"),
+        )
+    ),
+    *(
+        ("torch.distributed.checkpoint.planner", name)
+        for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
+    ),
+}
+"""What descriptions are made of, by module and name. None of these does anything but hold values."""
+
+
+class DamagedCheckpointError(UserError):
+    """A checkpoint that is not what was written; the message names the file."""
+
+
+def file_names(directory: Path) -> list[str]:
+    """The files in a directory and below it, but the list of checksums, by their path from there."""
+    found = [path for path in directory.rglob("*") if not path.is_dir()]
+    return sorted(name for path in found if (name := path.relative_to(directory).as_posix()) != SUMS)
+
+
+def checksums(directory: Path, names: Iterable[str]) -> dict[str, str]:
+    """The SHA-256 of each file, in hexadecimal."""
+    sums = {}
+    for name in names:
+        with (directory / name).open("rb") as file:
+            sums[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return sums
+
+
+def write_sums(directory: Path, sums: dict[str, str]) -> None:
+    """Writes the list that `check` compares with; the last file of a checkpoint."""
+    (directory / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
+
+
+def read_sums(directory: Path) -> dict[str, str]:
+    """The list of checksums.
+
+    Raises:
+        DamagedCheckpointError: if it is missing or cannot be read.
+    """
+    try:
+        text = (directory / SUMS).read_bytes().decode()
+    except FileNotFoundError:
+        raise DamagedCheckpointError(f"{directory} is damaged: {SUMS} is missing") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DamagedCheckpointError(f"{directory} is damaged: {SUMS} cannot be read ({error})") from None
+    lines = _LINE.findall(text)
+    if "".join(f"{digest}  {name}\n" for digest, name in lines) != text:
+        raise DamagedCheckpointError(f"{directory} is damaged: {SUMS} is not a list of checksums")
+    return {name: digest for digest, name in lines}
+
+
+def check(directory: Path, found: dict[str, str] | None = None) -> None:
+    """Compares every file of a checkpoint with the list written beside it.
+
+    Args:
+        directory: the checkpoint.
+        found: its checksums where they are known already (several ranks compute them faster).
+
+    Raises:
+        DamagedCheckpointError: naming the first file that is missing, unknown, or not as it was written; or if the
+            description of the tensors is more than that.
+    """
+    listed = read_sums(directory)
+    names = file_names(directory)
+    for name in sorted({*listed, *names}):
+        if name not in names:
+            raise DamagedCheckpointError(f"{directory} is damaged: {name} is missing")
+        if name not in listed:
+            raise DamagedCheckpointError(f"{directory} is damaged: {name} is not in {SUMS}")
+    if found is None:
+        found = checksums(directory, names)
+    for name in names:
+        if found.get(name) != listed[name]:
+            raise DamagedCheckpointError(
+                f"{directory} is damaged: {name} is not what was written (its SHA-256 differs)"
+            )
+    for name in names:
+        if Path(name).name == DESCRIPTION:
+            read_description((directory / name).parent)
+
+
+def read_description(directory: Path) -> Metadata:
+    """The description of the tensors in a distributed checkpoint of torch, read without running code from it.
+
+    Raises:
+        DamagedCheckpointError: if it asks for anything but plain descriptions of tensors in files of this directory.
+    """
+    path = directory / DESCRIPTION
+    try:
+        description = _Unpickler(io.BytesIO(path.read_bytes())).load()
+    except pickle.UnpicklingError as error:
+        raise DamagedCheckpointError(f"{path} is damaged or hostile: {error}") from None
+    except Exception as error:  # a broken pickle fails in any way it likes
+        raise DamagedCheckpointError(f"{path} is damaged: {type(error).__name__} {error}") from None
+    if not isinstance(description, Metadata) or not isinstance(description.storage_data, dict):
+        raise DamagedCheckpointError(f"{path} is damaged or hostile: it does not describe a checkpoint")
+    for name, entry in description.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):  # torch would unpickle its bytes
+            raise DamagedCheckpointError(f"{path} is damaged or hostile: {name!r} is not a tensor")
+    for place in description.storage_data.values():
+        if Path(place.relative_path).name != place.relative_path:
+            raise DamagedCheckpointError(f"{path} is damaged or hostile: it names the file {place.relative_path!r}")
+    return description
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _CLASSES:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no description of tensors needs")
+        return super().find_class(module, name)
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise pickle.UnpicklingError("it refers to something outside itself")
+
+
+class SafeReader(dcp.FileSystemReader):
+    """torch's reader of distributed checkpoints, with the description read by `read_description`."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        description = read_description(Path(self.path))
+        description.storage_meta = description.storage_meta or StorageMeta()
+        description.storage_meta.load_id = self.load_id
+        return description

@@ -1,0 +1,105 @@
+"""Damaged checkpoints are passed over, a full disk leaves the last good one, and a lost folder comes back."""
+
+import random
+import shutil
+
+import pytest
+
+from megadit.models.megatron.checkpoint import check_checkpoint, find_checkpoints
+from megadit.models.megatron.integrity import DamagedCheckpointError
+
+pytestmark = pytest.mark.slow
+ARGUMENTS = (
+    *("--recipe", "digits_tiny", "--mock", "train.train_iters=8", "validation.interval=0", "optimizer.lr=0.002"),
+    *("checkpoint.save_interval=2", "checkpoint.keep_last=9", "logger.tensorboard=false"),
+)
+WITHOUT_DISK = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))
+from megadit.train.__main__ import main
+raise SystemExit(main(sys.argv[1:]))
+"""
+"""A rank whose large writes fail, as on a full disk."""
+
+
+def arguments(out, *more):
+    return ("-m", "megadit.train", *ARGUMENTS, f"train.output_dir={out}", *more)
+
+
+@pytest.fixture(scope="module")
+def finished(run_ranks, tmp_path_factory):
+    """A run of 8 steps on two ranks, with a second copy of its checkpoints."""
+    root = tmp_path_factory.mktemp("finished")
+    run_ranks(2, *arguments(root / "run", f"checkpoint.copy_to=file://{root / 'copy'}", "checkpoint.keep_last=4"))
+    return root
+
+
+@pytest.fixture
+def cut_short(finished, tmp_path):
+    """The same run, as it was after step 6."""
+    shutil.copytree(finished / "run", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "iter_0000008")
+    return tmp_path / "run"
+
+
+def test_a_damaged_checkpoint_is_named_and_passed_over(finished, cut_short, run_ranks, read_metrics, same):
+    newest, older = (cut_short / "checkpoints" / name for name in ("iter_0000006", "iter_0000004"))
+    file = max((newest / "tensors").iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[random.Random(0).randrange(len(content))] ^= 4
+    file.write_bytes(content)
+    (older / "config.yaml").unlink()
+    output = run_ranks(2, *arguments(cut_short))[0]
+    assert f"{newest} is damaged: tensors/{file.name} is not what was written" in output
+    assert f"{older} is damaged: config.yaml is missing" in output
+    assert f"continuing from {cut_short / 'checkpoints' / 'iter_0000002'}" in output
+    assert same(read_metrics(cut_short), read_metrics(finished / "run"))
+    check_checkpoint(newest)  # written again
+
+
+def test_nothing_whole_is_no_reason_to_start_anew(cut_short, run_ranks):
+    for path in find_checkpoints(cut_short / "checkpoints"):
+        (path / "SHA256SUMS").write_text("")
+        with pytest.raises(DamagedCheckpointError):
+            check_checkpoint(path)
+    outputs = run_ranks(2, *arguments(cut_short), code=2)
+    assert sum(output.count("error: none of the checkpoints in") for output in outputs) == 1
+    assert not any("Traceback" in output for output in outputs)
+    assert len(find_checkpoints(cut_short / "checkpoints")) == 3
+
+
+def test_a_full_disk_leaves_the_last_good_checkpoint(cut_short, run_ranks):
+    outputs = run_ranks(2, "-c", WITHOUT_DISK, *arguments(cut_short)[2:], code=2)
+    errors = [line for output in outputs for line in output.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1 and "iter_0000008 could not be written to" in errors[0]
+    assert "iter_0000006 is kept. Make room and run the same command to continue" in errors[0]
+    left = sorted(path.name for path in (cut_short / "checkpoints").iterdir())
+    assert left == ["iter_0000002", "iter_0000004", "iter_0000006"]
+    check_checkpoint(cut_short / "checkpoints" / "iter_0000006")
+
+
+def test_a_lost_folder_comes_back_from_the_second_copy(finished, run_ranks, tmp_path, read_metrics, same):
+    copy = tmp_path / "copy"
+    shutil.copytree(finished / "copy", copy)
+    assert sorted(path.name for path in copy.iterdir()) == [f"iter_{step:07d}" for step in (2, 4, 6, 8)]
+    (copy / "iter_0000008" / "state.json").write_text("{}")
+    output = run_ranks(2, *arguments(tmp_path / "run", f"checkpoint.copy_to=file://{copy}"))[0]
+    assert "iter_0000008 is damaged: state.json is not what was written" in output
+    assert f"continuing from {tmp_path / 'run' / 'checkpoints' / 'iter_0000006'}" in output
+    assert same(read_metrics(tmp_path / "run"), read_metrics(finished / "run")[6:])
+    check_checkpoint(copy / "iter_0000008")
+
+
+def test_another_run_is_continued_in_a_folder_of_its_own(finished, run_ranks, tmp_path, read_metrics):
+    more = (f"checkpoint.load={finished / 'run'}", "train.train_iters=10")
+    output = run_ranks(1, *arguments(tmp_path / "next", *more))[0]
+    assert f"continuing from {finished / 'run' / 'checkpoints' / 'iter_0000008'}" in output
+    assert [line["step"] for line in read_metrics(tmp_path / "next")] == [9, 10]
+    output = run_ranks(1, *arguments(tmp_path / "next", *more, "train.train_iters=11"))[0]
+    assert f"continuing from {tmp_path / 'next'}" in output
+    assert [line["step"] for line in read_metrics(tmp_path / "next")] == [9, 10, 11]
+
+
+def test_another_run_without_a_checkpoint_is_a_mistake(run_ranks, tmp_path):
+    (output,) = run_ranks(1, *arguments(tmp_path / "next", f"checkpoint.load={tmp_path}"), code=2)
+    assert output.splitlines()[-1].startswith(f"error: checkpoint.load={tmp_path} has no checkpoint")

@@ -1,0 +1,67 @@
+"""Checkpoints at a second place, by URL."""
+
+import importlib.util
+
+import fsspec
+import pytest
+
+from megadit.models.megatron.integrity import SUMS, checksums, file_names, write_sums
+from megadit.models.support import UserError
+from megadit.train.second_copy import SecondCopy, check_url
+
+
+@pytest.fixture(params=["memory", "file"])
+def url(request, tmp_path):
+    if request.param == "file":
+        return f"file://{tmp_path}/copies"
+    fsspec.filesystem("memory").store.clear()
+    return "memory://bucket/run"
+
+
+def checkpoint(tmp_path, step):
+    path = tmp_path / "run" / f"iter_{step:07d}"
+    (path / "tensors").mkdir(parents=True)
+    (path / "state.json").write_text(str(step))
+    (path / "tensors" / ".metadata").write_bytes(bytes(range(step, 200)))
+    write_sums(path, checksums(path, file_names(path)))
+    return path
+
+
+def test_copies_are_kept_listed_and_fetched(url, tmp_path, capsys):
+    copy = SecondCopy(url)
+    assert copy.names() == []
+    for step in (1, 2, 10_000_000):
+        copy.start(checkpoint(tmp_path, step), keep_last=2)
+    copy.finish()
+    assert copy.names() == ["iter_0000002", "iter_10000000"]
+    fetched = SecondCopy(url).fetch("iter_0000002", tmp_path, tmp_path / "iter_0000002.unfinished")
+    original = tmp_path / "run" / "iter_0000002"
+    assert checksums(fetched, [*file_names(fetched), SUMS]) == checksums(original, [*file_names(original), SUMS])
+    assert not (tmp_path / "iter_0000002.unfinished").exists() and not capsys.readouterr().err
+
+
+def test_a_copy_without_its_checksums_is_none(url, tmp_path):
+    copy = SecondCopy(url)
+    copy.start(checkpoint(tmp_path, 1), keep_last=2)
+    copy.finish()
+    files, root = fsspec.core.url_to_fs(url)
+    files.rm_file(f"{root}/iter_0000001/{SUMS}")
+    assert copy.names() == []
+
+
+def test_a_copy_that_fails_is_told_and_the_run_goes_on(url, tmp_path, capsys):
+    copy = SecondCopy(url)
+    path = checkpoint(tmp_path, 1)
+    copy.start(path.with_name("iter_0000009"), keep_last=2)
+    copy.start(path, keep_last=2)
+    copy.finish()
+    assert f"no second copy of iter_0000009 at {url}" in capsys.readouterr().err
+    assert copy.names() == ["iter_0000001"]
+
+
+@pytest.mark.parametrize("url", ["nonsense://bucket/run", "s3://bucket/run"])
+def test_a_url_that_cannot_be_used(url):
+    if url.startswith("s3") and importlib.util.find_spec("s3fs"):
+        pytest.skip("s3fs is installed")
+    with pytest.raises(UserError, match=f"checkpoint.copy_to={url} cannot be used"):
+        check_url(url)

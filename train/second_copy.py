@@ -1,0 +1,103 @@
+"""A second place for checkpoints, by any URL that fsspec knows: s3://bucket/run, gs://..., a folder on another disk.
+
+A copy is made by a thread while training goes on. Its list of checksums is written last: a copy without it is not
+complete, and one with it is compared file by file when it is fetched.
+"""
+
+import shutil
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from megadit.models.megatron.integrity import SUMS, file_names
+from megadit.models.support import UserError
+
+
+def check_url(url: str | None) -> None:
+    """Raises UserError if fsspec does not know this kind of URL, or lacks the library for it."""
+    if url is None:
+        return
+    from fsspec import get_filesystem_class
+    from fsspec.core import split_protocol
+
+    try:
+        get_filesystem_class(split_protocol(url)[0] or "file")
+    except (ImportError, ValueError) as error:
+        raise UserError(f"checkpoint.copy_to={url} cannot be used: {error}") from error
+
+
+class SecondCopy:
+    """The checkpoints of one run at a URL; used by the first rank alone."""
+
+    @classmethod
+    def at(cls, url: str | None) -> "SecondCopy | None":
+        return None if url is None else cls(url)
+
+    def __init__(self, url: str) -> None:
+        """Raises UserError if the URL cannot be used."""
+        from fsspec.core import url_to_fs
+
+        self.url = url
+        try:
+            self._files, root = url_to_fs(url)
+            self._root = PurePosixPath(root)
+            self._files.makedirs(str(self._root), exist_ok=True)
+        except (ImportError, ValueError, OSError) as error:
+            raise UserError(f"checkpoint.copy_to={url} cannot be used: {error}") from error
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="second copy")
+        self._running: tuple[str, Future] | None = None
+
+    def names(self) -> list[str]:
+        """The complete copies, oldest first."""
+        self._files.invalidate_cache()
+        complete = self._files.glob(str(self._root / "iter_*" / SUMS))
+        return sorted((PurePosixPath(path).parent.name for path in complete), key=lambda name: (len(name), name))
+
+    def start(self, path: Path, *, keep_last: int) -> None:
+        """Copies a checkpoint in the background, then deletes all copies but the last `keep_last`."""
+        self.finish()
+        self._running = path.name, self._thread.submit(self._copy, path, keep_last)
+
+    def finish(self) -> None:
+        """Waits for the copy in progress; one that failed is told, and no more: the checkpoint itself is there."""
+        if self._running is None:
+            return
+        (name, future), self._running = self._running, None
+        if (error := future.exception()) is not None:
+            print(f"no second copy of {name} at {self.url}: {error}", file=sys.stderr, flush=True)
+
+    def fetch(self, name: str, root: Path, unfinished: Path) -> Path:
+        """The copy `name` as a directory in `root`, by way of the name `unfinished`.
+
+        Raises:
+            UserError: if it cannot be read.
+        """
+        print(f"fetching {name} from {self.url}", flush=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        source = str(self._root / name)
+        try:
+            for file in self._files.find(source):
+                target = unfinished / PurePosixPath(file).relative_to(source)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                self._files.get_file(file, str(target))
+        except OSError as error:
+            raise UserError(f"checkpoint.copy_to={self.url}: {name} cannot be fetched: {error}") from error
+        return unfinished.rename(root / name)
+
+    def _copy(self, path: Path, keep_last: int) -> None:
+        target = self._root / path.name
+        self._remove(target)
+        for name in [*file_names(path), SUMS]:
+            self._files.makedirs(str((target / name).parent), exist_ok=True)
+            self._files.put_file(str(path / name), str(target / name))
+        for old in self.names()[:-keep_last]:
+            self._remove(self._root / old)
+
+    def _remove(self, directory: PurePosixPath) -> None:
+        """The list of checksums first: a copy is complete or has none."""
+        files: Any = self._files
+        if files.exists(str(directory)):
+            if files.exists(str(directory / SUMS)):
+                files.rm_file(str(directory / SUMS))
+            files.rm(str(directory), recursive=True)
