@@ -28,7 +28,7 @@ _LAYOUT = (
     "context_parallel_size",
     "sequence_parallel",
 )
-_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+_RECOMPUTE = ("recompute_granularity", "recompute_num_layers")
 
 KEYS = {
     **{f"model.{name}": f"parallel.{name}" for name in (*_LAYOUT, *_RECOMPUTE)},
@@ -71,6 +71,8 @@ _FIXED: dict[str, tuple[Any, str]] = {
         "no_mask",
         "no sample attends to another or to padding, and nothing else is masked",
     ),
+    "model.recompute_method": ("uniform", "recomputed blocks are spread evenly"),
+    "model.config.recompute_method": ("uniform", "recomputed blocks are spread evenly"),
     "checkpoint.ckpt_format": ("torch_dist", "that is what is written"),
     "checkpoint.load_optim": (True, "to start from weights alone, give train.init_from"),
     "checkpoint.fully_parallel_save": (True, "all data-parallel ranks write"),

@@ -1,6 +1,9 @@
 """Recipe < YAML file < a.b=c, merged strictly."""
 
 import dataclasses
+import json
+import types
+from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
@@ -115,56 +118,59 @@ def test_incomplete_dictionary_names_what_is_missing():
         config_from_dict(values)
 
 
-def changed(value, key: str) -> str:
-    """Another legal value of the same type, as YAML."""
-    special = {
-        "recipe": None,
-        "train.precision": "bf16",
-        "optimizer.optimizer": "adamw",
-        "optimizer.lr_decay_style": "cosine",
-        "optimizer.lr_decay_iters": "2000",
-        "optimizer.min_lr": "1.0e-4",
-        "parallel.pipeline_model_parallel_size": "2",
-        "parallel.virtual_pipeline_model_parallel_size": None,  # needs a pipeline, tested below
-        "parallel.context_parallel_size": "2",
-        "parallel.context_parallel_comm": "ring",
-        "parallel.recompute_granularity": "full",
-        "parallel.recompute_num_layers": None,  # needs full recomputation, tested below
-        "parallel.sequence_parallel": None,  # needs tensor parallelism, tested below
-        "parallel.data_parallel": "distributed_optimizer",
-        "parallel.transformer_impl": "transformer_engine",
-        "validation.sampler": "heun",
-        "model.position_embedding": "sincos",
-        "model.num_attention_heads": "4",
-        "model.head_dim": "12",
-        "model.ffn_hidden_size": "100",
-        **dict.fromkeys(
-            ("data.path", "checkpoint.load", "checkpoint.copy_to", "validation.tokenizer_folder"), "elsewhere"
-        ),
-        **dict.fromkeys(("logger.wandb_exp_name", "logger.wandb_entity", "logger.wandb_save_dir"), "elsewhere"),
-        "data.mock_latent_shapes": "[[2,4,4]]",
-        "data.global_batch_size": "4",
-        "data.micro_batch_size": "2",
-        "ema.sigma_rels": "[0.2]",
-        "validation.sigmas": "[2.0]",
-        "validation.prompts": "[a]",
-        "train.num_threads": "3",
-        "parallel.tensor_model_parallel_size": "2",
-    }
-    if key in special:
-        return special[key]
-    if isinstance(value, bool):
-        return str(not value).lower()
-    return str(value / 2) if isinstance(value, float) and value else str(value * 2 or 1)
+SPECIAL = {
+    "recipe": None,
+    "optimizer.lr_decay_iters": 2000,
+    "optimizer.min_lr": 1e-4,
+    "optimizer.adam_beta1": 0.5,
+    "parallel.virtual_pipeline_model_parallel_size": None,  # needs a pipeline, tested below
+    "parallel.recompute_num_layers": None,  # needs full recomputation, tested below
+    "parallel.sequence_parallel": None,  # needs tensor parallelism, tested below
+    "validation.sampler": "heun",
+    "validation.sigmas": [2.0],
+    "model.family": "nemo",
+    "model.num_classes": None,  # of a family without text
+    "model.hidden_size": 192,
+    "model.num_attention_heads": 4,
+    "model.head_dim": 12,
+    "data.mock_latent_shapes": [[2, 4, 4]],
+    "ema.sigma_rels": [0.2],
+}
+"""Another legal value where it cannot be guessed; None where there is only one in this recipe."""
+
+
+def hint_of(key: str):
+    hint = RunConfig
+    for name in key.split("."):
+        hint = get_type_hints(hint)[name]
+    return hint
+
+
+def another(value, hint):
+    """Another value of the annotated type."""
+    if get_origin(hint) in (Union, types.UnionType):
+        hint = get_args(hint)[0]
+    if get_origin(hint) is Literal:
+        return next(choice for choice in get_args(hint) if choice != value)
+    if get_origin(hint) is tuple:
+        inner = [inner for inner in get_args(hint) if inner is not Ellipsis]
+        return [another(item, inner[0]) for item in value or [None] * len(inner)]
+    return {
+        bool: lambda: not value,
+        int: lambda: 2 * (value or 1),
+        float: lambda: value / 2 if value else 0.5,
+        str: lambda: "elsewhere",
+    }[hint]()
 
 
 @pytest.mark.parametrize("key", known_keys())
 def test_every_key_can_be_set(key):
     run = resolve_config("digits")
-    new = changed(read_key(run, key), key)
+    new = SPECIAL[key] if key in SPECIAL else another(read_key(run, key), hint_of(key))
     if new is None:
         pytest.skip("has one legal value in this recipe")
-    assert read_key(resolve_config("digits", overrides=[f"{key}={new}"]), key) != read_key(run, key)
+    override = f"{key}={json.dumps(new)}"
+    assert read_key(resolve_config("digits", overrides=[override]), key) != read_key(run, key)
 
 
 def read_key(run: RunConfig, key: str):
