@@ -40,6 +40,7 @@ def add_checkpoint(run, iteration: int, *, name: str | None = None):
     folder = run / "checkpoints" / (name or f"iter_{iteration:07d}")
     (folder / "tensors").mkdir(parents=True)
     (folder / "tensors" / ".metadata").touch()
+    (folder / "SHA256SUMS").touch()
     (folder / "config.yaml").write_text((run / "config.yaml").read_text())
     progress = {"iteration": iteration, "consumed_samples": 10 * iteration, "consumed_tokens": 1000 * iteration}
     (folder / "state.json").write_text(json.dumps({"run": progress, "ema_sigma_rels": [0.05, 0.1]}))
