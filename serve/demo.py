@@ -1,0 +1,222 @@
+"""`megadit serve demo`: a page in the browser to try prompts on; a thin client of the service.
+
+Where no service runs, one is started on the bundle of `make demo`, and stopped with the page.
+"""
+
+import itertools
+import os
+import queue
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megadit.infer.video_io import read_video, write_video
+from megadit.models.support import CommandParser, UserError, run_command
+from megadit.serve.build_repository import build_repository
+from megadit.serve.client import Generation, VideoClient
+from megadit.serve.contract import Event, Progress, ServiceError, UnavailableError, VideoRequest, VideoResult
+from megadit.serve.local_server import LocalServer
+
+DEMO_BUNDLE = "runs/demo/bundle"
+"""What `make demo` leaves behind."""
+_SECONDS_BETWEEN_UPDATES = 0.1
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Shows the page until it is told to stop (Ctrl-C, SIGTERM); returns the exit code."""
+    return run_command(_run, sys.argv[1:] if argv is None else argv)
+
+
+def _run(argv: list[str]) -> int:
+    options = _parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, _interrupt)
+    os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
+    with ExitStack() as stack:
+        client = stack.enter_context(service(options.url, options.bundle))
+        from megadit.serve.demo_page import show  # gradio takes seconds to import: a mistake is told before
+
+        try:
+            show(Studio(client), host=options.host, port=options.port)
+        except KeyboardInterrupt:
+            print("stopping", file=sys.stderr)
+    return 0
+
+
+@contextmanager
+def service(url: str | None, bundle: str | None) -> Iterator[VideoClient]:
+    """A client of the service at `url`; where that is None and none runs here, of one of our own.
+
+    Raises:
+        UserError: if there is neither a service nor a bundle to start one on.
+    """
+    if bundle is None:
+        try:
+            yield VideoClient(url or "localhost")
+            return
+        except UnavailableError as error:
+            if url is not None:
+                raise UserError(str(error)) from error
+    path = bundle or DEMO_BUNDLE
+    if not Path(path).exists():
+        raise UserError(
+            f"no service runs here and {path} does not exist: `make demo` makes it, or give --bundle or --url"
+        )
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="megadit_demo_")))
+        repository = build_repository(path, folder / "repository")
+        print(f"starting a service on {path}", file=sys.stderr, flush=True)
+        server = stack.enter_context(LocalServer(repository, log=folder / "triton.log", stop_seconds=5))
+        yield VideoClient(f"grpc://{server.grpc_url}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Take:
+    """A finished video, and all it takes to make it again."""
+
+    request: VideoRequest
+    result: VideoResult
+    path: Path
+    picture: Path
+    """A small animation of it, for the gallery."""
+
+
+class Studio:
+    """What the page does, without the page: runs and cancels requests, keeps files, estimates times."""
+
+    def __init__(self, client: VideoClient, *, max_kept: int = 500) -> None:
+        self.client = client
+        self.info = client.info()
+        self._folder = tempfile.TemporaryDirectory(prefix="megadit_videos_")
+        self._kept: deque[Path] = deque()
+        self._max_kept = max_kept
+        self._count = itertools.count()
+        self._running: dict[str, list[Generation]] = {}
+        self._lock = threading.Lock()
+        self._seconds_per_work = self._measure()
+
+    @property
+    def folder(self) -> Path:
+        return Path(self._folder.name)
+
+    def request(self, *, seed: int | None, **settings) -> VideoRequest:
+        """A request that leaves nothing out; `seed` None is a new one."""
+        seed = random.randrange(2**31) if seed is None else seed
+        return VideoRequest(seed=seed, **settings).filled(self.info.defaults)
+
+    def estimate(self, request: VideoRequest) -> float:
+        """Seconds that a request is going to take, from those before it."""
+        return self._seconds_per_work * _work(request)
+
+    def run(self, session: str, request: VideoRequest) -> Iterator[Event]:
+        """Events of a request, until it ends or `cancel` is called for its session."""
+        steps = request.num_steps or 1
+        generation = self.client.stream(replace(request, preview_every=max(1, steps // 20)))
+        with self._lock:
+            self._running.setdefault(session, []).append(generation)
+        try:
+            for event in _paced(generation):
+                if isinstance(event, VideoResult):
+                    self._seconds_per_work = event.seconds / _work(request)
+                yield event
+        finally:
+            generation.close()
+            with self._lock:
+                self._running[session].remove(generation)
+
+    def run_side_by_side(
+        self, session: str, requests: list[VideoRequest]
+    ) -> Iterator[tuple[int, Event | ServiceError]]:
+        """(which, event) of several requests at once; one that fails gives its error."""
+        events: queue.Queue = queue.Queue()
+
+        def forward(index: int, request: VideoRequest) -> None:
+            try:
+                for event in self.run(session, request):
+                    events.put((index, event))
+            except ServiceError as error:
+                events.put((index, error))
+            finally:
+                events.put(None)
+
+        threads = [threading.Thread(target=forward, args=pair, daemon=True) for pair in enumerate(requests)]
+        for thread in threads:
+            thread.start()
+        left = len(threads)
+        while left:
+            item = events.get()
+            if item is None:
+                left -= 1
+            else:
+                yield item
+
+    def cancel(self, session: str) -> None:
+        """Ends what a session waits for."""
+        with self._lock:
+            for generation in self._running.get(session, []):
+                generation.cancel()
+
+    def keep(self, request: VideoRequest, result: VideoResult) -> Take:
+        """Writes a video where the page can serve it; the oldest go when there are too many."""
+        folder = self.folder / f"{next(self._count):06d}"
+        folder.mkdir()
+        take = Take(
+            request=request,
+            result=result,
+            path=folder / f"seed{result.seed}{result.suffix}",
+            picture=folder / "picture.webp",
+        )
+        take.path.write_bytes(result.data)
+        frames, fps = read_video(take.path)
+        enlarged = frames.repeat(factor := max(1, 128 // frames.shape[1]), axis=1).repeat(factor, axis=2)
+        write_video(take.picture, enlarged, fps or 1)
+        self._kept.append(folder)
+        if len(self._kept) > self._max_kept:
+            shutil.rmtree(self._kept.popleft(), ignore_errors=True)
+        return take
+
+    def _measure(self) -> float:
+        """Seconds for each pixel and step, from one short request."""
+        request = self.request(prompt="", seed=0, num_steps=2)
+        (result,) = self.client.generate(request)
+        return result.seconds / _work(request)
+
+
+def _paced(events: Iterable[Event]) -> Iterator[Event]:
+    """The events, with progress no more often than eyes can follow, each with the latest preview."""
+    preview, last_told = b"", 0.0
+    for event in events:
+        if isinstance(event, Progress):
+            preview = event.preview or preview
+            if time.monotonic() - last_told < _SECONDS_BETWEEN_UPDATES:
+                continue
+            last_told = time.monotonic()
+            event = replace(event, preview=preview)
+        yield event
+
+
+def _work(request: VideoRequest) -> int:
+    return request.num_frames * request.height * request.width * request.num_steps
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(prog="megadit serve demo", description=__doc__)
+    parser.add_argument("--url", help="of the service: grpc://HOST:PORT, http://HOST:PORT or HOST (default: localhost)")
+    parser.add_argument(
+        "--bundle", metavar="PATH", help=f"start a service on this bundle (default, where none runs: {DEMO_BUNDLE})"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address of the page (default: 127.0.0.1; 0.0.0.0: all)")
+    parser.add_argument("--port", type=int, default=7860, metavar="PORT", help="of the page (default: 7860)")
+    return parser

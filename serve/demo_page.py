@@ -1,0 +1,321 @@
+"""The demo page itself, in Gradio: what is where, and what a click does. `Studio` (demo.py) does the work."""
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import gradio as gr
+
+from megadit.serve import demo_view as view
+from megadit.serve.contract import CancelledError, Progress, ServiceError, VideoRequest
+from megadit.serve.demo import Studio, Take
+
+
+def show(studio: Studio, *, host: str, port: int) -> None:
+    """Serves the page until the process is interrupted."""
+    page = build_page(studio)
+    launch(page, studio, host=host, port=port)
+    try:
+        threading.Event().wait()
+    finally:
+        page.close()
+
+
+def launch(page: gr.Blocks, studio: Studio, *, host: str, port: int | None) -> str:
+    """Starts serving in threads of its own; returns the page's address."""
+    font = ["system-ui", "-apple-system", "Segoe UI", "sans-serif"]  # nothing to fetch from elsewhere
+    _, url, _ = page.launch(
+        server_name=host,
+        server_port=port,
+        prevent_thread_lock=True,
+        allowed_paths=[str(studio.folder)],
+        theme=gr.themes.Soft(primary_hue="indigo", font=font, font_mono=["ui-monospace", "monospace"]),
+        css=view.CSS,
+        footer_links=[],
+        ssr_mode=False,
+    )
+    return url
+
+
+def build_page(studio: Studio) -> gr.Blocks:
+    """The page: one video, and two side by side."""
+    with gr.Blocks(title="megadit", analytics_enabled=False) as page:
+        gr.Markdown("# megadit\nA few words in, a video out.", elem_id="headline")
+        with gr.Tab("Make a video"):
+            _VideoTab(studio)
+        with gr.Tab("Side by side"):
+            _CompareTab(studio)
+
+        def leave(session: gr.Request) -> None:
+            studio.cancel(session.session_hash)
+
+        page.unload(leave)
+    return page
+
+
+class _Sizes:
+    """The choice among presets, with the time that each is going to take."""
+
+    def __init__(self, studio: Studio, *, elem_id: str) -> None:
+        self._studio = studio
+        self.presets = view.presets(studio.info)
+        self.radio = gr.Radio(
+            self.labels(studio.info.defaults["num_steps"]), value=0, label="Size", elem_id=elem_id, min_width=100
+        )
+
+    def labels(self, steps: float) -> list[tuple[str, int]]:
+        """(label, place) of each preset at this number of steps."""
+        return [(each.label(self._seconds(each, int(steps))), place) for place, each in enumerate(self.presets)]
+
+    def follow(self, steps: gr.Slider) -> None:
+        steps.release(lambda value: gr.Radio(choices=self.labels(value)), steps, self.radio, show_progress="hidden")
+
+    def of(self, place: int) -> dict[str, int]:
+        preset = self.presets[place]
+        return {"num_frames": preset.num_frames, "height": preset.height, "width": preset.width}
+
+    def _seconds(self, preset: view.Preset, steps: int) -> float:
+        size = {"num_frames": preset.num_frames, "height": preset.height, "width": preset.width}
+        return self._studio.estimate(self._studio.request(prompt="", seed=0, num_steps=steps, **size))
+
+
+class _Sampling:
+    """Steps, guidance and sampler."""
+
+    def __init__(self, studio: Studio, sizes: _Sizes, *, guidance: float | None = None) -> None:
+        defaults, limits = studio.info.defaults, studio.info.limits
+        largest = max(each.num_frames * each.height * each.width for each in sizes.presets)
+        most_steps = max(1, min(10 * defaults["num_steps"], limits.max_work // largest))
+        guidance = defaults["guidance"] if guidance is None else guidance
+        most_guidance = max(10.0, 2 * defaults["guidance"])
+        self.steps = gr.Slider(1, most_steps, value=defaults["num_steps"], step=1, label="Steps")
+        self.guidance = gr.Slider(1, most_guidance, value=guidance, step=0.5, label="Guidance")
+        self.sampler = gr.Dropdown(list(studio.info.samplers), value=defaults["sampler"], label="Sampler")
+        sizes.follow(self.steps)
+
+    @property
+    def components(self) -> list[Any]:
+        return [self.steps, self.guidance, self.sampler]
+
+    @staticmethod
+    def of(steps: float, guidance: float, sampler: str) -> dict[str, Any]:
+        return {"num_steps": int(steps), "guidance": float(guidance), "sampler": sampler}
+
+
+class _Seed:
+    """A seed, new every time or kept."""
+
+    def __init__(self, *, elem_id: str) -> None:
+        self.number = gr.Number(value=0, precision=0, label="Seed", elem_id=elem_id, min_width=100)
+        self.is_random = gr.Checkbox(value=True, label="New seed every time", elem_id=f"{elem_id}_random")
+
+    @property
+    def components(self) -> list[Any]:
+        return [self.number, self.is_random]
+
+    @staticmethod
+    def of(number: float | None, is_random: bool) -> int | None:
+        return None if is_random else int(number or 0)
+
+
+class _VideoTab:
+    """One prompt, one video, and all those made before."""
+
+    def __init__(self, studio: Studio) -> None:
+        self.studio = studio
+        self.takes, self.current = gr.State([]), gr.State(None)
+        with gr.Row(equal_height=False):
+            with gr.Column(scale=5, min_width=300, elem_id="inputs"):
+                self._lay_out_inputs()
+            with gr.Column(scale=6, min_width=300, elem_id="outputs"):
+                self._lay_out_outputs()
+        self.gallery = gr.Gallery(
+            label="Made so far",
+            columns={"xs": 3, "md": 6},
+            height="auto",
+            allow_preview=False,
+            visible=False,
+            fit_columns=False,
+            show_label=False,
+            buttons=[],
+            elem_id="gallery",
+        )
+        self._wire()
+
+    def _lay_out_inputs(self) -> None:
+        self.prompt = gr.Textbox(
+            label="Prompt", lines=2, autofocus=True, placeholder="what should happen?", elem_id="prompt"
+        )
+        samples = [[text] for text in self.studio.info.examples]
+        self.examples = gr.Dataset(
+            components=[self.prompt], samples=samples, label="Examples", elem_id="examples", visible=bool(samples)
+        )
+        with gr.Row():
+            self.make = gr.Button("Make it", variant="primary", elem_id="make", min_width=100)
+            self.cancel = gr.Button("Cancel", elem_id="cancel", interactive=False, min_width=100)
+        with gr.Accordion("Settings", open=True, elem_id="settings"):
+            self.negative = gr.Textbox(
+                label="Negative prompt",
+                placeholder="what to steer away from",
+                value=self.studio.info.defaults["negative_prompt"],
+            )
+            self.sizes = _Sizes(self.studio, elem_id="size")
+            with gr.Row():
+                self.sampling = _Sampling(self.studio, self.sizes)
+            with gr.Row():
+                self.seed = _Seed(elem_id="seed")
+
+    def _lay_out_outputs(self) -> None:
+        self.stage = gr.HTML(view.empty_stage(self.sizes.presets[0]), elem_id="stage")
+        self.facts = gr.HTML('<div class="facts"></div>', elem_id="facts")
+        with gr.Row():
+            self.again = gr.Button("Make it again", elem_id="again", interactive=False, min_width=100)
+            self.download = gr.DownloadButton("Download", elem_id="download", interactive=False, min_width=100)
+
+    def _wire(self) -> None:
+        shown = [self.stage, self.facts, self.make, self.cancel, self.again, self.download, self.gallery]
+        shown += [self.seed.number, self.takes, self.current]
+        inputs = [self.takes, self.prompt, self.negative, self.sizes.radio]
+        inputs += [*self.sampling.components, *self.seed.components]
+        quiet = {"show_progress": "hidden"}
+        gr.on([self.make.click, self.prompt.submit], self._start, inputs, shown, **quiet)
+        self.examples.click(lambda sample: sample[0], self.examples, self.prompt, **quiet).then(
+            self._start, inputs, shown, **quiet
+        )
+        self.again.click(self._repeat, [self.current, self.takes], shown, **quiet)
+        self.gallery.select(self._choose, self.takes, [*shown, self.prompt], **quiet)
+        self.cancel.click(_canceller(self.studio), None, None, **quiet)
+
+    def _start(
+        self, session: gr.Request, kept: list[Take], prompt: str, negative: str, size: int, *values: Any
+    ) -> Iterator[dict]:
+        if not prompt.strip():
+            gr.Warning("Write a prompt first, or click an example.")
+            yield {self.cancel: gr.Button(interactive=False)}
+            return
+        request = self.studio.request(
+            prompt=prompt,
+            negative_prompt=negative,
+            seed=self.seed.of(*values[3:]),
+            **self.sizes.of(size),
+            **self.sampling.of(*values[:3]),
+        )
+        yield from self._run(session, request, kept)
+
+    def _repeat(self, session: gr.Request, take: Take, kept: list[Take]) -> Iterator[dict]:
+        yield from self._run(session, take.request, kept, note="made again")
+
+    def _choose(self, event: gr.SelectData, kept: list[Take]) -> dict:
+        take = kept[event.index]
+        return self._finished(take) | {self.prompt: take.request.prompt}
+
+    def _run(self, session: gr.Request, request: VideoRequest, kept: list[Take], note: str = "") -> Iterator[dict]:
+        yield {
+            self.stage: view.waiting_stage(_size(request)),
+            self.facts: view.facts(request, note=note),
+            self.make: gr.Button(interactive=False),
+            self.again: gr.Button(interactive=False),
+            self.cancel: gr.Button(interactive=True),
+            self.seed.number: request.seed,
+        }
+        ended = {self.make: gr.Button(interactive=True), self.cancel: gr.Button(interactive=False)}
+        try:
+            for event in self.studio.run(session.session_hash, request):
+                if isinstance(event, Progress):
+                    yield {self.stage: view.progress_stage(_size(request), event)}
+                    continue
+                take = self.studio.keep(request, event)
+                kept = [take, *kept]
+                ended |= self._finished(take, note) | {self.takes: kept, self.gallery: _pictures(kept)}
+        except ServiceError as error:
+            ended |= {self.stage: _failed_stage(request, error), self.again: gr.Button(interactive=bool(kept))}
+        yield ended
+
+    def _finished(self, take: Take, note: str = "") -> dict:
+        return {
+            self.stage: _finished_stage(take),
+            self.facts: view.facts(take.request, take.result.seconds, note),
+            self.again: gr.Button(interactive=True),
+            self.download: gr.DownloadButton(value=str(take.path), interactive=True),
+            self.seed.number: take.request.seed,
+            self.current: take,
+        }
+
+
+class _CompareTab:
+    """One prompt and seed under two settings."""
+
+    def __init__(self, studio: Studio) -> None:
+        self.studio = studio
+        examples = studio.info.examples
+        with gr.Row(equal_height=False):
+            with gr.Column(scale=3, min_width=300):
+                self.prompt = gr.Textbox(label="Prompt", value=examples[0] if examples else "", elem_id="prompt2")
+            with gr.Column(scale=2, min_width=300):
+                self.seed = _Seed(elem_id="seed2")
+        self.sizes = _Sizes(studio, elem_id="size2")
+        with gr.Row():
+            self.make = gr.Button("Make both", variant="primary", elem_id="make2", min_width=100)
+            self.cancel = gr.Button("Cancel", elem_id="cancel2", min_width=100)
+        self.samplings, self.stages, self.facts = [], [], []
+        with gr.Row(equal_height=False):
+            for side, guidance in (("left", 1.0), ("right", studio.info.defaults["guidance"])):
+                with gr.Column(min_width=300):
+                    self.samplings.append(_Sampling(studio, self.sizes, guidance=guidance))
+                    self.stages.append(gr.HTML(view.empty_stage(self.sizes.presets[0]), elem_id=f"stage_{side}"))
+                    self.facts.append(gr.HTML('<div class="facts"></div>'))
+        inputs = [self.prompt, self.sizes.radio, *self.seed.components]
+        inputs += [component for sampling in self.samplings for component in sampling.components]
+        shown = [*self.stages, *self.facts, self.seed.number, self.make]
+        gr.on([self.make.click, self.prompt.submit], self._start, inputs, shown, show_progress="hidden")
+        self.cancel.click(_canceller(studio), None, None, show_progress="hidden")
+
+    def _start(self, session: gr.Request, prompt: str, size: int, *values: Any) -> Iterator[dict]:
+        first = self.studio.request(
+            prompt=prompt, seed=self.seed.of(*values[:2]), **self.sizes.of(size), **_Sampling.of(*values[2:5])
+        )
+        requests = [first, replace(first, **_Sampling.of(*values[5:8]))]
+        yield {
+            **{stage: view.waiting_stage(_size(first)) for stage in self.stages},
+            **{facts: view.facts(each) for facts, each in zip(self.facts, requests, strict=True)},
+            self.seed.number: first.seed,
+            self.make: gr.Button(interactive=False),
+        }
+        for side, event in self.studio.run_side_by_side(session.session_hash, requests):
+            if isinstance(event, ServiceError):
+                yield {self.stages[side]: _failed_stage(first, event)}
+            elif isinstance(event, Progress):
+                yield {self.stages[side]: view.progress_stage(_size(first), event)}
+            else:
+                take = self.studio.keep(requests[side], event)
+                facts = view.facts(take.request, take.result.seconds)
+                yield {self.stages[side]: _finished_stage(take), self.facts[side]: facts}
+        yield {self.make: gr.Button(interactive=True)}
+
+
+def _canceller(studio: Studio) -> Callable[[gr.Request], None]:
+    def cancel(session: gr.Request) -> None:
+        studio.cancel(session.session_hash)
+
+    return cancel
+
+
+def _size(request: VideoRequest) -> view.Preset:
+    return view.Preset(name="", num_frames=request.num_frames, height=request.height, width=request.width)
+
+
+def _finished_stage(take: Take) -> str:
+    return view.finished_stage(_size(take.request), f"/gradio_api/file={take.path}", take.result.media_type)
+
+
+def _failed_stage(request: VideoRequest, error: ServiceError) -> str:
+    if isinstance(error, CancelledError):
+        return view.told_stage(_size(request), "Cancelled", "Nothing more is computed for it.")
+    return view.told_stage(_size(request), "That did not work", str(error), is_error=True)
+
+
+def _pictures(takes: list[Take]) -> gr.Gallery:
+    """Click one to see it again, with its settings."""
+    items = [(str(take.picture), take.request.prompt) for take in takes]
+    return gr.Gallery(value=items, visible=True, selected_index=None)

@@ -1,0 +1,153 @@
+"""What the demo page looks like: its style, and the HTML of the stage on which a video appears."""
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from megadit.models.support import duration
+from megadit.serve.contract import Progress, ServiceInfo, VideoRequest
+
+CSS = """
+.gradio-container { max-width: 1180px !important; margin: 0 auto !important; }
+#headline h1 { font-size: 1.9rem; letter-spacing: -0.02em; margin-bottom: 0.1rem; }
+#headline p { color: var(--body-text-color-subdued); margin-top: 0; }
+.stage { position: relative; width: 100%; margin: 0 auto; border-radius: 16px; overflow: hidden; background: #0b1020;
+  display: flex; align-items: center; justify-content: center; box-shadow: 0 8px 30px rgb(11 16 32 / 25%); }
+.stage > img, .stage > video { width: 100%; height: 100%; object-fit: contain; display: block; }
+.stage.small { max-width: 480px; }
+.stage.small > video, .stage.small > img.final { image-rendering: pixelated; }
+.stage .hint { color: #94a3b8; text-align: center; padding: 2rem; line-height: 1.6; }
+.stage .hint b { color: #e2e8f0; font-size: 1.1rem; }
+.stage .hint.error b { color: #fca5a5; }
+.stage .told { position: absolute; left: 0; right: 0; bottom: 0; padding: 2.2rem 1rem 0.9rem; color: #e2e8f0;
+  font-variant-numeric: tabular-nums; font-size: 0.9rem;
+  background: linear-gradient(transparent, rgb(11 16 32 / 90%)); }
+.stage .told .row { display: flex; justify-content: space-between; gap: 1rem; margin-bottom: 0.45rem; }
+.stage .bar { height: 6px; border-radius: 3px; background: rgb(255 255 255 / 18%); overflow: hidden; }
+.stage .bar > div { height: 100%; border-radius: 3px; background: linear-gradient(90deg, #6366f1, #22d3ee);
+  transition: width 0.15s linear; }
+.facts { display: flex; flex-wrap: wrap; gap: 0.4rem; min-height: 1.8rem; justify-content: center; }
+.facts span { background: var(--background-fill-secondary); border: 1px solid var(--border-color-primary);
+  border-radius: 999px; padding: 0.12rem 0.7rem; font-size: 0.82rem; color: var(--body-text-color); }
+.facts .prompt { border: none; background: none; font-weight: 600; flex-basis: 100%; font-size: 0.95rem;
+  text-align: center; }
+#gallery { border: none; background: none; }
+#gallery img { image-rendering: pixelated; border-radius: 10px; }
+#gallery .caption-label { font-size: 0.7rem; }
+@media (max-width: 768px) {
+  #headline h1 { font-size: 1.5rem; }
+  /* the video comes right after the buttons, the settings after the video */
+  #inputs { display: contents; }
+  #inputs > * { flex: 1 1 100%; }
+  #outputs { order: 2; flex: 1 1 100%; }
+  #settings { order: 3; }
+}
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preset:
+    """A size that the service can make."""
+
+    name: str
+    num_frames: int
+    height: int
+    width: int
+
+    def label(self, seconds: float) -> str:
+        frames = "1 frame" if self.num_frames == 1 else f"{self.num_frames} frames"
+        return (
+            f"{self.name} \N{MIDDLE DOT} {self.width}\N{MULTIPLICATION SIGN}{self.height}, {frames}, {about(seconds)}"
+        )
+
+
+def presets(info: ServiceInfo) -> list[Preset]:
+    """Sizes around the service's default that it takes, the default first."""
+    frames, height, width = (int(info.defaults[name]) for name in ("num_frames", "height", "width"))
+
+    def scaled(size: int, factor: float) -> int:
+        return max(1, round(size * factor / info.size_multiple)) * info.size_multiple
+
+    if frames == 1:
+        choices = [Preset(name="Image", num_frames=1, height=height, width=width)]
+    else:
+        choices = [
+            Preset(name="Video", num_frames=frames, height=height, width=width),
+            Preset(name="Image", num_frames=1, height=height, width=width),
+            Preset(name="Longer", num_frames=2 * frames - 1, height=height, width=width),
+        ]
+    choices += [
+        Preset(name="Wide", num_frames=frames, height=height, width=scaled(width, 1.5)),
+        Preset(name="Tall", num_frames=frames, height=scaled(height, 1.5), width=width),
+    ]
+    limits = info.limits
+    return [
+        each
+        for each in choices
+        if each.num_frames <= limits.max_frames and each.num_frames * each.height * each.width <= limits.max_pixels
+    ]
+
+
+def about(seconds: float) -> str:
+    """`about 3 s`."""
+    return "under 1 s" if seconds < 1 else f"about {duration(seconds)}"
+
+
+def empty_stage(preset: Preset) -> str:
+    return told_stage(preset, "Your video appears here", "Write a prompt, or click an example.")
+
+
+def waiting_stage(preset: Preset) -> str:
+    return told_stage(preset, "Waiting for a place in the queue\N{HORIZONTAL ELLIPSIS}")
+
+
+def told_stage(preset: Preset, title: str, text: str = "", *, is_error: bool = False) -> str:
+    """A message in the video's place."""
+    kind = "hint error" if is_error else "hint"
+    return _stage(preset, f'<div class="{kind}"><b>{escape(title)}</b><br>{escape(text)}</div>')
+
+
+def progress_stage(preset: Preset, progress: Progress) -> str:
+    """The latest preview, less blurred with every step, under a bar."""
+    share = progress.step / progress.num_steps
+    image = ""
+    if progress.preview:
+        blur = f"filter: blur({10 * (1 - share) ** 2:.1f}px)"
+        source = f"data:image/jpeg;base64,{base64.b64encode(progress.preview).decode()}"
+        image = f'<img src="{source}" alt="preview" style="{blur}">'
+    told = (
+        '<div class="told"><div class="row">'
+        f"<span>Step {progress.step} of {progress.num_steps}</span><span>{duration(progress.seconds_left)} left</span>"
+        f'</div><div class="bar"><div style="width: {100 * share:.0f}%"></div></div></div>'
+    )
+    return _stage(preset, image + told)
+
+
+def finished_stage(preset: Preset, url: str, media_type: str) -> str:
+    """The video, playing in a loop until it is clicked, or the image."""
+    if media_type.startswith("video/"):
+        click = "this.paused ? this.play() : this.pause()"
+        return _stage(preset, f'<video src="{escape(url)}" autoplay loop muted playsinline onclick="{click}"></video>')
+    return _stage(preset, f'<img class="final" src="{escape(url)}" alt="the image">')
+
+
+def facts(request: VideoRequest, seconds: float | None = None, note: str = "") -> str:
+    """A prompt and its settings, as small labels."""
+    shown: Sequence[str] = [
+        f"seed {request.seed}",
+        f"{request.num_steps} steps",
+        f"guidance {request.guidance:g}",
+        str(request.sampler),
+        f"{request.width}\N{MULTIPLICATION SIGN}{request.height}, {request.num_frames} frames",
+        *([f"without: {request.negative_prompt}"] if request.negative_prompt else []),
+        *([f"made in {seconds:.1f} s"] if seconds is not None else []),
+        *([note] if note else []),
+    ]
+    labels = "".join(f"<span>{escape(text)}</span>" for text in shown)
+    return f'<div class="facts"><span class="prompt">{escape(request.prompt)}</span>{labels}</div>'
+
+
+def _stage(preset: Preset, inside: str) -> str:
+    size = "stage small" if max(preset.height, preset.width) < 256 else "stage"
+    return f'<div class="{size}" style="aspect-ratio: {preset.width} / {preset.height}">{inside}</div>'
