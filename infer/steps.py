@@ -26,7 +26,7 @@ class Step:
     videos: range
     """Which of the prompts (by place) this batch makes."""
     preview: Callable[[], np.ndarray]
-    """Computes what the videos look like by now: uint8 [B, T, H, W, 3], one small frame for each latent frame."""
+    """Computes what the videos look like by now: uint8 [B, T, height, width, 3], a frame for each latent frame."""
 
 
 StepCallback = Callable[[Step], bool | None]

@@ -33,8 +33,8 @@ EXAMPLES = {
         "a green three moving up",
         "a blue two moving right",
         "a yellow nine moving down",
-        "a cyan zero moving left",
-        "a magenta five moving up",
+        "a white zero moving left",
+        "a purple five moving up",
     )
 }
 """Recipe -> prompts that show what its models can do."""

@@ -72,7 +72,7 @@ class VideoRequest:
     fps: float | None = None
     num_videos: int | None = None
     preview_every: int | None = None
-    """A preview with every so many steps; None or 0 is never."""
+    """A preview with the first step and every so many after it; None or 0 is never."""
     eta: float | None = None
     """Share of ancestral noise that the sampler adds on the way, 0 (none) to 1."""
 

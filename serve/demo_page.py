@@ -132,7 +132,7 @@ class _VideoTab:
                 self._lay_out_outputs()
         self.gallery = gr.Gallery(
             label="Made so far",
-            columns={"xs": 3, "md": 6},
+            columns=6,
             height="auto",
             allow_preview=False,
             visible=False,

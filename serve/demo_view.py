@@ -20,7 +20,8 @@ CSS = """
 .stage .hint { color: #94a3b8; text-align: center; padding: 2rem; line-height: 1.6; }
 .stage .hint b { color: #e2e8f0; font-size: 1.1rem; }
 .stage .hint.error b { color: #fca5a5; }
-.stage .told { position: absolute; left: 0; right: 0; bottom: 0; padding: 2.2rem 1rem 0.9rem; color: #e2e8f0;
+.stage .told span { color: #e2e8f0; }
+.stage .told { position: absolute; left: 0; right: 0; bottom: 0; padding: 2.2rem 1rem 0.9rem;
   font-variant-numeric: tabular-nums; font-size: 0.9rem;
   background: linear-gradient(transparent, rgb(11 16 32 / 90%)); }
 .stage .told .row { display: flex; justify-content: space-between; gap: 1rem; margin-bottom: 0.45rem; }
@@ -32,8 +33,10 @@ CSS = """
   border-radius: 999px; padding: 0.12rem 0.7rem; font-size: 0.82rem; color: var(--body-text-color); }
 .facts .prompt { border: none; background: none; font-weight: 600; flex-basis: 100%; font-size: 0.95rem;
   text-align: center; }
-#gallery { border: none; background: none; }
-#gallery img { image-rendering: pixelated; border-radius: 10px; }
+#gallery { border: none !important; outline: none; background: none; min-height: 0 !important; }
+#gallery .grid-wrap { height: auto !important; min-height: 0 !important; max-height: none !important; }
+#gallery .grid-container { grid-template-columns: repeat(6, 1fr) !important; grid-template-rows: none !important; }
+#gallery img { image-rendering: pixelated; border-radius: 10px; aspect-ratio: 1; }
 #gallery .caption-label { font-size: 0.7rem; }
 @media (max-width: 768px) {
   #headline h1 { font-size: 1.5rem; }
@@ -42,6 +45,7 @@ CSS = """
   #inputs > * { flex: 1 1 100%; }
   #outputs { order: 2; flex: 1 1 100%; }
   #settings { order: 3; }
+  #gallery .grid-container { grid-template-columns: repeat(3, 1fr) !important; }
 }
 """
 

@@ -165,7 +165,7 @@ def _tell(rows: list[_Row], step: Step, clock: _Clock) -> None:
     for job in _living_jobs(rows):
         place = next((place for place in step.videos if rows[place].job is job), None)
         preview = b""
-        if place is not None and job.request.preview_every and step.step % job.request.preview_every == 0:
+        if place is not None and job.request.preview_every and (step.step - 1) % job.request.preview_every == 0:
             previews = step.preview() if previews is None else previews
             frames = previews[place - step.videos.start]
             preview = encode_image(frames[len(frames) // 2], ".jpg")

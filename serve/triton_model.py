@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import triton_python_backend_utils as pb_utils  # exists only inside Triton
 
 from megadit.infer.pipeline import TextToVideo
@@ -44,6 +45,7 @@ class TritonPythonModel:
             device="cpu" if is_cpu else f"cuda:{args['model_instance_device_id']}",
             dtype=parameters["dtype"],
         )
+        pipeline.preview(torch.zeros(1, pipeline.tokenizer.latent_channels, 1, 1, 1))  # fitted at the first call
         self._engine = Engine(pipeline, ServiceInfo.from_json(parameters["service"]))
 
     def execute(self, requests: Sequence[Any]) -> None:
