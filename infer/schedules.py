@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megadit.models.bundle import SamplingDefaults
+from megadit.models.precondition import DDPM_STEPS, ddpm_sigmas
 from megadit.models.support import UserError, nearest
 
 MOST_STEPS = 10_000
@@ -40,11 +41,26 @@ def linear_sigmas(num_steps: int, sigma_min: float = 0.002, sigma_max: float = 8
     return _then_zero(sigma_max + _fractions(num_steps) * (sigma_min - sigma_max), sigma_max)
 
 
+def ddpm_leading_sigmas(num_steps: int, sigma_min: float = 0.0, sigma_max: float = 0.0, rho: float = 0.0) -> Tensor:
+    """The noise levels of every (1000 / N)-th of DDPM's steps, from 0 on, then 0; the other arguments do nothing.
+
+    With Euler steps through them, a network with DDPM's preconditioner samples as DDIM does (arXiv 2010.02502, eq. 12).
+
+    Raises:
+        UserError: for more steps than DDPM has.
+    """
+    if num_steps != int(num_steps) or not 1 <= num_steps <= DDPM_STEPS:
+        raise UserError(f"num_steps={num_steps} must be a whole number from 1 to {DDPM_STEPS}, DDPM's steps")
+    levels = ddpm_sigmas()[torch.arange(int(num_steps)) * (DDPM_STEPS // int(num_steps))].flip(0)
+    return torch.cat([levels, levels.new_zeros(1)])
+
+
 SCHEDULES = {
     "karras": karras_sigmas,
     "log_linear": log_linear_sigmas,
     "exponential": log_linear_sigmas,  # as k-diffusion and diffusers call it
     "linear": linear_sigmas,
+    "ddpm": ddpm_leading_sigmas,
 }
 
 

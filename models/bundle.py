@@ -4,6 +4,7 @@ megadit.json      which parts, versions, sampling defaults, how it was trained, 
 transformer/      config.json, model.safetensors
 tokenizer/        config.json, model.safetensors (where it has tensors)
 text_encoder/     config.json, model.safetensors (where it has tensors)
+notices/          licence files of published weights, where the bundle was made of them
 """
 
 import dataclasses
@@ -22,12 +23,15 @@ from torch import Tensor
 from megadit.models import weights
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
+from megadit.models.licence import Licence
 from megadit.models.parts import CONFIG_FILE
 from megadit.models.support import UserError, atomic_directory, nearest, read_json, write_json
+from megadit.models.tensor_source import TensorSource
 from megadit.models.text_encoders import TextEncoder, load_text_encoder
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
 
 MANIFEST_FILE = "megadit.json"
+NOTICES = "notices"
 FORMAT_VERSION = 1
 _PARTS = ("transformer", "tokenizer", "text_encoder")
 
@@ -128,6 +132,12 @@ class Bundle:
     defaults: SamplingDefaults
     config: DiTConfig
 
+    @property
+    def licence(self) -> Licence | None:
+        """That of the published weights it was made of, if it was."""
+        values = self.manifest.get("licence")
+        return None if values is None else Licence.from_dict(values)
+
     @classmethod
     def open(cls, path: str | os.PathLike, *, verify: bool = False) -> "Bundle":
         """Reads the manifest and checks that every file is there in its full size; `verify` compares checksums too.
@@ -160,16 +170,18 @@ def write_bundle(
     out: str | os.PathLike,
     *,
     config: DiTConfig,
-    state_dict: Mapping[str, Tensor],
+    state_dict: Mapping[str, Tensor] | TensorSource,
     tokenizer: VideoTokenizer,
     text_encoder: TextEncoder,
     defaults: SamplingDefaults,
     training: dict[str, Any] | None = None,
     dtype: torch.dtype | None = None,
+    licence: Licence | None = None,
 ) -> None:
     """Writes a bundle, whole or not at all; one already at `out` is replaced.
 
-    `training` tells where the weights come from (recipe, step, EMA profile, samples consumed); `dtype` converts them.
+    `training` tells where the weights come from (recipe, step, EMA profile, samples consumed); `dtype` converts them;
+    `licence` is that of published weights, whose files travel along.
 
     Raises:
         UserError: if the parts do not fit each other, or if `out` is a directory that holds something else.
@@ -182,6 +194,8 @@ def write_bundle(
         weights.save_dit(directory / "transformer", config, state_dict, dtype)
         tokenizer.save(directory / "tokenizer")
         text_encoder.save(directory / "text_encoder")
+        if licence is not None:
+            licence.copy_files(directory / NOTICES)
         manifest = {
             "format_version": FORMAT_VERSION,
             "megadit_version": metadata.version("megadit"),
@@ -189,6 +203,7 @@ def write_bundle(
             "fingerprints": {"tokenizer": tokenizer.fingerprint(), "text_encoder": text_encoder.fingerprint()},
             "defaults": defaults.to_dict(),
             "training": training,
+            "licence": None if licence is None else licence.to_dict(),
             "files": {name: _describe_file(directory / name) for name in _file_names(directory)},
         }
         write_json(directory / MANIFEST_FILE, manifest)

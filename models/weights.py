@@ -12,6 +12,7 @@ from megadit.models import parts
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.support import UserError, read_json
+from megadit.models.tensor_source import TensorSource, from_state_dict, write_safetensors
 
 _MAX_LISTED = 8
 
@@ -19,18 +20,18 @@ _MAX_LISTED = 8
 def save_dit(
     directory: str | os.PathLike,
     config: DiTConfig,
-    state_dict: Mapping[str, Tensor],
+    state_dict: Mapping[str, Tensor] | TensorSource,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Writes the weights of `DiT(config)`, converted to `dtype` if one is given.
+    """Writes the weights of `DiT(config)`, converted to `dtype` if one is given, one tensor at a time.
 
     Raises:
         UserError: if `state_dict` is not exactly the tensors of that model.
     """
-    found = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
-    check_shapes(found, dit_shapes(config), "the tensors to save")
-    tensors = {name: tensor.detach().to("cpu", dtype) for name, tensor in state_dict.items()}
-    parts.write_part(directory, {"type": "dit", **config.to_dict()}, tensors)
+    source = state_dict if isinstance(state_dict, TensorSource) else from_state_dict(state_dict)
+    check_shapes(source.shapes, dit_shapes(config), "the tensors to save")
+    parts.write_part(directory, {"type": "dit", **config.to_dict()}, {})
+    write_safetensors(Path(directory) / parts.TENSOR_FILE, source, dtype)
 
 
 def load_config(directory: str | os.PathLike) -> DiTConfig:

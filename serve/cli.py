@@ -14,6 +14,9 @@ VERBS: dict[str, tuple[str, str]] = {
     "train": ("megadit.train.__main__:main", "train a recipe, on one rank or several"),
     "slurm": ("megadit.train.slurm.__main__:main", "write and submit the Slurm jobs from data to an exported model"),
     "bundle": ("megadit.train.to_bundle:main", "turn a checkpoint into a bundle, all that sampling needs"),
+    "convert": ("megadit.models.convert.cli:main", "turn published weights into a bundle, and a bundle into theirs"),
+    "push": ("megadit.models.transfer:push", "copy a bundle to a hub or a store"),
+    "pull": ("megadit.models.transfer:pull", "copy a bundle from a hub or a store"),
     "generate": ("megadit.infer.generate:main", "make videos from prompts"),
     "serve build-repository": (
         "megadit.serve.build_repository:main",

@@ -68,8 +68,15 @@ class T5TextEncoder:
 
     @property
     def directory(self) -> Path:
-        """Where the model's files are."""
-        return hub.local_directory(self.model, "text encoder", _FILES)
+        """Where the network's files are: those of the model, or in its folder `text_encoder` (a pipeline)."""
+        path = hub.local_directory(self.model, "text encoder", _FILES)
+        return path / "text_encoder" if (path / "text_encoder").is_dir() else path
+
+    @property
+    def words_directory(self) -> Path:
+        """Where the tokenizer's files are: with the network's, or beside them in `tokenizer` (a pipeline)."""
+        path = hub.local_directory(self.model, "text encoder", _FILES)
+        return path / "tokenizer" if (path / "text_encoder").is_dir() else path
 
     @property
     def dim(self) -> int:
@@ -121,14 +128,16 @@ class T5TextEncoder:
     def _load_tokenizer(self):
         if "tokenizer" not in self._loaded:
             self._architecture()
-            _vocabulary(self.directory)  # without one, transformers makes a tokenizer that knows no word
+            _vocabulary(self.words_directory)  # without one, transformers makes a tokenizer that knows no word
             try:
                 self._loaded["tokenizer"] = _transformers().AutoTokenizer.from_pretrained(
-                    self.directory, local_files_only=True
+                    self.words_directory, local_files_only=True
                 )
             except (OSError, ValueError) as error:
                 reason = str(error).strip().partition("\n")[0]
-                raise UserError(f"{self.directory} has no readable tokenizer ({reason}); needs {_FILES}") from error
+                raise UserError(
+                    f"{self.words_directory} has no readable tokenizer ({reason}); needs {_FILES}"
+                ) from error
         return self._loaded["tokenizer"]
 
     def _load_network(self):
@@ -182,7 +191,7 @@ class T5TextEncoder:
         As it was saved, where the encoder was loaded: its files may not be here.
         """
         if "fingerprint" not in self._loaded:
-            words = hashlib.sha256(_vocabulary(self.directory).read_bytes()).hexdigest()
+            words = hashlib.sha256(_vocabulary(self.words_directory).read_bytes()).hexdigest()
             settings = {"max_length": self.max_length, "text_padding": self.text_padding, "words": words}
             architecture = {name: self._architecture().get(name) for name in _ARCHITECTURE}
             norm = _read_tensor(self.directory, "encoder.final_layer_norm.weight").bfloat16()

@@ -15,6 +15,7 @@ from megadit.infer.schedules import (
 )
 from megadit.infer.settings import resolve_settings
 from megadit.models.bundle import SamplingDefaults
+from megadit.models.precondition import ddpm_sigmas
 from megadit.models.support import UserError
 
 DEFAULTS = SamplingDefaults(num_steps=5, guidance=2.0, num_frames=5, height=16, width=24, fps=8)
@@ -60,7 +61,15 @@ def test_bad_arguments_name_their_value(arguments):
         karras_sigmas(**({"num_steps": 18} | arguments))
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+def test_ddpm_has_the_levels_of_its_steps():
+    sigmas = SCHEDULES["ddpm"](10)
+    assert torch.equal(sigmas[:-1], ddpm_sigmas()[[900, 800, 700, 600, 500, 400, 300, 200, 100, 0]]) and sigmas[-1] == 0
+    assert sigmas[-2].item() == pytest.approx(0.01, rel=1e-3)  # beta_0 = 1e-4
+    with pytest.raises(UserError, match="num_steps=1001 must be a whole number from 1 to 1000"):
+        SCHEDULES["ddpm"](1001)
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES.keys() - {"ddpm"}))
 def test_every_schedule_starts_ends_and_decreases(name):
     sigmas = SCHEDULES[name](9, 0.01, 50.0)
     assert sigmas.dtype == torch.float64 and len(sigmas) == 10

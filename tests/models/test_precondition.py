@@ -7,7 +7,15 @@ from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.initialize import initialize_
-from megadit.models.precondition import EDMDenoiser, edm_loss_weight, edm_scalings
+from megadit.models.precondition import (
+    EDMDenoiser,
+    ddpm_sigmas,
+    edm_loss_weight,
+    edm_scalings,
+    loss_weight,
+    scalings,
+    vp_scalings,
+)
 
 SIGMAS = torch.logspace(-3, 2, 11, dtype=torch.float64)
 
@@ -46,3 +54,24 @@ def test_a_fresh_network_denoises_by_shrinking():
     conditioning = Conditioning(torch.randn(2, 3, 8), torch.tensor([3, 0]), torch.tensor([8.0, 0.0]))
     expected = x / (1 + sigma**2).reshape(-1, 1, 1, 1, 1)
     torch.testing.assert_close(denoiser(x, sigma, conditioning), expected)
+
+
+def test_vp_scalings_invert_the_schedule():
+    """At DDPM's own levels t is whole; c_in x has DDPM's variance, and D(x) = x - sigma F."""
+    sigma = ddpm_sigmas()[[0, 1, 400, 999]]
+    found = vp_scalings(sigma)
+    torch.testing.assert_close(found.c_noise, torch.tensor([0.0, 1, 400, 999], dtype=torch.float64))
+    alpha_bar = (1 - torch.linspace(1e-4, 0.02, 1000).double()).cumprod(0)[[0, 1, 400, 999]]
+    # the table is made in float32, as the published networks' was
+    torch.testing.assert_close(found.c_in, alpha_bar.sqrt(), rtol=1e-4, atol=0)
+    assert torch.equal(found.c_out, -sigma) and (found.c_skip == 1).all()
+    beyond = vp_scalings(torch.tensor([1e-6, 1e6])).c_noise
+    assert beyond.tolist() == [0, 999]
+    between = vp_scalings((sigma[2] * ddpm_sigmas()[401]).sqrt()[None]).c_noise
+    torch.testing.assert_close(between, torch.tensor([400.5], dtype=torch.float64))
+
+
+def test_the_loss_weight_makes_errors_of_the_network_weigh_one():
+    for preconditioner in ("edm", "vp"):
+        config = DiTConfig(preconditioner=preconditioner)
+        torch.testing.assert_close(loss_weight(SIGMAS, config), scalings(SIGMAS, config).c_out ** -2)

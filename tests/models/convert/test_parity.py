@@ -9,8 +9,9 @@ from megadit.models.condition import class_digits
 from megadit.models.conditioning import Conditioning
 from megadit.models.config import NAMED_CONFIGS
 from megadit.models.convert import class_dit, cosmos
-from megadit.models.convert.source import converted, from_state_dict, split_tensors
+from megadit.models.convert.converted import to_ours, to_theirs
 from megadit.models.dit import DiT
+from megadit.models.tensor_source import from_state_dict
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 
@@ -30,14 +31,14 @@ def randomised(model, std=0.2):
 
 
 def ours_from(model, config, entries, **options):
-    tensors = converted(from_state_dict(model.state_dict()), entries, config, **options)
+    tensors = to_ours(from_state_dict(model.state_dict()), entries, config, **options)
     dit = DiT(config)
-    dit.load_state_dict(dict(tensors))
+    dit.load_state_dict(tensors.state_dict())
     return dit.eval()
 
 
 def assert_round_trip(model, dit, entries):
-    back = dict(split_tensors(dit.state_dict(), entries))
+    back = to_theirs(from_state_dict(dit.state_dict()), entries).state_dict()
     state_dict = model.state_dict()
     assert back.keys() == state_dict.keys()
     assert all(torch.equal(back[name], tensor) for name, tensor in state_dict.items())
@@ -176,15 +177,15 @@ def test_original_class_dit_round_trips_and_has_its_layout():
     torch.manual_seed(0)
     dit = randomised(DiT(config))
     entries = class_dit.original_entries(config)
-    original = dict(split_tensors(dit.state_dict(), entries))
+    original = to_theirs(from_state_dict(dit.state_dict()), entries).state_dict()
     assert (
         class_dit.config_from_shapes(
             {name: tuple(tensor.shape) for name, tensor in original.items()}, config.dim_per_head
         ).hidden_size
         == config.hidden_size
     )
-    again = converted(from_state_dict(original), entries, config)
-    assert all(torch.equal(again[name], tensor) for name, tensor in dit.state_dict().items())
+    again = to_ours(from_state_dict(original), entries, config)
+    assert all(torch.equal(again.read(name), tensor) for name, tensor in dit.state_dict().items())
     width, head_dim = config.hidden_size, config.dim_per_head
     qkv, theirs = dit.state_dict()["blocks.0.self_attention.qkv.weight"], original["blocks.0.attn.qkv.weight"]
     assert torch.equal(theirs[width : width + head_dim], qkv[head_dim : 2 * head_dim]), "k of the first head"

@@ -1,0 +1,205 @@
+"""`megadit convert`: published weights in and out.
+
+    megadit convert nvidia/Cosmos-1.0-Diffusion-7B-Text2World cosmos        # from the hub's cache: a bundle
+    megadit convert DiT-XL-2-256/ dit --dtype bfloat16                      # diffusers' pipeline, tokenizer included
+    megadit convert iter_0010000/ bundle --tokenizer CV4x8x8/ --text_encoder t5-11b/
+    megadit convert Cosmos-Tokenizer-CV4x8x8/autoencoder.jit tokenizer      # one part alone
+    megadit convert bundle out --to diffusers
+
+Tensors are read, changed and written one at a time.
+"""
+
+import sys
+from pathlib import Path
+
+from megadit.models import hub, parts
+from megadit.models.bundle import Bundle, SamplingDefaults, is_bundle, write_bundle
+from megadit.models.config import DiTConfig
+from megadit.models.convert.published import WEIGHTS, Published, open_published, write_diffusers, write_original
+from megadit.models.licence import Licence, find_licence
+from megadit.models.support import CommandParser, UserError, atomic_directory, read_json, run_command, write_json
+from megadit.models.tensor_source import DTYPES, from_state_dict, open_safetensors, write_safetensors
+from megadit.models.text_encoders import ClassLabels, T5TextEncoder, TextEncoder, load_text_encoder
+from megadit.models.tokenizers import CosmosTokenizer, ImageAutoencoder, VideoTokenizer, load_tokenizer
+
+T5 = "google-t5/t5-11b"
+PRECISIONS = {"float32": DTYPES["F32"], "bfloat16": DTYPES["BF16"], "float16": DTYPES["F16"]}
+TOKENIZER_CLASSES = {"AutoencoderKLCosmos": CosmosTokenizer, "AutoencoderKL": ImageAutoencoder}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Converts; the exit code is 0, or 2 after a mistake, told in one line."""
+    return run_command(_run, sys.argv[1:] if argv is None else argv)
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(prog="megadit convert", description="Published weights in and out.")
+    parser.add_argument("source", help="a published checkpoint: directory, file, or name of a model in the hub's cache")
+    parser.add_argument("out", type=Path, help="what to write; a bundle already there is replaced")
+    parser.add_argument(
+        "--to",
+        choices=("bundle", "diffusers", "original"),
+        default="bundle",
+        help="bundle (default); of a bundle: diffusers' form, or the names of the first publication",
+    )
+    parser.add_argument("--tokenizer", metavar="PATH", help="the video tokenizer; default: that of the pipeline")
+    parser.add_argument(
+        "--text_encoder", metavar="PATH", help=f"directory or name of a T5; default: that of the pipeline, or {T5}"
+    )
+    parser.add_argument("--dtype", choices=PRECISIONS, help="of the network's weights; default: as they are")
+    parser.add_argument("--compression", default="", metavar="TxHxW", help="of a .jit tokenizer that does not tell it")
+    return parser
+
+
+def _run(argv: list[str]) -> int:
+    options = _parser().parse_args(argv)
+    if options.to != "bundle":
+        _export(Path(options.source), options.out, options.to)
+    else:
+        source = _locate(options.source)
+        tokenizer = _tokenizer_of(source, options.compression)
+        if tokenizer is not None:
+            with atomic_directory(_free(options.out)) as directory:
+                tokenizer.save(directory)
+            print(f"{options.out}: a tokenizer with {tokenizer.latent_channels} channels")
+        else:
+            _import(source, options)
+    return 0
+
+
+def _locate(source: str) -> Path:
+    path = Path(source)
+    return path if path.exists() else hub.local_directory(source, "checkpoint", "the files of the published model")
+
+
+def _free(out: Path) -> Path:
+    """`out`, if nothing there would be lost."""
+    if out.exists() and not (out.is_dir() and ((out / parts.CONFIG_FILE).is_file() or not any(out.iterdir()))):
+        raise UserError(f"{out} holds something else, and would be replaced; choose another directory")
+    return out
+
+
+# ------------------------------------------------------------------------------------------------------- in
+
+
+def _import(source: Path, options) -> None:
+    published = open_published(source)
+    licence = find_licence(source, published.config.family)
+    tokenizer = _choose_tokenizer(source, options.tokenizer, options.compression)
+    if tokenizer is None:
+        raise UserError(
+            f"{source} is a network without its tokenizer: give --tokenizer (a Cosmos tokenizer, or a directory of "
+            f"diffusers' AutoencoderKL)"
+        )
+    write_bundle(
+        options.out,
+        config=published.config,
+        state_dict=published.tensors,
+        tokenizer=tokenizer,
+        text_encoder=_choose_text_encoder(source, published, options.text_encoder),
+        defaults=_defaults(published, tokenizer),
+        training={"converted_from": str(options.source)},
+        dtype=PRECISIONS.get(options.dtype),
+        licence=licence,
+    )
+    _tell_licence(licence, options.out)
+
+
+def _tell_licence(licence: Licence, out: Path) -> None:
+    print(f"{out}: a bundle; licence of the weights: {licence.name}", flush=True)
+    if licence.asks_for_guardrail:
+        print(
+            "NOTE: the licence of these weights asks for a content filter: generate with --guardrail_dir DIRECTORY",
+            file=sys.stderr,
+        )
+
+
+def _tokenizer_of(path: Path, compression: str) -> VideoTokenizer | None:
+    """The tokenizer at `path`, in any form; None if something else is there."""
+    jit = path.suffix == ".jit" or any((path / name).is_file() for name in ("autoencoder.jit", "encoder.jit"))
+    if jit:
+        return CosmosTokenizer.from_published(path, compression=compression)
+    if not (path / parts.CONFIG_FILE).is_file():
+        return None
+    config = read_json(path / parts.CONFIG_FILE)
+    if config.get("_class_name") in TOKENIZER_CLASSES:
+        return TOKENIZER_CLASSES[config["_class_name"]].from_published(path)
+    return None
+
+
+def _choose_tokenizer(source: Path, given: str | None, compression: str) -> VideoTokenizer | None:
+    if given is None:
+        return _tokenizer_of(source / "vae", compression)
+    path = _locate(given)
+    return _tokenizer_of(path, compression) or load_tokenizer(path)
+
+
+def _choose_text_encoder(source: Path, published: Published, given: str | None) -> TextEncoder:
+    """For classes their names; else the T5 that was given, is the pipeline's own, or is what they were trained with."""
+    if published.config.num_classes is not None:
+        names = published.class_names or tuple(f"class {i}" for i in range(published.config.num_classes))
+        return ClassLabels(names=names)
+    if given is not None and (Path(given) / parts.CONFIG_FILE).is_file():
+        if "type" in read_json(Path(given) / parts.CONFIG_FILE):
+            return load_text_encoder(given)
+    of_pipeline = str(source) if (source / "text_encoder" / parts.CONFIG_FILE).is_file() else None
+    return T5TextEncoder(model=given or of_pipeline or T5, text_padding=_padding(published.config))
+
+
+def _padding(config: DiTConfig) -> str:
+    return "zeros" if config.family in ("cosmos", "nemo", "dfm") else "none"
+
+
+def _defaults(published: Published, tokenizer: VideoTokenizer) -> SamplingDefaults:
+    """What the publishers' own commands do when they are not told otherwise."""
+    if published.config.num_classes is not None:
+        side = (published.sample_size or 32) * tokenizer.spatial_compression
+        return SamplingDefaults(
+            sampler="euler",
+            schedule="ddpm",
+            num_steps=50,
+            guidance=4.0,
+            num_frames=1,
+            height=side,
+            width=side,
+            fps=0.0,
+            sigma_min=0.01,
+            sigma_max=157.4,
+        )
+    # their guidance of 7 means cond + 7 (cond - uncond)
+    return SamplingDefaults(num_steps=35, guidance=8.0, num_frames=121, height=704, width=1280, fps=24.0)
+
+
+# ------------------------------------------------------------------------------------------------------ out
+
+
+def _export(source: Path, out: Path, form: str) -> None:
+    if not is_bundle(source):
+        raise UserError(f"--to {form} takes a bundle, which {source} is not")
+    bundle = Bundle.open(source)
+    tensors = open_safetensors(source / "transformer" / parts.TENSOR_FILE)
+    with atomic_directory(_free(out)) as directory:
+        if form == "original":
+            write_original(directory, bundle.config, tensors)
+        else:
+            tokenizer = bundle.load_tokenizer()
+            side = bundle.defaults.height // tokenizer.spatial_compression
+            (directory / "transformer").mkdir()
+            write_diffusers(directory / "transformer", bundle.config, tensors, side)
+            _export_tokenizer(tokenizer, directory / "vae")
+        if (source / "notices").is_dir():
+            for notice in (source / "notices").iterdir():
+                (directory / notice.name).write_bytes(notice.read_bytes())
+    print(out)
+
+
+def _export_tokenizer(tokenizer: VideoTokenizer, directory: Path) -> None:
+    if isinstance(tokenizer, CosmosTokenizer | ImageAutoencoder):
+        network = tokenizer.network
+        directory.mkdir()
+        write_json(directory / "config.json", {"_class_name": network.class_name, **network.config})
+        write_safetensors(directory / f"{WEIGHTS}.safetensors", from_state_dict(network.tensors()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

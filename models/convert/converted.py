@@ -1,0 +1,57 @@
+"""Our tensors as a view of a published checkpoint, each made when it is read; and theirs as a view of ours."""
+
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megadit.models.config import DiTConfig
+from megadit.models.convert.tensor_map import Entry
+from megadit.models.support import UserError
+from megadit.models.tensor_source import Stored, TensorSource
+from megadit.models.weights import check_shapes, dit_shapes
+
+
+def to_ours(source: TensorSource, entries: Sequence[Entry], config: DiTConfig, *, ignored: str = "$^") -> TensorSource:
+    """Our tensors of `DiT(config)`, after a check that theirs are exactly those that the entries ask for.
+
+    Raises:
+        UserError: listing the missing, unexpected and misshapen tensors; `ignored` is a pattern of those left aside.
+    """
+    ours = dit_shapes(config)
+    expected = {name: shape for entry in entries for name, shape in their_shapes(entry, ours[entry.name]).items()}
+    found = {name: shape for name, shape in source.shapes.items() if name in expected or not re.search(ignored, name)}
+    check_shapes(found, expected, f"the tensors of {source.label}")
+    by_name = {entry.name: entry for entry in entries}
+
+    def read(name: str) -> Tensor:
+        entry = by_name[name]
+        try:
+            return entry.join([source.read(theirs) for theirs in entry.theirs]).contiguous()
+        except ValueError as error:
+            raise UserError(f"{source.label} cannot be converted: {error}") from error
+
+    stored = {entry.name: Stored(ours[entry.name], source.stored[entry.theirs[0]].dtype) for entry in entries}
+    return TensorSource(source.label, stored, read)
+
+
+def to_theirs(source: TensorSource, entries: Sequence[Entry]) -> TensorSource:
+    """Their tensors, from ours."""
+    stored, origin = {}, {}
+    for entry in entries:
+        whole = source.stored[entry.name]
+        for place, (name, shape) in enumerate(their_shapes(entry, whole.shape).items()):
+            stored[name], origin[name] = Stored(shape, whole.dtype), (entry, place)
+
+    def read(name: str) -> Tensor:
+        entry, place = origin[name]
+        return entry.split(source.read(entry.name))[place].contiguous()
+
+    return TensorSource(source.label, stored, read)
+
+
+def their_shapes(entry: Entry, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of what one of our tensors, of this shape, is made of."""
+    parts = entry.split(torch.empty(shape, device="meta"))
+    return {name: tuple(part.shape) for name, part in zip(entry.theirs, parts, strict=True)}

@@ -1,0 +1,224 @@
+"""What a published checkpoint is, found out from its files: our configuration of it, and our view of its tensors."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megadit.models.config import DiTConfig
+from megadit.models.convert import class_dit, cosmos, nemo
+from megadit.models.convert.converted import to_ours, to_theirs
+from megadit.models.convert.distributed import is_distributed, open_distributed
+from megadit.models.convert.tensor_map import Entry
+from megadit.models.support import UserError, read_json, write_json
+from megadit.models.tensor_source import TensorSource, from_state_dict, open_safetensors, write_safetensors
+
+WEIGHTS = "diffusion_pytorch_model"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Published:
+    """A network that was published."""
+
+    config: DiTConfig
+    tensors: TensorSource
+    """Under our names."""
+    sample_size: int | None = None
+    """Side of a latent, where only one was trained."""
+    class_names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """A form in which networks are published."""
+
+    name: str
+    mark: str
+    """A tensor that only this form has."""
+    config: Callable[[Mapping[str, tuple[int, ...]]], DiTConfig]
+    entries: Callable[[DiTConfig], list[Entry]]
+    ignored: Callable[[DiTConfig], str]
+
+
+def _cosmos_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> DiTConfig:
+    """7B and 14B differ in width, depth and how far their positions were stretched."""
+    width = shapes["affline_norm.weight"][0]
+    head_dim = shapes["blocks.block0.blocks.0.block.attn.to_q.1.weight"][0]
+    rows = shapes["final_layer.linear.weight"][0]
+    layers = {name.split(".")[1] for name in shapes if name.startswith("blocks.block")}
+    channels = rows // 4
+    sizes = [shapes.get(f"extra_pos_embedder.pos_emb_{axis}", (0,))[0] for axis in "thw"]
+    return cosmos.config_from_diffusers(
+        {
+            "in_channels": channels,
+            "out_channels": channels,
+            "num_attention_heads": width // head_dim,
+            "attention_head_dim": head_dim,
+            "num_layers": len(layers),
+            "mlp_ratio": shapes["blocks.block0.blocks.2.block.layer1.weight"][0] / width,
+            "text_embed_dim": shapes["blocks.block0.blocks.1.block.attn.to_k.0.weight"][1],
+            "adaln_lora_dim": shapes["final_layer.adaLN_modulation.1.weight"][0],
+            "max_size": (sizes[0], 2 * sizes[1], 2 * sizes[2]),
+            "patch_size": (1, 2, 2),
+            "rope_scale": (2.0, 2.0, 2.0) if width == 5120 else (2.0, 1.0, 1.0),
+            "concat_padding_mask": shapes["x_embedder.proj.1.weight"][1] == rows + 4,
+            "extra_pos_embed_type": "learnable" if all(sizes) else None,
+        }
+    )
+
+
+FORMS = (
+    _Form(
+        "Cosmos 1.0 (model.pt)",
+        "blocks.block0.blocks.0.block.attn.to_q.0.weight",
+        _cosmos_from_shapes,
+        cosmos.released_entries,
+        lambda config: cosmos.IGNORED,
+    ),
+    _Form(
+        "DiT (the original .pt)",
+        "y_embedder.embedding_table.weight",
+        class_dit.config_from_shapes,
+        class_dit.original_entries,
+        lambda config: class_dit.IGNORED,
+    ),
+    _Form(
+        "NeMo or DFM",
+        "decoder.layers.0.full_self_attention.linear_qkv.weight",
+        nemo.config_from_shapes,
+        nemo.entries,
+        lambda config: nemo.IGNORED_BY_DFM if config.family == "dfm" else nemo.IGNORED,
+    ),
+)
+"""Those that have no configuration beside their tensors."""
+
+DIFFUSERS = {
+    cosmos.DIFFUSERS_CLASS: (cosmos.config_from_diffusers, cosmos.diffusers_entries),
+    class_dit.DIFFUSERS_CLASS: (class_dit.config_from_diffusers, class_dit.diffusers_entries),
+}
+
+
+def open_published(path: Path) -> Published:
+    """The network at `path`: a directory of diffusers (of a pipeline or of its transformer), a `.pt` or safetensors
+    file, or a distributed checkpoint of Megatron.
+
+    Raises:
+        UserError: if it is none of these, or not exactly the tensors of such a network.
+    """
+    if not path.exists():
+        raise UserError(f"{path} does not exist")
+    if (path / "model_index.json").is_file():
+        published = open_published(path / "transformer")
+        return replace(published, class_names=_class_names(read_json(path / "model_index.json"), published.config))
+    if (path / "config.json").is_file():
+        return _from_diffusers(path)
+    if is_distributed(path):
+        return _from_tensors(open_distributed(path))
+    if path.is_file():
+        return _from_tensors(_open_file(path))
+    raise UserError(
+        f"{path} is no published checkpoint: expected a directory of diffusers (config.json or model_index.json), a "
+        f".pt or .safetensors file, or a distributed checkpoint of Megatron (metadata.json and .distcp files)"
+    )
+
+
+def _from_diffusers(path: Path) -> Published:
+    values = read_json(path / "config.json")
+    name = values.get("_class_name") if isinstance(values, dict) else None
+    if name not in DIFFUSERS:
+        raise UserError(f"{path} holds a {name or 'network of another kind'}; known are {', '.join(DIFFUSERS)}")
+    config_of, entries_of = DIFFUSERS[name]
+    try:
+        config = config_of(values)
+    except KeyError as missing:
+        raise UserError(f"{path / 'config.json'} lacks {missing}, which every {name} has") from None
+    source = open_safetensors(*_shards(path))
+    return Published(
+        config=config, tensors=to_ours(source, entries_of(config), config), sample_size=values.get("sample_size")
+    )
+
+
+def _shards(path: Path) -> list[Path]:
+    index = path / f"{WEIGHTS}.safetensors.index.json"
+    if index.is_file():
+        return sorted({path / name for name in read_json(index)["weight_map"].values()})
+    if (path / f"{WEIGHTS}.safetensors").is_file():
+        return [path / f"{WEIGHTS}.safetensors"]
+    raise UserError(f"{path} has no {WEIGHTS}.safetensors, nor an index of several")
+
+
+def _from_tensors(source: TensorSource) -> Published:
+    for prefix in ("module.", "net."):
+        source = source.without_prefix(prefix)
+    for form in FORMS:
+        if form.mark in source.stored:
+            try:
+                config = form.config(source.shapes)
+            except KeyError as missing:
+                raise UserError(f"{source.label} looks like {form.name}, but has no tensor {missing}") from None
+            return Published(
+                config=config,
+                tensors=to_ours(source, form.entries(config), config, ignored=form.ignored(config)),
+            )
+    known = ", ".join(form.name for form in FORMS)
+    some = ", ".join(list(source.stored)[:3])
+    raise UserError(f"{source.label} holds tensors of another network ({some} ...); known are {known}")
+
+
+def _open_file(path: Path) -> TensorSource:
+    if path.suffix == ".safetensors":
+        return open_safetensors(path)
+    try:
+        values: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # torch raises many kinds for a damaged file, or one that is more than tensors
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"{path} is not read: {reason}") from error
+    for key in ("ema", "model", "module", "state_dict"):
+        if isinstance(values, dict) and isinstance(values.get(key), dict):
+            values = values[key]
+    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+    if not tensors:
+        raise UserError(f"{path} holds no tensors")
+    return from_state_dict(tensors, str(path))
+
+
+def _class_names(index: Mapping[str, Any], config: DiTConfig) -> tuple[str, ...]:
+    if config.num_classes is None:
+        return ()
+    named = index.get("id2label") or {}
+    return tuple(named.get(str(i), f"class {i}") for i in range(config.num_classes))
+
+
+def write_diffusers(out: Path, config: DiTConfig, tensors: TensorSource, sample_size: int) -> None:
+    """config.json and weights of our network as diffusers reads them.
+
+    Raises:
+        UserError: if diffusers has no such network.
+    """
+    if config.family == "cosmos":
+        values, entries = cosmos.config_to_diffusers(config), cosmos.diffusers_entries(config)
+    elif config.family == "dit":
+        values, entries = class_dit.config_to_diffusers(config, sample_size), class_dit.diffusers_entries(config)
+    else:
+        raise UserError(f"diffusers has no network of the family {config.family}; only of cosmos and dit")
+    write_json(out / "config.json", values)
+    write_safetensors(out / f"{WEIGHTS}.safetensors", to_theirs(tensors, entries))
+
+
+def write_original(out: Path, config: DiTConfig, tensors: TensorSource) -> None:
+    """The tensors under the names of the first publication, as safetensors.
+
+    Raises:
+        UserError: if there was none.
+    """
+    entries_of = {
+        "cosmos": cosmos.released_entries,
+        "dit": class_dit.original_entries,
+        "nemo": nemo.entries,
+        "dfm": nemo.entries,
+    }
+    if config.family not in entries_of:
+        raise UserError(f"the family {config.family} was never published otherwise; it is ours")
+    write_safetensors(out / "model.safetensors", to_theirs(tensors, entries_of[config.family](config)))

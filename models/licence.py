@@ -1,0 +1,55 @@
+"""The licence of published weights: its files travel with what is made of them."""
+
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_FILES = re.compile(r"(licen[cs]e|notice|copying|use[_-]policy)", re.IGNORECASE)
+_IN_CARD = re.compile(r"^(?:license|license_name|license_link):\s*[\"']?(.+?)[\"']?\s*$", re.MULTILINE)
+_FAMILIES_WITH_GUARDRAIL = ("cosmos",)
+"""Families whose licence (NVIDIA's Open Model License) ends when their guardrail is bypassed without another."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Licence:
+    name: str
+    """As the model card says; `unknown` without one."""
+    asks_for_guardrail: bool = False
+    """Generating with a content filter is a condition of the licence."""
+    files: tuple[Path, ...] = field(default=(), compare=False)
+    """Licences, notices and the model card, where they are now."""
+
+    def copy_files(self, directory: Path) -> None:
+        for path in self.files:
+            directory.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, directory / path.name)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "asks_for_guardrail": self.asks_for_guardrail}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Licence":
+        return cls(name=values["name"], asks_for_guardrail=values["asks_for_guardrail"])
+
+
+def find_licence(source: Path, family: str) -> Licence:
+    """The licence of the checkpoint at `source`: what its directory, or the one above, says."""
+    directories = [source] if source.is_dir() else [source.parent]
+    if source.is_dir() and not (source / "model_index.json").exists():
+        directories.append(source.parent)
+    files, name = [], "unknown"
+    for directory in directories:
+        here = [path for path in sorted(directory.iterdir()) if path.is_file()]
+        files += [path for path in here if _FILES.search(path.name)]
+        cards = [path for path in here if path.name.lower() == "readme.md"]
+        for card in cards:
+            found = _IN_CARD.findall(card.read_text(encoding="utf-8", errors="replace")[:10_000])
+            if found and name == "unknown":
+                name = ", ".join(dict.fromkeys(found))
+                files.append(card)
+        if files:
+            break
+    return Licence(name=name, asks_for_guardrail=family in _FAMILIES_WITH_GUARDRAIL, files=tuple(files))

@@ -1,0 +1,119 @@
+"""Tensors that are read one at a time, and safetensors files written the same way: memory holds one of them."""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megadit.models.support import UserError, atomic_path
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""As safetensors names them."""
+OPEN_FILES = 2
+"""Shards that are mapped into memory at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What is known of a tensor before it is read."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """Named tensors, and how to read one."""
+
+    label: str
+    """Names where they are, in messages."""
+    stored: Mapping[str, Stored]
+    read: Callable[[str], Tensor]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tensor.shape for name, tensor in self.stored.items()}
+
+    def without_prefix(self, prefix: str) -> "TensorSource":
+        """The same tensors, those whose name begins with `prefix` under shorter names."""
+        names = {name.removeprefix(prefix): name for name in self.stored}
+        stored = {short: self.stored[name] for short, name in names.items()}
+        return TensorSource(self.label, stored, lambda short: self.read(names[short]))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All of them, in memory."""
+        return {name: self.read(name) for name in self.stored}
+
+
+def from_state_dict(state_dict: Mapping[str, Tensor], label: str = "the state dict") -> TensorSource:
+    stored = {name: Stored(tuple(tensor.shape), tensor.dtype) for name, tensor in state_dict.items()}
+    return TensorSource(label, stored, lambda name: state_dict[name].detach())
+
+
+def open_safetensors(*paths: str | os.PathLike) -> TensorSource:
+    """The tensors of one safetensors file, or of several that are one checkpoint.
+
+    Raises:
+        UserError: if a file is missing or damaged.
+    """
+
+    @lru_cache(maxsize=OPEN_FILES)
+    def opened(path: str):
+        try:
+            return safe_open(path, framework="pt")
+        except FileNotFoundError:
+            raise UserError(f"{path} does not exist") from None
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path} is not a readable safetensors file: {error}") from None
+
+    where, stored = {}, {}
+    for path in map(str, paths):
+        file = opened(path)
+        for name in file.keys():
+            part = file.get_slice(name)
+            where[name], stored[name] = path, Stored(tuple(part.get_shape()), DTYPES[part.get_dtype()])
+    label = str(paths[0]) if len(paths) == 1 else f"{Path(paths[0]).parent} ({len(paths)} files)"
+    return TensorSource(label, stored, lambda name: opened(where[name]).get_tensor(name))
+
+
+def write_safetensors(path: str | os.PathLike, source: TensorSource, dtype: torch.dtype | None = None) -> None:
+    """Writes all tensors, converted to `dtype` if one is given, reading one at a time; whole or not at all."""
+    names = {number: name for name, number in DTYPES.items()}
+    header, offset = {}, 0
+    for name, tensor in source.stored.items():
+        stored_dtype = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
+        size = stored_dtype.itemsize * int(torch.Size(tensor.shape).numel())
+        header[name] = {
+            "dtype": names[stored_dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight
+    with atomic_path(path) as temporary, temporary.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, entry in header.items():
+            tensor = source.read(name)
+            assert list(tensor.shape) == entry["shape"], f"{name} changed its shape while it was written"
+            data = tensor.detach().to("cpu", DTYPES[entry["dtype"]]).contiguous().flatten().view(torch.uint8)
+            file.write(data.numpy().data)

@@ -1,0 +1,144 @@
+"""`megadit push` and `megadit pull`: bundles to and from a hub, or any store that fsspec reaches.
+
+    megadit push runs/digits/bundle s3://models/digits
+    megadit pull hf://somebody/digits digits
+
+A hub's model is `hf://OWNER/NAME`; other places are URLs of fsspec (file://, s3://, gs://, memory:// ...). The
+manifest is sent last and checked first, so that a copy that was cut short is no bundle.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from megadit.models.bundle import MANIFEST_FILE, Bundle, is_bundle
+from megadit.models.support import CommandParser, Progress, UserError, atomic_directory, run_command
+
+HUB = "hf://"
+
+
+def push(argv: list[str] | None = None) -> int:
+    """Runs `megadit push`; returns its exit code."""
+    return run_command(_push, sys.argv[1:] if argv is None else argv)
+
+
+def pull(argv: list[str] | None = None) -> int:
+    """Runs `megadit pull`; returns its exit code."""
+    return run_command(_pull, sys.argv[1:] if argv is None else argv)
+
+
+def _push(argv: list[str]) -> None:
+    parser = CommandParser(prog="megadit push", description="Copies a bundle to a hub or a store.")
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("url", help="hf://OWNER/NAME, or a URL of fsspec such as s3://BUCKET/PATH")
+    options = parser.parse_args(argv)
+    push_bundle(options.bundle, options.url)
+    print(options.url)
+
+
+def _pull(argv: list[str]) -> None:
+    parser = CommandParser(prog="megadit pull", description="Copies a bundle from a hub or a store.")
+    parser.add_argument("url", help="hf://OWNER/NAME, or a URL of fsspec such as s3://BUCKET/PATH")
+    parser.add_argument("out", type=Path, help="a bundle already there is replaced")
+    options = parser.parse_args(argv)
+    pull_bundle(options.url, options.out)
+    print(options.out)
+
+
+def push_bundle(bundle: str | os.PathLike, url: str) -> None:
+    """Sends a bundle, after a check that it is whole.
+
+    Raises:
+        UserError: if it is not, or the place cannot be written to.
+    """
+    path = Bundle.open(bundle, verify=True).path
+    files = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+    files.sort(key=lambda name: name == MANIFEST_FILE)
+    if url.startswith(HUB):
+        _push_to_hub(path, url.removeprefix(HUB))
+        return
+    store, root = _store(url)
+    try:
+        with Progress(len(files), "sending") as bar:
+            for name in files:
+                store.makedirs(os.path.dirname(f"{root}/{name}"), exist_ok=True)
+                store.put_file(str(path / name), f"{root}/{name}")
+                bar.advance()
+    except Exception as error:  # each store has exceptions of its own
+        raise UserError(f"{url} cannot be written to: {error}") from error
+
+
+def pull_bundle(url: str, out: str | os.PathLike) -> None:
+    """Fetches a bundle; it appears at `out` whole, with every checksum right, or not at all.
+
+    Raises:
+        UserError: if there is none, it is damaged, or `out` holds something else.
+    """
+    out = Path(out)
+    if out.is_dir() and any(out.iterdir()) and not is_bundle(out):
+        raise UserError(f"{out} holds files that are not a bundle, and would be replaced; choose another directory")
+    with atomic_directory(out) as directory:
+        if url.startswith(HUB):
+            _pull_from_hub(url.removeprefix(HUB), directory)
+        else:
+            _pull_from_store(url, directory)
+        Bundle.open(directory, verify=True)
+
+
+def _pull_from_store(url: str, directory: Path) -> None:
+    store, root = _store(url)
+    if not store.exists(f"{root}/{MANIFEST_FILE}"):
+        raise UserError(f"{url} is no bundle: it has no {MANIFEST_FILE}")
+    try:
+        names = [found.removeprefix(root.rstrip("/") + "/") for found in store.find(root)]
+        with Progress(len(names), "fetching") as bar:
+            for name in names:
+                (directory / name).parent.mkdir(parents=True, exist_ok=True)
+                store.get_file(f"{root}/{name}", str(directory / name))
+                bar.advance()
+    except Exception as error:  # each store has exceptions of its own
+        raise UserError(f"{url} cannot be read: {error}") from error
+
+
+def _store(url: str) -> tuple[Any, str]:
+    """(filesystem, path within it)."""
+    try:
+        from fsspec.core import url_to_fs
+    except ModuleNotFoundError:
+        raise UserError(f"{url} needs the library fsspec: pip install fsspec") from None
+    if "://" not in url:
+        raise UserError(f"{url!r} is no URL: write hf://OWNER/NAME, or for instance s3://BUCKET/PATH")
+    try:
+        return url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise UserError(f"{url} cannot be reached: {error}") from error
+
+
+def _hub() -> Any:
+    try:
+        import huggingface_hub
+    except ModuleNotFoundError:
+        raise UserError(f"{HUB}... needs the library huggingface_hub: pip install huggingface_hub") from None
+    return huggingface_hub
+
+
+def _push_to_hub(path: Path, name: str) -> None:
+    hub = _hub()
+    try:
+        hub.HfApi().create_repo(name, exist_ok=True)
+        hub.HfApi().upload_folder(repo_id=name, folder_path=path)  # one commit: all of it, or nothing
+    except Exception as error:  # no network, no permission, no such owner
+        raise UserError(f"{HUB}{name} cannot be written to: {_first_line(error)}") from error
+
+
+def _pull_from_hub(name: str, directory: Path) -> None:
+    hub = _hub()
+    try:
+        hub.snapshot_download(name, local_dir=directory, ignore_patterns=[".*"])
+    except Exception as error:  # no network, no such model
+        raise UserError(f"{HUB}{name} cannot be read: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).partition("\n")[0]

@@ -1,0 +1,99 @@
+"""Bundles come back from a store as they were sent, or not at all."""
+
+import fsspec
+import pytest
+import torch
+
+from megadit.models.bundle import Bundle, SamplingDefaults, write_bundle
+from megadit.models.config import DiTConfig
+from megadit.models.dit import DiT
+from megadit.models.support import UserError
+from megadit.models.text_encoders import HashedWordEncoder
+from megadit.models.tokenizers import HaarTokenizer
+from megadit.models.transfer import pull, pull_bundle, push, push_bundle
+
+CONFIG = DiTConfig(num_layers=1, hidden_size=24, num_attention_heads=2, in_channels=24, crossattn_emb_size=16)
+
+
+@pytest.fixture
+def bundle(tmp_path):
+    write_bundle(
+        tmp_path / "bundle",
+        config=CONFIG,
+        state_dict=DiT(CONFIG).state_dict(),
+        tokenizer=HaarTokenizer(temporal_compression=2, spatial_compression=2),
+        text_encoder=HashedWordEncoder(dim=16),
+        defaults=SamplingDefaults(num_steps=4, guidance=3.0, num_frames=3, height=8, width=8, fps=8.0),
+    )
+    return tmp_path / "bundle"
+
+
+@pytest.fixture
+def url(request):
+    name = f"memory://{request.node.name}/models/tiny"
+    yield name
+    store, root = fsspec.core.url_to_fs(name)
+    if store.exists(root):
+        store.rm(root, recursive=True)
+
+
+def test_there_and_back(bundle, url, tmp_path, capsys):
+    assert push([str(bundle), url]) == 0
+    assert pull([url, str(tmp_path / "again")]) == 0
+    assert capsys.readouterr().out.splitlines() == [url, str(tmp_path / "again")]
+    before, after = Bundle.open(bundle), Bundle.open(tmp_path / "again", verify=True)
+    assert before.manifest == after.manifest
+    tensors = after.load_dit().state_dict()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in before.load_dit().state_dict().items())
+
+
+def test_files_have_a_url_too(bundle, tmp_path):
+    push_bundle(bundle, f"file://{tmp_path}/store/tiny")
+    pull_bundle(f"file://{tmp_path}/store/tiny", tmp_path / "again")
+    assert Bundle.open(tmp_path / "again", verify=True).config == CONFIG
+
+
+def test_a_copy_that_was_cut_short_is_no_bundle(bundle, url, tmp_path, monkeypatch):
+    store, root = fsspec.core.url_to_fs(url)
+    put = type(store).put_file
+    sent = []
+
+    def fail_late(self, source, target, **options):
+        sent.append(target)
+        if len(sent) > 2:
+            raise OSError("no space left")
+        return put(self, source, target, **options)
+
+    monkeypatch.setattr(type(store), "put_file", fail_late)
+    with pytest.raises(UserError, match=r"cannot be written to: no space left"):
+        push_bundle(bundle, url)
+    assert len(sent) == 3 and not any(name.endswith("megadit.json") for name in sent), "the manifest goes last"
+    with pytest.raises(UserError, match=r"is no bundle: it has no megadit.json"):
+        pull_bundle(url, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_damage_on_the_way_is_noticed(bundle, url, tmp_path):
+    push_bundle(bundle, url)
+    store, root = fsspec.core.url_to_fs(url)
+    data = bytearray(store.cat_file(f"{root}/transformer/model.safetensors"))
+    data[-1] ^= 1
+    store.pipe_file(f"{root}/transformer/model.safetensors", bytes(data))
+    with pytest.raises(UserError, match="differs from its checksum"):
+        pull_bundle(url, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_mistakes_are_told_in_one_line(bundle, tmp_path):
+    with pytest.raises(UserError, match="'somewhere' is no URL"):
+        push_bundle(bundle, "somewhere")
+    with pytest.raises(UserError, match="nowhere://x cannot be reached"):
+        push_bundle(bundle, "nowhere://x")
+    with pytest.raises(UserError, match="is not a bundle"):
+        push_bundle(tmp_path, "memory://x")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.txt").write_text("do not lose")
+    with pytest.raises(UserError, match="would be replaced"):
+        pull_bundle("memory://x", tmp_path / "mine")
+    with pytest.raises(UserError, match="hf://nobody/nothing cannot be read"):
+        pull_bundle("hf://nobody/nothing", tmp_path / "out")
