@@ -128,7 +128,7 @@ SPECIAL = {
     "parallel.sequence_parallel": None,  # needs tensor parallelism, tested below
     "validation.sampler": "heun",
     "validation.sigmas": [2.0],
-    "model.family": "nemo",
+    "model.family": None,  # needs a width or classes
     "model.num_classes": None,  # of a family without text
     "model.hidden_size": 192,
     "model.num_attention_heads": 4,
