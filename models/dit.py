@@ -38,9 +38,11 @@ class DiT(nn.Module):
         self.layers = layers
         structure, width = config.structure, config.hidden_size
 
-        self.x_embedder = layers.replicated_linear(
-            config.patch_dim + config.mask_dim, width, sequence="replicated", bias=structure.patch_bias
-        )
+        self.x_embedder = self.final_layer = None
+        if layers.is_first_part:
+            self.x_embedder = layers.replicated_linear(
+                config.patch_dim + config.mask_dim, width, sequence="replicated", bias=structure.patch_bias
+            )
         self.sigma_embedder = sigma_embedder(config, layers)
         self.fps_embedder = fps_embedder(config, layers)
         self.shared_embedder = shared_embedder(config, layers)
@@ -55,11 +57,12 @@ class DiT(nn.Module):
         if config.learned_positions is not None:
             self.positions = LearnedPositions(config.learned_positions, width)
         self.blocks = layers.block_stack(lambda: DiTBlock(config, layers), config.num_layers)
-        self.final_layer = FinalLayer(config, layers)
+        if layers.is_last_part:
+            self.final_layer = FinalLayer(config, layers)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.x_embedder.weight.dtype
+        return next(self.parameters()).dtype
 
     def forward(
         self,
@@ -93,7 +96,11 @@ class DiT(nn.Module):
     def forward_packed(
         self, tokens_S1P: Tensor, c_noise_G: Tensor, text_L1E: Tensor, fps_G: Tensor, layout: SegmentLayout
     ) -> Tensor:
-        """Predicts F (S1P) for a pack: row g of `c_noise_G` and `fps_G` belongs to segment g of `layout`."""
+        """Predicts F (S1P) for a pack: row g of `c_noise_G` and `fps_G` belongs to segment g of `layout`.
+
+        A part of the network that is not the first takes the activations (S1D) of the part before in place of tokens;
+        one that is not the last gives its own.
+        """
         device = text_L1E.device
         for segment in layout.segments:
             if not segment.is_padding:
@@ -146,37 +153,47 @@ class DiT(nn.Module):
         layout: Layout,
     ) -> Tensor:
         """`fps` is [1, B] for a dense batch, and [G, 1] for a pack."""
+        condition_GD, shared_GM = condition
+        device, runs = tokens_SBP.device, self.layers.local_runs(layout)
+        rotary, positions = self._rotary(fps, layout, device), self._learned_positions(layout, device)
+        context = Context(condition_GD, text_LBD, layout, runs, rotary, shared_GM, positions)
+
+        x_SBD = self._embed(tokens_SBP, layout) if self.layers.is_first_part else tokens_SBP
+        x_SBD = self.blocks(x_SBD, context)
+        return self.layers.gather_sequence(self.final_layer(x_SBD, context)) if self.layers.is_last_part else x_SBD
+
+    def _embed(self, tokens_SBP: Tensor, layout: Layout) -> Tensor:
+        """This rank's tokens, with fixed positions added where the network has them."""
         missing_mask = self.x_embedder.weight.shape[-1] - tokens_SBP.shape[-1]
         x_SBD = self.x_embedder(F.pad(tokens_SBP, (0, missing_mask)) if missing_mask else tokens_SBP)
-        x_SBD, rotary, positions = self._add_positions(x_SBD, fps, layout)
-        condition_GD, shared_GM = condition
-        runs = self.layers.local_runs(layout)
-
-        x_SBD = self.layers.shard_sequence(x_SBD)
-        context = Context(condition_GD, text_LBD, layout, runs, rotary, shared_GM, positions)
-        return self.layers.gather_sequence(self.final_layer(self.blocks(x_SBD, context), context))
-
-    def _add_positions(self, x_SBD: Tensor, fps: Tensor, layout: Layout) -> tuple[Tensor, Rotary | None, Tensor | None]:
-        """The tokens, with fixed positions added or beside rotary ones; and what every block adds again."""
-        key = (self.config, x_SBD.device, x_SBD.dtype)
-        learned = None
-        if self.positions is not None:
-            largest = torch.tensor(self.config.learned_positions, device=x_SBD.device)
-            # only a pack's padding is beyond the largest grid
-            learned = self.layers.shard_sequence(self.positions(_positions(layout, x_SBD).minimum(largest - 1)))
         if self.config.position_embedding == "sincos":
-            table = layout.cached(key, lambda: sincos_table(_positions(layout, x_SBD), self.config, x_SBD.dtype))
-            return x_SBD + table, None, learned
+            positions_S3 = _positions(layout, x_SBD.device)
+            key = (self.config, x_SBD.device, x_SBD.dtype)
+            x_SBD = x_SBD + layout.cached(key, lambda: sincos_table(positions_S3, self.config, x_SBD.dtype))
+        return self.layers.shard_sequence(x_SBD)
+
+    def _rotary(self, fps: Tensor, layout: Layout, device: torch.device) -> Rotary | None:
+        """The rotation of each token, where positions are rotary."""
+        if self.config.position_embedding == "sincos":
+            return None
         pace = _pace(fps, layout) if self.config.structure.fps == "rotary" else None
 
         def compute() -> Rotary:
-            return rotary_table(_positions(layout, x_SBD), self.config, x_SBD.dtype, pace)
+            return rotary_table(_positions(layout, device), self.config, self.dtype, pace)
 
-        return x_SBD, layout.cached(key, compute) if pace is None else compute(), learned
+        return layout.cached((self.config, device, self.dtype), compute) if pace is None else compute()
+
+    def _learned_positions(self, layout: Layout, device: torch.device) -> Tensor | None:
+        """What every block adds again, where positions are learned."""
+        if self.positions is None:
+            return None
+        largest = torch.tensor(self.config.learned_positions, device=device)
+        # only a pack's padding is beyond the largest grid
+        return self.layers.shard_sequence(self.positions(_positions(layout, device).minimum(largest - 1)))
 
 
-def _positions(layout: Layout, like: Tensor) -> Tensor:
-    return layout.grid_positions_S3.to(like.device)
+def _positions(layout: Layout, device: torch.device) -> Tensor:
+    return layout.grid_positions_S3.to(device)
 
 
 def _pace(fps: Tensor, layout: Layout) -> Tensor:

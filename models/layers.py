@@ -22,6 +22,11 @@ Sequence = Literal["sharded", "replicated"]
 class LayerKit(Protocol):
     """What a DiT asks of its layers."""
 
+    is_first_part: bool
+    """Whether the network begins here: with patches, not with the activations of the part before."""
+    is_last_part: bool
+    """Whether it ends here: in patches."""
+
     def column_linear(
         self, in_features: int, out_features: int, *, sequence: Sequence, bias: bool = False
     ) -> nn.Module:
@@ -73,6 +78,8 @@ class BlockStack(nn.ModuleDict):
 
 class TorchLayers:
     """Plain torch modules: one device holds everything."""
+
+    is_first_part = is_last_part = True
 
     def column_linear(
         self, in_features: int, out_features: int, *, sequence: Sequence, bias: bool = False

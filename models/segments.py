@@ -7,12 +7,12 @@ the CPU; nothing asks the device for it again and nothing builds an S x S mask.
 Shapes: S video tokens, G segments of a pack (padding included).
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, groupby
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,11 +64,36 @@ class Run:
         return slice(self.segment, self.segment + self.count)
 
 
+class Share(NamedTuple):
+    """The part of every segment that ranks `first` to `stop` (excluded) of `size` hold together."""
+
+    first: int = 0
+    stop: int = 1
+    size: int = 1
+
+    def span(self, num_tokens: int, start: int) -> tuple[int, int]:
+        """First and last token (excluded) that a segment gives to this share, counted within the segment.
+
+        Every rank gets an equal slice; tokens that are left are dealt out one by one, on from the rank at which those
+        of the segments before ended (`start`, this segment's first token, knows which). So all ranks hold equally many
+        tokens of a pack, without padding, and the shares of neighbouring ranks join up.
+        """
+        base, left = divmod(num_tokens, self.size)
+
+        def before(rank: int) -> int:
+            return rank * base + sum((start + extra) % self.size < rank for extra in range(left))
+
+        return before(self.first), before(self.stop)
+
+
 def find_runs(parts: Iterable[tuple[int, int, bool]]) -> tuple[Run, ...]:
     """Runs of (segment, tokens, is_padding) triples that follow one another; those without tokens are left out."""
     runs, start = [], 0
-    for (length, is_padding), group in groupby((part for part in parts if part[1] > 0), key=lambda part: part[1:]):
-        members = [segment for segment, *_ in group]
+    filled = [(segment, *rest) for segment, *rest in parts if rest[0] > 0]
+    # neighbours have the same distance to their place in the list: a segment left out between two parts them
+    keyed = [((length, padding, segment - place), segment) for place, (segment, length, padding) in enumerate(filled)]
+    for (length, is_padding, _), group in groupby(keyed, key=lambda item: item[0]):
+        members = [segment for _, segment in group]
         runs.append(Run(start, members[0], len(members), length, is_padding))
         start = runs[-1].stop
     return tuple(runs)
@@ -108,12 +133,24 @@ class DenseLayout:
         return compute()
 
 
+class _Cache:
+    """What was computed of a layout. No dictionary or dataclass: FSDP would search it for tensors, for every block."""
+
+    def __init__(self) -> None:
+        self.values: dict[Hashable, Any] = {}
+
+
 @dataclass(frozen=True)
 class SegmentLayout:
-    """Where everything is in a pack, or in several packs that form one micro-batch."""
+    """Where everything is in a pack, or in several packs that form one micro-batch.
+
+    With context parallelism a rank holds a share of every segment's tokens. What is said of tokens here is said of
+    those at hand; `segments` and text are whole.
+    """
 
     segments: tuple[Segment, ...]
-    _cache: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+    share: Share = Share()
+    _cache: _Cache = field(default_factory=_Cache, repr=False, compare=False)
 
     @classmethod
     def pack(cls, segments: Sequence[Segment], *, capacity: int, text_capacity: int) -> "SegmentLayout":
@@ -141,9 +178,31 @@ class SegmentLayout:
         """Several packs as one micro-batch: one sequence, one after another."""
         return cls(tuple(segment for layout in layouts for segment in layout.segments))
 
+    @property
+    def whole(self) -> "SegmentLayout":
+        """All tokens of all segments."""
+        return self.shared(Share())
+
+    def shared(self, share: Share) -> "SegmentLayout":
+        """The tokens of `share`."""
+        if share == self.share:
+            return self
+        return self.cached(("share", share), lambda: self._make_share(share))
+
+    def _make_share(self, share: Share) -> "SegmentLayout":
+        made = SegmentLayout(self.segments, share)
+        made._cache.values["share", self.share] = self  # what was computed for these tokens is found again from there
+        return made
+
+    @cached_property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """First and last token (excluded) at hand of each segment, counted within it."""
+        sizes = [segment.num_tokens for segment in self.segments]
+        return tuple(self.share.span(*pair) for pair in zip(sizes, _offsets(sizes), strict=True))
+
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        return tuple(segment.num_tokens for segment in self.segments)
+        return tuple(stop - first for first, stop in self.spans)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -173,12 +232,13 @@ class SegmentLayout:
     @cached_property
     def num_tokens(self) -> int:
         """Tokens that belong to samples."""
-        return sum(segment.num_tokens for segment in self.segments if not segment.is_padding)
+        pairs = zip(self.lengths, self.segments, strict=True)
+        return sum(length for length, segment in pairs if not segment.is_padding)
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
         """The whole sequence as runs of equally long segments."""
-        return find_runs((i, s.num_tokens, s.is_padding) for i, s in enumerate(self.segments))
+        return find_runs(self._parts(0, self.capacity))
 
     def local_runs(self, rank: int, size: int) -> tuple[Run, ...]:
         """The runs of the `rank`-th of `size` equal slices of the sequence, offsets counted within the slice."""
@@ -189,17 +249,18 @@ class SegmentLayout:
     def _cut_runs(self, rank: int, size: int) -> tuple[Run, ...]:
         assert self.capacity % size == 0, f"{self.capacity} tokens do not split over {size} ranks"
         first, last = rank * self.capacity // size, (rank + 1) * self.capacity // size
-        parts = [
-            (i, min(start + segment.num_tokens, last) - max(start, first), segment.is_padding)
-            for i, (start, segment) in enumerate(zip(self.starts, self.segments, strict=True))
-        ]
-        return find_runs(parts)
+        return find_runs(self._parts(first, last))
+
+    def _parts(self, first: int, last: int) -> Iterator[tuple[int, int, bool]]:
+        """(segment, how many of the tokens first..last it has, whether it is padding)."""
+        for i, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
+            yield i, min(start + length, last) - max(start, first), self.segments[i].is_padding
 
     def cached(self, key: Hashable, compute: Callable[[], Any]) -> Any:
         """A value derived from this layout, computed once."""
-        if key not in self._cache:
-            self._cache[key] = compute()
-        return self._cache[key]
+        if key not in self._cache.values:
+            self._cache.values[key] = compute()
+        return self._cache.values[key]
 
     @cached_property
     def segment_of_token_S(self) -> Tensor:
@@ -209,8 +270,15 @@ class SegmentLayout:
     @cached_property
     def position_in_segment_S(self) -> Tensor:
         """int64: each token's index within its segment, in (t, h, w) order."""
-        starts_G = torch.tensor(self.starts, dtype=torch.long)
-        return torch.arange(self.capacity) - starts_G[self.segment_of_token_S]
+        pairs = zip(self.starts, self.spans, strict=True)
+        offset_G = torch.tensor([first - start for start, (first, _) in pairs], dtype=torch.long)
+        return torch.arange(self.capacity) + offset_G[self.segment_of_token_S]
+
+    @cached_property
+    def token_index_S(self) -> Tensor:
+        """int64: the place of each token at hand in the whole sequence."""
+        starts_G = torch.tensor(self.whole.starts, dtype=torch.long)
+        return starts_G[self.segment_of_token_S] + self.position_in_segment_S
 
     @cached_property
     def token_mask_S(self) -> Tensor:

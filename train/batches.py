@@ -1,4 +1,6 @@
-"""Micro-batches for every rank: one reader per data-parallel rank, whose batches go to its tensor-parallel peers.
+"""Micro-batches for every rank: one reader per data-parallel rank, whose batches go to the ranks of its copy.
+
+Each of these takes its share of the tokens (context parallelism).
 
 Shapes: S video tokens, L text tokens, G segments.
 """
@@ -20,7 +22,7 @@ _TENSORS = ("tokens_S1P", "text_L1E", "fps_G", "noise_key_G")
 
 
 class SharedBatches:
-    """An iterator of micro-batches on this rank's device; all ranks of a tensor-parallel group iterate together."""
+    """An iterator of micro-batches on this rank's device; all ranks of a copy of the model iterate together."""
 
     def __init__(self, batches: Iterator[PackedBatch] | None, groups: Groups) -> None:
         """`batches` is None on the ranks that do not read."""
@@ -33,18 +35,18 @@ class SharedBatches:
     def __next__(self) -> PackedBatch:
         batch = next(self._batches, None) if self._batches is not None else None
         batch = batch.to(self._groups.device) if batch is not None else None
-        if self._groups.tensor.size() > 1:
+        if self._groups.copy.size() > 1:
             batch = _broadcast(batch, self._groups)
         if batch is None:
             raise StopIteration
-        return batch
+        return batch.shared(self._groups.context.share)
 
 
 def _broadcast(batch: PackedBatch | None, groups: Groups) -> PackedBatch | None:
     """The batch of the group's first rank: its description as an object, its tensors as tensors."""
-    source = dist.get_global_rank(groups.tensor, 0)
+    source = dist.get_global_rank(groups.copy, 0)
     description = [None if batch is None else _describe(batch)]
-    dist.broadcast_object_list(description, src=source, group=groups.tensor)
+    dist.broadcast_object_list(description, src=source, group=groups.copy)
     if description[0] is None:
         return None
     segments, sample_ids, shapes = description[0]
@@ -53,7 +55,7 @@ def _broadcast(batch: PackedBatch | None, groups: Groups) -> PackedBatch | None:
         layout = SegmentLayout(tuple(Segment(*segment) for segment in segments))
         batch = PackedBatch(layout=layout, sample_ids=sample_ids, **empty)
     for name in _TENSORS:
-        dist.broadcast(getattr(batch, name), src=source, group=groups.tensor)
+        dist.broadcast(getattr(batch, name), src=source, group=groups.copy)
     return batch
 
 
@@ -100,14 +102,16 @@ class TrainBatches(SharedBatches):
         return mine.said
 
 
-def validation_batches(config: RunConfig, groups: Groups) -> SharedBatches:
-    """This rank's packs of the validation split, from the first one on."""
-    loader = _build(build_validation_loader, config, groups)
+def validation_batches(config: RunConfig, groups: Groups, *, of_all: bool = False) -> SharedBatches:
+    """This rank's packs of the validation split, from the first one on; `of_all`, everyone's."""
+    loader = _build(build_validation_loader, config, groups, is_alone=of_all)
     return SharedBatches(None if loader is None else iter(loader), groups)
 
 
-def _build(build, config: RunConfig, groups: Groups) -> Any:
-    """A loader on the first rank of each tensor-parallel group, None on the others."""
-    if groups.tensor.rank() > 0:
+def _build(build, config: RunConfig, groups: Groups, *, is_alone: bool = False) -> Any:
+    """A loader on the first rank of each copy of the model, None on the others."""
+    if groups.copy.rank() > 0:
         return None
-    return build(config, rank=groups.data.rank(), world_size=groups.data.size(), group=groups.data)
+    if is_alone:
+        return build(config, rank=0, world_size=1)
+    return build(config, rank=groups.readers.rank(), world_size=groups.readers.size(), group=groups.readers)

@@ -235,7 +235,7 @@ class CheckpointStore:
         dist.barrier()
         tensors.save(unfinished / TENSORS)
         if loader_state is not None:
-            write_json(unfinished / LOADERS / _loader_file(self._groups.data.rank()), loader_state)
+            write_json(unfinished / LOADERS / _loader_file(self._groups.readers.rank()), loader_state)
         if self._groups.is_first:
             write_json(unfinished / STATE, self._describe(state))
             (unfinished / CONFIG).write_text(to_yaml(self._config), encoding="utf-8")
@@ -273,7 +273,7 @@ class CheckpointStore:
             "format_version": FORMAT_VERSION,
             "run": dataclasses.asdict(state),
             "ema_sigma_rels": list(self._config.ema.sigma_rels),
-            "data_parallel_size": self._groups.data.size(),
+            "data_parallel_size": self._groups.readers.size(),
             "settings": _kept_settings(self._config),
         }
 

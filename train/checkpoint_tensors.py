@@ -21,15 +21,15 @@ from megadit.models.megatron.checkpoint import ema_key, model_key, optimizer_key
 from megadit.models.megatron.groups import Groups
 from megadit.models.megatron.mcore_layers import split_dim
 from megadit.train.ema import WeightAverages
-from megadit.train.optimizer_state import OwnedSlice, Ownership, assemble
+from megadit.train.optimizer_state import OwnedSlice, Ownership, assemble, assign, is_copy
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedTensors:
     """Every tensor that training changes."""
 
-    model: nn.Module
-    """The training model, unwrapped."""
+    parameters: tuple[tuple[str, nn.Parameter], ...]
+    """Those of this rank, under their canonical names; a pipeline stage has copies of what others have, or itself."""
     ownership: Ownership
     averages: WeightAverages
     groups: Groups
@@ -50,15 +50,15 @@ class TrainedTensors:
     def load(self, directory: Path, *, step: int) -> None:
         """Reads all tensors as they were after optimizer step `step`; every rank calls this."""
         weights = self._read(directory, model_key)
+        for name, parameter in self.parameters:
+            assign(parameter, weights[name])  # also those whose masters other ranks own
         with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(weights[name])  # also those whose masters other ranks own
             for owned in self.ownership.slices:
                 owned.master.view(-1).copy_(owned.cut(weights[owned.name]))
         for sigma_rel in self.averages.sigma_rels:
             averages = self._read(directory, lambda name, sigma_rel=sigma_rel: ema_key(sigma_rel, name))
-            for name, whole in averages.items():
-                self.averages.restore(sigma_rel, name, whole)
+            for name, parameter in self.parameters:
+                self.averages.restore(sigma_rel, parameter, averages[name])
         self._load_optimizer(directory, step)
 
     def _load_optimizer(self, directory: Path, step: int) -> None:
@@ -71,24 +71,26 @@ class TrainedTensors:
 
     def _parts(self) -> Iterator[tuple[str, nn.Parameter, list[tuple[int, Tensor]]]]:
         """(key, parameter, this rank's parts of it) of every tensor, in the same order on every data-parallel rank."""
-        ranges: dict[str, list[tuple[OwnedSlice, int, int]]] = {}
+        ranges: dict[nn.Parameter, list[tuple[OwnedSlice, int, int]]] = {}
         for owned, start, stop in self.ownership.ranges():
-            ranges.setdefault(owned.name, []).append((owned, start, stop))
-        for name, parameter in self.model.named_parameters():
-            mine = ranges.get(name, [])
+            ranges.setdefault(owned.parameter, []).append((owned, start, stop))
+        for name, parameter in self.parameters:
+            if is_copy(parameter):
+                continue
+            mine = ranges.get(parameter, [])
             yield model_key(name), parameter, [_part(o, o.master.detach().reshape(-1), i, j) for o, i, j in mine]
             for sigma_rel in self.averages.sigma_rels:
-                yield ema_key(sigma_rel, name), parameter, self.averages.parts(sigma_rel, name)
+                yield ema_key(sigma_rel, name), parameter, self.averages.parts(sigma_rel, parameter)
             for state in self.ownership.state_names[name]:
                 yield optimizer_key(state, name), parameter, [_part(o, o.state(state), i, j) for o, i, j in mine]
 
     def _read(self, directory: Path, key_of) -> dict[str, Tensor]:
         """One kind of tensor for every parameter, by the parameter's name."""
-        names = {key_of(name): name for name, _ in self.model.named_parameters()}
+        names = {key_of(name): name for name, _ in self.parameters}
         return {names[key]: tensor for key, tensor in self._read_keys(directory, names).items()}
 
     def _read_keys(self, directory: Path, names: dict[str, str]) -> dict[str, Tensor]:
-        parameters = dict(self.model.named_parameters())
+        parameters = dict(self.parameters)
         shards = {
             key: self._sharded(
                 key,

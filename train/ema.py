@@ -4,14 +4,14 @@ Each profile is a weighted mean of all weights so far whose weights grow like a 
 stays the same fraction sigma_rel of the run. Several are kept, in float32; which one is best is measured.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megadit.train.optimizer_state import Ownership, assemble
+from megadit.train.optimizer_state import Ownership, assemble, assign, held
 
 
 def gamma_of(sigma_rel: float) -> float:
@@ -47,35 +47,34 @@ class WeightAverages:
         for sigma_rel, averages in self._averages.items():
             torch._foreach_lerp_(averages, self._sources, 1 - decay(sigma_rel, step))
 
-    def parts(self, sigma_rel: float, name: str) -> list[tuple[int, Tensor]]:
+    def parts(self, sigma_rel: float, parameter: nn.Parameter) -> list[tuple[int, Tensor]]:
         """This rank's share of the average of one parameter: (first element, flat values)."""
         pairs = zip(self._ranges, self._averages[sigma_rel], strict=True)
-        return [(start, values) for (owned, start, _), values in pairs if owned.name == name]
+        return [(start, values) for (owned, start, _), values in pairs if owned.parameter is parameter]
 
     @torch.no_grad()
-    def restore(self, sigma_rel: float, name: str, whole: Tensor) -> None:
+    def restore(self, sigma_rel: float, parameter: nn.Parameter, whole: Tensor) -> None:
         """Sets this rank's share of the average of one parameter from the whole tensor."""
-        for start, values in self.parts(sigma_rel, name):
+        for start, values in self.parts(sigma_rel, parameter):
             values.copy_(whole.reshape(-1)[start : start + values.numel()])
 
     @contextmanager
-    def swapped_in(self, sigma_rel: float | None, model: nn.Module) -> Iterator[None]:
-        """Within the block `model` (the training model) has the averaged weights; None leaves it as it is.
+    def swapped_in(self, sigma_rel: float | None, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Within the block these parameters (all of this rank's) have their averages; None leaves them as they are.
 
         Every rank must enter: the shares are gathered. The weights come back unchanged, to the last bit.
         """
         if sigma_rel is None:
             yield
             return
-        kept = {name: parameter.data.clone() for name, parameter in model.named_parameters()}
+        parameters = list(parameters)
+        kept = [held(parameter)[1].clone() for parameter in parameters]
         try:
-            self._copy_into(model, sigma_rel)
+            for parameter in parameters:
+                assign(
+                    parameter, assemble(parameter.shape, self.parts(sigma_rel, parameter), self._ownership.data_group)
+                )
             yield
         finally:
-            for name, parameter in model.named_parameters():
-                parameter.data.copy_(kept[name])
-
-    def _copy_into(self, model: nn.Module, sigma_rel: float) -> None:
-        for name, parameter in model.named_parameters():
-            parts = self.parts(sigma_rel, name)
-            parameter.data.copy_(assemble(parameter.shape, parts, self._ownership.data_group))
+            for parameter, values in zip(parameters, kept, strict=True):
+                held(parameter)[1].copy_(values)

@@ -12,7 +12,7 @@ from megadit.train.checkpoint import CheckpointStore, RunState
 from megadit.train.config import RunConfig
 from megadit.train.flops import peak_flops
 from megadit.train.metrics import Metrics
-from megadit.train.setup import Training, build_training, start_processes
+from megadit.train.setup import Training, build_training, precision, start_processes
 from megadit.train.step import StepResult, train_step
 from megadit.train.validation import validate
 
@@ -72,7 +72,7 @@ class _Run:
         self.state = RunState()
         if self.config.validation.interval:
             validation_batches(training.config, training.groups)  # what is missing is missed now, not hours later
-        self.peak = peak_flops(training.groups.device, training.network.dit.dtype) * training.groups.world_size
+        self.peak = peak_flops(training.groups.device, precision(training.config)) * training.groups.world_size
         self.saved_iteration: int | None = None
 
     def to_the_end(self, stop: StopRequest) -> None:

@@ -67,34 +67,49 @@ def token_noise(batch: PackedBatch) -> Tensor:
     return normal(key_S, layout.position_in_segment_S.to(device), width, stream=Stream.NOISE)[:, None]
 
 
-def edm_loss(
-    dit: DiT, batch: PackedBatch, sigma_G: Tensor, noise_S1P: Tensor, uncertainty: Uncertainty | None = None
-) -> LossSums:
-    """lambda(sigma) |D(x0 + sigma n; sigma) - x0|^2 (eq. 2 and table 1); with `uncertainty`, EDM2's eq. 21:
-    lambda(sigma) / exp(u(sigma)) |D - x0|^2 + u(sigma).
-    """
-    layout = batch.layout
-    segment_S = layout.segment_of_token_S.to(sigma_G.device)
-    x0_S1P, sigma_S11 = batch.tokens_S1P, sigma_G[segment_S][:, None, None]
+def denoise(dit: DiT, batch: PackedBatch, x_S1P: Tensor, sigma_G: Tensor, before: Tensor | None = None) -> Tensor:
+    """D(x; sigma), float32 [S, 1, P] (eq. 7), for the samples of a pack with noise added.
 
-    x_S1P = x0_S1P + sigma_S11 * noise_S1P
+    A part of the network that is not the first starts from the activations of the part `before`; one that is not the
+    last gives its own.
+    """
+    sigma_S11 = sigma_G[batch.layout.segment_of_token_S.to(sigma_G.device)][:, None, None]
     c_skip, c_out, c_in, _ = scalings(sigma_S11, dit.config)
     c_noise_G = scalings(sigma_G, dit.config).c_noise
-    F_S1P = dit.forward_packed((c_in * x_S1P).to(dit.dtype), c_noise_G, batch.text_L1E, batch.fps_G, layout)
-    D_S1P = c_skip * x_S1P + c_out * F_S1P.float()
+    tokens = (c_in * x_S1P).to(dit.dtype) if dit.layers.is_first_part else before
+    F_S1P = dit.forward_packed(tokens, c_noise_G, batch.text_L1E, batch.fps_G, batch.layout)
+    return c_skip * x_S1P + c_out * F_S1P.float() if dit.layers.is_last_part else F_S1P
 
-    is_valid_S = layout.token_mask_S.to(sigma_G.device)
-    error_S = (D_S1P - x0_S1P).square().mean(dim=(1, 2)) * is_valid_S
-    weighted_S = loss_weight(sigma_S11, dit.config).flatten() * error_S
+
+def edm_loss(
+    dit: DiT,
+    batch: PackedBatch,
+    sigma_G: Tensor,
+    noise_S1P: Tensor,
+    uncertainty: Uncertainty | None = None,
+    before: Tensor | None = None,
+) -> LossSums | Tensor:
+    """lambda(sigma) |D(x0 + sigma n; sigma) - x0|^2 (eq. 2 and table 1); with `uncertainty`, EDM2's eq. 21:
+    lambda(sigma) / exp(u(sigma)) |D - x0|^2 + u(sigma). Of a part of the network: see `denoise`.
+    """
+    segment_S = batch.layout.segment_of_token_S.to(sigma_G.device)
+    x_S1P = batch.tokens_S1P + sigma_G[segment_S][:, None, None] * noise_S1P
+    D_S1P = denoise(dit, batch, x_S1P, sigma_G, before)
+    if not dit.layers.is_last_part:
+        return D_S1P
+
+    is_valid_S = batch.layout.token_mask_S.to(sigma_G.device)
+    error_S = (D_S1P - batch.tokens_S1P).square().mean(dim=(1, 2)) * is_valid_S
+    weighted_S = loss_weight(sigma_G, dit.config)[segment_S] * error_S
     objective_S = weighted_S
     if uncertainty is not None:
-        u_S = uncertainty(c_noise_G)[segment_S] * is_valid_S
+        u_S = uncertainty(scalings(sigma_G, dit.config).c_noise)[segment_S] * is_valid_S
         objective_S = weighted_S / u_S.exp() + u_S
     return LossSums(objective_S.sum(), weighted_S.detach().sum(), error_S.detach().sum())
 
 
 class TrainingModel(nn.Module):
-    """What Megatron's schedules call: from a pack to sums of losses.
+    """What Megatron's schedules call: from a pack to sums of losses, or to the activations of a part of the network.
 
     `config` is Megatron's TransformerConfig; the other attributes are those that its schedules look for.
     """
@@ -107,12 +122,34 @@ class TrainingModel(nn.Module):
         self.model_type = model_type
         self.diffusion = diffusion
         self.dit = dit
-        self.uncertainty = Uncertainty() if diffusion.learned_uncertainty else None
+        has_uncertainty = diffusion.learned_uncertainty and dit.layers.is_last_part
+        self.uncertainty = Uncertainty() if has_uncertainty else None
+        self._before: Tensor | None = None
 
     def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
-        """Activations of the previous pipeline stage: there is one stage, which reads the batch."""
-        assert input_tensor == [None]
+        """Takes the activations of the part before, None where there is none."""
+        self._before = input_tensor[0]
 
-    def forward(self, batch: PackedBatch) -> LossSums:
-        sigma_G = draw_sigma(batch.noise_key_G, self.diffusion)
-        return edm_loss(self.dit, batch, sigma_G, token_noise(batch), self.uncertainty)
+    def forward(
+        self, batch: PackedBatch, sigma_G: Tensor | None = None, *, is_noisy: bool = False
+    ) -> LossSums | Tensor:
+        """The sums of losses of this step's noise and noise levels; with `sigma_G`, those of these noise levels,
+        without uncertainty; with `is_noisy`, D(tokens; sigma). Activations, where this is not the last part.
+        """
+        self._announce_direct_reads()
+        if is_noisy:
+            return denoise(self.dit, batch, batch.tokens_S1P, sigma_G, self._before)
+        uncertainty = self.uncertainty if sigma_G is None else None
+        sigma_G = draw_sigma(batch.noise_key_G, self.diffusion) if sigma_G is None else sigma_G
+        return edm_loss(self.dit, batch, sigma_G, token_noise(batch), uncertainty, self._before)
+
+    def _announce_direct_reads(self) -> None:
+        """Runs the hooks of modules whose parameters are read without a call of the module.
+
+        Megatron's distributed optimizer gathers updated parameters while the forward goes on, and waits for those of a
+        module where the module is called.
+        """
+        readers = [self.dit] if self.uncertainty is None else [self.dit, self.uncertainty.linear]
+        for module in readers:
+            for hook in module._forward_pre_hooks.values():
+                hook(module, ())

@@ -1,7 +1,8 @@
 """Optimizers and learning-rate schedules: Megatron's, around AdamW or Muon."""
 
+from collections.abc import Sequence
+
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
@@ -12,17 +13,18 @@ from torch import nn
 
 from megadit.train.config import OptimizerConfig, RunConfig
 from megadit.train.muon import Muon
+from megadit.train.optimizer_state import DataParallel, named_parameters
 
 
-def build_optimizer(config: RunConfig, model: DistributedDataParallel) -> MegatronOptimizer:
+def build_optimizer(config: RunConfig, parts: Sequence[DataParallel]) -> MegatronOptimizer:
     """The optimizer of a run.
 
     AdamW updates everything on every data-parallel rank, or each its share with Megatron's distributed optimizer. Muon
     needs whole matrices: the data-parallel ranks divide them among themselves, whatever `parallel.data_parallel` says.
     """
     if config.optimizer.optimizer == "muon":
-        return _muon(config, model)
-    return get_megatron_optimizer(_megatron_config(config), [model], use_gloo_process_groups=False)
+        return _muon(config, parts)
+    return get_megatron_optimizer(_megatron_config(config), list(parts), use_gloo_process_groups=False)
 
 
 def uses_distributed_optimizer(config: RunConfig) -> bool:
@@ -55,7 +57,9 @@ def takes_muon(name: str, parameter: nn.Parameter) -> bool:
 
 def _megatron_config(config: RunConfig) -> MegatronOptimizerConfig:
     settings = config.optimizer
-    is_bf16 = config.train.precision == "bf16"
+    is_distributed = uses_distributed_optimizer(config)
+    # the parameters that FSDP shards are float32
+    is_bf16 = config.train.precision == "bf16" and config.parallel.data_parallel != "fsdp"
     return MegatronOptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
@@ -67,14 +71,15 @@ def _megatron_config(config: RunConfig) -> MegatronOptimizerConfig:
         clip_grad=settings.clip_grad,
         bf16=is_bf16,
         params_dtype=torch.bfloat16 if is_bf16 else torch.float32,
-        use_distributed_optimizer=uses_distributed_optimizer(config),
+        use_distributed_optimizer=is_distributed,
+        overlap_param_gather=is_distributed and config.parallel.overlap_param_gather,
     )
 
 
-def _muon(config: RunConfig, model: DistributedDataParallel) -> LayerWiseDistributedOptimizer:
+def _muon(config: RunConfig, parts: Sequence[DataParallel]) -> LayerWiseDistributedOptimizer:
     settings, megatron_config = config.optimizer, _megatron_config(config)
     processes = ProcessGroupCollection.use_mpu_process_groups()
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    named = list(named_parameters(parts))
     matrices = [parameter for name, parameter in named if takes_muon(name, parameter)]
     others = [parameter for name, parameter in named if not takes_muon(name, parameter)]
     muon = Muon(

@@ -5,20 +5,55 @@ rank, for whole parameters dealt to ranks, or for slices of parameters. Seen as 
 are one thing, which is what averaging weights and writing checkpoints that any layout can read need.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from megadit.train.muon import Muon
+
+DataParallel = _BaseDataParallel
+"""A part of the network in one of Megatron's data-parallel wrappers."""
+
+
+def named_parameters(parts: Sequence[DataParallel]) -> Iterator[tuple[str, nn.Parameter]]:
+    """All parameters of the parts of the network on this rank, under their canonical names.
+
+    The conditioning comes once with every part.
+    """
+    for part in parts:
+        yield from part.module.named_parameters()
+
+
+def is_copy(parameter: nn.Parameter) -> bool:
+    """Whether an earlier part of the network has the same parameter."""
+    return getattr(parameter, "shared", False)
+
+
+def held(parameter: Tensor) -> tuple[int, Tensor]:
+    """What this rank holds of a parameter: the first element, and all from there on (of any shape)."""
+    if not isinstance(parameter, DTensor):
+        return 0, parameter.detach()
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return offset[0] * math.prod(parameter.shape[1:]), parameter.detach().to_local()  # FSDP cuts the first dimension
+
+
+@torch.no_grad()
+def assign(parameter: nn.Parameter, whole: Tensor) -> None:
+    """Sets what this rank holds of a parameter from the whole tensor."""
+    start, values = held(parameter)
+    values.copy_(whole.reshape(-1)[start : start + values.numel()].view_as(values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +67,8 @@ class OwnedSlice:
     stop: int
     master: Tensor
     """float32, what the optimizer updates; of any shape, its elements are start..stop of the parameter."""
+    key: Tensor
+    """What the optimizer files its state under: `master`, or the sharded tensor whose local part that is."""
     optimizer: torch.optim.Optimizer
 
     def cut(self, tensor: Tensor) -> Tensor:
@@ -45,18 +82,24 @@ class OwnedSlice:
 
     def state(self, name: str) -> Tensor:
         """One of `state_names`, flat; zeros before the first step."""
-        state = self.optimizer.state.get(self.master, {})
-        return state[name].reshape(-1) if name in state else torch.zeros_like(self.master).reshape(-1)
+        state = self.optimizer.state.get(self.key, {})
+        return held(state[name])[1].reshape(-1) if name in state else torch.zeros_like(self.master).reshape(-1)
 
     def restore_state(self, values: dict[str, Tensor], step: int) -> None:
         """Sets the state as it was after `step` updates, from flat tensors."""
-        state = {name: value.clone().view_as(self.master) for name, value in values.items()}
+        state = {name: self._like_key(value.clone().view_as(self.master)) for name, value in values.items()}
         if isinstance(self.optimizer, torch.optim.AdamW):
             state["step"] = torch.tensor(float(step))  # one tensor for each: torch adds to it in place
         elif not isinstance(self.optimizer, Muon):  # TransformerEngine's Adam counts once per group
             for group in self.optimizer.param_groups:
                 group["step"] = step
-        self.optimizer.state[self.master] = state
+        self.optimizer.state[self.key] = state
+
+    def _like_key(self, local: Tensor) -> Tensor:
+        if not isinstance(self.key, DTensor):
+            return local
+        mesh, placements = self.key.device_mesh, self.key.placements
+        return DTensor.from_local(local, mesh, placements, shape=self.key.shape, stride=self.key.stride())
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +125,21 @@ class Ownership:
                 yield owned, start, stop
 
 
-def find_ownership(optimizer: MegatronOptimizer, model: DistributedDataParallel, data_group: ProcessGroup) -> Ownership:
-    """What `optimizer` owns of `model` on this rank."""
-    names = {parameter: name for name, parameter in model.module.named_parameters()}
+def find_ownership(
+    optimizer: MegatronOptimizer, named: Iterable[tuple[str, nn.Parameter]], data_group: ProcessGroup
+) -> Ownership:
+    """What `optimizer` owns of the `named` parameters on this rank."""
+    names = {parameter: name for name, parameter in named}
     parts = optimizer.chained_optimizers
     slices = [
-        OwnedSlice(names[parameter], parameter, start, start + master.numel(), master, part.optimizer)
+        OwnedSlice(names[parameter], parameter, start, start + held(key)[1].numel(), held(key)[1], key, part.optimizer)
         for part in parts
-        for parameter, start, master in _owned(part)
+        for parameter, start, key in _owned(part)
     ]
-    is_sharded = isinstance(optimizer, LayerWiseDistributedOptimizer) or any(
-        isinstance(part, DistributedOptimizer) for part in parts
+    is_sharded = (
+        isinstance(optimizer, LayerWiseDistributedOptimizer)
+        or any(isinstance(part, DistributedOptimizer) for part in parts)
+        or any(isinstance(parameter, DTensor) for parameter in names)
     )
     return Ownership(
         slices=tuple(slices),
@@ -110,7 +157,7 @@ def _gather_state_names(slices: list[OwnedSlice], group: ProcessGroup) -> dict[s
 
 
 def _owned(optimizer: MegatronOptimizer) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
-    """(parameter, first element, master copy) of everything one of Megatron's optimizers updates."""
+    """(parameter, first element, what is updated: its master copy) of everything one of Megatron's optimizers owns."""
     if isinstance(optimizer, DistributedOptimizer):
         for parameter, (group, position) in optimizer.model_param_group_index_map.items():
             start = optimizer._get_model_param_range_map(parameter)["param"].start
@@ -120,7 +167,7 @@ def _owned(optimizer: MegatronOptimizer) -> Iterator[tuple[nn.Parameter, int, Te
             yield from ((parameter, 0, master) for parameter, master in zip(parameters, masters, strict=True))
         yield from ((parameter, 0, parameter) for group in optimizer.fp32_from_fp32_groups for parameter in group)
     else:
-        yield from ((parameter, 0, parameter) for group in optimizer.param_groups for parameter in group["params"])
+        yield from ((p, held(p)[0], p) for group in optimizer.param_groups for p in group["params"])
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 import logging
 import os
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,20 +14,21 @@ from megatron.core.enums import ModelType
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
 
 from megadit.models.dit import DiT
-from megadit.models.layers import LayerKit
 from megadit.models.megatron import groups as process_groups
 from megadit.models.megatron.groups import Groups
-from megadit.models.megatron.mcore_layers import McoreLayers, initialize_dit_, transformer_config
+from megadit.models.megatron.mcore_layers import McoreLayers, initialize_dit_, mark_conditioning_, transformer_config
 from megadit.models.megatron.te_layers import TELayers
-from megadit.models.support import UserError, atomic_path
+from megadit.models.support import atomic_path
 from megadit.train.checkpoint_tensors import TrainedTensors
 from megadit.train.config import MatmulPrecision, RunConfig, check_layout
 from megadit.train.ema import WeightAverages
+from megadit.train.fully_sharded import FullySharded
 from megadit.train.loss import TrainingModel
 from megadit.train.optimizer import build_optimizer, build_scheduler, uses_distributed_optimizer
-from megadit.train.optimizer_state import find_ownership
+from megadit.train.optimizer_state import DataParallel, find_ownership, named_parameters
 from megadit.train.overrides import to_yaml
 
 
@@ -36,7 +38,8 @@ class Training:
 
     config: RunConfig
     groups: Groups
-    model: DistributedDataParallel
+    parts: tuple[DataParallel, ...]
+    """The parts of the network on this rank, in Megatron's data-parallel wrapper; several on an interleaved stage."""
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     averages: WeightAverages
@@ -44,20 +47,31 @@ class Training:
 
     @property
     def network(self) -> TrainingModel:
-        """The training model without Megatron's data-parallel wrapper."""
-        return self.model.module
+        """The first part on this rank, without its wrapper."""
+        return self.parts[0].module
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All parameters on this rank, under their canonical names."""
+        return named_parameters(self.parts)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for _, parameter in self.named_parameters())
 
     @property
     def num_micro_batches(self) -> int:
         """Micro-batches of one step on this rank."""
-        return self.config.data.global_batch_size // (self.config.data.micro_batch_size * self.groups.data.size())
+        return self.config.data.global_batch_size // (self.config.data.micro_batch_size * self.groups.readers.size())
+
+
+def precision(config: RunConfig) -> torch.dtype:
+    """The arithmetic of the network."""
+    return torch.bfloat16 if config.train.precision == "bf16" else torch.float32
 
 
 def start_processes(config: RunConfig) -> Groups:
     """Threads, process groups and the folder of the run."""
     _quieten_megatron()
     check_layout(config, process_groups.world_size())
-    _refuse_what_is_not_built(config)
     torch.set_num_threads(config.train.num_threads or _threads_per_rank())
     _set_matmul_precision(config.train.matmul_precision)
     groups = process_groups.initialize(config.parallel.sizes, config.model)
@@ -70,12 +84,6 @@ def start_processes(config: RunConfig) -> Groups:
             temporary.write_text(to_yaml(config), encoding="utf-8")
     dist.barrier()
     return groups
-
-
-def _refuse_what_is_not_built(config: RunConfig) -> None:
-    parallel = config.parallel
-    if parallel.sizes.pipeline * parallel.sizes.context > 1 or parallel.data_parallel == "fsdp":
-        raise UserError("pipeline and context parallelism and fsdp can be planned, but not run yet")
 
 
 def _set_matmul_precision(precision: MatmulPrecision) -> None:
@@ -93,46 +101,71 @@ def _quieten_megatron() -> None:
 
 def build_training(config: RunConfig, groups: Groups) -> Training:
     """The network with its initial weights, wrapped for data parallelism, its optimizer and its averages."""
-    model = build_model(config, groups)
-    optimizer = build_optimizer(config, model)
-    ownership = find_ownership(optimizer, model, groups.data)
+    parts = build_parts(config, groups)
+    optimizer = build_optimizer(config, parts)
+    ownership = find_ownership(optimizer, named_parameters(parts), groups.data)
     averages = WeightAverages(config.ema.sigma_rels, ownership)
     return Training(
         config=config,
         groups=groups,
-        model=model,
+        parts=parts,
         optimizer=optimizer,
         scheduler=build_scheduler(config, optimizer),
         averages=averages,
-        tensors=TrainedTensors(model.module, ownership, averages, groups),
+        tensors=TrainedTensors(tuple(named_parameters(parts)), ownership, averages, groups),
     )
 
 
-def build_model(config: RunConfig, groups: Groups) -> DistributedDataParallel:
-    """The training model in Megatron's data-parallel wrapper: gradients are summed in float32."""
-    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-    megatron = transformer_config(config.model, config.parallel.sizes, dtype=dtype)
+def build_parts(config: RunConfig, groups: Groups) -> tuple[DataParallel, ...]:
+    """This rank's parts of the network, ready for Megatron's schedules: gradients are summed in float32."""
+    sizes, is_sharded = config.parallel.sizes, config.parallel.data_parallel == "fsdp"
+    # what FSDP shards is float32: it gathers weights in the precision of the computation
+    dtype = torch.float32 if is_sharded else precision(config)
+    megatron = transformer_config(config.model, sizes, dtype=dtype)
+    indices = [turn * sizes.pipeline + groups.pipeline.rank() for turn in range(sizes.virtual_pipeline)]
+    networks = [_build_network(config, groups, megatron, index).to(groups.device, dtype) for index in indices]
+    if is_sharded:
+        parts = tuple(FullySharded(megatron, network, groups.data, precision(config)) for network in networks)
+    else:
+        parts = tuple(_replicate(config, megatron, network, turn) for turn, network in enumerate(networks))
+    megatron.finalize_model_grads_func = finalize_model_grads
+    megatron.no_sync_func = parts[0].no_sync if len(parts) == 1 else [part.no_sync for part in parts]
+    return parts
+
+
+def _build_network(config: RunConfig, groups: Groups, megatron: TransformerConfig, index: int) -> TrainingModel:
+    """Part `index` of the network, with the weights that it has in any layout."""
+    parallel = config.parallel
+    kits = {"local": McoreLayers, "transformer_engine": TELayers}
+    kit = kits[parallel.transformer_impl](
+        megatron,
+        context=groups.context,
+        part=index,
+        num_parts=parallel.sizes.num_parts,
+        recompute=parallel.recompute_granularity,
+        recompute_num_layers=parallel.recompute_num_layers,
+    )
     with torch.device(groups.device):
-        dit = DiT(config.model, _layer_kit(config, megatron))
+        dit = DiT(config.model, kit)
         network = TrainingModel(dit, config.diffusion, megatron, ModelType.encoder_or_decoder)
     initialize_dit_(dit, config.train.seed)
-    model = DistributedDataParallel(
-        megatron,
-        DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            overlap_grad_reduce=groups.device.type == "cuda",
-            use_distributed_optimizer=uses_distributed_optimizer(config),
-        ),
-        network.to(groups.device, dtype),
+    if parallel.sizes.num_parts > 1:
+        mark_conditioning_(dit, is_first_part=index == 0)
+    return network
+
+
+def _replicate(
+    config: RunConfig, megatron: TransformerConfig, network: TrainingModel, turn: int
+) -> DistributedDataParallel:
+    is_distributed = uses_distributed_optimizer(config)
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+        overlap_param_gather=is_distributed and config.parallel.overlap_param_gather,
+        use_distributed_optimizer=is_distributed,
     )
-    megatron.finalize_model_grads_func = finalize_model_grads
-    megatron.no_sync_func = model.no_sync
-    return model
-
-
-def _layer_kit(config: RunConfig, megatron: TransformerConfig) -> LayerKit:
-    kits = {"local": McoreLayers, "transformer_engine": TELayers}
-    return kits[config.parallel.transformer_impl](megatron)
+    # parts that come later are reduced while earlier ones are computed: their gradients need no smaller buckets
+    return DistributedDataParallel(megatron, settings, network, disable_bucketing=turn > 0)
 
 
 def _threads_per_rank() -> int:

@@ -2,20 +2,20 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megadit.models.support import UserError
 from megadit.train.data.batch import PackedBatch
 from megadit.train.flops import training_flops
 from megadit.train.loss import LossSums
+from megadit.train.schedule import run_schedule
 from megadit.train.setup import Training
 
 
@@ -45,8 +45,8 @@ def train_step(training: Training, batches: Iterator[PackedBatch], step: int, *,
             be used. Ranks other than the first exit with the same code and say nothing.
     """
     start = time.perf_counter()
-    seen: list[PackedBatch] = []
-    sums = _forward_backward(training, batches, seen)
+    seen = [next(batches) for _ in range(training.num_micro_batches)]
+    sums = _forward_backward(training, seen)
     totals = _reduce(training, sums, seen, must_stop)
     if totals["bad_ranks"]:
         _stop_with_bad_loss(training, sums, seen, step)
@@ -69,26 +69,21 @@ def train_step(training: Training, batches: Iterator[PackedBatch], step: int, *,
     )
 
 
-def _forward_backward(training: Training, batches: Iterator[PackedBatch], seen: list[PackedBatch]) -> Tensor:
-    """Gradients of the mean objective over the global batch, and the losses of each micro-batch, [micro-batches, 3]."""
+def _forward_backward(training: Training, batches: Sequence[PackedBatch]) -> Tensor:
+    """Gradients of the mean objective over the global batch, and the losses of each micro-batch, [micro-batches, 3].
 
-    def forward_step(iterator, model):
+    There are no losses, [0, 3], on a stage that is not the last.
+    """
+
+    def forward_step(iterator, part):
         batch = next(iterator)
-        seen.append(batch)
-        return model(batch), partial(_loss, batch)
+        return part(batch), partial(_loss, batch)
 
-    training.model.zero_grad_buffer()
+    for part in training.parts:
+        part.zero_grad_buffer()
     training.optimizer.zero_grad()
-    losses = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=batches,
-        model=training.model,
-        num_microbatches=training.num_micro_batches,
-        seq_length=training.config.data.seq_length,
-        micro_batch_size=training.config.data.micro_batch_size,
-        forward_only=False,
-    )
-    return torch.stack(losses)
+    losses = run_schedule(training, forward_step, batches)
+    return torch.stack(losses) if losses else torch.zeros(0, 3, device=training.groups.device)
 
 
 def _loss(batch: PackedBatch, sums: LossSums) -> tuple[Tensor, Tensor, Tensor]:
@@ -97,27 +92,29 @@ def _loss(batch: PackedBatch, sums: LossSums) -> tuple[Tensor, Tensor, Tensor]:
     return sums.objective, num_tokens, torch.stack([value.detach() for value in sums])
 
 
-def _reduce(training: Training, sums: Tensor, seen: list[PackedBatch], must_stop: bool) -> dict[str, float]:
-    """Sums over all ranks, in one collective; tensor-parallel peers, who computed the same, count once."""
+def _reduce(training: Training, sums: Tensor, seen: Sequence[PackedBatch], must_stop: bool) -> dict[str, float]:
+    """Sums over all ranks, in one collective; ranks that computed the same count once."""
+    groups = training.groups
     objective, weighted, squared_error = sums.double().sum(0)
+    bad_rank = (~sums.isfinite()).any().double()
+    losses = torch.stack([objective, weighted, squared_error, bad_rank]).nan_to_num(0.0)
+    share = groups.is_last_stage / groups.context.size  # of samples that all ranks of a copy know whole
     counts = [
-        sum(batch.num_tokens for batch in seen),
-        sum(not segment.is_padding for batch in seen for segment in batch.layout.segments),
-        sum(training_flops(batch.layout, training.config.model) for batch in seen),
+        groups.is_last_stage * sum(batch.num_tokens for batch in seen),
+        share * sum(not segment.is_padding for batch in seen for segment in batch.layout.segments),
+        share * sum(training_flops(batch.layout, training.config.model) for batch in seen),
         float(must_stop),
     ]
-    bad_rank = (~sums.isfinite()).any().double()
-    values = torch.stack([objective, weighted, squared_error, bad_rank]).nan_to_num(0.0)
-    values = torch.cat([values, torch.tensor(counts, dtype=torch.float64, device=values.device)])
+    values = torch.cat([losses, torch.tensor(counts, dtype=torch.float64, device=losses.device)])
     dist.all_reduce(values)
     names = ("objective", "weighted", "squared_error", "bad_ranks", "tokens", "samples", "flops", "must_stop")
-    peers = training.groups.tensor.size()
-    return dict(zip(names, (values / peers).tolist(), strict=True))
+    return dict(zip(names, (values / groups.tensor.size()).tolist(), strict=True))
 
 
-def _stop_with_bad_loss(training: Training, sums: Tensor, seen: list[PackedBatch], step: int) -> NoReturn:
+def _stop_with_bad_loss(training: Training, sums: Tensor, seen: Sequence[PackedBatch], step: int) -> NoReturn:
     is_bad = (~sums.isfinite()).any(dim=1).tolist()
-    mine = [name for batch, bad in zip(seen, is_bad, strict=True) if bad for name in batch.sample_ids if name]
+    pairs = zip(seen, is_bad, strict=False)  # an earlier stage has no losses
+    mine = [name for batch, bad in pairs if bad for name in batch.sample_ids if name]
     everyones: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyones, mine)
     names = sorted({name for part in everyones for name in part})

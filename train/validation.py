@@ -1,7 +1,5 @@
 """How good the weights and each of their averages are: losses at fixed noise levels, and videos to look at."""
 
-import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,8 +7,6 @@ import torch
 import torch.distributed as dist
 
 from megadit.infer.pipeline import GeneratedVideo, TextToVideo
-from megadit.infer.runtimes.torch import TorchDenoiser
-from megadit.infer.settings import latent_size
 from megadit.infer.video_io import write_video
 from megadit.models.support import UserError
 from megadit.models.text_encoders import load_text_encoder
@@ -18,9 +14,12 @@ from megadit.models.tokenizers import load_tokenizer
 from megadit.train.batches import validation_batches
 from megadit.train.data.batch import PackedBatch
 from megadit.train.data.loader import check_dataset, validation_captions
-from megadit.train.loss import edm_loss, token_noise
+from megadit.train.loss import LossSums
+from megadit.train.optimizer_state import DataParallel
 from megadit.train.sampling_defaults import sampling_defaults
+from megadit.train.schedule import evaluate, evaluation
 from megadit.train.setup import Training
+from megadit.train.sharded_denoiser import ShardedDenoiser
 
 NUM_PROMPTS = 4
 """Captions of the validation split that are sampled where `validation.prompts` is empty."""
@@ -47,49 +46,72 @@ def validate(training: Training, step: int) -> tuple[dict[str, Any], list[Sample
         {"step", "best", "losses": {name: {"mean", and one for each sigma}}}: `loss.edm_loss`'s weighted loss; a name is
         a sigma_rel, or "none". And the videos of all ranks.
     """
-    batches = list(validation_batches(training.config, training.groups))
+    batches, num_own = _validation_batches(training)
     losses = {}
-    for sigma_rel in (None, *training.config.ema.sigma_rels):
-        with training.averages.swapped_in(sigma_rel, training.network):
-            losses[profile_name(sigma_rel)] = _losses(training, batches)
-    best = min(losses, key=lambda name: losses[name]["mean"])
-    videos = _sample_videos(training, step, None if best == RAW else float(best))
+    with evaluation(training):
+        for sigma_rel in (None, *training.config.ema.sigma_rels):
+            with training.averages.swapped_in(sigma_rel, training.parameters()):
+                losses[profile_name(sigma_rel)] = _losses(training, batches, num_own)
+        best = min(losses, key=lambda name: losses[name]["mean"])
+        videos = _sample_videos(training, step, None if best == RAW else float(best))
     return {"step": step, "best": best, "losses": losses}, videos
 
 
-@torch.no_grad()
-def _losses(training: Training, batches: Iterable[PackedBatch]) -> dict[str, float]:
+def _validation_batches(training: Training) -> tuple[list[PackedBatch], int]:
+    """Packs of this rank, and how many of them are to be counted.
+
+    Where parameters are sharded all ranks compute together: those with fewer packs compute some twice, or another's.
+    """
+    batches = list(validation_batches(training.config, training.groups))
+    num_own = len(batches)
+    if training.config.parallel.data_parallel != "fsdp":
+        return batches, num_own
+    most = torch.tensor(num_own, device=training.groups.device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    if num_own < most:
+        spare = batches or list(validation_batches(training.config, training.groups, of_all=True))
+        batches = batches + spare[-1:] * (int(most) - num_own)
+    return batches, num_own
+
+
+def _losses(training: Training, batches: list[PackedBatch], num_own: int) -> dict[str, float]:
     """The weighted loss at each of `validation.sigmas`, a mean over all tokens of all ranks, and the mean of these."""
     sigmas = training.config.validation.sigmas
     sums = torch.zeros(len(sigmas) + 1, dtype=torch.float64, device=training.groups.device)
-    for batch in batches:
-        noise_S1P = token_noise(batch)
-        for index, sigma in enumerate(sigmas):
-            sigma_G = torch.full_like(batch.fps_G, sigma)
-            sums[index] += edm_loss(training.network.dit, batch, sigma_G, noise_S1P).weighted
-        sums[-1] += batch.num_tokens
-    dist.all_reduce(sums, group=training.groups.data)
+    for index, sigma in enumerate(sigmas if batches else ()):
+
+        def loss(part: DataParallel, batch: PackedBatch, sigma: float = sigma) -> LossSums | torch.Tensor:
+            return part(batch, torch.full_like(batch.fps_G, sigma))
+
+        found = evaluate(training, loss, batches)[:num_own]
+        sums[index] = sum(value.weighted.double() for value in found)
+    if training.groups.is_last_stage:
+        sums[-1] = sum(batch.num_tokens for batch in batches[:num_own])
+    dist.all_reduce(sums)  # tensor-parallel ranks count alike in every sum
     means = (sums[:-1] / sums[-1]).tolist()
     named = {f"{sigma:g}": mean for sigma, mean in zip(sigmas, means, strict=True)}
     return {"mean": sum(means) / len(means), **named}
 
 
 def _sample_videos(training: Training, step: int, sigma_rel: float | None) -> list[SampledVideo]:
-    """Writes samples/step_0000100/00_a_red_seven.mp4 and so on; the prompts are dealt to the data-parallel ranks."""
+    """Writes samples/step_0000100/00_a_red_seven.mp4 and so on; the prompts are dealt to the copies of the model.
+
+    Sharded copies work together, and all make the same videos.
+    """
     config, groups = training.config, training.groups
     if config.data.mock:
         return []  # nothing to encode prompts or decode latents with
-    prompts = list(config.validation.prompts) or validation_captions(config, NUM_PROMPTS)
-    mine = list(enumerate(prompts))[groups.data.rank() :: groups.data.size()]
-    with training.averages.swapped_in(sigma_rel, training.network):
+    prompts = list(enumerate(list(config.validation.prompts) or validation_captions(config, NUM_PROMPTS)))
+    is_together = config.parallel.data_parallel == "fsdp"
+    mine = prompts if is_together else prompts[groups.readers.rank() :: groups.readers.size()]
+    with training.averages.swapped_in(sigma_rel, training.parameters()):
         try:
             videos = _generate(training, mine)
         except UserError as error:  # a run of days does not end over a video
             print(f"no videos of step {step}: {error}", flush=True)
             videos = []
-    training.network.train()
     written = []
-    if groups.tensor.rank() == 0:
+    if groups.copy.rank() == 0 and not (is_together and groups.readers.rank()):
         for (number, prompt), video in zip(mine, videos, strict=False):
             written.append(_write(Path(config.train.output_dir), step, number, prompt, video))
     everyones: list[list[SampledVideo]] = [[] for _ in range(dist.get_world_size())]
@@ -106,31 +128,22 @@ def _generate(training: Training, prompts: list[tuple[int, str]]) -> list[Genera
     if not prompts:
         return []
     pipeline = _pipeline(training)
-    _check_split(pipeline, training)
     return pipeline.generate([prompt for _, prompt in prompts], seeds=[number for number, _ in prompts])
 
 
 def _pipeline(training: Training) -> TextToVideo:
     """Sampling with the network in training, split over ranks as it is."""
-    config, network = training.config, training.network
+    config = training.config
     info = check_dataset(config)
     tokenizer = load_tokenizer(config.validation.tokenizer_folder or info.tokenizer_folder)
     return TextToVideo(
-        denoiser=TorchDenoiser(network.dit, device=training.groups.device, dtype=network.dit.dtype),
+        denoiser=ShardedDenoiser(training),
         tokenizer=tokenizer,
         text_encoder=load_text_encoder(info.text_encoder_folder),
         config=config.model,
         defaults=sampling_defaults(config, info),
         device=training.groups.device,
     )
-
-
-def _check_split(pipeline: TextToVideo, training: Training) -> None:
-    """Raises UserError where sequence parallelism cannot cut a video into equal parts, as it can training packs."""
-    _, (_, *sizes) = latent_size(pipeline.defaults, pipeline.config, pipeline.tokenizer)
-    num_tokens, ranks = math.prod(pipeline.config.token_grid(*sizes)), training.groups.tensor.size()
-    if training.config.parallel.sequence_parallel and num_tokens % ranks:
-        raise UserError(f"their {num_tokens} tokens cannot be cut over {ranks} sequence-parallel ranks")
 
 
 def _write(folder: Path, step: int, number: int, prompt: str, video: GeneratedVideo) -> SampledVideo:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megadit.models.config import DiTConfig
+from megadit.models.megatron.context_parallel import ContextGroups
 from megadit.models.megatron.parallel_sizes import ParallelSizes
 
 _TIMEOUT = timedelta(minutes=30)  # a rank may wait this long while another reads data or writes a checkpoint
@@ -19,9 +20,20 @@ class Groups:
     """The groups this rank belongs to."""
 
     tensor: ProcessGroup
+    pipeline: ProcessGroup
+    context: ContextGroups
     data: ProcessGroup
-    """Ranks that hold the same parameters and read different data (context-parallel peers included)."""
+    """Ranks that hold the same parameters: data-parallel copies, and the context-parallel ranks of each."""
+    readers: ProcessGroup
+    """Ranks of all copies at the same place within theirs: they read different data."""
+    copy: ProcessGroup
+    """Ranks that together compute one copy of the model, and see the same data."""
     device: torch.device
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.pipeline.rank() == self.pipeline.size() - 1
 
     @property
     def world_size(self) -> int:
@@ -58,17 +70,40 @@ def initialize(layout: ParallelSizes, model: DiTConfig) -> Groups:
         _start_torch_distributed(device)
     from megatron.core import parallel_state
 
+    width = layout.head_exchange_size(model.num_attention_heads)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
         context_parallel_size=layout.context,
+        hierarchical_context_parallel_sizes=[width, layout.context // width],
         create_gloo_process_groups=False,
+        get_embedding_ranks=_first_rank,  # no embedding is tied to the last stage
+        get_position_embedding_ranks=_first_rank,
     )
+    heads, ring = parallel_state.get_hierarchical_context_parallel_groups()
+    readers = parallel_state.get_data_parallel_group()
     return Groups(
         tensor=parallel_state.get_tensor_model_parallel_group(),
+        pipeline=parallel_state.get_pipeline_model_parallel_group(),
+        context=ContextGroups(parallel_state.get_context_parallel_group(), heads, ring),
         data=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        readers=readers,
+        copy=_copy_group(readers),
         device=device,
     )
+
+
+def _first_rank(ranks: list[int], *split: int | None) -> list[int]:
+    return ranks[:1]
+
+
+def _copy_group(readers: ProcessGroup) -> ProcessGroup:
+    """The ranks with this rank's place among the readers, for which Megatron keeps no group."""
+    places: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(places, readers.rank())
+    members = [[rank for rank, place in enumerate(places) if place == copy] for copy in range(readers.size())]
+    return dist.new_subgroups_by_enumeration(members)[0]
 
 
 def destroy() -> None:

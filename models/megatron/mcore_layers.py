@@ -14,6 +14,7 @@ Shapes: S video tokens, B batch, D width, N heads of this rank, K head dim.
 """
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -32,13 +33,22 @@ from megadit.models.attention import attend
 from megadit.models.config import DiTConfig
 from megadit.models.initialize import initialize_
 from megadit.models.layers import BlockStack, Layout, Sequence
+from megadit.models.megatron.context_parallel import ContextGroups, attend_shared
 from megadit.models.megatron.parallel_sizes import ParallelSizes
+from megadit.models.recompute import recomputed
 from megadit.models.segments import Run
+
+Recompute = Literal["none", "selective", "full"]
+
+
+_OF_ONE_PART = ("x_embedder.", "blocks.", "final_layer.")
+"""Beginnings of the names of parameters that one part of a pipeline has; of the others every part has a copy."""
 
 
 def transformer_config(model: DiTConfig, layout: ParallelSizes, *, dtype: torch.dtype) -> TransformerConfig:
     """What Megatron wants to know about a DiT; `dtype` is that of the parameters."""
-    return TransformerConfig(
+    is_interleaved = layout.virtual_pipeline > 1
+    config = TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
@@ -46,6 +56,11 @@ def transformer_config(model: DiTConfig, layout: ParallelSizes, *, dtype: torch.
         ffn_hidden_size=model.mlp_size,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if is_interleaved else None,
+        pipeline_dtype=dtype,
+        # interleaved stages send in both directions at once: batched, Megatron gives wrong results with two stages
+        overlap_p2p_comm=is_interleaved,
+        batch_p2p_comm=not is_interleaved,
         context_parallel_size=layout.context,
         sequence_parallel=layout.sequence_parallel,
         add_bias_linear=False,
@@ -58,6 +73,9 @@ def transformer_config(model: DiTConfig, layout: ParallelSizes, *, dtype: torch.
         gradient_accumulation_fusion=False,
         calculate_per_token_loss=True,
     )
+    # finalize_model_grads sums the gradients of parameters marked `pipeline_parallel` only where it finds this
+    config.has_cond_embedder = layout.pipeline > 1
+    return config
 
 
 class _ColumnLinear(ColumnParallelLinear):
@@ -114,6 +132,19 @@ def set_split(parameter: nn.Parameter, dim: int) -> None:
     set_tensor_model_parallel_attributes(parameter, True, dim, 1)
 
 
+class _RecomputedBlocks(BlockStack):
+    """The first `num_recomputed` blocks keep their inputs and nothing else."""
+
+    def __init__(self, blocks: dict[str, nn.Module], num_recomputed: int) -> None:
+        super().__init__(blocks)
+        self.num_recomputed = num_recomputed
+
+    def forward(self, x: Tensor, *context) -> Tensor:
+        for index, block in enumerate(self.values()):
+            x = recomputed(block, x, *context) if index < self.num_recomputed else block(x, *context)
+        return x
+
+
 def _no_init(weight: Tensor) -> None:
     """Weights are drawn afterwards, whole, by `initialize_dit_`."""
 
@@ -121,9 +152,30 @@ def _no_init(weight: Tensor) -> None:
 class McoreLayers:
     """The layer kit on Megatron's linears; needs the process groups of `groups.initialize`."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        context: ContextGroups | None = None,
+        part: int = 0,
+        num_parts: int = 1,
+        recompute: Recompute = "none",
+        recompute_num_layers: int | None = None,
+    ) -> None:
+        """
+        Args:
+            config: see `transformer_config`.
+            context: the ranks that share the tokens of a sample; None where each has all of them.
+            part: which of `num_parts` parts of the network this is.
+            recompute: what is computed again in backward: nothing, attention (`selective`), blocks (`full`).
+            recompute_num_layers: how many blocks of the part; None means all.
+        """
         self.config = config
         self.tensor_group = parallel_state.get_tensor_model_parallel_group()
+        self.context = context if context is not None and context.size > 1 else None
+        self.part, self.num_parts = part, num_parts
+        self.is_first_part, self.is_last_part = part == 0, part == num_parts - 1
+        self.recompute, self.recompute_num_layers = recompute, recompute_num_layers
 
     def column_linear(
         self, in_features: int, out_features: int, *, sequence: Sequence, bias: bool = False
@@ -149,10 +201,21 @@ class McoreLayers:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, cross: bool, into: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        return attend(q, k, v, layout, cross=cross, into=into)
+        def heads(q: Tensor, k: Tensor, v: Tensor, into: Callable[[Tensor], Tensor]) -> Tensor:
+            if cross or self.context is None:
+                return attend(q, k, v, layout, cross=cross, into=into)
+            return attend_shared(q, k, v, layout, self.context, into)
+
+        if self.recompute != "selective" or cross:
+            return heads(q, k, v, into)
+        return into(recomputed(heads, q, k, v, lambda x: x))
 
     def block_stack(self, make_block: Callable[[], nn.Module], num_layers: int) -> nn.Module:
-        return BlockStack({str(index): make_block() for index in range(num_layers)})
+        count = num_layers // self.num_parts
+        blocks = {str(self.part * count + index): make_block() for index in range(count)}
+        if self.recompute != "full":
+            return BlockStack(blocks)
+        return _RecomputedBlocks(blocks, count if self.recompute_num_layers is None else self.recompute_num_layers)
 
     def shard_sequence(self, x_SBD: Tensor) -> Tensor:
         if not self.config.sequence_parallel:
@@ -169,6 +232,19 @@ class McoreLayers:
         if not self.config.sequence_parallel or layout.runs is None:
             return layout.runs
         return layout.local_runs(self.tensor_group.rank(), self.tensor_group.size())
+
+
+def mark_conditioning_(dit: nn.Module, *, is_first_part: bool) -> None:
+    """Marks the copies that every part of a pipeline has of the conditioning.
+
+    Their gradients are summed over the parts (`pipeline_parallel`), and count once in the norm (`shared`). Each has a
+    bucket of its own (`shared_embedding`), so that the distributed optimizer of every part cuts it at the same places.
+    """
+    for name, parameter in dit.named_parameters():
+        if not name.startswith(_OF_ONE_PART):
+            parameter.pipeline_parallel = True
+            parameter.shared_embedding = True
+            parameter.shared = not is_first_part
 
 
 def split_dim(parameter: Tensor) -> int | None:

@@ -51,13 +51,13 @@ class TELayers(McoreLayers):
         UserError: if TransformerEngine is not installed, or there is no GPU.
     """
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, **options) -> None:
         if not is_available():
             raise UserError(
                 "parallel.transformer_impl=transformer_engine needs a GPU and TransformerEngine (megadit[te]); "
                 "parallel.transformer_impl=local uses Megatron's linears"
             )
-        super().__init__(config)
+        super().__init__(config, **options)
 
     def column_linear(
         self, in_features: int, out_features: int, *, sequence: Sequence, bias: bool = False

@@ -16,7 +16,7 @@ ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 def averages_of(model, *sigma_rels):
     optimizer = torch.optim.AdamW(model.parameters())
     slices = tuple(
-        OwnedSlice(name, parameter, 0, parameter.numel(), parameter, optimizer)
+        OwnedSlice(name, parameter, 0, parameter.numel(), parameter.detach(), parameter, optimizer)
         for name, parameter in model.named_parameters()
     )
     ownership = Ownership(slices, is_replicated=True, state_names={}, data_group=ALONE)
@@ -57,7 +57,7 @@ def test_the_average_of_weights_that_grow_steadily():
         averages.update(step)
     for sigma_rel in (0.1, 0.05):
         gamma = gamma_of(sigma_rel)
-        [(start, values)] = averages.parts(sigma_rel, "weight")
+        [(start, values)] = averages.parts(sigma_rel, model.weight)
         assert start == 0 and values.shape == (6,) and values.dtype == torch.float32
         # the mean of t under a density proportional to t^gamma on [0, T]
         assert values[0].item() == pytest.approx((gamma + 1) / (gamma + 2) * steps, rel=1e-3)
@@ -68,7 +68,7 @@ def test_the_first_step_forgets_the_start():
     averages = averages_of(model, 0.1)
     set_all(model, 5.0)
     averages.update(1)
-    assert torch.equal(averages.parts(0.1, "bias")[0][1], torch.full((2,), 5.0))
+    assert torch.equal(averages.parts(0.1, model.bias)[0][1], torch.full((2,), 5.0))
 
 
 def test_swapping_gives_the_average_and_the_weights_back():
@@ -78,16 +78,16 @@ def test_swapping_gives_the_average_and_the_weights_back():
         set_all(model, float(step))
         averages.update(step)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with averages.swapped_in(0.1, model):
-        assert torch.equal(model.weight.flatten(), averages.parts(0.1, "weight")[0][1])
+    with averages.swapped_in(0.1, model.parameters()):
+        assert torch.equal(model.weight.flatten(), averages.parts(0.1, model.weight)[0][1])
         assert not torch.equal(model.weight, before["weight"])
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    with averages.swapped_in(None, model):
+    with averages.swapped_in(None, model.parameters()):
         assert torch.equal(model.weight, before["weight"])
 
 
 def test_restoring():
     model = nn.Linear(3, 2)
     averages = averages_of(model, 0.1)
-    averages.restore(0.1, "weight", torch.arange(6.0).view(2, 3))
-    assert torch.equal(averages.parts(0.1, "weight")[0][1], torch.arange(6.0))
+    averages.restore(0.1, model.weight, torch.arange(6.0).view(2, 3))
+    assert torch.equal(averages.parts(0.1, model.weight)[0][1], torch.arange(6.0))

@@ -5,7 +5,7 @@ E text feature width, P patch dim (pt*ph*pw*C), G segments of a pack (padding in
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from megadit.models.config import DiTConfig
 from megadit.models.embeddings import patchify
 from megadit.models.noise import Stream, sample_key, uniform
-from megadit.models.segments import Segment, SegmentLayout
+from megadit.models.segments import Segment, SegmentLayout, Share
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class PackedBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Video tokens of samples, padding excluded."""
+        """Video tokens of samples at hand, padding excluded."""
         return self.layout.num_tokens
 
     def to(self, device: torch.device | str) -> "PackedBatch":
@@ -64,6 +64,14 @@ class PackedBatch:
 
     def _with(self, tokens_S1P: Tensor, text_L1E: Tensor, fps_G: Tensor, noise_key_G: Tensor) -> "PackedBatch":
         return PackedBatch(tokens_S1P, text_L1E, self.layout, fps_G, noise_key_G, self.sample_ids)
+
+    def shared(self, share: Share) -> "PackedBatch":
+        """The same samples, with `share` of their tokens."""
+        if share == self.layout.share:
+            return self
+        layout = self.layout.shared(share)
+        tokens_S1P = self.tokens_S1P[layout.token_index_S.to(self.tokens_S1P.device)]
+        return replace(self, tokens_S1P=tokens_S1P, layout=layout)
 
     @staticmethod
     def concatenate(packs: "Sequence[PackedBatch]") -> "PackedBatch":

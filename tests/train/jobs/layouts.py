@@ -1,6 +1,7 @@
-"""Trains a small network for a few steps under several layouts and leaves gradients, losses and weights to compare.
+"""Trains a small network for a few steps under several layouts and leaves losses, norms and checkpoints to compare.
 
-Usage: layouts.py OUT NAME...; every rank runs it, and writes OUT/NAME.safetensors and OUT/NAME.json.
+Usage: layouts.py OUT; every rank runs it. OUT/cases.json says what to run ({name: case}); of each, OUT/NAME.json has
+the numbers and OUT/NAME the tensors of a checkpoint.
 """
 
 import json
@@ -19,128 +20,216 @@ if __name__ == "__main__":
 import safetensors.torch  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 
+from megadit.models import initialize  # noqa: E402
+from megadit.models.conditioning import Conditioning  # noqa: E402
 from megadit.models.dit import DiT  # noqa: E402
+from megadit.models.megatron import context_parallel  # noqa: E402
 from megadit.models.megatron import groups as process_groups  # noqa: E402
-from megadit.models.megatron.mcore_layers import full_shape, shard, split_dim  # noqa: E402
+from megadit.models.megatron.mcore_layers import split_dim  # noqa: E402
+from megadit.models.noise import latent_noise, seed_key  # noqa: E402
 from megadit.train.batches import TrainBatches  # noqa: E402
 from megadit.train.config import ParallelConfig  # noqa: E402
 from megadit.train.data.loader import build_train_loader  # noqa: E402
 from megadit.train.loss import TrainingModel  # noqa: E402
+from megadit.train.optimizer_state import held  # noqa: E402
 from megadit.train.recipes import load_recipe  # noqa: E402
+from megadit.train.schedule import evaluation  # noqa: E402
 from megadit.train.setup import build_training, start_processes  # noqa: E402
+from megadit.train.sharded_denoiser import ShardedDenoiser  # noqa: E402
 from megadit.train.step import _forward_backward, train_step  # noqa: E402
 
 NUM_STEPS = 3
-LAYOUTS = {
-    "ddp": {},
-    "distributed_optimizer": {"data_parallel": "distributed_optimizer"},
-    "tp": {"tensor_model_parallel_size": 2},
-    "sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-}
+SHAPES = ((1, 4, 4), (3, 4, 4), (2, 3, 5), (1, 2, 3), (2, 5, 5))
+"""Images and videos of 16, 48, 30, 6 and 50 tokens."""
 
 
-def run_config(out, *, optimizer="adamw", parallel=None):
-    """A network with text, images, dropped text and learned uncertainty, in float32."""
+def run_config(out, case):
+    """Text, images, dropped text, learned uncertainty; heads wider than the network."""
     run = load_recipe("digits_tiny")
+    data = {"mock": True, "mock_latent_shapes": SHAPES, "text_dropout": 0.4, "global_batch_size": 8}
+    settings = {"optimizer": "adamw", "lr": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5}
     return replace(
         run,
-        data=replace(run.data, mock=True, text_dropout=0.4),
-        train=replace(run.train, output_dir=str(out), precision="fp32", num_threads=1),
-        optimizer=replace(run.optimizer, optimizer=optimizer, lr=1e-3, weight_decay=0.1, clip_grad=0.5),
-        parallel=ParallelConfig(**(parallel or {})),
+        model=replace(run.model, num_layers=4, num_attention_heads=12, head_dim=8, **case.get("model", {})),
+        data=replace(run.data, **data | case.get("data", {})),
+        train=replace(run.train, output_dir=str(out), precision=case.get("precision", "fp32"), num_threads=1),
+        optimizer=replace(run.optimizer, **settings | case.get("optimizer", {})),
+        parallel=ParallelConfig(**case.get("parallel", {})),
     )
 
 
-def random_value(name, shape):
-    """A value of no parameter in particular, the same for any layout."""
+def random_value(name, shape, seed=0):
+    """A value of no parameter in particular, the same for any layout: what starts at zero would hide mistakes."""
     generator = torch.Generator().manual_seed(sum(name.encode()) * 7919 + len(name))
-    return torch.randn(shape, generator=generator) * 0.1 + ("layernorm" in name)
+    return torch.randn(shape, generator=generator, device="cpu") * 0.1 + ("layernorm" in name)
 
 
-def randomise(training):
-    """Every tensor, those that start at zero included: a wrong attention must be seen in the loss."""
-    group = training.groups.tensor
-    with torch.no_grad():
-        for name, parameter in training.network.named_parameters():
-            whole = random_value(name, full_shape(parameter, group.size()))
-            parameter.copy_(shard(parameter, whole, group.rank()))
+def randomise_initial_values():
+    initialize.initial_value = random_value
+    torch.nn.init.zeros_ = lambda tensor: tensor.data.copy_(random_value("uncertainty", tensor.shape))
 
 
-def whole(tensor, parameter, training):
-    dim, group = split_dim(parameter), training.groups.tensor
-    if dim is None or group.size() == 1:
-        return tensor.detach().clone()
-    parts = [torch.empty_like(tensor) for _ in range(group.size())]
-    dist.all_gather(parts, tensor.detach().contiguous(), group=group)
-    return torch.cat(parts, dim)
+def break_it(what, training):
+    """Mistakes that raise nothing."""
+    config = training.network.config
+    parameters = list(training.parameters())
+    if what == "sequence parallel mark":
+        for parameter in parameters:
+            parameter.sequence_parallel = False
+    elif what == "sum of norms":
+        config.qk_layernorm = False
+    elif what == "sum over stages":
+        config.has_cond_embedder = False
+    elif what == "counted once":
+        for parameter in parameters:
+            parameter.shared = False
+    elif what == "batched sends":
+        config.overlap_p2p_comm, config.batch_p2p_comm = False, True
+    elif what in ("sum over copies", "sum over shares"):
+        for part in training.parts:
+            part.finish_grad_sync = lambda force_all_reduce=False: None
+    elif what == "divided once":
+        for module in training.network.modules():
+            if hasattr(module, "set_gradient_divide_factor"):
+                module.set_gradient_divide_factor(None)
+    elif what == "order of tokens":
+        order = context_parallel._order
+        patch(context_parallel, "_order", lambda *args: order(*args).sort().values)
+    elif what == "keys of others":
+        pairs = context_parallel._pairs_with
+        patch(context_parallel, "_pairs_with", lambda source, *args: pairs(dist.get_rank(), *args))
+    else:
+        raise ValueError(what)
 
 
-def replica_spread(parameter, group):
-    """How far the copies of a parameter have come apart that tensor-parallel ranks each hold whole."""
-    if split_dim(parameter) is not None:
-        return 0.0
-    of_first = parameter.detach().clone()
+_patched = []
+
+
+def patch(module, name, function):
+    """Until the end of the case."""
+    _patched.append((module, name, getattr(module, name)))
+    setattr(module, name, function)
+
+
+def unpatch():
+    while _patched:
+        setattr(*_patched.pop())
+
+
+def spread(training):
+    """How far copies of the same elements have come apart, among tensor-parallel ranks and pipeline stages."""
+    distances = [torch.zeros(())]
+    first = {}
+    for name, parameter in training.named_parameters():
+        value = held(parameter)[1].float()
+        if not value.numel():  # of few rows some ranks have none
+            continue
+        if split_dim(parameter) is None:
+            distances.append(_distance(value, training.groups.tensor))
+        if getattr(parameter, "pipeline_parallel", False):
+            distances.append(_distance(value, training.groups.pipeline))
+            distances.append((value - first.setdefault(name, value)).abs().max())
+    largest = torch.stack(distances).max()
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.item()
+
+
+def _distance(value, group):
+    of_first = value.clone()
     dist.broadcast(of_first, dist.get_global_rank(group, 0), group=group)
-    distance = (parameter - of_first).abs().max()
-    dist.all_reduce(distance, dist.ReduceOp.MAX)
-    return distance.item()
+    return (value - of_first).abs().max()
+
+
+def sampled(training):
+    """D of two noisy samples with and without text, whose tokens do not divide among ranks."""
+    model = training.config.model
+    noise_BCTHW = latent_noise(torch.tensor([seed_key(1), seed_key(2)]), (model.in_channels, 2, 3, 5))
+    text_BLE = torch.randn(2, 4, model.crossattn_emb_size, generator=torch.Generator().manual_seed(0))
+    conditioning = Conditioning(text_BLE, torch.tensor([4, 0]), torch.tensor([8.0, 0.0]))
+    return ShardedDenoiser(training)(3 * noise_BCTHW, torch.tensor([3.0, 0.5]), conditioning)
 
 
 def gradients(training):
-    """The reduced gradients of one global batch; with the distributed optimizer each rank has its share of them."""
-    _forward_backward(training, iter(TrainBatches(training.config, training.groups)), [])
-    return {
-        name: whole(parameter.main_grad, parameter, training) for name, parameter in training.network.named_parameters()
-    }
+    """The reduced gradients of one global batch on a single rank."""
+    batches = TrainBatches(training.config, training.groups)
+    _forward_backward(training, [next(batches) for _ in range(training.num_micro_batches)])
+    return {f"grad.{name}": parameter.main_grad.clone() for name, parameter in training.named_parameters()}
 
 
-def torch_reference(out):
+def bytes_held(training):
+    """Bytes of parameters, gradients and optimizer state on this rank, and of the whole network in float32."""
+    local = sum(held(parameter)[1].nbytes for parameter in training.parameters())
+    grads = sum(held(parameter.grad)[1].nbytes for parameter in training.parameters() if parameter.grad is not None)
+    state = sum(
+        held(value)[1].nbytes
+        for owned in training.tensors.ownership.slices
+        for value in owned.optimizer.state[owned.key].values()
+        if value.numel() > 1
+    )
+    whole = 4 * sum(parameter.numel() for parameter in training.parameters())
+    return {"parameters": local, "gradients": grads, "state": state, "whole": whole}
+
+
+def save(training, folder):
+    if training.groups.is_first:
+        folder.mkdir(parents=True)
+    dist.barrier()
+    training.tensors.save(folder)
+
+
+def torch_reference(out, case):
     """The gradients of one global batch by plain torch layers, without Megatron."""
-    config = run_config(out)
+    config = run_config(out, case)
     model = TrainingModel(DiT(config.model), config.diffusion, None, None)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(random_value(name, parameter.shape))
+    initialize.initialize_(model.dit, 0)
     loader = iter(build_train_loader(config, rank=0, world_size=1))
     packs = [next(loader) for _ in range(config.data.global_batch_size)]
-    loss = sum(model(pack).objective for pack in packs) / sum(pack.num_tokens for pack in packs)
-    loss.backward()
+    num_tokens = sum(pack.num_tokens for pack in packs)
+    sums = [model(pack) for pack in packs]
+    (sum(value.objective for value in sums) / num_tokens).backward()
     gradients = {f"grad.{name}": parameter.grad for name, parameter in model.named_parameters()}
-    safetensors.torch.save_file(gradients, out / "torch.safetensors")
-    weighted = sum(model(pack).weighted.item() for pack in packs) / sum(pack.num_tokens for pack in packs)
-    (out / "torch.json").write_text(json.dumps({"loss": [weighted]}))
+    safetensors.torch.save_file(gradients, out / "gradients.safetensors")
+    return {"loss": [sum(value.weighted.item() for value in sums) / num_tokens]}
 
 
-def run(name, out):
-    layout, _, variant = name.partition("-")
-    optimizer = "muon" if variant == "muon" else "adamw"
-    config = run_config(out / name, optimizer=optimizer, parallel=LAYOUTS[layout])
+def run(out, case):
+    """Numbers of one case; its checkpoint lies in `out`."""
+    config = run_config(out, case)
     processes = start_processes(config)
     training = build_training(config, processes)
-    randomise(training)
-    if variant == "unmarked":  # a mistake that raises nothing
-        for parameter in training.network.parameters():
-            parameter.sequence_parallel = False
-    if variant == "unsummed":
-        training.network.config.qk_layernorm = False
-    tensors = {f"grad.{key}": value for key, value in gradients(training).items()}
+    if "broken" in case:
+        break_it(case["broken"], training)
+    if case.get("gradients"):
+        safetensors.torch.save_file(gradients(training), out / "gradients.safetensors")
     batches = TrainBatches(config, processes)
     results = [train_step(training, batches, step + 1, must_stop=False) for step in range(NUM_STEPS)]
-    tensors |= {
-        f"weight.{key}": whole(parameter, parameter, training) for key, parameter in training.network.named_parameters()
+    numbers = {
+        "loss": [result.loss for result in results],
+        "grad_norm": [result.grad_norm for result in results],
+        "tokens": [result.tokens for result in results],
+        "samples": [result.samples for result in results],
+        "flops": [result.flops for result in results],
     }
-    spread = max(replica_spread(parameter, processes.tensor) for parameter in training.network.parameters())
-    if processes.is_first:
-        safetensors.torch.save_file(tensors, out / f"{name}.safetensors")
-        numbers = {"loss": [r.loss for r in results], "grad_norm": [r.grad_norm for r in results], "spread": spread}
-        (out / f"{name}.json").write_text(json.dumps(numbers))
+    with evaluation(training):
+        numbers |= {"spread": spread(training), "sampled": sampled(training).flatten().tolist()}
+    if config.parallel.data_parallel == "fsdp":
+        numbers["bytes"] = bytes_held(training)
+    if "broken" not in case:
+        save(training, out / "tensors")
+    unpatch()
     parallel_state.destroy_model_parallel()
+    return numbers
 
 
 def main():
-    out = Path(sys.argv[1])
-    for name in sys.argv[2:]:
-        torch_reference(out) if name == "torch" else run(name, out)
+    folder = Path(sys.argv[1])
+    randomise_initial_values()
+    for name, case in json.loads((folder / "cases.json").read_text()).items():
+        out = folder / name
+        out.mkdir(exist_ok=True)
+        numbers = (torch_reference if case.get("is_torch") else run)(out, case)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            (folder / f"{name}.json").write_text(json.dumps(numbers))
     process_groups.destroy()
 
 

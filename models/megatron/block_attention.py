@@ -1,0 +1,76 @@
+"""Attention to some of the keys, and its backward: the pieces that a ring of ranks puts together.
+
+The forward gives out = softmax(q k^T / sqrt(K)) v over these keys and lse, the logarithm of its denominator. The
+backward takes out and lse over all keys, from which the probabilities of these follow: exp(q k^T / sqrt(K) - lse). The
+kernels are those of torch's scaled_dot_product_attention, called by name because they tell lse.
+
+Shapes: c segments, s queries or keys of each, N heads, K head dim.
+"""
+
+import math
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+_aten = torch.ops.aten
+
+
+def attend_block(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out [c, s, N, K] and lse [c, s, N] (float32) of attention to these keys."""
+    q, k, v = (rearrange(x, "c s N K -> c N s K") for x in (q, k, v))
+    out, lse = _kernel(q)[0](q, k, v)
+    return rearrange(out, "c N s K -> c s N K"), rearrange(lse, "c N s -> c s N")
+
+
+def attend_block_backward(
+    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q (that part of it which comes through these keys), k and v; out and lse are over all keys."""
+    grad, q, out, k, v = (rearrange(x, "c s N K -> c N s K") for x in (grad, q, out, k, v))
+    lse = rearrange(lse, "c s N -> c N s").contiguous()
+    grads = _kernel(q)[1](grad, q, k, v, out, lse)
+    return tuple(rearrange(x, "c N s K -> c s N K") for x in grads)
+
+
+def _kernel(q: Tensor):
+    if not q.is_cuda:
+        return _cpu_forward, _cpu_backward
+    if q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
+        return _flash_forward, _flash_backward
+    return plain_forward, plain_backward
+
+
+def _cpu_forward(q, k, v):
+    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
+
+
+def _cpu_backward(grad, q, k, v, out, lse):
+    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, False)
+
+
+def _flash_forward(q, k, v):
+    return _aten._scaled_dot_product_flash_attention(q, k, v)[:2]
+
+
+def _flash_backward(grad, q, k, v, out, lse):
+    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of a dropout that there is not
+    return _aten._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, False, unused, unused[:0]
+    )
+
+
+def plain_forward(q, k, v):
+    """The definition, with all scores in memory: float32 on a GPU, and what the kernels are measured against."""
+    scores = q.float() @ k.float().mT / math.sqrt(q.shape[-1])
+    lse = scores.logsumexp(-1)
+    return ((scores - lse[..., None]).exp() @ v.float()).to(q.dtype), lse
+
+
+def plain_backward(grad, q, k, v, out, lse):
+    q, k, v, grad, out = (x.float() for x in (q, k, v, grad, out))
+    scale = 1 / math.sqrt(q.shape[-1])
+    P = (q @ k.mT * scale - lse[..., None]).exp()
+    # dS = P (dP - sum(dO O)), arXiv 2205.14135, appendix B.2
+    dS = P * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * scale
+    return dS @ k, dS.mT @ q, P.mT @ grad

@@ -1,0 +1,237 @@
+"""Attention over samples whose tokens are shared by context-parallel ranks.
+
+    ulysses   all-to-all: each rank gets all tokens of some heads, and back (arXiv 2309.14509)
+    ring      keys and values go round; each rank adds up its tokens' softmax as they pass (arXiv 2310.01889)
+
+Both at once: ranks that are neighbours exchange heads, as far as there are enough of them, and groups of neighbours
+pass keys and values round. Every rank holds an equal share of every segment (`segments.Share`), so that the work is
+balanced; all of them know all boundaries, and no mask is built.
+
+Shapes: S video tokens of this rank, N heads, K head dim, c segments of a pair, s tokens of each.
+"""
+
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from einops import rearrange
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megadit.models.attention import Projection, attend
+from megadit.models.megatron.block_attention import attend_block, attend_block_backward
+from megadit.models.segments import SegmentLayout, Share
+
+
+@dataclass(frozen=True, slots=True)
+class ContextGroups:
+    """The context-parallel ranks as a mesh: rank = ring.rank() * heads.size() + heads.rank()."""
+
+    group: ProcessGroup
+    """All of them."""
+    heads: ProcessGroup
+    """Neighbours, who exchange heads."""
+    ring: ProcessGroup
+    """Ranks with the same heads, who pass keys and values round."""
+
+    @property
+    def size(self) -> int:
+        return self.group.size()
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+    @property
+    def share(self) -> Share:
+        """What this rank holds of every segment."""
+        return Share(self.rank, self.rank + 1, self.size)
+
+    def share_of_ring(self, ring_rank: int) -> Share:
+        """What the neighbours at one place of the ring hold together."""
+        width = self.heads.size()
+        return Share(ring_rank * width, (ring_rank + 1) * width, self.size)
+
+
+def attend_shared(
+    q: Tensor, k: Tensor, v: Tensor, layout: SegmentLayout, groups: ContextGroups, into: Projection
+) -> Tensor:
+    """`attention.attend` of video tokens to one another, [S, 1, N, K], where `layout` is this rank's share."""
+    is_exchanged = groups.heads.size() > 1
+    if is_exchanged:
+        order_S = _order(layout, groups, q.device)
+        q, k, v = _Exchange.apply(torch.cat([q, k, v], dim=-1), order_S, groups.heads, True).chunk(3, dim=-1)
+    if groups.ring.size() > 1:
+        out_S1NK = _Ring.apply(q, k, v, layout, groups)
+    else:
+        out_S1NK = rearrange(
+            attend(q, k, v, layout.whole, cross=False, into=_as_it_is), "S B (N K) -> S B N K", K=q.shape[-1]
+        )
+    if is_exchanged:
+        out_S1NK = _Exchange.apply(out_S1NK, order_S, groups.heads, False)
+    return into(out_S1NK.flatten(2))
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def _order(layout: SegmentLayout, groups: ContextGroups, device: torch.device) -> Tensor:
+    """int64: for each token of the neighbours in the order of the sequence, its place among theirs rank after rank."""
+
+    def compute() -> Tensor:
+        first = groups.ring.rank() * groups.heads.size()
+        shares = [Share(rank, rank + 1, groups.size) for rank in range(first, first + groups.heads.size())]
+        return torch.cat([layout.shared(share).token_index_S for share in shares]).argsort().to(device)
+
+    return layout.cached(("order", groups.rank, groups.heads.size(), device), compute)
+
+
+class _Exchange(torch.autograd.Function):
+    """All heads of some tokens [s, 1, N, K] <-> some heads of all tokens [n s, 1, N/n, K], in the sequence's order."""
+
+    @staticmethod
+    def forward(ctx, x, order, group, to_heads):
+        ctx.save_for_backward(order)
+        ctx.group, ctx.to_heads = group, to_heads
+        return _to_heads(x, order, group) if to_heads else _to_tokens(x, order, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (order,) = ctx.saved_tensors
+        back = _to_tokens if ctx.to_heads else _to_heads
+        return back(grad, order, ctx.group), None, None, None
+
+
+def _to_heads(x_S1NK: Tensor, order: Tensor, group: ProcessGroup) -> Tensor:
+    sent = rearrange(x_S1NK, "S 1 (n N) K -> n S N K", n=group.size()).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received.flatten(0, 1)[order][:, None]
+
+
+def _to_tokens(x_S1NK: Tensor, order: Tensor, group: ProcessGroup) -> Tensor:
+    sent = torch.empty_like(x_S1NK[:, 0], memory_format=torch.contiguous_format)
+    sent[order] = x_S1NK[:, 0]
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return rearrange(received, "(n S) N K -> S 1 (n N) K", n=group.size())
+
+
+class _Pair(NamedTuple):
+    """Neighbouring segments with equally many queries here and equally many keys there."""
+
+    count: int
+    num_queries: int
+    num_keys: int
+    query_start: int
+    key_start: int
+
+    def queries(self, x: Tensor) -> Tensor:
+        """Their rows of a tensor with a row per query here: a view [c, s, ...]."""
+        return _rows(x, self.query_start, self.count, self.num_queries)
+
+    def keys(self, x: Tensor) -> Tensor:
+        """Their rows of a tensor with a row per key there."""
+        return _rows(x, self.key_start, self.count, self.num_keys)
+
+
+def _rows(x: Tensor, start: int, count: int, length: int) -> Tensor:
+    return x[start : start + count * length].unflatten(0, (count, length))
+
+
+def _pairs(queries: SegmentLayout, keys: SegmentLayout) -> list[_Pair]:
+    """What attends to what between two shares of a pack; padding is left out."""
+    items = [
+        ((num_queries, num_keys), index)
+        for index, (num_queries, num_keys) in enumerate(zip(queries.lengths, keys.lengths, strict=True))
+        if num_queries and num_keys and not queries.segments[index].is_padding
+    ]
+    keyed = [((*lengths, index - place), index) for place, (lengths, index) in enumerate(items)]
+    found = []
+    for (num_queries, num_keys, _), group in groupby(keyed, key=lambda item: item[0]):
+        members = [index for _, index in group]
+        starts = queries.starts[members[0]], keys.starts[members[0]]
+        found.append(_Pair(len(members), num_queries, num_keys, *starts))
+    return found
+
+
+class _Ring(torch.autograd.Function):
+    """Attention of this place's queries to the keys and values of all places of the ring, [S, 1, N, K].
+
+    The softmax is summed up online: out and lse (the logarithm of the sum) of what has passed are joined with those of
+    what comes. The backward sends keys and values round once more, and their gradients with them.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, layout, groups):
+        q, kv = q[:, 0], torch.stack([k[:, 0], v[:, 0]])
+        out = torch.zeros_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
+        lse = torch.full(q.shape[:2], -torch.inf, device=q.device)
+        for source, (k_now, v_now) in _round_trip(kv, groups.ring):
+            for pair in _pairs_with(source, layout, groups):
+                part, part_lse = attend_block(pair.queries(q), pair.keys(k_now), pair.keys(v_now))
+                _join(pair.queries(out), pair.queries(lse), part, part_lse)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, kv, out, lse)
+        ctx.layout, ctx.groups = layout, groups
+        return out[:, None]
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, kv, out, lse = ctx.saved_tensors
+        grad, ring = grad[:, 0].contiguous(), ctx.groups.ring
+        grad_q = torch.zeros_like(q, dtype=torch.float32)
+        grad_kv = torch.zeros_like(kv, dtype=torch.float32)
+        for source, (k_now, v_now) in _round_trip(kv, ring):
+            for pair in _pairs_with(source, ctx.layout, ctx.groups):
+                here = [pair.queries(x) for x in (grad, q, out, lse)]
+                parts = attend_block_backward(*here, pair.keys(k_now), pair.keys(v_now))
+                totals = pair.queries(grad_q), pair.keys(grad_kv[0]), pair.keys(grad_kv[1])
+                for total, part in zip(totals, parts, strict=True):
+                    total += part
+            grad_kv = _Shift(grad_kv, ring).wait()  # with the keys and values that it belongs to, and home at last
+        grad_k, grad_v = grad_kv.to(kv.dtype)
+        return grad_q.to(q.dtype)[:, None], grad_k[:, None], grad_v[:, None], None, None
+
+
+def _join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Adds attention to further keys, in place: [c, s, N, K] and [c, s, N]."""
+    joined = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - joined).exp_()[..., None]).add_(part * (part_lse - joined).exp_()[..., None])
+    lse.copy_(joined)
+
+
+def _pairs_with(source: int, layout: SegmentLayout, groups: ContextGroups) -> list[_Pair]:
+    shares = groups.share_of_ring(groups.ring.rank()), groups.share_of_ring(source)
+    return layout.cached(("pairs", *shares), lambda: _pairs(*(layout.shared(share) for share in shares)))
+
+
+def _round_trip(kv: Tensor, ring: ProcessGroup):
+    """(place of the ring they come from, keys and values), one's own first; the next come while these are used."""
+    for step in range(ring.size()):
+        is_last = step == ring.size() - 1
+        shift = None if is_last else _Shift(kv, ring)
+        yield (ring.rank() - step) % ring.size(), kv
+        if shift is not None:
+            kv = shift.wait()
+
+
+class _Shift:
+    """A tensor on its way to the next place of the ring."""
+
+    def __init__(self, x: Tensor, ring: ProcessGroup) -> None:
+        self._sent, self._received = x, torch.empty_like(x)
+        size, rank = ring.size(), ring.rank()
+        after, before = (dist.get_global_rank(ring, (rank + step) % size) for step in (1, -1))
+        self._requests = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, x, after, ring), dist.P2POp(dist.irecv, self._received, before, ring)]
+        )
+
+    def wait(self) -> Tensor:
+        """What the place before has sent."""
+        for request in self._requests:
+            request.wait()
+        return self._received

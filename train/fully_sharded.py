@@ -1,0 +1,49 @@
+"""Fully sharded data parallelism: torch's FSDP2 behind the interface of Megatron's data-parallel wrappers."""
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from megadit.models.blocks import DiTBlock
+from megadit.train.loss import TrainingModel
+
+
+class FullySharded(_BaseDataParallel):
+    """A network whose float32 parameters, gradients and optimizer state are divided among the ranks of `group`.
+
+    A block's weights are gathered, in `precision`, when it is their turn; gradients are summed in float32.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, network: TrainingModel, group: ProcessGroup, precision: torch.dtype
+    ) -> None:
+        super().__init__(config, network)
+        self.ddp_config = DistributedDataParallelConfig()
+        marks = {name: dict(vars(parameter)) for name, parameter in network.named_parameters()}
+        mesh = DeviceMesh.from_group(group, "cuda" if torch.cuda.is_available() else "cpu")
+        # inputs are cast where they are used: noise levels and noise stay float32
+        policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for module in network.modules():
+            if isinstance(module, DiTBlock):
+                fully_shard(module, mesh=mesh, mp_policy=policy)
+        # resharded like the blocks: after a forward without backward no whole parameter may be left standing
+        fully_shard(network, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        for module in network.modules():
+            if isinstance(module, FSDPModule):
+                # a plain sum: over all tokens it is divided once, by their number (and gloo cannot multiply first)
+                module.set_force_sum_reduction_for_comms(True)
+                module.set_gradient_divide_factor(1.0)
+        for name, parameter in network.named_parameters():  # FSDP puts other tensors in the place of parameters
+            vars(parameter).update(marks[name])
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Nothing: the backward has reduced the gradients."""
+
+    def scale_gradients(self, scaling_factor: Tensor) -> None:
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.to_local().mul_(scaling_factor)
