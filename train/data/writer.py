@@ -12,24 +12,34 @@ import contextlib
 import io
 import json
 import logging
+import shutil
 import tarfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
+import yaml
 from torch import Tensor
 
-from megadit.models.support import UserError, atomic_directory, read_json, write_json
+from megadit.models.support import UserError, atomic_directory, atomic_path, read_json, write_json
 from megadit.models.text_encoders.base import TextEncoder
 from megadit.models.tokenizers.base import VideoTokenizer
 
 FORMAT_VERSION = 1
 INFO_FILE = "megadit.json"
 ENERGON_FOLDER = ".nv-meta"
+DEFINITIONS = {
+    "dataset.yaml": "__module__: megatron.energon\n__class__: CrudeWebdataset\n",
+    "captions.yaml": (
+        "sample_type:\n  __module__: megatron.energon\n  __class__: TextSample\nfield_map:\n  text: json[caption]\n"
+    ),
+}
+"""What the shards are to Energon: crude samples, or their captions alone. Energon's tools (7.4) know no crude samples:
+`energon info --dataset-config captions.yaml FOLDER`, and so `energon lint` and `energon preview`."""
 LATENT_DTYPES = (torch.float16, torch.float32)
 
 logger = logging.getLogger(__name__)
@@ -152,9 +162,9 @@ class DatasetWriter:
         """
         text_LE = text_LE.to(latent_CTHW.dtype)
         self._check(split, key, latent_CTHW, text_LE)
-        tensors = {"latent": latent_CTHW.contiguous()}
+        tensors = {"latent": latent_CTHW}
         if len(text_LE):
-            tensors["text"] = text_LE.contiguous()
+            tensors["text"] = text_LE
         description = {
             "caption": caption,
             "num_frames": num_frames,
@@ -163,8 +173,8 @@ class DatasetWriter:
             "fps": fps,
         }
         shard = self._shard(split)
-        _add_member(shard, f"{key}.json", json.dumps(description, ensure_ascii=False).encode())
-        _add_member(shard, f"{key}.safetensors", safetensors.torch.save(tensors))
+        for name, content in sample_members(key, description, tensors):
+            _add_member(shard, name, content)
         self._keys.add(key)
         self._counts[split] += 1
 
@@ -201,16 +211,8 @@ class DatasetWriter:
             raise UserError(f"{self.root}: no sample was written to the split {self.splits[0]!r}")
         self.tokenizer.save(self._folder / "tokenizer")
         self.text_encoder.save(self._folder / "text_encoder")
-        DatasetInfo(
-            root=self._folder,
-            tokenizer_fingerprint=self.tokenizer.fingerprint(),
-            text_encoder_fingerprint=self.text_encoder.fingerprint(),
-            sigma_data=self.tokenizer.sigma_data,
-            latent_channels=self.tokenizer.latent_channels,
-            text_width=self.text_encoder.dim,
-            num_samples={split: self._counts[split] for split in self.splits},
-        ).write()
-        prepare_for_energon(self._folder, [split for split in self.splits if self._counts[split]])
+        num_samples = {split: self._counts[split] for split in self.splits}
+        describe_dataset(self._folder, self.tokenizer, self.text_encoder, num_samples)
         logger.info("%s: %s", self.root, ", ".join(f"{n} {split}" for split, n in self._counts.items()))
 
 
@@ -223,10 +225,43 @@ def iter_captions(root: Path, split: str) -> Iterator[str]:
                     yield json.load(shard.extractfile(member))["caption"]
 
 
+def describe_dataset(
+    folder: Path, tokenizer: VideoTokenizer, text_encoder: TextEncoder, num_samples: dict[str, int]
+) -> None:
+    """Writes what turns a folder of shards into a data set: Energon's metadata, and megadit.json last."""
+    prepare_for_energon(folder, [split for split, count in num_samples.items() if count])
+    DatasetInfo(
+        root=folder,
+        tokenizer_fingerprint=tokenizer.fingerprint(),
+        text_encoder_fingerprint=text_encoder.fingerprint(),
+        sigma_data=tokenizer.sigma_data,
+        latent_channels=tokenizer.latent_channels,
+        text_width=text_encoder.dim,
+        num_samples=num_samples,
+    ).write()
+
+
+def sample_members(key: str, description: dict[str, Any], tensors: dict[str, Tensor]) -> list[tuple[str, bytes]]:
+    """(name, content) of the members of one sample."""
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    return [
+        (f"{key}.json", json.dumps(description, ensure_ascii=False).encode()),
+        (f"{key}.safetensors", safetensors.torch.save(contiguous)),
+    ]
+
+
+def write_members(path: Path, members: Iterable[tuple[str, bytes]]) -> None:
+    """A tar file of (name, content), whole or not at all."""
+    with atomic_path(path) as temporary, tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as shard:
+        for name, content in members:
+            _add_member(shard, name, content)
+
+
 def prepare_for_energon(folder: Path, splits: Sequence[str]) -> None:
     """Indexes the shards and writes `.nv-meta/`, as `energon prepare` does, asking nothing."""
     from megatron.energon.flavors.webdataset import BaseWebdatasetFactory  # takes a second to import
 
+    shutil.rmtree(folder / ENERGON_FOLDER, ignore_errors=True)  # half an index, if a process was killed here
     shards = sorted(path.name for path in folder.glob("*.tar"))
     chatter = io.StringIO()
     with contextlib.redirect_stdout(chatter):
@@ -237,8 +272,16 @@ def prepare_for_energon(folder: Path, splits: Sequence[str]) -> None:
             workers=min(4, len(shards)),
         )
     logger.debug(chatter.getvalue())
-    definition = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
-    (folder / ENERGON_FOLDER / "dataset.yaml").write_text(definition)
+    split_file = folder / ENERGON_FOLDER / "split.yaml"
+    split_config = yaml.safe_load(split_file.read_text())
+    parts = split_config["split_parts"]
+    # Energon's lint stumbles over a split that is not named, and passes over one without shards
+    split_config["split_parts"] = {
+        name: parts.get(name, []) for name in dict.fromkeys([*parts, "train", "val", "test"])
+    }
+    split_file.write_text(yaml.safe_dump(split_config, sort_keys=False))
+    for name, definition in DEFINITIONS.items():
+        (folder / ENERGON_FOLDER / name).write_text(definition)
 
 
 def _add_member(shard: tarfile.TarFile, name: str, content: bytes) -> None:

@@ -1,0 +1,111 @@
+"""A folder of videos as people have them: three codecs, odd sizes, variable rates, rotated, cut short, and worse."""
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from functools import cache
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+
+CODECS = (("libx264", "mp4"), ("libvpx-vp9", "webm"), ("mpeg4", "avi"))
+
+
+@cache
+def photograph(name: str) -> np.ndarray:
+    from sklearn.datasets import load_sample_image
+
+    return load_sample_image(name)
+
+
+def pan(
+    name: str, num_frames: int, height: int, width: int, *, step: tuple[int, int] = (2, 3), flip: int = 0
+) -> np.ndarray:
+    """A window that moves over a photograph: uint8 THWC."""
+    picture = photograph(name)
+    picture = (picture, picture[:, ::-1], picture[::-1], np.ascontiguousarray(picture[::-1, ::-1]))[flip]
+    rows, columns = picture.shape[0] - height, picture.shape[1] - width
+    places = ((t * step[0] % rows, t * step[1] % columns) for t in range(num_frames))
+    return np.stack([picture[y : y + height, x : x + width] for y, x in places])
+
+
+def write_clip(
+    path: Path,
+    frames: np.ndarray,
+    *,
+    codec: str = "libx264",
+    fps: int = 24,
+    times: Sequence[int] | None = None,
+    rotation: int = 0,
+) -> Path:
+    """`times` in milliseconds, for a variable rate."""
+    with av.open(path, "w") as container:
+        stream = container.add_stream(codec, rate=fps)
+        stream.height, stream.width = frames.shape[1:3]
+        stream.pix_fmt = "yuv420p"
+        stream.thread_count = 1
+        if codec == "libvpx-vp9":
+            stream.options = {"deadline": "realtime", "cpu-used": "8"}
+        if times is not None:
+            stream.codec_context.time_base = stream.time_base = Fraction(1, 1000)
+        if rotation:
+            stream.set_display_rotation(rotation)
+        for number, picture in enumerate(frames):
+            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24")
+            if times is not None:
+                frame.pts, frame.time_base = times[number], Fraction(1, 1000)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return path
+
+
+def write_folder(root: Path, num_good: int = 31) -> dict[str, int]:
+    """`num_good` captioned videos and ten that are of no use; returns the expected counts of reasons."""
+    root.mkdir(parents=True)
+    generator = np.random.default_rng(0)
+    for number in range(num_good):
+        codec, suffix = CODECS[number % 3]
+        height, width = ((96, 128), (131, 99), (100, 100), (97, 143))[number % 4]
+        height, width = height // 2 * 2, width // 2 * 2
+        name = ("china.jpg", "flower.jpg")[number % 2]
+        frames = pan(name, 20 + number % 7, height, width, step=(1 + number % 5, 2 + number % 3), flip=number % 4)
+        frames = frames.astype(np.int16) * (6 + number % 5) // 10 + number
+        extra = {"times": np.cumsum(generator.integers(20, 80, len(frames))).tolist()} if number == 1 else {}
+        extra = extra | ({"rotation": 90} if number == 3 else {})
+        path = write_clip(root / f"good-{number:02d}.{suffix}", frames.astype(np.uint8), codec=codec, **extra)
+        path.with_suffix(".txt").write_text(f"a window over {name[:-4]} number {number}")
+    _write_useless(root)
+    return {"broken": 4, "small": 1, "static": 1, "black": 1, "short": 1, "near-duplicate": 1}
+
+
+def _write_useless(root: Path) -> None:
+    (root / "words.mp4").write_text("this is not a video\n" * 100)
+    (root / "empty.mp4").write_bytes(b"")
+    (root / "playlist.mp4").write_text("#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n#EXT-X-ENDLIST\n")
+    whole = write_clip(root / "whole.mp4", pan("china.jpg", 20, 96, 128, flip=1, step=(7, 9)))
+    (root / "cut.mp4").write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])  # its index, at the end, is lost
+    whole.unlink()
+    write_clip(root / "small.mp4", pan("flower.jpg", 20, 32, 32))
+    write_clip(root / "static.mp4", np.repeat(pan("flower.jpg", 1, 96, 128, flip=3), 20, axis=0))
+    write_clip(root / "black.mp4", np.zeros((20, 96, 128, 3), np.uint8))
+    write_clip(root / "short.mp4", pan("flower.jpg", 5, 96, 128))
+    original = next(iter(sorted(root.glob("good-00.*"))))
+    (root / f"zz-copy{original.suffix}").write_bytes(original.read_bytes())
+
+
+@pytest.fixture(scope="session")
+def videos(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("media") / "videos"
+    write_folder(root)
+    return root
+
+
+@pytest.fixture(scope="session")
+def make_clip() -> Callable[..., Path]:
+    return write_clip
+
+
+@pytest.fixture(scope="session")
+def make_pan() -> Callable[..., np.ndarray]:
+    return pan

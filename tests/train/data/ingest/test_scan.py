@@ -1,0 +1,133 @@
+"""Cutting, buckets, filters and frames of single videos."""
+
+import numpy as np
+import pytest
+
+from megadit.train.data.ingest.decode import THUMBNAIL, read_frames, read_timeline
+from megadit.train.data.ingest.plan import Settings, Source
+from megadit.train.data.ingest.scan import bucket, find_scenes, fingerprint, scan, windows
+from megadit.train.data.ingest.select import Fingerprints
+
+SETTINGS = Settings(sizes=((64, 64),), num_frames=(9,))
+
+
+def luma(*means: float) -> np.ndarray:
+    texture = np.random.default_rng(0).uniform(-5, 5, (THUMBNAIL, THUMBNAIL))
+    return np.stack([np.clip(mean + texture, 0, 255) for mean in means]).astype(np.uint8)
+
+
+def video(path, **fields) -> Source:
+    return Source(name=path.name, kind="video", path=str(path), **fields)
+
+
+def test_a_change_of_scene_stands_out_and_a_fast_pan_does_not():
+    assert find_scenes(luma(20, 21, 22, 90, 91, 92), 20.0) == [(0, 3), (3, 6)]
+    assert find_scenes(luma(20, 50, 80, 110, 140, 170), 20.0) == [(0, 6)]
+    assert find_scenes(luma(20), 20.0) == [(0, 1)]
+
+
+def test_windows_take_the_longest_that_fits():
+    assert windows(3, 50, (9, 33)) == [(3, 36), (36, 45)]
+    assert windows(0, 8, (9,)) == []
+
+
+def test_buckets_follow_shape_then_size_and_never_enlarge():
+    settings = Settings(sizes=((64, 64), (128, 128), (48, 96), (96, 48)))
+    assert bucket(200, 210, settings) == (128, 128)
+    assert bucket(100, 100, settings) == (64, 64)
+    assert bucket(60, 200, settings) == (48, 96)
+    assert bucket(1000, 400, settings) == (96, 48)
+
+
+def test_a_variable_rate_is_sampled_evenly(tmp_path, make_clip, make_pan):
+    times = [0, 10, 20, 500, 520, 540, 1000, 1040, 1080]  # milliseconds
+    path = make_clip(tmp_path / "uneven.webm", make_pan("china.jpg", 9, 96, 96), codec="libvpx-vp9", times=times)
+    timeline = read_timeline(video(path), Settings(sizes=((64, 64),), fps=5.0))
+    assert timeline.fps == pytest.approx(5, abs=1e-6)
+    # at 0, 200, 400, 600, 800, 1000 ms the frames of 0, 20, 20, 540, 540, 1000 ms are on screen
+    assert timeline.pts == [0, 20, 20, 540, 540, 1000]
+
+
+def test_a_higher_rate_is_thinned_and_a_lower_one_kept(tmp_path, make_clip, make_pan):
+    fast = make_clip(tmp_path / "fast.mp4", make_pan("china.jpg", 31, 96, 96), fps=60)
+    slow = make_clip(tmp_path / "slow.mp4", make_pan("china.jpg", 9, 96, 96), fps=8)
+    assert len(read_timeline(video(fast), Settings(sizes=((64, 64),), fps=20.0)).pts) == 11
+    assert read_timeline(video(slow), SETTINGS).fps == 8
+
+
+@pytest.mark.parametrize("rotation", [0, 90, 180, 270])
+def test_rotated_videos_stand_upright(tmp_path, make_clip, rotation):
+    frames = np.full((9, 96, 128, 3), 30, np.uint8)
+    frames[:, :48, :64] = 220  # light in the upper left
+    path = make_clip(tmp_path / "turned.mp4", frames, rotation=rotation)
+    timeline = read_timeline(video(path), SETTINGS)
+    assert (timeline.height, timeline.width) == ((128, 96) if rotation % 180 else (96, 128))
+    picture = read_frames(video(path), SETTINGS, tuple(timeline.pts[:1]), 64, 64)[0].mean(axis=2)
+    expected = np.rot90(frames[0], rotation // 90)[::32, ::32].mean(axis=2)
+    corners = picture[[8, 8, 56, 56], [8, 56, 8, 56]] > 128
+    assert corners.tolist() == (expected[[0, 0, -1, -1], [0, -1, 0, -1]] > 128).tolist()
+
+
+def test_frames_of_the_middle_are_those_that_the_scan_saw(tmp_path, make_clip, make_pan):
+    path = make_clip(tmp_path / "long.mp4", make_pan("flower.jpg", 60, 96, 96))
+    finding = scan(video(path), SETTINGS)
+    everything = read_frames(video(path), SETTINGS, tuple(read_timeline(video(path), SETTINGS).pts), 64, 64)
+    assert len(finding.clips) == 6
+    for number, clip in enumerate(finding.clips):
+        frames = read_frames(clip.source, SETTINGS, clip.pts, 64, 64)
+        np.testing.assert_array_equal(frames, everything[9 * number : 9 * number + 9])
+
+
+def test_a_stretch_of_a_file_is_read_like_a_file(tmp_path, make_clip, make_pan):
+    path = make_clip(tmp_path / "clip.mp4", make_pan("flower.jpg", 9, 96, 96))
+    content = path.read_bytes()
+    archive = tmp_path / "archive"
+    archive.write_bytes(b"x" * 777 + content + b"y" * 999)
+    inside = Source(name="inside", kind="video", path=str(archive), offset=777, size=len(content))
+    found, alone = scan(inside, SETTINGS), scan(video(path), SETTINGS)
+    assert [clip.fingerprint for clip in found.clips] == [clip.fingerprint for clip in alone.clips] != []
+
+
+def test_what_follows_a_damaged_stretch_is_used(tmp_path, make_clip, make_pan):
+    path = make_clip(tmp_path / "hurt.webm", make_pan("flower.jpg", 60, 96, 96), codec="libvpx-vp9")
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 300] = bytes(300)
+    path.write_bytes(content)
+    assert 40 <= len(read_timeline(video(path), SETTINGS).pts) <= 60
+    path.write_bytes(content[:middle])  # cut short: the container tells no length
+    assert 10 <= len(read_timeline(video(path), SETTINGS).pts) <= 40
+
+
+def test_fingerprints_survive_compression_and_tell_clips_apart(tmp_path, make_clip, make_pan):
+    frames = make_pan("flower.jpg", 9, 96, 96)
+    darker = (frames * 0.9).astype(np.uint8)
+    prints = [
+        scan(video(make_clip(tmp_path / name, pixels, codec=codec)), SETTINGS).clips[0].fingerprint
+        for name, pixels, codec in (
+            ("a.mp4", frames, "libx264"),
+            ("b.avi", darker, "mpeg4"),
+            ("c.mp4", make_pan("flower.jpg", 9, 96, 96, flip=1), "libx264"),
+        )
+    ]
+    seen = Fingerprints(max_bits=7)
+    assert seen.duplicate_of(prints[0], "first") is None
+    assert seen.duplicate_of(prints[1], "copy") == "first"
+    assert seen.duplicate_of(prints[2], "other") is None
+
+
+def test_fingerprints_within_the_limit_are_always_found():
+    generator = np.random.default_rng(1)
+    for _ in range(200):
+        bits = generator.integers(0, 2, 192)
+        near, far = bits.copy(), bits.copy()
+        near[generator.choice(192, 7, replace=False)] ^= 1
+        far[generator.choice(192, 8, replace=False)] ^= 1
+        seen = Fingerprints(max_bits=7)
+        seen.duplicate_of(np.packbits(bits).tobytes().hex(), "first")
+        assert seen.duplicate_of(np.packbits(near).tobytes().hex(), "near") == "first"
+        assert seen.duplicate_of(np.packbits(far).tobytes().hex(), "far") is None
+
+
+def test_a_fingerprint_of_equal_fields_is_flat():
+    assert int(fingerprint(np.full((3, THUMBNAIL, THUMBNAIL), 100, np.uint8)), 16) == 0

@@ -1,0 +1,285 @@
+"""Frames of videos and images of any origin. Nothing here trusts a file: sizes are checked before pixels are made,
+containers that lead to other files are not opened, and whatever a decoder raises becomes an `UnusableSourceError`.
+
+Frames are uint8, RGB, 0..255. Shapes: T/H/W frames, height, width.
+"""
+
+import io
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+
+import av
+import numpy as np
+from PIL import Image, ImageOps
+
+from megadit.train.data.ingest.plan import Settings, Source
+
+THUMBNAIL = 32
+"""Side of the grey pictures that clips are judged by."""
+MAX_GAP_SECONDS = 10.0
+"""Between two frames; a longer one is a broken timestamp."""
+CONTAINERS = "mov,mp4,m4a,matroska,webm,avi,mpeg,mpegts,mpegvideo,flv,ogg,asf,m4v,gif,h264,hevc,ivf"
+"""None of them names other files, as playlists do."""
+IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM")
+
+
+class UnusableSourceError(ValueError):
+    """A source that gives no frames. `reason` is one of a few words to count by, `detail` says more."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A whole video, small: enough to decide what to cut from it."""
+
+    height: int
+    width: int
+    """As shown: rotated, with square pixels."""
+    fps: float
+    pts: list[int]
+    seconds: float
+    luma_THW: np.ndarray
+    """Brightness, 0..255, THUMBNAIL x THUMBNAIL."""
+
+
+class _Slice(io.RawIOBase):
+    """A stretch of a file as a file."""
+
+    def __init__(self, path: str, offset: int, size: int | None) -> None:
+        self._file = open(path, "rb")  # noqa: SIM115  (closed with this object)
+        self._offset = offset
+        self._size = os.fstat(self._file.fileno()).st_size - offset if size is None else size
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer) -> int:
+        count = max(0, min(len(buffer), self._size - self._position))
+        self._file.seek(self._offset + self._position)
+        read = self._file.readinto(memoryview(buffer)[:count])
+        self._position += read
+        return read
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def open_source(source: Source) -> io.BufferedReader:
+    try:
+        return io.BufferedReader(_Slice(source.path, source.offset, source.size), buffer_size=1 << 16)
+    except OSError as error:
+        raise UnusableSourceError("unreadable", str(error.strerror)) from None
+
+
+# --- images -------------------------------------------------------------------------------------------------------
+
+
+def read_image(source: Source, settings: Settings) -> Image.Image:
+    """The picture, upright, in RGB.
+
+    Raises:
+        UnusableSourceError: if it cannot be decoded, or is too large to try.
+    """
+    with open_source(source) as file:
+        try:
+            image = Image.open(file, formats=IMAGE_FORMATS)
+            _check_pixels(image.width, image.height, settings)
+            return ImageOps.exif_transpose(image).convert("RGB")
+        except UnusableSourceError:
+            raise
+        except Exception as error:  # decoders raise whatever they like
+            raise UnusableSourceError("broken", f"{type(error).__name__}: {error}") from None
+
+
+def fit_image(image: Image.Image, height: int, width: int) -> np.ndarray:
+    """Scaled until it covers height x width, the middle cut out: uint8 HWC."""
+    picture = ImageOps.fit(image, (width, height), method=Image.Resampling.LANCZOS)
+    return np.array(picture)
+
+
+def image_thumbnail(image: Image.Image) -> np.ndarray:
+    small = image.convert("L").resize((THUMBNAIL, THUMBNAIL), Image.Resampling.BOX)
+    return np.asarray(small)[None]
+
+
+# --- videos -------------------------------------------------------------------------------------------------------
+
+
+def read_timeline(source: Source, settings: Settings) -> Timeline:
+    """Every frame of the video once, small, at `settings.fps` or the video's own rate where that is slower.
+
+    Frame k is the one shown at time k / fps, so that videos of variable rate come out even. What follows a damaged
+    stretch is used as far as it can be decoded.
+
+    Raises:
+        UnusableSourceError: if nothing can be decoded, or the video is too large to try.
+    """
+    with _open_video(source, settings) as (container, stream):
+        fps = min(settings.fps, _native_fps(stream))
+        pts, thumbnails, shown = [], [], None
+        for frame in _sampled(_frames(container, stream), stream.time_base, fps, settings):
+            if not pts or frame.pts != pts[-1]:
+                shown = frame.reformat(THUMBNAIL, THUMBNAIL, format="gray", interpolation="AREA").to_ndarray()
+                height, width = _shown_size(frame)
+            pts.append(frame.pts)
+            thumbnails.append(shown)
+    if not pts:
+        raise UnusableSourceError("broken", "no frame can be decoded")
+    return Timeline(height, width, fps, pts, len(pts) / fps, np.stack(thumbnails))
+
+
+def read_frames(source: Source, settings: Settings, pts: tuple[int, ...], height: int, width: int) -> np.ndarray:
+    """The frames with these timestamps, scaled until they cover height x width, the middle cut out: uint8 THWC.
+
+    Raises:
+        UnusableSourceError: if they are not all there.
+    """
+    for seek in (True, False):
+        wanted = set(pts)
+        found: dict[int, np.ndarray] = {}
+        with _open_video(source, settings) as (container, stream):
+            if seek and not _seek(container, stream, pts[0]):
+                continue
+            for frame in _frames(container, stream):
+                if frame.pts in wanted:
+                    found[frame.pts] = _fitted(frame, height, width)
+                if len(found) == len(wanted) or frame.pts > pts[-1]:
+                    break
+        if len(found) == len(wanted):
+            return np.stack([found[time] for time in pts])
+    raise UnusableSourceError("changed", f"frames that were there are gone; was {source.path} replaced?")
+
+
+@contextmanager
+def _open_video(source: Source, settings: Settings) -> Iterator[tuple[av.container.InputContainer, av.VideoStream]]:
+    with open_source(source) as file:
+        try:
+            with av.open(file, options={"format_whitelist": CONTAINERS}) as container:
+                if not container.streams.video:
+                    raise UnusableSourceError("broken", "it holds no video")
+                stream = container.streams.video[0]
+                stream.codec_context.thread_count = 1  # sources are read side by side already
+                _check_pixels(stream.width, stream.height, settings)
+                yield container, stream
+        except (av.FFmpegError, OSError, ValueError, EOFError) as error:
+            if isinstance(error, UnusableSourceError):
+                raise
+            message = error.strerror if isinstance(error, av.FFmpegError) else error
+            raise UnusableSourceError("broken", str(message)) from None
+
+
+def _frames(container: av.container.InputContainer, stream: av.VideoStream) -> Iterator[av.VideoFrame]:
+    """Frames with growing timestamps; packets that cannot be decoded are left out."""
+    last = None
+    packets = container.demux(stream)
+    while True:
+        try:
+            frames = next(packets).decode()
+        except StopIteration:
+            return
+        except av.InvalidDataError:
+            continue
+        except (av.FFmpegError, EOFError):
+            return
+        for frame in frames:
+            if frame.pts is not None and (last is None or frame.pts > last):
+                last = frame.pts
+                yield frame
+
+
+def _sampled(
+    frames: Iterator[av.VideoFrame], time_base: Fraction, fps: float, settings: Settings
+) -> Iterator[av.VideoFrame]:
+    """The frame shown at each of the times first + k / fps, which some containers round to their ticks."""
+    first = shown = None
+    tick = min(float(time_base), 0.25 / fps) + 1e-6
+    count = 0
+    for frame in frames:
+        time = float(frame.pts * time_base)
+        if shown is None:
+            first, shown, shown_time = time, frame, time
+            continue
+        if time - shown_time > MAX_GAP_SECONDS:
+            raise UnusableSourceError("broken", f"{time - shown_time:.0f} seconds lie between two of its frames")
+        if time - first > 60 * settings.max_minutes:
+            raise UnusableSourceError("long", f"it runs for more than {settings.max_minutes:g} minutes")
+        while first + count / fps < time - tick:
+            yield shown
+            count += 1
+        shown, shown_time = frame, time
+    if shown is not None and first + count / fps <= shown_time + tick:
+        yield shown
+
+
+def _native_fps(stream: av.VideoStream) -> float:
+    for rate in (stream.average_rate, stream.guessed_rate, stream.base_rate):
+        if rate is not None and 0.1 < float(rate) < 1000:
+            return float(rate)
+    return math.inf
+
+
+def _seek(container: av.container.InputContainer, stream: av.VideoStream, pts: int) -> bool:
+    """Goes to the last key frame before `pts`; False if the container cannot."""
+    try:
+        container.seek(pts, stream=stream, backward=True)
+    except (av.FFmpegError, OSError):
+        return False
+    return True
+
+
+def _is_sideways(frame: av.VideoFrame) -> bool:
+    return round(frame.rotation / 90) % 2 == 1
+
+
+def _shown_size(frame: av.VideoFrame) -> tuple[int, int]:
+    """Height and width as a player shows them."""
+    width = round(frame.width * _pixel_aspect(frame))
+    return (width, frame.height) if _is_sideways(frame) else (frame.height, width)
+
+
+def _pixel_aspect(frame: av.VideoFrame) -> float:
+    """Width of a pixel by its height."""
+    ratio = getattr(frame, "sample_aspect_ratio", None)
+    return float(ratio) if ratio and 0.1 < ratio < 10 else 1.0
+
+
+def _fitted(frame: av.VideoFrame, height: int, width: int) -> np.ndarray:
+    if _is_sideways(frame):
+        height, width = width, height
+    shown_width = frame.width * _pixel_aspect(frame)
+    scale = max(height / frame.height, width / shown_width)
+    scaled_height, scaled_width = max(height, round(frame.height * scale)), max(width, round(shown_width * scale))
+    picture = frame.reformat(scaled_width, scaled_height, format="rgb24", interpolation="AREA").to_ndarray()
+    top, left = (scaled_height - height) // 2, (scaled_width - width) // 2
+    picture = picture[top : top + height, left : left + width]
+    return np.ascontiguousarray(np.rot90(picture, round(frame.rotation / 90) % 4))
+
+
+def _check_pixels(width: int, height: int, settings: Settings) -> None:
+    if not width * height:
+        raise UnusableSourceError("broken", "its pictures have no size")
+    if width * height > settings.max_megapixels * 1e6:
+        raise UnusableSourceError(
+            "too large", f"{width}x{height} pixels; at most {settings.max_megapixels:g} megapixels"
+        )

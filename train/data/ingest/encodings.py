@@ -1,0 +1,161 @@
+"""Which encodings a data set holds, and the encoders that make them.
+
+A file lists them:
+
+    - {name: latent, modality: video, encoder: weights/tokenizer, precision: float16}
+    - {name: text, modality: text, encoder: weights/t5, precision: float16}
+    - {name: text_short, modality: text, encoder: hashed_words, precision: float32, padding: 16}
+
+`encoder` is a folder with a config.json, or a name: `haar`, fitted to the clips, and `hashed_words` need none.
+`latent` and `text` are what training reads; others are kept beside them. `padding` is the length that texts are padded
+with zeros, and cut, to; without it each keeps its own.
+
+Shapes: B clips, C channels, T/H/W frames, height, width, L text tokens, E text feature width.
+"""
+
+from collections.abc import Iterable
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+import yaml
+from torch import Tensor
+
+from megadit.models.support import UserError, nearest
+from megadit.models.text_encoders import HashedWordEncoder, TextEncoder, load_text_encoder
+from megadit.models.tokenizers import HaarTokenizer, VideoTokenizer, load_tokenizer
+
+PRECISIONS = {"float16": torch.float16, "float32": torch.float32}
+BUILT_IN = {"video": "haar", "text": "hashed_words"}
+LATENT, TEXT = "latent", "text"
+"""Names of the two encodings that training reads."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoding:
+    """One line of the file."""
+
+    name: str
+    modality: Literal["video", "text"]
+    encoder: str
+    precision: str = "float16"
+    padding: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.modality not in BUILT_IN:
+            raise UserError(f"encoding {self.name!r}: modality={self.modality!r} must be video or text")
+        if self.precision not in PRECISIONS:
+            raise UserError(f"encoding {self.name!r}: precision={self.precision!r} must be {' or '.join(PRECISIONS)}")
+        if self.padding is not None and (self.modality == "video" or self.padding < 1):
+            raise UserError(f"encoding {self.name!r}: padding={self.padding} must be 1 or more, and of a text")
+
+
+def default_encodings(tokenizer: str, text_encoder: str) -> tuple[Encoding, ...]:
+    return (
+        Encoding(name=LATENT, modality="video", encoder=tokenizer),
+        Encoding(name=TEXT, modality="text", encoder=text_encoder),
+    )
+
+
+def read_encodings(path: Path) -> tuple[Encoding, ...]:
+    """The encodings that a YAML file lists.
+
+    Raises:
+        UserError: for a file that is missing or malformed, a name used twice, or none of what training reads.
+    """
+    try:
+        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise UserError(f"{path} is not a list of encodings")
+    encodings = tuple(_read_entry(path, entry) for entry in entries)
+    names = [encoding.name for encoding in encodings]
+    if len(set(names)) < len(names):
+        raise UserError(f"{path} uses a name twice: {', '.join(names)}")
+    for name, modality in ((LATENT, "video"), (TEXT, "text")):
+        if not any(encoding.name == name and encoding.modality == modality for encoding in encodings):
+            raise UserError(f"{path} lists no {modality} encoding named {name!r}, which training reads")
+    return encodings
+
+
+def _read_entry(path: Path, entry: dict[str, Any]) -> Encoding:
+    known = {field.name: field.default is MISSING for field in fields(Encoding)}
+    for name in entry:
+        if name not in known:
+            raise UserError(f"{path}: unknown key {name!r}; did you mean {nearest(name, known) or ', '.join(known)}?")
+    if missing := [name for name, is_needed in known.items() if is_needed and name not in entry]:
+        raise UserError(f"{path}: an encoding lacks {', '.join(missing)}")
+    return Encoding(**entry)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """An encoding with its model."""
+
+    encoding: Encoding
+    model: VideoTokenizer | TextEncoder
+    device: torch.device
+
+    @property
+    def name(self) -> str:
+        return self.encoding.name
+
+    @property
+    def modality(self) -> str:
+        return self.encoding.modality
+
+    @torch.inference_mode()
+    def encode_videos(self, video_BCTHW: Tensor) -> list[Tensor]:
+        """Latents CTHW of each video."""
+        latents_BCTHW = self.model.encode(video_BCTHW.to(self.device))
+        return list(self._stored(latents_BCTHW))
+
+    @torch.inference_mode()
+    def encode_texts(self, texts: list[str]) -> list[Tensor]:
+        """Features LE of each text, without padding unless the encoding asks for it; none of an empty text."""
+        features = self.model.encode(texts)
+        rows = zip(self._stored(features.features_BLE), features.length_B.tolist(), texts, strict=True)
+        return [self._padded(row_LE[:length]) if text else row_LE[:0] for row_LE, length, text in rows]
+
+    def _padded(self, text_LE: Tensor) -> Tensor:
+        length = self.encoding.padding
+        if length is None:
+            return text_LE.clone()
+        return F.pad(text_LE[:length], (0, 0, 0, max(0, length - len(text_LE))))
+
+    def _stored(self, x: Tensor) -> Tensor:
+        stored = x.to("cpu", PRECISIONS[self.encoding.precision])
+        if not torch.isfinite(stored).all():
+            raise UserError(f"the encoding {self.name!r} gives NaN or infinite values as {stored.dtype}; use float32")
+        return stored
+
+
+def load_encoder(encoding: Encoding, fitted: Path, device: torch.device) -> Encoder:
+    """The encoder of an encoding; a `haar` tokenizer is the one that was fitted and saved.
+
+    Raises:
+        UserError: if there is none.
+    """
+    if encoding.encoder == BUILT_IN["text"]:
+        return Encoder(encoding, HashedWordEncoder(), device)
+    folder = fitted if encoding.encoder == BUILT_IN["video"] else Path(encoding.encoder)
+    load = load_tokenizer if encoding.modality == "video" else load_text_encoder
+    return Encoder(encoding, _on(load(folder), device), device)
+
+
+def _on(model: Any, device: torch.device) -> Any:
+    """Encoders with weights move; the others follow their input."""
+    return model.to(device) if hasattr(model, "to") else model
+
+
+def fit_haar(videos: Iterable[Tensor], channels: int) -> HaarTokenizer:
+    """A tokenizer of `channels` channels for these videos, always by the same arithmetic."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # sums in another order would give other bytes
+    try:
+        return HaarTokenizer.fit(videos, channels=channels)
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,245 @@
+"""What a preparation was asked for, what it found, and where it keeps its notes.
+
+Everything lies in the data set's own folder. Notes are whole files under `prepare/`, each the result of one unit of
+work and a function of the settings and the sources alone; a preparation that was killed goes on with the first unit
+that has no file yet, and leaves the same bytes as one that was not.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from megadit.models.support import UserError, atomic_path, read_json, write_json
+
+NOTES = "prepare"
+Kind = Literal["video", "image"]
+CUTS = ("length", "scene")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Everything that decides what the data set holds."""
+
+    sizes: tuple[tuple[int, int], ...]
+    """(height, width) of the buckets; a clip takes the one nearest its shape of those it fills."""
+    num_frames: tuple[int, ...] = (33,)
+    """Lengths of clips in frames; a stretch of video is cut into the longest that fit."""
+    fps: float = 24.0
+    """Frames per second that clips are sampled at; slower videos keep their own."""
+    cut: Literal["length", "scene"] = "scene"
+    """Clips may cross a change of scene (`length`), or not."""
+    scene_threshold: float = 20.0
+    """Mean difference of brightness (0..255) between neighbouring frames that makes a change of scene."""
+    min_brightness: float = 12.0
+    """Clips whose brightest frame is darker than this on average (0..255) are black."""
+    min_motion: float = 0.4
+    """Clips whose neighbouring frames all differ by less than this on average (0..255) are static."""
+    min_contrast: float = 2.0
+    """Images whose brightness has a smaller standard deviation (0..255) are blank."""
+    max_duplicate_bits: int = 7
+    """Clips are duplicates if their 192-bit fingerprints differ in at most so many bits; below 0 keeps all."""
+    min_aesthetic_score: float | None = None
+    """Sources that come with a lower `aesthetic_score`, or with none, are left out."""
+    max_megapixels: float = 100.0
+    """Larger pictures are not decoded."""
+    max_minutes: float = 240.0
+    """Longer videos are not read."""
+    shard_size: int = 1000
+    """Most samples of a shard; all shards of a split are equally large, give or take one."""
+    val_share: float = 0.02
+    """Share of the sources whose clips form the validation split."""
+    seed: int = 0
+    store: Literal["latents", "raw"] = "latents"
+    """Encoded samples, or pixels that training encodes as it reads them."""
+
+    def __post_init__(self) -> None:
+        if not self.sizes or any(side < 1 for size in self.sizes for side in size):
+            raise UserError(f"sizes={self.sizes} needs at least one height and width, each 1 or more")
+        if not self.num_frames or min(self.num_frames) < 1:
+            raise UserError(f"num_frames={self.num_frames} needs at least one length, each 1 or more")
+        for name in ("fps", "shard_size", "max_megapixels", "max_minutes"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"{name}={getattr(self, name)} must be greater than 0")
+        if not 0 <= self.val_share < 1:
+            raise UserError(f"val_share={self.val_share} is a share of the sources; give a value from 0 to below 1")
+        if self.cut not in CUTS:
+            raise UserError(f"cut={self.cut!r} is unknown; choose one of {', '.join(CUTS)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """A video or an image: a file, or a stretch of bytes inside one."""
+
+    name: str
+    """Unique and stable: keys of samples are made from it."""
+    kind: Kind
+    path: str
+    offset: int = 0
+    size: int | None = None
+    """Bytes; None: to the end of the file."""
+    caption: str = ""
+    aesthetic_score: float | None = None
+
+    @property
+    def key(self) -> str:
+        return hashlib.blake2b(self.name.encode(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Clip:
+    """Frames of a source that become one sample."""
+
+    key: str
+    source: Source
+    height: int
+    width: int
+    fps: float
+    """0 for images."""
+    pts: tuple[int, ...]
+    """Timestamps of its frames, in units of the stream; (0,) for images."""
+    start: float
+    """Seconds."""
+    fingerprint: str
+    """Hexadecimal perceptual hash."""
+
+    @property
+    def num_frames(self) -> int:
+        return len(self.pts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Skip:
+    """A source, or a stretch of one, that is left out."""
+
+    source: str
+    reason: str
+    detail: str = ""
+    start: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """What a scan found in one source."""
+
+    source: str
+    clips: tuple[Clip, ...] = ()
+    skips: tuple[Skip, ...] = ()
+    seconds: float = 0.0
+    """Length of the video that could be read."""
+
+
+def to_json(value: Any) -> dict[str, Any]:
+    return asdict(value)
+
+
+def clip_from_json(values: dict[str, Any]) -> Clip:
+    return Clip(**{**values, "pts": tuple(values["pts"]), "source": Source(**values["source"])})
+
+
+def finding_from_json(values: dict[str, Any]) -> Finding:
+    clips = tuple(clip_from_json(clip) for clip in values["clips"])
+    return Finding(**{**values, "clips": clips, "skips": tuple(Skip(**skip) for skip in values["skips"])})
+
+
+def write_lines(path: Path, values: Iterable[Any]) -> None:
+    """Dataclasses as JSON lines, whole or not at all."""
+    with atomic_path(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        for value in values:
+            file.write(json.dumps(to_json(value), ensure_ascii=False) + "\n")
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            yield json.loads(line)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Notes:
+    """The files under `prepare/` of a data set's folder."""
+
+    root: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.root / NOTES
+
+    @property
+    def sources(self) -> Path:
+        return self.folder / "sources.jsonl"
+
+    @property
+    def fetched(self) -> Path:
+        """Pictures that came from tables or the network."""
+        return self.folder / "fetched"
+
+    @property
+    def skipped(self) -> Path:
+        """What the listing of the sources left out, before any was read."""
+        return self.folder / "skipped_sources.jsonl"
+
+    def scan(self, unit: int) -> Path:
+        return self.folder / "scan" / f"{unit:06d}.jsonl"
+
+    def plan(self, split: str) -> Path:
+        """The clips of a split, in the order of its shards."""
+        return self.folder / f"{split}.jsonl"
+
+    @property
+    def selection(self) -> Path:
+        """Counts of the selection; its presence says that the plans are complete."""
+        return self.folder / "selection.json"
+
+    def begin(self, settings: Settings, request: dict[str, Any]) -> None:
+        """Writes down what is asked for, or checks that it is what was asked for before.
+
+        Raises:
+            UserError: if the folder was begun with other settings, or holds something else.
+        """
+        values = json.loads(json.dumps({"settings": asdict(settings), **request}))
+        path = self.folder / "settings.json"
+        if not path.is_file():
+            if self.root.exists() and (not self.root.is_dir() or any(self.root.iterdir())):
+                raise UserError(f"{self.root} exists and is not a prepared data set; give another folder, or remove it")
+            write_json(path, values)
+            return
+        for name, saved, asked in _differences(read_json(path), values):
+            raise UserError(
+                f"{self.root} was begun with {name}={saved}, and is asked to go on with {asked}; "
+                "give the same value, another folder, or --overwrite"
+            )
+
+    def read_settings(self) -> Settings:
+        values = read_json(self.folder / "settings.json")["settings"]
+        return Settings(
+            **{
+                **values,
+                "sizes": tuple(tuple(size) for size in values["sizes"]),
+                "num_frames": tuple(values["num_frames"]),
+            }
+        )
+
+    def findings(self) -> Iterator[Finding]:
+        """Of all sources, in their order."""
+        for path in sorted((self.folder / "scan").glob("*.jsonl")):
+            yield from map(finding_from_json, read_lines(path))
+
+    def clips(self, split: str) -> list[Clip]:
+        return [clip_from_json(values) for values in read_lines(self.plan(split))]
+
+
+def _differences(saved: dict[str, Any], asked: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for name in sorted(saved.keys() | asked.keys()):
+        old, new = saved.get(name), asked.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _differences(old, new)
+        elif old != new:
+            yield name, old, new
+
+
+def with_key(clip: Clip, number: int) -> Clip:
+    return replace(clip, key=f"{clip.source.key}-{number:04d}")

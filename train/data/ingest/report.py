@@ -1,0 +1,109 @@
+"""What a preparation did: counts, reasons, hours, and histograms as a picture."""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megadit.models.support import atomic_path, read_json, write_json
+from megadit.train.data.ingest.plan import Clip, Notes, Skip, read_lines
+from megadit.train.data.ingest.select import SPLITS
+
+REPORT = "report.json"
+PICTURE = "report.png"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """The contents of `report.json`."""
+
+    sources: int
+    """Videos and images that were looked at."""
+    hours_read: float
+    hours_kept: float
+    samples: dict[str, int]
+    """Of each split."""
+    without_caption: int
+    skips: dict[str, int]
+    """Reason -> sources, or stretches of one, that were left out for it."""
+    skipped_hours: dict[str, float]
+    sizes: dict[str, int]
+    """height x width -> samples."""
+    lengths: dict[str, int]
+    """Frames -> samples."""
+
+
+def write_report(notes: Notes) -> Report:
+    """Writes report.json and report.png, and returns what they say."""
+    clips = {split: notes.clips(split) for split in SPLITS}
+    skips = [Skip(**values) for values in read_lines(notes.folder / "skips.jsonl")]
+    every = [clip for plan in clips.values() for clip in plan]
+    selection = read_json(notes.selection)
+    unlisted = Counter(skip.source for skip in (Skip(**values) for values in read_lines(notes.skipped)))
+    report = Report(
+        sources=selection["sources"] + len(unlisted),
+        hours_read=round(selection["hours_read"], 4),
+        hours_kept=round(sum(_seconds(clip) for clip in every) / 3600, 4),
+        samples={split: len(plan) for split, plan in clips.items()},
+        without_caption=sum(not clip.source.caption for clip in every),
+        skips=_counts(skip.reason for skip in skips),
+        skipped_hours={
+            reason: round(sum(skip.seconds for skip in skips if skip.reason == reason) / 3600, 4)
+            for reason in sorted({skip.reason for skip in skips if skip.seconds})
+        },
+        sizes=_counts(f"{clip.height}x{clip.width}" for clip in every),
+        lengths=_counts(str(clip.num_frames) for clip in every),
+    )
+    write_json(notes.root / REPORT, {name: getattr(report, name) for name in report.__dataclass_fields__})
+    draw(notes.root / PICTURE, report, every)
+    return report
+
+
+def summary(report: Report) -> str:
+    """A few lines for the terminal."""
+    samples = ", ".join(f"{count:,} {split}" for split, count in report.samples.items())
+    hours = f"{report.hours_kept:.2f} of {report.hours_read:.2f} hours of video"
+    lines = [f"{report.sources:,} sources -> {samples} samples, {hours}"]
+    if report.without_caption:
+        lines.append(f"{report.without_caption:,} samples have no caption")
+    lines += [f"left out: {count:,} x {reason}" for reason, count in report.skips.items()]
+    return "\n".join(lines)
+
+
+def draw(path: Path, report: Report, clips: list[Clip]) -> None:
+    """Histograms of what was kept and bars of what was not."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # a second to import, and for people only
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 6.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(2, 3).flatten()
+    _bars(axes[0], "size, height x width", report.sizes)
+    _bars(axes[1], "frames", report.lengths)
+    _bars(axes[2], "left out, by reason", report.skips)
+    axes[3].hist([clip.fps for clip in clips], bins=30)
+    axes[3].set_title("frames per second (0: images)")
+    axes[4].hist([_seconds(clip) for clip in clips], bins=30)
+    axes[4].set_title("seconds")
+    axes[5].hist([len(clip.source.caption.split()) for clip in clips], bins=30)
+    axes[5].set_title("words of the caption")
+    figure.suptitle(
+        f"{sum(report.samples.values()):,} samples of {report.sources:,} sources, {report.hours_kept:.2f} h"
+    )
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, dpi=110)
+
+
+def _bars(axes: Any, title: str, counts: dict[str, int]) -> None:
+    names = list(counts)[:12]
+    axes.barh(names, [counts[name] for name in names])
+    axes.invert_yaxis()
+    axes.set_title(title)
+
+
+def _counts(values: Any) -> dict[str, int]:
+    return dict(sorted(Counter(values).items(), key=lambda item: (-item[1], item[0])))
+
+
+def _seconds(clip: Clip) -> float:
+    return clip.num_frames / clip.fps if clip.fps else 0.0

@@ -1,0 +1,155 @@
+"""Which clips a source holds: cut by length or change of scene, fitted to a bucket, filtered.
+
+Shapes: T/H/W frames, height, width.
+"""
+
+import math
+
+import numpy as np
+
+from megadit.train.data.ingest.decode import (
+    THUMBNAIL,
+    UnusableSourceError,
+    image_thumbnail,
+    read_image,
+    read_timeline,
+)
+from megadit.train.data.ingest.plan import Clip, Finding, Settings, Skip, Source, with_key
+
+CLEARLY_BRIGHTER = 4.0
+"""Of 255; compression changes the brightness of a field by less."""
+
+
+def scan(source: Source, settings: Settings) -> Finding:
+    """The clips of a source and the reasons for what is left out; never raises for what a file holds."""
+    try:
+        _check_score(source, settings)
+        return _scan_image(source, settings) if source.kind == "image" else _scan_video(source, settings)
+    except UnusableSourceError as error:
+        return Finding(source=source.name, skips=(_skip(source, error.reason, error.detail),))
+
+
+def _check_score(source: Source, settings: Settings) -> None:
+    if settings.min_aesthetic_score is None:
+        return
+    if source.aesthetic_score is None:
+        raise UnusableSourceError("no aesthetic score")
+    if source.aesthetic_score < settings.min_aesthetic_score:
+        raise UnusableSourceError("low aesthetic score", f"{source.aesthetic_score:g}")
+
+
+def _scan_image(source: Source, settings: Settings) -> Finding:
+    image = read_image(source, settings)
+    height, width = bucket(image.height, image.width, settings)
+    luma_THW = image_thumbnail(image)
+    if luma_THW.std() < settings.min_contrast:
+        raise UnusableSourceError("blank", "it shows one colour")
+    clip = Clip(
+        key="", source=source, height=height, width=width, fps=0.0, pts=(0,), start=0.0,
+        fingerprint=fingerprint(luma_THW),
+    )  # fmt: skip
+    return Finding(source=source.name, clips=(with_key(clip, 0),))
+
+
+def _scan_video(source: Source, settings: Settings) -> Finding:
+    timeline = read_timeline(source, settings)
+    height, width = bucket(timeline.height, timeline.width, settings)
+    num_frames = len(timeline.pts)
+    clips: list[Clip] = []
+    skips: list[Skip] = []
+
+    def leave_out(reason: str, start: int, stop: int) -> None:
+        skips.append(
+            _skip(source, reason, f"frames {start} to {stop}", start / timeline.fps, (stop - start) / timeline.fps)
+        )
+
+    scenes = find_scenes(timeline.luma_THW, settings.scene_threshold) if settings.cut == "scene" else [(0, num_frames)]
+    for scene_start, scene_stop in scenes:
+        end = scene_start
+        for start, stop in windows(scene_start, scene_stop, settings.num_frames):
+            end = stop
+            luma_THW = timeline.luma_THW[start:stop]
+            if reason := dull(luma_THW, settings):
+                leave_out(reason, start, stop)
+                continue
+            clip = Clip(
+                key="",
+                source=source,
+                height=height,
+                width=width,
+                fps=timeline.fps,
+                pts=tuple(timeline.pts[start:stop]),
+                start=start / timeline.fps,
+                fingerprint=fingerprint(luma_THW),
+            )
+            clips.append(with_key(clip, len(clips)))
+        if end == scene_start:
+            leave_out("short", scene_start, scene_stop)
+        elif end < scene_stop:
+            leave_out("rest of a scene", end, scene_stop)
+    return Finding(source=source.name, clips=tuple(clips), skips=tuple(skips), seconds=timeline.seconds)
+
+
+def bucket(height: int, width: int, settings: Settings) -> tuple[int, int]:
+    """The size nearest in shape of those that the picture fills without being enlarged; the largest of several.
+
+    Raises:
+        UnusableSourceError: if it is smaller than all of them.
+    """
+    filled = [size for size in settings.sizes if size[0] <= height and size[1] <= width]
+    if not filled:
+        raise UnusableSourceError("small", f"{height}x{width} fills none of the sizes")
+    shape = math.log(height / width)
+    return min(filled, key=lambda size: (round(abs(math.log(size[0] / size[1]) - shape), 6), -size[0] * size[1]))
+
+
+def find_scenes(luma_THW: np.ndarray, threshold: float) -> list[tuple[int, int]]:
+    """(start, stop) of each scene. A change of scene is a difference above the threshold that stands out from its
+    neighbours; fast motion differs in every frame."""
+    change_T = _changes(luma_THW)
+    padded = np.pad(change_T, 1)
+    neighbours_T = np.maximum(padded[:-2], padded[2:])
+    cuts = 1 + np.flatnonzero((change_T > threshold) & (change_T > 2.5 * neighbours_T))
+    bounds = [0, *cuts.tolist(), len(luma_THW)]
+    return list(zip(bounds[:-1], bounds[1:], strict=True))
+
+
+def windows(start: int, stop: int, lengths: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Stretches one after another, each the longest that still fits."""
+    found = []
+    for length in sorted(lengths, reverse=True):
+        while stop - start >= length:
+            found.append((start, start + length))
+            start += length
+    return found
+
+
+def dull(luma_THW: np.ndarray, settings: Settings) -> str | None:
+    """Why nothing could be learned from these frames, or None."""
+    if luma_THW.mean(axis=(1, 2)).max() < settings.min_brightness:
+        return "black"
+    if len(luma_THW) > 1 and _changes(luma_THW).max() < settings.min_motion:
+        return "static"
+    return None
+
+
+def fingerprint(luma_THW: np.ndarray) -> str:
+    """Difference hashes (is a field clearly brighter than its left neighbour?) of the first, middle and last frame: 192
+    bits, of which size, compression and brightness change few."""
+    bits = []
+    for index in (0, len(luma_THW) // 2, len(luma_THW) - 1):
+        columns = np.linspace(0, THUMBNAIL, 10).astype(int)
+        rows = luma_THW[index].astype(np.float32).reshape(8, THUMBNAIL // 8, THUMBNAIL).mean(axis=1)
+        fields = np.stack([rows[:, a:b].mean(axis=1) for a, b in zip(columns[:-1], columns[1:], strict=True)], axis=1)
+        bits.append(fields[:, 1:] > fields[:, :-1] + CLEARLY_BRIGHTER)
+    return np.packbits(np.stack(bits)).tobytes().hex()
+
+
+def _changes(luma_THW: np.ndarray) -> np.ndarray:
+    """Mean difference between each frame and the one before it."""
+    luma = luma_THW.astype(np.float32)
+    return np.abs(luma[1:] - luma[:-1]).mean(axis=(1, 2))
+
+
+def _skip(source: Source, reason: str, detail: str, start: float = 0.0, seconds: float = 0.0) -> Skip:
+    return Skip(source=source.name, reason=reason, detail=detail, start=start, seconds=seconds)

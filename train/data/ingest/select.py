@@ -1,0 +1,104 @@
+"""Which clips become samples, in which split and shard: decided once, from all findings together."""
+
+import hashlib
+import math
+from collections.abc import Iterable
+
+from megadit.models.support import write_json
+from megadit.train.data.ingest.plan import Clip, Finding, Notes, Settings, Skip, read_lines, write_lines
+
+BAND_BITS = 24
+FINGERPRINT_BITS = 192
+SPLITS = ("train", "val")
+
+
+class Fingerprints:
+    """Finds fingerprints that differ in a few bits from one seen before.
+
+    Two that differ in fewer bits than there are bands agree in a whole band: only those are compared. A band of zeros
+    is a flat part of the pictures (the bars above and below a film) and says nothing.
+    """
+
+    def __init__(self, max_bits: int) -> None:
+        self.max_bits = max_bits
+        self._width = min(BAND_BITS, FINGERPRINT_BITS // (max_bits + 1))
+        self._bands: dict[tuple[int, int], list[tuple[int, str]]] = {}
+
+    def duplicate_of(self, fingerprint: str, name: str) -> str | None:
+        """The name of an earlier one like it; without one, remembers this."""
+        number = int(fingerprint, 16)
+        bands = [
+            (place, number >> place & (1 << self._width) - 1)
+            for place in range(0, FINGERPRINT_BITS - self._width + 1, self._width)
+        ]
+        bands = [band for band in bands if band[1]] or [(-1, number)]
+        for band in bands:
+            for other, other_name in self._bands.get(band, ()):
+                if (number ^ other).bit_count() <= self.max_bits:
+                    return other_name
+        for band in bands:
+            self._bands.setdefault(band, []).append((number, name))
+        return None
+
+
+def select(notes: Notes, settings: Settings) -> None:
+    """Writes the plan of each split and the selection's counts."""
+    findings = list(notes.findings())
+    clips, duplicates = drop_duplicates(findings, settings)
+    validation = validation_sources({clip.source.key for clip in clips}, settings)
+    ordered = sorted(clips, key=lambda clip: _draw(settings.seed, clip.key))
+    plans = {
+        "train": [clip for clip in ordered if clip.source.key not in validation],
+        "val": [clip for clip in ordered if clip.source.key in validation],
+    }
+    for split in SPLITS:
+        write_lines(notes.plan(split), plans[split])
+    skips = [*(Skip(**values) for values in read_lines(notes.skipped)), *duplicates]
+    skips += [skip for finding in findings for skip in finding.skips]
+    write_lines(notes.folder / "skips.jsonl", skips)
+    write_json(
+        notes.selection,
+        {
+            "sources": len(findings),
+            "hours_read": sum(finding.seconds for finding in findings) / 3600,
+            "clips_found": sum(len(finding.clips) for finding in findings),
+            "clips_selected": {split: len(plan) for split, plan in plans.items()},
+            "duplicates": len(duplicates),
+        },
+    )
+
+
+def drop_duplicates(findings: Iterable[Finding], settings: Settings) -> tuple[list[Clip], list[Skip]]:
+    """The first of each group of clips that look alike, in the order of the sources."""
+    seen = Fingerprints(settings.max_duplicate_bits) if settings.max_duplicate_bits >= 0 else None
+    kept: list[Clip] = []
+    skips: list[Skip] = []
+    for clip in (clip for finding in findings for clip in finding.clips):
+        name = f"{clip.source.name} at {clip.start:.2f} s"
+        original = seen.duplicate_of(clip.fingerprint, name) if seen is not None else None
+        if original is None:
+            kept.append(clip)
+            continue
+        seconds = clip.num_frames / clip.fps if clip.fps else 0.0
+        skips.append(
+            Skip(source=clip.source.name, reason="near-duplicate", detail=original, start=clip.start, seconds=seconds)
+        )
+    return kept, skips
+
+
+def validation_sources(keys: set[str], settings: Settings) -> set[str]:
+    """A share of the sources, rounded up, but never all: clips of one video lie in one split."""
+    count = min(math.ceil(settings.val_share * len(keys)), len(keys) - 1)
+    return set(sorted(keys, key=lambda key: _draw(settings.seed, f"val {key}"))[:count]) if count > 0 else set()
+
+
+def shards(clips: list[Clip], shard_size: int) -> list[list[Clip]]:
+    """As few as possible, none larger than `shard_size`, all equally large give or take one."""
+    count = math.ceil(len(clips) / shard_size)
+    bounds = [len(clips) * number // count for number in range(count + 1)] if count else [0]
+    return [clips[start:stop] for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+
+
+def _draw(seed: int, key: str) -> bytes:
+    """A random number that belongs to the key."""
+    return hashlib.blake2b(f"{seed} {key}".encode(), digest_size=16).digest()

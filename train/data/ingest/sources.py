@@ -1,0 +1,347 @@
+"""Where videos and images come from: folders, WebDataset shards, tables of a Hugging Face data set.
+
+Each listing gives `Source`s, in an order that depends on their names alone, and `Skip`s for what it cannot use. Names
+inside archives and tables are names and nothing more: no path is made from them.
+"""
+
+import csv
+import json
+import tarfile
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megadit.models.support import Progress, UserError, nearest
+from megadit.train.data.ingest.plan import Kind, Skip, Source, write_lines
+
+SUFFIXES: dict[Kind, tuple[str, ...]] = {
+    "video": tuple(".mp4 .m4v .mov .mkv .webm .avi .mpg .mpeg .ts .flv .ogv .wmv .gif".split()),
+    "image": tuple(".jpg .jpeg .png .webp .bmp .tif .tiff .ppm".split()),
+}
+TABLES = (".csv", ".jsonl", ".parquet")
+FILE_COLUMNS = ("file_name", "path", "file", "video", "image", "video_path", "image_path")
+CAPTION_COLUMNS = ("caption", "text", "prompt", "name")
+IMAGE_COLUMNS = ("image", "jpg", "png", "img")
+URL_COLUMNS = ("image_url", "url", "URL")
+MAX_CAPTION_BYTES = 1 << 20
+MAX_DOWNLOAD_BYTES = 1 << 28
+ROWS_OF_A_SHARD = 1000
+
+
+@dataclass(slots=True)
+class Listing:
+    """What was found."""
+
+    sources: list[Source] = field(default_factory=list)
+    skips: list[Skip] = field(default_factory=list)
+
+    def skip(self, name: str, reason: str, detail: str = "") -> None:
+        self.skips.append(Skip(source=name, reason=reason, detail=detail))
+
+    def sorted(self) -> "Listing":
+        return Listing(
+            sorted(self.sources, key=lambda s: s.name), sorted(self.skips, key=lambda s: (s.source, s.detail))
+        )
+
+
+# --- folders ------------------------------------------------------------------------------------------------------
+
+
+def list_folder(root: Path, kind: Kind, table: Path | None = None) -> Listing:
+    """Files under `root`, captioned by a table (`metadata.csv`, `.jsonl` or `.parquet`, or the one given), or by
+    `clip.txt` or `clip.json` beside `clip.mp4`.
+
+    Raises:
+        UserError: if there is no such folder, no such file in it, or the table has no column of files.
+    """
+    if not root.is_dir():
+        raise UserError(f"{root} is not a folder of {kind}s")
+    root = root.resolve()
+    table = table or next(
+        (root / f"metadata{suffix}" for suffix in TABLES if (root / f"metadata{suffix}").is_file()), None
+    )
+    listing = Listing()
+    if table is not None:
+        _list_table(root, kind, table, listing)
+    else:
+        for path in root.rglob("*"):
+            if path.suffix.lower() in SUFFIXES[kind] and path.is_file():
+                caption = _side_caption(path, listing)
+                name = path.relative_to(root).as_posix()
+                listing.sources.append(Source(name=name, kind=kind, path=str(path), **caption))
+    if not listing.sources:
+        raise UserError(f"{root} holds no {kind}s ({', '.join(SUFFIXES[kind])})")
+    return listing.sorted()
+
+
+def _list_table(root: Path, kind: Kind, table: Path, listing: Listing) -> None:
+    for number, row in enumerate(read_table(table)):
+        column = _column(row, FILE_COLUMNS)
+        if column is None:
+            raise UserError(f"{table} has no column of files; name it one of {', '.join(FILE_COLUMNS)}")
+        name = str(row[column])
+        path = (root / name).resolve()
+        if not path.is_relative_to(root):
+            listing.skip(name, "outside the source folder", f"row {number} of {table.name}")
+        elif not path.is_file():
+            listing.skip(name, "missing file", f"row {number} of {table.name}")
+        else:
+            listing.sources.append(Source(name=name, kind=kind, path=str(path), **_described(row)))
+    if len({source.name for source in listing.sources}) < len(listing.sources):
+        raise UserError(f"{table} names a file twice; give each of them one row")
+
+
+def read_table(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a CSV, JSONL or Parquet file.
+
+    Raises:
+        UserError: if it is none of them, or broken.
+    """
+    try:
+        if path.suffix == ".parquet":
+            yield from _read_parquet(path)
+        elif path.suffix == ".csv":
+            with open(path, encoding="utf-8", newline="") as file:
+                yield from csv.DictReader(file)
+        elif path.suffix == ".jsonl":
+            with open(path, encoding="utf-8") as file:
+                yield from map(json.loads, filter(str.strip, file))
+        else:
+            raise UserError(f"{path} is no table; give a name that ends in {', '.join(TABLES)}")
+    except (OSError, csv.Error, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+
+
+def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ModuleNotFoundError:
+        raise UserError(f"reading {path.name} needs the library pyarrow; pip install pyarrow") from None
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=64):
+                yield from batch.to_pylist()
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+
+
+def _side_caption(path: Path, listing: Listing) -> dict[str, Any]:
+    text, description = path.with_suffix(".txt"), path.with_suffix(".json")
+    try:
+        if description.is_file():
+            return _described(json.loads(description.read_text(encoding="utf-8")))
+        if text.is_file():
+            return {"caption": text.read_text(encoding="utf-8").strip()}
+    except (OSError, ValueError, AttributeError) as error:
+        listing.skip(path.name, "unreadable caption", str(error))
+    return {}
+
+
+def _described(row: dict[str, Any]) -> dict[str, Any]:
+    """Caption and score of a row or a description."""
+    column = _column(row, CAPTION_COLUMNS)
+    score = row.get("aesthetic_score")
+    try:
+        score = None if score in (None, "") else float(score)
+    except (TypeError, ValueError):
+        score = None
+    return {"caption": str(row[column] or "").strip() if column else "", "aesthetic_score": score}
+
+
+def _column(row: dict[str, Any], names: Iterable[str]) -> str | None:
+    return next((name for name in names if name in row), None)
+
+
+# --- WebDataset shards --------------------------------------------------------------------------------------------
+
+
+def list_webdataset(root: Path, kind: Kind | None = None) -> Listing:
+    """The videos and images inside tar files, where they lie: nothing is unpacked. Captions are the members of the
+    same key that end in .txt, .caption or .json.
+
+    Raises:
+        UserError: if there are no tar files, or none with videos or images.
+    """
+    shards = sorted(root.rglob("*.tar")) if root.is_dir() else [root]
+    if not shards or not shards[0].is_file():
+        raise UserError(f"{root} holds no tar files")
+    listing = Listing()
+    for shard in shards:
+        _list_shard(shard, shard.name if shard == root else shard.relative_to(root).as_posix(), kind, listing)
+    if not listing.sources:
+        raise UserError(f"the tar files of {root} hold no {kind or 'video or image'}s")
+    return listing.sorted()
+
+
+def _list_shard(path: Path, shard: str, kind: Kind | None, listing: Listing) -> None:
+    media: dict[str, tuple[tarfile.TarInfo, Kind]] = {}
+    captions: dict[str, dict[str, Any]] = {}
+    for member, content in _members(path, shard, listing):
+        folder, _, file = member.name.rpartition("/")
+        key, _, suffix = file.partition(".")
+        key, suffix = f"{folder}/{key}" if folder else key, "." + suffix.lower()
+        kinds = [known for known, suffixes in SUFFIXES.items() if suffix in suffixes and kind in (None, known)]
+        if kinds and key in media:
+            listing.skip(f"{shard}/{member.name}", "second picture of a sample")
+        elif kinds:
+            media[key] = (member, kinds[0])
+        elif suffix in (".txt", ".caption", ".json") and (described := _member_caption(suffix, content())) is not None:
+            captions[key] = {**captions.get(key, {}), **described}
+    for key, (member, found) in media.items():
+        listing.sources.append(
+            Source(
+                name=f"{shard}/{key}",
+                kind=found,
+                path=str(path.resolve()),
+                offset=member.offset_data,
+                size=member.size,
+                **captions.get(key, {}),
+            )
+        )
+
+
+def _members(path: Path, shard: str, listing: Listing) -> Iterator[tuple[tarfile.TarInfo, Callable[[], bytes]]]:
+    """Regular members that lie whole inside the file, each with a way to read a small one."""
+    length = path.stat().st_size
+    try:
+        with tarfile.open(path, "r:") as tar:
+            for member in tar:
+                if not member.isfile():
+                    listing.skip(f"{shard}/{member.name}", "not a file", "a link, folder or device in a tar file")
+                elif member.offset_data + member.size > length:
+                    listing.skip(f"{shard}/{member.name}", "cut short", f"{member.size} bytes are announced")
+                else:
+                    yield member, lambda tar=tar, member=member: tar.extractfile(member).read(MAX_CAPTION_BYTES)
+    except (tarfile.TarError, OSError, ValueError, EOFError) as error:
+        listing.skip(shard, "broken tar file", str(error))
+
+
+def _member_caption(suffix: str, content: bytes) -> dict[str, Any] | None:
+    try:
+        text = content.decode("utf-8")
+        return _described(json.loads(text)) if suffix == ".json" else {"caption": text.strip()}
+    except (ValueError, TypeError, AttributeError):
+        return None
+
+
+# --- tables with pictures inside, or their addresses -------------------------------------------------------------
+
+
+def list_tables(root: str, fetched: Path, *, split: str = "train", caption_column: str | None = None) -> Listing:
+    """The images of a Hugging Face data set: Parquet files, in a folder or to be downloaded by the data set's id,
+    whose rows hold the bytes of an image or its address. They are copied into tar files under `fetched`, one for each
+    thousand rows; those that are there already are kept.
+
+    Raises:
+        UserError: if there is no such data set, or its tables hold no images.
+    """
+    folder = Path(root) if Path(root).is_dir() else _download_dataset(root)
+    tables = [path for path in sorted(folder.rglob("*.parquet")) if _is_of_split(path, split)]
+    if not tables:
+        raise UserError(f"{root} holds no Parquet files of a split {split!r}")
+    fetched.mkdir(parents=True, exist_ok=True)
+    for number, rows in enumerate(_row_groups(tables)):
+        _fetch_rows(fetched / f"rows-{number:06d}.tar", rows, number, caption_column)
+    listing = list_webdataset(fetched, "image")
+    for path in sorted(fetched.glob("*.skips.jsonl")):
+        with open(path, encoding="utf-8") as file:
+            listing.skips += [Skip(**json.loads(line)) for line in file]
+    return listing.sorted()
+
+
+def _is_of_split(path: Path, split: str) -> bool:
+    """Files of other splits say so in their names, or in their folder's."""
+    others = {"train", "val", "validation", "test"} - {split}
+    words = {path.parent.name, *path.stem.replace("-", "_").split("_")}
+    return not words & others
+
+
+def _download_dataset(name: str) -> Path:
+    if name.count("/") != 1 or name.startswith((".", "/")):
+        raise UserError(f"{name} is neither a folder nor the id of a data set, such as owner/name")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    try:
+        return Path(snapshot_download(name, repo_type="dataset", allow_patterns="*.parquet"))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        raise UserError(f"the data set {name} cannot be downloaded: {str(error).splitlines()[0]}") from None
+
+
+def _row_groups(tables: list[Path]) -> Iterator[list[dict[str, Any]]]:
+    rows: list[dict[str, Any]] = []
+    for table in tables:
+        for row in read_table(table):
+            rows.append(row)
+            if len(rows) == ROWS_OF_A_SHARD:
+                yield rows
+                rows = []
+    if rows:
+        yield rows
+
+
+def _fetch_rows(path: Path, rows: list[dict[str, Any]], number: int, caption_column: str | None) -> None:
+    """One tar file of images and captions; rows without an image are noted beside it, first."""
+    from megadit.train.data.writer import write_members  # torch and safetensors, which listing files does without
+
+    if path.is_file():
+        return
+    members: list[tuple[str, bytes]] = []
+    skips: list[Skip] = []
+    with Progress(len(rows), f"fetching {path.name}") as bar:
+        for index, row in enumerate(rows):
+            name = f"{number * ROWS_OF_A_SHARD + index:09d}"
+            bar.advance()
+            try:
+                content = _picture(row)
+            except (OSError, ValueError) as error:
+                skips.append(Skip(source=name, reason="not fetched", detail=str(error)))
+                continue
+            members += [(f"{name}.jpg", content), (f"{name}.json", _row_description(row, caption_column))]
+    write_lines(path.with_suffix(".skips.jsonl"), skips)
+    write_members(path, members)
+
+
+def _row_description(row: dict[str, Any], caption_column: str | None) -> bytes:
+    described = _described(row)
+    if caption_column is not None:
+        if caption_column not in row:
+            near = nearest(caption_column, row)
+            raise UserError(f"the tables have no column {caption_column!r}; did you mean {near or ', '.join(row)}?")
+        described["caption"] = str(row[caption_column] or "").strip()
+    return json.dumps(described, ensure_ascii=False).encode()
+
+
+def _picture(row: dict[str, Any]) -> bytes:
+    for name in IMAGE_COLUMNS:
+        value = row.get(name)
+        content = value.get("bytes") if isinstance(value, dict) else value
+        if isinstance(content, bytes):
+            return content
+    column = _column(row, URL_COLUMNS)
+    if column is None:
+        raise UserError(
+            f"the tables hold no images: none of the columns {', '.join(row)} is one of {', '.join(IMAGE_COLUMNS)} "
+            f"(bytes) or {', '.join(URL_COLUMNS)}"
+        )
+    return download(str(row[column]))
+
+
+def download(url: str) -> bytes:
+    """The file at an http(s) address.
+
+    Raises:
+        OSError: if it cannot be had.
+        ValueError: for another kind of address, or a very large file.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"{url!r} is not an http address")
+    request = urllib.request.Request(url, headers={"User-Agent": "megadit"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        content = answer.read(MAX_DOWNLOAD_BYTES + 1)
+    if len(content) > MAX_DOWNLOAD_BYTES:
+        raise ValueError(f"{url} is larger than {MAX_DOWNLOAD_BYTES >> 20} MiB")
+    return content

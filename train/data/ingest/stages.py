@@ -1,0 +1,217 @@
+"""The stages of a preparation, each of which does what is not done yet.
+
+| stage | does | leaves under OUT |
+|---|---|---|
+| fetch | lists the sources; copies pictures out of tables, downloads | prepare/sources.jsonl, prepare/fetched/ |
+| scan | decodes every source, small; cuts, filters, fingerprints | prepare/scan/ |
+| select | drops near-duplicates; deals clips to splits and equal shards | prepare/train.jsonl, prepare/val.jsonl |
+| encode | decodes the clips, encodes, writes shards | train-000000.tar, ... |
+| index | metadata, report | .nv-meta/, megadit.json, report.json, report.png |
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from megadit.models.support import Progress, UserError, atomic_directory
+from megadit.models.tokenizers import load_tokenizer
+from megadit.train.data.ingest.encode import decoded_clips, encode_shard, store_shard, to_video
+from megadit.train.data.ingest.encodings import BUILT_IN, LATENT, TEXT, Encoder, Encoding, fit_haar, load_encoder
+from megadit.train.data.ingest.plan import Clip, Finding, Notes, Settings, Skip, Source, read_lines, write_lines
+from megadit.train.data.ingest.pool import Pool
+from megadit.train.data.ingest.report import summary, write_report
+from megadit.train.data.ingest.scan import scan
+from megadit.train.data.ingest.select import SPLITS, select, shards
+from megadit.train.data.ingest.sources import Listing
+from megadit.train.data.ingest.team import Team
+from megadit.train.data.writer import INFO_FILE, describe_dataset
+
+STAGES = ("fetch", "scan", "select", "encode", "index")
+SOURCES_OF_A_UNIT = 64
+FITTING_CLIPS = 256
+"""Clips that a `haar` tokenizer is fitted to."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preparation:
+    """Everything that the stages share."""
+
+    notes: Notes
+    settings: Settings
+    encodings: tuple[Encoding, ...]
+    channels: int
+    """Of a `haar` tokenizer."""
+    list_sources: Callable[[], Listing]
+    num_workers: int
+    team: Team
+    redo: range | None = None
+    """Shards to make again, of those of all splits, numbered in a row."""
+
+    @property
+    def root(self) -> Path:
+        return self.notes.root
+
+
+def run(preparation: Preparation, stages: Sequence[str]) -> None:
+    """Runs the stages in their order, each on all ranks, the short ones on the first."""
+    team = preparation.team
+    for stage in (name for name in STAGES if name in stages):
+        if stage in ("scan", "encode"):
+            {"scan": scan_sources, "encode": encode_shards}[stage](preparation)
+        elif team.is_first:
+            {"fetch": fetch, "select": select_clips, "index": index}[stage](preparation)
+        team.wait()
+
+
+def fetch(preparation: Preparation) -> None:
+    notes = preparation.notes
+    if notes.sources.is_file():
+        return
+    listing = preparation.list_sources()
+    write_lines(notes.skipped, listing.skips)
+    write_lines(notes.sources, listing.sources)
+
+
+def scan_sources(preparation: Preparation) -> None:
+    notes, team = preparation.notes, preparation.team
+    _require(notes.sources, "fetch")
+    sources = [Source(**values) for values in read_lines(notes.sources)]
+    units = [sources[start : start + SOURCES_OF_A_UNIT] for start in range(0, len(sources), SOURCES_OF_A_UNIT)]
+    mine = [unit for unit in range(team.rank, len(units), team.size) if not notes.scan(unit).is_file()]
+    total = sum(len(units[unit]) for unit in mine)
+    with Pool(preparation.num_workers) as pool, Progress(total, "scanning", enabled=team.is_first and total > 0) as bar:
+        for unit in mine:
+            findings = []
+            for finding in pool.map(partial(scan, settings=preparation.settings), units[unit], _crashed):
+                findings.append(finding)
+                bar.advance()
+            write_lines(notes.scan(unit), findings)
+
+
+def _crashed(source: Source) -> Finding:
+    skip = Skip(source=source.name, reason="broken", detail="it crashes the decoder")
+    return Finding(source=source.name, skips=(skip,))
+
+
+def select_clips(preparation: Preparation) -> None:
+    notes = preparation.notes
+    _require(notes.sources, "fetch")
+    num_sources = sum(1 for _ in read_lines(notes.sources))
+    if len(list((notes.folder / "scan").glob("*.jsonl"))) < math.ceil(num_sources / SOURCES_OF_A_UNIT):
+        raise UserError(f"{preparation.root}: not all sources are scanned; run the stage scan first")
+    if not notes.selection.is_file():
+        select(notes, preparation.settings)
+    if not notes.clips("train"):
+        report = write_report(notes)
+        raise UserError(f"no clip is left to train on; {summary(report)}".replace("\n", "; "))
+    if _haar(preparation) and not _fitted(preparation).is_dir():
+        _fit(preparation)
+
+
+def _fit(preparation: Preparation) -> None:
+    settings, train = preparation.settings, preparation.notes.clips("train")
+    with Pool(preparation.num_workers) as pool:
+        videos = [
+            to_video(decoded.frames_THWC[None])
+            for decoded in islice(decoded_clips(train[:FITTING_CLIPS], settings, pool), FITTING_CLIPS)
+        ]
+    tokenizer = fit_haar(videos, preparation.channels)
+    print(
+        f"tokenizer: {preparation.channels} channels, {tokenizer.reconstruction_psnr:.1f} dB on what it was fitted to"
+    )
+    with atomic_directory(_fitted(preparation)) as folder:
+        tokenizer.save(folder)
+
+
+def all_shards(preparation: Preparation) -> list[tuple[Path, list[Clip]]]:
+    """(file, clips) of the shards of all splits."""
+    found = []
+    for split in SPLITS:
+        plans = shards(preparation.notes.clips(split), preparation.settings.shard_size)
+        found += [(preparation.root / f"{split}-{number:06d}.tar", clips) for number, clips in enumerate(plans)]
+    return found
+
+
+def encode_shards(preparation: Preparation) -> None:
+    team, settings = preparation.team, preparation.settings
+    _require(preparation.notes.selection, "select")
+    numbered = list(enumerate(all_shards(preparation)))
+    redo = preparation.redo
+    if redo is not None and (not redo or redo.stop > len(numbered)):
+        raise UserError(f"shards {redo.start}:{redo.stop} do not exist; there are 0 to {len(numbered) - 1}")
+    todo = [
+        (path, clips)
+        for number, (path, clips) in numbered
+        if (number in redo if redo is not None else not path.is_file())
+    ]
+    mine = todo[team.rank :: team.size]
+    team.wait()  # all ranks see the same shards missing, before any is written
+    if not mine:
+        return
+    encoders = load_encoders(preparation) if settings.store == "latents" else []
+    total = sum(len(clips) for _, clips in mine)
+    with Pool(preparation.num_workers) as pool, Progress(total, "encoding", enabled=team.is_first) as bar:
+        for path, clips in mine:
+            if settings.store == "raw":
+                store_shard(path, clips, settings, pool)
+            else:
+                encode_shard(path, clips, settings, encoders, pool)
+            bar.advance(len(clips))
+
+
+def index(preparation: Preparation) -> None:
+    notes, root = preparation.notes, preparation.root
+    _require(notes.selection, "select")
+    missing = [path.name for path, _ in all_shards(preparation) if not path.is_file()]
+    if missing:
+        raise UserError(f"{root}: {len(missing)} shards are missing, {missing[0]} first; run the stage encode")
+    report = write_report(notes)
+    if not (root / INFO_FILE).is_file():
+        models = {encoder.name: encoder.model for encoder in load_encoders(preparation)}
+        tokenizer, text_encoder = models[LATENT], models[TEXT]
+        for name, part in (("tokenizer", tokenizer), ("text_encoder", text_encoder)):
+            with atomic_directory(root / name) as folder:
+                part.save(folder)
+        describe_dataset(root, tokenizer, text_encoder, report.samples)
+    print(summary(report))
+
+
+def load_encoders(preparation: Preparation) -> list[Encoder]:
+    torch.set_num_threads(1 if preparation.num_workers else torch.get_num_threads())
+    fitted, device = _fitted(preparation), preparation.team.device
+    return [load_encoder(encoding, fitted, device) for encoding in preparation.encodings]
+
+
+def check_sizes(preparation: Preparation) -> None:
+    """Refuses sizes and lengths that the tokenizers cannot encode, before anything is decoded.
+
+    Raises:
+        UserError: naming the nearest that they can.
+    """
+    from megadit.models.tokenizers import HaarTokenizer
+
+    for encoding in preparation.encodings:
+        if encoding.modality == "video":
+            is_haar = encoding.encoder == BUILT_IN["video"]
+            tokenizer = HaarTokenizer() if is_haar else load_tokenizer(encoding.encoder)
+            for height, width in preparation.settings.sizes:
+                for frames in preparation.settings.num_frames:
+                    tokenizer.latent_shape(frames, height, width)
+
+
+def _haar(preparation: Preparation) -> bool:
+    return any(encoding.encoder == BUILT_IN["video"] for encoding in preparation.encodings)
+
+
+def _fitted(preparation: Preparation) -> Path:
+    return preparation.notes.folder / "tokenizer"
+
+
+def _require(path: Path, stage: str) -> None:
+    if not path.is_file():
+        raise UserError(f"{path} does not exist; run the stage {stage} first")
