@@ -7,6 +7,8 @@ that has no file yet, and leaves the same bytes as one that was not.
 
 import hashlib
 import json
+import re
+import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,6 +17,8 @@ from typing import Any, Literal
 from megadit.models.support import UserError, atomic_path, read_json, write_json
 
 NOTES = "prepare"
+TEMPORARY = re.compile(r"\..*\.[0-9a-f]{8}(\.[a-z]+)?")
+"""Names that `atomic_path` and `atomic_directory` write under."""
 Kind = Literal["video", "image"]
 CUTS = ("length", "scene")
 
@@ -202,8 +206,9 @@ class Notes:
         """
         values = json.loads(json.dumps({"settings": asdict(settings), **request}))
         path = self.folder / "settings.json"
+        self._clear_temporaries()
         if not path.is_file():
-            if self.root.exists() and (not self.root.is_dir() or any(self.root.iterdir())):
+            if self.root.exists() and (not self.root.is_dir() or any(file.is_file() for file in self.root.rglob("*"))):
                 raise UserError(f"{self.root} exists and is not a prepared data set; give another folder, or remove it")
             write_json(path, values)
             return
@@ -213,15 +218,12 @@ class Notes:
                 "give the same value, another folder, or --overwrite"
             )
 
-    def read_settings(self) -> Settings:
-        values = read_json(self.folder / "settings.json")["settings"]
-        return Settings(
-            **{
-                **values,
-                "sizes": tuple(tuple(size) for size in values["sizes"]),
-                "num_frames": tuple(values["num_frames"]),
-            }
-        )
+    def _clear_temporaries(self) -> None:
+        """What a killed process was writing."""
+        if self.folder.is_dir():
+            for path in [*self.root.glob(".*"), *self.folder.rglob(".*")]:
+                if TEMPORARY.fullmatch(path.name):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def findings(self) -> Iterator[Finding]:
         """Of all sources, in their order."""

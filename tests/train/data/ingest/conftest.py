@@ -20,13 +20,20 @@ def photograph(name: str) -> np.ndarray:
 
 
 def pan(
-    name: str, num_frames: int, height: int, width: int, *, step: tuple[int, int] = (2, 3), flip: int = 0
+    name: str,
+    num_frames: int,
+    height: int,
+    width: int,
+    *,
+    step: tuple[int, int] = (2, 3),
+    start: tuple[int, int] = (0, 0),
+    flip: int = 0,
 ) -> np.ndarray:
     """A window that moves over a photograph: uint8 THWC."""
     picture = photograph(name)
     picture = (picture, picture[:, ::-1], picture[::-1], np.ascontiguousarray(picture[::-1, ::-1]))[flip]
     rows, columns = picture.shape[0] - height, picture.shape[1] - width
-    places = ((t * step[0] % rows, t * step[1] % columns) for t in range(num_frames))
+    places = (((start[0] + t * step[0]) % rows, (start[1] + t * step[1]) % columns) for t in range(num_frames))
     return np.stack([picture[y : y + height, x : x + width] for y, x in places])
 
 
@@ -69,7 +76,16 @@ def write_folder(root: Path, num_good: int = 31) -> dict[str, int]:
         height, width = ((96, 128), (131, 99), (100, 100), (97, 143))[number % 4]
         height, width = height // 2 * 2, width // 2 * 2
         name = ("china.jpg", "flower.jpg")[number % 2]
-        frames = pan(name, 20 + number % 7, height, width, step=(1 + number % 5, 2 + number % 3), flip=number % 4)
+        place = (100 + 37 * number % 60, 61 * number % 390)
+        frames = pan(
+            name,
+            20 + number % 7,
+            height,
+            width,
+            step=(1 + number % 5, 2 + number % 3),
+            start=place,
+            flip=number // 2 % 4,
+        )
         frames = frames.astype(np.int16) * (6 + number % 5) // 10 + number
         extra = {"times": np.cumsum(generator.integers(20, 80, len(frames))).tolist()} if number == 1 else {}
         extra = extra | ({"rotation": 90} if number == 3 else {})

@@ -96,7 +96,7 @@ def test_what_follows_a_damaged_stretch_is_used(tmp_path, make_clip, make_pan):
     path.write_bytes(content)
     assert 40 <= len(read_timeline(video(path), SETTINGS).pts) <= 60
     path.write_bytes(content[:middle])  # cut short: the container tells no length
-    assert 10 <= len(read_timeline(video(path), SETTINGS).pts) <= 40
+    assert 10 <= len(read_timeline(video(path), SETTINGS).pts) < 50
 
 
 def test_fingerprints_survive_compression_and_tell_clips_apart(tmp_path, make_clip, make_pan):
