@@ -154,7 +154,7 @@ class GenerateFlags:
         default=1,
     )
     cp_size: int = _integer("only 1: a video is not split over devices", default=1)
-    guardrail_dir: str = _path("not available: screen prompts and videos outside this command")
+    guardrail_dir: str = _path("directory with guardrail.py, a content filter for prompts and videos")
 
 
 SETTING_FLAGS = (
@@ -233,10 +233,6 @@ def _check_upstream_flags(flags: GenerateFlags) -> None:
     refuse(
         flags.cp_size != 1,
         f"--cp_size={flags.cp_size}: a video is not split over devices; to save memory, use --dtype bfloat16",
-    )
-    refuse(
-        flags.guardrail_dir,
-        f"--guardrail_dir={flags.guardrail_dir}: there are no guardrails here; screen prompts and videos yourself",
     )
 
 

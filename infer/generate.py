@@ -45,6 +45,7 @@ def _generate(argv: list[str]) -> None:
         batch_guidance=not flags.sequential_guidance,
         offload_text_encoder=flags.offload_text_encoder,
         compile=flags.compile,
+        guardrail_dir=flags.guardrail_dir,
     )
     videos = []
     for path, job, result in zip(paths, grid.jobs, _videos(pipeline, grid.jobs, given, flags), strict=True):

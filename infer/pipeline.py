@@ -12,6 +12,7 @@ from einops import rearrange
 from torch import Tensor
 
 from megadit.infer.checkpoints import open_bundle
+from megadit.infer.guardrail import Guardrail, load_guardrail
 from megadit.infer.guidance import (
     Branch,
     Denoiser,
@@ -84,6 +85,7 @@ class TextToVideo:
         evaluate: Evaluate = in_one_batch,
         load_weaker: Callable[[str], Denoiser] | None = None,
         reload_text_encoder: Callable[[], TextEncoder] | None = None,
+        guardrail: Guardrail | None = None,
     ) -> None:
         """`evaluate` asks for the halves of guidance; `load_weaker` gives the denoiser of a checkpoint for
         autoguidance; with `reload_text_encoder` the encoder is not kept in memory while sampling."""
@@ -94,6 +96,7 @@ class TextToVideo:
         self.defaults = defaults
         self.device = torch.device(device)
         self.evaluate = evaluate
+        self.guardrail = guardrail
         self._load_weaker = load_weaker
         self._weaker: dict[str, Denoiser] = {}
         self._preview: LinearPreview | None = None
@@ -110,19 +113,22 @@ class TextToVideo:
         batch_guidance: bool = True,
         offload_text_encoder: bool = False,
         compile: bool = False,
+        guardrail_dir: str | None = None,
     ) -> "TextToVideo":
         """The pipeline of a bundle (opened or not), or of a training directory (see `open_bundle`).
 
         A `tokenizer` or `text_encoder` given here spares loading the bundle's copy, and must be the same. `dtype` is
         that of the network; preconditioning is float32 and the sampler's state float64 in any case. Without
         `batch_guidance` the network is asked twice instead of for two halves of a batch; `offload_text_encoder`
-        frees its memory while sampling; `compile` compiles the network (torch.compile), once for all shapes.
+        frees its memory while sampling; `compile` compiles the network (torch.compile), once for all shapes;
+        `guardrail_dir` names a content filter (`megadit.infer.guardrail`).
 
         Raises:
             UserError: if there is no such checkpoint, device or dtype, or a part is not the one trained with.
         """
         place, number_type = find_device(device), find_dtype(dtype)
         bundle = path if isinstance(path, Bundle) else open_bundle(path)
+        guardrail = load_guardrail(guardrail_dir, bundle)
         tokenizer = tokenizer or bundle.load_tokenizer()
         text_encoder = text_encoder or bundle.load_text_encoder()
         _check_fingerprint(bundle, "tokenizer", tokenizer)
@@ -142,6 +148,7 @@ class TextToVideo:
             evaluate=in_one_batch if batch_guidance else in_turn,
             load_weaker=lambda path: load_denoiser(weaker_bundle(path, bundle)),
             reload_text_encoder=bundle.load_text_encoder if offload_text_encoder else None,
+            guardrail=guardrail,
         )
 
     def generate(
@@ -190,6 +197,8 @@ class TextToVideo:
         """
         settings = resolve_settings(self.defaults if settings is None else settings)
         prompts, seeds = _paired(prompts, seeds)
+        if self.guardrail is not None:
+            self.guardrail.admit([*prompts, *filter(None, [settings.second_prompt])])
         batch_size = self._batch_size(settings, batch_size)
         frames, shape = latent_size(settings, self.config, self.tokenizer)
         start = None if given is None else encode_start(given, settings, self.tokenizer, frames, self.device)
@@ -294,7 +303,8 @@ class TextToVideo:
         """One video at a time: a decoder's memory grows with the batch, and no result depends on it."""
         video_1CTHW = self.tokenizer.decode(latents_CTHW[None])
         frames_THWC = rearrange(video_1CTHW, "1 C T H W -> T H W C")[:num_frames]
-        return ((frames_THWC.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).cpu().numpy()
+        video_THWC = ((frames_THWC.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).cpu().numpy()
+        return video_THWC if self.guardrail is None else self.guardrail.screen(video_THWC)
 
 
 def weaker_bundle(path: str, bundle: Bundle) -> Bundle:

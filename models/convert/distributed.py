@@ -18,22 +18,30 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from megadit.models.support import UserError
 from megadit.models.tensor_source import Stored, TensorSource
 
-_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-_NAMES = {
-    ("torch", "Size"),
+_METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+_DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
+_KNOWN = {
+    (_METADATA, "Metadata"),
+    (_METADATA, "MetadataIndex"),
+    (_METADATA, "StorageMeta"),
+    (_METADATA, "BytesStorageMetadata"),
+    (_METADATA, "ChunkStorageMetadata"),
+    (_METADATA, "TensorProperties"),
+    (_METADATA, "TensorStorageMetadata"),
+    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    (_FILES, "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
     ("collections", "OrderedDict"),
-    ("builtins", "set"),
     ("pathlib", "PosixPath"),
-    *(("torch", name) for name in ("float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "bool")),
+    *(("torch", name) for name in _DTYPES),
 }
+"""All that a description is made of."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module in _MODULES and name[:1] in "_ABCDEFGHIJKLMNOPQRSTUVWXYZ") or (module, name) in _NAMES:
-            return super().find_class(module, name)
-        if module == "torch._utils" and name == "_get_layout":
+        if (module, name) in _KNOWN:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no description of tensors needs")
 

@@ -122,7 +122,7 @@ MISTAKES = [
     (["--prompt", "a", "--guidance_convention", "nemo"], "give that too"),
     (["--prompt", "a", "--num_devices", "2"], "one process for each device"),
     (["--prompt", "a", "--cp_size", "2"], "--cp_size=2"),
-    (["--prompt", "a", "--guardrail_dir", "guards"], "no guardrails here"),
+    (["--prompt", "a", "--guardrail_dir", "guards"], "guardrail_dir=guards: there is no guardrail.py"),
     (["--prompt", "a", "--tokenizer_cache_dir", "cache"], "needs --tokenizer_model"),
     (["--prompt", "a", "--tokenizer_model", "nowhere"], "nowhere/config.json does not exist"),
     (["--prompt", "a", "--t5_cache_dir", "nowhere"], "nowhere/config.json does not exist"),

@@ -1,0 +1,86 @@
+"""A hook for a content filter: `--guardrail_dir DIRECTORY`, off by default.
+
+The directory holds `guardrail.py`, the user's own program, which is run as such. It defines one of these, or both:
+
+    def check_prompt(prompt: str) -> str | None:
+        "Why this prompt must not be used, or None."
+
+    def check_video(video: numpy.ndarray) -> numpy.ndarray | str:
+        "The video to give out (uint8 THWC; faces blurred, say), or why there is none."
+"""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megadit.models.bundle import Bundle
+from megadit.models.support import UserError
+
+FILE = "guardrail.py"
+
+
+@dataclass(frozen=True, slots=True)
+class Guardrail:
+    directory: Path
+    check_prompt: Callable[[str], str | None] | None
+    check_video: Callable[[np.ndarray], np.ndarray | str] | None
+
+    @classmethod
+    def load(cls, directory: str | Path) -> "Guardrail":
+        """Runs the directory's guardrail.py.
+
+        Raises:
+            UserError: if there is none, it fails, or defines nothing to check with.
+        """
+        path = Path(directory) / FILE
+        if not path.is_file():
+            raise UserError(f"--guardrail_dir={directory}: there is no {FILE}; it defines check_prompt or check_video")
+        spec = importlib.util.spec_from_file_location("megadit_guardrail", path)
+        module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:  # a program of the user's may fail in any way
+            raise UserError(f"{path} fails: {type(error).__name__}: {error}") from error
+        checks = [getattr(module, name, None) for name in ("check_prompt", "check_video")]
+        if not any(map(callable, checks)):
+            raise UserError(f"{path} defines neither check_prompt nor check_video")
+        return cls(Path(directory), *checks)
+
+    def admit(self, prompts: Iterable[str]) -> None:
+        """Raises UserError for the first prompt that must not be used."""
+        for prompt in prompts if self.check_prompt is not None else ():
+            if reason := self.check_prompt(prompt):
+                raise UserError(f"the guardrail refuses the prompt {prompt!r}: {reason}")
+
+    def screen(self, video_THWC: np.ndarray) -> np.ndarray:
+        """The video to give out.
+
+        Raises:
+            UserError: if there is none.
+        """
+        if self.check_video is None:
+            return video_THWC
+        screened = self.check_video(video_THWC)
+        if isinstance(screened, str):
+            raise UserError(f"the guardrail holds a video back: {screened}")
+        if not isinstance(screened, np.ndarray) or screened.shape != video_THWC.shape or screened.dtype != np.uint8:
+            raise UserError(f"check_video in {self.directory / FILE} must give a uint8 video of the same shape")
+        return screened
+
+
+def load_guardrail(directory: str | None, bundle: Bundle) -> Guardrail | None:
+    """The guardrail in `directory`, if one is named; says so loudly where the weights' licence asks for one."""
+    if directory:
+        return Guardrail.load(directory)
+    if bundle.licence is not None and bundle.licence.asks_for_guardrail:
+        print(
+            f"WARNING: the licence of these weights ({bundle.licence.name}) asks for a content filter, and there is "
+            "none: give --guardrail_dir DIRECTORY",
+            file=sys.stderr,
+            flush=True,
+        )
+    return None

@@ -1,0 +1,253 @@
+"""Checkpoints that are not what they should be are refused in one line; large ones are converted in little memory."""
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+from megadit.models.config import DiTConfig
+from megadit.models.convert import class_dit, cosmos, nemo
+from megadit.models.convert.cli import main
+from megadit.models.convert.converted import to_theirs
+from megadit.models.convert.published import open_published
+from megadit.models.dit import DiT
+from megadit.models.support import UserError
+from megadit.models.tensor_source import from_state_dict, open_safetensors, write_safetensors
+from megadit.models.text_encoders import HashedWordEncoder
+from megadit.models.tokenizers import HaarTokenizer
+
+COSMOS = DiTConfig(
+    family="cosmos",
+    num_layers=1,
+    hidden_size=32,
+    num_attention_heads=2,
+    in_channels=4,
+    crossattn_emb_size=16,
+    adaln_lora_dim=4,
+    qk_layernorm_epsilon=cosmos.QK_EPSILON,
+)
+
+
+def random_tensors(config):
+    torch.manual_seed(0)
+    return {name: torch.randn(tensor.shape) for name, tensor in DiT(config).state_dict().items()}
+
+
+def write_diffusers(path, config=COSMOS, **changes):
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(cosmos.config_to_diffusers(config) | changes))
+    theirs = to_theirs(from_state_dict(random_tensors(config)), cosmos.diffusers_entries(config))
+    write_safetensors(path / "diffusion_pytorch_model.safetensors", theirs)
+    return path
+
+
+def test_streamed_files_are_safetensors(tmp_path):
+    tensors = {
+        "a": torch.randn(3, 5),
+        "b": torch.arange(4),
+        "c": torch.randn(2, 2).bfloat16(),
+        "d": torch.tensor(1.5),
+        "e": torch.zeros(0, 3),
+    }
+    write_safetensors(tmp_path / "x.safetensors", from_state_dict(tensors))
+    again = open_safetensors(tmp_path / "x.safetensors").state_dict()
+    assert all(torch.equal(again[n], t) and again[n].dtype == t.dtype for n, t in tensors.items())
+    write_safetensors(tmp_path / "y.safetensors", from_state_dict(tensors), torch.float16)
+    assert open_safetensors(tmp_path / "y.safetensors").read("a").dtype == torch.float16
+    assert open_safetensors(tmp_path / "y.safetensors").read("b").dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"_class_name": "FluxTransformer2DModel"},
+            "holds a FluxTransformer2DModel; known are Cosmos",
+        ),
+        ({"use_crossattn_projection": True}, "only Cosmos 1.0 is"),
+        ({"in_channels": 5}, "only text-to-world is supported"),
+        ({"num_layers": 2}, r"missing: transformer_blocks.1.attn1"),
+        ({"attention_head_dim": 12}, r"misshapen: .*patch_embed.proj.weight|misshapen: "),
+    ],
+)
+def test_another_network_is_named(tmp_path, change, message):
+    path = write_diffusers(tmp_path / "net", **change)
+    with pytest.raises(UserError, match=message):
+        open_published(path)
+
+
+def test_surplus_and_missing_tensors_are_listed(tmp_path):
+    path = write_diffusers(tmp_path / "net")
+    tensors = open_safetensors(path / "diffusion_pytorch_model.safetensors").state_dict()
+    tensors["surplus"] = tensors.pop("proj_out.weight").clone()
+    save_file(tensors, path / "diffusion_pytorch_model.safetensors")
+    with pytest.raises(UserError, match="missing: proj_out.weight; unexpected: surplus"):
+        open_published(path)
+
+
+def test_damaged_and_hostile_files_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = write_diffusers(tmp_path / "net")
+    weights = path / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(UserError, match="is not a readable safetensors file"):
+        open_published(path)
+    (path / "config.json").write_text("{")
+    with pytest.raises(UserError, match="is not valid JSON"):
+        open_published(path)
+
+    class Attack:
+        def __reduce__(self):
+            return Path("pwned").touch, ()
+
+    (tmp_path / "hostile.pt").write_bytes(pickle.dumps({"x": Attack()}))
+    with pytest.raises(UserError, match="hostile.pt is not read"):
+        open_published(tmp_path / "hostile.pt")
+    (tmp_path / "dist").mkdir()
+    (tmp_path / "dist/__0_0.distcp").touch()
+    (tmp_path / "dist/.metadata").write_bytes(pickle.dumps(Attack()))
+    with pytest.raises(UserError, match=r"is not read: it asks for .*, which no description of tensors needs"):
+        open_published(tmp_path / "dist")
+    assert not (tmp_path / "pwned").exists()
+    torch.save({"weight": torch.ones(2)}, tmp_path / "other.pt")
+    with pytest.raises(UserError, match="holds tensors of another network .weight ...."):
+        open_published(tmp_path / "other.pt")
+    with pytest.raises(UserError, match="is no published checkpoint: expected"):
+        open_published(tmp_path)
+
+
+def test_parts_that_do_not_fit_name_both_sides(tmp_path, capsys):
+    path = write_diffusers(tmp_path / "net")
+    HaarTokenizer(temporal_compression=1, spatial_compression=2).save(tmp_path / "haar")
+    HashedWordEncoder(dim=16).save(tmp_path / "words")
+    arguments = [str(path), str(tmp_path / "out"), "--tokenizer", str(tmp_path / "haar"), "--text_encoder"]
+    assert main([*arguments, str(tmp_path / "words")]) == 2
+    assert "model.in_channels=4 does not fit the tokenizer's latents: 12" in capsys.readouterr().err
+    assert main([str(path), str(tmp_path / "out")]) == 2
+    assert "is a network without its tokenizer: give --tokenizer" in capsys.readouterr().err
+    assert main([str(tmp_path / "nothing"), str(tmp_path / "out")]) == 2
+    assert "does not exist" in capsys.readouterr().err
+    assert main(["nvidia/Cosmos-1.0-Diffusion-7B-Text2World", str(tmp_path / "out")]) == 2
+    assert "run `hf download nvidia/Cosmos-1.0-Diffusion-7B-Text2World`" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_original_class_network_comes_in(tmp_path, capsys):
+    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+    config = DiTConfig(
+        family="dit",
+        num_layers=2,
+        hidden_size=128,
+        num_attention_heads=2,
+        in_channels=4,
+        crossattn_emb_size=2,
+        position_embedding="sincos",
+        qk_layernorm=False,
+        sigma_data=1.0,
+        preconditioner="vp",
+        num_classes=10,
+        learned_variance=True,
+    )
+    ours = random_tensors(config)
+    theirs = to_theirs(from_state_dict(ours), class_dit.original_entries(config)).state_dict()
+    torch.save(theirs | {"pos_embed": torch.zeros(1, 16, 128)}, tmp_path / "DiT-tiny.pt")
+    diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4).save_pretrained(tmp_path / "vae")
+    arguments = [str(tmp_path / "DiT-tiny.pt"), str(tmp_path / "out"), "--tokenizer", str(tmp_path / "vae")]
+    assert main(arguments) == 0, capsys.readouterr().err
+    found = open_published(tmp_path / "DiT-tiny.pt")
+    assert found.config == config
+    assert all(torch.equal(found.tensors.read(name), tensor) for name, tensor in ours.items())
+
+
+def nemo_config(family):
+    return DiTConfig(
+        family=family,
+        num_layers=2,
+        hidden_size=256,
+        num_attention_heads=4,
+        head_dim=64,
+        ffn_hidden_size=1024,
+        crossattn_emb_size=32,
+        position_embedding="sincos",
+        adaln_lora_dim=8 if family == "dfm" else None,
+        layernorm_epsilon=nemo.EPSILON,
+    )
+
+
+@pytest.mark.parametrize("family", ["nemo", "dfm"])
+@pytest.mark.parametrize("stacked", [True, False])
+def test_distributed_checkpoints_come_in(tmp_path, family, stacked):
+    """As Megatron writes them: prefix, stacked layers, optimizer state beside the weights."""
+    config = nemo_config(family)
+    ours = random_tensors(config)
+    theirs = to_theirs(from_state_dict(ours), nemo.entries(config)).state_dict()
+    if family == "dfm":
+        theirs["affline_norm.weight"] = torch.ones(256)
+    saved = {}
+    for name, tensor in theirs.items():
+        if stacked and name.startswith("decoder.layers.0."):
+            other = theirs[name.replace("layers.0.", "layers.1.")]
+            saved["module." + name.replace("layers.0.", "layers.")] = torch.stack([tensor, other])
+        elif not (stacked and name.startswith("decoder.layers.")):
+            saved[f"module.{name}"] = tensor
+    saved |= {"optimizer.state.exp_avg": torch.ones(7), "module.pos_embedder.pos_embedding.weight": torch.ones(4, 4)}
+    dcp.save(saved, checkpoint_id=tmp_path / "iter_0000100", no_dist=True)
+    found = open_published(tmp_path / "iter_0000100")
+    assert found.config == config
+    assert all(torch.equal(found.tensors.read(name), tensor) for name, tensor in ours.items())
+
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+from megadit.models import weights
+from megadit.models.convert.published import open_published
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+published = open_published(Path(sys.argv[1]))
+weights.save_dit(sys.argv[2], published.config, published.tensors)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10)
+"""
+
+
+@pytest.mark.parametrize("megabytes", [200, pytest.param(2000, marks=pytest.mark.slow)])
+def test_memory_of_a_conversion(tmp_path, megabytes):
+    """At most two shards beside what the process needs anyway, of ten."""
+    width = 512
+    config = DiTConfig(
+        family="cosmos",
+        num_layers=max(1, round(megabytes * 2**20 / 4 / (16.4 * width**2))),
+        hidden_size=width,
+        num_attention_heads=8,
+        in_channels=4,
+        crossattn_emb_size=16,
+        adaln_lora_dim=4,
+        qk_layernorm_epsilon=cosmos.QK_EPSILON,
+    )
+    path = tmp_path / "net"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(cosmos.config_to_diffusers(config)))
+    with torch.device("meta"):
+        shapes = {name: tuple(tensor.shape) for name, tensor in DiT(config).state_dict().items()}
+    ours = from_state_dict({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
+    expected = to_theirs(ours, cosmos.diffusers_entries(config)).shapes
+    names, index = sorted(expected), {}
+    for shard in range(10):
+        file = f"diffusion_pytorch_model-{shard + 1:05d}-of-00010.safetensors"
+        part = names[shard * len(names) // 10 : (shard + 1) * len(names) // 10]
+        save_file({name: torch.rand(expected[name]) for name in part}, path / file)
+        index |= dict.fromkeys(part, file)
+    (path / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    size = sum(file.stat().st_size for file in path.glob("*.safetensors")) / 2**20
+    assert 0.8 * megabytes < size < 1.3 * megabytes
+    result = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(path), str(tmp_path / "out")], capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    peak = float(result.stdout)
+    assert peak < 2 * size / 10 + 64, f"{peak:.0f} MiB for {size:.0f} MiB of weights"
