@@ -221,8 +221,13 @@ class LocalServer:
         if self._log is None:
             return "see its output above"
         lines = self._log.read_text(errors="replace").splitlines()
-        told = [line for line in lines if line.startswith("E") or "Error" in line] or lines[-1:]
-        return f"{told[-1].strip() if told else 'it said nothing'} (all of it: {self._log})"
+        # a model that fails is the cause, what the server says when it ends is the consequence
+        for sign in ("Poll failed", "failed to load '", "error: "):
+            told = [line for line in lines if sign in line]
+            if told:
+                break
+        message = told[0].partition("\\n\\nAt:")[0].partition("] ")[2] or told[0] if told else "it said nothing useful"
+        return f"{message.strip()[:500]} (all of it: {self._log})"
 
     def _reachable_host(self) -> str:
         return "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host

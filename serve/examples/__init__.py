@@ -1,0 +1,1 @@
+"""Short programs that ask the service for a video."""

@@ -1,0 +1,53 @@
+"""A video with nothing but NVIDIA's client and numpy; copy this file anywhere.
+
+pip install 'tritonclient[grpc]' numpy
+python with_tritonclient.py localhost:8001 "a red seven moving left"
+"""
+
+import json
+import queue
+import sys
+from pathlib import Path
+
+import numpy as np
+from tritonclient.grpc import InferenceServerClient, InferInput
+
+
+def tensor(name: str, value, kind: str, number_type) -> InferInput:
+    """One value, beside the batch axis."""
+    made = InferInput(name, [1, 1], kind)
+    made.set_data_from_numpy(np.array([[value]], dtype=number_type))
+    return made
+
+
+def main(url: str = "localhost:8001", prompt: str = "a red seven moving left") -> None:
+    answers = queue.Queue()
+    inputs = [
+        tensor("prompt", prompt.encode(), "BYTES", np.object_),
+        tensor("seed", 7, "INT64", np.int64),
+        # the names of NeMo's deployed pipelines work as well as guidance and num_steps
+        tensor("unconditional_guidance_scale", 4.0, "FP32", np.float32),
+        tensor("inference_steps", 10, "INT32", np.int32),
+    ]
+    with InferenceServerClient(url) as client:
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        client.async_stream_infer("text_to_video", inputs, enable_empty_final_response=True)
+        while True:
+            result, error = answers.get()
+            if error is not None:
+                raise error
+            response = result.get_response()
+            if response.outputs:
+                event = json.loads(result.as_numpy("event").item())
+                if event["type"] == "progress":
+                    print(f"step {event['step']} of {event['num_steps']}")
+                else:
+                    Path("video.mp4").write_bytes(result.as_numpy("data").tobytes())
+                    print(f"video.mp4: seed {event['seed']}, {event['seconds']:.2f} s")
+            if response.parameters["triton_final_response"].bool_param:
+                break
+        client.stop_stream()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

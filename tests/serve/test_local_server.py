@@ -1,0 +1,252 @@
+"""A tritonserver's life: whatever happens to it, no process, port or shared memory is left behind."""
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import httpx
+import pytest
+
+from megadit.models.support import UserError
+from megadit.serve import cli, local_server, triton_binary
+from megadit.serve.client import VideoClient
+from megadit.serve.contract import ServiceError, VideoRequest
+from megadit.serve.local_server import SHARED_MEMORY, LocalServer, Ports, keep_running
+from megadit.serve.run import docker_command
+
+NUM_CYCLES = int(os.environ.get("MEGADIT_SERVER_CYCLES", "2"))
+"""Starts and stops of the slow test."""
+
+
+def processes_of(group: int) -> list[int]:
+    """Processes of a group that are not zombies."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, pgrp = stat.read_text().rpartition(")")[2].split()[:3]
+        except (OSError, ValueError):
+            continue
+        if int(pgrp) == group and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def leftovers(server: LocalServer) -> dict:
+    regions = [region.name for region in SHARED_MEMORY.glob(f"{server._prefix}*")]
+    server.ports.check_free("127.0.0.1")
+    return {"processes": processes_of(server.process_group), "shared memory": regions}
+
+
+NOTHING = {"processes": [], "shared memory": []}
+
+
+def wait_for(condition, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.1)
+
+
+def control(server: LocalServer, action: str, model: str) -> int:
+    return httpx.post(
+        f"http://{server.http_url}/v2/repository/models/{model}/{action}", json={}, timeout=60
+    ).status_code
+
+
+@pytest.fixture
+def lonely(tritonserver, repository, tmp_path):
+    """A server of the test's own, not yet started."""
+    server = LocalServer(repository, log=tmp_path / "triton.log", stop_seconds=5)
+    yield server
+    server.stop()
+
+
+@pytest.mark.slow
+def test_start_load_unload_reload_stop_leave_nothing(tritonserver, repository, tmp_path):
+    before = set(os.listdir(SHARED_MEMORY))
+    for cycle in range(NUM_CYCLES):
+        with LocalServer(repository, models=("text_to_image",), log=tmp_path / f"{cycle}.log") as server:
+            client = VideoClient(f"grpc://{server.grpc_url}")
+            assert not client.is_ready()
+            for action in ("load", "unload", "load", "load"):
+                control(server, action, "text_to_video")
+            assert len(client.generate(VideoRequest(prompt="a"))) == 1
+        assert leftovers(server) == NOTHING
+    assert set(os.listdir(SHARED_MEMORY)) <= before
+
+
+@pytest.mark.slow
+def test_a_crashed_stub_is_an_error_and_stopping_still_leaves_nothing(lonely):
+    with lonely as server:
+        client = VideoClient(f"grpc://{server.grpc_url}")
+        generation = client.stream(VideoRequest(prompt="a", num_steps=2500), timeout=30)
+        next(iter(generation))
+        stubs = [pid for pid in processes_of(server.process_group) if pid != server.process_group]
+        assert stubs
+        for pid in stubs:
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(ServiceError):
+            list(generation)
+    assert leftovers(server) == NOTHING
+
+
+@pytest.mark.slow
+def test_a_server_whose_owner_is_killed_goes_too(tritonserver, repository, tmp_path):
+    program = f"""
+import time
+from pathlib import Path
+from megadit.serve.local_server import LocalServer
+with LocalServer({str(repository)!r}, log=Path({str(tmp_path / "log")!r}), stop_seconds=5) as server:
+    print(server.process_group, server._prefix, flush=True)
+    time.sleep(600)
+"""
+    owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    group, prefix = owner.stdout.readline().split()
+    assert processes_of(int(group))
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    wait_for(lambda: not processes_of(int(group)))
+    assert not list(SHARED_MEMORY.glob(f"{prefix}*"))
+
+
+@pytest.mark.slow
+def test_the_command_restarts_what_dies_and_ends_when_told(tritonserver, repository, tmp_path):
+    ports = Ports.free()
+    command = [sys.executable, "-m", "megadit.serve.cli", "serve", "run", str(repository), "--model", "text_to_image"]
+    command += [f"--{name}_port={getattr(ports, name)}" for name in ("http", "grpc", "metrics")]
+    with (tmp_path / "out").open("w") as out:
+        running = subprocess.Popen(command, stdout=out, stderr=out)
+
+    def is_ready() -> bool:
+        try:
+            return urllib.request.urlopen(f"http://127.0.0.1:{ports.http}/v2/health/ready", timeout=5).status == 200
+        except (urllib.error.URLError, OSError):
+            return False
+
+    try:
+        wait_for(is_ready)
+        children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+        os.kill(int(children[0]), signal.SIGKILL)
+        wait_for(lambda: not is_ready())
+        wait_for(is_ready)
+        assert "starting it again in 1 s" in (tmp_path / "out").read_text()
+        second = int(Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()[0])
+    finally:
+        running.terminate()
+        code = running.wait(timeout=60)
+    assert code == 0
+    assert not processes_of(int(children[0])) and not processes_of(second)
+    ports.check_free("127.0.0.1")
+
+
+class FakeServer:
+    """Ends with the given codes, one each time it is entered; an error stands for a start that fails."""
+
+    http_url = grpc_url = "nowhere"
+
+    def __init__(self, *codes):
+        self.codes = list(codes)
+
+    def __enter__(self):
+        if isinstance(self.codes[0], UserError):
+            raise self.codes.pop(0)
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def wait(self):
+        return self.codes.pop(0)
+
+
+def test_the_pause_before_a_restart_doubles(monkeypatch):
+    pauses, told = [], []
+    monkeypatch.setattr(local_server.time, "sleep", pauses.append)
+    server = FakeServer(-9, UserError("port taken"), *[1] * 6, 0)
+    assert keep_running(server, tell=told.append) == 0
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert "port taken" in "".join(told)
+
+
+def test_a_pause_is_short_again_after_a_time_of_service(monkeypatch):
+    pauses = []
+    monkeypatch.setattr(local_server.time, "sleep", pauses.append)
+    assert keep_running(FakeServer(1, 1, 1, 0), tell=lambda _: None, stable_seconds=-1) == 0
+    assert pauses == [1, 1, 1]
+
+
+def test_a_first_start_that_fails_is_told_at_once():
+    with pytest.raises(UserError, match="port taken"):
+        keep_running(FakeServer(UserError("port taken")), tell=lambda _: None)
+
+
+def test_a_taken_port_is_told(tritonserver, repository):
+    with pytest.raises(UserError, match="cannot be used"):
+        ports = Ports.free()
+        with LocalServer(repository, ports=ports), LocalServer(repository, ports=ports):
+            pass
+
+
+def test_a_model_that_cannot_be_loaded_is_told_with_its_reason(tritonserver, repository, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(repository, broken, ignore=shutil.ignore_patterns("text_to_image"))
+    (broken / "text_to_video" / "1" / "bundle" / "megadit.json").unlink()
+    server = LocalServer(broken, log=tmp_path / "log")
+    with pytest.raises(UserError, match=r"ended with code 1: .*megadit\.json"), server:
+        pass
+    assert leftovers(server) == NOTHING
+
+
+def test_an_unknown_field_is_refused_by_triton_s_own_parser(tritonserver, repository, tmp_path):
+    """The negative control of every other test here, which show that the generated file is accepted."""
+    broken = tmp_path / "broken"
+    shutil.copytree(repository, broken, ignore=shutil.ignore_patterns("text_to_image"))
+    config = broken / "text_to_video" / "config.pbtxt"
+    config.write_text(config.read_text() + "no_such_field: 1\n")
+    with pytest.raises(UserError, match="failed to read text proto"), LocalServer(broken, log=tmp_path / "log"):
+        pass
+
+
+def test_without_a_repository_it_says_so(tmp_path, capsys):
+    assert cli.main(["serve", "run", str(tmp_path / "nothing")]) == 2
+    assert "build-repository" in capsys.readouterr().err
+
+
+def test_without_any_triton_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(triton_binary.shutil, "which", lambda _: None)
+    monkeypatch.setattr(triton_binary.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match="pip install --no-deps nvidia-pytriton"):
+        triton_binary.find_triton()
+
+
+def test_the_vendor_s_server_comes_first(monkeypatch):
+    monkeypatch.setattr(triton_binary.shutil, "which", lambda _: "/opt/tritonserver/bin/tritonserver")
+    found = triton_binary.find_triton()
+    assert found.path == Path("/opt/tritonserver/bin/tritonserver") and not found.arguments
+
+
+def test_without_a_network_it_says_how_to_bring_numpy(tritonserver, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    if shutil.which("tritonserver"):
+        pytest.skip("the vendor's server needs no environment of its own")
+    with pytest.raises(UserError, match="PIP_FIND_LINKS"):
+        triton_binary.find_triton()
+    assert not list((tmp_path / "megadit").iterdir()), "nothing half made is kept"
+
+
+def test_the_docker_command_is_what_production_needs(repository, capsys):
+    assert cli.main(["serve", "run", str(repository), "--docker", "print", "--http_port", "9000"]) == 0
+    command = shlex.split(capsys.readouterr().out)
+    assert command == docker_command(repository, Ports(http=9000))
+    assert {"--shm-size=1g", "9000:8000", f"{repository}:/models:ro", "--model-control-mode=explicit"} <= set(command)
+    assert "--gpus" not in docker_command(repository, Ports(), gpus="none")
