@@ -93,8 +93,8 @@ class TrainBatches(SharedBatches):
         data = self._config.data
         mine = redistribute(
             saved,
-            rank=self._groups.data.rank(),
-            world_size=self._groups.data.size(),
+            rank=self._groups.readers.rank(),
+            world_size=self._groups.readers.size(),
             num_workers=data.num_workers,
             micro_batches=data.global_batch_size // data.micro_batch_size,
         )

@@ -33,7 +33,7 @@ def settle() -> int:
 
 
 def tensor_bytes(training) -> dict[str, int]:
-    buffers = [buffer for buffer in training.model.buffers + training.model.expert_parallel_buffers]
+    buffers = [buffer for part in training.parts for buffer in part.buffers + part.expert_parallel_buffers]
     states = [
         value
         for part in training.optimizer.chained_optimizers
@@ -41,9 +41,9 @@ def tensor_bytes(training) -> dict[str, int]:
         for value in state.values()
     ]
     masters = {owned.master.untyped_storage().data_ptr(): owned.master for owned in training.tensors.ownership.slices}
-    weights = {p.untyped_storage().data_ptr() for p in training.model.parameters()}
+    weights = {p.untyped_storage().data_ptr() for p in training.parameters()}
     return {
-        "parameters": sum(p.numel() * p.element_size() for p in training.model.parameters()),
+        "parameters": sum(p.numel() * p.element_size() for p in training.parameters()),
         "gradients": sum(buffer.grad_data.numel() * buffer.grad_data.element_size() for buffer in buffers),
         "optimizer": sum(value.numel() * value.element_size() for value in states if value.ndim)
         + sum(m.numel() * m.element_size() for place, m in masters.items() if place not in weights),
