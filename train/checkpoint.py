@@ -13,15 +13,16 @@ that is no longer what was written is named, and passed over for the one before 
 
 import dataclasses
 import errno
-import os
 import pickle
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
@@ -38,6 +39,7 @@ from megadit.models.megatron.checkpoint import (
 from megadit.models.megatron.groups import Groups
 from megadit.models.megatron.integrity import DamagedCheckpointError, checksums, file_names, write_sums
 from megadit.models.support import UserError, read_json, write_json
+from megadit.train.background_write import BackgroundWrite, sync
 from megadit.train.checkpoint_tensors import TrainedTensors
 from megadit.train.config import RunConfig
 from megadit.train.overrides import to_plain_values, to_yaml
@@ -93,6 +95,7 @@ class CheckpointStore:
         self._config = config
         self._groups = groups
         self._copy = None
+        self._pending: tuple[Path, BackgroundWrite] | None = None
         if groups.is_first:
             self._copy = SecondCopy.at(config.checkpoint.copy_to)
             self.root.mkdir(parents=True, exist_ok=True)
@@ -123,19 +126,50 @@ class CheckpointStore:
             )
         return None
 
-    def save(self, state: RunState, tensors: TrainedTensors, loader_state: Any) -> Path:
-        """Writes a checkpoint and deletes those beyond the last `checkpoint.keep_last`.
+    def save(self, state: RunState, tensors: TrainedTensors, loader_state: Any) -> None:
+        """Writes a checkpoint; with `checkpoint.async_save` the files follow while training goes on (see `poll`).
 
         `loader_state` is that of this data-parallel rank's reader, None on ranks that do not read.
 
         Raises:
             UserError: if the disk is full or fails; what was there before stays.
         """
+        self.finish()
         path = self.root / checkpoint_name(state.iteration)
-        unfinished = path.with_name(path.name + _UNFINISHED)
+        unfinished = _unfinished(path)
         with self._all_or_nothing(unfinished):
-            self._write(unfinished, state, tensors, loader_state)
-        found = self._checksums(unfinished)
+            self._pending = path, self._start(unfinished, state, tensors, loader_state)
+        if not self._config.checkpoint.async_save:
+            self.finish()
+
+    def poll(self) -> None:
+        """Completes the checkpoint that is being written, once all ranks have written their files.
+
+        Raises:
+            UserError: see `save`.
+        """
+        if self._pending is None:
+            return
+        is_done = torch.tensor(self._pending[1].is_done, dtype=torch.int, device=self._groups.device)
+        dist.all_reduce(is_done, dist.ReduceOp.MIN)
+        if is_done:
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits for the checkpoint that is being written, and deletes those beyond `checkpoint.keep_last`.
+
+        It gets its name when everything is on the disk: a run killed before continues from the one before.
+
+        Raises:
+            UserError: see `save`.
+        """
+        if self._pending is None:
+            return
+        (path, write), self._pending = self._pending, None
+        unfinished = _unfinished(path)
+        with self._all_or_nothing(unfinished):
+            mine = {f"{TENSORS}/{name}": digest for name, digest in write.finish().items()}
+        found = self._checksums(unfinished, known=mine)
         with self._all_or_nothing(unfinished):
             if self._groups.is_first:
                 write_sums(unfinished, found)
@@ -147,10 +181,10 @@ class CheckpointStore:
             if self._copy is not None:
                 self._copy.start(path, keep_last=self._config.checkpoint.keep_last)
         dist.barrier()
-        return path
 
     def close(self) -> None:
-        """Waits for the second copy of the last checkpoint."""
+        """Waits for the last checkpoint and its second copy."""
+        self.finish()
         if self._copy is not None:
             self._copy.finish()
 
@@ -212,9 +246,13 @@ class CheckpointStore:
         dist.broadcast_object_list(problem, src=0)
         return problem[0]
 
-    def _checksums(self, path: Path) -> dict[str, str]:
-        """Checksums of all files, each computed by one rank; a file that cannot be read has none."""
-        names = [file_names(path) if self._groups.is_first else None]
+    def _checksums(self, path: Path, *, known: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+        """Checksums of all files, each computed by one rank; a file that cannot be read has none.
+
+        `known` are those of files that this rank has just written.
+        """
+        found = self._everyones(known)
+        names = [[name for name in file_names(path) if name not in found] if self._groups.is_first else None]
         dist.broadcast_object_list(names, src=0)
         mine: dict[str, str] = {}
         for name in names[0][dist.get_rank() :: self._groups.world_size]:
@@ -222,23 +260,26 @@ class CheckpointStore:
                 mine |= checksums(path, [name])
             except OSError:
                 continue
-        everyones: list[dict[str, str]] = [{}] * self._groups.world_size
-        dist.all_gather_object(everyones, mine)
-        return {name: digest for part in everyones for name, digest in part.items()}
+        return found | self._everyones(mine)
+
+    def _everyones(self, mine: Mapping[str, str]) -> dict[str, str]:
+        parts: list[dict[str, str]] = [{}] * self._groups.world_size
+        dist.all_gather_object(parts, dict(mine))
+        return {name: digest for part in parts for name, digest in part.items()}
 
     # ------------------------------------------------------------------------------------------------- writing
 
-    def _write(self, unfinished: Path, state: RunState, tensors: TrainedTensors, loader_state: Any) -> None:
+    def _start(self, unfinished: Path, state: RunState, tensors: TrainedTensors, loader_state: Any) -> BackgroundWrite:
         if self._groups.is_first:
             shutil.rmtree(unfinished, ignore_errors=True)
             (unfinished / TENSORS).mkdir(parents=True)
         dist.barrier()
-        tensors.save(unfinished / TENSORS)
         if loader_state is not None:
             write_json(unfinished / LOADERS / _loader_file(self._groups.readers.rank()), loader_state)
         if self._groups.is_first:
             write_json(unfinished / STATE, self._describe(state))
             (unfinished / CONFIG).write_text(to_yaml(self._config), encoding="utf-8")
+        return tensors.start_save(unfinished / TENSORS)
 
     @contextmanager
     def _all_or_nothing(self, unfinished: Path) -> Iterator[None]:
@@ -325,6 +366,11 @@ def _reason(error: Exception, folder: Path) -> str:
     return str(error).strip().splitlines()[-1]
 
 
+def _unfinished(path: Path) -> Path:
+    """The name of a checkpoint while it is being written."""
+    return path.with_name(path.name + _UNFINISHED)
+
+
 def _loader_file(data_rank: int) -> str:
     return f"{data_rank:05d}.json"
 
@@ -332,17 +378,9 @@ def _loader_file(data_rank: int) -> str:
 def _publish(unfinished: Path, path: Path) -> None:
     """Gives a finished directory its name, once its contents are on the disk."""
     for file in unfinished.rglob("*"):
-        _sync(file)
-    _sync(unfinished)
+        sync(file)
+    sync(unfinished)
     if path.exists():  # saved at this step before, by a run that was continued from an older checkpoint
         shutil.rmtree(path)
     unfinished.rename(path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(path.parent)

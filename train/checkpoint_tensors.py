@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from megadit.models.megatron.checkpoint import ema_key, model_key, optimizer_key
 from megadit.models.megatron.groups import Groups
 from megadit.models.megatron.mcore_layers import split_dim
+from megadit.train.background_write import BackgroundWrite
 from megadit.train.ema import WeightAverages
 from megadit.train.optimizer_state import OwnedSlice, Ownership, assemble, assign, is_copy
 
@@ -34,8 +36,8 @@ class TrainedTensors:
     averages: WeightAverages
     groups: Groups
 
-    def save(self, directory: Path) -> None:
-        """Writes all tensors into an existing directory; every rank calls this."""
+    def start_save(self, directory: Path) -> BackgroundWrite:
+        """Copies all tensors, and begins to write them into an existing directory; every rank calls this."""
         data, shards = self.groups.data, {}
         for turn, (key, parameter, parts) in enumerate(self._parts()):
             writer = turn % data.size()
@@ -45,7 +47,12 @@ class TrainedTensors:
         # Megatron's writer reports through a queue of a manager process that it spawns; no other process is involved
         filesystem_async._results_queue = queue.SimpleQueue()
         strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
-        dist_checkpointing.save(shards, str(directory), strategy)
+        request = dist_checkpointing.save(shards, str(directory), strategy, async_sharded_save=True)
+        return BackgroundWrite(request, directory, prefix=f"__{dist.get_rank()}_")
+
+    def save(self, directory: Path) -> None:
+        """Writes all tensors into an existing directory; every rank calls this."""
+        self.start_save(directory).finish()
 
     def load(self, directory: Path, *, step: int) -> None:
         """Reads all tensors as they were after optimizer step `step`; every rank calls this."""

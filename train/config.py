@@ -244,6 +244,8 @@ class CheckpointConfig:
     from there where `train.output_dir` has none."""
     load: str | None = None
     """Folder of another run, continued here (step, optimizer, data and all) while this one has no checkpoint itself."""
+    async_save: bool = True
+    """Write the files while training goes on; False waits for them."""
 
     def __post_init__(self) -> None:
         _require_positive("checkpoint", self, ["save_interval", "keep_last"])

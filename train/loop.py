@@ -116,6 +116,7 @@ class _Run:
             values["validation"] = self.state.validation["losses"]
             metrics.show(step, videos)
         metrics.log(values)
+        self.store.poll()
         if self._is_due(self.config.checkpoint.save_interval):
             self._save(metrics)
         return result

@@ -1,0 +1,74 @@
+"""A run may change its layout whenever it is continued: its losses stay those of one rank."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+JOB = Path(__file__).parent / "jobs" / "chain.py"
+
+pytestmark = pytest.mark.slow
+
+TP = {"tensor_model_parallel_size": 2}
+CP = {"context_parallel_size": 2}
+PP = {"pipeline_model_parallel_size": 2}
+DISTRIBUTED = {"data_parallel": "distributed_optimizer"}
+LAYOUTS = {
+    "distributed optimizer": DISTRIBUTED,
+    "tp, sp, cp": {**TP, **CP, "sequence_parallel": True},
+    "vpp, distributed optimizer": {**PP, "virtual_pipeline_model_parallel_size": 2, **DISTRIBUTED},
+    "fsdp, ring": {**CP, "context_parallel_comm": "ring", "data_parallel": "fsdp"},
+    "pp4": {"pipeline_model_parallel_size": 4},
+    "tp, sp, fsdp": {**TP, "sequence_parallel": True, "data_parallel": "fsdp"},
+}
+"""On four ranks."""
+STEPS = 10
+FEW = 3
+
+
+def run_all(run_ranks, count, out, runs):
+    (out / "runs.json").write_text(json.dumps(runs))
+    run_ranks(count, JOB, out)
+
+
+def losses(folder):
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def expected(run_ranks, tmp_path_factory):
+    out = tmp_path_factory.mktemp("one")
+    run_all(run_ranks, 1, out, [{"folder": "run", "iters": STEPS * len(LAYOUTS), "case": {}}])
+    return losses(out / "run")
+
+
+@pytest.fixture(scope="module")
+def continued(run_ranks, tmp_path_factory):
+    """A chain through all layouts; each layout for a few steps, and after it each other."""
+    out = tmp_path_factory.mktemp("four")
+    cases = {name: {"parallel": parallel} for name, parallel in LAYOUTS.items()}
+    runs = [
+        {"folder": "chain", "iters": STEPS * (place + 1), "case": case} for place, case in enumerate(cases.values())
+    ]
+    for before, case in cases.items():
+        runs.append({"folder": before, "iters": FEW, "case": case})
+        for after, other in cases.items():
+            if after != before:
+                folder = f"{before} to {after}"
+                runs.append({"folder": folder, "iters": 2 * FEW, "case": other, "copy_of": before})
+    run_all(run_ranks, 4, out, runs)
+    return out
+
+
+def test_a_chain_of_layouts(continued, expected):
+    assert losses(continued / "chain") == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("before", LAYOUTS)
+@pytest.mark.parametrize("after", LAYOUTS)
+def test_every_layout_after_every_other(continued, expected, before, after):
+    if before == after:
+        pytest.skip("no change")
+    found = losses(continued / f"{before} to {after}")
+    assert len(found) == 2 * FEW, "more than one step: the first hides a wrong state of Adam"
+    assert found == pytest.approx(expected[: 2 * FEW], rel=1e-5)
