@@ -129,7 +129,7 @@ class Results:
     """Each number of ranks is run when it is asked for."""
 
     def __init__(self, run_ranks, tmp_path_factory):
-        self._run, self._make_folder, self._folders = run_ranks, tmp_path_factory, {}
+        self._run, self._make_folder, self._folders, self._read = run_ranks, tmp_path_factory, {}, {}
 
     def folder(self, ranks):
         if ranks not in self._folders:
@@ -143,7 +143,10 @@ class Results:
         return json.loads((self.folder(ranks) / f"{name}.json").read_text())
 
     def tensors(self, ranks, name, prefix):
-        return _read(self.folder(ranks) / name / "tensors", prefix)
+        key = ranks, name, prefix
+        if key not in self._read:
+            self._read[key] = _read(self.folder(ranks) / name / "tensors", prefix)
+        return self._read[key]
 
 
 def distance(ours, theirs):
