@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from megadit.infer.guidance import GuidanceConvention
 from megadit.infer.pipeline import TOKENS_PER_BATCH
+from megadit.infer.runtimes.load import check_runtime
 from megadit.infer.samplers import SAMPLERS, STOCHASTIC
 from megadit.infer.schedules import SCHEDULES
 from megadit.models.support import CommandParser, UserError
@@ -139,6 +140,9 @@ class GenerateFlags:
     )
     device: str = _flag("auto", "auto, cpu, cuda or cuda:N (default: auto)", metavar="NAME")
     dtype: str | None = _flag(None, "of the network: float32, bfloat16 or float16 (default: float32)", metavar="NAME")
+    runtime: str = _flag(
+        "torch", "torch; or onnx or tensorrt, of a bundle that `megadit export` made (default: torch)", metavar="NAME"
+    )
     sequential_guidance: bool = _switch("ask for the halves of guidance in turn: less memory, a little slower")
     offload_text_encoder: bool = _switch("free the text encoder's memory while sampling")
     compile: bool = _switch("compile the network (torch.compile), once for all sizes")
@@ -198,6 +202,7 @@ def _check(flags: GenerateFlags) -> None:
         flags.guidance is None and not flags.guidances and flags.guidance_convention != "standard",
         f"--guidance_convention={flags.guidance_convention} says what --guidance means; give that too",
     )
+    check_runtime(flags.runtime, dtype=flags.dtype, compile=flags.compile)
     refuse(flags.input_video and flags.continue_video, "give --input_video or --continue_video, not both")
     for name, needed in (
         ("strength", "input_video"),

@@ -46,6 +46,7 @@ def _generate(argv: list[str]) -> None:
         offload_text_encoder=flags.offload_text_encoder,
         compile=flags.compile,
         guardrail_dir=flags.guardrail_dir,
+        runtime=flags.runtime,
     )
     videos = []
     for path, job, result in zip(paths, grid.jobs, _videos(pipeline, grid.jobs, given, flags), strict=True):

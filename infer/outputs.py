@@ -117,6 +117,7 @@ def make_record(result: GeneratedVideo, job: Job, flags: GenerateFlags, bundle: 
         "checkpoint_path": str(bundle.path.resolve()),
         "checkpoint": checkpoint_fingerprint(bundle),
         "dtype": flags.dtype or DEFAULT_DTYPE,
+        "runtime": flags.runtime,
         "given": asdict(job.given) if job.given else None,
     }
 

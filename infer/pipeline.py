@@ -24,7 +24,8 @@ from megadit.infer.guidance import (
     in_turn,
 )
 from megadit.infer.preview import LinearPreview, fit_preview
-from megadit.infer.runtimes.torch import TorchDenoiser, find_device, find_dtype
+from megadit.infer.runtimes.load import check_runtime, load_denoiser, with_exported_networks
+from megadit.infer.runtimes.torch import find_device, find_dtype
 from megadit.infer.samplers import SAMPLERS, Denoise, Randomness, num_denoiser_calls
 from megadit.infer.schedules import settings_sigmas
 from megadit.infer.settings import latent_size, resolve_settings
@@ -114,6 +115,7 @@ class TextToVideo:
         offload_text_encoder: bool = False,
         compile: bool = False,
         guardrail_dir: str | None = None,
+        runtime: str = "torch",
     ) -> "TextToVideo":
         """The pipeline of a bundle (opened or not), or of a training directory (see `open_bundle`).
 
@@ -121,12 +123,14 @@ class TextToVideo:
         that of the network; preconditioning is float32 and the sampler's state float64 in any case. Without
         `batch_guidance` the network is asked twice instead of for two halves of a batch; `offload_text_encoder`
         frees its memory while sampling; `compile` compiles the network (torch.compile), once for all shapes;
-        `guardrail_dir` names a content filter (`megadit.infer.guardrail`).
+        `guardrail_dir` names a content filter (`megadit.infer.guardrail`); `runtime` is torch, or onnx or
+        tensorrt for a bundle that `megadit export` made.
 
         Raises:
             UserError: if there is no such checkpoint, device or dtype, or a part is not the one trained with.
         """
         place, number_type = find_device(device), find_dtype(dtype)
+        runtime = check_runtime(runtime, dtype=dtype, compile=compile)
         bundle = path if isinstance(path, Bundle) else open_bundle(path)
         guardrail = load_guardrail(guardrail_dir, bundle)
         tokenizer = tokenizer or bundle.load_tokenizer()
@@ -134,19 +138,18 @@ class TextToVideo:
         _check_fingerprint(bundle, "tokenizer", tokenizer)
         _check_fingerprint(bundle, "text_encoder", text_encoder)
 
-        def load_denoiser(bundle: Bundle) -> Denoiser:
-            dit = bundle.load_dit(device=place, dtype=number_type)
-            return TorchDenoiser(dit, device=place, dtype=number_type, compile=compile)
+        def load(bundle: Bundle) -> Denoiser:
+            return load_denoiser(bundle, runtime, device=place, dtype=number_type, compile=compile)
 
         return cls(
-            denoiser=load_denoiser(bundle),
-            tokenizer=tokenizer,
+            denoiser=load(bundle),
+            tokenizer=with_exported_networks(tokenizer, bundle, runtime, place),
             text_encoder=text_encoder,
             config=bundle.config,
             defaults=bundle.defaults,
             device=place,
             evaluate=in_one_batch if batch_guidance else in_turn,
-            load_weaker=lambda path: load_denoiser(weaker_bundle(path, bundle)),
+            load_weaker=lambda path: load(weaker_bundle(path, bundle)),
             reload_text_encoder=bundle.load_text_encoder if offload_text_encoder else None,
             guardrail=guardrail,
         )

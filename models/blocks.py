@@ -51,8 +51,10 @@ class MLP(nn.Module):
         self.gelu = partial(F.gelu, approximate="tanh") if config.structure.gelu_tanh else F.gelu
 
     def forward(self, x_SBD: Tensor) -> Tensor:
-        # a slice at a time: the hidden activations, and in backward their gradients, are a block's largest tensors
-        slices = [through(self.gelu, self.fc1(x), into=self.fc2) for x in x_SBD.split(MLP_SLICE)]
+        # a slice at a time: the hidden activations, and in backward their gradients, are a block's largest tensors;
+        # an exported graph has no fixed number of slices, and its runtime plans its own memory
+        parts = [x_SBD] if torch.compiler.is_exporting() else x_SBD.split(MLP_SLICE)
+        slices = [through(self.gelu, self.fc1(x), into=self.fc2) for x in parts]
         return slices[0] if len(slices) == 1 else torch.cat(slices)
 
 

@@ -187,8 +187,7 @@ def write_bundle(
         UserError: if the parts do not fit each other, or if `out` is a directory that holds something else.
     """
     out = Path(out)
-    if out.is_dir() and any(out.iterdir()) and not is_bundle(out):
-        raise UserError(f"{out} holds files that are not a bundle, and would be replaced; choose another directory")
+    check_replaceable(out)
     _check_parts_fit(config, tokenizer, text_encoder, defaults)
     with atomic_directory(out) as directory:
         weights.save_dit(directory / "transformer", config, state_dict, dtype)
@@ -204,9 +203,21 @@ def write_bundle(
             "defaults": defaults.to_dict(),
             "training": training,
             "licence": None if licence is None else licence.to_dict(),
-            "files": {name: _describe_file(directory / name) for name in _file_names(directory)},
         }
-        write_json(directory / MANIFEST_FILE, manifest)
+        write_manifest(directory, manifest)
+
+
+def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
+    """Writes megadit.json with the size and checksum of every other file in `directory`."""
+    names = [name for name in _file_names(directory) if name != MANIFEST_FILE]
+    files = {name: _describe_file(directory / name) for name in names}
+    write_json(directory / MANIFEST_FILE, {**manifest, "files": files})
+
+
+def check_replaceable(out: Path) -> None:
+    """Raises UserError where `out` is a directory that holds something else than a bundle."""
+    if out.is_dir() and any(out.iterdir()) and not is_bundle(out):
+        raise UserError(f"{out} holds files that are not a bundle, and would be replaced; choose another directory")
 
 
 def is_bundle(path: str | os.PathLike) -> bool:

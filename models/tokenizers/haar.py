@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -131,7 +132,7 @@ class HaarTokenizer:
             w=self.spatial_compression,
         )
         time, space = self._haar_matrices(video.device)
-        coefficients = torch.einsum("BTHWcthw,it,jh,kw->BTHWcijk", patches, time, space, space)
+        coefficients = _along_each(patches, time, space, space)
         return rearrange(coefficients, "B T H W c i j k -> B T H W (c i j k)")
 
     def _from_coefficients(self, raw_BTHWR: Tensor) -> Tensor:
@@ -143,7 +144,7 @@ class HaarTokenizer:
             k=self.spatial_compression,
         )
         time, space = self._haar_matrices(raw_BTHWR.device)
-        patches = torch.einsum("BTHWcijk,it,jh,kw->BTHWcthw", coefficients, time, space, space)
+        patches = _along_each(coefficients, time.T, space.T, space.T)
         video = rearrange(patches, "B T H W c t h w -> B c (T t) (H h) (W w)")
         # The mean over the first temporal patch is the frame that fits its copies best (least squares).
         first = video[:, :, : self.temporal_compression].mean(dim=2, keepdim=True)
@@ -220,16 +221,20 @@ class HaarTokenizer:
         return {"mean_R": self.pca.mean_R, "basis_RC": self.pca.basis_RC, "scale_C": self.pca.scale_C}
 
 
+def _along_each(x: Tensor, *matrices: Tensor) -> Tensor:
+    """Multiplies the last axes of `x`, one matrix [new, old] for each in order."""
+    for axis, matrix in enumerate(matrices, start=-len(matrices)):
+        x = (x.movedim(axis, -1) @ matrix.T).movedim(-1, axis)
+    return x
+
+
 def haar_matrix(size: int) -> Tensor:
     """The orthonormal Haar matrix [coefficient, position] of a power of two; row 0 is the mean times sqrt(size)."""
-    matrix = torch.ones(1, 1, dtype=torch.float64)
+    matrix = np.ones((1, 1))
     while len(matrix) < size:
-        sums = torch.kron(matrix, torch.tensor([[1.0, 1.0]], dtype=torch.float64))
-        differences = torch.kron(
-            torch.eye(len(matrix), dtype=torch.float64), torch.tensor([[1.0, -1.0]], dtype=torch.float64)
-        )
-        matrix = torch.cat([sums, differences]) / math.sqrt(2)
-    return matrix.float()
+        sums, differences = np.kron(matrix, [[1.0, 1.0]]), np.kron(np.eye(len(matrix)), [[1.0, -1.0]])
+        matrix = np.concatenate([sums, differences]) / math.sqrt(2)
+    return torch.tensor(matrix, dtype=torch.float32)  # a constant, where a graph is traced
 
 
 def psnr(tokenizer: HaarTokenizer, videos: Iterable[Tensor]) -> float:

@@ -1,0 +1,135 @@
+"""Bundle in, bundle out: the same parts, with every network exported beside them and checked against torch."""
+
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megadit.export import contract, to_onnx, verify
+from megadit.export.networks import build_network
+from megadit.infer.checkpoints import open_bundle
+from megadit.infer.runtimes.load import FOLDERS, weights_checksum
+from megadit.infer.runtimes.network_spec import SETTINGS_FILE, SETTINGS_VERSION, NetworkSpec
+from megadit.models.bundle import MANIFEST_FILE, Bundle, check_replaceable, write_manifest
+from megadit.models.support import UserError, atomic_directory, write_json
+from megadit.models.tokenizers import VideoTokenizer
+
+PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportSettings:
+    opset: int = to_onnx.DEFAULT_OPSET
+    precision: str = "fp32"
+    """Of the denoiser's network; preconditioning, decoder and encoder are float32."""
+    profiles: tuple[str, ...] = ()
+    """As users write them: name=min,opt,max."""
+    video_steps: int = 10
+    """Most sampling steps of the video that is compared at the end."""
+
+    def __post_init__(self) -> None:
+        to_onnx.check_opset(self.opset)
+        if self.precision not in PRECISIONS:
+            raise UserError(f"precision {self.precision!r} is unknown; choose one of {', '.join(PRECISIONS)}")
+        if self.video_steps < 1:
+            raise UserError(f"video_steps={self.video_steps} must be at least 1")
+
+
+def export_bundle(source: str | Path, out: str | Path, settings: ExportSettings | None = None) -> dict[str, Any]:
+    """Writes `out`, whole or not at all, and gives the report of the comparison that stands in its megadit.json.
+
+    Raises:
+        UserError: for a source that is no bundle, sizes that it cannot have, a full disk; and where an exported
+            network is not the torch network, naming the layer.
+    """
+    settings = settings or ExportSettings()
+    bundle, out = open_bundle(source), Path(out)
+    _check_place(bundle, out)
+    verify.check_precision(settings.precision)
+    tokenizer, text_encoder = bundle.load_tokenizer(), bundle.load_text_encoder()
+    profiles = contract.parse_profiles(settings.profiles, contract.default_profiles(bundle, tokenizer, text_encoder))
+    specs = contract.specs(profiles, bundle.config, tokenizer)
+    try:
+        with atomic_directory(out) as directory:
+            return _write(directory, bundle, tokenizer, specs, settings)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror or error}") from error
+
+
+def _check_place(bundle: Bundle, out: Path) -> None:
+    check_replaceable(out)
+    if out.exists() and out.resolve() == bundle.path.resolve():
+        raise UserError(f"{out} is the bundle to export: give another directory for the result")
+
+
+def _not_copied(folder: str, names: list[str]) -> list[str]:
+    """Of a bundle: what is written anew."""
+    return [name for name in names if name in (MANIFEST_FILE, *FOLDERS.values())]
+
+
+def _write(
+    directory: Path,
+    bundle: Bundle,
+    tokenizer: VideoTokenizer,
+    specs: dict[str, NetworkSpec],
+    settings: ExportSettings,
+) -> dict[str, Any]:
+    shutil.copytree(bundle.path, directory, ignore=_not_copied, dirs_exist_ok=True)
+    onnx = directory / "onnx"
+    onnx.mkdir()
+    report: dict[str, Any] = {}
+    for name, spec in specs.items():
+        _say(f"{name}: exporting")
+        report[name] = _export_network(name, bundle, tokenizer, spec, onnx / f"{name}.onnx", settings)
+        _say(f"{name}: {verify.summary(report[name])}")
+    write_json(onnx / SETTINGS_FILE, _onnx_settings(bundle, specs, settings))
+    write_manifest(directory, bundle.manifest)
+    _say("comparing a whole video")
+    report["video"] = verify.compare_videos(Bundle.open(directory), settings.precision, settings.video_steps)
+    _say(f"video: {report['video']['psnr']:.1f} dB")
+    record = {"settings": asdict(settings), "report": report}
+    write_manifest(directory, {**bundle.manifest, "export": {**bundle.manifest.get("export", {}), "onnx": record}})
+    return report
+
+
+def _export_network(
+    name: str,
+    bundle: Bundle,
+    tokenizer: VideoTokenizer,
+    spec: NetworkSpec,
+    path: Path,
+    settings: ExportSettings,
+) -> dict[str, Any]:
+    """Exports one network and compares it; torch's copy is gone before ONNX Runtime loads its own."""
+    inputs = contract.sample_inputs(spec, contract.trace_sizes(spec))
+    network = build_network(name, bundle, tokenizer, PRECISIONS[settings.precision])
+    about = {"megadit_version": metadata.version("megadit"), "source": weights_checksum(bundle)}
+    to_onnx.export_onnx(network, spec, inputs, path, opset=settings.opset, metadata=about)
+    cases = verify.reference_cases(network, spec, bundle)
+    del network
+
+    def rebuild():
+        return build_network(name, bundle, tokenizer, PRECISIONS[settings.precision])
+
+    return verify.verify_network(path, spec, cases, bundle.config, settings.precision, rebuild)
+
+
+def _onnx_settings(bundle: Bundle, specs: dict[str, NetworkSpec], settings: ExportSettings) -> dict[str, Any]:
+    return {
+        "format_version": SETTINGS_VERSION,
+        "source": weights_checksum(bundle),
+        "precision": settings.precision,
+        "opset": settings.opset,
+        "torch": torch.__version__,
+        "defaults": bundle.defaults.to_dict(),
+        "text_encoder": bundle.manifest["parts"]["text_encoder"],
+        "networks": {name: spec.to_dict() for name, spec in specs.items()},
+    }
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,189 @@
+"""What each exported network takes and gives, in one place: names, types, open sides, profiles, sample inputs.
+
+Users speak of videos (`--profile frames=1,49,121`); graphs speak of latents. `Profiles` is the former, a
+`NetworkSpec` the latter, and `specs` leads from one to the other.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from megadit.infer.runtimes.network_spec import Axis, NetworkSpec, Shape, TensorSpec
+from megadit.models.bundle import Bundle
+from megadit.models.config import DiTConfig
+from megadit.models.support import UserError, nearest
+from megadit.models.text_encoders import TextEncoder
+from megadit.models.tokenizers import VideoTokenizer
+
+GUIDANCE_BATCH = 2
+"""Halves of classifier-free guidance that share a call of the denoiser."""
+LONGEST_TEXT, USUAL_TEXT = 128, 16
+"""Of encoders that cut no text."""
+Range = tuple[int, int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profiles:
+    """(smallest, best, largest) of what a user varies; sizes in pixels and frames of the decoded video."""
+
+    batch: Range
+    """Videos at once; guidance doubles them in the denoiser."""
+    frames: Range
+    height: Range
+    width: Range
+    text: Range
+    """Text tokens."""
+
+
+def default_profiles(bundle: Bundle, tokenizer: VideoTokenizer, text_encoder: TextEncoder) -> Profiles:
+    """Best at the bundle's defaults; up to twice their sides and frames, and four videos."""
+    defaults, side = bundle.defaults, tokenizer.spatial_compression * bundle.config.patch_spatial
+    frames = _frames_of_patches(defaults.num_frames, bundle.config, tokenizer)
+    most_frames = _frames_of_patches(2 * defaults.num_frames, bundle.config, tokenizer)
+    longest = getattr(text_encoder, "max_length", 1) or LONGEST_TEXT
+    return Profiles(
+        batch=(1, 1, 4),
+        frames=(_frames_of_patches(1, bundle.config, tokenizer), frames, most_frames),
+        height=(side, defaults.height, 2 * defaults.height),
+        width=(side, defaults.width, 2 * defaults.width),
+        text=(1, min(longest, USUAL_TEXT), longest),
+    )
+
+
+def _frames_of_patches(frames: int, config: DiTConfig, tokenizer: VideoTokenizer) -> int:
+    """The fewest frames, at least so many, whose latents are whole patches in time."""
+    patch, temporal = config.patch_temporal, tokenizer.temporal_compression
+    latents = 1 + (tokenizer.frames_covering(frames) - 1) // temporal
+    return 1 + (-(-latents // patch) * patch - 1) * temporal
+
+
+def parse_profiles(given: Sequence[str], defaults: Profiles) -> Profiles:
+    """`defaults` with what `name=min,opt,max` (or `name=size`, which is all three) says in their place.
+
+    Raises:
+        UserError: for an unknown name, or numbers that are none or not in order.
+    """
+    names = [field.name for field in fields(Profiles)]
+    for text in given:
+        name, _, value = text.partition("=")
+        if name not in names:
+            near = nearest(name, names)
+            hint = f"did you mean {near!r}?" if near else f"choose one of {', '.join(names)}"
+            raise UserError(f"--profile {text}: there is no profile {name!r}; {hint}")
+        try:
+            sizes = [int(part) for part in value.split(",")]
+        except ValueError:
+            sizes = []
+        if len(sizes) not in (1, 3):
+            raise UserError(f"--profile {text}: write {name}=min,opt,max, three whole numbers")
+        low, best, high = sizes * 3 if len(sizes) == 1 else sizes
+        if not 1 <= low <= best <= high:
+            raise UserError(f"--profile {text}: must be 1 <= min <= opt <= max, got {low}, {best}, {high}")
+        defaults = replace(defaults, **{name: (low, best, high)})
+    return defaults
+
+
+def specs(profiles: Profiles, config: DiTConfig, tokenizer: VideoTokenizer) -> dict[str, NetworkSpec]:
+    """The contract of each network, by name.
+
+    Raises:
+        UserError: for sizes that the tokenizer or the network cannot take; names the nearest that it can.
+    """
+    latents = zip(*(_latent_sizes(profiles, place, config, tokenizer) for place in range(3)), strict=True)
+    patches = (config.patch_temporal, config.patch_spatial, config.patch_spatial)
+    temporal, spatial = tokenizer.temporal_compression, tokenizer.spatial_compression
+    time, height, width = (
+        _axis(name, sizes, step=step)
+        for name, sizes, step in zip(("time", "height", "width"), latents, patches, strict=True)
+    )
+    video = (
+        _axis("frames", profiles.frames, step=temporal, offset=1),
+        _axis("video_height", profiles.height, step=spatial),
+        _axis("video_width", profiles.width, step=spatial),
+    )
+    doubled = (profiles.batch[0], GUIDANCE_BATCH * profiles.batch[1], GUIDANCE_BATCH * profiles.batch[2])
+    batch, one = _axis("batch", doubled), _axis("batch", (1, 1, max(2, profiles.batch[2])))
+    # classes stand for texts in one token, whatever the longest text is
+    text = _axis("text", profiles.text) if config.structure.cross_attention else 1
+    latent = (config.in_channels, time, height, width)
+    return {
+        "denoiser": NetworkSpec(
+            name="denoiser",
+            inputs=(
+                TensorSpec(name="x", dtype="float32", axes=(batch, *latent)),
+                TensorSpec(name="sigma", dtype="float32", axes=(batch,)),
+                TensorSpec(name="text", dtype="float32", axes=(batch, text, config.crossattn_emb_size)),
+                TensorSpec(name="text_length", dtype="int64", axes=(batch,)),
+                TensorSpec(name="fps", dtype="float32", axes=(batch,)),
+            ),
+            output="x0",
+        ),
+        "video_decoder": NetworkSpec(
+            name="video_decoder",
+            inputs=(TensorSpec(name="latents", dtype="float32", axes=(one, config.in_channels, *_free(latent[1:]))),),
+            output="video",
+        ),
+        "video_encoder": NetworkSpec(
+            name="video_encoder",
+            inputs=(TensorSpec(name="video", dtype="float32", axes=(one, 3, *video)),),
+            output="latents",
+        ),
+    }
+
+
+def _axis(name: str, sizes: Sequence[int], *, step: int = 1, offset: int = 0) -> Axis:
+    low, best, high = sizes
+    return Axis(name=name, min=low, opt=best, max=high, step=step, offset=offset % step if step > 1 else 0)
+
+
+def _free(axes: Sequence[Axis]) -> tuple[Axis, ...]:
+    """Without their steps: a tokenizer's networks know nothing of patches."""
+    return tuple(replace(axis, step=1) for axis in axes)
+
+
+def _latent_sizes(profiles: Profiles, place: int, config: DiTConfig, tokenizer: VideoTokenizer) -> tuple[int, int, int]:
+    frames, height, width = (getattr(profiles, name)[place] for name in ("frames", "height", "width"))
+    try:
+        sizes = tokenizer.latent_shape(frames, height, width)[1:]
+        config.token_grid(*sizes)
+    except UserError as error:
+        raise UserError(f"--profile, {('min', 'opt', 'max')[place]} {frames}x{height}x{width}: {error}") from None
+    return sizes
+
+
+def trace_sizes(spec: NetworkSpec) -> dict[str, int]:
+    """Sizes to export with: small, and different from one another, so that no two sides are taken for one."""
+    sizes = {}
+    for place, axis in enumerate(spec.axes.values()):
+        sizes[axis.name] = axis.offset + axis.step * (2 + place if axis.step == 1 else 2 + place % 3)
+    return sizes
+
+
+def sample_inputs(spec: NetworkSpec, sizes: Mapping[str, int], seed: int = 0) -> dict[str, Tensor]:
+    """Random inputs of the kind that the network meets.
+
+    For the denoiser: sigmas spread over 0.002 to 80, latents with that much noise, texts of every length down to none
+    (the unconditional half), videos and an image.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {tensor.name: tensor.shape(sizes) for tensor in spec.inputs}
+
+    def normal(shape: Shape) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    if spec.name != "denoiser":
+        (name,) = shapes
+        return {name: 0.5 * normal(shapes[name])}
+    (batch,) = shapes["sigma"]
+    sigma_B = torch.logspace(-2.7, 1.9, batch) if batch > 1 else torch.tensor([1.0])
+    longest = shapes["text"][1]
+    length_B = torch.arange(batch).flip(0) * longest // max(batch - 1, 1)
+    return {
+        "x": normal(shapes["x"]) * (1 + sigma_B**2).sqrt()[:, None, None, None, None],
+        "sigma": sigma_B,
+        "text": normal(shapes["text"]),
+        "text_length": length_B,
+        "fps": torch.tensor([24.0 if place % 3 else 0.0 for place in range(1, batch + 1)]),
+    }

@@ -1,0 +1,114 @@
+"""Which layer of a graph is the first to differ from torch.
+
+The value of every module of the torch network is laid beside the value of the same layer in the graph: nodes are
+named after their layers (`to_onnx.py`), so that the last node of a layer gives what the module returns.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import onnx
+import torch
+from torch import Tensor, nn
+
+from megadit.infer.runtimes.onnx import open_session
+
+
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    """|value - reference| / |reference|, both as whole tensors; infinite where something is not a number."""
+    value, reference = value.double(), reference.double()
+    error = (value - reference).norm() / reference.norm().clamp(min=1e-3 * reference.numel() ** 0.5)
+    return error.item() if torch.isfinite(error) else float("inf")
+
+
+def first_difference(
+    path: Path, network: nn.Module, inputs: Mapping[str, Tensor], tolerance: float
+) -> tuple[str, float]:
+    """(layer, relative error) of the first layer beyond `tolerance`, in the order that torch finishes them.
+
+    Where none is on its own, the one that differs most.
+    """
+    references = module_values(network, inputs)
+    last_value = last_values(path, references)
+    values = graph_values(path, inputs, set(last_value.values()))
+    worst = ("", 0.0)
+    for layer, reference in references.items():
+        value = values.get(last_value.get(layer, ""))
+        if value is None or value.shape != reference.shape:
+            continue
+        error = relative_error(value, reference)
+        if error > tolerance:
+            return layer, error
+        worst = max(worst, (layer, error), key=lambda one: one[1])
+    return worst
+
+
+def layer_of_failure(message: str) -> str:
+    """The layer whose node ONNX Runtime complains about, as far as it says."""
+    found = re.search(r"Name:'([^']*)'", message)
+    return found.group(1).rpartition("/")[0] if found else ""
+
+
+@contextmanager
+def recorded_outputs(network: nn.Module, record: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Within, `record` is told what every module returns."""
+
+    def hook(name: str):
+        def told(module, args, output):
+            if isinstance(output, Tensor):
+                record(name, output)
+
+        return told
+
+    handles = [module.register_forward_hook(hook(name)) for name, module in network.named_modules() if name]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def module_values(network: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What each module returns, in the order in which they finish."""
+    values: dict[str, Tensor] = {}
+    with recorded_outputs(network, lambda name, value: values.setdefault(name, value.float().cpu())):
+        network(*inputs.values())
+    return values
+
+
+def last_values(path: Path, layers: Iterable[str]) -> dict[str, str]:
+    """The name of the value that each layer ends with, for the layers that have nodes."""
+    known, found = set(layers), {}
+    for node in onnx.load(path, load_external_data=False).graph.node:
+        scope = node.name.rpartition("/")[0]
+        while scope:
+            if scope in known:
+                found[scope] = node.output[0]
+            scope = scope.rpartition(".")[0]
+    return found
+
+
+def graph_values(path: Path, inputs: Mapping[str, Tensor], names: set[str]) -> dict[str, Tensor]:
+    """Values inside a graph, which a copy of it gives as further outputs."""
+    model = onnx.load(path, load_external_data=False)
+    outputs = {output.name for output in model.graph.output}
+    model.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in sorted(names - outputs))
+    copy = path.with_name(f"layers_{path.name}")  # beside the file of its weights
+    try:
+        onnx.save(model, copy)
+        session = open_session(copy, torch.device("cpu"), prepack=False)
+    finally:
+        copy.unlink(missing_ok=True)
+    return {
+        name: torch.from_numpy(np.asarray(value, dtype=np.float32))
+        for name, value in zip(
+            [output.name for output in session.get_outputs()],
+            session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()}),
+            strict=True,
+        )
+        if value.dtype.kind == "f"
+    }

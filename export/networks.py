@@ -1,0 +1,70 @@
+"""The networks of a bundle as modules of tensors alone, which is what an exporter can trace."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from megadit.models.bundle import Bundle
+from megadit.models.conditioning import Conditioning
+from megadit.models.precondition import EDMDenoiser, scalings
+from megadit.models.tokenizers import VideoTokenizer
+from megadit.models.tokenizers.tiling import Tiles
+
+
+class DenoiserGraph(nn.Module):
+    """D(x; sigma): preconditioning in float32, patches and the network in its own precision."""
+
+    def __init__(self, denoiser: EDMDenoiser) -> None:
+        super().__init__()
+        self.denoiser = denoiser
+
+    def forward(self, x: Tensor, sigma: Tensor, text: Tensor, text_length: Tensor, fps: Tensor) -> Tensor:
+        return self.denoiser(x, sigma, Conditioning(text, text_length, fps))
+
+
+class DecoderGraph(nn.Module):
+    """Latents to video."""
+
+    def __init__(self, tokenizer: VideoTokenizer) -> None:
+        super().__init__()
+        self.network = network_of(tokenizer)
+        self.tokenizer = _without_tiles(tokenizer)
+
+    def forward(self, latents: Tensor) -> Tensor:
+        return self.tokenizer.decode(latents)
+
+
+class EncoderGraph(nn.Module):
+    """Video to latents."""
+
+    def __init__(self, tokenizer: VideoTokenizer) -> None:
+        super().__init__()
+        self.network = network_of(tokenizer)
+        self.tokenizer = _without_tiles(tokenizer)
+
+    def forward(self, video: Tensor) -> Tensor:
+        return self.tokenizer.encode(video)
+
+
+def network_of(tokenizer: VideoTokenizer) -> nn.Module | None:
+    """The module inside a tokenizer, so that an exporter finds its weights; Haar has none."""
+    network = getattr(tokenizer, "network", None)
+    return None if network is None else network.module
+
+
+def _without_tiles(tokenizer: VideoTokenizer) -> VideoTokenizer:
+    """The tokenizer with one tile that no video exceeds: a graph has no fixed number of them."""
+    if not hasattr(tokenizer, "tiles"):
+        return tokenizer
+    return replace(tokenizer, tiles=Tiles(side=2**30, overlap=0, frames=2**30, context=1))
+
+
+def build_network(name: str, bundle: Bundle, tokenizer: VideoTokenizer, dtype: torch.dtype) -> nn.Module:
+    """The module behind a contract of this name; only the denoiser computes in `dtype`."""
+    if name == "denoiser":
+        network = DenoiserGraph(EDMDenoiser(bundle.load_dit(dtype=dtype)))
+        scalings(torch.ones(1), bundle.config)  # what is computed once for all must not be so while tracing
+    else:
+        network = {"video_decoder": DecoderGraph, "video_encoder": EncoderGraph}[name](tokenizer)
+    return network.eval().requires_grad_(False)

@@ -1,0 +1,118 @@
+"""One network to one ONNX file: traced by torch's exporter, cleaned by its optimizer, the same bytes each time.
+
+Every node is named after the layer that it came from (`denoiser.dit.blocks.3.mlp.fc1/linear_12`), which is what
+errors, profilers and `layers.py` show. Files tell nothing of the machine that wrote them.
+"""
+
+import ast
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from megadit.infer.runtimes.network_spec import Axis, NetworkSpec
+from megadit.models.support import UserError
+
+OPSETS = (18, 19, 20, 21, 22, 23)
+DEFAULT_OPSET = 18
+EXTERNAL_DATA_FROM = 2**30
+"""Bytes of weights from which they lie in a file of their own: an ONNX file itself holds less than 2 GB."""
+
+
+def check_opset(opset: int) -> None:
+    """Raises UserError for an opset that the exporter does not write."""
+    if opset not in OPSETS:
+        raise UserError(f"opset {opset} is not supported; choose {OPSETS[0]} (any TensorRT 10) to {OPSETS[-1]}")
+
+
+def export_onnx(
+    network: nn.Module,
+    spec: NetworkSpec,
+    inputs: Mapping[str, Tensor],
+    path: Path,
+    *,
+    opset: int = DEFAULT_OPSET,
+    metadata: Mapping[str, str],
+) -> None:
+    """Writes `path` (and `path`.data beside it, where the weights are large); `inputs` are those to trace with."""
+    import onnx_ir
+
+    example = tuple(inputs[tensor.name] for tensor in spec.inputs)
+    with torch.no_grad(), _quiet():
+        traced = torch.export.export(network, example, dynamic_shapes=_dynamic_shapes(spec), strict=False)
+        traced = traced.run_decompositions({torch.ops.aten.unbind.int: _unbind})
+        program = torch.onnx.export(
+            traced,
+            dynamo=True,
+            opset_version=opset,
+            input_names=[tensor.name for tensor in spec.inputs],
+            output_names=[spec.output],
+            optimize=True,
+            verbose=False,
+        )
+    _clean(program.model, spec, metadata)
+    size = sum(parameter.nbytes for parameter in network.parameters())
+    external = f"{path.name}.data" if size >= EXTERNAL_DATA_FROM else None
+    onnx_ir.save(program.model, path, external_data=external)
+
+
+def _dynamic_shapes(spec: NetworkSpec) -> tuple[dict[int, object], ...]:
+    """Open sides, as torch.export wants them: equal names are one side, steps are kept."""
+    roots = {name: torch.export.Dim(f"{name}_count") for name, axis in spec.axes.items() if axis.step > 1}
+
+    def side(axis: Axis):
+        if axis.step == 1:
+            return torch.export.Dim.DYNAMIC  # sides that the network needs equal become one by themselves
+        return axis.step * roots[axis.name] + axis.offset if axis.offset else axis.step * roots[axis.name]
+
+    return tuple(
+        {place: side(axis) for place, axis in enumerate(tensor.axes) if isinstance(axis, Axis)}
+        for tensor in spec.inputs
+    )
+
+
+def _unbind(x: Tensor, dim: int = 0) -> list[Tensor]:
+    """As slices: an ONNX sequence, which the exporter writes otherwise, is more than TensorRT reads."""
+    return [x.select(dim, index) for index in range(x.shape[dim])]
+
+
+@contextlib.contextmanager
+def _quiet():
+    """The exporter reports its progress on every channel there is; what matters is checked afterwards."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir", "torch.export")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+def _clean(model, spec: NetworkSpec, metadata: Mapping[str, str]) -> None:
+    """Names sides and nodes, and removes what tells of this machine."""
+    for place, node in enumerate(model.graph):
+        scopes = ast.literal_eval(node.metadata_props.get("pkg.torch.onnx.name_scopes", "[]"))
+        layer = scopes[-2] if len(scopes) > 1 else ""
+        node.name = f"{layer}/{node.op_type}_{place}"
+        node.metadata_props.clear()
+        node.doc_string = None
+        for value in node.outputs:
+            value.metadata_props.clear()
+    for value in (*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values()):
+        value.metadata_props.clear()
+    for function in model.functions.values():
+        function.metadata_props.clear()
+    model.graph.name, model.graph.doc_string, model.doc_string = spec.name, None, None
+    model.graph.metadata_props.clear()
+    model.metadata_props.clear()
+    model.metadata_props.update(metadata)
+    model.producer_name, model.producer_version = "megadit", metadata["megadit_version"]

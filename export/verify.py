@@ -1,0 +1,257 @@
+"""The numeric gate: an exported network is the torch network, or the export fails and names the layer.
+
+The denoiser is judged on its raw prediction F, for D = c_skip x + c_out F hides any error of F at small sigma. F is
+read inside the graph, and once more out of D, where float32 leaves room for it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from torch import Tensor, nn
+
+from megadit.export.contract import sample_inputs
+from megadit.export.layers import (
+    first_difference,
+    last_values,
+    layer_of_failure,
+    recorded_outputs,
+    relative_error,
+)
+from megadit.infer.pipeline import TextToVideo
+from megadit.infer.runtimes.network_spec import Axis, NetworkSpec
+from megadit.infer.runtimes.onnx import open_session
+from megadit.models.bundle import Bundle
+from megadit.models.config import DiTConfig
+from megadit.models.precondition import scalings
+from megadit.models.support import UserError
+
+TOLERANCES = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 8e-2}
+"""Relative error, by precision of the network: float32 sums in another order differ by 1e-6 to 2e-5; a half-precision
+network rounds every layer's output, by 5e-4 (fp16) and 4e-3 (bf16)."""
+LEAST_PSNR = {"fp32": 50.0, "fp16": 35.0, "bf16": 25.0}
+"""In decibels, of every frame of a sampled video against torch's."""
+SIGMAS = (0.002, 0.02, 0.2, 1.0, 5.0, 20.0, 80.0)
+F_LAYER = "denoiser.dit"
+"""The module that returns F."""
+PROMPTS = {"class_labels": "0"}
+USUAL_PROMPT = "a red seven moving left"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """Inputs of a network, and what torch makes of them."""
+
+    name: str
+    inputs: dict[str, Tensor]
+    output: Tensor
+    F: Tensor | None = None
+    """Of the denoiser: its raw prediction."""
+
+
+def check_precision(precision: str) -> None:
+    """Raises UserError where the comparison cannot run in this precision."""
+    if precision == "bf16" and "CUDAExecutionProvider" not in _providers():
+        raise UserError(
+            "precision bf16 cannot be checked here: ONNX Runtime has no bf16 products on a CPU; use fp16 or fp32, or "
+            "export where onnxruntime-gpu and a GPU are"
+        )
+
+
+def _providers() -> list[str]:
+    try:
+        import onnxruntime
+    except ModuleNotFoundError:
+        raise UserError("exporting needs the library onnxruntime: pip install 'megadit[export]'") from None
+    return onnxruntime.get_available_providers()
+
+
+# ----------------------------------------------------------------------------------------------------- cases
+
+
+def reference_cases(network: nn.Module, spec: NetworkSpec, bundle: Bundle) -> list[Case]:
+    """Random inputs at the extremes of every side and at the best sizes; for the denoiser every sigma and real text."""
+    inputs = {}
+    for extreme in ("min", "opt", "max"):
+        sizes = {name: getattr(axis, extreme) for name, axis in spec.axes.items()}
+        inputs[f"all sides {extreme}"] = sample_inputs(spec, sizes, seed=1)
+    for name, axis in spec.axes.items():
+        if axis.max > axis.min:
+            sizes = {other.name: other.min for other in spec.axes.values()} | {name: axis.max}
+            inputs[f"{name} max, others min"] = sample_inputs(spec, sizes, seed=2)
+    if spec.name == "denoiser":
+        inputs |= {f"sigma {sigma}": _at_sigma(spec, sigma, bundle) for sigma in SIGMAS}
+    return [_reference(network, name, values) for name, values in inputs.items()]
+
+
+def _at_sigma(spec: NetworkSpec, sigma: float, bundle: Bundle) -> dict[str, Tensor]:
+    """The best size, a real prompt beside no text, and latents with noise of this level."""
+    sizes = {name: axis.opt for name, axis in spec.axes.items()}
+    features = bundle.load_text_encoder().encode([_prompt(bundle), ""])
+    text_length, longest = features.length_B, features.features_BLE.shape[1]
+    if isinstance(axis := spec.axes.get("text"), Axis):
+        sizes["text"] = min(max(longest, axis.min), axis.max)
+    inputs = sample_inputs(spec, sizes, seed=3)
+    batch, length = inputs["text"].shape[:2]
+    text_BLE = torch.zeros_like(inputs["text"])
+    rows = torch.arange(batch) % 2
+    text_BLE[:, : min(longest, length)] = features.features_BLE[rows, :length]
+    noise = inputs["x"] / inputs["x"].std()
+    x = noise * (sigma**2 + bundle.config.sigma_data**2) ** 0.5
+    lengths = text_length[rows].clamp(max=length)
+    return inputs | {"x": x, "sigma": torch.full((batch,), sigma), "text": text_BLE, "text_length": lengths}
+
+
+def _prompt(bundle: Bundle) -> str:
+    return PROMPTS.get(bundle.manifest["parts"]["text_encoder"], USUAL_PROMPT)
+
+
+@torch.no_grad()
+def _reference(network: nn.Module, name: str, inputs: dict[str, Tensor]) -> Case:
+    raw: dict[str, Tensor] = {}
+
+    def keep(layer: str, value: Tensor) -> None:
+        if layer == F_LAYER:
+            raw["F"] = value.float()
+
+    with recorded_outputs(network, keep):
+        output = network(*inputs.values())
+    return Case(name=name, inputs=inputs, output=output, F=raw.get("F"))
+
+
+# ------------------------------------------------------------------------------------------------ comparison
+
+
+def verify_network(
+    path: Path,
+    spec: NetworkSpec,
+    cases: list[Case],
+    config: DiTConfig,
+    precision: str,
+    rebuild: Callable[[], nn.Module],
+) -> dict[str, Any]:
+    """The report of a network that passes; `rebuild` gives the torch network once more, to look for a layer.
+
+    Raises:
+        UserError: for a network that does not pass; names the case, the error and the first layer that differs.
+    """
+    check_open_sides(path, spec)
+    tolerance = TOLERANCES[precision]
+    errors: dict[str, dict[str, float]] = {}
+    run = _graph(path, spec)
+    for case in cases:
+        try:
+            values = run(case.inputs)
+        except Exception as error:  # ONNX Runtime's exceptions have no base of their own
+            layer = layer_of_failure(str(error)) or "of no name"
+            raise UserError(
+                f"{spec.name} does not run with {case.name}: the layer {layer} takes no such sizes "
+                f"({str(error).strip().splitlines()[0]})"
+            ) from error
+        errors[case.name] = _errors(case, values, spec, config)
+        if max(errors[case.name].values()) > tolerance:
+            del run
+            layer, size = first_difference(path, rebuild(), case.inputs, tolerance)
+            kind = max(errors[case.name], key=errors[case.name].get)
+            raise UserError(
+                f"the exported {spec.name} is not the network: with {case.name} its {kind} differs by "
+                f"{errors[case.name][kind]:.1e} (at most {tolerance:.0e}); the first layer that differs is {layer} "
+                f"(by {size:.1e})"
+            )
+    worst = max(max(one.values()) for one in errors.values())
+    return {"tolerance": tolerance, "worst": worst, "cases": errors}
+
+
+def check_open_sides(path: Path, spec: NetworkSpec) -> None:
+    """Raises UserError where the graph has fixed the size of a side that the contract leaves open."""
+    graph = onnx.load(path, load_external_data=False).graph
+    shapes = {value.name: value.type.tensor_type.shape.dim for value in graph.input}
+    for tensor in spec.inputs:
+        for place, (axis, side) in enumerate(zip(tensor.axes, shapes[tensor.name], strict=True)):
+            if isinstance(axis, Axis) and side.HasField("dim_value"):
+                raise UserError(
+                    f"the exported {spec.name} has fixed side {place} ({axis.name}) of its input {tensor.name} at "
+                    f"{side.dim_value}; it must be open, {axis.min} to {axis.max}"
+                )
+
+
+def _graph(path: Path, spec: NetworkSpec) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
+    """The graph as a function of inputs to its output and, of the denoiser, F."""
+    model = onnx.load(path, load_external_data=False)
+    wanted = {spec.output: spec.output}
+    if spec.name == "denoiser" and (found := last_values(path, [F_LAYER])):
+        wanted["F"] = found[F_LAYER]
+        if found[F_LAYER] not in {output.name for output in model.graph.output}:
+            model.graph.output.append(onnx.helper.make_empty_tensor_value_info(found[F_LAYER]))
+    copy = path.with_name(f"verify_{path.name}")
+    try:
+        onnx.save(model, copy)
+        session = open_session(copy, torch.device("cpu"), prepack=False)
+    finally:
+        copy.unlink(missing_ok=True)
+
+    def run(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        values = session.run(list(wanted.values()), {name: value.numpy() for name, value in inputs.items()})
+        return {name: torch.from_numpy(np.asarray(v, np.float32)) for name, v in zip(wanted, values, strict=True)}
+
+    return run
+
+
+def _errors(case: Case, values: Mapping[str, Tensor], spec: NetworkSpec, config: DiTConfig) -> dict[str, float]:
+    """Relative errors, each of the sample that differs most."""
+    output = values[spec.output]
+    if case.F is None:
+        return {spec.output: _largest(output, case.output)}
+    errors = {"F from D": errors_from_D(output, case, config)}
+    if "F" in values:
+        errors["F"] = _largest(values["F"], case.F)
+    return errors
+
+
+def errors_from_D(output: Tensor, case: Case, config: DiTConfig) -> float:
+    """The relative error of F = (D - c_skip x) / c_out, less what rounding D to float32 makes uncertain."""
+    x, sigma = case.inputs["x"].double(), case.inputs["sigma"].double()[:, None, None, None, None]
+    c_skip, c_out, _, _ = scalings(sigma, config)
+    D, F = output.double(), case.F.double()
+    found = (D - c_skip * x) / c_out
+    rounding = 4 * torch.finfo(torch.float32).eps * ((c_skip * x).abs() + D.abs()) / c_out.abs()
+    beyond = ((found - F).abs() - rounding).clamp(min=0)
+    return max(map(relative_error, F + beyond, F))
+
+
+def _largest(values: Tensor, references: Tensor) -> float:
+    return max(map(relative_error, values, references))
+
+
+def summary(report: Mapping[str, Any]) -> str:
+    return f"{len(report['cases'])} cases, relative error at most {report['worst']:.1e}"
+
+
+# ------------------------------------------------------------------------------------------------ whole videos
+
+
+def compare_videos(bundle: Bundle, precision: str, num_steps: int, runtime: str = "onnx") -> dict[str, Any]:
+    """Samples one video with torch and with `runtime`, and compares them frame by frame.
+
+    Raises:
+        UserError: where a frame differs too much.
+    """
+    settings = replace(bundle.defaults, num_steps=min(num_steps, bundle.defaults.num_steps), autoguidance="")
+    prompt, frames = _prompt(bundle), {}
+    for name, dtype in (("torch", {"fp16": "float16", "bf16": "bfloat16"}.get(precision, "float32")), (runtime, None)):
+        pipeline = TextToVideo.load(bundle, device="cpu", dtype=dtype or "float32", runtime=name)
+        (video,) = pipeline.stream([prompt], settings, seeds=1)
+        frames[name] = video.video.astype(np.float64)
+    mean_square_T = ((frames["torch"] - frames[runtime]) ** 2).mean(axis=(1, 2, 3))
+    psnr_T = 10 * np.log10(255**2 / np.maximum(mean_square_T, 1e-3))  # at most 78 dB: equal in every value
+    worst = int(psnr_T.argmin())
+    if psnr_T[worst] < LEAST_PSNR[precision]:
+        raise UserError(
+            f"frame {worst} of a video sampled with {runtime} is {psnr_T[worst]:.1f} dB from torch's; at least "
+            f"{LEAST_PSNR[precision]:.0f} dB are asked for, though every network passed on its own"
+        )
+    return {"psnr": float(psnr_T[worst]), "least": LEAST_PSNR[precision], "num_frames": len(psnr_T), "prompt": prompt}

@@ -1,0 +1,134 @@
+"""What an exported network takes and gives: the one description that graphs, engines and runtimes are checked against.
+
+It is written beside the files (`settings.json`), so that a copied folder explains itself.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megadit.models.support import UserError, read_json
+
+SETTINGS_FILE = "settings.json"
+SETTINGS_VERSION = 1
+Extreme = Literal["min", "opt", "max"]
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Axis:
+    """A side whose size is open: min <= size <= max, and size = offset + a multiple of step."""
+
+    name: str
+    min: int
+    opt: int
+    """The size to be fastest at."""
+    max: int
+    step: int = 1
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min <= self.opt <= self.max:
+            raise UserError(f"{self.name}: {self.min} <= {self.opt} <= {self.max} must hold for min, opt and max")
+        for size in (self.min, self.opt, self.max):
+            if (size - self.offset) % self.step:
+                rule = f"{self.offset} + a multiple of {self.step}" if self.offset else f"a multiple of {self.step}"
+                raise UserError(f"{self.name}: {size} must be {rule}")
+
+    def admits(self, size: int) -> bool:
+        return self.min <= size <= self.max and (size - self.offset) % self.step == 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    name: str
+    dtype: str
+    """As torch and numpy call it."""
+    axes: tuple[Axis | int, ...]
+    """Open sides, and the sizes of fixed ones."""
+
+    def shape(self, sizes: Mapping[str, int]) -> Shape:
+        """With these sizes of the open sides."""
+        return tuple(axis if isinstance(axis, int) else sizes[axis.name] for axis in self.axes)
+
+    def shape_at(self, extreme: Extreme) -> Shape:
+        return tuple(axis if isinstance(axis, int) else getattr(axis, extreme) for axis in self.axes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NetworkSpec:
+    name: str
+    inputs: tuple[TensorSpec, ...]
+    output: str
+
+    @property
+    def axes(self) -> dict[str, Axis]:
+        """The open sides of all inputs, by name."""
+        return {axis.name: axis for tensor in self.inputs for axis in tensor.axes if isinstance(axis, Axis)}
+
+    def check(self, shapes: Mapping[str, Shape], rebuild: str) -> None:
+        """Refuses inputs outside of what was exported; `rebuild` says what to do then.
+
+        Raises:
+            UserError: names the tensor and the side.
+        """
+        for tensor in self.inputs:
+            for place, (axis, size) in enumerate(zip(tensor.axes, shapes[tensor.name], strict=True)):
+                if isinstance(axis, int) and axis != size:
+                    raise UserError(f"{self.name}: side {place} of {tensor.name} is {size}, not {axis}")
+                if isinstance(axis, Axis) and not axis.admits(size):
+                    raise UserError(
+                        f"{self.name}: {axis.name} is {size} in {tensor.name}, but was exported for {axis.min} to "
+                        f"{axis.max}" + (f" in steps of {axis.step}" if axis.step > 1 else "") + f"; {rebuild}"
+                    )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "NetworkSpec":
+        inputs = tuple(
+            TensorSpec(
+                name=tensor["name"],
+                dtype=tensor["dtype"],
+                axes=tuple(axis if isinstance(axis, int) else Axis(**axis) for axis in tensor["axes"]),
+            )
+            for tensor in values["inputs"]
+        )
+        return cls(name=values["name"], inputs=inputs, output=values["output"])
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedNetworks:
+    """The folder `onnx/` or `plan/` of a bundle."""
+
+    directory: Path
+    settings: dict[str, Any]
+    """The contents of settings.json."""
+
+    @classmethod
+    def open(cls, directory: Path, source: str) -> "ExportedNetworks":
+        """Reads the folder's settings; `source` is the checksum of the weights that it must be made from.
+
+        Raises:
+            UserError: if there is no such folder, a newer version wrote it, or it was made from other weights.
+        """
+        bundle, kind = directory.parent, {"onnx": "onnx", "plan": "tensorrt"}.get(directory.name, directory.name)
+        command = f"`megadit export {bundle} OUT --format {kind}`"
+        if not (directory / SETTINGS_FILE).is_file():
+            raise UserError(f"{bundle} has no {directory.name}/: make a bundle that has it with {command}")
+        settings = read_json(directory / SETTINGS_FILE)
+        if settings.get("format_version", 0) > SETTINGS_VERSION:
+            raise UserError(f"{directory} was written by a newer version of megadit: upgrade, or run {command}")
+        if settings["source"] != source:
+            raise UserError(f"{directory} was made from other weights than {bundle / 'transformer'}: run {command}")
+        return cls(directory, settings)
+
+    def network(self, name: str) -> NetworkSpec:
+        return NetworkSpec.from_dict(self.settings["networks"][name])
+
+    @property
+    def rebuild(self) -> str:
+        """What to do where a size was not exported."""
+        return f"export again with --profile ({self.directory.parent})"

@@ -1,0 +1,142 @@
+"""Exported networks under ONNX Runtime, on the CPU or on a GPU by CUDA."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megadit.infer.runtimes.network_spec import ExportedNetworks, NetworkSpec, Shape
+from megadit.models.conditioning import Conditioning
+from megadit.models.support import UserError
+from megadit.models.tokenizers import VideoTokenizer
+
+NUMPY_DTYPES = {"float32": np.float32, "int64": np.int64}
+TORCH_DTYPES = {"float32": torch.float32, "int64": torch.int64}
+PROVIDERS = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider", "CPUExecutionProvider"]}
+
+
+class OnnxNetwork:
+    """One graph in memory. Tensors are handed over where they lie: on a GPU nothing is copied to the host."""
+
+    def __init__(
+        self, path: Path, spec: NetworkSpec, *, device: torch.device, rebuild: str = "export it again"
+    ) -> None:
+        self.spec = spec
+        self.device = device
+        self._rebuild = rebuild
+        self._session = open_session(path, device)
+
+    @torch.no_grad()
+    def __call__(self, inputs: Mapping[str, Tensor], output_shape: Shape) -> Tensor:
+        """The output, float32, on `device`.
+
+        Raises:
+            UserError: for sizes that were not exported.
+        """
+        self.spec.check({name: tuple(tensor.shape) for name, tensor in inputs.items()}, self._rebuild)
+        binding = self._session.io_binding()
+        place, index = self.device.type, self.device.index or 0
+        held = []  # the session reads this memory until it is done
+        for tensor in self.spec.inputs:
+            value = inputs[tensor.name].to(self.device, TORCH_DTYPES[tensor.dtype]).contiguous()
+            held.append(value)
+            dtype, shape = NUMPY_DTYPES[tensor.dtype], tuple(value.shape)
+            binding.bind_input(tensor.name, place, index, dtype, shape, value.data_ptr())
+        out = torch.empty(output_shape, device=self.device)
+        binding.bind_output(self.spec.output, place, index, np.float32, output_shape, out.data_ptr())
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # the session works on a stream of its own
+        self._session.run_with_iobinding(binding)
+        return out
+
+
+class OnnxDenoiser:
+    """D(x; sigma) by an exported graph; called exactly like `TorchDenoiser`."""
+
+    def __init__(self, exported: ExportedNetworks, *, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self._network = open_network(exported, "denoiser", self.device)
+
+    def __call__(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
+        """Clean latents x0 (float32, on `device`); the inputs may lie anywhere."""
+        inputs = denoiser_inputs(x_BCTHW, sigma_B, conditioning)
+        return self._network(inputs, tuple(x_BCTHW.shape))
+
+
+class OnnxTokenizer:
+    """A tokenizer whose networks are exported graphs; sizes and statistics are those of `tokenizer`.
+
+    Whole videos: what a torch tokenizer computes in tiles, these compute at once, up to the exported size.
+    """
+
+    def __init__(
+        self, exported: ExportedNetworks, tokenizer: VideoTokenizer, *, device: torch.device | str = "cpu"
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._exported = exported
+        self._device = torch.device(device)
+        self._networks: dict[str, OnnxNetwork] = {}
+
+    def __getattr__(self, name: str):
+        return getattr(self._tokenizer, name)
+
+    def encode(self, video_BCTHW: Tensor) -> Tensor:
+        shape = self._tokenizer.latent_shape(*video_BCTHW.shape[2:])
+        return self._run("video_encoder", {"video": video_BCTHW}, (len(video_BCTHW), *shape))
+
+    def decode(self, latents_BCTHW: Tensor) -> Tensor:
+        batch, _, *latent_size = latents_BCTHW.shape
+        return self._run("video_decoder", {"latents": latents_BCTHW}, (batch, 3, *video_size(self, *latent_size)))
+
+    def _run(self, name: str, inputs: Mapping[str, Tensor], output_shape: Shape) -> Tensor:
+        if name not in self._networks:
+            self._networks[name] = open_network(self._exported, name, self._device)
+        return self._networks[name](inputs, output_shape)
+
+
+def video_size(tokenizer: VideoTokenizer, frames: int, height: int, width: int) -> tuple[int, int, int]:
+    """Frames, height and width of the video that latents of this size decode to."""
+    temporal, spatial = tokenizer.temporal_compression, tokenizer.spatial_compression
+    return 1 + (frames - 1) * temporal, height * spatial, width * spatial
+
+
+def denoiser_inputs(x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> dict[str, Tensor]:
+    """The inputs of an exported denoiser, by name."""
+    return {
+        "x": x_BCTHW,
+        "sigma": sigma_B.float(),
+        "text": conditioning.text_BLE,
+        "text_length": conditioning.text_length_B,
+        "fps": conditioning.fps_B,
+    }
+
+
+def open_network(exported: ExportedNetworks, name: str, device: torch.device) -> OnnxNetwork:
+    path = exported.directory / f"{name}.onnx"
+    return OnnxNetwork(path, exported.network(name), device=device, rebuild=exported.rebuild)
+
+
+def open_session(path: Path | str, device: torch.device, *, prepack: bool = True):
+    """A session of ONNX Runtime; without `prepack` weights stay in the mapped file, at some cost in speed.
+
+    Raises:
+        UserError: if ONNX Runtime is missing, or has no provider for `device`.
+    """
+    try:
+        import onnxruntime
+    except ModuleNotFoundError:
+        raise UserError("the onnx runtime needs the library onnxruntime: pip install 'megadit[export]'") from None
+    providers = PROVIDERS[device.type]
+    there = onnxruntime.get_available_providers()
+    if providers[0] not in there:
+        raise UserError(
+            f"this onnxruntime has no {providers[0]} (it has {', '.join(there)}): pip install onnxruntime-gpu, or use "
+            "device cpu"
+        )
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.disable_prepacking", "0" if prepack else "1")
+    return onnxruntime.InferenceSession(str(path), options, providers=providers)

@@ -1,0 +1,184 @@
+"""A bundle through `megadit export`: the same videos by ONNX Runtime, at sizes that were not exported with."""
+
+import json
+import shutil
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from megadit.export import command
+from megadit.export.contract import sample_inputs, trace_sizes
+from megadit.export.networks import build_network
+from megadit.export.to_onnx import export_onnx
+from megadit.infer import generate
+from megadit.infer.pipeline import TextToVideo
+from megadit.infer.runtimes.load import load_denoiser, open_exported, with_exported_networks
+from megadit.infer.runtimes.onnx import OnnxNetwork
+from megadit.models.bundle import Bundle
+from megadit.models.conditioning import Conditioning
+
+NETWORKS = ("denoiser", "video_decoder", "video_encoder")
+CPU = torch.device("cpu")
+
+
+def conditioning(config, lengths, fps=8.0) -> Conditioning:
+    text_BLE = torch.randn(len(lengths), max(1, *lengths), config.crossattn_emb_size)
+    return Conditioning(text_BLE, torch.tensor(lengths), torch.full((len(lengths),), fps))
+
+
+def test_result_is_a_bundle_that_reports_how_near_it_is(exported):
+    report = exported.manifest["export"]["onnx"]["report"]
+    assert {*NETWORKS, "video"} == report.keys()
+    assert {f"onnx/{name}.onnx" for name in NETWORKS} <= exported.manifest["files"].keys()
+    for name in NETWORKS:
+        assert report[name]["worst"] <= 1e-4
+    assert report["video"]["psnr"] >= 50
+    sigmas = [case for case in report["denoiser"]["cases"] if case.startswith("sigma")]
+    assert len(sigmas) == 7 and all("F" in report["denoiser"]["cases"][case] for case in sigmas)
+
+
+@pytest.mark.parametrize(
+    ("size", "lengths"), [((1, 2, 2), [3]), ((2, 8, 12), [0, 9, 2]), ((3, 4, 6), [5, 0]), ((1, 6, 16), [0])]
+)
+def test_denoiser_is_torchs_at_other_sizes(exported, size, lengths):
+    torch.manual_seed(0)
+    options = {"device": CPU, "dtype": torch.float32}
+    onnx, reference = (load_denoiser(exported, runtime, **options) for runtime in ("onnx", "torch"))
+    x, sigma = torch.randn(len(lengths), exported.config.in_channels, *size), torch.rand(len(lengths)) + 0.1
+    given = conditioning(exported.config, lengths)
+    torch.testing.assert_close(onnx(x, sigma, given), reference(x, sigma, given), atol=2e-5, rtol=1e-4)
+
+
+def test_tokenizer_is_torchs(exported):
+    tokenizer = exported.load_tokenizer()
+    by_onnx = with_exported_networks(tokenizer, exported, "onnx", CPU)
+    video = torch.rand(2, 3, 9, 12, 20) * 2 - 1
+    latents = tokenizer.encode(video)
+    torch.testing.assert_close(by_onnx.encode(video), latents, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(by_onnx.decode(latents), video, atol=1e-5, rtol=1e-5)
+    assert by_onnx.latent_shape(9, 12, 20) == tokenizer.latent_shape(9, 12, 20)
+
+
+def test_generate_gives_torchs_video(exported, tmp_path):
+    latents = {}
+    for runtime in ("torch", "onnx"):
+        out = tmp_path / f"{runtime}.mp4"
+        arguments = ["--checkpoint_path", str(exported.path), "--prompt", "a cat", "--video_save_path", str(out)]
+        assert generate.main([*arguments, "--runtime", runtime, "--device", "cpu"]) == 0
+        assert out.stat().st_size > 0
+        pipeline = TextToVideo.load(exported, device="cpu", runtime=runtime)
+        latents[runtime] = pipeline.generate(["a cat", "a dog"], seeds=[1, 2])
+    for ours, theirs in zip(latents["onnx"], latents["torch"], strict=True):
+        error = np.abs(ours.video.astype(int) - theirs.video.astype(int))
+        assert error.max() <= 1 and (error > 0).mean() < 0.01  # rounding to 8 bits may fall either way
+
+
+def test_same_bytes_for_the_same_network_and_none_of_this_machine(exported, specs, tmp_path):
+    for name in ("video_decoder", "denoiser"):
+        network = build_network(name, exported, exported.load_tokenizer(), torch.float32)
+        path, spec = tmp_path / f"{name}.onnx", specs[name]
+        about = {"megadit_version": "0.1.0", "source": open_exported(exported, "onnx").settings["source"]}
+        export_onnx(network, spec, sample_inputs(spec, trace_sizes(spec), seed=5), path, metadata=about)
+        content = path.read_bytes()
+        assert content == (exported.path / f"onnx/{name}.onnx").read_bytes()
+        assert b"/home" not in content and b"site-packages" not in content and b"forward" not in content
+
+
+def test_graphs_are_sound_and_named(exported):
+    for name in NETWORKS:
+        path = exported.path / f"onnx/{name}.onnx"
+        onnx.checker.check_model(str(path), full_check=True)
+        model = onnx.load(path)
+        names = [node.name for node in model.graph.node]
+        assert len(set(names)) == len(names)
+        assert {one.key: one.value for one in model.metadata_props}["source"]
+        kinds = {value.type.tensor_type.elem_type for value in model.graph.value_info}
+        assert onnx.TensorProto.DOUBLE not in kinds  # which TensorRT has not
+        assert "denoiser.dit.blocks.1.mlp.fc2/MatMul" in " ".join(names) or name != "denoiser"
+
+
+def test_sizes_beyond_the_profile_say_so(exported):
+    denoiser = load_denoiser(exported, "onnx", device=CPU, dtype=torch.float32)
+    x = torch.zeros(1, exported.config.in_channels, 1, 4, 400)
+    with pytest.raises(ValueError, match="width is 400 in x, but was exported for 2 to 24 in steps of 2"):
+        denoiser(x, torch.ones(1), conditioning(exported.config, [1]))
+
+
+def test_other_weights_and_missing_folders_say_what_to_run(exported, tiny_bundle, tmp_path, capsys):
+    with pytest.raises(ValueError, match="has no onnx/: make a bundle that has it with `megadit export"):
+        TextToVideo.load(tiny_bundle, device="cpu", runtime="onnx")
+    shutil.copytree(exported.path, tmp_path / "other")
+    settings = tmp_path / "other/onnx/settings.json"
+    changed = json.loads(settings.read_text()) | {"source": "0" * 64}
+    settings.write_text(json.dumps(changed))
+    manifest = json.loads((tmp_path / "other/megadit.json").read_text())
+    manifest["files"]["onnx/settings.json"]["bytes"] = settings.stat().st_size
+    (tmp_path / "other/megadit.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="made from other weights"):
+        TextToVideo.load(tmp_path / "other", device="cpu", runtime="onnx")
+    with pytest.raises(ValueError, match="choose the precision when exporting"):
+        TextToVideo.load(exported, device="cpu", runtime="onnx", dtype="bfloat16")
+    with pytest.raises(ValueError, match="did you mean 'onnx'"):
+        TextToVideo.load(exported, device="cpu", runtime="onxx")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{missing}", "{out}"], "neither a bundle"),
+        (["{bundle}", "{out}", "--opset", "9"], "opset 9 is not supported"),
+        (["{bundle}", "{out}", "--precision", "fp4"], "precision 'fp4' is unknown"),
+        (["{bundle}", "{out}", "--precision", "bf16"], "bf16 cannot be checked here"),
+        (["{bundle}", "{out}", "--profile", "frames=9,5,1"], "must be 1 <= min <= opt <= max"),
+        (["{bundle}", "{out}", "--profile", "frame=1,5,9"], "did you mean 'frames'?"),
+        (["{bundle}", "{out}", "--profile", "height=many"], "three whole numbers"),
+        (["{bundle}", "{out}", "--profile", "height=16,18,20"], "height 9 is not a multiple of the patch size 2"),
+        (["{bundle}", "{bundle}"], "is the bundle to export"),
+        (["{newer}", "{out}"], "upgrade megadit"),
+        (["{bundle}", "{full}"], "holds files that are not a bundle"),
+    ],
+)
+def test_bad_input_is_told_in_one_line_and_leaves_nothing(tiny_bundle, tmp_path, capsys, arguments, message):
+    newer, full = tmp_path / "newer", tmp_path / "full"
+    shutil.copytree(tiny_bundle.path, newer)
+    manifest = json.loads((newer / "megadit.json").read_text())
+    (newer / "megadit.json").write_text(json.dumps(manifest | {"format_version": 99}))
+    full.mkdir()
+    (full / "thesis.txt").touch()
+    places = {"bundle": tiny_bundle.path, "out": tmp_path / "out", "newer": newer, "full": full}
+    (tmp_path / "empty").mkdir()
+    filled = [argument.format(missing=tmp_path / "empty", **places) for argument in arguments]
+    assert command.main(filled) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith("error: ") and message in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_full_disk_leaves_no_half_export(tiny_bundle, tmp_path, monkeypatch, capsys):
+    def full(*args, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("megadit.export.to_onnx.export_onnx", full)
+    assert command.main([str(tiny_bundle.path), str(tmp_path / "out")]) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_damaged_graph_is_no_bundle(exported, tmp_path):
+    shutil.copytree(exported.path, tmp_path / "cut")
+    file = tmp_path / "cut/onnx/denoiser.onnx"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="1000 bytes instead of"):
+        Bundle.open(tmp_path / "cut")
+
+
+def test_network_takes_the_contract(exported, specs):
+    """Types and order of the graph's inputs are the contract's."""
+    for name, spec in specs.items():
+        graph = onnx.load(exported.path / f"onnx/{name}.onnx").graph
+        assert [value.name for value in graph.input] == [tensor.name for tensor in spec.inputs]
+        assert [value.name for value in graph.output] == [spec.output]
+        network = OnnxNetwork(exported.path / f"onnx/{name}.onnx", spec, device=CPU)
+        assert network.spec == spec == open_exported(exported, "onnx").network(name)
