@@ -187,6 +187,7 @@ NAMED_CONFIGS: dict[str, DiTConfig] = {
     "dit_l": DiTConfig(num_layers=24, hidden_size=1024, num_attention_heads=16),
     "dit_xl": DiTConfig(num_layers=28, hidden_size=1152, num_attention_heads=16),
     "dit_7b": DiTConfig(num_layers=32, hidden_size=3072, num_attention_heads=24),
+    "dit_28b": DiTConfig(num_layers=32, hidden_size=6144, num_attention_heads=48),
     "cosmos_7b": DiTConfig(
         family="cosmos",
         num_layers=28,

@@ -2,11 +2,10 @@
 
 import argparse
 import functools
-import math
 import os
 import sys
 
-from megadit.models.support import UserError, nearest, run_command
+from megadit.models.support import CommandParser, UserError, run_command
 from megadit.train.config import RunConfig, check_inputs, check_layout
 from megadit.train.overrides import resolve_config, to_yaml
 from megadit.train.recipes import RECIPES
@@ -21,28 +20,49 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: list[str], *, debug: bool) -> int:
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     try:
-        options, overrides = _parse(argv)
-        config = resolve_config(options.recipe, config_file=options.config_file, overrides=overrides)
-        if not options.print_config:
-            check_layout(config, options.nproc or world_size)
-        if not (options.print_config or options.dry_run):
-            check_inputs(config)
+        options = _parse(argv)
+        config = _config(options)
+        if options.print_config or options.dry_run or options.plan:
+            return _tell(config, options) if rank == 0 else 0
+        check_layout(config, options.nproc or world_size)
+        check_inputs(config)
     except UserError:
         if rank == 0:  # every rank finds the same mistake; one of them says so
             raise
         return 2
-    if options.print_config or options.dry_run:
-        if rank == 0:
-            print(to_yaml(config), end="")
-            if options.dry_run:
-                print(_size_summary(config))
-        return 0
     if options.nproc:
         from megadit.train.launch import launch
 
         rank_argv = _without_nproc(argv) + (["--debug"] if debug else [])
         return launch("megadit.train", rank_argv, num_processes=options.nproc)
     return _train(config)
+
+
+def _config(options: argparse.Namespace) -> RunConfig:
+    overrides = list(options.overrides)
+    if options.mock:
+        overrides.insert(0, "data.mock=true")
+    if options.dataset_path is not None:
+        overrides.insert(0, f"data.path={options.dataset_path}")
+    return resolve_config(options.recipe, config_file=options.config_file, overrides=overrides)
+
+
+def _tell(config: RunConfig, options: argparse.Namespace) -> int:
+    """Prints what was asked for in place of training."""
+    if options.print_config:
+        print(to_yaml(config), end="")
+        return 0
+    from megadit.train.plan import report  # builds the network on the meta device: torch comes with it
+    from megadit.train.plan.hardware import find_gpu
+
+    gpu = find_gpu(options.gpu) if options.gpu else None
+    gpus = options.gpus or options.nproc or int(os.environ.get("WORLD_SIZE", 0))
+    if options.plan:
+        report.plan(config, gpus, gpu)
+        return 0
+    told = report.dry_run(config, gpus or config.parallel.sizes.model_parallel_size, gpu)
+    print(f"{to_yaml(config)}{told}")
+    return 0
 
 
 def _train(config: RunConfig) -> int:
@@ -58,41 +78,30 @@ def _train(config: RunConfig) -> int:
     return 0
 
 
-def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and what remains: the `a.b=c` overrides, which may stand anywhere among them."""
-    parser = _parser()
-    try:
-        options, overrides = parser.parse_known_args(argv)
-    except argparse.ArgumentError as error:
-        raise UserError(f"{error}; see `megadit train --help`") from error
-    for argument in overrides:
-        if argument.startswith("-"):
-            near = nearest(argument.partition("=")[0], parser._option_string_actions)
-            hint = f"did you mean {near}?" if near else "see `megadit train --help`"
-            raise UserError(f"unknown option {argument}; {hint}")
-    if options.nproc is not None and options.nproc < 1:
-        raise UserError(f"--nproc {options.nproc} must be 1 or more")
+def _parse(argv: list[str]) -> argparse.Namespace:
+    options = _parser().parse_args(argv)
+    for name in ("nproc", "gpus"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise UserError(f"--{name} {value} must be 1 or more")
     if options.nproc and "RANK" in os.environ:
         raise UserError("--nproc starts ranks itself; leave it out under torchrun")
-    if options.mock:
-        overrides = ["data.mock=true", *overrides]
-    if options.dataset_path is not None:
-        overrides = [f"data.path={options.dataset_path}", *overrides]
-    return options, overrides
+    if options.plan and not (options.gpus and options.gpu):
+        raise UserError("--plan needs --gpus N and --gpu NAME, such as --gpus 64 --gpu h100-80gb")
+    if (options.gpus or options.gpu) and not (options.plan or options.dry_run):
+        raise UserError("--gpus and --gpu belong to --plan and --dry-run; --nproc N or torchrun start ranks")
+    return options
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> CommandParser:
     recipes = "\n".join(
-        f"  {name:18}{(function.__doc__ or '').partition(chr(10))[0]}" for name, function in RECIPES.items()
+        f"  {name:28}{(function.__doc__ or '').partition(chr(10))[0]}" for name, function in RECIPES.items()
     )
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="megadit train",
         usage="megadit train --recipe NAME [options] [section.key=value ...]",
         description="Trains a DiT on Megatron-core. Later wins: recipe < --config-file < section.key=value.",
         epilog=f"recipes:\n{recipes}\n\nSeveral ranks: --nproc N, or torchrun ... -m megadit.train (the same options).",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        exit_on_error=False,
     )
     parser.add_argument("--recipe", "--factory", metavar="NAME", help="the run to start from")
     parser.add_argument("--config-file", metavar="FILE", help="YAML with values to change (train/conf/ has examples)")
@@ -101,21 +110,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--yes", "-y", action="store_true", help="NeMo's; nothing is asked here")
     parser.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
-    parser.add_argument("--dry-run", action="store_true", help="also count the model's parameters; train nothing")
+    parser.add_argument("--dry-run", action="store_true", help="also groups, memory, FLOPs, traffic; train nothing")
+    parser.add_argument("--plan", action="store_true", help="rank all layouts of --gpus N --gpu NAME; train nothing")
+    parser.add_argument("--gpus", type=int, metavar="N", help="for --plan and --dry-run: so many GPUs")
+    parser.add_argument("--gpu", metavar="NAME", help="for --plan and --dry-run: such as h100-80gb")
     parser.add_argument("--debug", action="store_true", help="show the traceback of user errors")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change single values")
     return parser
-
-
-def _size_summary(config: RunConfig) -> str:
-    """Parameters and tokens as YAML comments, so that the output of a dry run is still a configuration."""
-    from megadit.models.weights import dit_shapes  # builds the model on the meta device, without memory
-
-    parameters = sum(math.prod(shape) for shape in dit_shapes(config.model).values())
-    tokens = config.data.global_batch_size * config.data.seq_length
-    return (
-        f"# parameters: {parameters:,}\n"
-        f"# video tokens: {tokens:,} a step, {tokens * config.train.train_iters:,} in all (at most: packs have a tail)"
-    )
 
 
 def _without_nproc(argv: list[str]) -> list[str]:

@@ -103,7 +103,7 @@ def translate(values: dict[str, Any], known: set[str]) -> dict[str, Any]:
     """
     translated: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    for theirs, value in values.items():
+    for theirs, value in _without_recompute_method(values).items():
         ours = _our_key(theirs, known)
         if ours is None or (ours != theirs and value is None):
             _check_fixed(theirs, value)
@@ -113,6 +113,19 @@ def translate(values: dict[str, Any], known: set[str]) -> dict[str, Any]:
             raise UserError(f"{sources[ours]} and {theirs} both mean {ours}, and differ; keep one of them")
         translated[ours], sources[ours] = value, theirs
     return translated
+
+
+def _without_recompute_method(values: dict[str, Any]) -> dict[str, Any]:
+    """Megatron's `block` recomputes the first `recompute_num_layers` blocks of a stage, as that key does here; its
+    `uniform` recomputes all of them, `recompute_num_layers` at a time."""
+    left = dict(values)
+    for key in [key for key in values if key.endswith(".recompute_method")]:
+        method = left.pop(key)
+        if method == "uniform":
+            left.pop(key.replace("recompute_method", "recompute_num_layers"), None)
+        elif method not in ("block", None):
+            raise UserError(f"{key}={method} does not exist here, only block and uniform")
+    return left
 
 
 def _our_key(key: str, known: set[str]) -> str | None:

@@ -89,3 +89,13 @@ def test_a_factory_without_its_network_is_refused_by_name(name):
     assert name not in RECIPES
     with pytest.raises(UserError, match=f"{name} trains the {MISSING_RECIPES[name]} network"):
         load_recipe(name)
+
+
+def test_ways_of_recomputing():
+    full = ["model.config.recompute_granularity=full", "model.config.recompute_num_layers=1"]
+    uniform = resolve_config("digits", overrides=[*full, "model.config.recompute_method=uniform"])
+    block = resolve_config("digits", overrides=[*full, "model.config.recompute_method=block"])
+    assert uniform.parallel.recompute_num_layers is None
+    assert block.parallel.recompute_num_layers == 1
+    with pytest.raises(UserError, match="only block and uniform"):
+        resolve_config("digits", overrides=[*full, "model.config.recompute_method=some"])

@@ -9,6 +9,9 @@ from megadit.models.support import UserError
 from megadit.train.__main__ import main
 from megadit.train.config import check_layout
 from megadit.train.overrides import config_from_dict, resolve_config
+from megadit.train.plan.hardware import GIB
+from megadit.train.plan.layout import Layout
+from megadit.train.plan.memory import memory_of
 from megadit.train.recipes import RECIPES, load_recipe
 
 MILLION = 10**6
@@ -17,24 +20,33 @@ MILLION = 10**6
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_bears_its_name_and_says_what_it_needs(name):
     assert load_recipe(name).recipe == name
-    for heading in ("Command: ", "Hardware: ", "Tokens: "):
+    for heading in ("Command: ", "Hardware: ", "Tokens: ", "Memory: "):
         assert heading in RECIPES[name].__doc__
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_runs_on_mock_data_alone(name):
     run = resolve_config(name, overrides=["data.mock=true"])  # its mock samples fit into its packs
-    assert check_layout(run, world_size=1) == 1
+    assert check_layout(run, run.parallel.sizes.model_parallel_size) == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "world_size"),
-    [("digits", 2), ("digits_tiny", 2), ("pretrain_xl", 8), ("pretrain_l", 8), ("dit_pretrain", 8)]
-    + [("pretrain_7b", 256), ("pretrain_7b_pack", 256)],
-)
-def test_recipe_divides_among_the_ranks_of_its_command(name, world_size):
-    assert str(world_size) in RECIPES[name].__doc__ or name == "digits_tiny"
-    check_layout(load_recipe(name), world_size)
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_divides_among_the_ranks_of_its_command(name):
+    check_layout(load_recipe(name), ranks_of_command(name))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_memory_of_the_docstring_is_the_planner_s(name):
+    run = load_recipe(name)
+    told = float(re.search(r"Memory: ([\d.]+) GiB", RECIPES[name].__doc__)[1])
+    assert told == pytest.approx(memory_of(run, Layout.of(run, ranks_of_command(name))).total / GIB, rel=0.1)
+
+
+def ranks_of_command(name):
+    """Nodes x ranks of the torchrun command that the docstring gives."""
+    command = RECIPES[name].__doc__
+    nodes, ranks = (re.search(rf"{option} (\d+)", command) for option in ("--nnodes", "--nproc-per-node"))
+    return int(nodes[1] if nodes else 1) * int(ranks[1] if ranks else 1)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -46,11 +58,13 @@ def test_tokens_of_the_docstring_are_those_of_the_recipe(name):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_dry_run_prints_a_configuration_and_the_parameters(name, capsys):
-    assert main(["--recipe", name, "--dry-run"]) == 0
+def test_dry_run_at_full_size_prints_a_configuration_and_what_it_costs(name, capsys):
+    assert main(["--recipe", name, "--dry-run", "--gpus", str(ranks_of_command(name))]) == 0
     shown = capsys.readouterr().out
     assert config_from_dict(yaml.safe_load(shown)) == load_recipe(name)
     assert re.search(r"^# parameters: [\d,]+$", shown, re.MULTILINE)
+    for line in ("# layout on", "# memory of a rank:", "# FLOPs of a step:", "# sent by a rank in a step:"):
+        assert line in shown
 
 
 @pytest.mark.parametrize(
@@ -81,6 +95,9 @@ def test_unknown_recipe_names_the_nearest():
         (["--recipe", "digits", "--dryrun"], "did you mean --dry-run?"),
         (["--recipe", "digits", "--nproc", "two"], "invalid int value: 'two'"),
         (["--recipe", "digits", "--nproc", "0"], "--nproc 0 must be 1 or more"),
+        (["--recipe", "digits", "--plan"], "--plan needs --gpus N and --gpu NAME"),
+        (["--recipe", "digits", "--plan", "--gpus", "4", "--gpu", "h100"], "did you mean h100-80gb"),
+        (["--recipe", "digits", "--mock", "--gpus", "4"], "belong to --plan and --dry-run"),
         (["--recipe", "digits", "--mock", "--nproc", "3"], "use 3"),
         (["--recipe", "digits"], "data.path is not set"),
         (["--recipe", "digits", "--dataset-path", "/nowhere"], "data.path=/nowhere"),

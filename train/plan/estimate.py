@@ -37,7 +37,7 @@ class Calibration:
     attention: float
 
 
-H100_CALIBRATION = Calibration(matmul=0.755, attention=0.395)
+H100_CALIBRATION = Calibration(matmul=0.793, attention=0.4)
 """Fitted to the two published figures of the 7B model; see `calibration` and LAYOUTS.md."""
 
 
@@ -69,11 +69,7 @@ def estimate_step(config: RunConfig, layout: Layout, gpu: Gpu, calibration: Cali
     compute = products + attention + elementwise
     layers = config.model.num_layers / layout.pipeline
     tensor = _collectives(work.tensor_bytes, _bandwidth(gpu, layout.tensor), 15 * layers if layout.tensor > 1 else 0)
-    exchange = _collectives(
-        work.context_bytes, _bandwidth(gpu, layout.tensor * layout.context), 8 * layers if layout.context > 1 else 0
-    )
-    # the ring hides behind attention; nothing hides the all-to-alls
-    context = max(0.0, exchange - attention) if layout.context_comm == "ring" else exchange
+    context = _context_seconds(work, layout, gpu, layers, attention)
     passing = _collectives(work.pipeline_bytes, _bandwidth(gpu, layout.gpus), 2 if layout.pipeline > 1 else 0)
     micro, m = compute + tensor + context + passing, layout.num_micro_batches
     return StepTime(
@@ -101,7 +97,7 @@ def _compute_seconds(
     width = config.model.hidden_size / layout.tensor
     rate = gpu.bf16_flops * (1 if config.train.precision == "bf16" else 0.5)
     products = again * work.linear_flops / (rate * calibration.matmul * width / (width + HALF_RATE_WIDTH))
-    attention = again * work.attention_flops / (rate * calibration.attention)
+    attention = (1 + work.recompute_attention / 3) * work.attention_flops / (rate * calibration.attention)
     elementwise = again * work.elementwise_bytes / (gpu.memory_bandwidth * MEMORY_EFFICIENCY)
     launches = LAUNCH_SECONDS_PER_LAYER * config.model.num_layers / layout.pipeline
     return products, attention, max(elementwise, launches - products - attention)
@@ -114,6 +110,17 @@ def _bandwidth(gpu: Gpu, ranks: int) -> float:
 
 def _collectives(num_bytes: float, bandwidth: float, count: float) -> float:
     return num_bytes / (bandwidth * LINK_EFFICIENCY) + count * COLLECTIVE_SECONDS
+
+
+def _context_seconds(work: Work, layout: Layout, gpu: Gpu, layers: float, attention: float) -> float:
+    """Nothing hides the exchange of heads; attention hides the ring."""
+    if layout.context == 1:
+        return 0.0
+    bandwidth = _bandwidth(gpu, layout.tensor * layout.context)
+    ring_size = layout.context // layout.head_exchange
+    exchange = _collectives(work.exchange_bytes, bandwidth, 8 * layers if layout.head_exchange > 1 else 0)
+    ring = _collectives(work.ring_bytes, bandwidth, 3 * (ring_size - 1) * layers)
+    return exchange + max(0.0, ring - attention)
 
 
 def _exposed_data(work: Work, layout: Layout, gpu: Gpu, micro: float) -> float:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from megadit.models.support import UserError, nearest
 
+GIB = 2**30
 GB = 10**9
 TERA = 10**12
 
@@ -14,7 +15,7 @@ class Gpu:
 
     name: str
     memory: float
-    """Bytes."""
+    """Bytes; the makers' GB are 2^30."""
     bf16_flops: float
     """Dense matrix products, operations per second."""
     memory_bandwidth: float
@@ -31,7 +32,7 @@ GPUS: dict[str, Gpu] = {
     for gpu in (
         Gpu(
             name="a100-40gb",
-            memory=40 * GB,
+            memory=40 * GIB,
             bf16_flops=312 * TERA,
             memory_bandwidth=1555 * GB,
             link_bandwidth=300 * GB,
@@ -39,7 +40,7 @@ GPUS: dict[str, Gpu] = {
         ),
         Gpu(
             name="a100-80gb",
-            memory=80 * GB,
+            memory=80 * GIB,
             bf16_flops=312 * TERA,
             memory_bandwidth=2039 * GB,
             link_bandwidth=300 * GB,
@@ -47,7 +48,7 @@ GPUS: dict[str, Gpu] = {
         ),
         Gpu(
             name="l40s-48gb",
-            memory=48 * GB,
+            memory=48 * GIB,
             bf16_flops=362 * TERA,
             memory_bandwidth=864 * GB,
             link_bandwidth=32 * GB,
@@ -55,7 +56,7 @@ GPUS: dict[str, Gpu] = {
         ),
         Gpu(
             name="h100-80gb",
-            memory=80 * GB,
+            memory=80 * GIB,
             bf16_flops=989 * TERA,
             memory_bandwidth=3350 * GB,
             link_bandwidth=450 * GB,
@@ -63,7 +64,7 @@ GPUS: dict[str, Gpu] = {
         ),
         Gpu(
             name="h200-141gb",
-            memory=141 * GB,
+            memory=141 * GIB,
             bf16_flops=989 * TERA,
             memory_bandwidth=4800 * GB,
             link_bandwidth=450 * GB,
@@ -71,7 +72,7 @@ GPUS: dict[str, Gpu] = {
         ),
         Gpu(
             name="b200-180gb",
-            memory=180 * GB,
+            memory=180 * GIB,
             bf16_flops=2250 * TERA,
             memory_bandwidth=8000 * GB,
             link_bandwidth=900 * GB,
@@ -79,7 +80,7 @@ GPUS: dict[str, Gpu] = {
         ),
         Gpu(
             name="gb200-186gb",
-            memory=186 * GB,
+            memory=186 * GIB,
             bf16_flops=2500 * TERA,
             memory_bandwidth=8000 * GB,
             link_bandwidth=900 * GB,

@@ -1,8 +1,11 @@
-"""A layout as the planner sees it: the sizes of the groups, and what it decides beside them."""
+"""A layout as the planner sees it: the sizes of the groups, and what decides memory and time beside them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+
+from megadit.models.megatron.parallel_sizes import SETTINGS, ParallelSizes
+from megadit.train.config import RunConfig, check_layout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,14 +16,38 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     virtual_pipeline: int = 1
-    """Chunks of layers that one pipeline rank holds."""
+    """Parts of the network that one pipeline rank holds."""
     context: int = 1
     context_comm: str = "ulysses"
+    head_exchange: int = 1
+    """Context-parallel ranks that exchange heads; groups of them pass keys and values around a ring."""
     sequence_parallel: bool = False
     data_parallel: str = "ddp"
     recompute: str = "none"
+    recompute_share: float = 1.0
+    """Of the blocks, with `full`."""
     micro_batch_size: int = 1
     global_batch_size: int = 1
+
+    @classmethod
+    def of(cls, config: RunConfig, gpus: int) -> "Layout":
+        """The layout that a run has on so many ranks.
+
+        Raises:
+            UserError: if it cannot have one.
+        """
+        check_layout(config, gpus)
+        sizes = config.parallel.sizes
+        return cls(
+            gpus=gpus,
+            **{name: getattr(sizes, name) for name in _SIZES},
+            head_exchange=sizes.head_exchange_size(config.model.num_attention_heads),
+            data_parallel=config.parallel.data_parallel,
+            recompute=config.parallel.recompute_granularity,
+            recompute_share=_recompute_share(config),
+            micro_batch_size=config.data.micro_batch_size,
+            global_batch_size=config.data.global_batch_size,
+        )
 
     @property
     def data(self) -> int:
@@ -39,3 +66,53 @@ class Layout:
         return {
             name: np.moveaxis(ranks_pdct, axis, -1).reshape(-1, ranks_pdct.shape[axis]) for name, axis in axes.items()
         }
+
+    def overrides(self) -> list[str]:
+        """The settings that give a run this layout."""
+        values = {SETTINGS[name]: getattr(self, name) for name in _SIZES}
+        values["parallel.data_parallel"] = self.data_parallel
+        values["parallel.recompute_granularity"] = self.recompute
+        values["data.micro_batch_size"] = self.micro_batch_size
+        return [f"{name}={str(value).lower()}" for name, value in values.items()]
+
+    def __str__(self) -> str:
+        """Such as "TP2 SP PP4x2 CP2 ring DP16 distributed_optimizer, full recompute, 8 x 1"."""
+        parts = [f"TP{self.tensor}"] if self.tensor > 1 else []
+        parts += ["SP"] if self.sequence_parallel else []
+        if self.pipeline > 1:
+            parts.append(f"PP{self.pipeline}" + (f"x{self.virtual_pipeline}" if self.virtual_pipeline > 1 else ""))
+        parts += [f"CP{self.context} {self.context_comm}"] if self.context > 1 else []
+        parts.append(f"DP{self.data} {self.data_parallel}")
+        again = {"none": "", "selective": ", attention recomputed", "full": ", blocks recomputed"}[self.recompute]
+        return " ".join(parts) + again + f", {self.num_micro_batches} x {self.micro_batch_size}"
+
+
+def _recompute_share(config: RunConfig) -> float:
+    count = config.parallel.recompute_num_layers
+    return 1.0 if count is None else min(1.0, count * config.parallel.sizes.num_parts / config.model.num_layers)
+
+
+_SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "context_comm", "sequence_parallel")
+
+
+def with_layout(
+    config: RunConfig, sizes: ParallelSizes, *, data_parallel: str, recompute: str, micro: int
+) -> RunConfig:
+    """`config` in another layout.
+
+    Raises:
+        UserError: if the two do not go together.
+    """
+    parallel = replace(
+        config.parallel,
+        tensor_model_parallel_size=sizes.tensor,
+        pipeline_model_parallel_size=sizes.pipeline,
+        virtual_pipeline_model_parallel_size=sizes.virtual_pipeline,
+        context_parallel_size=sizes.context,
+        context_parallel_comm=sizes.context_comm,
+        sequence_parallel=sizes.sequence_parallel,
+        data_parallel=data_parallel,
+        recompute_granularity=recompute,
+        recompute_num_layers=None,
+    )
+    return replace(config, parallel=parallel, data=replace(config.data, micro_batch_size=micro))

@@ -107,7 +107,9 @@ def _in_flight(layout: Layout) -> float:
 def _kept_activations(config: RunConfig, layout: Layout, layer_bytes: float) -> float:
     model = config.model
     layers = model.num_layers / layout.pipeline
-    per_layer = _block_input_bytes(config, layout) if layout.recompute == "full" else layer_bytes
+    share = layout.recompute_share if layout.recompute == "full" else 0.0
+    # recomputed attention (`selective`) saves next to nothing: its result is kept for the projection behind it
+    per_layer = share * _block_input_bytes(config, layout) + (1 - share) * layer_bytes
     tokens, text = _tokens(config, layout)
     # outside the blocks: x0, noise, their sum and the prediction in float32; text features and their embedding
     outside = tokens * 5 * 4 * model.patch_dim + text * (

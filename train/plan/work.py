@@ -51,11 +51,11 @@ class Parameters:
 class _MarkingLayers(TorchLayers):
     """TorchLayers that mark the weights which tensor parallelism splits."""
 
-    def column_linear(self, in_features: int, out_features: int, **settings) -> nn.Module:
-        return _mark(super().column_linear(in_features, out_features, **settings))
+    def column_linear(self, *sizes: int, **settings) -> nn.Module:
+        return _mark(super().column_linear(*sizes, **settings))
 
-    def row_linear(self, in_features: int, out_features: int) -> nn.Module:
-        return _mark(super().row_linear(in_features, out_features))
+    def row_linear(self, *sizes: int, **settings) -> nn.Module:
+        return _mark(super().row_linear(*sizes, **settings))
 
 
 def _mark(linear: nn.Module) -> nn.Module:
@@ -103,10 +103,15 @@ class Work:
     elementwise_bytes: float
     """Through the device's memory, outside matrix products."""
     recompute: float
-    """Forward passes that the backward repeats: 0, or 1 with full recomputation."""
+    """Share of the forward that the backward repeats."""
+    recompute_attention: float
+    """The same, of attention."""
     tensor_bytes: float
     """Sent by each rank in the collectives of tensor and sequence parallelism."""
-    context_bytes: float
+    exchange_bytes: float
+    """Of heads, among context-parallel ranks."""
+    ring_bytes: float
+    """Of keys and values, likewise."""
     pipeline_bytes: float
     data_reduce_bytes: float
     """Gradients, in float32."""
@@ -135,9 +140,11 @@ def work_of(config: RunConfig, layout: Layout) -> Work:
         * model.hidden_size
         * layers
         / (layout.tensor if layout.sequence_parallel else 1),
-        recompute=float(layout.recompute == "full"),
+        recompute=layout.recompute_share if layout.recompute == "full" else 0.0,
+        recompute_attention={"none": 0.0, "selective": 1.0, "full": layout.recompute_share}[layout.recompute],
         tensor_bytes=_tensor_bytes(config, layout, tokens) * layers,
-        context_bytes=_context_bytes(config, layout, tokens) * layers,
+        exchange_bytes=_context_bytes(config, layout, tokens)[0] * layers,
+        ring_bytes=_context_bytes(config, layout, tokens)[1] * layers,
         pipeline_bytes=_pipeline_bytes(config, layout, tokens),
         **_data_bytes(config, layout),
     )
@@ -175,13 +182,13 @@ def _tensor_bytes(config: RunConfig, layout: Layout, tokens: float) -> float:
     return collectives * tokens * config.model.hidden_size * _bytes_per_number(config) * (t - 1) / t
 
 
-def _context_bytes(config: RunConfig, layout: Layout, tokens: float) -> float:
-    """Per layer: all-to-all of q, k, v and the output, forward and backward (ulysses); or keys and values once around
-    the ring, and again with their gradients in backward."""
-    c, width = layout.context, config.model.attention_size / layout.tensor * _bytes_per_number(config)
-    if layout.context_comm == "ring":
-        return 3 * 2 * tokens * width * (c - 1)
-    return 2 * 4 * tokens * width * (c - 1) / c
+def _context_bytes(config: RunConfig, layout: Layout, tokens: float) -> tuple[float, float]:
+    """Per layer: all-to-alls of q, k, v and the result among `head_exchange` ranks, forward and backward; keys and
+    values once around the ring of the others, and again with their gradients in backward."""
+    width = config.model.attention_size / layout.tensor * _bytes_per_number(config)
+    heads = layout.head_exchange
+    ring = layout.context // heads
+    return 2 * 4 * tokens * width * (heads - 1) / heads, 3 * 2 * tokens * width * (ring - 1)
 
 
 def _pipeline_bytes(config: RunConfig, layout: Layout, tokens: float) -> float:

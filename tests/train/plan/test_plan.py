@@ -1,0 +1,158 @@
+"""What a layout holds, sends and takes, and which one is chosen."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megadit.models.config import NAMED_CONFIGS
+from megadit.models.support import UserError
+from megadit.models.weights import dit_shapes
+from megadit.train.__main__ import main
+from megadit.train.flops import training_flops
+from megadit.train.overrides import resolve_config
+from megadit.train.plan.hardware import GIB, GPUS, find_gpu
+from megadit.train.plan.layout import Layout
+from megadit.train.plan.memory import memory_of
+from megadit.train.plan.report import plan
+from megadit.train.plan.search import assess, rank_layouts, usable_memory
+from megadit.train.plan.work import count_parameters, typical_pack, upstream_flops, work_of
+from megadit.train.recipes import load_recipe
+
+H100 = find_gpu("h100-80gb")
+
+
+def layout(gpus=256, **settings):
+    return Layout(gpus=gpus, **{"global_batch_size": 256, **settings})
+
+
+@pytest.mark.parametrize("name", ["digits", "dit_xl", "dit_28b"])
+def test_every_parameter_is_counted_once(name):
+    total = sum(np.prod(shape) for shape in dit_shapes(NAMED_CONFIGS[name]).values())
+    assert count_parameters(NAMED_CONFIGS[name]).total == total
+
+
+def test_tensor_parallelism_splits_attention_and_mlp_of_the_blocks():
+    model = NAMED_CONFIGS["dit_7b"]
+    D, M = model.hidden_size, model.mlp_size
+    assert count_parameters(model).split == model.num_layers * (4 * D * D + 4 * D * D + 2 * D * M)
+
+
+def test_work_of_all_ranks_is_the_work_of_the_run():
+    run = load_recipe("performance_28b_8k")
+    own = Layout.of(run, 256)
+    assert (own.tensor, own.pipeline, own.data, own.num_micro_batches) == (4, 4, 16, 16)
+    pack = typical_pack(run)
+    step = work_of(run, own).flops * own.num_micro_batches * own.gpus
+    assert step == pytest.approx(training_flops(pack, run.model) * run.data.global_batch_size, rel=1e-9)
+
+
+def test_published_formula_gives_the_published_figure():
+    """519 TFLOP/s at 10,052 tokens/s/GPU, 439 at 3,409, 468 at 2,510, 445 at 1,386: their own text width is ours."""
+    for name, tflops, tokens in (
+        ("performance_7b_8k", 519, 10_052),
+        ("performance_7b_74k", 439, 3_409),
+        ("performance_28b_8k", 468, 2_510),
+        ("performance_28b_64k", 445, 1_386),
+    ):
+        run = load_recipe(name)
+        flops_of_token = upstream_flops(run) / (run.data.global_batch_size * run.data.seq_length)
+        assert flops_of_token * tokens / 1e12 == pytest.approx(tflops, rel=0.09)
+
+
+def test_groups_are_disjoint_and_whole():
+    groups = layout(gpus=24, tensor=2, context=3, pipeline=2, global_batch_size=2).groups()
+    assert {name: group.shape for name, group in groups.items()} == {
+        "tensor": (12, 2),
+        "context": (8, 3),
+        "data": (12, 2),
+        "pipeline": (12, 2),
+    }
+    assert all(sorted(group.reshape(-1)) == list(range(24)) for group in groups.values())
+    assert groups["tensor"][0].tolist() == [0, 1]
+    assert groups["context"][0].tolist() == [0, 2, 4]
+    assert groups["data"][0].tolist() == [0, 6]
+    assert groups["pipeline"][0].tolist() == [0, 12]
+
+
+def test_what_is_divided_shrinks_as_it_should():
+    run = load_recipe("performance_7b_8k")
+    whole = memory_of(run, layout(data_parallel="ddp"))
+    spread = memory_of(run, layout(data_parallel="distributed_optimizer"))
+    sharded = memory_of(run, layout(data_parallel="fsdp"))
+    assert spread.optimizer == pytest.approx(whole.optimizer / 256)
+    assert spread.gradients == whole.gradients
+    for part in ("parameters", "gradients", "optimizer"):
+        assert getattr(sharded, part) == pytest.approx(getattr(whole, part) / 256)
+    cut = memory_of(run, layout(tensor=2, sequence_parallel=True))
+    uncut = memory_of(run, layout(tensor=2))
+    assert cut.activations < uncut.activations < whole.activations
+    assert memory_of(run, layout(context=4)).activations < 0.3 * whole.activations
+    assert memory_of(run, layout(recompute="full")).activations < 0.1 * whole.activations
+    half = memory_of(run, layout(recompute="full", recompute_share=0.5))
+    assert 0.5 * whole.activations < half.activations < 0.6 * whole.activations
+
+
+def test_the_published_out_of_memory_row_is_refused_with_its_number(capsys):
+    command = ["--recipe", "performance_7b_8k_baseline", "--dry-run", "--gpus", "256", "--gpu", "h100-80gb"]
+    assert main(command) == 2
+    told = re.search(r"needs (\d+) GiB on each GPU and h100-80gb has 75 to give", capsys.readouterr().err)
+    assert int(told[1]) > 80
+    assert main([*command[:-1], "gb200-186gb"]) == 0  # there is a GPU for it
+
+
+def test_every_other_published_row_fits():
+    for name in ("performance_7b_8k", "performance_7b_74k", "performance_28b_8k", "performance_28b_64k"):
+        assert assess(load_recipe(name), Layout.of(load_recipe(name), 256), H100).fits
+
+
+def test_all_ranked_layouts_are_legal_in_order_and_different():
+    run = load_recipe("pretrain_7b_pack")
+    choices = rank_layouts(run, 64, H100)
+    assert len({choice.layout for choice in choices}) == len(choices) > 500
+    fitting = [choice for choice in choices if choice.fits]
+    assert choices[: len(fitting)] == fitting
+    times = [choice.time.total for choice in fitting]
+    assert times == sorted(times)
+    for choice in choices[::97]:
+        changed = resolve_config("pretrain_7b_pack", overrides=choice.layout.overrides())
+        assert Layout.of(changed, 64) == choice.layout
+
+
+def test_plan_says_the_best_layout_why_and_what_does_not_fit(capsys):
+    command = ["--recipe", "performance_7b_8k_baseline", "--plan", "--gpus", "64", "--gpu", "h100-80gb"]
+    assert main(command) == 0
+    told = capsys.readouterr().out
+    assert "refused: it needs 157 GiB" in told
+    assert "tokens/s/GPU" in told
+    assert "why data_parallel=" in told
+    best = re.findall(r"^    ([a-z_.]+=\S+)$", told, re.MULTILINE)
+    config = resolve_config("performance_7b_8k_baseline", overrides=best)
+    assert memory_of(config, Layout.of(config, 64)).total < usable_memory(H100)
+
+
+def test_no_layout_fits_is_told_with_the_least_memory():
+    run = load_recipe("performance_28b_8k")
+    with pytest.raises(UserError, match=r"no layout .* fits: the smallest, .*, needs \d+ GiB of \d+; take more GPUs"):
+        plan(replace(run, data=replace(run.data, global_batch_size=8)), 4, find_gpu("a100-40gb"))
+
+
+def test_a_batch_that_no_layout_divides_is_refused():
+    run = load_recipe("performance_7b_8k")
+    model = replace(run.model, num_layers=31, num_attention_heads=1)
+    lonely = replace(run, model=model, parallel=type(run.parallel)(), data=replace(run.data, global_batch_size=3))
+    with pytest.raises(UserError, match="data.global_batch_size=3"):
+        plan(replace(lonely, data=replace(lonely.data, seq_length=8191, mock_latent_shapes=((1, 32, 32),))), 256, H100)
+
+
+def test_shorter_steps_where_the_machine_is_faster():
+    run = load_recipe("performance_7b_8k")
+    own = Layout.of(run, 256)
+    h100, b200 = (assess(run, own, find_gpu(name)).time.total for name in ("h100-80gb", "b200-180gb"))
+    assert b200 < h100
+
+
+def test_names_of_gpus_say_their_memory():
+    for name, gpu in GPUS.items():
+        assert name.endswith(f"-{gpu.memory / GIB:.0f}gb")

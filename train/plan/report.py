@@ -1,0 +1,185 @@
+"""What the planner says: the size of one run, or the best layouts for it."""
+
+import math
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from megadit.models.support import UserError
+from megadit.train.config import RunConfig
+from megadit.train.plan.estimate import tokens_per_second
+from megadit.train.plan.hardware import GIB, Gpu
+from megadit.train.plan.layout import Layout
+from megadit.train.plan.memory import Memory, memory_of
+from megadit.train.plan.search import Choice, assess, rank_layouts, usable_memory
+from megadit.train.plan.work import count_parameters, typical_pack, upstream_flops, work_of
+
+NUM_SHOWN = 12
+
+
+def dry_run(config: RunConfig, gpus: int, gpu: Gpu | None) -> str:
+    """Groups, parameters, memory, operations and traffic of a run, as YAML comments.
+
+    Raises:
+        UserError: if the run does not fit the memory of `gpu`, with both figures.
+    """
+    layout = Layout.of(config, gpus)
+    memory = memory_of(config, layout)
+    lines = [*_size_lines(config), *_group_lines(layout), *_memory_lines(memory), *_work_lines(config, layout)]
+    if gpu is not None:
+        _check_fit(config, layout, gpu)
+        lines += _time_lines(config, assess(config, layout, gpu))
+    return "\n".join(f"# {line}" for line in lines)
+
+
+def plan(config: RunConfig, gpus: int, gpu: Gpu) -> None:
+    """Prints the best layouts and why the first is first.
+
+    Raises:
+        UserError: if no layout fits, with the least memory that one needs.
+    """
+    choices = rank_layouts(config, gpus, gpu)
+    if not choices:
+        raise UserError(f"no layout of {gpus} GPUs divides data.global_batch_size={config.data.global_batch_size}")
+    fitting = [choice for choice in choices if choice.fits]
+    if not fitting:
+        least = choices[0]
+        raise UserError(
+            f"no layout of {config.recipe} on {gpus} x {gpu.name} fits: the smallest, {least.layout}, needs "
+            f"{least.memory.total / GIB:.0f} GiB of {usable_memory(gpu) / GIB:.0f}; take more GPUs"
+        )
+    console = Console(width=140)
+    console.print(
+        f"{config.recipe} on {gpus} x {gpu.name}: {len(choices)} layouts, {len(fitting)} fit in "
+        f"{usable_memory(gpu) / GIB:.0f} GiB ({gpu.memory / GIB:.0f} less a reserve)"
+    )
+    console.print(_own_layout(config, gpus, gpu))
+    console.print(_table(config, fitting[:NUM_SHOWN]))
+    for line in _explanation(fitting[0], choices):
+        console.print(line)
+
+
+def _size_lines(config: RunConfig) -> list[str]:
+    tokens = config.data.global_batch_size * config.data.seq_length
+    return [
+        f"parameters: {count_parameters(config.model).total:,}",
+        f"video tokens: {tokens:,} a step, {tokens * config.train.train_iters:,} in all (at most: packs have a tail)",
+    ]
+
+
+def _group_lines(layout: Layout) -> list[str]:
+    lines = [f"layout on {layout.gpus} ranks: {layout} micro-batches"]
+    for name, groups in layout.groups().items():
+        if groups.shape[1] > 1:
+            shown = [_members(group) for group in groups[:2]] + (["..."] if len(groups) > 3 else [])
+            shown += [_members(group) for group in groups[2:][-1:]]
+            lines.append(f"  {name} groups: {len(groups)} of {groups.shape[1]}: {' '.join(shown)}")
+    return lines
+
+
+def _members(ranks: np.ndarray) -> str:
+    shown = list(map(str, ranks)) if len(ranks) <= 8 else [*map(str, ranks[:3]), "...", str(ranks[-1])]
+    return f"[{' '.join(shown)}]"
+
+
+def _memory_lines(memory: Memory) -> list[str]:
+    parts = ", ".join(f"{name} {_gib(getattr(memory, name))}" for name in memory.__slots__)
+    return [f"memory of a rank: {_gib(memory.total)}: {parts}"]
+
+
+def _work_lines(config: RunConfig, layout: Layout) -> list[str]:
+    work, m = work_of(config, layout), layout.num_micro_batches
+    step = work.flops * m * layout.gpus
+    traffic = {
+        "tensor": work.tensor_bytes * m,
+        "context": (work.exchange_bytes + work.ring_bytes) * m,
+        "pipeline": work.pipeline_bytes * m,
+        "gradients": work.data_reduce_bytes,
+        "weights": work.data_gather_bytes,
+    }
+    shown = ", ".join(f"{name} {_gib(value)}" for name, value in traffic.items() if value) or "none"
+    pack = typical_pack(config)
+    return [
+        f"FLOPs of a step: {step:.4g} ({step / layout.gpus:.4g} a rank); by the formula of the published figures "
+        f"(6 x parameters + attention) {upstream_flops(config):.4g}",
+        f"  counted for packs of {len(pack.segments)} segments, {pack.num_tokens:,} of {pack.capacity:,} tokens filled",
+        f"sent by a rank in a step: {shown}",
+    ]
+
+
+def _time_lines(config: RunConfig, choice: Choice) -> list[str]:
+    seconds = choice.time.total
+    tokens = tokens_per_second(config, choice.layout, seconds)
+    return [f"estimated on {choice.gpu.name}: {seconds:.3g} s a step, {tokens:,.0f} tokens/s/GPU: {_shares(choice)}"]
+
+
+def _shares(choice: Choice) -> str:
+    parts = {name: getattr(choice.time, name) / choice.time.total for name in choice.time.__slots__}
+    return ", ".join(f"{name} {share:.0%}" for name, share in parts.items() if share >= 0.005)
+
+
+def _check_fit(config: RunConfig, layout: Layout, gpu: Gpu) -> None:
+    memory = memory_of(config, layout)
+    if memory.total > usable_memory(gpu):
+        raise UserError(
+            f"{config.recipe} as {layout} needs {memory.total / GIB:.0f} GiB on each GPU and {gpu.name} has "
+            f"{usable_memory(gpu) / GIB:.0f} to give; "
+            f"`--plan --gpus {layout.gpus} --gpu {gpu.name}` finds layouts that fit"
+        )
+
+
+def _own_layout(config: RunConfig, gpus: int, gpu: Gpu) -> str:
+    """What becomes of the layout that the configuration itself asks for."""
+    try:
+        own = assess(config, Layout.of(config, gpus), gpu)
+    except UserError as error:
+        return f"as configured: refused: {error}"
+    if not own.fits:
+        return f"as configured ({own.layout}): refused: it needs {_gib(own.memory.total)} on each GPU"
+    return f"as configured ({own.layout}): {own.time.total:.3g} s a step, {_gib(own.memory.total)}"
+
+
+def _table(config: RunConfig, choices: list[Choice]) -> Table:
+    table = Table(box=None)
+    for name in ("", "layout (micro-batches x packs)", "s/step", "tokens/s/GPU", "GiB", "where the time goes"):
+        table.add_column(name, justify="right" if name in ("", "s/step", "tokens/s/GPU", "GiB") else "left")
+    for number, choice in enumerate(choices, start=1):
+        seconds = choice.time.total
+        table.add_row(
+            str(number),
+            str(choice.layout),
+            f"{seconds:.3g}",
+            f"{tokens_per_second(config, choice.layout, seconds):,.0f}",
+            f"{choice.memory.total / GIB:.0f}",
+            _shares(choice),
+        )
+    return table
+
+
+def _explanation(best: Choice, choices: list[Choice]) -> list[str]:
+    """For each decision: what the best layout would lose by deciding otherwise."""
+    lines = [f"best: {best.layout}", *(f"    {override}" for override in best.layout.overrides())]
+    for name in ("tensor", "pipeline", "context", "data_parallel", "recompute", "micro_batch_size"):
+        chosen = getattr(best.layout, name)
+        others = sorted({getattr(one.layout, name) for one in choices} - {chosen}, key=_order)
+        told = [f"{other}: {_compare(best, name, other, choices)}" for other in others]
+        lines += [f"why {name}={chosen}:"] if told else []
+        lines += [f"    {line}" for line in told]
+    return lines
+
+
+def _order(value: int | str) -> tuple:
+    return (math.inf, value) if isinstance(value, str) else (value, "")
+
+
+def _compare(best: Choice, name: str, value: int | str, choices: list[Choice]) -> str:
+    """The best layout that has another value there (`choices` are in order)."""
+    other = next(one for one in choices if getattr(one.layout, name) == value)
+    if not other.fits:
+        return f"at least {_gib(other.memory.total)}, does not fit"
+    return f"{other.time.total / best.time.total - 1:+.1%} time, {_gib(other.memory.total)} ({other.layout})"
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.3g} GiB"

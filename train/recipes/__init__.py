@@ -1,0 +1,29 @@
+"""Training runs with names: `megadit train --recipe NAME`.
+
+A recipe is a function without arguments that returns a complete `RunConfig`; YAML files and `a.b=c` overrides change
+single values of it. Variants are `dataclasses.replace` of another recipe. Its docstring says what it costs: the command
+at full size, hardware, tokens, and the memory of a GPU as the planner estimates it (`--dry-run`).
+"""
+
+from megadit.models.support import UserError, nearest
+from megadit.train.aliases import MISSING_RECIPES
+from megadit.train.config import RunConfig
+from megadit.train.recipes import digits, performance, pretrain  # their recipes register themselves
+from megadit.train.recipes.registry import RECIPES
+
+__all__ = ["RECIPES", "digits", "load_recipe", "performance", "pretrain"]
+
+
+def load_recipe(name: str) -> RunConfig:
+    """The run that `name` stands for.
+
+    Raises:
+        UserError: for an unknown name, with the nearest known one.
+    """
+    if name in MISSING_RECIPES:
+        raise UserError(f"recipe {name} trains the {MISSING_RECIPES[name]} network, which this version does not have")
+    if name not in RECIPES:
+        near = nearest(name, RECIPES)
+        hint = f"did you mean {near!r}? " if near else ""
+        raise UserError(f"unknown recipe {name!r}; {hint}choose one of {', '.join(sorted(RECIPES))}")
+    return RECIPES[name]()

@@ -1,0 +1,146 @@
+"""Runs of fixed shapes and mock data whose speed is published: NeMo's table for 32 nodes of 8 H100, and its mock run.
+
+The published rows are throughputs (tokens/s/GPU); `train/LAYOUTS.md` has them beside the planner's. They do not say how
+large the global batch was: 256 packs, that of their example command, is assumed. No average of the weights is kept.
+"""
+
+from dataclasses import replace
+
+from megadit.models.config import NAMED_CONFIGS
+from megadit.train.config import (
+    CheckpointConfig,
+    DataConfig,
+    EmaConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+    ValidationConfig,
+)
+from megadit.train.recipes.registry import recipe
+
+
+@recipe
+def performance_7b_8k_baseline() -> RunConfig:
+    """DiT-7B on 256 frames of 256 pixels without any optimization: published as out of memory, refused by --gpu.
+
+    Command: torchrun --nnodes 32 --nproc-per-node 8 -m megadit.train --recipe performance_7b_8k_baseline
+    Hardware: 256 GPUs with more memory than 80 GB.
+    Tokens: 2.1 million a step (256 packs of 8,192).
+    Memory: 157 GiB a rank.
+    """
+    return RunConfig(
+        recipe="performance_7b_8k_baseline",
+        model=NAMED_CONFIGS["dit_7b"],
+        data=DataConfig(
+            mock=True,
+            seq_length=8192,
+            text_seq_length=512,
+            global_batch_size=256,
+            mock_latent_shapes=((32, 32, 32),),
+        ),
+        train=TrainConfig(train_iters=20, output_dir="runs/performance_7b_8k_baseline", log_interval=1),
+        optimizer=OptimizerConfig(lr=1e-4, lr_decay_style="constant"),
+        ema=EmaConfig(sigma_rels=()),
+        checkpoint=CheckpointConfig(save_interval=1_000_000),
+        validation=ValidationConfig(interval=0),
+    )
+
+
+@recipe
+def performance_7b_8k() -> RunConfig:
+    """DiT-7B on 256 frames of 256 pixels: published at 10,052 tokens/s/GPU.
+
+    Command: torchrun --nnodes 32 --nproc-per-node 8 -m megadit.train --recipe performance_7b_8k
+    Hardware: 256 GPUs with 80 GB.
+    Tokens: 2.1 million a step (256 packs of 8,192).
+    Memory: 44 GiB a rank.
+    """
+    run = performance_7b_8k_baseline()
+    return replace(
+        run,
+        recipe="performance_7b_8k",
+        train=replace(run.train, output_dir="runs/performance_7b_8k"),
+        parallel=ParallelConfig(
+            tensor_model_parallel_size=2, sequence_parallel=True, data_parallel="distributed_optimizer"
+        ),
+    )
+
+
+@recipe
+def performance_7b_74k() -> RunConfig:
+    """DiT-7B on 256 frames of 768 pixels: published at 3,409 tokens/s/GPU.
+
+    Command: torchrun --nnodes 32 --nproc-per-node 8 -m megadit.train --recipe performance_7b_74k
+    Hardware: 256 GPUs with 80 GB.
+    Tokens: 18.9 million a step (256 packs of 73,728).
+    Memory: 62 GiB a rank.
+    """
+    run = performance_7b_8k()
+    return replace(
+        run,
+        recipe="performance_7b_74k",
+        data=replace(run.data, seq_length=73_728, mock_latent_shapes=((32, 96, 96),)),
+        train=replace(run.train, output_dir="runs/performance_7b_74k"),
+        parallel=replace(run.parallel, context_parallel_size=4, context_parallel_comm="ring"),
+    )
+
+
+@recipe
+def performance_28b_8k() -> RunConfig:
+    """DiT-28B on 256 frames of 256 pixels: published at 2,510 tokens/s/GPU.
+
+    Command: torchrun --nnodes 32 --nproc-per-node 8 -m megadit.train --recipe performance_28b_8k
+    Hardware: 256 GPUs with 80 GB.
+    Tokens: 2.1 million a step (256 packs of 8,192).
+    Memory: 41 GiB a rank.
+    """
+    run = performance_7b_8k()
+    return replace(
+        run,
+        recipe="performance_28b_8k",
+        model=NAMED_CONFIGS["dit_28b"],
+        train=replace(run.train, output_dir="runs/performance_28b_8k"),
+        parallel=replace(run.parallel, tensor_model_parallel_size=4, pipeline_model_parallel_size=4),
+    )
+
+
+@recipe
+def performance_28b_64k() -> RunConfig:
+    """DiT-28B on 65,536 tokens with FSDP and recomputed blocks: published at 1,386 tokens/s/GPU.
+
+    Published as "256 frames of 1024px video", which would be 131,072 tokens of the other rows' tokenizer; 16 latent
+    frames of 1024 pixels are 65,536.
+
+    Command: torchrun --nnodes 32 --nproc-per-node 8 -m megadit.train --recipe performance_28b_64k
+    Hardware: 256 GPUs with 80 GB.
+    Tokens: 16.8 million a step (256 packs of 65,536).
+    Memory: 55 GiB a rank.
+    """
+    run = performance_28b_8k()
+    return replace(
+        run,
+        recipe="performance_28b_64k",
+        data=replace(run.data, seq_length=65_536, mock_latent_shapes=((16, 128, 128),)),
+        train=replace(run.train, output_dir="runs/performance_28b_64k"),
+        parallel=ParallelConfig(data_parallel="fsdp", recompute_granularity="full"),
+    )
+
+
+@recipe
+def mock_dit7b_8k() -> RunConfig:
+    """Fifteen steps of DiT-7B on mock clips of 8,192 tokens, with the numbers of NeMo's `mock_dit7b_8k`.
+
+    Command: torchrun --nnodes 2 --nproc-per-node 8 -m megadit.train --recipe mock_dit7b_8k
+    Hardware: 16 GPUs with 80 GB.
+    Tokens: 262,144 a step (32 packs of 8,192).
+    Memory: 27 GiB a rank.
+    """
+    run = performance_7b_8k()
+    return replace(
+        run,
+        recipe="mock_dit7b_8k",
+        data=replace(run.data, global_batch_size=32),
+        train=replace(run.train, train_iters=15, output_dir="runs/mock_dit7b_8k"),
+        parallel=replace(run.parallel, data_parallel="fsdp"),
+    )
