@@ -33,14 +33,11 @@ class _TELinear(nn.Module):
             set_split(self.bias, 0)
         object.__setattr__(self, "linear", linear)
 
-    def _apply(self, function, recurse: bool = True) -> "_TELinear":
-        super()._apply(function, recurse)
+    def forward(self, x_SBD: Tensor) -> Tensor:
+        # casts, moves and FSDP put other tensors in the place of parameters
         self.linear._parameters["weight"] = self.weight
         if self.bias is not None:
             self.linear._parameters["bias"] = self.bias
-        return self
-
-    def forward(self, x_SBD: Tensor) -> Tensor:
         return self.linear(x_SBD)
 
 

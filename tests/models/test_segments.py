@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megadit.models.segments import Segment, SegmentLayout, grid_positions
+from megadit.models.segments import Segment, SegmentLayout, Share, grid_positions
 from megadit.models.support import UserError
 
 CLIP, IMAGE = Segment((3, 2, 2), 4), Segment((1, 2, 3), 0)
@@ -77,3 +77,43 @@ def test_the_text_of_a_run_is_rectangular():
     slots, is_valid = layout.text_of_run(layout.runs[0])
     assert slots[is_valid].tolist() == [0, 1, 2, 3, 4, 5]
     assert is_valid.tolist() == [[True] * 3, [True, False, False], [True, True, False]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_shares_are_equal_and_make_up_the_whole(size):
+    segments = [Segment(grid, 2) for grid in ((1, 1, 5), (2, 3, 3), (1, 1, 1), (1, 1, 1), (2, 4, 4), (1, 1, 5))]
+    layout = SegmentLayout.pack(segments, capacity=72, text_capacity=16)
+    shares = [layout.shared(Share(rank, rank + 1, size)) for rank in range(size)]
+    assert {share.capacity for share in shares} == {72 // size}
+    assert torch.cat([share.token_index_S for share in shares]).sort().values.tolist() == list(range(72))
+    assert sum(share.num_tokens for share in shares) == layout.num_tokens
+    for share in shares:
+        sizes = zip(share.lengths, layout.lengths, strict=True)
+        assert all(whole // size <= mine <= -(-whole // size) for mine, whole in sizes), "each segment is cut evenly"
+        assert share.whole is layout
+
+
+def test_a_share_knows_where_its_tokens_stand():
+    layout = SegmentLayout.pack([Segment((2, 3, 3), 0), Segment((1, 1, 5), 3)], capacity=32, text_capacity=8)
+    for rank in range(4):
+        share = layout.shared(Share(rank, rank + 1, 4))
+        index_S = share.token_index_S
+        assert torch.equal(share.grid_positions_S3, layout.grid_positions_S3[index_S])
+        assert torch.equal(share.segment_of_token_S, layout.segment_of_token_S[index_S])
+        assert torch.equal(share.token_mask_S, layout.token_mask_S[index_S])
+        assert share.text_slots == layout.text_slots
+
+
+def test_shares_of_neighbours_join_up():
+    layout = SegmentLayout.pack([Segment((1, 1, 7), 0), Segment((1, 3, 3), 0)], capacity=24, text_capacity=2)
+    one, two = (layout.shared(Share(rank, rank + 1, 4)).token_index_S for rank in (2, 3))
+    assert torch.equal(layout.shared(Share(2, 4, 4)).token_index_S, torch.cat([one, two]).sort().values)
+
+
+def test_runs_of_a_share_leave_no_segment_out_in_between():
+    """A segment without a token here parts its neighbours: a run is a range of segments."""
+    layout = SegmentLayout.pack([Segment((1, 1, n), 0) for n in (4, 1, 4, 1, 4, 2)], capacity=16, text_capacity=6)
+    for rank in range(4):
+        share = layout.shared(Share(rank, rank + 1, 4))
+        for run in share.runs:
+            assert [share.lengths[segment] for segment in range(16)[run.segments]] == [run.length] * run.count

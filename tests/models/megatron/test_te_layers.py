@@ -1,0 +1,128 @@
+"""The calls into TransformerEngine, against its published source where that is at hand, and on a GPU."""
+
+import ast
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megadit.models.megatron import te_layers
+
+OURS = Path(te_layers.__file__)
+
+
+def te_source() -> Path | None:
+    """The folder transformer_engine/ of a checkout (MEGADIT_TE_SOURCE), or of the installed package."""
+    if given := os.environ.get("MEGADIT_TE_SOURCE"):
+        return Path(given) / "transformer_engine"
+    spec = importlib.util.find_spec("transformer_engine")
+    return Path(spec.submodule_search_locations[0]) if spec else None
+
+
+def calls(source: str) -> list[ast.Call]:
+    """What `source` calls of `transformer_engine.pytorch`, which it imports as `te`."""
+    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    functions = [(call, call.func) for call in found if isinstance(call.func, ast.Attribute)]
+    return [call for call, function in functions if getattr(function.value, "id", None) == "te"]
+
+
+def find_class(folder: Path, name: str) -> ast.ClassDef:
+    trees = [ast.parse(path.read_text()) for path in sorted((folder / "pytorch" / "module").glob("*.py"))]
+    classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    assert len(classes) == 1, f"{folder} has {len(classes)} classes named {name}"
+    return classes[0]
+
+
+def problems(call: ast.Call, folder: Path) -> list[str]:
+    """The arguments of a call that the class at `folder` does not take, or needs and does not get."""
+    name = call.func.attr
+    functions = [node for node in find_class(folder, name).body if isinstance(node, ast.FunctionDef)]
+    arguments = next(node for node in functions if node.name == "__init__").args
+    positional = [argument.arg for argument in arguments.args][1:]
+    known = [*positional, *(argument.arg for argument in arguments.kwonlyargs)]
+    given = [*positional[: len(call.args)], *(keyword.arg for keyword in call.keywords)]
+    needed = positional[: len(positional) - len(arguments.defaults)]
+    found = [f"{name} does not take {argument}" for argument in given if argument not in known]
+    found += [f"{name} needs {argument}" for argument in needed if argument not in given]
+    return found + ([f"{name} takes {len(positional)} arguments"] if len(call.args) > len(positional) else [])
+
+
+def attributes_read(source: str) -> set[str]:
+    """What `source` reads of the module that it calls `linear`."""
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
+    owners = [(node.attr, getattr(node.value, "id", getattr(node.value, "attr", None))) for node in nodes]
+    return {name for name, owner in owners if owner == "linear"} - {"_parameters"}
+
+
+def test_every_call_fits_the_published_source():
+    folder = te_source()
+    if folder is None:
+        pytest.skip(
+            "TransformerEngine's source is not here: install megadit[te], or set MEGADIT_TE_SOURCE to a checkout"
+        )
+    found = calls(OURS.read_text())
+    assert [call.func.attr for call in found] == ["Linear"]
+    assert [problem for call in found for problem in problems(call, folder)] == []
+    linear = ast.unparse(find_class(folder, "Linear"))
+    written = {name for name in attributes_read(OURS.read_text()) if f"self.{name}" not in linear}
+    assert written <= {"weight", "bias"}, "registered by name, from parameters_split"
+    assert "register_parameter" in linear
+
+
+def test_a_call_that_does_not_fit_is_found(tmp_path):
+    module = tmp_path / "pytorch" / "module"
+    module.mkdir(parents=True)
+    arguments = "self, in_features, out_features, needed, bias=True, *, parallel_mode=None"
+    (module / "linear.py").write_text(f"class Linear:\n    def __init__({arguments}): ...")
+    [call] = calls(OURS.read_text())
+    assert problems(call, tmp_path) == [
+        *(f"Linear does not take {name}" for name in ("tp_group", "tp_size", "sequence_parallel", "params_dtype")),
+        "Linear needs needed",
+    ]
+
+
+PARITY = """
+import torch
+from megadit.models.config import DiTConfig
+from megadit.models.conditioning import Conditioning
+from megadit.models.dit import DiT
+from megadit.models.initialize import initialize_
+from megadit.models.megatron import groups
+from megadit.models.megatron.mcore_layers import McoreLayers, transformer_config
+from megadit.models.megatron.te_layers import TELayers
+
+config = DiTConfig(num_layers=2, hidden_size=64, num_attention_heads=4, in_channels=8, crossattn_emb_size=32)
+groups.initialize(groups.ParallelSizes(), config)
+megatron = transformer_config(config, groups.ParallelSizes(), dtype=torch.float32)
+outputs = []
+for kit in (McoreLayers, TELayers):
+    with torch.device("cuda"):
+        model = DiT(config, kit(megatron)).cuda().float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            generator = torch.Generator("cpu").manual_seed(len(name) + sum(name.encode()))
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    generator = torch.Generator("cpu").manual_seed(0)
+    x = torch.randn(2, 8, 2, 4, 4, generator=generator).cuda()
+    text = torch.randn(2, 8, 32, generator=generator).cuda()
+    conditioning = Conditioning(text, torch.tensor([8, 3]).cuda(), torch.tensor([24.0, 0.0]).cuda())
+    out = model(x, torch.tensor([0.1, -0.3]).cuda(), conditioning)
+    out.square().sum().backward()
+    outputs.append((out.detach(), {name: p.grad for name, p in model.named_parameters()}))
+(a, grads), (b, te_grads) = outputs
+assert set(grads) == set(te_grads)
+# the same products; TransformerEngine may use TF32, of 10 bits, for them
+assert ((a - b).norm() / a.norm()) < 5e-3, (a - b).norm() / a.norm()
+for name in grads:
+    assert (grads[name] - te_grads[name]).norm() / grads[name].norm() < 2e-2, name
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not te_layers.is_available(), reason="needs a GPU and TransformerEngine (megadit[te])")
+def test_parity_with_megatrons_layers():
+    result = subprocess.run([sys.executable, "-c", PARITY], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
