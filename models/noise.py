@@ -32,6 +32,8 @@ class Stream(IntEnum):
     TEXT_DROPOUT = 2
     WORD = 3
     """Vectors of words (hashed text features)."""
+    KEEP = 4
+    """Whether a pass over the data reads a sample."""
     STEP = 1 << 16
     """The first of the streams of noise that sampling adds on its way: its n-th use of noise takes STEP + n."""
 

@@ -28,7 +28,8 @@ class DataConfig:
     """Where samples come from and how they are packed into rows of fixed size."""
 
     path: str | None = None
-    """Folder written by `megadit prepare`: WebDataset shards with Energon's metadata and a megadit.json."""
+    """Folder written by `megadit prepare`: WebDataset shards with Energon's metadata and a megadit.json; or a YAML file
+    of Energon's that blends several of them."""
     mock: bool = False
     """Endless random samples in place of `path`."""
     seq_length: int
@@ -51,8 +52,24 @@ class DataConfig:
     """(T, H, W) of mock samples, in latent frames and latent pixels, taken in turn."""
     use_train_split_for_val: bool = False
     """Validate on training samples, for datasets without a `val` split."""
+    encode: Literal["precached", "on_the_fly"] = "precached"
+    """Samples are latents, or pixels (`megadit prepare --store raw`) that the readers encode with the frozen encoders
+    of the dataset."""
+    max_frames: int | None = None
+    """Latent frames of a sample; what lies beyond is cut off before its length is measured."""
+    max_latent: float = 1000.0
+    """Samples whose latent has a larger absolute value are skipped."""
+    min_aesthetic_score: float | None = None
+    """Samples with a lower `aesthetic_score`, or none, are skipped."""
+    keep: tuple[str, ...] = ()
+    """Shares of samples read in each pass, to mix by ratio: `[image:0.25, 256x448:0.5]`; all that is not named, 1."""
 
     def __post_init__(self) -> None:
+        if self.encode not in ("precached", "on_the_fly"):
+            raise UserError(f"data.encode={self.encode!r} is unknown; choose precached or on_the_fly")
+        if self.max_frames is not None:
+            _require_positive("data", self, ["max_frames"])
+        _require_positive("data", self, ["max_latent"])
         _require_positive("data", self, ["seq_length", "text_seq_length", "micro_batch_size", "global_batch_size"])
         _require_positive("data", self, ["packing_buffer_size", "shuffle_buffer_size"])
         _require_not_negative("data", self, ["num_workers"])

@@ -30,6 +30,14 @@ class TrainingSample:
     """Text features, [0, E] without a caption."""
     fps: float
     """Frames per second of the decoded video; 0 for images."""
+    height: int = 0
+    width: int = 0
+    """Of the decoded video, in pixels."""
+    aesthetic_score: float | None = None
+
+    @property
+    def kind(self) -> str:
+        return "video" if self.fps else "image"
 
 
 @dataclass(frozen=True, slots=True)

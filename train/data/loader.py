@@ -21,14 +21,17 @@ from megatron.energon import SavableDataLoader, WorkerConfig, get_savable_loader
 from megatron.energon.errors import reraise_exception
 from megatron.energon.flavors import SavableDataset
 from megatron.energon.metadataset import load_dataset
-from megatron.energon.metadataset.loader_interface import LoadedDataset
+from megatron.energon.metadataset.loader_interface import LoadedDatasetList
 from megatron.energon.wrappers.gc_dataset import GC_DEFAULT_EVERY_N_ITER
 
 from megadit.models.support import UserError
 from megadit.train.config import RunConfig
-from megadit.train.data.batch import PackedBatch, PackFormat
+from megadit.train.data.batch import PackedBatch, PackFormat, TrainingSample
 from megadit.train.data.mock import MockLoader
+from megadit.train.data.on_the_fly import FrozenEncoders
 from megadit.train.data.redistribute import RANK, RANKS, WORKERS
+from megadit.train.data.rules import Rules
+from megadit.train.data.samples import decode
 from megadit.train.data.state import from_plain, to_plain
 from megadit.train.data.task_encoder import LatentTaskEncoder
 from megadit.train.data.writer import DatasetInfo, iter_captions
@@ -136,9 +139,13 @@ def build_train_loader(config: RunConfig, *, rank: int, world_size: int, group: 
         )
     worker_config = _worker_config(config, rank, world_size, data.num_workers, group)
 
+    rules, read = Rules.of(data, pack_format, training=True), _reader(config, info)
+
     def build_dataset(first_pass: int) -> SavableDataset:
-        return LatentTaskEncoder(pack_format, first_pass=first_pass).build_train_datasets(
-            datasets=_read_split(info, "train", worker_config, training=True),
+        split = _read_split(config, "train", worker_config, training=True)
+        return LatentTaskEncoder(rules, read=read, first_pass=first_pass).build_train_datasets(
+            datasets=split.datasets,
+            blend_mode=split.blend_mode,
             worker_config=worker_config,
             batch_size=data.micro_batch_size,
             packing_buffer_size=data.packing_buffer_size,
@@ -171,11 +178,13 @@ def build_validation_loader(
     info = check_dataset(config)
     split = _validation_split(config, info)
 
+    rules, read = Rules.of(config.data, pack_format, training=False), _reader(config, info)
+
     def build_dataset() -> SavableDataset:
         # every rank reads all of it, as one reader: the packs must not depend on the number of ranks
         worker_config = _worker_config(config, rank=0, world_size=1, num_workers=0, group=None)
-        return LatentTaskEncoder(pack_format).build_val_datasets(
-            datasets=_read_split(info, split, worker_config, training=False),
+        return LatentTaskEncoder(rules, read=read).build_val_datasets(
+            datasets=_read_split(config, split, worker_config, training=False).datasets,
             worker_config=worker_config,
             batch_size=1,
             packing_buffer_size=config.data.packing_buffer_size,
@@ -239,15 +248,20 @@ def _worker_config(config: RunConfig, rank: int, world_size: int, num_workers: i
     )
 
 
-def _read_split(info: DatasetInfo, split: str, worker_config: WorkerConfig, *, training: bool) -> list[LoadedDataset]:
-    loaded = load_dataset(info.root).get_datasets(
+def _reader(config: RunConfig, info: DatasetInfo) -> Callable[[dict[str, Any]], TrainingSample]:
+    if config.data.encode == "on_the_fly":
+        return FrozenEncoders(info.tokenizer_folder, info.text_encoder_folder)
+    return decode
+
+
+def _read_split(config: RunConfig, split: str, worker_config: WorkerConfig, *, training: bool) -> LoadedDatasetList:
+    return load_dataset(config.data.path).get_datasets(
         training=training,
         split_part=split,
         worker_config=worker_config,
         max_samples_per_sequence=MAX_SAMPLES_PER_SEQUENCE,
         decoder=LatentTaskEncoder.decoder,
     )
-    return loaded.datasets
 
 
 def _order(config: RunConfig, info: DatasetInfo, rank: int, world_size: int) -> dict[str, Any]:
@@ -262,6 +276,10 @@ def _order(config: RunConfig, info: DatasetInfo, rank: int, world_size: int) -> 
         "data.text_seq_length": data.text_seq_length,
         "data.packing_buffer_size": data.packing_buffer_size,
         "data.shuffle_buffer_size": data.shuffle_buffer_size,
+        "data.max_frames": data.max_frames,
+        "data.max_latent": data.max_latent,
+        "data.min_aesthetic_score": data.min_aesthetic_score,
+        "data.keep": list(data.keep),
         "train.seed": config.train.seed,
         "number of training samples": info.num_samples["train"],
         "tokenizer of the data": info.tokenizer_fingerprint,

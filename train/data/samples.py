@@ -47,10 +47,11 @@ def decode(crude: dict[str, Any]) -> TrainingSample:
     try:
         description = json.loads(crude["json"])
         tensors = safetensors.torch.load(crude["safetensors"])
-        latent_CTHW, fps = tensors["latent"], float(description["fps"])
+        latent_CTHW = tensors["latent"]
+        described = read_description(description)
     except KeyError as error:
         raise UnreadableSampleError(f"no {error}") from None
-    except (ValueError, TypeError, safetensors.SafetensorError) as error:
+    except (ValueError, TypeError, AttributeError, safetensors.SafetensorError) as error:
         raise UnreadableSampleError(str(error)) from None
     text_LE = tensors.get("text")
     if latent_CTHW.ndim != 4 or (text_LE is not None and text_LE.ndim != 2):
@@ -60,8 +61,19 @@ def decode(crude: dict[str, Any]) -> TrainingSample:
         occurrence=crude[OCCURRENCE],
         latent_CTHW=latent_CTHW,
         text_LE=text_LE if text_LE is not None else latent_CTHW.new_empty(0, 0),
-        fps=fps,
+        **described,
     )
+
+
+def read_description(description: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a `TrainingSample` that stand in the JSON of a sample; fails on others."""
+    score = description.get("aesthetic_score")
+    return {
+        "fps": float(description["fps"]),
+        "height": int(description.get("height", 0)),
+        "width": int(description.get("width", 0)),
+        "aesthetic_score": None if score is None else float(score),
+    }
 
 
 class PassCounter(BaseWrapperDataset[dict, dict]):

@@ -7,18 +7,18 @@ save its buffers as keys and rebuild them from disk.
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from math import isfinite
+from dataclasses import replace
 from typing import Any, NoReturn
 
-import torch
 from megatron.energon import Cooker, SkipSample, TaskEncoder, WorkerConfig, basic_sample_keys, stateless
 from megatron.energon.flavors import SavableDataset
 from megatron.energon.wrappers import BatchDataset, PackingDataset
 
 from megadit.models.noise import sample_key
 from megadit.models.support import UserError
-from megadit.train.data.batch import PackedBatch, PackFormat, TrainingSample
+from megadit.train.data.batch import PackedBatch, TrainingSample
 from megadit.train.data.packing import best_fit
+from megadit.train.data.rules import Rules
 from megadit.train.data.samples import (
     LatentPack,
     LatentSample,
@@ -58,12 +58,17 @@ class RefusedSamples:
 
 
 class LatentTaskEncoder(TaskEncoder):
-    """Reads the format of `writer` and packs it as `format` says."""
+    """Reads samples, applies the rules, and packs."""
 
     decoder = None  # members arrive as raw bytes: Energon's decoder would unpickle some file types
 
-    def __init__(self, format: PackFormat, *, first_pass: int = 0) -> None:
-        self.format = format
+    def __init__(
+        self, rules: Rules, *, read: Callable[[dict[str, Any]], TrainingSample] = decode, first_pass: int = 0
+    ) -> None:
+        """`read` makes a sample of the raw bytes of its members."""
+        self.rules = rules
+        self.format = rules.format
+        self.read = read
         self.first_pass = first_pass
         """The number of the first pass over the data: passes before it were made by other readers."""
         self.refused = RefusedSamples()
@@ -78,37 +83,21 @@ class LatentTaskEncoder(TaskEncoder):
     @stateless
     def cook(self, crude: dict[str, Any]) -> LatentSample:
         try:
-            content = decode(crude)
+            content = self.read(crude)
         except UnreadableSampleError as error:
             self.refused.refuse(crude["__key__"], "unreadable", str(error))
         return LatentSample(**basic_sample_keys(crude), content=content)
 
     @stateless
     def encode_sample(self, sample: LatentSample) -> LatentSample:
-        """The sample as it is; whatever does not fit is skipped, never cut."""
-        if reason := self._unfit(sample.content):
-            self.refused.refuse(sample.content.sample_id, reason, f"latent {tuple(sample.content.latent_CTHW.shape)}")
+        """The sample, cropped to `max_frames`; whatever then does not fit is skipped."""
+        content = self.rules.crop(sample.content)
+        if reason := self.rules.reason_against(content):
+            self.refused.refuse(content.sample_id, reason, f"latent {tuple(content.latent_CTHW.shape)}")
         self.refused.accept()
-        return sample
-
-    def _unfit(self, content: TrainingSample) -> str | None:
-        """Why a sample cannot be trained on, or None."""
-        model, latent_CTHW, text_LE = self.format.model, content.latent_CTHW, content.text_LE
-        if latent_CTHW.shape[0] != model.in_channels:
-            return f"its latent has not the {model.in_channels} channels of model.in_channels"
-        if len(text_LE) and text_LE.shape[1] != model.crossattn_emb_size:
-            return f"its text is not as wide as model.crossattn_emb_size, {model.crossattn_emb_size}"
-        try:
-            num_tokens, text_slots = self.format.lengths(content)
-        except UserError:
-            return "its size is not a multiple of the patch"
-        if num_tokens > self.format.seq_length:
-            return f"it has more tokens than data.seq_length, {self.format.seq_length}"
-        if text_slots > self.format.text_seq_length:
-            return f"its text has more tokens than data.text_seq_length, {self.format.text_seq_length}"
-        if not (_is_finite(latent_CTHW) and _is_finite(text_LE)):
-            return "it holds NaN or infinite values"
-        return None
+        if not self.rules.is_kept(content):
+            raise SkipSample
+        return sample if content is sample.content else replace(sample, content=content)
 
     def select_samples_to_pack(self, samples: list[LatentSample]) -> list[list[LatentSample]]:
         """Packs of a full buffer, in an order that does not depend on their sizes.
@@ -158,11 +147,6 @@ class LatentTaskEncoder(TaskEncoder):
             drop_last=batch_drop_last,
             worker_config=worker_config,
         )
-
-
-def _is_finite(x: torch.Tensor) -> bool:
-    """False if x holds NaN or infinity: either would survive in the sum, which is quicker than looking at each."""
-    return isfinite(x.sum(dtype=torch.float32).item())
 
 
 class PackingWithLeftovers(PackingDataset):

@@ -16,7 +16,7 @@ import shutil
 import tarfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,17 +75,20 @@ class DatasetInfo:
 
     @classmethod
     def read(cls, root: str | Path) -> "DatasetInfo":
-        """Reads what `write` wrote.
+        """Reads what `write` wrote; of a YAML file that blends several data sets, all of them as one.
 
         Raises:
             UserError: if `root` is missing, was not prepared, or was written by a newer version.
         """
+        if str(root).endswith((".yaml", ".yml")):
+            return _read_blend(Path(root))
         root = Path(root)
         remedy = "write it with `megadit prepare`"
         if not root.is_dir():
             raise UserError(f"data.path={root} is not a folder; {remedy}")
         if not (root / INFO_FILE).is_file() or not (root / ENERGON_FOLDER / "dataset.yaml").is_file():
             raise UserError(f"data.path={root} has no {INFO_FILE} or no {ENERGON_FOLDER}/dataset.yaml; {remedy}")
+        _check_definition(root / ENERGON_FOLDER / "dataset.yaml")
         values = read_json(root / INFO_FILE)
         version = values.pop("format_version", None)
         if not isinstance(version, int) or version > FORMAT_VERSION:
@@ -96,6 +99,60 @@ class DatasetInfo:
             return cls(root=root, **values)
         except TypeError as error:
             raise UserError(f"{root / INFO_FILE} is not the description of a data set ({error}); {remedy}") from None
+
+
+def _read_blend(path: Path) -> DatasetInfo:
+    """What the data sets of a blend have in common, and the sum of their samples; `root` is that of the first."""
+    from megatron.energon.metadataset.loader import traverse_metadataset
+
+    if not path.is_file():
+        raise UserError(f"data.path={path} does not exist")
+    _check_definition(path)
+    splits: dict[str, list[tuple[DatasetInfo, str]]] = {}
+    for split in ("train", "val"):
+        try:
+            leaves = traverse_metadataset(path, split_part=split)
+        except KeyError:
+            leaves = []  # a blend need not say how to validate
+        except (ValueError, AssertionError, TypeError, OSError) as error:
+            raise UserError(f"{path} is not a blend of data sets ({error}); see Energon's metadatasets") from None
+        splits[split] = [(DatasetInfo.read(str(leaf.path)), leaf.split_part) for leaf in leaves]
+    everything = [info for leaves in splits.values() for info, _ in leaves]
+    if not splits["train"]:
+        raise UserError(f"{path} blends nothing in its split 'train'")
+    first = everything[0]
+    for name in ("tokenizer_fingerprint", "text_encoder_fingerprint", "sigma_data", "latent_channels", "text_width"):
+        for info in everything:
+            if getattr(info, name) != getattr(first, name):
+                raise UserError(
+                    f"{path} blends what cannot be blended: {name} is {getattr(first, name)} of {first.root} and "
+                    f"{getattr(info, name)} of {info.root}; prepare both with the same encoders"
+                )
+    counts = {split: sum(info.num_samples.get(part, 0) for info, part in leaves) for split, leaves in splits.items()}
+    return replace(first, num_samples=counts)
+
+
+def _check_definition(path: Path) -> None:
+    """Energon builds any object that such a file names; a data set from elsewhere must name nothing but Energon's.
+
+    Raises:
+        UserError: if it does.
+    """
+
+    def names(value: Any) -> Iterator[str]:
+        if isinstance(value, dict):
+            yield from (str(value[key]) for key in ("__module__", "__function__") if key in value)
+        if isinstance(value, dict | list):
+            for item in value.values() if isinstance(value, dict) else value:
+                yield from names(item)
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    for name in names(content):
+        if name != "megatron.energon":
+            raise UserError(f"{path} names {name}, and only megatron.energon is let build objects; remove it")
 
 
 class DatasetWriter:

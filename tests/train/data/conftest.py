@@ -89,6 +89,16 @@ def new_writer(tmp_path):
 
 
 @pytest.fixture(scope="session")
+def module_writer():
+    """`new_writer` for fixtures that outlive a test."""
+
+    def build(root: Path, **settings) -> DatasetWriter:
+        return DatasetWriter(root, tokenizer=TokenizerStub(), text_encoder=TextEncoderStub(), **settings)
+
+    return build
+
+
+@pytest.fixture(scope="session")
 def dataset(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("data") / "dataset"
     with DatasetWriter(root, tokenizer=TokenizerStub(), text_encoder=TextEncoderStub(), shard_size=50) as writer:

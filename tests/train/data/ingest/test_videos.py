@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +19,21 @@ from megatron.energon.tools.info import command as energon_info
 from megatron.energon.tools.lint import command as energon_lint
 from PIL import Image
 
+from megadit.models.config import DiTConfig
 from megadit.models.support import UserError
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.data import prepare
 from megadit.train.data.ingest.decode import fit_image
+from megadit.train.data.ingest.encode import to_video
+from megadit.train.data.loader import build_train_loader
+from megadit.train.data.on_the_fly import read_mp4
 from megadit.train.data.writer import DatasetInfo
+from megadit.train.recipes import dit_pretrain
 
+DIT = DiTConfig(
+    num_layers=1, hidden_size=24, num_attention_heads=2, in_channels=32, patch_spatial=1, crossattn_emb_size=64,
+    sigma_data=1.0,
+)  # fmt: skip
 OPTIONS = ["--height", "64", "--width", "64", "--num_frames", "9,17", "--num_workers", "0", "--shard_size", "6"]
 REASONS = {"broken": 4, "small": 1, "static": 1, "black": 1, "short": 1, "near-duplicate": 1}
 
@@ -123,6 +133,18 @@ def test_pixels_can_be_stored_instead(videos, tmp_path):
     with tarfile.open(next(out.glob("train-*.tar"))) as tar:
         names = tar.getnames()
     assert {Path(name).suffix for name in names} == {".json", ".mp4"}
+    config = replace(dit_pretrain(), model=DIT)
+    config = replace(config, data=replace(config.data, path=str(out), num_workers=0, encode="on_the_fly"))
+    batch = next(iter(build_train_loader(config, rank=0, world_size=1)))
+    tokenizer, first = load_tokenizer(out / "tokenizer"), batch.layout.segments[0]
+    name, num_tokens = batch.sample_ids[0], batch.layout.lengths[0]
+    with tarfile.open(
+        next(path for path in out.glob("train-*.tar") if f"{name}.mp4" in tarfile.open(path).getnames())
+    ) as tar:
+        frames = read_mp4(tar.extractfile(f"{name}.mp4").read())
+    latent = tokenizer.encode(to_video(frames[None]))[0]
+    assert first.grid == latent.shape[1:]
+    torch.testing.assert_close(batch.tokens_S1P[:num_tokens, 0], latent.flatten(1).T, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -1,0 +1,101 @@
+"""Several data sets as one: Energon's blends as `data.path`, and their state."""
+
+import json
+from itertools import islice
+
+import pytest
+import torch
+
+from megadit.models.support import UserError
+from megadit.train.data.loader import build_train_loader, build_validation_loader, check_dataset
+from megadit.train.data.writer import DatasetInfo
+
+BLEND = """
+__module__: megatron.energon
+__class__: MetadatasetV2
+splits:
+  train:
+    blend:
+      - {{weight: 3, path: {first}}}
+      - {{weight: 1, path: {second}}}
+  val:
+    path: {first}
+"""
+
+
+@pytest.fixture(scope="module")
+def blend(dataset, module_writer, toy, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("blend")
+    with module_writer(folder / "second", shard_size=20) as writer:
+        for index in range(100):
+            toy.add_sample(writer, "train", 500 + index)
+    path = folder / "blend.yaml"
+    path.write_text(BLEND.format(first=dataset, second=writer.root))
+    return path
+
+
+def test_a_blend_is_described_as_one_data_set(blend, dataset, toy, make_config):
+    info = check_dataset(make_config(path=str(blend)))
+    assert info.num_samples == {"train": toy.num_train + 100, "val": toy.num_val}
+    assert info.tokenizer_folder == dataset / "tokenizer"
+
+
+def test_weights_decide_the_mixture(blend, make_config):
+    loader = build_train_loader(make_config(path=str(blend)), rank=0, world_size=1)
+    names = [name for batch in islice(loader, 300) for name in batch.sample_ids if name]
+    share = sum(name >= "train-00500" for name in names) / len(names)
+    assert share == pytest.approx(0.25, abs=0.04)
+    validation = build_validation_loader(make_config(path=str(blend)), rank=0, world_size=1)
+    assert all(name.startswith("val-") for batch in validation for name in batch.sample_ids if name)
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "num_next"), [(0, 200), *(pytest.param(n, 200, marks=pytest.mark.slow) for n in (1, 4))]
+)
+def test_a_blend_resumes_in_the_middle_of_its_buffers(blend, make_config, num_workers, num_next):
+    config = make_config(path=str(blend), num_workers=num_workers, keep=("image:0.7",))
+    loader = build_train_loader(config, rank=0, world_size=1)
+    before = int(torch.randint(20, 60, (), generator=torch.Generator().manual_seed(num_workers)))
+    list(islice(loader, before))
+    state = json.loads(json.dumps(loader.save_state()))
+    expected = list(islice(loader, num_next))
+    resumed = build_train_loader(config, rank=0, world_size=1)
+    resumed.restore_state(state)
+    for batch, reference in zip(islice(resumed, num_next), expected, strict=True):
+        assert batch.sample_ids == reference.sample_ids
+        assert torch.equal(batch.noise_key_G, reference.noise_key_G)
+        assert torch.equal(batch.tokens_S1P, reference.tokens_S1P) and torch.equal(batch.text_L1E, reference.text_L1E)
+
+
+def test_data_of_different_encoders_do_not_blend(blend, module_writer, toy, tmp_path):
+    with module_writer(tmp_path / "other") as writer:
+        writer.tokenizer.fingerprint = lambda: "another"
+        toy.add_sample(writer, "train", 0)
+    path = tmp_path / "blend.yaml"
+    path.write_text(blend.read_text().replace(str(blend.parent / "second"), str(writer.root)))
+    with pytest.raises(UserError, match="tokenizer_fingerprint is tokenizer-stub .* and another"):
+        DatasetInfo.read(path)
+
+
+@pytest.mark.parametrize("place", ["blend", "dataset"])
+def test_a_definition_builds_nothing_but_energons_objects(blend, module_writer, toy, tmp_path, place):
+    trap = f"__module__: os\n__function__: system\ncommand: touch {tmp_path}/trapped\n"
+    if place == "blend":
+        path = tmp_path / "blend.yaml"
+        path.write_text(trap)
+    else:
+        with module_writer(tmp_path / "other") as writer:
+            toy.add_sample(writer, "train", 0)
+        path = writer.root
+        (path / ".nv-meta" / "dataset.yaml").write_text(trap)
+    with pytest.raises(UserError, match="names os, and only megatron.energon"):
+        DatasetInfo.read(path)
+    assert not (tmp_path / "trapped").exists()
+
+
+def test_a_blend_that_is_none_is_told(tmp_path):
+    with pytest.raises(UserError, match="does not exist"):
+        DatasetInfo.read(tmp_path / "nowhere.yaml")
+    (tmp_path / "other.yaml").write_text("splits: 3\n")
+    with pytest.raises(UserError, match="other.yaml is not a blend"):
+        DatasetInfo.read(tmp_path / "other.yaml")

@@ -1,0 +1,77 @@
+"""What the `data.*` rules do to single samples, seen in the packs that come out of the loader."""
+
+import logging
+from collections import Counter
+from itertools import islice
+
+import pytest
+import torch
+
+from megadit.models.support import UserError
+from megadit.train.data.loader import build_train_loader, build_validation_loader
+
+
+def first_samples(config, count: int = 300) -> Counter[str]:
+    names: Counter[str] = Counter()
+    for batch in build_train_loader(config, rank=0, world_size=1):
+        names.update(name for name in batch.sample_ids if name)
+        if names.total() >= count:
+            return names
+
+
+def test_max_frames_crops_before_lengths_are_measured(make_config):
+    config = make_config(max_frames=2, text_dropout=0.0)
+    for batch in islice(build_train_loader(config, rank=0, world_size=1), 10):
+        for name, segment, length in zip(batch.sample_ids, batch.layout.segments, batch.layout.lengths, strict=True):
+            if name:
+                is_clip = int(name[-5:]) % 2 == 1
+                assert segment.grid[0] == (2 if is_clip else 1) and length == segment.grid[0] * 16
+
+
+def test_samples_that_were_too_long_fit_after_the_crop(make_config, new_writer, toy):
+    with new_writer() as writer:
+        toy.add_sample(writer, "train", 0)
+        toy.add_sample(writer, "train", 1, latent_CTHW=torch.zeros(toy.channels, 40, 4, 4))
+    assert set(first_samples(make_config(path=str(writer.root)), 20)) == {"train-00000"}
+    assert set(first_samples(make_config(path=str(writer.root), max_frames=3), 20)) == {"train-00000", "train-00001"}
+
+
+def test_large_latents_are_skipped_and_counted(make_config, new_writer, toy, caplog):
+    with new_writer() as writer:
+        for index in range(5):
+            toy.add_sample(writer, "train", index)
+        toy.add_sample(writer, "train", 5, latent_CTHW=torch.full((toy.channels, 1, 4, 4), -2000.0))
+    with caplog.at_level(logging.WARNING):
+        assert "train-00005" not in first_samples(make_config(path=str(writer.root)), 40)
+    assert "train-00005: its latent exceeds data.max_latent, 1000" in " / ".join(caplog.messages)
+    assert "train-00005" in first_samples(make_config(path=str(writer.root), max_latent=2000.0), 40)
+
+
+def test_a_least_aesthetic_score_skips_those_without_one(make_config, caplog):
+    with (
+        caplog.at_level(logging.WARNING),
+        pytest.raises(UserError, match="aesthetic score is below data.min_aesthetic_score, 4.5"),
+    ):
+        first_samples(make_config(min_aesthetic_score=4.5))
+
+
+def test_shares_mix_images_and_clips_by_ratio(make_config, toy):
+    names = first_samples(make_config(keep=("image:0.25",)), 1200)
+    images = sum(count for name, count in names.items() if int(name[-5:]) % 2 == 0)
+    assert images / names.total() == pytest.approx(0.25 / 1.25, abs=0.04)
+    # other images in other passes: nearly all have their turn
+    assert len([name for name in names if int(name[-5:]) % 2 == 0]) > 0.6 * toy.num_train / 2
+
+
+def test_shares_go_by_bucket_too_and_leave_validation_alone(make_config):
+    thinned, whole = first_samples(make_config(keep=("32x32:0.1", "video:0.5")), 40), first_samples(make_config(), 40)
+    assert thinned != whole
+    config = make_config(keep=("32x32:0.1",))
+    expected = [batch.sample_ids for batch in build_validation_loader(make_config(), rank=0, world_size=1)]
+    assert [batch.sample_ids for batch in build_validation_loader(config, rank=0, world_size=1)] == expected
+
+
+@pytest.mark.parametrize("share", ["image", "image:0", "image:2", "imag:0.5", "32:0.5", "x:0.5"])
+def test_malformed_shares_are_told(make_config, share):
+    with pytest.raises(UserError, match="data.keep: "):
+        build_train_loader(make_config(keep=(share,)), rank=0, world_size=1)

@@ -1,0 +1,105 @@
+"""Samples of pixels, encoded while they are read: `data.encode=on_the_fly` on what `megadit prepare --store raw` wrote.
+
+The frozen encoders are those of the data set; each reader process loads them with its first sample and runs them on
+the CPU. Shapes: C latent channels, T/H/W frames, height, width, L text tokens, E text feature width.
+"""
+
+import io
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from megadit.models.text_encoders import load_text_encoder
+from megadit.models.tokenizers import load_tokenizer
+from megadit.train.data.batch import TrainingSample
+from megadit.train.data.samples import OCCURRENCE, UnreadableSampleError, read_description
+
+MAX_PIXELS = 1 << 28
+"""Of a picture; a header may announce any number."""
+
+
+@dataclass(slots=True)
+class FrozenEncoders:
+    """Reads crude samples of pixels; pickles without its models, which every process loads for itself."""
+
+    tokenizer_folder: Path
+    text_encoder_folder: Path
+    _loaded: dict[str, Any] = field(default_factory=dict)
+
+    def __getstate__(self) -> tuple[Path, Path]:
+        return self.tokenizer_folder, self.text_encoder_folder
+
+    def __setstate__(self, folders: tuple[Path, Path]) -> None:
+        self.tokenizer_folder, self.text_encoder_folder = folders
+        self._loaded = {}
+
+    def __call__(self, crude: dict[str, Any]) -> TrainingSample:
+        """The sample, encoded.
+
+        Raises:
+            UnreadableSampleError: naming what is wrong.
+        """
+        try:
+            description = json.loads(crude["json"])
+            described, caption = read_description(description), str(description.get("caption") or "")
+            frames_THWC = read_mp4(crude["mp4"]) if "mp4" in crude else read_png(crude["png"])
+        except KeyError as error:
+            raise UnreadableSampleError(f"no {error}") from None
+        except (ValueError, TypeError, AttributeError, OSError, av.FFmpegError, Image.DecompressionBombError) as error:
+            raise UnreadableSampleError(str(error)) from None
+        return TrainingSample(
+            sample_id=crude["__key__"],
+            occurrence=crude[OCCURRENCE],
+            latent_CTHW=self._latent(frames_THWC),
+            text_LE=self._text(caption),
+            **described,
+        )
+
+    @torch.inference_mode()
+    def _latent(self, frames_THWC: np.ndarray) -> Tensor:
+        video_BCTHW = torch.from_numpy(frames_THWC).permute(3, 0, 1, 2)[None].float().div(127.5).sub(1)
+        try:
+            return self._model("tokenizer").encode(video_BCTHW)[0].clone()
+        except ValueError as error:  # a size that it does not take
+            raise UnreadableSampleError(str(error)) from None
+
+    @torch.inference_mode()
+    def _text(self, caption: str) -> Tensor:
+        features = self._model("text_encoder").encode([caption])
+        return features.features_BLE[0, : features.length_B[0] if caption else 0].clone()
+
+    def _model(self, name: str) -> Any:
+        if name not in self._loaded:
+            is_tokenizer = name == "tokenizer"
+            load, folder = (
+                (load_tokenizer, self.tokenizer_folder)
+                if is_tokenizer
+                else (load_text_encoder, self.text_encoder_folder)
+            )
+            self._loaded[name] = load(folder)
+        return self._loaded[name]
+
+
+def read_mp4(content: bytes) -> np.ndarray:
+    """All frames, uint8 THWC."""
+    with av.open(io.BytesIO(content), options={"format_whitelist": "mov,mp4"}) as container:
+        stream = container.streams.video[0]
+        stream.codec_context.thread_count = 1
+        if not 0 < stream.width * stream.height <= MAX_PIXELS:
+            raise ValueError(f"{stream.width}x{stream.height} pixels are too many")
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(stream)])
+
+
+def read_png(content: bytes) -> np.ndarray:
+    """One frame, uint8 THWC."""
+    image = Image.open(io.BytesIO(content), formats=("PNG",))
+    if image.width * image.height > MAX_PIXELS:
+        raise ValueError(f"{image.width}x{image.height} pixels are too many")
+    return np.array(image.convert("RGB"))[None]

@@ -1,0 +1,100 @@
+"""What becomes of a sample between its shard and its pack: cropped, kept, or left out for a reason."""
+
+from dataclasses import dataclass, replace
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from megadit.models.noise import Stream, sample_key, uniform
+from megadit.models.support import UserError
+from megadit.train.config import DataConfig
+from megadit.train.data.batch import PackFormat, TrainingSample
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """The part of `data.*` that concerns single samples."""
+
+    format: PackFormat
+    max_frames: int | None = None
+    max_latent: float = 1000.0
+    min_aesthetic_score: float | None = None
+    keep: tuple[tuple[str, float], ...] = ()
+    """(image, video, or height x width; share of these samples kept in each pass)."""
+
+    @classmethod
+    def of(cls, data: DataConfig, format: PackFormat, *, training: bool) -> "Rules":
+        """Validation keeps every sample: its packs must not change with the mixture that training reads.
+
+        Raises:
+            UserError: for a share that is malformed or not above 0 and at most 1.
+        """
+        return cls(
+            format=format,
+            max_frames=data.max_frames,
+            max_latent=data.max_latent,
+            min_aesthetic_score=data.min_aesthetic_score,
+            keep=tuple(map(_share, data.keep)) if training else (),
+        )
+
+    def crop(self, sample: TrainingSample) -> TrainingSample:
+        """Its first `max_frames` latent frames: before anything is measured, so that all lengths are the cropped."""
+        if self.max_frames is None or sample.latent_CTHW.shape[1] <= self.max_frames:
+            return sample
+        return replace(sample, latent_CTHW=sample.latent_CTHW[:, : self.max_frames])
+
+    def is_kept(self, sample: TrainingSample) -> bool:
+        """Whether this pass reads the sample: decided by (seed, sample id, occurrence) alone, so that mixing by ratio
+        has no state, and every sample has its turn in some pass."""
+        share = 1.0
+        for name, part in self.keep:
+            if name in (sample.kind, f"{sample.height}x{sample.width}"):
+                share *= part
+        if share >= 1:
+            return True
+        key = torch.tensor([sample_key(self.format.seed, sample.sample_id, sample.occurrence)])
+        return uniform(key, torch.zeros_like(key), 1, stream=Stream.KEEP).item() < share
+
+    def reason_against(self, sample: TrainingSample) -> str | None:
+        """Why a sample cannot be trained on, or None."""
+        model, latent_CTHW, text_LE = self.format.model, sample.latent_CTHW, sample.text_LE
+        if latent_CTHW.shape[0] != model.in_channels:
+            return f"its latent has not the {model.in_channels} channels of model.in_channels"
+        if len(text_LE) and text_LE.shape[1] != model.crossattn_emb_size:
+            return f"its text is not as wide as model.crossattn_emb_size, {model.crossattn_emb_size}"
+        if self.min_aesthetic_score is not None and not (sample.aesthetic_score or 0) >= self.min_aesthetic_score:
+            return f"its aesthetic score is below data.min_aesthetic_score, {self.min_aesthetic_score:g}, or missing"
+        try:
+            num_tokens, text_slots = self.format.lengths(sample)
+        except UserError:
+            return "its size is not a multiple of the patch"
+        if num_tokens > self.format.seq_length:
+            return f"it has more tokens than data.seq_length, {self.format.seq_length}"
+        if text_slots > self.format.text_seq_length:
+            return f"its text has more tokens than data.text_seq_length, {self.format.text_seq_length}"
+        if not (_is_finite(latent_CTHW) and _is_finite(text_LE)):
+            return "it holds NaN or infinite values"
+        if latent_CTHW.numel() and latent_CTHW.abs().max() > self.max_latent:
+            return f"its latent exceeds data.max_latent, {self.max_latent:g}"
+        return None
+
+
+def _share(text: str) -> tuple[str, float]:
+    name, _, share = text.partition(":")
+    is_size = all(part.isdecimal() for part in name.split("x")) and name.count("x") == 1
+    try:
+        value = float(share)
+    except ValueError:
+        value = 0.0
+    if not (name in ("image", "video") or is_size) or not 0 < value <= 1:
+        raise UserError(
+            f"data.keep: {text!r} must be image, video, or a height and width such as 256x256, with a share above 0 "
+            "and at most 1: data.keep=[image:0.25]"
+        )
+    return name, value
+
+
+def _is_finite(x: Tensor) -> bool:
+    """False if x holds NaN or infinity: either would survive in the sum, which is quicker than looking at each."""
+    return isfinite(x.sum(dtype=torch.float32).item())
