@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from megadit.infer.guidance import GuidanceConvention
 from megadit.infer.pipeline import TOKENS_PER_BATCH
+from megadit.infer.ranks import world_size
 from megadit.infer.runtimes.load import check_runtime
 from megadit.infer.samplers import SAMPLERS, STOCHASTIC
 from megadit.infer.schedules import SCHEDULES
@@ -116,6 +117,11 @@ class GenerateFlags:
     churn_interval: Sequence[float] | None = _numbers("lowest and highest noise level at which churn acts", 2)
     eta: float | None = _number(f"0 to 1: share of ancestral noise after steps ({', '.join(STOCHASTIC)})")
 
+    cache_budget: float | None = _number(
+        "step caching: relative error of the latents that sparing denoiser calls may cause, such as 0.02; "
+        "`megadit calibrate-cache` with the same options comes first"
+    )
+
     # output
     video_save_path: str = _flag(
         "outputs",
@@ -153,32 +159,41 @@ class GenerateFlags:
     t5_cache_dir: str = _path(
         "directory of the text encoder to load instead of the checkpoint's copy; must be the same one"
     )
-    num_devices: int = _integer(
-        "only 1: to use several devices, start one process for each with --device cuda:N and its share of the prompts",
-        default=1,
+    num_devices: int | None = _integer("processes that torchrun starts, which decides: any other number is refused")
+    tp_size: int = _integer("processes that share the network's matrices (tensor parallelism)", default=1)
+    cp_size: int = _integer("only 1: the tokens of a video are not split over processes", default=1)
+    cfg_parallel: bool = _switch(
+        "split the halves of guidance over two processes; what torchrun starts beyond --tp_size and this shares the "
+        "prompts"
     )
-    cp_size: int = _integer("only 1: a video is not split over devices", default=1)
     guardrail_dir: str = _path("directory with guardrail.py, a content filter for prompts and videos")
 
 
 SETTING_FLAGS = (
     "negative_prompt", "guidance_interval", "guidance_rescale", "autoguidance", "second_prompt", "second_guidance",
     "sampler", "num_steps", "schedule", "sigmas", "sigma_min", "sigma_max", "rho", "shift", "churn", "churn_interval",
-    "eta", "height", "width", "fps",
+    "eta", "height", "width", "fps", "cache_budget",
 )  # fmt: skip
 """Options that are sampling settings of the same name."""
 
 
-def parse(argv: list[str]) -> GenerateFlags:
+_DESCRIPTIONS = {
+    "generate": "Generates videos, or images, from prompts. What is left out takes the checkpoint's default.",
+    "calibrate-cache": "Measures with these prompts which denoiser calls `megadit generate --cache_budget` can spare "
+    "under these settings, and stores that in the bundle. Options of output are not used.",
+}
+
+
+def parse(argv: list[str], verb: str = "generate") -> GenerateFlags:
     """The options in `argv`.
 
     Raises:
         UserError: for an unknown or malformed option, and for what no checkpoint could make right.
     """
     parser = CommandParser(
-        prog="megadit generate",
-        usage="megadit generate --checkpoint_path PATH --prompt TEXT [TEXT ...] [options]",
-        description="Generates videos, or images, from prompts. What is left out takes the checkpoint's default.",
+        prog=f"megadit {verb}",
+        usage=f"megadit {verb} --checkpoint_path PATH --prompt TEXT [TEXT ...] [options]",
+        description=_DESCRIPTIONS[verb],
         epilog="--debug shows the traceback of an error.",
     )
     for argument in argv:
@@ -231,13 +246,13 @@ def check_path(name: str, path: str) -> None:
 def _check_upstream_flags(flags: GenerateFlags) -> None:
     """NeMo's and DFM's options that have no meaning here."""
     refuse(
-        flags.num_devices != 1,
-        f"--num_devices={flags.num_devices}: start one process for each device, with --device cuda:N and its share "
-        "of the prompts",
+        flags.num_devices not in (None, world_size()),
+        f"--num_devices={flags.num_devices}, but {world_size()} were started: use torchrun --nproc-per-node "
+        f"{flags.num_devices} -m megadit.infer.generate ...",
     )
     refuse(
         flags.cp_size != 1,
-        f"--cp_size={flags.cp_size}: a video is not split over devices; to save memory, use --dtype bfloat16",
+        f"--cp_size={flags.cp_size}: the tokens of a video are not split over processes; to save memory, use --tp_size",
     )
 
 

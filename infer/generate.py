@@ -6,22 +6,25 @@ it cannot. Flags that are left out take the checkpoint's defaults.
 
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 
+from megadit.infer.cache import bundle_plans, find_plan
 from megadit.infer.checkpoints import open_bundle
 from megadit.infer.contact_sheet import contact_sheet, middle_frame
 from megadit.infer.flags import DEFAULT_DTYPE, GenerateFlags, parse, refuse
 from megadit.infer.jobs import Grid, Job, plan_jobs
 from megadit.infer.outputs import checkpoint_fingerprint, make_record, output_paths, read_record, repeated, save
 from megadit.infer.pipeline import GeneratedVideo, TextToVideo, weaker_bundle
+from megadit.infer.ranks import device_name, is_first, start
 from megadit.infer.settings import far_from_training, latent_size
 from megadit.infer.start import GivenVideo, check_given
 from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, write_video
 from megadit.models.bundle import Bundle
-from megadit.models.support import Progress, run_command
+from megadit.models.support import Progress, UserError, run_command
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
 
@@ -32,31 +35,47 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _generate(argv: list[str]) -> None:
-    flags, bundle, grid = _plan(parse(argv))
-    tokenizer = _tokenizer(flags, bundle)
-    given = _check_jobs(grid.jobs, flags, bundle, tokenizer)
-    paths = output_paths(flags.video_save_path, grid.jobs, flags.format)
-    pipeline = TextToVideo.load(
-        bundle,
-        device=flags.device,
-        dtype=flags.dtype or DEFAULT_DTYPE,
-        tokenizer=tokenizer,
-        text_encoder=load_text_encoder(flags.t5_cache_dir) if flags.t5_cache_dir else None,
-        batch_guidance=not flags.sequential_guidance,
-        offload_text_encoder=flags.offload_text_encoder,
-        compile=flags.compile,
-        guardrail_dir=flags.guardrail_dir,
-        runtime=flags.runtime,
-    )
-    videos = []
-    for path, job, result in zip(paths, grid.jobs, _videos(pipeline, grid.jobs, given, flags), strict=True):
-        save(path, result, make_record(result, job, flags, bundle), flags.format)
-        print(path)
+    with _told_once():
+        flags, bundle, grid = _plan(parse(argv))
+        tokenizer = _tokenizer(flags, bundle)
+        given = _check_jobs(grid.jobs, flags, bundle, tokenizer)
+        paths = output_paths(flags.video_save_path, grid.jobs, flags.format)
+        ranks = start(tensor=flags.tp_size, split_guidance=flags.cfg_parallel)
+        pipeline = TextToVideo.load(
+            bundle,
+            device=device_name(flags.device),
+            dtype=flags.dtype or DEFAULT_DTYPE,
+            tokenizer=tokenizer,
+            text_encoder=load_text_encoder(flags.t5_cache_dir) if flags.t5_cache_dir else None,
+            batch_guidance=not flags.sequential_guidance,
+            offload_text_encoder=flags.offload_text_encoder,
+            compile=flags.compile,
+            guardrail_dir=flags.guardrail_dir,
+            runtime=flags.runtime,
+            tensor_parallel=flags.tp_size,
+            split_guidance=ranks.halves,
+        )
+    jobs, videos = ranks.mine(grid.jobs), []
+    for path, job, result in zip(ranks.mine(paths), jobs, _videos(pipeline, jobs, given, flags), strict=True):
+        if ranks.writes:
+            save(path, result, make_record(result, job, flags, bundle), flags.format)
+            print(path, flush=True)
         if flags.contact_sheet:
             videos.append(result.video)
-    if flags.contact_sheet:
-        _write_contact_sheet(flags.contact_sheet, grid, videos)
+    if flags.contact_sheet and (everyones := ranks.gathered(videos)):
+        _write_contact_sheet(flags.contact_sheet, grid, everyones)
         print(flags.contact_sheet)
+
+
+@contextmanager
+def _told_once() -> Iterator[None]:
+    """What every process finds wrong alike, the first of them tells."""
+    try:
+        yield
+    except UserError:
+        if is_first():
+            raise
+        raise SystemExit(2) from None
 
 
 def _plan(flags: GenerateFlags) -> tuple[GenerateFlags, Bundle, Grid]:
@@ -81,8 +100,10 @@ def _check_jobs(
     given: dict[Job, GivenVideo] = {}
     for settings in dict.fromkeys(job.settings for job in jobs):
         latent_size(settings, bundle.config, tokenizer)
-        if warning := far_from_training(settings, bundle.defaults, bundle.config, tokenizer):
+        warning = far_from_training(settings, bundle.defaults, bundle.config, tokenizer)
+        if warning and is_first():
             print(f"warning: {warning}", file=sys.stderr)
+        find_plan(bundle_plans(bundle), settings)
         if settings.autoguidance:
             weaker_bundle(settings.autoguidance, bundle)
     loaded = {}
@@ -114,7 +135,7 @@ def _videos(
         source = given.get(group[0])
         return pipeline.num_denoiser_calls(len(group), group[0].settings, flags.batch_size, source)
 
-    with Progress(sum(map(num_calls, groups)), "sampling") as bar:
+    with Progress(sum(map(num_calls, groups)), "sampling", enabled=is_first()) as bar:
         for group in groups:
             yield from pipeline.stream(
                 [job.prompt for job in group],

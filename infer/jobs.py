@@ -161,7 +161,7 @@ _ALLOWED: dict[str, tuple[type, ...]] = {
     "sigmas": (list,), "guidance_interval": (list,), "churn_interval": (list,),
     **dict.fromkeys(
         ("guidance", "fps", "strength", "guidance_rescale", "second_guidance", "sigma_min", "sigma_max", "rho",
-         "churn", "eta"), (int, float)
+         "churn", "eta", "cache_budget"), (int, float)
     ),
 }  # fmt: skip
 """What a line of a .jsonl prompt file may say, and the types of its values."""

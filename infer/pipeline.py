@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from megadit.infer.cache import CachePlan, bundle_plans, cached, find_plan
 from megadit.infer.checkpoints import open_bundle
 from megadit.infer.guardrail import Guardrail, load_guardrail
 from megadit.infer.guidance import (
@@ -24,8 +26,9 @@ from megadit.infer.guidance import (
     in_turn,
 )
 from megadit.infer.preview import LinearPreview, fit_preview
+from megadit.infer.ranks import split_over_ranks
 from megadit.infer.runtimes.load import check_runtime, load_denoiser, with_exported_networks
-from megadit.infer.runtimes.torch import find_device, find_dtype
+from megadit.infer.runtimes.torch import TorchDenoiser, find_device, find_dtype
 from megadit.infer.samplers import SAMPLERS, Denoise, Randomness, num_denoiser_calls
 from megadit.infer.schedules import settings_sigmas
 from megadit.infer.settings import latent_size, resolve_settings
@@ -35,6 +38,7 @@ from megadit.infer.text_features import TextFeaturesCache
 from megadit.models.bundle import Bundle, SamplingDefaults
 from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
+from megadit.models.dit import DiT
 from megadit.models.noise import Stream, latent_noise, seed_key
 from megadit.models.support import UserError
 from megadit.models.text_encoders import TextEncoder
@@ -87,9 +91,11 @@ class TextToVideo:
         load_weaker: Callable[[str], Denoiser] | None = None,
         reload_text_encoder: Callable[[], TextEncoder] | None = None,
         guardrail: Guardrail | None = None,
+        cache_plans: Sequence[CachePlan] = (),
     ) -> None:
         """`evaluate` asks for the halves of guidance; `load_weaker` gives the denoiser of a checkpoint for
-        autoguidance; with `reload_text_encoder` the encoder is not kept in memory while sampling."""
+        autoguidance; with `reload_text_encoder` the encoder is not kept in memory while sampling; `cache_plans` are
+        those that `cache_budget` chooses from."""
         self.denoiser = denoiser
         self.tokenizer = tokenizer
         self.text_encoder = TextFeaturesCache(text_encoder, reload_text_encoder)
@@ -98,6 +104,7 @@ class TextToVideo:
         self.device = torch.device(device)
         self.evaluate = evaluate
         self.guardrail = guardrail
+        self._cache_plans = cache_plans
         self._load_weaker = load_weaker
         self._weaker: dict[str, Denoiser] = {}
         self._preview: LinearPreview | None = None
@@ -116,6 +123,8 @@ class TextToVideo:
         compile: bool = False,
         guardrail_dir: str | None = None,
         runtime: str = "torch",
+        tensor_parallel: int = 1,
+        split_guidance: ProcessGroup | None = None,
     ) -> "TextToVideo":
         """The pipeline of a bundle (opened or not), or of a training directory (see `open_bundle`).
 
@@ -124,7 +133,9 @@ class TextToVideo:
         `batch_guidance` the network is asked twice instead of for two halves of a batch; `offload_text_encoder`
         frees its memory while sampling; `compile` compiles the network (torch.compile), once for all shapes;
         `guardrail_dir` names a content filter (`megadit.infer.guardrail`); `runtime` is torch, or onnx or
-        tensorrt for a bundle that `megadit export` made.
+        tensorrt for a bundle that `megadit export` made. Processes that torchrun started can share the network's
+        matrices (`tensor_parallel` of them) and, in groups, the halves of guidance; all of them then generate the
+        same prompts.
 
         Raises:
             UserError: if there is no such checkpoint, device or dtype, or a part is not the one trained with.
@@ -139,8 +150,14 @@ class TextToVideo:
         _check_fingerprint(bundle, "text_encoder", text_encoder)
 
         def load(bundle: Bundle) -> Denoiser:
-            return load_denoiser(bundle, runtime, device=place, dtype=number_type, compile=compile)
+            if tensor_parallel == 1:
+                return load_denoiser(bundle, runtime, device=place, dtype=number_type, compile=compile)
+            dit = _load_split_dit(bundle, tensor_parallel, device=place, dtype=number_type)
+            return TorchDenoiser(dit, device=place, dtype=number_type, compile=compile)
 
+        evaluate = in_one_batch if batch_guidance else in_turn
+        if split_guidance is not None:
+            evaluate = split_over_ranks(split_guidance)
         return cls(
             denoiser=load(bundle),
             tokenizer=with_exported_networks(tokenizer, bundle, runtime, place),
@@ -148,10 +165,11 @@ class TextToVideo:
             config=bundle.config,
             defaults=bundle.defaults,
             device=place,
-            evaluate=in_one_batch if batch_guidance else in_turn,
+            evaluate=evaluate,
             load_weaker=lambda path: load(weaker_bundle(path, bundle)),
             reload_text_encoder=bundle.load_text_encoder if offload_text_encoder else None,
             guardrail=guardrail,
+            cache_plans=bundle_plans(bundle),
         )
 
     def generate(
@@ -193,10 +211,12 @@ class TextToVideo:
         batch_size: int | None = None,
         given: GivenVideo | None = None,
         on_step: StepCallback | None = None,
+        skipped: Sequence[int] | None = None,
     ) -> Iterator[GeneratedVideo]:
         """Like `generate`, but gives each video as soon as its batch is done, and takes all settings in one.
 
-        None means the bundle's defaults; see `resolve_settings`.
+        None means the bundle's defaults; see `resolve_settings`. `skipped` are denoiser calls to predict instead, in
+        place of those that `cache_budget` chooses.
         """
         settings = resolve_settings(self.defaults if settings is None else settings)
         prompts, seeds = _paired(prompts, seeds)
@@ -206,12 +226,13 @@ class TextToVideo:
         frames, shape = latent_size(settings, self.config, self.tokenizer)
         start = None if given is None else encode_start(given, settings, self.tokenizer, frames, self.device)
         sigmas = self._sigmas(settings, given)
+        skipped = self._skipped(settings, given) if skipped is None else skipped
         self.text_encoder.prepare([*prompts, settings.negative_prompt, settings.second_prompt])
         teller = StepTeller(on_step, self.num_denoiser_calls(len(prompts), settings, batch_size, given), self.preview)
         for first in range(0, len(prompts), batch_size):
             places = range(len(prompts))[first : first + batch_size]
             batch = _Batch(places, prompts[places.start : places.stop], seeds[places.start : places.stop])
-            latents_BCTHW = self._sample(batch, settings, sigmas, shape, start, teller)
+            latents_BCTHW = self._sample(batch, settings, sigmas, shape, start, skipped, teller)
             for latents_CTHW, prompt, seed in zip(latents_BCTHW, batch.prompts, batch.seeds, strict=True):
                 yield GeneratedVideo(
                     video=self._decode(latents_CTHW, settings.num_frames),
@@ -219,7 +240,7 @@ class TextToVideo:
                     seed=seed,
                     settings=settings,
                     latents_CTHW=latents_CTHW.cpu(),
-                    num_denoiser_calls=num_denoiser_calls(settings.sampler, sigmas),
+                    num_denoiser_calls=num_denoiser_calls(settings.sampler, sigmas) - len(skipped),
                 )
 
     def num_denoiser_calls(
@@ -229,7 +250,7 @@ class TextToVideo:
         batch_size: int | None = None,
         given: GivenVideo | None = None,
     ) -> int:
-        """Denoiser calls that `num_videos` take: what `on_step` is told as `num_steps`."""
+        """Denoiser calls that `num_videos` take: what `on_step` is told as `num_steps`, and counts if spared too."""
         num_batches = math.ceil(num_videos / self._batch_size(settings, batch_size))
         return num_batches * num_denoiser_calls(settings.sampler, self._sigmas(settings, given))
 
@@ -250,6 +271,12 @@ class TextToVideo:
     def _sigmas(self, settings: SamplingDefaults, given: GivenVideo | None) -> Tensor:
         return remaining_sigmas(settings_sigmas(settings), None if given is None else given.strength)
 
+    def _skipped(self, settings: SamplingDefaults, given: GivenVideo | None) -> Sequence[int]:
+        plan = find_plan(self._cache_plans, settings)
+        if plan is not None and given is not None:
+            raise UserError(f"cache_budget={settings.cache_budget} is calibrated for prompts alone: leave out one")
+        return () if plan is None else plan.skipped
+
     def _sample(
         self,
         batch: _Batch,
@@ -257,11 +284,12 @@ class TextToVideo:
         sigmas: Tensor,
         shape: tuple[int, int, int, int],
         start: Start | None,
+        skipped: Sequence[int],
         teller: StepTeller,
     ) -> Tensor:
         """Latents BCTHW, float32, of one batch."""
         key_B = torch.tensor([seed_key(seed) for seed in batch.seeds], device=self.device)
-        denoise = self._guided(batch, settings)
+        denoise = cached(self._guided(batch, settings), skipped, self.config.sigma_data)
         sigma, noise_BCTHW = sigmas[0].item(), latent_noise(key_B, shape)
         x = sigma * noise_BCTHW.double() if start is None else start.initial_state(sigma, noise_BCTHW)
         denoise = denoise if start is None else start.replaces(denoise)
@@ -338,6 +366,17 @@ def _randomness(settings: SamplingDefaults, key_B: Tensor, shape: tuple[int, int
             eta=settings.eta,
         ),
     )
+
+
+def _load_split_dit(bundle: Bundle, tensor: int, *, device: torch.device, dtype: torch.dtype) -> DiT:
+    """This rank's part of the network; without a GPU, Megatron takes the CPU for one."""
+    from megadit.models.megatron import cpu_shim
+
+    cpu_shim.install()
+    from megadit.models.megatron.load import load_split_dit
+    from megadit.models.megatron.parallel_sizes import ParallelSizes
+
+    return load_split_dit(bundle.path / "transformer", ParallelSizes(tensor=tensor), device=device, dtype=dtype)
 
 
 def _check_fingerprint(bundle: Bundle, part: str, given: VideoTokenizer | TextEncoder) -> None:

@@ -77,6 +77,8 @@ class SamplingDefaults:
     second_prompt: str = ""
     second_guidance: float = 0.0
     """Scale of a second condition beside the prompt's (arXiv 2206.01714)."""
+    cache_budget: float = 0.0
+    """Relative L2 error of the latents that step caching may cause (`megadit calibrate-cache`); 0: no cache."""
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "num_frames", "height", "width", "sigma_min", "sigma_max", "rho", "shift"):
@@ -88,7 +90,7 @@ class SamplingDefaults:
         for name in ("guidance", "fps", "churn", "second_guidance"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UserError(f"{name}={getattr(self, name)} must be a finite number, 0 or greater")
-        for name in ("eta", "guidance_rescale"):
+        for name in ("eta", "guidance_rescale", "cache_budget"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"{name}={getattr(self, name)} must lie between 0 and 1")
         if self.sigma_min >= self.sigma_max:
@@ -218,6 +220,19 @@ def check_replaceable(out: Path) -> None:
     """Raises UserError where `out` is a directory that holds something else than a bundle."""
     if out.is_dir() and any(out.iterdir()) and not is_bundle(out):
         raise UserError(f"{out} holds files that are not a bundle, and would be replaced; choose another directory")
+
+
+def update_manifest(path: str | os.PathLike, **entries: Any) -> None:
+    """Sets entries of a bundle's megadit.json, whole or not at all.
+
+    Raises:
+        UserError: if `path` is no bundle, or may not be written to.
+    """
+    manifest = _read_manifest(Path(path)) | entries
+    try:
+        write_json(Path(path) / MANIFEST_FILE, manifest)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written to: {error.strerror}") from error
 
 
 def is_bundle(path: str | os.PathLike) -> bool:

@@ -1,0 +1,108 @@
+"""Step caching: some denoiser calls are replaced by what the calls before them foretell.
+
+D changes smoothly along a trajectory, and at high noise hardly matters. Which calls can be spared is measured once for
+a checkpoint and its settings (`megadit calibrate-cache`), and is the same for every video: no video depends on what
+else is in its batch.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megadit.infer.samplers import Denoise
+from megadit.models.bundle import Bundle, SamplingDefaults
+from megadit.models.support import UserError
+
+_IRRELEVANT = ("negative_prompt", "fps", "cache_budget")
+"""Settings that a plan does not depend on: like prompts, they are what its margin is for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CachePlan:
+    """The calls that are spared under certain settings."""
+
+    budget: float
+    """Relative L2 error of the latents that it was calibrated to stay within."""
+    skipped: tuple[int, ...]
+    num_calls: int
+    """Denoiser calls without the cache."""
+    largest_error: float
+    """Of the calibration's videos."""
+    num_videos: int
+    settings: dict[str, Any]
+    """Those that decide a trajectory; see `plan_key`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"skipped": list(self.skipped)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "CachePlan":
+        return cls(**{**values, "skipped": tuple(values["skipped"])})
+
+
+def plan_key(settings: SamplingDefaults) -> dict[str, Any]:
+    """The settings that a plan belongs to, as JSON has them."""
+    kept = {name: value for name, value in asdict(settings).items() if name not in _IRRELEVANT}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
+
+
+def bundle_plans(bundle: Bundle) -> list[CachePlan]:
+    """The plans that were calibrated for a bundle."""
+    return [CachePlan.from_dict(values) for values in bundle.manifest.get("cache", [])]
+
+
+def find_plan(plans: Iterable[CachePlan], settings: SamplingDefaults) -> CachePlan | None:
+    """The most sparing plan within the settings' budget; None where they ask for no cache.
+
+    Raises:
+        UserError: if there is none for these settings; says how to make one.
+    """
+    if not settings.cache_budget:
+        return None
+    key = plan_key(settings)
+    fitting = [plan for plan in plans if plan.settings == key and plan.budget <= settings.cache_budget]
+    if not fitting:
+        raise UserError(
+            f"cache_budget={settings.cache_budget} was not calibrated for these settings; run: megadit calibrate-cache "
+            f"--cache_budget {settings.cache_budget} --checkpoint_path ... --prompt_file ..., with the same options"
+        )
+    return max(fitting, key=lambda plan: len(plan.skipped))
+
+
+def cached(denoise: Denoise, skipped: Iterable[int], sigma_data: float) -> Denoise:
+    """The same denoiser, for one trajectory, whose calls number `skipped` are predicted from those before.
+
+    D_next = D + r (D - D_previous),  r = min((t_next - t) / (t - t_previous), 1),  t = atan(sigma / sigma_data):
+    a straight line over the angle t (D settles towards both ends of the noise, where t does too), that never goes on
+    for longer than it was seen: predictions in a row would only amplify what the network's answers differ by.
+    """
+    skipped = frozenset(skipped)
+    if not skipped:
+        return denoise
+    answers: list[tuple[float, Tensor]] = []
+    num_calls = 0
+
+    def denoise_or_predict(x: Tensor, sigma_B: Tensor) -> Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        t = math.atan(sigma_B[0].item() / sigma_data)
+        if num_calls - 1 in skipped:
+            return _predicted(answers, t)
+        if answers and answers[-1][0] == t:
+            answers.pop()  # a second answer at the same level replaces the first
+        answers.append((t, denoise(x, sigma_B)))
+        del answers[:-2]
+        return answers[-1][1]
+
+    return denoise_or_predict
+
+
+def _predicted(answers: Sequence[tuple[float, Tensor]], t_next: float) -> Tensor:
+    (t_previous, x0_previous), (t, x0) = answers[0], answers[-1]
+    if t == t_previous:
+        return x0
+    r = min((t_next - t) / (t - t_previous), 1.0)
+    return x0 + r * (x0 - x0_previous)

@@ -1,0 +1,111 @@
+"""`megadit calibrate-cache`: measures which denoiser calls can be spared, and stores the plan in the bundle."""
+
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megadit.infer.cache import CachePlan, plan_key
+from megadit.infer.checkpoints import open_bundle
+from megadit.infer.flags import DEFAULT_DTYPE, parse, refuse
+from megadit.infer.jobs import plan_jobs
+from megadit.infer.pipeline import TextToVideo
+from megadit.models.bundle import SamplingDefaults, update_manifest
+from megadit.models.support import Progress, run_command
+
+NUM_RANKED = 8
+"""Videos from which the calls are ranked by what sparing each of them costs."""
+NUM_ROUNDS = 3
+MARGIN = 0.85
+"""Share of the budget within which every video of the calibration stays, for the sake of those to come."""
+FEWEST_VIDEOS = 16
+
+Sample = Callable[[int, Sequence[int]], Tensor]
+"""(number of videos, calls to spare) -> the latents of the first so many."""
+
+
+def calibrate(
+    sample: Sample, num_calls: int, num_videos: int, budget: float, settings: SamplingDefaults, bar: Progress
+) -> CachePlan:
+    """A plan that keeps every video within the budget, as long as a greedy search finds one.
+
+    In each of `NUM_ROUNDS`, the calls left are ranked by what sparing each of them costs beside those chosen before,
+    and as many of the cheapest are added as the budget allows (by bisection).
+    """
+    exact_BCTHW = sample(num_videos, ())
+    num_ranked = min(NUM_RANKED, num_videos)
+
+    def error(count: int, skipped: Sequence[int]) -> float:
+        bar.advance()
+        return relative_errors(sample(count, tuple(sorted(skipped))), exact_BCTHW).max().item()
+
+    skipped, largest_error = [], 0.0
+    for _ in range(NUM_ROUNDS):
+        left = [call for call in range(1, num_calls) if call not in skipped]
+        cost = {call: error(num_ranked, [*skipped, call]) for call in left}
+        ranked = sorted(left, key=cost.__getitem__)
+        fits, too_many = 0, len(ranked) + 1
+        while too_many - fits > 1:
+            tried = (fits + too_many) // 2
+            tried_error = error(num_videos, [*skipped, *ranked[:tried]])
+            if tried_error <= MARGIN * budget:
+                fits, largest_error = tried, tried_error
+            else:
+                too_many = tried
+        skipped += ranked[:fits]
+    return CachePlan(
+        budget=budget,
+        skipped=tuple(sorted(skipped)),
+        num_calls=num_calls,
+        largest_error=largest_error,
+        num_videos=num_videos,
+        settings=plan_key(settings),
+    )
+
+
+def relative_errors(latents_BCTHW: Tensor, exact_BCTHW: Tensor) -> Tensor:
+    """||latents - exact|| / ||exact|| of each video, for as many as there are."""
+    exact_BCTHW = exact_BCTHW[: len(latents_BCTHW)]
+    return (latents_BCTHW - exact_BCTHW).flatten(1).norm(dim=1) / exact_BCTHW.flatten(1).norm(dim=1)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs `megadit calibrate-cache`; returns its exit code."""
+    return run_command(_calibrate, sys.argv[1:] if argv is None else argv)
+
+
+def _calibrate(argv: list[str]) -> None:
+    flags = parse(argv, verb="calibrate-cache")
+    refuse(not flags.cache_budget, "give --cache_budget: the relative error of latents to stay within, such as 0.02")
+    refuse(flags.repeat or flags.input_video or flags.continue_video, "calibration starts from prompts alone")
+    bundle = open_bundle(flags.checkpoint_path)
+    jobs = plan_jobs(flags, bundle.defaults).jobs
+    settings = jobs[0].settings
+    refuse(any(job.settings != settings for job in jobs), "a plan is made for one set of settings, the same for all")
+    refuse(
+        len(jobs) < FEWEST_VIDEOS,
+        f"{len(jobs)} videos are too few to calibrate with: give {FEWEST_VIDEOS} or more prompts, or several --seeds",
+    )
+    pipeline = TextToVideo.load(bundle, device=flags.device, dtype=flags.dtype or DEFAULT_DTYPE, compile=flags.compile)
+
+    def sample(count: int, skipped: Sequence[int]) -> Tensor:
+        prompts, seeds = [job.prompt for job in jobs[:count]], [job.seed for job in jobs[:count]]
+        results = pipeline.stream(prompts, settings, seeds=seeds, batch_size=flags.batch_size, skipped=tuple(skipped))
+        return torch.stack([result.latents_CTHW for result in results])
+
+    num_calls = pipeline.num_denoiser_calls(1, settings)
+    with Progress(NUM_ROUNDS * (num_calls + num_calls.bit_length()), "calibrating") as bar:  # at most
+        plan = calibrate(sample, num_calls, len(jobs), flags.cache_budget, settings, bar)
+    others = [one for one in bundle.manifest.get("cache", []) if (one["settings"], one["budget"]) != _name(plan)]
+    update_manifest(bundle.path, cache=[*others, plan.to_dict()])
+    share = len(plan.skipped) / num_calls
+    print(f"{len(plan.skipped)} of {num_calls} calls are spared ({share:.0%}), largest error {plan.largest_error:.4f}")
+
+
+def _name(plan: CachePlan) -> tuple[dict, float]:
+    return plan.settings, plan.budget
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,39 @@
+"""A DiT on disk, read into a network that is split over tensor-parallel ranks."""
+
+import os
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from megadit.models import parts
+from megadit.models.dit import DiT
+from megadit.models.megatron.groups import initialize
+from megadit.models.megatron.mcore_layers import McoreLayers, full_shape, shard, transformer_config
+from megadit.models.megatron.parallel_sizes import ParallelSizes
+from megadit.models.weights import check_shapes, load_config
+
+
+def load_split_dit(
+    directory: str | os.PathLike, layout: ParallelSizes, *, device: torch.device | str, dtype: torch.dtype
+) -> DiT:
+    """The network saved in `directory`, of which this rank holds its part, in evaluation mode.
+
+    Starts Megatron's process groups. One tensor is read at a time.
+
+    Raises:
+        UserError: if the layout does not fit the network or the ranks at hand, or the tensors config.json.
+    """
+    config = load_config(directory)
+    groups = initialize(layout, config)
+    kit = McoreLayers(transformer_config(config, layout, dtype=dtype))
+    model = DiT(config, kit)
+    rank, size = groups.tensor.rank(), groups.tensor.size()
+    path = Path(directory) / parts.TENSOR_FILE
+    with safe_open(path, framework="pt") as file, torch.no_grad():
+        found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+        expected = {name: tuple(full_shape(parameter, size)) for name, parameter in model.named_parameters()}
+        check_shapes(found, expected, f"the tensors of {path}")
+        for name, parameter in model.named_parameters():
+            parameter.copy_(shard(parameter, file.get_tensor(name), rank))
+    return model.to(device, dtype).eval()

@@ -1,0 +1,147 @@
+import json
+import math
+import shutil
+
+import pytest
+import torch
+
+from megadit.infer import calibrate_cache
+from megadit.infer.cache import CachePlan, cached, find_plan, plan_key
+from megadit.infer.calibrate_cache import relative_errors
+from megadit.infer.generate import main as generate
+from megadit.infer.pipeline import TextToVideo
+from megadit.infer.samplers import SAMPLERS
+from megadit.infer.schedules import karras_sigmas
+from megadit.infer.settings import resolve_settings
+from megadit.models.bundle import Bundle
+from megadit.models.support import UserError
+
+X = torch.zeros(2, 3)
+
+
+def of_angle(function):
+    """A denoiser that depends on t = atan(sigma) alone, and the levels it was asked at."""
+    asked = []
+
+    def denoise(x, sigma_B):
+        asked.append(sigma_B[0].item())
+        return function(sigma_B.double().atan()).float()[:, None].expand_as(x)
+
+    return denoise, asked
+
+
+def answers(denoise, sigmas):
+    return [denoise(X, torch.full((2,), sigma))[0, 0].item() for sigma in sigmas]
+
+
+def test_a_line_over_the_angle_is_foretold_exactly():
+    sigmas = [math.tan(angle) for angle in (1.5, 1.4, 1.3, 1.1, 1.0, 0.9)]
+    denoise, asked = of_angle(lambda t: 3 * t - 1)
+    foretold = answers(cached(denoise, [2, 4], sigma_data=1.0), sigmas)
+    assert foretold == pytest.approx([3 * math.atan(sigma) - 1 for sigma in sigmas], abs=1e-5)
+    assert asked == pytest.approx([sigmas[place] for place in (0, 1, 3, 5)])
+    # Negative control: what bends is not.
+    bent, _ = of_angle(lambda t: t**3)
+    assert abs(answers(cached(bent, [2], sigma_data=1.0), sigmas)[2] - 1.3**3) > 0.01
+
+
+def test_predictions_in_a_row_go_on_no_longer_than_was_seen():
+    sigmas = [math.tan(angle) for angle in (1.5, 1.4, 1.3, 1.1, 0.5)]
+    denoise, _ = of_angle(lambda t: t)
+    assert answers(cached(denoise, [2, 3, 4], sigma_data=1.0), sigmas) == pytest.approx([1.5, 1.4, 1.3, 1.3, 1.3])
+    assert answers(cached(denoise, [1, 2, 3, 4], sigma_data=1.0), sigmas) == pytest.approx([1.5] * 5)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_every_sampler_runs_with_spared_calls(name):
+    denoise, asked = of_angle(lambda t: 0.1 * t)
+    sigmas = karras_sigmas(8)
+    x = 80 * torch.ones(2, 3, dtype=torch.float64)
+    exact = SAMPLERS[name](denoise, x, sigmas)
+    num_calls = len(asked)
+    spared = SAMPLERS[name](cached(denoise, [3, 5], sigma_data=1.0), x, sigmas)
+    assert len(asked) == 2 * num_calls - 2
+    torch.testing.assert_close(spared, exact, atol=5e-3, rtol=0)
+
+
+def plan(settings, budget, skipped):
+    return CachePlan(
+        budget=budget,
+        skipped=skipped,
+        num_calls=9,
+        largest_error=0.0,
+        num_videos=16,
+        settings=plan_key(settings),
+    )
+
+
+def test_a_plan_belongs_to_its_settings_and_budget(pipeline):
+    settings = resolve_settings(pipeline.defaults, sigmas=[9, 3, 1], guidance_interval=[0.1, 5.0])
+    plans = [plan(settings, 0.01, (1,)), plan(settings, 0.02, (1, 2)), plan(pipeline.defaults, 0.02, (1, 2))]
+    plans = [CachePlan.from_dict(json.loads(json.dumps(one.to_dict()))) for one in plans]
+
+    def chosen(**changes):
+        return find_plan(plans, resolve_settings(settings, **changes))
+
+    assert chosen() is None
+    assert chosen(cache_budget=0.03).skipped == chosen(cache_budget=0.02).skipped == (1, 2)
+    assert chosen(cache_budget=0.019, negative_prompt="green", fps=3.0).skipped == (1,)
+    for changes in ({"cache_budget": 0.005}, {"cache_budget": 0.02, "guidance": 5.0}):
+        with pytest.raises(UserError, match="run: megadit calibrate-cache"):
+            chosen(**changes)
+
+
+@pytest.fixture
+def calibrated(bundle_dir, tmp_path, monkeypatch, capsys):
+    """A bundle with a plan for eight steps, and what the command said."""
+    monkeypatch.setattr(calibrate_cache, "NUM_RANKED", 2)
+    shutil.copytree(bundle_dir, tmp_path / "bundle")
+    arguments = ["--checkpoint_path", str(tmp_path / "bundle"), "--num_steps", "8", "--cache_budget", "0.2"]
+    prompts = ["--prompt", "a", "b", "c", "d", "--seeds", "1", "2", "3", "4"]
+    assert calibrate_cache.main([*arguments, *prompts, "--device", "cpu"]) == 0
+    return tmp_path / "bundle", capsys.readouterr().out
+
+
+def test_calibration_stores_a_plan_that_keeps_its_budget(calibrated):
+    path, told = calibrated
+    (stored,) = Bundle.open(path, verify=True).manifest["cache"]
+    assert stored["num_calls"] == 8 and stored["num_videos"] == 16 and 0 < len(stored["skipped"]) < 8
+    assert 0 < stored["largest_error"] <= 0.85 * 0.2
+    assert told.startswith(f"{len(stored['skipped'])} of 8 calls are spared")
+    pipeline = TextToVideo.load(path, device="cpu")
+    prompts, seeds = ["e", "f", "g"], [7, 8, 9]
+    exact = pipeline.generate(prompts, seeds=seeds, num_steps=8)
+    steps = []
+    spared = pipeline.generate(prompts, seeds=seeds, num_steps=8, cache_budget=0.2, on_step=steps.append)
+    assert spared[0].num_denoiser_calls == 8 - len(stored["skipped"]) and len(steps) == 8
+    latents = [torch.stack([one.latents_CTHW for one in results]) for results in (spared, exact)]
+    errors = relative_errors(*latents)
+    assert (errors > 0).all() and (errors < 0.3).all()
+    # No video depends on its batch.
+    (alone,) = pipeline.generate(["f"], seeds=8, num_steps=8, cache_budget=0.2)
+    assert relative_errors(alone.latents_CTHW[None], spared[1].latents_CTHW[None]).item() < 1e-5
+
+
+def test_calibrating_again_replaces_the_plan(calibrated):
+    path, _ = calibrated
+    arguments = ["--checkpoint_path", str(path), "--num_steps", "8", "--device", "cpu", "--prompt", *"abcdefghijklmnop"]
+    assert calibrate_cache.main([*arguments, "--cache_budget", "0.2"]) == 0
+    assert calibrate_cache.main([*arguments, "--cache_budget", "0.1"]) == 0
+    assert [one["budget"] for one in Bundle.open(path).manifest["cache"]] == [0.2, 0.1]
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [
+        (generate, ["--cache_budget", "0.02"], "was not calibrated for these settings; run: megadit calibrate-cache"),
+        (generate, ["--cache_budget", "-1"], "cache_budget=-1.0 must lie between 0 and 1"),
+        (calibrate_cache.main, [], "give --cache_budget"),
+        (calibrate_cache.main, ["--cache_budget", "0.02"], "1 videos are too few to calibrate with"),
+        (calibrate_cache.main, ["--cache_budget", "0.02", "--guidances", "1", "2"], "one set of settings"),
+    ],
+)
+def test_mistakes(bundle_dir, tmp_path, monkeypatch, capsys, command, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    assert command(["--checkpoint_path", str(bundle_dir), "--prompt", "a", "--device", "cpu", *arguments]) == 2
+    stderr = capsys.readouterr().err
+    assert message in stderr and stderr.count("error: ") == 1

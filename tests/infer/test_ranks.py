@@ -1,0 +1,91 @@
+"""The command on several ranks makes the videos that one makes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megadit.infer.generate import main
+from megadit.infer.ranks import Ranks
+from megadit.infer.video_io import read_video
+
+ARGUMENTS = ["--prompt", "a red seven", "a blue two", "a green three", "--seeds", "1", "2", "--format", "png"]
+
+
+def launch(bundle_dir, folder: Path, num_processes: int, *options: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
+    command += ["-m", "megadit.infer.generate", "--checkpoint_path", str(bundle_dir), "--device", "cpu", *ARGUMENTS]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run([*command, *options], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def frames(folder: Path) -> dict[str, np.ndarray]:
+    return {str(path.relative_to(folder)): read_video(path)[0] for path in sorted(folder.rglob("*.png"))}
+
+
+@pytest.fixture(scope="module")
+def alone(bundle_dir, tmp_path_factory) -> dict[str, np.ndarray]:
+    folder = tmp_path_factory.mktemp("alone")
+    arguments = ["--checkpoint_path", str(bundle_dir), "--device", "cpu", *ARGUMENTS]
+    assert main([*arguments, "--video_save_path", str(folder)]) == 0
+    return frames(folder)
+
+
+def check_same(folder: Path, alone: dict[str, np.ndarray]) -> None:
+    made = frames(folder)
+    assert made.keys() == alone.keys() and len(made) == 30
+    for name, image in made.items():
+        # Float32 sums in another order may cross the boundary between two of the 256 values.
+        assert np.abs(image.astype(int) - alone[name]).max() <= 1, name
+
+
+def test_jobs_are_dealt_out_and_come_back_in_order():
+    dealt = [Ranks(replica=replica, num_replicas=3, writes=True, halves=None).mine(range(7)) for replica in range(3)]
+    assert dealt == [[0, 3, 6], [1, 4], [2, 5]]
+
+
+@pytest.mark.slow
+def test_guidance_split_over_two_ranks(bundle_dir, tmp_path, alone):
+    result = launch(bundle_dir, tmp_path, 2, "--cfg_parallel", "--video_save_path", "out")
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.split()) == 6 and result.stderr.count("sampling: 3/3") == 1
+    check_same(tmp_path / "out", alone)
+
+
+@pytest.mark.slow
+def test_prompts_spread_over_replicas_of_split_guidance(bundle_dir, tmp_path, alone):
+    options = ["--cfg_parallel", "--video_save_path", "out", "--contact_sheet", "sheet.png", "--num_devices", "4"]
+    result = launch(bundle_dir, tmp_path, 4, *options)
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.split()) == 7
+    check_same(tmp_path / "out", alone)
+    assert len(list((tmp_path / "out").glob("*.json"))) == 6
+    arguments = ["--checkpoint_path", str(bundle_dir), "--device", "cpu", *ARGUMENTS, "--video_save_path"]
+    assert main([*arguments, str(tmp_path / "again"), "--contact_sheet", str(tmp_path / "alone.png")]) == 0
+    sheets = [read_video(tmp_path / name)[0].astype(int) for name in ("sheet.png", "alone.png")]
+    assert np.abs(sheets[0] - sheets[1]).max() <= 1
+
+
+@pytest.mark.slow
+def test_tensor_parallel_ranks_and_split_guidance(bundle_dir, tmp_path, alone):
+    pytest.importorskip("megatron.core")
+    result = launch(bundle_dir, tmp_path, 4, "--tp_size", "2", "--cfg_parallel", "--video_save_path", "out")
+    assert result.returncode == 0, result.stderr
+    check_same(tmp_path / "out", alone)
+
+
+@pytest.mark.slow
+def test_a_mistake_is_told_once(bundle_dir, tmp_path):
+    result = launch(bundle_dir, tmp_path, 2, "--tp_size", "3", "--video_save_path", "out")
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert result.returncode and len(errors) == 1 and "2 processes cannot be divided into replicas of 3" in errors[0]
+
+
+def test_the_record_tells_nothing_of_ranks(alone, bundle_dir, tmp_path):
+    arguments = ["--checkpoint_path", str(bundle_dir), "--device", "cpu", "--prompt", "a", "--num_video_frames", "1"]
+    assert main([*arguments, "--video_save_path", str(tmp_path / "a.png")]) == 0
+    assert not {"tp_size", "cfg_parallel", "device"} & json.loads((tmp_path / "a.json").read_text()).keys()
