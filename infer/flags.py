@@ -217,6 +217,10 @@ def _check(flags: GenerateFlags) -> None:
         flags.guidance is None and not flags.guidances and flags.guidance_convention != "standard",
         f"--guidance_convention={flags.guidance_convention} says what --guidance means; give that too",
     )
+    refuse(
+        flags.tp_size > 1 and flags.runtime != "torch",
+        f"--tp_size={flags.tp_size} splits torch's network: leave out --runtime={flags.runtime}",
+    )
     check_runtime(flags.runtime, dtype=flags.dtype, compile=flags.compile)
     refuse(flags.input_video and flags.continue_video, "give --input_video or --continue_video, not both")
     for name, needed in (
