@@ -10,15 +10,14 @@ from typing import Any
 import torch
 
 from megadit.export import contract, to_onnx, verify
-from megadit.export.networks import build_network
+from megadit.export.layers import weight_hashes
+from megadit.export.networks import PRECISIONS, build_network
 from megadit.infer.checkpoints import open_bundle
 from megadit.infer.runtimes.load import FOLDERS, weights_checksum
 from megadit.infer.runtimes.network_spec import SETTINGS_FILE, SETTINGS_VERSION, NetworkSpec
 from megadit.models.bundle import MANIFEST_FILE, Bundle, check_replaceable, write_manifest
 from megadit.models.support import UserError, atomic_directory, write_json
 from megadit.models.tokenizers import VideoTokenizer
-
-PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,13 +108,13 @@ def _export_network(
     network = build_network(name, bundle, tokenizer, PRECISIONS[settings.precision])
     about = {"megadit_version": metadata.version("megadit"), "source": weights_checksum(bundle)}
     to_onnx.export_onnx(network, spec, inputs, path, opset=settings.opset, metadata=about)
-    cases = verify.reference_cases(network, spec, bundle)
+    cases, weights = verify.reference_cases(network, spec, bundle), weight_hashes(network)
     del network
 
     def rebuild():
         return build_network(name, bundle, tokenizer, PRECISIONS[settings.precision])
 
-    return verify.verify_network(path, spec, cases, bundle.config, settings.precision, rebuild)
+    return verify.verify_network(path, spec, cases, bundle.config, settings.precision, weights, rebuild)
 
 
 def _onnx_settings(bundle: Bundle, specs: dict[str, NetworkSpec], settings: ExportSettings) -> dict[str, Any]:

@@ -1,10 +1,15 @@
 """`megadit export`: a bundle to the same bundle with verified ONNX graphs or TensorRT engines."""
 
 import sys
+from dataclasses import fields
+from pathlib import Path
 
-from megadit.export.build import PRECISIONS, ExportSettings, export_bundle
+from megadit.export.build import ExportSettings, export_bundle
+from megadit.export.engines import add_engines
+from megadit.export.networks import PRECISIONS
 from megadit.export.to_onnx import DEFAULT_OPSET, OPSETS
-from megadit.models.support import CommandParser, run_command
+from megadit.export.to_tensorrt import EngineSettings
+from megadit.models.support import CommandParser, UserError, run_command
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -16,7 +21,14 @@ def _export(argv: list[str]) -> None:
     options = vars(_parser().parse_args(argv))
     bundle, out = options.pop("bundle"), options.pop("out")
     options["profiles"] = tuple(options.pop("profile"))
+    wanted = options.pop("format")
+    engines = EngineSettings(**{field.name: options.pop(field.name) for field in fields(EngineSettings)})
     export_bundle(bundle, out, ExportSettings(**options))
+    if wanted == "tensorrt":
+        try:
+            add_engines(Path(out), engines)
+        except UserError as error:
+            raise UserError(f"{out} has its ONNX graphs, but no engines: {error}") from error
     print(out)
 
 
@@ -27,6 +39,9 @@ def _parser() -> CommandParser:
     )
     parser.add_argument("bundle", metavar="BUNDLE", help="a bundle, or a training directory")
     parser.add_argument("out", metavar="OUT", help="the new bundle; nothing is left here if the export fails")
+    parser.add_argument(
+        "--format", choices=("onnx", "tensorrt"), default="onnx", help="tensorrt adds engines (default: onnx)"
+    )
     parser.add_argument(
         "--precision",
         default="fp32",
@@ -46,6 +61,16 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--video_steps", type=int, default=10, metavar="INT", help="most steps of the video that is compared"
     )
+    engine = parser.add_argument_group("engines (--format tensorrt)")
+    engine.add_argument("--workspace_gb", type=float, metavar="NUMBER", help="memory that one layer may use")
+    engine.add_argument(
+        "--optimization_level", type=int, default=3, metavar="INT", help="0, built quickly, to 5, running fast"
+    )
+    engine.add_argument("--timing_cache", metavar="PATH", help="measurements to build faster with the next time")
+    engine.add_argument("--refittable", action="store_true", help="weights can be exchanged without a new build")
+    engine.add_argument("--version_compatible", action="store_true", help="newer versions of TensorRT load them")
+    engine.add_argument("--hardware_compatible", action="store_true", help="other GPUs, Ampere and newer, load them")
+    engine.add_argument("--weight_streaming", action="store_true", help="weights may stay in the host's memory")
     return parser
 
 

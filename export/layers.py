@@ -4,6 +4,7 @@ The value of every module of the torch network is laid beside the value of the s
 named after their layers (`to_onnx.py`), so that the last node of a layer gives what the module returns.
 """
 
+import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,10 +12,14 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir
 import torch
 from torch import Tensor, nn
 
 from megadit.infer.runtimes.onnx import open_session
+
+Weights = Mapping[tuple[int, ...], set[bytes]]
+"""Shape -> hashes of a network's tensors of that shape."""
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:
@@ -50,6 +55,27 @@ def layer_of_failure(message: str) -> str:
     """The layer whose node ONNX Runtime complains about, as far as it says."""
     found = re.search(r"Name:'([^']*)'", message)
     return found.group(1).rpartition("/")[0] if found else ""
+
+
+def weight_hashes(network: nn.Module) -> Weights:
+    """Of every tensor of a network, as it is and transposed."""
+    hashes: dict[tuple[int, ...], set[bytes]] = {}
+    for tensor in network.state_dict().values():
+        for one in (tensor, tensor.T) if tensor.ndim == 2 else (tensor,):
+            content = one.detach().cpu().contiguous().view(torch.uint8).numpy()
+            hashes.setdefault(tuple(one.shape), set()).add(hashlib.sha256(content).digest())
+    return hashes
+
+
+def changed_weight(path: Path, hashes: Weights) -> str | None:
+    """The layer of the first tensor in the graph that has the shape of a weight and is none; None where all are."""
+    for value in onnx_ir.load(path).graph.initializers.values():
+        shape = tuple(value.shape.numpy())
+        if len(shape) > 1 and shape in hashes and value.dtype.is_floating_point():
+            content = np.ascontiguousarray(value.const_value.numpy()).view(np.uint8)
+            if hashlib.sha256(content).digest() not in hashes[shape]:
+                return ", ".join(sorted({node.name.rpartition("/")[0] for node in value.consumers()}))
+    return None
 
 
 @contextmanager

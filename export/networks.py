@@ -11,6 +11,8 @@ from megadit.models.precondition import EDMDenoiser, scalings
 from megadit.models.tokenizers import VideoTokenizer
 from megadit.models.tokenizers.tiling import Tiles
 
+PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
 
 class DenoiserGraph(nn.Module):
     """D(x; sigma): preconditioning in float32, patches and the network in its own precision."""

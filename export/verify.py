@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from megadit.export.contract import sample_inputs
 from megadit.export.layers import (
+    Weights,
+    changed_weight,
     first_difference,
     last_values,
     layer_of_failure,
@@ -132,14 +134,20 @@ def verify_network(
     cases: list[Case],
     config: DiTConfig,
     precision: str,
+    weights: Weights,
     rebuild: Callable[[], nn.Module],
 ) -> dict[str, Any]:
-    """The report of a network that passes; `rebuild` gives the torch network once more, to look for a layer.
+    """The report of a network that passes.
+
+    `weights` are the hashes of torch's; `rebuild` gives the torch network once more, to look for a layer.
 
     Raises:
         UserError: for a network that does not pass; names the case, the error and the first layer that differs.
     """
     check_open_sides(path, spec)
+    check_types(path, spec, precision)
+    if layer := changed_weight(path, weights):
+        raise UserError(f"the exported {spec.name} is not the network: a weight of the layer {layer} was changed")
     tolerance = TOLERANCES[precision]
     errors: dict[str, dict[str, float]] = {}
     run = _graph(path, spec)
@@ -162,8 +170,36 @@ def verify_network(
                 f"{errors[case.name][kind]:.1e} (at most {tolerance:.0e}); the first layer that differs is {layer} "
                 f"(by {size:.1e})"
             )
-    worst = max(max(one.values()) for one in errors.values())
-    return {"tolerance": tolerance, "worst": worst, "cases": errors}
+    return {"tolerance": tolerance, "worst": _worst(errors), "cases": errors}
+
+
+def verify_runtime(
+    run: Callable[[Mapping[str, Tensor], tuple[int, ...]], Tensor],
+    spec: NetworkSpec,
+    cases: list[Case],
+    config: DiTConfig,
+    precision: str,
+) -> dict[str, Any]:
+    """The report of a network under another runtime that passes; `run` takes inputs and the shape of the output.
+
+    Raises:
+        UserError: for a network that does not pass; names the case and the error.
+    """
+    errors = {}
+    for case in cases:
+        output = run(case.inputs, tuple(case.output.shape)).cpu()
+        errors[case.name] = _errors(case, {spec.output: output}, spec, config)
+        (error,) = errors[case.name].values()
+        if error > TOLERANCES[precision]:
+            raise UserError(
+                f"the engine of {spec.name} is not the network: with {case.name} it differs by {error:.1e} (at most "
+                f"{TOLERANCES[precision]:.0e}), though its graph passed"
+            )
+    return {"tolerance": TOLERANCES[precision], "worst": _worst(errors), "cases": errors}
+
+
+def _worst(errors: Mapping[str, Mapping[str, float]]) -> float:
+    return max(max(one.values()) for one in errors.values())
 
 
 def check_open_sides(path: Path, spec: NetworkSpec) -> None:
@@ -177,6 +213,19 @@ def check_open_sides(path: Path, spec: NetworkSpec) -> None:
                     f"the exported {spec.name} has fixed side {place} ({axis.name}) of its input {tensor.name} at "
                     f"{side.dim_value}; it must be open, {axis.min} to {axis.max}"
                 )
+
+
+def check_types(path: Path, spec: NetworkSpec, precision: str) -> None:
+    """Raises UserError where a graph converts to less precision than was asked for, which F need not show."""
+    asked = {"fp16": ["FLOAT16"], "bf16": ["BFLOAT16"]}.get(precision, []) if spec.name == "denoiser" else []
+    for node in onnx.load(path, load_external_data=False).graph.node:
+        to = next((attribute.i for attribute in node.attribute if attribute.name == "to"), onnx.TensorProto.FLOAT)
+        kind = onnx.TensorProto.DataType.Name(to)
+        if node.op_type == "Cast" and "FLOAT" in kind and kind not in ("FLOAT", *asked):
+            layer = node.name.rpartition("/")[0]
+            raise UserError(
+                f"the exported {spec.name} computes in {kind} in the layer {layer}; {precision} was asked for"
+            )
 
 
 def _graph(path: Path, spec: NetworkSpec) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
@@ -243,7 +292,8 @@ def compare_videos(bundle: Bundle, precision: str, num_steps: int, runtime: str 
     settings = replace(bundle.defaults, num_steps=min(num_steps, bundle.defaults.num_steps), autoguidance="")
     prompt, frames = _prompt(bundle), {}
     for name, dtype in (("torch", {"fp16": "float16", "bf16": "bfloat16"}.get(precision, "float32")), (runtime, None)):
-        pipeline = TextToVideo.load(bundle, device="cpu", dtype=dtype or "float32", runtime=name)
+        device = "cuda" if runtime == "tensorrt" else "cpu"
+        pipeline = TextToVideo.load(bundle, device=device, dtype=dtype or "float32", runtime=name)
         (video,) = pipeline.stream([prompt], settings, seeds=1)
         frames[name] = video.video.astype(np.float64)
     mean_square_T = ((frames["torch"] - frames[runtime]) ** 2).mean(axis=(1, 2, 3))

@@ -18,7 +18,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "push": ("megadit.models.transfer:push", "copy a bundle to a hub or a store"),
     "pull": ("megadit.models.transfer:pull", "copy a bundle from a hub or a store"),
     "generate": ("megadit.infer.generate:main", "make videos from prompts"),
-    "export": ("megadit.export.command:main", "turn a bundle into verified ONNX graphs"),
+    "export": ("megadit.export.command:main", "turn a bundle into verified ONNX graphs and TensorRT engines"),
     "serve build-repository": (
         "megadit.serve.build_repository:main",
         "turn a bundle into a model repository of Triton's",

@@ -1,0 +1,62 @@
+"""Whether TensorRT reads a graph, told before any engine is built: its operators, types and ranks."""
+
+import json
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from megadit.models.support import UserError
+
+BASE_VERSION = (10, 1)
+"""The oldest TensorRT whose list of operators is kept."""
+
+
+@cache
+def known_operators() -> dict[str, Any]:
+    """What TensorRT reads, with the sources of this knowledge."""
+    return json.loads(resources.files("megadit.export").joinpath("tensorrt_operators.json").read_text())
+
+
+def check_operators(path: Path, version: str = "10.1") -> None:
+    """Refuses a graph that TensorRT `version` does not read.
+
+    Raises:
+        UserError: names the operator or type, and the layer that has it.
+    """
+    known, number = known_operators(), _number(version)
+    if number < BASE_VERSION:
+        raise UserError(f"TensorRT {version} is too old: install 10.1 or newer")
+    model = onnx.load(path, load_external_data=False)
+    for node in model.graph.node:
+        since = known["since"].get(node.op_type)
+        if node.op_type not in known["operators"] and since is None:
+            raise UserError(f"{path.name}: TensorRT does not read {node.op_type}, in {_layer(node)}")
+        if since is not None and number < _number(since):
+            raise UserError(
+                f"{path.name}: {node.op_type}, in {_layer(node)}, needs TensorRT {since} or newer (this is {version}); "
+                "export with --opset 18"
+            )
+    _check_values(path, model.graph, known)
+
+
+def _check_values(path: Path, graph: onnx.GraphProto, known: dict[str, Any]) -> None:
+    makers = {name: node for node in graph.node for name in node.output}
+    for value in (*graph.input, *graph.value_info, *graph.output):
+        kind = value.type.tensor_type
+        layer = _layer(makers[value.name]) if value.name in makers else f"its input {value.name}"
+        name = onnx.TensorProto.DataType.Name(kind.elem_type)
+        if name not in known["types"]:
+            raise UserError(f"{path.name}: TensorRT has no type {name}, in {layer}")
+        if len(kind.shape.dim) > known["largest_rank"]:
+            raise UserError(f"{path.name}: TensorRT has at most {known['largest_rank']} sides, in {layer}")
+
+
+def _layer(node: onnx.NodeProto) -> str:
+    return node.name.rpartition("/")[0] or node.name or "a node of no name"
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])

@@ -1,0 +1,122 @@
+"""ONNX graphs to TensorRT engines (10.x, 11.x), by polygraphy; strongly typed: precision is what the graph says.
+
+TensorRT 11 knows no other way, and 10 builds the same: there are no precision flags and no calibrator here.
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from megadit.export.operators import check_operators
+from megadit.infer.runtimes.network_spec import NetworkSpec
+from megadit.models.support import UserError
+
+INSTALL = "pip install 'megadit[trt]' (an NVIDIA GPU and its driver are needed too)"
+GIGABYTE = 2**30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSettings:
+    """How engines are built."""
+
+    workspace_gb: float | None = None
+    """Memory that a layer may use while it works; None leaves TensorRT's own choice."""
+    optimization_level: int = 3
+    """0 (quickest build) to 5 (fastest engine)."""
+    timing_cache: str | None = None
+    """A file of measurements that is read, and extended, to build faster the next time."""
+    refittable: bool = False
+    """Weights can be exchanged for others of the same shapes without a new build."""
+    version_compatible: bool = False
+    """Newer versions of TensorRT can load the engine."""
+    hardware_compatible: bool = False
+    """Other GPUs, Ampere and newer, can load the engine."""
+    weight_streaming: bool = False
+    """Weights may stay in the host's memory."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.optimization_level <= 5:
+            raise UserError(f"optimization_level={self.optimization_level} must lie between 0 and 5")
+        if self.workspace_gb is not None and not self.workspace_gb > 0:
+            raise UserError(f"workspace_gb={self.workspace_gb} must be greater than 0")
+
+
+class Libraries(NamedTuple):
+    trt: ModuleType
+    """tensorrt"""
+    backend: ModuleType
+    """polygraphy.backend.trt"""
+
+
+def load_libraries() -> Libraries:
+    """TensorRT and polygraphy.
+
+    Raises:
+        UserError: if one is missing; says what to install.
+    """
+    try:
+        import tensorrt
+        from polygraphy.backend import trt as backend
+    except (ImportError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"engines need TensorRT and polygraphy ({reason}): {INSTALL}") from error
+    return Libraries(tensorrt, backend)
+
+
+def build_engine(onnx: Path, spec: NetworkSpec, settings: EngineSettings, plan: Path, libraries: Libraries) -> None:
+    """Builds the engine of one graph and writes it to `plan`.
+
+    Raises:
+        UserError: if TensorRT does not read the graph, or cannot build it.
+    """
+    trt, backend = libraries
+    check_operators(onnx, trt.__version__)
+    config = backend.CreateConfig(profiles=[_profile(spec, backend)], **_options(settings, trt))
+    # what polygraphy's own command sets too: engines of compatible kinds need TensorRT's own normalisation
+    is_compatible = settings.version_compatible or settings.hardware_compatible
+    flags = [trt.OnnxParserFlag.NATIVE_INSTANCENORM] if is_compatible else None
+    network = backend.NetworkFromOnnxPath(str(onnx), flags=flags, strongly_typed=True, config=config)
+    build = backend.EngineBytesFromNetwork(network, config=config, save_timing_cache=settings.timing_cache)
+    try:
+        engine = build()
+    except Exception as error:  # polygraphy raises its own, TensorRT any
+        raise UserError(f"TensorRT cannot build {onnx.name}: {str(error).strip().splitlines()[-1]}") from error
+    plan.write_bytes(memoryview(engine))
+
+
+def _profile(spec: NetworkSpec, backend: ModuleType):
+    """One range of shapes for every input."""
+    profile = backend.Profile()
+    for tensor in spec.inputs:
+        shapes = {extreme: tensor.shape_at(extreme) for extreme in ("min", "opt", "max")}
+        profile.add(tensor.name, **shapes)
+    return profile
+
+
+def _options(settings: EngineSettings, trt: ModuleType) -> dict[str, Any]:
+    """The arguments of polygraphy's CreateConfig."""
+    options: dict[str, Any] = {
+        "builder_optimization_level": settings.optimization_level,
+        "refittable": settings.refittable,
+        "version_compatible": settings.version_compatible,
+        "weight_streaming": settings.weight_streaming,
+        "load_timing_cache": settings.timing_cache,
+    }
+    if settings.workspace_gb is not None:
+        size = int(settings.workspace_gb * GIGABYTE)
+        options["memory_pool_limits"] = {trt.MemoryPoolType.WORKSPACE: size}
+    if settings.hardware_compatible:
+        options["hardware_compatibility_level"] = trt.HardwareCompatibilityLevel.AMPERE_PLUS
+    return options
+
+
+def engine_record(settings: EngineSettings, libraries: Libraries, gpu: tuple[str, tuple[int, int]]) -> dict[str, Any]:
+    """What an engine is bound to, for `plan/settings.json`."""
+    name, capability = gpu
+    return {
+        **asdict(settings),
+        "tensorrt": libraries.trt.__version__,
+        "gpu": name,
+        "compute_capability": list(capability),
+    }

@@ -1,0 +1,210 @@
+"""Exported networks as TensorRT engines: one stream, one block of memory for all, CUDA graphs for repeated shapes."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from megadit.infer.runtimes.network_spec import ExportedNetworks, NetworkSpec, Shape
+from megadit.infer.runtimes.onnx import TORCH_DTYPES, denoiser_inputs, video_size
+from megadit.models.conditioning import Conditioning
+from megadit.models.support import UserError
+from megadit.models.tokenizers import VideoTokenizer
+
+Shapes = tuple[Shape, ...]
+
+
+class Engines:
+    """The engines of a folder `plan/`. They run one after another, and so share their working memory."""
+
+    def __init__(self, exported: ExportedNetworks, device: torch.device) -> None:
+        import tensorrt as trt
+
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self._trt, self._exported = trt, exported
+        self._runtime = trt.Runtime(trt.Logger(trt.Logger.WARNING))
+        self._runtime.engine_host_code_allowed = exported.settings["engine"]["version_compatible"]
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self._engines: dict[str, Engine] = {}
+
+    def __getitem__(self, name: str) -> "Engine":
+        if name not in self._engines:
+            path = self._exported.directory / f"{name}.plan"
+            engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
+            if engine is None:
+                raise UserError(f"TensorRT cannot load {path}; {_rebuild(self._exported)}")
+            self._grow(engine.device_memory_size_v2)
+            self._engines[name] = Engine(self, engine, self._exported.network(name), self._exported.rebuild)
+        return self._engines[name]
+
+    def memory(self) -> Tensor:
+        """The block that the engines work in."""
+        return self._memory
+
+    def new_context(self, engine):
+        return engine.create_execution_context(self._trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+
+    def refit(self, name: str, onnx: Path) -> None:
+        """Takes over the weights of another graph of the same shapes (another EMA profile, say).
+
+        Raises:
+            UserError: if the engine was not built for it, or the graphs differ in more than weights.
+        """
+        engine = self[name].engine
+        refitter = self._trt.Refitter(engine, self._trt.Logger(self._trt.Logger.WARNING))
+        parser = self._trt.OnnxParserRefitter(refitter, self._trt.Logger(self._trt.Logger.WARNING))
+        if not parser.refit_from_file(str(onnx)) or not refitter.refit_cuda_engine():
+            raise UserError(f"{name} cannot take the weights of {onnx}: build it with --refittable, of equal shapes")
+        self[name].forget()
+
+    def _grow(self, size: int) -> None:
+        if size > len(self._memory):
+            self._memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+            for engine in self._engines.values():
+                engine.forget()
+
+
+class Engine:
+    """One network. A shape that is asked for again is captured as a CUDA graph: no launches from the host."""
+
+    def __init__(self, engines: Engines, engine, spec: NetworkSpec, rebuild: str) -> None:
+        self.engine = engine
+        self._engines, self._spec, self._rebuild = engines, spec, rebuild
+        self._context = engines.new_context(engine)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops the captured graph, which is bound to memory that has gone."""
+        self._shapes: Shapes | None = None
+        self._buffers: dict[str, Tensor] = {}
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    @torch.no_grad()
+    def __call__(self, inputs: Mapping[str, Tensor], output_shape: Shape) -> Tensor:
+        """The output, float32, on the device.
+
+        Raises:
+            UserError: for sizes that were not exported.
+        """
+        shapes = {tensor.name: tuple(inputs[tensor.name].shape) for tensor in self._spec.inputs}
+        self._spec.check(shapes, self._rebuild)
+        stream = self._engines.stream
+        stream.wait_stream(torch.cuda.current_stream(self._engines.device))
+        with torch.cuda.stream(stream):
+            if self._shapes != (*shapes.values(), output_shape):
+                self._prepare(shapes, output_shape)
+                self._copy(inputs)
+                self._execute()
+            else:
+                self._copy(inputs)
+                self._replay()
+            out = self._buffers[self._spec.output].clone()
+        torch.cuda.current_stream(self._engines.device).wait_stream(stream)
+        out.record_stream(torch.cuda.current_stream(self._engines.device))
+        return out
+
+    def _prepare(self, shapes: Mapping[str, Shape], output_shape: Shape) -> None:
+        self.forget()
+        device, memory = self._engines.device, self._engines.memory()
+        for tensor in self._spec.inputs:
+            shape, dtype = shapes[tensor.name], TORCH_DTYPES[tensor.dtype]
+            self._buffers[tensor.name] = torch.empty(shape, dtype=dtype, device=device)
+            self._context.set_input_shape(tensor.name, shape)
+        self._buffers[self._spec.output] = torch.empty(output_shape, device=device)
+        for name, buffer in self._buffers.items():
+            self._context.set_tensor_address(name, buffer.data_ptr())
+        self._context.set_device_memory(memory.data_ptr(), memory.numel())
+        self._shapes = (*shapes.values(), output_shape)
+
+    def _copy(self, inputs: Mapping[str, Tensor]) -> None:
+        for tensor in self._spec.inputs:
+            self._buffers[tensor.name].copy_(inputs[tensor.name], non_blocking=True)
+
+    def _replay(self) -> None:
+        if self._graph is None:
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, stream=self._engines.stream):
+                self._execute()
+        self._graph.replay()
+
+    def _execute(self) -> None:
+        if not self._context.execute_async_v3(torch.cuda.current_stream(self._engines.device).cuda_stream):
+            raise UserError(f"the engine of {self._spec.name} failed; its messages stand above")
+
+
+class TensorRTDenoiser:
+    """D(x; sigma) by an engine; called exactly like `TorchDenoiser`."""
+
+    def __init__(self, engines: Engines) -> None:
+        self.device = engines.device
+        self._engine = engines["denoiser"]
+
+    def __call__(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
+        """Clean latents x0 (float32, on `device`); the inputs may lie anywhere."""
+        return self._engine(denoiser_inputs(x_BCTHW, sigma_B, conditioning), tuple(x_BCTHW.shape))
+
+
+class TensorRTTokenizer:
+    """A tokenizer whose networks are engines; sizes and statistics are those of `tokenizer`."""
+
+    def __init__(self, engines: Engines, tokenizer: VideoTokenizer) -> None:
+        self._engines, self._tokenizer = engines, tokenizer
+
+    def __getattr__(self, name: str):
+        return getattr(self._tokenizer, name)
+
+    def encode(self, video_BCTHW: Tensor) -> Tensor:
+        shape = self._tokenizer.latent_shape(*video_BCTHW.shape[2:])
+        return self._engines["video_encoder"]({"video": video_BCTHW}, (len(video_BCTHW), *shape))
+
+    def decode(self, latents_BCTHW: Tensor) -> Tensor:
+        batch, _, *size = latents_BCTHW.shape
+        return self._engines["video_decoder"]({"latents": latents_BCTHW}, (batch, 3, *video_size(self, *size)))
+
+
+_opened: WeakValueDictionary[tuple[Path, str], Engines] = WeakValueDictionary()
+"""So that denoiser and tokenizer of a bundle share memory and stream."""
+
+
+def open_engines(exported: ExportedNetworks, device: torch.device) -> Engines:
+    """The engines of a bundle, loaded when asked for.
+
+    Raises:
+        UserError: without TensorRT or a GPU, or for engines of another GPU or version; names the command to rebuild.
+    """
+    try:
+        import tensorrt as trt
+    except (ImportError, OSError):
+        raise UserError("the tensorrt runtime needs TensorRT: pip install 'megadit[trt]'") from None
+    if device.type != "cuda":
+        raise UserError(f"the tensorrt runtime needs a GPU, not device {device}: use --runtime onnx there")
+    check_engine(
+        exported, trt.__version__, torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    )
+    key = (exported.directory, str(device))
+    engines = _opened.get(key)
+    if engines is None:
+        _opened[key] = engines = Engines(exported, device)
+    return engines
+
+
+def check_engine(exported: ExportedNetworks, version: str, gpu: str, capability: tuple[int, int]) -> None:
+    """Refuses engines that were built for another machine than this one.
+
+    Raises:
+        UserError: names what differs and the command that builds them anew.
+    """
+    engine = exported.settings["engine"]
+    if engine["tensorrt"] != version and not engine["version_compatible"]:
+        raise UserError(f"these engines are of TensorRT {engine['tensorrt']}, not {version}; {_rebuild(exported)}")
+    if engine["hardware_compatible"] and tuple(capability) >= (8, 0):
+        return
+    if engine["compute_capability"] != list(capability):
+        raise UserError(f"these engines were built on {engine['gpu']}, not for {gpu}; {_rebuild(exported)}")
+
+
+def _rebuild(exported: ExportedNetworks) -> str:
+    return f"build them here: megadit export {exported.directory.parent} OUT --format tensorrt"
