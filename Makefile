@@ -1,5 +1,6 @@
 # The only thing needed beforehand is Python 3.11 or newer.
 #   make demo        prepare, train, generate and score handwritten digits on the CPU, in minutes
+#   make serve       Triton and a page in the browser, on what `make demo` made
 #   make test        the fast tests            make test-slow   the others
 #   make lint        ruff and the import rules  make gpu-check  what a GPU machine needs to prove
 
@@ -7,7 +8,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup demo test test-slow lint format gpu-check clean
+.PHONY: setup demo serve test test-slow lint format gpu-check clean
 
 setup: $(READY)
 
@@ -23,6 +24,9 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)
 	@$(BIN)/megadit demo
+
+serve: $(READY)
+	@$(BIN)/megadit serve demo
 
 test: $(READY)
 	@$(BIN)/python -m pytest -q -m "not slow"

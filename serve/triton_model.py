@@ -126,6 +126,6 @@ def _check_numpy() -> None:
     """Raises:
     RuntimeError: if this backend and numpy misread each other's arrays, which they would do without an error.
     """
-    sent = np.array([3, 1, 2], dtype=np.int32)
-    if not np.array_equal(pb_utils.Tensor("check", sent).as_numpy(), sent):
+    sent = torch.tensor([3, 1, 2], dtype=torch.int32)
+    if pb_utils.Tensor.from_dlpack("check", sent).as_numpy().tolist() != sent.tolist():
         raise RuntimeError(f"this Triton's Python backend misreads numpy {np.__version__}; use numpy<2")

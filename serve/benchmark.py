@@ -1,0 +1,107 @@
+"""What the service adds to `generate`: the same videos, both ways, in turn.
+
+    python -m megadit.serve.benchmark runs/demo/bundle
+
+Two measures: the extra time until the client holds the encoded video, beside generating and encoding it in a process
+of its own; and videos a second of many clients at once, beside one after the other.
+"""
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from multiprocessing.pool import Pool
+from pathlib import Path
+
+from megadit.infer.pipeline import TextToVideo
+from megadit.infer.video_io import encode_mp4
+from megadit.models.bundle import Bundle, SamplingDefaults
+from megadit.models.support import CommandParser, run_command
+from megadit.serve.build_repository import build_repository
+from megadit.serve.client import VideoClient
+from megadit.serve.contract import SETTINGS, VideoRequest
+from megadit.serve.local_server import LocalServer
+from megadit.serve.model_config import Scheduling
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run_command(_run, sys.argv[1:] if argv is None else argv)
+
+
+def _run(argv: list[str]) -> None:
+    parser = CommandParser(prog="python -m megadit.serve.benchmark", description=__doc__.partition("\n")[0])
+    parser.add_argument("bundle", metavar="BUNDLE")
+    parser.add_argument("--rounds", type=int, default=15, metavar="N", help="of each measurement (default: 15)")
+    options = parser.parse_args(argv)
+    requests = _requests(Bundle.open(options.bundle).defaults)
+    with tempfile.TemporaryDirectory() as folder:
+        repository = build_repository(options.bundle, Path(folder) / "models", scheduling=Scheduling(device="cpu"))
+        with LocalServer(repository, log=Path(folder) / "log") as server:
+            urls = {"gRPC": f"grpc://{server.grpc_url}", "HTTP": f"http://{server.http_url}"}
+            clients = {name: VideoClient(url) for name, url in urls.items()}
+            print("| video | generate | " + " | ".join(f"{name}, extra" for name in clients) + " |")
+            print("|---" * (2 + len(clients)) + "|")
+            with get_context("spawn").Pool(1, _load, [options.bundle]) as generator:
+                for name, request in requests.items():
+                    _compare(name, request, generator, clients, options.rounds)
+            _many(clients["gRPC"], requests["default"])
+
+
+def _requests(defaults: SamplingDefaults) -> dict[str, VideoRequest]:
+    default = VideoRequest(prompt="a red seven moving left").filled(defaults.to_dict())
+    return {
+        "default": default,
+        "50 steps": replace(default, num_steps=50),
+        "33 frames, 50 steps": replace(default, num_frames=33, num_steps=50),
+    }
+
+
+def _load(bundle: str) -> None:
+    """Prepares the process that generates without a service."""
+    global _pipeline
+    _pipeline = TextToVideo.load(bundle, device="cpu")
+
+
+def _generate(request: VideoRequest) -> float:
+    """Seconds until the encoded video is there, in that process."""
+    began = time.perf_counter()
+    settings = {setting: getattr(request, setting) for setting in SETTINGS}
+    (video,) = _pipeline.generate([request.prompt], seeds=request.seed, **settings)
+    encode_mp4(video.video, video.settings.fps)
+    return time.perf_counter() - began
+
+
+def _ask(client: VideoClient, request: VideoRequest) -> float:
+    """Seconds until a client holds it."""
+    began = time.perf_counter()
+    client.generate(request)
+    return time.perf_counter() - began
+
+
+def _compare(name: str, request: VideoRequest, generator: Pool, clients: dict[str, VideoClient], rounds: int) -> None:
+    """Prints the least seconds that each way takes; they alternate, and other work on the machine only adds to them."""
+    ways: dict[str, Callable[[], float]] = {"generate": lambda: generator.apply(_generate, [request])}
+    ways |= {way: lambda client=client: _ask(client, request) for way, client in clients.items()}
+    seconds = [{way: measure() for way, measure in ways.items()} for _ in range(rounds + 1)]
+    least = {way: 1000 * min(each[way] for each in seconds[1:]) for way in ways}  # the first round warms up
+    extra = [f"{least[way] - least['generate']:+.0f} ms" for way in clients]
+    print(f"| {name} | {least['generate']:.0f} ms | {' | '.join(extra)} |", flush=True)
+
+
+def _many(client: VideoClient, request: VideoRequest, count: int = 40) -> None:
+    requests = [replace(request, seed=seed) for seed in range(count)]
+    for clients in (1, 8):
+        began = time.perf_counter()
+        with ThreadPoolExecutor(clients) as threads:
+            videos = list(threads.map(client.generate, requests))
+        seconds = time.perf_counter() - began
+        shared = statistics.mean(video.batch_size for (video,) in videos)
+        print(f"\n{clients} at once: {count / seconds:.1f} videos/s, batches of {shared:.1f} on average")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
