@@ -32,8 +32,15 @@ def _run(argv: list[str]) -> int:
     parser = CommandParser(prog="megadit info", description=__doc__)
     parser.add_argument("path", metavar="PATH", type=Path, help="a bundle, a run's folder or checkpoint, or a dataset")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--sheet", type=Path, help="draw samples of a dataset into this picture")
     options = parser.parse_args(argv)
     facts = describe(options.path)
+    if options.sheet is not None:
+        if "dataset" not in facts:
+            raise UserError(f"--sheet draws samples of a dataset, and {options.path} is none")
+        from megadit.serve.dataset_sheet import write_sheet
+
+        write_sheet(options.path, options.sheet)
     if options.json:
         print(json.dumps(facts, indent=2, default=str))
     else:

@@ -3,6 +3,8 @@
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
+CANDIDATES = 64
+"""Packs with room for a sample's tokens that are tried for its text, fullest first, before a new one is begun."""
 LARGE = 1 / 8
 """Samples above this share of a pack's tokens are placed first, the largest at the head."""
 
@@ -15,8 +17,8 @@ def best_fit(lengths: Sequence[tuple[int, int]], capacity: tuple[int, int]) -> l
     for its text. (Plain best-fit decreasing packs no tighter, since small samples fill any gap, and would gather small
     images in packs of their own instead of mixing them with clips.)
 
-    O(n log n) unless many packs have run out of text with tokens to spare. Within a pack, indices are sorted by
-    length, so that samples of one size are neighbours, which attention computes as one batch.
+    O(n log n): a sample looks at a fixed number of packs that lack room for its text. Within a pack, indices are sorted
+    by length, so that samples of one size are neighbours, which attention computes as one batch.
 
     Raises:
         ValueError: if a sample alone exceeds the capacity.
@@ -46,10 +48,10 @@ class _OpenPacks:
 
     def add(self, index: int, tokens: int, text: int) -> None:
         """Puts a sample into the fullest pack that has room, or into a new one."""
-        position = bisect_left(self._open, (tokens, -1))
-        while position < len(self._open) and self._text_left[self._open[position][1]] < text:
-            position += 1
-        if position < len(self._open):
+        first = bisect_left(self._open, (tokens, -1))
+        candidates = range(first, min(first + CANDIDATES, len(self._open)))
+        position = next((place for place in candidates if self._text_left[self._open[place][1]] >= text), None)
+        if position is not None:
             tokens_left, pack = self._open.pop(position)
         else:
             tokens_left, pack = self.capacity[0], len(self.members)

@@ -18,6 +18,7 @@ from megadit.models.text_encoders.hashed_words import HashedWordEncoder
 from megadit.models.tokenizers.haar import HaarTokenizer
 from megadit.train.data import digits
 from megadit.train.data.ingest import command as ingest
+from megadit.train.data.ingest.foreign import nemo_command
 from megadit.train.data.writer import ENERGON_FOLDER, INFO_FILE, DatasetInfo, DatasetWriter
 
 LATENT_CHANNELS = 32
@@ -185,7 +186,11 @@ def _report(info: DatasetInfo, seconds: float) -> None:
     print(f"{info.root}: {counts} samples, {size / 2**20:.0f} MiB, {duration(seconds)}; look at {info.root / PREVIEW}")
 
 
-SOURCES: dict[str, Callable[[list[str]], int]] = {"digits": _digits_command, **ingest.commands()}
+SOURCES: dict[str, Callable[[list[str]], int]] = {
+    "digits": _digits_command,
+    **ingest.commands(),
+    "nemo": nemo_command,
+}
 """Source -> its command, which takes the arguments after the source's name."""
 
 

@@ -207,6 +207,7 @@ class DatasetWriter:
         height: int,
         width: int,
         fps: float,
+        aesthetic_score: float | None = None,
     ) -> None:
         """Appends one sample.
 
@@ -229,6 +230,8 @@ class DatasetWriter:
             "width": width,
             "fps": fps,
         }
+        if aesthetic_score is not None:
+            description["aesthetic_score"] = aesthetic_score
         shard = self._shard(split)
         for name, content in sample_members(key, description, tensors):
             _add_member(shard, name, content)
@@ -319,7 +322,7 @@ def prepare_for_energon(folder: Path, splits: Sequence[str]) -> None:
     from megatron.energon.flavors.webdataset import BaseWebdatasetFactory  # takes a second to import
 
     shutil.rmtree(folder / ENERGON_FOLDER, ignore_errors=True)  # half an index, if a process was killed here
-    shards = sorted(path.name for path in folder.glob("*.tar"))
+    shards = sorted(path.name for path in folder.glob("[!.]*.tar") if _has_members(path))
     chatter = io.StringIO()
     with contextlib.redirect_stdout(chatter):
         BaseWebdatasetFactory.prepare_dataset(
@@ -339,6 +342,18 @@ def prepare_for_energon(folder: Path, splits: Sequence[str]) -> None:
     split_file.write_text(yaml.safe_dump(split_config, sort_keys=False))
     for name, definition in DEFINITIONS.items():
         (folder / ENERGON_FOLDER / name).write_text(definition)
+
+
+def _has_members(shard: Path) -> bool:
+    """False, with a warning, of an empty shard, which Energon would refuse together with all others."""
+    try:
+        with tarfile.open(shard) as tar:
+            if tar.next() is not None:
+                return True
+    except tarfile.ReadError:
+        pass
+    logger.warning("left out %s: it holds no samples", shard.name)
+    return False
 
 
 def _add_member(shard: tarfile.TarFile, name: str, content: bytes) -> None:

@@ -75,6 +75,14 @@ def test_no_samples_make_no_packs():
     assert best_fit([], CAPACITY) == []
 
 
+def test_packs_without_room_for_text_cost_no_more_time():
+    """Every pack has tokens to spare and no text: looking at all of them for each sample would take minutes."""
+    lengths = [(100, 60) for _ in range(20_000)] + [(10, 30) for _ in range(20_000)]
+    packs = best_fit(lengths, (8192, 80))
+    assert sorted(index for pack in packs for index in pack) == list(range(40_000))
+    assert all(sum(lengths[index][1] for index in pack) <= 80 for pack in packs)
+
+
 @pytest.mark.slow
 def test_a_million_samples_are_packed_at_least_99_percent_full():
     lengths = log_uniform_lengths(1_000_000)

@@ -1,6 +1,8 @@
 """What the `data.*` rules do to single samples, seen in the packs that come out of the loader."""
 
 import logging
+import os
+import pickle
 from collections import Counter
 from itertools import islice
 
@@ -9,6 +11,17 @@ import torch
 
 from megadit.models.support import UserError
 from megadit.train.data.loader import build_train_loader, build_validation_loader
+from megadit.train.data.writer import prepare_for_energon, sample_members, write_members
+
+
+class Trap:
+    """A pickle that would leave a file behind."""
+
+    def __init__(self, path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
 
 
 def first_samples(config, count: int = 300) -> Counter[str]:
@@ -69,6 +82,35 @@ def test_shares_go_by_bucket_too_and_leave_validation_alone(make_config):
     config = make_config(keep=("32x32:0.1",))
     expected = [batch.sample_ids for batch in build_validation_loader(make_config(), rank=0, world_size=1)]
     assert [batch.sample_ids for batch in build_validation_loader(config, rank=0, world_size=1)] == expected
+
+
+def test_hostile_members_are_counted_and_do_not_end_the_training(make_config, new_writer, toy, tmp_path, caplog):
+    """Headers of 4 bytes and of 10 GB, foreign keys, a pickle, wrong types, an empty shard."""
+    with new_writer(splits=("train",)) as writer:
+        for index in range(20):
+            toy.add_sample(writer, "train", index)
+    good = sample_members("unknown", {"caption": "", "fps": 8}, {"other": torch.zeros(3)})
+    described = b'{"caption": "", "fps": 8}'
+    bad = {
+        "four": [("four.json", described), ("four.safetensors", b"\x01\x02\x03\x04")],
+        "huge": [("huge.json", described), ("huge.safetensors", (10 << 30).to_bytes(8, "little") + b"{}")],
+        "unknown": good,
+        "nan": sample_members("nan", {"fps": 8}, {"latent": torch.full((toy.channels, 1, 4, 4), torch.nan)}),
+        "pickled": [("pickled.json", described), ("pickled.pth", pickle.dumps(Trap(tmp_path / "trapped")))],
+        "typed": sample_members("typed", {"fps": [1]}, {"latent": torch.zeros(toy.channels, 1, 4, 4)}),
+        "listed": [("listed.json", b"[1, 2]"), ("listed.safetensors", good[1][1])],
+        "alone": [("alone.json", described)],
+    }
+    write_members(writer.root / "train-000001.tar", [member for members in bad.values() for member in members])
+    write_members(writer.root / "train-000002.tar", [])
+    prepare_for_energon(writer.root, ["train"])
+    with caplog.at_level(logging.WARNING):
+        names = first_samples(make_config(path=str(writer.root)), 120)
+    assert set(names) == {f"train-{index:05d}" for index in range(20)}
+    messages = " / ".join(caplog.messages)
+    assert "sample nan: it holds NaN" in messages  # seven others are unreadable: the log names the 1st, 10th, ...
+    assert "unreadable" in messages and "(1 so far)" in messages and "(10 so far)" in messages
+    assert not (tmp_path / "trapped").exists()
 
 
 @pytest.mark.parametrize("share", ["image", "image:0", "image:2", "imag:0.5", "32:0.5", "x:0.5"])

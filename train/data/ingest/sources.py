@@ -213,6 +213,7 @@ def _members(path: Path, shard: str, listing: Listing) -> Iterator[tuple[tarfile
                     listing.skip(f"{shard}/{member.name}", "not a file", "a link, folder or device in a tar file")
                 elif member.offset_data + member.size > length:
                     listing.skip(f"{shard}/{member.name}", "cut short", f"{member.size} bytes are announced")
+                    return  # nothing can follow
                 else:
                     yield member, lambda tar=tar, member=member: tar.extractfile(member).read(MAX_CAPTION_BYTES)
     except (tarfile.TarError, OSError, ValueError, EOFError) as error:

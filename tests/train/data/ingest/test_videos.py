@@ -22,18 +22,20 @@ from PIL import Image
 from megadit.models.config import DiTConfig
 from megadit.models.support import UserError
 from megadit.models.tokenizers import load_tokenizer
+from megadit.serve import info
 from megadit.train.data import prepare
 from megadit.train.data.ingest.decode import fit_image
 from megadit.train.data.ingest.encode import to_video
 from megadit.train.data.loader import build_train_loader
 from megadit.train.data.on_the_fly import read_mp4
 from megadit.train.data.writer import DatasetInfo
-from megadit.train.recipes import dit_pretrain
+from megadit.train.recipes import load_recipe
 
 DIT = DiTConfig(
     num_layers=1, hidden_size=24, num_attention_heads=2, in_channels=32, patch_spatial=1, crossattn_emb_size=64,
     sigma_data=1.0,
 )  # fmt: skip
+SMALL_BUFFERS = {"shuffle_buffer_size": 4, "packing_buffer_size": 4}
 OPTIONS = ["--height", "64", "--width", "64", "--num_frames", "9,17", "--num_workers", "0", "--shard_size", "6"]
 REASONS = {"broken": 4, "small": 1, "static": 1, "black": 1, "short": 1, "near-duplicate": 1}
 
@@ -91,6 +93,14 @@ def test_shards_of_a_split_are_equally_large(prepared):
     assert DatasetInfo.read(prepared).num_samples["train"] == sum(sizes)
 
 
+def test_a_sheet_shows_samples(prepared, tmp_path, capsys):
+    assert info.main([str(prepared), "--sheet", str(tmp_path / "sheet.png")]) == 0
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        assert sheet.height == 12 * 140 and np.asarray(sheet).std() > 20
+    assert info.main([str(prepared), "--sheet", str(tmp_path / "sheet.txt")]) == 2
+    assert "use a name that ends in .png" in capsys.readouterr().err
+
+
 def test_energon_accepts_the_folder(prepared, capfd):
     energon_info.main([str(prepared), "--dataset-config", "captions.yaml"], standalone_mode=False)
     assert "TextSample" in capfd.readouterr().out
@@ -133,8 +143,10 @@ def test_pixels_can_be_stored_instead(videos, tmp_path):
     with tarfile.open(next(out.glob("train-*.tar"))) as tar:
         names = tar.getnames()
     assert {Path(name).suffix for name in names} == {".json", ".mp4"}
-    config = replace(dit_pretrain(), model=DIT)
-    config = replace(config, data=replace(config.data, path=str(out), num_workers=0, encode="on_the_fly"))
+    config = replace(load_recipe("dit_pretrain"), model=DIT)
+    config = replace(
+        config, data=replace(config.data, path=str(out), num_workers=0, encode="on_the_fly", **SMALL_BUFFERS)
+    )
     batch = next(iter(build_train_loader(config, rank=0, world_size=1)))
     tokenizer, first = load_tokenizer(out / "tokenizer"), batch.layout.segments[0]
     name, num_tokens = batch.sample_ids[0], batch.layout.lengths[0]

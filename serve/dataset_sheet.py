@@ -1,0 +1,113 @@
+"""`megadit info DATASET --sheet FILE`: a picture of a few samples of a dataset, decoded, with what is known of them.
+
+Frames are uint8 THWC, RGB, 0..255.
+"""
+
+import io
+import json
+import tarfile
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import imageio.v3 as iio
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+from PIL import Image, ImageDraw
+
+from megadit.models.support import UserError, atomic_path
+from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
+
+FRAMES_OF_A_ROW = 6
+THUMBNAIL_HEIGHT = 96
+LINE_HEIGHT = 16
+MARGIN = 6
+MAX_WIDTH = 1600
+
+
+def write_sheet(dataset: Path, path: Path, *, num_samples: int = 12) -> None:
+    """Draws samples from the beginning, middle and end of the dataset.
+
+    Raises:
+        UserError: if nothing in it can be decoded, or `path` is no picture's name.
+    """
+    if path.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
+        raise UserError(f"--sheet {path}: use a name that ends in .png, .jpg or .webp")
+    tokenizer = load_tokenizer(dataset / "tokenizer")
+    rows = [_row(key, members, tokenizer) for key, members in islice(_samples(dataset, num_samples), num_samples)]
+    if not rows:
+        raise UserError(f"{dataset} holds no samples to draw")
+    width = max(row.width for row in rows)
+    sheet = Image.new("RGB", (width, sum(row.height for row in rows)), "white")
+    top = 0
+    for row in rows:
+        sheet.paste(row, (0, top))
+        top += row.height
+    with atomic_path(path) as temporary:
+        sheet.save(temporary)
+
+
+def _samples(dataset: Path, count: int) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """The first samples of up to `count` shards, spread over all of them."""
+    shards = sorted(dataset.glob("[!.]*.tar"))
+    chosen = shards[:: max(1, len(shards) // count)][:count]
+    for shard in chosen:
+        yield from islice(_members(shard), -(-count // len(chosen)))
+
+
+def _members(shard: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
+    key, members = None, {}
+    with tarfile.open(shard) as tar:
+        for member in tar:
+            name, _, suffix = member.name.rpartition(".")
+            if key not in (None, name):
+                yield key, members
+                members = {}
+            key = name
+            if member.isfile():
+                members[suffix] = tar.extractfile(member).read()
+    if key is not None:
+        yield key, members
+
+
+def _row(key: str, members: dict[str, bytes], tokenizer: VideoTokenizer) -> Image.Image:
+    """One sample: two lines of text above its frames."""
+    description: dict[str, Any] = {}
+    try:
+        description = json.loads(members["json"])
+        frames_THWC, facts = _decoded(members, tokenizer)
+    except (KeyError, ValueError, OSError, safetensors.SafetensorError) as error:
+        frames_THWC, facts = np.zeros((1, 64, 64, 3), np.uint8), f"cannot be decoded: {error}"
+    height, width = frames_THWC.shape[1:3]
+    places = np.linspace(0, len(frames_THWC) - 1, min(FRAMES_OF_A_ROW, len(frames_THWC))).round().astype(int)
+    size = max(1, round(width * THUMBNAIL_HEIGHT / height)), THUMBNAIL_HEIGHT
+    thumbnails = [Image.fromarray(frames_THWC[place]).resize(size) for place in places]
+    caption = str(description.get("caption") or "(no caption)")
+    fps = description.get("fps")
+    line = f"{key}: {len(frames_THWC)} frames of {height}x{width}" + (f" at {fps:g} fps" if fps else "") + f"; {facts}"
+    pictures_width = MARGIN + len(thumbnails) * (size[0] + MARGIN)
+    row_width = min(MAX_WIDTH, max(pictures_width, 8 * max(len(caption), len(line)) + 2 * MARGIN))
+    row = Image.new("RGB", (max(row_width, pictures_width), 2 * LINE_HEIGHT + THUMBNAIL_HEIGHT + 2 * MARGIN), "white")
+    draw = ImageDraw.Draw(row)
+    draw.text((MARGIN, MARGIN), caption, fill="black")
+    draw.text((MARGIN, MARGIN + LINE_HEIGHT), line, fill="dimgray")
+    for number, thumbnail in enumerate(thumbnails):
+        row.paste(thumbnail, (MARGIN + number * (size[0] + MARGIN), MARGIN + 2 * LINE_HEIGHT))
+    return row
+
+
+@torch.inference_mode()
+def _decoded(members: dict[str, bytes], tokenizer: VideoTokenizer) -> tuple[np.ndarray, str]:
+    """Frames, and what is stored."""
+    if "mp4" in members:
+        return iio.imread(members["mp4"], plugin="pyav", extension=".mp4"), "stored as mp4"
+    if "png" in members:
+        return np.array(Image.open(io.BytesIO(members["png"]), formats=("PNG",)).convert("RGB"))[None], "stored as png"
+    tensors = safetensors.torch.load(members["safetensors"])
+    video_CTHW = tokenizer.decode(tensors["latent"][None].float())[0].clamp(-1, 1)
+    frames_THWC = ((video_CTHW + 1) * 127.5).round().byte().permute(1, 2, 3, 0).cpu().numpy()
+    shapes = ", ".join(f"{name} {'x'.join(map(str, tensor.shape))}" for name, tensor in sorted(tensors.items()))
+    return frames_THWC, shapes

@@ -1,0 +1,259 @@
+"""Other sources: WebDataset shards, Parquet tables, what NeMo and DFM wrote; and what none of them may do."""
+
+import io
+import json
+import os
+import pickle
+import struct
+import tarfile
+import threading
+import zlib
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from megadit.models.support import UserError
+from megadit.models.text_encoders import HashedWordEncoder
+from megadit.models.tokenizers import HaarTokenizer
+from megadit.train.data import prepare
+from megadit.train.data.ingest.foreign import UnreadableTensorError, read_pickle, read_pth
+from megadit.train.data.ingest.plan import Settings, Source
+from megadit.train.data.ingest.scan import scan
+from megadit.train.data.ingest.sources import list_webdataset
+from megadit.train.data.writer import DatasetInfo, iter_captions
+
+OPTIONS = ["--sizes", "64x64", "--num_frames", "1", "--num_workers", "0", "--channels", "16", "--debug"]
+
+
+def add(tar: tarfile.TarFile, name: str, content: bytes = b"", **fields) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    for field, value in fields.items():
+        setattr(member, field, value)
+    tar.addfile(member, io.BytesIO(content))
+
+
+def pictures(make_pan, count: int) -> list[bytes]:
+    found = []
+    for number in range(count):
+        buffer = io.BytesIO()
+        start = (40 + 11 * number, 13 * number)
+        frame = make_pan(("china.jpg", "flower.jpg")[number % 2], 1, 96, 128, start=start, flip=number % 4)[0]
+        Image.fromarray(frame).save(buffer, format="jpeg", quality=95)
+        found.append(buffer.getvalue())
+    return found
+
+
+class Trap:
+    """A pickle that would leave a file behind."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+# --- WebDataset ---------------------------------------------------------------------------------------------------
+
+
+def test_shards_are_read_where_they_lie(tmp_path, make_pan):
+    source = tmp_path / "shards"
+    source.mkdir()
+    images = pictures(make_pan, 16)
+    for shard in range(2):
+        with tarfile.open(source / f"{shard}.tar", "w") as tar:
+            for number in range(8):
+                add(tar, f"{number:03d}.jpg", images[8 * shard + number])
+                add(tar, f"{number:03d}.json", json.dumps({"caption": f"picture {shard} {number}"}).encode())
+    assert prepare.main(["webdataset", str(source), str(tmp_path / "out"), *OPTIONS]) == 0
+    assert sum(DatasetInfo.read(tmp_path / "out").num_samples.values()) == 16
+    captions = {*iter_captions(tmp_path / "out", "train"), *iter_captions(tmp_path / "out", "val")}
+    assert captions == {f"picture {shard} {number}" for shard in range(2) for number in range(8)}
+
+
+def test_hostile_archives_are_counted_and_harm_nobody(tmp_path, make_pan):
+    image = pictures(make_pan, 1)[0]
+    source = tmp_path / "shards"
+    source.mkdir()
+    with tarfile.open(source / "a.tar", "w") as tar:
+        add(tar, "../../escaped.jpg", image)
+        add(tar, "/etc/escaped.jpg", image)
+        add(tar, "link.jpg", type=tarfile.SYMTYPE, linkname="/etc/passwd")
+        add(tar, "hard.jpg", type=tarfile.LNKTYPE, linkname="/etc/passwd")
+        add(tar, "pipe.jpg", type=tarfile.FIFOTYPE)
+        add(tar, "good.jpg", image)
+    (source / "empty.tar").write_bytes(b"")
+    with tarfile.open(source / "none.tar", "w"):
+        pass
+    whole = (source / "a.tar").read_bytes()
+    (source / "short.tar").write_bytes(whole[: 512 + 100])  # a header that promises more than there is
+    with open(source / "huge.tar", "wb") as file:
+        member = tarfile.TarInfo("huge.jpg")
+        member.size = 10 << 30
+        file.write(member.tobuf(format=tarfile.GNU_FORMAT))
+    (source / "words.tar").write_bytes(b"no tar file" * 1000)
+    before = {path for path in tmp_path.rglob("*")}
+    listing = list_webdataset(source)
+    assert {source.name for source in listing.sources} == {"a.tar/../../escaped", "a.tar//etc/escaped", "a.tar/good"}
+    reasons = {skip.source: skip.reason for skip in listing.skips}
+    assert reasons == {
+        "a.tar/link.jpg": "not a file",
+        "a.tar/hard.jpg": "not a file",
+        "a.tar/pipe.jpg": "not a file",
+        "empty.tar": "broken tar file",
+        "words.tar": "broken tar file",
+        "short.tar/../../escaped.jpg": "cut short",
+        "huge.tar/huge.jpg": "cut short",
+    }
+    assert all(scan(source, Settings(sizes=((64, 64),))).clips for source in listing.sources)
+    assert {path for path in tmp_path.rglob("*")} == before
+
+
+def test_a_picture_bomb_is_not_decoded(tmp_path):
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0)
+    bomb = tmp_path / "bomb.png"
+    pixels = zlib.compress(bytes(10_000_000), 9)
+    bomb.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b""))
+    finding = scan(Source(name="bomb", kind="image", path=str(bomb)), Settings(sizes=((64, 64),)))
+    assert not finding.clips and finding.skips[0].reason in ("too large", "broken")
+    assert "100000" in finding.skips[0].detail or "bomb" in finding.skips[0].detail
+
+
+# --- Parquet ------------------------------------------------------------------------------------------------------
+
+
+class Pictures(BaseHTTPRequestHandler):
+    content: dict[str, bytes] = {}
+
+    def do_GET(self) -> None:
+        found = self.content.get(self.path)
+        self.send_response(200 if found else 404)
+        self.end_headers()
+        self.wfile.write(found or b"")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def web(make_pan):
+    server = HTTPServer(("127.0.0.1", 0), Pictures)
+    Pictures.content = {f"/{number}.jpg": content for number, content in enumerate(pictures(make_pan, 12))}
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+
+
+def test_the_butterflies_are_fetched_by_their_addresses(tmp_path, web):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    source = tmp_path / "butterflies" / "data"
+    source.mkdir(parents=True)
+    urls = [*(f"{web}/{number}.jpg" for number in range(12)), f"{web}/lost.jpg", "file:///etc/passwd"]
+    table = pyarrow.table({"image_url": urls, "name": [f"Morpho {number}" for number in range(len(urls))]})
+    parquet.write_table(table, source / "train-00000-of-00001.parquet")
+    out = tmp_path / "out"
+    assert prepare.main(["butterfly", "--source", str(source.parent), str(out), *OPTIONS]) == 0
+    report = json.loads((out / "report.json").read_text())
+    assert report["samples"] == {"train": 11, "val": 1} and report["skips"] == {"not fetched": 2}
+    assert all(caption.startswith("Morpho") for caption in iter_captions(out, "train"))
+
+
+def test_images_inside_tables_and_a_chosen_column_of_captions(tmp_path, make_pan):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    source = tmp_path / "hf"
+    source.mkdir()
+    images = [{"bytes": content, "path": None} for content in pictures(make_pan, 10)]
+    table = pyarrow.table({"image": images, "words": [f"number {n}" for n in range(10)]})
+    parquet.write_table(table, source / "train.parquet")
+    parquet.write_table(table, source / "test.parquet")
+    out = tmp_path / "out"
+    assert prepare.main(["hf", str(source), str(out), *OPTIONS, "--caption_column", "words"]) == 0
+    assert sum(DatasetInfo.read(out).num_samples.values()) == 10
+    with pytest.raises(UserError, match="no column 'wrods'; did you mean words"):
+        prepare.main(["hf", str(source), str(tmp_path / "b"), *OPTIONS, "--caption_column", "wrods"])
+    with pytest.raises(UserError, match="neither a folder nor the id of a data set"):
+        prepare.main(["hf", str(tmp_path / "nowhere"), str(tmp_path / "c"), *OPTIONS])
+
+
+# --- NeMo and DFM -------------------------------------------------------------------------------------------------
+
+
+def saved(tensor) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))
+def test_tensors_and_arrays_are_read_from_pickles(protocol):
+    for value in (np.ones((3, 4), np.float32), np.ones((3, 4), np.float16)):
+        np.testing.assert_array_equal(read_pickle(pickle.dumps(value, protocol)), value)
+    for value in (torch.ones(3, 4).bfloat16(), torch.ones(3, 4)):
+        assert torch.equal(read_pickle(pickle.dumps(value, protocol)), value)
+    assert len(read_pickle(pickle.dumps([np.ones(2), {"a": 1}], protocol))) == 2
+
+
+def test_other_pickles_are_refused_and_run_nothing(tmp_path):
+    trap = Trap(tmp_path / "trapped")
+    for content in (pickle.dumps(trap), pickle.dumps([torch.ones(2), trap]), pickle.dumps(np.array([trap], object))):
+        with pytest.raises(UnreadableTensorError, match="it would call"):
+            read_pickle(content)
+    with pytest.raises(UnreadableTensorError):
+        read_pth(saved(trap))
+    for content in (b"", b"abcd", b"\x80\x05" + b"(" * 100_000):
+        with pytest.raises(UnreadableTensorError):
+            read_pickle(content)
+    assert not (tmp_path / "trapped").exists()
+    pickle.loads(pickle.dumps(trap))  # negative control: the trap does work
+    assert (tmp_path / "trapped").exists()
+
+
+def test_what_nemo_and_dfm_wrote_becomes_a_data_set(tmp_path, caplog):
+    generator = torch.Generator().manual_seed(0)
+    source = tmp_path / "dfm"
+    source.mkdir()
+    text = torch.zeros(1, 512, 64)
+    text[0, :7] = torch.randn(7, 64, generator=generator)
+    trap = Trap(tmp_path / "trapped")
+    with tarfile.open(source / "rank0-000000.tar", "w") as tar:
+        for number in range(6):
+            latent = torch.randn(1, 8, 1 + number % 2, 4, 4, generator=generator).bfloat16()
+            add(tar, f"{number:06d}.pth", saved(latent if number else latent.fill_(torch.nan)))
+            add(tar, f"{number:06d}.pickle", pickle.dumps(trap if number == 1 else text.bfloat16()))
+            add(tar, f"{number:06d}.json", json.dumps({"image_height": 1, "image_width": 512}).encode())
+    with tarfile.open(source / "nemo-0.tar", "w") as tar:
+        add(tar, "000000..pth", saved(torch.randn(8, 2, 4, 4)))
+        add(tar, "000000..pickle", pickle.dumps([np.ones((5, 64), np.float32)]))
+        add(tar, "000000..json", json.dumps({"framerate": 30, "caption": "a fox", "aesthetic_score": 5.5}).encode())
+    video = torch.rand(4, 3, 9, 32, 32, generator=generator)
+    HaarTokenizer.fit([video], channels=8).save(tmp_path / "tokenizer")
+    HashedWordEncoder().save(tmp_path / "text_encoder")
+    parts = ["--tokenizer", str(tmp_path / "tokenizer"), "--text_encoder", str(tmp_path / "text_encoder")]
+    assert prepare.main(["nemo", str(source), str(tmp_path / "out"), *parts, "--debug"]) == 0
+    assert not (tmp_path / "trapped").exists()
+    assert DatasetInfo.read(tmp_path / "out").num_samples["train"] == 5
+    messages = " / ".join(caplog.messages)
+    assert "000000: unfit" in messages and "000001: it would call posix.system" in messages
+    with tarfile.open(tmp_path / "out" / "train-000000.tar") as tar:
+        described = json.load(tar.extractfile("nemo-0-000000.json"))
+        from safetensors.torch import load
+
+        tensors = load(tar.extractfile("rank0-000000-000002.safetensors").read())
+    assert described == {
+        "caption": "a fox", "num_frames": 5, "height": 32, "width": 32, "fps": 30.0, "aesthetic_score": 5.5,
+    }  # fmt: skip
+    assert tensors["text"].shape == (7, 64) and tensors["latent"].shape == (8, 1, 4, 4)

@@ -1,0 +1,239 @@
+"""`megadit prepare nemo SRC OUT`: the samples that NeMo's and DFM's scripts wrote, without executing their pickles.
+
+A sample is `<key>.pth` (latent, [C, T, H, W] or [1, C, T, H, W]), `<key>.pickle` (text features, [L, E], [1, L, E] or a
+list of one) and `<key>.json`. Pickles are programs; the readers here know the few names that tensors and arrays are
+made of, and refuse every other.
+
+Shapes: C latent channels, T/H/W latent frames, height, width, L text tokens, E text feature width.
+"""
+
+import io
+import json
+import logging
+import pickle
+import tarfile
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megadit.models.support import CommandParser, Progress, UserError
+from megadit.models.text_encoders import load_text_encoder
+from megadit.models.tokenizers import load_tokenizer
+from megadit.train.data.writer import DatasetWriter
+
+logger = logging.getLogger(__name__)
+
+SUFFIXES = ("pth", "pickle", "json")
+MAX_MEMBER_BYTES = 1 << 31
+IMAGE_FPS = 0.0
+
+
+class UnreadableTensorError(ValueError):
+    """A member that holds something else than tensors, or nothing that can be read."""
+
+
+def _array_of(content: Any, dtype: np.dtype, shape: tuple[int, ...], order: str) -> np.ndarray:
+    return np.frombuffer(content, dtype=dtype).reshape(shape, order=order)
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    """Builds tensors and arrays, and lists, tuples, dictionaries and numbers around them."""
+
+    _ALLOWED = {
+        ("collections", "OrderedDict"): OrderedDict,
+        ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+        ("numpy", "ndarray"): np.ndarray,
+        ("numpy", "dtype"): np.dtype,
+        **{(f"numpy.{core}.numeric", "_frombuffer"): _array_of for core in ("core", "_core")},
+        ("_codecs", "encode"): lambda text, encoding: text.encode(encoding),
+        **{
+            (f"numpy.{core}.multiarray", "_reconstruct"): np._core.multiarray._reconstruct for core in ("core", "_core")
+        },
+        **{
+            ("torch", name): getattr(torch, name)
+            for name in ("float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "bool")
+        },
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch.storage", "_load_from_bytes"):
+            return lambda content: torch.load(io.BytesIO(content), weights_only=True)
+        if (module, name) not in self._ALLOWED:
+            raise UnreadableTensorError(f"it would call {module}.{name}")
+        return self._ALLOWED[module, name]
+
+
+def read_pickle(content: bytes) -> Any:
+    """What a pickle of tensors and arrays holds.
+
+    Raises:
+        UnreadableTensorError: for any other pickle; nothing that it names was imported or called.
+    """
+    try:
+        return _TensorUnpickler(io.BytesIO(content)).load()
+    except UnreadableTensorError:
+        raise
+    except Exception as error:  # a pickle is a program, and fails like one
+        raise UnreadableTensorError(f"{type(error).__name__}: {error}") from None
+
+
+def read_pth(content: bytes) -> Any:
+    """What `torch.save` wrote, tensors only.
+
+    Raises:
+        UnreadableTensorError: for anything else.
+    """
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise UnreadableTensorError(reason[0]) from None
+
+
+def as_tensor(value: Any, num_dimensions: int) -> Tensor:
+    """The tensor in `value`, leading dimensions of one element removed.
+
+    Raises:
+        UnreadableTensorError: if it is none, or has another number of dimensions.
+    """
+    while isinstance(value, list | tuple) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, np.ndarray) and value.dtype.kind in "fiu":
+        value = torch.from_numpy(value.copy())
+    if not isinstance(value, Tensor):
+        raise UnreadableTensorError(f"it holds a {type(value).__name__}, not a tensor")
+    while value.ndim > num_dimensions and value.shape[0] == 1:
+        value = value[0]
+    if value.ndim != num_dimensions:
+        raise UnreadableTensorError(f"its shape is {list(value.shape)}, not one of {num_dimensions} dimensions")
+    return value
+
+
+def read_sample(members: dict[str, bytes]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """(latent CTHW, text LE without the rows of zeros at its end, description) of a sample.
+
+    Raises:
+        UnreadableTensorError: naming the member.
+    """
+    try:
+        description = json.loads(members["json"])
+        if not isinstance(description, dict):
+            raise UnreadableTensorError("json: not a dictionary")
+        latent_CTHW = as_tensor(read_pth(members["pth"]), 4)
+        text_LE = as_tensor(read_pickle(members["pickle"]), 2)
+    except KeyError as error:
+        raise UnreadableTensorError(f"no {error}") from None
+    except (ValueError, UnicodeDecodeError) as error:
+        raise UnreadableTensorError(str(error)) from None
+    return latent_CTHW, _without_padding(text_LE), description
+
+
+def _without_padding(text_LE: Tensor) -> Tensor:
+    """DFM pads texts with zeros to 512 and keeps no lengths; no feature of a token is all zeros."""
+    used = text_LE.abs().amax(dim=1).nonzero().flatten()
+    return text_LE[: int(used[-1]) + 1] if len(used) else text_LE[:0]
+
+
+def iter_samples(root: Path, refuse: Any) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """(shard and key, members) of all samples; `refuse` is told of members that are none."""
+    shards = sorted(root.rglob("*.tar"))
+    if not shards:
+        raise UserError(f"{root} holds no tar files")
+    for shard in shards:
+        current, members = None, {}
+        try:
+            with tarfile.open(shard, "r:") as tar:
+                for member in tar:
+                    key, _, suffix = member.name.rpartition(".")
+                    key = key.rstrip(".")  # NeMo's keys end in a dot
+                    if not member.isfile() or suffix not in SUFFIXES or member.size > MAX_MEMBER_BYTES:
+                        refuse(f"{shard.name}/{member.name}", "not a member of a sample")
+                        continue
+                    if key != current and members:
+                        yield f"{shard.stem}/{current}", members
+                        members = {}
+                    current = key
+                    members[suffix] = tar.extractfile(member).read()
+        except (tarfile.TarError, OSError, EOFError) as error:
+            refuse(shard.name, f"broken tar file: {error}")
+        if members:
+            yield f"{shard.stem}/{current}", members
+
+
+def convert(
+    root: Path, out: Path, *, tokenizer: Any, text_encoder: Any, fps: float, val_every: int, shard_size: int
+) -> dict[str, int]:
+    """Writes the data set and returns the counts of what was left out, by reason."""
+    refused: Counter[str] = Counter()
+
+    def refuse(name: str, reason: str) -> None:
+        refused[reason] += 1
+        logger.warning("left out %s: %s", name, reason)
+
+    with DatasetWriter(out, tokenizer=tokenizer, text_encoder=text_encoder, shard_size=shard_size) as writer:
+        with Progress(0, "converting") as bar:
+            for number, (name, members) in enumerate(iter_samples(root, refuse)):
+                bar.total = number + 1
+                bar.advance()
+                try:
+                    latent_CTHW, text_LE, description = read_sample(members)
+                    frames, height, width = latent_CTHW.shape[1:]
+                    writer.add(
+                        "val" if val_every and number % val_every == val_every - 1 else "train",
+                        name.replace("/", "-").replace(".", "-").replace("__", "-"),
+                        latent_CTHW=latent_CTHW.half(),
+                        text_LE=text_LE.half(),
+                        caption=str(description.get("caption") or ""),
+                        num_frames=1 + (frames - 1) * tokenizer.temporal_compression,
+                        height=height * tokenizer.spatial_compression,
+                        width=width * tokenizer.spatial_compression,
+                        fps=_fps(description, fps) if frames > 1 else IMAGE_FPS,
+                        aesthetic_score=_number(description.get("aesthetic_score")),
+                    )
+                except UnreadableTensorError as error:
+                    refuse(name, str(error))
+                except UserError as error:  # of another size or width than the encoders', or NaN
+                    refuse(name, "unfit: " + str(error).replace(name, "it"))
+    return dict(refused)
+
+
+def _fps(description: dict[str, Any], otherwise: float) -> float:
+    return _number(description.get("framerate", description.get("fps"))) or otherwise
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def nemo_command(argv: list[str]) -> int:
+    parser = CommandParser(prog="megadit prepare nemo", description=__doc__.splitlines()[0])
+    parser.add_argument("source", metavar="SRC", type=Path, help="folder of tar files that NeMo or DFM wrote")
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder to write")
+    parser.add_argument("--tokenizer", required=True, help="folder of the tokenizer that made the latents")
+    parser.add_argument("--text_encoder", required=True, help="folder of the text encoder that made the features")
+    parser.add_argument("--fps", type=float, default=24.0, help="of videos whose json has no framerate (default: 24)")
+    parser.add_argument("--val_every", type=int, default=50, help="each so-manieth sample is held out; 0: none")
+    parser.add_argument("--shard_size", type=int, default=1000, help="samples of a shard (default: 1000)")
+    options = parser.parse_args(argv)
+    if not options.source.is_dir():
+        raise UserError(f"{options.source} is not a folder")
+    refused = convert(
+        options.source,
+        options.out,
+        tokenizer=load_tokenizer(options.tokenizer),
+        text_encoder=load_text_encoder(options.text_encoder),
+        fps=options.fps,
+        val_every=options.val_every,
+        shard_size=options.shard_size,
+    )
+    for reason, count in sorted(refused.items(), key=lambda item: -item[1]):
+        print(f"left out: {count:,} x {reason}")
+    return 0
