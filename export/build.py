@@ -83,7 +83,7 @@ def _write(
     report: dict[str, Any] = {}
     for name, spec in specs.items():
         _say(f"{name}: exporting")
-        report[name] = _export_network(name, bundle, tokenizer, spec, onnx / f"{name}.onnx", settings)
+        report[name] = export_network(name, bundle, tokenizer, spec, onnx / f"{name}.onnx", settings)
         _say(f"{name}: {verify.summary(report[name])}")
     write_json(onnx / SETTINGS_FILE, _onnx_settings(bundle, specs, settings))
     write_manifest(directory, bundle.manifest)
@@ -95,7 +95,7 @@ def _write(
     return report
 
 
-def _export_network(
+def export_network(
     name: str,
     bundle: Bundle,
     tokenizer: VideoTokenizer,

@@ -296,6 +296,7 @@ def compare_videos(bundle: Bundle, precision: str, num_steps: int, runtime: str 
         pipeline = TextToVideo.load(bundle, device=device, dtype=dtype or "float32", runtime=name)
         (video,) = pipeline.stream([prompt], settings, seeds=1)
         frames[name] = video.video.astype(np.float64)
+        del pipeline  # before the next one comes
     mean_square_T = ((frames["torch"] - frames[runtime]) ** 2).mean(axis=(1, 2, 3))
     psnr_T = 10 * np.log10(255**2 / np.maximum(mean_square_T, 1e-3))  # at most 78 dB: equal in every value
     worst = int(psnr_T.argmin())

@@ -12,7 +12,7 @@ from megadit.export import command
 from megadit.export.contract import sample_inputs, trace_sizes
 from megadit.export.networks import build_network
 from megadit.export.to_onnx import export_onnx
-from megadit.infer import generate
+from megadit.infer import benchmark_generate, generate
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.runtimes.load import load_denoiser, open_exported, with_exported_networks
 from megadit.infer.runtimes.onnx import OnnxNetwork
@@ -182,3 +182,18 @@ def test_network_takes_the_contract(exported, specs):
         assert [value.name for value in graph.output] == [spec.output]
         network = OnnxNetwork(exported.path / f"onnx/{name}.onnx", spec, device=CPU)
         assert network.spec == spec == open_exported(exported, "onnx").network(name)
+
+
+def test_benchmark_takes_runtimes_in_turn(exported, tmp_path, capsys):
+    arguments = [str(exported.path), "--rounds", "1", "--device", "cpu", "--num_steps", "2"]
+    out = tmp_path / "figures.json"
+    assert benchmark_generate.main([*arguments, "--runtime", "eager", "onnx", "--json", str(out)]) == 0
+    record = json.loads(out.read_text())
+    figures = {(one["runtime"], one["what"]): one for one in record["figures"]}
+    whats = ("guided denoiser call", "decoder", "whole video")
+    assert figures.keys() == {(runtime, what) for runtime in ("eager", "onnx") for what in whats}
+    assert all(0 < one["lowest"] <= one["median"] <= one["highest"] for one in figures.values())
+    assert record["settings"]["num_steps"] == 2 and record["machine"]["torch"] == torch.__version__
+    assert benchmark_generate.main([*arguments, "--runtime", "onxx"]) == 2
+    assert "did you mean 'onnx'?" in capsys.readouterr().err
+    assert benchmark_generate.main([str(exported.path), "--rounds", "0"]) == 2

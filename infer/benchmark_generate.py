@@ -1,0 +1,204 @@
+"""`megadit benchmark generate`: one video from a bundle under several runtimes, network by network and end to end.
+
+    megadit benchmark generate runs/demo/exported --runtime eager compiled onnx --rounds 5 --json figures.json
+
+The runtimes take turns in every round, so that a drifting machine slows all alike. Figures: export/BENCHMARKS.md.
+"""
+
+import platform
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from megadit.infer.checkpoints import open_bundle
+from megadit.infer.pipeline import TextToVideo
+from megadit.infer.settings import latent_size, resolve_settings
+from megadit.models.bundle import Bundle, SamplingDefaults
+from megadit.models.conditioning import Conditioning
+from megadit.models.support import CommandParser, Progress, UserError, nearest, run_command, write_json
+
+RUNTIMES = {
+    "eager": {"runtime": "torch"},
+    "compiled": {"runtime": "torch", "compile": True},
+    "onnx": {"runtime": "onnx"},
+    "tensorrt": {"runtime": "tensorrt"},
+}
+"""Name -> how `TextToVideo.load` is asked for it."""
+PROMPT = "a red seven moving left"
+SIGMA = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    """Times of one thing under one runtime, in seconds."""
+
+    runtime: str
+    what: str
+    median: float
+    lowest: float
+    highest: float
+    peak_gpu_gb: float | None
+    """Most memory that torch held on the GPU meanwhile; None without a GPU."""
+
+
+def measure(pipelines: dict[str, TextToVideo], settings: SamplingDefaults, prompt: str, rounds: int) -> list[Figure]:
+    """Times every network and a whole video under every runtime, `rounds` times in turn after one that is not counted.
+
+    Raises:
+        UserError: for fewer rounds than one.
+    """
+    if rounds < 1:
+        raise UserError(f"--rounds={rounds} must be at least 1")
+    tasks = {(name, what): task for name, one in pipelines.items() for what, task in _tasks(one, settings, prompt)}
+    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in tasks}
+    peaks: dict[tuple[str, str], float] = {}
+    with Progress((rounds + 1) * len(tasks), "measuring") as bar:
+        for turn in range(rounds + 1):
+            for key, task in tasks.items():
+                elapsed, peak = _timed(task, pipelines[key[0]].device)
+                if turn:
+                    seconds[key].append(elapsed)
+                    peaks[key] = max(peak, peaks.get(key, 0.0))
+                bar.advance()
+    on_gpu = next(iter(pipelines.values())).device.type == "cuda"
+    return [
+        Figure(
+            runtime=runtime,
+            what=what,
+            median=statistics.median(times),
+            lowest=min(times),
+            highest=max(times),
+            peak_gpu_gb=peaks[runtime, what] if on_gpu else None,
+        )
+        for (runtime, what), times in seconds.items()
+    ]
+
+
+def _tasks(pipeline: TextToVideo, settings: SamplingDefaults, prompt: str) -> list[tuple[str, Callable[[], Any]]]:
+    """What is timed: one guided call of the denoiser, the decoder, a whole video."""
+    _, shape = latent_size(settings, pipeline.config, pipeline.tokenizer)
+    x = torch.randn(2, *shape, device=pipeline.device)
+    sigma = torch.full((2,), SIGMA, device=pipeline.device)
+    text = pipeline.text_encoder.encode([prompt, settings.negative_prompt])
+    fps_B = torch.full((2,), float(settings.fps))
+    conditioning = Conditioning(text.features_BLE, text.length_B, fps_B).to(pipeline.device)
+    return [
+        ("guided denoiser call", lambda: pipeline.denoiser(x, sigma, conditioning)),
+        ("decoder", lambda: pipeline.tokenizer.decode(x[:1])),
+        ("whole video", lambda: list(pipeline.stream([prompt], settings))),
+    ]
+
+
+def _timed(task: Callable[[], Any], device: torch.device) -> tuple[float, float]:
+    """(seconds, peak memory of the GPU in GB)."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    start = time.perf_counter()
+    task()
+    if device.type != "cuda":
+        return time.perf_counter() - start, 0.0
+    torch.cuda.synchronize(device)
+    return time.perf_counter() - start, torch.cuda.max_memory_allocated(device) / 1e9
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What the figures were measured on."""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return {
+        "gpu": gpu,
+        "processor": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
+    }
+
+
+def show(title: str, figures: list[Figure], about: dict[str, Any]) -> None:
+    """A table; ratios are to the first runtime."""
+    table = Table("what", "runtime", "median (s)", "lowest", "highest", "times as fast", "peak GPU (GB)", title=title)
+    first = {figure.what: figure.median for figure in reversed(figures)}
+    for one in sorted(figures, key=lambda figure: figure.what):
+        peak = "-" if one.peak_gpu_gb is None else f"{one.peak_gpu_gb:.2f}"
+        times = [f"{value:.4f}" for value in (one.median, one.lowest, one.highest)]
+        table.add_row(one.what, one.runtime, *times, f"{first[one.what] / one.median:.2f}", peak)
+    console = Console()
+    console.print(table)
+    console.print(", ".join(f"{name} {value}" for name, value in about.items() if value is not None))
+
+
+def load_pipelines(bundle: Bundle, runtimes: list[str], device: str, dtype: str) -> dict[str, TextToVideo]:
+    """A pipeline for each runtime.
+
+    Raises:
+        UserError: for an unknown runtime, or one that the bundle was not exported for.
+    """
+    for name in runtimes:
+        if name not in RUNTIMES:
+            near = nearest(name, RUNTIMES)
+            hint = f"did you mean {near!r}?" if near else f"choose among {', '.join(RUNTIMES)}"
+            raise UserError(f"--runtime {name}: there is no such runtime; {hint}")
+    return {
+        name: TextToVideo.load(
+            bundle,
+            device=device,
+            dtype=dtype if RUNTIMES[name]["runtime"] == "torch" else "float32",  # an export has its own
+            **RUNTIMES[name],
+        )
+        for name in runtimes
+    }
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        prog="megadit benchmark generate",
+        description="Times the networks of a bundle, and a whole video, under several runtimes in one run.",
+    )
+    parser.add_argument("bundle", metavar="BUNDLE", help="for onnx and tensorrt, one that `megadit export` made")
+    parser.add_argument(
+        "--runtime",
+        nargs="+",
+        default=["eager"],
+        metavar="NAME",
+        help=f"{', '.join(RUNTIMES)}; ratios are to the first (default: eager)",
+    )
+    parser.add_argument("--rounds", type=int, default=5, metavar="INT", help="after one not counted (default: 5)")
+    parser.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda or cuda:N (default: auto)")
+    parser.add_argument("--dtype", default="float32", metavar="NAME", help="of torch's network (default: float32)")
+    parser.add_argument("--prompt", default=PROMPT, metavar="TEXT")
+    for name in ("num_steps", "num_frames", "height", "width"):
+        parser.add_argument(f"--{name}", type=int, metavar="INT", help="default: the bundle's")
+    parser.add_argument("--json", default="", metavar="PATH", help="also write the figures here")
+    return parser
+
+
+def _run(argv: list[str]) -> None:
+    options = _parser().parse_args(argv)
+    bundle = open_bundle(options.bundle)
+    sizes = {name: getattr(options, name) for name in ("num_steps", "num_frames", "height", "width")}
+    settings = resolve_settings(bundle.defaults, **sizes)
+    pipelines = load_pipelines(bundle, options.runtime, options.device, options.dtype)
+    figures = measure(pipelines, settings, options.prompt, options.rounds)
+    about = machine(next(iter(pipelines.values())).device)
+    size = f"{settings.num_frames}x{settings.height}x{settings.width}, {settings.num_steps} steps"
+    show(f"{bundle.path.name}, {size}", figures, about)
+    if options.json:
+        record = {"settings": settings.to_dict(), "machine": about, "figures": [asdict(one) for one in figures]}
+        write_json(options.json, record)
+        print(options.json)
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run_command(_run, sys.argv[1:] if argv is None else argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
