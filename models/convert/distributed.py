@@ -1,11 +1,5 @@
-"""Megatron's distributed checkpoints (torch_dist) as tables of tensors, without Megatron.
+"""Megatron's distributed checkpoints (torch_dist) as tables of tensors, without Megatron and without running code."""
 
-torch describes the tensors in a pickle (`.metadata`), which is read by an unpickler that knows those descriptions and
-nothing that could act; the tensors' own files hold nothing else.
-"""
-
-import io
-import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,48 +7,20 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from megadit.models.support import UserError
+from megadit.models.megatron.integrity import read_description
 from megadit.models.tensor_source import Stored, TensorSource
-
-_METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
-_DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
-_KNOWN = {
-    (_METADATA, "Metadata"),
-    (_METADATA, "MetadataIndex"),
-    (_METADATA, "StorageMeta"),
-    (_METADATA, "BytesStorageMetadata"),
-    (_METADATA, "ChunkStorageMetadata"),
-    (_METADATA, "TensorProperties"),
-    (_METADATA, "TensorStorageMetadata"),
-    (_METADATA, "_MEM_FORMAT_ENCODING"),
-    (_FILES, "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
-    ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-    *(("torch", name) for name in _DTYPES),
-}
-"""All that a description is made of."""
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _KNOWN:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no description of tensors needs")
 
 
 class _Reader(dcp.FileSystemReader):
-    """torch's reader, with the careful unpickler."""
+    """torch's reader, with the careful unpickler; only tensors are asked of it."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        data = (Path(self.path) / ".metadata").read_bytes()
-        metadata = _MetadataUnpickler(io.BytesIO(data)).load()
-        if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError("it describes no tensors")
-        return metadata
+        description = read_description(Path(self.path), only_tensors=False)
+        description.storage_meta = description.storage_meta or StorageMeta()
+        description.storage_meta.load_id = self.load_id
+        return description
 
 
 def is_distributed(path: Path) -> bool:
@@ -69,11 +35,7 @@ def open_distributed(path: Path) -> TensorSource:
     Raises:
         UserError: if the description is damaged, or more than a description.
     """
-    try:
-        reader = _Reader(path)
-        described = reader.read_metadata().state_dict_metadata
-    except Exception as error:  # whatever a damaged or hostile file provokes in the unpickler
-        raise UserError(f"{path / '.metadata'} is not read: {error}") from error
+    described = read_description(path, only_tensors=False).state_dict_metadata
     tensors = {
         key: Stored(tuple(entry.size), entry.properties.dtype)
         for key, entry in described.items()

@@ -27,7 +27,8 @@ DESCRIPTION = ".metadata"
 _LINE = re.compile(r"([0-9a-f]{64})  (.+)\n")
 
 _CLASSES = {
-    *(("torch", name) for name in ("Size", "float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8")),
+    *(("torch", name) for name in ("Size", "float32", "float16", "bfloat16", "float64")),
+    *(("torch", name) for name in ("int64", "int32", "int16", "int8", "uint8", "bool")),
     ("torch.serialization", "_get_layout"),  # a look-up in a table
     *((module, "PosixPath") for module in ("pathlib", "pathlib._local")),  # where it was saved
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
@@ -35,7 +36,7 @@ _CLASSES = {
         ("torch.distributed.checkpoint.metadata", name)
         for name in (
             *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata"),
-            *("ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"),
+            *("ChunkStorageMetadata", "BytesStorageMetadata", "_MEM_FORMAT_ENCODING"),
         )
     ),
     *(
@@ -118,8 +119,10 @@ def check(directory: Path, found: dict[str, str] | None = None) -> None:
             read_description((directory / name).parent)
 
 
-def read_description(directory: Path) -> Metadata:
+def read_description(directory: Path, *, only_tensors: bool = True) -> Metadata:
     """The description of the tensors in a distributed checkpoint of torch, read without running code from it.
+
+    Without `only_tensors`, entries that are none (which torch would unpickle) are described too: read none of them.
 
     Raises:
         DamagedCheckpointError: if it asks for anything but plain descriptions of tensors in files of this directory.
@@ -134,7 +137,7 @@ def read_description(directory: Path) -> Metadata:
     if not isinstance(description, Metadata) or not isinstance(description.storage_data, dict):
         raise DamagedCheckpointError(f"{path} is damaged or hostile: it does not describe a checkpoint")
     for name, entry in description.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):  # torch would unpickle its bytes
+        if only_tensors and not isinstance(entry, TensorStorageMetadata):  # torch would unpickle its bytes
             raise DamagedCheckpointError(f"{path} is damaged or hostile: {name!r} is not a tensor")
     for place in description.storage_data.values():
         if Path(place.relative_path).name != place.relative_path:

@@ -112,7 +112,7 @@ def test_damaged_and_hostile_files_are_refused(tmp_path, monkeypatch):
     (tmp_path / "dist").mkdir()
     (tmp_path / "dist/__0_0.distcp").touch()
     (tmp_path / "dist/.metadata").write_bytes(pickle.dumps(Attack()))
-    with pytest.raises(UserError, match=r"is not read: it asks for .*, which no description of tensors needs"):
+    with pytest.raises(UserError, match=r"damaged or hostile: it names .*, which no description of tensors needs"):
         open_published(tmp_path / "dist")
     assert not (tmp_path / "pwned").exists()
     torch.save({"weight": torch.ones(2)}, tmp_path / "other.pt")

@@ -47,10 +47,11 @@ def run_config(out, case):
     """Text, images, dropped text, learned uncertainty; heads wider than the network."""
     run = load_recipe("digits_tiny")
     data = {"mock": True, "mock_latent_shapes": SHAPES, "text_dropout": 0.4, "global_batch_size": 8}
+    model = {key: tuple(value) if isinstance(value, list) else value for key, value in case.get("model", {}).items()}
     settings = {"optimizer": "adamw", "lr": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5}
     return replace(
         run,
-        model=replace(run.model, num_layers=4, num_attention_heads=12, head_dim=8, **case.get("model", {})),
+        model=replace(run.model, **{"num_layers": 4, "num_attention_heads": 12, "head_dim": 8} | model),
         data=replace(run.data, **data | case.get("data", {})),
         train=replace(run.train, output_dir=str(out), precision=case.get("precision", "fp32"), num_threads=1),
         optimizer=replace(run.optimizer, **settings | case.get("optimizer", {})),
