@@ -93,6 +93,10 @@ class DiTConfig:
         if self.structure.cross_attention == (self.num_classes is not None):
             needs = "is conditioned on text: leave" if self.structure.cross_attention else "needs"
             raise UserError(f"model.family={self.family} {needs} model.num_classes")
+        if self.num_classes is not None and self.crossattn_emb_size != 2:
+            raise UserError(
+                f"model.crossattn_emb_size={self.crossattn_emb_size}: a class is read as two digits, which takes 2"
+            )
         if self.structure.fps == "padded" and self.hidden_size < 256:
             raise UserError(f"model.family={self.family} needs model.hidden_size >= 256, got {self.hidden_size}")
         if self.structure.modulation_groups > 1 and self.adaln_lora_dim is None:

@@ -41,6 +41,7 @@ def initialize_(
     *,
     full_shape: FullShape = lambda parameter: parameter.shape,
     shard: Shard = lambda parameter, value: value,
+    given: Callable[[str], Tensor] | None = None,
 ) -> nn.Module:
     """Fills every parameter of a DiT in place.
 
@@ -49,7 +50,9 @@ def initialize_(
         seed: the same seed gives the same network in any layout.
         full_shape: the shape of a parameter before it was split over ranks.
         shard: the part of the whole tensor that a parameter holds.
+        given: the whole tensor of a name, where weights exist; `seed` then changes nothing.
     """
     for name, parameter in model.named_parameters():
-        parameter.copy_(shard(parameter, initial_value(name, full_shape(parameter), seed)))
+        whole = initial_value(name, full_shape(parameter), seed) if given is None else given(name)
+        parameter.copy_(shard(parameter, whole))
     return model

@@ -261,6 +261,8 @@ class CheckpointConfig:
     from there where `train.output_dir` has none."""
     load: str | None = None
     """Folder of another run, continued here (step, optimizer, data and all) while this one has no checkpoint itself."""
+    init_from: str | None = None
+    """A bundle whose weights training starts from, at step 0, while there is no checkpoint: fine-tuning."""
     async_save: bool = True
     """Write the files while training goes on; False waits for them."""
 

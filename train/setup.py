@@ -3,7 +3,7 @@
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,14 +14,17 @@ from megatron.core.enums import ModelType
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
+from torch import Tensor, nn
 
+from megadit.models.bundle import Bundle
 from megadit.models.dit import DiT
 from megadit.models.megatron import groups as process_groups
 from megadit.models.megatron.groups import Groups
 from megadit.models.megatron.mcore_layers import McoreLayers, initialize_dit_, mark_conditioning_, transformer_config
 from megadit.models.megatron.te_layers import TELayers
-from megadit.models.support import atomic_path
+from megadit.models.parts import TENSOR_FILE
+from megadit.models.support import UserError, atomic_path
+from megadit.models.tensor_source import open_safetensors
 from megadit.train.checkpoint_tensors import TrainedTensors
 from megadit.train.config import MatmulPrecision, RunConfig, check_layout
 from megadit.train.ema import WeightAverages
@@ -148,10 +151,26 @@ def _build_network(config: RunConfig, groups: Groups, megatron: TransformerConfi
     with torch.device(groups.device):
         dit = DiT(config.model, kit)
         network = TrainingModel(dit, config.diffusion, megatron, ModelType.encoder_or_decoder)
-    initialize_dit_(dit, config.train.seed)
+    initialize_dit_(dit, config.train.seed, given_weights(config))
     if parallel.sizes.num_parts > 1:
         mark_conditioning_(dit, is_first_part=index == 0)
     return network
+
+
+def given_weights(config: RunConfig) -> Callable[[str], Tensor] | None:
+    """Reads one of the tensors that training starts from, whole; None where it starts from nothing.
+
+    Raises:
+        UserError: if `checkpoint.init_from` is no bundle, or one of another network.
+    """
+    if config.checkpoint.init_from is None:
+        return None
+    bundle = Bundle.open(config.checkpoint.init_from)
+    ours, theirs = config.model.to_dict(), bundle.config.to_dict()
+    if differing := [name for name in ours if ours[name] != theirs[name]]:
+        told = ", ".join(f"model.{name}={theirs[name]} (not {ours[name]})" for name in differing[:6])
+        raise UserError(f"the network of checkpoint.init_from={bundle.path} has {told}; give the run the same")
+    return open_safetensors(bundle.path / "transformer" / TENSOR_FILE).read
 
 
 def _replicate(

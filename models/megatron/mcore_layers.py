@@ -269,7 +269,7 @@ def shard(parameter: Tensor, value: Tensor, tensor_rank: int) -> Tensor:
     return value.narrow(dim, tensor_rank * size, size)
 
 
-def initialize_dit_(model: nn.Module, seed: int) -> nn.Module:
+def initialize_dit_(model: nn.Module, seed: int, given: Callable[[str], Tensor] | None = None) -> nn.Module:
     """`initialize_` for a model split over tensor-parallel ranks: the same network in any layout."""
     group = parallel_state.get_tensor_model_parallel_group()
     return initialize_(
@@ -277,4 +277,5 @@ def initialize_dit_(model: nn.Module, seed: int) -> nn.Module:
         seed,
         full_shape=lambda parameter: full_shape(parameter, group.size()),
         shard=lambda parameter, value: shard(parameter, value, group.rank()),
+        given=given,
     )

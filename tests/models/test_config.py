@@ -17,6 +17,8 @@ from megadit.models.support import UserError
         ({"position_embedding": "learned"}, "choose one of rope, sincos"),
         ({"family": "cosmo"}, "model.family='cosmo' is unknown; choose one of megadit, dit, cosmos"),
         ({"family": "dit"}, "model.family=dit needs model.num_classes"),
+        ({"family": "dit", "num_classes": 10}, "model.crossattn_emb_size=1024: a class is read as two digits"),
+        ({"family": "nemo", "hidden_size": 96}, "model.family=nemo needs model.hidden_size >= 256, got 96"),
         ({"num_classes": 10}, "model.family=megadit is conditioned on text: leave model.num_classes"),
         ({"family": "cosmos"}, "model.family=cosmos needs model.adaln_lora_dim"),
         ({"learned_positions": (4, 0, 4)}, "learned_positions"),
