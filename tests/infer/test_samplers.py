@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megadit.infer import samplers
+from megadit.infer import samplers, solver_errors
 from megadit.infer.samplers import (
     SAMPLERS,
     STOCHASTIC,
@@ -18,12 +18,10 @@ from megadit.infer.samplers import (
     num_denoiser_calls,
 )
 from megadit.infer.schedules import karras_sigmas
+from megadit.infer.solver_errors import GAUSSIAN, MIXTURE, SIGMA_MAX, SIGMA_MIN, initial_state
 from megadit.models.support import UserError
 
-MU, S = 0.3, 0.5
-"""Data ~ N(MU, S^2)."""
-MIXTURE = {"weights": [0.3, 0.7], "means": [-1.0, 0.8], "deviations": [0.3, 0.5]}
-SIGMA_MIN, SIGMA_MAX = 0.002, 80.0
+(MU,), (S,) = GAUSSIAN.means, GAUSSIAN.deviations
 ORDERS = {"euler": 1, "heun": 2, "dpm2": 2, "dpmpp_2m": 2, "dpmpp_3m": 3, "res_2ab": 2, "unipc": 3}
 
 
@@ -36,44 +34,6 @@ def ideal_denoiser(x, sigma_B):
 def exact_solution(x, sigma):
     """x(sigma) of the ODE that starts from x at SIGMA_MAX."""
     return MU + (x - MU) * math.sqrt((S**2 + sigma**2) / (S**2 + SIGMA_MAX**2))
-
-
-def mixture_terms(x, sigma):
-    """Of each component k of the noisy data: log of weight times density at x, its mean and its variance [..., K]."""
-    weights, means, deviations = (torch.tensor(MIXTURE[name], dtype=torch.float64) for name in MIXTURE)
-    variances = deviations**2 + sigma**2
-    logs = weights.log() - variances.log() / 2 - (x[..., None] - means) ** 2 / (2 * variances)
-    return logs, means, deviations, variances
-
-
-def mixture_denoiser(x, sigma_B):
-    """E[x0 | x] = sum_k p(k | x) (s_k^2 x + sigma^2 mu_k) / (s_k^2 + sigma^2)."""
-    sigma = sigma_B[0].double()
-    logs, means, deviations, variances = mixture_terms(x.double(), sigma)
-    each = (deviations**2 * x.double()[..., None] + sigma**2 * means) / variances
-    return (logs.softmax(-1) * each).sum(-1)
-
-
-def mixture_solution(x, sigma):
-    """In one dimension the ODE keeps every point's quantile: F_sigma(x(sigma)) = F_SIGMA_MAX(x), by bisection."""
-
-    def distribution(x, sigma):
-        _, means, _, variances = mixture_terms(x, sigma)
-        normal = torch.special.ndtr((x[..., None] - means) / variances.sqrt())
-        return (torch.tensor(MIXTURE["weights"], dtype=torch.float64) * normal).sum(-1)
-
-    wanted = distribution(x, SIGMA_MAX)
-    low, high = torch.full_like(x, -10.0), torch.full_like(x, 10.0)
-    for _ in range(60):
-        middle = (low + high) / 2
-        below = distribution(middle, sigma) < wanted
-        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-    return low
-
-
-def initial_state():
-    generator = torch.Generator().manual_seed(0)
-    return SIGMA_MAX * torch.randn(2, 3, 1, 4, 4, dtype=torch.float64, generator=generator)
 
 
 def down_to_sigma_min(num_steps):
@@ -130,16 +90,23 @@ def test_order_of_convergence_on_gaussian_data(name):
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_order_of_convergence_on_a_mixture(name):
     """Where D is no longer linear in x, and bends where the components part."""
-    exact = mixture_solution(initial_state(), SIGMA_MIN)
-    order = order_of_convergence(SAMPLERS[name], mixture_denoiser, exact, num_steps=(128, 256, 512))
+    exact = MIXTURE.solution(initial_state(), SIGMA_MIN)
+    order = order_of_convergence(SAMPLERS[name], MIXTURE.denoise, exact, num_steps=(128, 256, 512))
     assert order == pytest.approx(ORDERS[name], abs=0.25)
 
 
 def test_the_mixtures_solution_solves_its_ode():
     x, sigma, step = initial_state(), 0.7, 1e-5
-    slope = (mixture_solution(x, sigma + step) - mixture_solution(x, sigma - step)) / (2 * step)
-    here = mixture_solution(x, sigma)
-    torch.testing.assert_close(slope, (here - mixture_denoiser(here, torch.tensor([sigma]))) / sigma, atol=1e-6, rtol=0)
+    slope = (MIXTURE.solution(x, sigma + step) - MIXTURE.solution(x, sigma - step)) / (2 * step)
+    here = MIXTURE.solution(x, sigma)
+    torch.testing.assert_close(slope, (here - MIXTURE.denoise(here, torch.tensor([sigma]))) / sigma, atol=1e-6, rtol=0)
+    torch.testing.assert_close(GAUSSIAN.solution(x, sigma), exact_solution(x, sigma))
+
+
+def test_the_table_of_errors(capsys):
+    assert solver_errors.main([]) == 0
+    told = capsys.readouterr().out
+    assert all(name in told for name in SAMPLERS)
 
 
 def test_heun_evaluated_at_the_old_point_is_euler():
