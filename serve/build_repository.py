@@ -13,6 +13,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from megadit.infer.checkpoints import open_bundle
+from megadit.infer.runtimes.load import check_runtime, open_exported
 from megadit.infer.runtimes.torch import find_dtype
 from megadit.infer.samplers import SAMPLERS
 from megadit.models.bundle import Bundle, SamplingDefaults
@@ -49,18 +50,23 @@ def build_repository(
     *,
     scheduling: Scheduling | None = None,
     dtype: str = "float32",
+    runtime: str = "torch",
     with_images: bool = False,
     limits: dict[str, int] | None = None,
 ) -> Path:
     """Writes the repository, whole or not at all, and returns its path; one already there is replaced.
 
-    `limits` replaces fields of `Limits` (those left out follow from the bundle's defaults).
+    `runtime` is torch, or onnx or tensorrt for a bundle that `megadit export` made. `limits` replaces fields of
+    `Limits` (those left out follow from the bundle's defaults).
 
     Raises:
         UserError: for a checkpoint that cannot be served, and a directory that holds something else.
     """
     find_dtype(dtype)
+    check_runtime(runtime, dtype=dtype)
     bundle = open_bundle(checkpoint)
+    if runtime != "torch":
+        open_exported(bundle, runtime)
     path = Path(repository)
     if path.is_dir() and any(path.iterdir()) and not (path / MODEL / "config.pbtxt").is_file():
         raise UserError(f"{path} holds files that are no repository of ours, and would be replaced; choose another")
@@ -72,7 +78,9 @@ def build_repository(
         for name, info in models.items():
             version = temporary / name / "1"
             version.mkdir(parents=True)
-            (version.parent / "config.pbtxt").write_text(service_config(name, info, scheduling, dtype=dtype))
+            (version.parent / "config.pbtxt").write_text(
+                service_config(name, info, scheduling, dtype=dtype, runtime=runtime)
+            )
             (version / "model.py").write_text(MODEL_PY)
             # a second model shares the files of the first, which large weights would otherwise take up twice
             source, copy = (bundle.path, shutil.copy2) if name == MODEL else (temporary / MODEL / "1/bundle", os.link)
@@ -112,6 +120,7 @@ def _run(argv: list[str]) -> None:
         options["repository"],
         scheduling=Scheduling(**scheduling),
         dtype=options["dtype"],
+        runtime=options["runtime"],
         with_images=options["images"],
         limits=limits,
     )
@@ -129,6 +138,9 @@ def _parser() -> CommandParser:
     parser.add_argument("repository", metavar="REPOSITORY", help="the directory to write")
     parser.add_argument("--images", action="store_true", help=f"add the model {IMAGE_MODEL}, which makes single images")
     parser.add_argument("--dtype", default="float32", help="of the network: float32, bfloat16 or float16")
+    parser.add_argument(
+        "--runtime", default="torch", help="torch; onnx or tensorrt for a bundle of `megadit export` (default: torch)"
+    )
     scheduling = parser.add_argument_group("queue and devices")
     scheduling.add_argument("--device", metavar="NAME", help="auto, cpu, or GPU numbers such as 0,1 (default: auto)")
     scheduling.add_argument("--instances", type=int, metavar="N", help="pipelines on each device (default: 1)")

@@ -12,9 +12,10 @@ import numpy as np
 
 from megadit.infer.animations import encode_image
 from megadit.infer.pipeline import GeneratedVideo, TextToVideo, latent_size, resolve_settings
+from megadit.infer.runtimes.load import check_runtime, open_exported
 from megadit.infer.steps import Cancelled, Step
 from megadit.infer.video_io import encode_mp4
-from megadit.models.bundle import SamplingDefaults
+from megadit.models.bundle import Bundle, SamplingDefaults
 from megadit.models.support import UserError
 from megadit.serve.contract import (
     DEADLINE_MARK,
@@ -77,9 +78,11 @@ class _Clock:
 class Engine:
     """Serves requests with one pipeline, one group after the other."""
 
-    def __init__(self, pipeline: TextToVideo, info: ServiceInfo) -> None:
+    def __init__(self, pipeline: TextToVideo, info: ServiceInfo, *, batch_size: int | None = None) -> None:
+        """`batch_size`: videos made at once, at most (None: as many as the pipeline finds good)."""
         self.pipeline = pipeline
         self.info = info
+        self.batch_size = batch_size
         self.defaults = SamplingDefaults.from_dict(info.defaults)
 
     def run(self, jobs: Sequence[Job]) -> None:
@@ -141,7 +144,11 @@ class Engine:
             return any(not rows[place].job.has_ended for place in step.videos)
 
         videos = self.pipeline.stream(
-            [row.job.request.prompt for row in rows], settings, seeds=[row.seed for row in rows], on_step=on_step
+            [row.job.request.prompt for row in rows],
+            settings,
+            seeds=[row.seed for row in rows],
+            batch_size=self.batch_size,
+            on_step=on_step,
         )
         for row, video in zip(rows, videos, strict=True):
             row.is_done = True
@@ -149,6 +156,19 @@ class Engine:
                 row.job.send(_result(row, video, seconds=clock.seconds(), batch_size=len(batch)))
                 if all(other.is_done for other in rows if other.job is row.job):
                     row.job.finish()
+
+
+def most_videos_at_once(bundle: Bundle, runtime: str) -> int | None:
+    """What the networks of a bundle were exported for; None where they take any number.
+
+    Guidance asks the denoiser for two halves of a batch, one for each condition.
+
+    Raises:
+        UserError: if the bundle was not exported for `runtime`.
+    """
+    if runtime == "torch":
+        return None
+    return max(1, open_exported(bundle, check_runtime(runtime)).network("denoiser").axes["batch"].max // 2)
 
 
 def _end_unwanted(rows: list[_Row], clock: _Clock) -> None:

@@ -37,7 +37,7 @@ class Scheduling:
             raise UserError(f"device={self.device!r} must be auto, cpu, or GPU numbers such as 0,1")
 
 
-def service_config(name: str, info: ServiceInfo, scheduling: Scheduling, *, dtype: str) -> str:
+def service_config(name: str, info: ServiceInfo, scheduling: Scheduling, *, dtype: str, runtime: str = "torch") -> str:
     """config.pbtxt of the model `name`, which serves what `info` says."""
     return "\n".join(
         [
@@ -62,6 +62,7 @@ def service_config(name: str, info: ServiceInfo, scheduling: Scheduling, *, dtyp
             "",
             "# Defaults, limits and what else clients are told.",
             _parameter("service", info.to_json()),
+            _parameter("runtime", runtime),
             _parameter("dtype", dtype),
             "",
         ]

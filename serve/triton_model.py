@@ -14,6 +14,7 @@ import torch
 import triton_python_backend_utils as pb_utils  # exists only inside Triton
 
 from megadit.infer.pipeline import TextToVideo
+from megadit.models.bundle import Bundle
 from megadit.models.support import UserError
 from megadit.serve.contract import (
     DATA,
@@ -28,7 +29,7 @@ from megadit.serve.contract import (
     VideoRequest,
     event_to_wire,
 )
-from megadit.serve.engine import Engine, Job
+from megadit.serve.engine import Engine, Job, most_videos_at_once
 
 
 class TritonPythonModel:
@@ -40,13 +41,17 @@ class TritonPythonModel:
             name: value["string_value"] for name, value in json.loads(args["model_config"])["parameters"].items()
         }
         is_cpu = args["model_instance_kind"] == "CPU"
+        bundle = Bundle.open(Path(args["model_repository"]) / args["model_version"] / "bundle")
+        runtime = parameters["runtime"]
         pipeline = TextToVideo.load(
-            Path(args["model_repository"]) / args["model_version"] / "bundle",
+            bundle,
             device="cpu" if is_cpu else f"cuda:{args['model_instance_device_id']}",
             dtype=parameters["dtype"],
+            runtime=runtime,
         )
         pipeline.preview(torch.zeros(1, pipeline.tokenizer.latent_channels, 1, 1, 1))  # fitted at the first call
-        self._engine = Engine(pipeline, ServiceInfo.from_json(parameters["service"]))
+        info = ServiceInfo.from_json(parameters["service"])
+        self._engine = Engine(pipeline, info, batch_size=most_videos_at_once(bundle, runtime))
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Serves all of them; a decoupled model returns nothing."""

@@ -125,6 +125,8 @@ def test_the_command_builds_and_replaces(bundle_dir, tmp_path, capsys):
     [
         (["--dtype", "float12"], "float12"),
         (["--device", "tpu"], "tpu"),
+        (["--runtime", "onxx"], "'onnx'"),
+        (["--runtime", "onnx"], "megadit export"),
         (["--instances", "0"], "instances=0"),
         (["--queue_seconds", "nan"], "queue_seconds=nan"),
         (["--max_videos", "0"], "max_videos=0"),

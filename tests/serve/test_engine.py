@@ -178,6 +178,13 @@ def test_a_deadline_ends_the_work(engine):
     assert not asker.events
 
 
+def test_a_batch_size_splits_what_belongs_together(pipeline, engine):
+    askers = [Asker(VideoRequest(prompt="a", seed=seed)) for seed in range(3)]
+    run(Engine(pipeline, engine.info, batch_size=2), *askers)
+    assert [asker.videos[0].batch_size for asker in askers] == [2, 2, 1]
+    assert all(asker.endings == [None] for asker in askers)
+
+
 def test_previews_come_when_asked_for(engine):
     asker, other = Asker(VideoRequest(prompt="a", preview_every=2)), Asker(VideoRequest(prompt="b"))
     run(engine, asker, other)
