@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from megadit.models import recompute
-from megadit.models.recompute import through
+from megadit.models.recompute import SMALL, recomputed, through
 
 
 class Square:
@@ -72,3 +72,37 @@ def test_nothing_is_prepared_without_gradients(linear):
     with torch.no_grad():
         out = through(square, torch.randn(5, 1, 6), into=linear)
     assert not out.requires_grad and len(square.results) == 1
+
+
+def test_what_is_recomputed_whole_is_computed_twice_and_no_more():
+    calls = []
+
+    def sine(x):
+        calls.append(1)
+        return x.sin()
+
+    x = torch.linspace(0, 1, SMALL).requires_grad_()
+    y = recomputed(lambda x: through(sine, x, into=lambda h: h * h), x)
+    assert len(calls) == 1
+    y.sum().backward()
+    assert len(calls) == 2, "a cheap step inside is not computed a third time"
+    torch.testing.assert_close(x.grad, torch.sin(2 * x.detach()))
+
+
+def test_recomputing_keeps_nothing_but_the_input():
+    kept = []
+    x = torch.ones(SMALL, requires_grad=True)
+
+    def pack(tensor):
+        kept.append(tensor.numel())
+        return tensor
+
+    def several(x):
+        return x.sin().exp().cos()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        recomputed(several, x)
+        assert kept == [SMALL]
+        kept.clear()
+        several(x)
+        assert sum(kept) == 3 * SMALL
