@@ -52,6 +52,7 @@ KEYS = {
     "rng.seed": "train.seed",
     "log.log_dir": "train.output_dir",
     "checkpoint.save": "train.output_dir",
+    "train.init_from": "checkpoint.init_from",
     "logger.log_interval": "train.log_interval",
 }
 """Their key -> ours, where the names differ."""
@@ -74,7 +75,7 @@ _FIXED: dict[str, tuple[Any, str]] = {
     "model.recompute_method": ("uniform", "recomputed blocks are spread evenly"),
     "model.config.recompute_method": ("uniform", "recomputed blocks are spread evenly"),
     "checkpoint.ckpt_format": ("torch_dist", "that is what is written"),
-    "checkpoint.load_optim": (True, "to start from weights alone, give train.init_from"),
+    "checkpoint.load_optim": (True, "to start from weights alone, give checkpoint.init_from"),
     "checkpoint.fully_parallel_save": (True, "all data-parallel ranks write"),
 }
 """Their key -> the only value it has here, and why."""

@@ -70,6 +70,12 @@ class RunState:
     """Length of metrics.jsonl."""
     validation: dict[str, Any] = field(default_factory=dict)
     """The newest validation: its step, and the loss of each average ("none" for the weights themselves)."""
+    untold: dict[str, Any] | None = None
+    """What metrics.jsonl is to say of the last step, whose validation was put off by a request to stop."""
+    skipped_steps: int = 0
+    """Steps whose update was left out."""
+    recent_losses: list[float] = field(default_factory=list)
+    """What a spike is measured against."""
 
 
 class SavedReaders:
@@ -198,7 +204,7 @@ class CheckpointStore:
         self._check(path, description)
         state = RunState(**description["run"])
         try:
-            tensors.load(path / TENSORS, step=state.iteration)
+            tensors.load(path / TENSORS, step=state.iteration - state.skipped_steps)
         except (CheckpointException, CheckpointingException, pickle.UnpicklingError) as error:
             raise DamagedCheckpointError(f"{path} is damaged or hostile: {_reason(error, path)}") from error
         return state, SavedReaders(path / LOADERS)
@@ -329,7 +335,7 @@ class CheckpointStore:
             if now.get(name) != before:
                 raise UserError(
                     f"{path} was written with {name}={before}, which is {now.get(name)} now; "
-                    "set it back, or start another train.output_dir from its weights with train.init_from"
+                    "set it back, or start another train.output_dir from its weights with checkpoint.init_from"
                 )
 
 

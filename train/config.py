@@ -17,6 +17,7 @@ from megadit.models.support import UserError, nearest
 Precision = Literal["fp32", "bf16"]
 MatmulPrecision = Literal["ieee", "tf32", "bf16"]
 OptimizerName = Literal["adamw", "muon"]
+Remedy = Literal["stop", "skip", "rollback"]
 LRDecayStyle = Literal["cosine", "linear", "constant"]
 DataParallel = Literal["ddp", "distributed_optimizer", "fsdp"]
 Recompute = Literal["none", "selective", "full"]
@@ -300,6 +301,35 @@ class ValidationConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HealthConfig:
+    """What a run does about steps, ranks and readers that go wrong; events.jsonl has every one with its samples."""
+
+    on_not_finite: Remedy = "stop"
+    """At a loss or gradient that is NaN or infinite: end the run, leave out the update, or go back to the last
+    checkpoint and on with the data that follow."""
+    on_spike: Remedy | None = None
+    """The same at a loss far above the usual; None does not look."""
+    spike_factor: float = 3.0
+    """How many times the median of the last `spike_window` losses is far."""
+    spike_window: int = 100
+    max_troubles: int = 10
+    """Steps left out or gone back over between two checkpoints, after which the run ends."""
+    watchdog_seconds: float = 1200.0
+    """A rank that shows no progress for so long is named, and the run ends; 0 waits forever."""
+    starving_share: float = 0.5
+    """Share of the time spent waiting for data above which a warning is printed."""
+    statistics_interval: int = 0
+    """Steps between the sizes of all gradients and block outputs in metrics.jsonl; 0 never measures them."""
+
+    def __post_init__(self) -> None:
+        _require_choice("health.on_not_finite", self.on_not_finite, get_args(Remedy))
+        if self.on_spike is not None:
+            _require_choice("health.on_spike", self.on_spike, get_args(Remedy))
+        _require_positive("health", self, ["spike_factor", "spike_window", "max_troubles", "starving_share"])
+        _require_not_negative("health", self, ["watchdog_seconds", "statistics_interval"])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LoggerConfig:
     """Where metrics go besides metrics.jsonl, which is always written."""
 
@@ -330,6 +360,7 @@ class RunConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
 
     def __post_init__(self) -> None:

@@ -1,9 +1,15 @@
 """The training loop: `train(config)` runs a configuration to its end, from wherever it stands."""
 
+import math
+import os
 import signal
+import sys
 import time
 from contextlib import ExitStack
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch.distributed as dist
 
 from megadit.models.megatron import groups as process_groups
 from megadit.models.support import UserError
@@ -11,10 +17,13 @@ from megadit.train.batches import TrainBatches, validation_batches
 from megadit.train.checkpoint import CheckpointStore, RunState
 from megadit.train.config import RunConfig
 from megadit.train.flops import peak_flops
+from megadit.train.health import Judge, ReadingTime, Trouble
 from megadit.train.metrics import Metrics
 from megadit.train.setup import Training, build_training, precision, start_processes
-from megadit.train.step import StepResult, train_step
+from megadit.train.statistics import Statistics
+from megadit.train.step import Mark, StepResult, train_step
 from megadit.train.validation import validate
+from megadit.train.watchdog import EXIT_CODE, Watchdog
 
 
 def train(config: RunConfig) -> None:
@@ -27,14 +36,29 @@ def train(config: RunConfig) -> None:
     """
     with StopRequest() as stop:
         groups = start_processes(config)
-        try:
-            _Run(build_training(config, groups)).to_the_end(stop)
-        except UserError:
-            if process_groups.is_first_to_tell("error"):
-                raise
-            raise SystemExit(2) from None
-        finally:
-            process_groups.destroy()
+        with _watchdog(config) as watchdog:
+            try:
+                _Run(build_training(config, groups), watchdog.mark).to_the_end(stop)
+            except UserError:
+                if process_groups.is_first_to_tell("error"):
+                    raise
+                raise SystemExit(2) from None
+            except RuntimeError:  # so a collective fails whose peer is gone
+                if (lost := watchdog.lost_rank()) is None:
+                    raise
+                print(f"error: {lost}; run the same command to continue", file=sys.stderr, flush=True)
+                os._exit(EXIT_CODE)  # the process groups cannot be taken down without it
+            finally:
+                process_groups.destroy()
+
+
+def _watchdog(config: RunConfig) -> Watchdog:
+    return Watchdog(
+        Path(config.train.output_dir) / "watchdog",
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        limit=config.health.watchdog_seconds,
+    )
 
 
 class StopRequest:
@@ -64,8 +88,9 @@ class StopRequest:
 class _Run:
     """A run in progress."""
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: Training, mark: Mark) -> None:
         self.training = training
+        self.mark = mark
         self.config = training.config
         self.store = CheckpointStore(training.config, training.groups)
         self.batches = TrainBatches(training.config, training.groups)
@@ -74,6 +99,8 @@ class _Run:
             validation_batches(training.config, training.groups)  # what is missing is missed now, not hours later
         self.peak = peak_flops(training.groups.device, precision(training.config)) * training.groups.world_size
         self.saved_iteration: int | None = None
+        self.num_troubles = 0  # since the last checkpoint
+        self.reading = ReadingTime(training.config.health)
 
     def to_the_end(self, stop: StopRequest) -> None:
         self._resume()
@@ -81,6 +108,8 @@ class _Run:
         with ExitStack() as stack:
             start, length = self.state.iteration, self.state.metrics_bytes
             metrics = stack.enter_context(Metrics(self.config, start=start, length=length, enabled=is_first))
+            if self.state.untold is not None:
+                self._tell(self.state.untold, metrics, may_validate=True)
             while self.state.iteration < self.config.train.train_iters:
                 result = self._step(stop, metrics)
                 if result.must_stop:
@@ -97,7 +126,7 @@ class _Run:
         self.state, readers = self.store.load(path, self.training.tensors)
         if path.parent != self.store.root:
             self.state.metrics_bytes = 0  # the other run's file stays where it is
-        self.training.scheduler.step(self.state.iteration)
+        self._set_schedule()
         if (said := self.batches.restore_state(readers)) is not None:
             self._say(f"the data readers go on with {said}")
         self.saved_iteration = self.state.iteration if path.parent == self.store.root else None
@@ -106,40 +135,106 @@ class _Run:
 
     def _step(self, stop: StopRequest, metrics: Metrics) -> StepResult:
         step = self.state.iteration + 1
-        result = train_step(self.training, self.batches, step, must_stop=stop.has_come)
+        judge = Judge(self.config.health, self.state.recent_losses)
+        with Statistics(self.training, is_due=self._is_due_at(step, self.config.health.statistics_interval)) as sizes:
+            result = train_step(self.training, self.batches, step, must_stop=stop.has_come, judge=judge, mark=self.mark)
         self.state.iteration = step
         self.state.consumed_samples += result.samples
         self.state.consumed_tokens += result.tokens
-        values = self._values(result)
-        if self._is_due(self.config.validation.interval) and not result.must_stop:
-            self.state.validation, videos = validate(self.training, step)
-            values["validation"] = self.state.validation["losses"]
-            metrics.show(step, videos)
-        metrics.log(values)
+        if result.trouble is not None and not self._get_over(result.trouble, metrics):
+            return result
+        if (warning := self.reading.warning(reading=result.reading_seconds, whole=result.seconds)) is not None:
+            self._say(f"{warning}; raise data.num_workers (now {self.config.data.num_workers}), or look at the storage")
+        values = self._values(result) | ({"statistics": sizes.found} if sizes.found else {})
+        self._tell(values, metrics, may_validate=not result.must_stop)
         self.store.poll()
         if self._is_due(self.config.checkpoint.save_interval):
             self._save(metrics)
         return result
 
+    def _tell(self, values: dict[str, Any], metrics: Metrics, *, may_validate: bool) -> None:
+        """Reports the last step, with its validation where one is due; a run that stops does both when continued."""
+        step = self.state.iteration
+        self.state.untold = None
+        if self._is_due(self.config.validation.interval):
+            if not may_validate:
+                self.state.untold = values
+                return
+            self.mark(step, "validating")
+            self.state.validation, videos = validate(self.training, step)
+            values["validation"] = self.state.validation["losses"]
+            metrics.show(step, videos)
+        metrics.log(values)
+
+    def _get_over(self, trouble: Trouble, metrics: Metrics) -> bool:
+        """Does what `health.*` says about a step that went wrong; whether the step stands, without its update.
+
+        Raises:
+            UserError: where it says to stop, or nothing else helped.
+        """
+        self.num_troubles += 1
+        metrics.event(trouble.record(self.state.iteration))
+        if trouble.remedy == "stop" or self.num_troubles > self.config.health.max_troubles:
+            too_many = f"the {self.num_troubles}th since the last checkpoint: " if trouble.remedy != "stop" else ""
+            self._fail(
+                f"{too_many}{trouble.describe()}; the last good checkpoint in {self.config.train.output_dir} is kept: "
+                "try a lower optimizer.lr, or look at these samples"
+            )
+        self._say(f"{trouble.describe()}: {'left out' if trouble.remedy == 'skip' else 'going back'}")
+        if trouble.remedy == "rollback":
+            self._go_back(trouble, metrics)
+            return False
+        self.state.skipped_steps += 1
+        return True
+
+    def _go_back(self, trouble: Trouble, metrics: Metrics) -> None:
+        """Tensors and step of the last checkpoint, with the data that follow."""
+        self.store.finish()
+        path = self.store.latest()
+        if path is None:
+            self._fail(f"{trouble.describe()}; there is no checkpoint to go back to")
+        seen = self.state.consumed_samples, self.state.consumed_tokens
+        self.state, _ = self.store.load(path, self.training.tensors)
+        self.state.consumed_samples, self.state.consumed_tokens = seen
+        self.saved_iteration = self.state.iteration if path.parent == self.store.root else None
+        self._set_schedule()
+        metrics.rewind(self.state.iteration, self.state.metrics_bytes if path.parent == self.store.root else 0)
+        self._say(f"gone back to {path}; the samples since then are not seen again")
+
+    def _fail(self, message: str) -> NoReturn:
+        """Ends all ranks, which all call this; the first one says why, once the last checkpoint is whole."""
+        self.store.finish()
+        if self.training.groups.is_first:
+            raise UserError(message)
+        raise SystemExit(2)
+
+    def _set_schedule(self) -> None:
+        self.training.scheduler.num_steps = 0
+        self.training.scheduler.step(self.state.iteration)
+
     def _is_due(self, interval: int) -> bool:
         """Every `interval` steps and at the end; never for 0."""
-        step = self.state.iteration
+        return self._is_due_at(self.state.iteration, interval)
+
+    def _is_due_at(self, step: int, interval: int) -> bool:
         return interval > 0 and (step % interval == 0 or step == self.config.train.train_iters)
 
     def _values(self, result: StepResult) -> dict[str, Any]:
         """What metrics.jsonl says of a step."""
         return {
             "step": self.state.iteration,
-            "loss": result.loss,
+            "loss": _number(result.loss),
             "squared_error": result.squared_error,
             "objective": result.objective,
-            "grad_norm": result.grad_norm,
+            "grad_norm": _number(result.grad_norm),
             "lr": result.lr,
             "tokens": result.tokens,
             "samples": result.samples,
+            "sample_checksum": result.sample_checksum,
             "consumed_samples": self.state.consumed_samples,
             "consumed_tokens": self.state.consumed_tokens,
             "seconds": result.seconds,
+            "reading_seconds": result.reading_seconds,
             "samples_per_s": result.samples / result.seconds,
             "tokens_per_s": result.tokens / result.seconds,
             "tflops": result.flops / result.seconds / 1e12,
@@ -149,6 +244,8 @@ class _Run:
     def _save(self, metrics: Metrics) -> None:
         if self.saved_iteration == self.state.iteration:
             return
+        self.mark(self.state.iteration, "saving")
+        self.num_troubles = 0
         self.state.metrics_bytes = metrics.num_bytes
         self.store.save(self.state, self.training.tensors, self.batches.save_state())
         self.saved_iteration = self.state.iteration
@@ -156,3 +253,8 @@ class _Run:
     def _say(self, message: str) -> None:
         if self.training.groups.is_first:
             print(message, flush=True)
+
+
+def _number(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None

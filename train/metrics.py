@@ -1,8 +1,10 @@
 """What a run reports: metrics.jsonl, the boards, a progress bar or plain lines. Only the first rank reports."""
 
 import json
+import math
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -12,6 +14,7 @@ from megadit.train.boards import open_boards
 from megadit.train.config import RunConfig
 
 METRICS_FILE = "metrics.jsonl"
+EVENTS_FILE = "events.jsonl"
 _IN_BAR = ("loss", "lr", "grad_norm", "samples_per_s", "tokens_per_s", "tflops", "mfu")
 
 
@@ -64,6 +67,23 @@ class Metrics:
         if self._prints and (self._step % self._config.train.log_interval == 0 or is_last):
             print(plain_line(values, self._config), flush=True)
 
+    def rewind(self, step: int, length: int) -> None:
+        """Forgets what was told after `step`, whose line ends after `length` bytes."""
+        if self._enabled:
+            self._bar.advance(step - self._step)
+            self._file.seek(length)
+            self._file.truncate()
+            for board in self._boards:
+                board.close()
+            self._boards = open_boards(self._config, start=step)
+        self._step = step
+
+    def event(self, values: dict[str, Any]) -> None:
+        """Adds a line to events.jsonl, which nothing is taken out of again."""
+        if self._enabled:
+            with (Path(self._config.train.output_dir) / EVENTS_FILE).open("a") as file:
+                file.write(json.dumps({"time": time.time(), **values}) + "\n")
+
     def show(self, step: int, videos: Sequence[tuple[str, Path]]) -> None:
         """Puts the (caption, path) videos of a validation on the boards."""
         for board in self._boards:
@@ -78,7 +98,7 @@ def plain_line(values: dict[str, Any], config: RunConfig) -> str:
             f"lr: {values['lr']:.4g}",
             f"global_batch_size: {config.data.global_batch_size}",
             f"global_step: {values['step']}",
-            f"reduced_train_loss: {values['loss']:.5g}",
+            f"reduced_train_loss: {math.nan if values['loss'] is None else values['loss']:.5g}",
             f"train_step_timing in s: {values['seconds']:.4g}",
             f"consumed_samples: {values['consumed_samples']}",
         ]

@@ -2,21 +2,23 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megadit.models.support import UserError
 from megadit.train.data.batch import PackedBatch
 from megadit.train.flops import training_flops
+from megadit.train.health import Judge, Trouble
 from megadit.train.loss import LossSums
 from megadit.train.schedule import run_schedule
 from megadit.train.setup import Training
+
+Mark = Callable[[int, str], None]
+"""Told the step and what a rank is about to do (see `watchdog`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,30 +35,50 @@ class StepResult:
     samples: int
     flops: int
     seconds: float
+    sample_checksum: int
+    """The same for the same samples at the same occurrence, in any order and layout."""
+    reading_seconds: float
+    """Of `seconds`, spent waiting for data on this rank."""
     must_stop: bool
     """Some rank was told to stop."""
+    trouble: Trouble | None
+    """Why the weights were not updated, or ought not to have been."""
 
 
-def train_step(training: Training, batches: Iterator[PackedBatch], step: int, *, must_stop: bool) -> StepResult:
-    """Does optimizer step `step` (1, 2, ...).
+def train_step(
+    training: Training,
+    batches: Iterator[PackedBatch],
+    step: int,
+    *,
+    must_stop: bool = False,
+    judge: Judge | None = None,
+    mark: Mark = lambda step, doing: None,
+) -> StepResult:
+    """Does optimizer step `step` (1, 2, ...); where the judge finds trouble, the weights are those before the step.
 
-    Raises:
-        UserError: if the loss or the gradient is not a number; the weights are those before the step, or no longer to
-            be used. Ranks other than the first exit with the same code and say nothing.
+    (But for a gradient that is not finite and ends the run: then they are no longer to be used.)
     """
+    judge = judge or Judge(training.config.health, [])
     start = time.perf_counter()
+    mark(step, "reading data")
     seen = [next(batches) for _ in range(training.num_micro_batches)]
+    reading_seconds = time.perf_counter() - start
+    mark(step, "computing losses and gradients")
     sums = _forward_backward(training, seen)
+    mark(step, "adding up the losses of all ranks")
     totals = _reduce(training, sums, seen, must_stop)
-    if totals["bad_ranks"]:
-        _stop_with_bad_loss(training, sums, seen, step)
+    loss = math.nan if totals["bad_ranks"] else totals["weighted"] / totals["tokens"]
+    mark(step, "updating the weights")
+    grad_norm, trouble = math.nan, judge.loss(step, loss)
+    if trouble is None:
+        grad_norm, trouble = _update(training, step, judge)
     training.scheduler.step(1)
-    _, grad_norm, _ = training.optimizer.step()
-    if not math.isfinite(grad_norm):
-        _fail(training, f"the gradient of step {step} has norm {grad_norm}; {_remedy(training)}")
-    training.averages.update(step)
+    if trouble is not None:
+        trouble = replace(trouble, samples=_samples(sums, seen))
+    else:
+        training.averages.update(step)
     return StepResult(
-        loss=totals["weighted"] / totals["tokens"],
+        loss=loss,
         squared_error=totals["squared_error"] / totals["tokens"],
         objective=totals["objective"] / totals["tokens"],
         grad_norm=grad_norm,
@@ -65,8 +87,23 @@ def train_step(training: Training, batches: Iterator[PackedBatch], step: int, *,
         samples=round(totals["samples"]),
         flops=round(totals["flops"]),
         seconds=time.perf_counter() - start,
+        sample_checksum=round(totals["sample_checksum"]),
+        reading_seconds=reading_seconds,
         must_stop=totals["must_stop"] > 0,
+        trouble=trouble,
     )
+
+
+def _update(training: Training, step: int, judge: Judge) -> tuple[float, Trouble | None]:
+    """The norm of the gradient, and what is wrong with it."""
+    optimizer = training.optimizer
+    if judge.looks_before_update:
+        optimizer.prepare_grads()
+        norm = float(optimizer.get_grad_norm())
+        if (trouble := judge.gradient(step, norm)) is not None:
+            return norm, trouble
+    _, norm, _ = optimizer.step()
+    return norm, judge.gradient(step, norm)
 
 
 def _forward_backward(training: Training, batches: Sequence[PackedBatch]) -> Tensor:
@@ -104,32 +141,27 @@ def _reduce(training: Training, sums: Tensor, seen: Sequence[PackedBatch], must_
         share * sum(not segment.is_padding for batch in seen for segment in batch.layout.segments),
         share * sum(training_flops(batch.layout, training.config.model) for batch in seen),
         float(must_stop),
+        share * sum(_checksum(batch) for batch in seen),
     ]
     values = torch.cat([losses, torch.tensor(counts, dtype=torch.float64, device=losses.device)])
     dist.all_reduce(values)
     names = ("objective", "weighted", "squared_error", "bad_ranks", "tokens", "samples", "flops", "must_stop")
+    names = (*names, "sample_checksum")
     return dict(zip(names, (values / groups.tensor.size()).tolist(), strict=True))
 
 
-def _stop_with_bad_loss(training: Training, sums: Tensor, seen: Sequence[PackedBatch], step: int) -> NoReturn:
+def _checksum(batch: PackedBatch) -> int:
+    """A sum over the keys of samples, which their seed, id and occurrence decide; exact in float64."""
+    pairs = zip(batch.sample_ids, batch.noise_key_G.tolist(), strict=True)
+    return sum(key & 0xFFFFFFFF for name, key in pairs if name)
+
+
+def _samples(sums: Tensor, seen: Sequence[PackedBatch]) -> tuple[str, ...]:
+    """The samples of the step whose losses are not finite, or else all of them, from all ranks."""
     is_bad = (~sums.isfinite()).any(dim=1).tolist()
-    pairs = zip(seen, is_bad, strict=False)  # an earlier stage has no losses
-    mine = [name for batch, bad in pairs if bad for name in batch.sample_ids if name]
-    everyones: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyones, mine)
-    names = sorted({name for part in everyones for name in part})
-    shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
-    _fail(training, f"the loss of step {step} is not a finite number; samples: {shown}; {_remedy(training)}")
-
-
-def _remedy(training: Training) -> str:
-    return (
-        f"the last good checkpoint in {training.config.train.output_dir} is kept: "
-        "try a lower optimizer.lr, or look at these samples"
-    )
-
-
-def _fail(training: Training, message: str) -> NoReturn:
-    if training.groups.is_first:
-        raise UserError(message)
-    raise SystemExit(2)
+    bad = [name for batch, bad in zip(seen, is_bad, strict=False) if bad for name in batch.sample_ids if name]
+    every = [name for batch in seen for name in batch.sample_ids if name]
+    everyones: list[tuple[list[str], list[str]]] = [([], [])] * dist.get_world_size()
+    dist.all_gather_object(everyones, (bad, every))
+    names = {name for part, _ in everyones for name in part} or {name for _, part in everyones for name in part}
+    return tuple(sorted(names))

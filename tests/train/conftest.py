@@ -83,7 +83,7 @@ def read_metrics() -> Callable[[Path], list[dict]]:
 @pytest.fixture(scope="session")
 def same() -> Callable[[list[dict], list[dict]], bool]:
     """same(metrics, expected): whether every step is there once, with equal numbers, to the last bit."""
-    names = ("step", "loss", "objective", "grad_norm", "lr", "consumed_samples", "validation")
+    names = ("step", "loss", "objective", "grad_norm", "lr", "consumed_samples", "sample_checksum", "validation")
     return lambda *both: len({str([[line.get(name) for name in names] for line in run]) for run in both}) == 1
 
 

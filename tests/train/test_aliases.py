@@ -55,7 +55,7 @@ def test_every_alias_leads_to_a_key_of_ours():
         (["model.config.num_layer=3"], "unknown key model.config.num_layer; did you mean model.num_layers?"),
         (["data.seq_length=8", "data.task_encoder.seq_length=9"], "both mean data.seq_length, and differ"),
         (["model.qkv_format=sbhd"], "model.qkv_format=sbhd does not exist here, only thd: samples are always packed"),
-        (["checkpoint.load_optim=false"], "give train.init_from"),
+        (["checkpoint.load_optim=false"], "give checkpoint.init_from"),
         (["trainer.devices=8"], "decided by how the ranks are started"),
     ],
 )

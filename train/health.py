@@ -1,0 +1,90 @@
+"""Steps that went wrong, and readers that are too slow: what is noticed, and what `health.*` says to do about it."""
+
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from megadit.train.config import HealthConfig, Remedy
+
+WARM_UP_STEPS = 10
+"""Steps at the start of a process in which readers fill their buffers."""
+READING_WINDOW = 20
+"""Steps over which the time spent waiting for data is judged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """A step whose update is not to be trusted."""
+
+    what: str
+    """In the words of a log."""
+    remedy: Remedy
+    samples: tuple[str, ...] = ()
+    """The samples of the step, or those whose loss is not finite."""
+
+    def describe(self) -> str:
+        shown = ", ".join(self.samples[:20])
+        more = f" and {len(self.samples) - 20} more" if len(self.samples) > 20 else ""
+        return f"{self.what}; samples: {shown}{more}"
+
+    def record(self, step: int) -> dict[str, Any]:
+        """For events.jsonl."""
+        return {"step": step, "what": self.what, "remedy": self.remedy, "samples": list(self.samples)}
+
+
+class Judge:
+    """Looks at the loss and the gradient of each step; all ranks see the same numbers and judge alike."""
+
+    def __init__(self, config: HealthConfig, recent_losses: list[float]) -> None:
+        """`recent_losses` is continued in place: it belongs to the state of the run."""
+        self._config = config
+        self._recent = recent_losses
+
+    @property
+    def looks_before_update(self) -> bool:
+        """Whether a gradient that is not finite must not reach the weights (it may, where the run then stops)."""
+        return self._config.on_not_finite != "stop"
+
+    def loss(self, step: int, loss: float) -> Trouble | None:
+        if not math.isfinite(loss):
+            return Trouble(f"the loss of step {step} is not a finite number", self._config.on_not_finite)
+        if self._config.on_spike is None:
+            return None
+        usual = statistics.median(self._recent) if len(self._recent) >= self._config.spike_window // 2 else math.inf
+        if loss > self._config.spike_factor * usual:
+            what = f"the loss of step {step} is {loss:.4g}, {loss / usual:.1f} times the usual {usual:.4g}"
+            return Trouble(what, self._config.on_spike)
+        self._recent.append(loss)
+        del self._recent[: -self._config.spike_window]
+        return None
+
+    def gradient(self, step: int, norm: float) -> Trouble | None:
+        if math.isfinite(norm):
+            return None
+        return Trouble(f"the gradient of step {step} has norm {norm}", self._config.on_not_finite)
+
+
+class ReadingTime:
+    """How long training waits for its data."""
+
+    def __init__(self, config: HealthConfig) -> None:
+        self._limit = config.starving_share
+        self._shares: deque[float] = deque(maxlen=READING_WINDOW)
+        self._steps = self._warnings = 0
+
+    def warning(self, *, reading: float, whole: float) -> str | None:
+        """Takes the seconds of one step; what to tell the user, rarer and rarer, or None."""
+        self._steps += 1
+        if self._steps <= WARM_UP_STEPS:
+            return None
+        self._shares.append(reading / whole)
+        share = sum(self._shares) / READING_WINDOW
+        if len(self._shares) < READING_WINDOW or share <= self._limit:
+            return None
+        self._shares.clear()
+        self._warnings += 1
+        if str(self._warnings).strip("0") != "1":
+            return None
+        return f"warning: {share:.0%} of the last {READING_WINDOW} steps was spent waiting for data"

@@ -1,0 +1,162 @@
+"""Names the rank that hangs or died, and where in its step, before everybody waits for it forever.
+
+Every rank notes in a file of the run's folder where it is, from a thread that also watches its neighbours: a note that
+no longer changes is the sign of a stopped or dead process, a step that no longer goes on that of a hanging one. The
+thread that notices tells who, prints what its own rank is doing, and ends the process: torchrun, or the batch system,
+then starts the run anew from its last checkpoint.
+"""
+
+import faulthandler
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from megadit.models.support import duration
+
+EXIT_CODE = 75
+"""Of a rank that ends because of another (EX_TEMPFAIL: to be tried again)."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    note: dict
+    since: float
+
+
+class Watchdog:
+    """Watches the ranks of one job while the block is active.
+
+    Args:
+        folder: shared by all ranks.
+        limit: seconds without progress after which a rank is named; 0 watches nothing.
+    """
+
+    def __init__(self, folder: Path, *, rank: int, world_size: int, limit: float) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._world_size = world_size
+        self._limit = limit
+        self._place = {"step": 0, "doing": "starting", "moves": 0}
+        self._beats = 0
+        self._seen: dict[int, _Seen] = {}
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> "Watchdog":
+        if self._limit:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._write()
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over.set()
+        if self._limit:
+            self._thread.join()
+            self._file(self._rank).unlink(missing_ok=True)
+
+    def mark(self, step: int, doing: str) -> None:
+        """Says where this rank is: a new place is a sign of life."""
+        self._place = {"step": step, "doing": doing, "moves": self._place["moves"] + 1}
+
+    def lost_rank(self) -> str | None:
+        """The rank of this machine whose process has ended without saying so, where it was; None if all are there."""
+        for rank in range(self._world_size):
+            note = self._read(rank) if self._limit else None
+            if note and rank != self._rank and note["host"] == socket.gethostname() and not _is_alive(note["pid"]):
+                return f"{_who(rank, note)} died while {_where(note)}"
+        return None
+
+    # ------------------------------------------------------------------------------------------------- the thread
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(min(self._limit / 10, 10.0)):
+            self._write()
+            if (found := self._stuck()) is not None:
+                self._tell_and_end(*found)
+
+    def _stuck(self) -> tuple[int, dict, str] | None:
+        """(rank, its note, what is wrong) of one that shows no life, or of the one that is furthest behind; or None."""
+        silent, waiting, is_stuck = [], [], False
+        now = time.monotonic()
+        for rank in self._neighbours():
+            note = self._read(rank)
+            if note is None:  # not started, or over
+                self._seen.pop(rank, None)
+                continue
+            seen = self._seen.get(rank)
+            if seen is None or seen.note["moves"] != note["moves"]:
+                self._seen[rank] = seen = _Seen(note, now)
+                seen.note["beat since"] = now
+            elif seen.note["beats"] != note["beats"]:
+                seen.note |= {"beats": note["beats"], "beat since": now}
+            is_stuck |= now - seen.since > self._limit
+            silent.append((now - seen.note["beat since"], rank, note))
+            waiting.append((note["step"], note["moves"], rank, note, now - seen.since))
+        if not silent:
+            return None
+        silence, rank, note = max(silent, key=lambda found: found[:2])
+        if silence > self._limit or (is_stuck and silence > self._limit / 2):
+            return rank, note, f"has given no sign of life for {duration(silence)}"
+        if not is_stuck:
+            return None
+        # whoever hangs, all soon wait: for the one that came least far
+        *_, rank, note, seconds = min(waiting, key=lambda found: found[:3])
+        return rank, note, f"has not gone on for {duration(seconds)}"
+
+    def _neighbours(self) -> list[int]:
+        """The next ranks in a ring, and this one: every rank is watched by several, and no file is read by all."""
+        return sorted({(self._rank + offset) % self._world_size for offset in range(min(self._world_size, 8))})
+
+    def _tell_and_end(self, rank: int, note: dict, problem: str) -> None:
+        print(
+            f"error: {_who(rank, note)} {problem}, while {_where(note)}; rank {self._rank} ends "
+            f"(health.watchdog_seconds={self._limit:g}). What rank {self._rank} was doing:",
+            file=sys.stderr,
+            flush=True,
+        )
+        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        sys.stderr.flush()
+        os._exit(EXIT_CODE)  # the main thread waits inside a collective that nothing interrupts
+
+    def _write(self) -> None:
+        self._beats += 1
+        note = {**self._place, "beats": self._beats, "pid": os.getpid(), "host": socket.gethostname()}
+        temporary = self._file(self._rank).with_suffix(".tmp")
+        try:
+            temporary.write_text(json.dumps(note))
+            temporary.replace(self._file(self._rank))
+        except OSError:  # a full disk is told by what needs it
+            return
+
+    def _read(self, rank: int) -> dict | None:
+        try:
+            return json.loads(self._file(rank).read_text())
+        except (OSError, ValueError):
+            return None
+
+    def _file(self, rank: int) -> Path:
+        return self._folder / f"rank{rank:05d}.json"
+
+
+def _who(rank: int, note: dict) -> str:
+    return f"rank {rank} (process {note['pid']} on {note['host']})"
+
+
+def _where(note: dict) -> str:
+    return f"{note['doing']} in step {note['step']}" if note["step"] else note["doing"]
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return not Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].strip().startswith("Z")
