@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megadit.models.support import CommandParser, run_command
+from megadit.models.support import CommandParser, UserError, run_command
 
 GIB = 2**30
 
@@ -51,13 +51,25 @@ LIBRARIES: tuple[tuple[str, str, str, str], ...] = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints the table; always exits with 0, since nothing that is missing is a fault."""
+    """Prints the table and exits with 0, since nothing that is missing is a fault; `--distributed` with 1 for one."""
     return run_command(_run, sys.argv[1:] if argv is None else argv)
 
 
 def _run(argv: list[str]) -> int:
     parser = CommandParser(prog="megadit doctor", description=__doc__)
-    parser.parse_args(argv)
+    parser.add_argument(
+        "--distributed",
+        action="store_true",
+        help="try every rank's device and the links of all pairs of ranks and nodes; under torchrun, its ranks",
+    )
+    parser.add_argument("--nproc", type=int, metavar="N", help="ranks for --distributed (default: one for each GPU)")
+    options = parser.parse_args(argv)
+    if options.nproc is not None and (options.nproc < 1 or not options.distributed):
+        raise UserError(f"--nproc {options.nproc}: 1 or more ranks, and only with --distributed")
+    if options.distributed:
+        from megadit.serve.doctor_ranks import examine  # torch comes with it
+
+        return examine(options.nproc)
     console = Console()
     for title, findings in (
         ("machine", machine_findings()),
@@ -202,3 +214,7 @@ def _memory() -> tuple[int, int]:
         total = min(total, int(text))
         available = min(available, total - int(Path("/sys/fs/cgroup/memory.current").read_text()))
     return total, available
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -31,7 +31,7 @@ def _run(argv: list[str], *, debug: bool) -> int:
             raise
         return 2
     if options.nproc:
-        from megadit.train.launch import launch
+        from megadit.models.megatron.launch import launch
 
         rank_argv = _without_nproc(argv) + (["--debug"] if debug else [])
         return launch("megadit.train", rank_argv, num_processes=options.nproc)

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
+from megadit.models.megatron.launch import launch
 from megadit.train.__main__ import _without_nproc
-from megadit.train.launch import launch
 
 RANK_PROGRAM = """
 import os, pathlib, signal, sys, time
@@ -50,7 +50,7 @@ def test_the_exit_code_of_a_failed_rank_comes_back_and_nothing_else_is_said(modu
 @pytest.mark.slow
 def test_sigterm_reaches_every_rank(module, tmp_path):
     call = f"launch({module!r}, [{str(tmp_path)!r}, 'wait'], num_processes=2)"
-    program = f"from megadit.train.launch import launch; raise SystemExit({call})"
+    program = f"from megadit.models.megatron.launch import launch; raise SystemExit({call})"
     parent = subprocess.Popen([sys.executable, "-c", program], env=os.environ)
     deadline = time.monotonic() + 60
     while not all((tmp_path / f"rank{rank}").exists() for rank in range(2)):
