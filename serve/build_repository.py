@@ -4,6 +4,7 @@ text_to_video/config.pbtxt    generated: inputs, batching, queue, instances, lim
 text_to_video/1/model.py      imports megadit's TritonPythonModel
 text_to_video/1/bundle/       the bundle
 text_to_image/                the same for single images, where asked for
+denoiser/, video_decoder/     exported networks by themselves, where asked for
 """
 
 import os
@@ -20,6 +21,7 @@ from megadit.models.bundle import Bundle, SamplingDefaults
 from megadit.models.support import CommandParser, UserError, atomic_directory, run_command
 from megadit.serve.contract import IMAGE_MODEL, MODEL, Limits, ServiceInfo
 from megadit.serve.model_config import Scheduling, service_config
+from megadit.serve.network_config import write_networks
 
 MODEL_PY = '''"""Triton loads this file; the model itself is in the installed megadit."""
 
@@ -52,12 +54,14 @@ def build_repository(
     dtype: str = "float32",
     runtime: str = "torch",
     with_images: bool = False,
+    with_networks: bool = False,
     limits: dict[str, int] | None = None,
 ) -> Path:
     """Writes the repository, whole or not at all, and returns its path; one already there is replaced.
 
     `runtime` is torch, or onnx or tensorrt for a bundle that `megadit export` made. `limits` replaces fields of
     `Limits` (those left out follow from the bundle's defaults).
+    `with_networks` adds each exported network as a model of Triton's own backends.
 
     Raises:
         UserError: for a checkpoint that cannot be served, and a directory that holds something else.
@@ -85,6 +89,8 @@ def build_repository(
             # a second model shares the files of the first, which large weights would otherwise take up twice
             source, copy = (bundle.path, shutil.copy2) if name == MODEL else (temporary / MODEL / "1/bundle", os.link)
             shutil.copytree(source, version / "bundle", copy_function=copy)
+        if with_networks:
+            write_networks(bundle, runtime, temporary)
     return path
 
 
@@ -122,6 +128,7 @@ def _run(argv: list[str]) -> None:
         dtype=options["dtype"],
         runtime=options["runtime"],
         with_images=options["images"],
+        with_networks=options["networks"],
         limits=limits,
     )
     print(
@@ -137,6 +144,9 @@ def _parser() -> CommandParser:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a bundle or a training directory")
     parser.add_argument("repository", metavar="REPOSITORY", help="the directory to write")
     parser.add_argument("--images", action="store_true", help=f"add the model {IMAGE_MODEL}, which makes single images")
+    parser.add_argument(
+        "--networks", action="store_true", help="add each exported network, for pipelines of your own (with --runtime)"
+    )
     parser.add_argument("--dtype", default="float32", help="of the network: float32, bfloat16 or float16")
     parser.add_argument(
         "--runtime", default="torch", help="torch; onnx or tensorrt for a bundle of `megadit export` (default: torch)"

@@ -1,12 +1,17 @@
 """The repository on disk, and its configuration by Triton's schema; the server's own parser is in test_triton.py."""
 
+import shutil
+
 import pytest
 
+from megadit.infer.runtimes.load import weights_checksum
+from megadit.infer.runtimes.network_spec import Axis, NetworkSpec, TensorSpec
 from megadit.models.bundle import Bundle, SamplingDefaults
-from megadit.models.support import UserError
+from megadit.models.support import UserError, write_json
 from megadit.serve import cli
 from megadit.serve.build_repository import build_repository
 from megadit.serve.contract import INPUTS, Limits, ServiceInfo
+from megadit.serve.engine import most_videos_at_once
 from megadit.serve.model_config import Scheduling, service_config
 
 text_format = pytest.importorskip("google.protobuf.text_format")
@@ -144,3 +149,49 @@ def test_other_files_are_not_replaced(bundle_dir, tmp_path):
     with pytest.raises(UserError, match="choose another"):
         build_repository(bundle_dir, tmp_path)
     assert (tmp_path / "thesis.txt").exists()
+
+
+@pytest.fixture
+def exported(bundle_dir, tmp_path):
+    """A bundle with the settings of an export, and empty files for its graphs."""
+    path = tmp_path / "exported"
+    shutil.copytree(bundle_dir, path)
+    side = [Axis(name=name, min=1, opt=2, max=8) for name in ("batch", "time", "height", "width")]
+    latents = TensorSpec(name="x", dtype="float32", axes=(side[0], 48, *side[1:]))
+    lengths = TensorSpec(name="text_length", dtype="int64", axes=(side[0],))
+    networks = {
+        "denoiser": NetworkSpec(name="denoiser", inputs=(latents, lengths), output="x0"),
+        "video_decoder": NetworkSpec(name="video_decoder", inputs=(latents,), output="video"),
+    }
+    (path / "onnx").mkdir()
+    for name in ("denoiser.onnx", "denoiser.onnx.data", "video_decoder.onnx"):
+        (path / "onnx" / name).write_text(name)
+    settings = {"format_version": 1, "source": weights_checksum(Bundle.open(path))}
+    write_json(
+        path / "onnx" / "settings.json",
+        settings | {"networks": {name: spec.to_dict() for name, spec in networks.items()}},
+    )
+    return path
+
+
+def test_exported_networks_become_plain_models(exported, tmp_path):
+    out = build_repository(exported, tmp_path / "repository", runtime="onnx", with_networks=True)
+    config = parse((out / "denoiser" / "config.pbtxt").read_text())
+    assert (config.platform, config.default_model_filename) == ("onnxruntime_onnx", "denoiser.onnx")
+    assert [list(each.dims) for each in config.input] == [[-1, 48, -1, -1, -1], [-1]]
+    assert [list(each.dims) for each in config.output] == [[-1, 48, -1, -1, -1]]
+    assert sorted(file.name for file in (out / "denoiser" / "1").iterdir()) == ["denoiser.onnx", "denoiser.onnx.data"]
+    assert list(parse((out / "video_decoder" / "config.pbtxt").read_text()).output[0].dims)[1] == 3
+    service = parse((out / "text_to_video" / "config.pbtxt").read_text())
+    assert service.parameters["runtime"].string_value == "onnx"
+
+
+def test_an_export_bounds_the_batch(exported):
+    assert most_videos_at_once(Bundle.open(exported), "onnx") == 4, "guidance takes two places for each video"
+    assert most_videos_at_once(Bundle.open(exported), "torch") is None
+
+
+def test_networks_need_an_export(bundle_dir, tmp_path):
+    with pytest.raises(UserError, match="onnx or tensorrt"):
+        build_repository(bundle_dir, tmp_path / "repository", with_networks=True)
+    assert not (tmp_path / "repository").exists()

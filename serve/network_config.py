@@ -1,0 +1,70 @@
+"""Plain Triton models of a bundle's exported networks, for people who compose a pipeline of their own.
+
+They are served by Triton's own backends, without Python: tensors in, tensors out, as in the folder's settings.json.
+"""
+
+import shutil
+from pathlib import Path
+
+from megadit.infer.runtimes.load import open_exported
+from megadit.infer.runtimes.network_spec import Axis, NetworkSpec
+from megadit.models.bundle import Bundle
+from megadit.models.support import UserError
+
+_PLATFORMS = {"onnx": ("onnxruntime_onnx", ".onnx"), "tensorrt": ("tensorrt_plan", ".plan")}
+_DATA_TYPES = {
+    "float32": "TYPE_FP32",
+    "float16": "TYPE_FP16",
+    "bfloat16": "TYPE_BF16",
+    "int32": "TYPE_INT32",
+    "int64": "TYPE_INT64",
+}
+
+
+def write_networks(bundle: Bundle, runtime: str, repository: Path) -> list[str]:
+    """Adds a model for each exported network to `repository`; returns their names.
+
+    Raises:
+        UserError: if the bundle was not exported for `runtime`.
+    """
+    if runtime not in _PLATFORMS:
+        raise UserError(f"runtime {runtime!r} has no networks that Triton serves by itself; use onnx or tensorrt")
+    exported = open_exported(bundle, runtime)
+    channels = bundle.config.in_channels
+    for name in exported.settings["networks"]:
+        version = repository / name / "1"
+        version.mkdir(parents=True)
+        (version.parent / "config.pbtxt").write_text(network_config(exported.network(name), runtime, channels))
+        suffix = _PLATFORMS[runtime][1]
+        for file in exported.directory.glob(f"{name}{suffix}*"):  # large weights lie beside an ONNX file
+            shutil.copy2(file, version / file.name)
+    return list(exported.settings["networks"])
+
+
+def network_config(spec: NetworkSpec, runtime: str, latent_channels: int) -> str:
+    """config.pbtxt of one network; its batch is an open side like the others."""
+    platform, suffix = _PLATFORMS[runtime]
+    inputs = ",\n".join(
+        f'  {{ name: "{tensor.name}" data_type: {_DATA_TYPES[tensor.dtype]} dims: [ {_dims(tensor.axes)} ] }}'
+        for tensor in spec.inputs
+    )
+    # every network gives B C T H W: RGB where it decodes, else latents
+    output_channels = 3 if spec.name == "video_decoder" else latent_channels
+    data_type = _DATA_TYPES[spec.inputs[0].dtype]
+    return f"""\
+# Written by `megadit serve build-repository --networks`.
+name: "{spec.name}"
+platform: "{platform}"
+default_model_filename: "{spec.name}{suffix}"
+max_batch_size: 0
+input [
+{inputs}
+]
+output [
+  {{ name: "{spec.output}" data_type: {data_type} dims: [ -1, {output_channels}, -1, -1, -1 ] }}
+]
+"""
+
+
+def _dims(axes: tuple[Axis | int, ...]) -> str:
+    return ", ".join("-1" if isinstance(axis, Axis) else str(axis) for axis in axes)
