@@ -147,3 +147,29 @@ def test_installed_command_trains_a_step(run_installed, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) >= 1
+
+
+@pytest.mark.slow
+def test_installed_command_builds_a_model_repository(run_installed, tmp_path):
+    program = f"""
+from megadit.models.bundle import SamplingDefaults, write_bundle
+from megadit.models.config import DiTConfig
+from megadit.models.dit import DiT
+from megadit.models.text_encoders import HashedWordEncoder
+from megadit.models.tokenizers import HaarTokenizer
+config = DiTConfig(num_layers=1, hidden_size=32, num_attention_heads=2, in_channels=48, crossattn_emb_size=16)
+write_bundle(
+    {str(tmp_path / "bundle")!r},
+    config=config,
+    state_dict=DiT(config).state_dict(),
+    tokenizer=HaarTokenizer(temporal_compression=4, spatial_compression=2, sigma_data=config.sigma_data),
+    text_encoder=HashedWordEncoder(dim=16),
+    defaults=SamplingDefaults(num_steps=2, guidance=1.0, num_frames=5, height=16, width=16, fps=8),
+)
+"""
+    assert run_installed("python", "-c", program).returncode == 0
+    repository = tmp_path / "models"
+    done = run_installed("megadit", "serve", "build-repository", str(tmp_path / "bundle"), str(repository))
+    assert done.returncode == 0, done.stderr
+    assert (repository / "text_to_video" / "config.pbtxt").is_file()
+    assert "megadit.serve.triton_model" in (repository / "text_to_video" / "1" / "model.py").read_text()
