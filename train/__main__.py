@@ -35,7 +35,21 @@ def _run(argv: list[str], *, debug: bool) -> int:
 
         rank_argv = _without_nproc(argv) + (["--debug"] if debug else [])
         return launch("megadit.train", rank_argv, num_processes=options.nproc)
+    if rank == 0:
+        _warn_of_shared_store()
     return _train(config)
+
+
+def _warn_of_shared_store() -> None:
+    """torchrun's agents share one store over all restarts, in which ranks that start again find stale addresses."""
+    has_agents = (
+        int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1 and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    )
+    if has_agents and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        print(
+            "note: restarts on several nodes need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment",
+            file=sys.stderr,
+        )
 
 
 def _config(options: argparse.Namespace) -> RunConfig:

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from megadit.models.megatron.launch import launch
-from megadit.train.__main__ import _without_nproc
+from megadit.train.__main__ import _warn_of_shared_store, _without_nproc
 
 RANK_PROGRAM = """
 import os, pathlib, signal, sys, time
@@ -72,3 +72,15 @@ def test_sigterm_reaches_every_rank(module, tmp_path):
 )
 def test_ranks_get_the_command_line_without_nproc(argv, expected):
     assert _without_nproc(argv) == expected
+
+
+@pytest.mark.parametrize(
+    ("shared", "restarts", "nodes", "is_told"),
+    [("True", 3, 2, True), ("False", 3, 2, False)] + [("True", 0, 2, False), ("True", 3, 1, False)],
+)
+def test_restarts_on_several_nodes_are_told_what_they_need(shared, restarts, nodes, is_told, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(restarts))
+    monkeypatch.setenv("GROUP_WORLD_SIZE", str(nodes))
+    _warn_of_shared_store()
+    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in capsys.readouterr().err) == is_told
