@@ -56,7 +56,7 @@ def _parser() -> CommandParser:
         help="sizes to export for, of batch, frames, height, width (of the video) or text (tokens); repeat for each",
     )
     parser.add_argument(
-        "--opset", type=int, default=DEFAULT_OPSET, metavar="INT", help=f"{OPSETS[0]} to {OPSETS[-1]} (default: 18)"
+        "--opset", type=int, default=DEFAULT_OPSET, metavar="INT", help=f"{', '.join(map(str, OPSETS))} (default: 18)"
     )
     parser.add_argument(
         "--video_steps", type=int, default=10, metavar="INT", help="most steps of the video that is compared"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megadit.infer.runtimes.network_spec import Axis, NetworkSpec
 from megadit.models.support import UserError
 
-OPSETS = (18, 19, 20, 21, 22, 23)
+OPSETS = (18, 20)
 DEFAULT_OPSET = 18
 EXTERNAL_DATA_FROM = 2**30
 """Bytes of weights from which they lie in a file of their own: an ONNX file itself holds less than 2 GB."""
@@ -27,7 +27,9 @@ EXTERNAL_DATA_FROM = 2**30
 def check_opset(opset: int) -> None:
     """Raises UserError for an opset that the exporter does not write."""
     if opset not in OPSETS:
-        raise UserError(f"opset {opset} is not supported; choose {OPSETS[0]} (any TensorRT 10) to {OPSETS[-1]}")
+        raise UserError(
+            f"opset {opset} is not supported; choose one of {', '.join(map(str, OPSETS))} (18: for any TensorRT)"
+        )
 
 
 def export_onnx(

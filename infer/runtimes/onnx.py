@@ -139,4 +139,5 @@ def open_session(path: Path | str, device: torch.device, *, prepack: bool = True
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3
     options.add_session_config_entry("session.disable_prepacking", "0" if prepack else "1")
-    return onnxruntime.InferenceSession(str(path), options, providers=providers)
+    settings = [{"device_id": device.index or 0} if name.startswith("CUDA") else {} for name in providers]
+    return onnxruntime.InferenceSession(str(path), options, providers=providers, provider_options=settings)
