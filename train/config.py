@@ -263,7 +263,8 @@ class CheckpointConfig:
     load: str | None = None
     """Folder of another run, continued here (step, optimizer, data and all) while this one has no checkpoint itself."""
     init_from: str | None = None
-    """A bundle whose weights training starts from, at step 0, while there is no checkpoint: fine-tuning."""
+    """A bundle, checkpoint or folder of a run whose weights training starts from, at step 0, while there is no
+    checkpoint of its own: fine-tuning, and the next stage of resolution."""
     async_save: bool = True
     """Write the files while training goes on; False waits for them."""
 

@@ -16,9 +16,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megadit.models.bundle import Bundle
+from megadit.models.bundle import Bundle, is_bundle
+from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.megatron import groups as process_groups
+from megadit.models.megatron.checkpoint import CONFIG, read_network
 from megadit.models.megatron.groups import Groups
 from megadit.models.megatron.mcore_layers import McoreLayers, initialize_dit_, mark_conditioning_, transformer_config
 from megadit.models.megatron.te_layers import TELayers
@@ -32,7 +34,8 @@ from megadit.train.fully_sharded import FullySharded
 from megadit.train.loss import TrainingModel
 from megadit.train.optimizer import build_optimizer, build_scheduler, uses_distributed_optimizer
 from megadit.train.optimizer_state import DataParallel, find_ownership, named_parameters
-from megadit.train.overrides import to_yaml
+from megadit.train.overrides import load_config, to_yaml
+from megadit.train.to_bundle import find_checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,16 +164,26 @@ def given_weights(config: RunConfig) -> Callable[[str], Tensor] | None:
     """Reads one of the tensors that training starts from, whole; None where it starts from nothing.
 
     Raises:
-        UserError: if `checkpoint.init_from` is no bundle, or one of another network.
+        UserError: if `checkpoint.init_from` is neither a bundle nor a checkpoint, or one of another network.
     """
-    if config.checkpoint.init_from is None:
+    source = config.checkpoint.init_from
+    if source is None:
         return None
-    bundle = Bundle.open(config.checkpoint.init_from)
-    ours, theirs = config.model.to_dict(), bundle.config.to_dict()
+    if not is_bundle(source):
+        checkpoint = find_checkpoint(Path(source))
+        _check_same_network(config, load_config(checkpoint / CONFIG).model)
+        return read_network(checkpoint).__getitem__
+    bundle = Bundle.open(source)
+    _check_same_network(config, bundle.config)
+    return open_safetensors(bundle.path / "transformer" / TENSOR_FILE).read
+
+
+def _check_same_network(config: RunConfig, model: DiTConfig) -> None:
+    ours, theirs = config.model.to_dict(), model.to_dict()
     if differing := [name for name in ours if ours[name] != theirs[name]]:
         told = ", ".join(f"model.{name}={theirs[name]} (not {ours[name]})" for name in differing[:6])
-        raise UserError(f"the network of checkpoint.init_from={bundle.path} has {told}; give the run the same")
-    return open_safetensors(bundle.path / "transformer" / TENSOR_FILE).read
+        source = config.checkpoint.init_from
+        raise UserError(f"the network of checkpoint.init_from={source} has {told}; give the run the same")
 
 
 def _replicate(

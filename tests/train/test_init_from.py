@@ -1,0 +1,63 @@
+"""Training starts from the weights of another run's checkpoint, whichever way it is named."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from megadit.models.dit import DiT
+from megadit.models.megatron.checkpoint import CONFIG, STATE, TENSORS, checkpoint_name, model_key
+from megadit.models.megatron.integrity import DamagedCheckpointError, checksums, file_names, write_sums
+from megadit.models.support import UserError, write_json
+from megadit.train.overrides import to_yaml
+from megadit.train.recipes import load_recipe
+from megadit.train.setup import given_weights
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+
+@pytest.fixture(scope="module")
+def other_run(tmp_path_factory):
+    """(folder of a run, its weights)."""
+    root, config = tmp_path_factory.mktemp("other"), load_recipe("digits_tiny")
+    path = root / "checkpoints" / checkpoint_name(7)
+    path.mkdir(parents=True)
+    weights = {name: torch.randn(tensor.shape) for name, tensor in DiT(config.model).state_dict().items()}
+    write_json(path / STATE, {"ema_sigma_rels": [], "run": {"iteration": 7}})
+    (path / CONFIG).write_text(to_yaml(config))
+    tensors = {model_key(f"dit.{name}"): weight for name, weight in weights.items()}
+    dcp.save(tensors, checkpoint_id=path / TENSORS, no_dist=True)
+    write_sums(path, checksums(path, file_names(path)))
+    return root, weights
+
+
+def run_from(source, **model):
+    run = load_recipe("digits_tiny")
+    return replace(run, checkpoint=replace(run.checkpoint, init_from=str(source)), model=replace(run.model, **model))
+
+
+@pytest.mark.parametrize("name", [".", "checkpoints/iter_0000007"])
+def test_a_run_or_one_of_its_checkpoints(other_run, name):
+    root, weights = other_run
+    read = given_weights(run_from(root / name))
+    assert all(torch.equal(read(key), weight) for key, weight in weights.items())
+
+
+def test_another_network_is_refused_with_both_values(other_run):
+    with pytest.raises(UserError, match=r"has model\.num_layers=2 \(not 3\)"):
+        given_weights(run_from(other_run[0], num_layers=3))
+
+
+def test_what_is_neither(tmp_path):
+    with pytest.raises(UserError, match="holds no complete checkpoint"):
+        given_weights(run_from(tmp_path))
+
+
+def test_a_damaged_checkpoint_is_refused(other_run, tmp_path):
+    shutil.copytree(other_run[0], tmp_path / "copy")
+    file = next((tmp_path / "copy").rglob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-5])
+    with pytest.raises(DamagedCheckpointError, match="is not what was written"):
+        given_weights(run_from(tmp_path / "copy"))
