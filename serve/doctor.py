@@ -43,6 +43,7 @@ LIBRARIES: tuple[tuple[str, str, str, str], ...] = (
     ("tensorrt", "tensorrt", "TensorRT engines", "pip install 'megadit[trt]'"),
     ("polygraphy", "polygraphy", "building TensorRT engines", "pip install 'megadit[trt]'"),
     ("tritonclient", "tritonclient", "talking to a Triton server", "pip install 'megadit[serve]'"),
+    ("nvidia-pytriton", "pytriton", "a Triton server without a container", "pip install --no-deps nvidia-pytriton"),
     ("fastapi", "fastapi", "the HTTP service", "pip install 'megadit[serve]'"),
     ("gradio", "gradio", "the demo page in a browser", "pip install 'megadit[serve]'"),
     ("wandb", "wandb", "metrics on Weights & Biases", "pip install 'megadit[wandb]'"),
