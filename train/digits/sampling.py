@@ -5,7 +5,6 @@
 `runs/demo` is what `make demo` left. Writes OUT/sampling.json and OUT/score_against_calls.png.
 """
 
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from torch import Tensor
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.samplers import SAMPLERS
 from megadit.models.support import CommandParser, Progress, UserError, atomic_path, run_command, write_json
-from megadit.train.data.digits import COLOURS, DIGITS, DIRECTIONS, Attributes
+from megadit.train.data.digits import COLOURS, Attributes
 from megadit.train.digits import judge, score
 from megadit.train.digits.figures import BACKGROUND, FAINT, GRID, TEXT
 
@@ -63,13 +62,11 @@ def solvers(bench: Bench, bar: Progress) -> dict[str, list[dict[str, float]]]:
 
 
 def negative_prompt(bench: Bench, count: int) -> dict[str, float]:
-    """The share of red clips among those of captions without a colour, without and with "red" as negative prompt."""
-    captions = [f"a {digit} moving {direction}" for digit in DIGITS for direction in DIRECTIONS]
-    captions = (captions * math.ceil(count / len(captions)))[:count]
+    """The share of red clips among those of no prompt at all, without and with "red" as negative prompt."""
     red = list(COLOURS).index("red")
 
     def share_red(**settings: Any) -> float:
-        colour_BT = judge.judge(bench.reader, bench.clips(captions, **settings)).colour_BT
+        colour_BT = judge.judge(bench.reader, bench.clips([""] * count, **settings)).colour_BT
         return ((colour_BT == red).float().mean(1) > 0.5).float().mean().item()
 
     return {"clips": count, "plain": share_red(), "red_as_negative": share_red(negative_prompt="red")}
