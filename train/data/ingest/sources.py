@@ -119,7 +119,7 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
         import pyarrow
         import pyarrow.parquet
     except ModuleNotFoundError:
-        raise UserError(f"reading {path.name} needs the library pyarrow; pip install pyarrow") from None
+        raise UserError(f"reading {path.name} needs the library pyarrow; pip install 'megadit[tables]'") from None
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=64):
@@ -263,9 +263,11 @@ def _is_of_split(path: Path, split: str) -> bool:
 def _download_dataset(name: str) -> Path:
     if name.count("/") != 1 or name.startswith((".", "/")):
         raise UserError(f"{name} is neither a folder nor the id of a data set, such as owner/name")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
-
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    except ModuleNotFoundError:
+        raise UserError(f"downloading {name} needs huggingface_hub; pip install 'megadit[tables]'") from None
     try:
         return Path(snapshot_download(name, repo_type="dataset", allow_patterns="*.parquet"))
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
