@@ -36,7 +36,7 @@ if sys.argv[3] == "write":
 else:
     import onnx, onnx_ir, onnxruntime, onnxscript, torch.onnx  # libraries take memory whatever the network
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    export_bundle(place / "in", place / "out", ExportSettings(profiles=("batch=1,1,1", "text=1,2,4")))
+    export_bundle(place / "in", place / "out", ExportSettings(profiles=("batch=1,1,1", "text=1,2,8")))
     print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
 """
 
