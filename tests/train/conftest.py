@@ -38,8 +38,8 @@ def start_ranks() -> Callable[..., Ranks]:
 def run_ranks(start_ranks) -> Callable[..., list[str]]:
     """Like `start_ranks`, but waits: what each rank printed, once all have exited with `code`."""
 
-    def run(count: int, *command: str | Path, code: int = 0) -> list[str]:
-        return _wait(start_ranks(count, *command), code)
+    def run(count: int, *command: str | Path, code: int = 0, timeout: float = TIMEOUT) -> list[str]:
+        return _wait(start_ranks(count, *command), code, timeout)
 
     return run
 
@@ -50,8 +50,8 @@ def wait_for() -> Callable[..., list[str]]:
     return _wait
 
 
-def _wait(ranks: Ranks, code: int = 0) -> list[str]:
-    outputs = [process.communicate(timeout=TIMEOUT)[0] for process in ranks]
+def _wait(ranks: Ranks, code: int = 0, timeout: float = TIMEOUT) -> list[str]:
+    outputs = [process.communicate(timeout=timeout)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [code] * len(ranks), "\n".join(outputs)[-6000:]
     return outputs
 

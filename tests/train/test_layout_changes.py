@@ -28,7 +28,7 @@ FEW = 3
 
 def run_all(run_ranks, count, out, runs):
     (out / "runs.json").write_text(json.dumps(runs))
-    run_ranks(count, JOB, out)
+    run_ranks(count, JOB, out, timeout=560)
 
 
 def losses(folder):

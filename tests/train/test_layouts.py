@@ -135,7 +135,7 @@ class Results:
         if ranks not in self._folders:
             folder = self._make_folder.mktemp(f"ranks{ranks}")
             (folder / "cases.json").write_text(json.dumps(JOBS[ranks]))
-            self._run(ranks, JOB, folder)
+            self._run(ranks, JOB, folder, timeout=560)
             self._folders[ranks] = folder
         return self._folders[ranks]
 
