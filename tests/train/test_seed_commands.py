@@ -37,12 +37,12 @@ NOT_OURS = {
     "energon": "Energon's own; `megadit prepare` writes what it asks for",
 }
 REFUSED = {
-    "--t5_cache_dir": "unknown argument '--t5_cache_dir'",
-    "prepare_energon_dataset_butterfly.py": "the following arguments are required: OUT",
+    "--t5_cache_dir": "$t5_cache_dir/config.json does not exist",
+    "prepare_energon_dataset_butterfly.py": "the data set huggan/smithsonian_butterflies_subset cannot be downloaded",
     "prepare_energon_dataset.py": "unknown source 'dummy_images'",
     "train_mock": "recipe train_mock trains the MovieGen network, which this version does not have",
 }
-"""A word of the command -> how the refusal begins, for what does not exist here yet."""
+"""A word of the command -> how the refusal begins: what does not exist here yet, files to have, what needs a network."""
 
 
 def seed_commands() -> list[list[str]]:
@@ -84,6 +84,7 @@ def place(tmp_path, monkeypatch):
     shutil.copy(CONF / "dit_pretrain.yaml", conf)
     shutil.copy(conf / "dit_pretrain.yaml", conf / "my_config.yaml")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     return tmp_path
 
 

@@ -1,5 +1,6 @@
 """`megadit prepare videos|images|webdataset|hf|butterfly SRC OUT`: its options."""
 
+import argparse
 import shutil
 from argparse import Namespace
 from collections.abc import Callable
@@ -75,9 +76,11 @@ def _parser(kind: str) -> CommandParser:
     if kind == "butterfly":
         parser.set_defaults(source=BUTTERFLIES)
         parser.add_argument("--source", help=f"a folder with the Parquet files (default: download {BUTTERFLIES})")
+        parser.add_argument("--output_dir", "--out", dest="out", type=Path, default=Path("butterfly_webdataset"))
+        parser.add_argument("out", type=Path, metavar="OUT", nargs="?", default=argparse.SUPPRESS)
     else:
         parser.add_argument("source", metavar="SRC", help="where the data are")
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
+        parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
     parser.add_argument("--height", type=int, default=256, help="of samples, in pixels (default: 256)")
     parser.add_argument("--width", type=int, default=256, help="of samples, in pixels (default: 256)")
     parser.add_argument("--sizes", help="buckets in place of one size: 256x256,192x320,320x192 (height x width)")
@@ -100,9 +103,16 @@ def _parser(kind: str) -> CommandParser:
         parser.add_argument(f"--{name}", type=type(value), default=value, help=f"{text} (default: {value})")
     parser.add_argument("--min_aesthetic_score", type=float, help="sources with a lower one, or none, are left out")
     parser.add_argument("--store", choices=("latents", "raw"), default="latents", help="encode now, or while training")
-    parser.add_argument("--tokenizer", default="haar", help="folder of a tokenizer, or haar: fitted to the clips")
+    parser.add_argument(
+        "--tokenizer",
+        "--tokenizer_cache_dir",
+        default="haar",
+        help="folder of a tokenizer, or haar: fitted to the clips",
+    )
     parser.add_argument("--channels", type=int, default=32, help="latent channels of a fitted tokenizer (default: 32)")
-    parser.add_argument("--text_encoder", default="hashed_words", help="folder of a text encoder, or hashed_words")
+    parser.add_argument(
+        "--text_encoder", "--t5_cache_dir", default="hashed_words", help="folder of a text encoder, or hashed_words"
+    )
     parser.add_argument("--encodings", type=Path, help="YAML list of encodings in place of these two")
     parser.add_argument("--num_workers", type=int, default=default_workers(), help="decoding processes of a rank")
     parser.add_argument("--stages", help=f"only these of {','.join(stages.STAGES)}")
