@@ -60,8 +60,8 @@ def _blocks(training: Training) -> Iterator[tuple[str, nn.Module]]:
 def _gradients(training: Training) -> Sums:
     measured = defaultdict(list)
     for owned in training.tensors.ownership.slices:
-        if owned.master.grad is not None:
-            measured[owned.name].append(_measure(owned.master.grad))
+        if owned.key.grad is not None:
+            measured[owned.name].append(_measure(owned.key.grad))
         elif getattr(owned.parameter, "main_grad", None) is not None:  # not copied where it is float32 already
             measured[owned.name].append(_measure(owned.cut(owned.parameter.main_grad)))
     return {name: _add(values) for name, values in measured.items()}
