@@ -151,7 +151,7 @@ class GenerateFlags:
     )
     sequential_guidance: bool = _switch("ask for the halves of guidance in turn: less memory, a little slower")
     offload_text_encoder: bool = _switch("free the text encoder's memory while sampling")
-    compile: bool = _switch("compile the network (torch.compile), once for all sizes")
+    compile: bool = _switch("compile the network (torch.compile), with sizes left open")
     tokenizer_model: str = _path(
         "directory of the video tokenizer to load instead of the checkpoint's copy; must be the same one"
     )

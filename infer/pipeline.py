@@ -131,7 +131,7 @@ class TextToVideo:
         A `tokenizer` or `text_encoder` given here spares loading the bundle's copy, and must be the same. `dtype` is
         that of the network; preconditioning is float32 and the sampler's state float64 in any case. Without
         `batch_guidance` the network is asked twice instead of for two halves of a batch; `offload_text_encoder`
-        frees its memory while sampling; `compile` compiles the network (torch.compile), once for all shapes;
+        frees its memory while sampling; `compile` compiles the network (torch.compile), with sizes left open;
         `guardrail_dir` names a content filter (`megadit.infer.guardrail`); `runtime` is torch, or onnx or
         tensorrt for a bundle that `megadit export` made. Processes that torchrun started can share the network's
         matrices (`tensor_parallel` of them) and, in groups, the halves of guidance; all of them then generate the
