@@ -1,5 +1,6 @@
 """`plan/`: the engines of a bundle whose graphs were exported, built on this machine and compared with torch."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,11 @@ def add_engines(path: Path, settings: EngineSettings) -> dict[str, Any]:
     graphs = open_exported(bundle, "onnx")
     with atomic_directory(path / "plan") as plan:
         write_engines(graphs, plan, settings, libraries)
-    report = _compare(bundle, open_exported(bundle, "tensorrt"))
+    try:
+        report = _compare(bundle, open_exported(bundle, "tensorrt"))
+    except BaseException:
+        shutil.rmtree(path / "plan")  # or engines that differ would be taken for verified ones
+        raise
     record = {"settings": graphs.settings["precision"], "report": report}
     write_manifest(path, {**bundle.manifest, "export": {**bundle.manifest["export"], "tensorrt": record}})
     return report
