@@ -161,7 +161,7 @@ class GenerateFlags:
     )
     num_devices: int | None = _integer("processes that torchrun starts, which decides: any other number is refused")
     tp_size: int = _integer("processes that share the network's matrices (tensor parallelism)", default=1)
-    cp_size: int = _integer("only 1: the tokens of a video are not split over processes", default=1)
+    cp_size: int = _integer("processes that share the tokens of a video (context parallelism)", default=1)
     cfg_parallel: bool = _switch(
         "split the halves of guidance over two processes; what torchrun starts beyond --tp_size and this shares the "
         "prompts"
@@ -217,10 +217,13 @@ def _check(flags: GenerateFlags) -> None:
         flags.guidance is None and not flags.guidances and flags.guidance_convention != "standard",
         f"--guidance_convention={flags.guidance_convention} says what --guidance means; give that too",
     )
-    refuse(
-        flags.tp_size > 1 and flags.runtime != "torch",
-        f"--tp_size={flags.tp_size} splits torch's network: leave out --runtime={flags.runtime}",
-    )
+    for name in ("tp_size", "cp_size"):
+        value = getattr(flags, name)
+        refuse(
+            value > 1 and flags.runtime != "torch",
+            f"--{name}={value} divides torch's network: leave out --runtime={flags.runtime}",
+        )
+    refuse(flags.cp_size > 1 and flags.compile, f"--cp_size={flags.cp_size} cannot be compiled: leave out --compile")
     check_runtime(flags.runtime, dtype=flags.dtype, compile=flags.compile)
     refuse(flags.input_video and flags.continue_video, "give --input_video or --continue_video, not both")
     for name, needed in (
@@ -253,10 +256,6 @@ def _check_upstream_flags(flags: GenerateFlags) -> None:
         flags.num_devices not in (None, world_size()),
         f"--num_devices={flags.num_devices}, but {world_size()} were started: use torchrun --nproc-per-node "
         f"{flags.num_devices} -m megadit.infer.generate ...",
-    )
-    refuse(
-        flags.cp_size != 1,
-        f"--cp_size={flags.cp_size}: the tokens of a video are not split over processes; to save memory, use --tp_size",
     )
 
 

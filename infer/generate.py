@@ -40,7 +40,7 @@ def _generate(argv: list[str]) -> None:
         tokenizer = _tokenizer(flags, bundle)
         given = _check_jobs(grid.jobs, flags, bundle, tokenizer)
         paths = output_paths(flags.video_save_path, grid.jobs, flags.format)
-        ranks = start(tensor=flags.tp_size, split_guidance=flags.cfg_parallel)
+        ranks = start(tensor=flags.tp_size, context=flags.cp_size, split_guidance=flags.cfg_parallel)
         pipeline = TextToVideo.load(
             bundle,
             device=device_name(flags.device),
@@ -53,6 +53,7 @@ def _generate(argv: list[str]) -> None:
             guardrail_dir=flags.guardrail_dir,
             runtime=flags.runtime,
             tensor_parallel=flags.tp_size,
+            context_parallel=flags.cp_size,
             split_guidance=ranks.halves,
         )
     jobs, videos = ranks.mine(grid.jobs), []

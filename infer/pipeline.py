@@ -28,7 +28,8 @@ from megadit.infer.guidance import (
 from megadit.infer.preview import LinearPreview, fit_preview
 from megadit.infer.ranks import split_over_ranks
 from megadit.infer.runtimes.load import check_runtime, load_denoiser, with_exported_networks
-from megadit.infer.runtimes.torch import TorchDenoiser, find_device, find_dtype
+from megadit.infer.runtimes.shared_torch import load_shared_denoiser
+from megadit.infer.runtimes.torch import find_device, find_dtype
 from megadit.infer.samplers import SAMPLERS, Denoise, Randomness, num_denoiser_calls
 from megadit.infer.schedules import settings_sigmas
 from megadit.infer.settings import latent_size, resolve_settings
@@ -38,7 +39,6 @@ from megadit.infer.text_features import TextFeaturesCache
 from megadit.models.bundle import Bundle, SamplingDefaults
 from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
-from megadit.models.dit import DiT
 from megadit.models.noise import Stream, latent_noise, seed_key
 from megadit.models.support import UserError
 from megadit.models.text_encoders import TextEncoder
@@ -124,6 +124,7 @@ class TextToVideo:
         guardrail_dir: str | None = None,
         runtime: str = "torch",
         tensor_parallel: int = 1,
+        context_parallel: int = 1,
         split_guidance: ProcessGroup | None = None,
     ) -> "TextToVideo":
         """The pipeline of a bundle (opened or not), or of a training directory (see `open_bundle`).
@@ -134,8 +135,8 @@ class TextToVideo:
         frees its memory while sampling; `compile` compiles the network (torch.compile), with sizes left open;
         `guardrail_dir` names a content filter (`megadit.infer.guardrail`); `runtime` is torch, or onnx or
         tensorrt for a bundle that `megadit export` made. Processes that torchrun started can share the network's
-        matrices (`tensor_parallel` of them) and, in groups, the halves of guidance; all of them then generate the
-        same prompts.
+        matrices (`tensor_parallel` of them), the tokens of a video (`context_parallel`) and, in groups, the halves of
+        guidance; all of them then generate the same prompts.
 
         Raises:
             UserError: if there is no such checkpoint, device or dtype, or a part is not the one trained with.
@@ -150,10 +151,10 @@ class TextToVideo:
         _check_fingerprint(bundle, "text_encoder", text_encoder)
 
         def load(bundle: Bundle) -> Denoiser:
-            if tensor_parallel == 1:
-                return load_denoiser(bundle, runtime, device=place, dtype=number_type, compile=compile)
-            dit = _load_split_dit(bundle, tensor_parallel, device=place, dtype=number_type)
-            return TorchDenoiser(dit, device=place, dtype=number_type, compile=compile)
+            options = {"device": place, "dtype": number_type, "compile": compile}
+            if tensor_parallel * context_parallel == 1:
+                return load_denoiser(bundle, runtime, **options)
+            return load_shared_denoiser(bundle, tensor=tensor_parallel, context=context_parallel, **options)
 
         evaluate = in_one_batch if batch_guidance else in_turn
         if split_guidance is not None:
@@ -366,17 +367,6 @@ def _randomness(settings: SamplingDefaults, key_B: Tensor, shape: tuple[int, int
             eta=settings.eta,
         ),
     )
-
-
-def _load_split_dit(bundle: Bundle, tensor: int, *, device: torch.device, dtype: torch.dtype) -> DiT:
-    """This rank's part of the network; without a GPU, Megatron takes the CPU for one."""
-    from megadit.models.megatron import cpu_shim
-
-    cpu_shim.install()
-    from megadit.models.megatron.load import load_split_dit
-    from megadit.models.megatron.parallel_sizes import ParallelSizes
-
-    return load_split_dit(bundle.path / "transformer", ParallelSizes(tensor=tensor), device=device, dtype=dtype)
 
 
 def _check_fingerprint(bundle: Bundle, part: str, given: VideoTokenizer | TextEncoder) -> None:

@@ -1,6 +1,6 @@
-"""Sampling on several ranks: prompts dealt to replicas, the halves of guidance and the matrices of a network split.
+"""Sampling on several ranks: prompts dealt to replicas; halves of guidance, tokens and matrices split.
 
-world = replicas x halves of guidance x tensor-parallel ranks, the last of them next to each other
+world = replicas x halves of guidance x context-parallel x tensor-parallel ranks, the last of them next to each other
 """
 
 import os
@@ -57,16 +57,17 @@ class Ranks:
         return [dealt[place % self.num_replicas][place // self.num_replicas] for place in range(count)]
 
 
-def start(*, tensor: int, split_guidance: bool) -> Ranks:
+def start(*, tensor: int, context: int, split_guidance: bool) -> Ranks:
     """Joins the processes that torchrun started, and finds this one's place among them.
 
     Raises:
         UserError: if they cannot be divided so.
     """
-    per_replica, world = tensor * (HALVES if split_guidance else 1), world_size()
-    if tensor < 1 or world % per_replica:
+    shared, world = tensor * context, world_size()
+    per_replica = shared * (HALVES if split_guidance else 1)
+    if min(tensor, context) < 1 or world % per_replica:
         raise UserError(
-            f"{world} processes cannot be divided into replicas of {per_replica} (tp_size={tensor}"
+            f"{world} processes cannot be divided into replicas of {per_replica} (tp_size={tensor}, cp_size={context}"
             f"{', cfg_parallel' if split_guidance else ''}): start a multiple of {per_replica} with torchrun "
             f"--nproc-per-node {per_replica} -m megadit.infer.generate ..."
         )
@@ -75,7 +76,7 @@ def start(*, tensor: int, split_guidance: bool) -> Ranks:
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     rank = dist.get_rank()
-    halves = _halves(rank, tensor, world) if split_guidance else None
+    halves = _halves(rank, shared, world) if split_guidance else None
     return Ranks(
         replica=rank // per_replica,
         num_replicas=world // per_replica,
@@ -84,12 +85,12 @@ def start(*, tensor: int, split_guidance: bool) -> Ranks:
     )
 
 
-def _halves(rank: int, tensor: int, world: int) -> ProcessGroup:
+def _halves(rank: int, shared: int, world: int) -> ProcessGroup:
     """The group of this rank and its counterpart: every process makes all groups, as torch wants it."""
     own = None
-    for replica_start in range(0, world, HALVES * tensor):
-        for place in range(replica_start, replica_start + tensor):
-            members = [place + half * tensor for half in range(HALVES)]
+    for replica_start in range(0, world, HALVES * shared):
+        for place in range(replica_start, replica_start + shared):
+            members = [place + half * shared for half in range(HALVES)]
             group = dist.new_group(members)
             own = group if rank in members else own
     return own

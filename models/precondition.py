@@ -1,6 +1,7 @@
 """Preconditioning: EDM (Karras et al., arXiv 2206.00364, table 1, column "ours") and DDPM's. The only copy.
 
-Shapes: B batch, C channels, T/H/W frames, height, width.
+Shapes: B batch, C channels, T/H/W frames, height, width; S video tokens, P patch dim, L text tokens, E text feature
+width, G segments of a pack.
 """
 
 from functools import cache
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
+from megadit.models.segments import SegmentLayout
 
 DDPM_BETAS = (1e-4, 0.02)
 DDPM_STEPS = 1000
@@ -96,3 +98,25 @@ class EDMDenoiser(nn.Module):
         dtype = self.dit.dtype
         F_BCTHW = self.dit((c_in * x_BCTHW).to(dtype), c_noise.flatten(), conditioning)
         return torch.addcmul(c_skip * x_BCTHW, c_out, F_BCTHW.float())
+
+
+def denoise_packed(
+    dit: DiT,
+    x_S1P: Tensor,
+    sigma_G: Tensor,
+    text_L1E: Tensor,
+    fps_G: Tensor,
+    layout: SegmentLayout,
+    before: Tensor | None = None,
+) -> Tensor:
+    """D(x; sigma), float32 [S, 1, P] (eq. 7), for the samples of a pack with noise added; row g belongs to segment g.
+
+    A part of the network that is not the first starts from the activations of the part `before`; one that is not the
+    last gives its own.
+    """
+    sigma_S11 = sigma_G[layout.segment_of_token_S.to(sigma_G.device)][:, None, None]
+    c_skip, c_out, c_in, _ = scalings(sigma_S11, dit.config)
+    c_noise_G = scalings(sigma_G, dit.config).c_noise
+    tokens = (c_in * x_S1P).to(dit.dtype) if dit.layers.is_first_part else before
+    F_S1P = dit.forward_packed(tokens, c_noise_G, text_L1E, fps_G, layout)
+    return c_skip * x_S1P + c_out * F_S1P.float() if dit.layers.is_last_part else F_S1P

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megadit.models.dit import DiT
 from megadit.models.noise import Stream, normal
-from megadit.models.precondition import loss_weight, scalings
+from megadit.models.precondition import denoise_packed, loss_weight, scalings
 from megadit.train.config import DiffusionConfig
 from megadit.train.data.batch import PackedBatch
 
@@ -67,20 +67,6 @@ def token_noise(batch: PackedBatch) -> Tensor:
     return normal(key_S, layout.position_in_segment_S.to(device), width, stream=Stream.NOISE)[:, None]
 
 
-def denoise(dit: DiT, batch: PackedBatch, x_S1P: Tensor, sigma_G: Tensor, before: Tensor | None = None) -> Tensor:
-    """D(x; sigma), float32 [S, 1, P] (eq. 7), for the samples of a pack with noise added.
-
-    A part of the network that is not the first starts from the activations of the part `before`; one that is not the
-    last gives its own.
-    """
-    sigma_S11 = sigma_G[batch.layout.segment_of_token_S.to(sigma_G.device)][:, None, None]
-    c_skip, c_out, c_in, _ = scalings(sigma_S11, dit.config)
-    c_noise_G = scalings(sigma_G, dit.config).c_noise
-    tokens = (c_in * x_S1P).to(dit.dtype) if dit.layers.is_first_part else before
-    F_S1P = dit.forward_packed(tokens, c_noise_G, batch.text_L1E, batch.fps_G, batch.layout)
-    return c_skip * x_S1P + c_out * F_S1P.float() if dit.layers.is_last_part else F_S1P
-
-
 def edm_loss(
     dit: DiT,
     batch: PackedBatch,
@@ -90,11 +76,11 @@ def edm_loss(
     before: Tensor | None = None,
 ) -> LossSums | Tensor:
     """lambda(sigma) |D(x0 + sigma n; sigma) - x0|^2 (eq. 2 and table 1); with `uncertainty`, EDM2's eq. 21:
-    lambda(sigma) / exp(u(sigma)) |D - x0|^2 + u(sigma). Of a part of the network: see `denoise`.
+    lambda(sigma) / exp(u(sigma)) |D - x0|^2 + u(sigma). Of a part of the network: see `denoise_packed`.
     """
     segment_S = batch.layout.segment_of_token_S.to(sigma_G.device)
     x_S1P = batch.tokens_S1P + sigma_G[segment_S][:, None, None] * noise_S1P
-    D_S1P = denoise(dit, batch, x_S1P, sigma_G, before)
+    D_S1P = denoise_packed(dit, x_S1P, sigma_G, batch.text_L1E, batch.fps_G, batch.layout, before)
     if not dit.layers.is_last_part:
         return D_S1P
 
@@ -138,7 +124,8 @@ class TrainingModel(nn.Module):
         """
         self._announce_direct_reads()
         if is_noisy:
-            return denoise(self.dit, batch, batch.tokens_S1P, sigma_G, self._before)
+            conditions = batch.text_L1E, batch.fps_G, batch.layout
+            return denoise_packed(self.dit, batch.tokens_S1P, sigma_G, *conditions, self._before)
         uncertainty = self.uncertainty if sigma_G is None else None
         sigma_G = draw_sigma(batch.noise_key_G, self.diffusion) if sigma_G is None else sigma_G
         return edm_loss(self.dit, batch, sigma_G, token_noise(batch), uncertainty, self._before)

@@ -8,7 +8,7 @@ from safetensors import safe_open
 
 from megadit.models import parts
 from megadit.models.dit import DiT
-from megadit.models.megatron.groups import initialize
+from megadit.models.megatron.groups import Groups, initialize
 from megadit.models.megatron.mcore_layers import McoreLayers, full_shape, shard, transformer_config
 from megadit.models.megatron.parallel_sizes import ParallelSizes
 from megadit.models.weights import check_shapes, load_config
@@ -16,8 +16,8 @@ from megadit.models.weights import check_shapes, load_config
 
 def load_split_dit(
     directory: str | os.PathLike, layout: ParallelSizes, *, device: torch.device | str, dtype: torch.dtype
-) -> DiT:
-    """The network saved in `directory`, of which this rank holds its part, in evaluation mode.
+) -> tuple[DiT, Groups]:
+    """The network saved in `directory`, of which this rank holds its part, in evaluation mode; and the ranks' groups.
 
     Starts Megatron's process groups. One tensor is read at a time.
 
@@ -26,7 +26,7 @@ def load_split_dit(
     """
     config = load_config(directory)
     groups = initialize(layout, config)
-    kit = McoreLayers(transformer_config(config, layout, dtype=dtype))
+    kit = McoreLayers(transformer_config(config, layout, dtype=dtype), context=groups.context)
     model = DiT(config, kit)
     rank, size = groups.tensor.rank(), groups.tensor.size()
     path = Path(directory) / parts.TENSOR_FILE
@@ -36,4 +36,4 @@ def load_split_dit(
         check_shapes(found, expected, f"the tensors of {path}")
         for name, parameter in model.named_parameters():
             parameter.copy_(shard(parameter, file.get_tensor(name), rank))
-    return model.to(device, dtype).eval()
+    return model.to(device, dtype).eval(), groups

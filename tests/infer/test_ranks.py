@@ -89,3 +89,16 @@ def test_the_record_tells_nothing_of_ranks(alone, bundle_dir, tmp_path):
     arguments = ["--checkpoint_path", str(bundle_dir), "--device", "cpu", "--prompt", "a", "--num_video_frames", "1"]
     assert main([*arguments, "--video_save_path", str(tmp_path / "a.png")]) == 0
     assert not {"tp_size", "cfg_parallel", "device"} & json.loads((tmp_path / "a.json").read_text()).keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_processes", "options"),
+    [(2, ["--cp_size", "2"]), (4, ["--tp_size", "2", "--cp_size", "2"])],
+    ids=["cp", "tp-cp"],
+)
+def test_context_parallel_ranks(bundle_dir, tmp_path, alone, num_processes, options):
+    pytest.importorskip("megatron.core")
+    result = launch(bundle_dir, tmp_path, num_processes, *options, "--video_save_path", "out")
+    assert result.returncode == 0, result.stderr
+    check_same(tmp_path / "out", alone)

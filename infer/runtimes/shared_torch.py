@@ -1,0 +1,63 @@
+"""The denoiser in torch on several ranks, which share the network's matrices, the video's tokens, or both.
+
+Shapes: B batch, C latent channels, T/H/W latent frames, height, width, S video tokens, P patch dim, G segments.
+"""
+
+import torch
+from torch import Tensor
+
+from megadit.infer.runtimes.torch import TorchDenoiser
+from megadit.models.bundle import Bundle
+from megadit.models.conditioning import Conditioning
+from megadit.models.dense_packs import gather_tokens, pack_dense, pad_segments, unpack_dense
+from megadit.models.dit import DiT
+from megadit.models.precondition import denoise_packed
+
+
+class ContextParallelDenoiser:
+    """D(x; sigma) by ranks that hold a share of every video's tokens; they call it together and all get the result.
+
+    The batch travels as a pack, whose segments are cut evenly (`models/segments.py`).
+    """
+
+    def __init__(self, dit: DiT, context, *, multiple: int, device: torch.device, dtype: torch.dtype) -> None:
+        """`context` are Megatron's context-parallel groups; packs have a multiple of `multiple` tokens."""
+        self.device = device
+        self.dtype = dtype
+        self._dit = dit
+        self._context = context
+        self._multiple = multiple
+
+    @torch.no_grad()
+    def __call__(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
+        """Clean latents x0 (float32, on `device`); the inputs may lie anywhere."""
+        x_BCTHW = x_BCTHW.to(self.device, torch.float32)
+        conditioning = conditioning.to(self.device, self.dtype)
+        tokens_S1P, text_L1E, fps_G, layout = pack_dense(x_BCTHW, conditioning, self._dit.config, self._multiple)
+        sigma_G = pad_segments(sigma_B.to(self.device).float(), layout, value=1.0)
+        mine = layout.shared(self._context.share)
+        own_S1P = tokens_S1P[mine.token_index_S.to(self.device)]
+        D_S1P = denoise_packed(self._dit, own_S1P, sigma_G, text_L1E, fps_G, mine)
+        return unpack_dense(gather_tokens(D_S1P, mine, self._context.group), x_BCTHW, self._dit.config)
+
+
+def load_shared_denoiser(
+    bundle: Bundle, *, tensor: int, context: int, device: torch.device, dtype: torch.dtype, compile: bool
+) -> TorchDenoiser | ContextParallelDenoiser:
+    """The bundle's denoiser, of which this rank holds its part; without a GPU, Megatron takes the CPU for one.
+
+    Raises:
+        UserError: if the network does not divide so.
+    """
+    from megadit.models.megatron import cpu_shim
+
+    cpu_shim.install()
+    from megadit.models.megatron.load import load_split_dit
+    from megadit.models.megatron.parallel_sizes import ParallelSizes
+
+    layout = ParallelSizes(tensor=tensor, context=context, context_comm="both")
+    dit, groups = load_split_dit(bundle.path / "transformer", layout, device=device, dtype=dtype)
+    if context == 1:
+        return TorchDenoiser(dit, device=device, dtype=dtype, compile=compile)
+    multiple = layout.sequence_multiple
+    return ContextParallelDenoiser(dit, groups.context, multiple=multiple, device=device, dtype=dtype)

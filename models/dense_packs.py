@@ -1,0 +1,67 @@
+"""A uniform batch as a pack, and back: so that ranks which share the tokens of a pack can sample, too.
+
+Shapes: B batch, C latent channels, T/H/W latent frames, height, width, S video tokens, P patch dim, L text tokens,
+E text feature width, G segments.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from einops import rearrange
+from torch import Tensor
+
+from megadit.models.conditioning import Conditioning
+from megadit.models.config import DiTConfig
+from megadit.models.embeddings import patchify, unpatchify
+from megadit.models.segments import Segment, SegmentLayout
+
+
+class DensePack(NamedTuple):
+    """The samples one after another, and padding up to a multiple that all ranks can share."""
+
+    tokens_S1P: Tensor
+    text_L1E: Tensor
+    fps_G: Tensor
+    layout: SegmentLayout
+
+
+def pack_dense(x_BCTHW: Tensor, conditioning: Conditioning, config: DiTConfig, multiple: int) -> DensePack:
+    """All samples of a uniform batch as one pack of a multiple of `multiple` tokens."""
+    grid = config.token_grid(*x_BCTHW.shape[2:])
+    tokens_S1P = rearrange(patchify(x_BCTHW, config), "S B P -> (B S) 1 P")
+    lengths = conditioning.text_length_B.tolist()
+    segments = [Segment(grid, length) for length in lengths]
+    text_capacity = sum(segment.text_slots for segment in segments)
+    capacity = -(-len(tokens_S1P) // multiple) * multiple
+    layout = SegmentLayout.pack(segments, capacity=capacity, text_capacity=text_capacity)
+    text = [features_LE[: max(length, 1)] for features_LE, length in zip(conditioning.text_BLE, lengths, strict=True)]
+    return DensePack(
+        tokens_S1P=torch.cat([tokens_S1P, tokens_S1P.new_zeros(capacity - len(tokens_S1P), *tokens_S1P.shape[1:])]),
+        text_L1E=torch.cat(text)[:, None],
+        fps_G=pad_segments(conditioning.fps_B.float(), layout),
+        layout=layout,
+    )
+
+
+def unpack_dense(tokens_S1P: Tensor, like_BCTHW: Tensor, config: DiTConfig) -> Tensor:
+    """The latents, BCTHW, of the tokens of such a pack; the inverse of `pack_dense`."""
+    grid, batch = config.token_grid(*like_BCTHW.shape[2:]), len(like_BCTHW)
+    num_tokens = batch * grid[0] * grid[1] * grid[2]
+    return unpatchify(rearrange(tokens_S1P[:num_tokens], "(B S) 1 P -> S B P", B=batch), grid, config)
+
+
+def pad_segments(values_B: Tensor, layout: SegmentLayout, value: float = 0.0) -> Tensor:
+    """One number for each segment: those of the samples, and `value` for the padding where there is some."""
+    padding = values_B.new_full((layout.num_segments - len(values_B),), value)
+    return torch.cat([values_B, padding])
+
+
+def gather_tokens(tokens_S1P: Tensor, layout: SegmentLayout, group: dist.ProcessGroup) -> Tensor:
+    """All tokens of a pack, from the share that each rank of `group` has (`layout` tells which)."""
+    if group.size() == 1:
+        return tokens_S1P
+    whole = tokens_S1P.new_zeros(layout.whole.capacity, *tokens_S1P.shape[1:])
+    whole[layout.token_index_S.to(whole.device)] = tokens_S1P
+    dist.all_reduce(whole, group=group)
+    return whole
