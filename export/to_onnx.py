@@ -20,8 +20,9 @@ from megadit.models.support import UserError
 
 OPSETS = (18, 20)
 DEFAULT_OPSET = 18
-EXTERNAL_DATA_FROM = 2**30
-"""Bytes of weights from which they lie in a file of their own: an ONNX file itself holds less than 2 GB."""
+EXTERNAL_DATA_FROM = 2**27
+"""Bytes of weights from which they lie in a file of their own: inside, each is held several times while writing, and an
+ONNX file holds less than 2 GB."""
 
 
 def check_opset(opset: int) -> None:

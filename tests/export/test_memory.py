@@ -1,6 +1,7 @@
 """Exporting takes little more than twice the network's memory.
 
-MEGADIT_EXPORT_WIDTH=4096 makes it a network of 0.9 billion parameters (10 GB of disk, some minutes).
+Runs where MEGADIT_EXPORT_WIDTH says how wide the network is: 2048 makes it one of 0.2 billion parameters (3 GB of disk,
+minutes), 4096 one of 0.9 billion.
 """
 
 import os
@@ -9,7 +10,7 @@ import sys
 
 import pytest
 
-WIDTH = int(os.environ.get("MEGADIT_EXPORT_WIDTH", "2048"))
+WIDTH = int(os.environ.get("MEGADIT_EXPORT_WIDTH", "0"))
 SCRIPT = """
 import resource, sys
 from pathlib import Path
@@ -42,6 +43,7 @@ else:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(WIDTH == 0, reason="takes minutes and gigabytes: set MEGADIT_EXPORT_WIDTH=2048")
 def test_peak_is_little_more_than_twice_the_network(tmp_path):
     def run(what):
         command = [sys.executable, "-c", SCRIPT, str(tmp_path), str(WIDTH), what]
@@ -53,4 +55,4 @@ def test_peak_is_little_more_than_twice_the_network(tmp_path):
     assert peak <= 2.2 * size
     # large weights lie beside the graph
     data = tmp_path / "out/onnx/denoiser.onnx.data"
-    assert data.exists() == (size >= 2**30)
+    assert data.exists()

@@ -140,5 +140,5 @@ def test_command_starts_its_own_ranks_and_finds_them_healthy_enough():
         timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "all-reduce between pairs of" in done.stdout
+    assert "compute and communicate alike" in done.stdout
     assert "broken" not in done.stdout
