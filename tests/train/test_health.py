@@ -79,7 +79,13 @@ def health_run(run_ranks, tiny_arguments, dataset, out, *more, code=0):
     settings = (
         *(f"data.path={dataset}", "validation.interval=0", "train.train_iters=24", "checkpoint.save_interval=4"),
         *("data.shuffle_buffer_size=1", "data.packing_buffer_size=2", "data.seq_length=32", "data.text_seq_length=4"),
-        *("health.spike_window=6", "train.precision=fp32", "logger.tensorboard=false", "health.statistics_interval=8"),
+        *(
+            "data.max_latent=1e30",
+            "health.spike_window=6",
+            "train.precision=fp32",
+            "logger.tensorboard=false",
+            "health.statistics_interval=8",
+        ),
     )
     (output,) = run_ranks(1, *tiny_arguments, *settings, f"train.output_dir={out}", *more, code=code)
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
