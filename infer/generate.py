@@ -60,7 +60,7 @@ def _generate(argv: list[str]) -> None:
     for path, job, result in zip(ranks.mine(paths), jobs, _videos(pipeline, jobs, given, flags), strict=True):
         if ranks.writes:
             save(path, result, make_record(result, job, flags, bundle), flags.format)
-            print(path, flush=True)
+            print(f"{path}\n", end="", flush=True)  # in one write: several ranks share the output
         if flags.contact_sheet:
             videos.append(result.video)
     if flags.contact_sheet and (everyones := ranks.gathered(videos)):

@@ -130,7 +130,7 @@ ARGUMENTS = (
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_rank_of_a_training_is_missed(start_ranks, tmp_path, number):
     ranks = start_ranks(2, *ARGUMENTS, f"train.output_dir={tmp_path}")
-    while not (tmp_path / "metrics.jsonl").is_file() or not (tmp_path / "metrics.jsonl").stat().st_size:
+    while not step(tmp_path / "watchdog", 1):
         assert all(rank.poll() is None for rank in ranks), ranks[0].communicate()[0]
         time.sleep(0.05)
     os.kill(ranks[1].pid, number)
