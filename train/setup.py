@@ -29,6 +29,7 @@ from megadit.models.support import UserError, atomic_path
 from megadit.models.tensor_source import open_safetensors
 from megadit.train.checkpoint_tensors import TrainedTensors
 from megadit.train.config import MatmulPrecision, RunConfig, check_layout
+from megadit.train.cpu_memory import keep_freed_memory
 from megadit.train.ema import WeightAverages
 from megadit.train.fully_sharded import FullySharded
 from megadit.train.loss import TrainingModel
@@ -80,6 +81,8 @@ def start_processes(config: RunConfig) -> Groups:
     check_layout(config, process_groups.world_size())
     torch.set_num_threads(config.train.num_threads or _threads_per_rank())
     _set_matmul_precision(config.train.matmul_precision)
+    if not torch.cuda.is_available():
+        keep_freed_memory()
     groups = process_groups.initialize(config.parallel.sizes, config.model)
     if groups.is_first:
         folder = Path(config.train.output_dir)
