@@ -25,6 +25,8 @@ VERBS: dict[str, tuple[str, str]] = {
         "turn a bundle into a model repository of Triton's",
     ),
     "serve run": ("megadit.serve.run:main", "run a Triton server of a model repository"),
+    "serve gateway": ("megadit.serve.gateway.command:main", "serve the video API in front of Triton servers"),
+    "serve keys": ("megadit.serve.gateway.command:keys", "add, list and revoke keys of the gateway"),
     "serve ask": ("megadit.serve.ask:main", "ask a running service for videos"),
     "serve demo": ("megadit.serve.demo:main", "open a page to try prompts on, with a service where none runs"),
     "calibrate-cache": ("megadit.infer.calibrate_cache:main", "measure which denoiser calls generate can spare"),

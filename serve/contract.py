@@ -174,8 +174,11 @@ class ServiceInfo:
     examples: tuple[str, ...] = ()
     """Prompts that show what the model can do."""
 
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
+        return json.dumps(self.to_dict())
 
     @classmethod
     def from_json(cls, text: str) -> "ServiceInfo":

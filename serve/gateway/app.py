@@ -1,0 +1,94 @@
+"""The HTTP side: `create_app` gives the FastAPI application of a gateway. Nothing but health answers without a key."""
+
+import base64
+import binascii
+from collections.abc import Callable
+from typing import Annotated
+
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+
+from megadit.serve.gateway import errors
+from megadit.serve.gateway.keys import Key
+from megadit.serve.gateway.middleware import Surroundings
+from megadit.serve.gateway.routes import video_routes
+from megadit.serve.gateway.schemas import Health
+from megadit.serve.gateway.service import Gateway
+
+_DESCRIPTION = """Videos from text. `POST /v1/videos` takes a request, `GET /v1/videos/{id}` tells how far it is (or
+`/events`, as a stream), and `GET /v1/videos/{id}/content` gives the video. The shapes are
+those of OpenAI's video API."""
+_bearer = HTTPBearer(auto_error=False, description="A key made by `megadit serve keys add`")
+
+
+def create_app(gateway: Gateway) -> FastAPI:
+    app = FastAPI(
+        title="megadit", version="1", description=_DESCRIPTION, docs_url=None, redoc_url=None, openapi_url=None
+    )
+    errors.install(app)
+    app.include_router(video_routes(gateway, _authentication(gateway)))
+    _add_health(app, gateway)
+    _add_documentation(app, gateway)
+    app.add_middleware(Surroundings, metrics=gateway.metrics, max_body_bytes=gateway.settings.max_body_bytes)
+    return app
+
+
+def _authentication(gateway: Gateway) -> Callable[..., Key]:
+    def authenticate(
+        request: Request, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
+    ) -> Key:
+        """The key that a request carries, if it may ask now."""
+        key = gateway.keys.check(credentials.credentials if credentials else "")
+        if key is None:
+            raise errors.ApiError(401, "invalid_api_key", "give a valid key: `Authorization: Bearer KEY`")
+        request.state.key_id = key.id
+        seconds = gateway.rates.take(key.id, key.limits.requests_per_minute)
+        if seconds:
+            gateway.metrics.refusals.labels(key.id, "rate_limit_exceeded").inc()
+            message = f"this key may ask {key.limits.requests_per_minute} times a minute"
+            raise errors.ApiError(429, "rate_limit_exceeded", message, retry_after=seconds)
+        return key
+
+    return authenticate
+
+
+def _add_health(app: FastAPI, gateway: Gateway) -> None:
+    @app.get("/health/live", tags=["health"], response_model=Health)
+    def live() -> Health:
+        """Whether this process answers."""
+        return Health(status="ok")
+
+    @app.get("/health/ready", tags=["health"], response_model=Health, responses={503: {"model": Health}})
+    def ready(response: Response) -> Health:
+        """Whether videos can be made: the store answers, a server is healthy, and this gateway is not about to end."""
+        if gateway.is_ready():
+            return Health(status="ok")
+        response.status_code = 503
+        return Health(status="not ready")
+
+
+def _add_documentation(app: FastAPI, gateway: Gateway) -> None:
+    """The OpenAPI page, for browsers too: they ask for a name and a password, and the password is the key."""
+
+    def is_known(request: Request) -> bool:
+        scheme, _, value = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "basic":
+            try:
+                value = base64.b64decode(value, validate=True).decode().partition(":")[2]
+            except (binascii.Error, UnicodeDecodeError):
+                value = ""
+        return gateway.keys.check(value) is not None
+
+    def refusal() -> Response:
+        return Response("a key is needed, as the password", 401, {"WWW-Authenticate": 'Basic realm="megadit"'})
+
+    @app.get("/openapi.json", include_in_schema=False)
+    def description(request: Request) -> Response:
+        return JSONResponse(app.openapi()) if is_known(request) else refusal()
+
+    @app.get("/docs", include_in_schema=False)
+    def page(request: Request) -> Response:
+        shown: HTMLResponse = get_swagger_ui_html(openapi_url="/openapi.json", title="megadit")
+        return shown if is_known(request) else refusal()

@@ -1,0 +1,190 @@
+"""The tables of the job store, and how a store is opened and brought up to date: SQLite in WAL mode, or PostgreSQL.
+
+Durations are measured on the store's own clock (`clock.seconds`, see `clock.py`), which no change of the wall clock
+touches. Times named `*_at` are wall-clock seconds since 1970, for people to read; nothing is decided by them.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Connection,
+    Engine,
+    Float,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+    create_engine,
+    event,
+    inspect,
+    make_url,
+    select,
+)
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+
+from megadit.models.support import UserError
+
+SCHEMA_VERSION = 1
+_SECONDS_TO_WAIT_FOR_A_LOCK = 30
+_MIGRATION_LOCK = 0x6D656761
+"""PostgreSQL's advisory lock that lets one gateway migrate while others wait."""
+
+_metadata = MetaData()
+VERSION = Table("schema_version", _metadata, Column("version", Integer, primary_key=True))
+CLOCK = Table(
+    "clock",
+    _metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("seconds", Float, nullable=False),
+)
+GATEWAYS = Table(
+    "gateways", _metadata, Column("name", String(200), primary_key=True), Column("beats", BigInteger, nullable=False)
+)
+KEYS = Table(
+    "keys",
+    _metadata,
+    Column("id", String(16), primary_key=True),
+    Column("name", String(200), nullable=False),
+    Column("hash", String(64), nullable=False),
+    Column("limits", Text, nullable=False),
+    Column("webhook_url", Text),
+    Column("webhook_secret", Text),
+    Column("turn", BigInteger, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("revoked_at", Float),
+)
+JOBS = Table(
+    "jobs",
+    _metadata,
+    Column("number", BigInteger().with_variant(Integer, "sqlite"), primary_key=True),
+    Column("id", String(40), nullable=False, unique=True),
+    Column("key_id", String(16), nullable=False),
+    Column("model", String(200), nullable=False),
+    Column("request", Text, nullable=False),
+    Column("priority", Integer, nullable=False),
+    Column("status", String(16), nullable=False),
+    Column("step", Integer, nullable=False),
+    Column("attempts", Integer, nullable=False),
+    Column("owner", String(200)),
+    Column("error_code", String(64)),
+    Column("error_message", Text),
+    Column("created_at", Float, nullable=False),
+    Column("started_at", Float),
+    Column("completed_at", Float),
+    Column("created_tick", Float, nullable=False),
+    Column("ended_tick", Float),
+    Column("expires_tick", Float),
+    Column("media_type", String(64)),
+    Column("num_bytes", BigInteger),
+    Column("sha256", String(64)),
+    Column("idempotency_key", String(255)),
+    Column("fingerprint", String(64)),
+    UniqueConstraint("key_id", "idempotency_key", name="one_job_for_an_idempotency_key"),
+    Index("jobs_by_status", "status", "key_id", "priority", "number"),
+    Index("jobs_of_a_key", "key_id", "number"),
+    Index("results_by_end", "expires_tick"),
+    sqlite_autoincrement=True,
+)
+
+MIGRATIONS: dict[int, Callable[[Connection], None]] = {}
+"""Version -> what turns the tables of the version before it into its own."""
+
+
+class Database:
+    """An open store: `reading` and `writing` give a connection inside one transaction."""
+
+    def __init__(self, url: str) -> None:
+        """Opens, creates or migrates the store.
+
+        Raises:
+            UserError: for a URL that is none, a database that does not answer, and a store of a newer megadit.
+        """
+        self._engine = _engine(url)
+        try:
+            _bring_up_to_date(self)
+        except SQLAlchemyError as error:
+            raise UserError(f"the job store {_shown(url)} cannot be opened: {_reason(error)}") from error
+
+    def reading(self) -> AbstractContextManager[Connection]:
+        return self._engine.execution_options(read_only=True).begin()
+
+    def writing(self) -> AbstractContextManager[Connection]:
+        """Takes SQLite's write lock at once, so that what was read in the transaction still holds when it writes."""
+        return self._engine.begin()
+
+    @property
+    def dialect(self) -> str:
+        return self._engine.dialect.name
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+
+def store_url(store: str) -> str:
+    """The URL of a store given as a URL or as a path of a file."""
+    return store if "://" in store else f"sqlite:///{Path(store).absolute()}"
+
+
+def _engine(url: str) -> Engine:
+    try:
+        parsed = make_url(store_url(url))
+        if parsed.get_backend_name() == "sqlite":
+            Path(parsed.database or "").parent.mkdir(parents=True, exist_ok=True)
+            engine = create_engine(parsed, pool_size=48, connect_args={"timeout": _SECONDS_TO_WAIT_FOR_A_LOCK})
+            event.listen(engine, "connect", _prepare_sqlite)
+            event.listen(engine, "begin", _begin_sqlite)
+            return engine
+        return create_engine(parsed, pool_size=48, pool_pre_ping=True)
+    except ArgumentError as error:
+        raise UserError(f"{url!r} is no job store; give a file, or a URL such as postgresql+psycopg://...") from error
+    except ModuleNotFoundError as error:
+        raise UserError(f"the job store {_shown(url)} needs {error.name}, which is not installed") from error
+    except OSError as error:
+        raise UserError(f"the job store {_shown(url)} cannot be opened: {error.strerror}") from error
+
+
+def _prepare_sqlite(connection, _record) -> None:
+    connection.isolation_level = None  # transactions begin where `_begin_sqlite` says, not where the driver guesses
+    for setting in ("journal_mode=WAL", "synchronous=FULL", "journal_size_limit=16777216"):
+        connection.execute(f"PRAGMA {setting}").close()
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    read_only = connection.get_execution_options().get("read_only", False)
+    connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
+
+
+def _bring_up_to_date(database: Database) -> None:
+    with database.writing() as connection:
+        if database.dialect == "postgresql":
+            connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})")
+        if not inspect(connection).has_table(VERSION.name):
+            _metadata.create_all(connection)
+            connection.execute(VERSION.insert().values(version=SCHEMA_VERSION))
+            connection.execute(CLOCK.insert().values(id=1, seconds=0.0))
+            return
+        version = connection.execute(select(VERSION.c.version)).scalar_one()
+        if version > SCHEMA_VERSION:
+            raise UserError(
+                f"the job store was written by a newer megadit (schema {version}, this one knows up to "
+                f"{SCHEMA_VERSION}); install that one, or start a store of its own"
+            )
+        for step in range(version + 1, SCHEMA_VERSION + 1):
+            MIGRATIONS[step](connection)
+        connection.execute(VERSION.update().values(version=SCHEMA_VERSION))
+
+
+def _shown(url: str) -> str:
+    """The URL without its password."""
+    return make_url(store_url(url)).render_as_string(hide_password=True)
+
+
+def _reason(error: SQLAlchemyError) -> str:
+    return str(getattr(error, "orig", None) or error).splitlines()[0]

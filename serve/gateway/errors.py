@@ -1,0 +1,71 @@
+"""What a client is told when something is wrong: one shape for every error, that of OpenAI's API."""
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+from sqlalchemy.exc import SQLAlchemyError
+from starlette.exceptions import HTTPException
+
+from megadit.serve.gateway.logs import log
+
+_RETRY_SECONDS = 2
+
+
+class ApiError(Exception):
+    """An answer that is an error."""
+
+    def __init__(
+        self, status: int, code: str, message: str, *, param: str | None = None, retry_after: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param, self.retry_after = status, code, param, retry_after
+
+
+def not_found(video_id: str) -> ApiError:
+    return ApiError(404, "not_found", f"there is no video {video_id[:64]!r}", param="video_id")
+
+
+def unavailable(code: str, message: str) -> ApiError:
+    return ApiError(503, code, message, retry_after=_RETRY_SECONDS)
+
+
+def of_validation(error: ValidationError | RequestValidationError) -> ApiError:
+    """The first complaint, with the field it is about."""
+    first = error.errors()[0]
+    param = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path", "header"))
+    return ApiError(400, "invalid_request", f"{param or 'the body'}: {first['msg']}"[:500], param=param[:100] or None)
+
+
+def install(app: FastAPI) -> None:
+    """Gives every error the one shape, and logs those that are ours."""
+
+    @app.exception_handler(ApiError)
+    def told(request: Request, error: ApiError) -> JSONResponse:
+        return answer(error)
+
+    @app.exception_handler(RequestValidationError)
+    def malformed(request: Request, error: RequestValidationError) -> JSONResponse:
+        return answer(of_validation(error))
+
+    @app.exception_handler(HTTPException)
+    def refused(request: Request, error: HTTPException) -> JSONResponse:
+        return answer(ApiError(error.status_code, "invalid_request", str(error.detail)), error.headers)
+
+    @app.exception_handler(SQLAlchemyError)
+    def store_failed(request: Request, error: SQLAlchemyError) -> JSONResponse:
+        log("store failed", error=error)
+        return answer(unavailable("store_unavailable", "the job store cannot be used at the moment"))
+
+
+def answer(error: ApiError, headers: dict[str, str] | None = None) -> JSONResponse:
+    kind = {401: "authentication_error", 429: "rate_limit_error"}.get(error.status, "invalid_request_error")
+    if error.status >= 500:
+        kind = "server_error"
+    headers = dict(headers or {})
+    if error.retry_after is not None:
+        headers["Retry-After"] = str(max(1, round(error.retry_after)))
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    body = {"message": str(error), "type": kind, "param": error.param, "code": error.code}
+    return JSONResponse({"error": body}, status_code=error.status, headers=headers)

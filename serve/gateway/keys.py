@@ -1,0 +1,134 @@
+"""API keys: made, kept as hashes, and checked in a time that tells nothing about them.
+
+A key is `mdk_ID_SECRET`. The id finds its row and is no secret; the secret has 256 random bits, so that one SHA-256 of
+it is as good as a slow hash of a password.
+"""
+
+import base64
+import hashlib
+import hmac
+import json
+import re
+import secrets
+import time
+from dataclasses import asdict, dataclass, fields
+
+from sqlalchemy import Row, func, select, update
+
+from megadit.models.support import UserError
+from megadit.serve.gateway.database import KEYS, Database
+
+_FORM = re.compile(r"mdk_([0-9a-f]{12})_([0-9A-Za-z_-]{43})")
+_NOBODY = "0" * 64
+"""What an unknown key is compared with: no text has this hash as far as anyone knows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyLimits:
+    """What one key may ask for; more is answered 429."""
+
+    requests_per_minute: int = 600
+    max_active: int = 64
+    """Jobs that wait or run."""
+    videos_per_day: int = 10_000
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value < 1:
+                raise UserError(f"{name}={value} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Key:
+    """A key, without the key."""
+
+    id: str
+    name: str
+    limits: KeyLimits
+    webhook_url: str | None = None
+    webhook_secret: str | None = None
+    """Signs what is sent to `webhook_url`, and therefore cannot be kept as a hash."""
+    is_revoked: bool = False
+
+
+class KeyRing:
+    """The keys of a store."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def add(self, name: str, *, limits: KeyLimits | None = None, webhook_url: str | None = None) -> tuple[str, Key]:
+        """A new key's text, which is written nowhere, and what is kept of it.
+
+        Raises:
+            UserError: for a webhook that is no http or https address.
+        """
+        if webhook_url is not None and not re.match(r"https?://[^\s/]+", webhook_url):
+            raise UserError(f"{webhook_url!r} is no address for a webhook; give https://HOST/PATH")
+        key_id, secret = secrets.token_hex(6), secrets.token_urlsafe(32)
+        key = Key(
+            id=key_id,
+            name=name,
+            limits=limits or KeyLimits(),
+            webhook_url=webhook_url,
+            webhook_secret=f"whsec_{base64.b64encode(secrets.token_bytes(32)).decode()}" if webhook_url else None,
+        )
+        with self._database.writing() as connection:
+            latest = connection.execute(select(func.coalesce(func.max(KEYS.c.turn), 0))).scalar_one()
+            connection.execute(
+                KEYS.insert().values(
+                    id=key_id,
+                    name=name,
+                    hash=_hash(secret),
+                    limits=json.dumps(asdict(key.limits)),
+                    webhook_url=key.webhook_url,
+                    webhook_secret=key.webhook_secret,
+                    turn=latest,
+                    created_at=time.time(),
+                )
+            )
+        return f"mdk_{key_id}_{secret}", key
+
+    def revoke(self, key_id: str) -> None:
+        """Raises:
+        UserError: if there is no such key.
+        """
+        with self._database.writing() as connection:
+            changed = connection.execute(update(KEYS).where(KEYS.c.id == key_id).values(revoked_at=time.time()))
+            if not changed.rowcount:
+                raise UserError(f"there is no key {key_id!r}; `megadit serve keys list` shows them")
+
+    def all(self) -> list[Key]:
+        with self._database.reading() as connection:
+            return [_key(row) for row in connection.execute(select(KEYS).order_by(KEYS.c.created_at))]
+
+    def find(self, key_id: str) -> Key | None:
+        with self._database.reading() as connection:
+            row = connection.execute(select(KEYS).where(KEYS.c.id == key_id)).one_or_none()
+        return None if row is None else _key(row)
+
+    def check(self, text: str) -> Key | None:
+        """The key that `text` is, or None; malformed, unknown and wrong keys all take one hash and one comparison."""
+        parts = _FORM.fullmatch(text)
+        key_id, secret = parts.groups() if parts else ("", text)
+        with self._database.reading() as connection:
+            row = connection.execute(select(KEYS).where(KEYS.c.id == key_id)).one_or_none()
+        is_right = hmac.compare_digest(_hash(secret), _NOBODY if row is None else row.hash)
+        return _key(row) if is_right and row is not None and row.revoked_at is None else None
+
+
+def _key(row: Row) -> Key:
+    known = {field.name for field in fields(KeyLimits)}
+    limits = {name: value for name, value in json.loads(row.limits).items() if name in known}
+    return Key(
+        id=row.id,
+        name=row.name,
+        limits=KeyLimits(**limits),
+        webhook_url=row.webhook_url,
+        webhook_secret=row.webhook_secret,
+        is_revoked=row.revoked_at is not None,
+    )
+
+
+def _hash(secret: str) -> str:
+    return hashlib.sha256(secret.encode(errors="surrogateescape")).hexdigest()

@@ -1,0 +1,40 @@
+"""Log lines of JSON, one for each request and each thing that happens to a job, with the request's id."""
+
+import json
+import logging
+import sys
+import time
+from contextvars import ContextVar
+from typing import Any
+
+REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
+_LOGGER = logging.getLogger("megadit.gateway")
+
+
+def log(event: str, *, error: BaseException | None = None, **fields: Any) -> None:
+    """Writes one line; of an error, its traceback too."""
+    _LOGGER.info(event, extra={"fields": fields}, exc_info=error)
+
+
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{record.msecs:03.0f}Z",
+            "level": record.levelname.lower(),
+            "event": record.getMessage(),
+            "request_id": REQUEST_ID.get(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps({name: value for name, value in line.items() if value is not None}, default=str)
+
+
+def log_as_json() -> None:
+    """Sends what the gateway and its web server say to standard error, as JSON."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Json())
+    for logger in (_LOGGER, logging.getLogger("uvicorn.error")):
+        logger.handlers = [handler]
+        logger.setLevel(logging.INFO)
+        logger.propagate = False

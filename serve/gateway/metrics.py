@@ -1,0 +1,60 @@
+"""What Prometheus is told: the queue, how long each stage takes, and what became of every video."""
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
+
+
+class Metrics:
+    """One registry of its own, so that two gateways in one process do not meet."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "megadit_http_requests", "answered requests", ["method", "route", "status"], registry=self.registry
+        )
+        self.videos = Counter(
+            "megadit_videos", "videos that ended", ["key", "model", "outcome"], registry=self.registry
+        )
+        self.errors = Counter("megadit_video_errors", "videos that failed", ["code"], registry=self.registry)
+        self.interruptions = Counter(
+            "megadit_interruptions",
+            "runs that their server or gateway did not finish",
+            ["server"],
+            registry=self.registry,
+        )
+        self.refusals = Counter("megadit_refusals", "requests over a limit", ["key", "code"], registry=self.registry)
+        self.stages = Histogram(
+            "megadit_stage_seconds",
+            "seconds that a video spends in the queue, at Triton, and being stored",
+            ["stage"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.webhooks = Counter("megadit_webhooks", "webhooks sent", ["outcome"], registry=self.registry)
+        self.streams = Gauge("megadit_open_streams", "progress streams being read", registry=self.registry)
+
+    def watch(self, counts: Callable[[], dict[tuple[str, str], int]], health: Callable[[], dict[str, bool]]) -> None:
+        """Reads the queue and the servers' health whenever Prometheus asks."""
+        self.registry.register(_Queue(counts, health))
+
+
+class _Queue(Collector):
+    def __init__(self, counts: Callable[[], dict[tuple[str, str], int]], health: Callable[[], dict[str, bool]]) -> None:
+        self._counts, self._health = counts, health
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        jobs = GaugeMetricFamily("megadit_jobs", "videos that wait or run", labels=["key", "status"])
+        for labels, count in self._counts().items():
+            jobs.add_metric(labels, count)
+        up = GaugeMetricFamily("megadit_server_up", "whether a Triton server takes work", labels=["server"])
+        for url, is_healthy in self._health().items():
+            up.add_metric([url], is_healthy)
+        return [jobs, up]
+
+    def describe(self) -> Iterable[GaugeMetricFamily]:
+        return []  # nothing is asked of the store when it is registered

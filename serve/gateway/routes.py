@@ -1,0 +1,261 @@
+"""The routes of the video API."""
+
+import asyncio
+import hashlib
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from fastapi.responses import FileResponse, StreamingResponse
+from pydantic import ValidationError
+from starlette.concurrency import run_in_threadpool
+
+from megadit.models.support import UserError
+from megadit.serve.contract import InvalidRequestError
+from megadit.serve.gateway.errors import ApiError, not_found, of_validation, unavailable
+from megadit.serve.gateway.keys import Key
+from megadit.serve.gateway.results import SUFFIXES
+from megadit.serve.gateway.schemas import (
+    CreateVideo,
+    ErrorBody,
+    Model,
+    ModelList,
+    Video,
+    VideoDeleted,
+    VideoPage,
+    check,
+)
+from megadit.serve.gateway.service import Gateway
+from megadit.serve.gateway.store import (
+    COMPLETED,
+    IdempotencyMismatchError,
+    Job,
+    NewJob,
+    QuotaExceededError,
+    TooManyActiveError,
+)
+
+_ID = re.compile(r"video_[0-9a-f]{32}")
+_SECONDS_BETWEEN_LOOKS = 0.2
+_SECONDS_BETWEEN_SIGNS_OF_LIFE = 15.0
+_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            kind: {"schema": CreateVideo.model_json_schema()} for kind in ("application/json", "multipart/form-data")
+        },
+    }
+}
+
+
+def video_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRouter:
+    router = APIRouter(prefix="/v1", tags=["videos"], responses={"default": {"model": ErrorBody}})
+    Authenticated = Annotated[Key, Depends(authenticate)]
+    streams = _Streams(gateway)
+
+    @router.post("/videos", response_model=Video, openapi_extra=_BODY)
+    async def create_video(
+        request: Request,
+        key: Authenticated,
+        idempotency_key: Annotated[str | None, Header(pattern=r"^[\x21-\x7e]{1,255}$")] = None,
+    ) -> Video:
+        """Takes a request and returns at once. Sent again with the same `Idempotency-Key`, it makes no second video."""
+        body = await _read(request)
+        return await run_in_threadpool(_create, gateway, key, body, idempotency_key)
+
+    @router.get("/videos", response_model=VideoPage)
+    def list_videos(
+        key: Authenticated,
+        after: Annotated[str | None, Query(max_length=100)] = None,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> VideoPage:
+        """The videos of this key, the newest first."""
+        if after is not None and not _ID.fullmatch(after):
+            raise not_found(after)
+        page = gateway.store.page(key.id, after=after, limit=limit, newest_first=order == "desc")
+        if page is None:
+            raise not_found(after)
+        videos = [Video.of(job, now=time.time()) for job in page[0]]
+        first, last = (videos[0].id, videos[-1].id) if videos else (None, None)
+        return VideoPage(data=videos, first_id=first, last_id=last, has_more=page[1])
+
+    @router.get("/videos/{video_id}", response_model=Video)
+    def get_video(key: Authenticated, video_id: str) -> Video:
+        """How far a video is."""
+        return Video.of(_find(gateway, key, video_id), now=time.time())
+
+    @router.get("/videos/{video_id}/events", response_class=StreamingResponse, responses=_content("text/event-stream"))
+    async def follow_video(key: Authenticated, video_id: str) -> StreamingResponse:
+        """The video again and again as it proceeds, until it has ended: server-sent events."""
+        await run_in_threadpool(_find, gateway, key, video_id)
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        return StreamingResponse(streams.open(key, video_id), media_type="text/event-stream", headers=headers)
+
+    @router.get("/videos/{video_id}/content", response_class=Response, responses=_content(*SUFFIXES))
+    def get_content(key: Authenticated, video_id: str, variant: Literal["video"] = "video") -> Response:
+        """The finished video itself."""
+        return _content_of(gateway, _find(gateway, key, video_id))
+
+    @router.delete("/videos/{video_id}", response_model=VideoDeleted)
+    def delete_video(key: Authenticated, video_id: str) -> VideoDeleted:
+        """Removes a video. One that is being made is cancelled: no step is computed after the one that is under way."""
+        job = gateway.store.delete(key.id, video_id) if _ID.fullmatch(video_id) else None
+        if job is None:
+            raise not_found(video_id)
+        gateway.runner.cancel(video_id)
+        gateway.results.remove(video_id)
+        return VideoDeleted(id=video_id)
+
+    @router.get("/models", response_model=ModelList)
+    def list_models(key: Authenticated) -> ModelList:
+        return ModelList(data=[_model(gateway, name) for name in gateway.servers.models])
+
+    @router.get("/models/{model_id}", response_model=Model)
+    def get_model(key: Authenticated, model_id: str) -> Model:
+        return _model(gateway, _known_model(gateway, model_id))
+
+    return router
+
+
+def _content(*kinds: str) -> dict[int | str, dict[str, Any]]:
+    return {200: {"content": {kind: {"schema": {"type": "string", "format": "binary"}} for kind in kinds}}}
+
+
+def _find(gateway: Gateway, key: Key, video_id: str) -> Job:
+    job = gateway.store.get(key.id, video_id) if _ID.fullmatch(video_id) else None
+    if job is None:
+        raise not_found(video_id)
+    return job
+
+
+async def _read(request: Request) -> CreateVideo:
+    """The body, as JSON or as a form; `openai`'s client sends either."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    try:
+        if kind == "application/json":
+            return CreateVideo.model_validate_json(await request.body())
+        if kind in ("multipart/form-data", "application/x-www-form-urlencoded"):
+            async with request.form(max_files=1, max_fields=64) as form:
+                return CreateVideo.model_validate(dict(form))
+    except ValidationError as error:
+        raise of_validation(error) from None
+    raise ApiError(415, "unsupported_media_type", "send application/json or multipart/form-data")
+
+
+def _create(gateway: Gateway, key: Key, body: CreateVideo, idempotency_key: str | None) -> Video:
+    model = _known_model(gateway, body.model or gateway.servers.models[0])
+    info = gateway.servers.info(model)
+    if info is None:
+        raise unavailable("not_ready", "no server has been seen yet")
+    try:
+        request = body.request(info)
+        check(request, info)
+    except (UserError, InvalidRequestError) as error:
+        raise ApiError(400, "invalid_request", str(error)[:500]) from None
+    if gateway.runner.is_draining:
+        raise unavailable("draining", "this gateway is about to end; ask again")
+    if not gateway.has_room():
+        raise unavailable("storage_full", "there is no room for more videos at the moment")
+    fingerprint = hashlib.sha256(body.model_dump_json().encode()).hexdigest()
+    new = NewJob(
+        model=model,
+        request=request,
+        priority=body.priority,
+        idempotency_key=idempotency_key,
+        fingerprint=fingerprint,
+    )
+    job = _stored(gateway, key, new)
+    gateway.runner.tell_news()
+    return Video.of(job, now=time.time())
+
+
+def _stored(gateway: Gateway, key: Key, new: NewJob) -> Job:
+    try:
+        return gateway.store.create(key, new)[0]
+    except IdempotencyMismatchError as error:
+        raise ApiError(422, "idempotency_mismatch", str(error)) from None
+    except TooManyActiveError as error:
+        code, seconds, message = "too_many_active", 5.0, str(error)
+    except QuotaExceededError as error:
+        code, seconds, message = "insufficient_quota", 3600.0, str(error)
+    gateway.metrics.refusals.labels(key.id, code).inc()
+    raise ApiError(429, code, message, retry_after=seconds)
+
+
+def _content_of(gateway: Gateway, job: Job) -> Response:
+    if job.status != COMPLETED:
+        raise ApiError(404, "not_completed", f"the video is {job.status.replace('_', ' ')}")
+    if job.num_bytes is None:
+        raise ApiError(404, "expired", "the video has expired")
+    headers = {"cache-control": "private, no-store", "x-content-type-options": "nosniff"}
+    name = f"{job.id}{SUFFIXES[job.media_type]}"
+    if not gateway.results.is_local:
+        headers |= {"content-length": str(job.num_bytes), "content-disposition": f'attachment; filename="{name}"'}
+        return StreamingResponse(gateway.results.read(job), media_type=job.media_type, headers=headers)
+    path = gateway.results.local_path(job)
+    if path is None:
+        raise ApiError(404, "lost", "the video is not there any more")
+    return FileResponse(path, media_type=job.media_type, filename=name, headers=headers)
+
+
+def _known_model(gateway: Gateway, model: str) -> str:
+    if model not in gateway.servers.models:
+        raise ApiError(
+            404, "model_not_found", f"there is no model {model[:64]!r}; `GET /v1/models` lists them", param="model"
+        )
+    return model
+
+
+def _model(gateway: Gateway, name: str) -> Model:
+    info = gateway.servers.info(name)
+    return Model(id=name, service=None if info is None else info.to_dict())
+
+
+class _Streams:
+    """Progress streams, of which each key may read a few at once."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._open: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def open(self, key: Key, video_id: str) -> AsyncIterator[str]:
+        """Raises:
+        ApiError: if this key reads as many as it may.
+        """
+        with self._lock:
+            if self._open[key.id] >= self._gateway.settings.max_streams:
+                message = f"this key may read {self._gateway.settings.max_streams} streams at once"
+                raise ApiError(429, "too_many_streams", message, retry_after=5)
+        return self._events(key, video_id)
+
+    async def _events(self, key: Key, video_id: str) -> AsyncIterator[str]:
+        self._count(key, 1)
+        try:
+            last, told_at = None, time.monotonic()
+            while not self._gateway.runner.is_draining:
+                job = await run_in_threadpool(self._gateway.store.get, key.id, video_id)
+                if job is None:
+                    yield "event: video.deleted\ndata: {}\n\n"
+                    return
+                if (job.status, job.step) != last:
+                    last, told_at = (job.status, job.step), time.monotonic()
+                    yield f"event: video.{job.status}\ndata: {Video.of(job, now=time.time()).model_dump_json()}\n\n"
+                elif time.monotonic() - told_at > _SECONDS_BETWEEN_SIGNS_OF_LIFE:
+                    told_at = time.monotonic()
+                    yield ": still here\n\n"
+                if job.has_ended:
+                    return
+                await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
+        finally:
+            self._count(key, -1)
+
+    def _count(self, key: Key, change: int) -> None:
+        with self._lock:
+            self._open[key.id] += change
+            self._gateway.metrics.streams.inc(change)

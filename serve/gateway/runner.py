@@ -1,0 +1,278 @@
+"""Takes jobs from the store to Triton and their videos to the results, whatever fails on the way.
+
+Each server has a thread that watches its health and one that hands it jobs while it has free slots: work goes where
+servers are healthy and idle. A job whose server fails is put back into the queue once, and then ends.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from megadit.serve.client import Generation
+from megadit.serve.contract import (
+    CancelledError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    Progress,
+    ServiceError,
+    VideoResult,
+)
+from megadit.serve.gateway.logs import log
+from megadit.serve.gateway.metrics import Metrics
+from megadit.serve.gateway.results import Results
+from megadit.serve.gateway.servers import Server, Servers
+from megadit.serve.gateway.store import MAX_ATTEMPTS, Job, JobStore
+
+_SECONDS_BETWEEN_LOOKS = 0.2
+"""At the queue; a job that this gateway was given is seen at once."""
+_SECONDS_BETWEEN_NOTES = 0.2
+"""Of a job's progress."""
+_SECONDS_BETWEEN_PROBES = 1.0
+_SECONDS_FOR_A_CANCEL = 5.0
+_CANCELLED, _LOST, _DRAINED = "cancelled", "lost", "drained"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunnerSettings:
+    """How long things may take, in seconds."""
+
+    job_seconds: float = 3600.0
+    """At Triton, its own queue included."""
+    hang_seconds: float = 10.0
+    """A server that answers no probe for so long loses its jobs."""
+    result_seconds: float = 86_400.0
+    """How long a video is kept."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Run:
+    """A job at a server."""
+
+    job: Job
+    server: Server
+    generation: Generation
+    began: float = field(default_factory=time.monotonic)
+    stopped_for: str | None = None
+    has_ended: threading.Event = field(default_factory=threading.Event)
+
+    def stop(self, reason: str) -> None:
+        self.stopped_for = self.stopped_for or reason
+        self.generation.cancel()
+
+
+class Runner:
+    """Runs the jobs of a store, as many at once as the servers have slots."""
+
+    def __init__(
+        self,
+        store: JobStore,
+        servers: Servers,
+        results: Results,
+        metrics: Metrics,
+        *,
+        settings: RunnerSettings,
+        on_end: Callable[[str], None],
+    ) -> None:
+        """`on_end` is called with the id of a job that is completed or has failed."""
+        self._store, self._servers, self._results, self._metrics = store, servers, results, metrics
+        self._settings, self._on_end = settings, on_end
+        self._draining, self._ended, self._news = threading.Event(), threading.Event(), threading.Event()
+        self._runs: dict[str, _Run] = {}
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(sum(server.slots for server in servers.all), thread_name_prefix="job")
+        self._threads = [
+            threading.Thread(target=loop, args=[server], name=f"{loop.__name__} {server.url}", daemon=True)
+            for server in servers.all
+            for loop in (self._watch, self._hand_out)
+        ]
+
+    def start(self) -> None:
+        for job in self._store.interrupt_all(self._store.owner):  # what an earlier life of this gateway ran
+            log("job interrupted", job=job.id, reason="the gateway ended")
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def is_draining(self) -> bool:
+        return self._draining.is_set()
+
+    def tell_news(self) -> None:
+        """There is a new job in the queue."""
+        self._news.set()
+
+    def cancel(self, job_id: str) -> None:
+        """Ends a job that this gateway runs; returns once Triton has been told."""
+        with self._lock:
+            run = self._runs.get(job_id)
+        if run is not None:
+            run.stop(_CANCELLED)
+            run.has_ended.wait(_SECONDS_FOR_A_CANCEL)
+
+    def drain(self, seconds: float) -> None:
+        """Begins no job any more, lets those that run finish, and puts back what is not done in time."""
+        self._draining.set()
+        self._news.set()
+        for thread in self._threads:
+            if thread.name.startswith(self._hand_out.__name__):
+                thread.join()
+        deadline = time.monotonic() + seconds
+        for run in self._running():
+            run.has_ended.wait(max(0.0, deadline - time.monotonic()))
+        for run in self._running():
+            run.stop(_DRAINED)
+        for run in self._running():
+            run.has_ended.wait(_SECONDS_FOR_A_CANCEL)
+        self._ended.set()
+        self._pool.shutdown(wait=True)
+
+    def _running(self) -> list[_Run]:
+        with self._lock:
+            return list(self._runs.values())
+
+    # ------------------------------------------------------------------------------------------ threads of a server
+
+    def _watch(self, server: Server) -> None:
+        while not self._ended.wait(_SECONDS_BETWEEN_PROBES if server.infos else 0.2):
+            was_healthy = server.is_healthy
+            if server.probe() != was_healthy:
+                log("server is " + ("healthy" if server.is_healthy else "unhealthy"), server=server.url)
+            if server.seconds_failing() > self._settings.hang_seconds:
+                for run in self._running():
+                    if run.server is server:
+                        run.stop(_LOST)
+
+    def _hand_out(self, server: Server) -> None:
+        while not self._draining.is_set():
+            if not server.free.acquire(timeout=_SECONDS_BETWEEN_LOOKS):
+                continue
+            try:
+                is_given = server.is_healthy and self._begin_next(server)
+            except SQLAlchemyError as error:
+                log("store failed", reason=str(error).splitlines()[0])
+                is_given = False
+            if not is_given:
+                server.free.release()
+                self._news.wait(_SECONDS_BETWEEN_LOOKS)
+                self._news.clear()
+
+    def _begin_next(self, server: Server) -> bool:
+        """Whether there was a job, and this server answered just before it was taken."""
+        if not self._store.has_queued() or not server.probe():
+            return False
+        job = self._store.claim(frozenset(server.models))
+        if job is None:
+            return False
+        generation = server.client(job.model).stream(job.request, timeout=self._settings.job_seconds)
+        run = _Run(job=job, server=server, generation=generation)
+        with self._lock:
+            self._runs[job.id] = run
+        self._metrics.stages.labels("queue").observe(max(0.0, job.started_at - job.created_at))
+        log("job started", job=job.id, key=job.key_id, server=server.url, attempt=job.attempts)
+        self._pool.submit(self._work, run)
+        return True
+
+    # ------------------------------------------------------------------------------------------ one job
+
+    def _work(self, run: _Run) -> None:
+        try:
+            self._settle(run)
+        except Exception as error:
+            log("job lost its gateway", error=error, job=run.job.id)
+        finally:
+            with self._lock:
+                del self._runs[run.job.id]
+            run.has_ended.set()
+            run.server.free.release()
+            self._news.set()
+
+    def _settle(self, run: _Run) -> None:
+        """Makes the video and writes down what became of the job."""
+        try:
+            video = self._generate(run)
+            self._metrics.stages.labels("triton").observe(time.monotonic() - run.began)
+        except InvalidRequestError as error:
+            self._fail(run, "invalid_request", str(error))
+        except CancelledError as error:
+            self._settle_stopped(run, error)
+        except DeadlineExceededError as error:
+            if time.monotonic() - run.began < self._settings.job_seconds:
+                self._interrupt(run, f"the server did not answer: {error}")
+            else:
+                self._fail(run, "timed_out", f"not done within {self._settings.job_seconds:g} s")
+        except ServiceError as error:
+            self._interrupt(run, str(error))
+        else:
+            self._keep(run, video)
+
+    def _generate(self, run: _Run) -> VideoResult:
+        video, last_note = None, -_SECONDS_BETWEEN_NOTES
+        for event in run.generation:
+            if isinstance(event, VideoResult):
+                video = event
+            elif isinstance(event, Progress) and time.monotonic() - last_note >= _SECONDS_BETWEEN_NOTES:
+                last_note = time.monotonic()
+                try:
+                    is_ours = self._store.note_step(run.job, event.step)
+                except SQLAlchemyError:
+                    continue  # a full disk: progress is told later, or not at all
+                if not is_ours:  # deleted at another gateway
+                    run.stop(_CANCELLED)
+        if video is None:
+            raise ServiceError("the stream ended without a video")
+        return video
+
+    def _keep(self, run: _Run, video: VideoResult) -> None:
+        began = time.monotonic()
+        try:
+            result = self._results.put(run.job.id, video.data, video.media_type)
+        except Exception as error:  # fsspec's file systems raise what their libraries do
+            log("result not stored", error=error, job=run.job.id)
+            self._fail(run, "storage_failed", f"the video could not be stored: {error}")
+            return
+        self._metrics.stages.labels("store").observe(time.monotonic() - began)
+        seconds = self._settings.result_seconds
+        if self._persist(lambda: self._store.complete(run.job, result, seconds_to_live=seconds)):
+            self._end(run, "completed")
+        else:
+            self._results.remove(run.job.id)  # deleted in the meantime
+
+    def _settle_stopped(self, run: _Run, error: CancelledError) -> None:
+        if run.stopped_for == _CANCELLED:
+            self._metrics.videos.labels(run.job.key_id, run.job.model, "cancelled").inc()
+            log("job cancelled", job=run.job.id, step=run.job.step)
+        elif run.stopped_for == _DRAINED:
+            self._persist(lambda: self._store.give_back(run.job))
+        else:
+            self._interrupt(run, "its server hangs" if run.stopped_for == _LOST else str(error))
+
+    def _interrupt(self, run: _Run, reason: str) -> None:
+        run.server.suspect()
+        self._metrics.interruptions.labels(run.server.url).inc()
+        log("job interrupted", job=run.job.id, server=run.server.url, attempt=run.job.attempts, reason=reason)
+        if self._persist(lambda: self._store.interrupt(run.job, reason)) and run.job.attempts >= MAX_ATTEMPTS:
+            self._end(run, "failed", "server_failed")
+
+    def _fail(self, run: _Run, code: str, message: str) -> None:
+        if self._persist(lambda: self._store.fail(run.job, code, message)):
+            self._end(run, "failed", code)
+
+    def _end(self, run: _Run, outcome: str, code: str | None = None) -> None:
+        self._metrics.videos.labels(run.job.key_id, run.job.model, outcome).inc()
+        if code is not None:
+            self._metrics.errors.labels(code).inc()
+        log(f"job {outcome}", job=run.job.id, key=run.job.key_id, code=code, seconds=time.monotonic() - run.began)
+        self._on_end(run.job.id)
+
+    def _persist(self, write: Callable[[], bool]) -> bool:
+        """Writes to the store, again and again while it cannot take it (a full disk), until this gateway ends."""
+        while True:
+            try:
+                return write()
+            except SQLAlchemyError as error:
+                log("store failed", reason=str(error).splitlines()[0])
+                if self._ended.wait(1.0):
+                    raise

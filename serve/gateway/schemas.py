@@ -1,0 +1,155 @@
+"""What goes in and out over HTTP: the shapes of OpenAI's video API, with this service's own settings beside them."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from megadit.serve.contract import SETTINGS, InvalidRequestError, ServiceInfo, VideoRequest
+from megadit.serve.gateway.store import COMPLETED, FAILED, Job
+
+_INT32, _INT64 = 2**31 - 1, 2**63 - 1
+
+
+class CreateVideo(BaseModel):
+    """A video to make. What is left out is the model's default."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, title="CreateVideo")
+
+    prompt: str = Field(max_length=100_000, examples=["a red seven moving left"])
+    model: str | None = Field(None, max_length=200, description="One of `GET /v1/models`; else the first of them")
+    seconds: float | None = Field(None, gt=0, le=3600, description="Length; `num_frames` is the exact way to say it")
+    size: str | None = Field(None, pattern=r"^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}$", description="WIDTHxHEIGHT in pixels")
+    negative_prompt: str | None = Field(None, max_length=100_000)
+    seed: int | None = Field(None, ge=-_INT64 - 1, le=_INT64, description="The same request gives the same video")
+    guidance: float | None = Field(None, ge=0, le=1e6)
+    num_steps: int | None = Field(None, ge=1, le=_INT32)
+    sampler: str | None = Field(None, max_length=200)
+    num_frames: int | None = Field(None, ge=1, le=_INT32, description="1 makes a png")
+    fps: float | None = Field(None, gt=0, le=1e6)
+    eta: float | None = Field(None, ge=0, le=1)
+    priority: int = Field(2, ge=1, le=3, description="Among the videos of the same key: 1 is made first")
+
+    def request(self, info: ServiceInfo) -> VideoRequest:
+        """The request for Triton, with nothing left out.
+
+        Raises:
+            InvalidRequestError: if the settings contradict each other.
+        """
+        given = {name: getattr(self, name) for name in ("prompt", "seed", *SETTINGS) if hasattr(self, name)}
+        if self.size is not None:
+            given["width"], given["height"] = map(int, self.size.split("x"))
+        if self.seconds is not None:
+            if self.num_frames is not None:
+                raise InvalidRequestError("seconds and num_frames both say how long the video is; give one of them")
+            given["num_frames"] = max(1, round(self.seconds * (self.fps or info.defaults["fps"])))
+        return VideoRequest(**given).filled(info.defaults)
+
+
+class VideoError(BaseModel):
+    code: str
+    message: str
+
+
+class Video(BaseModel):
+    """A video, from its request to its end."""
+
+    id: str
+    object: Literal["video"] = "video"
+    model: str
+    status: Literal["queued", "in_progress", "completed", "failed"]
+    progress: int = Field(description="Percent")
+    created_at: int = Field(description="Seconds since 1970")
+    completed_at: int | None = None
+    expires_at: int | None = Field(None, description="When the video itself is removed")
+    error: VideoError | None = None
+    prompt: str
+    seconds: str
+    size: str
+    remixed_from_video_id: None = None
+    media_type: str | None = None
+    sha256: str | None = None
+    step: int
+    settings: dict[str, Any] = Field(description="Everything that decides the video")
+
+    @classmethod
+    def of(cls, job: Job, *, now: float) -> "Video":
+        request = job.request
+        is_there = job.status == COMPLETED and job.num_bytes is not None
+        return cls(
+            id=job.id,
+            model=job.model,
+            status=job.status,
+            progress=job.progress,
+            created_at=int(job.created_at),
+            completed_at=None if job.completed_at is None else int(job.completed_at),
+            expires_at=int(now + job.seconds_to_live) if is_there and job.seconds_to_live is not None else None,
+            error=VideoError(code=job.error_code, message=job.error_message) if job.status == FAILED else None,
+            prompt=request.prompt,
+            seconds=f"{request.num_frames / request.fps:g}",
+            size=f"{request.width}x{request.height}",
+            media_type=job.media_type,
+            sha256=job.sha256,
+            step=job.step,
+            settings={name: getattr(request, name) for name in ("seed", *SETTINGS)},
+        )
+
+
+class VideoPage(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Video]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class VideoDeleted(BaseModel):
+    id: str
+    object: Literal["video.deleted"] = "video.deleted"
+    deleted: Literal[True] = True
+
+
+class Model(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int = 0
+    owned_by: str = "megadit"
+    service: dict[str, Any] | None = Field(description="Defaults, limits and samplers; null until a server was seen")
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    error: ErrorDetail
+
+
+class Health(BaseModel):
+    status: Literal["ok", "not ready"]
+
+
+def check(request: VideoRequest, info: ServiceInfo) -> None:
+    """What can be told to be wrong without the model; Triton checks everything again.
+
+    Raises:
+        UserError: if the request cannot be served.
+        InvalidRequestError: likewise.
+    """
+    for name in ("prompt", "negative_prompt", "sampler"):
+        info.limits.check_text(name, getattr(request, name) or "")
+    if request.sampler not in info.samplers:
+        raise InvalidRequestError(f"sampler={request.sampler!r} is unknown; choose one of {', '.join(info.samplers)}")
+    for name in ("height", "width"):
+        size = getattr(request, name)
+        if size < info.size_multiple or size % info.size_multiple:
+            raise InvalidRequestError(f"{name}={size} is not a multiple of {info.size_multiple}")
+    sizes = ("num_videos", "num_frames", "height", "width", "fps", "num_steps")
+    info.limits.check_size(**{name: getattr(request, name) for name in sizes})

@@ -1,0 +1,133 @@
+"""The gateway put together: store, keys, servers, runner, results; and the house-keeping that never ends."""
+
+import itertools
+import shutil
+import socket
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from megadit.models.support import UserError
+from megadit.serve.contract import MODEL
+from megadit.serve.gateway.clock import Heart
+from megadit.serve.gateway.database import Database, store_url
+from megadit.serve.gateway.keys import KeyRing
+from megadit.serve.gateway.logs import log
+from megadit.serve.gateway.metrics import Metrics
+from megadit.serve.gateway.rates import Rates
+from megadit.serve.gateway.results import Results
+from megadit.serve.gateway.runner import Runner, RunnerSettings
+from megadit.serve.gateway.servers import Servers
+from megadit.serve.gateway.store import JobStore
+
+_SECONDS_BETWEEN_BEATS = 1.0
+_BEATS_BETWEEN_PURGES = 60
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatewaySettings:
+    """All that can be set."""
+
+    servers: tuple[str, ...] = ("grpc://127.0.0.1:8001",)
+    models: tuple[str, ...] = (MODEL,)
+    store: str = "gateway/jobs.sqlite"
+    """A file, or the URL of a database, which several gateways may share."""
+    results: str = "gateway/videos"
+    """A folder, or a URL that fsspec knows."""
+    name: str = ""
+    """Of this gateway, unlike that of any other at the same store; the host's name and the port if empty."""
+    slots: int = 8
+    """Jobs that each server is given at once."""
+    max_body_bytes: int = 1 << 20
+    max_streams: int = 32
+    """Progress streams that each key may read at once."""
+    min_free_bytes: int = 1 << 28
+    """Room that must be left for the store and the results; with less, no job is taken."""
+    history_seconds: float = 30 * 86_400.0
+    """How long a job is remembered after its end."""
+    runner: RunnerSettings = field(default_factory=RunnerSettings)
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "max_body_bytes", "max_streams"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)} must be at least 1")
+        if not self.servers:
+            raise UserError("give at least one server, such as grpc://127.0.0.1:8001")
+
+
+class Gateway:
+    """Everything behind the routes."""
+
+    def __init__(self, settings: GatewaySettings, *, port: int = 0) -> None:
+        """Opens the store and the results; nothing runs before `start`.
+
+        Raises:
+            UserError: for a store or a place of results that cannot be used.
+        """
+        self.settings = settings
+        self.database = Database(settings.store)
+        self.keys = KeyRing(self.database)
+        self.store = JobStore(self.database, owner=settings.name or f"{socket.gethostname()}:{port}")
+        self.results = Results(settings.results)
+        self.metrics = Metrics()
+        self.rates = Rates()
+        self.servers = Servers.of(settings.servers, settings.models, slots=settings.slots)
+        self.runner = Runner(
+            self.store,
+            self.servers,
+            self.results,
+            self.metrics,
+            settings=settings.runner,
+            on_end=lambda job_id: None,
+        )
+        self.metrics.watch(self.store.counts, lambda: {server.url: server.is_healthy for server in self.servers.all})
+        self._heart = Heart(self.database, self.store.owner)
+        self._stopping = threading.Event()
+        self._housekeeper = threading.Thread(target=self._keep_house, name="housekeeper", daemon=True)
+
+    def start(self) -> None:
+        self.results.sweep(self.store.has_result)
+        self.runner.start()
+        self._housekeeper.start()
+
+    def stop(self, drain_seconds: float) -> None:
+        """Lets running jobs finish, puts back the others, and closes the store."""
+        self.runner.drain(drain_seconds)
+        self._stopping.set()
+        self._housekeeper.join()
+        self.database.close()
+
+    def is_ready(self) -> bool:
+        """Whether the store answers, a server is healthy and this gateway is not about to end."""
+        try:
+            self.store.has_queued()
+        except SQLAlchemyError:
+            return False
+        return self.servers.num_healthy > 0 and not self.runner.is_draining
+
+    def has_room(self) -> bool:
+        """Whether the disks of the store and of the results have room for more."""
+        url = store_url(self.settings.store)
+        folder = Path(url.removeprefix("sqlite:///")).parent if url.startswith("sqlite") else None
+        free = [self.results.free_bytes(), *([shutil.disk_usage(folder).free] if folder else [])]
+        return min(free) >= self.settings.min_free_bytes
+
+    def _keep_house(self) -> None:
+        for beat in itertools.count():
+            if self._stopping.wait(_SECONDS_BETWEEN_BEATS):
+                return
+            try:
+                for dead in self._heart.beat():
+                    for job in self.store.interrupt_all(dead):
+                        log("job interrupted", job=job.id, reason=f"the gateway {dead} ended")
+                for job in self.store.expired():
+                    self.results.remove(job.id)
+                    self.store.forget_result(job)
+                if beat % _BEATS_BETWEEN_PURGES == 0:
+                    self.store.purge(self.settings.history_seconds)
+            except SQLAlchemyError as error:
+                log("store failed", reason=str(error).splitlines()[0])
+            except Exception as error:  # a place of results that does not answer; the next round tries again
+                log("housekeeping failed", error=error)

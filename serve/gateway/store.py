@@ -1,0 +1,355 @@
+"""Jobs, from the request to the end of their history, in a store that survives whatever happens to the gateway.
+
+    queued -> in_progress -> completed | failed        (and from any of them: deleted)
+
+A change of a running job names its owner and attempt: a gateway that was thought dead and comes back changes nothing.
+"""
+
+import json
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, select, update
+
+from megadit.serve.contract import VideoRequest
+from megadit.serve.gateway.clock import store_seconds
+from megadit.serve.gateway.database import JOBS, KEYS, Database
+from megadit.serve.gateway.keys import Key
+
+QUEUED, IN_PROGRESS, COMPLETED, FAILED, DELETED = "queued", "in_progress", "completed", "failed", "deleted"
+MAX_ATTEMPTS = 2
+"""How often a job is begun: a server that fails under it costs it its place once."""
+_DAY = 86_400.0
+_PURGED_AT_ONCE = 500
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One row."""
+
+    number: int
+    id: str
+    key_id: str
+    model: str
+    request: VideoRequest
+    priority: int
+    status: str
+    step: int
+    attempts: int
+    owner: str | None
+    error_code: str | None
+    error_message: str | None
+    created_at: float
+    started_at: float | None
+    completed_at: float | None
+    seconds_to_live: float | None
+    """Of the result; negative once it is gone."""
+    media_type: str | None
+    num_bytes: int | None
+    sha256: str | None
+
+    @property
+    def progress(self) -> int:
+        """Percent of the steps; 100 only once the video is there."""
+        if self.status == COMPLETED:
+            return 100
+        return min(99, 100 * self.step // max(1, self.request.num_steps or 1))
+
+    @property
+    def has_ended(self) -> bool:
+        return self.status not in (QUEUED, IN_PROGRESS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NewJob:
+    """What a client asks for."""
+
+    model: str
+    request: VideoRequest
+    priority: int = 2
+    """Among the jobs of its key: 1 is made first, then 2 and 3."""
+    idempotency_key: str | None = None
+    fingerprint: str = ""
+    """Of the request's body; the same idempotency key with another body is a mistake."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """A video that was stored."""
+
+    media_type: str
+    num_bytes: int
+    sha256: str
+
+
+class TooManyActiveError(Exception):
+    """The key has as many jobs as it may have at once."""
+
+
+class QuotaExceededError(Exception):
+    """The key has asked for as many videos as it may in a day."""
+
+
+class IdempotencyMismatchError(Exception):
+    """The idempotency key belongs to another request, or to a job that was deleted."""
+
+
+class JobStore:
+    """The jobs of all keys."""
+
+    def __init__(self, database: Database, *, owner: str) -> None:
+        """`owner`: the name of this gateway, under which it runs jobs; no other gateway of the store has it."""
+        self._database = database
+        self.owner = owner
+
+    # ------------------------------------------------------------------------------------------- what clients do
+
+    def create(self, key: Key, new: NewJob) -> tuple[Job, bool]:
+        """The job, and whether it is new; an idempotency key that was seen gives the job that it made.
+
+        Raises:
+            IdempotencyMismatchError, TooManyActiveError, QuotaExceededError
+        """
+        with self._database.writing() as connection:
+            connection.execute(select(KEYS.c.id).where(KEYS.c.id == key.id).with_for_update())  # one at a time
+            now = store_seconds(connection)
+            if new.idempotency_key is not None:
+                known = _one(connection, now, JOBS.c.key_id == key.id, JOBS.c.idempotency_key == new.idempotency_key)
+                if known is not None:
+                    return self._known(connection, known, new), False
+            _check_room(connection, key, now)
+            job_id = f"video_{secrets.token_hex(16)}"
+            connection.execute(
+                JOBS.insert().values(
+                    id=job_id,
+                    key_id=key.id,
+                    model=new.model,
+                    request=json.dumps(new.request.to_inputs()),
+                    priority=new.priority,
+                    status=QUEUED,
+                    step=0,
+                    attempts=0,
+                    created_at=time.time(),
+                    created_tick=now,
+                    idempotency_key=new.idempotency_key,
+                    fingerprint=new.fingerprint,
+                )
+            )
+            return _one(connection, now, JOBS.c.id == job_id), True
+
+    def _known(self, connection: Connection, job: Job, new: NewJob) -> Job:
+        fingerprint = connection.execute(select(JOBS.c.fingerprint).where(JOBS.c.id == job.id)).scalar_one()
+        if fingerprint != new.fingerprint:
+            raise IdempotencyMismatchError("this idempotency key was used with another request")
+        if job.status == DELETED:
+            raise IdempotencyMismatchError("the video that this idempotency key made was deleted")
+        return job
+
+    def get(self, key_id: str, job_id: str) -> Job | None:
+        """A job of this key that was not deleted."""
+        with self._database.reading() as connection:
+            return _one(connection, store_seconds(connection), *_of_key(key_id), JOBS.c.id == job_id)
+
+    def page(self, key_id: str, *, after: str | None, limit: int, newest_first: bool) -> tuple[list[Job], bool] | None:
+        """Jobs of a key, and whether there are more; None if `after` is none of them."""
+        conditions = list(_of_key(key_id))
+        with self._database.reading() as connection:
+            now = store_seconds(connection)
+            if after is not None:
+                last = _one(connection, now, *conditions, JOBS.c.id == after)
+                if last is None:
+                    return None
+                conditions.append(JOBS.c.number < last.number if newest_first else JOBS.c.number > last.number)
+            order = JOBS.c.number.desc() if newest_first else JOBS.c.number
+            rows = connection.execute(select(JOBS).where(*conditions).order_by(order).limit(limit + 1)).all()
+        return [_job(row, now) for row in rows[:limit]], len(rows) > limit
+
+    def delete(self, key_id: str, job_id: str) -> Job | None:
+        """The job as it was before; None where there was none."""
+        with self._database.writing() as connection:
+            now = store_seconds(connection)
+            job = _one(connection, now, *_of_key(key_id), JOBS.c.id == job_id)
+            if job is not None:
+                values = {"status": DELETED, "ended_tick": now, "expires_tick": None}
+                connection.execute(update(JOBS).where(JOBS.c.number == job.number).values(**values))
+            return job
+
+    # ------------------------------------------------------------------------------------------- what runners do
+
+    def has_queued(self) -> bool:
+        with self._database.reading() as connection:
+            return connection.execute(select(JOBS.c.number).where(JOBS.c.status == QUEUED).limit(1)).first() is not None
+
+    def claim(self, models: frozenset[str]) -> Job | None:
+        """Takes the job that is next, for this gateway to run.
+
+        Keys take turns: the key with the fewest running jobs, and among equals the one whose last turn is the longest
+        ago. A key's own jobs go by priority, then by age.
+        """
+        waiting = select(JOBS.c.key_id).where(JOBS.c.status == QUEUED, JOBS.c.model.in_(models)).distinct()
+        running = (
+            select(JOBS.c.key_id, func.count().label("jobs"))
+            .where(JOBS.c.status == IN_PROGRESS)
+            .group_by(JOBS.c.key_id)
+            .subquery()
+        )
+        turns = (
+            select(KEYS.c.id)
+            .where(KEYS.c.id.in_(waiting))
+            .outerjoin(running, running.c.key_id == KEYS.c.id)
+            .order_by(func.coalesce(running.c.jobs, 0), KEYS.c.turn, KEYS.c.id)
+        )
+        with self._database.writing() as connection:
+            now = store_seconds(connection)
+            for key_id in connection.execute(turns).scalars():
+                first = (
+                    select(JOBS.c.number)
+                    .where(JOBS.c.status == QUEUED, JOBS.c.key_id == key_id, JOBS.c.model.in_(models))
+                    .order_by(JOBS.c.priority, JOBS.c.number)
+                    .limit(1)
+                )
+                if (number := connection.execute(first).scalar_one_or_none()) is not None:
+                    if self._take(connection, number, key_id):
+                        return _one(connection, now, JOBS.c.number == number)
+        return None
+
+    def _take(self, connection: Connection, number: int, key_id: str) -> bool:
+        taken = connection.execute(
+            update(JOBS)
+            .where(JOBS.c.number == number, JOBS.c.status == QUEUED)  # another gateway may have been faster
+            .values(status=IN_PROGRESS, owner=self.owner, attempts=JOBS.c.attempts + 1, step=0, started_at=time.time())
+        )
+        latest = connection.execute(select(func.max(KEYS.c.turn))).scalar_one()
+        connection.execute(update(KEYS).where(KEYS.c.id == key_id).values(turn=latest + 1))
+        return taken.rowcount == 1
+
+    def note_step(self, job: Job, step: int) -> bool:
+        """False if the job is not ours to run any more."""
+        return self._change(job, lambda now: {"step": step})
+
+    def complete(self, job: Job, result: Result, *, seconds_to_live: float) -> bool:
+        def values(now: float) -> dict[str, Any]:
+            return {
+                "status": COMPLETED,
+                "step": job.request.num_steps or 0,
+                "media_type": result.media_type,
+                "num_bytes": result.num_bytes,
+                "sha256": result.sha256,
+                "completed_at": time.time(),
+                "ended_tick": now,
+                "expires_tick": now + seconds_to_live,
+            }
+
+        return self._change(job, values)
+
+    def fail(self, job: Job, code: str, message: str) -> bool:
+        return self._change(job, lambda now: _failure(now, code, message))
+
+    def give_back(self, job: Job) -> bool:
+        """Puts it back into the queue as if it had never been begun."""
+        return self._change(job, lambda now: {"status": QUEUED, "owner": None, "step": 0, "attempts": job.attempts - 1})
+
+    def interrupt(self, job: Job, reason: str) -> bool:
+        """Puts it back into the queue, or ends it where it has been begun often enough."""
+        if job.attempts >= MAX_ATTEMPTS:
+            return self.fail(job, "server_failed", f"interrupted {job.attempts} times, last because {reason}")
+        return self._change(job, lambda now: {"status": QUEUED, "owner": None, "step": 0})
+
+    def interrupt_all(self, owner: str) -> list[Job]:
+        """What a gateway ran that is no more; as `interrupt` does it."""
+        with self._database.reading() as connection:
+            now = store_seconds(connection)
+            rows = connection.execute(select(JOBS).where(JOBS.c.status == IN_PROGRESS, JOBS.c.owner == owner)).all()
+        return [job for row in rows if self.interrupt(job := _job(row, now), "its gateway ended")]
+
+    def _change(self, job: Job, values: Callable[[float], dict[str, Any]]) -> bool:
+        """Changes a running job if it is still that attempt of its owner."""
+        still_ours = and_(
+            JOBS.c.number == job.number,
+            JOBS.c.status == IN_PROGRESS,
+            JOBS.c.owner == job.owner,
+            JOBS.c.attempts == job.attempts,
+        )
+        with self._database.writing() as connection:
+            now = store_seconds(connection)
+            return connection.execute(update(JOBS).where(still_ours).values(**values(now))).rowcount == 1
+
+    # ------------------------------------------------------------------------------------------- keeping house
+
+    def expired(self) -> list[Job]:
+        """Jobs whose result has outlived its time and is not yet removed (see `forget_result`)."""
+        with self._database.reading() as connection:
+            now = store_seconds(connection)
+            gone = select(JOBS).where(JOBS.c.num_bytes.is_not(None), JOBS.c.expires_tick < now).limit(_PURGED_AT_ONCE)
+            return [_job(row, now) for row in connection.execute(gone)]
+
+    def forget_result(self, job: Job) -> None:
+        with self._database.writing() as connection:
+            connection.execute(update(JOBS).where(JOBS.c.number == job.number).values(num_bytes=None))
+
+    def purge(self, seconds: float) -> int:
+        """Removes rows of jobs that ended, and whose result went, more than so many seconds ago."""
+        with self._database.writing() as connection:
+            old = and_(
+                JOBS.c.ended_tick < store_seconds(connection) - seconds,
+                JOBS.c.num_bytes.is_(None) | (JOBS.c.status != COMPLETED),
+            )
+            return connection.execute(delete(JOBS).where(old)).rowcount
+
+    def has_result(self, job_id: str) -> bool:
+        """Whether a stored result belongs to a job that has, or may yet get, one."""
+        wanted = JOBS.c.status.in_((QUEUED, IN_PROGRESS)) | JOBS.c.num_bytes.is_not(None)
+        with self._database.reading() as connection:
+            found = select(JOBS.c.number).where(JOBS.c.id == job_id, JOBS.c.status != DELETED, wanted)
+            return connection.execute(found).scalar_one_or_none() is not None
+
+    def counts(self) -> dict[tuple[str, str], int]:
+        """(key, status) -> jobs, of those that wait or run."""
+        active = (
+            select(JOBS.c.key_id, JOBS.c.status, func.count())
+            .where(JOBS.c.status.in_((QUEUED, IN_PROGRESS)))
+            .group_by(JOBS.c.key_id, JOBS.c.status)
+        )
+        with self._database.reading() as connection:
+            return {(key, status): count for key, status, count in connection.execute(active)}
+
+
+def _check_room(connection: Connection, key: Key, now: float) -> None:
+    def count(*conditions: ColumnElement[bool]) -> int:
+        return connection.execute(select(func.count()).where(JOBS.c.key_id == key.id, *conditions)).scalar_one()
+
+    if count(JOBS.c.status.in_((QUEUED, IN_PROGRESS))) >= key.limits.max_active:
+        raise TooManyActiveError(f"this key may have {key.limits.max_active} videos waiting or running at once")
+    if count(JOBS.c.created_tick > now - _DAY) >= key.limits.videos_per_day:
+        raise QuotaExceededError(f"this key may ask for {key.limits.videos_per_day} videos a day")
+
+
+def _failure(now: float, code: str, message: str) -> dict[str, Any]:
+    return {
+        "status": FAILED,
+        "error_code": code,
+        "error_message": message[:1000],
+        "completed_at": time.time(),
+        "ended_tick": now,
+    }
+
+
+def _of_key(key_id: str) -> tuple[ColumnElement[bool], ...]:
+    return JOBS.c.key_id == key_id, JOBS.c.status != DELETED
+
+
+def _one(connection: Connection, now: float, *conditions: ColumnElement[bool]) -> Job | None:
+    row = connection.execute(select(JOBS).where(*conditions)).one_or_none()
+    return None if row is None else _job(row, now)
+
+
+def _job(row: Row, now: float) -> Job:
+    plain = {name: getattr(row, name) for name in Job.__dataclass_fields__ if name in JOBS.c and name != "request"}
+    return Job(
+        **plain,
+        request=VideoRequest(**json.loads(row.request)),
+        seconds_to_live=None if row.expires_tick is None else row.expires_tick - now,
+    )

@@ -1,0 +1,153 @@
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from megadit.serve.contract import Limits, ServiceInfo
+from megadit.serve.gateway.app import create_app
+from megadit.serve.gateway.database import Database
+from megadit.serve.gateway.keys import KeyLimits, KeyRing
+from megadit.serve.gateway.service import Gateway, GatewaySettings
+from megadit.serve.local_server import Ports
+
+INFO = ServiceInfo(
+    defaults={
+        "negative_prompt": "",
+        "guidance": 2.0,
+        "num_steps": 4,
+        "sampler": "euler",
+        "num_frames": 5,
+        "height": 16,
+        "width": 24,
+        "fps": 8.0,
+        "eta": 0.0,
+    },
+    limits=Limits(max_frames=20, max_pixels=4 * 16 * 24 * 5, max_work=16 * 24 * 5 * 5000),
+    samplers=("euler", "heun"),
+    size_multiple=4,
+)
+
+
+@pytest.fixture
+def gateway(tmp_path):
+    """A gateway that runs nothing: what is asked of it stays in the queue."""
+    settings = GatewaySettings(
+        servers=("grpc://127.0.0.1:1",),
+        store=str(tmp_path / "jobs.sqlite"),
+        results=str(tmp_path / "videos"),
+        min_free_bytes=0,
+    )
+    gateway = Gateway(settings)
+    gateway.servers.all[0].infos["text_to_video"] = INFO
+    yield gateway
+    gateway.database.close()
+
+
+@pytest.fixture
+def new_key(gateway):
+    """Makes a key: its text, and what is kept of it."""
+
+    def make(name: str = "somebody", **limits):
+        return gateway.keys.add(name, limits=KeyLimits(**{"requests_per_minute": 10**6} | limits))
+
+    return make
+
+
+@pytest.fixture
+def visit(gateway, new_key):
+    """A client of the application, in this process, with a key unless it is told otherwise."""
+    from starlette.testclient import TestClient
+
+    app = create_app(gateway)
+
+    def client(key: str | None = None, *, anonymous: bool = False) -> TestClient:
+        headers = {} if anonymous else {"authorization": f"Bearer {key or new_key()[0]}"}
+        return TestClient(app, headers=headers, raise_server_exceptions=False)
+
+    return client
+
+
+@dataclass(kw_only=True)
+class RunningGateway:
+    """A gateway in a process of its own."""
+
+    process: subprocess.Popen
+    folder: Path
+    port: int
+    metrics_port: int
+    command: list[str]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def client(self, **limits) -> httpx.Client:
+        return httpx.Client(
+            base_url=self.url, headers={"authorization": f"Bearer {self.new_key(**limits)}"}, timeout=120
+        )
+
+    def new_key(self, *, webhook_url: str | None = None, **limits) -> str:
+        with contextlib.closing(Database(str(self.folder / "jobs.sqlite"))) as database:
+            limits = KeyLimits(**{"requests_per_minute": 10**6, "max_active": 1000} | limits)
+            return KeyRing(database).add("somebody", limits=limits, webhook_url=webhook_url)[0]
+
+    def is_ready(self) -> bool:
+        return is_ready(self.url)
+
+    def metrics(self) -> str:
+        return httpx.get(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=60).text
+
+    def restart(self) -> "RunningGateway":
+        with (self.folder / "log").open("ab") as log:
+            return replace(self, process=subprocess.Popen(self.command, stdout=log, stderr=log))
+
+
+def is_ready(url: str) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(f"{url}/health/ready", timeout=10).status_code == 200
+    return False
+
+
+@pytest.fixture
+def start_gateway(tmp_path):
+    """Starts gateways in front of Triton servers; all are killed in the end."""
+    started: list[subprocess.Popen] = []
+
+    def start(*servers: str, folder: Path = tmp_path, arguments: tuple[str, ...] = ()) -> RunningGateway:
+        ports = Ports.free()
+        command = [sys.executable, "-m", "megadit.serve.cli", "serve", "gateway"]
+        command += [f"--server={server}" for server in servers]
+        command += [f"--port={ports.http}", f"--metrics_port={ports.metrics}", f"--store={folder / 'jobs.sqlite'}"]
+        command += [f"--results={folder / 'videos'}", "--min_free_bytes=0", *arguments]
+        with (folder / "log").open("ab") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        started.append(process)
+        gateway = RunningGateway(
+            process=process, folder=folder, port=ports.http, metrics_port=ports.metrics, command=command
+        )
+        wait_for(gateway.is_ready, lambda: process.poll() is None, lambda: (folder / "log").read_text())
+        return gateway
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def wait_for(condition, may_go_on=lambda: True, tell=lambda: "", *, seconds: float = 300) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert may_go_on() and time.monotonic() < deadline, f"did not happen: {tell()}"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def eventually():
+    """Waits for a state, for as long as it takes on a slow machine."""
+    return wait_for

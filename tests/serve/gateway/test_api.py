@@ -1,0 +1,219 @@
+"""The HTTP side in this process, on a real store, with no server behind it: jobs stay in the queue."""
+
+import base64
+import hmac
+
+import pytest
+
+VIDEO = {"prompt": "a red seven moving left"}
+
+
+def test_a_video_is_taken_with_everything_that_decides_it(visit):
+    answer = visit().post("/v1/videos", json=VIDEO | {"size": "32x16", "seconds": "1", "seed": 7, "guidance": 1.5})
+    assert answer.status_code == 200
+    video = answer.json()
+    assert (video["status"], video["progress"], video["object"]) == ("queued", 0, "video")
+    assert (video["size"], video["seconds"]) == ("32x16", "1")
+    settings = video["settings"]
+    assert (settings["seed"], settings["guidance"], settings["num_frames"], settings["sampler"]) == (7, 1.5, 8, "euler")
+
+
+def test_forms_say_the_same_as_json(visit):
+    client = visit()
+    body = VIDEO | {"size": "32x16", "seconds": "1", "seed": "7"}
+    videos = [
+        client.post("/v1/videos", json=body).json(),
+        client.post("/v1/videos", data=body).json(),
+        client.post("/v1/videos", files={name: (None, value) for name, value in body.items()}).json(),
+    ]
+    assert all(video["settings"] == videos[0]["settings"] for video in videos)
+
+
+def test_get_list_and_delete(visit):
+    client = visit()
+    ids = [client.post("/v1/videos", json=VIDEO | {"seed": seed}).json()["id"] for seed in range(5)]
+    assert client.get(f"/v1/videos/{ids[0]}").json()["id"] == ids[0]
+    page = client.get("/v1/videos", params={"limit": 2}).json()
+    assert [video["id"] for video in page["data"]] == [ids[4], ids[3]] and page["has_more"]
+    rest = client.get("/v1/videos", params={"after": page["last_id"]}).json()
+    assert [video["id"] for video in rest["data"]] == [ids[2], ids[1], ids[0]] and not rest["has_more"]
+    assert client.get("/v1/videos", params={"order": "asc"}).json()["first_id"] == ids[0]
+    assert client.delete(f"/v1/videos/{ids[0]}").json() == {"id": ids[0], "object": "video.deleted", "deleted": True}
+    assert client.get(f"/v1/videos/{ids[0]}").status_code == 404
+    assert client.delete(f"/v1/videos/{ids[0]}").status_code == 404
+
+
+def test_a_key_sees_only_its_own(visit):
+    mine, theirs = visit(), visit()
+    video_id = mine.post("/v1/videos", json=VIDEO).json()["id"]
+    for path in (video_id, f"{video_id}/content", f"{video_id}/events"):
+        answer = theirs.get(f"/v1/videos/{path}")
+        assert answer.status_code == 404 and "there is no video" in answer.json()["error"]["message"]
+    assert theirs.delete(f"/v1/videos/{video_id}").status_code == 404
+    assert theirs.get("/v1/videos").json()["data"] == []
+    assert theirs.get("/v1/videos", params={"after": video_id}).status_code == 404
+    assert mine.get(f"/v1/videos/{video_id}").status_code == 200
+
+
+def test_without_a_key_nothing_but_health_answers(visit, gateway, new_key):
+    client, text = visit(anonymous=True), new_key()[0]
+    revoked, key = new_key()
+    gateway.keys.revoke(key.id)
+    wrong = [
+        "",
+        "Bearer",
+        "Bearer x",
+        f"Bearer {text}x",
+        f"Basic {text}",
+        f"Bearer {revoked}",
+        f"Bearer {text[:-1]}{'A' if text[-1] != 'A' else 'B'}",
+    ]
+    described = client.app.openapi()["paths"]
+    paths = {path: {method.upper() for method in methods} for path, methods in described.items()}
+    assert len(paths) >= 8
+    for path, methods in (paths | {"/docs": {"GET"}, "/openapi.json": {"GET"}}).items():
+        for method in methods:
+            for header in wrong:
+                answer = client.request(method, path.replace("{video_id}", "x"), headers={"authorization": header})
+                assert (answer.status_code in (200, 503)) if path.startswith("/health") else answer.status_code == 401
+    assert client.get("/v1/videos", headers={"authorization": f"Bearer {text}"}).status_code == 200
+
+
+def test_the_documentation_opens_in_a_browser_with_the_key_as_password(visit, new_key):
+    client = visit(anonymous=True)
+    login = base64.b64encode(f"anybody:{new_key()[0]}".encode()).decode()
+    assert client.get("/docs").headers["www-authenticate"].startswith("Basic")
+    for path in ("/docs", "/openapi.json"):
+        assert client.get(path, headers={"authorization": f"Basic {login}"}).status_code == 200
+    refused = client.get("/v1/videos", headers={"authorization": f"Basic {login}"})
+    assert refused.status_code == 401, "a browser that kept the password makes no videos for other pages"
+
+
+def test_every_key_check_does_the_same_work(gateway, new_key, monkeypatch):
+    """One hash and one comparison of hashes, however wrong the key is: its time tells nothing."""
+    text, key = new_key()
+    revoked, other = new_key()
+    gateway.keys.revoke(other.id)
+    compared = []
+
+    def compare(left, right):
+        compared.append((len(left), len(right)))
+        return left == right
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    wrong = ["", "x", "mdk_", text[:-1] + "\0", f"mdk_{'0' * 12}_{text[-43:]}", f"{text[:17]}{'A' * 43}", revoked]
+    assert [gateway.keys.check(each) for each in wrong] == [None] * len(wrong)
+    assert gateway.keys.check(text) == key
+    assert compared == [(64, 64)] * (len(wrong) + 1)
+
+
+def test_keys_are_kept_as_hashes(gateway, new_key, tmp_path):
+    text, _ = new_key()
+    secret = text.rpartition("_")[2].encode()
+    with gateway.database.writing() as connection:
+        connection.exec_driver_sql("SELECT 1")
+    assert not [file for file in tmp_path.rglob("*") if file.is_file() and secret in file.read_bytes()]
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        (VIDEO | {"size": "17x16"}, "width=17 is not a multiple of 4"),
+        (VIDEO | {"size": "0x16"}, "size"),
+        (VIDEO | {"size": "99999x16"}, "width=99999"),
+        (VIDEO | {"seconds": 1, "num_frames": 3}, "give one of them"),
+        (VIDEO | {"num_frames": 21}, "up to 20 frames"),
+        (VIDEO | {"num_steps": 2**31 - 1}, "pixel steps"),
+        (VIDEO | {"sampler": "x"}, "choose one of euler, heun"),
+        (VIDEO | {"seed": 2**64}, "seed"),
+        (VIDEO | {"priority": 4}, "priority"),
+        (VIDEO | {"input_reference": "x"}, "input_reference"),
+        (VIDEO | {"prompt": "bell\x07"}, "control character"),
+        (VIDEO | {"prompt": "x" * 3000}, "3,000 characters"),
+        ([], "the body"),
+    ],
+)
+def test_bad_requests_are_told_at_the_door(visit, body, told):
+    answer = visit().post("/v1/videos", json=body)
+    assert answer.status_code == 400
+    assert told in answer.json()["error"]["message"]
+
+
+def test_bodies_that_are_no_request(visit):
+    client = visit()
+    kinds = {"application/json": b'{"prompt": "\\ud800"}', "text/plain": b"a", "multipart/form-data": b"--x"}
+    codes = [
+        client.post("/v1/videos", content=body, headers={"content-type": kind}).status_code
+        for kind, body in kinds.items()
+    ]
+    assert codes == [400, 415, 400]
+    assert client.post("/v1/videos", json={"prompt": "x" * (1 << 20)}).status_code == 413
+    assert client.get("/v1/videos").status_code == 200
+
+
+def test_unknown_models_are_told(visit):
+    client = visit()
+    assert client.post("/v1/videos", json=VIDEO | {"model": "sora-2"}).json()["error"]["code"] == "model_not_found"
+    models = client.get("/v1/models").json()["data"]
+    assert [model["id"] for model in models] == ["text_to_video"]
+    assert client.get("/v1/models/text_to_video").json() == models[0]
+    assert models[0]["service"]["defaults"]["num_frames"] == 5
+
+
+def test_an_idempotency_key_makes_one_video(visit):
+    client, header = visit(), {"idempotency-key": "order-17"}
+    first = client.post("/v1/videos", json=VIDEO, headers=header).json()
+    assert client.post("/v1/videos", json=VIDEO, headers=header).json() == first
+    assert len(client.get("/v1/videos").json()["data"]) == 1
+    other = client.post("/v1/videos", json=VIDEO | {"seed": 5}, headers=header)
+    assert other.status_code == 422 and other.json()["error"]["code"] == "idempotency_mismatch"
+    assert visit().post("/v1/videos", json=VIDEO, headers=header).json()["id"] != first["id"], "keys do not share them"
+    client.delete(f"/v1/videos/{first['id']}")
+    assert client.post("/v1/videos", json=VIDEO, headers=header).status_code == 422
+    assert client.post("/v1/videos", json=VIDEO, headers={"idempotency-key": "a b"}).status_code == 400
+
+
+def test_limits_of_a_key(visit, new_key):
+    client = visit(new_key(max_active=2, videos_per_day=4)[0])
+    ids = [client.post("/v1/videos", json=VIDEO).json()["id"] for _ in range(2)]
+    full = client.post("/v1/videos", json=VIDEO)
+    assert (full.status_code, full.json()["error"]["code"]) == (429, "too_many_active")
+    assert int(full.headers["retry-after"]) >= 1
+    for _ in range(2):
+        client.delete(f"/v1/videos/{ids.pop()}")
+        ids.append(client.post("/v1/videos", json=VIDEO).json()["id"])
+    client.delete(f"/v1/videos/{ids.pop()}")
+    assert client.post("/v1/videos", json=VIDEO).json()["error"]["code"] == "insufficient_quota"
+    slow = visit(new_key(requests_per_minute=3)[0])
+    codes = [slow.get("/v1/videos").status_code for _ in range(5)]
+    assert codes[:3] == [200, 200, 200] and codes[4] == 429
+    assert visit().get("/v1/videos").status_code == 200, "another key is not slowed down"
+
+
+def test_request_ids_are_repeated_only_where_they_are_plain(visit):
+    client = visit()
+    assert client.get("/v1/videos", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
+    for evil in ("a\tb", "x" * 65, 'a"b', "ä".encode()):
+        told = client.get("/v1/videos", headers={"x-request-id": evil}).headers["x-request-id"]
+        assert told.startswith("req_")
+
+
+def test_a_full_disk_takes_no_more_jobs(visit, gateway, monkeypatch):
+    client = visit()
+    monkeypatch.setattr(gateway.results, "free_bytes", lambda: -1)
+    answer = client.post("/v1/videos", json=VIDEO)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "storage_full")
+    assert client.get("/v1/videos").json()["data"] == []
+
+
+def test_a_fault_of_ours_is_a_500_that_tells_nothing(visit, gateway, monkeypatch):
+    client = visit()
+
+    def broken(*_, **__):
+        raise RuntimeError("secret internals")
+
+    monkeypatch.setattr(gateway.store, "page", broken)
+    answer = client.get("/v1/videos")
+    assert answer.status_code == 500 and "secret" not in answer.text and answer.headers["x-request-id"]

@@ -1,0 +1,204 @@
+"""Real gateways in front of a real tritonserver: the videos of `generate`, progress, cancels, drains and deaths."""
+
+import io
+import json
+import os
+import signal
+import time
+
+import av
+import httpx
+import numpy as np
+import pytest
+
+from megadit.infer.video_io import encode_mp4
+from megadit.serve import cli
+
+VIDEO = {"prompt": "a red seven", "seed": 11, "guidance": 3.0, "num_steps": 5}
+LONG = {"prompt": "a long one", "num_steps": 2500}
+
+
+@pytest.fixture(scope="module")
+def triton(server):
+    return f"grpc://{server.grpc_url}"
+
+
+@pytest.fixture
+def gateway(start_gateway, triton):
+    return start_gateway(triton)
+
+
+def frames_of(data: bytes) -> np.ndarray:
+    with av.open(io.BytesIO(data)) as container:
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+
+
+def create(client: httpx.Client, **body) -> str:
+    answer = client.post("/v1/videos", json=VIDEO | body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["id"]
+
+
+def status(client: httpx.Client, video_id: str) -> str:
+    return client.get(f"/v1/videos/{video_id}").json()["status"]
+
+
+@pytest.fixture
+def wait_until(eventually):
+    def wait(client: httpx.Client, video_id: str, *wanted: str) -> dict:
+        eventually(lambda: status(client, video_id) in wanted)
+        return client.get(f"/v1/videos/{video_id}").json()
+
+    return wait
+
+
+@pytest.mark.slow
+def test_one_gateway_s_day(gateway, pipeline, wait_until, tmp_path):
+    """What needs no death of anybody, on one gateway."""
+    client = gateway.client()
+    video_id = create(client)
+    video = wait_until(client, video_id, "completed", "failed")
+    assert (video["status"], video["progress"], video["error"]) == ("completed", 100, None)
+    answer = client.get(f"/v1/videos/{video_id}/content")
+    assert answer.headers["content-type"] == "video/mp4" and "attachment" in answer.headers["content-disposition"]
+    settings = {name: VIDEO[name] for name in ("guidance", "num_steps")}
+    expected = pipeline.generate([VIDEO["prompt"]], seeds=11, **settings)[0]
+    assert np.array_equal(frames_of(answer.content), frames_of(encode_mp4(expected.video, 8)))
+    part = client.get(f"/v1/videos/{video_id}/content", headers={"range": "bytes=4-7"})
+    assert (part.status_code, part.content) == (206, b"ftyp")
+    image = wait_until(client, create(client, num_frames=1), "completed")
+    assert image["media_type"] == "image/png"
+
+    follow_to_the_end(client)
+    cancel_while_it_runs(client, wait_until)
+    refused_by_the_model(client, wait_until)
+    told_to_prometheus(gateway)
+    one_line_for_each_request(gateway)
+
+
+def follow_to_the_end(client: httpx.Client) -> None:
+    video_id = create(client, num_steps=800)
+    with client.stream("GET", f"/v1/videos/{video_id}/events") as answer:
+        lines = [line for line in answer.iter_lines() if line]
+    kinds = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
+    videos = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    assert kinds[-1] == "video.completed" and videos[-1]["progress"] == 100
+    steps = [video["step"] for video in videos]
+    assert steps == sorted(steps) and "video.in_progress" in kinds
+
+
+def cancel_while_it_runs(client: httpx.Client, wait_until) -> None:
+    video_id = create(client, **LONG)
+    wait_until(client, video_id, "in_progress")
+    assert client.get(f"/v1/videos/{video_id}/content").json()["error"]["code"] == "not_completed"
+    assert client.delete(f"/v1/videos/{video_id}").status_code == 200
+    assert client.get(f"/v1/videos/{video_id}").status_code == 404
+    wait_until(client, create(client), "completed")
+
+
+def refused_by_the_model(client: httpx.Client, wait_until) -> None:
+    """What only the model can tell to be wrong ends the job at once."""
+    video = wait_until(client, create(client, eta=0.5, sampler="dpmpp_2m"), "completed", "failed")
+    if video["status"] == "failed":
+        assert video["error"]["code"] == "invalid_request"
+
+
+def told_to_prometheus(gateway) -> None:
+    told = gateway.metrics()
+    for name in ("megadit_jobs", "megadit_stage_seconds_bucket", "megadit_videos_total", "megadit_server_up"):
+        assert name in told
+    assert 'outcome="cancelled"' in told
+
+
+def one_line_for_each_request(gateway) -> None:
+    lines = [json.loads(line) for line in (gateway.folder / "log").read_text().splitlines() if line.startswith("{")]
+    requests = [line for line in lines if line["event"] == "request"]
+    assert {"request_id", "route", "status", "seconds"} <= set(requests[0])
+    assert "/v1/videos/{video_id}" in {line["route"] for line in requests}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
+def test_the_openai_client_works(gateway, wait_until):
+    openai = pytest.importorskip("openai")
+    key = gateway.new_key()
+    client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=key, timeout=120)
+    video = client.videos.create_and_poll(
+        prompt="a red seven", size="24x16", seconds="1", model="text_to_video", poll_interval_ms=100
+    )
+    assert (video.status, video.progress, video.size, video.error) == ("completed", 100, "24x16", None)
+    assert len(frames_of(client.videos.download_content(video.id).content)) == 8
+    second = client.videos.create(prompt="b", extra_body={"seed": 3, "num_steps": 2})
+    assert client.videos.poll(second.id, poll_interval_ms=100).status == "completed"
+    assert [each.id for each in client.videos.list(limit=1)] == [second.id, video.id], "pages follow each other"
+    assert client.videos.retrieve(second.id).status == "completed"
+    assert client.videos.delete(second.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.videos.retrieve(second.id)
+    with pytest.raises(openai.BadRequestError, match="multiple of 4"):
+        client.videos.create(prompt="a", size="25x16")
+    assert [model.id for model in client.models.list()] == ["text_to_video"]
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="wrong").videos.list()
+
+
+@pytest.mark.slow
+def test_a_killed_gateway_loses_no_job(gateway, triton, wait_until, eventually):
+    client = gateway.client()
+    done = create(client)
+    wait_until(client, done, "completed")
+    data = client.get(f"/v1/videos/{done}/content").content
+    running = [create(client, num_steps=1500, seed=seed) for seed in range(8)]
+    waiting = [create(client, seed=seed) for seed in range(3)]
+    for video_id in running:
+        wait_until(client, video_id, "in_progress")
+    gateway.process.kill()
+    gateway.process.wait()
+    began = time.monotonic()
+    again = gateway.restart()
+    try:
+        eventually(again.is_ready)
+        print(f"ready again after {time.monotonic() - began:.1f} s")
+        assert client.get(f"/v1/videos/{done}/content").content == data
+        for video_id in running + waiting:
+            assert wait_until(client, video_id, "completed", "failed")["status"] == "completed"
+    finally:
+        again.process.kill()
+        again.process.wait()
+
+
+@pytest.mark.slow
+def test_a_drain_finishes_what_runs_and_keeps_the_rest(start_gateway, triton, wait_until):
+    gateway = start_gateway(triton, arguments=("--slots=1", "--drain_seconds=300"))
+    client = gateway.client()
+    running = create(client, num_steps=600)
+    wait_until(client, running, "in_progress")
+    waiting = create(client)
+    os.kill(gateway.process.pid, signal.SIGTERM)
+    assert gateway.process.wait(timeout=300) == 0
+    again = gateway.restart()
+    try:
+        while not again.is_ready():
+            time.sleep(0.1)
+        assert status(client, running) == "completed", "it was finished, not begun anew"
+        wait_until(client, waiting, "completed")
+    finally:
+        again.process.terminate()
+        assert again.process.wait(timeout=120) == 0
+
+
+@pytest.mark.slow
+def test_keys_by_command(tmp_path, capsys):
+    store = f"--store={tmp_path / 'jobs.sqlite'}"
+    assert cli.main(["serve", "keys", "add", "alice", store, "--max_active", "3"]) == 0
+    text = capsys.readouterr().out.strip()
+    assert text.startswith("mdk_")
+    assert cli.main(["serve", "keys", "list", store]) == 0
+    listed = capsys.readouterr().out
+    assert "alice" in listed and "max_active 3" in listed and text not in listed
+    key_id = text.split("_")[1]
+    assert cli.main(["serve", "keys", "revoke", key_id, store]) == 0
+    assert cli.main(["serve", "keys", "list", store]) == 0
+    assert "revoked" in capsys.readouterr().out
+    assert cli.main(["serve", "keys", "revoke", "nobody", store]) == 2
+    assert cli.main(["serve", "keys", "add", "bob", store, "--webhook", "file:///etc/passwd"]) == 2

@@ -1,0 +1,276 @@
+"""The job store: turns, attempts, clocks, and stores of other releases."""
+
+import contextlib
+import os
+import sqlite3
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megadit.models.support import UserError
+from megadit.serve.contract import VideoRequest
+from megadit.serve.gateway import clock, store
+from megadit.serve.gateway.clock import Heart
+from megadit.serve.gateway.database import Database
+from megadit.serve.gateway.keys import KeyRing
+from megadit.serve.gateway.store import JobStore, NewJob, Result
+
+MODELS = frozenset({"text_to_video"})
+NEW = NewJob(
+    model="text_to_video", request=VideoRequest(prompt="a", num_steps=4, num_frames=5, height=8, width=8, fps=8)
+)
+RESULT = Result(media_type="video/mp4", num_bytes=3, sha256="0" * 64)
+URLS = ["sqlite", *(["postgresql"] if "MEGADIT_POSTGRES" in os.environ else [])]
+
+
+@pytest.fixture(params=URLS)
+def database(request, tmp_path):
+    """SQLite, and the PostgreSQL whose URL the environment tells, emptied before and after."""
+    url = str(tmp_path / "jobs.sqlite") if request.param == "sqlite" else os.environ["MEGADIT_POSTGRES"]
+    with contextlib.closing(Database(url)) as database:
+        yield database
+        if request.param == "postgresql":
+            with database.writing() as connection:
+                connection.exec_driver_sql("DROP SCHEMA public CASCADE")
+                connection.exec_driver_sql("CREATE SCHEMA public")
+
+
+@pytest.fixture
+def jobs(database):
+    return JobStore(database, owner="here")
+
+
+@pytest.fixture
+def keys(database):
+    return [KeyRing(database).add(name)[1] for name in ("a", "b", "c")]
+
+
+def submit(jobs, key, **changes):
+    return jobs.create(key, replace(NEW, **changes))[0]
+
+
+def test_keys_take_turns_and_priority_orders_a_key_s_own_jobs(jobs, keys):
+    """A key that asked for twenty before the others came gets no more than its turn."""
+    for _ in range(20):
+        submit(jobs, keys[0])
+    urgent = submit(jobs, keys[0], priority=1)
+    for key in keys[1:]:
+        for _ in range(3):
+            submit(jobs, key, priority=3)
+    taken = []
+    for _ in range(9):
+        job = jobs.claim(MODELS)
+        taken.append(job)
+        assert jobs.complete(job, RESULT, seconds_to_live=10)
+    assert taken[0].id == urgent.id
+    order = [[key.id for key in keys].index(job.key_id) for job in taken]
+    assert all(sorted(order[start : start + 3]) == [0, 1, 2] for start in (0, 3, 6)), order
+
+
+def test_the_key_with_the_fewest_running_jobs_is_next(jobs, keys):
+    for _ in range(4):
+        submit(jobs, keys[0])
+    assert [jobs.claim(MODELS).key_id for _ in range(2)] == [keys[0].id] * 2
+    submit(jobs, keys[1])
+    submit(jobs, keys[1])
+    assert [jobs.claim(MODELS).key_id for _ in range(3)] == [keys[1].id, keys[1].id, keys[0].id]
+
+
+def test_a_job_is_claimed_once_however_many_ask(database, keys):
+    stores = [JobStore(database, owner=f"gateway {index}") for index in range(4)]
+    ids = {submit(stores[0], keys[index % 3]).id for index in range(24)}
+    with ThreadPoolExecutor(8) as threads:
+        claimed = list(threads.map(lambda index: stores[index % 4].claim(MODELS), range(40)))
+    found = [job.id for job in claimed if job is not None]
+    while (job := stores[0].claim(MODELS)) is not None:  # a claim that lost a race found nothing
+        found.append(job.id)
+    assert sorted(found) == sorted(ids)
+
+
+def test_models_that_no_server_has_wait(jobs, keys):
+    submit(jobs, keys[0], model="text_to_image")
+    mine = submit(jobs, keys[0])
+    assert jobs.claim(MODELS).id == mine.id
+    assert jobs.claim(MODELS) is None
+
+
+def test_an_interrupted_job_is_queued_once_more_and_then_ends(jobs, keys):
+    submit(jobs, keys[0])
+    first = jobs.claim(MODELS)
+    assert jobs.note_step(first, 3) and jobs.interrupt(first, "a reason")
+    second = jobs.claim(MODELS)
+    assert (second.id, second.attempts, second.step) == (first.id, 2, 0)
+    assert jobs.interrupt(second, "a reason")
+    ended = jobs.get(keys[0].id, first.id)
+    assert (ended.status, ended.error_code) == ("failed", "server_failed") and "2 times" in ended.error_message
+
+
+def test_who_lost_a_job_changes_nothing(database, jobs, keys):
+    """A gateway that was taken for dead comes back while another runs its job."""
+    submit(jobs, keys[0])
+    stale = jobs.claim(MODELS)
+    other = JobStore(database, owner="there")
+    assert [job.id for job in other.interrupt_all("here")] == [stale.id]
+    taken = other.claim(MODELS)
+    assert not jobs.note_step(stale, 2) and not jobs.complete(stale, RESULT, seconds_to_live=9)
+    assert not jobs.fail(stale, "x", "y") and not jobs.interrupt(stale, "z") and not jobs.give_back(stale)
+    assert other.complete(taken, RESULT, seconds_to_live=9)
+
+
+def test_a_drained_job_lost_no_attempt(jobs, keys):
+    submit(jobs, keys[0])
+    for _ in range(5):
+        assert jobs.give_back(jobs.claim(MODELS))
+    assert jobs.claim(MODELS).attempts == 1
+
+
+def test_a_deleted_job_is_neither_run_nor_finished(jobs, keys):
+    waiting, running = submit(jobs, keys[0]), submit(jobs, keys[1])
+    jobs.delete(keys[0].id, waiting.id)
+    claimed = jobs.claim(MODELS)
+    assert claimed.id == running.id
+    assert jobs.delete(keys[0].id, running.id) is None, "it is another key's"
+    jobs.delete(keys[1].id, running.id)
+    assert not jobs.complete(claimed, RESULT, seconds_to_live=9)
+    assert jobs.claim(MODELS) is None
+
+
+class Monotonic:
+    """A clock that moves when it is told to."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def time_passes(monkeypatch):
+    monotonic = Monotonic()
+    monkeypatch.setattr(clock.time, "monotonic", monotonic)
+
+    def pass_(seconds: float) -> None:
+        monotonic.now += seconds
+
+    return pass_
+
+
+def test_results_expire_by_the_time_that_passed_and_not_by_the_wall_clock(
+    database, jobs, keys, time_passes, monkeypatch
+):
+    heart = Heart(database, "here")
+    heart.beat()
+    submit(jobs, keys[0])
+    done = jobs.claim(MODELS)
+    jobs.complete(done, RESULT, seconds_to_live=100)
+    for jump in (10**9, -(10**9)):
+        monkeypatch.setattr(store.time, "time", lambda jump=jump: 1.7e9 + jump)
+        time_passes(40)
+        heart.beat()
+        assert jobs.expired() == []
+    time_passes(40)
+    heart.beat()
+    assert [job.id for job in jobs.expired()] == [done.id]
+    jobs.forget_result(done)
+    assert jobs.expired() == [] and not jobs.has_result(done.id)
+    time_passes(1000)
+    heart.beat()
+    assert jobs.purge(500) == 1 and jobs.get(keys[0].id, done.id) is None
+
+
+def test_two_gateways_move_the_clock_no_faster_than_one(database, time_passes):
+    hearts = [Heart(database, name) for name in ("a", "b")]
+    for _ in range(51):
+        for heart in hearts:
+            heart.beat()
+        time_passes(1)
+    with database.reading() as connection:
+        assert clock.store_seconds(connection) == pytest.approx(50, abs=1)
+
+
+def test_a_gateway_is_dead_when_it_stops_beating_and_is_buried_once(database, time_passes):
+    dying, *others = [Heart(database, name, patience=10) for name in ("dying", "b", "c")]
+    dead = []
+    for second in range(30):
+        if second < 5:
+            dying.beat()
+        for heart in others:
+            dead += [(second, name) for name in heart.beat()]
+        time_passes(1)
+    assert dead == [(15, "dying")]
+
+
+def test_an_accepted_job_survives_a_kill(tmp_path):
+    """What was committed is there though the process never closed anything."""
+    import subprocess
+    import sys
+
+    program = f"""
+import os, signal
+from megadit.serve.gateway.database import Database
+from megadit.serve.gateway.keys import KeyRing
+from megadit.serve.gateway.store import JobStore, NewJob
+from megadit.serve.contract import VideoRequest
+database = Database({str(tmp_path / "jobs.sqlite")!r})
+key = KeyRing(database).add("a")[1]
+request = VideoRequest(prompt="a", num_steps=4, num_frames=5, height=8, width=8, fps=8)
+print(key.id, JobStore(database, owner="x").create(key, NewJob(model="m", request=request))[0].id, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    output = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True).stdout
+    key_id, job_id = output.split()
+    with contextlib.closing(Database(str(tmp_path / "jobs.sqlite"))) as database:
+        assert JobStore(database, owner="y").get(key_id, job_id).status == "queued"
+
+
+# ------------------------------------------------------------------------------------------------ other releases
+
+
+def schema(path: Path) -> dict[str, set]:
+    """Table -> its columns and indexes, however they came about."""
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        tables = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        return {
+            table: {tuple(row[1:4]) for row in connection.execute(f"PRAGMA table_info({table})")}
+            | {row[1] for row in connection.execute(f"PRAGMA index_list({table})")}
+            for table in tables
+        }
+
+
+def test_a_store_of_a_newer_release_is_refused(tmp_path):
+    path = tmp_path / "jobs.sqlite"
+    Database(str(path)).close()
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("UPDATE schema_version SET version = 999")
+        connection.commit()
+    with pytest.raises(UserError, match="newer megadit"):
+        Database(str(path))
+
+
+@pytest.mark.parametrize("url", ["nonsense://x", "postgresql+psycopg://user:secret@127.0.0.1:1/x", "/proc/nothing/x"])
+def test_a_store_that_cannot_be_opened_is_told_without_its_password(url):
+    with pytest.raises(UserError) as told:
+        Database(url)
+    assert "secret" not in str(told.value)
+
+
+def test_two_gateways_may_open_a_new_store_at_once(tmp_path):
+    ready, errors = threading.Barrier(4), []
+
+    def open_it():
+        ready.wait()
+        try:
+            Database(str(tmp_path / "jobs.sqlite")).close()
+        except UserError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=open_it) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
