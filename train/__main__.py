@@ -6,7 +6,8 @@ import os
 import sys
 
 from megadit.models.support import CommandParser, UserError, run_command
-from megadit.train.config import RunConfig, check_inputs, check_layout
+from megadit.train.config import RunConfig
+from megadit.train.config_checks import check_inputs, check_layout
 from megadit.train.overrides import resolve_config, to_yaml
 from megadit.train.recipes import RECIPES
 

@@ -1,18 +1,18 @@
 """What a training run is: one frozen dataclass per concern, gathered in `RunConfig`.
 
 The dotted path of a field (`optimizer.lr`) is its name in YAML files and in `a.b=c` overrides. Each dataclass checks
-what it can see of itself; `RunConfig` checks what two of them must agree on; `check_layout` checks what depends on the
-number of ranks. All of them raise `UserError` with the offending value and a remedy.
+what it can see of itself, `RunConfig` what two of them must agree on, and `config_checks.py` what depends on the number
+of ranks and on files. All of them raise `UserError` with the offending value and a remedy.
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from megadit.models.config import DiTConfig
 from megadit.models.megatron.parallel_sizes import ContextComm, ParallelSizes
-from megadit.models.support import UserError, nearest
+from megadit.models.support import UserError
+from megadit.train.value_checks import nearest_multiples, require_choice, require_not_negative, require_positive
 
 Precision = Literal["fp32", "bf16"]
 MatmulPrecision = Literal["ieee", "tf32", "bf16"]
@@ -69,18 +69,18 @@ class DataConfig:
         if self.encode not in ("precached", "on_the_fly"):
             raise UserError(f"data.encode={self.encode!r} is unknown; choose precached or on_the_fly")
         if self.max_frames is not None:
-            _require_positive("data", self, ["max_frames"])
-        _require_positive("data", self, ["max_latent"])
-        _require_positive("data", self, ["seq_length", "text_seq_length", "micro_batch_size", "global_batch_size"])
-        _require_positive("data", self, ["packing_buffer_size", "shuffle_buffer_size"])
-        _require_not_negative("data", self, ["num_workers"])
+            require_positive("data", self, ["max_frames"])
+        require_positive("data", self, ["max_latent"])
+        require_positive("data", self, ["seq_length", "text_seq_length", "micro_batch_size", "global_batch_size"])
+        require_positive("data", self, ["packing_buffer_size", "shuffle_buffer_size"])
+        require_not_negative("data", self, ["num_workers"])
         if not 0 <= self.text_dropout <= 1:
             raise UserError(f"data.text_dropout={self.text_dropout} is a share of samples; give a value from 0 to 1")
         if self.global_batch_size % self.micro_batch_size:
             raise UserError(
                 f"data.global_batch_size={self.global_batch_size} is not a multiple of "
                 f"data.micro_batch_size={self.micro_batch_size}; "
-                f"use {_nearest_multiples(self.global_batch_size, self.micro_batch_size)}"
+                f"use {nearest_multiples(self.global_batch_size, self.micro_batch_size)}"
             )
         if not self.mock_latent_shapes or any(side < 1 for shape in self.mock_latent_shapes for side in shape):
             raise UserError(
@@ -108,12 +108,12 @@ class TrainConfig:
     """CPU threads of one rank; None divides the machine's cores among its ranks."""
 
     def __post_init__(self) -> None:
-        _require_positive("train", self, ["train_iters", "log_interval"])
-        _require_choice("train.precision", self.precision, get_args(Precision))
-        _require_choice("train.matmul_precision", self.matmul_precision, get_args(MatmulPrecision))
-        _require_not_negative("train", self, ["seed"])
+        require_positive("train", self, ["train_iters", "log_interval"])
+        require_choice("train.precision", self.precision, get_args(Precision))
+        require_choice("train.matmul_precision", self.matmul_precision, get_args(MatmulPrecision))
+        require_not_negative("train", self, ["seed"])
         if self.num_threads is not None:
-            _require_positive("train", self, ["num_threads"])
+            require_positive("train", self, ["num_threads"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +128,7 @@ class DiffusionConfig:
     """Divide each loss by a learned function of sigma, plus its logarithm (EDM2, arXiv 2312.02696, eq. 21)."""
 
     def __post_init__(self) -> None:
-        _require_positive("diffusion", self, ["p_std"])
+        require_positive("diffusion", self, ["p_std"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,10 +155,10 @@ class OptimizerConfig:
     """Step at which `min_lr` is reached; None means `train.train_iters`."""
 
     def __post_init__(self) -> None:
-        _require_choice("optimizer.optimizer", self.optimizer, get_args(OptimizerName))
-        _require_choice("optimizer.lr_decay_style", self.lr_decay_style, get_args(LRDecayStyle))
-        _require_positive("optimizer", self, ["lr", "adam_eps"])
-        _require_not_negative("optimizer", self, ["min_lr", "weight_decay", "clip_grad", "lr_warmup_iters"])
+        require_choice("optimizer.optimizer", self.optimizer, get_args(OptimizerName))
+        require_choice("optimizer.lr_decay_style", self.lr_decay_style, get_args(LRDecayStyle))
+        require_positive("optimizer", self, ["lr", "adam_eps"])
+        require_not_negative("optimizer", self, ["min_lr", "weight_decay", "clip_grad", "lr_warmup_iters"])
         for name in ("adam_beta1", "adam_beta2", "muon_momentum"):
             value = getattr(self, name)
             if not 0 <= value < 1:
@@ -166,7 +166,7 @@ class OptimizerConfig:
         if self.min_lr > self.lr:
             raise UserError(f"optimizer.min_lr={self.min_lr} exceeds optimizer.lr={self.lr}; lower it")
         if self.lr_decay_iters is not None:
-            _require_positive("optimizer", self, ["lr_decay_iters"])
+            require_positive("optimizer", self, ["lr_decay_iters"])
             if self.lr_decay_iters <= self.lr_warmup_iters:
                 raise UserError(
                     f"optimizer.lr_decay_iters={self.lr_decay_iters} must exceed "
@@ -224,12 +224,12 @@ class ParallelConfig:
     """Blocks of each part of the network that `full` applies to; None means all."""
 
     def __post_init__(self) -> None:
-        _require_choice("parallel.data_parallel", self.data_parallel, get_args(DataParallel))
-        _require_choice("parallel.transformer_impl", self.transformer_impl, get_args(TransformerImpl))
-        _require_choice("parallel.context_parallel_comm", self.context_parallel_comm, get_args(ContextComm))
-        _require_choice("parallel.recompute_granularity", self.recompute_granularity, get_args(Recompute))
+        require_choice("parallel.data_parallel", self.data_parallel, get_args(DataParallel))
+        require_choice("parallel.transformer_impl", self.transformer_impl, get_args(TransformerImpl))
+        require_choice("parallel.context_parallel_comm", self.context_parallel_comm, get_args(ContextComm))
+        require_choice("parallel.recompute_granularity", self.recompute_granularity, get_args(Recompute))
         if self.recompute_num_layers is not None:
-            _require_positive("parallel", self, ["recompute_num_layers"])
+            require_positive("parallel", self, ["recompute_num_layers"])
             if self.recompute_granularity != "full":
                 raise UserError(
                     f"parallel.recompute_num_layers={self.recompute_num_layers} needs "
@@ -269,7 +269,7 @@ class CheckpointConfig:
     """Write the files while training goes on; False waits for them."""
 
     def __post_init__(self) -> None:
-        _require_positive("checkpoint", self, ["save_interval", "keep_last"])
+        require_positive("checkpoint", self, ["save_interval", "keep_last"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -294,8 +294,8 @@ class ValidationConfig:
     """The tokenizer that decodes these videos, if not the data set's copy; it must be the same one."""
 
     def __post_init__(self) -> None:
-        _require_not_negative("validation", self, ["interval", "guidance"])
-        _require_positive("validation", self, ["num_batches", "num_steps"])
+        require_not_negative("validation", self, ["interval", "guidance"])
+        require_positive("validation", self, ["num_batches", "num_steps"])
         for sigma in self.sigmas:
             if not 0 < sigma < math.inf:
                 raise UserError(f"validation.sigmas={sigma} must be positive and finite")
@@ -323,11 +323,11 @@ class HealthConfig:
     """Steps between the sizes of all gradients and block outputs in metrics.jsonl; 0 never measures them."""
 
     def __post_init__(self) -> None:
-        _require_choice("health.on_not_finite", self.on_not_finite, get_args(Remedy))
+        require_choice("health.on_not_finite", self.on_not_finite, get_args(Remedy))
         if self.on_spike is not None:
-            _require_choice("health.on_spike", self.on_spike, get_args(Remedy))
-        _require_positive("health", self, ["spike_factor", "spike_window", "max_troubles", "starving_share"])
-        _require_not_negative("health", self, ["watchdog_seconds", "statistics_interval"])
+            require_choice("health.on_spike", self.on_spike, get_args(Remedy))
+        require_positive("health", self, ["spike_factor", "spike_window", "max_troubles", "starving_share"])
+        require_not_negative("health", self, ["watchdog_seconds", "statistics_interval"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -381,7 +381,7 @@ class RunConfig:
             raise UserError(
                 f"data.seq_length={self.data.seq_length} is cut over {multiple} ranks by "
                 "parallel.context_parallel_size and parallel.sequence_parallel; "
-                f"use {_nearest_multiples(self.data.seq_length, multiple)}"
+                f"use {nearest_multiples(self.data.seq_length, multiple)}"
             )
 
     def _check_mock_samples_fit(self) -> None:
@@ -397,84 +397,3 @@ class RunConfig:
     def lr_decay_iters(self) -> int:
         """Step at which the decay of the learning rate ends: always after the warm-up, even in a run cut short."""
         return max(self.optimizer.lr_decay_iters or self.train.train_iters, self.optimizer.lr_warmup_iters + 1)
-
-
-def check_layout(config: RunConfig, world_size: int) -> int:
-    """The data-parallel size of a world of `world_size` ranks.
-
-    Raises:
-        UserError: if the ranks cannot be divided among the copies of the model, or the batch among the copies.
-    """
-    if config.parallel.data_parallel == "fsdp" and config.model.family not in ("megadit", "cosmos"):
-        raise UserError(
-            f"parallel.data_parallel=fsdp does not train model.family={config.model.family} as one rank does yet; use "
-            "ddp or distributed_optimizer"
-        )
-    sizes, data = config.parallel.sizes, config.data
-    data_parallel = sizes.check(config.model, world_size)
-    packs, words = data.micro_batch_size * data_parallel, f"{data_parallel} data-parallel ranks"
-    if sizes.virtual_pipeline > 1:
-        packs, words = packs * sizes.pipeline, f"{words} x {sizes.pipeline} stages, which take parts in turn"
-    if data.global_batch_size % packs:
-        raise UserError(
-            f"data.global_batch_size={data.global_batch_size} is not a multiple of {packs} "
-            f"(data.micro_batch_size={data.micro_batch_size} x {words}); "
-            f"use {_nearest_multiples(data.global_batch_size, packs)}"
-        )
-    return data_parallel
-
-
-def check_inputs(config: RunConfig) -> None:
-    """Raises UserError if the samples, the run's folder, or the sampler or tokenizer of its videos cannot be used."""
-    from megadit.infer.samplers import find_sampler  # torch comes with it, which the rest of this module does without
-    from megadit.train.second_copy import check_url
-
-    find_sampler(config.validation.sampler)
-    check_url(config.checkpoint.copy_to)
-    if config.train.output_dir is None:
-        raise UserError("train.output_dir is not set; give train.output_dir=FOLDER")
-    if config.data.mock:
-        return
-    if config.data.path is None:
-        raise UserError("data.path is not set; give data.path=FOLDER (see `megadit prepare`), or --mock")
-    from megadit.train.data.writer import DatasetInfo
-
-    _check_tokenizer(config.validation.tokenizer_folder, DatasetInfo.read(config.data.path).tokenizer_fingerprint)
-
-
-def _check_tokenizer(folder: str | None, expected: str) -> None:
-    """Raises UserError if there is no tokenizer in `folder`, or another one than that of the data set."""
-    if folder is None:
-        return
-    from megadit.models.tokenizers import load_tokenizer
-
-    if load_tokenizer(folder).fingerprint() != expected:
-        raise UserError(
-            f"validation.tokenizer_folder={folder} holds another tokenizer than the data set's; leave it out"
-        )
-
-
-def _require_positive(section: str, config: object, names: Iterable[str]) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if not 0 < value < math.inf:
-            raise UserError(f"{section}.{name}={value} must be greater than 0")
-
-
-def _require_not_negative(section: str, config: object, names: Iterable[str]) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if not 0 <= value < math.inf:
-            raise UserError(f"{section}.{name}={value} must not be negative")
-
-
-def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        near = nearest(value, choices)
-        hint = f"did you mean {near!r}? " if near else ""
-        raise UserError(f"{name}={value!r} is unknown; {hint}choose one of {', '.join(choices)}")
-
-
-def _nearest_multiples(value: int, factor: int) -> str:
-    below, above = value // factor * factor, -(-value // factor) * factor
-    return f"{below} or {above}" if below else f"{above}"

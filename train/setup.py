@@ -28,7 +28,8 @@ from megadit.models.parts import TENSOR_FILE
 from megadit.models.support import UserError, atomic_path
 from megadit.models.tensor_source import open_safetensors
 from megadit.train.checkpoint_tensors import TrainedTensors
-from megadit.train.config import MatmulPrecision, RunConfig, check_layout
+from megadit.train.config import MatmulPrecision, RunConfig
+from megadit.train.config_checks import check_layout
 from megadit.train.cpu_memory import keep_freed_memory
 from megadit.train.ema import WeightAverages
 from megadit.train.fully_sharded import FullySharded

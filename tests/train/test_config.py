@@ -13,9 +13,8 @@ from megadit.train.config import (
     RunConfig,
     TrainConfig,
     ValidationConfig,
-    check_inputs,
-    check_layout,
 )
+from megadit.train.config_checks import check_inputs, check_layout
 
 DATA = {"seq_length": 256, "text_seq_length": 64, "global_batch_size": 8, "mock_latent_shapes": ((1, 8, 8),)}
 

@@ -7,7 +7,7 @@ import yaml
 
 from megadit.models.support import UserError
 from megadit.train.__main__ import main
-from megadit.train.config import check_layout
+from megadit.train.config_checks import check_layout
 from megadit.train.overrides import config_from_dict, resolve_config
 from megadit.train.plan.hardware import GIB
 from megadit.train.plan.layout import Layout

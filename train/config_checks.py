@@ -1,0 +1,60 @@
+"""What a run's configuration must agree on with the world around it: the number of ranks, the files it names."""
+
+from megadit.models.support import UserError
+from megadit.train.config import RunConfig
+from megadit.train.value_checks import nearest_multiples
+
+
+def check_layout(config: RunConfig, world_size: int) -> int:
+    """The data-parallel size of a world of `world_size` ranks.
+
+    Raises:
+        UserError: if the ranks cannot be divided among the copies of the model, or the batch among the copies.
+    """
+    if config.parallel.data_parallel == "fsdp" and config.model.family not in ("megadit", "cosmos"):
+        raise UserError(
+            f"parallel.data_parallel=fsdp does not train model.family={config.model.family} as one rank does yet; use "
+            "ddp or distributed_optimizer"
+        )
+    sizes, data = config.parallel.sizes, config.data
+    data_parallel = sizes.check(config.model, world_size)
+    packs, words = data.micro_batch_size * data_parallel, f"{data_parallel} data-parallel ranks"
+    if sizes.virtual_pipeline > 1:
+        packs, words = packs * sizes.pipeline, f"{words} x {sizes.pipeline} stages, which take parts in turn"
+    if data.global_batch_size % packs:
+        raise UserError(
+            f"data.global_batch_size={data.global_batch_size} is not a multiple of {packs} "
+            f"(data.micro_batch_size={data.micro_batch_size} x {words}); "
+            f"use {nearest_multiples(data.global_batch_size, packs)}"
+        )
+    return data_parallel
+
+
+def check_inputs(config: RunConfig) -> None:
+    """Raises UserError if the samples, the run's folder, or the sampler or tokenizer of its videos cannot be used."""
+    from megadit.infer.samplers import find_sampler  # brings torch, which the rest does without
+    from megadit.train.second_copy import check_url
+
+    find_sampler(config.validation.sampler)
+    check_url(config.checkpoint.copy_to)
+    if config.train.output_dir is None:
+        raise UserError("train.output_dir is not set; give train.output_dir=FOLDER")
+    if config.data.mock:
+        return
+    if config.data.path is None:
+        raise UserError("data.path is not set; give data.path=FOLDER (see `megadit prepare`), or --mock")
+    from megadit.train.data.writer import DatasetInfo
+
+    _check_tokenizer(config.validation.tokenizer_folder, DatasetInfo.read(config.data.path).tokenizer_fingerprint)
+
+
+def _check_tokenizer(folder: str | None, expected: str) -> None:
+    """Raises UserError if there is no tokenizer in `folder`, or another one than that of the data set."""
+    if folder is None:
+        return
+    from megadit.models.tokenizers import load_tokenizer
+
+    if load_tokenizer(folder).fingerprint() != expected:
+        raise UserError(
+            f"validation.tokenizer_folder={folder} holds another tokenizer than the data set's; leave it out"
+        )
