@@ -64,7 +64,7 @@ _VALUES: dict[str, Callable[[Any], Any]] = {
     "optim.config.use_distributed_optimizer": lambda wanted: "distributed_optimizer" if wanted else "ddp",
 }
 
-_FIXED: dict[str, tuple[Any, str]] = {
+FIXED: dict[str, tuple[Any, str]] = {
     "model.qkv_format": ("thd", "samples are always packed"),
     "model.config.qkv_format": ("thd", "samples are always packed"),
     "model.attn_mask_type": ("no_mask", "no sample attends to another or to padding, and nothing else is masked"),
@@ -72,15 +72,13 @@ _FIXED: dict[str, tuple[Any, str]] = {
         "no_mask",
         "no sample attends to another or to padding, and nothing else is masked",
     ),
-    "model.recompute_method": ("uniform", "recomputed blocks are spread evenly"),
-    "model.config.recompute_method": ("uniform", "recomputed blocks are spread evenly"),
     "checkpoint.ckpt_format": ("torch_dist", "that is what is written"),
     "checkpoint.load_optim": (True, "to start from weights alone, give checkpoint.init_from"),
     "checkpoint.fully_parallel_save": (True, "all data-parallel ranks write"),
 }
 """Their key -> the only value it has here, and why."""
 
-_STARTED_BY_TORCHRUN = ("trainer.devices", "trainer.num_nodes")
+STARTED_BY_TORCHRUN = ("trainer.devices", "trainer.num_nodes")
 
 MISSING_RECIPES = {
     **dict.fromkeys(("train_mock", "mock_ditllama5b_8k"), "MovieGen"),
@@ -133,9 +131,9 @@ def _our_key(key: str, known: set[str]) -> str | None:
     """The key of ours that `key` means; `key` itself where there is none; None for keys with a fixed value."""
     if key in known:
         return key
-    if key in _FIXED:
+    if key in FIXED:
         return None
-    if key in _STARTED_BY_TORCHRUN:
+    if key in STARTED_BY_TORCHRUN:
         raise UserError(
             f"{key} is decided by how the ranks are started: --nproc N, or torchrun --nnodes/--nproc-per-node"
         )
@@ -151,7 +149,7 @@ def _our_key(key: str, known: set[str]) -> str | None:
 def _check_fixed(key: str, value: Any) -> None:
     if value is None:
         return
-    only, reason = _FIXED[key]
+    only, reason = FIXED[key]
     if value != only:
         raise UserError(f"{key}={value} does not exist here, only {only}: {reason}")
 

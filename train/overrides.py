@@ -40,6 +40,8 @@ def resolve_config(
         raise UserError("no recipe; give --recipe NAME, or a --config-file with a `recipe:` key")
 
     expanded = [part for override in overrides or [] for part in expand_braces(override)]
+    if any(override.startswith("recipe=") for override in expanded):
+        raise UserError("recipe=NAME would change the name of the run alone; choose one with --recipe NAME")
     return _changed(load_recipe(recipe or named_by_file), from_file, expanded)
 
 

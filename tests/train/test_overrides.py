@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import re
 import types
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
 from megadit.models.support import UserError
+from megadit.train.aliases import FIXED, KEYS, SECTIONS, STARTED_BY_TORCHRUN
 from megadit.train.config import RunConfig
 from megadit.train.overrides import config_from_dict, known_keys, load_config, resolve_config, to_yaml
 from megadit.train.recipes import load_recipe
@@ -119,24 +121,28 @@ def test_incomplete_dictionary_names_what_is_missing():
 
 
 SPECIAL = {
-    "recipe": None,
     "optimizer.lr_decay_iters": 2000,
     "optimizer.min_lr": 1e-4,
     "optimizer.adam_beta1": 0.5,
-    "parallel.virtual_pipeline_model_parallel_size": None,  # needs a pipeline, tested below
-    "parallel.recompute_num_layers": None,  # needs full recomputation, tested below
-    "parallel.sequence_parallel": None,  # needs tensor parallelism, tested below
     "validation.sampler": "heun",
     "validation.sigmas": [2.0],
-    "model.family": None,  # needs a width or classes
-    "model.num_classes": None,  # of a family without text
+    "model.family": "nemo",
     "model.hidden_size": 192,
     "model.num_attention_heads": 4,
     "model.head_dim": 12,
     "data.mock_latent_shapes": [[2, 4, 4]],
     "ema.sigma_rels": [0.2],
 }
-"""Another legal value where it cannot be guessed; None where there is only one in this recipe."""
+"""Another legal value where it cannot be guessed."""
+NEEDS = {
+    "parallel.virtual_pipeline_model_parallel_size": ["parallel.pipeline_model_parallel_size=2"],
+    "parallel.sequence_parallel": ["parallel.tensor_model_parallel_size=2"],
+    "parallel.recompute_num_layers": ["parallel.recompute_granularity=full"],
+    "model.family": ["model.hidden_size=256", "model.position_embedding=sincos"],
+    "model.num_classes": ["model.family=dit", "model.num_classes=5", "model.crossattn_emb_size=2"],
+}
+"""What has to be set first."""
+SETTINGS = [key for key in known_keys() if key != "recipe"]  # chosen by --recipe
 
 
 def hint_of(key: str):
@@ -163,14 +169,17 @@ def another(value, hint):
     }[hint]()
 
 
-@pytest.mark.parametrize("key", known_keys())
+@pytest.mark.parametrize("key", SETTINGS)
 def test_every_key_can_be_set(key):
-    run = resolve_config("digits")
-    new = SPECIAL[key] if key in SPECIAL else another(read_key(run, key), hint_of(key))
-    if new is None:
-        pytest.skip("has one legal value in this recipe")
-    override = f"{key}={json.dumps(new)}"
-    assert read_key(resolve_config("digits", overrides=[override]), key) != read_key(run, key)
+    needs = NEEDS.get(key, [])
+    run = resolve_config("digits", overrides=needs)
+    override = f"{key}={json.dumps(new_value(run, key))}"
+    changed = resolve_config("digits", overrides=[*needs, override])
+    assert [name for name in known_keys() if read_key(changed, name) != read_key(run, name)] == [key]
+
+
+def new_value(run: RunConfig, key: str):
+    return SPECIAL[key] if key in SPECIAL else another(read_key(run, key), hint_of(key))
 
 
 def read_key(run: RunConfig, key: str):
@@ -180,14 +189,49 @@ def read_key(run: RunConfig, key: str):
     return value
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "needs"),
-    [
-        ("parallel.sequence_parallel", True, "parallel.tensor_model_parallel_size=2"),
-        ("parallel.virtual_pipeline_model_parallel_size", 2, "parallel.pipeline_model_parallel_size=2"),
-        ("parallel.recompute_num_layers", 2, "parallel.recompute_granularity=full"),
-    ],
-)
-def test_settings_that_need_another_can_be_set(key, value, needs):
-    run = resolve_config("digits", overrides=[f"{key}={str(value).lower()}", needs])
-    assert read_key(run, key) == value
+# ------------------------------------------------------------------------------------------------ names of others
+
+OF_SECTIONS = {
+    f"{theirs}.{key.partition('.')[2]}": key
+    for theirs, ours in SECTIONS.items()
+    for key in SETTINGS
+    if key.startswith(f"{ours}.")
+}
+OTHER_NAMES = OF_SECTIONS | KEYS
+OTHER_VALUES = {
+    "model.val_generation_guidance": lambda ours: ours - 1,
+    "optimizer.use_distributed_optimizer": lambda ours: ours == "distributed_optimizer",
+    "optim.config.use_distributed_optimizer": lambda ours: ours == "distributed_optimizer",
+}
+"""How a value of ours is written under these names."""
+
+
+@pytest.mark.parametrize("theirs", OTHER_NAMES)
+def test_every_other_name_means_one_of_ours(theirs):
+    ours = OTHER_NAMES[theirs]
+    needs = NEEDS.get(ours, [])
+    run = resolve_config("digits", overrides=needs)
+    value = new_value(run, ours)
+    others = [need for need in needs if not need.startswith(f"{ours}=")]
+    expected = resolve_config("digits", overrides=[*others, f"{ours}={json.dumps(value)}"])
+    written = OTHER_VALUES.get(theirs, lambda ours: ours)(value)
+    assert resolve_config("digits", overrides=[*others, f"{theirs}={json.dumps(written)}"]) == expected != run
+
+
+@pytest.mark.parametrize("theirs", FIXED)
+def test_what_is_always_so_is_taken_at_that_value_and_refused_at_any_other(theirs):
+    only, reason = FIXED[theirs]
+    assert resolve_config("digits", overrides=[f"{theirs}={json.dumps(only)}"]) == load_recipe("digits")
+    with pytest.raises(UserError, match=f"{re.escape(theirs)}=other does not exist here, only {only}: {reason}"):
+        resolve_config("digits", overrides=[f"{theirs}=other"])
+
+
+@pytest.mark.parametrize("theirs", STARTED_BY_TORCHRUN)
+def test_the_number_of_ranks_is_no_setting(theirs):
+    with pytest.raises(UserError, match=f"{theirs} is decided by how the ranks are started"):
+        resolve_config("digits", overrides=[f"{theirs}=2"])
+
+
+def test_a_run_is_not_renamed():
+    with pytest.raises(UserError, match="choose one with --recipe NAME"):
+        resolve_config("digits", overrides=["recipe=pretrain_xl"])
