@@ -33,13 +33,16 @@ class Board(Protocol):
     def close(self) -> None: ...
 
 
-def open_boards(config: RunConfig, *, start: int) -> list[Board]:
-    """The boards that `config.logger` asks for, continued after step `start`."""
+def open_boards(config: RunConfig, *, start: int, taken_back: int = 0) -> list[Board]:
+    """The boards that `config.logger` asks for, continued after step `start`.
+
+    The `taken_back` steps after it were told, and will be told anew with other numbers.
+    """
     boards: list[Board] = []
     if config.logger.tensorboard and _is_there("tensorboard", "logger.tensorboard", "megadit[train]"):
         boards.append(TensorBoard(Path(config.train.output_dir) / "tensorboard", start))
     if config.logger.wandb_exp_name and _is_there("wandb", "logger.wandb_exp_name", "megadit[wandb]"):
-        boards.append(WeightsAndBiases(config))
+        boards.append(WeightsAndBiases(config, taken_back))
     return boards
 
 
@@ -80,13 +83,19 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run there, the same one after a resume. Without an API key its files wait for `wandb sync`."""
+    """A run there, the same one after a resume. Without an API key its files wait for `wandb sync`.
 
-    def __init__(self, config: RunConfig) -> None:
+    Its own count of steps never goes back: what it has been told of a step stays. So a run that does go back counts on
+    there, and charts have our `step` for their axis, along which both accounts of a step are seen. (Its `resume_from`
+    would forget the first one, where a server grants that.)
+    """
+
+    def __init__(self, config: RunConfig, taken_back: int) -> None:
         import wandb
 
         self._wandb = wandb
         logger, folder = config.logger, Path(config.train.output_dir)
+        run_id, self._ahead = _identity(folder, taken_back)
         save_dir = Path(logger.wandb_save_dir or folder)
         save_dir.mkdir(parents=True, exist_ok=True)
         mode = os.environ.get("WANDB_MODE") or ("online" if "WANDB_API_KEY" in os.environ else None)
@@ -99,14 +108,15 @@ class WeightsAndBiases:
             name=logger.wandb_exp_name,
             dir=str(save_dir),
             config=to_plain_values(config),
-            id=_run_id(folder),
+            id=run_id,
             resume="allow",
             mode=mode or "offline",
             settings=wandb.Settings(silent=True),
         )
+        self._run.define_metric("*", step_metric="step")
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        self._run.log(values, step=step)
+        self._run.log({**values, "step": step}, step=step + self._ahead)
 
     def videos(self, step: int, videos: Iterable[tuple[str, Path]]) -> None:
         shown = {}
@@ -115,14 +125,16 @@ class WeightsAndBiases:
             media = self._wandb.Image if is_image else self._wandb.Video
             shown[f"{VIDEO_TAG}/{number:02d}"] = media(str(path), caption=caption)
         if shown:
-            self._run.log(shown, step=step)
+            self._run.log({**shown, "step": step}, step=step + self._ahead)
 
     def close(self) -> None:
         self._run.finish()
 
 
-def _run_id(folder: Path) -> str:
+def _identity(folder: Path, taken_back: int) -> tuple[str, int]:
+    """The id of the run there, and how far its count of steps is ahead of ours by now."""
     path = folder / WANDB_RUN
-    if not path.is_file():
-        write_json(path, {"id": secrets.token_hex(4)})
-    return read_json(path)["id"]
+    known = read_json(path) if path.is_file() else {"id": secrets.token_hex(4), "ahead": 0}
+    known["ahead"] = known.get("ahead", 0) + taken_back
+    write_json(path, known)
+    return known["id"], known["ahead"]

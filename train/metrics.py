@@ -70,12 +70,13 @@ class Metrics:
     def rewind(self, step: int, length: int) -> None:
         """Forgets what was told after `step`, whose line ends after `length` bytes."""
         if self._enabled:
-            self._bar.advance(step - self._step)
+            told = self._step - step
+            self._bar.advance(-told)
             self._file.seek(length)
             self._file.truncate()
             for board in self._boards:
                 board.close()
-            self._boards = open_boards(self._config, start=step)
+            self._boards = open_boards(self._config, start=step, taken_back=told)
         self._step = step
 
     def event(self, values: dict[str, Any]) -> None:

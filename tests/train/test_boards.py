@@ -1,7 +1,9 @@
 """Numbers, configuration and videos of a run arrive where they are looked at."""
 
 import importlib.util
+import sys
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from megadit.infer.video_io import write_video
 from megadit.train import boards
 from megadit.train.boards import open_boards
+from megadit.train.metrics import Metrics
 from megadit.train.recipes import load_recipe
 
 FRAMES = np.random.default_rng(0).integers(0, 255, (3, 16, 24, 3), dtype=np.uint8)
@@ -85,6 +88,50 @@ def test_weights_and_biases_offline(tmp_path, videos, monkeypatch, capfd):
         "adam_beta2",
     ):
         assert expected.encode() in written
+
+
+class Recorder:
+    """Stands in for wandb, and for its run."""
+
+    def __init__(self):
+        self.logged, self.settings, self.axes = [], [], []
+        self.__spec__ = ModuleSpec("wandb", None)
+        self.Settings = dict
+
+    def init(self, **settings):
+        self.settings.append(settings)
+        return self
+
+    def define_metric(self, name, step_metric):
+        self.axes.append((name, step_metric))
+
+    def log(self, values, step):
+        if not self.logged or step > self.logged[-1][0]:  # as it does
+            self.logged.append((step, values["step"], values["loss"]))
+
+    def finish(self):
+        pass
+
+
+def test_weights_and_biases_hears_of_steps_that_were_taken_back(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", wandb := Recorder())
+    config = run_config(tmp_path, wandb_exp_name="x")
+    with Metrics(config, start=0, length=0, enabled=True) as metrics:
+        for step in (1, 2, 3):
+            tell(metrics, step, loss=1.0)
+        metrics.rewind(1, 0)
+        for step in (2, 3, 4):
+            tell(metrics, step, loss=2.0)
+    with Metrics(config, start=3, length=0, enabled=True) as metrics:  # killed, and continued from step 3
+        for step in (4, 5):
+            tell(metrics, step, loss=2.0)
+    of_steps = [(step, loss) for _, step, loss in wandb.logged]
+    assert of_steps == [(1, 1.0), (2, 1.0), (3, 1.0), (2, 2.0), (3, 2.0), (4, 2.0), (5, 2.0)]
+    assert set(wandb.axes) == {("*", "step")} and len({settings["id"] for settings in wandb.settings}) == 1
+
+
+def tell(metrics, step, loss):
+    metrics.log({"step": step, "loss": loss, "lr": 0.1, "seconds": 1.0, "consumed_samples": step})
 
 
 def test_weights_and_biases_in_another_folder(tmp_path, monkeypatch):
