@@ -39,7 +39,6 @@ NOT_OURS = {
 REFUSED = {
     "--t5_cache_dir": "$tokenizer_cache_dir/config.json does not exist",
     "prepare_energon_dataset_butterfly.py": "the data set huggan/smithsonian_butterflies_subset cannot be downloaded",
-    "prepare_energon_dataset.py": "unknown source 'dummy_images'",
     "train_mock": "recipe train_mock trains the MovieGen network, which this version does not have",
 }
 """A word of the command -> how the refusal begins: what is not here yet, files to have, a network to reach."""
@@ -98,6 +97,10 @@ def test_seed_command(words, place, monkeypatch, capsys, table):
     if program == "cp":
         subprocess.run(words, check=True)
         table.append((shown, "real", "the file is there"))
+        return
+    if program == "prepare_energon_dataset.py":
+        assert PROGRAMS[program](arguments) == 0
+        table.append((shown, "real", capsys.readouterr().out.strip()))
         return
     if program == "inference_dit_model.py":
         pytest.skip("run for real below")

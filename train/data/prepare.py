@@ -16,10 +16,10 @@ from torch import Tensor
 from megadit.models.support import CommandParser, Progress, UserError, atomic_path, duration, nearest, run_command
 from megadit.models.text_encoders.hashed_words import HashedWordEncoder
 from megadit.models.tokenizers.haar import HaarTokenizer
-from megadit.train.data import digits
+from megadit.train.data import digits, dummy_images
 from megadit.train.data.ingest import command as ingest
 from megadit.train.data.ingest.foreign import nemo_command
-from megadit.train.data.writer import ENERGON_FOLDER, INFO_FILE, DatasetInfo, DatasetWriter
+from megadit.train.data.writer import DatasetInfo, DatasetWriter, is_done
 
 LATENT_CHANNELS = 32
 TEXT_WIDTH = 64
@@ -147,11 +147,6 @@ def save_preview(path: Path, picture_CHW: Tensor, *, zoom: int = 3) -> None:
 # --- the command --------------------------------------------------------------------------------------------------
 
 
-def is_prepared(out: Path) -> bool:
-    """True if `out` holds a complete data set (it appears under its name only once it is complete)."""
-    return (out / INFO_FILE).is_file() and (out / ENERGON_FOLDER / "dataset.yaml").is_file()
-
-
 def _digits_command(argv: list[str]) -> int:
     parser = CommandParser(
         prog="megadit prepare digits",
@@ -165,11 +160,8 @@ def _digits_command(argv: list[str]) -> int:
     parser.add_argument("--overwrite", action="store_true", help="replace a finished folder")
     arguments = parser.parse_args(argv)
     out = arguments.out
-    if is_prepared(out) and not arguments.overwrite:
-        print(f"{out} is already prepared; nothing to do (--overwrite replaces it)")
+    if is_done(out, overwrite=arguments.overwrite):
         return 0
-    if out.exists() and not is_prepared(out) and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists and is not a prepared data set; give another folder, or remove it")
     prepare_digits(
         out,
         num_clips=arguments.num_clips,
@@ -188,6 +180,7 @@ def _report(info: DatasetInfo, seconds: float) -> None:
 
 SOURCES: dict[str, Callable[[list[str]], int]] = {
     "digits": _digits_command,
+    "dummy_images": dummy_images.command,
     **ingest.commands(),
     "nemo": nemo_command,
 }

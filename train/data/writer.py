@@ -360,3 +360,18 @@ def _add_member(shard: tarfile.TarFile, name: str, content: bytes) -> None:
     member = tarfile.TarInfo(name)  # no time, owner or mode of this machine: equal data give equal files
     member.size = len(content)
     shard.addfile(member, io.BytesIO(content))
+
+
+def is_done(out: Path, *, overwrite: bool = False) -> bool:
+    """Whether a data set lies at `out` that is to stay, which is then said.
+
+    Raises:
+        UserError: if something else lies there.
+    """
+    is_prepared = (out / INFO_FILE).is_file() and (out / ENERGON_FOLDER / "dataset.yaml").is_file()
+    if is_prepared and not overwrite:
+        print(f"{out} is already prepared; nothing to do (--overwrite replaces it)")
+        return True
+    if out.exists() and not is_prepared and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is not a prepared data set; give another folder, or remove it")
+    return False
