@@ -62,17 +62,24 @@ def ddpm_sigmas() -> Tensor:
     return ((1 - alpha_bar) / alpha_bar).sqrt()
 
 
+@cache
+def _ddpm_steps(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`ddpm_sigmas` in this precision, and the logarithm of each next one over it."""
+    sigmas = ddpm_sigmas().to(dtype)
+    return sigmas, sigmas.double().log().diff().to(dtype)
+
+
 def vp_scalings(sigma: Tensor) -> Scalings:
     """D = x - sigma F(x / sqrt(1 + sigma^2); t(sigma)): F predicts the noise (arXiv 2206.00364, table 1, column "VP").
 
     t(sigma) inverts `ddpm_sigmas`, linear in log sigma between two steps; beyond the first and last it is theirs.
     """
-    log_sigmas = ddpm_sigmas().log().to(sigma.device)
-    log_sigma = sigma.double().log().clamp(log_sigmas[0], log_sigmas[-1])
+    sigmas, log_ratios = (table.to(sigma.device) for table in _ddpm_steps(sigma.dtype))
+    within = sigma.clamp(sigmas[0], sigmas[-1])
     # a search, in comparisons: exporters know no other
-    above = (log_sigmas < log_sigma[..., None]).sum(-1).clamp(1, DDPM_STEPS - 1)
-    low, high = log_sigmas[above - 1], log_sigmas[above]
-    t = above - 1 + (log_sigma - low) / (high - low)
+    low = (sigmas < within[..., None]).sum(-1).clamp(1, DDPM_STEPS - 1) - 1
+    # exact at every step in float32 too, as a difference of two logarithms is not
+    t = low + torch.log1p((within - sigmas[low]) / sigmas[low]) / log_ratios[low]
     return Scalings(
         c_skip=torch.ones_like(sigma), c_out=-sigma, c_in=1 / (1 + sigma**2).sqrt(), c_noise=t.to(sigma.dtype)
     )

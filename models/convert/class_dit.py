@@ -19,6 +19,13 @@ DIFFUSERS_CLASS = "DiTTransformer2DModel"
 IGNORED = r"^pos_embed$"
 """The original checkpoints' table of fixed positions, which we compute."""
 
+SETTINGS = {
+    "num_attention_heads", "attention_head_dim", "in_channels", "out_channels", "num_layers", "dropout",
+    "norm_num_groups", "attention_bias", "sample_size", "patch_size", "activation_fn", "num_embeds_ada_norm",
+    "upcast_attention", "norm_type", "norm_elementwise_affine", "norm_eps",
+}  # fmt: skip
+"""Those of diffusers' config.json; what newer ones add may be another network."""
+
 _EXPECTED = {
     "norm_type": "ada_norm_zero",
     "activation_fn": "gelu-approximate",

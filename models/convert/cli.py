@@ -20,11 +20,17 @@ from megadit.models.licence import Licence, find_licence
 from megadit.models.support import CommandParser, UserError, atomic_directory, read_json, run_command, write_json
 from megadit.models.tensor_source import DTYPES, from_state_dict, open_safetensors, write_safetensors
 from megadit.models.text_encoders import ClassLabels, T5TextEncoder, TextEncoder, load_text_encoder
-from megadit.models.tokenizers import CosmosTokenizer, ImageAutoencoder, VideoTokenizer, load_tokenizer
+from megadit.models.tokenizers import (
+    Autoencoder,
+    VideoTokenizer,
+    holds_tokenizer,
+    load_tokenizer,
+    published_tokenizer,
+)
+from megadit.models.tokenizers.network import OURS
 
 T5 = "google-t5/t5-11b"
 PRECISIONS = {"float32": DTYPES["F32"], "bfloat16": DTYPES["BF16"], "float16": DTYPES["F16"]}
-TOKENIZER_CLASSES = {"AutoencoderKLCosmos": CosmosTokenizer, "AutoencoderKL": ImageAutoencoder}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,8 +63,8 @@ def _run(argv: list[str]) -> int:
         _export(Path(options.source), options.out, options.to)
     else:
         source = _locate(options.source)
-        tokenizer = _tokenizer_of(source, options.compression)
-        if tokenizer is not None:
+        if holds_tokenizer(source):
+            tokenizer = published_tokenizer(source, compression=options.compression)
             with atomic_directory(_free(options.out)) as directory:
                 tokenizer.save(directory)
             print(f"{options.out}: a tokenizer with {tokenizer.latent_channels} channels")
@@ -114,24 +120,13 @@ def _tell_licence(licence: Licence, out: Path) -> None:
         )
 
 
-def _tokenizer_of(path: Path, compression: str) -> VideoTokenizer | None:
-    """The tokenizer at `path`, in any form; None if something else is there."""
-    jit = path.suffix == ".jit" or any((path / name).is_file() for name in ("autoencoder.jit", "encoder.jit"))
-    if jit:
-        return CosmosTokenizer.from_published(path, compression=compression)
-    if not (path / parts.CONFIG_FILE).is_file():
-        return None
-    config = read_json(path / parts.CONFIG_FILE)
-    if config.get("_class_name") in TOKENIZER_CLASSES:
-        return TOKENIZER_CLASSES[config["_class_name"]].from_published(path)
-    return None
-
-
 def _choose_tokenizer(source: Path, given: str | None, compression: str) -> VideoTokenizer | None:
-    if given is None:
-        return _tokenizer_of(source / "vae", compression)
-    path = _locate(given)
-    return _tokenizer_of(path, compression) or load_tokenizer(path)
+    if given is None and not holds_tokenizer(source / "vae"):
+        return None
+    path = source / "vae" if given is None else _locate(given)
+    if (path / "vae").is_dir() or holds_tokenizer(path):
+        return published_tokenizer(path, compression=compression)
+    return load_tokenizer(path)
 
 
 def _choose_text_encoder(source: Path, published: Published, given: str | None) -> TextEncoder:
@@ -194,7 +189,8 @@ def _export(source: Path, out: Path, form: str) -> None:
 
 
 def _export_tokenizer(tokenizer: VideoTokenizer, directory: Path) -> None:
-    if isinstance(tokenizer, CosmosTokenizer | ImageAutoencoder):
+    """In the form of diffusers, where it has such a network."""
+    if isinstance(tokenizer, Autoencoder) and tokenizer.network.class_name not in OURS:
         network = tokenizer.network
         directory.mkdir()
         write_json(directory / "config.json", {"_class_name": network.class_name, **network.config})

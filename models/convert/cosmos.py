@@ -20,6 +20,13 @@ from megadit.models.convert.tensor_map import (
 from megadit.models.support import UserError
 
 DIFFUSERS_CLASS = "CosmosTransformer3DModel"
+SETTINGS = {
+    "in_channels", "out_channels", "num_attention_heads", "attention_head_dim", "num_layers", "mlp_ratio",
+    "text_embed_dim", "adaln_lora_dim", "max_size", "patch_size", "rope_scale", "concat_padding_mask",
+    "extra_pos_embed_type", "use_crossattn_projection", "crossattn_proj_in_channels", "encoder_hidden_states_channels",
+    "controlnet_block_every_n", "img_context_dim_in", "img_context_num_tokens", "img_context_dim_out",
+}  # fmt: skip
+"""Those of diffusers' config.json; what newer ones add may be another network."""
 IGNORED = r"(logvar|pos_embedder|accum_)|_extra_state$|(^|\.)net\.(logvar|pos_embedder|accum_)"
 """Tensors of a released checkpoint that belong to its training."""
 QK_EPSILON = 1e-5

@@ -1,5 +1,6 @@
-"""The released Cosmos tokenizers, as settings and tensors of diffusers' `AutoencoderKLCosmos`."""
+"""The released Cosmos tokenizers, as settings and tensors of `AutoencoderKLCosmos` or, of images, of our network."""
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -49,8 +50,8 @@ def diffusers_names(names: Iterable[str]) -> dict[str, str]:
     return {name: _UP.sub(lambda m: f"decoder.up_blocks.{last - int(m[1])}.", t) for name, t in mapped.items()}
 
 
-def read_released(path: Path, compression: str = "") -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(settings, tensors) of a released tokenizer: `autoencoder.jit`, or a directory that holds it, or its two halves.
+def read_released(path: Path, compression: str = "") -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+    """(class, settings, tensors) of a released tokenizer: `autoencoder.jit`, a directory that holds it, or its halves.
 
     Raises:
         UserError: if there is none, or its compression cannot be told.
@@ -60,14 +61,40 @@ def read_released(path: Path, compression: str = "") -> tuple[dict[str, Any], di
         halves = [path / "encoder.jit", path / "decoder.jit"]
         files = halves if all(half.is_file() for half in halves) else files
     sources = [read_archive(file) for file in files]
-    names = diffusers_names(name for source in sources for name in source.stored)
+    shapes = {name: tensor.shape for source in sources for name, tensor in source.stored.items()}
+    if "encoder.conv_in.weight" in shapes:  # of images: convolutions without a part of their own for time
+        tensors = {n: source.read(n).float() for source in sources for n in source.stored if not _CONSTANTS.search(n)}
+        return "CosmosImageNetwork", _image_settings(shapes, path), tensors
+    names = diffusers_names(shapes)
     tensors = {names[name]: source.read(name) for source in sources for name in source.stored if name in names}
     config = _settings({name: tuple(tensor.shape) for name, tensor in tensors.items()}, path)
     config |= _compression(tensors.keys(), config, compression or _named_compression(path), path)
     config |= _statistics(path if path.is_dir() else path.parent)
     wanted = _wanted(config)
     kept = {n: tensor.float() for n, tensor in tensors.items() if n in wanted or not _RESAMPLER.search(n)}
-    return config, kept
+    return "AutoencoderKLCosmos", config, kept
+
+
+def _image_settings(shapes: Mapping[str, tuple[int, ...]], path: Path) -> dict[str, Any]:
+    """Those of `CosmosImageNetwork`, which the shapes tell completely."""
+
+    def numbered(pattern: str) -> list[str]:
+        return [name for name in shapes if re.fullmatch(pattern, name)]
+
+    levels = len(numbered(r"encoder\.down\.\d+\.block\.0\.conv1\.weight"))
+    try:
+        first_width, patch_dim = shapes["encoder.conv_in.weight"][:2]
+        return {
+            "widths": [shapes[f"encoder.down.{level}.block.0.conv1.weight"][0] for level in range(levels)],
+            "first_width": first_width,
+            "num_layers": len(numbered(r"encoder\.down\.0\.block\.\d+\.conv1\.weight")),
+            "num_halvings": len(numbered(r"encoder\.down\.\d+\.downsample\.conv\.weight")),
+            "patch_size": math.isqrt(patch_dim // 3),
+            "z_channels": shapes["encoder.conv_out.weight"][0],
+            "latent_channels": shapes["quant_conv.weight"][0],
+        }
+    except KeyError as missing:
+        raise UserError(f"{path} is not a continuous image tokenizer of Cosmos: it has no {missing}") from None
 
 
 def _settings(shapes: Mapping[str, tuple[int, ...]], path: Path) -> dict[str, Any]:

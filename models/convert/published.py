@@ -94,10 +94,8 @@ FORMS = (
 )
 """Those that have no configuration beside their tensors."""
 
-DIFFUSERS = {
-    cosmos.DIFFUSERS_CLASS: (cosmos.config_from_diffusers, cosmos.diffusers_entries),
-    class_dit.DIFFUSERS_CLASS: (class_dit.config_from_diffusers, class_dit.diffusers_entries),
-}
+DIFFUSERS = {cosmos.DIFFUSERS_CLASS: cosmos, class_dit.DIFFUSERS_CLASS: class_dit}
+"""Class -> the module that knows its settings and tensors."""
 
 
 def open_published(path: Path) -> Published:
@@ -129,14 +127,22 @@ def _from_diffusers(path: Path) -> Published:
     name = values.get("_class_name") if isinstance(values, dict) else None
     if name not in DIFFUSERS:
         raise UserError(f"{path} holds a {name or 'network of another kind'}; known are {', '.join(DIFFUSERS)}")
-    config_of, entries_of = DIFFUSERS[name]
+    known = DIFFUSERS[name]
+    for setting in sorted(values.keys() - known.SETTINGS):
+        if not setting.startswith("_"):
+            raise UserError(
+                f"{path / 'config.json'} has the setting {setting!r}, which no {name} known to this version has: was "
+                "it written by a newer diffusers?"
+            )
     try:
-        config = config_of(values)
+        config = known.config_from_diffusers(values)
     except KeyError as missing:
         raise UserError(f"{path / 'config.json'} lacks {missing}, which every {name} has") from None
     source = open_safetensors(*_shards(path))
     return Published(
-        config=config, tensors=to_ours(source, entries_of(config), config), sample_size=values.get("sample_size")
+        config=config,
+        tensors=to_ours(source, known.diffusers_entries(config), config),
+        sample_size=values.get("sample_size"),
     )
 
 

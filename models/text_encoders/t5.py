@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -82,6 +83,14 @@ class T5TextEncoder:
     def dim(self) -> int:
         return self._architecture()["d_model"]
 
+    @property
+    def vocabulary_size(self) -> int:
+        return self._architecture()["vocab_size"]
+
+    def with_network(self, network: Callable[..., Any]) -> "T5TextEncoder":
+        """The same encoder, whose tokens go through `network`, which is called like the class of `transformers`."""
+        return dataclasses.replace(self, _loaded={**self._loaded, "network": network})
+
     # ------------------------------------------------------------------------------------------------ features
 
     def encode(self, texts: list[str]) -> TextFeatures:
@@ -110,7 +119,7 @@ class T5TextEncoder:
         """[L, E] of each text, true lengths."""
         if not texts:
             return []
-        tokenizer, network = self._load_tokenizer(), self._load_network()
+        tokenizer, network = self._load_tokenizer(), self.load_network()
         tokens = tokenizer(texts, padding="longest", return_tensors="pt")
         longest = int(tokens.attention_mask.sum(1).max())
         if longest > self.max_length:
@@ -140,7 +149,12 @@ class T5TextEncoder:
                 ) from error
         return self._loaded["tokenizer"]
 
-    def _load_network(self):
+    def load_network(self) -> Any:
+        """The encoder of `transformers`, loaded when it is first asked for.
+
+        Raises:
+            UserError: if its files are missing or damaged.
+        """
         if "network" not in self._loaded:
             network_class = getattr(_transformers(), NETWORKS[self._architecture()["model_type"]])
             try:

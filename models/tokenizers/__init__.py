@@ -1,27 +1,29 @@
 """Videos to latents and back."""
 
 import os
+from collections.abc import Callable
 
 from megadit.models.parts import part_type
-from megadit.models.tokenizers.autoencoder_kl import ImageAutoencoder
+from megadit.models.tokenizers.autoencoder import Autoencoder
 from megadit.models.tokenizers.base import VideoTokenizer
-from megadit.models.tokenizers.cosmos import CosmosTokenizer
 from megadit.models.tokenizers.haar import HaarTokenizer
+from megadit.models.tokenizers.kinds import KINDS
+from megadit.models.tokenizers.published import holds_tokenizer, published_tokenizer
 
 __all__ = [
-    "TOKENIZERS",
-    "CosmosTokenizer",
+    "Autoencoder",
     "HaarTokenizer",
-    "ImageAutoencoder",
     "VideoTokenizer",
+    "holds_tokenizer",
     "load_tokenizer",
+    "published_tokenizer",
 ]
 
-TOKENIZERS: dict[str, type[VideoTokenizer]] = {
-    "autoencoder_kl": ImageAutoencoder,
-    "cosmos": CosmosTokenizer,
-    "haar": HaarTokenizer,
+_LOADERS: dict[str, Callable[[str | os.PathLike], VideoTokenizer]] = {
+    **dict.fromkeys(KINDS, Autoencoder.load),
+    "haar": HaarTokenizer.load,
 }
+"""Type of a saved tokenizer -> what loads it."""
 
 
 def load_tokenizer(directory: str | os.PathLike) -> VideoTokenizer:
@@ -30,4 +32,4 @@ def load_tokenizer(directory: str | os.PathLike) -> VideoTokenizer:
     Raises:
         UserError: if there is none, or if this version does not know its type.
     """
-    return TOKENIZERS[part_type(directory, "tokenizer", TOKENIZERS)].load(directory)
+    return _LOADERS[part_type(directory, "tokenizer", _LOADERS)](directory)

@@ -1,10 +1,9 @@
-"""What the tokenizers have in common that are networks of diffusers: building, sizes, files."""
+"""The networks of published autoencoders: building, sizes, files."""
 
 import hashlib
 import json
 import math
-import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,17 +12,19 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from megadit.models import parts
 from megadit.models.support import UserError, read_json
+from megadit.models.tokenizers.cosmos_image import CosmosImageNetwork
 from megadit.models.weights import check_shapes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+OURS = {"CosmosImageNetwork": CosmosImageNetwork}
+"""Networks that diffusers does not have."""
 _FILES = ("diffusion_pytorch_model.safetensors", "model.safetensors")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Network:
-    """An autoencoder of diffusers, which follows its inputs to their device."""
+    """An autoencoder, which follows its inputs to their device."""
 
     class_name: str
     config: Mapping[str, Any]
@@ -40,7 +41,7 @@ class Network:
         found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         check_shapes(found, {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}, where)
         module.load_state_dict(dict(tensors), assign=True)
-        _make_constants(module)
+        _make_constants(class_name, module)
         settings = json.loads(json.dumps(dict(config)))  # as they are read back: tuples are lists
         return cls(class_name=class_name, config=settings, module=module.eval().requires_grad_(False))
 
@@ -60,20 +61,36 @@ def empty_module(class_name: str, config: Mapping[str, Any]) -> nn.Module:
     Raises:
         UserError: if diffusers is not installed, or does not know a setting.
     """
+    builder, network_class = ("megadit", OURS[class_name]) if class_name in OURS else _class_of_diffusers(class_name)
+    try:
+        with torch.device("meta"):
+            return network_class(**_settings(config))
+    except (TypeError, AttributeError) as error:
+        raise UserError(f"{builder} cannot build this {class_name}: {error}") from error
+
+
+def _class_of_diffusers(class_name: str) -> tuple[str, type[nn.Module]]:
+    """(name and version of diffusers, its class)."""
     try:
         import diffusers
     except ModuleNotFoundError:
         raise UserError(f"{class_name} needs the library diffusers: pip install 'megadit[diffusers]'") from None
-    settings = {name: value for name, value in config.items() if not name.startswith("_")}
-    try:
-        with torch.device("meta"):
-            return getattr(diffusers, class_name)(**settings)
-    except (TypeError, AttributeError) as error:
-        raise UserError(f"diffusers {diffusers.__version__} cannot build this {class_name}: {error}") from error
+    return f"diffusers {diffusers.__version__}", getattr(diffusers, class_name)
 
 
-def _make_constants(module: nn.Module) -> None:
+def complete_config(class_name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, those included that a checkpoint leaves to diffusers' defaults."""
+    return _settings(config if class_name in OURS else empty_module(class_name, config).config)
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if not name.startswith("_")}
+
+
+def _make_constants(class_name: str, module: nn.Module) -> None:
     """Gives constants that are no tensors of the checkpoint (wavelets) their values: they were made without memory."""
+    if class_name != "AutoencoderKLCosmos":
+        return
     from diffusers.models.autoencoders import autoencoder_kl_cosmos as cosmos
 
     for part in module.modules():
@@ -83,18 +100,19 @@ def _make_constants(module: nn.Module) -> None:
             part.register_buffer("_arange", torch.arange(len(wavelets)), persistent=False)
 
 
-def read_diffusers(directory: Path, class_name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(settings, tensors) of a network in the form of diffusers.
+def read_diffusers(directory: Path, known: Collection[str]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+    """(class, settings, tensors) of a network in the form of diffusers.
 
     Raises:
-        UserError: if it is another network, or files are missing.
+        UserError: if it is none of the `known` classes, or files are missing.
     """
     config = read_json(directory / "config.json")
-    if config.get("_class_name") != class_name:
-        raise UserError(f"{directory} holds a {config.get('_class_name')}, not a {class_name}")
+    class_name = config.get("_class_name") if isinstance(config, dict) else None
+    if class_name not in known:
+        raise UserError(f"{directory} holds a {class_name}, not one of {', '.join(known)}")
     for name in _FILES:
         if (directory / name).is_file():
-            return config, load_tensors(directory / name)
+            return class_name, config, load_tensors(directory / name)
     raise UserError(f"{directory} has neither {' nor '.join(_FILES)}")
 
 
@@ -112,19 +130,6 @@ def fingerprint(settings: Mapping[str, Any], network: Network) -> str:
         digest.update(f"\n{name} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.detach().cpu().bfloat16().contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()
-
-
-def save(directory: str | os.PathLike, kind: str, settings: Mapping[str, Any], network: Network) -> None:
-    config = {"type": kind, **settings, "network": {k: v for k, v in network.config.items() if k[0] != "_"}}
-    parts.write_part(directory, config, network.tensors())
-
-
-def load(directory: str | os.PathLike, class_name: str, names: list[str]) -> tuple[dict[str, Any], Network]:
-    """The inverse of `save`: (settings, network)."""
-    settings = parts.read_settings(directory, [*names, "network"])
-    where = f"the tensors of {Path(directory) / parts.TENSOR_FILE}"
-    network = Network.build(class_name, settings.pop("network"), parts.read_tensors(directory), where)
-    return settings, network
 
 
 def check_size(frames: int, height: int, width: int, *, temporal: int, spatial: int) -> None:

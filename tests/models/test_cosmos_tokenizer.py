@@ -1,6 +1,9 @@
 """One random network, as a directory of diffusers and as a `.jit`, is the same tokenizer."""
 
+import dataclasses
+import json
 import pickle
+import shutil
 import zipfile
 
 import pytest
@@ -10,7 +13,7 @@ from torch import nn
 from megadit.models.convert.cosmos_tokenizer import diffusers_names
 from megadit.models.convert.tensor_archive import read_archive
 from megadit.models.support import UserError
-from megadit.models.tokenizers import CosmosTokenizer, load_tokenizer
+from megadit.models.tokenizers import load_tokenizer, published_tokenizer
 from megadit.models.tokenizers.tiling import Tiles, reconstruct, tiling_error
 
 TO_RELEASED = (
@@ -82,7 +85,7 @@ def random_video(frames=9, height=32, width=48, batch=1):
 
 def test_jit_and_diffusers_give_the_same_tokenizer(published):
     network, directory, released = published
-    ours, from_jit = CosmosTokenizer.from_published(directory), CosmosTokenizer.from_published(released)
+    ours, from_jit = published_tokenizer(directory), published_tokenizer(released)
     assert from_jit.network.config == ours.network.config
     assert from_jit.fingerprint() == ours.fingerprint()
     video = random_video()
@@ -108,12 +111,12 @@ def test_names_are_those_of_the_whole_network(published):
 
 @pytest.mark.parametrize("frames", [1, 9, 10, 33])
 def test_any_clip_comes_back_in_its_size(published, frames):
-    tokenizer = CosmosTokenizer.from_published(published[1])
+    tokenizer = published_tokenizer(published[1])
     assert reconstruct(tokenizer, random_video(frames, 30, 41)).shape == (1, 3, frames, 30, 41)
 
 
 def test_121_frames(published):
-    tokenizer = CosmosTokenizer.from_published(published[1])
+    tokenizer = published_tokenizer(published[1])
     temporal = tokenizer.temporal_compression
     latents = tokenizer.encode(random_video(121, 16, 16))
     assert latents.shape == (1, 4, 1 + 120 // temporal, 2, 2) == (1, *tokenizer.latent_shape(121, 16, 16))
@@ -121,7 +124,7 @@ def test_121_frames(published):
 
 
 def test_the_first_latent_depends_on_no_later_frame(published):
-    tokenizer = CosmosTokenizer.from_published(published[1])
+    tokenizer = published_tokenizer(published[1])
     video = random_video(9 + 8)
     changed = video.clone()
     changed[:, :, 1:] = random_video(16)
@@ -134,7 +137,7 @@ def test_the_first_latent_depends_on_no_later_frame(published):
 
 
 def test_saving_and_loading(published, tmp_path):
-    tokenizer = CosmosTokenizer.from_published(published[1])
+    tokenizer = published_tokenizer(published[1])
     tokenizer.save(tmp_path)
     loaded = load_tokenizer(tmp_path)
     assert loaded.fingerprint() == tokenizer.fingerprint() and loaded.tiles == tokenizer.tiles
@@ -142,9 +145,9 @@ def test_saving_and_loading(published, tmp_path):
 
 
 def test_tiles_bound_memory_and_come_close(published):
-    whole = CosmosTokenizer.from_published(published[1])
+    whole = published_tokenizer(published[1])
     tiles = Tiles(side=8, overlap=4, frames=6, context=2)
-    tiled = CosmosTokenizer(network=whole.network, tiles=tiles)
+    tiled = dataclasses.replace(whole, tiles=tiles)
     latents = whole.encode(random_video(33, 64, 96))
     largest = []
     decode = whole.network.module.decode
@@ -162,7 +165,7 @@ def test_tiles_bound_memory_and_come_close(published):
 
 
 def test_sizes_that_cannot_be_encoded_name_their_neighbours(published):
-    tokenizer = CosmosTokenizer.from_published(published[1])
+    tokenizer = published_tokenizer(published[1])
     with pytest.raises(UserError, match="10 frames cannot be encoded: take 1 \\+ a multiple of"):
         tokenizer.encode(random_video(10))
     with pytest.raises(UserError, match="width 44 cannot be encoded: take a multiple of 8, 40 or 48"):
@@ -183,27 +186,37 @@ def test_hostile_and_damaged_archives_are_refused(published, tmp_path, monkeypat
     with zipfile.ZipFile(hostile, "w") as archive:
         archive.writestr("hostile/data.pkl", pickle.dumps(Attack()))
     with pytest.raises(UserError, match=r"hostile.jit is not read: it asks for .*system, which no archive of tensors"):
-        CosmosTokenizer.from_published(hostile)
+        published_tokenizer(hostile)
     assert not (tmp_path / "pwned").exists()
     cut = tmp_path / "cut.jit"
     cut.write_bytes(jit.read_bytes()[:-2000])
     with pytest.raises(UserError, match="cut.jit is not read"):
-        CosmosTokenizer.from_published(cut)
+        published_tokenizer(cut)
     short = tmp_path / "short.jit"
     with zipfile.ZipFile(jit) as source, zipfile.ZipFile(short, "w") as archive:
         for info in source.infolist():
             data = source.read(info)
             archive.writestr(info.filename, data[:-4] if "/data/" in info.filename else data)
     with pytest.raises(UserError, match="it was cut"):
-        CosmosTokenizer.from_published(short)
+        published_tokenizer(short)
     with pytest.raises(UserError, match="does not exist"):
-        CosmosTokenizer.from_published(tmp_path / "none.jit")
+        published_tokenizer(tmp_path / "none.jit")
 
 
 def test_another_network_is_named(published, tmp_path):
-    import diffusers
+    (tmp_path / "config.json").write_text('{"_class_name": "VQModel"}')
+    with pytest.raises(UserError, match="holds a VQModel, not one of AutoencoderKLCosmos, Cosmos"):
+        published_tokenizer(tmp_path)
 
-    other = diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4)
-    other.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="holds a AutoencoderKL, not a AutoencoderKLCosmos"):
-        CosmosTokenizer.from_published(tmp_path)
+
+def test_settings_of_the_future_are_named(published, tmp_path):
+    config = json.loads((published[1] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"use_time_travel": True}))
+    shutil.copy(published[1] / "diffusion_pytorch_model.safetensors", tmp_path)
+    with pytest.raises(UserError, match=r"diffusers .* cannot build this AutoencoderKLCosmos: .*use_time_travel"):
+        published_tokenizer(tmp_path)
+    published_tokenizer(published[1]).save(tmp_path / "saved")
+    config = json.loads((tmp_path / "saved/config.json").read_text())
+    (tmp_path / "saved/config.json").write_text(json.dumps(config | {"time_travel": True}))
+    with pytest.raises(UserError, match=r"unknown setting 'time_travel'; was it written by a newer version\?"):
+        load_tokenizer(tmp_path / "saved")

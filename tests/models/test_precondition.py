@@ -75,3 +75,14 @@ def test_the_loss_weight_makes_errors_of_the_network_weigh_one():
     for preconditioner in ("edm", "vp"):
         config = DiTConfig(preconditioner=preconditioner)
         torch.testing.assert_close(loss_weight(SIGMAS, config), scalings(SIGMAS, config).c_out ** -2)
+
+
+def test_vp_steps_are_whole_in_float32():
+    """Which is what exported networks compute in; sinusoids of t turn a shift by 1e-3 into an error of 1e-3."""
+    steps = vp_scalings(ddpm_sigmas().float()).c_noise
+    assert steps.dtype == torch.float32
+    torch.testing.assert_close(steps, torch.arange(1000.0), rtol=0, atol=1e-4)
+    levels = torch.logspace(-3, 3, 500, dtype=torch.float64)
+    torch.testing.assert_close(
+        vp_scalings(levels.float()).c_noise.double(), vp_scalings(levels).c_noise, rtol=0, atol=1e-4
+    )

@@ -111,3 +111,59 @@ def test_mistakes_are_told_in_one_line(directory, tmp_path):
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="placement=8bit needs"):
             T5TextEncoder(model=str(directory), placement="8bit").encode(["a"])
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What `transformers` is asked to load with; it loads into memory whatever that is."""
+    import transformers
+
+    load, asked = transformers.T5EncoderModel.from_pretrained, {}
+
+    def recorded(path, **options):
+        asked.update(options)
+        options.pop("quantization_config", None)
+        return load(path, **options | {"device_map": "auto" if "device_map" in options else None})
+
+    monkeypatch.setattr(transformers.T5EncoderModel, "from_pretrained", recorded)
+    return asked
+
+
+def test_offloading_gives_the_same_features(directory, encoder, asked):
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    texts = ["a red seven", "the robot"]
+    expected = encoder.encode(texts).features_BLE
+    assert "device_map" not in asked
+    found = T5TextEncoder(model=str(directory), dtype="float32", placement="offload").encode(texts).features_BLE
+    assert asked["device_map"] == "auto"
+    torch.testing.assert_close(found, expected)
+
+
+def test_eight_bits_are_asked_of_transformers(directory, asked, monkeypatch):
+    """In settings of its own; weights are quantised on a GPU alone."""
+    from transformers import BitsAndBytesConfig
+
+    from megadit.models.text_encoders import t5
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(t5, "find_spec", lambda library: library)
+    T5TextEncoder(model=str(directory), placement="8bit").encode(["a"])
+    assert isinstance(asked["quantization_config"], BitsAndBytesConfig) and asked["quantization_config"].load_in_8bit
+    assert asked["device_map"] == "auto"
+
+
+def test_placements_name_the_library_that_is_missing(directory, monkeypatch):
+    from megadit.models.text_encoders import t5
+
+    monkeypatch.setattr(t5, "find_spec", lambda library: None if library in ("bitsandbytes", "accelerate") else library)
+    for placement, library in (("8bit", "bitsandbytes"), ("offload", "accelerate")):
+        with pytest.raises(UserError, match=rf"placement={placement} needs the library {library}: pip install"):
+            T5TextEncoder(model=str(directory), placement=placement).encode(["a"])
+
+
+@pytest.mark.gpu
+def test_eight_bits_come_close(directory, encoder):
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    found = T5TextEncoder(model=str(directory), placement="8bit").encode(["a red seven"]).features_BLE
+    expected = encoder.encode(["a red seven"]).features_BLE
+    assert 0 < (found - expected).norm() <= 0.05 * expected.norm()  # steps of 1/127 of each row's largest weight

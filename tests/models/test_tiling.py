@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megadit.models.support import UserError
-from megadit.models.tokenizers import HaarTokenizer, ImageAutoencoder, load_tokenizer
+from megadit.models.tokenizers import HaarTokenizer, load_tokenizer, published_tokenizer
 from megadit.models.tokenizers.tiling import Tiles, decode_in_tiles, encode_in_tiles, tiling_error
 
 HAAR = HaarTokenizer(temporal_compression=4, spatial_compression=8)
@@ -61,7 +61,7 @@ def test_images_have_an_autoencoder(tmp_path):
         shift_factor=0.1,
     ).eval()
     network.save_pretrained(tmp_path / "vae")
-    tokenizer = ImageAutoencoder.from_published(tmp_path)
+    tokenizer = published_tokenizer(tmp_path)
     images = torch.rand(2, 3, 3, 16, 24) * 2 - 1
     latents = tokenizer.encode(images)
     assert latents.shape == (2, *tokenizer.latent_shape(3, 16, 24)) == (2, 4, 3, 8, 12)

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from megadit.models.condition import class_digits
 from megadit.models.conditioning import Conditioning
@@ -12,6 +13,7 @@ from megadit.models.convert import class_dit, cosmos
 from megadit.models.convert.converted import to_ours, to_theirs
 from megadit.models.dit import DiT
 from megadit.models.tensor_source import from_state_dict
+from megadit.models.tokenizers import load_tokenizer, published_tokenizer
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 
@@ -37,11 +39,21 @@ def ours_from(model, config, entries, **options):
     return dit.eval()
 
 
-def assert_round_trip(model, dit, entries):
-    back = to_theirs(from_state_dict(dit.state_dict()), entries).state_dict()
-    state_dict = model.state_dict()
+def assert_round_trip(state_dict, config, entries):
+    """Bit for bit, in the number type that they came in."""
+    ours = to_ours(from_state_dict(state_dict), entries, config).state_dict()
+    back = to_theirs(from_state_dict(ours), entries).state_dict()
     assert back.keys() == state_dict.keys()
-    assert all(torch.equal(back[name], tensor) for name, tensor in state_dict.items())
+    for name, tensor in state_dict.items():
+        assert back[name].dtype == tensor.dtype and torch.equal(back[name], tensor)
+
+
+def in_random_type(model, seed):
+    """(the tensors in float32, bfloat16 or float16, the model in float32 with these values)."""
+    dtype = random.Random(seed).choice([torch.float32, torch.bfloat16, torch.float16])
+    published = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
+    model.load_state_dict({name: tensor.float() for name, tensor in published.items()})
+    return published, model
 
 
 def distance(a, b):
@@ -86,7 +98,7 @@ def without_torchvision(monkeypatch):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_cosmos_equals_diffusers(seed, without_torchvision):
-    model = randomised(random_cosmos(seed))
+    published, model = in_random_type(randomised(random_cosmos(seed)), seed)
     config = cosmos.config_from_diffusers(model.config)
     entries = cosmos.diffusers_entries(config)
     dit = ours_from(model, config, entries)
@@ -105,7 +117,7 @@ def test_cosmos_equals_diffusers(seed, without_torchvision):
             assert distance(dit(x, c_noise, conditioning), theirs) > 1e-3, "negative control: the mask must matter"
         other_fps = Conditioning(text, torch.tensor([5, 5]), torch.full((2,), 11.0))
         assert distance(dit(x, c_noise, other_fps, mask[:, :, None].expand(2, 1, T, H, W)), theirs) > 1e-4
-    assert_round_trip(model, dit, entries)
+    assert_round_trip(published, config, entries)
     rebuilt = diffusers.CosmosTransformer3DModel.from_config(cosmos.config_to_diffusers(config))
     assert {n: t.shape for n, t in rebuilt.state_dict().items()} == {n: t.shape for n, t in model.state_dict().items()}
 
@@ -157,7 +169,7 @@ def class_conditioning(labels, num_classes):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_class_dit_equals_diffusers(seed):
-    model = random_class_dit(seed)
+    published, model = in_random_type(random_class_dit(seed), seed)
     config = class_dit.config_from_diffusers(model.config)
     entries = class_dit.diffusers_entries(config)
     dit = ours_from(model, config, entries)
@@ -168,7 +180,7 @@ def test_class_dit_equals_diffusers(seed):
         ours = dit(x[:, :, None], t, class_conditioning(labels, config.num_classes))[:, :, 0]
         assert distance(ours, theirs) <= TOLERANCE
         assert distance(dit(x[:, :, None], t, class_conditioning([1] * 3, config.num_classes))[:, :, 0], theirs) > 1e-3
-    assert_round_trip(model, dit, entries)
+    assert_round_trip(published, config, entries)
 
 
 def test_original_class_dit_round_trips_and_has_its_layout():
@@ -202,3 +214,52 @@ def test_published_sizes(name, billions):
             theirs = diffusers.CosmosTransformer3DModel.from_config(values)
             assert count == sum(parameter.numel() for parameter in theirs.parameters())
     assert abs(count / 1e9 - billions) < 0.01 * billions
+
+
+def random_cosmos_autoencoder(seed):
+    """Widths, depth, patches and compression as the class can have them."""
+    draw = random.Random(seed)
+    temporal, spatial, patch = draw.choice([(4, 8, 4), (8, 8, 4), (8, 16, 4), (4, 8, 2), (4, 4, 2)])
+    widths = [draw.choice([4, 8, 12]) for _ in range(4)]
+    model = diffusers.AutoencoderKLCosmos(
+        encoder_block_out_channels=tuple(widths),
+        decode_block_out_channels=tuple(reversed(widths[1:])),
+        latent_channels=draw.choice([3, 5]),
+        num_layers=draw.choice([1, 2]),
+        temporal_compression_ratio=temporal,
+        spatial_compression_ratio=spatial,
+        patch_size=patch,
+        latents_mean=None,
+        latents_std=None,
+    )
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter, mean=0.5, std=0.2)
+        else:
+            torch.nn.init.kaiming_normal_(parameter)
+    return model.eval()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_cosmos_autoencoder_equals_diffusers(seed, tmp_path):
+    torch.manual_seed(seed)
+    dtype = random.Random(seed).choice([torch.float32, torch.bfloat16, torch.float16])
+    model = random_cosmos_autoencoder(seed)
+    state_dict = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
+    model.save_pretrained(tmp_path / "theirs")
+    save_file(state_dict, tmp_path / "theirs/diffusion_pytorch_model.safetensors")
+    published_tokenizer(tmp_path / "theirs").save(tmp_path / "ours")
+    tokenizer = load_tokenizer(tmp_path / "ours")
+    assert tokenizer.network.tensors().keys() == state_dict.keys()
+    for name, tensor in tokenizer.network.tensors().items():
+        assert tensor.dtype == dtype and torch.equal(tensor, state_dict[name])
+    frames, side = 1 + 2 * tokenizer.temporal_compression, 3 * tokenizer.spatial_compression
+    video = torch.rand(1, 3, frames, side, 2 * side) * 2 - 1
+    model.load_state_dict({name: tensor.float() for name, tensor in state_dict.items()})
+    with torch.no_grad():
+        z = model.encode(video).latent_dist.mode()
+        expected = model.decode(z).sample
+    latents = tokenizer.encode(video)
+    assert distance(latents, 0.5 * z) <= TOLERANCE
+    assert distance(tokenizer.decode(latents), expected) <= TOLERANCE
+    assert distance(tokenizer.encode(video.flip(2)), 0.5 * z) > 1e-2, "negative control: the frames must matter"

@@ -1,5 +1,6 @@
 """Checkpoints that are not what they should be are refused in one line; large ones are converted in little memory."""
 
+import dataclasses
 import json
 import pickle
 import subprocess
@@ -72,6 +73,7 @@ def test_streamed_files_are_safetensors(tmp_path):
         ),
         ({"use_crossattn_projection": True}, "only Cosmos 1.0 is"),
         ({"in_channels": 5}, "only text-to-world is supported"),
+        ({"use_time_travel": True}, "has the setting 'use_time_travel', which no Cosmos.* known to this version has"),
         ({"num_layers": 2}, r"missing: transformer_blocks.1.attn1"),
         ({"attention_head_dim": 12}, r"misshapen: .*patch_embed.proj.weight|misshapen: "),
     ],
@@ -116,6 +118,9 @@ def test_damaged_and_hostile_files_are_refused(tmp_path, monkeypatch):
         open_published(tmp_path / "dist")
     assert not (tmp_path / "pwned").exists()
     torch.save({"weight": torch.ones(2)}, tmp_path / "other.pt")
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "other.pt").read_bytes()[:-200])
+    with pytest.raises(UserError, match="cut.pt is not read"):
+        open_published(tmp_path / "cut.pt")
     with pytest.raises(UserError, match="holds tensors of another network .weight ...."):
         open_published(tmp_path / "other.pt")
     with pytest.raises(UserError, match="is no published checkpoint: expected"):
@@ -129,6 +134,12 @@ def test_parts_that_do_not_fit_name_both_sides(tmp_path, capsys):
     arguments = [str(path), str(tmp_path / "out"), "--tokenizer", str(tmp_path / "haar"), "--text_encoder"]
     assert main([*arguments, str(tmp_path / "words")]) == 2
     assert "model.in_channels=4 does not fit the tokenizer's latents: 12" in capsys.readouterr().err
+    fitting = write_diffusers(tmp_path / "fitting", dataclasses.replace(COSMOS, in_channels=12))
+    HashedWordEncoder(dim=32).save(tmp_path / "wide_words")
+    arguments = [str(fitting), str(tmp_path / "out"), "--tokenizer", str(tmp_path / "haar"), "--text_encoder"]
+    assert main([*arguments, str(tmp_path / "wide_words")]) == 2
+    told = capsys.readouterr().err
+    assert "model.crossattn_emb_size=16 does not fit the text encoder's features: 32" in told and told.count("\n") == 1
     assert main([str(path), str(tmp_path / "out")]) == 2
     assert "is a network without its tokenizer: give --tokenizer" in capsys.readouterr().err
     assert main([str(tmp_path / "nothing"), str(tmp_path / "out")]) == 2

@@ -1,0 +1,118 @@
+"""Published autoencoders as tokenizers: whatever the network, latents are made, scaled, tiled and saved in one way.
+
+Shapes: B batch, C channels, T/H/W frames, height, width (of the video, or of its latents).
+"""
+
+import os
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megadit.models import parts
+from megadit.models.support import UserError
+from megadit.models.tokenizers import network as networks
+from megadit.models.tokenizers.kinds import KINDS, Kind
+from megadit.models.tokenizers.network import DTYPES, Network
+from megadit.models.tokenizers.tiling import Tiles, decode_in_tiles, encode_in_tiles
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Autoencoder:
+    """Latents are sigma_data (z - mean) / std of the posterior's mean z, with the checkpoint's mean and std.
+
+    Causal: a latent frame depends on no later frame, and an image is a video of one frame.
+    """
+
+    kind: Kind
+    network: Network
+    sigma_data: float
+    dtype: str = "float32"
+    """In which the network computes: float32 or bfloat16."""
+    tiles: Tiles = field(default_factory=Tiles)
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise UserError(f"dtype={self.dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+
+    @property
+    def latent_channels(self) -> int:
+        return self.network.config["latent_channels"]
+
+    @property
+    def temporal_compression(self) -> int:
+        return self.kind.temporal_compression(self.network.config)
+
+    @property
+    def spatial_compression(self) -> int:
+        return self.kind.spatial_compression(self.network.config)
+
+    @property
+    def causal(self) -> bool:
+        return True
+
+    def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """(C, T, H, W) of the latents of such a video.
+
+        Raises:
+            UserError: for a size that cannot be encoded; names the nearest sizes that can.
+        """
+        temporal, spatial = self.temporal_compression, self.spatial_compression
+        networks.check_size(frames, height, width, temporal=temporal, spatial=spatial)
+        return self.latent_channels, 1 + (frames - 1) // temporal, height // spatial, width // spatial
+
+    def frames_covering(self, frames: int) -> int:
+        """The smallest number of frames, at least `frames`, that can be encoded."""
+        return networks.frames_covering(frames, self.temporal_compression)
+
+    @torch.no_grad()
+    def encode(self, video_BCTHW: Tensor) -> Tensor:
+        """Latents (float32 BCTHW) of RGB video in [-1, 1].
+
+        Raises:
+            UserError: for sizes that cannot be encoded (see `latent_shape`).
+        """
+        self.latent_shape(*video_BCTHW.shape[2:])
+        module, dtype = self.network.on(video_BCTHW.device, DTYPES[self.dtype]), DTYPES[self.dtype]
+
+        def encode(video: Tensor) -> Tensor:
+            return self.kind.encode(module, video.to(dtype)).float()
+
+        z_BCTHW = encode_in_tiles(encode, video_BCTHW, self.tiles, self.temporal_compression, self.spatial_compression)
+        mean, std = self.kind.statistics(self.network.config, z_BCTHW)
+        return self.sigma_data * (z_BCTHW - mean) / std
+
+    @torch.no_grad()
+    def decode(self, latents_BCTHW: Tensor) -> Tensor:
+        """RGB video (float32 BCTHW, not clamped)."""
+        module, dtype = self.network.on(latents_BCTHW.device, DTYPES[self.dtype]), DTYPES[self.dtype]
+        mean, std = self.kind.statistics(self.network.config, latents_BCTHW)
+        z_BCTHW = latents_BCTHW.float() / self.sigma_data * std + mean
+
+        def decode(z: Tensor) -> Tensor:
+            return self.kind.decode(module, z.to(dtype)).float()
+
+        return decode_in_tiles(decode, z_BCTHW, self.tiles, self.temporal_compression, self.spatial_compression)
+
+    def save(self, directory: str | os.PathLike) -> None:
+        settings: dict[str, Any] = {"sigma_data": self.sigma_data, "dtype": self.dtype, "tiles": asdict(self.tiles)}
+        config = {"type": self.kind.name, **settings, "network": dict(self.network.config)}
+        parts.write_part(directory, config, self.network.tensors())
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike) -> "Autoencoder":
+        """The inverse of `save`.
+
+        Raises:
+            UserError: if files are missing or broken.
+        """
+        kind = KINDS[parts.part_type(directory, "tokenizer", KINDS)]
+        settings = parts.read_settings(directory, ["sigma_data", "dtype", "tiles", "network"])
+        where = f"the tensors of {os.path.join(directory, parts.TENSOR_FILE)}"
+        network = Network.build(kind.class_name, settings.pop("network"), parts.read_tensors(directory), where)
+        return cls(kind=kind, network=network, **{**settings, "tiles": Tiles(**settings["tiles"])})
+
+    def fingerprint(self) -> str:
+        settings = {"type": self.kind.name, "sigma_data": self.sigma_data, "network": dict(self.network.config)}
+        return networks.fingerprint(settings, self.network)

@@ -1,0 +1,117 @@
+"""Where published autoencoders differ: one table, one row for each kind.
+
+| kind             | published as                                          | network                                  |
+|------------------|-------------------------------------------------------|------------------------------------------|
+| `cosmos`         | Cosmos tokenizers CV4x8x8, CV8x8x8 (arXiv 2501.03575) | diffusers' `AutoencoderKLCosmos`         |
+| `cosmos_image`   | Cosmos tokenizers CI8x8, CI16x16                      | `CosmosImageNetwork`: each frame alone   |
+| `autoencoder_kl` | Stable Diffusion's and others of images               | diffusers' `AutoencoderKL`: likewise     |
+
+Shapes: B batch, C channels, T/H/W frames, height, width (of the video, or of its latents).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """What differs from one kind to another."""
+
+    name: str
+    class_name: str
+    """Of the network."""
+    sigma_data: float
+    """Standard deviation that latents are scaled to: what networks trained on them were told."""
+    temporal_compression: Callable[[Config], int]
+    spatial_compression: Callable[[Config], int]
+    encode: Callable[[nn.Module, Tensor], Tensor]
+    """Video (BCTHW) to the mean of its latents."""
+    decode: Callable[[nn.Module, Tensor], Tensor]
+    """Latents (BCTHW) to video."""
+    statistics: Callable[[Config, Tensor], tuple[Tensor, Tensor]]
+    """Mean and standard deviation of latents like those given, in shapes that go with theirs."""
+
+
+def _of_each_frame(call: Callable[[nn.Module, Tensor], Tensor]) -> Callable[[nn.Module, Tensor], Tensor]:
+    """A function of images as one of videos."""
+
+    def of_video(module: nn.Module, x_BCTHW: Tensor) -> Tensor:
+        images = call(module, rearrange(x_BCTHW, "B C T H W -> (B T) C H W"))
+        return rearrange(images, "(B T) C H W -> B C T H W", B=len(x_BCTHW))
+
+    return of_video
+
+
+def _posterior_mean(module: nn.Module, x: Tensor) -> Tensor:
+    return module.encode(x, return_dict=False)[0].mode()
+
+
+def _decoded(module: nn.Module, z: Tensor) -> Tensor:
+    return module.decode(z, return_dict=False)[0]
+
+
+def _no_statistics(config: Config, like_BCTHW: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.zeros((), device=like_BCTHW.device), torch.ones((), device=like_BCTHW.device)
+
+
+def _statistics_of_frames(config: Config, like_BCTHW: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each channel and latent frame, [1, C, T, 1, 1]; frames beyond the last that has statistics take its.
+
+    Checkpoints without (Cosmos 0.1) only scale, as NeMo and DFM did.
+    """
+    if config.get("latents_mean") is None:
+        return _no_statistics(config, like_BCTHW)
+    values = []
+    for name in ("latents_mean", "latents_std"):
+        table_CT = torch.tensor(config[name], device=like_BCTHW.device).reshape(config["latent_channels"], -1)
+        frame_T = torch.arange(like_BCTHW.shape[2], device=like_BCTHW.device).clamp(max=table_CT.shape[1] - 1)
+        values.append(table_CT[:, frame_T][None, :, :, None, None])
+    return values[0], values[1]
+
+
+def _shift_and_scale(config: Config, like_BCTHW: Tensor) -> tuple[Tensor, Tensor]:
+    shift, scale = config.get("shift_factor") or 0.0, config.get("scaling_factor") or 1.0
+    return torch.tensor(shift, device=like_BCTHW.device), torch.tensor(1 / scale, device=like_BCTHW.device)
+
+
+_ALL = (
+    Kind(
+        name="cosmos",
+        class_name="AutoencoderKLCosmos",
+        sigma_data=0.5,
+        temporal_compression=lambda config: config["temporal_compression_ratio"],
+        spatial_compression=lambda config: config["spatial_compression_ratio"],
+        encode=_posterior_mean,
+        decode=_decoded,
+        statistics=_statistics_of_frames,
+    ),
+    Kind(
+        name="cosmos_image",
+        class_name="CosmosImageNetwork",
+        sigma_data=0.5,
+        temporal_compression=lambda config: 1,
+        spatial_compression=lambda config: config["patch_size"] * 2 ** config["num_halvings"],
+        encode=_of_each_frame(lambda module, x: module.encode(x)),
+        decode=_of_each_frame(lambda module, z: module.decode(z)),
+        statistics=_no_statistics,
+    ),
+    Kind(
+        name="autoencoder_kl",
+        class_name="AutoencoderKL",
+        sigma_data=1.0,
+        temporal_compression=lambda config: 1,
+        spatial_compression=lambda config: 2 ** (len(config["block_out_channels"]) - 1),
+        encode=_of_each_frame(_posterior_mean),
+        decode=_of_each_frame(_decoded),
+        statistics=_shift_and_scale,
+    ),
+)
+KINDS = {kind.name: kind for kind in _ALL}
+KIND_OF_CLASS = {kind.class_name: kind for kind in _ALL}

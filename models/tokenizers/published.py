@@ -1,0 +1,45 @@
+"""Published tokenizers as they were downloaded: diffusers' directories, the released `.jit` files, names of a hub."""
+
+import os
+from pathlib import Path
+
+from megadit.models import hub
+from megadit.models.convert.cosmos_tokenizer import read_released
+from megadit.models.support import read_json
+from megadit.models.tokenizers import network as networks
+from megadit.models.tokenizers.autoencoder import Autoencoder
+from megadit.models.tokenizers.kinds import KIND_OF_CLASS
+from megadit.models.tokenizers.network import Network
+
+_RELEASED = ("autoencoder.jit", "encoder.jit", "decoder.jit")
+
+
+def holds_tokenizer(path: Path) -> bool:
+    """Whether a published tokenizer, in any form, is at `path`."""
+    if path.suffix == ".jit" or any((path / name).is_file() for name in _RELEASED):
+        return True
+    config = read_json(path / "config.json") if (path / "config.json").is_file() else None
+    return isinstance(config, dict) and config.get("_class_name") in KIND_OF_CLASS
+
+
+def published_tokenizer(source: str | os.PathLike, *, compression: str = "") -> Autoencoder:
+    """From a directory of diffusers, a released `autoencoder.jit` or its directory, or a model of the hub's cache.
+
+    Nothing of a `.jit` is executed. `compression` (as in 4x8x8) is only needed where nothing else tells it.
+
+    Raises:
+        UserError: if it is none of these, or another network.
+    """
+    path = Path(source)
+    if path.suffix != ".jit":
+        path = hub.local_directory(str(source), "tokenizer", "config.json, or autoencoder.jit")
+    if (path / "vae" / "config.json").is_file():
+        path = path / "vae"
+    if (path / "config.json").is_file():
+        class_name, config, tensors = networks.read_diffusers(path, KIND_OF_CLASS)
+    else:
+        class_name, config, tensors = read_released(path, compression)
+    kind = KIND_OF_CLASS[class_name]
+    complete = networks.complete_config(class_name, config)
+    network = Network.build(class_name, complete, tensors, f"the tensors of {path}")
+    return Autoencoder(kind=kind, network=network, sigma_data=kind.sigma_data)
