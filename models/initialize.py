@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-Shard = Callable[[nn.Parameter, Tensor], Tensor]
+Fill = Callable[[nn.Parameter, Tensor], object]
 FullShape = Callable[[nn.Parameter], torch.Size]
 
 
@@ -40,7 +40,7 @@ def initialize_(
     seed: int,
     *,
     full_shape: FullShape = lambda parameter: parameter.shape,
-    shard: Shard = lambda parameter, value: value,
+    fill: Fill = Tensor.copy_,
     given: Callable[[str], Tensor] | None = None,
 ) -> nn.Module:
     """Fills every parameter of a DiT in place.
@@ -49,10 +49,10 @@ def initialize_(
         model: a `DiT`; its parameters' names are the canonical ones.
         seed: the same seed gives the same network in any layout.
         full_shape: the shape of a parameter before it was split over ranks.
-        shard: the part of the whole tensor that a parameter holds.
+        fill: sets what is held here of a parameter from the whole tensor.
         given: the whole tensor of a name, where weights exist; `seed` then changes nothing.
     """
     for name, parameter in model.named_parameters():
         whole = initial_value(name, full_shape(parameter), seed) if given is None else given(name)
-        parameter.copy_(shard(parameter, whole))
+        fill(parameter, whole)
     return model

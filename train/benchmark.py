@@ -6,11 +6,14 @@
    width, depth, heads, tokens, text length and hence FLOPs.
 2. One optimizer step of recipe `digits`: Megatron-core (schedule, data-parallel buffers, optimizer, averages) on its
    layers at tensor-parallel size 1, and the same step written out in plain torch on `TorchLayers`.
+3. What each of eight context-parallel ranks would be spared if they divided the text of 8,192 tokens too: the keys and
+   values of the other ranks' text, beside all that the rank computes.
 
 Figures: train/BENCHMARKS.md.
 """
 
 import itertools
+import math
 import sys
 import tempfile
 from collections.abc import Callable
@@ -60,6 +63,28 @@ def _forward_backward(rounds: int) -> Comparison:
         lambda: backward(cosmos(x_BCTHW, c_noise_B, text_BLE, fps=24, return_dict=False)[0]),
         rounds,
     )
+
+
+def _text_of_other_ranks(rounds: int) -> Comparison:
+    """An upper bound: attention to other ranks' tokens is left out of the whole, and collectives out of the part."""
+    num_ranks, grid, text_length = 8, (8, 32, 32), 512
+    own = (grid[0] // num_ranks, *grid[1:])
+    config = replace(CONFIG, num_layers=2, hidden_size=1024)
+    dit = randomised(DiT(config))
+    layout = SegmentLayout.pack([Segment(own, text_length)], capacity=math.prod(own), text_capacity=text_length)
+    tokens_S1P = torch.randn(math.prod(own), 1, config.patch_dim)
+    text_L1E = torch.randn(text_length, 1, config.crossattn_emb_size)
+    c_noise_G, fps_G = torch.tensor([0.3]), torch.tensor([24.0])
+    spared_L1D = torch.randn(text_length - text_length // num_ranks, 1, config.hidden_size, requires_grad=True)
+
+    def spared() -> None:
+        for block in dit.blocks.values():
+            block.cross_attention.kv(spared_L1D).sum().backward()
+
+    def whole() -> None:
+        dit.forward_packed(tokens_S1P, c_noise_G, text_L1E, fps_G, layout).sum().backward()
+
+    return compare("keys and values of other ranks' text / all of a rank, 8 ranks", spared, whole, rounds)
 
 
 def _digits_run(folder: str) -> RunConfig:
@@ -129,13 +154,13 @@ def _run(argv: list[str]) -> None:
     flags = parse_flags(argv)
     if flags.threads:
         torch.set_num_threads(flags.threads)
-    forward_backward = _forward_backward(flags.rounds)
+    plain = [_forward_backward(flags.rounds), _text_of_other_ranks(flags.rounds)]
     if not torch.cuda.is_available():
         from megadit.models.megatron import cpu_shim
 
         cpu_shim.install()  # before anything imports Megatron, and after what needs an unpatched torch
     # a small step: many of them, for a steady median
-    show("training: megadit / others", [forward_backward, _optimizer_step(10 * flags.rounds)])
+    show("training: megadit / others", [*plain, _optimizer_step(10 * flags.rounds)])
 
 
 def main(argv: list[str]) -> int:

@@ -10,12 +10,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from megadit.models.blocks import DiTBlock
 from megadit.train.loss import TrainingModel
+from megadit.train.optimizer_state import assign
 
 
 class FullySharded(_BaseDataParallel):
     """A network whose float32 parameters, gradients and optimizer state are divided among the ranks of `group`.
 
-    A block's weights are gathered, in `precision`, when it is their turn; gradients are summed in float32.
+    A block's weights are gathered, in `precision`, when it is their turn; gradients are summed in float32. Parameters
+    that are on the meta device get memory for this rank's share alone, and wait for their values.
     """
 
     def __init__(
@@ -24,7 +26,9 @@ class FullySharded(_BaseDataParallel):
         super().__init__(config, network)
         self.ddp_config = DistributedDataParallelConfig()
         marks = {name: dict(vars(parameter)) for name, parameter in network.named_parameters()}
-        mesh = DeviceMesh.from_group(group, "cuda" if torch.cuda.is_available() else "cpu")
+        values = {name: value.detach().clone() for name, value in network.named_parameters() if not value.is_meta}
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        mesh = DeviceMesh.from_group(group, device.type)
         # inputs are cast where they are used: noise levels and noise stay float32
         policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for module in network.modules():
@@ -37,8 +41,11 @@ class FullySharded(_BaseDataParallel):
                 # a plain sum: over all tokens it is divided once, by their number (and gloo cannot multiply first)
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
+        network.to_empty(device=device)
         for name, parameter in network.named_parameters():  # FSDP puts other tensors in the place of parameters
             vars(parameter).update(marks[name])
+            if name in values:
+                assign(parameter, values[name])
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Nothing: the backward has reduced the gradients."""

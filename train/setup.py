@@ -35,7 +35,7 @@ from megadit.train.ema import WeightAverages
 from megadit.train.fully_sharded import FullySharded
 from megadit.train.loss import TrainingModel
 from megadit.train.optimizer import build_optimizer, build_scheduler, uses_distributed_optimizer
-from megadit.train.optimizer_state import DataParallel, find_ownership, named_parameters
+from megadit.train.optimizer_state import DataParallel, assign, find_ownership, named_parameters
 from megadit.train.overrides import load_config, to_yaml
 from megadit.train.to_bundle import find_checkpoint
 
@@ -132,19 +132,38 @@ def build_parts(config: RunConfig, groups: Groups) -> tuple[DataParallel, ...]:
     # what FSDP shards is float32: it gathers weights in the precision of the computation
     dtype = torch.float32 if is_sharded else precision(config)
     megatron = transformer_config(config.model, sizes, dtype=dtype)
-    indices = [turn * sizes.pipeline + groups.pipeline.rank() for turn in range(sizes.virtual_pipeline)]
-    networks = [_build_network(config, groups, megatron, index).to(groups.device, dtype) for index in indices]
     if is_sharded:
-        parts = tuple(FullySharded(megatron, network, groups.data, precision(config)) for network in networks)
+        parts = (_shard(config, groups, megatron),)
     else:
+        indices = [turn * sizes.pipeline + groups.pipeline.rank() for turn in range(sizes.virtual_pipeline)]
+        networks = [_initialized(config, groups, megatron, index).to(groups.device, dtype) for index in indices]
         parts = tuple(_replicate(config, megatron, network, turn) for turn, network in enumerate(networks))
     megatron.finalize_model_grads_func = finalize_model_grads
     megatron.no_sync_func = parts[0].no_sync if len(parts) == 1 else [part.no_sync for part in parts]
     return parts
 
 
-def _build_network(config: RunConfig, groups: Groups, megatron: TransformerConfig, index: int) -> TrainingModel:
+def _shard(config: RunConfig, groups: Groups, megatron: TransformerConfig) -> FullySharded:
+    """The network divided among the ranks, none of which ever holds more than its share and one whole tensor."""
+    network = _build_network(config, groups, megatron, 0, torch.device("meta"))
+    part = FullySharded(megatron, network, groups.data, precision(config))
+    initialize_dit_(network.dit, config.train.seed, given_weights(config), assign=assign)
+    return part
+
+
+def _initialized(config: RunConfig, groups: Groups, megatron: TransformerConfig, index: int) -> TrainingModel:
     """Part `index` of the network, with the weights that it has in any layout."""
+    network = _build_network(config, groups, megatron, index, groups.device)
+    initialize_dit_(network.dit, config.train.seed, given_weights(config))
+    if config.parallel.sizes.num_parts > 1:
+        mark_conditioning_(network.dit, is_first_part=index == 0)
+    return network
+
+
+def _build_network(
+    config: RunConfig, groups: Groups, megatron: TransformerConfig, index: int, device: torch.device
+) -> TrainingModel:
+    """Part `index` of the network; of the DiT no values, and on the meta device no memory."""
     parallel = config.parallel
     kits = {"local": McoreLayers, "transformer_engine": TELayers}
     kit = kits[parallel.transformer_impl](
@@ -155,13 +174,10 @@ def _build_network(config: RunConfig, groups: Groups, megatron: TransformerConfi
         recompute=parallel.recompute_granularity,
         recompute_num_layers=parallel.recompute_num_layers,
     )
-    with torch.device(groups.device):
+    with device:
         dit = DiT(config.model, kit)
-        network = TrainingModel(dit, config.diffusion, megatron, ModelType.encoder_or_decoder)
-    initialize_dit_(dit, config.train.seed, given_weights(config))
-    if parallel.sizes.num_parts > 1:
-        mark_conditioning_(dit, is_first_part=index == 0)
-    return network
+    with groups.device:
+        return TrainingModel(dit, config.diffusion, megatron, ModelType.encoder_or_decoder)
 
 
 def given_weights(config: RunConfig) -> Callable[[str], Tensor] | None:

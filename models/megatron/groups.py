@@ -106,6 +106,19 @@ def _copy_group(readers: ProcessGroup) -> ProcessGroup:
     return dist.new_subgroups_by_enumeration(members)[0]
 
 
+def release() -> None:
+    """Ends the groups of a layout and keeps torch.distributed: another `initialize` may follow.
+
+    Every rank calls this. Megatron only forgets its groups, whose threads would go on: a gloo group has several, which
+    wake a hundred times a second.
+    """
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
+
+
 def destroy() -> None:
     """Undoes `initialize`."""
     from megatron.core import parallel_state

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from megadit.models.attention import attend
 from megadit.models.config import DiTConfig
-from megadit.models.initialize import initialize_
+from megadit.models.initialize import Fill, initialize_
 from megadit.models.layers import BlockStack, Layout, Sequence
 from megadit.models.megatron.context_parallel import ContextGroups, attend_shared
 from megadit.models.megatron.parallel_sizes import ParallelSizes
@@ -68,7 +68,7 @@ def transformer_config(model: DiTConfig, layout: ParallelSizes, *, dtype: torch.
         layernorm_epsilon=model.layernorm_epsilon,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        use_cpu_initialization=not torch.cuda.is_available(),
+        use_cpu_initialization=True,  # linears are made on the device of torch's context
         perform_initialization=False,
         gradient_accumulation_fusion=False,
         calculate_per_token_loss=True,
@@ -269,13 +269,18 @@ def shard(parameter: Tensor, value: Tensor, tensor_rank: int) -> Tensor:
     return value.narrow(dim, tensor_rank * size, size)
 
 
-def initialize_dit_(model: nn.Module, seed: int, given: Callable[[str], Tensor] | None = None) -> nn.Module:
-    """`initialize_` for a model split over tensor-parallel ranks: the same network in any layout."""
+def initialize_dit_(
+    model: nn.Module, seed: int, given: Callable[[str], Tensor] | None = None, *, assign: Fill = Tensor.copy_
+) -> nn.Module:
+    """`initialize_` for a model split over tensor-parallel ranks: the same network in any layout.
+
+    `assign` sets a parameter from the tensor of its shape (of which other data-parallel ranks may hold a part).
+    """
     group = parallel_state.get_tensor_model_parallel_group()
     return initialize_(
         model,
         seed,
         full_shape=lambda parameter: full_shape(parameter, group.size()),
-        shard=lambda parameter, value: shard(parameter, value, group.rank()),
+        fill=lambda parameter, whole: assign(parameter, shard(parameter, whole, group.rank())),
         given=given,
     )

@@ -77,4 +77,5 @@ class TELayers(McoreLayers):
             tp_size=self.tensor_group.size(),
             sequence_parallel=self.config.sequence_parallel and is_sharded,
             params_dtype=self.config.params_dtype,
+            device=torch.get_default_device().type,
         )

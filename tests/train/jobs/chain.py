@@ -19,7 +19,6 @@ if __name__ == "__main__":
     cpu_shim.install()
 
 from layouts import randomise_initial_values, run_config  # noqa: E402
-from megatron.core import parallel_state  # noqa: E402
 
 from megadit.models.megatron import groups as process_groups  # noqa: E402
 from megadit.train.loop import train  # noqa: E402
@@ -46,7 +45,7 @@ def main():
     out = Path(sys.argv[1])
     randomise_initial_values()
     destroy = process_groups.destroy
-    process_groups.destroy = parallel_state.destroy_model_parallel  # the ranks stay together
+    process_groups.destroy = process_groups.release  # the ranks stay together
     for settings in json.loads((out / "runs.json").read_text()):
         run(out, **settings)
         dist.barrier()

@@ -18,7 +18,6 @@ if __name__ == "__main__":
     cpu_shim.install()
 
 import safetensors.torch  # noqa: E402
-from megatron.core import parallel_state  # noqa: E402
 
 from megadit.models import initialize  # noqa: E402
 from megadit.models.conditioning import Conditioning  # noqa: E402
@@ -218,7 +217,7 @@ def run(out, case):
     if "broken" not in case:
         save(training, out / "tensors")
     unpatch()
-    parallel_state.destroy_model_parallel()
+    process_groups.release()
     return numbers
 
 

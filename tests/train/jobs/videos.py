@@ -18,7 +18,6 @@ if __name__ == "__main__":
     cpu_shim.install()
 
 from layouts import randomise_initial_values  # noqa: E402
-from megatron.core import parallel_state  # noqa: E402
 
 from megadit.infer.runtimes.torch import TorchDenoiser  # noqa: E402
 from megadit.models.dit import DiT  # noqa: E402
@@ -51,7 +50,7 @@ def main():
             np.save(out / f"{name}.npy", videos)
             pipeline.denoiser = TorchDenoiser(initialize_(DiT(config.model), 0))
             np.save(out / "torch.npy", generate(pipeline))
-        parallel_state.destroy_model_parallel()
+        process_groups.release()
     process_groups.destroy()
 
 

@@ -1,23 +1,27 @@
-"""`megadit doctor --distributed` on ranks that fail as machines do; what RANK 2, 3 and 4 suffer from is simulated."""
+"""`megadit doctor --distributed` on ranks that fail as machines do; what RANK 2, 3 and 4 suffer from is simulated.
+
+Usage: sick_ranks.py FOLDER, on every rank. There they wait for one another: who starts late is not sick.
+"""
 
 import os
+import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
 from megadit.models.megatron import interconnect
 from megadit.serve.doctor import main
 
-RANK = int(os.environ["RANK"])
-SICK = os.environ.get("SICK") == "1"
+RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 all_reduce = dist.all_reduce
 
-interconnect.PATIENCE = timedelta(seconds=20)
+interconnect.PATIENCE, interconnect.REPEATS = timedelta(seconds=30), 2
 
 
 def slow_all_reduce(values):
-    time.sleep(0.5)
+    time.sleep(1)
     return all_reduce(values)
 
 
@@ -28,10 +32,15 @@ def wrong_product(*arguments):
 
 interconnect_try = interconnect.try_device
 
-if SICK and RANK == 2:
+if RANK == 2:
     dist.all_reduce = slow_all_reduce
-if SICK and RANK == 3:
-    raise SystemExit(0)  # dead before the first word
-if SICK and RANK == 4:
+if RANK == 4:
     interconnect.try_device = wrong_product
+
+folder = Path(sys.argv[1])
+(folder / f"rank{RANK}").touch()
+while len(list(folder.iterdir())) < WORLD_SIZE:
+    time.sleep(0.05)
+if RANK == 3:
+    raise SystemExit(0)  # dead before the first word
 raise SystemExit(main(["--distributed"]))
