@@ -113,8 +113,10 @@ def release() -> None:
     wake a hundred times a second.
     """
     from megatron.core import parallel_state
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     parallel_state.destroy_model_parallel()
+    _clear_sharding_prop_cache()  # it would hand meshes of ended groups to tensors that are sharded over the same ranks
     for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
         dist.destroy_process_group(group)
 
