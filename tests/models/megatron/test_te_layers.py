@@ -79,7 +79,10 @@ def test_a_call_that_does_not_fit_is_found(tmp_path):
     (module / "linear.py").write_text(f"class Linear:\n    def __init__({arguments}): ...")
     [call] = calls(OURS.read_text())
     assert problems(call, tmp_path) == [
-        *(f"Linear does not take {name}" for name in ("tp_group", "tp_size", "sequence_parallel", "params_dtype")),
+        *(
+            f"Linear does not take {name}"
+            for name in ("tp_group", "tp_size", "sequence_parallel", "params_dtype", "device")
+        ),
         "Linear needs needed",
     ]
 
