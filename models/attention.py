@@ -1,6 +1,6 @@
 """Self- and cross-attention over dense batches and packs, and the kernels they choose from.
 
-Shapes: S video tokens, L text tokens, B batch, D width, N heads, K head dim, G segments, c segments of a run,
+Shapes: S video tokens, L text tokens, B batch, D width, N heads, K head dim, G groups of heads, c segments of a run,
 s tokens of each, l their longest text.
 """
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
+from einops import rearrange, repeat
 from torch import Tensor, nn
 
 from megadit.models.config import DiTConfig
@@ -32,7 +32,8 @@ PackedKernel = Callable[[Tensor, Tensor, Tensor, SegmentLayout, bool, Projection
 class SelfAttention(nn.Module):
     """Every video token attends to all tokens of its own sample.
 
-    The fused projection is laid out head by head, (N, [q k v], K), so that any run of its rows is whole heads.
+    Heads are grouped by the keys and values they share: the rows of the fused projection are
+    (groups, [q ... q k v], K), so that any run of them is whole groups. Kernels see keys and values repeated.
     """
 
     def __init__(self, config: DiTConfig, layers: "LayerKit") -> None:
@@ -40,13 +41,19 @@ class SelfAttention(nn.Module):
         self.layers = layers
         self.head_dim = config.dim_per_head
         width, size, bias = config.hidden_size, config.attention_size, config.structure.linear_bias
-        self.qkv = layers.column_linear(width, 3 * size, sequence="sharded", bias=bias)
+        self.per_group = config.num_attention_heads // config.key_heads
+        rows = size + 2 * config.key_heads * self.head_dim
+        self.qkv = layers.column_linear(width, rows, sequence="sharded", bias=bias)
         self.proj = layers.row_linear(size, width, bias=bias)
         self.q_layernorm, self.k_layernorm = QKNorm(config), QKNorm(config)
 
     def forward(self, x_SBD: Tensor, layout: Layout, rotary: Rotary | None) -> Tensor:
-        q, k, v = rearrange(self.qkv(x_SBD), "S B (N qkv K) -> qkv S B N K", qkv=3, K=self.head_dim)
+        grouped = rearrange(self.qkv(x_SBD), "S B (G j K) -> S B G j K", j=self.per_group + 2, K=self.head_dim)
+        q, k, v = grouped.split([self.per_group, 1, 1], dim=-2)
+        q, k, v = q.flatten(2, 3), k.squeeze(-2), v.squeeze(-2)
         q, k = self.q_layernorm(q, rotary), self.k_layernorm(k, rotary)
+        if self.per_group > 1:
+            k, v = (repeat(x, "S B G K -> S B (G n) K", n=self.per_group) for x in (k, v))
         return self.layers.attend(q, k, v, layout, cross=False, into=self.proj)
 
 
@@ -80,13 +87,24 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, cross: bool, into
         into: what reads the heads side by side, [S, B, N*K]; those of a pack's padding hold no meaning.
     """
     if isinstance(layout, DenseLayout):
-        return into(_attend_dense(q, k, v, layout.text_mask_BL[:, None, None] if cross else None))
+        return into(_attend_dense(q, k, v, layout, cross))
     return packed_kernel(q)(q, k, v, layout, cross, into)
 
 
-def _attend_dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    q, k, v = (rearrange(x, "S B N K -> B N S K") for x in (q, k, v))
-    return rearrange(dense_kernel(q, k, v, mask), "B N S K -> S B (N K)")
+_DENSE = {
+    "sample": ("S B N K", "B N S K"),
+    "time": ("(T H W) B N K", "(B H W) N T K"),
+    "space": ("(T H W) B N K", "(B T) N (H W) K"),
+}
+"""`DenseLayout.over` -> the order of a dense batch, and that in which its kernel takes it."""
+
+
+def _attend_dense(q: Tensor, k: Tensor, v: Tensor, layout: DenseLayout, cross: bool) -> Tensor:
+    order, by_kernel = _DENSE["sample" if cross else layout.over]
+    sizes = {axis: size for axis, size in zip("THW", layout.grid, strict=True) if axis in order}
+    mask = layout.text_mask_BL[:, None, None] if cross else None
+    q, k, v = (rearrange(x, f"{order} -> {by_kernel}", **sizes) for x in (q, k, v))
+    return rearrange(dense_kernel(q, k, v, mask), f"{by_kernel} -> {order}", **sizes).flatten(2)
 
 
 def attend_runs(q: Tensor, k: Tensor, v: Tensor, layout: SegmentLayout, cross: bool, into: Projection) -> Tensor:

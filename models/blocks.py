@@ -3,6 +3,7 @@
 Shapes: S video tokens, L text tokens, B batch, D width, G rows of conditioning (segments of a pack, or the batch).
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from megadit.models.attention import CrossAttention, SelfAttention
 from megadit.models.config import DiTConfig
 from megadit.models.embeddings import Rotary
-from megadit.models.modulation import gated_residual, modulated_norm
+from megadit.models.modulation import NormWeight, gated_residual, modulated_norm, rms_norm
 from megadit.models.recompute import through
 from megadit.models.segments import Layout, Run
 
@@ -23,6 +24,14 @@ if TYPE_CHECKING:
 
 MLP_SLICE = 8192
 """Most tokens that go through an MLP at once: enough to keep any device busy."""
+
+
+class Place(NamedTuple):
+    """What self-attention along one axis reads about the tokens."""
+
+    layout: Layout
+    runs: tuple[Run, ...] | None
+    rotary: Rotary | None
 
 
 class Context(NamedTuple):
@@ -40,22 +49,35 @@ class Context(NamedTuple):
     """Added to every modulation (`Structure.shared_modulation`)."""
     positions_SBD: Tensor | None = None
     """Learned positions, added in every block."""
+    time: Place | None = None
+    """Of attention along time and along space alone, in blocks that have it."""
+    space: Place | None = None
 
 
 class MLP(nn.Module):
+    """Two linears around an activation: GELU, or SwiGLU with the rows of both factors in turn, (M, [gate value])."""
+
     def __init__(self, config: DiTConfig, layers: "LayerKit") -> None:
         super().__init__()
-        bias = config.structure.linear_bias
-        self.fc1 = layers.column_linear(config.hidden_size, config.mlp_size, sequence="sharded", bias=bias)
-        self.fc2 = layers.row_linear(config.mlp_size, config.hidden_size, bias=bias)
-        self.gelu = partial(F.gelu, approximate="tanh") if config.structure.gelu_tanh else F.gelu
+        structure, width = config.structure, config.hidden_size
+        bias = structure.linear_bias
+        self.fc1 = layers.column_linear(width, config.mlp_rows, sequence="sharded", bias=bias)
+        self.fc2 = layers.row_linear(config.mlp_size, width, bias=bias)
+        gelu = partial(F.gelu, approximate="tanh") if structure.gelu_tanh else F.gelu
+        self.activation = swiglu if structure.gated_mlp else gelu
 
     def forward(self, x_SBD: Tensor) -> Tensor:
         # a slice at a time: the hidden activations, and in backward their gradients, are a block's largest tensors;
         # an exported graph has no fixed number of slices, and its runtime plans its own memory
         parts = [x_SBD] if torch.compiler.is_exporting() else x_SBD.split(MLP_SLICE)
-        slices = [through(self.gelu, self.fc1(x), into=self.fc2) for x in parts]
+        slices = [through(self.activation, self.fc1(x), into=self.fc2) for x in parts]
         return slices[0] if len(slices) == 1 else torch.cat(slices)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """SiLU(gate) * value of neighbouring numbers (arXiv 2002.05202), [..., 2 M] -> [..., M]."""
+    gate, value = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return F.silu(gate) * value
 
 
 class Modulation(nn.Module):
@@ -141,6 +163,110 @@ class DiTBlock(nn.Module):
         return gated_residual(x_SBD, gate_mlp, h, runs)
 
 
+class MovieGenBlock(nn.Module):
+    """Llama's block with text between (arXiv 2410.13720, section 3.1.2), RMS norms and grouped queries:
+
+        x = x + positions
+        x = x + gate SelfAttention(modulated norm(x))
+        x = x + CrossAttention(norm(x), text)
+        x = x + gate MLP(modulated norm(x))
+
+    With `Structure.text_reaches_only_mlp` as NeMo built it: c = CrossAttention(x, text), x = x + gate MLP(norm(c)).
+    """
+
+    def __init__(self, config: DiTConfig, layers: "LayerKit") -> None:
+        super().__init__()
+        width, is_apart = config.hidden_size, not config.structure.text_reaches_only_mlp
+        self.eps = config.layernorm_epsilon
+        self.mlp_eps = config.mlp_layernorm_epsilon or config.layernorm_epsilon
+        self.modulation = build_modulation(config, layers, count=6)
+        self.attention_layernorm = NormWeight(width, layers)
+        self.self_attention = SelfAttention(config, layers)
+        self.text_layernorm = NormWeight(width, layers) if is_apart else None
+        self.cross_attention = CrossAttention(config, layers)
+        self.mlp_layernorm = NormWeight(width, layers) if is_apart else None
+        self.mlp = MLP(config, layers)
+
+    def forward(self, x_SBD: Tensor, context: Context) -> Tensor:
+        runs = context.runs
+        shift_sa, scale_sa, gate_sa, shift_mlp, scale_mlp, gate_mlp = self.modulation(context.condition_GD)
+        if context.positions_SBD is not None:
+            x_SBD = x_SBD + context.positions_SBD
+        h = through(
+            modulated_norm, x_SBD, shift_sa, scale_sa, self.eps, runs, self.attention_layernorm.weight,
+            into=lambda h: self.self_attention(h, context.layout, context.rotary),
+        )  # fmt: skip
+        x_SBD = gated_residual(x_SBD, gate_sa, h, runs)
+        x_SBD, c_SBD = self._attend_to_text(x_SBD, context)
+        weight = (self.mlp_layernorm or self.attention_layernorm).weight
+        h = through(modulated_norm, c_SBD, shift_mlp, scale_mlp, self.mlp_eps, runs, weight, into=self.mlp)
+        return gated_residual(x_SBD, gate_mlp, h, runs)
+
+    def _attend_to_text(self, x_SBD: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """(the tokens, what the MLP reads)."""
+        if self.text_layernorm is None:
+            return x_SBD, self.cross_attention(x_SBD, context.text_LBD, context.layout)
+        h = through(
+            rms_norm, x_SBD, self.text_layernorm.weight, self.eps,
+            into=lambda h: self.cross_attention(h, context.text_LBD, context.layout),
+        )  # fmt: skip
+        x_SBD = x_SBD + h
+        return x_SBD, x_SBD
+
+
+class STDiTBlock(nn.Module):
+    """Self-attention over all tokens, along time and along space, then text and an MLP, each modulated and gated.
+
+    Where ranks share the tokens of a sample, these move so that each rank has whole columns of time, then whole frames:
+    both attentions along one axis send nothing (`lines.py`).
+    """
+
+    def __init__(self, config: DiTConfig, layers: "LayerKit") -> None:
+        super().__init__()
+        self.layers = layers
+        self.eps = config.layernorm_epsilon
+        self.mlp_eps = config.mlp_layernorm_epsilon or config.layernorm_epsilon
+        self.modulation = build_modulation(config, layers, count=15)
+        self.self_attention = SelfAttention(config, layers)
+        self.temporal_attention = SelfAttention(config, layers)
+        self.spatial_attention = SelfAttention(config, layers)
+        self.cross_attention = CrossAttention(config, layers)
+        self.mlp = MLP(config, layers)
+
+    def forward(self, x_SBD: Tensor, context: Context) -> Tensor:
+        layout, runs = context.layout, context.runs
+        vectors = self.modulation(context.condition_GD)
+        of_all, of_time, of_space, of_text, of_mlp = (vectors[i : i + 3] for i in range(0, 15, 3))
+
+        def attend(attention: SelfAttention, x: Tensor, place: Place, modulation: tuple[Tensor, ...]) -> Tensor:
+            return self._sublayer(x, modulation, place.runs, lambda h: attention(h, place.layout, place.rotary))
+
+        x_SBD = attend(self.self_attention, x_SBD, Place(layout, runs, context.rotary), of_all)
+        x_SBD = self.layers.move(x_SBD, layout, "home", "time")
+        x_SBD = attend(self.temporal_attention, x_SBD, context.time, of_time)
+        x_SBD = self.layers.move(x_SBD, layout, "time", "space")
+        x_SBD = attend(self.spatial_attention, x_SBD, context.space, of_space)
+        x_SBD = self.layers.move(x_SBD, layout, "space", "home")
+        x_SBD = self._sublayer(x_SBD, of_text, runs, lambda h: self.cross_attention(h, context.text_LBD, layout))
+        return self._sublayer(x_SBD, of_mlp, runs, self.mlp, self.mlp_eps)
+
+    def _sublayer(
+        self,
+        x_SBD: Tensor,
+        modulation: tuple[Tensor, ...],
+        runs: tuple[Run, ...] | None,
+        sublayer: Callable[[Tensor], Tensor],
+        eps: float | None = None,
+    ) -> Tensor:
+        shift, scale, gate = modulation
+        h = through(modulated_norm, x_SBD, shift, scale, eps or self.eps, runs, into=sublayer)
+        return gated_residual(x_SBD, gate, h, runs)
+
+
+BLOCKS: dict[str, type[nn.Module]] = {"dit": DiTBlock, "moviegen": MovieGenBlock, "st_dit": STDiTBlock}
+"""`Structure.block` -> what a network is stacked from."""
+
+
 class FinalLayer(nn.Module):
     """From tokens of the network's width back to patches of latents."""
 
@@ -150,6 +276,7 @@ class FinalLayer(nn.Module):
         self.eps = config.layernorm_epsilon
         self.in_channels = config.in_channels
         self.modulation = build_modulation(config, layers, count=2) if structure.final_modulation else None
+        self.layernorm = NormWeight(config.hidden_size, layers) if structure.final_rms else None
         self.out_channels = (2 if config.learned_variance else 1) * config.in_channels
         patch = config.patch_dim // config.in_channels
         self.linear = layers.replicated_linear(
@@ -159,7 +286,8 @@ class FinalLayer(nn.Module):
     def forward(self, x_SBD: Tensor, context: Context) -> Tensor:
         if self.modulation is not None:
             shift, scale = self.modulation(context.condition_GD, context.shared_GM)
-            x_SBD = modulated_norm(x_SBD, shift, scale, self.eps, context.runs)
+            weight = None if self.layernorm is None else self.layernorm.weight
+            x_SBD = modulated_norm(x_SBD, shift, scale, self.eps, context.runs, weight)
         out = self.linear(x_SBD)
         if self.out_channels == self.in_channels:
             return out

@@ -4,10 +4,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from megadit.models.families import FAMILIES, Family, Structure
+from megadit.models.families import COMPAT, FAMILIES, Family, Structure
 from megadit.models.support import UserError, nearest
 
-PositionEmbedding = Literal["rope", "sincos"]
+PositionEmbedding = Literal["rope", "sincos", "learned"]
 Preconditioner = Literal["edm", "vp"]
 
 
@@ -23,7 +23,11 @@ class DiTConfig:
     hidden_size: int = 384
     num_attention_heads: int = 6
     head_dim: int | None = None
-    """Width of one attention head; None means hidden_size / num_attention_heads, which must then divide."""
+    """Width of one attention head; None means hidden_size / num_attention_heads, which must then divide (or, where
+    positions are only learned, is rounded down)."""
+    num_query_groups: int | None = None
+    """Heads of keys and values in self-attention, each read by an equal share of the heads (grouped queries, arXiv
+    2305.13245); None means as many as there are heads."""
     ffn_hidden_size: int | None = None
     """Width of the MLP between its two linears; None means 4 x hidden_size."""
     in_channels: int = 16
@@ -35,14 +39,15 @@ class DiTConfig:
     crossattn_emb_size: int = 1024
     """Width of the text features; projected to hidden_size, never assumed equal to it."""
     position_embedding: PositionEmbedding = "rope"
-    """`rope`: rotary, per axis; `sincos`: fixed and added once. Both are computed for the grid at hand, at any size."""
+    """`rope`: rotary, per axis; `sincos`: fixed and added once. Both are computed for the grid at hand, at any size.
+    `learned`: only `learned_positions`."""
     rope_theta: float = 10000.0
     rope_scale: tuple[float, float, float] = (1.0, 1.0, 1.0)
     """How far positions reach along time, height and width beyond those of pre-training (NTK-aware, arXiv 2309.00071,
     section 3.1); 1 changes nothing."""
     learned_positions: tuple[int, int, int] | None = None
     """Largest grid of tokens (time, height, width) of learned positions, which are added in every block: the sum of
-    one vector for each axis, normalised. None has none."""
+    one vector for each axis, normalised where the family does so. None has none."""
     qk_layernorm: bool = True
     """RMS-normalise queries and keys per head (arXiv 2302.05442), which keeps attention logits bounded."""
     layernorm_epsilon: float = 1e-6
@@ -53,8 +58,10 @@ class DiTConfig:
 
     family: Family = "megadit"
     """Whose structure: ours, or that of published weights. `families.py` lists what differs."""
+    compat: Literal["nemo"] | None = None
+    """Whose departures from the family, for loading its checkpoints; None means none."""
     adaln_lora_dim: int | None = None
-    """Rank of the bottleneck in each modulation; None means none (`cosmos` and `dfm` have one)."""
+    """Rank of the bottleneck in each modulation; None means none (`cosmos` and `dfm` have one, `st_dit` should)."""
     num_classes: int | None = None
     """Classes of a network conditioned on a class instead of text, the null class not counted (`dit`)."""
     learned_variance: bool = False
@@ -71,10 +78,8 @@ class DiTConfig:
     def __post_init__(self) -> None:
         self._check_positive()
         self._check_family()
-        if self.position_embedding not in get_args(PositionEmbedding):
-            known = ", ".join(get_args(PositionEmbedding))
-            raise UserError(f"model.position_embedding={self.position_embedding!r} is unknown; choose one of {known}")
-        self._check_head_dim()
+        self._check_positions()
+        self._check_heads()
 
     def _check_positive(self) -> None:
         for field in dataclasses.fields(self):
@@ -90,6 +95,9 @@ class DiTConfig:
             if getattr(self, name) not in get_args(kind):
                 known = ", ".join(get_args(kind))
                 raise UserError(f"model.{name}={getattr(self, name)!r} is unknown; choose one of {known}")
+        if self.compat is not None and (self.family, self.compat) not in COMPAT:
+            known = ", ".join(f"model.family={family} model.compat={compat}" for family, compat in COMPAT)
+            raise UserError(f"model.compat={self.compat} does not go with model.family={self.family}, only {known}")
         if self.structure.cross_attention == (self.num_classes is not None):
             needs = "is conditioned on text: leave" if self.structure.cross_attention else "needs"
             raise UserError(f"model.family={self.family} {needs} model.num_classes")
@@ -102,8 +110,21 @@ class DiTConfig:
         if self.structure.modulation_groups > 1 and self.adaln_lora_dim is None:
             raise UserError(f"model.family={self.family} needs model.adaln_lora_dim")
 
-    def _check_head_dim(self) -> None:
-        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+    def _check_positions(self) -> None:
+        if self.position_embedding not in get_args(PositionEmbedding):
+            known = ", ".join(get_args(PositionEmbedding))
+            raise UserError(f"model.position_embedding={self.position_embedding!r} is unknown; choose one of {known}")
+        if self.position_embedding == "learned" and self.learned_positions is None:
+            raise UserError("model.position_embedding=learned needs model.learned_positions, the largest grid")
+
+    def _check_heads(self) -> None:
+        if self.num_attention_heads % self.key_heads:
+            raise UserError(
+                f"model.num_query_groups={self.num_query_groups} does not divide "
+                f"model.num_attention_heads={self.num_attention_heads}"
+            )
+        must_divide = self.head_dim is None and self.position_embedding != "learned"
+        if must_divide and self.hidden_size % self.num_attention_heads:
             divisors = [n for n in range(1, self.hidden_size + 1) if self.hidden_size % n == 0]
             near = min(divisors, key=lambda n: abs(n - self.num_attention_heads))
             raise UserError(
@@ -120,7 +141,7 @@ class DiTConfig:
 
     @property
     def structure(self) -> Structure:
-        return FAMILIES[self.family]
+        return FAMILIES[self.family] if self.compat is None else COMPAT[self.family, self.compat]
 
     @property
     def dim_per_head(self) -> int:
@@ -132,8 +153,18 @@ class DiTConfig:
         return self.dim_per_head * self.num_attention_heads
 
     @property
+    def key_heads(self) -> int:
+        """Heads of keys and values in self-attention."""
+        return self.num_query_groups if self.num_query_groups is not None else self.num_attention_heads
+
+    @property
     def mlp_size(self) -> int:
         return self.ffn_hidden_size if self.ffn_hidden_size is not None else 4 * self.hidden_size
+
+    @property
+    def mlp_rows(self) -> int:
+        """What the MLP's first linear gives: with SwiGLU, two numbers for each of `mlp_size`."""
+        return 2 * self.mlp_size if self.structure.gated_mlp else self.mlp_size
 
     @property
     def patch_dim(self) -> int:
@@ -185,6 +216,23 @@ class DiTConfig:
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
+def _moviegen(**sizes: int) -> DiTConfig:
+    return DiTConfig(
+        family="moviegen",
+        num_query_groups=8,
+        position_embedding="learned",
+        learned_positions=(128, 120, 120),
+        qk_layernorm=False,
+        layernorm_epsilon=1e-5,
+        **sizes,
+    )
+
+
+def _st_dit(*, adaln_lora_dim: int = 256, **sizes: int) -> DiTConfig:
+    """Five sublayers are modulated: without a bottleneck, modulation would be a third of the network."""
+    return DiTConfig(family="st_dit", adaln_lora_dim=adaln_lora_dim, **sizes)
+
+
 NAMED_CONFIGS: dict[str, DiTConfig] = {
     "dit_s": DiTConfig(num_layers=12, hidden_size=384, num_attention_heads=6),
     "dit_b": DiTConfig(num_layers=12, hidden_size=768, num_attention_heads=12),
@@ -214,6 +262,15 @@ NAMED_CONFIGS: dict[str, DiTConfig] = {
         padding_mask_channel=True,
         qk_layernorm_epsilon=1e-5,
     ),
+    "moviegen_1b": _moviegen(num_layers=16, hidden_size=2048, num_attention_heads=32, ffn_hidden_size=8192),
+    "moviegen_3b": _moviegen(num_layers=28, hidden_size=3072, num_attention_heads=24, ffn_hidden_size=8192),
+    "moviegen_5b": _moviegen(num_layers=32, hidden_size=3072, num_attention_heads=24, ffn_hidden_size=8192),
+    "moviegen_30b": _moviegen(num_layers=48, hidden_size=6144, num_attention_heads=48, ffn_hidden_size=16384),
+    "st_dit_s": _st_dit(num_layers=12, hidden_size=384, num_attention_heads=6),
+    "st_dit_b": _st_dit(num_layers=12, hidden_size=768, num_attention_heads=12),
+    "st_dit_l": _st_dit(num_layers=24, hidden_size=1024, num_attention_heads=16),
+    "st_dit_xl": _st_dit(num_layers=28, hidden_size=1152, num_attention_heads=16),
+    "st_dit_3b": _st_dit(num_layers=24, hidden_size=2048, num_attention_heads=16, adaln_lora_dim=512),
     "dit_xl_2": DiTConfig(
         family="dit",
         num_layers=28,
@@ -238,5 +295,5 @@ NAMED_CONFIGS: dict[str, DiTConfig] = {
         sigma_data=1.0,
     ),
 }
-"""The published sizes (L, XL and 7B as trained upstream on text and video), published networks (Cosmos text-to-world,
-the class-conditional DiT-XL/2) and the one that `make demo` trains."""
+"""The published sizes (L, XL and 7B as trained upstream on text and video; MovieGen's are those of NeMo's `DiTLlama*`),
+published networks (Cosmos text-to-world, the class-conditional DiT-XL/2) and the one that `make demo` trains."""

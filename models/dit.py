@@ -11,12 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megadit.models.blocks import Context, DiTBlock, FinalLayer
+from megadit.models.blocks import BLOCKS, Context, FinalLayer, Place
 from megadit.models.condition import ClassEmbedder, RMSNorm, fps_embedder, shared_embedder, sigma_embedder
 from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
 from megadit.models.embeddings import LearnedPositions, Rotary, patchify, rotary_table, sincos_table, unpatchify
 from megadit.models.layers import LayerKit, TorchLayers
+from megadit.models.lines import Axis
 from megadit.models.segments import DenseLayout, Layout, SegmentLayout
 from megadit.models.support import UserError
 
@@ -55,8 +56,8 @@ class DiT(nn.Module):
             self.text_embedder = layers.replicated_linear(config.crossattn_emb_size, width, sequence="replicated")
             self.null_text = nn.Parameter(torch.zeros(width))
         if config.learned_positions is not None:
-            self.positions = LearnedPositions(config.learned_positions, width)
-        self.blocks = layers.block_stack(lambda: DiTBlock(config, layers), config.num_layers)
+            self.positions = LearnedPositions(config.learned_positions, width, structure.normalized_positions)
+        self.blocks = layers.block_stack(lambda: BLOCKS[structure.block](config, layers), config.num_layers)
         if layers.is_last_part:
             self.final_layer = FinalLayer(config, layers)
 
@@ -156,7 +157,8 @@ class DiT(nn.Module):
         condition_GD, shared_GM = condition
         device, runs = tokens_SBP.device, self.layers.local_runs(layout)
         rotary, positions = self._rotary(fps, layout, device), self._learned_positions(layout, device)
-        context = Context(condition_GD, text_LBD, layout, runs, rotary, shared_GM, positions)
+        along = (self._along(axis, layout, rotary, device) for axis in ("time", "space"))
+        context = Context(condition_GD, text_LBD, layout, runs, rotary, shared_GM, positions, *along)
 
         x_SBD = self._embed(tokens_SBP, layout) if self.layers.is_first_part else tokens_SBP
         x_SBD = self.blocks(x_SBD, context)
@@ -174,7 +176,7 @@ class DiT(nn.Module):
 
     def _rotary(self, fps: Tensor, layout: Layout, device: torch.device) -> Rotary | None:
         """The rotation of each token, where positions are rotary."""
-        if self.config.position_embedding == "sincos":
+        if self.config.position_embedding != "rope":
             return None
         pace = _pace(fps, layout) if self.config.structure.fps == "rotary" else None
 
@@ -182,6 +184,19 @@ class DiT(nn.Module):
             return rotary_table(_positions(layout, device), self.config, self.dtype, pace)
 
         return layout.cached((self.config, device, self.dtype), compute) if pace is None else compute()
+
+    def _along(self, axis: Axis, layout: Layout, rotary: Rotary | None, device: torch.device) -> Place | None:
+        """What blocks that attend along one axis alone read of it; `rotary` is that of the tokens as they come."""
+        if self.config.structure.block != "st_dit":
+            return None
+        lines = self.layers.lines(layout, axis)
+        if rotary is None or isinstance(layout, DenseLayout):
+            return Place(lines.layout, lines.runs, rotary)
+
+        def compute() -> Rotary:
+            return rotary_table(lines.positions_S3.to(device), self.config, self.dtype)
+
+        return Place(lines.layout, lines.runs, lines.layout.cached((self.config, device, self.dtype), compute))
 
     def _learned_positions(self, layout: Layout, device: torch.device) -> Tensor | None:
         """What every block adds again, where positions are learned."""

@@ -93,18 +93,22 @@ class ScalarEmbedder(nn.Module):
 
 
 class LearnedPositions(nn.Module):
-    """One vector for each place along each axis; a token's is their sum, brought to unit mean square (Cosmos)."""
+    """One vector for each place along each axis; a token's is their sum (MovieGen), brought to unit mean square
+    (Cosmos) where `is_normalized`."""
 
     eps = 1e-6
 
-    def __init__(self, max_grid: tuple[int, int, int], hidden_size: int) -> None:
+    def __init__(self, max_grid: tuple[int, int, int], hidden_size: int, is_normalized: bool) -> None:
         super().__init__()
+        self.is_normalized = is_normalized
         self.time, self.height, self.width = (nn.Parameter(torch.zeros(size, hidden_size)) for size in max_grid)
 
     def forward(self, position_S3: Tensor) -> Tensor:
         """[S, 3] -> [S, 1, D]."""
         t, h, w = position_S3.unbind(-1)
         sum_SD = F.embedding(t, self.time) + F.embedding(h, self.height) + F.embedding(w, self.width)
+        if not self.is_normalized:
+            return sum_SD[:, None]
         rms_S1 = sum_SD.float().square().mean(-1, keepdim=True).sqrt()
         return (sum_SD / (rms_S1 + self.eps)).to(sum_SD.dtype)[:, None]
 

@@ -9,12 +9,15 @@ Sizes, and what differs between the networks of one family, are fields of `DiTCo
 | `cosmos`  | Cosmos-1.0 / Cosmos-Predict1 text-to-world 7B, 14B        | arXiv 2501.03575       |
 | `nemo`    | the cross-attention DiT of NeMo's diffusion collection    | NeMo 2.x, `DiTConfig`  |
 | `dfm`     | the same as its successor DFM trains it, with adaLN-LoRA  | DFM, `DiTModelProvider`|
+| `moviegen`| MovieGen: blocks of Llama, grouped queries, text beside   | arXiv 2410.13720       |
+| `st_dit`  | attention along time and space beside that over all       | `blocks.py`, `lines.py`|
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-Family = Literal["megadit", "dit", "cosmos", "nemo", "dfm"]
+Family = Literal["megadit", "dit", "cosmos", "nemo", "dfm", "moviegen", "st_dit"]
+Block = Literal["dit", "moviegen", "st_dit"]
 
 _ALONG_T_H_W = ((0, 2), (1, 3), (2, 3))
 
@@ -23,6 +26,8 @@ _ALONG_T_H_W = ((0, 2), (1, 3), (2, 3))
 class Structure:
     """What a family has, and in which form."""
 
+    block: Block = "dit"
+    """Which of the blocks in `blocks.py`."""
     cross_attention: bool = True
     """Text is attended. False: the sample is conditioned on a class instead."""
     projects_text: bool = True
@@ -32,6 +37,13 @@ class Structure:
     """In attention, MLP and modulation."""
     patch_bias: bool = True
     """In the first linear, that reads patches."""
+    gated_mlp: bool = False
+    """The MLP is SwiGLU (arXiv 2002.05202): two products up, one down."""
+    text_reaches_only_mlp: bool = False
+    """In a MovieGen block: cross-attention reads tokens that are not normalised, and its result replaces what the MLP
+    reads instead of being added to the tokens; both modulated norms share their weights."""
+    normalized_positions: bool = True
+    """The sum of a token's learned positions is brought to unit mean square."""
     gelu_tanh: bool = False
     """The MLP's GELU in its tanh approximation."""
     sincos_axes: tuple[tuple[int, int], ...] = _ALONG_T_H_W
@@ -53,6 +65,8 @@ class Structure:
     """Into how many modulations, each with a low-rank bottleneck of its own, a block's is split."""
     final_modulation: bool = True
     """The last linear follows a modulated norm. False: it reads the blocks' output as it is."""
+    final_rms: bool = False
+    """That norm is an RMS norm with learned factors."""
     final_bias: bool = True
 
 
@@ -91,4 +105,23 @@ FAMILIES: dict[str, Structure] = {
         fps="padded",
         final_modulation=False,
     ),
+    "moviegen": Structure(
+        block="moviegen", gated_mlp=True, normalized_positions=False, sigma_scale=100.0, final_rms=True
+    ),
+    "st_dit": Structure(block="st_dit", sigma_scale=100.0),
 }
+
+COMPAT: dict[tuple[str, str], Structure] = {
+    ("moviegen", "nemo"): Structure(
+        block="moviegen",
+        gated_mlp=True,
+        text_reaches_only_mlp=True,
+        normalized_positions=False,
+        projects_text=False,
+        sigma_frequencies=None,
+        fps="padded",
+        condition_layernorm=True,
+        final_modulation=False,
+    ),
+}
+"""(family, `DiTConfig.compat`): what another package made of a family, its departures included, for its checkpoints."""

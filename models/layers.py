@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 from torch import Tensor, nn
 
 from megadit.models.attention import attend
+from megadit.models.lines import Arrangement, Axis, Lines, lines, move
 from megadit.models.segments import Layout, Run
 
 Sequence = Literal["sharded", "replicated"]
@@ -66,6 +67,12 @@ class LayerKit(Protocol):
     def local_runs(self, layout: Layout) -> tuple[Run, ...] | None:
         """Which segment each of this rank's tokens belongs to; None for a dense batch."""
 
+    def lines(self, layout: Layout, axis: Axis) -> Lines:
+        """This rank's tokens while attention runs along one axis; see `lines.py`."""
+
+    def move(self, x_SBD: Tensor, layout: Layout, source: Arrangement, target: Arrangement) -> Tensor:
+        """This rank's tokens in another arrangement."""
+
 
 class BlockStack(nn.ModuleDict):
     """Blocks in order, each under its global index, so that keys do not depend on who holds which."""
@@ -113,3 +120,9 @@ class TorchLayers:
 
     def local_runs(self, layout: Layout) -> tuple[Run, ...] | None:
         return layout.runs
+
+    def lines(self, layout: Layout, axis: Axis) -> Lines:
+        return lines(layout, axis)
+
+    def move(self, x_SBD: Tensor, layout: Layout, source: Arrangement, target: Arrangement) -> Tensor:
+        return move(x_SBD, layout, source, target)

@@ -1,4 +1,4 @@
-"""Adaptive layer norm, applied per sample: each segment of a pack has its own shift, scale and gate.
+"""Adaptive norms, applied per sample: each segment of a pack has its own shift, scale and gate.
 
 The forward never gathers a row per token: a run of equally long segments is viewed as a batch and broadcast. The
 backward reduces over each segment, in a fixed order, so that the same pack gives the same gradient to the last bit;
@@ -7,24 +7,50 @@ the normalised activations are recomputed rather than kept.
 Shapes: S video tokens, B batch, D width, G segments of a pack, c segments of a run, s tokens of each.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megadit.models.segments import Run
 
+if TYPE_CHECKING:
+    from megadit.models.layers import LayerKit
+
+
+class NormWeight(nn.Module):
+    """The learned factors of an RMS norm, [D]."""
+
+    def __init__(self, width: int, layers: "LayerKit") -> None:
+        super().__init__()
+        self.weight = layers.replicated_parameter(torch.ones(width))
+
 
 def modulated_norm(
-    x_SBD: Tensor, shift_GD: Tensor, scale_GD: Tensor, eps: float, runs: tuple[Run, ...] | None = None
+    x_SBD: Tensor,
+    shift_GD: Tensor,
+    scale_GD: Tensor,
+    eps: float,
+    runs: tuple[Run, ...] | None = None,
+    rms_weight_D: Tensor | None = None,
 ) -> Tensor:
     """LayerNorm(x) * (1 + scale) + shift (adaLN, arXiv 2212.09748, section 3.2).
 
-    With `runs` the batch is one pack (B = 1) whose tokens they assign to the G rows; without, row b belongs to
-    batch element b.
+    With `rms_weight_D`, RMSNorm(x) * weight in place of LayerNorm(x). With `runs` the batch is one pack (B = 1) whose
+    tokens they assign to the G rows; without, row b belongs to batch element b.
     """
+    is_rms = rms_weight_D is not None
+    factor_GD = 1 + scale_GD if rms_weight_D is None else rms_weight_D * (1 + scale_GD)
     if runs is None:
-        return torch.addcmul(shift_GD, F.layer_norm(x_SBD, x_SBD.shape[-1:], eps=eps), 1 + scale_GD)
-    return _ModulatedNorm.apply(x_SBD, shift_GD, scale_GD, eps, runs)
+        y_SBD = _normalize(x_SBD, eps, is_rms)[0] if is_rms else F.layer_norm(x_SBD, x_SBD.shape[-1:], eps=eps)
+        return torch.addcmul(shift_GD, y_SBD, factor_GD)
+    return _ModulatedNorm.apply(x_SBD, shift_GD, factor_GD, eps, runs, is_rms)
+
+
+def rms_norm(x_SBD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight, the same for every sample."""
+    return _normalize(x_SBD, eps, is_rms=True)[0] * weight_D
 
 
 def gated_residual(x_SBD: Tensor, gate_GD: Tensor, y_SBD: Tensor, runs: tuple[Run, ...] | None = None) -> Tensor:
@@ -32,6 +58,25 @@ def gated_residual(x_SBD: Tensor, gate_GD: Tensor, y_SBD: Tensor, runs: tuple[Ru
     if runs is None:
         return torch.addcmul(x_SBD, gate_GD, y_SBD)
     return _GatedResidual.apply(x_SBD, gate_GD, y_SBD, runs)
+
+
+def _normalize(x: Tensor, eps: float, is_rms: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(y, mean, 1 / root): y = (x - mean) / root; an RMS norm has no mean."""
+    if not is_rms:
+        return torch.native_layer_norm(x, x.shape[-1:], None, None, eps)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))  # the mean of squares overflows half precision
+    rms_inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (x * rms_inverse).to(x.dtype), None, rms_inverse
+
+
+def _normalize_backward(grad_y: Tensor, x: Tensor, mean: Tensor | None, root_inverse: Tensor) -> Tensor:
+    if mean is not None:
+        return torch.ops.aten.native_layer_norm_backward(
+            grad_y, x, x.shape[-1:], mean, root_inverse, None, None, [True, False, False]
+        )[0]
+    # d(x / rms) = (g - y mean(g y)) / rms, y = x / rms
+    y = x * root_inverse
+    return ((grad_y - y * (grad_y * y).mean(-1, keepdim=True)) * root_inverse).to(x.dtype)
 
 
 def _tokens(x_S1D: Tensor, run: Run) -> Tensor:
@@ -55,29 +100,28 @@ def _sum_segments(x_S1D: Tensor, like_GD: Tensor, runs: tuple[Run, ...]) -> Tens
 
 class _ModulatedNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, shift, scale, eps, runs):
-        y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], None, None, eps)
+    def forward(ctx, x, shift, factor, eps, runs, is_rms):
+        y, mean, root_inverse = _normalize(x, eps, is_rms)
         for run in runs:
             tokens = _tokens(y, run)
-            torch.addcmul(_rows(shift, run), tokens, 1 + _rows(scale, run), out=tokens)
-        ctx.save_for_backward(x, scale, mean, rstd)
+            torch.addcmul(_rows(shift, run), tokens, _rows(factor, run), out=tokens)
+        ctx.save_for_backward(x, factor, mean, root_inverse)
         ctx.runs = runs
         return y
 
     @staticmethod
     def backward(ctx, grad):
-        x, scale, mean, rstd = ctx.saved_tensors
+        x, factor, mean, root_inverse = ctx.saved_tensors
         grad = grad.contiguous()
-        product = ((x - mean) * rstd).to(grad.dtype).mul_(grad)
-        grad_scale = _sum_segments(product, scale, ctx.runs)
-        grad_shift = _sum_segments(grad, scale, ctx.runs)
+        y = (x if mean is None else x - mean) * root_inverse
+        product = y.to(grad.dtype).mul_(grad)
+        grad_factor = _sum_segments(product, factor, ctx.runs)
+        grad_shift = _sum_segments(grad, factor, ctx.runs)
         grad_y = product  # the product is spent: its memory holds the gradient of the normalised activations
         for run in ctx.runs:
-            torch.mul(_tokens(grad, run), 1 + _rows(scale, run), out=_tokens(grad_y, run))
-        grad_x, _, _ = torch.ops.aten.native_layer_norm_backward(
-            grad_y, x, x.shape[-1:], mean, rstd, None, None, [True, False, False]
-        )
-        return grad_x, grad_shift, grad_scale, None, None
+            torch.mul(_tokens(grad, run), _rows(factor, run), out=_tokens(grad_y, run))
+        grad_x = _normalize_backward(grad_y, x, mean, root_inverse)
+        return grad_x, grad_shift, grad_factor, None, None, None
 
 
 class _GatedResidual(torch.autograd.Function):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, groupby
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,6 +118,8 @@ class DenseLayout:
     text_mask_BL: Tensor
     """bool: True where a text token may be attended."""
     device: torch.device
+    over: Literal["sample", "time", "space"] = "sample"
+    """What self-attention sees: all tokens of a sample, those of the same pixel, or those of the same frame."""
 
     @property
     def runs(self) -> None:

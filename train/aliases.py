@@ -81,15 +81,7 @@ FIXED: dict[str, tuple[Any, str]] = {
 STARTED_BY_TORCHRUN = ("trainer.devices", "trainer.num_nodes")
 
 MISSING_RECIPES = {
-    **dict.fromkeys(("train_mock", "mock_ditllama5b_8k"), "MovieGen"),
-    **dict.fromkeys(("pretrain_ditllama30b", "pretrain_ditllama5b"), "MovieGen"),
-    **dict.fromkeys(("pretrain_ditllama3b", "pretrain_ditllama1b"), "MovieGen"),
-    **dict.fromkeys(("pretrain_ditllama30b_stage2_mock", "pretrain_ditllama30b_stage3_mock"), "MovieGen"),
-    **dict.fromkeys(
-        ("pretrain_ditllama5b_stage3_mock_with_pp", "pretrain_ditllama30b_stage3_mock_with_pp"), "MovieGen"
-    ),
     "pretrain_ecditllama1b": "expert-choice",
-    "pretrain_stdit3B_mock_data": "spatio-temporal DiT",
 }
 """NeMo's factories whose network this version does not have -> the network."""
 

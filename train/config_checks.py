@@ -11,7 +11,7 @@ def check_layout(config: RunConfig, world_size: int) -> int:
     Raises:
         UserError: if the ranks cannot be divided among the copies of the model, or the batch among the copies.
     """
-    if config.parallel.data_parallel == "fsdp" and config.model.family not in ("megadit", "cosmos"):
+    if config.parallel.data_parallel == "fsdp" and config.model.family in ("dit", "nemo", "dfm"):
         raise UserError(
             f"parallel.data_parallel=fsdp does not train model.family={config.model.family} as one rank does yet; use "
             "ddp or distributed_optimizer"

@@ -1,17 +1,23 @@
 """Arithmetic of a training step, and how fast a device could do it.
 
-Counted are the multiplications and additions (two operations) of matrix products: the linears of the blocks, of the
-embedders and of the final layer; self-attention, whose cost is the square of each sample's tokens; cross-attention,
-its tokens times its text; modulation once per sample. Padding, norms and activations count nothing. The backward takes
-twice the forward.
+Counted are the multiplications and additions (two operations) of matrix products: all linears of the network as it is,
+once for each video token, word or sample that they read; self-attention, whose cost is the square of each sample's
+tokens (or, along one axis, its tokens times those of a line); cross-attention, its tokens times its text. Padding,
+norms and activations count nothing. The backward takes twice the forward.
 """
 
 import time
+from functools import lru_cache
+from math import prod
 
 import torch
 
 from megadit.models.config import DiTConfig
 from megadit.models.segments import Segment, SegmentLayout
+from megadit.models.weights import dit_shapes
+
+_TABLES = ("positions.", "class_embedder.")
+"""Rows of these are looked up, not multiplied."""
 
 DATASHEET = {
     ("GB200", torch.bfloat16): 2500e12,
@@ -31,15 +37,38 @@ def training_flops(layout: SegmentLayout, model: DiTConfig) -> int:
 
 
 def _forward_flops(segment: Segment, model: DiTConfig) -> int:
-    S, L = segment.num_tokens, segment.text_slots
-    D, A, M = model.hidden_size, model.attention_size, model.mlp_size
-    P, E = model.patch_dim, model.crossattn_emb_size
-    self_attention = S * 2 * (3 * D * A + A * D) + 4 * S * S * A
-    cross_attention = S * 2 * (D * A + A * D) + L * 2 * D * 2 * A + 4 * S * L * A
-    mlp = S * 2 * 2 * D * M
-    modulation = 2 * D * 9 * D
-    outside = S * 2 * 2 * P * D + L * 2 * E * D + 2 * (2 * (256 * D + D * D) + D * 2 * D)
-    return model.num_layers * (self_attention + cross_attention + mlp + modulation) + outside
+    readers = _readers(model)
+    rows = {"token": segment.num_tokens, "word": segment.text_slots, "sample": 1}
+    linears = 2 * sum(rows[reader] * size for reader, size in readers.items())
+    return linears + attention_flops(segment, model)
+
+
+def attention_flops(segment: Segment, model: DiTConfig) -> int:
+    """Of the forward of softmax(q k^T) v in all layers: over a sample's tokens, along axes, and over its text."""
+    keys = segment.num_tokens
+    if model.structure.block == "st_dit":
+        frames, height, width = segment.grid
+        keys += frames + height * width
+    if model.structure.cross_attention:
+        keys += segment.text_slots
+    return 4 * segment.num_tokens * keys * model.attention_size * model.num_layers
+
+
+@lru_cache(maxsize=64)
+def _readers(model: DiTConfig) -> dict[str, int]:
+    """Numbers in the matrices that every video token, every word or every sample is multiplied with."""
+    sizes = {"token": 0, "word": 0, "sample": 0}
+    for name, shape in dit_shapes(model).items():
+        if len(shape) == 2 and not name.startswith(_TABLES):
+            sizes[_reader(name)] += prod(shape)
+    return sizes
+
+
+def _reader(name: str) -> str:
+    if name.startswith("text_embedder.") or ".cross_attention.kv." in name:
+        return "word"
+    is_of_sample = ".modulation." in name or name.startswith(("sigma_embedder.", "fps_embedder.", "shared_embedder."))
+    return "sample" if is_of_sample else "token"
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from megadit.models.blocks import DiTBlock
+from megadit.models.blocks import BLOCKS
 from megadit.train.loss import TrainingModel
 from megadit.train.optimizer_state import assign
 
@@ -32,7 +32,7 @@ class FullySharded(_BaseDataParallel):
         # inputs are cast where they are used: noise levels and noise stay float32
         policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for module in network.modules():
-            if isinstance(module, DiTBlock):
+            if isinstance(module, tuple(BLOCKS.values())):
                 fully_shard(module, mesh=mesh, mp_policy=policy)
         # resharded like the blocks: after a forward without backward no whole parameter may be left standing
         fully_shard(network, mesh=mesh, mp_policy=policy, reshard_after_forward=True)

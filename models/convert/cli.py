@@ -142,7 +142,7 @@ def _choose_text_encoder(source: Path, published: Published, given: str | None) 
 
 
 def _padding(config: DiTConfig) -> str:
-    return "zeros" if config.family in ("cosmos", "nemo", "dfm") else "none"
+    return "none" if config.structure.projects_text else "zeros"
 
 
 def _defaults(published: Published, tokenizer: VideoTokenizer) -> SamplingDefaults:

@@ -21,18 +21,11 @@ def config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> DiTConfig:
     """The configuration of a checkpoint, from its tensors alone (named without `module.`).
 
     Raises:
-        UserError: if it is another network of these collections.
+        UserError: if its patches have a length in time.
     """
-    if any(name.startswith("pos_embedder.emb_") for name in shapes):
-        raise UserError("the checkpoint has learned positions (pos_embedder.emb_t): MovieGen's network, not the DiT")
     layer = "decoder.layers.0"
-    width, columns = shapes["x_embedder.weight"]
-    rows = shapes["final_layer_linear.weight"][0]
-    if rows != columns:
-        raise UserError(
-            f"the network reads {columns} numbers a token and writes {rows}: patches in time do not convert"
-        )
-    channels, patch = _channels(columns)
+    channels, patch = channels_and_patch(shapes)
+    width = shapes["x_embedder.weight"][0]
     (head_dim,) = shapes[f"{layer}.full_self_attention.q_layernorm.weight"]
     is_low_rank = f"{layer}.adaLN.adaLN_modulation.2.weight" in shapes
     return DiTConfig(
@@ -51,8 +44,17 @@ def config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> DiTConfig:
     )
 
 
-def _channels(columns: int) -> tuple[int, int]:
-    """(channels, patch): Cosmos' 16 channels where they divide, in patches of 2 or 1; else the columns are channels."""
+def channels_and_patch(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
+    """(channels, patch): Cosmos' 16 channels where they divide, in patches of 2 or 1; else the columns are channels.
+
+    Raises:
+        UserError: if the patches have a length in time.
+    """
+    columns, rows = shapes["x_embedder.weight"][1], shapes["final_layer_linear.weight"][0]
+    if rows != columns:
+        raise UserError(
+            f"the network reads {columns} numbers a token and writes {rows}: patches in time do not convert"
+        )
     for patch in (2, 1):
         if columns == 16 * patch**2:
             return 16, patch
@@ -60,6 +62,14 @@ def _channels(columns: int) -> tuple[int, int]:
 
 
 def entries(config: DiTConfig) -> list[Entry]:
+    found = outer_entries(config)
+    for index in range(config.num_layers):
+        found += _block_entries(f"blocks.{index}", f"decoder.layers.{index}", is_low_rank=config.family == "dfm")
+    return found
+
+
+def outer_entries(config: DiTConfig) -> list[Entry]:
+    """Of all that is not in blocks."""
     found = [
         permute_axis(
             "x_embedder.weight",
@@ -83,10 +93,8 @@ def entries(config: DiTConfig) -> list[Entry]:
     for embedder, theirs in (("sigma_embedder", "t_embedder.1"), ("fps_embedder", "fps_embedder.1")):
         for n in (1, 2):
             found += rename_linear(f"{embedder}.linear_{n}", f"{theirs}.linear_{n}", bias=True)
-    if config.family == "nemo":
+    if config.structure.condition_layernorm:
         found.append(rename("condition_layernorm.weight", "affline_norm.weight"))
-    for index in range(config.num_layers):
-        found += _block_entries(f"blocks.{index}", f"decoder.layers.{index}", is_low_rank=config.family == "dfm")
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megadit.models.config import DiTConfig
-from megadit.models.convert import class_dit, cosmos, nemo
+from megadit.models.convert import class_dit, cosmos, nemo, nemo_moviegen
 from megadit.models.convert.converted import to_ours, to_theirs
 from megadit.models.convert.distributed import is_distributed, open_distributed
 from megadit.models.convert.tensor_map import Entry
@@ -90,6 +90,13 @@ FORMS = (
         nemo.config_from_shapes,
         nemo.entries,
         lambda config: nemo.IGNORED_BY_DFM if config.family == "dfm" else nemo.IGNORED,
+    ),
+    _Form(
+        "MovieGen of NeMo",
+        "decoder.layers.0.self_attention.linear_qkv.weight",
+        nemo_moviegen.config_from_shapes,
+        nemo_moviegen.entries,
+        lambda config: nemo_moviegen.IGNORED,
     ),
 )
 """Those that have no configuration beside their tensors."""
@@ -220,11 +227,13 @@ def write_original(out: Path, config: DiTConfig, tensors: TensorSource) -> None:
         UserError: if there was none.
     """
     entries_of = {
-        "cosmos": cosmos.released_entries,
-        "dit": class_dit.original_entries,
-        "nemo": nemo.entries,
-        "dfm": nemo.entries,
+        ("cosmos", None): cosmos.released_entries,
+        ("dit", None): class_dit.original_entries,
+        ("nemo", None): nemo.entries,
+        ("dfm", None): nemo.entries,
+        ("moviegen", "nemo"): nemo_moviegen.entries,
     }
-    if config.family not in entries_of:
+    form = config.family, config.compat
+    if form not in entries_of:
         raise UserError(f"the family {config.family} was never published otherwise; it is ours")
-    write_safetensors(out / "model.safetensors", to_theirs(tensors, entries_of[config.family](config)))
+    write_safetensors(out / "model.safetensors", to_theirs(tensors, entries_of[form](config)))

@@ -33,6 +33,7 @@ from megadit.models.attention import attend
 from megadit.models.config import DiTConfig
 from megadit.models.initialize import Fill, initialize_
 from megadit.models.layers import BlockStack, Layout, Sequence
+from megadit.models.lines import Arrangement, Axis, Lines, Mesh, lines, move
 from megadit.models.megatron.context_parallel import ContextGroups, attend_shared
 from megadit.models.megatron.parallel_sizes import ParallelSizes
 from megadit.models.recompute import recomputed
@@ -202,7 +203,7 @@ class McoreLayers:
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, cross: bool, into: Callable[[Tensor], Tensor]
     ) -> Tensor:
         def heads(q: Tensor, k: Tensor, v: Tensor, into: Callable[[Tensor], Tensor]) -> Tensor:
-            if cross or self.context is None:
+            if cross or self.context is None or layout.share.size == 1:  # lines are whole on one rank
                 return attend(q, k, v, layout, cross=cross, into=into)
             return attend_shared(q, k, v, layout, self.context, into)
 
@@ -232,6 +233,24 @@ class McoreLayers:
         if not self.config.sequence_parallel or layout.runs is None:
             return layout.runs
         return layout.local_runs(self.tensor_group.rank(), self.tensor_group.size())
+
+    @property
+    def _mesh(self) -> Mesh:
+        """The ranks among which the tokens of a pack are divided; Megatron counts tensor-parallel ranks first."""
+        slices = self.tensor_group.size() if self.config.sequence_parallel else 1
+        place = self.tensor_group.rank() if self.config.sequence_parallel else 0
+        context = (1, 0) if self.context is None else (self.context.size, self.context.rank)
+        return Mesh(context[0], slices, context[1] * slices + place)
+
+    def lines(self, layout: Layout, axis: Axis) -> Lines:
+        return lines(layout, axis, self._mesh)
+
+    def move(self, x_SBD: Tensor, layout: Layout, source: Arrangement, target: Arrangement) -> Tensor:
+        mesh, group = self._mesh, None
+        if mesh.size > 1:
+            group = self.context.group if mesh.slices == 1 else parallel_state.get_tensor_and_context_parallel_group()
+            assert (group.size(), group.rank()) == (mesh.size, mesh.rank)
+        return move(x_SBD, layout, source, target, mesh, group)
 
 
 def mark_conditioning_(dit: nn.Module, *, is_first_part: bool) -> None:

@@ -104,6 +104,10 @@ class ParallelSizes:
                 ),
             ),
             (
+                model.key_heads % self.tensor == 0,
+                self._does_not_divide("tensor", f"model.num_query_groups={model.key_heads}", "whole groups of heads"),
+            ),
+            (
                 model.mlp_size % self.tensor == 0,
                 self._does_not_divide("tensor", f"model.ffn_hidden_size={model.mlp_size}", "an equal part of the MLP"),
             ),

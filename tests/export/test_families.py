@@ -39,6 +39,15 @@ FAMILIES = {
         preconditioner="vp",
         learned_variance=True,
     ),
+    "moviegen": DiTConfig(
+        **SMALL | {"num_attention_heads": 4},
+        hidden_size=48,
+        family="moviegen",
+        num_query_groups=2,
+        position_embedding="learned",
+        learned_positions=(12, 20, 20),
+        qk_layernorm=False,
+    ),
     "patches in time": DiTConfig(**SMALL, hidden_size=48, patch_temporal=2, position_embedding="sincos"),
 }
 

@@ -14,7 +14,7 @@ from megadit.models.support import UserError
         ({"hidden_size": 100, "num_attention_heads": 7}, "use 5 heads"),
         ({"num_layers": 0}, "model.num_layers=0 must be greater than 0"),
         ({"sigma_data": -1.0}, "sigma_data=-1.0"),
-        ({"position_embedding": "learned"}, "choose one of rope, sincos"),
+        ({"position_embedding": "learnt"}, "choose one of rope, sincos, learned"),
         ({"family": "cosmo"}, "model.family='cosmo' is unknown; choose one of megadit, dit, cosmos"),
         ({"family": "dit"}, "model.family=dit needs model.num_classes"),
         ({"family": "dit", "num_classes": 10}, "model.crossattn_emb_size=1024: a class is read as two digits"),

@@ -28,8 +28,26 @@ DFM = dataclasses.replace(NEMO, family="dfm", adaln_lora_dim=6)
 CLASSES = DiTConfig(
     **COMMON, family="dit", position_embedding="sincos", qk_layernorm=False, num_classes=600, preconditioner="vp"
 )
+MOVIEGEN = DiTConfig(
+    **COMMON,
+    family="moviegen",
+    num_query_groups=2,
+    position_embedding="learned",
+    learned_positions=(4, 5, 4),
+    qk_layernorm=False,
+)
+MOVIEGEN_OF_NEMO = dataclasses.replace(MOVIEGEN, compat="nemo", hidden_size=260)
 LOW_RANK = DiTConfig(**COMMON, adaln_lora_dim=6, learned_positions=(4, 5, 4))
-FAMILIES = {"cosmos": COSMOS, "nemo": NEMO, "dfm": DFM, "dit": CLASSES, "megadit": LOW_RANK}
+FAMILIES = {
+    "cosmos": COSMOS,
+    "nemo": NEMO,
+    "dfm": DFM,
+    "dit": CLASSES,
+    "megadit": LOW_RANK,
+    "moviegen": MOVIEGEN,
+    "moviegen of nemo": MOVIEGEN_OF_NEMO,
+    "st_dit": DiTConfig(**COMMON, family="st_dit", adaln_lora_dim=6),
+}
 
 SHAPES = ((3, 4, 4), (1, 4, 6), (3, 4, 4), (2, 8, 4))
 TEXT_LENGTHS = (3, 0, 1, 2)

@@ -4,6 +4,7 @@ The job and what is compared are those of `test_layouts.py`; every tensor is ran
 """
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,36 +33,76 @@ CLASSES = {
     "learned_variance": True,
 }
 NEMO = {"family": "nemo", "num_layers": 2, "position_embedding": "sincos", "hidden_size": 256}
-FAMILIES = {"cosmos": COSMOS, "dit": CLASSES, "nemo": NEMO}
+MOVIEGEN = {
+    "family": "moviegen",
+    "num_query_groups": 4,
+    "position_embedding": "learned",
+    "learned_positions": [4, 5, 5],
+    "qk_layernorm": False,
+}
+ST_DIT = {"family": "st_dit", "adaln_lora_dim": 4}
+FAMILIES = {"cosmos": COSMOS, "dit": CLASSES, "nemo": NEMO, "moviegen": MOVIEGEN, "st_dit": ST_DIT}
 LAYOUTS = {
     "sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "cp": {"context_parallel_size": 2},
+    "ring": {"context_parallel_size": 2, "context_parallel_comm": "ring"},
     "pp": {"pipeline_model_parallel_size": 2},
     "fsdp": {"data_parallel": "fsdp"},
 }
-PAIRS = [(f, name) for f in FAMILIES for name in LAYOUTS if f == "cosmos" or name != "fsdp"]
-"""Sharded fully are only networks of ours and Cosmos; others are refused."""
+SHARDED = ("cosmos", "moviegen", "st_dit")
+"""Others are refused with fsdp."""
+WIDE = {
+    "cp + sp + pp + distributed optimizer": {
+        **LAYOUTS["cp"],
+        **LAYOUTS["sp"],
+        **LAYOUTS["pp"],
+        "data_parallel": "distributed_optimizer",
+    },
+    "ring4 + sp": {**LAYOUTS["sp"], "context_parallel_size": 4, "context_parallel_comm": "ring"},
+    "ring4 + ddp": {"context_parallel_size": 4, "context_parallel_comm": "ring"},
+    "cp + sp + fsdp": {**LAYOUTS["cp"], **LAYOUTS["sp"], **LAYOUTS["fsdp"]},
+}
+WIDE_FAMILIES = ("moviegen", "st_dit")
+PAIRS = [(2, f, name) for f in FAMILIES for name in ("sp", "cp", "pp", "fsdp") if f in SHARDED or name != "fsdp"]
+PAIRS.append((2, "st_dit", "ring"))
+PAIRS += [(8, f, name) for f in WIDE_FAMILIES for name in WIDE]
+"""(ranks, family, layout)."""
+
+
+def broken(family, what, layout):
+    return {"model": FAMILIES[family], "parallel": LAYOUTS[layout], "broken": what}
+
+
+BROKEN = {
+    "cosmos without its marks": broken("cosmos", "sequence parallel mark", "sp"),
+    "moviegen without its marks": broken("moviegen", "sequence parallel mark", "sp"),
+    "moviegen without the sum over stages": broken("moviegen", "sum over stages", "pp"),
+    "st_dit without its marks": broken("st_dit", "sequence parallel mark", "sp"),
+    "st_dit with moved tokens": broken("st_dit", "moved tokens", "ring"),
+}
 
 
 def cases(ranks):
     if ranks == 1:
         references = {f"{family} torch": {"is_torch": True, "model": model} for family, model in FAMILIES.items()}
         return references | {f"{family} one": {"gradients": True, "model": m} for family, m in FAMILIES.items()}
-    whole = {f"{f} {name}": {"model": FAMILIES[f], "parallel": LAYOUTS[name]} for f, name in PAIRS}
-    broken = {"model": COSMOS, "parallel": LAYOUTS["sp"], "broken": "sequence parallel mark"}
-    return whole | {"cosmos without its marks": broken}
+    parallel = LAYOUTS | WIDE
+    whole = {f"{f} {name}": {"model": FAMILIES[f], "parallel": parallel[name]} for n, f, name in PAIRS if n == ranks}
+    return whole | (BROKEN if ranks == 2 else {})
 
 
-@pytest.fixture(scope="module", params=[2])
-def folders(run_ranks, tmp_path_factory, request):
-    """Ranks -> where the results of their cases are."""
-    found = {}
-    for ranks in (1, request.param):
+@pytest.fixture(scope="module")
+def folders(run_ranks, tmp_path_factory):
+    """folders(ranks): where the results of their cases are; they run when they are asked for."""
+
+    @cache
+    def run(ranks):
         folder = tmp_path_factory.mktemp(f"ranks{ranks}")
         (folder / "cases.json").write_text(json.dumps(cases(ranks)))
-        run_ranks(ranks, JOB, folder)
-        found[ranks] = folder
-    return found
+        run_ranks(ranks, JOB, folder, timeout=560)
+        return folder
+
+    return run
 
 
 def distance(ours, theirs):
@@ -69,13 +110,19 @@ def distance(ours, theirs):
     return max(((ours[key] - theirs[key]).norm() / theirs[key].norm()).item() for key in theirs)
 
 
-def losses(folder, name):
-    return json.loads((folder / f"{name}.json").read_text())["loss"]
+def numbers(folder, name):
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def deviations(ours, one):
+    """Of losses, of norms of gradients, and of copies of a parameter from one another."""
+    far = [max(abs(x - y) / y for x, y in zip(ours[key], one[key], strict=True)) for key in ("loss", "grad_norm")]
+    return *far, ours["spread"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_megatron_on_one_rank_is_torch(folders, family):
-    files = [folders[1] / f"{family} {name}" / "gradients.safetensors" for name in ("torch", "one")]
+    files = [folders(1) / f"{family} {name}" / "gradients.safetensors" for name in ("torch", "one")]
     by_torch, by_megatron = (safetensors.torch.load_file(file) for file in files)
     for name, gradient in by_torch.items():
         assert gradient.norm() > 0, f"{name} has no gradient"
@@ -83,20 +130,18 @@ def test_megatron_on_one_rank_is_torch(folders, family):
     assert distance(by_megatron, by_torch) < 1e-5
 
 
-@pytest.mark.parametrize(("family", "layout"), PAIRS)
-def test_a_layout_trains_as_one_rank_does(folders, family, layout):
-    one, ours = losses(folders[1], f"{family} one"), losses(folders[2], f"{family} {layout}")
+@pytest.mark.parametrize(("ranks", "family", "layout"), PAIRS)
+def test_a_layout_trains_as_one_rank_does(folders, ranks, family, layout):
+    loss, norm, spread = deviations(numbers(folders(ranks), f"{family} {layout}"), numbers(folders(1), f"{family} one"))
     # sums are taken in parts, which float32 rounds otherwise
-    assert max(abs(x - y) / y for x, y in zip(ours, one, strict=True)) < 2e-6
-    tensors = [_read(folder / name / "tensors", "model.") for folder, name in _pair(folders, family, layout)]
-    assert distance(*tensors) < 2e-5
+    assert loss < 2e-6 and norm < 1e-5 and spread == 0
+    names = (folders(ranks) / f"{family} {layout}", folders(1) / f"{family} one")
+    assert distance(*(_read(name / "tensors", "model.") for name in names)) < 2e-5
 
 
-def _pair(folders, family, layout):
-    return (folders[2], f"{family} {layout}"), (folders[1], f"{family} one")
-
-
-def test_a_missing_mark_would_be_noticed(folders):
-    """Negative control: without the sum of partial gradients over tensor-parallel ranks, losses come apart."""
-    one, broken = losses(folders[1], "cosmos one"), losses(folders[2], "cosmos without its marks")
-    assert max(abs(x - y) / y for x, y in zip(broken, one, strict=True)) > 1e-5
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_left_out_would_be_noticed(folders, name):
+    """Negative control: without the sum of partial gradients over ranks, losses come apart or copies do."""
+    family = name.partition(" ")[0]
+    loss, norm, spread = deviations(numbers(folders(2), name), numbers(folders(1), f"{family} one"))
+    assert loss > 1e-5 or norm > 1e-4 or spread > 0

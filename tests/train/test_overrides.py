@@ -127,6 +127,7 @@ SPECIAL = {
     "validation.sampler": "heun",
     "validation.sigmas": [2.0],
     "model.family": "nemo",
+    "model.num_query_groups": 1,
     "model.hidden_size": 192,
     "model.num_attention_heads": 4,
     "model.head_dim": 12,
@@ -140,6 +141,7 @@ NEEDS = {
     "parallel.recompute_num_layers": ["parallel.recompute_granularity=full"],
     "model.family": ["model.hidden_size=256", "model.position_embedding=sincos"],
     "model.num_classes": ["model.family=dit", "model.num_classes=5", "model.crossattn_emb_size=2"],
+    "model.compat": ["model.family=moviegen", "model.hidden_size=256"],
 }
 """What has to be set first."""
 SETTINGS = [key for key in known_keys() if key != "recipe"]  # chosen by --recipe

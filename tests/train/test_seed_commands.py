@@ -39,7 +39,6 @@ NOT_OURS = {
 REFUSED = {
     "--t5_cache_dir": "$tokenizer_cache_dir/config.json does not exist",
     "prepare_energon_dataset_butterfly.py": "the data set huggan/smithsonian_butterflies_subset cannot be downloaded",
-    "train_mock": "recipe train_mock trains the MovieGen network, which this version does not have",
 }
 """A word of the command -> how the refusal begins: what is not here yet, files to have, a network to reach."""
 

@@ -1,6 +1,7 @@
 """Bytes that one rank holds at the fullest moment of a step.
 
-Letters: S tokens and L text slots of a micro-batch on this rank, D width, A width of all heads, M width of the MLP.
+Letters: S tokens and L text slots of a micro-batch on this rank, D width, A width of all heads, M width of the MLP (of
+both factors of SwiGLU).
 """
 
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 from megadit.models.recompute import SMALL
 from megadit.train.config import RunConfig
 from megadit.train.plan.layout import Layout
-from megadit.train.plan.work import count_parameters
+from megadit.train.plan.work import count_parameters, num_self_attentions, num_sublayers
 
 RESERVE = 0.06
 """Share of a GPU's memory that CUDA, NCCL and the gaps between tensors take."""
@@ -76,19 +77,21 @@ def _tokens(config: RunConfig, layout: Layout) -> tuple[float, float]:
 def _layer_bytes(config: RunConfig, layout: Layout) -> float:
     """What one block keeps for its backward.
 
-    Per token: the input of each of its three norms and the output of each sublayer (6 D); of self-attention q, k and
+    Per token: the input of the norm before each sublayer and its output (6 D of three); of each self-attention q, k and
     v as projected, q and k as normalised, and the result (6 A); of cross-attention q twice and the result (3 A); the
-    MLP's hidden values (M). What is cheap is computed again, unless it is small: three norms' outputs, both
+    MLP's hidden values (M). What is cheap is computed again, unless it is small: the norms' outputs, the
     attentions' results side by side, the activated hidden values (3 D + 2 A + M). Per text slot: k twice and v (3 A).
     """
     (S, L), model, t = _tokens(config, layout), config.model, layout.tensor
     cut = t if layout.sequence_parallel else 1
-    D, A, M = model.hidden_size / cut, model.attention_size / t, model.mlp_size / t
-    numbers = S * (6 * D + 9 * A + M) + L * 3 * A
-    for count, width in ((3, D), (2, A), (1, M)):
+    D, A, M = model.hidden_size / cut, model.attention_size / t, model.mlp_rows / t
+    own, sublayers = num_self_attentions(model), num_sublayers(model)
+    numbers = S * (2 * sublayers * D + (6 * own + 3) * A + M) + L * 3 * A
+    for count, width in ((sublayers, D), (own + 1, A), (1, M)):
         if S * width < SMALL:
             numbers += count * S * width
-    statistics = 4 * S * (6 / cut + 5 * model.num_attention_heads / t)  # means and roots of norms, sums of softmax
+    # means and roots of norms, sums of softmax
+    statistics = 4 * S * (2 * sublayers / cut + (3 * own + 2) * model.num_attention_heads / t)
     return _size(config) * numbers + statistics
 
 
@@ -122,7 +125,7 @@ def _passing(config: RunConfig, layout: Layout, layer_bytes: float) -> float:
     """The larger of what the backward of a block and the optimizer's step need for a while."""
     model = config.model
     tokens, _ = _tokens(config, layout)
-    D, A, M = model.hidden_size, model.attention_size / layout.tensor, model.mlp_size / layout.tensor
+    D, A, M = model.hidden_size, model.attention_size / layout.tensor, model.mlp_rows / layout.tensor
     # gradients of q, k, v before and after their norms, of the result, and of the stream; or those of the MLP
     backward = _size(config) * max(tokens * (8 * A + 2 * D), min(tokens, 8192) * 3 * M + tokens * 3 * D)
     if layout.recompute == "full":

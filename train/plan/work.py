@@ -20,12 +20,12 @@ from megadit.models.dit import DiT
 from megadit.models.layers import TorchLayers
 from megadit.models.segments import Segment, SegmentLayout
 from megadit.train.config import RunConfig
-from megadit.train.flops import training_flops
+from megadit.train.flops import attention_flops, training_flops
 from megadit.train.plan.layout import Layout
 
-ELEMENTWISE_ACCESSES = 100
-"""Times that one number per token and width goes through memory in a block outside its matrix products: norms,
-modulation, gates, rotation, activation, forward and backward; counted from the block, good to a third."""
+ELEMENTWISE_ACCESSES = 100 / 3
+"""Times that one number per token and width goes through memory for a sublayer outside its matrix products: norms,
+modulation, gates, rotation, activation, forward and backward; counted from the DiT's block, good to a third."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,6 +136,7 @@ def work_of(config: RunConfig, layout: Layout) -> Work:
         attention_flops=attention,
         elementwise_bytes=_bytes_per_number(config)
         * ELEMENTWISE_ACCESSES
+        * num_sublayers(model)
         * tokens
         * model.hidden_size
         * layers
@@ -148,6 +149,15 @@ def work_of(config: RunConfig, layout: Layout) -> Work:
         pipeline_bytes=_pipeline_bytes(config, layout, tokens),
         **_data_bytes(config, layout),
     )
+
+
+def num_self_attentions(model: DiTConfig) -> int:
+    return 3 if model.structure.block == "st_dit" else 1
+
+
+def num_sublayers(model: DiTConfig) -> int:
+    """Attentions and MLPs in a block."""
+    return num_self_attentions(model) + (2 if model.structure.cross_attention else 1)
 
 
 def upstream_flops(config: RunConfig) -> float:
@@ -166,8 +176,7 @@ def _samples(pack: SegmentLayout) -> list[Segment]:
 
 def _attention_flops(pack: SegmentLayout, model: DiTConfig) -> float:
     """Forward and backward of softmax(q k^T) v over a sample's tokens and over its text."""
-    pairs = sum(s.num_tokens * (s.num_tokens + s.text_slots) for s in _samples(pack))
-    return 3 * 4 * pairs * model.attention_size * model.num_layers
+    return 3 * sum(attention_flops(segment, model) for segment in _samples(pack))
 
 
 def _bytes_per_number(config: RunConfig) -> int:
@@ -175,20 +184,26 @@ def _bytes_per_number(config: RunConfig) -> int:
 
 
 def _tensor_bytes(config: RunConfig, layout: Layout, tokens: float) -> float:
-    """Per layer: self-attention, cross-attention and MLP gather their tokens and scatter their sums, forward and
-    backward, and gather once more for the gradients of the weights. All-reduces move the same without the last."""
+    """Per layer: attentions and the MLP gather their tokens and scatter their sums, forward and backward, and gather
+    once more for the gradients of the weights. All-reduces move the same without the last."""
     t = layout.tensor
-    collectives = 15 if layout.sequence_parallel else 12
+    collectives = (5 if layout.sequence_parallel else 4) * num_sublayers(config.model)
     return collectives * tokens * config.model.hidden_size * _bytes_per_number(config) * (t - 1) / t
 
 
 def _context_bytes(config: RunConfig, layout: Layout, tokens: float) -> tuple[float, float]:
     """Per layer: all-to-alls of q, k, v and the result among `head_exchange` ranks, forward and backward; keys and
-    values once around the ring of the others, and again with their gradients in backward."""
+    values once around the ring of the others, and again with their gradients in backward. Attention along one axis
+    moves tokens three times instead, there and back."""
     width = config.model.attention_size / layout.tensor * _bytes_per_number(config)
     heads = layout.head_exchange
     ring = layout.context // heads
-    return 2 * 4 * tokens * width * (heads - 1) / heads, 3 * 2 * tokens * width * (ring - 1)
+    exchange = 2 * 4 * tokens * width * (heads - 1) / heads
+    if config.model.structure.block == "st_dit":
+        cut = layout.tensor if layout.sequence_parallel else 1
+        stream = config.model.hidden_size / cut * _bytes_per_number(config)
+        exchange += 2 * 3 * tokens * stream * (layout.context - 1) / layout.context
+    return exchange, 3 * 2 * tokens * width * (ring - 1)
 
 
 def _pipeline_bytes(config: RunConfig, layout: Layout, tokens: float) -> float:

@@ -8,10 +8,10 @@ at full size, hardware, tokens, and the memory of a GPU as the planner estimates
 from megadit.models.support import UserError, nearest
 from megadit.train.aliases import MISSING_RECIPES
 from megadit.train.config import RunConfig
-from megadit.train.recipes import digits, performance, pretrain  # their recipes register themselves
+from megadit.train.recipes import digits, moviegen, performance, pretrain, st_dit  # their recipes register themselves
 from megadit.train.recipes.registry import RECIPES
 
-__all__ = ["RECIPES", "digits", "load_recipe", "performance", "pretrain"]
+__all__ = ["RECIPES", "digits", "load_recipe", "moviegen", "performance", "pretrain", "st_dit"]
 
 
 def load_recipe(name: str) -> RunConfig:

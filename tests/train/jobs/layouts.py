@@ -19,7 +19,7 @@ if __name__ == "__main__":
 
 import safetensors.torch  # noqa: E402
 
-from megadit.models import initialize  # noqa: E402
+from megadit.models import initialize, lines  # noqa: E402
 from megadit.models.conditioning import Conditioning  # noqa: E402
 from megadit.models.dit import DiT  # noqa: E402
 from megadit.models.megatron import context_parallel  # noqa: E402
@@ -95,11 +95,18 @@ def break_it(what, training):
     elif what == "order of tokens":
         order = context_parallel._order
         patch(context_parallel, "_order", lambda *args: order(*args).sort().values)
+    elif what == "moved tokens":
+        find_move = lines.find_move
+        patch(lines, "find_move", lambda *args: _reversed(find_move(*args)))
     elif what == "keys of others":
         wait = context_parallel._Shift.wait
         patch(context_parallel._Shift, "wait", lambda shift: (wait(shift), shift._sent)[1])
     else:
         raise ValueError(what)
+
+
+def _reversed(found):
+    return found._replace(placed_S=found.placed_S.flip(0))
 
 
 _patched = []
