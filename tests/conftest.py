@@ -1,6 +1,8 @@
 """Tests whose hardware or library is missing are skipped, with the reason."""
 
 import importlib.util
+import uuid
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -31,3 +33,37 @@ def _num_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """The address of a server that speaks S3."""
+    pytest.importorskip("s3fs", reason="s3fs is not installed (megadit[s3])")
+    pytest.importorskip("boto3", reason="boto3 is not installed (megadit[s3])")
+    server = pytest.importorskip("moto.server", reason="moto is not installed (megadit[dev])")
+    server = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
+    """s3() makes an empty bucket and gives its URL; whoever asks for S3 in this test is sent to the server."""
+    import boto3
+    import s3fs
+
+    settings = {"AWS_ENDPOINT_URL": s3_server, "AWS_DEFAULT_REGION": "us-east-1", "NO_PROXY": "127.0.0.1"}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    s3fs.S3FileSystem.clear_instance_cache()
+
+    def new_bucket() -> str:
+        name = f"bucket-{uuid.uuid4().hex[:12]}"
+        boto3.client("s3").create_bucket(Bucket=name)
+        return f"s3://{name}"
+
+    return new_bucket

@@ -49,11 +49,11 @@ def _broadcast(batch: PackedBatch | None, groups: Groups) -> PackedBatch | None:
     dist.broadcast_object_list(description, src=source, group=groups.copy)
     if description[0] is None:
         return None
-    segments, sample_ids, shapes = description[0]
+    segments, sample_ids, refused, shapes = description[0]
     if batch is None:
         empty = {name: torch.empty(shape, dtype=dtype, device=groups.device) for name, (shape, dtype) in shapes.items()}
         layout = SegmentLayout(tuple(Segment(*segment) for segment in segments))
-        batch = PackedBatch(layout=layout, sample_ids=sample_ids, **empty)
+        batch = PackedBatch(layout=layout, sample_ids=sample_ids, refused=refused, **empty)
     for name in _TENSORS:
         dist.broadcast(getattr(batch, name), src=source, group=groups.copy)
     return batch
@@ -62,7 +62,7 @@ def _broadcast(batch: PackedBatch | None, groups: Groups) -> PackedBatch | None:
 def _describe(batch: PackedBatch) -> tuple[Any, ...]:
     segments = [(segment.grid, segment.text_length, segment.is_padding) for segment in batch.layout.segments]
     shapes = {name: (getattr(batch, name).shape, getattr(batch, name).dtype) for name in _TENSORS}
-    return segments, batch.sample_ids, shapes
+    return segments, batch.sample_ids, batch.refused, shapes
 
 
 class TrainBatches(SharedBatches):

@@ -66,6 +66,8 @@ class RunState:
     consumed_samples: int = 0
     consumed_tokens: int = 0
     """Video tokens of samples, padding excluded."""
+    refused_samples: dict[str, int] = field(default_factory=dict)
+    """Left out by the readers so far, by reason."""
     metrics_bytes: int = 0
     """Length of metrics.jsonl."""
     validation: dict[str, Any] = field(default_factory=dict)

@@ -43,7 +43,7 @@ def check_inputs(config: RunConfig) -> None:
         return
     if config.data.path is None:
         raise UserError("data.path is not set; give data.path=FOLDER (see `megadit prepare`), or --mock")
-    from megadit.train.data.writer import DatasetInfo
+    from megadit.train.data.dataset_info import DatasetInfo
 
     _check_tokenizer(config.validation.tokenizer_folder, DatasetInfo.read(config.data.path).tokenizer_fingerprint)
 

@@ -141,6 +141,8 @@ class _Run:
         self.state.iteration = step
         self.state.consumed_samples += result.samples
         self.state.consumed_tokens += result.tokens
+        for reason, count in result.refused.items():
+            self.state.refused_samples[reason] = self.state.refused_samples.get(reason, 0) + count
         if result.trouble is not None and not self._get_over(result.trouble, metrics):
             return result
         if (warning := self.reading.warning(reading=result.reading_seconds, whole=result.seconds)) is not None:
@@ -193,9 +195,9 @@ class _Run:
         path = self.store.latest()
         if path is None:
             self._fail(f"{trouble.describe()}; there is no checkpoint to go back to")
-        seen = self.state.consumed_samples, self.state.consumed_tokens
+        seen = self.state.consumed_samples, self.state.consumed_tokens, self.state.refused_samples
         self.state, _ = self.store.load(path, self.training.tensors)
-        self.state.consumed_samples, self.state.consumed_tokens = seen
+        self.state.consumed_samples, self.state.consumed_tokens, self.state.refused_samples = seen
         self.saved_iteration = self.state.iteration if path.parent == self.store.root else None
         self._set_schedule()
         metrics.rewind(self.state.iteration, self.state.metrics_bytes if path.parent == self.store.root else 0)
@@ -234,6 +236,7 @@ class _Run:
             "fill": result.tokens / (self.config.data.global_batch_size * self.config.data.seq_length),
             "consumed_samples": self.state.consumed_samples,
             "consumed_tokens": self.state.consumed_tokens,
+            **({"refused": dict(self.state.refused_samples)} if self.state.refused_samples else {}),
             "seconds": result.seconds,
             "reading_seconds": result.reading_seconds,
             "samples_per_s": result.samples / result.seconds,

@@ -1,19 +1,17 @@
 """How videos are sampled unless somebody says otherwise: in the size of the samples that were trained on."""
 
-import json
-import tarfile
 from itertools import islice
 
 from megadit.models.bundle import SamplingDefaults
 from megadit.train.config import RunConfig
-from megadit.train.data.writer import DatasetInfo
+from megadit.train.data.dataset_info import DatasetInfo, iter_descriptions
 
 _SAMPLES_LOOKED_AT = 256
 
 
 def sampling_defaults(config: RunConfig, info: DatasetInfo) -> SamplingDefaults:
     """The run's validation sampler, steps and guidance; the size of the longest of its first training samples."""
-    samples = islice(_descriptions(info), _SAMPLES_LOOKED_AT)
+    samples = islice(iter_descriptions(info.root, "train"), _SAMPLES_LOOKED_AT)
     longest = max(samples, key=lambda sample: (sample["num_frames"], sample["height"] * sample["width"]))
     return SamplingDefaults(
         sampler=config.validation.sampler,
@@ -24,12 +22,3 @@ def sampling_defaults(config: RunConfig, info: DatasetInfo) -> SamplingDefaults:
         width=longest["width"],
         fps=longest["fps"],
     )
-
-
-def _descriptions(info: DatasetInfo):
-    """What is known of each training sample, in the order of the shards."""
-    for path in sorted(info.root.glob("train-*.tar")):
-        with tarfile.open(path) as shard:
-            for member in shard:
-                if member.name.endswith(".json"):
-                    yield json.load(shard.extractfile(member))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megadit.train.data.batch import PackedBatch
+from megadit.train.data.batch import REFUSALS, PackedBatch
 from megadit.train.flops import training_flops
 from megadit.train.health import Judge, Trouble
 from megadit.train.loss import LossSums
@@ -33,6 +33,8 @@ class StepResult:
     lr: float
     tokens: int
     samples: int
+    refused: dict[str, int]
+    """Samples that the readers left out meanwhile, by reason (those of which there were any)."""
     flops: int
     seconds: float
     sample_checksum: int
@@ -85,6 +87,7 @@ def train_step(
         lr=training.optimizer.param_groups[0]["lr"],
         tokens=round(totals["tokens"]),
         samples=round(totals["samples"]),
+        refused={kind: round(totals[kind]) for kind in REFUSALS if totals[kind]},
         flops=round(totals["flops"]),
         seconds=time.perf_counter() - start,
         sample_checksum=round(totals["sample_checksum"]),
@@ -142,11 +145,12 @@ def _reduce(training: Training, sums: Tensor, seen: Sequence[PackedBatch], must_
         share * sum(training_flops(batch.layout, training.config.model) for batch in seen),
         float(must_stop),
         share * sum(_checksum(batch) for batch in seen),
+        *(share * sum(counts) for counts in zip(*(batch.refused for batch in seen), strict=True)),
     ]
     values = torch.cat([losses, torch.tensor(counts, dtype=torch.float64, device=losses.device)])
     dist.all_reduce(values)
     names = ("objective", "weighted", "squared_error", "bad_ranks", "tokens", "samples", "flops", "must_stop")
-    names = (*names, "sample_checksum")
+    names = (*names, "sample_checksum", *REFUSALS)
     return dict(zip(names, (values / groups.tensor.size()).tolist(), strict=True))
 
 

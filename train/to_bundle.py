@@ -25,7 +25,7 @@ from megadit.models.support import CommandParser, UserError, read_json, run_comm
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.config import RunConfig
-from megadit.train.data.writer import DatasetInfo
+from megadit.train.data.dataset_info import DatasetInfo
 from megadit.train.overrides import load_config
 from megadit.train.sampling_defaults import sampling_defaults
 
@@ -56,7 +56,7 @@ def _parser() -> CommandParser:
         help="average of the weights: the one with the lowest validation loss (default), none, or a sigma_rel",
     )
     parser.add_argument("--step", type=int, metavar="N", help="step of the run; default: its newest checkpoint")
-    parser.add_argument("--dataset", type=Path, metavar="FOLDER", help="the data set, if it is no longer at data.path")
+    parser.add_argument("--dataset", metavar="PLACE", help="the data set, if it is no longer at data.path")
     return parser
 
 
@@ -103,7 +103,7 @@ def choose_average(checkpoint: Path, name: str) -> float | None:
     raise UserError(f"--ema {name}: {checkpoint} has no such average; choose one of {known}")
 
 
-def convert(checkpoint: Path, out: Path, *, ema: float | None, dataset: Path | None = None) -> None:
+def convert(checkpoint: Path, out: Path, *, ema: float | None, dataset: str | Path | None = None) -> None:
     """Writes the bundle of a checkpoint.
 
     Raises:
@@ -122,7 +122,7 @@ def convert(checkpoint: Path, out: Path, *, ema: float | None, dataset: Path | N
     )
 
 
-def _dataset(config: RunConfig, given: Path | None) -> DatasetInfo:
+def _dataset(config: RunConfig, given: str | Path | None) -> DatasetInfo:
     path = given or config.data.path
     if path is None:
         raise UserError(

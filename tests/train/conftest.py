@@ -123,7 +123,7 @@ def tiny_dataset(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_arguments(tiny_dataset) -> tuple[str, ...]:
     """A command that trains on `tiny_dataset`, but for train.output_dir."""
-    from megadit.train.data.writer import DatasetInfo
+    from megadit.train.data.dataset_info import DatasetInfo
 
     info = DatasetInfo.read(tiny_dataset)
     return (

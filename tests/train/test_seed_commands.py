@@ -165,7 +165,7 @@ SMALL = (
 @pytest.fixture(scope="module")
 def pretrained(cosmos_sized_dataset, tmp_path_factory):
     """(run folder, output) of the documents' pretraining, every value that they tell one to edit edited."""
-    from megadit.train.data.writer import DatasetInfo
+    from megadit.train.data.dataset_info import DatasetInfo
 
     folder = tmp_path_factory.mktemp("pretrain")
     info = DatasetInfo.read(cosmos_sized_dataset)

@@ -17,6 +17,12 @@ from megadit.models.embeddings import patchify
 from megadit.models.noise import Stream, sample_key, uniform
 from megadit.models.segments import Segment, SegmentLayout, Share
 
+REFUSALS = (
+    "unreadable", "other_channels", "other_text_width", "low_score", "odd_size", "too_long", "long_text",
+    "not_finite", "too_large",
+)  # fmt: skip
+"""Why samples are left out; `rules` says it in words."""
+
 
 @dataclass(slots=True)
 class TrainingSample:
@@ -55,6 +61,8 @@ class PackedBatch:
     """int64 keys of `models.noise`, which decide noise, sigma and text dropout of each sample; 0 for padding."""
     sample_ids: tuple[str, ...]
     """One for each segment, "" for padding."""
+    refused: tuple[int, ...] = (0,) * len(REFUSALS)
+    """Samples that its reader left out since the batch before, by reason."""
 
     @property
     def num_tokens(self) -> int:
@@ -71,7 +79,7 @@ class PackedBatch:
         return self._with(*(tensor.pin_memory() for tensor in tensors))
 
     def _with(self, tokens_S1P: Tensor, text_L1E: Tensor, fps_G: Tensor, noise_key_G: Tensor) -> "PackedBatch":
-        return PackedBatch(tokens_S1P, text_L1E, self.layout, fps_G, noise_key_G, self.sample_ids)
+        return replace(self, tokens_S1P=tokens_S1P, text_L1E=text_L1E, fps_G=fps_G, noise_key_G=noise_key_G)
 
     def shared(self, share: Share) -> "PackedBatch":
         """The same samples, with `share` of their tokens."""
@@ -93,6 +101,7 @@ class PackedBatch:
             fps_G=torch.cat([pack.fps_G for pack in packs]),
             noise_key_G=torch.cat([pack.noise_key_G for pack in packs]),
             sample_ids=tuple(sample_id for pack in packs for sample_id in pack.sample_ids),
+            refused=tuple(map(sum, zip(*(pack.refused for pack in packs), strict=True))),
         )
 
 

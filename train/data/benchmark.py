@@ -31,11 +31,12 @@ from megadit.models.config import DiTConfig
 from megadit.models.support import CommandParser, run_command
 from megadit.train.config import DataConfig
 from megadit.train.data.batch import PackFormat
+from megadit.train.data.dataset_info import CRUDE, iter_captions
 from megadit.train.data.loader import MAX_SAMPLES_PER_SEQUENCE
 from megadit.train.data.rules import Rules
 from megadit.train.data.samples import OCCURRENCE, decode
 from megadit.train.data.task_encoder import LatentTaskEncoder
-from megadit.train.data.writer import sample_members, write_members
+from megadit.train.data.writer import prepare_for_energon, sample_members, write_members
 
 CHANNELS, TEXT_WIDTH = 16, 1024
 SHUFFLE = 100
@@ -74,8 +75,6 @@ class DecodingTaskEncoder(DefaultTaskEncoder):
 
 def write_random(root: Path, count: int) -> None:
     """Shards of random samples, with Energon's metadata."""
-    from megadit.train.data.writer import prepare_for_energon
-
     generator = torch.Generator().manual_seed(0)
     root.mkdir(parents=True, exist_ok=True)
     for shard in range(4):
@@ -101,6 +100,7 @@ def bare_webdataset(root: Path) -> Iterator[Any]:
 def energon(root: Path, task_encoder: Any) -> Iterator[Any]:
     dataset = get_train_dataset(
         root,
+        dataset_config=CRUDE,
         worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
         batch_size=None,
         shuffle_buffer_size=SHUFFLE,
@@ -169,8 +169,6 @@ def _run(argv: list[str]) -> int:
             root = Path(folder) / "random"
             write_random(root, 800)
         shards = list(root.glob("train-*.tar"))
-        from megadit.train.data.writer import iter_captions
-
         num_samples = sum(1 for _ in iter_captions(root, "train"))
         megabytes = sum(path.stat().st_size for path in shards) / num_samples / 1e6
         print(f"{megabytes:.3f} MB a sample, one reader, CPU time")

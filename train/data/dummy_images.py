@@ -13,7 +13,8 @@ from torch.nn import functional
 from megadit.models.support import CommandParser, Progress, UserError
 from megadit.models.text_encoders.hashed_words import HashedWordEncoder
 from megadit.models.tokenizers.haar import HaarTokenizer
-from megadit.train.data.writer import DatasetInfo, DatasetWriter, is_done
+from megadit.train.data.dataset_info import DatasetInfo
+from megadit.train.data.writer import DatasetWriter, is_done
 
 LATENT_CHANNELS = 16
 TEXT_WIDTH = 1024

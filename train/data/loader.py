@@ -27,14 +27,15 @@ from megatron.energon.wrappers.gc_dataset import GC_DEFAULT_EVERY_N_ITER
 from megadit.models.support import UserError
 from megadit.train.config import RunConfig
 from megadit.train.data.batch import PackedBatch, PackFormat, TrainingSample
+from megadit.train.data.dataset_info import CRUDE, DatasetInfo, iter_captions
 from megadit.train.data.mock import MockLoader
 from megadit.train.data.on_the_fly import FrozenEncoders
+from megadit.train.data.places import place
 from megadit.train.data.redistribute import RANK, RANKS, WORKERS
 from megadit.train.data.rules import Rules
 from megadit.train.data.samples import decode
 from megadit.train.data.state import from_plain, to_plain
 from megadit.train.data.task_encoder import LatentTaskEncoder
-from megadit.train.data.writer import DatasetInfo, iter_captions
 
 MAX_SAMPLES_PER_SEQUENCE = 100
 """Samples read in a row from one place of a shard, before jumping elsewhere."""
@@ -255,7 +256,8 @@ def _reader(config: RunConfig, info: DatasetInfo) -> Callable[[dict[str, Any]], 
 
 
 def _read_split(config: RunConfig, split: str, worker_config: WorkerConfig, *, training: bool) -> LoadedDatasetList:
-    return load_dataset(config.data.path).get_datasets(
+    return load_dataset(place(config.data.path)).get_datasets(
+        dataset_config=CRUDE,
         training=training,
         split_part=split,
         worker_config=worker_config,

@@ -7,6 +7,8 @@ CANDIDATES = 64
 """Packs with room for a sample's tokens that are tried for its text, fullest first, before a new one is begun."""
 LARGE = 1 / 8
 """Samples above this share of a pack's tokens are placed first, the largest at the head."""
+_PACK_BITS = 40
+"""An open pack is one number, tokens left << _PACK_BITS | its place: numbers compare faster than pairs."""
 
 
 def best_fit(lengths: Sequence[tuple[int, int]], capacity: tuple[int, int]) -> list[list[int]]:
@@ -23,42 +25,42 @@ def best_fit(lengths: Sequence[tuple[int, int]], capacity: tuple[int, int]) -> l
     Raises:
         ValueError: if a sample alone exceeds the capacity.
     """
-    capacity_tokens, capacity_text = capacity
-    packs = _OpenPacks(capacity, smallest=min(lengths, default=(0, 0))[0])
-    threshold = LARGE * capacity_tokens
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i][0] if lengths[i][0] > threshold else 0):
-        tokens, text = lengths[index]
-        if tokens > capacity_tokens or text > capacity_text:
+    for tokens, text in lengths:
+        if tokens > capacity[0] or text > capacity[1]:
             raise ValueError(f"a sample of {tokens} video tokens and {text} text slots exceeds a pack of {capacity}")
-        packs.add(index, tokens, text)
-    for members in packs.members:
-        members.sort(key=lambda i: lengths[i])
-    return packs.members
+    threshold = LARGE * capacity[0]
+    rank = [-tokens if tokens > threshold else 0 for tokens, _ in lengths]
+    packs = _place(lengths, sorted(range(len(lengths)), key=rank.__getitem__), capacity)
+    for members in packs:
+        members.sort(key=lengths.__getitem__)
+    return packs
 
 
-class _OpenPacks:
-    """Packs with room to spare, sorted by (tokens left, pack)."""
+def _place(lengths: Sequence[tuple[int, int]], order: Sequence[int], capacity: tuple[int, int]) -> list[list[int]]:
+    """Puts each sample, in this order, into the fullest pack that has room, or into a new one.
 
-    def __init__(self, capacity: tuple[int, int], smallest: int) -> None:
-        self.capacity = capacity
-        self.smallest = smallest
-        self.members: list[list[int]] = []
-        self._text_left: list[int] = []
-        self._open: list[tuple[int, int]] = []
-
-    def add(self, index: int, tokens: int, text: int) -> None:
-        """Puts a sample into the fullest pack that has room, or into a new one."""
-        first = bisect_left(self._open, (tokens, -1))
-        candidates = range(first, min(first + CANDIDATES, len(self._open)))
-        position = next((place for place in candidates if self._text_left[self._open[place][1]] >= text), None)
-        if position is not None:
-            tokens_left, pack = self._open.pop(position)
+    One loop without calls of our own: it runs for every sample of every buffer.
+    """
+    smallest = min(lengths, default=(0, 0))[0]
+    packs: list[list[int]] = []
+    text_left: list[int] = []
+    is_open: list[int] = []  # packs with room to spare, by (tokens left, pack)
+    mask = (1 << _PACK_BITS) - 1
+    for index in order:
+        tokens, text = lengths[index]
+        first = bisect_left(is_open, tokens << _PACK_BITS)
+        for place in range(first, min(first + CANDIDATES, len(is_open))):
+            pack = is_open[place] & mask
+            if text_left[pack] >= text:
+                left = (is_open.pop(place) >> _PACK_BITS) - tokens
+                packs[pack].append(index)
+                text_left[pack] -= text
+                break
         else:
-            tokens_left, pack = self.capacity[0], len(self.members)
-            self.members.append([])
-            self._text_left.append(self.capacity[1])
-        self.members[pack].append(index)
-        self._text_left[pack] -= text
+            pack, left = len(packs), capacity[0] - tokens
+            packs.append([index])
+            text_left.append(capacity[1] - text)
         # a pack without room for the smallest sample is closed, or the list of open packs would grow without end
-        if tokens_left - tokens >= self.smallest and self._text_left[pack] > 0:
-            insort(self._open, (tokens_left - tokens, pack))
+        if left >= smallest and text_left[pack] > 0:
+            insort(is_open, left << _PACK_BITS | pack)
+    return packs

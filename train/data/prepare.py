@@ -17,9 +17,10 @@ from megadit.models.support import CommandParser, Progress, UserError, atomic_pa
 from megadit.models.text_encoders.hashed_words import HashedWordEncoder
 from megadit.models.tokenizers.haar import HaarTokenizer
 from megadit.train.data import digits, dummy_images
+from megadit.train.data.dataset_info import DatasetInfo
 from megadit.train.data.ingest import command as ingest
 from megadit.train.data.ingest.foreign import nemo_command
-from megadit.train.data.writer import DatasetInfo, DatasetWriter, is_done
+from megadit.train.data.writer import DatasetWriter, is_done
 
 LATENT_CHANNELS = 32
 TEXT_WIDTH = 64

@@ -56,27 +56,29 @@ class Rules:
         key = torch.tensor([sample_key(self.format.seed, sample.sample_id, sample.occurrence)])
         return uniform(key, torch.zeros_like(key), 1, stream=Stream.KEEP).item() < share
 
-    def reason_against(self, sample: TrainingSample) -> str | None:
-        """Why a sample cannot be trained on, or None."""
+    def reason_against(self, sample: TrainingSample) -> tuple[str, str] | None:
+        """Why a sample cannot be trained on, one of `REFUSALS` and in words; or None."""
         model, latent_CTHW, text_LE = self.format.model, sample.latent_CTHW, sample.text_LE
         if latent_CTHW.shape[0] != model.in_channels:
-            return f"its latent has not the {model.in_channels} channels of model.in_channels"
+            return "other_channels", f"its latent has not the {model.in_channels} channels of model.in_channels"
         if len(text_LE) and text_LE.shape[1] != model.crossattn_emb_size:
-            return f"its text is not as wide as model.crossattn_emb_size, {model.crossattn_emb_size}"
+            width = model.crossattn_emb_size
+            return "other_text_width", f"its text is not as wide as model.crossattn_emb_size, {width}"
         if self.min_aesthetic_score is not None and not (sample.aesthetic_score or 0) >= self.min_aesthetic_score:
-            return f"its aesthetic score is below data.min_aesthetic_score, {self.min_aesthetic_score:g}, or missing"
+            least = f"{self.min_aesthetic_score:g}"
+            return "low_score", f"its aesthetic score is below data.min_aesthetic_score, {least}, or missing"
         try:
             num_tokens, text_slots = self.format.lengths(sample)
         except UserError:
-            return "its size is not a multiple of the patch"
+            return "odd_size", "its size is not a multiple of the patch"
         if num_tokens > self.format.seq_length:
-            return f"it has more tokens than data.seq_length, {self.format.seq_length}"
+            return "too_long", f"it has more tokens than data.seq_length, {self.format.seq_length}"
         if text_slots > self.format.text_seq_length:
-            return f"its text has more tokens than data.text_seq_length, {self.format.text_seq_length}"
+            return "long_text", f"its text has more tokens than data.text_seq_length, {self.format.text_seq_length}"
         if not (_is_finite(latent_CTHW) and _is_finite(text_LE)):
-            return "it holds NaN or infinite values"
+            return "not_finite", "it holds NaN or infinite values"
         if latent_CTHW.numel() and latent_CTHW.abs().max() > self.max_latent:
-            return f"its latent exceeds data.max_latent, {self.max_latent:g}"
+            return "too_large", f"its latent exceeds data.max_latent, {self.max_latent:g}"
         return None
 
 

@@ -1,7 +1,7 @@
 """From crude samples to packed batches, through Energon: cook, check, choose packs, fill packs, batch.
 
-Every step is a pure function of the sample (the counts of refused samples are for the log alone), so that Energon can
-save its buffers as keys and rebuild them from disk.
+Every step is a pure function of the sample (but for the counts of refused samples, which travel with the batches), so
+that Energon can save its buffers as keys and rebuild them from disk.
 """
 
 import logging
@@ -16,7 +16,7 @@ from megatron.energon.wrappers import BatchDataset, PackingDataset
 
 from megadit.models.noise import sample_key
 from megadit.models.support import UserError
-from megadit.train.data.batch import PackedBatch, TrainingSample
+from megadit.train.data.batch import REFUSALS, PackedBatch, TrainingSample
 from megadit.train.data.packing import best_fit
 from megadit.train.data.rules import Rules
 from megadit.train.data.samples import (
@@ -37,13 +37,20 @@ class RefusedSamples:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
+        self._untold: Counter[str] = Counter()
         self._in_a_row = 0
 
     def accept(self) -> None:
         self._in_a_row = 0
 
-    def refuse(self, sample_id: str, reason: str, detail: str = "") -> NoReturn:
+    def take(self) -> tuple[int, ...]:
+        """How many were refused since the last call, in the order of `REFUSALS`."""
+        untold, self._untold = self._untold, Counter()
+        return tuple(untold[kind] for kind in REFUSALS)
+
+    def refuse(self, sample_id: str, kind: str, reason: str, detail: str = "") -> NoReturn:
         """Raises SkipSample, or UserError after a thousand refusals without one good sample in between."""
+        self._untold[kind] += 1
         self.counts[reason] += 1
         self._in_a_row += 1
         count = self.counts[reason]
@@ -85,15 +92,15 @@ class LatentTaskEncoder(TaskEncoder):
         try:
             content = self.read(crude)
         except UnreadableSampleError as error:
-            self.refused.refuse(crude["__key__"], "unreadable", str(error))
+            self.refused.refuse(crude["__key__"], "unreadable", "unreadable", str(error))
         return LatentSample(**basic_sample_keys(crude), content=content)
 
     @stateless
     def encode_sample(self, sample: LatentSample) -> LatentSample:
         """The sample, cropped to `max_frames`; whatever then does not fit is skipped."""
         content = self.rules.crop(sample.content)
-        if reason := self.rules.reason_against(content):
-            self.refused.refuse(content.sample_id, reason, f"latent {tuple(content.latent_CTHW.shape)}")
+        if found := self.rules.reason_against(content):
+            self.refused.refuse(content.sample_id, *found, f"latent {tuple(content.latent_CTHW.shape)}")
         self.refused.accept()
         if not self.rules.is_kept(content):
             raise SkipSample
@@ -119,7 +126,7 @@ class LatentTaskEncoder(TaskEncoder):
 
     @stateless
     def batch(self, samples: Sequence[LatentPack]) -> PackedBatch:
-        return PackedBatch.concatenate([sample.content for sample in samples])
+        return replace(PackedBatch.concatenate([sample.content for sample in samples]), refused=self.refused.take())
 
     def build_batch(
         self,

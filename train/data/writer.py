@@ -15,8 +15,7 @@ import logging
 import shutil
 import tarfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,134 +24,14 @@ import torch
 import yaml
 from torch import Tensor
 
-from megadit.models.support import UserError, atomic_directory, atomic_path, read_json, write_json
+from megadit.models.support import UserError, atomic_directory, atomic_path
 from megadit.models.text_encoders.base import TextEncoder
 from megadit.models.tokenizers.base import VideoTokenizer
+from megadit.train.data.dataset_info import CRUDE, DEFINITIONS, ENERGON_FOLDER, INFO_FILE, DatasetInfo
 
-FORMAT_VERSION = 1
-INFO_FILE = "megadit.json"
-ENERGON_FOLDER = ".nv-meta"
-DEFINITIONS = {
-    "dataset.yaml": "__module__: megatron.energon\n__class__: CrudeWebdataset\n",
-    "captions.yaml": (
-        "sample_type:\n  __module__: megatron.energon\n  __class__: TextSample\nfield_map:\n  text: json[caption]\n"
-    ),
-}
-"""What the shards are to Energon: crude samples, or their captions alone. Energon's tools (7.4) know no crude samples:
-`energon info --dataset-config captions.yaml FOLDER`, and so `energon lint` and `energon preview`."""
 LATENT_DTYPES = (torch.float16, torch.float32)
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DatasetInfo:
-    """What a data set was made with: the contents of its `megadit.json`."""
-
-    root: Path
-    tokenizer_fingerprint: str
-    text_encoder_fingerprint: str
-    sigma_data: float
-    """Standard deviation of the latents, all together."""
-    latent_channels: int
-    text_width: int
-    """Width of the text features."""
-    num_samples: dict[str, int]
-    """Samples of each split."""
-
-    @property
-    def tokenizer_folder(self) -> Path:
-        return self.root / "tokenizer"
-
-    @property
-    def text_encoder_folder(self) -> Path:
-        return self.root / "text_encoder"
-
-    def write(self) -> None:
-        values = asdict(self)
-        del values["root"]
-        write_json(self.root / INFO_FILE, {"format_version": FORMAT_VERSION, **values})
-
-    @classmethod
-    def read(cls, root: str | Path) -> "DatasetInfo":
-        """Reads what `write` wrote; of a YAML file that blends several data sets, all of them as one.
-
-        Raises:
-            UserError: if `root` is missing, was not prepared, or was written by a newer version.
-        """
-        if str(root).endswith((".yaml", ".yml")):
-            return _read_blend(Path(root))
-        root = Path(root)
-        remedy = "write it with `megadit prepare`"
-        if not root.is_dir():
-            raise UserError(f"data.path={root} is not a folder; {remedy}")
-        if not (root / INFO_FILE).is_file() or not (root / ENERGON_FOLDER / "dataset.yaml").is_file():
-            raise UserError(f"data.path={root} has no {INFO_FILE} or no {ENERGON_FOLDER}/dataset.yaml; {remedy}")
-        _check_definition(root / ENERGON_FOLDER / "dataset.yaml")
-        values = read_json(root / INFO_FILE)
-        version = values.pop("format_version", None)
-        if not isinstance(version, int) or version > FORMAT_VERSION:
-            raise UserError(
-                f"{root / INFO_FILE} has format_version {version}, this megadit reads up to {FORMAT_VERSION}; update it"
-            )
-        try:
-            return cls(root=root, **values)
-        except TypeError as error:
-            raise UserError(f"{root / INFO_FILE} is not the description of a data set ({error}); {remedy}") from None
-
-
-def _read_blend(path: Path) -> DatasetInfo:
-    """What the data sets of a blend have in common, and the sum of their samples; `root` is that of the first."""
-    from megatron.energon.metadataset.loader import traverse_metadataset
-
-    if not path.is_file():
-        raise UserError(f"data.path={path} does not exist")
-    _check_definition(path)
-    splits: dict[str, list[tuple[DatasetInfo, str]]] = {}
-    for split in ("train", "val"):
-        try:
-            leaves = traverse_metadataset(path, split_part=split)
-        except KeyError:
-            leaves = []  # a blend need not say how to validate
-        except (ValueError, AssertionError, TypeError, OSError) as error:
-            raise UserError(f"{path} is not a blend of data sets ({error}); see Energon's metadatasets") from None
-        splits[split] = [(DatasetInfo.read(str(leaf.path)), leaf.split_part) for leaf in leaves]
-    everything = [info for leaves in splits.values() for info, _ in leaves]
-    if not splits["train"]:
-        raise UserError(f"{path} blends nothing in its split 'train'")
-    first = everything[0]
-    for name in ("tokenizer_fingerprint", "text_encoder_fingerprint", "sigma_data", "latent_channels", "text_width"):
-        for info in everything:
-            if getattr(info, name) != getattr(first, name):
-                raise UserError(
-                    f"{path} blends what cannot be blended: {name} is {getattr(first, name)} of {first.root} and "
-                    f"{getattr(info, name)} of {info.root}; prepare both with the same encoders"
-                )
-    counts = {split: sum(info.num_samples.get(part, 0) for info, part in leaves) for split, leaves in splits.items()}
-    return replace(first, num_samples=counts)
-
-
-def _check_definition(path: Path) -> None:
-    """Energon builds any object that such a file names; a data set from elsewhere must name nothing but Energon's.
-
-    Raises:
-        UserError: if it does.
-    """
-
-    def names(value: Any) -> Iterator[str]:
-        if isinstance(value, dict):
-            yield from (str(value[key]) for key in ("__module__", "__function__") if key in value)
-        if isinstance(value, dict | list):
-            for item in value.values() if isinstance(value, dict) else value:
-                yield from names(item)
-
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-    for name in names(content):
-        if name != "megatron.energon":
-            raise UserError(f"{path} names {name}, and only megatron.energon is let build objects; remove it")
 
 
 class DatasetWriter:
@@ -276,15 +155,6 @@ class DatasetWriter:
         logger.info("%s: %s", self.root, ", ".join(f"{n} {split}" for split, n in self._counts.items()))
 
 
-def iter_captions(root: Path, split: str) -> Iterator[str]:
-    """Captions of a split in the order of its shards."""
-    for path in sorted(root.glob(f"{split}-*.tar")):
-        with tarfile.open(path) as shard:
-            for member in shard:
-                if member.name.endswith(".json"):
-                    yield json.load(shard.extractfile(member))["caption"]
-
-
 def describe_dataset(
     folder: Path, tokenizer: VideoTokenizer, text_encoder: TextEncoder, num_samples: dict[str, int]
 ) -> None:
@@ -368,7 +238,7 @@ def is_done(out: Path, *, overwrite: bool = False) -> bool:
     Raises:
         UserError: if something else lies there.
     """
-    is_prepared = (out / INFO_FILE).is_file() and (out / ENERGON_FOLDER / "dataset.yaml").is_file()
+    is_prepared = (out / INFO_FILE).is_file() and (out / ENERGON_FOLDER / CRUDE).is_file()
     if is_prepared and not overwrite:
         print(f"{out} is already prepared; nothing to do (--overwrite replaces it)")
         return True

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megadit.models.support import UserError
+from megadit.train.data.dataset_info import DatasetInfo
 from megadit.train.data.loader import build_train_loader, build_validation_loader, check_dataset
-from megadit.train.data.writer import DatasetInfo
 
 BLEND = """
 __module__: megatron.energon

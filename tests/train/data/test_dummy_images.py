@@ -4,9 +4,9 @@ import pytest
 
 from megadit.models.support import UserError
 from megadit.train.data import prepare
+from megadit.train.data.dataset_info import DatasetInfo
 from megadit.train.data.dummy_images import prepare_dummy_images
 from megadit.train.data.loader import build_train_loader
-from megadit.train.data.writer import DatasetInfo
 from megadit.train.overrides import resolve_config
 
 

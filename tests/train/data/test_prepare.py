@@ -10,7 +10,7 @@ import torch
 from megadit.models.support import UserError
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.data import digits, prepare
-from megadit.train.data.writer import DatasetInfo
+from megadit.train.data.dataset_info import DatasetInfo
 from megadit.train.digits import judge
 
 

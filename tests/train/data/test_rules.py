@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megadit.models.support import UserError
+from megadit.train.data.batch import REFUSALS
 from megadit.train.data.loader import build_train_loader, build_validation_loader
 from megadit.train.data.writer import prepare_for_energon, sample_members, write_members
 
@@ -105,8 +106,14 @@ def test_hostile_members_are_counted_and_do_not_end_the_training(make_config, ne
     write_members(writer.root / "train-000002.tar", [])
     prepare_for_energon(writer.root, ["train"])
     with caplog.at_level(logging.WARNING):
-        names = first_samples(make_config(path=str(writer.root)), 120)
-    assert set(names) == {f"train-{index:05d}" for index in range(20)}
+        batches = list(islice(build_train_loader(make_config(path=str(writer.root)), rank=0, world_size=1), 40))
+    names = {name for batch in batches for name in batch.sample_ids if name}
+    assert names == {f"train-{index:05d}" for index in range(20)}
+    counts = map(sum, zip(*(batch.refused for batch in batches), strict=True))
+    refused = Counter(dict(zip(REFUSALS, counts, strict=True)))
+    num_passes = refused["not_finite"]  # of one sample
+    assert num_passes >= 2 and 7 * (num_passes - 1) < refused["unreadable"] <= 7 * (num_passes + 1)
+    assert refused.total() == refused["not_finite"] + refused["unreadable"]
     messages = " / ".join(caplog.messages)
     assert "sample nan: it holds NaN" in messages  # seven others are unreadable: the log names the 1st, 10th, ...
     assert "unreadable" in messages and "(1 so far)" in messages and "(10 so far)" in messages

@@ -20,7 +20,7 @@ from megatron.energon import (
 )
 
 from megadit.models.support import UserError
-from megadit.train.data.writer import DatasetInfo, iter_captions
+from megadit.train.data.dataset_info import DatasetInfo, iter_captions
 
 
 @edataclass
@@ -45,6 +45,7 @@ class PlainTaskEncoder(DefaultTaskEncoder):
 def test_energon_reads_the_folder_without_our_code(dataset, toy):
     energon_dataset = get_train_dataset(
         dataset,
+        dataset_config="crude.yaml",
         worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
         batch_size=None,
         shuffle_buffer_size=None,

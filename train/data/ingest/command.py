@@ -8,13 +8,13 @@ from functools import partial
 from pathlib import Path
 
 from megadit.models.support import CommandParser, UserError
+from megadit.train.data.dataset_info import INFO_FILE
 from megadit.train.data.ingest import stages
 from megadit.train.data.ingest.encodings import default_encodings, read_encodings
 from megadit.train.data.ingest.plan import CUTS, Notes, Settings
 from megadit.train.data.ingest.pool import default_workers
 from megadit.train.data.ingest.sources import Listing, list_folder, list_tables, list_webdataset
 from megadit.train.data.ingest.team import join_team
-from megadit.train.data.writer import INFO_FILE
 
 BUTTERFLIES = "huggan/smithsonian_butterflies_subset"
 DESCRIPTIONS = {
@@ -79,7 +79,9 @@ def _parser(kind: str) -> CommandParser:
         parser.add_argument("--output_dir", "--out", dest="out", type=Path, default=Path("butterfly_webdataset"))
         parser.add_argument("out", type=Path, metavar="OUT", nargs="?", default=argparse.SUPPRESS)
     else:
-        parser.add_argument("source", metavar="SRC", help="where the data are")
+        parser.add_argument(
+            "source", metavar="SRC", help="where the data are: a folder, or a URL such as s3://BUCKET/PATH"
+        )
         parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
     parser.add_argument("--height", type=int, default=256, help="of samples, in pixels (default: 256)")
     parser.add_argument("--width", type=int, default=256, help="of samples, in pixels (default: 256)")
@@ -119,7 +121,7 @@ def _parser(kind: str) -> CommandParser:
     parser.add_argument("--redo", help="shards to make again: 7, or 3:8 for 3 to 7")
     parser.add_argument("--overwrite", action="store_true", help="start anew")
     if kind in ("videos", "images"):
-        parser.add_argument("--captions", type=Path, help="table (.csv, .jsonl, .parquet) of files and captions")
+        parser.add_argument("--captions", help="table (.csv, .jsonl, .parquet) of files and captions")
     if kind in ("hf", "butterfly"):
         parser.add_argument("--split", default="train", help="of the data set (default: train)")
         parser.add_argument("--caption_column", help="column of captions (default: caption, text, prompt or name)")
@@ -138,9 +140,9 @@ def _settings(options: Namespace) -> Settings:
 def _listing(kind: str, options: Namespace, notes: Notes) -> Callable[[], Listing]:
     source = options.source
     if kind in ("videos", "images"):
-        return partial(list_folder, Path(source), "video" if kind == "videos" else "image", options.captions)
+        return partial(list_folder, source, "video" if kind == "videos" else "image", options.captions)
     if kind == "webdataset":
-        return partial(list_webdataset, Path(source))
+        return partial(list_webdataset, source)
     return partial(list_tables, source, notes.fetched, split=options.split, caption_column=options.caption_column)
 
 

@@ -16,7 +16,9 @@ import av
 import numpy as np
 from PIL import Image, ImageOps
 
+from megadit.train.data.ingest.files import file_size, open_file
 from megadit.train.data.ingest.plan import Settings, Source
+from megadit.train.data.ingest.pool import still_alive
 
 THUMBNAIL = 32
 """Side of the grey pictures that clips are judged by."""
@@ -54,9 +56,9 @@ class _Slice(io.RawIOBase):
     """A stretch of a file as a file."""
 
     def __init__(self, path: str, offset: int, size: int | None) -> None:
-        self._file = open(path, "rb")  # noqa: SIM115  (closed with this object)
+        self._file = open_file(path)  # closed with this object
         self._offset = offset
-        self._size = os.fstat(self._file.fileno()).st_size - offset if size is None else size
+        self._size = file_size(self._file) - offset if size is None else size
         self._position = 0
 
     def readable(self) -> bool:
@@ -89,7 +91,7 @@ def open_source(source: Source) -> io.BufferedReader:
     try:
         return io.BufferedReader(_Slice(source.path, source.offset, source.size), buffer_size=1 << 16)
     except OSError as error:
-        raise UnusableSourceError("unreadable", str(error.strerror)) from None
+        raise UnusableSourceError("unreadable", error.strerror or str(error)) from None
 
 
 # --- images -------------------------------------------------------------------------------------------------------
@@ -194,6 +196,7 @@ def _frames(container: av.container.InputContainer, stream: av.VideoStream) -> I
     last = None
     packets = container.demux(stream)
     while True:
+        still_alive()
         try:
             frames = next(packets).decode()
         except StopIteration:

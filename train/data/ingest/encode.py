@@ -46,8 +46,8 @@ def decode(clip: Clip, settings: Settings) -> Decoded:
         return Decoded(clip, None, str(error))
 
 
-def crashed(clip: Clip) -> Decoded:
-    return Decoded(clip, None, "it crashes the decoder")
+def lost(clip: Clip) -> Decoded:
+    return Decoded(clip, None, "it crashes the decoder, or hangs it")
 
 
 def decoded_clips(clips: Sequence[Clip], settings: Settings, pool: Pool) -> Iterator[Decoded]:
@@ -56,7 +56,7 @@ def decoded_clips(clips: Sequence[Clip], settings: Settings, pool: Pool) -> Iter
     Raises:
         UserError: for a source that has changed since it was scanned; nothing is dropped in silence.
     """
-    for decoded in pool.map(partial(decode, settings=settings), clips, crashed):
+    for decoded in pool.map(partial(decode, settings=settings), clips, lost):
         if decoded.frames_THWC is None:
             raise UserError(
                 f"{decoded.clip.source.name} could be read when it was scanned and cannot now ({decoded.trouble}); "

@@ -1,4 +1,4 @@
-"""Work on many sources in several processes, in order, that survives files which crash a decoder."""
+"""Work on many sources in several processes, in order, that survives files which crash a decoder or hang it."""
 
 import ctypes
 import multiprocessing
@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -16,25 +18,62 @@ AHEAD = 4
 """Results that may wait for each process."""
 
 
-def _die_with_parent() -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patience:
+    """How long a process may work without a sign of life (`still_alive`) before it counts as hanging."""
+
+    processor_seconds: float = 120.0
+    """Of its own time on a processor: a busy machine makes nothing hang."""
+    seconds: float = 3600.0
+    """On the clock, storage that does not answer included."""
+
+
+_patience: Patience | None = None
+"""Of this process; None where nobody would notice its end."""
+
+
+def still_alive() -> None:
+    """A sign of life, given by long work for every piece that it has done.
+
+    The kernel ends a process that gives none: no Python runs while a decoder does not return.
+    """
+    if _patience is not None:
+        signal.setitimer(signal.ITIMER_PROF, _patience.processor_seconds)
+        signal.setitimer(signal.ITIMER_REAL, _patience.seconds)
+
+
+def _done() -> None:
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _start(patience: Patience) -> None:
     """A killed preparation must not leave its workers behind (Linux: PR_SET_PDEATHSIG)."""
+    global _patience
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
+    for number in (signal.SIGPROF, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)  # which ends the process
+    _patience = patience
+
+
+def _watched(function: Callable[[Item], Result], item: Item) -> Result:
+    still_alive()
+    try:
+        return function(item)
+    finally:
+        _done()
 
 
 def default_workers() -> int:
     return min(16, len(os.sched_getaffinity(0)))
 
 
-def _executor(num_workers: int) -> ProcessPoolExecutor:
-    context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads and CUDA's state
-    return ProcessPoolExecutor(num_workers, mp_context=context, initializer=_die_with_parent)
-
-
 class Pool:
-    """Processes for `map`; none with `num_workers=0`, where all work is done by the caller."""
+    """Processes for `map`; none with `num_workers=0`, where the caller does all work, and crashes and hangs with it."""
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, patience: Patience = Patience()) -> None:  # noqa: B008  (it is frozen)
         self.num_workers = num_workers
+        self.patience = patience
         self._executor: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> "Pool":
@@ -44,25 +83,26 @@ class Pool:
         self._close()
 
     def map(
-        self, function: Callable[[Item], Result], items: Iterable[Item], crashed: Callable[[Item], Result]
+        self, function: Callable[[Item], Result], items: Iterable[Item], lost: Callable[[Item], Result]
     ) -> Iterator[Result]:
-        """function(item) of each item, in order; `crashed(item)` for one that takes its process with it."""
+        """function(item) of each item, in order; `lost(item)` for one that crashes its process, or hangs it."""
         if self.num_workers == 0:
             yield from map(function, items)
             return
+        watched = partial(_watched, function)
         waiting: deque[tuple[Item, Future[Result]]] = deque()
         for item in items:
-            waiting.append((item, self._submit(function, item)))
+            waiting.append((item, self._submit(watched, item)))
             if len(waiting) >= AHEAD * self.num_workers:
-                yield self._result(function, waiting, crashed)
+                yield self._result(watched, waiting, lost)
         while waiting:
-            yield self._result(function, waiting, crashed)
+            yield self._result(watched, waiting, lost)
 
     def _result(
         self,
         function: Callable[[Item], Result],
         waiting: deque[tuple[Item, Future[Result]]],
-        crashed: Callable[[Item], Result],
+        lost: Callable[[Item], Result],
     ) -> Result:
         item, future = waiting.popleft()
         try:
@@ -72,10 +112,10 @@ class Pool:
         # Everything under way was lost with the pool: do this one alone, and give the others to a new pool.
         self._close()
         try:
-            with _executor(1) as alone:
+            with self._new_executor(1) as alone:
                 result = alone.submit(function, item).result()
         except BrokenProcessPool:
-            result = crashed(item)
+            result = lost(item)
         others = [other for other, _ in waiting]
         waiting.clear()
         waiting.extend((other, self._submit(function, other)) for other in others)
@@ -83,13 +123,17 @@ class Pool:
 
     def _submit(self, function: Callable[[Item], Result], item: Item) -> "Future[Result]":
         if self._executor is None:
-            self._executor = _executor(self.num_workers)
+            self._executor = self._new_executor(self.num_workers)
         try:
             return self._executor.submit(function, item)
         except BrokenProcessPool as error:
             broken: Future[Result] = Future()
             broken.set_exception(error)
             return broken
+
+    def _new_executor(self, num_workers: int) -> ProcessPoolExecutor:
+        context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads and CUDA's state
+        return ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start, initargs=(self.patience,))
 
     def _close(self) -> None:
         if self._executor is not None:

@@ -10,11 +10,13 @@ import tarfile
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megadit.models.support import Progress, UserError, nearest
+from megadit.train.data.ingest.files import Folder, file_size, open_file, open_folder, open_text
 from megadit.train.data.ingest.plan import Kind, Skip, Source, write_lines
+from megadit.train.data.places import is_url
 
 SUFFIXES: dict[Kind, tuple[str, ...]] = {
     "video": tuple(".mp4 .m4v .mov .mkv .webm .avi .mpg .mpeg .ts .flv .ogv .wmv .gif".split()),
@@ -49,64 +51,61 @@ class Listing:
 # --- folders ------------------------------------------------------------------------------------------------------
 
 
-def list_folder(root: Path, kind: Kind, table: Path | None = None) -> Listing:
+def list_folder(root: str | Path, kind: Kind, table: str | None = None) -> Listing:
     """Files under `root`, captioned by a table (`metadata.csv`, `.jsonl` or `.parquet`, or the one given), or by
     `clip.txt` or `clip.json` beside `clip.mp4`.
 
     Raises:
         UserError: if there is no such folder, no such file in it, or the table has no column of files.
     """
-    if not root.is_dir():
+    folder = open_folder(root)
+    if folder is None:
         raise UserError(f"{root} is not a folder of {kind}s")
-    root = root.resolve()
-    table = table or next(
-        (root / f"metadata{suffix}" for suffix in TABLES if (root / f"metadata{suffix}").is_file()), None
-    )
+    table = table or next(filter(None, (folder.path(f"metadata{suffix}") for suffix in TABLES)), None)
     listing = Listing()
     if table is not None:
-        _list_table(root, kind, table, listing)
+        _list_table(folder, kind, table, listing)
     else:
-        for path in root.rglob("*"):
-            if path.suffix.lower() in SUFFIXES[kind] and path.is_file():
-                caption = _side_caption(path, listing)
-                name = path.relative_to(root).as_posix()
-                listing.sources.append(Source(name=name, kind=kind, path=str(path), **caption))
+        for name in folder.names():
+            if PurePosixPath(name).suffix.lower() in SUFFIXES[kind]:
+                caption = _side_caption(folder, name, listing)
+                listing.sources.append(Source(name=name, kind=kind, path=folder.path(name), **caption))
     if not listing.sources:
         raise UserError(f"{root} holds no {kind}s ({', '.join(SUFFIXES[kind])})")
     return listing.sorted()
 
 
-def _list_table(root: Path, kind: Kind, table: Path, listing: Listing) -> None:
+def _list_table(folder: Folder, kind: Kind, table: str, listing: Listing) -> None:
     for number, row in enumerate(read_table(table)):
         column = _column(row, FILE_COLUMNS)
         if column is None:
             raise UserError(f"{table} has no column of files; name it one of {', '.join(FILE_COLUMNS)}")
         name = str(row[column])
-        path = (root / name).resolve()
-        if not path.is_relative_to(root):
-            listing.skip(name, "outside the source folder", f"row {number} of {table.name}")
-        elif not path.is_file():
-            listing.skip(name, "missing file", f"row {number} of {table.name}")
+        if not folder.holds(name):
+            listing.skip(name, "outside the source folder", f"row {number} of {PurePosixPath(table).name}")
+        elif (path := folder.path(name)) is None:
+            listing.skip(name, "missing file", f"row {number} of {PurePosixPath(table).name}")
         else:
-            listing.sources.append(Source(name=name, kind=kind, path=str(path), **_described(row)))
+            listing.sources.append(Source(name=name, kind=kind, path=path, **_described(row)))
     if len({source.name for source in listing.sources}) < len(listing.sources):
         raise UserError(f"{table} names a file twice; give each of them one row")
 
 
-def read_table(path: Path) -> Iterator[dict[str, Any]]:
+def read_table(path: str) -> Iterator[dict[str, Any]]:
     """Rows of a CSV, JSONL or Parquet file.
 
     Raises:
         UserError: if it is none of them, or broken.
     """
+    suffix = PurePosixPath(path).suffix
     try:
-        if path.suffix == ".parquet":
+        if suffix == ".parquet":
             yield from _read_parquet(path)
-        elif path.suffix == ".csv":
-            with open(path, encoding="utf-8", newline="") as file:
+        elif suffix == ".csv":
+            with open_text(path) as file:
                 yield from csv.DictReader(file)
-        elif path.suffix == ".jsonl":
-            with open(path, encoding="utf-8") as file:
+        elif suffix == ".jsonl":
+            with open_text(path) as file:
                 yield from map(json.loads, filter(str.strip, file))
         else:
             raise UserError(f"{path} is no table; give a name that ends in {', '.join(TABLES)}")
@@ -114,29 +113,32 @@ def read_table(path: Path) -> Iterator[dict[str, Any]]:
         raise UserError(f"{path} cannot be read: {error}") from None
 
 
-def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
+def _read_parquet(path: str) -> Iterator[dict[str, Any]]:
     try:
         import pyarrow
         import pyarrow.parquet
     except ModuleNotFoundError:
-        raise UserError(f"reading {path.name} needs the library pyarrow; pip install 'megadit[tables]'") from None
+        name = PurePosixPath(path).name
+        raise UserError(f"reading {name} needs the library pyarrow; pip install 'megadit[tables]'") from None
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=64):
+        with open_file(path) as file, pyarrow.parquet.ParquetFile(file) as table:
+            for batch in table.iter_batches(batch_size=64):
                 yield from batch.to_pylist()
     except pyarrow.ArrowException as error:
         raise UserError(f"{path} cannot be read: {error}") from None
 
 
-def _side_caption(path: Path, listing: Listing) -> dict[str, Any]:
-    text, description = path.with_suffix(".txt"), path.with_suffix(".json")
+def _side_caption(folder: Folder, name: str, listing: Listing) -> dict[str, Any]:
+    text, description = (folder.path(str(PurePosixPath(name).with_suffix(suffix))) for suffix in (".txt", ".json"))
     try:
-        if description.is_file():
-            return _described(json.loads(description.read_text(encoding="utf-8")))
-        if text.is_file():
-            return {"caption": text.read_text(encoding="utf-8").strip()}
+        if description is not None:
+            with open_text(description) as file:
+                return _described(json.load(file))
+        if text is not None:
+            with open_text(text) as file:
+                return {"caption": file.read().strip()}
     except (OSError, ValueError, AttributeError) as error:
-        listing.skip(path.name, "unreadable caption", str(error))
+        listing.skip(PurePosixPath(name).name, "unreadable caption", str(error))
     return {}
 
 
@@ -158,25 +160,31 @@ def _column(row: dict[str, Any], names: Iterable[str]) -> str | None:
 # --- WebDataset shards --------------------------------------------------------------------------------------------
 
 
-def list_webdataset(root: Path, kind: Kind | None = None) -> Listing:
+def list_webdataset(root: str | Path, kind: Kind | None = None) -> Listing:
     """The videos and images inside tar files, where they lie: nothing is unpacked. Captions are the members of the
     same key that end in .txt, .caption or .json.
 
     Raises:
         UserError: if there are no tar files, or none with videos or images.
     """
-    shards = sorted(root.rglob("*.tar")) if root.is_dir() else [root]
-    if not shards or not shards[0].is_file():
+    is_remote_file = is_url(root) and str(root).endswith(".tar")
+    if is_remote_file or Path(root).is_file():
+        shards = {PurePosixPath(root).name: str(root) if is_remote_file else str(Path(root).resolve())}
+    else:
+        folder = open_folder(root)
+        names = sorted(name for name in folder.names() if name.endswith(".tar")) if folder is not None else ()
+        shards = {name: folder.path(name) for name in names}
+    if not shards:
         raise UserError(f"{root} holds no tar files")
     listing = Listing()
-    for shard in shards:
-        _list_shard(shard, shard.name if shard == root else shard.relative_to(root).as_posix(), kind, listing)
+    for name, path in shards.items():
+        _list_shard(path, name, kind, listing)
     if not listing.sources:
         raise UserError(f"the tar files of {root} hold no {kind or 'video or image'}s")
     return listing.sorted()
 
 
-def _list_shard(path: Path, shard: str, kind: Kind | None, listing: Listing) -> None:
+def _list_shard(path: str, shard: str, kind: Kind | None, listing: Listing) -> None:
     media: dict[str, tuple[tarfile.TarInfo, Kind]] = {}
     captions: dict[str, dict[str, Any]] = {}
     for member, content in _members(path, shard, listing):
@@ -195,7 +203,7 @@ def _list_shard(path: Path, shard: str, kind: Kind | None, listing: Listing) -> 
             Source(
                 name=f"{shard}/{key}",
                 kind=found,
-                path=str(path.resolve()),
+                path=path,
                 offset=member.offset_data,
                 size=member.size,
                 **captions.get(key, {}),
@@ -203,11 +211,12 @@ def _list_shard(path: Path, shard: str, kind: Kind | None, listing: Listing) -> 
         )
 
 
-def _members(path: Path, shard: str, listing: Listing) -> Iterator[tuple[tarfile.TarInfo, Callable[[], bytes]]]:
+def _members(path: str, shard: str, listing: Listing) -> Iterator[tuple[tarfile.TarInfo, Callable[[], bytes]]]:
     """Regular members that lie whole inside the file, each with a way to read a small one."""
-    length = path.stat().st_size
     try:
-        with tarfile.open(path, "r:") as tar:
+        with open_file(path) as file:
+            length = file_size(file)
+            tar = tarfile.open(fileobj=file, mode="r:")  # noqa: SIM115  (it holds nothing but the file)
             for member in tar:
                 if not member.isfile():
                     listing.skip(f"{shard}/{member.name}", "not a file", "a link, folder or device in a tar file")
@@ -239,8 +248,9 @@ def list_tables(root: str, fetched: Path, *, split: str = "train", caption_colum
     Raises:
         UserError: if there is no such data set, or its tables hold no images.
     """
-    folder = Path(root) if Path(root).is_dir() else _download_dataset(root)
-    tables = [path for path in sorted(folder.rglob("*.parquet")) if _is_of_split(path, split)]
+    folder = open_folder(root) or open_folder(_download_dataset(root))
+    names = sorted(name for name in folder.names() if name.endswith(".parquet") and _is_of_split(name, split))
+    tables = [folder.path(name) for name in names]
     if not tables:
         raise UserError(f"{root} holds no Parquet files of a split {split!r}")
     fetched.mkdir(parents=True, exist_ok=True)
@@ -253,9 +263,10 @@ def list_tables(root: str, fetched: Path, *, split: str = "train", caption_colum
     return listing.sorted()
 
 
-def _is_of_split(path: Path, split: str) -> bool:
+def _is_of_split(name: str, split: str) -> bool:
     """Files of other splits say so in their names, or in their folder's."""
     others = {"train", "val", "validation", "test"} - {split}
+    path = PurePosixPath(name)
     words = {path.parent.name, *path.stem.replace("-", "_").split("_")}
     return not words & others
 
@@ -274,7 +285,7 @@ def _download_dataset(name: str) -> Path:
         raise UserError(f"the data set {name} cannot be downloaded: {str(error).splitlines()[0]}") from None
 
 
-def _row_groups(tables: list[Path]) -> Iterator[list[dict[str, Any]]]:
+def _row_groups(tables: list[str]) -> Iterator[list[dict[str, Any]]]:
     rows: list[dict[str, Any]] = []
     for table in tables:
         for row in read_table(table):

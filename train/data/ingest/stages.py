@@ -20,6 +20,7 @@ import torch
 
 from megadit.models.support import Progress, UserError, atomic_directory
 from megadit.models.tokenizers import load_tokenizer
+from megadit.train.data.dataset_info import INFO_FILE
 from megadit.train.data.ingest.encode import decoded_clips, encode_shard, store_shard, to_video
 from megadit.train.data.ingest.encodings import BUILT_IN, LATENT, TEXT, Encoder, Encoding, fit_haar, load_encoder
 from megadit.train.data.ingest.plan import Clip, Finding, Notes, Settings, Skip, Source, read_lines, write_lines
@@ -29,7 +30,7 @@ from megadit.train.data.ingest.scan import scan
 from megadit.train.data.ingest.select import SPLITS, select, shards
 from megadit.train.data.ingest.sources import Listing
 from megadit.train.data.ingest.team import Team
-from megadit.train.data.writer import INFO_FILE, describe_dataset
+from megadit.train.data.writer import describe_dataset
 
 STAGES = ("fetch", "scan", "select", "encode", "index")
 SOURCES_OF_A_UNIT = 64
@@ -87,14 +88,14 @@ def scan_sources(preparation: Preparation) -> None:
     with Pool(preparation.num_workers) as pool, Progress(total, "scanning", enabled=team.is_first and total > 0) as bar:
         for unit in mine:
             findings = []
-            for finding in pool.map(partial(scan, settings=preparation.settings), units[unit], _crashed):
+            for finding in pool.map(partial(scan, settings=preparation.settings), units[unit], _lost):
                 findings.append(finding)
                 bar.advance()
             write_lines(notes.scan(unit), findings)
 
 
-def _crashed(source: Source) -> Finding:
-    skip = Skip(source=source.name, reason="broken", detail="it crashes the decoder")
+def _lost(source: Source) -> Finding:
+    skip = Skip(source=source.name, reason="broken", detail="it crashes the decoder, or hangs it")
     return Finding(source=source.name, skips=(skip,))
 
 

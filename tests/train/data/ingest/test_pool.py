@@ -1,26 +1,60 @@
-"""Work in several processes: in order, and past items that take their process with them."""
+"""Work in several processes: in order, and past items that take their process with them or keep it for good."""
 
 import os
+import re
+import time
 
-from megadit.train.data.ingest.pool import Pool
+from megadit.train.data.ingest.pool import Patience, Pool, still_alive
+
+PATIENCE = Patience(processor_seconds=0.5, seconds=600)
 
 
 def work(item: int) -> str:
     if item in (3, 11):
         os._exit(1)  # as a decoder that crashes
+    if item == 5:
+        re.match(
+            "(a+)+$", "a" * 64 + "b"
+        )  # as a decoder that does not return: C code, which no Python handler interrupts
     return f"did {item}"
 
 
-def crashed(item: int) -> str:
+def slow_but_alive(item: int) -> str:
+    for _ in range(8):
+        deadline = time.process_time() + 0.2
+        while time.process_time() < deadline:
+            pass
+        still_alive()
+    return f"did {item}"
+
+
+def asleep(item: int) -> str:
+    if item == 1:
+        time.sleep(3600)  # as storage that does not answer
+    return f"did {item}"
+
+
+def lost(item: int) -> str:
     return f"lost {item}"
 
 
-def test_results_come_in_order_and_crashes_cost_one_item_each():
-    with Pool(2) as pool:
-        results = list(pool.map(work, range(14), crashed))
-    assert results == [f"lost {item}" if item in (3, 11) else f"did {item}" for item in range(14)]
+def test_results_come_in_order_and_crashes_and_hangs_cost_one_item_each():
+    with Pool(2, PATIENCE) as pool:
+        results = list(pool.map(work, range(14), lost))
+    assert results == [f"lost {item}" if item in (3, 5, 11) else f"did {item}" for item in range(14)]
+
+
+def test_who_gives_signs_of_life_may_take_long():
+    with Pool(1, PATIENCE) as pool:
+        assert list(pool.map(slow_but_alive, range(1), lost)) == ["did 0"]
+
+
+def test_who_waits_too_long_on_the_clock_is_lost():
+    with Pool(1, Patience(seconds=3)) as pool:
+        assert list(pool.map(asleep, range(3), lost)) == ["did 0", "lost 1", "did 2"]
 
 
 def test_without_processes_the_caller_does_the_work():
+    still_alive()  # nobody would notice the end of this process
     with Pool(0) as pool:
-        assert list(pool.map(str, range(3), crashed)) == ["0", "1", "2"]
+        assert list(pool.map(str, range(3), lost)) == ["0", "1", "2"]

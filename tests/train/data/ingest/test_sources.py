@@ -11,6 +11,7 @@ import zlib
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -20,11 +21,11 @@ from megadit.models.support import UserError
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
 from megadit.train.data import prepare
+from megadit.train.data.dataset_info import DatasetInfo, iter_captions
 from megadit.train.data.ingest.foreign import UnreadableTensorError, read_pickle, read_pth
 from megadit.train.data.ingest.plan import Settings, Source
 from megadit.train.data.ingest.scan import scan
 from megadit.train.data.ingest.sources import list_webdataset
-from megadit.train.data.writer import DatasetInfo, iter_captions
 
 OPTIONS = ["--sizes", "64x64", "--num_frames", "1", "--num_workers", "0", "--channels", "16", "--debug"]
 
@@ -257,3 +258,58 @@ def test_what_nemo_and_dfm_wrote_becomes_a_data_set(tmp_path, caplog):
         "caption": "a fox", "num_frames": 5, "height": 32, "width": 32, "fps": 30.0, "aesthetic_score": 5.5,
     }  # fmt: skip
     assert tensors["text"].shape == (7, 64) and tensors["latent"].shape == (8, 1, 4, 4)
+
+
+# --- stores -------------------------------------------------------------------------------------------------------
+
+
+def upload(folder: Path, url: str) -> None:
+    store, root = fsspec.core.url_to_fs(url)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            store.put_file(str(path), f"{root}/{path.relative_to(folder).as_posix()}")
+
+
+def shard_bytes(root: Path) -> list[bytes]:
+    return [path.read_bytes() for path in sorted(root.glob("*.tar"))]
+
+
+@pytest.fixture
+def mixed_sources(tmp_path, make_pan) -> Path:
+    """Pictures with captions beside them, in a table and in shards."""
+    root = tmp_path / "sources"
+    for name in ("beside", "listed", "shards"):
+        (root / name).mkdir(parents=True)
+    images = pictures(make_pan, 8)
+    with tarfile.open(root / "shards" / "0.tar", "w") as tar:
+        for number, content in enumerate(images):
+            (root / "beside" / f"{number}.jpg").write_bytes(content)
+            (root / "beside" / f"{number}.txt").write_text(f"picture {number}")
+            (root / "listed" / f"{number}.jpg").write_bytes(content)
+            add(tar, f"{number}.jpg", content)
+            add(tar, f"{number}.txt", f"picture {number}".encode())
+    rows = [*(f"{number}.jpg,picture {number}" for number in range(8)), "../beside/0.jpg,x", "lost.jpg,y"]
+    (root / "listed" / "metadata.csv").write_text("\n".join(["file_name,text", *rows]))
+    return root
+
+
+@pytest.mark.parametrize(("kind", "name"), [("images", "beside"), ("images", "listed"), ("webdataset", "shards")])
+def test_sources_in_s3_give_the_same_data_set_as_a_folder(mixed_sources, s3, tmp_path, kind, name):
+    url = s3()
+    upload(mixed_sources / name, f"{url}/media")
+    for source, out in ((str(mixed_sources / name), "local"), (f"{url}/media", "stored")):
+        assert prepare.main([kind, source, str(tmp_path / out), *OPTIONS]) == 0
+    assert shard_bytes(tmp_path / "stored") == shard_bytes(tmp_path / "local") != []
+    reports = [json.loads((tmp_path / out / "report.json").read_text()) for out in ("local", "stored")]
+    assert reports[0] == reports[1] and sum(reports[0]["samples"].values()) == 8
+    if name == "listed":
+        assert reports[0]["skips"] == {"missing file": 1, "outside the source folder": 1}
+
+
+def test_a_store_that_cannot_be_read_is_told(tmp_path, s3):
+    for out, source, message in (
+        ("a", f"{s3()}/nothing", "is not a folder of images"),
+        ("b", "nonsense://x/y", "cannot be reached"),
+    ):
+        with pytest.raises(UserError, match=message):
+            prepare.main(["images", source, str(tmp_path / out), *OPTIONS])

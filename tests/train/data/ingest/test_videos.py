@@ -24,11 +24,11 @@ from megadit.models.support import UserError
 from megadit.models.tokenizers import load_tokenizer
 from megadit.serve import info
 from megadit.train.data import prepare
+from megadit.train.data.dataset_info import DatasetInfo
 from megadit.train.data.ingest.decode import fit_image
 from megadit.train.data.ingest.encode import to_video
 from megadit.train.data.loader import build_train_loader
 from megadit.train.data.on_the_fly import read_mp4
-from megadit.train.data.writer import DatasetInfo
 from megadit.train.recipes import load_recipe
 
 DIT = DiTConfig(
@@ -102,9 +102,9 @@ def test_a_sheet_shows_samples(prepared, tmp_path, capsys):
 
 
 def test_energon_accepts_the_folder(prepared, capfd):
-    energon_info.main([str(prepared), "--dataset-config", "captions.yaml"], standalone_mode=False)
+    energon_info.main([str(prepared)], standalone_mode=False)
     assert "TextSample" in capfd.readouterr().out
-    energon_lint.main([str(prepared), "--dataset-config", "captions.yaml"], standalone_mode=False)
+    energon_lint.main([str(prepared)], standalone_mode=False)
     assert "Skipping empty split part test" in capfd.readouterr().out
 
 

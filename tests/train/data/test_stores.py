@@ -1,0 +1,95 @@
+"""Data sets in S3 (a server that speaks it, on this machine) are read, described and resumed like folders."""
+
+import json
+from itertools import islice
+
+import fsspec
+import pytest
+import torch
+
+from megadit.models.support import UserError
+from megadit.train.data.dataset_info import DatasetInfo
+from megadit.train.data.loader import build_train_loader, build_validation_loader, validation_captions
+from megadit.train.data.places import energon_url
+
+
+@pytest.fixture
+def stored(s3, dataset, monkeypatch, tmp_path) -> str:
+    """The URL of `dataset`, copied to a bucket."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    url = f"{s3()}/sets/toy"
+    store, root = fsspec.core.url_to_fs(url)
+    for path in dataset.rglob("*"):
+        if path.is_file():
+            store.put_file(str(path), f"{root}/{path.relative_to(dataset).as_posix()}")
+    return url
+
+
+def assert_same_batches(found, expected) -> None:
+    for batch, reference in zip(found, expected, strict=True):
+        assert batch.sample_ids == reference.sample_ids
+        for name in ("tokens_S1P", "text_L1E", "noise_key_G"):
+            assert torch.equal(getattr(batch, name), getattr(reference, name))
+
+
+def test_a_data_set_in_s3_is_read_and_resumed_like_its_folder(stored, dataset, make_config, tmp_path):
+    config = make_config(path=stored)
+    loader = build_train_loader(config, rank=0, world_size=1)
+    assert_same_batches(islice(loader, 30), islice(build_train_loader(make_config(), rank=0, world_size=1), 30))
+    state = json.loads(json.dumps(loader.save_state()))
+    expected = list(islice(loader, 30))
+    resumed = build_train_loader(config, rank=0, world_size=1)
+    resumed.restore_state(state)
+    assert_same_batches(islice(resumed, 30), expected)
+    validation = [build_validation_loader(each, rank=0, world_size=1) for each in (config, make_config())]
+    assert_same_batches(*map(list, validation))
+    assert validation_captions(config, 3) == validation_captions(make_config(), 3)
+    info = DatasetInfo.read(stored)
+    assert info.num_samples == DatasetInfo.read(dataset).num_samples
+    for folder in (info.tokenizer_folder, info.text_encoder_folder):
+        assert folder.is_relative_to(tmp_path / "cache")
+        assert (folder / "config.json").read_text() == "{}"
+
+
+def test_worker_processes_read_from_s3_and_go_on(stored, make_config):
+    config = make_config(path=stored, num_workers=1)
+    loader = build_train_loader(config, rank=0, world_size=1)
+    assert_same_batches(
+        islice(loader, 10), islice(build_train_loader(make_config(num_workers=0), rank=0, world_size=1), 10)
+    )
+    state = json.loads(json.dumps(loader.save_state()))
+    expected = list(islice(loader, 10))
+    resumed = build_train_loader(config, rank=0, world_size=1)
+    resumed.restore_state(state)
+    assert_same_batches(islice(resumed, 10), expected)
+
+
+def test_a_blend_in_s3_names_places_as_energon_does(stored, make_config):
+    url = stored.replace("/toy", "/blend.yaml")
+    splits = "splits:\n  train: {{path: {0}}}\n  val: {{path: {0}}}\n"
+    blend = f"__module__: megatron.energon\n__class__: MetadatasetV2\n{splits}"
+
+    def write(place: str) -> None:
+        with fsspec.open(url, "w") as file:
+            file.write(blend.format(place))
+
+    for place in (energon_url(stored), "toy"):
+        write(place)
+        assert next(iter(build_train_loader(make_config(path=url), rank=0, world_size=1))).num_tokens > 0
+    write(stored)
+    with pytest.raises(UserError, match=r"the place s3://.* is called msc://_s3-.*; write that"):
+        DatasetInfo.read(url)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("{bucket}/nothing", "has no megadit.json; write it with `megadit prepare`"),
+        ("s3://no-such-bucket-anywhere/set", "no-such-bucket-anywhere/set"),
+        ("nonsense://bucket/set", "cannot be reached"),
+        ("msc://no-such-profile/set", "cannot be reached"),
+    ],
+)
+def test_places_that_are_not_there(s3, path, message):
+    with pytest.raises(UserError, match=message):
+        DatasetInfo.read(path.format(bucket=s3()))

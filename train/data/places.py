@@ -1,0 +1,64 @@
+"""Where data lie: a folder, or a store such as S3.
+
+Data sets are read through Energon's storage client, whose URLs are `msc://PROFILE/PATH` (profiles stand in its
+configuration file); `s3://BUCKET/PATH` and `gs://BUCKET/PATH` are its URLs without one, with the credentials of the
+environment.
+"""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megadit.models.support import UserError, atomic_directory
+
+if TYPE_CHECKING:
+    from megatron.energon.epathlib import EPath
+
+STORES = ("s3", "gs")
+"""Kinds of URL that need no profile."""
+
+
+def is_url(path: str | os.PathLike) -> bool:
+    return "://" in str(path)
+
+
+def place(path: "str | os.PathLike | EPath") -> "Path | EPath":
+    """A path, or what Energon has in place of one: both know `/`, `open`, `is_file`, `is_dir`, `glob` and `name`.
+
+    Raises:
+        UserError: for a URL of a kind, profile or library that is not there.
+    """
+    if not is_url(path):
+        return Path(path)
+    from megatron.energon.epathlib import EPath  # a second to import
+
+    try:
+        return EPath(energon_url(str(path)))
+    except (AssertionError, ValueError, ImportError) as error:  # the client has no errors of its own for these
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(
+            f"{path} cannot be reached: {reason}; give a folder, s3://BUCKET/PATH (pip install 'megadit[s3]'), or "
+            "msc://PROFILE/PATH"
+        ) from None
+
+
+def energon_url(url: str) -> str:
+    """The same place as Energon names it: s3://BUCKET/PATH is msc://_s3-BUCKET/PATH."""
+    kind, _, rest = url.partition("://")
+    return f"msc://_{kind}-{rest}" if kind in STORES else url
+
+
+def local_copy(folder: "Path | EPath", name: str) -> Path:
+    """The folder itself, or a copy in the user's cache, under a name that says what is in it."""
+    if isinstance(folder, Path):
+        return folder
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megadit" / name
+    if not cache.is_dir():
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_directory(cache) as temporary:
+            for file in folder.walk():
+                target = temporary / file.relative_to(folder)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with file.open("rb") as source:
+                    target.write_bytes(source.read())
+    return cache
