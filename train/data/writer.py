@@ -199,7 +199,7 @@ def prepare_for_energon(folder: Path, splits: Sequence[str]) -> None:
             folder,
             shards,
             split_parts_patterns=[(split, f"{split}-[0-9]+[.]tar") for split in splits],
-            workers=min(4, len(shards)),
+            workers=min(16, 1 + len(shards) // 32),  # a process takes longer to start than to index a shard
         )
     logger.debug(chatter.getvalue())
     split_file = folder / ENERGON_FOLDER / "split.yaml"
