@@ -68,8 +68,8 @@ class MLP(nn.Module):
 
     def forward(self, x_SBD: Tensor) -> Tensor:
         # a slice at a time: the hidden activations, and in backward their gradients, are a block's largest tensors;
-        # an exported graph has no fixed number of slices, and its runtime plans its own memory
-        parts = [x_SBD] if torch.compiler.is_exporting() else x_SBD.split(MLP_SLICE)
+        # a compiled or exported graph has no fixed number of slices, and plans its own memory
+        parts = [x_SBD] if torch.compiler.is_compiling() else x_SBD.split(MLP_SLICE)
         slices = [through(self.activation, self.fc1(x), into=self.fc2) for x in parts]
         return slices[0] if len(slices) == 1 else torch.cat(slices)
 

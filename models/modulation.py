@@ -2,7 +2,7 @@
 
 The forward never gathers a row per token: a run of equally long segments is viewed as a batch and broadcast. The
 backward reduces over each segment, in a fixed order, so that the same pack gives the same gradient to the last bit;
-the normalised activations are recomputed rather than kept.
+the normalised activations are recomputed rather than kept. On a GPU: `modulation_by_token`.
 
 Shapes: S video tokens, B batch, D width, G segments of a pack, c segments of a run, s tokens of each.
 """
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megadit.models.modulation_by_token import gated_residual_by_token, modulated_norm_by_token, row_of_token
 from megadit.models.segments import Run
 
 if TYPE_CHECKING:
@@ -45,6 +46,9 @@ def modulated_norm(
     if runs is None:
         y_SBD = _normalize(x_SBD, eps, is_rms)[0] if is_rms else F.layer_norm(x_SBD, x_SBD.shape[-1:], eps=eps)
         return torch.addcmul(shift_GD, y_SBD, factor_GD)
+    if x_SBD.is_cuda:
+        row_S = row_of_token(runs, x_SBD.device)
+        return modulated_norm_by_token(x_SBD, shift_GD, factor_GD, eps, row_S, is_rms)
     return _ModulatedNorm.apply(x_SBD, shift_GD, factor_GD, eps, runs, is_rms)
 
 
@@ -57,6 +61,8 @@ def gated_residual(x_SBD: Tensor, gate_GD: Tensor, y_SBD: Tensor, runs: tuple[Ru
     """x + gate * y, each segment with its own gate."""
     if runs is None:
         return torch.addcmul(x_SBD, gate_GD, y_SBD)
+    if x_SBD.is_cuda:
+        return gated_residual_by_token(x_SBD, gate_GD, y_SBD, row_of_token(runs, x_SBD.device))
     return _GatedResidual.apply(x_SBD, gate_GD, y_SBD, runs)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megadit.models.config import DiTConfig
 from megadit.models.embeddings import Rotary
+from megadit.models.fusion import fused
 
 
 class QKNorm(nn.Module):
@@ -23,9 +24,11 @@ class QKNorm(nn.Module):
 
     def forward(self, x_SBNK: Tensor, rotary: Rotary | None = None) -> Tensor:
         cos, sin = rotary if rotary is not None else (None, None)
+        if self.weight is None and cos is None:
+            return x_SBNK
         if x_SBNK.requires_grad and not torch.compiler.is_compiling():
             return _NormRotate.apply(x_SBNK, self.weight, cos, sin, self.eps)
-        return _norm_rotate(x_SBNK, self.weight, cos, sin, self.eps)[0]
+        return fused(_norm_rotate, x_SBNK, self.weight, cos, sin, self.eps)[0]
 
 
 def _norm_rotate(x, weight, cos, sin, eps):
@@ -44,24 +47,29 @@ def _rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
+def _norm_rotate_backward(grad, x, weight, cos, sin, rms_inverse):
+    """Gradients of x and weight."""
+    grad = _rotate(grad, cos, None if sin is None else -sin)
+    if weight is None:
+        return grad, None
+    normed = x * rms_inverse
+    grad_weight = (grad * normed).sum((0, 1, 2), dtype=torch.float32).to(weight.dtype)
+    grad = grad * weight
+    # d(x / rms) = (g - y mean(g y)) / rms, y = x / rms
+    projection = (grad * normed).mean(-1, keepdim=True, dtype=torch.float32)
+    return ((grad - normed * projection) * rms_inverse).to(x.dtype), grad_weight
+
+
 class _NormRotate(torch.autograd.Function):
     """Keeps its input, which the fused projection holds anyway, rather than the five values between."""
 
     @staticmethod
     def forward(ctx, x, weight, cos, sin, eps):
-        y, rms_inverse = _norm_rotate(x, weight, cos, sin, eps)
+        y, rms_inverse = fused(_norm_rotate, x, weight, cos, sin, eps)
         ctx.save_for_backward(x, weight, cos, sin, rms_inverse)
         return y
 
     @staticmethod
     def backward(ctx, grad):
-        x, weight, cos, sin, rms_inverse = ctx.saved_tensors
-        grad = _rotate(grad, cos, None if sin is None else -sin)
-        if weight is None:
-            return grad, None, None, None, None
-        normed = x * rms_inverse
-        grad_weight = (grad * normed).sum((0, 1, 2), dtype=torch.float32).to(weight.dtype)
-        grad = grad * weight
-        # d(x / rms) = (g - y mean(g y)) / rms, y = x / rms
-        projection = (grad * normed).mean(-1, keepdim=True, dtype=torch.float32)
-        return ((grad - normed * projection) * rms_inverse).to(x.dtype), grad_weight, None, None, None
+        grad_x, grad_weight = fused(_norm_rotate_backward, grad, *ctx.saved_tensors)
+        return grad_x, grad_weight, None, None, None

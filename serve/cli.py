@@ -19,6 +19,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "pull": ("megadit.models.transfer:pull", "copy a bundle from a hub or a store"),
     "generate": ("megadit.infer.generate:main", "make videos from prompts"),
     "export": ("megadit.export.command:main", "turn a bundle into verified ONNX graphs and TensorRT engines"),
+    "benchmark train": ("megadit.train.benchmark_train:main", "time optimizer steps of a recipe on this machine"),
+    "benchmark growth": ("megadit.train.benchmark_growth:main", "how the cost of a training step grows, as a picture"),
     "benchmark generate": ("megadit.infer.benchmark_generate:main", "time a bundle under several runtimes"),
     "serve build-repository": (
         "megadit.serve.build_repository:main",

@@ -1,8 +1,8 @@
 """`make gpu-check`: what a GPU machine proves, with the Python and torch that are there, no venv and no network.
 
 Makes the package importable from a temporary folder (wheels of dist/gpu/, a link to this repository), runs the tests
-marked `gpu` and a short training run on digits, and prints one table. Only the standard library is needed to start;
-what is missing is named in the table. The exit code is 1 if a test or the run failed.
+marked `gpu`, a short training run on digits and benchmarks of larger networks, and prints one table. Only the standard
+library is needed to start; what is missing is named in the table. The exit code is 1 if any of it failed.
 """
 
 import functools
@@ -26,8 +26,25 @@ MODULES = {
 }
 TRAIN_ITERS = 100
 DATASET_SIZE = ("--num_clips", "2000", "--num_images", "4000", "--num_val", "48")
-TIME_LIMIT = 600
+TIME_LIMIT = 150
 """Seconds for the tests, and again for the run."""
+
+BENCHMARK_TIME_LIMIT = 120
+_ONE_PACK = (
+    "data.mock=true",
+    "data.global_batch_size=1",
+    "data.micro_batch_size=1",
+    "optimizer.optimizer=adamw",
+    "ema.sigma_rels=[]",
+)
+_7B = ("--recipe", "performance_7b_8k_baseline", *_ONE_PACK, "optimizer.moments=bf16")
+_XL = ("--recipe", "pretrain_xl", *_ONE_PACK, "data.seq_length=8192", "data.text_seq_length=512")
+BENCHMARKS = {
+    "DiT-XL, one clip of 8,192 tokens": (*_XL, "data.mock_latent_shapes=[[32,32,32]]"),
+    "DiT-XL, 8,192 tokens of mixed sizes": (*_XL, "data.mock_latent_shapes=[[1,32,32],[4,32,32],[9,32,32]]"),
+    "DiT-7B, one clip of 8,192 tokens": _7B,
+}
+"""Training steps that a GPU is timed with; without one they are not measured."""
 
 Row = tuple[str, str, bool]
 """What, what was found, and whether that is a failure."""
@@ -52,6 +69,7 @@ def main() -> int:
             rows += describe_torch(run)
             rows += run_tests(run, Path(folder), missing["tests"])
             rows += run_digits(run, Path(folder), missing)
+            rows += run_benchmarks(run, Path(folder), missing, has_gpu=has_gpu(run))
     print_table(rows)
     return int(any(failed for *_, failed in rows))
 
@@ -183,12 +201,12 @@ def run_digits(run, folder: Path, missing: dict[str, list[str]]) -> list[Row]:
     return summarize_run(output / "metrics.jsonl", mock="--mock" in source)
 
 
-def try_module(run, module: str, *arguments: str) -> str | None:
+def try_module(run, module: str, *arguments: str, limit: int = TIME_LIMIT) -> str | None:
     """Runs `python -m module arguments`; None, or what went wrong."""
     try:
-        done = run([sys.executable, "-m", module, *arguments], timeout=TIME_LIMIT)
+        done = run([sys.executable, "-m", module, *arguments], timeout=limit)
     except subprocess.TimeoutExpired:
-        return f"not done after {TIME_LIMIT} s"
+        return f"not done after {limit} s"
     return last_line(done.stderr) if done.returncode else None
 
 
@@ -204,6 +222,36 @@ def summarize_run(metrics: Path, *, mock: bool) -> list[Row]:
         ("digits run", f"{len(steps)} steps on {kind}, {speed:.1f} steps/s", False),
         ("  loss", f"{first:.3f} -> {last:.3f}" + ("" if learned else " (does not fall)"), not learned),
     ]
+
+
+def has_gpu(run) -> bool:
+    done = run([sys.executable, "-c", "import torch; print(torch.cuda.is_available())"])
+    return done.stdout.strip() == "True"
+
+
+def run_benchmarks(run, folder: Path, missing: dict[str, list[str]], *, has_gpu: bool) -> list[Row]:
+    """A row for each of `BENCHMARKS`."""
+    if not has_gpu:
+        return [(name, "not measured: no GPU", False) for name in BENCHMARKS]
+    if "megatron.core" in missing["training"]:
+        return [(name, "not measured: megatron.core is not installed", False) for name in BENCHMARKS]
+    rows = []
+    for name, arguments in BENCHMARKS.items():
+        print(f"Timing {name}.", flush=True)
+        file = folder / "figures.json"
+        options = ("--steps", "5", "--json", str(file))
+        failure = try_module(run, "megadit.train.benchmark_train", *arguments, *options, limit=BENCHMARK_TIME_LIMIT)
+        rows.append((name, failure or describe_figures(json.loads(file.read_text())["figures"]), failure is not None))
+    return rows
+
+
+def describe_figures(figures: dict) -> str:
+    share = figures["tflops"] / figures["matmul_tflops"]
+    return (
+        f"{figures['tokens_per_second']:,.0f} tokens/s, {figures['tflops']:.0f} TFLOP/s computed "
+        f"({share:.0%} of the matmul rate, {figures['upstream_tflops']:.0f} by the upstream formula), "
+        f"{figures['peak_memory_gb']:.0f} GB, fill {figures['fill']:.0%}"
+    )
 
 
 def print_table(rows: list[Row]) -> None:

@@ -34,7 +34,7 @@ def _run(argv: list[str], *, debug: bool) -> int:
     if options.nproc:
         from megadit.models.megatron.launch import launch
 
-        rank_argv = _without_nproc(argv) + (["--debug"] if debug else [])
+        rank_argv = without_nproc(argv) + (["--debug"] if debug else [])
         return launch("megadit.train", rank_argv, num_processes=options.nproc)
     if rank == 0:
         _warn_of_shared_store()
@@ -134,7 +134,7 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _without_nproc(argv: list[str]) -> list[str]:
+def without_nproc(argv: list[str]) -> list[str]:
     """The same command line for one of the ranks."""
     kept, skip = [], False
     for argument in argv:

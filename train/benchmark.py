@@ -1,12 +1,13 @@
-"""Our training step beside two others, each pair in one run, as a ratio.
+"""Our training step beside others, each pair in one run, as a ratio.
 
-    python -m megadit.train.benchmark [--rounds 9] [--threads 2]
+    python -m megadit.train.benchmark [--rounds 9] [--threads 2] [--json FILE]
 
-1. Forward and backward of our DiT (a pack of one sample) and of diffusers' Cosmos transformer of the same size: equal
-   width, depth, heads, tokens, text length and hence FLOPs.
-2. One optimizer step of recipe `digits`: Megatron-core (schedule, data-parallel buffers, optimizer, averages) on its
+1. Forward and backward of our DiT (a pack of one sample), one block and the whole, beside diffusers' Cosmos transformer
+   and DiT of the same sizes: equal width, depth, heads, tokens, text length and hence FLOPs.
+2. The same samples, 1 to 64 frames long, as packs and as batches padded to their longest.
+3. One optimizer step of recipe `digits`: Megatron-core (schedule, data-parallel buffers, optimizer, averages) on its
    layers at tensor-parallel size 1, and the same step written out in plain torch on `TorchLayers`.
-3. What each of eight context-parallel ranks would be spared if they divided the text of 8,192 tokens too: the keys and
+4. What each of eight context-parallel ranks would be spared if they divided the text of 8,192 tokens too: the keys and
    values of the other ranks' text, beside all that the rank computes.
 
 Figures: train/BENCHMARKS.md.
@@ -22,17 +23,24 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megadit.infer.benchmark import (
-    CONFIG,
-    LATENTS,
-    TEXT_LENGTH,
+from megadit.infer.side_by_side import (
+    COSMOS,
+    DTYPES,
+    SETTINGS,
+    BlockCall,
     Comparison,
+    Inputs,
+    Setting,
+    benchmark_parser,
+    block_call,
+    call_theirs,
     compare,
-    cosmos_like,
-    parse_flags,
+    networks,
     randomised,
     show,
 )
+from megadit.models.conditioning import Conditioning
+from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.embeddings import patchify
 from megadit.models.initialize import initialize_
@@ -43,33 +51,109 @@ from megadit.train.recipes import load_recipe
 
 DIGITS_LATENTS = ((1, 4, 4), (3, 4, 4), (1, 4, 4))
 """The digits data set's mixture: two images to each clip."""
+PACKED = DiTConfig(num_layers=4, hidden_size=256, num_attention_heads=4, crossattn_emb_size=64)
+MAX_FRAMES, SIDE = 64, 8
+"""Latents of 1 to 64 frames of 8 x 8: 16 to 1,024 tokens."""
+NUM_CLIPS, PADDED_BATCH = 32, 4
 
 
-def _forward_backward(rounds: int) -> Comparison:
-    ours, cosmos = randomised(DiT(CONFIG)), randomised(cosmos_like(CONFIG))
-    x_BCTHW = torch.randn(1, CONFIG.in_channels, *LATENTS)
-    text_BLE = torch.randn(1, TEXT_LENGTH, CONFIG.crossattn_emb_size)
-    c_noise_B, fps_B = torch.tensor([0.3]), torch.tensor([24.0])
-    tokens_S1P, text_L1E = patchify(x_BCTHW, CONFIG), text_BLE.transpose(0, 1)
-    grid = CONFIG.token_grid(*LATENTS)
-    layout = SegmentLayout.pack([Segment(grid, TEXT_LENGTH)], capacity=tokens_S1P.shape[0], text_capacity=TEXT_LENGTH)
-
-    def backward(out: Tensor) -> None:
-        out.backward(torch.ones_like(out))
-
-    return compare(
-        "forward + backward, 1,024 tokens / diffusers Cosmos",
-        lambda: backward(ours.forward_packed(tokens_S1P, c_noise_B, text_L1E, fps_B, layout)),
-        lambda: backward(cosmos(x_BCTHW, c_noise_B, text_BLE, fps=24, return_dict=False)[0]),
-        rounds,
-    )
+def _backward(out: Tensor) -> None:
+    out.backward(torch.ones_like(out))
 
 
-def _text_of_other_ranks(rounds: int) -> Comparison:
+def compare_training(setting: Setting, dtype: torch.dtype, rounds: int) -> list[Comparison]:
+    """Forward and backward of one block, and of the whole network."""
+    ours, theirs = networks(setting, dtype)
+    inputs = Inputs.of(setting, dtype)
+    tokens_S1P = patchify(inputs.x_BCTHW, setting.config)
+    text_L1E = inputs.conditioning.text_BLE.transpose(0, 1)
+    segment = Segment(setting.config.token_grid(*setting.latents), len(text_L1E))
+    layout = SegmentLayout.pack([segment], capacity=len(tokens_S1P), text_capacity=len(text_L1E))
+
+    def call_ours() -> Tensor:
+        return ours.forward_packed(tokens_S1P, inputs.c_noise_B, text_L1E, inputs.conditioning.fps_B, layout)
+
+    def call_theirs_() -> Tensor:
+        return call_theirs(setting, theirs, inputs)
+
+    def of_block(block: BlockCall) -> Callable[[], None]:
+        return lambda: _backward(block.run(block.tokens.detach().requires_grad_()))
+
+    what = f"{setting.num_tokens:,} tokens, {str(dtype).removeprefix('torch.')} / {setting.name}"
+    blocks = [
+        of_block(block_call(block, call))
+        for block, call in ((ours.blocks["0"], call_ours), (theirs.transformer_blocks[0], call_theirs_))
+    ]
+    return [
+        compare(f"block forward + backward, {what}", *blocks, 8 * rounds),
+        compare(
+            f"forward + backward, {what}", lambda: _backward(call_ours()), lambda: _backward(call_theirs_()), rounds
+        ),
+    ]
+
+
+def compare_packing(rounds: int) -> Comparison:
+    """The same clips, lengths log-uniform: as packs of the longest clip's size, and as they come in padded batches."""
+    dit = initialize_(DiT(PACKED), seed=0)
+    generator = torch.Generator().manual_seed(0)
+    lengths = [int(MAX_FRAMES ** torch.rand((), generator=generator) + 0.5) for _ in range(NUM_CLIPS)]
+    clips = [torch.randn(PACKED.in_channels, frames, SIDE, SIDE, generator=generator) for frames in lengths]
+    packs = _pack(clips)
+    batches = [_pad(clips[start : start + PADDED_BATCH]) for start in range(0, NUM_CLIPS, PADDED_BATCH)]
+
+    def packed() -> None:
+        for pack in packs:
+            _backward(dit.forward_packed(*pack))
+
+    def padded() -> None:
+        for batch in batches:
+            _backward(dit(*batch))
+
+    name = f"{NUM_CLIPS} clips of 1 to {MAX_FRAMES} frames, packed / padded in batches of {PADDED_BATCH}"
+    return compare(name, packed, padded, rounds, limit=1 / 1.8)
+
+
+def _pack(clips: list[Tensor]) -> list[tuple]:
+    """Packs that hold the clips, each put where the least room is left for it, the longest first."""
+    capacity = MAX_FRAMES * SIDE**2 // PACKED.patch_spatial**2
+    bins: list[list[Tensor]] = []
+    for tokens in sorted((patchify(clip[None], PACKED) for clip in clips), key=len, reverse=True):
+        rooms = [(capacity - sum(map(len, some)), some) for some in bins]
+        fitting = [room for room in rooms if room[0] >= len(tokens)]
+        if not fitting:
+            bins.append([])
+            fitting = [(capacity, bins[-1])]
+        min(fitting, key=lambda room: room[0])[1].append(tokens)
+    return [_pack_of(members, capacity) for members in bins]
+
+
+def _pack_of(members: list[Tensor], capacity: int) -> tuple:
+    """What `forward_packed` takes."""
+    side = SIDE // PACKED.patch_spatial
+    segments = [Segment((len(tokens) // side**2, side, side), 1) for tokens in members]
+    layout = SegmentLayout.pack(segments, capacity=capacity, text_capacity=len(segments))
+    tokens_S1P = torch.zeros(capacity, 1, PACKED.patch_dim)
+    tokens_S1P[: sum(map(len, members))] = torch.cat(members)
+    rows = torch.zeros(layout.num_segments)
+    return tokens_S1P, rows, torch.zeros(len(segments), 1, PACKED.crossattn_emb_size), rows, layout
+
+
+def _pad(clips: list[Tensor]) -> tuple:
+    """What `forward` takes: as long as the longest. Nothing is masked, which costs a padding trainer more yet."""
+    longest = max(clip.shape[1] for clip in clips)
+    x_BCTHW = torch.zeros(len(clips), PACKED.in_channels, longest, SIDE, SIDE)
+    for x_CTHW, clip in zip(x_BCTHW, clips, strict=True):
+        x_CTHW[:, : clip.shape[1]] = clip
+    ones = torch.ones(len(clips))
+    text = torch.zeros(len(clips), 1, PACKED.crossattn_emb_size)
+    return x_BCTHW, 0 * ones, Conditioning(text, ones.long(), ones)
+
+
+def compare_text_of_others(rounds: int) -> Comparison:
     """An upper bound: attention to other ranks' tokens is left out of the whole, and collectives out of the part."""
     num_ranks, grid, text_length = 8, (8, 32, 32), 512
     own = (grid[0] // num_ranks, *grid[1:])
-    config = replace(CONFIG, num_layers=2, hidden_size=1024)
+    config = replace(COSMOS.config, num_layers=2, hidden_size=1024)
     dit = randomised(DiT(config))
     layout = SegmentLayout.pack([Segment(own, text_length)], capacity=math.prod(own), text_capacity=text_length)
     tokens_S1P = torch.randn(math.prod(own), 1, config.patch_dim)
@@ -79,10 +163,10 @@ def _text_of_other_ranks(rounds: int) -> Comparison:
 
     def spared() -> None:
         for block in dit.blocks.values():
-            block.cross_attention.kv(spared_L1D).sum().backward()
+            _backward(block.cross_attention.kv(spared_L1D))
 
     def whole() -> None:
-        dit.forward_packed(tokens_S1P, c_noise_G, text_L1E, fps_G, layout).sum().backward()
+        _backward(dit.forward_packed(tokens_S1P, c_noise_G, text_L1E, fps_G, layout))
 
     return compare("keys and values of other ranks' text / all of a rank, 8 ranks", spared, whole, rounds)
 
@@ -137,7 +221,7 @@ def _torch_step(config: RunConfig, batches) -> Callable[[], object]:
     return step
 
 
-def _optimizer_step(rounds: int) -> Comparison:
+def compare_megatron(rounds: int) -> Comparison:
     from megadit.train.data.loader import build_train_loader
 
     with tempfile.TemporaryDirectory() as folder:
@@ -147,20 +231,25 @@ def _optimizer_step(rounds: int) -> Comparison:
         made = list(itertools.islice(loader, 8))
         ours = _megatron_step(config, itertools.cycle(made))
         theirs = _torch_step(config, itertools.cycle(made))
-        return compare("one step of recipe digits, Megatron TP1 / TorchLayers", ours, theirs, rounds)
+        return compare("one step of recipe digits, Megatron TP1 / TorchLayers", ours, theirs, rounds, limit=1.1)
 
 
 def _run(argv: list[str]) -> None:
-    flags = parse_flags(argv)
-    if flags.threads:
-        torch.set_num_threads(flags.threads)
-    plain = [_forward_backward(flags.rounds), _text_of_other_ranks(flags.rounds)]
+    parser = benchmark_parser("python -m megadit.train.benchmark", "Times training beside other ways to do it.")
+    options = parser.parse_args(argv)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    comparisons = [
+        one for setting in SETTINGS for dtype in DTYPES for one in compare_training(setting, dtype, options.rounds)
+    ]
+    comparisons += [compare_packing(options.rounds), compare_text_of_others(options.rounds)]
     if not torch.cuda.is_available():
         from megadit.models.megatron import cpu_shim
 
         cpu_shim.install()  # before anything imports Megatron, and after what needs an unpatched torch
     # a small step: many of them, for a steady median
-    show("training: megadit / others", [*plain, _optimizer_step(10 * flags.rounds)])
+    comparisons.append(compare_megatron(10 * options.rounds))
+    show("training: megadit / others", comparisons, options.json)
 
 
 def main(argv: list[str]) -> int:

@@ -145,6 +145,8 @@ class OptimizerConfig:
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
     adam_eps: float = 1e-8
+    moments: Precision = "fp32"
+    """Precision of AdamW's two moments; bf16 halves them, rounded at random so that small changes add up."""
     muon_momentum: float = 0.95
     clip_grad: float = 1.0
     """Largest norm of the gradient over all parameters; 0 does not clip."""
@@ -156,6 +158,9 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         require_choice("optimizer.optimizer", self.optimizer, get_args(OptimizerName))
+        require_choice("optimizer.moments", self.moments, get_args(Precision))
+        if self.moments == "bf16" and self.optimizer == "muon":
+            raise UserError("optimizer.moments=bf16 is for optimizer.optimizer=adamw; leave it out with muon")
         require_choice("optimizer.lr_decay_style", self.lr_decay_style, get_args(LRDecayStyle))
         require_positive("optimizer", self, ["lr", "adam_eps"])
         require_not_negative("optimizer", self, ["min_lr", "weight_decay", "clip_grad", "lr_warmup_iters"])

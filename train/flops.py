@@ -1,4 +1,4 @@
-"""Arithmetic of a training step, and how fast a device could do it.
+"""Arithmetic of a training step.
 
 Counted are the multiplications and additions (two operations) of matrix products: all linears of the network as it is,
 once for each video token, word or sample that they read; self-attention, whose cost is the square of each sample's
@@ -6,11 +6,8 @@ tokens (or, along one axis, its tokens times those of a line); cross-attention, 
 norms and activations count nothing. The backward takes twice the forward.
 """
 
-import time
 from functools import lru_cache
 from math import prod
-
-import torch
 
 from megadit.models.config import DiTConfig
 from megadit.models.segments import Segment, SegmentLayout
@@ -18,17 +15,6 @@ from megadit.models.weights import dit_shapes
 
 _TABLES = ("positions.", "class_embedder.")
 """Rows of these are looked up, not multiplied."""
-
-DATASHEET = {
-    ("GB200", torch.bfloat16): 2500e12,
-    ("B200", torch.bfloat16): 2250e12,
-    ("H100 PCIe", torch.bfloat16): 756e12,
-    ("H100", torch.bfloat16): 989e12,
-    ("H200", torch.bfloat16): 989e12,
-    ("A100", torch.bfloat16): 312e12,
-    ("L40S", torch.bfloat16): 362e12,
-}
-"""Dense operations per second from NVIDIA's data sheets, by a part of the device's name; the first match counts."""
 
 
 def training_flops(layout: SegmentLayout, model: DiTConfig) -> int:
@@ -69,31 +55,3 @@ def _reader(name: str) -> str:
         return "word"
     is_of_sample = ".modulation." in name or name.startswith(("sigma_embedder.", "fps_embedder.", "shared_embedder."))
     return "sample" if is_of_sample else "token"
-
-
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations per second of one device: the data sheet's where it is known, else measured in a large product."""
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        for (part, of_dtype), flops in DATASHEET.items():
-            if part in name and of_dtype == dtype:
-                return flops
-    return _measured_flops(device, dtype)
-
-
-def _measured_flops(device: torch.device, dtype: torch.dtype, size: int = 1024, repeats: int = 5) -> float:
-    """The best of several square matrix products on this process's threads."""
-    a = torch.ones(size, size, device=device, dtype=dtype)
-    best = float("inf")
-    for _ in range(repeats):
-        _synchronize(device)
-        start = time.perf_counter()
-        a @ a
-        _synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -11,12 +11,12 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from megadit.models.machine import peak_flops
 from megadit.models.megatron import groups as process_groups
 from megadit.models.support import UserError
 from megadit.train.batches import TrainBatches, validation_batches
 from megadit.train.checkpoint import CheckpointStore, RunState
 from megadit.train.config import RunConfig
-from megadit.train.flops import peak_flops
 from megadit.train.health import Judge, ReadingTime, Trouble
 from megadit.train.metrics import Metrics
 from megadit.train.setup import Training, build_training, precision, start_processes

@@ -11,6 +11,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
+from megadit.train.adamw import HalfMomentAdamW
 from megadit.train.config import OptimizerConfig, RunConfig
 from megadit.train.muon import Muon
 from megadit.train.optimizer_state import DataParallel, named_parameters
@@ -24,7 +25,22 @@ def build_optimizer(config: RunConfig, parts: Sequence[DataParallel]) -> Megatro
     """
     if config.optimizer.optimizer == "muon":
         return _muon(config, parts)
-    return get_megatron_optimizer(_megatron_config(config), list(parts), use_gloo_process_groups=False)
+    optimizer = get_megatron_optimizer(_megatron_config(config), list(parts), use_gloo_process_groups=False)
+    if config.optimizer.moments == "bf16":
+        _halve_moments(optimizer, config.optimizer)
+    return optimizer
+
+
+def _halve_moments(optimizer: MegatronOptimizer, settings: OptimizerConfig) -> None:
+    """Puts our AdamW in the place of the one that Megatron chose, with the same groups, before anything has state."""
+    for part in optimizer.chained_optimizers:
+        part.optimizer = HalfMomentAdamW(
+            part.optimizer.param_groups,
+            lr=settings.lr,
+            betas=(settings.adam_beta1, settings.adam_beta2),
+            eps=settings.adam_eps,
+            weight_decay=settings.weight_decay,
+        )
 
 
 def uses_distributed_optimizer(config: RunConfig) -> bool:

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from megadit.train.adamw import HalfMomentAdamW
 from megadit.train.muon import Muon
 
 DataParallel = _BaseDataParallel
@@ -87,10 +88,13 @@ class OwnedSlice:
 
     def restore_state(self, values: dict[str, Tensor], step: int) -> None:
         """Sets the state as it was after `step` updates, from flat tensors."""
-        state = {name: self._like_key(value.clone().view_as(self.master)) for name, value in values.items()}
+        dtype = torch.bfloat16 if isinstance(self.optimizer, HalfMomentAdamW) else torch.float32
+        state = {
+            name: self._like_key(value.to(dtype, copy=True).view_as(self.master)) for name, value in values.items()
+        }
         if isinstance(self.optimizer, torch.optim.AdamW):
             state["step"] = torch.tensor(float(step))  # one tensor for each: torch adds to it in place
-        elif not isinstance(self.optimizer, Muon):  # TransformerEngine's Adam counts once per group
+        elif not isinstance(self.optimizer, Muon):  # ours and TransformerEngine's count once per group
             for group in self.optimizer.param_groups:
                 group["step"] = step
         self.optimizer.state[self.key] = state

@@ -78,6 +78,7 @@ def train_step(
     if trouble is not None:
         trouble = replace(trouble, samples=_samples(sums, seen))
     else:
+        mark(step, "averaging the weights")
         training.averages.update(step)
     return StepResult(
         loss=loss,

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from megadit.models.megatron.launch import launch
-from megadit.train.__main__ import _warn_of_shared_store, _without_nproc
+from megadit.train.__main__ import _warn_of_shared_store, without_nproc
 
 RANK_PROGRAM = """
 import os, pathlib, signal, sys, time
@@ -70,8 +70,8 @@ def test_sigterm_reaches_every_rank(module, tmp_path):
         (["--recipe", "digits"], ["--recipe", "digits"]),
     ],
 )
-def test_ranks_get_the_command_line_without_nproc(argv, expected):
-    assert _without_nproc(argv) == expected
+def test_ranks_get_the_command_linewithout_nproc(argv, expected):
+    assert without_nproc(argv) == expected
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,8 @@ def _is_muon(config: RunConfig) -> bool:
 
 def _optimizer_bytes(config: RunConfig) -> int:
     """Per parameter: a float32 master copy of bf16 weights, and one (Muon) or two (AdamW) moments."""
-    return (4 if config.train.precision == "bf16" else 0) + (4 if _is_muon(config) else 8)
+    moments = 4 if _is_muon(config) or config.optimizer.moments == "bf16" else 8
+    return (4 if config.train.precision == "bf16" else 0) + moments
 
 
 def _tokens(config: RunConfig, layout: Layout) -> tuple[float, float]:

@@ -161,13 +161,17 @@ def num_sublayers(model: DiTConfig) -> int:
 
 
 def upstream_flops(config: RunConfig) -> float:
-    """Operations of one step by the formula of the published figures: 6 x parameters x tokens, plus self-attention.
+    """Operations of one step by the formula of the published figures."""
+    return config.data.global_batch_size * upstream_pack_flops(typical_pack(config), config.model)
+
+
+def upstream_pack_flops(pack: SegmentLayout, model: DiTConfig) -> float:
+    """6 x parameters x tokens, plus self-attention, forward and backward.
 
     It counts the modulation, which is applied once per sample, as if it were applied to every token.
     """
-    model, pack = config.model, typical_pack(config)
     attention = 3 * sum(4 * s.num_tokens**2 * model.attention_size for s in _samples(pack)) * model.num_layers
-    return config.data.global_batch_size * (6 * count_parameters(model).total * pack.num_tokens + attention)
+    return 6 * count_parameters(model).total * sum(s.num_tokens for s in _samples(pack)) + attention
 
 
 def _samples(pack: SegmentLayout) -> list[Segment]:

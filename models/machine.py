@@ -1,0 +1,130 @@
+"""The machine that figures are measured on: what it is, how fast it multiplies matrices, what its memory holds."""
+
+import os
+import platform
+import resource
+import subprocess
+import time
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DATASHEET = {
+    ("GB200", torch.bfloat16): 2500e12,
+    ("B200", torch.bfloat16): 2250e12,
+    ("H100 PCIe", torch.bfloat16): 756e12,
+    ("H100", torch.bfloat16): 989e12,
+    ("H200", torch.bfloat16): 989e12,
+    ("A100", torch.bfloat16): 312e12,
+    ("L40S", torch.bfloat16): 362e12,
+}
+"""Dense operations per second from NVIDIA's data sheets, by a part of the device's name; the first match counts."""
+
+LIBRARIES = ("torch", "megatron-core", "transformer-engine", "flash-attn", "diffusers", "onnxruntime", "tensorrt")
+
+
+def datasheet_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Operations per second that the maker promises; None where that is not known."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((flops for (part, of), flops in DATASHEET.items() if part in name and of == dtype), None)
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations per second of one device: the data sheet's where it is known, else measured in a large product."""
+    return datasheet_flops(device, dtype) or matmul_flops(device, dtype)
+
+
+def matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.0) -> float:
+    """Operations per second of large square matrix products: the best of five, or of what `seconds` have room for."""
+    size = 8192 if device.type == "cuda" else 1024
+    a = torch.ones(size, size, device=device, dtype=dtype)
+    best, left, begin = float("inf"), 5, time.perf_counter()
+    while left > 0 or time.perf_counter() - begin < seconds:
+        synchronize(device)
+        start = time.perf_counter()
+        a @ a
+        synchronize(device)
+        best, left = min(best, time.perf_counter() - start), left - 1
+    return 2 * size**3 / best
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done all that it was told."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """`peak_memory` forgets what came before (on a CPU, where Linux allows it)."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the most that torch held on the GPU; on a CPU, that the process had in memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Hardware, versions and commit, as JSON values; None for what is not there."""
+    gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return {
+        "gpu": gpu.name if gpu else None,
+        "gpu_memory_gb": round(gpu.total_memory / 1e9, 1) if gpu else None,
+        "cuda": torch.version.cuda if gpu else None,
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
+        "python": platform.python_version(),
+        **{library: _version(library) for library in LIBRARIES},
+        "commit": commit(),
+    }
+
+
+def describe_in_words(about: dict[str, Any]) -> str:
+    """`describe` in a line."""
+    return ", ".join(f"{name} {value}" for name, value in about.items() if value is not None)
+
+
+def commit() -> str | None:
+    """The commit of this package, with a + where files differ from it; None where it was installed without git."""
+    folder = Path(__file__).resolve().parent.parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True).stdout
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel").strip()).resolve() != folder:
+            return None  # an environment inside another repository
+        return git("rev-parse", "--short", "HEAD").strip() + ("+" if git("status", "--porcelain").strip() else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def _version(library: str) -> str | None:
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,57 @@
+"""torch.compile takes the whole network as one graph, which serves all batch and video sizes."""
+
+import pytest
+import torch
+
+from megadit.infer.runtimes.torch import TorchDenoiser
+from megadit.models.conditioning import Conditioning
+from megadit.models.config import DiTConfig
+from megadit.models.dit import DiT
+
+COMMON = {"num_layers": 1, "hidden_size": 48, "num_attention_heads": 4, "in_channels": 4, "crossattn_emb_size": 2}
+NETWORKS = {
+    "megadit": DiTConfig(**COMMON),
+    "cosmos": DiTConfig(
+        **COMMON, family="cosmos", adaln_lora_dim=6, learned_positions=(8, 8, 8), padding_mask_channel=True
+    ),
+    "nemo": DiTConfig(**COMMON | {"hidden_size": 260}, family="nemo", position_embedding="sincos"),
+    "dfm": DiTConfig(**COMMON | {"hidden_size": 260}, family="dfm", position_embedding="sincos", adaln_lora_dim=6),
+    "dit": DiTConfig(
+        **COMMON, family="dit", position_embedding="sincos", qk_layernorm=False, num_classes=600, preconditioner="vp"
+    ),
+}
+OTHERS = [name for name in NETWORKS if name != "megadit"]
+SIZES = ((5, 3, 8, 12), (4, 2, 8, 4), (3, 5, 6, 6))
+"""Batch, latent frames, height, width; the first all different, as the compiler takes equal ones for one size."""
+
+
+def random_network(config: DiTConfig) -> DiT:
+    torch.manual_seed(0)
+    dit = DiT(config)
+    for parameter in dit.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return dit
+
+
+def inputs(batch: int, *size: int) -> tuple[torch.Tensor, torch.Tensor, Conditioning]:
+    torch.manual_seed(1)
+    text_BLE = torch.randint(0, 3, (batch, batch + 2, 2)).float()
+    conditioning = Conditioning(text_BLE, torch.arange(batch), torch.linspace(8, 30, batch))
+    return torch.randn(batch, 4, *size), torch.linspace(0.1, 9, batch), conditioning
+
+
+@pytest.mark.parametrize("name", ["megadit", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+def test_one_graph_without_breaks_serves_all_sizes(name):
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    eager = TorchDenoiser(random_network(NETWORKS[name]))
+    compiled = TorchDenoiser(random_network(NETWORKS[name]))
+    torch._dynamo.reset()
+    compiled._denoiser.compile(dynamic=True, fullgraph=True, backend=backend)
+    for size in SIZES:
+        torch.testing.assert_close(compiled(*inputs(*size)), eager(*inputs(*size)), rtol=1e-4, atol=1e-4)
+    assert len(graphs) == 1

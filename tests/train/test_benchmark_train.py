@@ -1,0 +1,135 @@
+"""`megadit benchmark train`: its figures agree with each other and with the run they are of."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megadit.train import benchmark_train
+from megadit.train.benchmark_growth import AXES, BASE, RECIPE, Exponents, Point, draw, table_of
+from megadit.train.config_checks import check_layout
+from megadit.train.measure import ELEMENTWISE, OPERATIONS, kind_of
+from megadit.train.overrides import resolve_config
+from megadit.train.plan.work import count_parameters, upstream_pack_flops
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """(what the command printed, its JSON, its trace)."""
+    folder = tmp_path_factory.mktemp("benchmark")
+    command = [sys.executable, "-m", "megadit.train.benchmark_train", "--recipe", "digits_tiny", "train.num_threads=1"]
+    command += ["--steps", "3", "--warmup", "1", "--json", folder / "figures.json", "--trace", folder / "trace.json"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=400, cwd=folder, env=os.environ | {"COLUMNS": "150"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in folder.iterdir()} == {"figures.json", "trace.json"}, "it leaves nothing else"
+    return done.stdout, *(json.loads((folder / name).read_text()) for name in ("figures.json", "trace.json"))
+
+
+def test_figures_agree_with_each_other(measured):
+    _, record, _ = measured
+    figures, config = record["figures"], resolve_config("digits_tiny")
+    assert figures["parameters"] == count_parameters(config.model).total
+    assert figures["seconds_lowest"] <= figures["seconds"] <= figures["seconds_highest"]
+    assert figures["tokens_per_second"] == pytest.approx(figures["tokens_per_step"] / figures["seconds"])
+    places = config.data.global_batch_size * config.data.seq_length
+    assert figures["fill"] == pytest.approx(figures["tokens_per_step"] / places) and 0.5 < figures["fill"] <= 1
+    assert figures["peak_memory_gb"] >= figures["empty_memory_gb"] > 0
+    for shares in (figures["parts"], figures["operations"]):
+        assert sum(shares.values()) == pytest.approx(1) and min(shares.values()) >= 0
+    assert {"computing losses and gradients", "updating the weights"} <= set(figures["parts"])
+    assert {"attention", "matrix products", ELEMENTWISE} <= set(figures["operations"])
+
+
+def test_the_published_formula_counts_modulation_for_every_token(measured):
+    """6 x parameters x tokens is a lower bound of it; of what is computed it is twice as much for such short clips."""
+    _, record, _ = measured
+    figures = record["figures"]
+    flops = figures["upstream_tflops"] * 1e12 * figures["seconds"]
+    assert flops > 6 * figures["parameters"] * figures["tokens_per_step"]
+    assert flops < 1.2 * 6 * figures["parameters"] * figures["tokens_per_step"]
+    assert 1.2 < figures["upstream_tflops"] / figures["tflops"] < 3
+
+
+def test_the_machine_and_versions_stand_beside_the_figures(measured):
+    printed, record, trace = measured
+    about = record["machine"]
+    assert about["processor"] and about["torch"] and about["cores"] >= 1 and about["ranks"] == 1
+    for words in ("tokens/s/device", "upstream formula", "MFU of the measured matmul rate", about["torch"]):
+        assert words in printed
+    assert any("aten::" in event.get("name", "") for event in trace["traceEvents"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "no recipe"),
+        (["--recipe", "digts"], "did you mean 'digits'"),
+        (["--recipe", "digits", "--steps", "0"], "--steps 0 must be 1 or more"),
+        (["--recipe", "digits", "optimizer.leer=1"], "optimizer.lr"),
+        (["--recipe", "digits", "data.path=/nowhere"], "data.path=/nowhere"),
+    ],
+)
+def test_a_mistake_is_one_line(argv, message, capsys):
+    assert benchmark_train.main(argv) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_kinds_of_operations():
+    assert kind_of("aten::_scaled_dot_product_flash_attention_for_cpu") == "attention"
+    assert kind_of("void flash_fwd_kernel<cutlass_gemm>") == "attention"
+    assert kind_of("sm90_xmma_gemm_bf16") == "matrix products"
+    assert kind_of("ncclDevKernel_AllReduce") == "communication"
+    assert kind_of("triton_red_fused_native_layer_norm") == ELEMENTWISE
+    assert len({kind for kind, _ in OPERATIONS}) == len(OPERATIONS)
+
+
+def test_the_upstream_formula_of_a_pack():
+    from megadit.models.segments import Segment, SegmentLayout
+
+    model = resolve_config("digits_tiny").model
+    pack = SegmentLayout.pack([Segment((1, 4, 4), 2), Segment((3, 4, 4), 0)], capacity=96, text_capacity=8)
+    attention = 12 * (16**2 + 48**2) * model.attention_size * model.num_layers
+    assert upstream_pack_flops(pack, model) == 6 * count_parameters(model).total * 64 + attention
+
+
+@pytest.mark.parametrize("name", AXES)
+def test_every_point_of_growth_is_a_run(name):
+    axis = AXES[name]
+    for value in axis.values:
+        config = resolve_config(RECIPE, overrides=["data.mock=true", *BASE, *axis.overrides(value)])
+        assert check_layout(config, axis.num_ranks(value)) == axis.num_ranks(value)
+        lengths = [height * width * frames for frames, height, width in config.data.mock_latent_shapes]
+        if name == "segments":
+            assert len(set(lengths)) == value and sum(lengths) <= 8192
+        if name == "tokens":
+            assert lengths == [value]
+
+
+def test_exponents_are_the_slopes(tmp_path):
+    places = [1000.0, 2000.0, 4000.0, 8000.0]
+    cube = Exponents.of(places, [5 * place**3 for place in places])
+    assert cube.overall == pytest.approx(3) and cube.last == pytest.approx(3)
+    mixed = Exponents.of(places, [place + place**2 / 4000 for place in places])
+    assert 1 < mixed.overall < mixed.last < 2
+    points = [Point(place=x, seconds=x**2, operations=x**1.5, memory=x, planned_memory=2 * x) for x in places]
+    draw({"tokens": points}, tmp_path / "growth.png")
+    assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
+    assert list(table_of({"tokens": points}).columns[2].cells) == ["+2.00 (+2.00)"]
+
+
+@pytest.mark.slow
+def test_growth_is_measured_in_processes_of_its_own(tmp_path):
+    command = [sys.executable, "-m", "megadit.train.benchmark_growth", str(tmp_path), "--along", "tokens", "ranks"]
+    done = subprocess.run([*command, "--points", "2", "--steps", "1"], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    growth = json.loads((tmp_path / "growth.json").read_text())
+    assert [point["place"] for point in growth["tokens"]] == [1024, 2048]
+    # attention is a tenth of the operations at 1,024 tokens of this width
+    assert 2 < growth["tokens"][1]["operations"] / growth["tokens"][0]["operations"] < 4
+    assert growth["ranks"][1]["operations"] == pytest.approx(growth["ranks"][0]["operations"], rel=0.1)
+    assert (tmp_path / "growth.png").exists()

@@ -1,0 +1,245 @@
+"""`megadit benchmark growth`: how time and memory of a training step grow, with the exponent of each.
+
+    megadit benchmark growth FOLDER [--along tokens segments parameters ranks] [--steps 3]
+
+Every point is a run of `megadit benchmark train` in processes of its own, whose figures stay in FOLDER beside a table
+and a picture. An exponent is the slope of a line through the points in a double logarithmic plot. Beside that of the
+time stands that of the operations, counted; beside that of the memory, that of the planner's estimate.
+"""
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from math import log
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megadit.models.support import (
+    CommandParser,
+    Progress,
+    UserError,
+    atomic_path,
+    nearest,
+    read_json,
+    run_command,
+    write_json,
+)
+
+RECIPE = "digits_tiny"
+BASE = (
+    *("model.num_layers=1", "model.hidden_size=64", "model.num_attention_heads=2", "model.in_channels=16"),
+    *("data.global_batch_size=1", "data.text_dropout=0", "optimizer.optimizer=adamw", "ema.sigma_rels=[]"),
+)
+"""So small that 65,536 tokens take seconds on a CPU."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Axis:
+    """One thing that grows, all else as in `BASE`."""
+
+    values: tuple[int, ...]
+    overrides: Callable[[int], list[str]]
+    unit: str
+    reading: Callable[[int, dict[str, Any]], float] = lambda value, figures: value
+    """The place on the axis, from the value and what was measured."""
+    num_ranks: Callable[[int], int] = lambda value: 1
+
+
+def _tokens(value: int) -> list[str]:
+    """One sample of `value` tokens."""
+    shape = f"[[{value // 1024},32,32]]"
+    return [f"data.seq_length={value}", f"data.mock_latent_shapes={shape}"]
+
+
+def _segments(value: int) -> list[str]:
+    """8,192 tokens in samples that all differ in length, so that no two can be computed together."""
+    length = 8192 // value
+    shapes = [[1, 1, length - value // 2 + index] for index in range(value)]
+    return ["data.seq_length=8192", "data.text_seq_length=1024", f"data.mock_latent_shapes={shapes}"]
+
+
+def _parameters(value: int) -> list[str]:
+    """A network of width `value`, on 1,024 tokens."""
+    return [*_tokens(1024), f"model.hidden_size={value}", f"model.num_attention_heads={value // 32}"]
+
+
+def _ranks(value: int) -> list[str]:
+    """As many packs as data-parallel ranks."""
+    return [*_tokens(2048), "model.hidden_size=256", f"data.global_batch_size={value}"]
+
+
+AXES = {
+    "tokens": Axis(values=tuple(1024 * 2**i for i in range(7)), overrides=_tokens, unit="tokens of one sample"),
+    "segments": Axis(values=(1, 2, 4, 8, 16, 32, 64), overrides=_segments, unit="samples in a pack of 8,192 tokens"),
+    "parameters": Axis(
+        values=(64, 128, 256, 512, 1024),
+        overrides=_parameters,
+        unit="parameters",
+        reading=lambda value, figures: figures["parameters"],
+    ),
+    "ranks": Axis(values=(1, 2, 4), overrides=_ranks, unit="data-parallel ranks, a pack each", num_ranks=lambda n: n),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """One run; all but `place` of one rank."""
+
+    place: float
+    seconds: float
+    """Of processors, in a step: other work on the machine disturbs it least."""
+    operations: float
+    memory: float
+    """Bytes beside what the process takes without a network."""
+    planned_memory: float
+
+
+@dataclass(frozen=True, slots=True)
+class Exponents:
+    """Slopes through all points, and through the last two."""
+
+    overall: float
+    last: float
+
+    @classmethod
+    def of(cls, places: Sequence[float], values: Sequence[float]) -> "Exponents":
+        """By least squares in logarithms."""
+        return cls(_slope(places, values), _slope(places[-2:], values[-2:]))
+
+    def __str__(self) -> str:
+        return f"{self.overall:+.2f} ({self.last:+.2f})"
+
+
+def _slope(places: Sequence[float], values: Sequence[float]) -> float:
+    xs, ys = ([log(value) for value in column] for column in (places, values))
+    x_mean, y_mean = sum(xs) / len(xs), sum(ys) / len(ys)
+    covariance = sum((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys, strict=True))
+    return covariance / sum((x - x_mean) ** 2 for x in xs)
+
+
+def measure_point(axis: Axis, value: int, file: Path, steps: int) -> Point:
+    """Runs the benchmark of this value; `file` keeps its figures.
+
+    Raises:
+        UserError: if the run failed, with its last words.
+    """
+    ranks, overrides = axis.num_ranks(value), [*BASE, *axis.overrides(value)]
+    command = [sys.executable, "-m", "megadit.train.benchmark_train", "--recipe", RECIPE, "--warmup", "1"]
+    command += ["--steps", str(steps), "--json", str(file), *overrides] + (["--nproc", str(ranks)] if ranks > 1 else [])
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"{' '.join(command)}: {(done.stderr.strip().splitlines() or ['failed'])[-1]}")
+    figures = read_json(file)["figures"]
+    return Point(
+        place=axis.reading(value, figures),
+        seconds=figures["processor_seconds"],
+        operations=figures["tflops"] * 1e12 * figures["seconds"],
+        memory=(figures["peak_memory_gb"] - figures["empty_memory_gb"]) * 1e9,
+        planned_memory=_planned_memory(overrides, ranks),
+    )
+
+
+def _planned_memory(overrides: list[str], ranks: int) -> float:
+    from megadit.train.overrides import resolve_config
+    from megadit.train.plan.layout import Layout
+    from megadit.train.plan.memory import memory_of
+
+    config = resolve_config(RECIPE, overrides=["data.mock=true", *overrides])
+    return memory_of(config, Layout.of(config, ranks)).total
+
+
+CURVES = (("seconds", "operations"), ("memory", "planned_memory"))
+"""What is measured, and what it is held against."""
+
+
+def exponents(points: Sequence[Point]) -> dict[str, Exponents]:
+    """Of all that a point has."""
+    places = [point.place for point in points]
+    return {name: Exponents.of(places, [getattr(point, name) for point in points]) for pair in CURVES for name in pair}
+
+
+def draw(curves: dict[str, list[Point]], path: Path) -> None:
+    """A picture: time above, memory below, what is demanded dashed (brought to the height of the last point)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, rows = plt.subplots(2, len(curves), figsize=(4 * len(curves), 6), squeeze=False, layout="constrained")
+    for column, (name, points) in enumerate(curves.items()):
+        places, found = [point.place for point in points], exponents(points)
+        for plot, (measured, demanded), label in zip(rows[:, column], CURVES, ("s of a processor", "GB"), strict=True):
+            ours, theirs = ([getattr(point, kind) for point in points] for kind in (measured, demanded))
+            unit = 1e9 if measured == "memory" else 1
+            plot.loglog(places, [y / unit for y in ours], "o-", label=f"measured {found[measured]}")
+            height = ours[-1] / theirs[-1] / unit
+            plot.loglog(
+                places, [y * height for y in theirs], "k--", label=f"{demanded.replace('_', ' ')} {found[demanded]}"
+            )
+            plot.set(xlabel=AXES[name].unit, ylabel=label)
+            plot.legend(fontsize=7)
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, dpi=100)
+    plt.close(figure)
+
+
+def table_of(curves: dict[str, list[Point]]) -> Table:
+    table = Table(
+        "along", "points", "time", "operations", "memory", "planned", title="exponents (between the last two)"
+    )
+    for name, points in curves.items():
+        found = exponents(points)
+        ends = f"{points[0].place:,.0f} to {points[-1].place:,.0f} {AXES[name].unit}"
+        table.add_row(name, ends, *(str(found[kind]) for pair in CURVES for kind in pair))
+    return table
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(prog="megadit benchmark growth", description="How a training step's cost grows, measured.")
+    parser.add_argument(
+        "folder", metavar="FOLDER", type=Path, help="for growth.png, growth.json and every run's figures"
+    )
+    parser.add_argument(
+        "--along", nargs="+", default=list(AXES), metavar="NAME", help=f"{', '.join(AXES)} (default: all)"
+    )
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="timed at each point (default: 3)")
+    parser.add_argument("--points", type=int, metavar="N", help="the first N of each axis alone")
+    return parser
+
+
+def _run(argv: list[str]) -> None:
+    options = _parser().parse_args(argv)
+    for name in options.along:
+        if name not in AXES:
+            near = nearest(name, AXES)
+            hint = f"did you mean {near!r}?" if near else f"choose among {', '.join(AXES)}"
+            raise UserError(f"--along {name}: nothing grows along that; {hint}")
+    if options.points is not None and options.points < 2:
+        raise UserError(f"--points {options.points} must be at least 2")
+    options.folder.mkdir(parents=True, exist_ok=True)
+    values = {name: AXES[name].values[: options.points] for name in options.along}
+    curves: dict[str, list[Point]] = {name: [] for name in values}
+    with Progress(sum(map(len, values.values())), "measuring") as bar:
+        for name, several in values.items():
+            for value in several:
+                file = options.folder / f"{name}-{value}.json"
+                curves[name].append(measure_point(AXES[name], value, file, options.steps))
+                bar.advance()
+    draw(curves, options.folder / "growth.png")
+    write_json(
+        options.folder / "growth.json", {name: [asdict(point) for point in curve] for name, curve in curves.items()}
+    )
+    Console().print(table_of(curves))
+    print(options.folder / "growth.png")
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run_command(_run, sys.argv[1:] if argv is None else argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

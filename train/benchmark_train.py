@@ -1,0 +1,135 @@
+"""`megadit benchmark train`: what one optimizer step of a recipe costs on this machine, and what it is spent on.
+
+    megadit benchmark train --recipe digits [section.key=value ...] [--nproc 2] [--steps 10] [--json FILE]
+
+The steps are those of `megadit train`, on mock data unless `data.path` is given; nothing of the run is kept. Operations
+are counted as `flops` says (recomputation adds nothing), and by the formula of the published figures beside it.
+"""
+
+import argparse
+import functools
+import os
+import sys
+import tempfile
+from dataclasses import asdict, replace
+from typing import Any
+
+from rich.console import Console
+
+from megadit.models.support import CommandParser, Progress, UserError, run_command, write_json
+from megadit.train.__main__ import without_nproc
+from megadit.train.config import RunConfig
+from megadit.train.config_checks import check_inputs, check_layout
+from megadit.train.overrides import resolve_config
+from megadit.train.recipes import RECIPES
+from megadit.train.step_figures import StepFigures, shares_of, table_of
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    return run_command(functools.partial(_run, debug="--debug" in argv), argv)
+
+
+def _run(argv: list[str], *, debug: bool) -> int:
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    try:
+        options = _parse(argv)
+        config = _config(options)
+        check_layout(config, options.nproc or world_size)
+        check_inputs(config)
+    except UserError:
+        if rank == 0:  # every rank finds the same mistake; one of them says so
+            raise
+        return 2
+    if options.nproc:
+        from megadit.models.megatron.launch import launch
+
+        rank_argv = without_nproc(argv) + (["--debug"] if debug else [])
+        return launch("megadit.train.benchmark_train", rank_argv, num_processes=options.nproc)
+    import torch
+
+    if not torch.cuda.is_available():
+        from megadit.models.megatron import cpu_shim
+
+        cpu_shim.install()  # before anything imports Megatron
+    with tempfile.TemporaryDirectory() as folder:
+        run = replace(config, train=replace(config.train, output_dir=folder))
+        figures, about = _measure(run, options)
+    if rank == 0:
+        _tell(config, figures, about, options)
+    return 0
+
+
+def _measure(config: RunConfig, options: argparse.Namespace) -> tuple[StepFigures, dict[str, Any]]:
+    from megadit.models.machine import describe
+    from megadit.models.megatron import groups as process_groups
+    from megadit.train.measure import measure_steps
+    from megadit.train.setup import start_processes
+
+    groups = start_processes(config)
+    try:
+        with Progress(options.warmup + options.steps + 1, "measuring", enabled=groups.is_first) as bar:
+            figures = measure_steps(
+                config, groups, warmup=options.warmup, steps=options.steps, trace=options.trace, advance=bar.advance
+            )
+        return figures, describe(groups.device) | {"ranks": groups.world_size}
+    finally:
+        process_groups.destroy()
+
+
+def _config(options: argparse.Namespace) -> RunConfig:
+    """The recipe's run, without what a benchmark leaves out: validation, logs, checkpoints."""
+    fixed = ["validation.interval=0", "logger.tensorboard=false", "train.output_dir=."]
+    config = resolve_config(options.recipe, config_file=options.config_file, overrides=[*options.overrides, *fixed])
+    if config.data.path is None and not config.data.mock:
+        config = replace(config, data=replace(config.data, mock=True))
+    return config
+
+
+def _tell(config: RunConfig, figures: StepFigures, about: dict[str, Any], options: argparse.Namespace) -> None:
+    from megadit.models.machine import describe_in_words
+
+    console = Console()
+    console.print(table_of(config, figures))
+    console.print(shares_of(figures))
+    console.print(describe_in_words(about), soft_wrap=True)
+    if options.json:
+        record = {"recipe": config.recipe, "overrides": options.overrides, "machine": about, "figures": asdict(figures)}
+        write_json(options.json, record)
+        print(options.json)
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    options = _parser().parse_args(argv)
+    for name, least in (("nproc", 1), ("steps", 1), ("warmup", 0)):
+        if (value := getattr(options, name)) is not None and value < least:
+            raise UserError(f"--{name} {value} must be {least} or more")
+    if options.nproc and "RANK" in os.environ:
+        raise UserError("--nproc starts ranks itself; leave it out under torchrun")
+    return options
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        prog="megadit benchmark train",
+        usage="megadit benchmark train --recipe NAME [options] [section.key=value ...]",
+        description="Times optimizer steps of a recipe on this machine. Later wins: recipe < --config-file < "
+        "section.key=value.",
+        epilog=f"recipes: {', '.join(RECIPES)}",
+    )
+    parser.add_argument("--recipe", metavar="NAME", help="the run whose steps are timed")
+    parser.add_argument("--config-file", metavar="FILE", help="YAML with values to change")
+    parser.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps timed (default: 10)")
+    parser.add_argument("--warmup", type=int, default=3, metavar="N", help="steps before, not counted (default: 3)")
+    parser.add_argument(
+        "--trace", metavar="FILE", help="also write a Chrome trace of one step (https://ui.perfetto.dev)"
+    )
+    parser.add_argument("--json", default="", metavar="FILE", help="also write the figures here")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of user errors")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change single values")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,205 @@
+"""Optimizer steps timed: how long, how much, how full, and what the time goes to."""
+
+import itertools
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile
+
+from megadit.models.machine import datasheet_flops, matmul_flops, peak_memory, reset_peak_memory, synchronize
+from megadit.models.megatron.groups import Groups
+from megadit.train.batches import TrainBatches
+from megadit.train.config import RunConfig
+from megadit.train.data.batch import PackedBatch
+from megadit.train.plan.work import count_parameters, upstream_pack_flops
+from megadit.train.setup import Training, build_training, precision
+from megadit.train.step import StepResult, train_step
+from megadit.train.step_figures import StepFigures
+
+OPERATIONS = (
+    ("attention", ("scaled_dot_product", "flash", "fmha", "varlen")),
+    ("communication", ("nccl", "gloo", "c10d")),
+    ("matrix products", ("gemm", "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "mkldnn", "nvjet")),
+    ("update and averages", ("adam", "_foreach_", "multi_tensor", "lerp")),
+    ("copies and casts", ("copy", "memcpy", "memset", "aten::cat", "catarray", "aten::fill_", "aten::zero_")),
+)
+"""Kind -> parts of the names of operations and kernels; the first match counts, what matches none is `elementwise`."""
+ELEMENTWISE = "elementwise"
+
+
+class Timing(NamedTuple):
+    """One step, in seconds of the clock and of this process's processors."""
+
+    seconds: float
+    processor_seconds: float
+    result: StepResult
+
+
+@dataclass
+class _Watched:
+    """The batches, with the operations that the published formula would count for those that went by."""
+
+    batches: Iterator[PackedBatch]
+    config: RunConfig
+    upstream_flops: float = 0.0
+
+    def __next__(self) -> PackedBatch:
+        batch = next(self.batches)
+        self.upstream_flops += upstream_pack_flops(batch.layout, self.config.model)
+        return batch
+
+
+def measure_steps(
+    config: RunConfig,
+    groups: Groups,
+    *,
+    warmup: int,
+    steps: int,
+    trace: str | None = None,
+    advance: Callable[[], None] = lambda: None,
+) -> StepFigures:
+    """Times `steps` optimizer steps after `warmup` others, and watches one more closely. Every rank calls this.
+
+    Args:
+        config: the run; its weights and data are made and thrown away.
+        groups: see `start_processes`.
+        trace: a file for a Chrome trace of the watched step, written by the first rank.
+        advance: called after each step.
+    """
+    device = groups.device
+    reset_peak_memory(device)
+    empty = peak_memory(device)
+    training = build_training(config, groups)
+    watched = _Watched(TrainBatches(config, groups), config)
+    timings = []
+    for step in range(1, warmup + steps + 1):
+        if step == warmup + 1:
+            reset_peak_memory(device)
+            watched.upstream_flops = 0.0
+        timings.append(_timed_step(training, watched, step))
+        advance()
+    timings = timings[warmup:]
+    memory = _largest(peak_memory(device), device)
+    upstream = _sum_over_copies(watched.upstream_flops, groups) / steps
+    parts, operations = _watch_step(training, watched, warmup + steps + 1, trace if groups.is_first else None)
+    advance()
+    return _figures(config, groups, timings, upstream, (memory, empty), parts, operations)
+
+
+def _timed_step(training: Training, batches: _Watched, step: int) -> Timing:
+    device = training.groups.device
+    synchronize(device)
+    start, processor = time.perf_counter(), time.process_time()
+    result = train_step(training, batches, step)
+    synchronize(device)
+    return Timing(time.perf_counter() - start, time.process_time() - processor, result)
+
+
+def _watch_step(
+    training: Training, batches: _Watched, step: int, trace: str | None
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Shares of a step's time by what the loop says that it is doing, and of its computing by kind of operation."""
+    device, marks = training.groups.device, []
+
+    def mark(_: int, doing: str) -> None:
+        synchronize(device)
+        marks.append((doing, time.perf_counter()))
+
+    on_gpu = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu) as profiler:
+        train_step(training, batches, step, mark=mark)
+        mark(step, "")
+    if trace is not None:
+        profiler.export_chrome_trace(trace)
+    parts: defaultdict[str, float] = defaultdict(float)
+    for (doing, now), (_, then) in itertools.pairwise(marks):
+        parts[doing] += then - now
+    operations: defaultdict[str, float] = defaultdict(float)
+    for event in profiler.events():
+        operations[kind_of(event.name)] += _own_time(event, on_gpu)
+    return _shares(parts), _shares(operations)
+
+
+def _shares(seconds: dict[str, float]) -> dict[str, float]:
+    """The largest first."""
+    total = sum(seconds.values())
+    shares = {name: value / total for name, value in seconds.items() if value}
+    return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+
+def _own_time(event: FunctionEvent, on_gpu: bool) -> float:
+    """What an event took itself, on the device that computes."""
+    is_kernel = event.device_type == torch.autograd.DeviceType.CUDA
+    if is_kernel != on_gpu or getattr(event, "is_user_annotation", False):
+        return 0.0
+    return event.self_device_time_total if on_gpu else event.self_cpu_time_total
+
+
+def kind_of(name: str) -> str:
+    """The kind of an operation or kernel of this name, as in `OPERATIONS`."""
+    name = name.lower()
+    return next((kind for kind, parts in OPERATIONS if any(part in name for part in parts)), ELEMENTWISE)
+
+
+def _figures(
+    config: RunConfig,
+    groups: Groups,
+    timings: list[Timing],
+    upstream: float,
+    memory: tuple[int, int],
+    parts: dict[str, float],
+    operations: dict[str, float],
+) -> StepFigures:
+    seconds = [timing.seconds for timing in timings]
+    median = statistics.median(seconds)
+    results = [timing.result for timing in timings]
+    tokens = statistics.mean(result.tokens for result in results)
+    device, dtype = groups.device, precision(config)
+    datasheet = datasheet_flops(device, dtype)
+    return StepFigures(
+        parameters=count_parameters(config.model).total,
+        tokens_per_step=tokens,
+        samples_per_step=statistics.mean(result.samples for result in results),
+        fill=tokens / (config.data.global_batch_size * config.data.seq_length),
+        seconds=median,
+        seconds_lowest=min(seconds),
+        seconds_highest=max(seconds),
+        processor_seconds=statistics.median(timing.processor_seconds for timing in timings),
+        reading_share=sum(result.reading_seconds for result in results) / sum(seconds),
+        tokens_per_second=tokens / median / groups.world_size,
+        tflops=statistics.mean(result.flops for result in results) / median / groups.world_size / 1e12,
+        upstream_tflops=upstream / median / groups.world_size / 1e12,
+        matmul_tflops=_smallest(matmul_flops(device, dtype, seconds=1.0), device) / 1e12,
+        datasheet_tflops=None if datasheet is None else datasheet / 1e12,
+        peak_memory_gb=memory[0] / 1e9,
+        empty_memory_gb=memory[1] / 1e9 if device.type == "cpu" else 0.0,
+        parts=parts,
+        operations=operations,
+    )
+
+
+def _sum_over_copies(value: float, groups: Groups) -> float:
+    """Over the ranks that read, each of which counts for all ranks of its copy of the model."""
+    return _reduce(value if groups.copy.rank() == 0 else 0.0, groups.device, dist.ReduceOp.SUM)
+
+
+def _largest(value: float, device: torch.device) -> float:
+    return _reduce(value, device, dist.ReduceOp.MAX)
+
+
+def _smallest(value: float, device: torch.device) -> float:
+    return _reduce(value, device, dist.ReduceOp.MIN)
+
+
+def _reduce(value: float, device: torch.device, operation: dist.ReduceOp) -> float:
+    """Over all ranks."""
+    tensor = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, operation)
+    return tensor.item()
