@@ -139,6 +139,7 @@ NEEDS = {
     "parallel.virtual_pipeline_model_parallel_size": ["parallel.pipeline_model_parallel_size=2"],
     "parallel.sequence_parallel": ["parallel.tensor_model_parallel_size=2"],
     "parallel.recompute_num_layers": ["parallel.recompute_granularity=full"],
+    "optimizer.moments": ["optimizer.optimizer=adamw"],
     "model.family": ["model.hidden_size=256", "model.position_embedding=sincos"],
     "model.num_classes": ["model.family=dit", "model.num_classes=5", "model.crossattn_emb_size=2"],
     "model.compat": ["model.family=moviegen", "model.hidden_size=256"],
