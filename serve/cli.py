@@ -27,6 +27,7 @@ VERBS: dict[str, tuple[str, str]] = {
         "turn a bundle into a model repository of Triton's",
     ),
     "serve run": ("megadit.serve.run:main", "run a Triton server of a model repository"),
+    "serve up": ("megadit.serve.up:main", "keep a Triton server and the video API in front of it running"),
     "serve gateway": ("megadit.serve.gateway.command:main", "serve the video API in front of Triton servers"),
     "serve keys": ("megadit.serve.gateway.command:keys", "add, list and revoke keys of the gateway"),
     "serve ask": ("megadit.serve.ask:main", "ask a running service for videos"),

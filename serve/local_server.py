@@ -1,21 +1,17 @@
 """A tritonserver of our own: started, watched and stopped so that nothing of it is left behind."""
 
-import ctypes
 import os
 import secrets
-import signal
 import socket
-import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from megadit.models.support import UserError
+from megadit.serve.supervise import Ailment, Child
 from megadit.serve.triton_binary import TritonBinary, find_triton
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -26,7 +22,10 @@ A Triton that has turned requests away for a full queue takes all of it: it keep
 """
 START_SECONDS = 600
 """How long loading the models may take; engines of large networks take minutes."""
-_PR_SET_PDEATHSIG = 1
+HANG_SECONDS = 15.0
+"""How long a server may answer nothing before it counts as hanging."""
+_DEAD_STUB_SECONDS = 2.0
+"""How long a stub may be dead: Triton buries those that it ends itself, and serves no more once one died on its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +75,7 @@ class LocalServer:
         models: tuple[str, ...] = ("*",),
         log: Path | None = None,
         stop_seconds: int = STOP_SECONDS,
+        hang_seconds: float = HANG_SECONDS,
         arguments: tuple[str, ...] = (),
     ) -> None:
         """`models` are loaded at start (none: an empty tuple); `log` takes the server's output (None: our own).
@@ -90,10 +90,21 @@ class LocalServer:
             raise UserError(f"{repository} is not a model repository; `megadit serve build-repository` makes one")
         self.host = host
         self.ports = ports or Ports.free()
-        self._models, self._log, self._stop_seconds, self._arguments = models, log, stop_seconds, arguments
+        self._models, self._log, self._arguments = models, log, arguments
+        self._stop_seconds, self._hang_seconds = stop_seconds, hang_seconds
         self._triton = find_triton()
         self._prefix = f"megadit_{os.getpid()}_{secrets.token_hex(4)}_"
-        self._process: subprocess.Popen | None = None
+        self._child: Child | None = None
+
+    name = "tritonserver"
+
+    @property
+    def addresses(self) -> str:
+        return f"http {self.http_url}, grpc {self.grpc_url}"
+
+    @property
+    def killed_because(self) -> str | None:
+        return self._child.killed_because if self._child else None
 
     @property
     def http_url(self) -> str:
@@ -105,8 +116,8 @@ class LocalServer:
 
     @property
     def process_group(self) -> int:
-        assert self._process is not None
-        return self._process.pid
+        assert self._child is not None
+        return self._child.pid
 
     def __enter__(self) -> "LocalServer":
         self.start()
@@ -127,20 +138,7 @@ class LocalServer:
             UserError: if a port is taken.
         """
         self.ports.check_free(self.host)
-        output: IO | None = self._log.open("ab") if self._log else None
-        try:
-            self._process = subprocess.Popen(
-                self.command(self._triton),
-                env=self._triton.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT if output else None,
-                start_new_session=True,
-                preexec_fn=_end_with_parent,
-            )
-        finally:
-            if output:
-                output.close()
+        self._child = Child(self.command(self._triton), environment=self._triton.environment, log=self._log)
 
     def command(self, triton: TritonBinary) -> list[str]:
         """The command line of the server."""
@@ -164,12 +162,15 @@ class LocalServer:
         ]
 
     def is_alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        return self._child is not None and self._child.is_alive()
 
     def is_ready(self) -> bool:
         """Whether the server answers and every model that was asked for is loaded."""
+        return self._answers("/v2/health/ready")
+
+    def _answers(self, path: str) -> bool:
         try:
-            with urllib.request.urlopen(f"http://{self.http_url}/v2/health/ready", timeout=5) as answer:
+            with urllib.request.urlopen(f"http://{self.http_url}{path}", timeout=5) as answer:
                 return answer.status == 200
         except (urllib.error.URLError, OSError):
             return False
@@ -181,37 +182,34 @@ class LocalServer:
         deadline = time.monotonic() + timeout
         while not self.is_ready():
             if not self.is_alive():
-                raise UserError(f"tritonserver ended with code {self._process.poll()}: {self._last_complaint()}")
+                raise UserError(f"tritonserver ended with code {self._child.exit_code}: {self._last_complaint()}")
             if time.monotonic() > deadline:
                 raise UserError(f"tritonserver was not ready within {timeout:.0f} s: {self._last_complaint()}")
             time.sleep(0.05)
 
     def wait(self) -> int:
-        """Waits until the server ends by itself; its exit code."""
-        assert self._process is not None
-        return self._process.wait()
+        """Waits until the server ends, by itself or because it hangs or lost a stub; its exit code."""
+        assert self._child is not None
+        return self._child.wait(self._ailment)
+
+    def _ailment(self) -> Ailment | None:
+        states = _states_of_stubs(self.process_group)
+        if "Z" in states:
+            return Ailment(reason="a stub of its Python backend died", patience=_DEAD_STUB_SECONDS)
+        if "T" in states:
+            return Ailment(reason="a stub of its Python backend stands still", patience=self._hang_seconds)
+        if not self._answers("/v2/health/live"):
+            return Ailment(reason="it answers nothing", patience=self._hang_seconds)
+        return None
 
     def stop(self) -> int | None:
         """Lets requests in progress finish, then ends everything; the server's exit code. May be called again."""
-        if self._process is None:
+        if self._child is None:
             return None
-        if self.is_alive():
-            self._process.send_signal(signal.SIGTERM)
         try:
-            self._process.wait(self._stop_seconds + 5)  # after a crash of a stub it can outlive its own time limit
-        except subprocess.TimeoutExpired:
-            pass
+            return self._child.stop(self._stop_seconds + 5)  # after a crash of a stub it can outlive its own time limit
         finally:
-            self._kill_group()
-            code = self._process.wait()
             self._remove_shared_memory()
-        return code
-
-    def _kill_group(self) -> None:
-        try:
-            os.killpg(self.process_group, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # nobody of the group is left
 
     def _remove_shared_memory(self) -> None:
         for region in SHARED_MEMORY.glob(f"{self._prefix}*"):
@@ -233,32 +231,15 @@ class LocalServer:
         return "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
 
 
-def keep_running(server: LocalServer, *, tell: Callable[[str], None], stable_seconds: float = 60) -> int:
-    """Runs a server until it is told to stop, and starts it again when it ends by itself.
-
-    The pause before a restart doubles from 1 s to 60 s, and is 1 s again after `stable_seconds` of service. A server
-    that cannot start the first time is not tried again: that is a mistake to mend, not a crash.
-    """
-    pause, is_first = 1.0, True
-    while True:
-        began = time.monotonic()
+def _states_of_stubs(group: int) -> set[str]:
+    """States of the Python backend's processes in a process group, as /proc/PID/stat has them."""
+    states = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            with server:
-                tell(f"ready: http {server.http_url}, grpc {server.grpc_url}")
-                is_first = False
-                code = server.wait()
-        except UserError as error:
-            if is_first:
-                raise
-            code = error
-        if code == 0:
-            return 0
-        pause = 1.0 if time.monotonic() - began > stable_seconds else pause
-        tell(f"tritonserver ended ({code}); starting it again in {pause:.0f} s")
-        time.sleep(pause)
-        pause = min(2 * pause, 60.0)
-
-
-def _end_with_parent() -> None:
-    """Asks the kernel to stop this process when its parent is gone, however that came about."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            name, _, values = stat.read_text().partition("(")[2].rpartition(")")
+        except OSError:
+            continue  # it has just ended
+        state, _, process_group = values.split()[:3]
+        if int(process_group) == group and name.startswith("triton_python"):
+            states.add(state)
+    return states

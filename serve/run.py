@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from megadit.models.support import CommandParser, UserError, run_command
-from megadit.serve.local_server import LocalServer, Ports, keep_running
+from megadit.serve.local_server import LocalServer, Ports
+from megadit.serve.supervise import keep_running, tell_on_stderr
 
 IMAGE = "megadit-serve"
 """The image that serve/Dockerfile builds: the vendor's container with megadit in it."""
@@ -31,7 +32,7 @@ def _run(argv: list[str]) -> int:
     server = LocalServer(options.repository, host=options.host, ports=ports, models=models)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        return keep_running(server, tell=lambda message: print(message, file=sys.stderr, flush=True))
+        return keep_running(server, tell=tell_on_stderr)
     except KeyboardInterrupt:
         return 0  # being told to stop is how a server ends
 

@@ -31,7 +31,7 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from megadit.models.support import UserError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _SECONDS_TO_WAIT_FOR_A_LOCK = 30
 _MIGRATION_LOCK = 0x6D656761
 """PostgreSQL's advisory lock that lets one gateway migrate while others wait."""
@@ -86,14 +86,22 @@ JOBS = Table(
     Column("sha256", String(64)),
     Column("idempotency_key", String(255)),
     Column("fingerprint", String(64)),
+    Column("webhook", String(16)),
     UniqueConstraint("key_id", "idempotency_key", name="one_job_for_an_idempotency_key"),
     Index("jobs_by_status", "status", "key_id", "priority", "number"),
     Index("jobs_of_a_key", "key_id", "number"),
     Index("results_by_end", "expires_tick"),
+    Index("jobs_by_webhook", "webhook"),
     sqlite_autoincrement=True,
 )
 
-MIGRATIONS: dict[int, Callable[[Connection], None]] = {}
+
+def _add_webhooks(connection: Connection) -> None:
+    connection.exec_driver_sql("ALTER TABLE jobs ADD COLUMN webhook VARCHAR(16)")
+    connection.exec_driver_sql("CREATE INDEX jobs_by_webhook ON jobs (webhook)")
+
+
+MIGRATIONS: dict[int, Callable[[Connection], None]] = {2: _add_webhooks}
 """Version -> what turns the tables of the version before it into its own."""
 
 

@@ -75,11 +75,9 @@ class Runner:
         metrics: Metrics,
         *,
         settings: RunnerSettings,
-        on_end: Callable[[str], None],
     ) -> None:
-        """`on_end` is called with the id of a job that is completed or has failed."""
         self._store, self._servers, self._results, self._metrics = store, servers, results, metrics
-        self._settings, self._on_end = settings, on_end
+        self._settings = settings
         self._draining, self._ended, self._news = threading.Event(), threading.Event(), threading.Event()
         self._runs: dict[str, _Run] = {}
         self._lock = threading.Lock()
@@ -140,7 +138,7 @@ class Runner:
             was_healthy = server.is_healthy
             if server.probe() != was_healthy:
                 log("server is " + ("healthy" if server.is_healthy else "unhealthy"), server=server.url)
-            if server.seconds_failing() > self._settings.hang_seconds:
+            if server.seconds_silent() > self._settings.hang_seconds:
                 for run in self._running():
                     if run.server is server:
                         run.stop(_LOST)
@@ -265,7 +263,6 @@ class Runner:
         if code is not None:
             self._metrics.errors.labels(code).inc()
         log(f"job {outcome}", job=run.job.id, key=run.job.key_id, code=code, seconds=time.monotonic() - run.began)
-        self._on_end(run.job.id)
 
     def _persist(self, write: Callable[[], bool]) -> bool:
         """Writes to the store, again and again while it cannot take it (a full disk), until this gateway ends."""

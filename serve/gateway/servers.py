@@ -5,7 +5,9 @@ import time
 from dataclasses import dataclass, field
 
 from megadit.serve.client import VideoClient
-from megadit.serve.contract import ServiceError, ServiceInfo
+from megadit.serve.contract import InvalidRequestError, ServiceError, ServiceInfo, VideoRequest
+
+_PROOF_SECONDS = 5.0
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -19,8 +21,10 @@ class Server:
     """Jobs that it is given at once; Triton's batcher makes those of equal settings together."""
     infos: dict[str, ServiceInfo] = field(default_factory=dict)
     """What its models said last."""
-    failing_since: float | None = field(default_factory=time.monotonic)
-    """When it stopped answering (monotonic seconds); None while it is healthy."""
+    silent_since: float | None = field(default_factory=time.monotonic)
+    """When it stopped answering (monotonic seconds); None while it answers."""
+    is_proven: bool = False
+    """Whether its model has answered a request since it last failed: a Triton whose stub died says that it is ready."""
     free: threading.Semaphore = field(init=False)
     _clients: dict[str, VideoClient] = field(default_factory=dict)
 
@@ -29,27 +33,27 @@ class Server:
 
     @property
     def is_healthy(self) -> bool:
-        return self.failing_since is None
+        return self.silent_since is None and self.is_proven
 
     def probe(self) -> bool:
-        """Asks whether all models are loaded and what they offer; notes the answer."""
+        """Asks whether all models are loaded and what they offer; notes whether it is healthy, and says so."""
         try:
             is_ready = all(self._probe(model) for model in self.models)
+            self.is_proven = is_ready and (self.is_proven or all(self._prove(model) for model in self.models))
         except ServiceError:
             is_ready = False
         if is_ready:
-            self.failing_since = None
-        else:
-            self.suspect()
-        return is_ready
+            self.silent_since = None
+        elif self.silent_since is None:
+            self.silent_since, self.is_proven = time.monotonic(), False
+        return self.is_healthy
 
     def suspect(self) -> None:
-        """Gives it no work until it answers a probe."""
-        if self.failing_since is None:
-            self.failing_since = time.monotonic()
+        """Gives it no work until its model has answered a request."""
+        self.is_proven = False
 
-    def seconds_failing(self) -> float:
-        return 0.0 if self.failing_since is None else time.monotonic() - self.failing_since
+    def seconds_silent(self) -> float:
+        return 0.0 if self.silent_since is None else time.monotonic() - self.silent_since
 
     def client(self, model: str) -> VideoClient:
         """Raises:
@@ -65,6 +69,16 @@ class Server:
             return False
         self.infos[model] = client.info()
         return True
+
+    def _prove(self, model: str) -> bool:
+        """Whether the model refuses what it must refuse, which takes a living stub and no work."""
+        try:
+            self.client(model).generate(VideoRequest(prompt="", num_steps=-1), timeout=_PROOF_SECONDS)
+        except InvalidRequestError:
+            return True
+        except ServiceError:
+            pass
+        return False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

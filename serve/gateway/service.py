@@ -21,6 +21,7 @@ from megadit.serve.gateway.results import Results
 from megadit.serve.gateway.runner import Runner, RunnerSettings
 from megadit.serve.gateway.servers import Servers
 from megadit.serve.gateway.store import JobStore
+from megadit.serve.gateway.webhooks import Webhooks
 
 _SECONDS_BETWEEN_BEATS = 1.0
 _BEATS_BETWEEN_PURGES = 60
@@ -80,9 +81,9 @@ class Gateway:
             self.results,
             self.metrics,
             settings=settings.runner,
-            on_end=lambda job_id: None,
         )
         self.metrics.watch(self.store.counts, lambda: {server.url: server.is_healthy for server in self.servers.all})
+        self._webhooks = Webhooks(self.store, self.keys, self.metrics)
         self._heart = Heart(self.database, self.store.owner)
         self._stopping = threading.Event()
         self._housekeeper = threading.Thread(target=self._keep_house, name="housekeeper", daemon=True)
@@ -90,11 +91,13 @@ class Gateway:
     def start(self) -> None:
         self.results.sweep(self.store.has_result)
         self.runner.start()
+        self._webhooks.start()
         self._housekeeper.start()
 
     def stop(self, drain_seconds: float) -> None:
         """Lets running jobs finish, puts back the others, and closes the store."""
         self.runner.drain(drain_seconds)
+        self._webhooks.stop()
         self._stopping.set()
         self._housekeeper.join()
         self.database.close()

@@ -23,7 +23,9 @@ QUEUED, IN_PROGRESS, COMPLETED, FAILED, DELETED = "queued", "in_progress", "comp
 MAX_ATTEMPTS = 2
 """How often a job is begun: a server that fails under it costs it its place once."""
 _DAY = 86_400.0
-_PURGED_AT_ONCE = 500
+_WANTED = "wanted"
+"""Of a webhook: its job's end is to be told, and has not been yet."""
+_AT_ONCE = 500
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,6 +138,7 @@ class JobStore:
                     created_tick=now,
                     idempotency_key=new.idempotency_key,
                     fingerprint=new.fingerprint,
+                    webhook=_WANTED if key.webhook_url else None,
                 )
             )
             return _one(connection, now, JOBS.c.id == job_id), True
@@ -263,7 +266,11 @@ class JobStore:
         with self._database.reading() as connection:
             now = store_seconds(connection)
             rows = connection.execute(select(JOBS).where(JOBS.c.status == IN_PROGRESS, JOBS.c.owner == owner)).all()
-        return [job for row in rows if self.interrupt(job := _job(row, now), "its gateway ended")]
+        jobs = [job for row in rows if self.interrupt(job := _job(row, now), "its gateway ended")]
+        with self._database.writing() as connection:  # what it had to tell is ours to tell
+            untold = and_(JOBS.c.webhook == _WANTED, JOBS.c.status != IN_PROGRESS, JOBS.c.owner == owner)
+            connection.execute(update(JOBS).where(untold).values(owner=self.owner))
+        return jobs
 
     def _change(self, job: Job, values: Callable[[float], dict[str, Any]]) -> bool:
         """Changes a running job if it is still that attempt of its owner."""
@@ -277,13 +284,25 @@ class JobStore:
             now = store_seconds(connection)
             return connection.execute(update(JOBS).where(still_ours).values(**values(now))).rowcount == 1
 
+    def untold(self) -> list[Job]:
+        """Jobs that this gateway ended and has not yet told their key's webhook of."""
+        ended = JOBS.c.status.in_((COMPLETED, FAILED))
+        with self._database.reading() as connection:
+            now = store_seconds(connection)
+            untold = select(JOBS).where(JOBS.c.webhook == _WANTED, ended, JOBS.c.owner == self.owner)
+            return [_job(row, now) for row in connection.execute(untold.limit(_AT_ONCE))]
+
+    def note_told(self, job: Job, outcome: str) -> None:
+        with self._database.writing() as connection:
+            connection.execute(update(JOBS).where(JOBS.c.number == job.number).values(webhook=outcome))
+
     # ------------------------------------------------------------------------------------------- keeping house
 
     def expired(self) -> list[Job]:
         """Jobs whose result has outlived its time and is not yet removed (see `forget_result`)."""
         with self._database.reading() as connection:
             now = store_seconds(connection)
-            gone = select(JOBS).where(JOBS.c.num_bytes.is_not(None), JOBS.c.expires_tick < now).limit(_PURGED_AT_ONCE)
+            gone = select(JOBS).where(JOBS.c.num_bytes.is_not(None), JOBS.c.expires_tick < now).limit(_AT_ONCE)
             return [_job(row, now) for row in connection.execute(gone)]
 
     def forget_result(self, job: Job) -> None:

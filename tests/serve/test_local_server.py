@@ -15,11 +15,12 @@ import httpx
 import pytest
 
 from megadit.models.support import UserError
-from megadit.serve import cli, local_server, triton_binary
+from megadit.serve import cli, triton_binary
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import ServiceError, VideoRequest
-from megadit.serve.local_server import SHARED_MEMORY, LocalServer, Ports, keep_running
+from megadit.serve.local_server import SHARED_MEMORY, LocalServer, Ports
 from megadit.serve.run import docker_command
+from megadit.serve.supervise import keep_running
 
 NUM_CYCLES = int(os.environ.get("MEGADIT_SERVER_CYCLES", "2"))
 """Starts and stops of the slow test."""
@@ -150,7 +151,7 @@ def test_the_command_restarts_what_dies_and_ends_when_told(tritonserver, reposit
 class FakeServer:
     """Ends with the given codes, one each time it is entered; an error stands for a start that fails."""
 
-    http_url = grpc_url = "nowhere"
+    name, addresses, killed_because = "fake", "nowhere", None
 
     def __init__(self, *codes):
         self.codes = list(codes)
@@ -167,20 +168,29 @@ class FakeServer:
         return self.codes.pop(0)
 
 
-def test_the_pause_before_a_restart_doubles(monkeypatch):
-    pauses, told = [], []
-    monkeypatch.setattr(local_server.time, "sleep", pauses.append)
+class Pauses:
+    """Notes how long was waited, and waits not at all; never told to stop."""
+
+    def __init__(self):
+        self.seconds = []
+        self.wait = self.seconds.append
+
+    def is_set(self):
+        return False
+
+
+def test_the_pause_before_a_restart_doubles():
+    pauses, told = Pauses(), []
     server = FakeServer(-9, UserError("port taken"), *[1] * 6, 0)
-    assert keep_running(server, tell=told.append) == 0
-    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert keep_running(server, tell=told.append, stopping=pauses) == 0
+    assert pauses.seconds == [1, 2, 4, 8, 16, 32, 60, 60]
     assert "port taken" in "".join(told)
 
 
-def test_a_pause_is_short_again_after_a_time_of_service(monkeypatch):
-    pauses = []
-    monkeypatch.setattr(local_server.time, "sleep", pauses.append)
-    assert keep_running(FakeServer(1, 1, 1, 0), tell=lambda _: None, stable_seconds=-1) == 0
-    assert pauses == [1, 1, 1]
+def test_a_pause_is_short_again_after_a_time_of_service():
+    pauses = Pauses()
+    assert keep_running(FakeServer(1, 1, 1, 0), tell=lambda _: None, stopping=pauses, stable_seconds=-1) == 0
+    assert pauses.seconds == [1, 1, 1]
 
 
 def test_a_first_start_that_fails_is_told_at_once():

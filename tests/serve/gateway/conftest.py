@@ -1,5 +1,4 @@
 import contextlib
-import os
 import subprocess
 import sys
 import time
@@ -119,19 +118,25 @@ def start_gateway(tmp_path):
     """Starts gateways in front of Triton servers; all are killed in the end."""
     started: list[subprocess.Popen] = []
 
-    def start(*servers: str, folder: Path = tmp_path, arguments: tuple[str, ...] = ()) -> RunningGateway:
+    def start(
+        *servers: str,
+        folder: Path = tmp_path,
+        log: Path = tmp_path / "log",
+        arguments: tuple[str, ...] = (),
+        prefix: tuple[str, ...] = (),
+    ) -> RunningGateway:
         ports = Ports.free()
         command = [sys.executable, "-m", "megadit.serve.cli", "serve", "gateway"]
         command += [f"--server={server}" for server in servers]
         command += [f"--port={ports.http}", f"--metrics_port={ports.metrics}", f"--store={folder / 'jobs.sqlite'}"]
         command += [f"--results={folder / 'videos'}", "--min_free_bytes=0", *arguments]
-        with (folder / "log").open("ab") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        with log.open("ab") as output:
+            process = subprocess.Popen([*prefix, *command], stdout=output, stderr=output)
         started.append(process)
         gateway = RunningGateway(
             process=process, folder=folder, port=ports.http, metrics_port=ports.metrics, command=command
         )
-        wait_for(gateway.is_ready, lambda: process.poll() is None, lambda: (folder / "log").read_text())
+        wait_for(gateway.is_ready, lambda: process.poll() is None, log.read_text)
         return gateway
 
     yield start

@@ -274,3 +274,35 @@ def test_two_gateways_may_open_a_new_store_at_once(tmp_path):
     for thread in threads:
         thread.join()
     assert not errors
+
+
+@pytest.fixture
+def old_store(tmp_path):
+    """A store as schema 1 wrote it: a key, and a job completed, failed, running and waiting."""
+    path = tmp_path / "old.sqlite"
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.executescript((Path(__file__).parent / "store_of_schema_1.sql").read_text())
+    return path
+
+
+def test_a_store_of_the_release_before_opens_with_everything_in_it(old_store, tmp_path):
+    with contextlib.closing(Database(str(old_store))) as database:
+        ring, jobs = KeyRing(database), JobStore(database, owner="new")
+        key = ring.check("mdk_c7f580185298_5bZLnjmddSGRivP_9AEX0Znx_1vhC2sZYCPvvBqkq6w")
+        assert (key.name, key.limits.max_active) == ("alice", 64)
+        found, _ = jobs.page(key.id, after=None, limit=10, newest_first=False)
+        assert [job.status for job in found] == ["completed", "failed", "in_progress", "queued"]
+        assert found[0].num_bytes == 5 and found[0].request.prompt == "a red seven"
+        known, is_new = jobs.create(key, replace(NEW, idempotency_key="order-0", fingerprint="f" * 64))
+        assert known.id == found[0].id and not is_new
+        assert [job.id for job in jobs.interrupt_all("old:8080")] == [found[2].id]
+        assert [jobs.claim(MODELS).id for _ in range(2)] == [found[2].id, found[3].id]
+        assert jobs.untold() == [], "nobody is told of what ended before"
+    Database(str(tmp_path / "new.sqlite")).close()
+    assert schema(old_store) == schema(tmp_path / "new.sqlite")
+
+
+def test_the_tables_of_the_release_before_were_other_ones(old_store, tmp_path):
+    """The negative control of the test above: there was something to migrate."""
+    Database(str(tmp_path / "new.sqlite")).close()
+    assert schema(old_store) != schema(tmp_path / "new.sqlite")

@@ -1,0 +1,156 @@
+"""Keeping a process running: it is watched while it lives, ended when it hangs, and started again when it ends."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Protocol
+
+from megadit.models.support import UserError
+
+_SECONDS_BETWEEN_CHECKS = 0.5
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ailment:
+    """What is wrong with a process that still runs."""
+
+    reason: str
+    patience: float
+    """Seconds for which it may go on before the process is ended."""
+
+
+class Child:
+    """A process in a group of its own, told to stop when the thread that started it ends for whatever reason."""
+
+    def __init__(self, command: Sequence[str], *, environment: Mapping[str, str], log: Path | None) -> None:
+        """`log` takes its output (None: our own)."""
+        output: IO | None = log.open("ab") if log else None
+        self.killed_because: str | None = None
+        try:
+            self._process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT if output else None,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
+        finally:
+            if output:
+                output.close()
+
+    @property
+    def pid(self) -> int:
+        """Of the process, and of its group."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.poll()
+
+    def is_alive(self) -> bool:
+        return self.exit_code is None
+
+    def wait(self, ailment: Callable[[], Ailment | None]) -> int:
+        """Waits until the process ends, or ends its group when it has been ailing for too long; its exit code."""
+        ailing_since = None
+        while True:
+            try:
+                return self._process.wait(_SECONDS_BETWEEN_CHECKS)
+            except subprocess.TimeoutExpired:
+                found = ailment()
+            if found is None:
+                ailing_since = None
+                continue
+            ailing_since = time.monotonic() if ailing_since is None else ailing_since
+            if time.monotonic() - ailing_since > found.patience:
+                self.killed_because = found.reason
+                self.kill_group()
+                return self._process.wait()
+
+    def stop(self, seconds: float) -> int:
+        """Asks it to end, ends its group after so many seconds, and returns its exit code."""
+        if self.is_alive():
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            self.kill_group()
+        return self._process.wait()
+
+    def kill_group(self) -> None:
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # nobody of the group is left
+
+
+class Supervised(Protocol):
+    """Something that runs while its context is open."""
+
+    name: str
+
+    @property
+    def addresses(self) -> str: ...
+
+    @property
+    def killed_because(self) -> str | None: ...
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def wait(self) -> int: ...
+
+
+def keep_running(
+    server: Supervised,
+    *,
+    tell: Callable[[str], None],
+    stopping: threading.Event | None = None,
+    stable_seconds: float = 60,
+) -> int:
+    """Runs a server until it is told to stop, and starts it again when it ends by itself.
+
+    The pause before a restart doubles from 1 s to 60 s, and is 1 s again after `stable_seconds` of service. A server
+    that cannot start the first time is not tried again: that is a mistake to mend, not a crash. `stopping` is set by
+    whoever ends the server for good.
+    """
+    pause, is_first, stopping = 1.0, True, stopping or threading.Event()
+    while True:
+        began = time.monotonic()
+        try:
+            with server:
+                tell(f"{server.name} is ready: {server.addresses}")
+                is_first = False
+                code = server.wait()
+        except UserError as error:
+            if is_first and not stopping.is_set():
+                raise
+            code = error
+        if code == 0 or stopping.is_set():
+            return 0
+        pause = 1.0 if time.monotonic() - began > stable_seconds else pause
+        tell(f"{server.name} ended ({server.killed_because or code}); starting it again in {pause:.0f} s")
+        stopping.wait(pause)
+        pause = min(2 * pause, 60.0)
+
+
+def tell_on_stderr(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def _end_with_parent() -> None:
+    """Asks the kernel to stop this process when its parent is gone, however that came about."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,278 @@
+"""Everything is killed, stopped or filled up while jobs run, and nobody helps: `megadit serve up`, real processes."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from megadit.serve.gateway.database import Database
+from megadit.serve.gateway.keys import KeyLimits, KeyRing
+from megadit.serve.local_server import SHARED_MEMORY, Ports
+
+VIDEO = {"prompt": "a", "num_steps": 2}
+RUNNING = {"prompt": "a", "num_steps": 400}
+
+
+class Service:
+    """`megadit serve up` on ports and a folder of its own."""
+
+    def __init__(self, repository: Path, folder: Path) -> None:
+        self.folder, ports, others = folder, Ports.free(), Ports.free()
+        self.url = f"http://127.0.0.1:{others.http}"
+        store = folder / "jobs.sqlite"
+        command = [sys.executable, "-m", "megadit.serve.cli", "serve", "up", str(repository), "--model=text_to_video"]
+        command += [f"--http_port={ports.http}", f"--grpc_port={ports.grpc}", f"--triton_metrics_port={ports.metrics}"]
+        command += [f"--port={others.http}", "--", f"--metrics_port={others.metrics}", f"--store={store}"]
+        command += [f"--results={folder / 'videos'}", "--min_free_bytes=0", "--slots=2", "--result_seconds=3000"]
+        with (folder / "log").open("w") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+        with contextlib.closing(Database(str(store))) as database:
+            limits = KeyLimits(requests_per_minute=10**6)
+            text = KeyRing(database).add("somebody", limits=limits)[0]
+        self.client = httpx.Client(
+            base_url=self.url,
+            headers={"authorization": f"Bearer {text}"},
+            timeout=60,
+            transport=httpx.HTTPTransport(retries=3),
+        )
+        self.seen: set[int] = set()
+
+    def children(self) -> dict[str, int]:
+        """tritonserver, gateway and stub: their process ids, of those that live."""
+        found = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError, ValueError):
+                name, _, values = stat.read_text().partition("(")[2].rpartition(")")
+                state, parent, group = values.split()[:3]
+                pid = int(stat.parent.name)
+                if state == "Z":
+                    continue
+                if int(parent) == self.process.pid:
+                    found["tritonserver" if name == "tritonserver" else "gateway"] = pid
+                elif name.startswith("triton_python") and int(group) in self.seen:
+                    found["stub"] = pid
+        self.seen |= {pid for name, pid in found.items() if name != "stub"}
+        return found
+
+    def is_ready(self) -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            return self.client.get("/health/ready").status_code == 200
+        return False
+
+    def create(self, **body) -> str:
+        """Asks until it is taken, as clients do while a gateway is away; the idempotency key keeps it at one."""
+        key, deadline = os.urandom(8).hex(), time.monotonic() + 300
+        while time.monotonic() < deadline:
+            with contextlib.suppress(httpx.HTTPError):
+                answer = self.client.post("/v1/videos", json=body, headers={"idempotency-key": key})
+                if answer.status_code == 200:
+                    return answer.json()["id"]
+                assert answer.status_code == 503, answer.text
+            time.sleep(0.1)
+        raise AssertionError(f"no job was taken: {self.log()}")
+
+    def status(self, video_id: str) -> str | None:
+        with contextlib.suppress(httpx.HTTPError):
+            return self.client.get(f"/v1/videos/{video_id}").json()["status"]
+        return None
+
+    def content(self, video_id: str) -> bytes:
+        answer = self.client.get(f"/v1/videos/{video_id}/content")
+        assert answer.status_code == 200, answer.text
+        return answer.content
+
+    def log(self) -> str:
+        return (self.folder / "log").read_text()[-3000:]
+
+
+@pytest.fixture
+def service(tritonserver, repository, tmp_path, eventually):
+    before = set(os.listdir(SHARED_MEMORY))
+    service = Service(repository, tmp_path)
+    try:
+        eventually(service.is_ready, lambda: service.process.poll() is None, service.log)
+        service.children()
+        yield service
+        service.process.terminate()
+        assert service.process.wait(timeout=120) == 0
+        assert not service.children(), "no orphan is left"
+        assert not [group for group in service.seen if Path(f"/proc/{group}").exists()]
+        ours = {name for name in os.listdir(SHARED_MEMORY) if name.startswith(f"megadit_{service.process.pid}_")}
+        assert not ours - before, "no shared memory is left"
+    finally:
+        if service.process.poll() is None:
+            service.process.kill()
+        for group in service.seen:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+        service.process.wait()
+
+
+FAULTS = {
+    "kill -9 of the Python stub": ("stub", signal.SIGKILL),
+    "kill -9 of tritonserver": ("tritonserver", signal.SIGKILL),
+    "kill -9 of the gateway": ("gateway", signal.SIGKILL),
+    "SIGSTOP of tritonserver": ("tritonserver", signal.SIGSTOP),
+    "SIGSTOP of the gateway": ("gateway", signal.SIGSTOP),
+    "SIGSTOP of the Python stub": ("stub", signal.SIGSTOP),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_whatever_dies_or_hangs_is_replaced_and_no_job_is_lost(service, eventually, request):
+    names = list(FAULTS)[: request.config.getoption("--cases") or 4]
+    done = service.create(**VIDEO)
+    eventually(lambda: service.status(done) == "completed", tell=service.log)
+    data = service.content(done)
+    for name in names:
+        victim, number = FAULTS[name]
+        running = [service.create(**RUNNING, seed=seed) for seed in range(2)]
+        waiting = [service.create(**VIDEO, seed=seed) for seed in range(2)]
+        eventually(lambda running=running: "in_progress" in map(service.status, running), tell=service.log)
+        os.kill(service.children()[victim], number)
+        began = time.monotonic()
+        after = service.create(**VIDEO, seed=9, priority=1)
+        eventually(lambda after=after: service.status(after) in ("completed", "failed"), tell=service.log)
+        print(f"{name}: a new job is done after {time.monotonic() - began:.1f} s")
+        for video_id in [after, *running, *waiting]:
+            eventually(lambda video_id=video_id: service.status(video_id) in ("completed", "failed"), tell=service.log)
+            assert service.status(video_id) == "completed", service.client.get(f"/v1/videos/{video_id}").text
+            assert service.content(video_id)
+        assert service.content(done) == data, "what was finished is still there"
+    files = sorted(file.name for file in (service.folder / "videos").iterdir())
+    videos = service.client.get("/v1/videos", params={"limit": 100}).json()["data"]
+    assert files == sorted(f"{video['id']}.mp4" for video in videos), "neither half a file nor one of nobody"
+
+
+@pytest.fixture
+def triton(server):
+    return f"grpc://{server.grpc_url}"
+
+
+@pytest.mark.slow
+def test_clients_that_vanish_or_read_slowly_hold_nothing_up(start_gateway, triton, eventually):
+    gateway = start_gateway(triton)
+    client = gateway.client()
+
+    def create(**body) -> str:
+        return client.post("/v1/videos", json=body).json()["id"]
+
+    def finish(video_id: str) -> None:
+        eventually(lambda: client.get(f"/v1/videos/{video_id}").json()["status"] == "completed")
+
+    first = create(**VIDEO)
+    finish(first)
+    slow = []
+    for path in [f"/v1/videos/{first}/content", f"/v1/videos/{first}/events"] * 20:
+        connection = socket.create_connection(("127.0.0.1", gateway.port))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        request = f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: {client.headers['authorization']}\r\n\r\n"
+        connection.sendall(request.encode())
+        slow.append(connection)
+    half = socket.create_connection(("127.0.0.1", gateway.port))
+    half.sendall(b"POST /v1/videos HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n")
+    long = create(**RUNNING)
+    with client.stream("GET", f"/v1/videos/{long}/events") as answer:
+        next(answer.iter_lines())  # and is gone
+    finish(create(**VIDEO))
+    finish(long)
+    for connection in [*slow, half]:
+        connection.close()
+    eventually(lambda: "megadit_open_streams 0.0" in gateway.metrics())
+
+
+CLOCK = """
+import os, time
+_real, _file = time.time, os.environ["MEGADIT_TEST_CLOCK"]
+def _moved():
+    with open(_file) as file:
+        return _real() + float(file.read() or 0)
+time.time = _moved
+"""
+
+
+@pytest.mark.slow
+def test_a_wall_clock_that_jumps_changes_nothing(start_gateway, triton, eventually, tmp_path, monkeypatch):
+    """The gateway's own `time.time` jumps by years while jobs wait, run and are kept."""
+    (tmp_path / "sitecustomize.py").write_text(CLOCK)
+    (tmp_path / "offset").write_text("0")
+    monkeypatch.setenv("MEGADIT_TEST_CLOCK", str(tmp_path / "offset"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    gateway = start_gateway(triton, arguments=("--slots=1", "--result_seconds=3600"))
+    client = gateway.client()
+
+    def create(**body) -> str:
+        return client.post("/v1/videos", json=body).json()["id"]
+
+    def status(video_id: str) -> str:
+        return client.get(f"/v1/videos/{video_id}").json()["status"]
+
+    done = create(**VIDEO)
+    eventually(lambda: status(done) == "completed")
+    created = client.get(f"/v1/videos/{done}").json()["created_at"]
+    for years in (5, -5, 0):
+        jobs = [create(**RUNNING), create(**VIDEO)]
+        eventually(lambda jobs=jobs: status(jobs[0]) != "queued")
+        (tmp_path / "offset").write_text(str(years * 3.15e7))
+        for video_id in jobs:
+            eventually(lambda video_id=video_id: status(video_id) == "completed")
+        assert client.get(f"/v1/videos/{done}/content").status_code == 200
+    (tmp_path / "offset").write_text(str(5 * 3.15e7))
+    later = create(**VIDEO)
+    assert client.get(f"/v1/videos/{later}").json()["created_at"] - created > 1e8, "the clock did jump"
+
+
+def can_mount() -> bool:
+    command = ["unshare", "-rm", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+    return shutil.which("unshare") is not None and subprocess.run(command, capture_output=True).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_jobs_honestly_and_passes(tritonserver, triton, start_gateway, eventually, tmp_path):
+    """Store and results on a disk of 3 MB of their own, which is filled to the last byte while jobs run."""
+    if not can_mount():
+        pytest.skip("a disk of its own needs the right to mount one")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ("unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=3m tmpfs "$0" && exec "$@"', str(disk))
+    gateway = start_gateway(triton, folder=disk, log=tmp_path / "log", prefix=mount)
+    inside = Path(f"/proc/{gateway.process.pid}/root{disk}")
+    key = KeyRing(Database(str(inside / "jobs.sqlite"))).add("a", limits=KeyLimits(requests_per_minute=10**6))[0]
+    client = httpx.Client(base_url=gateway.url, headers={"authorization": f"Bearer {key}"}, timeout=120)
+
+    def create() -> httpx.Response:
+        return client.post("/v1/videos", json=RUNNING)
+
+    def status(video_id: str) -> str:
+        return client.get(f"/v1/videos/{video_id}").json()["status"]
+
+    done = create().json()["id"]
+    eventually(lambda: status(done) == "completed")
+    running = create().json()["id"]
+    eventually(lambda: status(running) != "queued")
+    with (inside / "filling").open("wb", buffering=0) as filling, contextlib.suppress(OSError):
+        while filling.write(b"x" * 4096):
+            pass
+    assert client.get(f"/v1/videos/{done}/content").status_code == 200, "what is finished is still served"
+    answers = [create() for _ in range(20)]
+    assert 503 in {answer.status_code for answer in answers}, "the store is full"
+    assert {answer.status_code for answer in answers} <= {200, 503}
+    assert client.get("/health/live").status_code == 200
+    (inside / "filling").unlink()
+    jobs = [running, *(answer.json()["id"] for answer in answers if answer.status_code == 200), create().json()["id"]]
+    for video_id in jobs:
+        eventually(lambda video_id=video_id: status(video_id) in ("completed", "failed"))
+        video = client.get(f"/v1/videos/{video_id}").json()
+        assert video["status"] == "completed" or video["error"]["code"] == "storage_failed", video
+    assert status(jobs[-1]) == "completed"
+    stored = {file.name.partition(".")[0] for file in (inside / "videos").iterdir()}
+    assert stored == {done, *(video_id for video_id in jobs if status(video_id) == "completed")}

@@ -1,0 +1,111 @@
+"""Webhooks to a real address: signed as openai's client checks it, sent again until taken, told once."""
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from megadit.serve.gateway import webhooks
+from megadit.serve.gateway.keys import KeyLimits
+from megadit.serve.gateway.store import NewJob, Result
+from megadit.serve.gateway.webhooks import Webhooks, signature
+
+MODELS = frozenset({"text_to_video"})
+RESULT = Result(media_type="video/mp4", num_bytes=3, sha256="0" * 64)
+
+
+@pytest.fixture
+def receiver():
+    """An address that refuses the first two calls; what it was sent is in `received`."""
+    received, answers = [], iter([500, 302])
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["content-length"]))
+            received.append((dict(self.headers), body))
+            self.send_response(next(answers, 204))
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.received = received
+    server.url = f"http://127.0.0.1:{server.server_port}/hook"
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def ended(gateway):
+    """Two jobs of a key, one completed and one failed."""
+    from megadit.serve.contract import VideoRequest
+
+    def make(url: str) -> list:
+        _, key = gateway.keys.add("alice", limits=KeyLimits(), webhook_url=url)
+        request = VideoRequest(prompt="a", num_steps=4, num_frames=5, height=8, width=8, fps=8)
+        for _ in range(2):
+            gateway.store.create(key, NewJob(model="text_to_video", request=request))
+        good, bad = gateway.store.claim(MODELS), gateway.store.claim(MODELS)
+        gateway.store.complete(good, RESULT, seconds_to_live=10)
+        gateway.store.fail(bad, "timed_out", "x")
+        return [key, good, bad]
+
+    return make
+
+
+def test_the_end_of_a_video_is_told_until_it_is_taken(gateway, receiver, ended, eventually, monkeypatch):
+    monkeypatch.setattr(webhooks, "_FIRST_PAUSE", 0.01)
+    openai = pytest.importorskip("openai")
+    key, good, bad = ended(receiver.url)
+    sender = Webhooks(gateway.store, gateway.keys, gateway.metrics)
+    sender.start()
+    eventually(lambda: not gateway.store.untold())
+    sender.stop()
+    told = {json.loads(body)["id"]: (headers, body) for headers, body in receiver.received}
+    assert set(told) == {f"evt_{good.id}", f"evt_{bad.id}"} and len(receiver.received) == 4
+    client = openai.OpenAI(api_key="-", webhook_secret=key.webhook_secret)
+    events = [client.webhooks.unwrap(body.decode(), headers) for headers, body in told.values()]
+    assert {(event.type, event.data.id) for event in events} == {("video.completed", good.id), ("video.failed", bad.id)}
+    headers, body = told[f"evt_{good.id}"]
+    with pytest.raises(openai.InvalidWebhookSignatureError):
+        client.webhooks.unwrap(body.decode() + " ", headers)
+
+
+def test_an_address_that_never_answers_is_given_up(gateway, ended, eventually, monkeypatch):
+    monkeypatch.setattr(webhooks, "_FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(webhooks, "_SECONDS_BETWEEN_LOOKS", 0.01)
+    ended("http://127.0.0.1:1/hook")
+    sender = Webhooks(gateway.store, gateway.keys, gateway.metrics)
+    sender.start()
+    eventually(lambda: not gateway.store.untold())
+    sender.stop()
+    assert gateway.metrics.webhooks.labels("given_up")._value.get() == 2
+
+
+def test_what_a_dead_gateway_had_to_tell_is_told_by_who_buries_it(gateway, ended):
+    ended("http://127.0.0.1:1/hook")
+    from megadit.serve.gateway.store import JobStore
+
+    other = JobStore(gateway.database, owner="other")
+    assert other.untold() == []
+    other.interrupt_all(gateway.store.owner)
+    assert len(other.untold()) == 2 and gateway.store.untold() == []
+
+
+def test_a_signature_covers_id_time_and_body():
+    secret = "whsec_c2VjcmV0"
+    first = signature(secret, "evt_1", b"{}")
+    others = [
+        signature(secret, "evt_2", b"{}"),
+        signature(secret, "evt_1", b"{ }"),
+        signature("whsec_eA==", "evt_1", b"{}"),
+    ]
+    assert abs(int(first["webhook-timestamp"]) - time.time()) < 3600
+    assert first["webhook-signature"] not in {each["webhook-signature"] for each in others}
