@@ -22,8 +22,9 @@ A Triton that has turned requests away for a full queue takes all of it: it keep
 """
 START_SECONDS = 600
 """How long loading the models may take; engines of large networks take minutes."""
-HANG_SECONDS = 15.0
+HANG_SECONDS = 12.0
 """How long a server may answer nothing before it counts as hanging."""
+_PROBE_SECONDS = 3.0
 _DEAD_STUB_SECONDS = 2.0
 """How long a stub may be dead: Triton buries those that it ends itself, and serves no more once one died on its own."""
 
@@ -170,7 +171,7 @@ class LocalServer:
 
     def _answers(self, path: str) -> bool:
         try:
-            with urllib.request.urlopen(f"http://{self.http_url}{path}", timeout=5) as answer:
+            with urllib.request.urlopen(f"http://{self.http_url}{path}", timeout=_PROBE_SECONDS) as answer:
                 return answer.status == 200
         except (urllib.error.URLError, OSError):
             return False

@@ -56,7 +56,7 @@ def _authentication(gateway: Gateway) -> Callable[..., Key]:
 
 def _add_health(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/health/live", tags=["health"], response_model=Health)
-    def live() -> Health:
+    async def live() -> Health:
         """Whether this process answers."""
         return Health(status="ok")
 

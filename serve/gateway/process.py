@@ -12,6 +12,7 @@ from megadit.models.support import UserError
 from megadit.serve.supervise import Ailment, Child
 
 _START_SECONDS = 300
+_PROBE_SECONDS = 3.0
 
 
 class GatewayProcess:
@@ -69,7 +70,7 @@ class GatewayProcess:
     def is_alive(self) -> bool:
         """Whether it answers."""
         try:
-            with urllib.request.urlopen(f"{self.addresses}/health/live", timeout=5) as answer:
+            with urllib.request.urlopen(f"{self.addresses}/health/live", timeout=_PROBE_SECONDS) as answer:
                 return answer.status == 200
         except (urllib.error.URLError, OSError):
             return False

@@ -238,12 +238,12 @@ def can_mount() -> bool:
 
 @pytest.mark.slow
 def test_a_full_disk_ends_jobs_honestly_and_passes(tritonserver, triton, start_gateway, eventually, tmp_path):
-    """Store and results on a disk of 3 MB of their own, which is filled to the last byte while jobs run."""
+    """Store and results on a disk of 12 MB of their own, which is filled to the last byte while jobs run."""
     if not can_mount():
         pytest.skip("a disk of its own needs the right to mount one")
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = ("unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=3m tmpfs "$0" && exec "$@"', str(disk))
+    mount = ("unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=12m tmpfs "$0" && exec "$@"', str(disk))
     gateway = start_gateway(triton, folder=disk, log=tmp_path / "log", prefix=mount)
     inside = Path(f"/proc/{gateway.process.pid}/root{disk}")
     key = KeyRing(Database(str(inside / "jobs.sqlite"))).add("a", limits=KeyLimits(requests_per_minute=10**6))[0]

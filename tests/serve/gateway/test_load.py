@@ -1,0 +1,143 @@
+"""Many clients at once, and cancels at any moment; `--cases N` is the number of requests, or of cancels."""
+
+import contextlib
+import hashlib
+import itertools
+import json
+import random
+import shutil
+import statistics
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from megadit.serve.local_server import LocalServer
+
+NUM_CLIENTS = 16
+SHAPES = [{}, {"num_frames": 1}, {"size": "8x8"}, {"num_steps": 2, "guidance": 1.0}]
+
+
+def resident_bytes(pids: list[int]) -> int:
+    with contextlib.suppress(OSError):
+        return sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids) * 4096
+    return 0
+
+
+def in_group(group: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[2]) == group:
+                found.append(int(stat.parent.name))
+    return found
+
+
+def make(client: httpx.Client, body: dict) -> tuple[dict, bytes, float]:
+    """The finished video, its data, and how long it took."""
+    began = time.monotonic()
+    video = client.post("/v1/videos", json=body).json()
+    while video["status"] not in ("completed", "failed"):
+        time.sleep(0.1)
+        video = client.get(f"/v1/videos/{video['id']}").json()
+    assert video["status"] == "completed", video
+    return video, client.get(f"/v1/videos/{video['id']}/content").content, time.monotonic() - began
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_many_requests_of_sixteen_clients(start_gateway, server, request):
+    """None lost, none mixed up, every key its turn, memory flat."""
+    count = request.config.getoption("--cases") or 64
+    gateway = start_gateway(f"grpc://{server.grpc_url}")
+    pids = [gateway.process.pid, *in_group(server.process_group)]
+    clients = [gateway.client() for _ in range(NUM_CLIENTS)]
+    bodies = [
+        {"prompt": f"number {index}", "seed": index, "priority": 1 + index % 3, **SHAPES[index % len(SHAPES)]}
+        for index in range(count)
+    ]
+    alone = [make(clients[0], body)[2] for body in bodies[:12]]
+    done, memory = itertools.count(1), {}
+
+    def work(client: httpx.Client, body: dict) -> tuple[dict, bytes, float]:
+        result = make(client, body)
+        memory[next(done)] = resident_bytes(pids)
+        return result
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(NUM_CLIENTS) as threads:
+        results = list(threads.map(work, itertools.cycle(clients), bodies))
+    seconds = time.monotonic() - began
+    for body, (video, data, _) in zip(bodies, results, strict=True):
+        assert (video["prompt"], video["settings"]["seed"]) == (body["prompt"], body["seed"])
+        record = json.dumps({"prompt": body["prompt"], "seed": body["seed"]})[:-1]
+        assert record.encode() in data, "the file itself says what made it"
+        assert hashlib.sha256(data).hexdigest() == video["sha256"]
+    latencies = sorted(latency for _, _, latency in results)
+    p50, p95 = latencies[count // 2], latencies[int(count * 0.95)]
+    print(
+        f"\n{count} requests of {NUM_CLIENTS} clients: {count / seconds:.1f} videos/s, p50 {p50:.2f} s, p95 {p95:.2f} s"
+    )
+    print(f"one client alone: {1 / statistics.mean(alone):.1f} videos/s, median {statistics.median(alone):.2f} s")
+    first, last = memory[min(50, count // 2)], memory[count]
+    print(f"memory: {first / 2**20:.0f} MiB after {min(50, count // 2)}, {last / 2**20:.0f} MiB in the end")
+    assert last < 1.1 * first + 2**26, "memory grows with every request"
+
+
+COUNTING = '''"""Counts the steps that are computed, each of which takes a while."""
+
+import time
+from pathlib import Path
+
+from megadit.serve import engine
+from megadit.serve.triton_model import TritonPythonModel
+
+_end_unwanted = engine._end_unwanted
+
+
+def counted(rows, clock):
+    with (Path(__file__).parent / "steps").open("a") as file:
+        file.write("".join(f"{row.job.request.prompt}\\n" for row in rows))
+    time.sleep(STEP_SECONDS)
+    _end_unwanted(rows, clock)
+
+
+engine._end_unwanted = counted
+__all__ = ["TritonPythonModel"]
+'''
+STEP_SECONDS = 0.5
+
+
+@pytest.fixture
+def slow_server(tritonserver, repository, tmp_path):
+    """A server that says how many steps it has computed for each prompt, with half a second for each."""
+    copy = tmp_path / "models"
+    shutil.copytree(repository, copy, ignore=shutil.ignore_patterns("text_to_image"))
+    model = copy / "text_to_video" / "1" / "model.py"
+    model.write_text(COUNTING.replace("STEP_SECONDS", str(STEP_SECONDS)))
+    with LocalServer(copy, log=tmp_path / "triton.log", stop_seconds=3) as server:
+        yield server, lambda prompt: (model.parent / "steps").read_text().splitlines().count(prompt)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_a_cancel_is_the_end_of_its_steps(start_gateway, slow_server, request, eventually):
+    """At a random moment of a step; the one that is under way may be finished, and no other is begun."""
+    server, steps = slow_server
+    gateway, chance = start_gateway(f"grpc://{server.grpc_url}"), random.Random(0)
+    client, after_each = gateway.client(), []
+    for index in range(request.config.getoption("--cases") or 4):
+        prompt = f"cancelled {index}"
+        video_id = client.post("/v1/videos", json={"prompt": prompt, "num_steps": 200}).json()["id"]
+        eventually(lambda prompt=prompt: steps(prompt) >= 1)
+        threading.Event().wait(chance.random() * 2 * STEP_SECONDS)
+        client.delete(f"/v1/videos/{video_id}")
+        when_deleted = steps(prompt)
+        last = client.post("/v1/videos", json={"prompt": f"after {index}", "num_steps": 1, "num_frames": 1}).json()
+        eventually(lambda last=last: client.get(f"/v1/videos/{last['id']}").json()["status"] == "completed")
+        after_each.append(steps(prompt) - when_deleted)
+    print(f"\nsteps begun after each of {len(after_each)} cancels: {sorted(after_each)}")
+    assert max(after_each) <= 1
