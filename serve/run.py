@@ -57,9 +57,8 @@ def docker_command(
         *(word for port in published for word in ("--publish", port)),
         *("--volume", f"{path}:/models:ro"),
         image,
-        *("tritonserver", "--model-repository=/models", "--model-control-mode=explicit"),
-        *(f"--load-model={name}" for name in models),
-        *("--disable-auto-complete-config", "--backend-config=python,stub-timeout-seconds=600"),
+        *("megadit", "serve", "run", "/models", "--host", "0.0.0.0"),
+        *(f"--model={name}" for name in models if name != "*"),
     ]
 
 

@@ -258,5 +258,6 @@ def test_the_docker_command_is_what_production_needs(repository, capsys):
     assert cli.main(["serve", "run", str(repository), "--docker", "print", "--http_port", "9000"]) == 0
     command = shlex.split(capsys.readouterr().out)
     assert command == docker_command(repository, Ports(http=9000))
-    assert {"--shm-size=1g", "9000:8000", f"{repository}:/models:ro", "--model-control-mode=explicit"} <= set(command)
+    assert {"--shm-size=1g", "9000:8000", f"{repository}:/models:ro"} <= set(command)
+    assert command[-6:] == ["megadit", "serve", "run", "/models", "--host", "0.0.0.0"]
     assert "--gpus" not in docker_command(repository, Ports(), gpus="none")

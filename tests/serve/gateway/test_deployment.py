@@ -1,0 +1,77 @@
+"""Manifests: by the schemas of Kubernetes and of docker compose, and by the options that our commands know."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megadit.serve.gateway import command
+from megadit.serve.run import _parser as run_parser
+
+SERVE = Path(__file__).resolve().parents[3] / "serve"
+KUBERNETES = sorted((SERVE / "kubernetes").glob("*.yaml"))
+DOCUMENTS = [
+    document
+    for path in KUBERNETES
+    for document in yaml.safe_load_all(path.read_text())
+    if path.name != "kustomization.yaml"
+]
+
+
+def find(kind: str, name: str) -> dict:
+    return next(each for each in DOCUMENTS if each["kind"] == kind and each["metadata"]["name"] == name)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda each: f"{each['kind']} {each['metadata']['name']}")
+def test_kubernetes_knows_every_field(document):
+    validator = pytest.importorskip("kubernetes_validate")
+    validator.validate(document, "1.30", strict=True)
+    spoiled = document | {"spec": document["spec"] | {"repplicas": 1}}
+    with pytest.raises(validator.ValidationError):  # the control: a misspelt field is noticed
+        validator.validate(spoiled, "1.30", strict=True)
+
+
+def test_kustomize_names_every_manifest():
+    listed = yaml.safe_load((SERVE / "kubernetes" / "kustomization.yaml").read_text())["resources"]
+    assert sorted(listed) == [path.name for path in KUBERNETES if path.name != "kustomization.yaml"]
+
+
+def test_claims_and_servers_are_those_that_exist():
+    claims = {each["metadata"]["name"] for each in DOCUMENTS if each["kind"] == "PersistentVolumeClaim"}
+    pods = [each["spec"]["template"]["spec"] for each in DOCUMENTS if "template" in each["spec"]]
+    mounted = [volume.get("persistentVolumeClaim", {}).get("claimName") for pod in pods for volume in pod["volumes"]]
+    assert set(filter(None, mounted)) == claims
+    autoscaler = find("HorizontalPodAutoscaler", "megadit-triton")["spec"]
+    arguments = find("Deployment", "megadit-gateway")["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert sum(argument.startswith("--server=") for argument in arguments) == autoscaler["maxReplicas"]
+
+
+def test_our_commands_know_every_option():
+    """In the manifests and in the compose file."""
+    parsers = {"gateway": command._parser(), "run": run_parser()}
+    commands = [find("Deployment", "megadit-gateway"), find("StatefulSet", "megadit-triton")]
+    commands = [each["spec"]["template"]["spec"]["containers"][0]["args"] for each in commands]
+    commands.append(compose()["services"]["gateway"]["command"])
+    for megadit, serve, verb, *arguments in commands:
+        assert (megadit, serve) == ("megadit", "serve")
+        parsers[verb].parse_args(arguments)
+
+
+def compose() -> dict:
+    return yaml.safe_load((SERVE / "docker-compose.yml").read_text())
+
+
+def test_compose_knows_every_field(tmp_path):
+    tool = shutil.which("check-jsonschema", path=str(Path(sys.executable).parent))
+    if tool is None:
+        pytest.skip("check-jsonschema is not installed")
+    check = [tool, "--builtin-schema", "vendor.compose-spec"]
+    done = subprocess.run([*check, str(SERVE / "docker-compose.yml")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    spoiled = compose()
+    spoiled["services"]["gateway"]["comand"] = "x"
+    (tmp_path / "spoiled.yml").write_text(yaml.safe_dump(spoiled))
+    assert subprocess.run([*check, str(tmp_path / "spoiled.yml")], capture_output=True).returncode != 0
