@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,10 +24,14 @@ from megadit.models.support import CommandParser, UserError, run_command
 from megadit.serve.build_repository import build_repository
 from megadit.serve.client import Generation, VideoClient
 from megadit.serve.contract import Event, Progress, ServiceError, UnavailableError, VideoRequest, VideoResult
+from megadit.serve.gateway.client import GatewayClient
 from megadit.serve.local_server import LocalServer
 
 DEMO_BUNDLE = "runs/demo/bundle"
 """What `make demo` leaves behind."""
+GATEWAY = "http://127.0.0.1:8080"
+"""Where a gateway listens if it is told nothing else."""
+Client = VideoClient | GatewayClient
 _SECONDS_BETWEEN_UPDATES = 0.1
 
 
@@ -41,7 +45,7 @@ def _run(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     with ExitStack() as stack:
-        client = stack.enter_context(service(options.url, options.bundle))
+        client = stack.enter_context(_client(options.url, options.bundle, options.key))
         from megadit.serve.demo_page import show  # gradio takes seconds to import: a mistake is told before
 
         try:
@@ -49,6 +53,18 @@ def _run(argv: list[str]) -> int:
         except KeyboardInterrupt:
             print("stopping", file=sys.stderr)
     return 0
+
+
+def _client(url: str | None, bundle: str | None, key: str | None) -> AbstractContextManager[Client]:
+    """A client of a gateway where there is a key, else of a service."""
+    if key is None:
+        return service(url, bundle)
+    if bundle is not None:
+        raise UserError("--key is of a gateway, and --bundle starts a service without one; give one of them")
+    try:
+        return nullcontext(GatewayClient(url or GATEWAY, key))
+    except UnavailableError as error:
+        raise UserError(str(error)) from error
 
 
 @contextmanager
@@ -92,7 +108,7 @@ class Take:
 class Studio:
     """What the page does, without the page: runs and cancels requests, keeps files, estimates times."""
 
-    def __init__(self, client: VideoClient, *, max_kept: int = 500) -> None:
+    def __init__(self, client: Client, *, max_kept: int = 500) -> None:
         self.client = client
         self.info = client.info()
         self._folder = tempfile.TemporaryDirectory(prefix="megadit_videos_")
@@ -217,6 +233,7 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--bundle", metavar="PATH", help=f"start a service on this bundle (default, where none runs: {DEMO_BUNDLE})"
     )
+    parser.add_argument("--key", help=f"the page talks to a gateway (--url, default: {GATEWAY}) with this key")
     parser.add_argument("--host", default="127.0.0.1", help="address of the page (default: 127.0.0.1; 0.0.0.0: all)")
     parser.add_argument("--port", type=int, default=7860, metavar="PORT", help="of the page (default: 7860)")
     return parser

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 
 import av
 import httpx
@@ -12,7 +13,11 @@ import numpy as np
 import pytest
 
 from megadit.infer.video_io import encode_mp4
+from megadit.models.support import UserError
 from megadit.serve import cli
+from megadit.serve.contract import CancelledError, Progress
+from megadit.serve.demo import Studio
+from megadit.serve.gateway.client import GatewayClient
 
 VIDEO = {"prompt": "a red seven", "seed": 11, "guidance": 3.0, "num_steps": 5}
 LONG = {"prompt": "a long one", "num_steps": 2500}
@@ -69,11 +74,30 @@ def test_one_gateway_s_day(gateway, pipeline, wait_until, tmp_path):
     image = wait_until(client, create(client, num_frames=1), "completed")
     assert image["media_type"] == "image/png"
 
+    shown_by_the_demo(gateway, expected)
     follow_to_the_end(client)
     cancel_while_it_runs(client, wait_until)
     refused_by_the_model(client, wait_until)
     told_to_prometheus(gateway)
     one_line_for_each_request(gateway)
+
+
+def shown_by_the_demo(gateway, expected) -> None:
+    """The page's own work, with a key."""
+    studio = Studio(GatewayClient(gateway.url, gateway.new_key()))
+    request = studio.request(**{name: value for name, value in VIDEO.items()})
+    *progress, video = list(studio.run("me", request))
+    assert all(isinstance(event, Progress) for event in progress)
+    assert np.array_equal(frames_of(video.data), frames_of(encode_mp4(expected.video, 8)))
+    assert studio.keep(request, video).path.read_bytes() == video.data
+    running = studio.run("me", replace(request, num_steps=2500))
+    next(running)
+    studio.cancel("me")
+    with pytest.raises(CancelledError):
+        list(running)
+    assert studio.client._ask("GET", "/v1/videos")["data"] == [], "what was shown or cancelled is not kept there"
+    with pytest.raises(UserError, match="valid key"):
+        GatewayClient(gateway.url, "wrong")
 
 
 def follow_to_the_end(client: httpx.Client) -> None:
