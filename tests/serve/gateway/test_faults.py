@@ -242,16 +242,18 @@ def can_mount() -> bool:
 
 
 @pytest.mark.slow
-def test_a_full_disk_ends_jobs_honestly_and_passes(tritonserver, triton, start_gateway, eventually, tmp_path):
+def test_a_full_disk_ends_jobs_honestly_and_passes(triton, start_gateway, eventually, tmp_path, monkeypatch):
     """Store and results on a disk of 12 MB of their own, which is filled to the last byte while jobs run."""
     if not can_mount():
         pytest.skip("a disk of its own needs the right to mount one")
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = ("unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=12m tmpfs "$0" && exec "$@"', str(disk))
+    prepare = 'mount -t tmpfs -o size=12m tmpfs "$0" && $KEYS --store="$0/jobs.sqlite" > "$0.key" && exec "$@"'
+    monkeypatch.setenv("KEYS", f"{sys.executable} -m megadit.serve.cli serve keys add a --requests_per_minute=1000000")
+    mount = ("unshare", "-rm", "sh", "-c", prepare, str(disk))
     gateway = start_gateway(triton, folder=disk, log=tmp_path / "log", prefix=mount)
     inside = Path(f"/proc/{gateway.process.pid}/root{disk}")
-    key = KeyRing(Database(str(inside / "jobs.sqlite"))).add("a", limits=KeyLimits(requests_per_minute=10**6))[0]
+    key = (tmp_path / "disk.key").read_text().strip()
     client = httpx.Client(base_url=gateway.url, headers={"authorization": f"Bearer {key}"}, timeout=120)
 
     def create() -> httpx.Response:
