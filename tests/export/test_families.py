@@ -48,6 +48,7 @@ FAMILIES = {
         learned_positions=(12, 20, 20),
         qk_layernorm=False,
     ),
+    "st_dit": DiTConfig(**SMALL, hidden_size=48, family="st_dit", adaln_lora_dim=6),
     "patches in time": DiTConfig(**SMALL, hidden_size=48, patch_temporal=2, position_embedding="sincos"),
 }
 

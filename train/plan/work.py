@@ -198,7 +198,7 @@ def _tensor_bytes(config: RunConfig, layout: Layout, tokens: float) -> float:
 def _context_bytes(config: RunConfig, layout: Layout, tokens: float) -> tuple[float, float]:
     """Per layer: all-to-alls of q, k, v and the result among `head_exchange` ranks, forward and backward; keys and
     values once around the ring of the others, and again with their gradients in backward. Attention along one axis
-    moves tokens three times instead, there and back."""
+    moves tokens twice instead, there and back (a third move sends nothing where frames divide among the ranks)."""
     width = config.model.attention_size / layout.tensor * _bytes_per_number(config)
     heads = layout.head_exchange
     ring = layout.context // heads
@@ -206,7 +206,7 @@ def _context_bytes(config: RunConfig, layout: Layout, tokens: float) -> tuple[fl
     if config.model.structure.block == "st_dit":
         cut = layout.tensor if layout.sequence_parallel else 1
         stream = config.model.hidden_size / cut * _bytes_per_number(config)
-        exchange += 2 * 3 * tokens * stream * (layout.context - 1) / layout.context
+        exchange += 2 * 2 * tokens * stream * (layout.context - 1) / layout.context
     return exchange, 3 * 2 * tokens * width * (ring - 1)
 
 

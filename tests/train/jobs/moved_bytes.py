@@ -1,0 +1,92 @@
+"""Bytes that a rank sends in one block: to move tokens for attention along time and space, and in a ring.
+
+Usage: moved_bytes.py OUT; every rank runs it. OUT/RANK.json has {video: {"moves": ..., "ring": ...}}, of forward and
+backward. Attention itself is left out: its result decides no byte, and on long videos it would take minutes.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megadit.models.blocks import Context, Place, STDiTBlock
+from megadit.models.config import DiTConfig
+from megadit.models.layers import TorchLayers
+from megadit.models.lines import Mesh, lines, move
+from megadit.models.megatron import context_parallel
+from megadit.models.megatron.context_parallel import ContextGroups, attend_shared
+from megadit.models.segments import Segment, SegmentLayout
+
+GRIDS = {"256 px": (32, 16, 16), "768 px": (32, 48, 48)}
+CONFIG = DiTConfig(family="st_dit", num_layers=1, hidden_size=16, num_attention_heads=2, qk_layernorm=False)
+
+
+class HybridLayers(TorchLayers):
+    """Plain linears; the ranks of `group` share the tokens."""
+
+    def __init__(self, group):
+        alone = [dist.new_group([rank]) for rank in range(group.size())][group.rank()]
+        self.groups = ContextGroups(group, alone, group)
+        self.mesh = Mesh(group.size(), 1, group.rank())
+
+    def attend(self, q, k, v, layout, *, cross, into):
+        if not cross and layout.share.size > 1:
+            return attend_shared(q, k, v, layout, self.groups, into)
+        return into((q + v.mean() + k.mean()).flatten(2))
+
+    def lines(self, layout, axis):
+        return lines(layout, axis, self.mesh)
+
+    def move(self, x, layout, source, target):
+        return move(x, layout, source, target, self.mesh, self.groups.group)
+
+
+sent = {"moves": 0, "ring": 0}
+
+
+def count_sent():
+    """From now on, bytes that leave this rank are counted."""
+    all_to_all, send_receive = dist.all_to_all_single, dist.batch_isend_irecv
+
+    def counted_all_to_all(received, x, num_received, num_sent, group):
+        others = sum(num_sent) - num_sent[group.rank()]
+        sent["moves"] += others * x[0].numel() * x.element_size()
+        return all_to_all(received, x, num_received, num_sent, group=group)
+
+    def counted_send_receive(operations):
+        sent["ring"] += sum(one.tensor.nbytes for one in operations if one.op is dist.isend)
+        return send_receive(operations)
+
+    dist.all_to_all_single, dist.batch_isend_irecv = counted_all_to_all, counted_send_receive
+
+
+def without_attention():
+    context_parallel.attend_block = lambda q, k, v: (torch.zeros_like(q), torch.zeros(q.shape[:3]))
+    context_parallel.attend_block_backward = lambda grad, q, out, lse, k, v: (q * 0, k * 0, v * 0)
+
+
+def main():
+    out = Path(sys.argv[1])
+    dist.init_process_group("gloo")
+    count_sent()
+    without_attention()
+    kit = HybridLayers(dist.group.WORLD)
+    block = STDiTBlock(CONFIG, kit)
+    found = {}
+    for video, grid in GRIDS.items():
+        sent.update(moves=0, ring=0)
+        pack = SegmentLayout.pack([Segment(grid, 1)], capacity=grid[0] * grid[1] * grid[2], text_capacity=1)
+        layout = pack.shared(kit.groups.share)
+        along = [Place(one.layout, one.runs, None) for one in (kit.lines(layout, axis) for axis in ("time", "space"))]
+        context = Context(torch.zeros(1, 16), torch.zeros(1, 1, 16), layout, layout.runs, None, None, None, *along)
+        x = torch.zeros(layout.capacity, 1, 16, requires_grad=True)
+        block(x, context).sum().backward()
+        found[video] = dict(sent)
+    (out / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
