@@ -11,31 +11,54 @@ import torch
 
 from megadit.export import contract, to_onnx, verify
 from megadit.export.layers import weight_hashes
-from megadit.export.networks import PRECISIONS, build_network
+from megadit.export.networks import PRECISIONS, build_network, comparable
+from megadit.export.quantize import FORMATS, calibrate, quantise
 from megadit.infer.checkpoints import open_bundle
 from megadit.infer.runtimes.load import FOLDERS, weights_checksum
 from megadit.infer.runtimes.network_spec import SETTINGS_FILE, SETTINGS_VERSION, NetworkSpec
 from megadit.models.bundle import MANIFEST_FILE, Bundle, check_replaceable, write_manifest
 from megadit.models.support import UserError, atomic_directory, write_json
+from megadit.models.text_encoders import T5TextEncoder, TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportSettings:
-    opset: int = to_onnx.DEFAULT_OPSET
+    opset: int | None = None
+    """None: the oldest that has what the precision needs."""
     precision: str = "fp32"
-    """Of the denoiser's network; preconditioning, decoder and encoder are float32."""
+    """Of the denoiser's network; preconditioning, decoder and encoders are float32."""
+    text_encoder: bool = True
+    """Export the text encoder too, where it is a network that is on this machine."""
+    calibration_prompts: tuple[str, ...] = ()
+    """What is sampled to learn the ranges of 8-bit numbers; empty: the prompt that is compared."""
     profiles: tuple[str, ...] = ()
     """As users write them: name=min,opt,max."""
     video_steps: int = 10
     """Most sampling steps of the video that is compared at the end."""
 
     def __post_init__(self) -> None:
-        to_onnx.check_opset(self.opset)
         if self.precision not in PRECISIONS:
             raise UserError(f"precision {self.precision!r} is unknown; choose one of {', '.join(PRECISIONS)}")
+        to_onnx.check_opset(self.graph_opset)
+        if self.graph_opset < self._least_opset:
+            raise UserError(f"precision {self.precision} needs opset {self._least_opset} or newer, not {self.opset}")
+        if self.calibration_prompts and self.precision not in FORMATS:
+            raise UserError(f"calibration prompts are for {' and '.join(FORMATS)}, not for {self.precision}")
         if self.video_steps < 1:
             raise UserError(f"video_steps={self.video_steps} must be at least 1")
+
+    @property
+    def graph_opset(self) -> int:
+        return self._least_opset if self.opset is None else self.opset
+
+    def precision_of(self, network: str) -> str:
+        """Latents and texts, which decoders and encoders compute once for all steps, stay in float32."""
+        return self.precision if network == "denoiser" else "fp32"
+
+    @property
+    def _least_opset(self) -> int:
+        return to_onnx.EIGHT_BIT_OPSET if self.precision in FORMATS else to_onnx.DEFAULT_OPSET
 
 
 def export_bundle(source: str | Path, out: str | Path, settings: ExportSettings | None = None) -> dict[str, Any]:
@@ -48,15 +71,26 @@ def export_bundle(source: str | Path, out: str | Path, settings: ExportSettings 
     settings = settings or ExportSettings()
     bundle, out = open_bundle(source), Path(out)
     _check_place(bundle, out)
-    verify.check_precision(settings.precision)
+    verify.check_runtime()
     tokenizer, text_encoder = bundle.load_tokenizer(), bundle.load_text_encoder()
     profiles = contract.parse_profiles(settings.profiles, contract.default_profiles(bundle, tokenizer, text_encoder))
-    specs = contract.specs(profiles, bundle.config, tokenizer)
+    specs = contract.specs(profiles, bundle.config, tokenizer, _exported_text_encoder(text_encoder, settings))
     try:
         with atomic_directory(out) as directory:
             return _write(directory, bundle, tokenizer, specs, settings)
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror or error}") from error
+
+
+def _exported_text_encoder(text_encoder: TextEncoder, settings: ExportSettings) -> TextEncoder | None:
+    if not (settings.text_encoder and isinstance(text_encoder, T5TextEncoder)):
+        return None
+    try:
+        _say(f"the text encoder is that of {text_encoder.directory}")
+    except UserError as error:
+        _say(f"the text encoder is not exported: {error}")
+        return None
+    return text_encoder
 
 
 def _check_place(bundle: Bundle, out: Path) -> None:
@@ -104,17 +138,22 @@ def export_network(
     settings: ExportSettings,
 ) -> dict[str, Any]:
     """Exports one network and compares it; torch's copy is gone before ONNX Runtime loads its own."""
-    inputs = contract.sample_inputs(spec, contract.trace_sizes(spec))
-    network = build_network(name, bundle, tokenizer, PRECISIONS[settings.precision])
+    inputs, precision = contract.sample_inputs(spec, contract.trace_sizes(spec)), settings.precision_of(name)
+    network = build_network(name, bundle, tokenizer, PRECISIONS[precision])
     about = {"megadit_version": metadata.version("megadit"), "source": weights_checksum(bundle)}
-    to_onnx.export_onnx(network, spec, inputs, path, opset=settings.opset, metadata=about)
-    cases, weights = verify.reference_cases(network, spec, bundle), weight_hashes(network)
+    to_onnx.export_onnx(network, spec, inputs, path, opset=settings.graph_opset, metadata=about)
+    if precision in FORMATS:
+        _say(f"{name}: learning the ranges of its numbers")
+        prompts = settings.calibration_prompts or (verify.usual_prompt(bundle),)
+        quantise(path, calibrate(bundle, prompts), precision)
+    weights = weight_hashes(network)
+    cases = verify.reference_cases(comparable(network, precision), spec, bundle)
     del network
 
     def rebuild():
-        return build_network(name, bundle, tokenizer, PRECISIONS[settings.precision])
+        return comparable(build_network(name, bundle, tokenizer, PRECISIONS[precision]), precision)
 
-    return verify.verify_network(path, spec, cases, bundle.config, settings.precision, weights, rebuild)
+    return verify.verify_network(path, spec, cases, bundle.config, precision, weights, rebuild)
 
 
 def _onnx_settings(bundle: Bundle, specs: dict[str, NetworkSpec], settings: ExportSettings) -> dict[str, Any]:
@@ -122,7 +161,7 @@ def _onnx_settings(bundle: Bundle, specs: dict[str, NetworkSpec], settings: Expo
         "format_version": SETTINGS_VERSION,
         "source": weights_checksum(bundle),
         "precision": settings.precision,
-        "opset": settings.opset,
+        "opset": settings.graph_opset,
         "torch": torch.__version__,
         "defaults": bundle.defaults.to_dict(),
         "text_encoder": bundle.manifest["parts"]["text_encoder"],

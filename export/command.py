@@ -7,7 +7,7 @@ from pathlib import Path
 from megadit.export.build import ExportSettings, export_bundle
 from megadit.export.engines import add_engines
 from megadit.export.networks import PRECISIONS
-from megadit.export.to_onnx import DEFAULT_OPSET, OPSETS
+from megadit.export.to_onnx import DEFAULT_OPSET, EIGHT_BIT_OPSET, OPSETS
 from megadit.export.to_tensorrt import EngineSettings
 from megadit.models.support import CommandParser, UserError, run_command
 
@@ -21,6 +21,8 @@ def _export(argv: list[str]) -> None:
     options = vars(_parser().parse_args(argv))
     bundle, out = options.pop("bundle"), options.pop("out")
     options["profiles"] = tuple(options.pop("profile"))
+    options["calibration_prompts"] = _read_prompts(options["calibration_prompts"])
+    options["text_encoder"] = not options.pop("no_text_encoder")
     wanted = options.pop("format")
     engines = EngineSettings(**{field.name: options.pop(field.name) for field in fields(EngineSettings)})
     export_bundle(bundle, out, ExportSettings(**options))
@@ -30,6 +32,19 @@ def _export(argv: list[str]) -> None:
         except UserError as error:
             raise UserError(f"{out} has its ONNX graphs, but no engines: {error}") from error
     print(out)
+
+
+def _read_prompts(path: str | None) -> tuple[str, ...]:
+    """The lines of a file that hold something."""
+    if path is None:
+        return ()
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--calibration_prompts {path} cannot be read: {error}") from None
+    if not any(line.strip() for line in lines):
+        raise UserError(f"--calibration_prompts {path} holds no prompt")
+    return tuple(line.strip() for line in lines if line.strip())
 
 
 def _parser() -> CommandParser:
@@ -56,8 +71,15 @@ def _parser() -> CommandParser:
         help="sizes to export for, of batch, frames, height, width (of the video) or text (tokens); repeat for each",
     )
     parser.add_argument(
-        "--opset", type=int, default=DEFAULT_OPSET, metavar="INT", help=f"{', '.join(map(str, OPSETS))} (default: 18)"
+        "--opset",
+        type=int,
+        metavar="INT",
+        help=f"{', '.join(map(str, OPSETS))} (default: {DEFAULT_OPSET}, and {EIGHT_BIT_OPSET} for 8 bits)",
     )
+    parser.add_argument(
+        "--calibration_prompts", metavar="FILE", help="one prompt a line, sampled to learn the ranges of int8 and fp8"
+    )
+    parser.add_argument("--no_text_encoder", action="store_true", help="leave the text encoder in torch")
     parser.add_argument(
         "--video_steps", type=int, default=10, metavar="INT", help="most steps of the video that is compared"
     )

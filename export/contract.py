@@ -14,7 +14,7 @@ from megadit.infer.runtimes.network_spec import Axis, NetworkSpec, Shape, Tensor
 from megadit.models.bundle import Bundle
 from megadit.models.config import DiTConfig
 from megadit.models.support import UserError, nearest
-from megadit.models.text_encoders import TextEncoder
+from megadit.models.text_encoders import T5TextEncoder, TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
 
 GUIDANCE_BATCH = 2
@@ -43,12 +43,13 @@ def default_profiles(bundle: Bundle, tokenizer: VideoTokenizer, text_encoder: Te
     frames = _frames_of_patches(defaults.num_frames, bundle.config, tokenizer)
     most_frames = _frames_of_patches(2 * defaults.num_frames, bundle.config, tokenizer)
     longest = getattr(text_encoder, "max_length", 1) or LONGEST_TEXT
+    is_filled = getattr(text_encoder, "text_padding", "none") == "zeros"
     return Profiles(
         batch=(1, 1, 4),
         frames=(_frames_of_patches(1, bundle.config, tokenizer), frames, most_frames),
         height=(side, defaults.height, 2 * defaults.height),
         width=(side, defaults.width, 2 * defaults.width),
-        text=(1, min(longest, USUAL_TEXT), longest),
+        text=(1, longest if is_filled else min(longest, USUAL_TEXT), longest),
     )
 
 
@@ -85,8 +86,10 @@ def parse_profiles(given: Sequence[str], defaults: Profiles) -> Profiles:
     return defaults
 
 
-def specs(profiles: Profiles, config: DiTConfig, tokenizer: VideoTokenizer) -> dict[str, NetworkSpec]:
-    """The contract of each network, by name.
+def specs(
+    profiles: Profiles, config: DiTConfig, tokenizer: VideoTokenizer, text_encoder: TextEncoder | None = None
+) -> dict[str, NetworkSpec]:
+    """The contract of each network, by name; that of a text encoder where one is given that is a network.
 
     Raises:
         UserError: for sizes that the tokenizer or the network cannot take; names the nearest that it can.
@@ -108,7 +111,8 @@ def specs(profiles: Profiles, config: DiTConfig, tokenizer: VideoTokenizer) -> d
     # classes stand for texts in one token, whatever the longest text is
     text = _axis("text", profiles.text) if config.structure.cross_attention else 1
     latent = (config.in_channels, time, height, width)
-    return {
+    texts = {"text_encoder": _text_encoder(text_encoder, one, text)} if isinstance(text_encoder, T5TextEncoder) else {}
+    return texts | {
         "denoiser": NetworkSpec(
             name="denoiser",
             inputs=(
@@ -131,6 +135,17 @@ def specs(profiles: Profiles, config: DiTConfig, tokenizer: VideoTokenizer) -> d
             output="latents",
         ),
     }
+
+
+def _text_encoder(text_encoder: T5TextEncoder, batch: Axis, text: Axis) -> NetworkSpec:
+    return NetworkSpec(
+        name="text_encoder",
+        inputs=(
+            TensorSpec(name="tokens", dtype="int64", axes=(batch, text), below=text_encoder.vocabulary_size),
+            TensorSpec(name="mask", dtype="int64", axes=(batch, text), below=2),
+        ),
+        output="features",
+    )
 
 
 def _axis(name: str, sizes: Sequence[int], *, step: int = 1, offset: int = 0) -> Axis:
@@ -173,6 +188,10 @@ def sample_inputs(spec: NetworkSpec, sizes: Mapping[str, int], seed: int = 0) ->
     def normal(shape: Shape) -> Tensor:
         return torch.randn(shape, generator=generator)
 
+    if spec.name == "text_encoder":
+        tokens, lengths = spec.inputs[0], torch.arange(shapes["mask"][0]) % shapes["mask"][1] + 1
+        mask_BL = torch.arange(shapes["mask"][1]) < lengths.flip(0)[:, None]
+        return {"tokens": torch.randint(tokens.below, shapes["tokens"], generator=generator), "mask": mask_BL.long()}
     if spec.name != "denoiser":
         (name,) = shapes
         return {name: 0.5 * normal(shapes[name])}

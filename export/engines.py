@@ -55,9 +55,10 @@ def _compare(bundle: Bundle, engines: ExportedNetworks) -> dict[str, Any]:
     precision = engines.settings["precision"]
     report = {}
     for name in engines.settings["networks"]:
-        network, spec = build_network(name, bundle, tokenizer, PRECISIONS[precision]), engines.network(name)
+        of_network = precision if name == "denoiser" else "fp32"
+        network, spec = build_network(name, bundle, tokenizer, PRECISIONS[of_network]), engines.network(name)
         cases = verify.reference_cases(network, spec, bundle)
-        report[name] = verify.verify_runtime(opened[name], spec, cases, bundle.config, precision)
+        report[name] = verify.verify_runtime(opened[name], spec, cases, bundle.config, of_network)
     steps = bundle.manifest["export"]["onnx"]["settings"]["video_steps"]
     report["video"] = verify.compare_videos(bundle, precision, steps, "tensorrt")
     return report

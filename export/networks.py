@@ -8,10 +8,18 @@ from torch import Tensor, nn
 from megadit.models.bundle import Bundle
 from megadit.models.conditioning import Conditioning
 from megadit.models.precondition import EDMDenoiser, scalings
+from megadit.models.text_encoders import T5TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
 from megadit.models.tokenizers.tiling import Tiles
 
-PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+PRECISIONS = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "int8": torch.float16,
+    "fp8": torch.float16,
+}
+"""Of the denoiser -> what it computes in; with 8 bits, the products of its blocks aside (`quantize.py`)."""
 
 
 class DenoiserGraph(nn.Module):
@@ -23,6 +31,17 @@ class DenoiserGraph(nn.Module):
 
     def forward(self, x: Tensor, sigma: Tensor, text: Tensor, text_length: Tensor, fps: Tensor) -> Tensor:
         return self.denoiser(x, sigma, Conditioning(text, text_length, fps))
+
+
+class TextEncoderGraph(nn.Module):
+    """Tokens of texts to their features."""
+
+    def __init__(self, text_encoder: T5TextEncoder) -> None:
+        super().__init__()
+        self.network = replace(text_encoder, dtype="float32", placement="cpu", _loaded={}).load_network()
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        return self.network(tokens, attention_mask=mask).last_hidden_state
 
 
 class DecoderGraph(nn.Module):
@@ -67,6 +86,14 @@ def build_network(name: str, bundle: Bundle, tokenizer: VideoTokenizer, dtype: t
     if name == "denoiser":
         network = DenoiserGraph(EDMDenoiser(bundle.load_dit(dtype=dtype)))
         scalings(torch.ones(1), bundle.config)  # what is computed once for all must not be so while tracing
+    elif name == "text_encoder":
+        network = TextEncoderGraph(bundle.load_text_encoder())
     else:
         network = {"video_decoder": DecoderGraph, "video_encoder": EncoderGraph}[name](tokenizer)
     return network.eval().requires_grad_(False)
+
+
+def comparable(network: nn.Module, precision: str) -> nn.Module:
+    """The network as its graph is compared: of bfloat16 the weights, in float32, as CPUs have no bfloat16 products in
+    ONNX Runtime. Every layer is compared in full; what is left to the runtime is the rounding of results."""
+    return network.float() if precision == "bf16" else network

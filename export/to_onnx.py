@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from megadit.infer.runtimes.network_spec import Axis, NetworkSpec
 from megadit.models.support import UserError
 
-OPSETS = (18, 20)
-DEFAULT_OPSET = 18
+OPSETS = (18, 20, 23)
+"""18 is read by any TensorRT; 20 has 8-bit numbers of half precision; 23 has attention and RMS norms as one operator,
+which TensorRT reads from 10.15 on."""
+DEFAULT_OPSET, EIGHT_BIT_OPSET = 18, 20
 EXTERNAL_DATA_FROM = 2**27
 """Bytes of weights from which they lie in a file of their own: inside, each is held several times while writing, and an
 ONNX file holds less than 2 GB."""
@@ -58,6 +60,7 @@ def export_onnx(
             optimize=True,
             verbose=False,
         )
+    _expand_masks(program.model.graph)
     _clean(program.model, spec, metadata)
     size = sum(parameter.nbytes for parameter in network.parameters())
     external = f"{path.name}.data" if size >= EXTERNAL_DATA_FROM else None
@@ -77,6 +80,28 @@ def _dynamic_shapes(spec: NetworkSpec) -> tuple[dict[int, object], ...]:
         {place: side(axis) for place, axis in enumerate(tensor.axes) if isinstance(axis, Axis)}
         for tensor in spec.inputs
     )
+
+
+def _expand_masks(graph) -> None:
+    """Gives masks of Attention (from opset 23) a row for each query: ONNX Runtime's CPUs do not broadcast them."""
+    import onnx_ir as ir
+
+    masked = [node for node in graph if node.op_type == "Attention" and len(node.inputs) > 3 and node.inputs[3]]
+    if not masked:
+        return
+    one = ir.Value(name="one", const_value=ir.tensor([1], name="one"))
+    graph.register_initializer(one)
+
+    def insert(kind: str, inputs: list[ir.Value], **attributes: int) -> ir.Value:
+        node = ir.node(kind, inputs=inputs, attributes=attributes)
+        node.metadata_props.update(attention.metadata_props)
+        graph.insert_before(attention, node)
+        return node.outputs[0]
+
+    for attention in masked:
+        num_queries = insert("Shape", [attention.inputs[0]], start=2, end=3)
+        shape = insert("Concat", [one, one, num_queries, one], axis=0)
+        attention.replace_input_with(3, insert("Expand", [attention.inputs[3], shape]))
 
 
 def _unbind(x: Tensor, dim: int = 0) -> list[Tensor]:

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from megadit.infer.checkpoints import open_bundle
 from megadit.infer.pipeline import TextToVideo
+from megadit.infer.runtimes.onnx import video_size
 from megadit.infer.settings import latent_size, resolve_settings
 from megadit.models.bundle import Bundle, SamplingDefaults
 from megadit.models.conditioning import Conditioning
@@ -29,6 +30,7 @@ RUNTIMES = {
     "eager": {"runtime": "torch"},
     "compiled": {"runtime": "torch", "compile": True},
     "onnx": {"runtime": "onnx"},
+    "onnx_tensorrt": {"runtime": "onnx_tensorrt"},
     "tensorrt": {"runtime": "tensorrt"},
 }
 """Name -> how `TextToVideo.load` is asked for it."""
@@ -83,16 +85,18 @@ def measure(pipelines: dict[str, TextToVideo], settings: SamplingDefaults, promp
 
 
 def _tasks(pipeline: TextToVideo, settings: SamplingDefaults, prompt: str) -> list[tuple[str, Callable[[], Any]]]:
-    """What is timed: one guided call of the denoiser, the decoder, a whole video."""
+    """What is timed: one guided call of the denoiser, the decoder, the encoder, a whole video."""
     _, shape = latent_size(settings, pipeline.config, pipeline.tokenizer)
     x = torch.randn(2, *shape, device=pipeline.device)
     sigma = torch.full((2,), SIGMA, device=pipeline.device)
     text = pipeline.text_encoder.encode([prompt, settings.negative_prompt])
     fps_B = torch.full((2,), float(settings.fps))
     conditioning = Conditioning(text.features_BLE, text.length_B, fps_B).to(pipeline.device)
+    video = torch.zeros(1, 3, *video_size(pipeline.tokenizer, *shape[1:]), device=pipeline.device)
     return [
         ("guided denoiser call", lambda: pipeline.denoiser(x, sigma, conditioning)),
         ("decoder", lambda: pipeline.tokenizer.decode(x[:1])),
+        ("encoder", lambda: pipeline.tokenizer.encode(video)),
         ("whole video", lambda: list(pipeline.stream([prompt], settings))),
     ]
 

@@ -147,7 +147,9 @@ class GenerateFlags:
     device: str = _flag("auto", "auto, cpu, cuda or cuda:N (default: auto)", metavar="NAME")
     dtype: str | None = _flag(None, "of the network: float32, bfloat16 or float16 (default: float32)", metavar="NAME")
     runtime: str = _flag(
-        "torch", "torch; or onnx or tensorrt, of a bundle that `megadit export` made (default: torch)", metavar="NAME"
+        "torch",
+        "torch; onnx, onnx_tensorrt or tensorrt for a bundle of `megadit export` (default: torch)",
+        metavar="NAME",
     )
     sequential_guidance: bool = _switch("ask for the halves of guidance in turn: less memory, a little slower")
     offload_text_encoder: bool = _switch("free the text encoder's memory while sampling")

@@ -27,7 +27,7 @@ from megadit.infer.guidance import (
 )
 from megadit.infer.preview import LinearPreview, fit_preview
 from megadit.infer.ranks import split_over_ranks
-from megadit.infer.runtimes.load import check_runtime, load_denoiser, with_exported_networks
+from megadit.infer.runtimes.load import check_runtime, load_denoiser, with_exported_networks, with_exported_text_network
 from megadit.infer.runtimes.shared_torch import load_shared_denoiser
 from megadit.infer.runtimes.torch import find_device, find_dtype
 from megadit.infer.samplers import SAMPLERS, Denoise, Randomness, num_denoiser_calls
@@ -156,19 +156,22 @@ class TextToVideo:
                 return load_denoiser(bundle, runtime, **options)
             return load_shared_denoiser(bundle, tensor=tensor_parallel, context=context_parallel, **options)
 
+        def reload_text_encoder() -> TextEncoder:
+            return with_exported_text_network(bundle.load_text_encoder(), bundle, runtime, place)
+
         evaluate = in_one_batch if batch_guidance else in_turn
         if split_guidance is not None:
             evaluate = split_over_ranks(split_guidance)
         return cls(
             denoiser=load(bundle),
             tokenizer=with_exported_networks(tokenizer, bundle, runtime, place),
-            text_encoder=text_encoder,
+            text_encoder=with_exported_text_network(text_encoder, bundle, runtime, place),
             config=bundle.config,
             defaults=bundle.defaults,
             device=place,
             evaluate=evaluate,
             load_weaker=lambda path: load(weaker_bundle(path, bundle)),
-            reload_text_encoder=bundle.load_text_encoder if offload_text_encoder else None,
+            reload_text_encoder=reload_text_encoder if offload_text_encoder else None,
             guardrail=guardrail,
             cache_plans=bundle_plans(bundle),
         )

@@ -48,9 +48,9 @@ def network_config(spec: NetworkSpec, runtime: str, latent_channels: int) -> str
         f'  {{ name: "{tensor.name}" data_type: {_DATA_TYPES[tensor.dtype]} dims: [ {_dims(tensor.axes)} ] }}'
         for tensor in spec.inputs
     )
-    # every network gives B C T H W: RGB where it decodes, else latents
-    output_channels = 3 if spec.name == "video_decoder" else latent_channels
-    data_type = _DATA_TYPES[spec.inputs[0].dtype]
+    # B L E of texts; all others give B C T H W: RGB where they decode, else latents
+    channels = 3 if spec.name == "video_decoder" else latent_channels
+    output_dims = "-1, -1, -1" if spec.name == "text_encoder" else f"-1, {channels}, -1, -1, -1"
     return f"""\
 # Written by `megadit serve build-repository --networks`.
 name: "{spec.name}"
@@ -61,7 +61,7 @@ input [
 {inputs}
 ]
 output [
-  {{ name: "{spec.output}" data_type: {data_type} dims: [ -1, {output_channels}, -1, -1, -1 ] }}
+  {{ name: "{spec.output}" data_type: TYPE_FP32 dims: [ {output_dims} ] }}
 ]
 """
 

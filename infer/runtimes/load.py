@@ -9,10 +9,12 @@ from megadit.infer.runtimes.network_spec import ExportedNetworks
 from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.models.bundle import Bundle
 from megadit.models.support import UserError, nearest
+from megadit.models.text_encoders import TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
 
-Runtime = Literal["torch", "onnx", "tensorrt"]
-FOLDERS = {"onnx": "onnx", "tensorrt": "plan"}
+Runtime = Literal["torch", "onnx", "onnx_tensorrt", "tensorrt"]
+"""`onnx_tensorrt` is ONNX Runtime with its TensorRT provider, which builds engines of the graphs as it loads them."""
+FOLDERS = {"onnx": "onnx", "onnx_tensorrt": "onnx", "tensorrt": "plan"}
 
 
 def check_runtime(name: str, *, dtype: str | None = None, compile: bool = False) -> Runtime:
@@ -56,10 +58,10 @@ def load_denoiser(
     Raises:
         UserError: if it was not exported for `runtime`, or `runtime` does not run here.
     """
-    if runtime == "onnx":
+    if runtime in ("onnx", "onnx_tensorrt"):
         from megadit.infer.runtimes.onnx import OnnxDenoiser
 
-        return OnnxDenoiser(open_exported(bundle, runtime), device=device)
+        return OnnxDenoiser(open_exported(bundle, runtime), device=device, provider=_provider(runtime))
     if runtime == "tensorrt":
         from megadit.infer.runtimes.tensorrt import TensorRTDenoiser, open_engines
 
@@ -72,12 +74,38 @@ def with_exported_networks(
     tokenizer: VideoTokenizer, bundle: Bundle, runtime: Runtime, device: torch.device
 ) -> VideoTokenizer:
     """`tokenizer`, its networks under `runtime`."""
-    if runtime == "onnx":
+    if runtime in ("onnx", "onnx_tensorrt"):
         from megadit.infer.runtimes.onnx import OnnxTokenizer
 
-        return OnnxTokenizer(open_exported(bundle, runtime), tokenizer, device=device)
+        exported = open_exported(bundle, runtime)
+        return OnnxTokenizer(exported, tokenizer, device=device, provider=_provider(runtime))
     if runtime == "tensorrt":
         from megadit.infer.runtimes.tensorrt import TensorRTTokenizer, open_engines
 
         return TensorRTTokenizer(open_engines(open_exported(bundle, runtime), device), tokenizer)
     return tokenizer
+
+
+def with_exported_text_network(
+    text_encoder: TextEncoder, bundle: Bundle, runtime: Runtime, device: torch.device
+) -> TextEncoder:
+    """`text_encoder`, its network under `runtime` where it was exported; loaded when a text is first encoded."""
+    exported = None if runtime == "torch" else open_exported(bundle, runtime)
+    if exported is None or "text_encoder" not in exported.settings["networks"]:
+        return text_encoder
+    from megadit.infer.runtimes.text import with_exported_network
+
+    def load():
+        if runtime == "tensorrt":
+            from megadit.infer.runtimes.tensorrt import open_engines
+
+            return open_engines(exported, device)["text_encoder"]
+        from megadit.infer.runtimes.onnx import open_network
+
+        return open_network(exported, "text_encoder", device, _provider(runtime))
+
+    return with_exported_network(text_encoder, load, device)
+
+
+def _provider(runtime: Runtime) -> str:
+    return "TensorrtExecutionProvider" if runtime == "onnx_tensorrt" else ""

@@ -47,6 +47,8 @@ class TensorSpec:
     """As torch and numpy call it."""
     axes: tuple[Axis | int, ...]
     """Open sides, and the sizes of fixed ones."""
+    below: int | None = None
+    """Of whole numbers that are indices: how many there are."""
 
     def shape(self, sizes: Mapping[str, int]) -> Shape:
         """With these sizes of the open sides."""
@@ -93,6 +95,7 @@ class NetworkSpec:
                 name=tensor["name"],
                 dtype=tensor["dtype"],
                 axes=tuple(axis if isinstance(axis, int) else Axis(**axis) for axis in tensor["axes"]),
+                below=tensor.get("below"),
             )
             for tensor in values["inputs"]
         )

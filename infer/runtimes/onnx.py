@@ -1,5 +1,6 @@
 """Exported networks under ONNX Runtime, on the CPU or on a GPU by CUDA."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megadit.infer.runtimes.network_spec import ExportedNetworks, NetworkSpec, Shape
+from megadit.infer.runtimes.widen import widened
 from megadit.models.conditioning import Conditioning
 from megadit.models.support import UserError
 from megadit.models.tokenizers import VideoTokenizer
@@ -15,18 +17,26 @@ from megadit.models.tokenizers import VideoTokenizer
 NUMPY_DTYPES = {"float32": np.float32, "int64": np.int64}
 TORCH_DTYPES = {"float32": torch.float32, "int64": torch.int64}
 PROVIDERS = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider", "CPUExecutionProvider"]}
+TENSORRT = "TensorrtExecutionProvider"
 
 
 class OnnxNetwork:
     """One graph in memory. Tensors are handed over where they lie: on a GPU nothing is copied to the host."""
 
     def __init__(
-        self, path: Path, spec: NetworkSpec, *, device: torch.device, rebuild: str = "export it again"
+        self,
+        path: Path,
+        spec: NetworkSpec,
+        *,
+        device: torch.device,
+        rebuild: str = "export it again",
+        provider: str = "",
     ) -> None:
         self.spec = spec
         self.device = device
         self._rebuild = rebuild
-        self._session = open_session(path, device)
+        options = tensorrt_options(spec) if provider == TENSORRT else None
+        self._session = open_session(path, device, tensorrt=options)
 
     @torch.no_grad()
     def __call__(self, inputs: Mapping[str, Tensor], output_shape: Shape) -> Tensor:
@@ -55,9 +65,9 @@ class OnnxNetwork:
 class OnnxDenoiser:
     """D(x; sigma) by an exported graph; called exactly like `TorchDenoiser`."""
 
-    def __init__(self, exported: ExportedNetworks, *, device: torch.device | str = "cpu") -> None:
+    def __init__(self, exported: ExportedNetworks, *, device: torch.device | str = "cpu", provider: str = "") -> None:
         self.device = torch.device(device)
-        self._network = open_network(exported, "denoiser", self.device)
+        self._network = open_network(exported, "denoiser", self.device, provider)
 
     def __call__(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
         """Clean latents x0 (float32, on `device`); the inputs may lie anywhere."""
@@ -72,10 +82,16 @@ class OnnxTokenizer:
     """
 
     def __init__(
-        self, exported: ExportedNetworks, tokenizer: VideoTokenizer, *, device: torch.device | str = "cpu"
+        self,
+        exported: ExportedNetworks,
+        tokenizer: VideoTokenizer,
+        *,
+        device: torch.device | str = "cpu",
+        provider: str = "",
     ) -> None:
         self._tokenizer = tokenizer
         self._exported = exported
+        self._provider = provider
         self._device = torch.device(device)
         self._networks: dict[str, OnnxNetwork] = {}
 
@@ -92,7 +108,7 @@ class OnnxTokenizer:
 
     def _run(self, name: str, inputs: Mapping[str, Tensor], output_shape: Shape) -> Tensor:
         if name not in self._networks:
-            self._networks[name] = open_network(self._exported, name, self._device)
+            self._networks[name] = open_network(self._exported, name, self._device, self._provider)
         return self._networks[name](inputs, output_shape)
 
 
@@ -113,13 +129,31 @@ def denoiser_inputs(x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning
     }
 
 
-def open_network(exported: ExportedNetworks, name: str, device: torch.device) -> OnnxNetwork:
-    path = exported.directory / f"{name}.onnx"
-    return OnnxNetwork(path, exported.network(name), device=device, rebuild=exported.rebuild)
+def open_network(exported: ExportedNetworks, name: str, device: torch.device, provider: str = "") -> OnnxNetwork:
+    path, spec = exported.directory / f"{name}.onnx", exported.network(name)
+    options = {"device": device, "rebuild": exported.rebuild, "provider": provider}
+    if device.type == "cpu" and name == "denoiser" and exported.settings["precision"] == "bf16":
+        with widened(path) as copy:
+            return OnnxNetwork(copy, spec, **options)
+    return OnnxNetwork(path, spec, **options)
 
 
-def open_session(path: Path | str, device: torch.device, *, prepack: bool = True):
+def tensorrt_options(spec: NetworkSpec) -> dict[str, str]:
+    """What ONNX Runtime's TensorRT provider is told: the contract's profile, and where built engines are kept."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "megadit" / "tensorrt"
+    options = {"trt_engine_cache_enable": "1", "trt_timing_cache_enable": "1", "trt_engine_cache_path": str(cache)}
+    for extreme in ("min", "opt", "max"):
+        shapes = (f"{tensor.name}:{'x'.join(map(str, tensor.shape_at(extreme)))}" for tensor in spec.inputs)
+        options[f"trt_profile_{extreme}_shapes"] = ",".join(shapes)
+    return options
+
+
+def open_session(
+    path: Path | str, device: torch.device, *, prepack: bool = True, tensorrt: Mapping[str, str] | None = None
+):
     """A session of ONNX Runtime; without `prepack` weights stay in the mapped file, at some cost in speed.
+
+    `tensorrt` are the options of its TensorRT provider, which then computes what it can.
 
     Raises:
         UserError: if ONNX Runtime is missing, or has no provider for `device`.
@@ -128,7 +162,7 @@ def open_session(path: Path | str, device: torch.device, *, prepack: bool = True
         import onnxruntime
     except ModuleNotFoundError:
         raise UserError("the onnx runtime needs the library onnxruntime: pip install 'megadit[export]'") from None
-    providers = PROVIDERS[device.type]
+    providers = [*([TENSORRT] if tensorrt is not None else []), *PROVIDERS[device.type]]
     there = onnxruntime.get_available_providers()
     if providers[0] not in there:
         raise UserError(
@@ -139,5 +173,7 @@ def open_session(path: Path | str, device: torch.device, *, prepack: bool = True
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3
     options.add_session_config_entry("session.disable_prepacking", "0" if prepack else "1")
-    settings = [{"device_id": device.index or 0} if name.startswith("CUDA") else {} for name in providers]
+    of_gpu = {"device_id": device.index or 0}
+    own = {TENSORRT: {**of_gpu, **(tensorrt or {})}, "CUDAExecutionProvider": of_gpu}
+    settings = [own.get(name, {}) for name in providers]
     return onnxruntime.InferenceSession(str(path), options, providers=providers, provider_options=settings)

@@ -36,6 +36,8 @@ class Engines:
             engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
             if engine is None:
                 raise UserError(f"TensorRT cannot load {path}; {_rebuild(self._exported)}")
+            if self._exported.settings["engine"]["weight_streaming"]:
+                engine.weight_streaming_budget_v2 = engine.get_weight_streaming_automatic_budget()
             self._grow(engine.device_memory_size_v2)
             self._engines[name] = Engine(self, engine, self._exported.network(name), self._exported.rebuild)
         return self._engines[name]

@@ -5,6 +5,7 @@ import shutil
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 
@@ -15,7 +16,7 @@ from megadit.export.to_onnx import export_onnx
 from megadit.infer import benchmark_generate, generate
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.runtimes.load import load_denoiser, open_exported, with_exported_networks
-from megadit.infer.runtimes.onnx import OnnxNetwork
+from megadit.infer.runtimes.onnx import OnnxNetwork, tensorrt_options
 from megadit.models.bundle import Bundle
 from megadit.models.conditioning import Conditioning
 
@@ -122,6 +123,9 @@ def test_other_weights_and_missing_folders_say_what_to_run(exported, tiny_bundle
         TextToVideo.load(exported, device="cpu", runtime="onnx", dtype="bfloat16")
     with pytest.raises(ValueError, match="did you mean 'onnx'"):
         TextToVideo.load(exported, device="cpu", runtime="onxx")
+    if "TensorrtExecutionProvider" not in onnxruntime.get_available_providers():
+        with pytest.raises(ValueError, match="has no TensorrtExecutionProvider"):
+            TextToVideo.load(exported, device="cpu", runtime="onnx_tensorrt")
 
 
 @pytest.mark.parametrize(
@@ -130,7 +134,15 @@ def test_other_weights_and_missing_folders_say_what_to_run(exported, tiny_bundle
         (["{missing}", "{out}"], "neither a bundle"),
         (["{bundle}", "{out}", "--opset", "9"], "opset 9 is not supported"),
         (["{bundle}", "{out}", "--precision", "fp4"], "precision 'fp4' is unknown"),
-        (["{bundle}", "{out}", "--precision", "bf16"], "bf16 cannot be checked here"),
+        (
+            ["{bundle}", "{out}", "--precision", "int8", "--opset", "18"],
+            "precision int8 needs opset 20 or newer, not 18",
+        ),
+        (
+            ["{bundle}", "{out}", "--calibration_prompts", "{bundle}/megadit.json"],
+            "calibration prompts are for int8 and fp8",
+        ),
+        (["{bundle}", "{out}", "--calibration_prompts", "{out}"], "cannot be read"),
         (["{bundle}", "{out}", "--profile", "frames=9,5,1"], "must be 1 <= min <= opt <= max"),
         (["{bundle}", "{out}", "--profile", "frame=1,5,9"], "did you mean 'frames'?"),
         (["{bundle}", "{out}", "--profile", "height=many"], "three whole numbers"),
@@ -166,6 +178,13 @@ def test_full_disk_leaves_no_half_export(tiny_bundle, tmp_path, monkeypatch, cap
     assert not list(tmp_path.iterdir())
 
 
+def test_onnxruntimes_tensorrt_is_told_the_contracts_profile(specs):
+    options = tensorrt_options(specs["denoiser"])
+    assert options["trt_profile_min_shapes"] == "x:1x48x1x2x2,sigma:1,text:1x1x16,text_length:1,fps:1"
+    assert options["trt_profile_max_shapes"].startswith("x:8x48x") and "x9x16," in options["trt_profile_max_shapes"]
+    assert options["trt_engine_cache_path"].endswith("megadit/tensorrt")
+
+
 def test_damaged_graph_is_no_bundle(exported, tmp_path):
     shutil.copytree(exported.path, tmp_path / "cut")
     file = tmp_path / "cut/onnx/denoiser.onnx"
@@ -190,7 +209,7 @@ def test_benchmark_takes_runtimes_in_turn(exported, tmp_path, capsys):
     assert benchmark_generate.main([*arguments, "--runtime", "eager", "onnx", "--json", str(out)]) == 0
     record = json.loads(out.read_text())
     figures = {(one["runtime"], one["what"]): one for one in record["figures"]}
-    whats = ("guided denoiser call", "decoder", "whole video")
+    whats = ("guided denoiser call", "decoder", "encoder", "whole video")
     assert figures.keys() == {(runtime, what) for runtime in ("eager", "onnx") for what in whats}
     assert all(0 < one["lowest"] <= one["median"] <= one["highest"] for one in figures.values())
     assert record["settings"]["num_steps"] == 2 and record["machine"]["torch"] == torch.__version__

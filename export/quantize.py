@@ -1,0 +1,155 @@
+"""8-bit products: a graph whose linears read and hold 8-bit numbers, as pairs of QuantizeLinear and DequantizeLinear.
+
+TensorRT fuses such pairs on both inputs of a product into one 8-bit product; ONNX Runtime computes what they say.
+Ranges of activations are the largest values seen while videos of a few prompts are sampled.
+Only the linears of the blocks are quantised: embeddings, modulation and the last layer take little time and need their
+digits (as in NVIDIA's recipes for diffusion transformers).
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+
+from megadit.infer.pipeline import TextToVideo
+from megadit.infer.runtimes.torch import TorchDenoiser
+from megadit.models.bundle import Bundle
+from megadit.models.dit import DiT
+from megadit.models.support import UserError
+
+_QUANTISED = re.compile(r"blocks\.\d+\.(self_attention|cross_attention|mlp)\.\w+$")
+CALIBRATION_STEPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class EightBit:
+    """A number format of 8 bits."""
+
+    dtype: ir.DataType
+    largest: float
+    per_channel: bool
+    """Weights have a scale for each output; else one for all, which is what TensorRT's fp8 products take."""
+
+
+FORMATS = {
+    "int8": EightBit(ir.DataType.INT8, 127.0, True),
+    "fp8": EightBit(ir.DataType.FLOAT8E4M3FN, 448.0, False),
+}
+
+
+def quantised_linears(dit: nn.Module) -> dict[str, nn.Linear]:
+    """Name -> module of the linears that are computed in 8 bits."""
+    found = {name: module for name, module in dit.named_modules() if isinstance(module, nn.Linear)}
+    return {name: module for name, module in found.items() if _QUANTISED.search(name)}
+
+
+def calibrate(bundle: Bundle, prompts: Sequence[str]) -> dict[str, float]:
+    """The largest magnitude that each quantised linear reads while these prompts are sampled as the bundle says.
+
+    Raises:
+        UserError: without prompts.
+    """
+    if not prompts:
+        raise UserError("calibration needs at least one prompt")
+    dit = bundle.load_dit(dtype=torch.float32)
+    largest = dict.fromkeys(quantised_linears(dit), 0.0)
+    handles = [module.register_forward_pre_hook(_recorder(largest, n)) for n, module in quantised_linears(dit).items()]
+    settings = bundle.defaults
+    settings = replace(
+        settings, num_steps=min(settings.num_steps, CALIBRATION_STEPS), autoguidance="", cache_budget=0.0
+    )
+    try:
+        for seed, prompt in enumerate(prompts):
+            list(_pipeline(bundle, dit).stream([prompt], settings, seeds=seed))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return largest
+
+
+def _pipeline(bundle: Bundle, dit: DiT) -> TextToVideo:
+    return TextToVideo(
+        denoiser=TorchDenoiser(dit),
+        tokenizer=bundle.load_tokenizer(),
+        text_encoder=bundle.load_text_encoder(),
+        config=bundle.config,
+        defaults=bundle.defaults,
+    )
+
+
+def _recorder(largest: dict[str, float], name: str):
+    def record(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        largest[name] = max(largest[name], args[0].abs().max().item())
+
+    return record
+
+
+def quantise(path: Path, ranges: Mapping[str, float], precision: str, prefix: str = "denoiser.dit.") -> None:
+    """Puts pairs of Q and DQ before the products of these layers, in place.
+
+    Raises:
+        UserError: if a layer is not in the graph as one product with its weight.
+    """
+    form, model = FORMATS[precision], ir.load(path)
+    products = {node.name.rpartition("/")[0]: node for node in model.graph if node.op_type == "MatMul"}
+    for layer, largest in ranges.items():
+        node = products.get(prefix + layer)
+        if node is None or node.inputs[1].const_value is None:
+            raise UserError(f"{path.name}: the layer {layer} is no product with a weight, and cannot be quantised")
+        _quantise_input(model.graph, node, largest, form)
+        _quantise_weight(model.graph, node, form)
+    external = f"{path.name}.data" if path.with_name(f"{path.name}.data").exists() else None
+    ir.save(model, path, external_data=external)
+
+
+def _quantise_input(graph: ir.Graph, node: ir.Node, largest: float, form: EightBit) -> None:
+    x = node.inputs[0]
+    scale = np.asarray(max(largest, 1e-6) / form.largest, x.dtype.numpy())
+    scale, zero = _constants(graph, f"{node.name}/input", scale, np.zeros((), form.dtype.numpy()))
+    quantised = _insert(graph, node, "QuantizeLinear", [x, scale, zero], f"{node.name}/input_q")
+    node.replace_input_with(
+        0, _insert(graph, node, "DequantizeLinear", [quantised, scale, zero], f"{node.name}/input_dq")
+    )
+
+
+def _quantise_weight(graph: ir.Graph, node: ir.Node, form: EightBit) -> None:
+    """The weight is [in, out]; it is divided by its scale and rounded, once for all."""
+    weight = node.inputs[1]
+    values = weight.const_value.numpy().astype(np.float32)
+    largest = np.abs(values).max(axis=0 if form.per_channel else None)
+    scale = (np.maximum(largest, 1e-12) / form.largest).astype(weight.dtype.numpy())
+    steps = np.clip(values / scale.astype(np.float32), -form.largest, form.largest)
+    steps = np.rint(steps) if form.dtype == ir.DataType.INT8 else steps
+    stored = steps.astype(form.dtype.numpy())
+    scale, zero = _constants(graph, f"{node.name}/weight", scale, np.zeros(scale.shape, form.dtype.numpy()))
+    (steps,) = _constants(graph, f"{node.name}/weight_steps", stored)
+    axis = {"axis": 1} if form.per_channel else {}
+    node.replace_input_with(
+        1, _insert(graph, node, "DequantizeLinear", [steps, scale, zero], f"{node.name}/weight_dq", axis)
+    )
+    if not weight.uses():
+        del graph.initializers[weight.name]
+
+
+def _constants(graph: ir.Graph, name: str, *arrays: np.ndarray) -> list[ir.Value]:
+    values = []
+    for place, array in enumerate(arrays):
+        tensor = ir.tensor(array, name=f"{name}_{place}")
+        value = ir.Value(name=tensor.name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor)
+        graph.register_initializer(value)
+        values.append(value)
+    return values
+
+
+def _insert(
+    graph: ir.Graph, before: ir.Node, kind: str, inputs: Sequence[ir.Value], name: str, attributes=None
+) -> ir.Value:
+    node = ir.node(kind, inputs=inputs, attributes=attributes or {}, name=name)
+    node.outputs[0].name = name
+    graph.insert_before(before, node)
+    return node.outputs[0]

@@ -1,0 +1,49 @@
+"""bfloat16 graphs where ONNX Runtime has no bfloat16 kernels (on CPUs): the same graph in float32.
+
+Every weight keeps its value exactly; only the rounding of results to bfloat16 is left out.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+
+@contextmanager
+def widened(path: Path, scratch: Path | None = None) -> Iterator[Path]:
+    """A copy in float32, which lasts as long as the context; it is written into `scratch`, or beside other files
+    that do not last."""
+    import onnx_ir as ir
+
+    model = ir.load(path)
+    for value in model.graph.initializers.values():
+        if value.dtype == ir.DataType.BFLOAT16:
+            value.const_value = _float32(value.const_value, value.name)
+            value.dtype = ir.DataType.FLOAT
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        if value.dtype == ir.DataType.BFLOAT16:
+            value.dtype = ir.DataType.FLOAT
+    for node in model.graph:
+        for value in node.outputs:
+            if value.dtype == ir.DataType.BFLOAT16:
+                value.dtype = ir.DataType.FLOAT
+        for name, attribute in node.attributes.items():
+            if attribute.type == ir.AttributeType.TENSOR and attribute.value.dtype == ir.DataType.BFLOAT16:
+                node.attributes[name] = ir.AttrTensor(name, _float32(attribute.value, attribute.value.name))
+            if name == "to" and attribute.value == ir.DataType.BFLOAT16:
+                node.attributes[name] = ir.AttrInt64(name, ir.DataType.FLOAT)
+    with TemporaryDirectory(dir=scratch) as directory:
+        copy = Path(directory) / path.name
+        ir.save(model, copy, external_data=f"{path.name}.data")
+        yield copy
+
+
+def _float32(tensor, name: str | None):
+    """Read when it is written, one at a time."""
+    import onnx_ir as ir
+
+    return ir.LazyTensor(
+        lambda: ir.tensor(tensor.numpy().astype(np.float32)), dtype=ir.DataType.FLOAT, shape=tensor.shape, name=name
+    )
