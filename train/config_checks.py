@@ -11,11 +11,6 @@ def check_layout(config: RunConfig, world_size: int) -> int:
     Raises:
         UserError: if the ranks cannot be divided among the copies of the model, or the batch among the copies.
     """
-    if config.parallel.data_parallel == "fsdp" and config.model.family in ("dit", "nemo", "dfm"):
-        raise UserError(
-            f"parallel.data_parallel=fsdp does not train model.family={config.model.family} as one rank does yet; use "
-            "ddp or distributed_optimizer"
-        )
     sizes, data = config.parallel.sizes, config.data
     data_parallel = sizes.check(config.model, world_size)
     packs, words = data.micro_batch_size * data_parallel, f"{data_parallel} data-parallel ranks"

@@ -49,8 +49,6 @@ LAYOUTS = {
     "pp": {"pipeline_model_parallel_size": 2},
     "fsdp": {"data_parallel": "fsdp"},
 }
-SHARDED = ("cosmos", "moviegen", "st_dit")
-"""Others are refused with fsdp."""
 WIDE = {
     "cp + sp + pp + distributed optimizer": {
         **LAYOUTS["cp"],
@@ -63,7 +61,7 @@ WIDE = {
     "cp + sp + fsdp": {**LAYOUTS["cp"], **LAYOUTS["sp"], **LAYOUTS["fsdp"]},
 }
 WIDE_FAMILIES = ("moviegen", "st_dit")
-PAIRS = [(2, f, name) for f in FAMILIES for name in ("sp", "cp", "pp", "fsdp") if f in SHARDED or name != "fsdp"]
+PAIRS = [(2, f, name) for f in FAMILIES for name in ("sp", "cp", "pp", "fsdp")]
 PAIRS.append((2, "st_dit", "ring"))
 PAIRS += [(8, f, name) for f in WIDE_FAMILIES for name in WIDE]
 """(ranks, family, layout)."""

@@ -45,7 +45,7 @@ SHAPES = ((1, 4, 4), (3, 4, 4), (2, 3, 5), (1, 2, 3), (2, 5, 5))
 def run_config(out, case):
     """Text, images, dropped text, learned uncertainty; heads wider than the network."""
     run = load_recipe("digits_tiny")
-    data = {"mock": True, "num_workers": 0, "mock_latent_shapes": SHAPES, "text_dropout": 0.4, "global_batch_size": 8}
+    data = {"mock": True, "mock_latent_shapes": SHAPES, "text_dropout": 0.4, "global_batch_size": 8}
     model = {key: tuple(value) if isinstance(value, list) else value for key, value in case.get("model", {}).items()}
     settings = {"optimizer": "adamw", "lr": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5}
     return replace(
