@@ -8,7 +8,7 @@ else is in its batch.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -16,6 +16,8 @@ from megadit.infer.samplers import Denoise
 from megadit.models.bundle import Bundle, SamplingDefaults
 from megadit.models.support import UserError
 
+Measure = Literal["latents", "lpips"]
+"""What a budget is a share of: the relative L2 error of the latents, or LPIPS of the frames (`lpips.py`)."""
 _IRRELEVANT = ("negative_prompt", "fps", "cache_budget")
 """Settings that a plan does not depend on: like prompts, they are what its margin is for."""
 
@@ -25,7 +27,7 @@ class CachePlan:
     """The calls that are spared under certain settings."""
 
     budget: float
-    """Relative L2 error of the latents that it was calibrated to stay within."""
+    """The error that it was calibrated to stay within."""
     skipped: tuple[int, ...]
     num_calls: int
     """Denoiser calls without the cache."""
@@ -34,6 +36,7 @@ class CachePlan:
     num_videos: int
     settings: dict[str, Any]
     """Those that decide a trajectory; see `plan_key`."""
+    measure: Measure = "latents"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"skipped": list(self.skipped)}
@@ -49,9 +52,10 @@ def plan_key(settings: SamplingDefaults) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
 
 
-def bundle_plans(bundle: Bundle) -> list[CachePlan]:
-    """The plans that were calibrated for a bundle."""
-    return [CachePlan.from_dict(values) for values in bundle.manifest.get("cache", [])]
+def bundle_plans(bundle: Bundle, measure: Measure = "latents") -> list[CachePlan]:
+    """The plans that were calibrated for a bundle by this measure."""
+    plans = (CachePlan.from_dict(values) for values in bundle.manifest.get("cache", []))
+    return [plan for plan in plans if plan.measure == measure]
 
 
 def find_plan(plans: Iterable[CachePlan], settings: SamplingDefaults) -> CachePlan | None:

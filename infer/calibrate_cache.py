@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megadit.infer.cache import CachePlan, plan_key
+from megadit.infer.cache import CachePlan, Measure, plan_key
 from megadit.infer.checkpoints import open_bundle
 from megadit.infer.flags import DEFAULT_DTYPE, parse, refuse
 from megadit.infer.jobs import plan_jobs
+from megadit.infer.lpips import LPIPS
 from megadit.infer.pipeline import TextToVideo
 from megadit.models.bundle import SamplingDefaults, update_manifest
 from megadit.models.support import Progress, run_command
@@ -22,23 +23,34 @@ MARGIN = 0.85
 FEWEST_VIDEOS = 16
 
 Sample = Callable[[int, Sequence[int]], Tensor]
-"""(number of videos, calls to spare) -> the latents of the first so many."""
+"""(number of videos, calls to spare) -> the latents, or the frames, of the first so many."""
+Errors = Callable[[Tensor, Tensor], Tensor]
+"""(what was sampled, all that it should be) -> the error of each video."""
 
 
 def calibrate(
-    sample: Sample, num_calls: int, num_videos: int, budget: float, settings: SamplingDefaults, bar: Progress
+    sample: Sample,
+    num_calls: int,
+    num_videos: int,
+    budget: float,
+    settings: SamplingDefaults,
+    bar: Progress,
+    *,
+    measure: Measure = "latents",
+    errors: Errors | None = None,
 ) -> CachePlan:
     """A plan that keeps every video within the budget, as long as a greedy search finds one.
 
     In each of `NUM_ROUNDS`, the calls left are ranked by what sparing each of them costs beside those chosen before,
     and as many of the cheapest are added as the budget allows (by bisection).
     """
-    exact_BCTHW = sample(num_videos, ())
+    errors = errors or relative_errors
+    exact = sample(num_videos, ())
     num_ranked = min(NUM_RANKED, num_videos)
 
     def error(count: int, skipped: Sequence[int]) -> float:
         bar.advance()
-        return relative_errors(sample(count, tuple(sorted(skipped))), exact_BCTHW).max().item()
+        return errors(sample(count, tuple(sorted(skipped))), exact).max().item()
 
     skipped, largest_error = [], 0.0
     for _ in range(NUM_ROUNDS):
@@ -61,6 +73,7 @@ def calibrate(
         largest_error=largest_error,
         num_videos=num_videos,
         settings=plan_key(settings),
+        measure=measure,
     )
 
 
@@ -68,6 +81,19 @@ def relative_errors(latents_BCTHW: Tensor, exact_BCTHW: Tensor) -> Tensor:
     """||latents - exact|| / ||exact|| of each video, for as many as there are."""
     exact_BCTHW = exact_BCTHW[: len(latents_BCTHW)]
     return (latents_BCTHW - exact_BCTHW).flatten(1).norm(dim=1) / exact_BCTHW.flatten(1).norm(dim=1)
+
+
+def perceptual_errors(network: LPIPS) -> Errors:
+    """LPIPS of videos BTHWC (uint8), the mean over their frames."""
+
+    def errors(videos: Tensor, exact: Tensor) -> Tensor:
+        return torch.stack([network(*map(_pictures, pair)).mean() for pair in zip(videos, exact, strict=False)])
+
+    return errors
+
+
+def _pictures(video_THWC: Tensor) -> Tensor:
+    return video_THWC.permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -78,6 +104,10 @@ def main(argv: list[str] | None = None) -> int:
 def _calibrate(argv: list[str]) -> None:
     flags = parse(argv, verb="calibrate-cache")
     refuse(not flags.cache_budget, "give --cache_budget: the relative error of latents to stay within, such as 0.02")
+    refuse(
+        (flags.cache_measure == "lpips") != bool(flags.lpips_weights),
+        "--cache_measure lpips and --lpips_weights FOLDER go together: give both, or neither",
+    )
     refuse(flags.repeat or flags.input_video or flags.continue_video, "calibration starts from prompts alone")
     bundle = open_bundle(flags.checkpoint_path)
     jobs = plan_jobs(flags, bundle.defaults).jobs
@@ -87,24 +117,30 @@ def _calibrate(argv: list[str]) -> None:
         len(jobs) < FEWEST_VIDEOS,
         f"{len(jobs)} videos are too few to calibrate with: give {FEWEST_VIDEOS} or more prompts, or several --seeds",
     )
+    network = LPIPS.load(flags.lpips_weights) if flags.cache_measure == "lpips" else None
     pipeline = TextToVideo.load(bundle, device=flags.device, dtype=flags.dtype or DEFAULT_DTYPE, compile=flags.compile)
 
     def sample(count: int, skipped: Sequence[int]) -> Tensor:
         prompts, seeds = [job.prompt for job in jobs[:count]], [job.seed for job in jobs[:count]]
         results = pipeline.stream(prompts, settings, seeds=seeds, batch_size=flags.batch_size, skipped=tuple(skipped))
+        if network is not None:
+            return torch.stack([torch.from_numpy(result.video) for result in results])
         return torch.stack([result.latents_CTHW for result in results])
 
     num_calls = pipeline.num_denoiser_calls(1, settings)
     with Progress(NUM_ROUNDS * (num_calls + num_calls.bit_length()), "calibrating") as bar:  # at most
-        plan = calibrate(sample, num_calls, len(jobs), flags.cache_budget, settings, bar)
-    others = [one for one in bundle.manifest.get("cache", []) if (one["settings"], one["budget"]) != _name(plan)]
+        errors = relative_errors if network is None else perceptual_errors(network)
+        budget, measure = flags.cache_budget, flags.cache_measure
+        plan = calibrate(sample, num_calls, len(jobs), budget, settings, bar, measure=measure, errors=errors)
+    stored = map(CachePlan.from_dict, bundle.manifest.get("cache", []))
+    others = [one.to_dict() for one in stored if _name(one) != _name(plan)]
     update_manifest(bundle.path, cache=[*others, plan.to_dict()])
     share = len(plan.skipped) / num_calls
     print(f"{len(plan.skipped)} of {num_calls} calls are spared ({share:.0%}), largest error {plan.largest_error:.4f}")
 
 
-def _name(plan: CachePlan) -> tuple[dict, float]:
-    return plan.settings, plan.budget
+def _name(plan: CachePlan) -> tuple[dict, float, Measure]:
+    return plan.settings, plan.budget, plan.measure
 
 
 if __name__ == "__main__":

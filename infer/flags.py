@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args
 
+from megadit.infer.cache import Measure
 from megadit.infer.guidance import GuidanceConvention
 from megadit.infer.pipeline import TOKENS_PER_BATCH
 from megadit.infer.ranks import world_size
@@ -121,6 +122,15 @@ class GenerateFlags:
         "step caching: relative error of the latents that sparing denoiser calls may cause, such as 0.02; "
         "`megadit calibrate-cache` with the same options comes first"
     )
+    cache_measure: Measure = _flag(
+        "latents",
+        "what --cache_budget is a share of: the relative error of the latents (default), or lpips, how different the "
+        "frames look",
+        choices=get_args(Measure),
+    )
+    lpips_weights: str = _path(
+        "for calibrate-cache with lpips: the folder of alexnet*.pth (torchvision's) and alex.pth (LPIPS')"
+    )
 
     # output
     video_save_path: str = _flag(
@@ -154,6 +164,8 @@ class GenerateFlags:
     sequential_guidance: bool = _switch("ask for the halves of guidance in turn: less memory, a little slower")
     offload_text_encoder: bool = _switch("free the text encoder's memory while sampling")
     compile: bool = _switch("compile the network (torch.compile), with sizes left open")
+    cuda_graphs: bool = _switch("record the network's kernels once for each size and launch them all at once (GPU)")
+    overlap_decoding: bool = _switch("decode a batch while the next one is sampled")
     tokenizer_model: str = _path(
         "directory of the video tokenizer to load instead of the checkpoint's copy; must be the same one"
     )

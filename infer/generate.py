@@ -50,6 +50,9 @@ def _generate(argv: list[str]) -> None:
             batch_guidance=not flags.sequential_guidance,
             offload_text_encoder=flags.offload_text_encoder,
             compile=flags.compile,
+            cuda_graphs=flags.cuda_graphs,
+            overlap_decoding=flags.overlap_decoding,
+            cache_measure=flags.cache_measure,
             guardrail_dir=flags.guardrail_dir,
             runtime=flags.runtime,
             tensor_parallel=flags.tp_size,
@@ -104,7 +107,7 @@ def _check_jobs(
         warning = far_from_training(settings, bundle.defaults, bundle.config, tokenizer)
         if warning and is_first():
             print(f"warning: {warning}", file=sys.stderr)
-        find_plan(bundle_plans(bundle), settings)
+        find_plan(bundle_plans(bundle, flags.cache_measure), settings)
         if settings.autoguidance:
             weaker_bundle(settings.autoguidance, bundle)
     loaded = {}

@@ -118,6 +118,7 @@ def make_record(result: GeneratedVideo, job: Job, flags: GenerateFlags, bundle: 
         "checkpoint": checkpoint_fingerprint(bundle),
         "dtype": flags.dtype or DEFAULT_DTYPE,
         "runtime": flags.runtime,
+        "cache_measure": flags.cache_measure,
         "given": asdict(job.given) if job.given else None,
     }
 
@@ -166,6 +167,8 @@ def repeated(flags: GenerateFlags, record: Mapping[str, Any]) -> tuple[GenerateF
         if flags.seed is None and not flags.seeds:
             filled["seed"] = record["seed"]
         filled["dtype"] = flags.dtype or record["dtype"]
+        if flags.cache_measure == GenerateFlags().cache_measure:
+            filled["cache_measure"] = record.get("cache_measure", flags.cache_measure)
         if record["given"] and not (flags.input_video or flags.continue_video):
             filled |= _repeated_source(GivenFile(**record["given"]), flags)
     except (KeyError, TypeError) as error:

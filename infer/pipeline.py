@@ -12,8 +12,10 @@ from einops import rearrange
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megadit.infer.cache import CachePlan, bundle_plans, cached, find_plan
+from megadit.infer.background import one_behind
+from megadit.infer.cache import CachePlan, Measure, bundle_plans, cached, find_plan
 from megadit.infer.checkpoints import open_bundle
+from megadit.infer.graphs import RecordedDenoiser
 from megadit.infer.guardrail import Guardrail, load_guardrail
 from megadit.infer.guidance import (
     Branch,
@@ -92,10 +94,11 @@ class TextToVideo:
         reload_text_encoder: Callable[[], TextEncoder] | None = None,
         guardrail: Guardrail | None = None,
         cache_plans: Sequence[CachePlan] = (),
+        overlap_decoding: bool = False,
     ) -> None:
         """`evaluate` asks for the halves of guidance; `load_weaker` gives the denoiser of a checkpoint for
         autoguidance; with `reload_text_encoder` the encoder is not kept in memory while sampling; `cache_plans` are
-        those that `cache_budget` chooses from."""
+        those that `cache_budget` chooses from; with `overlap_decoding` a batch is decoded while the next is sampled."""
         self.denoiser = denoiser
         self.tokenizer = tokenizer
         self.text_encoder = TextFeaturesCache(text_encoder, reload_text_encoder)
@@ -105,6 +108,7 @@ class TextToVideo:
         self.evaluate = evaluate
         self.guardrail = guardrail
         self._cache_plans = cache_plans
+        self._overlap_decoding = overlap_decoding
         self._load_weaker = load_weaker
         self._weaker: dict[str, Denoiser] = {}
         self._preview: LinearPreview | None = None
@@ -121,6 +125,9 @@ class TextToVideo:
         batch_guidance: bool = True,
         offload_text_encoder: bool = False,
         compile: bool = False,
+        cuda_graphs: bool = False,
+        overlap_decoding: bool = False,
+        cache_measure: Measure = "latents",
         guardrail_dir: str | None = None,
         runtime: str = "torch",
         tensor_parallel: int = 1,
@@ -133,16 +140,20 @@ class TextToVideo:
         that of the network; preconditioning is float32 and the sampler's state float64 in any case. Without
         `batch_guidance` the network is asked twice instead of for two halves of a batch; `offload_text_encoder`
         frees its memory while sampling; `compile` compiles the network (torch.compile), with sizes left open;
-        `guardrail_dir` names a content filter (`megadit.infer.guardrail`); `runtime` is torch, or onnx or
-        tensorrt for a bundle that `megadit export` made. Processes that torchrun started can share the network's
-        matrices (`tensor_parallel` of them), the tokens of a video (`context_parallel`) and, in groups, the halves of
-        guidance; all of them then generate the same prompts.
+        `cuda_graphs` records its kernels for each size (on a GPU); `overlap_decoding` decodes a batch, which may be in
+        tiles (`models/tokenizers/tiling.py`), while the next one is sampled; `cache_measure` says what `cache_budget`
+        is a share of (`cache.py`); `guardrail_dir` names a content filter (`megadit.infer.guardrail`); `runtime` is
+        torch, or onnx or tensorrt for a bundle that `megadit export` made. Processes of torchrun can share the
+        network's matrices (`tensor_parallel` of them), the tokens of a video (`context_parallel`) and, in groups, the
+        halves of guidance; all of them then generate the same prompts.
 
         Raises:
             UserError: if there is no such checkpoint, device or dtype, or a part is not the one trained with.
         """
         place, number_type = find_device(device), find_dtype(dtype)
         runtime = check_runtime(runtime, dtype=dtype, compile=compile)
+        if cuda_graphs and (place.type != "cuda" or runtime != "torch" or tensor_parallel * context_parallel > 1):
+            raise UserError("cuda_graphs needs a GPU with the whole of torch's network: leave it out")
         bundle = path if isinstance(path, Bundle) else open_bundle(path)
         guardrail = load_guardrail(guardrail_dir, bundle)
         tokenizer = tokenizer or bundle.load_tokenizer()
@@ -153,7 +164,8 @@ class TextToVideo:
         def load(bundle: Bundle) -> Denoiser:
             options = {"device": place, "dtype": number_type, "compile": compile}
             if tensor_parallel * context_parallel == 1:
-                return load_denoiser(bundle, runtime, **options)
+                denoiser = load_denoiser(bundle, runtime, **options)
+                return RecordedDenoiser(denoiser, place) if cuda_graphs else denoiser
             return load_shared_denoiser(bundle, tensor=tensor_parallel, context=context_parallel, **options)
 
         def reload_text_encoder() -> TextEncoder:
@@ -173,7 +185,8 @@ class TextToVideo:
             load_weaker=lambda path: load(weaker_bundle(path, bundle)),
             reload_text_encoder=reload_text_encoder if offload_text_encoder else None,
             guardrail=guardrail,
-            cache_plans=bundle_plans(bundle),
+            cache_plans=bundle_plans(bundle, cache_measure),
+            overlap_decoding=overlap_decoding,
         )
 
     def generate(
@@ -233,10 +246,16 @@ class TextToVideo:
         skipped = self._skipped(settings, given) if skipped is None else skipped
         self.text_encoder.prepare([*prompts, settings.negative_prompt, settings.second_prompt])
         teller = StepTeller(on_step, self.num_denoiser_calls(len(prompts), settings, batch_size, given), self.preview)
-        for first in range(0, len(prompts), batch_size):
-            places = range(len(prompts))[first : first + batch_size]
-            batch = _Batch(places, prompts[places.start : places.stop], seeds[places.start : places.stop])
-            latents_BCTHW = self._sample(batch, settings, sigmas, shape, start, skipped, teller)
+        num_calls = num_denoiser_calls(settings.sampler, sigmas) - len(skipped)
+
+        def sampled() -> Iterator[tuple[_Batch, Tensor]]:
+            for first in range(0, len(prompts), batch_size):
+                places = range(len(prompts))[first : first + batch_size]
+                batch = _Batch(places, prompts[places.start : places.stop], seeds[places.start : places.stop])
+                yield batch, self._sample(batch, settings, sigmas, shape, start, skipped, teller)
+
+        def decoded(sample: tuple[_Batch, Tensor]) -> Iterator[GeneratedVideo]:
+            batch, latents_BCTHW = sample
             for latents_CTHW, prompt, seed in zip(latents_BCTHW, batch.prompts, batch.seeds, strict=True):
                 yield GeneratedVideo(
                     video=self._decode(latents_CTHW, settings.num_frames),
@@ -244,8 +263,23 @@ class TextToVideo:
                     seed=seed,
                     settings=settings,
                     latents_CTHW=latents_CTHW.cpu(),
-                    num_denoiser_calls=num_denoiser_calls(settings.sampler, sigmas) - len(skipped),
+                    num_denoiser_calls=num_calls,
                 )
+
+        for videos in self._decoded_aside(decoded, sampled()) if self._overlap_decoding else map(decoded, sampled()):
+            yield from videos
+
+    def _decoded_aside(
+        self, decode: Callable[[Any], Iterator[GeneratedVideo]], samples: Iterator[Any]
+    ) -> Iterator[list[GeneratedVideo]]:
+        """The videos of each batch, decoded by a thread (on a GPU, in its own stream) while the next is sampled."""
+        stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+        def decode_all(sample: Any) -> list[GeneratedVideo]:
+            with torch.cuda.stream(stream):  # the latents are there: they were looked at after sampling
+                return list(decode(sample))
+
+        return one_behind(decode_all, samples)
 
     def num_denoiser_calls(
         self,

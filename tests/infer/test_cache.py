@@ -86,7 +86,8 @@ def test_a_plan_belongs_to_its_settings_and_budget(pipeline):
     assert chosen() is None
     assert chosen(cache_budget=0.03).skipped == chosen(cache_budget=0.02).skipped == (1, 2)
     assert chosen(cache_budget=0.019, negative_prompt="green", fps=3.0).skipped == (1,)
-    for changes in ({"cache_budget": 0.005}, {"cache_budget": 0.02, "guidance": 5.0}):
+    sizes = ({"height": 32}, {"width": 48}, {"num_frames": 9}, {"guidance": 5.0}, {"num_steps": 7, "sigmas": []})
+    for changes in ({"cache_budget": 0.005}, *({"cache_budget": 0.02, **other} for other in sizes)):
         with pytest.raises(UserError, match="run: megadit calibrate-cache"):
             chosen(**changes)
 
@@ -135,7 +136,23 @@ def test_calibrating_again_replaces_the_plan(calibrated):
     [
         (generate, ["--cache_budget", "0.02"], "was not calibrated for these settings; run: megadit calibrate-cache"),
         (generate, ["--cache_budget", "-1"], "cache_budget=-1.0 must lie between 0 and 1"),
+        (generate, ["--cache_budget", "0.02", "--cache_measure", "lpips"], "was not calibrated for these settings"),
         (calibrate_cache.main, [], "give --cache_budget"),
+        (calibrate_cache.main, ["--cache_budget", "0.02", "--cache_measure", "lpips"], "go together"),
+        (
+            calibrate_cache.main,
+            [
+                "--cache_budget",
+                "0.02",
+                "--cache_measure",
+                "lpips",
+                "--lpips_weights",
+                ".",
+                "--seeds",
+                *map(str, range(16)),
+            ],
+            "holds 0 files alexnet",
+        ),
         (calibrate_cache.main, ["--cache_budget", "0.02"], "1 videos are too few to calibrate with"),
         (calibrate_cache.main, ["--cache_budget", "0.02", "--guidances", "1", "2"], "one set of settings"),
     ],

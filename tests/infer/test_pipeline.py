@@ -1,5 +1,6 @@
 import os
 import shutil
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -331,3 +332,47 @@ def test_a_failed_conversion_gives_its_reason(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(UserError, match=r"cannot convert .*; try: megadit bundle"):
         open_bundle(tmp_path)
+
+
+def test_decoding_beside_sampling_changes_nothing_and_does_overlap(bundle_dir, pipeline):
+    aside = TextToVideo.load(bundle_dir, device="cpu", overlap_decoding=True)
+    next_is_sampled, decode, calls = threading.Event(), aside.tokenizer.decode, []
+
+    class Waiting:
+        """The tokenizer, which decodes the first video only once the second is being sampled."""
+
+        def __getattr__(self, name):
+            return getattr(pipeline.tokenizer, name)
+
+        def decode(self, latents_BCTHW):
+            assert calls or next_is_sampled.wait(timeout=300), "nothing was sampled meanwhile"
+            calls.append(threading.current_thread())
+            return decode(latents_BCTHW)
+
+    aside.tokenizer = Waiting()
+
+    def on_step(step):
+        if step.videos.start == 1:
+            next_is_sampled.set()
+
+    results = aside.generate(PROMPTS, seeds=SEEDS, batch_size=1, on_step=on_step)
+    assert len(calls) == 4 and threading.main_thread() not in calls
+    for found, expected in zip(results, pipeline.generate(PROMPTS, seeds=SEEDS, batch_size=1), strict=True):
+        assert np.array_equal(found.video, expected.video) and found.seed == expected.seed
+
+
+def test_what_was_sampled_before_a_cancel_is_still_decoded(bundle_dir):
+    aside = TextToVideo.load(bundle_dir, device="cpu", overlap_decoding=True)
+    videos = aside.stream(PROMPTS, batch_size=1, on_step=lambda step: step.videos.start < 2)
+    assert [next(videos).prompt, next(videos).prompt] == PROMPTS[:2]
+    with pytest.raises(Cancelled):
+        next(videos)
+
+
+@pytest.mark.slow
+def test_compiled_or_not_the_videos_are_the_same(bundle_dir, pipeline):
+    compiled = TextToVideo.load(bundle_dir, device="cpu", compile=True)
+    for sizes in ({}, {"num_frames": 9}):
+        expected = pipeline.generate(PROMPTS, seeds=SEEDS, **sizes)
+        for found, reference in zip(compiled.generate(PROMPTS, seeds=SEEDS, **sizes), expected, strict=True):
+            assert largest_difference(found.video, reference.video) <= 1

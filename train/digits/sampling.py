@@ -22,7 +22,7 @@ from megadit.train.data.digits import COLOURS, Attributes
 from megadit.train.digits import judge, score
 from megadit.train.digits.figures import BACKGROUND, FAINT, GRID, TEXT
 
-CALLS = (4, 6, 8, 12, 20)
+CALLS = (4, 6, 8, 12, 20, 35)
 """Denoiser calls at which solvers are compared; those of two calls a step come as close from below as they can."""
 SCALES = (2.0, 4.0)
 TWO_CALLS = ("heun", "dpm2")

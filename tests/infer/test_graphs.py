@@ -1,0 +1,75 @@
+"""Recorded denoiser calls give what the network gives, for every size, and call it no more."""
+
+import pytest
+import torch
+
+from megadit.infer import graphs
+from megadit.infer.graphs import RecordedDenoiser
+from megadit.infer.pipeline import TextToVideo
+from megadit.models.conditioning import Conditioning
+from megadit.models.support import UserError
+
+CPU = torch.device("cpu")
+
+
+def record_on_cpu(compute):
+    """What a CUDA graph does, without one: computes again from the same places into the same place."""
+    output = compute()
+    return output, lambda: output.copy_(compute())
+
+
+def inputs(seed: int, batch: int = 2, length: int = 3, frames: int = 2):
+    generator = torch.Generator().manual_seed(seed)
+    text_BLE = torch.randn(batch, length, 16, generator=generator)
+    conditioning = Conditioning(text_BLE, torch.tensor([length, 0][:batch]), torch.full((batch,), 8.0))
+    x = torch.randn(batch, 48, frames, 4, 6, generator=generator)
+    return x, torch.full((batch,), 0.5 + seed), conditioning
+
+
+def test_recorded_calls_are_those_of_the_network(pipeline):
+    recorded = RecordedDenoiser(pipeline.denoiser, CPU, record_on_cpu)
+    kept = []
+    for case in (inputs(1), inputs(2), inputs(3, length=70), inputs(4, batch=1, frames=1), inputs(1)):
+        kept.append((recorded(*case), pipeline.denoiser(*case)))
+    for found, expected in kept:  # looked at last: no answer is overwritten by a later call
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
+
+
+def test_each_size_is_recorded_once_and_few_are_kept(pipeline, monkeypatch):
+    monkeypatch.setattr(graphs, "KEPT", 2)
+    recordings = []
+
+    def record(compute):
+        recordings.append(compute)
+        return record_on_cpu(compute)
+
+    recorded = RecordedDenoiser(pipeline.denoiser, CPU, record)
+    for case in (inputs(1), inputs(2), inputs(3, length=9), inputs(4, batch=1)):  # texts of 3 and 9 are padded alike
+        recorded(*case)
+    assert len(recordings) == 2
+    recorded(*inputs(5, frames=1))
+    recorded(*inputs(6, batch=1))
+    assert len(recordings) == 3
+    recorded(*inputs(7))  # the longest unused was let go
+    assert len(recordings) == 4
+
+
+def test_whole_videos_are_the_same(pipeline, bundle_dir):
+    ours = TextToVideo.load(bundle_dir, device="cpu")
+    ours.denoiser = RecordedDenoiser(ours.denoiser, CPU, record_on_cpu)
+    expected = pipeline.generate(["a red seven", "blue"], seeds=[1, 2])
+    for found, reference in zip(ours.generate(["a red seven", "blue"], seeds=[1, 2]), expected, strict=True):
+        assert abs(found.video.astype(int) - reference.video).max() <= 1
+
+
+def test_without_a_gpu_it_is_refused(bundle_dir):
+    with pytest.raises(UserError, match="cuda_graphs needs a GPU"):
+        TextToVideo.load(bundle_dir, device="cpu", cuda_graphs=True)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_videos_are_the_same(bundle_dir):
+    loaded = [TextToVideo.load(bundle_dir, device="cuda", cuda_graphs=graphs) for graphs in (False, True)]
+    one, other = (pipeline.generate(["a red seven", "blue"], seeds=[1, 2]) for pipeline in loaded)
+    for found, reference in zip(one, other, strict=True):
+        assert abs(found.video.astype(int) - reference.video).max() <= 1
