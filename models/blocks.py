@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megadit.models.attention import CrossAttention, SelfAttention
 from megadit.models.config import DiTConfig
 from megadit.models.embeddings import Rotary
+from megadit.models.experts import ExpertMLP
 from megadit.models.modulation import NormWeight, gated_residual, modulated_norm, rms_norm
 from megadit.models.recompute import through
 from megadit.models.segments import Layout, Run
@@ -57,16 +58,15 @@ class Context(NamedTuple):
 class MLP(nn.Module):
     """Two linears around an activation: GELU, or SwiGLU with the rows of both factors in turn, (M, [gate value])."""
 
-    def __init__(self, config: DiTConfig, layers: "LayerKit") -> None:
+    def __init__(self, config: DiTConfig, layers: "LayerKit", hidden: int) -> None:
         super().__init__()
-        structure, width = config.structure, config.hidden_size
-        bias = structure.linear_bias
-        self.fc1 = layers.column_linear(width, config.mlp_rows, sequence="sharded", bias=bias)
-        self.fc2 = layers.row_linear(config.mlp_size, width, bias=bias)
-        gelu = partial(F.gelu, approximate="tanh") if structure.gelu_tanh else F.gelu
-        self.activation = swiglu if structure.gated_mlp else gelu
+        width, bias = config.hidden_size, config.structure.linear_bias
+        self.fc1 = layers.column_linear(width, config.mlp_factors * hidden, sequence="sharded", bias=bias)
+        self.fc2 = layers.row_linear(hidden, width, bias=bias)
+        self.activation = _activation(config)
 
-    def forward(self, x_SBD: Tensor) -> Tensor:
+    def forward(self, x_SBD: Tensor, layout: Layout | None = None, runs: tuple[Run, ...] | None = None) -> Tensor:
+        """Each token by itself: which sample it belongs to makes no difference."""
         # a slice at a time: the hidden activations, and in backward their gradients, are a block's largest tensors;
         # a compiled or exported graph has no fixed number of slices, and plans its own memory
         parts = [x_SBD] if torch.compiler.is_compiling() else x_SBD.split(MLP_SLICE)
@@ -78,6 +78,21 @@ def swiglu(x: Tensor) -> Tensor:
     """SiLU(gate) * value of neighbouring numbers (arXiv 2002.05202), [..., 2 M] -> [..., M]."""
     gate, value = x.unflatten(-1, (-1, 2)).unbind(-1)
     return F.silu(gate) * value
+
+
+def _activation(config: DiTConfig) -> Callable[[Tensor], Tensor]:
+    if config.structure.gated_mlp:
+        return swiglu
+    return partial(F.gelu, approximate="tanh") if config.structure.gelu_tanh else F.gelu
+
+
+def build_mlp(config: DiTConfig, layers: "LayerKit") -> nn.Module:
+    """The MLP of a block, or the experts that stand for it."""
+    if not config.experts.num_experts:
+        return MLP(config, layers, config.mlp_size)
+    shared_size = config.experts.shared_ffn_hidden_size
+    shared = MLP(config, layers, shared_size) if shared_size else None
+    return ExpertMLP(config, layers, _activation(config), shared)
 
 
 class Modulation(nn.Module):
@@ -140,7 +155,7 @@ class DiTBlock(nn.Module):
         self.modulation = build_modulation(config, layers, count=3 * num_sublayers, groups=structure.modulation_groups)
         self.self_attention = SelfAttention(config, layers)
         self.cross_attention = CrossAttention(config, layers) if structure.cross_attention else None
-        self.mlp = MLP(config, layers)
+        self.mlp = build_mlp(config, layers)
 
     def forward(self, x_SBD: Tensor, context: Context) -> Tensor:
         layout, runs = context.layout, context.runs
@@ -159,7 +174,7 @@ class DiTBlock(nn.Module):
             shift_ca, scale_ca, gate_ca = of_text
             h = norm(x_SBD, shift_ca, scale_ca, into=lambda h: self.cross_attention(h, context.text_LBD, layout))
             x_SBD = gated_residual(x_SBD, gate_ca, h, runs)
-        h = norm(x_SBD, shift_mlp, scale_mlp, into=self.mlp, eps=self.mlp_eps)
+        h = norm(x_SBD, shift_mlp, scale_mlp, into=lambda h: self.mlp(h, layout, runs), eps=self.mlp_eps)
         return gated_residual(x_SBD, gate_mlp, h, runs)
 
 
@@ -185,7 +200,7 @@ class MovieGenBlock(nn.Module):
         self.text_layernorm = NormWeight(width, layers) if is_apart else None
         self.cross_attention = CrossAttention(config, layers)
         self.mlp_layernorm = NormWeight(width, layers) if is_apart else None
-        self.mlp = MLP(config, layers)
+        self.mlp = build_mlp(config, layers)
 
     def forward(self, x_SBD: Tensor, context: Context) -> Tensor:
         runs = context.runs
@@ -199,7 +214,11 @@ class MovieGenBlock(nn.Module):
         x_SBD = gated_residual(x_SBD, gate_sa, h, runs)
         x_SBD, c_SBD = self._attend_to_text(x_SBD, context)
         weight = (self.mlp_layernorm or self.attention_layernorm).weight
-        h = through(modulated_norm, c_SBD, shift_mlp, scale_mlp, self.mlp_eps, runs, weight, into=self.mlp)
+
+        def mlp(h):
+            return self.mlp(h, context.layout, runs)
+
+        h = through(modulated_norm, c_SBD, shift_mlp, scale_mlp, self.mlp_eps, runs, weight, into=mlp)
         return gated_residual(x_SBD, gate_mlp, h, runs)
 
     def _attend_to_text(self, x_SBD: Tensor, context: Context) -> tuple[Tensor, Tensor]:
@@ -231,7 +250,7 @@ class STDiTBlock(nn.Module):
         self.temporal_attention = SelfAttention(config, layers)
         self.spatial_attention = SelfAttention(config, layers)
         self.cross_attention = CrossAttention(config, layers)
-        self.mlp = MLP(config, layers)
+        self.mlp = build_mlp(config, layers)
 
     def forward(self, x_SBD: Tensor, context: Context) -> Tensor:
         layout, runs = context.layout, context.runs
@@ -248,7 +267,7 @@ class STDiTBlock(nn.Module):
         x_SBD = attend(self.spatial_attention, x_SBD, context.space, of_space)
         x_SBD = self.layers.move(x_SBD, layout, "space", "home")
         x_SBD = self._sublayer(x_SBD, of_text, runs, lambda h: self.cross_attention(h, context.text_LBD, layout))
-        return self._sublayer(x_SBD, of_mlp, runs, self.mlp, self.mlp_eps)
+        return self._sublayer(x_SBD, of_mlp, runs, lambda h: self.mlp(h, layout, runs), self.mlp_eps)
 
     def _sublayer(
         self,

@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from megadit.models.expert_config import ExpertConfig
 from megadit.models.families import COMPAT, FAMILIES, Family, Structure
 from megadit.models.support import UserError, nearest
 
@@ -30,6 +31,8 @@ class DiTConfig:
     2305.13245); None means as many as there are heads."""
     ffn_hidden_size: int | None = None
     """Width of the MLP between its two linears; None means 4 x hidden_size."""
+    experts: ExpertConfig = ExpertConfig()
+    """Experts in the place of every MLP; none unless they have a number."""
     in_channels: int = 16
     """Channels of the latents, in and out."""
     patch_spatial: int = 2
@@ -107,6 +110,8 @@ class DiTConfig:
             )
         if self.structure.fps == "padded" and self.hidden_size < 256:
             raise UserError(f"model.family={self.family} needs model.hidden_size >= 256, got {self.hidden_size}")
+        if self.experts.num_experts and self.structure.linear_bias:
+            raise UserError(f"model.family={self.family} has biases, which experts lack: leave model.experts")
         if self.structure.modulation_groups > 1 and self.adaln_lora_dim is None:
             raise UserError(f"model.family={self.family} needs model.adaln_lora_dim")
 
@@ -162,9 +167,19 @@ class DiTConfig:
         return self.ffn_hidden_size if self.ffn_hidden_size is not None else 4 * self.hidden_size
 
     @property
+    def mlp_factors(self) -> int:
+        """Numbers that the MLP's first linear gives for each of `mlp_size`: two with SwiGLU."""
+        return 2 if self.structure.gated_mlp else 1
+
+    @property
     def mlp_rows(self) -> int:
-        """What the MLP's first linear gives: with SwiGLU, two numbers for each of `mlp_size`."""
-        return 2 * self.mlp_size if self.structure.gated_mlp else self.mlp_size
+        """What the MLP's first linear gives."""
+        return self.mlp_factors * self.mlp_size
+
+    @property
+    def expert_size(self) -> int:
+        """Width of an expert between its two linears."""
+        return self.experts.ffn_hidden_size or self.mlp_size
 
     @property
     def patch_dim(self) -> int:
@@ -207,13 +222,19 @@ class DiTConfig:
         Raises:
             UserError: for a key this version does not know.
         """
-        known = [field.name for field in dataclasses.fields(cls)]
-        for key in values:
-            if key not in known:
-                near = nearest(key, known)
-                hint = f"; did you mean {near!r}?" if near else "; was it written by a newer version?"
-                raise UserError(f"unknown model setting {key!r}{hint}")
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+        _check_known(values, cls)
+        _check_known(values.get("experts", {}), ExpertConfig)
+        plain = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        return cls(**plain | {"experts": ExpertConfig(**values.get("experts", {}))})
+
+
+def _check_known(values: dict[str, Any], config_class: type) -> None:
+    known = [field.name for field in dataclasses.fields(config_class)]
+    for key in values:
+        if key not in known:
+            near = nearest(key, known)
+            hint = f"; did you mean {near!r}?" if near else "; was it written by a newer version?"
+            raise UserError(f"unknown model setting {key!r}{hint}")
 
 
 def _moviegen(**sizes: int) -> DiTConfig:

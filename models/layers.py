@@ -11,9 +11,11 @@ Shapes: S video tokens, B batch, N heads, K head dim.
 from collections.abc import Callable
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from megadit.models.attention import attend
+from megadit.models.experts import Experts, compute_here
 from megadit.models.lines import Arrangement, Axis, Lines, lines, move
 from megadit.models.segments import Layout, Run
 
@@ -57,6 +59,15 @@ class LayerKit(Protocol):
 
     def block_stack(self, make_block: Callable[[], nn.Module], num_layers: int) -> nn.Module:
         """The blocks this rank computes, under their global indices; called like one block."""
+
+    def experts(self, make: Callable[[int, int], Experts], num_experts: int, hidden: int) -> Experts:
+        """This rank's part of `num_experts` experts, from make(experts, width of their hidden values)."""
+
+    def choose(self, rule: Callable[[Tensor, Layout], Tensor], score_SBE: Tensor, layout: Layout) -> Tensor:
+        """rule(scores of all tokens, layout), of which this rank's tokens get their rows."""
+
+    def through_experts(self, experts: Experts, x_SBD: Tensor, weight_SBE: Tensor, chosen_SBE: Tensor) -> Tensor:
+        """sum of weight_e FFN_e(x) over the chosen experts of each token, wherever they are."""
 
     def shard_sequence(self, x_SBD: Tensor) -> Tensor:
         """This rank's slice of the tokens, from all of them."""
@@ -111,6 +122,17 @@ class TorchLayers:
 
     def block_stack(self, make_block: Callable[[], nn.Module], num_layers: int) -> nn.Module:
         return BlockStack({str(index): make_block() for index in range(num_layers)})
+
+    def experts(self, make: Callable[[int, int], Experts], num_experts: int, hidden: int) -> Experts:
+        return make(num_experts, hidden)
+
+    def choose(self, rule: Callable[[Tensor, Layout], Tensor], score_SBE: Tensor, layout: Layout) -> Tensor:
+        return rule(score_SBE, layout)
+
+    def through_experts(self, experts: Experts, x_SBD: Tensor, weight_SBE: Tensor, chosen_SBE: Tensor) -> Tensor:
+        if torch.compiler.is_exporting():  # a graph has no tensors whose size depends on values
+            return experts.on_all_tokens(x_SBD, weight_SBE * chosen_SBE)
+        return compute_here(experts, x_SBD, weight_SBE, chosen_SBE)
 
     def shard_sequence(self, x_SBD: Tensor) -> Tensor:
         return x_SBD

@@ -75,7 +75,7 @@ def _tell(config: RunConfig, options: argparse.Namespace) -> int:
     if options.plan:
         report.plan(config, gpus, gpu)
         return 0
-    told = report.dry_run(config, gpus or config.parallel.sizes.model_parallel_size, gpu)
+    told = report.dry_run(config, gpus or config.parallel.sizes.smallest_world, gpu)
     print(f"{to_yaml(config)}{told}")
     return 0
 

@@ -26,11 +26,24 @@ _LAYOUT = (
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
     "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
     "sequence_parallel",
 )
 _RECOMPUTE = ("recompute_granularity", "recompute_num_layers")
 
+_EXPERTS = {
+    "num_moe_experts": "num_experts",
+    "moe_router_topk": "top_k",
+    "moe_ffn_hidden_size": "ffn_hidden_size",
+    "moe_shared_expert_intermediate_size": "shared_ffn_hidden_size",
+    "moe_aux_loss_coeff": "balance_coefficient",
+    "moe_expert_capacity_factor": "capacity_factor",
+}
+
 KEYS = {
+    **{f"model.{theirs}": f"model.experts.{ours}" for theirs, ours in _EXPERTS.items()},
+    **{f"model.config.{theirs}": f"model.experts.{ours}" for theirs, ours in _EXPERTS.items()},
     **{f"model.{name}": f"parallel.{name}" for name in (*_LAYOUT, *_RECOMPUTE)},
     **{f"model.config.{name}": f"parallel.{name}" for name in _RECOMPUTE},
     "model.seq_length": "data.seq_length",
@@ -79,11 +92,6 @@ FIXED: dict[str, tuple[Any, str]] = {
 """Their key -> the only value it has here, and why."""
 
 STARTED_BY_TORCHRUN = ("trainer.devices", "trainer.num_nodes")
-
-MISSING_RECIPES = {
-    "pretrain_ecditllama1b": "expert-choice",
-}
-"""NeMo's factories whose network this version does not have -> the network."""
 
 
 def translate(values: dict[str, Any], known: set[str]) -> dict[str, Any]:

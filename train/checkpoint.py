@@ -78,6 +78,8 @@ class RunState:
     """Steps whose update was left out."""
     recent_losses: list[float] = field(default_factory=list)
     """What a spike is measured against."""
+    expert_counts: list[list[int]] = field(default_factory=list)
+    """Tokens of each expert of each layer in the last step, which the next one balances."""
 
 
 class SavedReaders:

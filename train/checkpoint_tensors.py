@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megadit.models.megatron.checkpoint import ema_key, model_key, optimizer_key
 from megadit.models.megatron.groups import Groups
-from megadit.models.megatron.mcore_layers import split_dim
+from megadit.models.megatron.mcore_layers import splits
 from megadit.train.background_write import BackgroundWrite
 from megadit.train.ema import WeightAverages
 from megadit.train.optimizer_state import OwnedSlice, Ownership, assemble, assign, is_copy
@@ -38,10 +38,10 @@ class TrainedTensors:
 
     def start_save(self, directory: Path) -> BackgroundWrite:
         """Copies all tensors, and begins to write them into an existing directory; every rank calls this."""
-        data, shards = self.groups.data, {}
+        shards = {}
         for turn, (key, parameter, parts) in enumerate(self._parts()):
-            writer = turn % data.size()
-            whole = assemble(parameter.shape, parts, data, destination=writer)
+            group = self.ownership.group_of(parameter)
+            whole = assemble(parameter.shape, parts, group, destination=turn % group.size())
             if whole is not None:
                 shards[key] = self._sharded(key, parameter, whole.cpu(), replica=0)
         # Megatron's writer reports through a queue of a manager process that it spawns; no other process is involved
@@ -103,7 +103,7 @@ class TrainedTensors:
                 key,
                 parameters[name],
                 torch.empty(parameters[name].shape, dtype=torch.float32, device=self.groups.device),
-                replica=self.groups.data.rank(),
+                replica=self.ownership.group_of(parameters[name]).rank(),
             )
             for key, name in names.items()
         }
@@ -111,11 +111,10 @@ class TrainedTensors:
         return dist_checkpointing.load(shards, str(directory), validate_access_integrity=False)
 
     def _sharded(self, key: str, parameter: nn.Parameter, tensor: Tensor, *, replica: int) -> ShardedTensor:
-        tensor_rank, tensor_size = self.groups.tensor.rank(), self.groups.tensor.size()
-        dim = split_dim(parameter)
-        if dim is None:
-            return ShardedTensor.from_rank_offsets(key, tensor, replica_id=(0, tensor_rank, replica))
-        return ShardedTensor.from_rank_offsets(key, tensor, (dim, tensor_rank, tensor_size), replica_id=(0, 0, replica))
+        axes = self.groups.axes
+        offsets = [(dim, axes[axis].rank(), axes[axis].size()) for dim, axis in splits(parameter)]
+        copy = 0 if offsets else self.groups.tensor.rank()
+        return ShardedTensor.from_rank_offsets(key, tensor, *offsets, replica_id=(0, copy, replica))
 
 
 def _part(owned: OwnedSlice, values: Tensor, start: int, stop: int) -> tuple[int, Tensor]:

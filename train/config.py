@@ -212,6 +212,10 @@ class ParallelConfig:
     context_parallel_size: int = 1
     context_parallel_comm: ContextComm = "ulysses"
     """What context-parallel ranks exchange for attention: heads, keys and values (`ring`), or `both`."""
+    expert_model_parallel_size: int = 1
+    """Ranks that hold different experts; they hold different tokens too, of one sample or of several copies."""
+    expert_tensor_parallel_size: int = 1
+    """Ranks that share the matrices of one expert; wide experts need it, never many small ones."""
     sequence_parallel: bool = False
     """Cut activations between the tensor-parallel regions along the sequence."""
     transformer_impl: TransformerImpl = "local"
@@ -249,6 +253,8 @@ class ParallelConfig:
             virtual_pipeline=self.virtual_pipeline_model_parallel_size,
             context=self.context_parallel_size,
             context_comm=self.context_parallel_comm,
+            expert=self.expert_model_parallel_size,
+            expert_tensor=self.expert_tensor_parallel_size,
             sequence_parallel=self.sequence_parallel,
             fully_sharded=self.data_parallel == "fsdp",
         )
@@ -376,6 +382,11 @@ class RunConfig:
             raise UserError(
                 "optimizer.optimizer=muon needs whole matrices, which parallel.data_parallel=fsdp cuts; use "
                 "parallel.data_parallel=distributed_optimizer, or optimizer.optimizer=adamw"
+            )
+        if self.optimizer.optimizer == "muon" and self.model.experts.num_experts:
+            raise UserError(
+                "optimizer.optimizer=muon knows no experts, which are stacks of matrices on ranks of their own; use "
+                "optimizer.optimizer=adamw"
             )
         if self.data.mock:
             self._check_mock_samples_fit()

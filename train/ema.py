@@ -71,9 +71,8 @@ class WeightAverages:
         kept = [held(parameter)[1].clone() for parameter in parameters]
         try:
             for parameter in parameters:
-                assign(
-                    parameter, assemble(parameter.shape, self.parts(sigma_rel, parameter), self._ownership.data_group)
-                )
+                group = self._ownership.group_of(parameter)
+                assign(parameter, assemble(parameter.shape, self.parts(sigma_rel, parameter), group))
             yield
         finally:
             for parameter, values in zip(parameters, kept, strict=True):

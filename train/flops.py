@@ -1,9 +1,9 @@
 """Arithmetic of a training step.
 
 Counted are the multiplications and additions (two operations) of matrix products: all linears of the network as it is,
-once for each video token, word or sample that they read; self-attention, whose cost is the square of each sample's
-tokens (or, along one axis, its tokens times those of a line); cross-attention, its tokens times its text. Padding,
-norms and activations count nothing. The backward takes twice the forward.
+once for each video token, word or sample that they read, of experts those that are chosen; self-attention, whose cost
+is the square of each sample's tokens (or, along one axis, its tokens times those of a line); cross-attention, its
+tokens times its text. Padding, norms and activations count nothing. The backward takes twice the forward.
 """
 
 from functools import lru_cache
@@ -26,7 +26,7 @@ def _forward_flops(segment: Segment, model: DiTConfig) -> int:
     readers = _readers(model)
     rows = {"token": segment.num_tokens, "word": segment.text_slots, "sample": 1}
     linears = 2 * sum(rows[reader] * size for reader, size in readers.items())
-    return linears + attention_flops(segment, model)
+    return linears + _expert_flops(segment.num_tokens, model) + attention_flops(segment, model)
 
 
 def attention_flops(segment: Segment, model: DiTConfig) -> int:
@@ -55,3 +55,13 @@ def _reader(name: str) -> str:
         return "word"
     is_of_sample = ".modulation." in name or name.startswith(("sigma_embedder.", "fps_embedder.", "shared_embedder."))
     return "sample" if is_of_sample else "token"
+
+
+def _expert_flops(num_tokens: int, model: DiTConfig) -> int:
+    """Of the experts that are chosen, in all layers."""
+    experts = model.experts
+    chosen = experts.top_k * num_tokens
+    if experts.routing == "expert_choice" and experts.num_experts:
+        chosen = experts.num_experts * experts.capacity(num_tokens)
+    one_expert = (model.mlp_factors + 1) * model.expert_size * model.hidden_size
+    return 2 * chosen * one_expert * model.num_layers if experts.num_experts else 0

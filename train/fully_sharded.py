@@ -5,35 +5,40 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from megadit.models.blocks import BLOCKS
+from megadit.models.experts import Experts
+from megadit.models.megatron.groups import Groups
 from megadit.train.loss import TrainingModel
 from megadit.train.optimizer_state import assign
 
 
 class FullySharded(_BaseDataParallel):
-    """A network whose float32 parameters, gradients and optimizer state are divided among the ranks of `group`.
+    """A network whose float32 parameters, gradients and optimizer state are divided among the ranks that hold the same:
+    those of experts among others than all else.
 
     A block's weights are gathered, in `precision`, when it is their turn; gradients are summed in float32. Parameters
     that are on the meta device get memory for this rank's share alone, and wait for their values.
     """
 
     def __init__(
-        self, config: TransformerConfig, network: TrainingModel, group: ProcessGroup, precision: torch.dtype
+        self, config: TransformerConfig, network: TrainingModel, groups: Groups, precision: torch.dtype
     ) -> None:
         super().__init__(config, network)
         self.ddp_config = DistributedDataParallelConfig()
         marks = {name: dict(vars(parameter)) for name, parameter in network.named_parameters()}
         values = {name: value.detach().clone() for name, value in network.named_parameters() if not value.is_meta}
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        mesh = DeviceMesh.from_group(group, device.type)
+        mesh, expert_mesh = (DeviceMesh.from_group(group, device.type) for group in (groups.data, groups.expert_data))
         # inputs are cast where they are used: noise levels and noise stay float32
         policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        for module in network.modules():
-            if isinstance(module, tuple(BLOCKS.values())):
-                fully_shard(module, mesh=mesh, mp_policy=policy)
+        # what lies within another comes first
+        for kind, of_kind in ((Experts, expert_mesh), (tuple(BLOCKS.values()), mesh)):
+            for module in network.modules():
+                if isinstance(module, kind):
+                    fully_shard(module, mesh=of_kind, mp_policy=policy)
         # resharded like the blocks: after a forward without backward no whole parameter may be left standing
         fully_shard(network, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         for module in network.modules():

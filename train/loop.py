@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megadit.models.machine import peak_flops
 from megadit.models.megatron import groups as process_groups
 from megadit.models.support import UserError
+from megadit.train.balance import largest_load, restore_counts
 from megadit.train.batches import TrainBatches, validation_batches
 from megadit.train.checkpoint import CheckpointStore, RunState
 from megadit.train.config import RunConfig
@@ -126,6 +127,7 @@ class _Run:
         self.state, readers = self.store.load(path, self.training.tensors)
         if path.parent != self.store.root:
             self.state.metrics_bytes = 0  # the other run's file stays where it is
+        restore_counts(self.training, self.state.expert_counts)
         self._set_schedule()
         if (said := self.batches.restore_state(readers)) is not None:
             self._say(f"the data readers go on with {said}")
@@ -139,6 +141,7 @@ class _Run:
         with Statistics(self.training, is_due=self._is_due_at(step, self.config.health.statistics_interval)) as sizes:
             result = train_step(self.training, self.batches, step, must_stop=stop.has_come, judge=judge, mark=self.mark)
         self.state.iteration = step
+        self.state.expert_counts = result.expert_counts
         self.state.consumed_samples += result.samples
         self.state.consumed_tokens += result.tokens
         for reason, count in result.refused.items():
@@ -243,6 +246,7 @@ class _Run:
             "tokens_per_s": result.tokens / result.seconds,
             "tflops": result.flops / result.seconds / 1e12,
             "mfu": result.flops / result.seconds / self.peak,
+            **({"expert_load": largest_load(result.expert_counts)} if result.expert_counts else {}),
         }
 
     def _save(self, metrics: Metrics) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megadit.models.megatron.mcore_layers import full_shape, shard, split_dim
+from megadit.models.megatron.mcore_layers import full_shape, shard, splits
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic that grows small singular values fastest
 _STEPS = 5
@@ -87,22 +87,27 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_lerp_(means, grads, 1 - momentum)
         return torch._foreach_lerp(grads, means, momentum)
 
+    @property
+    def _axes(self) -> dict[str, ProcessGroup]:
+        return {"tensor": self.tensor_group}
+
     def _splits(self, parameter: Tensor) -> int:
         """Over how many ranks a parameter is split."""
-        return 1 if split_dim(parameter) is None or self.tensor_group is None else self.tensor_group.size()
+        return self.tensor_group.size() if splits(parameter) and self.tensor_group is not None else 1
 
     def _whole_shape(self, parameter: Tensor) -> torch.Size:
-        return full_shape(parameter, self._splits(parameter))
+        return parameter.shape if self._splits(parameter) == 1 else full_shape(parameter, self._axes)
 
     def _gather(self, part: Tensor, parameter: Tensor) -> Tensor:
         if self._splits(parameter) == 1:
             return part
         parts = [torch.empty_like(part) for _ in range(self.tensor_group.size())]
         dist.all_gather(parts, part.contiguous(), group=self.tensor_group)
-        return torch.cat(parts, split_dim(parameter))
+        [(dim, _)] = splits(parameter)
+        return torch.cat(parts, dim)
 
     def _own_part(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        return whole if self._splits(parameter) == 1 else shard(parameter, whole, self.tensor_group.rank())
+        return whole if self._splits(parameter) == 1 else shard(parameter, whole, self._axes)
 
 
 def _group_by(items: list[Tensor], key: Callable[[Tensor], torch.Size]) -> dict[torch.Size, list[Tensor]]:

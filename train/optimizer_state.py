@@ -21,6 +21,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from megadit.models.megatron.groups import Groups
+from megadit.models.megatron.mcore_layers import is_expert
 from megadit.train.adamw import HalfMomentAdamW
 from megadit.train.muon import Muon
 
@@ -108,29 +110,33 @@ class OwnedSlice:
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """The slices of one rank; those of all data-parallel ranks cover the parameters."""
+    """The slices of one rank; those of all ranks that hold the same cover the parameters."""
 
     slices: tuple[OwnedSlice, ...]
     is_replicated: bool
     """Every data-parallel rank owns everything; else no two own the same."""
     state_names: dict[str, tuple[str, ...]]
     """What the optimizers keep for each parameter of the model, whichever rank owns it."""
-    data_group: ProcessGroup
+    groups: Groups
+
+    def group_of(self, parameter: nn.Parameter) -> ProcessGroup:
+        """The ranks that hold the same part of a parameter, and between them own all of it."""
+        return self.groups.expert_data if is_expert(parameter) else self.groups.data
 
     def ranges(self) -> Iterator[tuple[OwnedSlice, int, int]]:
         """(slice, start, stop) such that all data-parallel ranks together have every element exactly once."""
-        rank, size = self.data_group.rank(), self.data_group.size()
         for owned in self.slices:
+            group = self.group_of(owned.parameter)
             start, stop = owned.start, owned.stop
             if self.is_replicated:
                 count = stop - start
-                start, stop = start + count * rank // size, start + count * (rank + 1) // size
+                start, stop = (start + count * rank // group.size() for rank in (group.rank(), group.rank() + 1))
             if stop > start:
                 yield owned, start, stop
 
 
 def find_ownership(
-    optimizer: MegatronOptimizer, named: Iterable[tuple[str, nn.Parameter]], data_group: ProcessGroup
+    optimizer: MegatronOptimizer, named: Iterable[tuple[str, nn.Parameter]], groups: Groups
 ) -> Ownership:
     """What `optimizer` owns of the `named` parameters on this rank."""
     names = {parameter: name for name, parameter in named}
@@ -148,15 +154,15 @@ def find_ownership(
     return Ownership(
         slices=tuple(slices),
         is_replicated=not is_sharded,
-        state_names=_gather_state_names(slices, data_group),
-        data_group=data_group,
+        state_names=_gather_state_names(slices),
+        groups=groups,
     )
 
 
-def _gather_state_names(slices: list[OwnedSlice], group: ProcessGroup) -> dict[str, tuple[str, ...]]:
+def _gather_state_names(slices: list[OwnedSlice]) -> dict[str, tuple[str, ...]]:
     mine = {owned.name: owned.state_names for owned in slices}
-    everyones: list[dict] = [{}] * group.size()
-    dist.all_gather_object(everyones, mine, group=group)
+    everyones: list[dict] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
     return {name: states for part in everyones for name, states in part.items()}
 
 

@@ -113,7 +113,7 @@ def build_training(config: RunConfig, groups: Groups) -> Training:
     """The network with its initial weights, wrapped for data parallelism, its optimizer and its averages."""
     parts = build_parts(config, groups)
     optimizer = build_optimizer(config, parts)
-    ownership = find_ownership(optimizer, named_parameters(parts), groups.data)
+    ownership = find_ownership(optimizer, named_parameters(parts), groups)
     averages = WeightAverages(config.ema.sigma_rels, ownership)
     return Training(
         config=config,
@@ -146,15 +146,15 @@ def build_parts(config: RunConfig, groups: Groups) -> tuple[DataParallel, ...]:
 def _shard(config: RunConfig, groups: Groups, megatron: TransformerConfig) -> FullySharded:
     """The network divided among the ranks, none of which ever holds more than its share and one whole tensor."""
     network = _build_network(config, groups, megatron, 0, torch.device("meta"))
-    part = FullySharded(megatron, network, groups.data, precision(config))
-    initialize_dit_(network.dit, config.train.seed, given_weights(config), assign=assign)
+    part = FullySharded(megatron, network, groups, precision(config))
+    initialize_dit_(network.dit, config.train.seed, groups.axes, given_weights(config), assign=assign)
     return part
 
 
 def _initialized(config: RunConfig, groups: Groups, megatron: TransformerConfig, index: int) -> TrainingModel:
     """Part `index` of the network, with the weights that it has in any layout."""
     network = _build_network(config, groups, megatron, index, groups.device)
-    initialize_dit_(network.dit, config.train.seed, given_weights(config))
+    initialize_dit_(network.dit, config.train.seed, groups.axes, given_weights(config))
     if config.parallel.sizes.num_parts > 1:
         mark_conditioning_(network.dit, is_first_part=index == 0)
     return network

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megadit.train.balance import Counts, exchange_counts
 from megadit.train.data.batch import REFUSALS, PackedBatch
 from megadit.train.flops import training_flops
 from megadit.train.health import Judge, Trouble
@@ -39,6 +40,8 @@ class StepResult:
     seconds: float
     sample_checksum: int
     """The same for the same samples at the same occurrence, in any order and layout."""
+    expert_counts: Counts
+    """Tokens of each expert of each layer, where tokens choose."""
     reading_seconds: float
     """Of `seconds`, spent waiting for data on this rank."""
     must_stop: bool
@@ -67,6 +70,7 @@ def train_step(
     reading_seconds = time.perf_counter() - start
     mark(step, "computing losses and gradients")
     sums = _forward_backward(training, seen)
+    expert_counts = exchange_counts(training)
     mark(step, "adding up the losses of all ranks")
     totals = _reduce(training, sums, seen, must_stop)
     loss = math.nan if totals["bad_ranks"] else totals["weighted"] / totals["tokens"]
@@ -92,6 +96,7 @@ def train_step(
         flops=round(totals["flops"]),
         seconds=time.perf_counter() - start,
         sample_checksum=round(totals["sample_checksum"]),
+        expert_counts=expert_counts,
         reading_seconds=reading_seconds,
         must_stop=totals["must_stop"] > 0,
         trouble=trouble,

@@ -60,11 +60,12 @@ def validate(training: Training, step: int) -> tuple[dict[str, Any], list[Sample
 def _validation_batches(training: Training) -> tuple[list[PackedBatch], int]:
     """Packs of this rank, and how many of them are to be counted.
 
-    Where parameters are sharded all ranks compute together: those with fewer packs compute some twice, or another's.
+    Where copies of the model work together all ranks compute together: those with fewer packs compute
+    some twice, or another's.
     """
     batches = list(validation_batches(training.config, training.groups))
     num_own = len(batches)
-    if training.config.parallel.data_parallel != "fsdp":
+    if not training.config.parallel.sizes.copies_work_together:
         return batches, num_own
     most = torch.tensor(num_own, device=training.groups.device)
     dist.all_reduce(most, dist.ReduceOp.MAX)
@@ -96,13 +97,13 @@ def _losses(training: Training, batches: list[PackedBatch], num_own: int) -> dic
 def _sample_videos(training: Training, step: int, sigma_rel: float | None) -> list[SampledVideo]:
     """Writes samples/step_0000100/00_a_red_seven.mp4 and so on; the prompts are dealt to the copies of the model.
 
-    Sharded copies work together, and all make the same videos.
+    Copies that work together all make the same videos.
     """
     config, groups = training.config, training.groups
     if config.data.mock:
         return []  # nothing to encode prompts or decode latents with
     prompts = list(enumerate(list(config.validation.prompts) or validation_captions(config, NUM_PROMPTS)))
-    is_together = config.parallel.data_parallel == "fsdp"
+    is_together = config.parallel.sizes.copies_work_together
     mine = prompts if is_together else prompts[groups.readers.rank() :: groups.readers.size()]
     with training.averages.swapped_in(sigma_rel, training.parameters()):
         try:

@@ -12,6 +12,7 @@ from megadit.models.conditioning import Conditioning
 from megadit.models.dense_packs import gather_tokens, pack_dense, pad_segments, unpack_dense
 from megadit.models.dit import DiT
 from megadit.models.precondition import denoise_packed
+from megadit.models.support import UserError
 
 
 class ContextParallelDenoiser:
@@ -55,6 +56,8 @@ def load_shared_denoiser(
     from megadit.models.megatron.load import load_split_dit
     from megadit.models.megatron.parallel_sizes import ParallelSizes
 
+    if tensor > 1 and bundle.config.experts.num_experts:
+        raise UserError(f"tp_size={tensor} does not divide experts; share the tokens of a video with cp_size instead")
     layout = ParallelSizes(tensor=tensor, context=context, context_comm="both")
     dit, groups = load_split_dit(bundle.path / "transformer", layout, device=device, dtype=dtype)
     if context == 1:

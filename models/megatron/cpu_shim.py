@@ -39,6 +39,18 @@ def install() -> None:
     _quieten()
 
 
+def install_for_experts() -> None:
+    """The same for Megatron's token dispatcher: numbers that it moves to the CPU as an array may be there already."""
+    if torch.cuda.is_available():
+        return
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def moved(tensor, as_numpy=False, record_stream=False):
+        return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = moved
+
+
 def _names_cuda(device: object) -> bool:
     if isinstance(device, torch.device):
         return device.type == "cuda"
@@ -96,6 +108,9 @@ class _InOrder:
     def wait_stream(self, *args) -> None: ...
 
     def wait_event(self, *args) -> None: ...
+
+    def record_event(self, *args) -> "_InOrder":
+        return self
 
     def synchronize(self) -> None: ...
 

@@ -1,6 +1,7 @@
 """Process groups: torch.distributed and Megatron's model-parallel groups, from the sizes of a layout."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -13,6 +14,9 @@ from megadit.models.megatron.context_parallel import ContextGroups
 from megadit.models.megatron.parallel_sizes import ParallelSizes
 
 _TIMEOUT = timedelta(minutes=30)  # a rank may wait this long while another reads data or writes a checkpoint
+
+Axes = Mapping[str, ProcessGroup]
+"""`tensor`, `expert` or `expert_tensor` -> the ranks among which a parameter may be split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,18 @@ class Groups:
     """Ranks of all copies at the same place within theirs: they read different data."""
     copy: ProcessGroup
     """Ranks that together compute one copy of the model, and see the same data."""
+    expert: ProcessGroup
+    """Ranks that hold different experts."""
+    expert_tensor: ProcessGroup
+    """Ranks that share the matrices of their experts."""
+    expert_data: ProcessGroup
+    """Ranks that hold the same parts of the same experts."""
     device: torch.device
+
+    @property
+    def axes(self) -> Axes:
+        """The groups over which parameters are split."""
+        return {"tensor": self.tensor, "expert": self.expert, "expert_tensor": self.expert_tensor}
 
     @property
     def is_last_stage(self) -> bool:
@@ -76,6 +91,8 @@ def initialize(layout: ParallelSizes, model: DiTConfig) -> Groups:
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
         context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
         hierarchical_context_parallel_sizes=[width, layout.context // width],
         create_gloo_process_groups=False,
         get_embedding_ranks=_first_rank,  # no embedding is tied to the last stage
@@ -90,6 +107,9 @@ def initialize(layout: ParallelSizes, model: DiTConfig) -> Groups:
         data=parallel_state.get_data_parallel_group(with_context_parallel=True),
         readers=readers,
         copy=_copy_group(readers),
+        expert=parallel_state.get_expert_model_parallel_group(),
+        expert_tensor=parallel_state.get_expert_tensor_parallel_group(),
+        expert_data=parallel_state.get_expert_data_parallel_group(),
         device=device,
     )
 

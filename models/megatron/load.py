@@ -28,12 +28,11 @@ def load_split_dit(
     groups = initialize(layout, config)
     kit = McoreLayers(transformer_config(config, layout, dtype=dtype), context=groups.context)
     model = DiT(config, kit)
-    rank, size = groups.tensor.rank(), groups.tensor.size()
     path = Path(directory) / parts.TENSOR_FILE
     with safe_open(path, framework="pt") as file, torch.no_grad():
         found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
-        expected = {name: tuple(full_shape(parameter, size)) for name, parameter in model.named_parameters()}
+        expected = {name: tuple(full_shape(parameter, groups.axes)) for name, parameter in model.named_parameters()}
         check_shapes(found, expected, f"the tensors of {path}")
         for name, parameter in model.named_parameters():
-            parameter.copy_(shard(parameter, file.get_tensor(name), rank))
+            parameter.copy_(shard(parameter, file.get_tensor(name), groups.axes))
     return model.to(device, dtype).eval(), groups

@@ -7,6 +7,8 @@ Keys and, on one rank, shapes are those of `TorchLayers`. What crosses ranks, an
     row_linear                   reduce-scatters its output over the tokens, or all-reduces it
     replicated_linear("sharded") has a partial gradient under sequence parallelism: it is marked, and summed by
                                  Megatron's finalize_model_grads
+    through_experts              sends tokens to the ranks of their experts, and the results back
+    choose                       gathers scores, where experts choose among all tokens of a sample
 
 So are the norms of queries and keys, of whose heads a rank sees some: finalize_model_grads knows them by their names.
 
@@ -31,10 +33,13 @@ from torch import Tensor, nn
 
 from megadit.models.attention import attend
 from megadit.models.config import DiTConfig
+from megadit.models.experts import HIDDEN_DIM, Experts, compute_here
 from megadit.models.initialize import Fill, initialize_
 from megadit.models.layers import BlockStack, Layout, Sequence
 from megadit.models.lines import Arrangement, Axis, Lines, Mesh, lines, move
 from megadit.models.megatron.context_parallel import ContextGroups, attend_shared
+from megadit.models.megatron.expert_parallel import Dispatch, all_tokens, expert_settings, own_tokens
+from megadit.models.megatron.groups import Axes
 from megadit.models.megatron.parallel_sizes import ParallelSizes
 from megadit.models.recompute import recomputed
 from megadit.models.segments import Run
@@ -73,6 +78,7 @@ def transformer_config(model: DiTConfig, layout: ParallelSizes, *, dtype: torch.
         perform_initialization=False,
         gradient_accumulation_fusion=False,
         calculate_per_token_loss=True,
+        **expert_settings(model, layout),
     )
     # finalize_model_grads sums the gradients of parameters marked `pipeline_parallel` only where it finds this
     config.has_cond_embedder = layout.pipeline > 1
@@ -177,6 +183,7 @@ class McoreLayers:
         self.part, self.num_parts = part, num_parts
         self.is_first_part, self.is_last_part = part == 0, part == num_parts - 1
         self.recompute, self.recompute_num_layers = recompute, recompute_num_layers
+        self.dispatch: Dispatch | None = None
 
     def column_linear(
         self, in_features: int, out_features: int, *, sequence: Sequence, bias: bool = False
@@ -218,6 +225,29 @@ class McoreLayers:
             return BlockStack(blocks)
         return _RecomputedBlocks(blocks, count if self.recompute_num_layers is None else self.recompute_num_layers)
 
+    def experts(self, make: Callable[[int, int], Experts], num_experts: int, hidden: int) -> Experts:
+        group, tensor_group = (
+            parallel_state.get_expert_model_parallel_group(),
+            parallel_state.get_expert_tensor_parallel_group(),
+        )
+        if group.size() * tensor_group.size() > 1 and self.dispatch is None:
+            self.dispatch = Dispatch(self.config)
+        experts = make(num_experts // group.size(), hidden // tensor_group.size())
+        for name, parameter in experts.named_parameters():
+            mark_expert_(parameter, HIDDEN_DIM[name])
+        return experts
+
+    def choose(self, rule: Callable[[Tensor, Layout], Tensor], score_SBE: Tensor, layout: Layout) -> Tensor:
+        if layout.runs is None:
+            return rule(score_SBE, layout)
+        cut = self.tensor_group if self.config.sequence_parallel else None
+        chosen_SBE = rule(all_tokens(score_SBE, layout, self.context, cut), layout.whole)
+        return own_tokens(chosen_SBE, layout, cut)
+
+    def through_experts(self, experts: Experts, x_SBD: Tensor, weight_SBE: Tensor, chosen_SBE: Tensor) -> Tensor:
+        compute = compute_here if self.dispatch is None else self.dispatch
+        return compute(experts, x_SBD, weight_SBE, chosen_SBE)
+
     def shard_sequence(self, x_SBD: Tensor) -> Tensor:
         if not self.config.sequence_parallel:
             return x_SBD
@@ -253,6 +283,21 @@ class McoreLayers:
         return move(x_SBD, layout, source, target, mesh, group)
 
 
+def mark_expert_(parameter: nn.Parameter, hidden_dim: int) -> None:
+    """Marks a tensor of experts: split over ranks along its experts and along their hidden width.
+
+    Its gradient is summed over the ranks that hold the same experts (`allreduce` = False, in Megatron's words), not
+    over those that hold the same attention.
+    """
+    set_split(parameter, hidden_dim)  # no rank of the group over which norms are summed has the same part
+    parameter.splits = ((0, "expert"), (hidden_dim, "expert_tensor"))
+    parameter.allreduce = False
+
+
+def is_expert(parameter: Tensor) -> bool:
+    return not getattr(parameter, "allreduce", True)
+
+
 def mark_conditioning_(dit: nn.Module, *, is_first_part: bool) -> None:
     """Marks the copies that every part of a pipeline has of the conditioning.
 
@@ -266,40 +311,45 @@ def mark_conditioning_(dit: nn.Module, *, is_first_part: bool) -> None:
             parameter.shared = not is_first_part
 
 
-def split_dim(parameter: Tensor) -> int | None:
-    """The dimension of a parameter that is split over tensor-parallel ranks; None where each rank holds it whole."""
-    return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
+def splits(parameter: Tensor) -> tuple[tuple[int, str], ...]:
+    """(dimension, axis) of each split of a parameter over ranks (`groups.Axes`); () where each rank holds it whole."""
+    if is_expert(parameter):
+        return parameter.splits
+    return ((parameter.partition_dim, "tensor"),) if getattr(parameter, "tensor_model_parallel", False) else ()
 
 
-def full_shape(parameter: Tensor, tensor_size: int) -> torch.Size:
-    """The shape of a parameter before it was split over `tensor_size` ranks."""
-    shape, dim = list(parameter.shape), split_dim(parameter)
-    if dim is not None:
-        shape[dim] *= tensor_size
+def full_shape(parameter: Tensor, axes: Axes) -> torch.Size:
+    """The shape of a parameter before it was split over ranks."""
+    shape = list(parameter.shape)
+    for dim, axis in splits(parameter):
+        shape[dim] *= axes[axis].size()
     return torch.Size(shape)
 
 
-def shard(parameter: Tensor, value: Tensor, tensor_rank: int) -> Tensor:
+def shard(parameter: Tensor, value: Tensor, axes: Axes) -> Tensor:
     """The part of the whole tensor `value` that this rank's `parameter` holds."""
-    dim = split_dim(parameter)
-    if dim is None:
-        return value
-    size = parameter.shape[dim]
-    return value.narrow(dim, tensor_rank * size, size)
+    for dim, axis in splits(parameter):
+        size = parameter.shape[dim]
+        value = value.narrow(dim, axes[axis].rank() * size, size)
+    return value
 
 
 def initialize_dit_(
-    model: nn.Module, seed: int, given: Callable[[str], Tensor] | None = None, *, assign: Fill = Tensor.copy_
+    model: nn.Module,
+    seed: int,
+    axes: Axes,
+    given: Callable[[str], Tensor] | None = None,
+    *,
+    assign: Fill = Tensor.copy_,
 ) -> nn.Module:
-    """`initialize_` for a model split over tensor-parallel ranks: the same network in any layout.
+    """`initialize_` for a model split over ranks: the same network in any layout.
 
     `assign` sets a parameter from the tensor of its shape (of which other data-parallel ranks may hold a part).
     """
-    group = parallel_state.get_tensor_model_parallel_group()
     return initialize_(
         model,
         seed,
-        full_shape=lambda parameter: full_shape(parameter, group.size()),
-        fill=lambda parameter, whole: assign(parameter, shard(parameter, whole, group.rank())),
+        full_shape=lambda parameter: full_shape(parameter, axes),
+        fill=lambda parameter, whole: assign(parameter, shard(parameter, whole, axes)),
         given=given,
     )

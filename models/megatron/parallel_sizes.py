@@ -1,9 +1,10 @@
 """How ranks share the work, and the rules of it, known before any process group (and without torch).
 
-    world = tensor x context x data x pipeline
+    world = tensor x context x data x pipeline = expert tensor x expert x expert data x pipeline
 
 Tensor-parallel ranks split the matrices of a layer, context-parallel ranks the tokens of every sample, pipeline stages
 the layers; each keeps one copy of the model, and data-parallel copies read different samples.
+Experts are divided otherwise: over ranks that hold different tokens, of one sample or of several copies of the model.
 """
 
 import math
@@ -23,6 +24,8 @@ SETTINGS = {
     "context": "parallel.context_parallel_size",
     "context_comm": "parallel.context_parallel_comm",
     "sequence_parallel": "parallel.sequence_parallel",
+    "expert": "parallel.expert_model_parallel_size",
+    "expert_tensor": "parallel.expert_tensor_parallel_size",
     "fully_sharded": "parallel.data_parallel",
 }
 """The setting of a run that decides each field."""
@@ -43,11 +46,26 @@ class ParallelSizes:
     sequence_parallel: bool = False
     fully_sharded: bool = False
     """Parameters, gradients and optimizer state are divided among the data- and context-parallel ranks (FSDP)."""
+    expert: int = 1
+    """Ranks that hold different experts; tokens are sent to those of their experts."""
+    expert_tensor: int = 1
+    """Ranks that share the matrices of one expert."""
 
     @property
     def model_parallel_size(self) -> int:
         """Ranks that together compute one copy of the model."""
         return self.tensor * self.pipeline * self.context
+
+    @property
+    def smallest_world(self) -> int:
+        """The fewest ranks that hold whole copies of the model and whole sets of its experts."""
+        return self.pipeline * math.lcm(self.tensor * self.context, self.expert * self.expert_tensor)
+
+    @property
+    def copies_work_together(self) -> bool:
+        """Whether copies of the model must compute at the same time: each has a part of what the others need."""
+        ranks_of_copy = self.tensor * self.context  # neighbours, as those that share experts are
+        return self.fully_sharded or ranks_of_copy % (self.expert * self.expert_tensor) > 0
 
     @property
     def num_parts(self) -> int:
@@ -68,12 +86,12 @@ class ParallelSizes:
     def check(self, model: DiTConfig, world_size: int | None = None) -> int:
         """The data-parallel size; called before any process group exists.
 
-        Without `world_size` the ranks of one copy of the model are taken.
+        Without `world_size` the smallest is taken.
 
         Raises:
             UserError: for a layout that cannot be built: the rule that it breaks, and the nearest one that works.
         """
-        world_size = self.model_parallel_size if world_size is None else world_size
+        world_size = self.smallest_world if world_size is None else world_size
         broken = self.broken_rule(model, world_size)
         if broken is None:
             return world_size // self.model_parallel_size
@@ -85,7 +103,11 @@ class ParallelSizes:
         for name in _SIZES:
             if getattr(self, name) < 1:
                 return f"{SETTINGS[name]}={getattr(self, name)} must be 1 or more"
-        rules = (*self._rules_of_ranks(model, world_size), *self._rules_of_stages(model))
+        rules = (
+            *self._rules_of_ranks(model, world_size),
+            *self._rules_of_stages(model),
+            *self._rules_of_experts(model, world_size),
+        )
         return next((words for holds, words in rules if not holds), None)
 
     def _rules_of_ranks(self, model: DiTConfig, world_size: int) -> tuple[tuple[bool, str], ...]:
@@ -146,6 +168,39 @@ class ParallelSizes:
             ),
         )
 
+    def _rules_of_experts(self, model: DiTConfig, world_size: int) -> tuple[tuple[bool, str], ...]:
+        experts, shared = model.experts.num_experts, self.expert * self.expert_tensor
+        expert = f"{SETTINGS['expert']}={self.expert}"
+        return (
+            (
+                bool(experts) or shared == 1,
+                f"{expert} and {SETTINGS['expert_tensor']}={self.expert_tensor} divide experts, and the network "
+                "has none (model.experts.num_experts=0)",
+            ),
+            (
+                experts % self.expert == 0,
+                self._does_not_divide("expert", f"model.experts.num_experts={experts}", "equally many experts"),
+            ),
+            (
+                world_size // self.pipeline % shared == 0,
+                f"the {world_size // self.pipeline} ranks of a stage cannot hold whole sets of experts over {shared} "
+                f"({expert} x {SETTINGS['expert_tensor']}={self.expert_tensor})",
+            ),
+            (
+                not experts or model.expert_size % self.expert_tensor == 0,
+                self._does_not_divide(
+                    "expert_tensor",
+                    f"model.experts.ffn_hidden_size={model.expert_size}",
+                    "an equal part of each expert",
+                ),
+            ),
+            (
+                not experts or self.tensor == 1 or self.sequence_parallel,
+                f"experts need {SETTINGS['sequence_parallel']}=true with {SETTINGS['tensor']}={self.tensor}: "
+                "else each of these ranks would send the same tokens",
+            ),
+        )
+
     def changes(self, other: "ParallelSizes") -> str:
         """The settings in which this layout differs from `other`, as overrides."""
         shown = [name for name in SETTINGS if getattr(self, name) != getattr(other, name)]
@@ -165,7 +220,7 @@ class ParallelSizes:
         return " x ".join(f"{SETTINGS[name]}={getattr(self, name)}" for name in parts)
 
 
-_SIZES = ("tensor", "pipeline", "virtual_pipeline", "context")
+_SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
 
 
 def legal_layouts(model: DiTConfig, world_size: int, like: ParallelSizes | None = None) -> Iterator[ParallelSizes]:
@@ -177,10 +232,21 @@ def legal_layouts(model: DiTConfig, world_size: int, like: ParallelSizes | None 
     for tensor in divisors:
         for pipeline in divisors:
             for context in divisors:
-                if world_size % (tensor * pipeline * context) == 0:
-                    sizes = ParallelSizes(tensor=tensor, pipeline=pipeline, context=context)
-                    candidates = _switched(sizes, model, like)
+                if world_size % (tensor * pipeline * context):
+                    continue
+                sizes = ParallelSizes(tensor=tensor, pipeline=pipeline, context=context)
+                for divided in _divided_experts(sizes, model, world_size):
+                    candidates = _switched(divided, model, like)
                     yield from (one for one in candidates if one.broken_rule(model, world_size) is None)
+
+
+def _divided_experts(sizes: ParallelSizes, model: DiTConfig, world_size: int) -> Iterator[ParallelSizes]:
+    """Layouts of these sizes with every division of the experts; their matrices are whole, or divided as all others."""
+    most = min(model.experts.num_experts, world_size // sizes.pipeline)
+    for expert in range(1, max(most, 1) + 1):
+        for expert_tensor in sorted({1, sizes.tensor}) if model.experts.num_experts else (1,):
+            if model.experts.num_experts % expert == 0:
+                yield replace(sizes, expert=expert, expert_tensor=expert_tensor)
 
 
 def _switched(sizes: ParallelSizes, model: DiTConfig, like: ParallelSizes | None) -> Iterator[ParallelSizes]:

@@ -8,6 +8,7 @@ from megadit.export import contract
 from megadit.export.build import ExportSettings, export_network
 from megadit.export.operators import check_operators
 from megadit.models.config import DiTConfig
+from megadit.models.expert_config import ExpertConfig
 from megadit.models.text_encoders import ClassLabels, HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
 
@@ -49,6 +50,8 @@ FAMILIES = {
         qk_layernorm=False,
     ),
     "st_dit": DiTConfig(**SMALL, hidden_size=48, family="st_dit", adaln_lora_dim=6),
+    "tokens": DiTConfig(**SMALL, hidden_size=48, experts=ExpertConfig(num_experts=4, shared_ffn_hidden_size=16)),
+    "experts": DiTConfig(**SMALL, hidden_size=48, experts=ExpertConfig(num_experts=4, routing="expert_choice")),
     "patches in time": DiTConfig(**SMALL, hidden_size=48, patch_temporal=2, position_embedding="sincos"),
 }
 

@@ -10,6 +10,7 @@ from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.embeddings import patchify
+from megadit.models.expert_config import ExpertConfig
 from megadit.models.initialize import initialize_
 from megadit.models.segments import Segment, SegmentLayout
 from megadit.models.support import UserError
@@ -38,6 +39,8 @@ MOVIEGEN = DiTConfig(
 )
 MOVIEGEN_OF_NEMO = dataclasses.replace(MOVIEGEN, compat="nemo", hidden_size=260)
 LOW_RANK = DiTConfig(**COMMON, adaln_lora_dim=6, learned_positions=(4, 5, 4))
+TOKENS = DiTConfig(**COMMON, experts=ExpertConfig(num_experts=4, top_k=2, shared_ffn_hidden_size=16))
+CHOICE = DiTConfig(**COMMON, experts=ExpertConfig(num_experts=4, routing="expert_choice"))
 FAMILIES = {
     "cosmos": COSMOS,
     "nemo": NEMO,
@@ -47,6 +50,8 @@ FAMILIES = {
     "moviegen": MOVIEGEN,
     "moviegen of nemo": MOVIEGEN_OF_NEMO,
     "st_dit": DiTConfig(**COMMON, family="st_dit", adaln_lora_dim=6),
+    "tokens": TOKENS,
+    "experts": CHOICE,
 }
 
 SHAPES = ((3, 4, 4), (1, 4, 6), (3, 4, 4), (2, 8, 4))

@@ -6,9 +6,9 @@ import pytest
 
 from megadit.models.support import UserError
 from megadit.train.__main__ import main
-from megadit.train.aliases import KEYS, MISSING_RECIPES, SECTIONS, expand_braces
+from megadit.train.aliases import KEYS, SECTIONS, expand_braces
 from megadit.train.overrides import known_keys, resolve_config
-from megadit.train.recipes import RECIPES, load_recipe
+from megadit.train.recipes import load_recipe
 
 
 @pytest.mark.parametrize(
@@ -82,13 +82,6 @@ def test_braces_stand_for_several_names():
 def test_factory_is_recipe_and_yes_is_taken(capsys):
     assert main(["--yes", "--factory", "pretrain_l", "--print-config"]) == 0
     assert "recipe: pretrain_l" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", MISSING_RECIPES)
-def test_a_factory_without_its_network_is_refused_by_name(name):
-    assert name not in RECIPES
-    with pytest.raises(UserError, match=f"{name} trains the {MISSING_RECIPES[name]} network"):
-        load_recipe(name)
 
 
 def test_ways_of_recomputing():

@@ -10,7 +10,7 @@ from torch import nn
 from megadit.train.ema import WeightAverages, decay, gamma_of
 from megadit.train.optimizer_state import OwnedSlice, Ownership
 
-ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+ALONE = SimpleNamespace(data=SimpleNamespace(size=lambda: 1, rank=lambda: 0))
 
 
 def averages_of(model, *sigma_rels):
@@ -19,7 +19,7 @@ def averages_of(model, *sigma_rels):
         OwnedSlice(name, parameter, 0, parameter.numel(), parameter.detach(), parameter, optimizer)
         for name, parameter in model.named_parameters()
     )
-    ownership = Ownership(slices, is_replicated=True, state_names={}, data_group=ALONE)
+    ownership = Ownership(slices, is_replicated=True, state_names={}, groups=ALONE)
     return WeightAverages(sigma_rels, ownership)
 
 

@@ -27,7 +27,8 @@ def test_recipe_bears_its_name_and_says_what_it_needs(name):
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_runs_on_mock_data_alone(name):
     run = resolve_config(name, overrides=["data.mock=true"])  # its mock samples fit into its packs
-    assert check_layout(run, run.parallel.sizes.model_parallel_size) == 1
+    sizes = run.parallel.sizes
+    assert check_layout(run, sizes.smallest_world) == sizes.smallest_world // sizes.model_parallel_size
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -1,6 +1,7 @@
 """How long one optimizer step takes: a roofline of computation, with the communication that nothing hides.
 
     micro-batch = products + attention + elementwise + tensor-parallel collectives + context exchange not hidden
+                + exchange of tokens with experts
     step        = micro-batch x (micro-batches + (p - 1) / v)  +  gradients and weights not hidden  +  update
 
 Two constants are fitted to published throughputs (`calibration`): the shares of the data sheet's rate that matrix
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from megadit.train.config import RunConfig
 from megadit.train.plan.hardware import Gpu
 from megadit.train.plan.layout import Layout
-from megadit.train.plan.memory import optimizer_share
+from megadit.train.plan.memory import spreads_optimizer
 from megadit.train.plan.work import Work, count_parameters, work_of
 
 HALF_RATE_WIDTH = 1024
@@ -51,6 +52,8 @@ class StepTime:
     tensor: float
     """Collectives of tensor and sequence parallelism, which nothing hides."""
     context: float
+    experts: float
+    """Sending tokens to their experts and back, which nothing hides."""
     pipeline: float
     """Waiting for the first and the last micro-batch, and passing activations on."""
     data: float
@@ -71,13 +74,15 @@ def estimate_step(config: RunConfig, layout: Layout, gpu: Gpu, calibration: Cali
     tensor = _collectives(work.tensor_bytes, _bandwidth(gpu, layout.tensor), 15 * layers if layout.tensor > 1 else 0)
     context = _context_seconds(work, layout, gpu, layers, attention)
     passing = _collectives(work.pipeline_bytes, _bandwidth(gpu, layout.gpus), 2 if layout.pipeline > 1 else 0)
-    micro, m = compute + tensor + context + passing, layout.num_micro_batches
+    experts = _expert_seconds(work, layout, gpu, layers)
+    micro, m = compute + tensor + context + experts + passing, layout.num_micro_batches
     return StepTime(
         products=products * m,
         attention=attention * m,
         elementwise=elementwise * m,
         tensor=tensor * m,
         context=context * m,
+        experts=experts * m,
         pipeline=micro * (layout.pipeline - 1) / layout.virtual_pipeline + passing * m,
         data=_exposed_data(work, layout, gpu, micro),
         update=_update_seconds(config, layout, gpu),
@@ -123,6 +128,11 @@ def _context_seconds(work: Work, layout: Layout, gpu: Gpu, layers: float, attent
     return exchange + max(0.0, ring - attention)
 
 
+def _expert_seconds(work: Work, layout: Layout, gpu: Gpu, layers: float) -> float:
+    shared = layout.expert * layout.expert_tensor
+    return _collectives(work.expert_bytes, _bandwidth(gpu, shared), 4 * layers) if shared > 1 else 0.0
+
+
 def _exposed_data(work: Work, layout: Layout, gpu: Gpu, micro: float) -> float:
     """What the last backward does not hide of reducing gradients, and the first forward of gathering weights."""
     members = max(1, gpu.per_node // layout.tensor)  # of one group in a node: a ring uses the ports of all of them
@@ -138,7 +148,7 @@ def _exposed_data(work: Work, layout: Layout, gpu: Gpu, micro: float) -> float:
 
 
 def _update_seconds(config: RunConfig, layout: Layout, gpu: Gpu) -> float:
-    count = count_parameters(config.model).of_rank(layout)
-    peers = layout.data * layout.context
-    averages = 12 * len(config.ema.sigma_rels) * count / peers
-    return (UPDATE_BYTES * count * optimizer_share(config, layout) + averages) / gpu.memory_bandwidth
+    count = count_parameters(config.model)
+    owned = count.share(layout)
+    updated = owned if spreads_optimizer(config, layout) else count.of_rank(layout) + count.experts_of_rank(layout)
+    return (UPDATE_BYTES * updated + 12 * len(config.ema.sigma_rels) * owned) / gpu.memory_bandwidth

@@ -20,6 +20,8 @@ class Layout:
     """Parts of the network that one pipeline rank holds."""
     context: int = 1
     context_comm: str = "ulysses"
+    expert: int = 1
+    expert_tensor: int = 1
     head_exchange: int = 1
     """Context-parallel ranks that exchange heads; groups of them pass keys and values around a ring."""
     sequence_parallel: bool = False
@@ -56,6 +58,11 @@ class Layout:
         return self.gpus // (self.tensor * self.pipeline * self.context)
 
     @property
+    def expert_data(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.gpus // (self.pipeline * self.expert * self.expert_tensor)
+
+    @property
     def num_micro_batches(self) -> int:
         """Micro-batches of one step on each rank."""
         return self.global_batch_size // (self.micro_batch_size * self.data)
@@ -64,9 +71,14 @@ class Layout:
         """Who is in which group, [groups, members]: Megatron's order, tensor fastest, then context, data, pipeline."""
         ranks_pdct = np.arange(self.gpus).reshape(self.pipeline, self.data, self.context, self.tensor)
         axes = {"tensor": 3, "context": 2, "data": 1, "pipeline": 0}
-        return {
+        groups = {
             name: np.moveaxis(ranks_pdct, axis, -1).reshape(-1, ranks_pdct.shape[axis]) for name, axis in axes.items()
         }
+        if self.expert * self.expert_tensor > 1:
+            ranks_pdet = np.arange(self.gpus).reshape(self.pipeline, self.expert_data, self.expert, self.expert_tensor)
+            for name, axis in {"expert tensor": 3, "expert": 2, "expert data": 1}.items():
+                groups[name] = np.moveaxis(ranks_pdet, axis, -1).reshape(-1, ranks_pdet.shape[axis])
+        return groups
 
     def overrides(self) -> list[str]:
         """The settings that give a run this layout."""
@@ -83,6 +95,8 @@ class Layout:
         if self.pipeline > 1:
             parts.append(f"PP{self.pipeline}" + (f"x{self.virtual_pipeline}" if self.virtual_pipeline > 1 else ""))
         parts += [f"CP{self.context} {self.context_comm}"] if self.context > 1 else []
+        parts += [f"EP{self.expert}"] if self.expert > 1 else []
+        parts += [f"ETP{self.expert_tensor}"] if self.expert_tensor > 1 else []
         parts.append(f"DP{self.data} {self.data_parallel}")
         again = {"none": "", "selective": ", attention recomputed", "full": ", blocks recomputed"}[self.recompute]
         return " ".join(parts) + again + f", {self.num_micro_batches} x {self.micro_batch_size}"
@@ -93,7 +107,10 @@ def _recompute_share(config: RunConfig) -> float:
     return 1.0 if count is None else min(1.0, count * config.parallel.sizes.num_parts / config.model.num_layers)
 
 
-_SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "context_comm", "sequence_parallel")
+_SIZES = (
+    *("tensor", "pipeline", "virtual_pipeline", "context", "context_comm", "sequence_parallel"),
+    *("expert", "expert_tensor"),
+)
 
 
 def with_layout(
@@ -111,6 +128,8 @@ def with_layout(
         virtual_pipeline_model_parallel_size=sizes.virtual_pipeline,
         context_parallel_size=sizes.context,
         context_parallel_comm=sizes.context_comm,
+        expert_model_parallel_size=sizes.expert,
+        expert_tensor_parallel_size=sizes.expert_tensor,
         sequence_parallel=sizes.sequence_parallel,
         data_parallel=data_parallel,
         recompute_granularity=recompute,

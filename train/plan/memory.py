@@ -1,7 +1,7 @@
 """Bytes that one rank holds at the fullest moment of a step.
 
-Letters: S tokens and L text slots of a micro-batch on this rank, D width, A width of all heads, M width of the MLP (of
-both factors of SwiGLU).
+Letters: S tokens and L text slots of a micro-batch on this rank, D width, A width of all heads, M hidden values of a
+token in the MLP (of both factors of SwiGLU).
 """
 
 from dataclasses import dataclass
@@ -35,24 +35,24 @@ class Memory:
 
 def memory_of(config: RunConfig, layout: Layout) -> Memory:
     """What a rank of the first pipeline stage holds, which keeps the most micro-batches."""
-    count = count_parameters(config.model).of_rank(layout)
-    peers = layout.data * layout.context
-    stored = count / peers if layout.data_parallel == "fsdp" else count
+    parameters = count_parameters(config.model)
+    owned = parameters.share(layout)
+    whole = parameters.of_rank(layout) + parameters.experts_of_rank(layout)
+    stored = owned if layout.data_parallel == "fsdp" else whole
     kept_per_layer = _layer_bytes(config, layout)
     return Memory(
         parameters=_size(config) * stored,
         gradients=4 * stored,
-        optimizer=_optimizer_bytes(config) * count * optimizer_share(config, layout),
-        averages=4 * len(config.ema.sigma_rels) * count / peers,
+        optimizer=_optimizer_bytes(config) * (owned if spreads_optimizer(config, layout) else whole),
+        averages=4 * len(config.ema.sigma_rels) * owned,
         activations=_kept_activations(config, layout, kept_per_layer),
         passing=_passing(config, layout, kept_per_layer),
     )
 
 
-def optimizer_share(config: RunConfig, layout: Layout) -> float:
-    """Share of the optimizer's state that a rank holds and updates."""
-    is_spread = layout.data_parallel != "ddp" or _is_muon(config)
-    return 1 / (layout.data * layout.context) if is_spread else 1.0
+def spreads_optimizer(config: RunConfig, layout: Layout) -> bool:
+    """Whether ranks that hold the same parameters divide the optimizer's state among themselves."""
+    return layout.data_parallel != "ddp" or _is_muon(config)
 
 
 def _size(config: RunConfig) -> int:
@@ -85,7 +85,7 @@ def _layer_bytes(config: RunConfig, layout: Layout) -> float:
     """
     (S, L), model, t = _tokens(config, layout), config.model, layout.tensor
     cut = t if layout.sequence_parallel else 1
-    D, A, M = model.hidden_size / cut, model.attention_size / t, model.mlp_rows / t
+    D, A, M = model.hidden_size / cut, model.attention_size / t, _hidden_values(config, layout)
     own, sublayers = num_self_attentions(model), num_sublayers(model)
     numbers = S * (2 * sublayers * D + (6 * own + 3) * A + M) + L * 3 * A
     for count, width in ((sublayers, D), (own + 1, A), (1, M)):
@@ -94,6 +94,18 @@ def _layer_bytes(config: RunConfig, layout: Layout) -> float:
     # means and roots of norms, sums of softmax
     statistics = 4 * S * (2 * sublayers / cut + (3 * own + 2) * model.num_attention_heads / t)
     return _size(config) * numbers + statistics
+
+
+def _hidden_values(config: RunConfig, layout: Layout) -> float:
+    """Of a token in the MLP; of experts, with the token as each of its experts gets it, and what that gives."""
+    model, experts = config.model, config.model.experts
+    if not experts.num_experts:
+        return model.mlp_rows / layout.tensor
+    of_expert = model.mlp_factors * model.expert_size / layout.expert_tensor + 2 * model.hidden_size
+    # experts get as many tokens as their rank sends to others, once more for each rank that shares their matrices
+    tokens = layout.expert_tensor / (layout.tensor if layout.sequence_parallel else 1)
+    shared = model.mlp_factors * experts.shared_ffn_hidden_size / layout.tensor
+    return experts.experts_per_token * of_expert * tokens + shared
 
 
 def _block_input_bytes(config: RunConfig, layout: Layout) -> float:
@@ -126,13 +138,14 @@ def _passing(config: RunConfig, layout: Layout, layer_bytes: float) -> float:
     """The larger of what the backward of a block and the optimizer's step need for a while."""
     model = config.model
     tokens, _ = _tokens(config, layout)
-    D, A, M = model.hidden_size, model.attention_size / layout.tensor, model.mlp_rows / layout.tensor
+    D, A, M = model.hidden_size, model.attention_size / layout.tensor, _hidden_values(config, layout)
     # gradients of q, k, v before and after their norms, of the result, and of the stream; or those of the MLP
     backward = _size(config) * max(tokens * (8 * A + 2 * D), min(tokens, 8192) * 3 * M + tokens * 3 * D)
     if layout.recompute == "full":
         backward += layer_bytes
     if layout.data_parallel == "fsdp":  # two blocks gathered, the gradients of one before they are scattered
         parameters = count_parameters(model)
-        block = (parameters.split / layout.tensor + parameters.whole) / model.num_layers
+        experts = parameters.experts / (layout.expert * layout.expert_tensor)
+        block = (parameters.split / layout.tensor + parameters.whole + experts) / model.num_layers
         backward += block * (2 * _size(config) + 4)
     return backward

@@ -94,6 +94,7 @@ def _work_lines(config: RunConfig, layout: Layout) -> list[str]:
     traffic = {
         "tensor": work.tensor_bytes * m,
         "context": (work.exchange_bytes + work.ring_bytes) * m,
+        "experts": work.expert_bytes * m,
         "pipeline": work.pipeline_bytes * m,
         "gradients": work.data_reduce_bytes,
         "weights": work.data_gather_bytes,

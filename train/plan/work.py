@@ -38,14 +38,24 @@ class Parameters:
     """Of the blocks, held by every tensor-parallel rank."""
     outside: int
     """Embedders and final layer, held by every rank."""
+    experts: int = 0
+    """Of the experts in the blocks, divided among ranks of their own."""
 
     @property
     def total(self) -> int:
-        return self.split + self.whole + self.outside
+        return self.split + self.whole + self.outside + self.experts
 
     def of_rank(self, layout: Layout) -> float:
-        """Parameters that a rank computes with; FSDP divides their storage further."""
+        """Parameters that a rank computes with, but for experts; FSDP divides their storage further."""
         return (self.split / layout.tensor + self.whole) / layout.pipeline + self.outside
+
+    def experts_of_rank(self, layout: Layout) -> float:
+        """The same of experts."""
+        return self.experts / (layout.expert * layout.expert_tensor * layout.pipeline)
+
+    def share(self, layout: Layout) -> float:
+        """Parameters that a rank owns, where those that hold the same divide them: FSDP, the distributed optimizer."""
+        return self.of_rank(layout) / (layout.data * layout.context) + self.experts_of_rank(layout) / layout.expert_data
 
 
 class _MarkingLayers(TorchLayers):
@@ -56,6 +66,12 @@ class _MarkingLayers(TorchLayers):
 
     def row_linear(self, *sizes: int, **settings) -> nn.Module:
         return _mark(super().row_linear(*sizes, **settings))
+
+    def experts(self, *sizes, **settings) -> nn.Module:
+        experts = super().experts(*sizes, **settings)
+        for parameter in experts.parameters():
+            parameter.is_expert = True
+        return experts
 
 
 def _mark(linear: nn.Module) -> nn.Module:
@@ -68,12 +84,18 @@ def count_parameters(model: DiTConfig) -> Parameters:
     """Counts them on the meta device: the network is built in full and takes no memory."""
     with torch.device("meta"):
         dit = DiT(model, _MarkingLayers())
-    counts = {"split": 0, "whole": 0, "outside": 0}
+    counts = {"split": 0, "whole": 0, "outside": 0, "experts": 0}
     for name, parameter in dit.named_parameters():
-        in_blocks = name.startswith("blocks.")
-        kind = ("split" if getattr(parameter, "is_split", False) else "whole") if in_blocks else "outside"
-        counts[kind] += parameter.numel()
+        counts[_kind(name, parameter)] += parameter.numel()
     return Parameters(**counts)
+
+
+def _kind(name: str, parameter: nn.Parameter) -> str:
+    if not name.startswith("blocks."):
+        return "outside"
+    if getattr(parameter, "is_expert", False):
+        return "experts"
+    return "split" if getattr(parameter, "is_split", False) else "whole"
 
 
 def typical_pack(config: RunConfig) -> SegmentLayout:
@@ -112,6 +134,8 @@ class Work:
     """Of heads, among context-parallel ranks."""
     ring_bytes: float
     """Of keys and values, likewise."""
+    expert_bytes: float
+    """Of tokens to their experts, and of results back."""
     pipeline_bytes: float
     data_reduce_bytes: float
     """Gradients, in float32."""
@@ -146,6 +170,7 @@ def work_of(config: RunConfig, layout: Layout) -> Work:
         tensor_bytes=_tensor_bytes(config, layout, tokens) * layers,
         exchange_bytes=_context_bytes(config, layout, tokens)[0] * layers,
         ring_bytes=_context_bytes(config, layout, tokens)[1] * layers,
+        expert_bytes=_expert_bytes(config, layout, tokens) * layers,
         pipeline_bytes=_pipeline_bytes(config, layout, tokens),
         **_data_bytes(config, layout),
     )
@@ -210,6 +235,13 @@ def _context_bytes(config: RunConfig, layout: Layout, tokens: float) -> tuple[fl
     return exchange, 3 * 2 * tokens * width * (ring - 1)
 
 
+def _expert_bytes(config: RunConfig, layout: Layout, tokens: float) -> float:
+    """Per layer: tokens to their experts, gathered there among ranks that share one, and results back, twice."""
+    tokens *= config.model.experts.experts_per_token / (layout.tensor if layout.sequence_parallel else 1)
+    times = (layout.expert - 1) / layout.expert + (layout.expert_tensor - 1)
+    return 4 * tokens * config.model.hidden_size * _bytes_per_number(config) * times
+
+
 def _pipeline_bytes(config: RunConfig, layout: Layout, tokens: float) -> float:
     """Activations to the next stage and their gradients back, once per chunk of layers."""
     if layout.pipeline == 1:
@@ -220,8 +252,8 @@ def _pipeline_bytes(config: RunConfig, layout: Layout, tokens: float) -> float:
 
 def _data_bytes(config: RunConfig, layout: Layout) -> dict[str, float]:
     """Gradients and weights over the d x c ranks that hold the same parameters."""
-    peers = layout.data * layout.context
-    share = count_parameters(config.model).of_rank(layout) * (peers - 1) / peers
+    count = count_parameters(config.model)
+    share = count.of_rank(layout) + count.experts_of_rank(layout) - count.share(layout)  # what it does not own
     size = _bytes_per_number(config)
     if layout.data_parallel == "fsdp":  # weights are gathered forward and backward, for every micro-batch
         times = layout.num_micro_batches

@@ -6,12 +6,11 @@ at full size, hardware, tokens, and the memory of a GPU as the planner estimates
 """
 
 from megadit.models.support import UserError, nearest
-from megadit.train.aliases import MISSING_RECIPES
 from megadit.train.config import RunConfig
-from megadit.train.recipes import digits, moviegen, performance, pretrain, st_dit  # their recipes register themselves
+from megadit.train.recipes import digits, experts, moviegen, performance, pretrain, st_dit  # they register themselves
 from megadit.train.recipes.registry import RECIPES
 
-__all__ = ["RECIPES", "digits", "load_recipe", "moviegen", "performance", "pretrain", "st_dit"]
+__all__ = ["RECIPES", "digits", "experts", "load_recipe", "moviegen", "performance", "pretrain", "st_dit"]
 
 
 def load_recipe(name: str) -> RunConfig:
@@ -20,8 +19,6 @@ def load_recipe(name: str) -> RunConfig:
     Raises:
         UserError: for an unknown name, with the nearest known one.
     """
-    if name in MISSING_RECIPES:
-        raise UserError(f"recipe {name} trains the {MISSING_RECIPES[name]} network, which this version does not have")
     if name not in RECIPES:
         near = nearest(name, RECIPES)
         hint = f"did you mean {near!r}? " if near else ""

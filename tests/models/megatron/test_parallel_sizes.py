@@ -5,6 +5,7 @@ import re
 import pytest
 
 from megadit.models.config import DiTConfig
+from megadit.models.expert_config import ExpertConfig
 from megadit.models.megatron.parallel_sizes import SETTINGS, ParallelSizes, legal_layouts
 from megadit.models.support import UserError
 
@@ -52,6 +53,42 @@ def test_the_mlp_must_divide_among_tensor_parallel_ranks():
 )
 def test_possible_layouts(sizes, data_parallel):
     assert sizes.check(MODEL, 8) == data_parallel
+
+
+EXPERTS = DiTConfig(num_layers=4, hidden_size=48, num_attention_heads=6, experts=ExpertConfig(num_experts=6))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "words"),
+    [
+        (ParallelSizes(expert=4), 4, "expert_model_parallel_size=4 does not divide model.experts.num_experts=6"),
+        (ParallelSizes(expert=3), 4, "the 4 ranks of a stage cannot hold whole sets of experts over 3 "),
+        (
+            ParallelSizes(expert_tensor=5),
+            5,
+            "expert_tensor_parallel_size=5 does not divide model.experts.ffn_hidden_size=192",
+        ),
+        (ParallelSizes(tensor=2, expert=2), 4, "experts need parallel.sequence_parallel=true"),
+    ],
+)
+def test_experts_must_divide(sizes, ranks, words):
+    with pytest.raises(UserError, match=words) as error:
+        sizes.check(EXPERTS, ranks)
+    assert "the nearest layout that works" in str(error.value)
+
+
+def test_a_network_without_experts_divides_none():
+    with pytest.raises(UserError, match="divide experts, and the network has none.*expert_model_parallel_size=1"):
+        ParallelSizes(expert=2).check(MODEL, 4)
+
+
+def test_experts_lie_across_copies_or_within_one():
+    across, within = ParallelSizes(expert=6), ParallelSizes(tensor=2, sequence_parallel=True, expert=2)
+    assert across.check(EXPERTS) == 6 and across.smallest_world == 6 and across.copies_work_together
+    assert within.check(EXPERTS) == 1 and not within.copies_work_together
+    assert not ParallelSizes(tensor=2, sequence_parallel=True).copies_work_together
+    found = {sizes.expert for sizes in legal_layouts(EXPERTS, 6)}
+    assert found == {1, 2, 3, 6}
 
 
 def test_heads_are_exchanged_as_far_as_they_go():

@@ -5,9 +5,11 @@ the numbers and OUT/NAME the tensors of a checkpoint.
 """
 
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -19,13 +21,15 @@ if __name__ == "__main__":
 
 import safetensors.torch  # noqa: E402
 
-from megadit.models import initialize, lines  # noqa: E402
+from megadit.models import experts, initialize, lines  # noqa: E402
 from megadit.models.conditioning import Conditioning  # noqa: E402
 from megadit.models.dit import DiT  # noqa: E402
-from megadit.models.megatron import context_parallel  # noqa: E402
+from megadit.models.expert_config import ExpertConfig  # noqa: E402
+from megadit.models.megatron import context_parallel, mcore_layers  # noqa: E402
 from megadit.models.megatron import groups as process_groups  # noqa: E402
-from megadit.models.megatron.mcore_layers import split_dim  # noqa: E402
+from megadit.models.megatron.mcore_layers import is_expert, splits  # noqa: E402
 from megadit.models.noise import latent_noise, seed_key  # noqa: E402
+from megadit.train import balance  # noqa: E402
 from megadit.train.batches import TrainBatches  # noqa: E402
 from megadit.train.config import ParallelConfig  # noqa: E402
 from megadit.train.data.loader import build_train_loader  # noqa: E402
@@ -47,6 +51,8 @@ def run_config(out, case):
     run = load_recipe("digits_tiny")
     data = {"mock": True, "mock_latent_shapes": SHAPES, "text_dropout": 0.4, "global_batch_size": 8}
     model = {key: tuple(value) if isinstance(value, list) else value for key, value in case.get("model", {}).items()}
+    if "experts" in model:
+        model["experts"] = ExpertConfig(**model["experts"])
     settings = {"optimizer": "adamw", "lr": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5}
     return replace(
         run,
@@ -98,6 +104,19 @@ def break_it(what, training):
     elif what == "moved tokens":
         find_move = lines.find_move
         patch(lines, "find_move", lambda *args: _reversed(find_move(*args)))
+    elif what == "scores of others":
+        patch(mcore_layers, "all_tokens", lambda score, layout, *groups: score.repeat(4, 1, 1)[: layout.whole.capacity])
+    elif what == "loads of others":
+        patch(balance, "dist", SimpleNamespace(all_reduce=lambda counts: None))
+    elif what == "sum over holders of an expert":
+        for part in training.parts:
+            part.expert_parallel_bucket_groups = []
+    elif what == "weight of an expert":
+        forward = experts.Experts.forward
+        patch(experts.Experts, "forward", lambda self, x, weight, counts: forward(self, x, weight.flip(0), counts))
+    elif what == "norm of experts":
+        for parameter in filter(is_expert, parameters):
+            parameter.shared = True
     elif what == "keys of others":
         wait = context_parallel._Shift.wait
         patch(context_parallel._Shift, "wait", lambda shift: (wait(shift), shift._sent)[1])
@@ -124,15 +143,17 @@ def unpatch():
 
 
 def spread(training):
-    """How far copies of the same elements have come apart, among tensor-parallel ranks and pipeline stages."""
+    """How far copies of the same elements have come apart, among ranks that hold the same."""
     distances = [torch.zeros(())]
     first = {}
     for name, parameter in training.named_parameters():
         value = held(parameter)[1].float()
         if not value.numel():  # of few rows some ranks have none
             continue
-        if split_dim(parameter) is None:
+        if not splits(parameter):
             distances.append(_distance(value, training.groups.tensor))
+        if is_expert(parameter) and training.config.parallel.data_parallel != "fsdp":
+            distances.append(_distance(value, training.groups.expert_data))
         if getattr(parameter, "pipeline_parallel", False):
             distances.append(_distance(value, training.groups.pipeline))
             distances.append((value - first.setdefault(name, value)).abs().max())
@@ -145,6 +166,57 @@ def _distance(value, group):
     of_first = value.clone()
     dist.broadcast(of_first, dist.get_global_rank(group, 0), group=group)
     return (value - of_first).abs().max()
+
+
+def note_decisions(training):
+    """Notes from now on who chooses whom; a function that sums it up: the same for the same decisions on any ranks.
+
+    Not where blocks are recomputed: they choose again, when another batch is on its way.
+    """
+    found, batch = {"sum": torch.zeros((), dtype=torch.long), "margin": math.inf}, []
+    forward, choose = TrainingModel.forward, experts.ExpertMLP.choose
+    layers = {mlp: index for index, mlp in balance._expert_mlps(training)}
+
+    def noted_forward(model, packs, *args, **kwargs):
+        batch[:] = [packs]
+        return forward(model, packs, *args, **kwargs)
+
+    def noted_choose(mlp, score, layout, runs):
+        chosen = choose(mlp, score, layout, runs)
+        if torch.is_grad_enabled() and training.config.parallel.recompute_granularity != "full":
+            key_S = batch[0].noise_key_G[layout.segment_of_token_S] ^ (layout.position_in_segment_S * 1_000_003)
+            if training.config.parallel.sequence_parallel:
+                group = training.groups.tensor
+                key_S = key_S.chunk(group.size())[group.rank()]
+            bits_S = (chosen[:, 0] << torch.arange(chosen.shape[-1])).sum(-1)
+            found["sum"] += ((key_S ^ (layers[mlp] * 7_919)) * 2_654_435_761 * bits_S).sum()
+            found["margin"] = min(found["margin"], margin(mlp.config, score, runs))
+        return chosen
+
+    patch(TrainingModel, "forward", noted_forward)
+    patch(experts.ExpertMLP, "choose", noted_choose)
+
+    def told():
+        dist.all_reduce(found["sum"])
+        return {"decisions": found["sum"].item(), "margin": found["margin"]}
+
+    return told
+
+
+def margin(config, score, runs):
+    """How far the closest decision was from another one; of all tokens on one rank."""
+    smallest = math.inf
+    for run in runs:
+        if run.is_padding:
+            continue
+        part, dim, count = score[run.start : run.stop, 0].unflatten(0, (run.count, run.length)), 2, config.top_k
+        if config.routing == "expert_choice":
+            dim, count = 1, config.capacity(run.length)
+        if count < part.shape[dim]:
+            best = part.topk(count + 1, dim=dim).values
+            taken, left = best.narrow(dim, count - 1, 1), best.narrow(dim, count, 1)
+            smallest = min(smallest, ((taken - left) / taken).min().item())
+    return smallest
 
 
 def sampled(training):
@@ -193,8 +265,8 @@ def torch_reference(out, case):
     packs = [next(loader) for _ in range(config.data.global_batch_size)]
     num_tokens = sum(pack.num_tokens for pack in packs)
     sums = [model(pack) for pack in packs]
-    (sum(value.objective for value in sums) / num_tokens).backward()
-    gradients = {f"grad.{name}": parameter.grad for name, parameter in model.named_parameters()}
+    sum(value.objective for value in sums).backward()  # divided afterwards, as experts balance the sum over tokens
+    gradients = {f"grad.{name}": parameter.grad / num_tokens for name, parameter in model.named_parameters()}
     safetensors.torch.save_file(gradients, out / "gradients.safetensors")
     return {"loss": [sum(value.weighted.item() for value in sums) / num_tokens]}
 
@@ -208,6 +280,7 @@ def run(out, case):
         break_it(case["broken"], training)
     if case.get("gradients"):
         safetensors.torch.save_file(gradients(training), out / "gradients.safetensors")
+    decisions = note_decisions(training)
     batches = TrainBatches(config, processes)
     results = [train_step(training, batches, step + 1, must_stop=False) for step in range(NUM_STEPS)]
     numbers = {
@@ -216,7 +289,9 @@ def run(out, case):
         "tokens": [result.tokens for result in results],
         "samples": [result.samples for result in results],
         "flops": [result.flops for result in results],
+        "num_bytes": 4 * sum(parameter.numel() for parameter in training.parameters()),
     }
+    numbers |= decisions()
     with evaluation(training):
         numbers |= {"spread": spread(training), "sampled": sampled(training).flatten().tolist()}
     if config.parallel.data_parallel == "fsdp":

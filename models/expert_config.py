@@ -1,0 +1,59 @@
+"""How many experts take the place of a block's MLP, and who chooses whom."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from megadit.models.support import UserError
+
+Routing = Literal["token_choice", "expert_choice"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertConfig:
+    """A mixture of experts in place of the MLP of every block; without `num_experts` there is the MLP.
+
+    `token_choice`: each token goes to the `top_k` experts with the highest scores (arXiv 2101.03961), none is dropped.
+    `expert_choice`: each expert takes the tokens of a sample with the highest scores, equally many of every sample
+    (arXiv 2202.09368, for diffusion 2410.02098); a token may have any number of experts, also none.
+    """
+
+    num_experts: int = 0
+    routing: Routing = "token_choice"
+    top_k: int = 2
+    """Experts of each token, with `token_choice`."""
+    capacity_factor: float = 2.0
+    """Experts of a token on average, with `expert_choice`: each takes so many shares of a sample's tokens."""
+    ffn_hidden_size: int | None = None
+    """Width of an expert between its two linears; None means that of the MLP it stands for."""
+    shared_ffn_hidden_size: int = 0
+    """Width of an expert that all tokens go through; 0 means none."""
+    balance_coefficient: float = 0.01
+    """Of the loss that keeps the experts' loads equal, with `token_choice` (arXiv 2101.03961, eq. 4)."""
+
+    def __post_init__(self) -> None:
+        if self.routing not in get_args(Routing):
+            known = ", ".join(get_args(Routing))
+            raise UserError(f"model.experts.routing={self.routing!r} is unknown; choose one of {known}")
+        for name in ("num_experts", "shared_ffn_hidden_size", "balance_coefficient"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UserError(f"model.experts.{name}={getattr(self, name)} must not be negative")
+        for name in ("top_k", "capacity_factor", "ffn_hidden_size"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise UserError(f"model.experts.{name}={value} must be greater than 0")
+        if self.num_experts and not self.experts_per_token <= self.num_experts:
+            name = "top_k" if self.routing == "token_choice" else "capacity_factor"
+            raise UserError(
+                f"model.experts.{name}={getattr(self, name)} asks for more experts than "
+                f"model.experts.num_experts={self.num_experts}"
+            )
+
+    @property
+    def experts_per_token(self) -> float:
+        """How many experts compute a token, on average."""
+        return self.top_k if self.routing == "token_choice" else self.capacity_factor
+
+    def capacity(self, num_tokens: int) -> int:
+        """How many of a sample's tokens each expert takes, with `expert_choice`: at least one."""
+        return math.ceil(num_tokens * self.capacity_factor / self.num_experts)

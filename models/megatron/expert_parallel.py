@@ -1,0 +1,96 @@
+"""Experts on several ranks: Megatron's token dispatcher around ours, and the choice among tokens that ranks share.
+
+Expert-parallel ranks hold different experts and different tokens. Tokens are sorted by their experts, sent to the ranks
+that hold these (all-to-all), and where ranks share the matrices of an expert, gathered among them; results go back the
+same way. None is dropped, and none has a fixed place: ranks receive as many tokens as were chosen.
+
+Shapes: S video tokens of this rank, B batch, D width, E experts.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megadit.models.config import DiTConfig
+from megadit.models.experts import Experts
+from megadit.models.megatron import cpu_shim
+from megadit.models.megatron.context_parallel import ContextGroups
+from megadit.models.megatron.parallel_sizes import ParallelSizes
+from megadit.models.segments import SegmentLayout, Share
+
+
+def expert_settings(model: DiTConfig, layout: ParallelSizes) -> dict[str, Any]:
+    """What Megatron wants to know about experts; which of them a token goes to, it is told."""
+    if not model.experts.num_experts:
+        return {}
+    return {
+        "num_moe_experts": model.experts.num_experts,
+        "moe_ffn_hidden_size": model.expert_size,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "none",
+        # without a capacity Megatron believes that every token has equally many experts; nothing is cut off to it
+        "moe_expert_capacity_factor": 1.0,
+        "moe_router_pre_softmax": True,
+    }
+
+
+class Dispatch:
+    """Like `experts.compute_here`, for experts on several ranks; all of their ranks call it together."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        cpu_shim.install_for_experts()
+        groups = get_default_pg_collection()
+        num_local = config.num_moe_experts // groups.ep.size()
+        first = groups.ep.rank() * num_local
+        self._dispatcher = MoEAlltoAllTokenDispatcher(
+            num_local, list(range(first, first + num_local)), config=config, pg_collection=groups
+        )
+
+    def __call__(self, experts: Experts, x_SBD: Tensor, weight_SBE: Tensor, chosen_SBE: Tensor) -> Tensor:
+        dispatcher = self._dispatcher
+        here = dispatcher.dispatch_preprocess(x_SBD, chosen_SBE.flatten(0, 1), weight_SBE.flatten(0, 1))
+        x_ND, counts_E, weight_N = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(*here))
+        y_ND = dispatcher.combine_preprocess(experts(x_ND, weight_N, counts_E))
+        return dispatcher.combine_postprocess(dispatcher.token_combine(y_ND))
+
+
+def all_tokens(x_S1E: Tensor, layout: SegmentLayout, context: ContextGroups | None, cut: ProcessGroup | None) -> Tensor:
+    """The rows of all tokens of a pack, in its order, from those of this rank.
+
+    Args:
+        x_S1E: a row for each of this rank's tokens, which has no gradient.
+        layout: this context-parallel rank's share of the pack.
+        context: the ranks that share every sample, None where each has all tokens.
+        cut: the ranks among which that share is cut once more, by sequence parallelism.
+    """
+    share = torch.cat(_gather(x_S1E, cut)) if cut is not None else x_S1E
+    if context is None:
+        return share
+    whole = share.new_empty(layout.whole.capacity, *share.shape[1:])
+    for rank, part in enumerate(_gather(share, context.group)):
+        whole[_places(layout.shared(Share(rank, rank + 1, context.size)), share.device)] = part
+    return whole
+
+
+def own_tokens(x_S1E: Tensor, layout: SegmentLayout, cut: ProcessGroup | None) -> Tensor:
+    """The inverse: this rank's rows, of those of all tokens."""
+    share = x_S1E[_places(layout, x_S1E.device)]
+    return share if cut is None else share.chunk(cut.size())[cut.rank()]
+
+
+def _gather(x: Tensor, group: ProcessGroup) -> list[Tensor]:
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return parts
+
+
+def _places(layout: SegmentLayout, device: torch.device) -> Tensor:
+    return layout.cached(("places", device), lambda: layout.token_index_S.to(device))

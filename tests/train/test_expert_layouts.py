@@ -1,0 +1,168 @@
+"""Experts, on however many ranks they are, train as they do on one; the same tokens go to the same experts.
+
+The job and what is compared are those of `test_layouts.py`: unequal images and videos, dropped text, every tensor
+random. Beside what must hold stand mistakes that raise nothing: each must be seen.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+
+from megadit.models.megatron.checkpoint import _read
+
+JOB = Path(__file__).parent / "jobs" / "layouts.py"
+
+pytestmark = pytest.mark.slow
+
+TOKENS = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 20, "balance_coefficient": 0.5}
+CHOICE = {"num_experts": 8, "routing": "expert_choice", "capacity_factor": 2.5, "ffn_hidden_size": 24}
+KINDS = {"tokens": TOKENS, "experts": CHOICE}
+TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+CP = {"context_parallel_size": 2}
+PP = {"pipeline_model_parallel_size": 2}
+DISTRIBUTED = {"data_parallel": "distributed_optimizer"}
+FSDP = {"data_parallel": "fsdp"}
+
+
+def ep(size, tensor=1):
+    return {"expert_model_parallel_size": size, "expert_tensor_parallel_size": tensor}
+
+
+BOTH = {
+    2: {
+        "ep": ep(2),
+        "tp": TP,
+        "cp": CP,
+    },
+    4: {
+        "ep4": ep(4),
+        "tp x ep": {**TP, **ep(2)},
+    },
+    8: {
+        "cp + tp + sp + pp + distributed optimizer + ep": {**CP, **TP, **PP, **DISTRIBUTED, **ep(2)},
+        "cp + tp + sp + fsdp + ep": {**CP, **TP, **FSDP, **ep(4)},
+    },
+}
+"""Layouts on so many ranks, for either way to choose."""
+OF_TOKENS = {
+    2: {
+        "experts cut": {**TP, **ep(1, 2)},
+        "fsdp + ep": {**FSDP, **ep(2)},
+        "pp, recomputed": {**PP, "recompute_granularity": "full"},
+    },
+    4: {
+        "tp x ep, experts cut": {**TP, **ep(2, 2)},
+        "ep + distributed optimizer": {**DISTRIBUTED, **ep(2)},
+        "fsdp + ep": {**FSDP, **ep(2)},
+    },
+}
+BROKEN = {
+    "scores of others": ("experts", CP),
+    "loads of others": ("tokens", {}),
+    "sum over holders of an expert": ("tokens", {"overlap_grad_reduce": False}),
+    "weight of an expert": ("tokens", ep(2)),
+    "norm of experts": ("tokens", ep(2)),
+}
+"""One exchange, sum or mark taken out, of a layout that needs it."""
+
+
+def case(kind, parallel=None, **settings):
+    # four layers of eight experts make about 20,000 decisions in three steps
+    return {"model": {"experts": KINDS[kind]}, "parallel": parallel or {}, **settings}
+
+
+def jobs(ranks):
+    if ranks == 1:
+        references = {f"{kind} torch": case(kind, is_torch=True) for kind in KINDS}
+        return references | {f"{kind} one": case(kind, gradients=True) for kind in KINDS}
+    found = {f"{kind} {name}": case(kind, layout) for kind in KINDS for name, layout in BOTH[ranks].items()}
+    found |= {f"tokens {name}": case("tokens", layout) for name, layout in OF_TOKENS.get(ranks, {}).items()}
+    if ranks == 2:
+        found |= {f"without {name}": case(kind, layout, broken=name) for name, (kind, layout) in BROKEN.items()}
+    return found
+
+
+EXACT = [(ranks, name) for ranks in BOTH for name in jobs(ranks) if not name.startswith("without")]
+
+
+@pytest.fixture(scope="module")
+def folder(run_ranks, tmp_path_factory):
+    """folder(ranks): where the results of their cases are; each number of ranks is run when it is asked for."""
+    made = {}
+
+    def get(ranks):
+        if ranks not in made:
+            made[ranks] = tmp_path_factory.mktemp(f"ranks{ranks}")
+            (made[ranks] / "cases.json").write_text(json.dumps(jobs(ranks)))
+            run_ranks(ranks, JOB, made[ranks], timeout=560)
+        return made[ranks]
+
+    return get
+
+
+def numbers(folder, name):
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def relative(ours, theirs):
+    return max(abs(x - y) / abs(y) for x, y in zip(ours, theirs, strict=True))
+
+
+def distance(ours, theirs):
+    """The largest relative distance of two layouts' tensors, over the tensors."""
+    assert ours and set(ours) == set(theirs)
+    return max(((ours[key] - theirs[key]).norm() / theirs[key].norm()).item() for key in theirs)
+
+
+def deviations(ours, one):
+    """What may differ between layouts, as multiples of what is allowed: see `test_layouts.py`."""
+    return {
+        "loss": relative(ours["loss"], one["loss"]) / 1e-6,
+        "grad_norm": relative(ours["grad_norm"], one["grad_norm"]) / 1e-5,
+        "spread": ours["spread"] / 1e-30,
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_megatron_on_one_rank_is_torch(folder, kind):
+    files = [folder(1) / f"{kind} {name}" / "gradients.safetensors" for name in ("torch", "one")]
+    by_torch, by_megatron = (safetensors.torch.load_file(file) for file in files)
+    assert distance(by_megatron, by_torch) < 1e-6
+    assert all(gradient.norm() > 1e-6 for gradient in by_torch.values()), "every parameter has a gradient"
+    assert "grad.dit.blocks.3.mlp.experts.fc2" in by_torch and "grad.dit.blocks.0.mlp.router.weight" in by_torch
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_decision_is_so_close_that_rounding_could_turn_it(folder, kind):
+    # scores are rounded to 1e-7 of their size, and small differences of inputs add to that
+    assert numbers(folder(1), f"{kind} one")["margin"] > 3e-6
+
+
+@pytest.mark.parametrize(("ranks", "name"), EXACT)
+def test_a_layout_trains_as_one_rank_does(folder, ranks, name):
+    one = f"{name.partition(' ')[0]} one"
+    ours, theirs = numbers(folder(ranks), name), numbers(folder(1), one)
+    assert max(deviations(ours, theirs).values()) < 1, deviations(ours, theirs)
+    if "recomputed" not in name:  # where choosing is repeated
+        assert ours["decisions"] == theirs["decisions"]
+    for prefix, allowed in (("model.", 1e-5), ("ema.", 1e-5), ("optimizer.", 1e-4)):
+        tensors = [_read(folder(n) / case / "tensors", prefix) for n, case in ((ranks, name), (1, one))]
+        assert distance(*tensors) < allowed, prefix
+    pairs = zip(ours["sampled"], theirs["sampled"], strict=True)
+    assert max(abs(x - y) for x, y in pairs) < 1e-4
+    assert all(ours[count] == theirs[count] for count in ("tokens", "samples", "flops"))
+
+
+@pytest.mark.parametrize(("ranks", "share"), [(2, 1 / 2), (4, 1 / 4)])
+def test_fsdp_divides_experts_on_ranks_of_their_own(folder, ranks, share):
+    held = numbers(folder(ranks), "tokens fsdp + ep")["bytes"]
+    whole = numbers(folder(1), "tokens one")["num_bytes"]
+    assert held["parameters"] <= 1.15 * share * whole
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_left_out_is_seen(folder, name):
+    found = deviations(numbers(folder(2), f"without {name}"), numbers(folder(1), f"{BROKEN[name][0]} one"))
+    assert max(found.values()) > 2, found
