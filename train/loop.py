@@ -180,7 +180,7 @@ class _Run:
         self.num_troubles += 1
         metrics.event(trouble.record(self.state.iteration))
         if trouble.remedy == "stop" or self.num_troubles > self.config.health.max_troubles:
-            too_many = f"the {self.num_troubles}th since the last checkpoint: " if trouble.remedy != "stop" else ""
+            too_many = f"no. {self.num_troubles} since the last checkpoint: " if trouble.remedy != "stop" else ""
             self._fail(
                 f"{too_many}{trouble.describe()}; the last good checkpoint in {self.config.train.output_dir} is kept: "
                 "try a lower optimizer.lr, or look at these samples"

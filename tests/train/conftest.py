@@ -116,6 +116,7 @@ def tiny_dataset(tmp_path_factory) -> Path:
                 height=8,
                 width=8,
                 fps=8 if frames > 1 else 0,
+                aesthetic_score=index / 10,
             )
     return root
 

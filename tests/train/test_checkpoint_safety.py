@@ -1,7 +1,10 @@
 """Damaged checkpoints are passed over, a full disk leaves the last good one, and a lost folder comes back."""
 
+import os
 import random
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -78,6 +81,55 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(cut_short, run_ranks):
     check_checkpoint(cut_short / "checkpoints" / "iter_0000006")
 
 
+ON_A_SMALL_DISK = r"""
+set -e
+disk=$1 size=$2 run=$3 left=$4; shift 4
+mount -t tmpfs -o size=$size none $disk
+cp -r $run/. $disk
+code=0; "$@" train.output_dir=$disk || code=$?
+cp -r $disk $left
+exit $code
+"""
+"""Runs a command whose run lies on a disk of its own, which is gone afterwards; what it held is left elsewhere."""
+
+
+@pytest.fixture(scope="module")
+def own_mounts(tmp_path_factory):
+    """The command that lets another mount disks which nobody else sees."""
+    place = tmp_path_factory.mktemp("disk")
+    for command in (["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "--mount"]):
+        probe = [*command, "mount", "-t", "tmpfs", "-o", "size=1m", "none", str(place)]
+        if shutil.which("unshare") and subprocess.run(probe, capture_output=True).returncode == 0:
+            return command
+    pytest.skip("no disk can be mounted here")
+
+
+def test_a_disk_that_is_full_leaves_the_last_good_checkpoint(
+    finished, cut_short, own_mounts, run_ranks, tmp_path, read_metrics, same
+):
+    checkpoints = cut_short / "checkpoints"
+    room = size_of(cut_short) + size_of(checkpoints / "iter_0000006") // 2
+    (tmp_path / "disk").mkdir()
+    places = [str(tmp_path / "disk"), str(room), str(cut_short), str(tmp_path / "left")]
+    command = [sys.executable, *arguments("later")[:-1], "--nproc", "2"]
+    done = subprocess.run(
+        [*own_mounts, "sh", "-c", ON_A_SMALL_DISK, "sh", *places, *command],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stdout + done.stderr
+    (error,) = (line for line in done.stderr.splitlines() if line.startswith("error:"))
+    assert "iter_0000008 could not be written to" in error and "(the disk is full); iter_0000006 is kept" in error
+    left = tmp_path / "left"
+    assert sorted(path.name for path in (left / "checkpoints").iterdir()) == [f"iter_{step:07d}" for step in (2, 4, 6)]
+    run_ranks(2, *arguments(left))  # where there is room
+    assert same(read_metrics(left), read_metrics(finished / "run"))
+
+
+def size_of(folder):
+    """Bytes of a folder in pages of memory, as its files lie on such a disk."""
+    return sum(-(-path.stat().st_size // 4096) * 4096 for path in folder.rglob("*"))
+
+
 def test_a_lost_folder_comes_back_from_the_second_copy(finished, run_ranks, tmp_path, read_metrics, same):
     copy = tmp_path / "copy"
     shutil.copytree(finished / "copy", copy)
@@ -88,6 +140,15 @@ def test_a_lost_folder_comes_back_from_the_second_copy(finished, run_ranks, tmp_
     assert f"continuing from {tmp_path / 'run' / 'checkpoints' / 'iter_0000006'}" in output
     assert same(read_metrics(tmp_path / "run"), read_metrics(finished / "run")[6:])
     check_checkpoint(copy / "iter_0000008")
+
+
+def test_a_lost_folder_comes_back_from_s3(s3, run_ranks, tmp_path, read_metrics):
+    url = f"{s3()}/run"
+    more = (f"checkpoint.copy_to={url}", "train.train_iters=4")
+    run_ranks(1, *arguments(tmp_path / "first", *more))
+    (output,) = run_ranks(1, *arguments(tmp_path / "second", *more, "train.train_iters=6"))
+    assert f"fetching iter_0000004 from {url}" in output
+    assert [line["step"] for line in read_metrics(tmp_path / "second")] == [5, 6]
 
 
 def test_another_run_is_continued_in_a_folder_of_its_own(finished, run_ranks, tmp_path, read_metrics):

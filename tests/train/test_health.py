@@ -141,7 +141,7 @@ def test_troubles_without_end_end_the_run(run_ranks, tiny_arguments, loud_datase
     broken = ("optimizer.optimizer=adamw", "optimizer.lr=1e30", "optimizer.lr_warmup_iters=0")
     settings = ("health.on_not_finite=skip", "health.max_troubles=2", "checkpoint.save_interval=9")
     output, events = health_run(run_ranks, tiny_arguments, loud_dataset(1.0), tmp_path, *broken, *settings, code=2)
-    assert len(events) == 3 and "error: the 3th since the last checkpoint" in output
+    assert len(events) == 3 and "error: no. 3 since the last checkpoint" in output
 
 
 def test_health_is_part_of_every_recipe():

@@ -10,8 +10,10 @@ from megadit.models.support import UserError
 from megadit.train.second_copy import SecondCopy, check_url
 
 
-@pytest.fixture(params=["memory", "file"])
+@pytest.fixture(params=["memory", "file", "s3"])
 def url(request, tmp_path):
+    if request.param == "s3":
+        return f"{request.getfixturevalue('s3')()}/run"
     if request.param == "file":
         return f"file://{tmp_path}/copies"
     fsspec.filesystem("memory").store.clear()

@@ -1,0 +1,174 @@
+"""Runs the training command under many settings in one process, and notes all that can be seen of each run.
+
+Usage: effects.py FOLDER; every rank runs it. FOLDER/runs.json says what to run ({name: arguments}); of each,
+FOLDER/NAME.json has what was seen and FOLDER/NAME is its `train.output_dir`.
+"""
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import re
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from unittest import mock
+
+import torch
+
+from megadit.models.megatron import cpu_shim
+
+if __name__ == "__main__":
+    cpu_shim.install()
+
+from megatron.core import parallel_state  # noqa: E402
+
+from megadit.infer.video_io import read_video  # noqa: E402
+from megadit.models import recompute  # noqa: E402
+from megadit.models.megatron import groups as process_groups  # noqa: E402
+from megadit.models.megatron.checkpoint import TENSORS, _read, find_checkpoints  # noqa: E402
+from megadit.models.megatron.integrity import read_description  # noqa: E402
+from megadit.train import loop  # noqa: E402
+from megadit.train.__main__ import main as train  # noqa: E402
+from megadit.train.metrics import Metrics  # noqa: E402
+
+OF_TIME = {"seconds", "reading_seconds", "samples_per_s", "tokens_per_s", "tflops", "mfu", "time"}
+"""What differs between two runs of one command."""
+
+
+class Notes:
+    """What is seen of a run while it goes on."""
+
+    def __init__(self) -> None:
+        self.layout: dict | None = None
+        self.recomputed = 0
+        self.there: list[list[str]] = []
+        self.wandb: list[dict] = []
+
+
+@contextlib.contextmanager
+def watched(notes):
+    """Looks on from the places where the loop calls others."""
+    build, log, checkpoint = loop.build_training, Metrics.log, recompute.checkpoint
+
+    def build_training(config, groups):
+        training = build(config, groups)
+        notes.layout = describe(training)
+        return training
+
+    def note_checkpoints(metrics, values):
+        root = Path(metrics._config.train.output_dir) / "checkpoints"
+        notes.there.append([path.name for path in find_checkpoints(root)])
+        log(metrics, values)
+
+    def count(*arguments, **settings):
+        notes.recomputed += 1
+        return checkpoint(*arguments, **settings)
+
+    with (
+        mock.patch.object(loop, "build_training", build_training),
+        mock.patch.object(Metrics, "log", note_checkpoints),
+        mock.patch.object(recompute, "checkpoint", count),
+    ):
+        yield
+
+
+def describe(training):
+    """Who computes what: the sizes of all groups, and Megatron's objects."""
+    groups, part = training.groups, training.parts[0]
+    sizes = [groups.tensor, groups.pipeline, groups.context.heads, groups.context.ring, groups.readers]
+    return {
+        "groups": [group.size() for group in sizes],
+        "parts": [type(part).__name__ for part in training.parts],
+        "optimizer": type(training.optimizer).__name__,
+        "micro-batches": training.num_micro_batches,
+        "overlaps": [part.ddp_config.overlap_grad_reduce, part.ddp_config.overlap_param_gather],
+        "sequence parallel": training.network.config.sequence_parallel,
+        "modules": sorted({type(module).__name__ for module in training.network.modules()}),
+    }
+
+
+def stand_in_for_wandb(calls):
+    """A module of that name which notes what it is started with."""
+    module = ModuleType("wandb")
+    module.__spec__ = ModuleSpec("wandb", None)
+    ignore = SimpleNamespace(log=lambda *args, **kwargs: None, finish=lambda: None, define_metric=lambda *a, **k: None)
+
+    def init(**settings):
+        calls.append(
+            {key: settings[key] for key in ("project", "entity", "name")} | {"dir": Path(settings["dir"]).name}
+        )
+        return ignore
+
+    module.init, module.Settings = init, dict
+    return module
+
+
+def run(folder, name, arguments):
+    """What is seen of one run."""
+    out, notes, told = folder / name, Notes(), io.StringIO()
+    sys.modules["wandb"] = stand_in_for_wandb(notes.wandb)
+    torch.backends.mkldnn.matmul.fp32_precision = "ieee"
+    try:
+        with watched(notes), contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+            code = train([argument.replace("{out}", str(out)) for argument in arguments])
+    except SystemExit as stop:
+        code = stop.code
+    printed = re.sub(r"train_step_timing in s: \S+", "", told.getvalue()).replace(str(out), "OUT")
+    return {
+        "error": printed.strip().splitlines()[-1] if code else None,
+        "printed": re.sub(r"\d+% of", "", printed).splitlines(),
+        "metrics": lines(out / "metrics.jsonl"),
+        "events": lines(out / "events.jsonl"),
+        "files": files(out),
+        "videos": {path.name: digest(read_video(path)[0].tobytes()) for path in sorted(out.rglob("step_*/*.*"))},
+        "threads": torch.get_num_threads(),
+        "matmul": torch.backends.mkldnn.matmul.fp32_precision,
+        **tensors(out),
+        **{key: getattr(notes, key) for key in ("layout", "recomputed", "there", "wandb")},
+    }
+
+
+def lines(path):
+    """Objects of a file with one on each line, but for times; None where there is no such file."""
+    if not path.is_file():
+        return None
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in OF_TIME} for line in found]
+
+
+def files(out):
+    """Everything in a run's folder, by name; names that tell a time without it."""
+    names = (path.relative_to(out).as_posix() for path in out.rglob("*"))
+    return sorted(re.sub(r"events\.out\..*", "events", name) for name in names)
+
+
+def tensors(out):
+    """Names of all tensors of the last checkpoint, and what the weights are."""
+    found = find_checkpoints(out / "checkpoints")
+    if not found:
+        return {"names": None, "weights": None}
+    weights = _read(found[-1] / TENSORS, "model.")
+    whole = b"".join(name.encode() + weights[name].float().numpy().tobytes() for name in sorted(weights))
+    names = sorted(read_description(found[-1] / TENSORS).state_dict_metadata)
+    return {"names": names, "weights": digest(whole)}
+
+
+def digest(content):
+    return hashlib.sha256(content).hexdigest()
+
+
+def main():
+    folder = Path(sys.argv[1])
+    if "RANK" in os.environ:  # ranks that meet anew for every run could find the store of the one before
+        process_groups.destroy = parallel_state.destroy_model_parallel
+    for name, arguments in json.loads((folder / "runs.json").read_text()).items():
+        seen = run(folder, name, arguments)
+        if os.environ.get("RANK", "0") == "0":
+            (folder / f"{name}.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()

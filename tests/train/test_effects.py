@@ -1,0 +1,236 @@
+"""Every field of a run's configuration does something: changed on the command line, the run is seen to differ.
+
+Runs repeat to the last bit, so that any difference is an effect of the setting. A field without an entry in `EFFECTS`
+fails. What the fields of a layout are to do besides is tested in test_layouts.py.
+"""
+
+import json
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megadit.train.overrides import known_keys
+
+pytestmark = pytest.mark.timeout(2400)
+JOB = Path(__file__).parent / "jobs" / "effects.py"
+
+BASE = (
+    *("--recipe", "digits_tiny", "train.output_dir={out}", "train.precision=fp32", "train.num_threads=1"),
+    *("train.train_iters=3", "optimizer.lr=0.02", "optimizer.lr_warmup_iters=0", "data.mock=true"),
+    *("validation.interval=0", "checkpoint.save_interval=100", "logger.tensorboard=false"),
+)
+REAL = (
+    *("data.mock=false", "data.path={data}", "data.num_workers=0", "data.seq_length=64"),
+    *("model.in_channels={channels}", "model.crossattn_emb_size={text_width}", "model.sigma_data={sigma_data}"),
+)
+VALIDATED = (
+    *(*REAL, "validation.interval=3", "validation.num_batches=1", "validation.sigmas=[1.0]"),
+    *("validation.prompts=[a red seven]", "validation.num_steps=2"),
+)
+CLASSES = ("model.family=dit", "model.num_classes=5", "model.crossattn_emb_size=2", "model.position_embedding=sincos")
+SPIKES = ("train.train_iters=6", "health.on_spike=skip", "health.spike_window=2", "health.spike_factor=1e-9")
+LOGGED = ("logger.wandb_exp_name=first",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effect:
+    """What a field is set to, in which run, and where the difference shows (see `jobs/effects.py`)."""
+
+    value: str
+    sees: str
+    given: tuple[str, ...] = ()
+    ranks: int = 1
+    says: str = ""
+    """Of an error."""
+
+
+def told(value, *given):
+    """metrics.jsonl has other numbers."""
+    return Effect(value=value, sees="metrics", given=given)
+
+
+def ends(says, value, *given):
+    """The run ends, and says why."""
+    return Effect(value=value, sees="error", given=given, says=says)
+
+
+def seen(where, value, *given, ranks=1):
+    return Effect(value=value, sees=where, given=given, ranks=ranks)
+
+
+EFFECTS = {
+    "recipe": ends("--recipe NAME", "pretrain_xl"),
+    "model.num_layers": seen("names", "3"),
+    "model.hidden_size": told("64"),
+    "model.num_attention_heads": told("4"),
+    "model.head_dim": told("12"),
+    "model.ffn_hidden_size": told("100"),
+    "model.in_channels": told("16"),
+    "model.patch_spatial": told("2"),
+    "model.patch_temporal": told("2", "data.mock_latent_shapes=[[2,4,4]]"),
+    "model.crossattn_emb_size": told("32"),
+    "model.position_embedding": told("sincos"),
+    "model.rope_theta": told("100.0"),
+    "model.rope_scale": told("[2.0,1.0,1.0]"),
+    "model.learned_positions": told("[3,4,4]"),
+    "model.qk_layernorm": told("false"),
+    "model.layernorm_epsilon": told("0.1"),
+    "model.sigma_data": told("0.7"),
+    "model.preconditioner": told("vp"),
+    "model.family": told("nemo", "model.hidden_size=256", "model.position_embedding=sincos"),
+    "model.adaln_lora_dim": told("4"),
+    "model.num_classes": told("7", *CLASSES),
+    "model.learned_variance": seen("weights", "true", *CLASSES),
+    "model.padding_mask_channel": told("true"),
+    "model.frequency_shift": told("1.0"),
+    "model.qk_layernorm_epsilon": told("0.1"),
+    "model.mlp_layernorm_epsilon": told("0.1"),
+    "data.path": ends("data.path=/nowhere", "/nowhere", *REAL),
+    "data.mock": told("true", *REAL),
+    "data.seq_length": told("128"),
+    "data.text_seq_length": told("16"),
+    "data.micro_batch_size": seen("layout", "2"),
+    "data.global_batch_size": told("4"),
+    "data.num_workers": told("2", *REAL),
+    "data.packing_buffer_size": told("2", *REAL),
+    "data.shuffle_buffer_size": told("1", *REAL),
+    "data.text_dropout": told("0.9"),
+    "data.mock_latent_shapes": told("[[2,3,4]]"),
+    "data.use_train_split_for_val": told("true", *VALIDATED),
+    "data.encode": ends("unreadable", "on_the_fly", *REAL),
+    "data.max_frames": told("1", *REAL),
+    "data.max_latent": told("2.1", *REAL),
+    "data.min_aesthetic_score": told("2.0", *REAL),
+    "data.keep": told("[image:0.3]", *REAL),
+    "train.train_iters": told("4"),
+    "train.seed": told("7"),
+    "train.output_dir": seen("files", "{out}-elsewhere"),
+    "train.precision": told("bf16"),
+    "train.matmul_precision": seen("matmul", "bf16"),
+    "train.log_interval": seen("printed", "2"),
+    "train.num_threads": seen("threads", "2"),
+    "optimizer.optimizer": told("adamw"),
+    "optimizer.lr": told("0.01"),
+    "optimizer.min_lr": told("0.01"),
+    "optimizer.weight_decay": told("0.5"),
+    "optimizer.adam_beta1": told("0.5"),
+    "optimizer.adam_beta2": told("0.5"),
+    "optimizer.adam_eps": told("1.0"),
+    "optimizer.muon_momentum": told("0.5"),
+    "optimizer.clip_grad": told("0.001"),
+    "optimizer.lr_warmup_iters": told("2"),
+    "optimizer.lr_decay_style": told("constant"),
+    "optimizer.lr_decay_iters": told("9"),
+    "diffusion.p_mean": told("1.0"),
+    "diffusion.p_std": told("0.5"),
+    "diffusion.learned_uncertainty": seen("names", "false"),
+    "ema.sigma_rels": seen("names", "[0.2]"),
+    "parallel.tensor_model_parallel_size": seen("layout", "2", ranks=2),
+    "parallel.pipeline_model_parallel_size": seen("layout", "2", ranks=2),
+    "parallel.virtual_pipeline_model_parallel_size": seen(
+        "layout", "2", "parallel.pipeline_model_parallel_size=2", "model.num_layers=4", ranks=2
+    ),
+    "parallel.context_parallel_size": seen("layout", "2", ranks=2),
+    "parallel.context_parallel_comm": seen("layout", "ring", "parallel.context_parallel_size=2", ranks=2),
+    "parallel.sequence_parallel": seen("layout", "true", "parallel.tensor_model_parallel_size=2", ranks=2),
+    "parallel.transformer_impl": ends("parallel.transformer_impl=transformer_engine", "transformer_engine"),
+    "parallel.data_parallel": seen("layout", "distributed_optimizer", "optimizer.optimizer=adamw"),
+    "parallel.overlap_grad_reduce": seen("layout", "false"),
+    "parallel.overlap_param_gather": seen(
+        "layout", "false", "optimizer.optimizer=adamw", "parallel.data_parallel=distributed_optimizer"
+    ),
+    "parallel.recompute_granularity": seen("recomputed", "selective"),
+    "parallel.recompute_num_layers": seen("recomputed", "1", "parallel.recompute_granularity=full"),
+    "checkpoint.save_interval": seen("there", "1"),
+    "checkpoint.keep_last": seen("files", "1", "checkpoint.save_interval=1"),
+    "checkpoint.copy_to": seen("files", "file://{out}/copy"),
+    "checkpoint.load": told("{finished}", "train.train_iters=5"),
+    "checkpoint.init_from": told("{finished}"),
+    "checkpoint.async_save": seen("there", "false", "checkpoint.save_interval=1"),
+    "validation.interval": told("2", *VALIDATED),
+    "validation.num_batches": told("2", *VALIDATED),
+    "validation.sigmas": told("[2.0]", *VALIDATED),
+    "validation.prompts": seen("videos", "[a blue two,a green one]", *VALIDATED),
+    "validation.sampler": seen("videos", "heun", *VALIDATED),
+    "validation.num_steps": seen("videos", "3", *VALIDATED),
+    "validation.guidance": seen("videos", "500.0", *VALIDATED),
+    "validation.tokenizer_folder": ends("/nowhere", "/nowhere", *VALIDATED),
+    "health.on_not_finite": seen("events", "skip", "optimizer.optimizer=adamw", "optimizer.lr=1e30"),
+    "health.on_spike": seen("events", "rollback", *SPIKES),
+    "health.spike_factor": seen("events", "1e9", *SPIKES),
+    "health.spike_window": seen("events", "100", *SPIKES),
+    "health.max_troubles": ends("2 since the last checkpoint", "1", *SPIKES),
+    "health.watchdog_seconds": seen("files", "0.0"),
+    "health.starving_share": seen("printed", "1e-9", "train.train_iters=35"),
+    "health.statistics_interval": told("2"),
+    "logger.tensorboard": seen("files", "true"),
+    "logger.wandb_exp_name": seen("wandb", "second", *LOGGED),
+    "logger.wandb_project": seen("wandb", "elsewhere", *LOGGED),
+    "logger.wandb_entity": seen("wandb", "us", *LOGGED),
+    "logger.wandb_save_dir": seen("wandb", "{out}/there", *LOGGED),
+}
+FINISHED = "finished"
+"""A run of `BASE` that others start from."""
+
+
+def test_every_field_has_an_entry():
+    assert list(EFFECTS) == known_keys()
+
+
+def before(given):
+    """The name of the run without the change."""
+    return f"given-{zlib.crc32(repr(given).encode()):08x}"
+
+
+def runs(ranks):
+    """Name -> arguments of everything to be run on so many ranks; what others start from comes first."""
+    planned = {FINISHED: BASE, "finished-again": BASE} if ranks == 1 else {}
+    for key, effect in EFFECTS.items():
+        if effect.ranks == ranks:
+            arguments = (*BASE, *effect.given)
+            planned[before(effect.given)] = arguments
+            planned[key] = (*arguments, f"{key}={effect.value}")
+    return planned
+
+
+@pytest.fixture(scope="module")
+def observed(run_ranks, tiny_dataset, tmp_path_factory):
+    """observed(name, ranks): what was seen of one run."""
+    from megadit.train.data.writer import DatasetInfo
+
+    info, folders = DatasetInfo.read(tiny_dataset), {}
+    facts = {"{data}": info.root, "{channels}": info.latent_channels, "{text_width}": info.text_width}
+    for ranks in (1, 2):
+        folders[ranks] = folder = tmp_path_factory.mktemp(f"ranks{ranks}")
+        places = facts | {"{sigma_data}": info.sigma_data, "{finished}": folder / FINISHED}
+        planned = {name: [fill(word, places) for word in words] for name, words in runs(ranks).items()}
+        (folder / "runs.json").write_text(json.dumps(planned))
+        run_ranks(ranks, JOB, folder, timeout=1200)
+    return lambda name, ranks=1: json.loads((folders[ranks] / f"{name}.json").read_text())
+
+
+def fill(word, places):
+    for place, value in places.items():
+        word = word.replace(place, str(value))
+    return word
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", EFFECTS)
+def test_a_field_changes_what_a_run_does(observed, key):
+    effect = EFFECTS[key]
+    first, second = observed(before(effect.given), effect.ranks), observed(key, effect.ranks)
+    assert first[effect.sees] != second[effect.sees]
+    if effect.sees == "error":
+        assert first["error"] is None and effect.says in second["error"]
+    elif effect.sees != "events":  # what ends a run is told there
+        assert (first["error"], second["error"]) == (None, None)
+
+
+@pytest.mark.slow
+def test_nothing_differs_without_a_change(observed):
+    """The control: were it otherwise, the test above would see effects of nothing."""
+    assert observed(FINISHED) == observed("finished-again")
+    assert observed(FINISHED)["metrics"] and observed(FINISHED)["printed"]
