@@ -1,10 +1,13 @@
 """Every field of a run's configuration does something: changed on the command line, the run is seen to differ.
 
 Runs repeat to the last bit, so that any difference is an effect of the setting. A field without an entry in `EFFECTS`
-fails. What the fields of a layout are to do besides is tested in test_layouts.py.
+fails. One rank has to refuse what needs several; what that does there is tested in test_layouts.py.
 """
 
 import json
+import os
+import subprocess
+import sys
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +44,6 @@ class Effect:
     value: str
     sees: str
     given: tuple[str, ...] = ()
-    ranks: int = 1
     says: str = ""
     """Of an error."""
 
@@ -52,12 +54,12 @@ def told(value, *given):
 
 
 def ends(says, value, *given):
-    """The run ends, and says why."""
+    """The run ends, and says why (otherwise than before, if it ended before)."""
     return Effect(value=value, sees="error", given=given, says=says)
 
 
-def seen(where, value, *given, ranks=1):
-    return Effect(value=value, sees=where, given=given, ranks=ranks)
+def seen(where, value, *given):
+    return Effect(value=value, sees=where, given=given)
 
 
 EFFECTS = {
@@ -66,6 +68,7 @@ EFFECTS = {
     "model.hidden_size": told("64"),
     "model.num_attention_heads": told("4"),
     "model.head_dim": told("12"),
+    "model.num_query_groups": told("1"),
     "model.ffn_hidden_size": told("100"),
     "model.in_channels": told("16"),
     "model.patch_spatial": told("2"),
@@ -80,6 +83,7 @@ EFFECTS = {
     "model.sigma_data": told("0.7"),
     "model.preconditioner": told("vp"),
     "model.family": told("nemo", "model.hidden_size=256", "model.position_embedding=sincos"),
+    "model.compat": told("nemo", "model.family=moviegen", "model.hidden_size=256"),
     "model.adaln_lora_dim": told("4"),
     "model.num_classes": told("7", *CLASSES),
     "model.learned_variance": seen("weights", "true", *CLASSES),
@@ -127,14 +131,14 @@ EFFECTS = {
     "diffusion.p_std": told("0.5"),
     "diffusion.learned_uncertainty": seen("names", "false"),
     "ema.sigma_rels": seen("names", "[0.2]"),
-    "parallel.tensor_model_parallel_size": seen("layout", "2", ranks=2),
-    "parallel.pipeline_model_parallel_size": seen("layout", "2", ranks=2),
-    "parallel.virtual_pipeline_model_parallel_size": seen(
-        "layout", "2", "parallel.pipeline_model_parallel_size=2", "model.num_layers=4", ranks=2
+    "parallel.tensor_model_parallel_size": ends("start 2 ranks", "2"),
+    "parallel.pipeline_model_parallel_size": ends("start 2 ranks", "2"),
+    "parallel.virtual_pipeline_model_parallel_size": ends(
+        "do not divide model.num_layers=2", "2", "parallel.pipeline_model_parallel_size=2"
     ),
-    "parallel.context_parallel_size": seen("layout", "2", ranks=2),
-    "parallel.context_parallel_comm": seen("layout", "ring", "parallel.context_parallel_size=2", ranks=2),
-    "parallel.sequence_parallel": seen("layout", "true", "parallel.tensor_model_parallel_size=2", ranks=2),
+    "parallel.context_parallel_size": ends("start 2 ranks", "2"),
+    "parallel.context_parallel_comm": ends("start 4 ranks", "ring", "parallel.context_parallel_size=4"),
+    "parallel.sequence_parallel": ends("nothing to cut", "true"),
     "parallel.transformer_impl": ends("parallel.transformer_impl=transformer_engine", "transformer_engine"),
     "parallel.data_parallel": seen("layout", "distributed_optimizer", "optimizer.optimizer=adamw"),
     "parallel.overlap_grad_reduce": seen("layout", "false"),
@@ -184,31 +188,31 @@ def before(given):
     return f"given-{zlib.crc32(repr(given).encode()):08x}"
 
 
-def runs(ranks):
-    """Name -> arguments of everything to be run on so many ranks; what others start from comes first."""
-    planned = {FINISHED: BASE, "finished-again": BASE} if ranks == 1 else {}
+def runs():
+    """Name -> arguments of everything to be run; what others start from comes first."""
+    planned = {FINISHED: BASE, "finished-again": BASE}
     for key, effect in EFFECTS.items():
-        if effect.ranks == ranks:
-            arguments = (*BASE, *effect.given)
-            planned[before(effect.given)] = arguments
-            planned[key] = (*arguments, f"{key}={effect.value}")
+        arguments = (*BASE, *effect.given)
+        planned[before(effect.given)] = arguments
+        planned[key] = (*arguments, f"{key}={effect.value}")
     return planned
 
 
 @pytest.fixture(scope="module")
-def observed(run_ranks, tiny_dataset, tmp_path_factory):
-    """observed(name, ranks): what was seen of one run."""
+def observed(tiny_dataset, tmp_path_factory):
+    """observed(name): what was seen of one run."""
     from megadit.train.data.writer import DatasetInfo
 
-    info, folders = DatasetInfo.read(tiny_dataset), {}
-    facts = {"{data}": info.root, "{channels}": info.latent_channels, "{text_width}": info.text_width}
-    for ranks in (1, 2):
-        folders[ranks] = folder = tmp_path_factory.mktemp(f"ranks{ranks}")
-        places = facts | {"{sigma_data}": info.sigma_data, "{finished}": folder / FINISHED}
-        planned = {name: [fill(word, places) for word in words] for name, words in runs(ranks).items()}
-        (folder / "runs.json").write_text(json.dumps(planned))
-        run_ranks(ranks, JOB, folder, timeout=1200)
-    return lambda name, ranks=1: json.loads((folders[ranks] / f"{name}.json").read_text())
+    info, folder = DatasetInfo.read(tiny_dataset), tmp_path_factory.mktemp("effects")
+    places = {"{data}": info.root, "{channels}": info.latent_channels, "{text_width}": info.text_width}
+    places |= {"{sigma_data}": info.sigma_data, "{finished}": folder / FINISHED}
+    planned = {name: [fill(word, places) for word in words] for name, words in runs().items()}
+    (folder / "runs.json").write_text(json.dumps(planned))
+    done = subprocess.run(
+        [sys.executable, JOB, folder], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return lambda name: json.loads((folder / f"{name}.json").read_text())
 
 
 def fill(word, places):
@@ -221,10 +225,10 @@ def fill(word, places):
 @pytest.mark.parametrize("key", EFFECTS)
 def test_a_field_changes_what_a_run_does(observed, key):
     effect = EFFECTS[key]
-    first, second = observed(before(effect.given), effect.ranks), observed(key, effect.ranks)
+    first, second = observed(before(effect.given)), observed(key)
     assert first[effect.sees] != second[effect.sees]
     if effect.sees == "error":
-        assert first["error"] is None and effect.says in second["error"]
+        assert effect.says in second["error"]
     elif effect.sees != "events":  # what ends a run is told there
         assert (first["error"], second["error"]) == (None, None)
 

@@ -1,6 +1,6 @@
 """Runs the training command under many settings in one process, and notes all that can be seen of each run.
 
-Usage: effects.py FOLDER; every rank runs it. FOLDER/runs.json says what to run ({name: arguments}); of each,
+Usage: effects.py FOLDER. FOLDER/runs.json says what to run ({name: arguments}); of each,
 FOLDER/NAME.json has what was seen and FOLDER/NAME is its `train.output_dir`.
 """
 
@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import io
 import json
-import os
 import re
 import sys
 from importlib.machinery import ModuleSpec
@@ -23,11 +22,8 @@ from megadit.models.megatron import cpu_shim
 if __name__ == "__main__":
     cpu_shim.install()
 
-from megatron.core import parallel_state  # noqa: E402
-
 from megadit.infer.video_io import read_video  # noqa: E402
 from megadit.models import recompute  # noqa: E402
-from megadit.models.megatron import groups as process_groups  # noqa: E402
 from megadit.models.megatron.checkpoint import TENSORS, _read, find_checkpoints  # noqa: E402
 from megadit.models.megatron.integrity import read_description  # noqa: E402
 from megadit.train import loop  # noqa: E402
@@ -162,12 +158,8 @@ def digest(content):
 
 def main():
     folder = Path(sys.argv[1])
-    if "RANK" in os.environ:  # ranks that meet anew for every run could find the store of the one before
-        process_groups.destroy = parallel_state.destroy_model_parallel
     for name, arguments in json.loads((folder / "runs.json").read_text()).items():
-        seen = run(folder, name, arguments)
-        if os.environ.get("RANK", "0") == "0":
-            (folder / f"{name}.json").write_text(json.dumps(seen))
+        (folder / f"{name}.json").write_text(json.dumps(run(folder, name, arguments)))
 
 
 if __name__ == "__main__":
