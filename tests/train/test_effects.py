@@ -122,6 +122,7 @@ EFFECTS = {
     "optimizer.adam_beta1": told("0.5"),
     "optimizer.adam_beta2": told("0.5"),
     "optimizer.adam_eps": told("1.0"),
+    "optimizer.moments": seen("weights", "bf16", "optimizer.optimizer=adamw"),
     "optimizer.muon_momentum": told("0.5"),
     "optimizer.clip_grad": told("0.001"),
     "optimizer.lr_warmup_iters": told("2"),
