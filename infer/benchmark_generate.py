@@ -5,8 +5,6 @@
 The runtimes take turns in every round, so that a drifting machine slows all alike. Figures: export/BENCHMARKS.md.
 """
 
-import platform
-import resource
 import statistics
 import sys
 import time
@@ -21,9 +19,14 @@ from rich.table import Table
 from megadit.infer.checkpoints import open_bundle
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.runtimes.onnx import video_size
+from megadit.infer.runtimes.torch import find_dtype
 from megadit.infer.settings import latent_size, resolve_settings
+from megadit.infer.watch import shares, watch
 from megadit.models.bundle import Bundle, SamplingDefaults
 from megadit.models.conditioning import Conditioning
+from megadit.models.flops import forward_flops
+from megadit.models.machine import datasheet_flops, describe, describe_in_words, matmul_flops
+from megadit.models.segments import Segment
 from megadit.models.support import CommandParser, Progress, UserError, nearest, run_command, write_json
 
 RUNTIMES = {
@@ -36,6 +39,7 @@ RUNTIMES = {
 """Name -> how `TextToVideo.load` is asked for it."""
 PROMPT = "a red seven moving left"
 SIGMA = 1.0
+NETWORK, DECODER, ENCODER, WHOLE = "guided denoiser call", "decoder", "encoder", "whole video"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,8 +51,29 @@ class Figure:
     median: float
     lowest: float
     highest: float
+    tokens_per_second: float | None
+    """Video tokens that the network takes in, both halves of guidance counted; None where it is not alone."""
+    tflops: float | None
+    """Operations counted as `models/flops.py` does; likewise."""
     peak_gpu_gb: float | None
     """Most memory that torch held on the GPU meanwhile; None without a GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What one guided call of the denoiser computes."""
+
+    tokens: int
+    flops: int
+
+    @classmethod
+    def of(cls, pipeline: TextToVideo, settings: SamplingDefaults, prompt: str) -> "Workload":
+        """Of a prompt and the negative prompt."""
+        _, shape = latent_size(settings, pipeline.config, pipeline.tokenizer)
+        lengths = pipeline.text_encoder.encode([prompt, settings.negative_prompt]).length_B.tolist()
+        segments = [Segment(pipeline.config.token_grid(*shape[1:]), length) for length in lengths]
+        flops = sum(forward_flops(segment, pipeline.config) for segment in segments)
+        return cls(sum(segment.num_tokens for segment in segments), flops)
 
 
 def measure(pipelines: dict[str, TextToVideo], settings: SamplingDefaults, prompt: str, rounds: int) -> list[Figure]:
@@ -70,7 +95,8 @@ def measure(pipelines: dict[str, TextToVideo], settings: SamplingDefaults, promp
                     seconds[key].append(elapsed)
                     peaks[key] = max(peak, peaks.get(key, 0.0))
                 bar.advance()
-    on_gpu = next(iter(pipelines.values())).device.type == "cuda"
+    one = next(iter(pipelines.values()))
+    on_gpu, work = one.device.type == "cuda", Workload.of(one, settings, prompt)
     return [
         Figure(
             runtime=runtime,
@@ -78,6 +104,8 @@ def measure(pipelines: dict[str, TextToVideo], settings: SamplingDefaults, promp
             median=statistics.median(times),
             lowest=min(times),
             highest=max(times),
+            tokens_per_second=work.tokens / statistics.median(times) if what == NETWORK else None,
+            tflops=work.flops / statistics.median(times) / 1e12 if what == NETWORK else None,
             peak_gpu_gb=peaks[runtime, what] if on_gpu else None,
         )
         for (runtime, what), times in seconds.items()
@@ -94,10 +122,10 @@ def _tasks(pipeline: TextToVideo, settings: SamplingDefaults, prompt: str) -> li
     conditioning = Conditioning(text.features_BLE, text.length_B, fps_B).to(pipeline.device)
     video = torch.zeros(1, 3, *video_size(pipeline.tokenizer, *shape[1:]), device=pipeline.device)
     return [
-        ("guided denoiser call", lambda: pipeline.denoiser(x, sigma, conditioning)),
-        ("decoder", lambda: pipeline.tokenizer.decode(x[:1])),
-        ("encoder", lambda: pipeline.tokenizer.encode(video)),
-        ("whole video", lambda: list(pipeline.stream([prompt], settings))),
+        (NETWORK, lambda: pipeline.denoiser(x, sigma, conditioning)),
+        (DECODER, lambda: pipeline.tokenizer.decode(x[:1])),
+        (ENCODER, lambda: pipeline.tokenizer.encode(video)),
+        (WHOLE, lambda: list(pipeline.stream([prompt], settings))),
     ]
 
 
@@ -114,29 +142,47 @@ def _timed(task: Callable[[], Any], device: torch.device) -> tuple[float, float]
     return time.perf_counter() - start, torch.cuda.max_memory_allocated(device) / 1e9
 
 
-def machine(device: torch.device) -> dict[str, Any]:
-    """What the figures were measured on."""
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    return {
-        "gpu": gpu,
-        "processor": platform.machine(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
-    }
+def parts(figures: list[Figure], num_calls: int) -> dict[str, dict[str, float]]:
+    """By runtime: the share of a whole video in calls of the denoiser, the decoder and all else, from the medians."""
+    medians = {(one.runtime, one.what): one.median for one in figures}
+    found = {}
+    for runtime in dict.fromkeys(one.runtime for one in figures):
+        calls, decoder = num_calls * medians[runtime, NETWORK], medians[runtime, DECODER]
+        rest = max(0.0, medians[runtime, WHOLE] - calls - decoder)
+        found[runtime] = shares({"denoiser": calls, "decoder": decoder, "all else": rest})
+    return found
 
 
 def show(title: str, figures: list[Figure], about: dict[str, Any]) -> None:
     """A table; ratios are to the first runtime."""
-    table = Table("what", "runtime", "median (s)", "lowest", "highest", "times as fast", "peak GPU (GB)", title=title)
+    table = Table(
+        "what",
+        "runtime",
+        "median (s)",
+        "lowest",
+        "highest",
+        "times as fast",
+        "tokens/s",
+        "TFLOP/s",
+        "peak GPU (GB)",
+        title=title,
+    )
     first = {figure.what: figure.median for figure in reversed(figures)}
     for one in sorted(figures, key=lambda figure: figure.what):
-        peak = "-" if one.peak_gpu_gb is None else f"{one.peak_gpu_gb:.2f}"
+        rates = [_or_dash(one.tokens_per_second, ",.0f"), _or_dash(one.tflops, ".4g"), _or_dash(one.peak_gpu_gb, ".2f")]
         times = [f"{value:.4f}" for value in (one.median, one.lowest, one.highest)]
-        table.add_row(one.what, one.runtime, *times, f"{first[one.what] / one.median:.2f}", peak)
+        table.add_row(one.what, one.runtime, *times, f"{first[one.what] / one.median:.2f}", *rates)
     console = Console()
     console.print(table)
-    console.print(", ".join(f"{name} {value}" for name, value in about.items() if value is not None))
+    console.print(describe_in_words(about), soft_wrap=True)
+
+
+def _show_shares(title: str, of_what: dict[str, float]) -> None:
+    print(f"{title}: " + ", ".join(f"{name} {share:.1%}" for name, share in of_what.items()))
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def load_pipelines(bundle: Bundle, runtimes: list[str], device: str, dtype: str) -> dict[str, TextToVideo]:
@@ -180,6 +226,7 @@ def _parser() -> CommandParser:
     parser.add_argument("--prompt", default=PROMPT, metavar="TEXT")
     for name in ("num_steps", "num_frames", "height", "width"):
         parser.add_argument(f"--{name}", type=int, metavar="INT", help="default: the bundle's")
+    parser.add_argument("--trace", metavar="FILE", help="also write a Chrome trace of a video under the first runtime")
     parser.add_argument("--json", default="", metavar="PATH", help="also write the figures here")
     return parser
 
@@ -191,13 +238,39 @@ def _run(argv: list[str]) -> None:
     settings = resolve_settings(bundle.defaults, **sizes)
     pipelines = load_pipelines(bundle, options.runtime, options.device, options.dtype)
     figures = measure(pipelines, settings, options.prompt, options.rounds)
-    about = machine(next(iter(pipelines.values())).device)
+    name, first = next(iter(pipelines.items()))
+    about = describe(first.device)
+    rates = _rates(first.device, find_dtype(options.dtype))
+    operations = watch(lambda: list(first.stream([options.prompt], settings)), first.device, options.trace)
+    of_video = parts(figures, first.num_denoiser_calls(1, settings))
     size = f"{settings.num_frames}x{settings.height}x{settings.width}, {settings.num_steps} steps"
     show(f"{bundle.path.name}, {size}", figures, about)
+    for runtime, part in of_video.items():
+        _show_shares(f"whole video, {runtime}", part)
+    _show_shares(f"operations, {name}", operations)
+    call = next(one for one in figures if one.what == NETWORK)
+    for rate, tflops in rates.items():
+        print(
+            f"{rate}: " + ("not known" if tflops is None else f"{tflops:.4g} TFLOP/s, MFU {call.tflops / tflops:.1%}")
+        )
     if options.json:
-        record = {"settings": settings.to_dict(), "machine": about, "figures": [asdict(one) for one in figures]}
+        record = {
+            "settings": settings.to_dict(),
+            "machine": about,
+            "rates": rates,
+            "figures": [asdict(one) for one in figures],
+            "parts": of_video,
+            "operations": operations,
+        }
         write_json(options.json, record)
         print(options.json)
+
+
+def _rates(device: torch.device, dtype: torch.dtype) -> dict[str, float | None]:
+    """TFLOP/s that the maker promises, and that a large matrix product reaches here."""
+    datasheet = datasheet_flops(device, dtype)
+    measured = matmul_flops(device, dtype, seconds=0.5)
+    return {"data sheet": None if datasheet is None else datasheet / 1e12, "matrix products": measured / 1e12}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -61,7 +61,7 @@ SETTINGS = (COSMOS, DIT)
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two functions timed in turn, A B A B: seconds, and the ratios A / B pair by pair."""
+    """Two functions timed in turn, A B A B: seconds of processors, and the ratios A / B pair by pair."""
 
     name: str
     ours: list[float]
@@ -82,7 +82,7 @@ class Comparison:
 def compare(
     name: str, ours: Callable[[], object], theirs: Callable[[], object], rounds: int, *, limit: float = 1.0
 ) -> Comparison:
-    """Times both `rounds` times in turn, so that a drifting machine slows both.
+    """Times both `rounds` times in turn, so that a drifting machine slows both. Others' work does not count.
 
     Raises:
         UserError: for fewer rounds than one.
@@ -91,9 +91,9 @@ def compare(
         raise UserError(f"--rounds {rounds} must be at least 1")
 
     def seconds(function: Callable[[], object]) -> float:
-        start = time.perf_counter()
+        start = time.process_time()
         function()
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     seconds(ours), seconds(theirs)
     pairs = [(seconds(ours), seconds(theirs)) for _ in range(rounds)]

@@ -3,7 +3,7 @@
     megadit benchmark train --recipe digits [section.key=value ...] [--nproc 2] [--steps 10] [--json FILE]
 
 The steps are those of `megadit train`, on mock data unless `data.path` is given; nothing of the run is kept. Operations
-are counted as `flops` says (recomputation adds nothing), and by the formula of the published figures beside it.
+are counted as `models.flops` says (recomputation adds nothing), and by the formula of the published figures beside it.
 """
 
 import argparse

@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.autograd.profiler_util import FunctionEvent
-from torch.profiler import ProfilerActivity, profile
 
+from megadit.infer.watch import shares, watch
 from megadit.models.machine import datasheet_flops, matmul_flops, peak_memory, reset_peak_memory, synchronize
 from megadit.models.megatron.groups import Groups
 from megadit.train.batches import TrainBatches
@@ -22,16 +21,6 @@ from megadit.train.plan.work import count_parameters, upstream_pack_flops
 from megadit.train.setup import Training, build_training, precision
 from megadit.train.step import StepResult, train_step
 from megadit.train.step_figures import StepFigures
-
-OPERATIONS = (
-    ("attention", ("scaled_dot_product", "flash", "fmha", "varlen")),
-    ("communication", ("nccl", "gloo", "c10d")),
-    ("matrix products", ("gemm", "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "mkldnn", "nvjet")),
-    ("update and averages", ("adam", "_foreach_", "multi_tensor", "lerp")),
-    ("copies and casts", ("copy", "memcpy", "memset", "aten::cat", "catarray", "aten::fill_", "aten::zero_")),
-)
-"""Kind -> parts of the names of operations and kernels; the first match counts, what matches none is `elementwise`."""
-ELEMENTWISE = "elementwise"
 
 
 class Timing(NamedTuple):
@@ -112,40 +101,15 @@ def _watch_step(
         synchronize(device)
         marks.append((doing, time.perf_counter()))
 
-    on_gpu = device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu) as profiler:
+    def step_with_marks() -> None:
         train_step(training, batches, step, mark=mark)
         mark(step, "")
-    if trace is not None:
-        profiler.export_chrome_trace(trace)
+
+    operations = watch(step_with_marks, device, trace)
     parts: defaultdict[str, float] = defaultdict(float)
     for (doing, now), (_, then) in itertools.pairwise(marks):
         parts[doing] += then - now
-    operations: defaultdict[str, float] = defaultdict(float)
-    for event in profiler.events():
-        operations[kind_of(event.name)] += _own_time(event, on_gpu)
-    return _shares(parts), _shares(operations)
-
-
-def _shares(seconds: dict[str, float]) -> dict[str, float]:
-    """The largest first."""
-    total = sum(seconds.values())
-    shares = {name: value / total for name, value in seconds.items() if value}
-    return dict(sorted(shares.items(), key=lambda item: -item[1]))
-
-
-def _own_time(event: FunctionEvent, on_gpu: bool) -> float:
-    """What an event took itself, on the device that computes."""
-    is_kernel = event.device_type == torch.autograd.DeviceType.CUDA
-    if is_kernel != on_gpu or getattr(event, "is_user_annotation", False):
-        return 0.0
-    return event.self_device_time_total if on_gpu else event.self_cpu_time_total
-
-
-def kind_of(name: str) -> str:
-    """The kind of an operation or kernel of this name, as in `OPERATIONS`."""
-    name = name.lower()
-    return next((kind for kind, parts in OPERATIONS if any(part in name for part in parts)), ELEMENTWISE)
+    return shares(parts), operations
 
 
 def _figures(

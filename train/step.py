@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megadit.models.flops import training_flops
 from megadit.train.balance import Counts, exchange_counts
 from megadit.train.data.batch import REFUSALS, PackedBatch
-from megadit.train.flops import training_flops
 from megadit.train.health import Judge, Trouble
 from megadit.train.loss import LossSums
 from megadit.train.schedule import run_schedule

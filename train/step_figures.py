@@ -27,7 +27,7 @@ class StepFigures:
     """Of the time, spent waiting for data."""
     tokens_per_second: float
     tflops: float
-    """Operations counted as `train/flops.py` does."""
+    """Operations counted as `models/flops.py` does."""
     upstream_tflops: float
     """Counted by the formula of the published figures: 6 x all parameters x tokens + self-attention."""
     matmul_tflops: float

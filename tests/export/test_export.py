@@ -212,6 +212,10 @@ def test_benchmark_takes_runtimes_in_turn(exported, tmp_path, capsys):
     whats = ("guided denoiser call", "decoder", "encoder", "whole video")
     assert figures.keys() == {(runtime, what) for runtime in ("eager", "onnx") for what in whats}
     assert all(0 < one["lowest"] <= one["median"] <= one["highest"] for one in figures.values())
+    calls = [figures[runtime, "guided denoiser call"] for runtime in ("eager", "onnx")]
+    assert calls[0]["tflops"] * calls[0]["median"] == pytest.approx(calls[1]["tflops"] * calls[1]["median"])
+    for part in (*record["parts"].values(), record["operations"]):
+        assert sum(part.values()) == pytest.approx(1)
     assert record["settings"]["num_steps"] == 2 and record["machine"]["torch"] == torch.__version__
     assert benchmark_generate.main([*arguments, "--runtime", "onxx"]) == 2
     assert "did you mean 'onnx'?" in capsys.readouterr().err

@@ -13,7 +13,10 @@ from megadit.models.support import UserError
 
 
 def smaller(setting):
-    config = dataclasses.replace(setting.config, num_layers=2, hidden_size=96, num_attention_heads=4)
+    text = 2 if setting.config.num_classes else 96
+    config = dataclasses.replace(
+        setting.config, num_layers=2, hidden_size=96, num_attention_heads=4, crossattn_emb_size=text
+    )
     return dataclasses.replace(setting, config=config, latents=(setting.latents[0], 16, 16))
 
 

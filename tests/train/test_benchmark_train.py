@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
+from megadit.infer.watch import ELEMENTWISE, OPERATIONS, kind_of
 from megadit.train import benchmark_train
 from megadit.train.benchmark_growth import AXES, BASE, RECIPE, Exponents, Point, draw, table_of
 from megadit.train.config_checks import check_layout
-from megadit.train.measure import ELEMENTWISE, OPERATIONS, kind_of
 from megadit.train.overrides import resolve_config
 from megadit.train.plan.work import count_parameters, upstream_pack_flops
 

@@ -10,10 +10,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megadit.models.dit import DiT
+from megadit.models.flops import training_flops
 from megadit.models.machine import peak_flops
 from megadit.models.megatron.checkpoint import find_checkpoints
 from megadit.models.segments import Segment, SegmentLayout
-from megadit.train.flops import training_flops
 from megadit.train.metrics import Metrics
 from megadit.train.overrides import load_config
 from megadit.train.recipes import load_recipe

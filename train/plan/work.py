@@ -17,10 +17,10 @@ from torch import nn
 
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
+from megadit.models.flops import attention_flops, training_flops
 from megadit.models.layers import TorchLayers
 from megadit.models.segments import Segment, SegmentLayout
 from megadit.train.config import RunConfig
-from megadit.train.flops import attention_flops, training_flops
 from megadit.train.plan.layout import Layout
 
 ELEMENTWISE_ACCESSES = 100 / 3

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from megadit.models.config import NAMED_CONFIGS
+from megadit.models.flops import training_flops
 from megadit.models.support import UserError
 from megadit.models.weights import dit_shapes
 from megadit.train.__main__ import main
-from megadit.train.flops import training_flops
 from megadit.train.overrides import resolve_config
 from megadit.train.plan.hardware import GIB, GPUS, find_gpu
 from megadit.train.plan.layout import Layout

@@ -1,4 +1,4 @@
-"""Arithmetic of a training step.
+"""Arithmetic of a network and of its training.
 
 Counted are the multiplications and additions (two operations) of matrix products: all linears of the network as it is,
 once for each video token, word or sample that they read, of experts those that are chosen; self-attention, whose cost
@@ -19,10 +19,11 @@ _TABLES = ("positions.", "class_embedder.")
 
 def training_flops(layout: SegmentLayout, model: DiTConfig) -> int:
     """Floating-point operations of forward and backward for the samples of a pack."""
-    return 3 * sum(_forward_flops(segment, model) for segment in layout.segments if not segment.is_padding)
+    return 3 * sum(forward_flops(segment, model) for segment in layout.segments if not segment.is_padding)
 
 
-def _forward_flops(segment: Segment, model: DiTConfig) -> int:
+def forward_flops(segment: Segment, model: DiTConfig) -> int:
+    """Of one sample."""
     readers = _readers(model)
     rows = {"token": segment.num_tokens, "word": segment.text_slots, "sample": 1}
     linears = 2 * sum(rows[reader] * size for reader, size in readers.items())

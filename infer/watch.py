@@ -1,0 +1,57 @@
+"""What computing time goes to, by kind of operation."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile
+
+OPERATIONS = (
+    ("attention", ("scaled_dot_product", "flash", "fmha", "varlen")),
+    ("communication", ("nccl", "gloo", "c10d")),
+    ("matrix products", ("gemm", "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "mkldnn", "nvjet")),
+    ("convolutions", ("conv",)),
+    ("update and averages", ("adam", "_foreach_", "multi_tensor", "lerp")),
+    ("copies and casts", ("copy", "memcpy", "memset", "aten::cat", "catarray", "aten::fill_", "aten::zero_")),
+)
+"""Kind -> parts of the names of operations and kernels; the first match counts, what matches none is `elementwise`."""
+ELEMENTWISE = "elementwise"
+
+
+def watch(function: Callable[[], Any], device: torch.device, trace: str | None = None) -> dict[str, float]:
+    """Runs `function` once: the share of each kind of operation in the time of the device that computes.
+
+    `trace` is a file for a Chrome trace.
+    """
+    on_gpu = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu) as profiler:
+        function()
+    if trace is not None:
+        profiler.export_chrome_trace(trace)
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for event in profiler.events():
+        seconds[kind_of(event.name)] += _own_time(event, on_gpu)
+    return shares(seconds)
+
+
+def shares(seconds: dict[str, float]) -> dict[str, float]:
+    """Parts of the whole, the largest first."""
+    total = sum(seconds.values())
+    found = {name: value / total for name, value in seconds.items() if value}
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def kind_of(name: str) -> str:
+    """The kind of an operation or kernel of this name, as in `OPERATIONS`."""
+    name = name.lower()
+    return next((kind for kind, parts in OPERATIONS if any(part in name for part in parts)), ELEMENTWISE)
+
+
+def _own_time(event: FunctionEvent, on_gpu: bool) -> float:
+    """What an event took itself, on the device that computes."""
+    is_kernel = event.device_type == torch.autograd.DeviceType.CUDA
+    if is_kernel != on_gpu or getattr(event, "is_user_annotation", False):
+        return 0.0
+    return event.self_device_time_total if on_gpu else event.self_cpu_time_total
