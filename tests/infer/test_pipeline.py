@@ -367,12 +367,3 @@ def test_what_was_sampled_before_a_cancel_is_still_decoded(bundle_dir):
     assert [next(videos).prompt, next(videos).prompt] == PROMPTS[:2]
     with pytest.raises(Cancelled):
         next(videos)
-
-
-@pytest.mark.slow
-def test_compiled_or_not_the_videos_are_the_same(bundle_dir, pipeline):
-    compiled = TextToVideo.load(bundle_dir, device="cpu", compile=True)
-    for sizes in ({}, {"num_frames": 9}):
-        expected = pipeline.generate(PROMPTS, seeds=SEEDS, **sizes)
-        for found, reference in zip(compiled.generate(PROMPTS, seeds=SEEDS, **sizes), expected, strict=True):
-            assert largest_difference(found.video, reference.video) <= 1

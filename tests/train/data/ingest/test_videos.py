@@ -184,18 +184,6 @@ def test_killed_again_and_again_it_leaves_the_same_bytes(prepared, videos, tmp_p
     assert not list(out.rglob(".*.tar"))
 
 
-@pytest.mark.slow
-def test_two_ranks_leave_the_same_bytes(prepared, videos, tmp_path):
-    out = tmp_path / "shared"
-    options = [*OPTIONS[:-3], "1", *OPTIONS[-2:]]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "megadit.train.data.prepare", "videos", str(videos), str(out), *options]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert shard_bytes(out) == shard_bytes(prepared)
-    assert json.loads((out / "report.json").read_text()) == json.loads((prepared / "report.json").read_text())
-
-
 def wait_for_news(out: Path, process: subprocess.Popen, generator: random.Random) -> None:
     """Until the run has written something, and a random moment longer."""
     before = len(list(out.rglob("*")))
