@@ -7,7 +7,7 @@ same way. None is dropped, and none has a fixed place: ranks receive as many tok
 Shapes: S video tokens of this rank, B batch, D width, E experts.
 """
 
-from typing import Any
+from copy import copy
 
 import torch
 import torch.distributed as dist
@@ -17,38 +17,23 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megadit.models.config import DiTConfig
 from megadit.models.experts import Experts
 from megadit.models.megatron import cpu_shim
 from megadit.models.megatron.context_parallel import ContextGroups
-from megadit.models.megatron.parallel_sizes import ParallelSizes
 from megadit.models.segments import SegmentLayout, Share
-
-
-def expert_settings(model: DiTConfig, layout: ParallelSizes) -> dict[str, Any]:
-    """What Megatron wants to know about experts; which of them a token goes to, it is told."""
-    if not model.experts.num_experts:
-        return {}
-    return {
-        "num_moe_experts": model.experts.num_experts,
-        "moe_ffn_hidden_size": model.expert_size,
-        "expert_model_parallel_size": layout.expert,
-        "expert_tensor_parallel_size": layout.expert_tensor,
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_router_load_balancing_type": "none",
-        # without a capacity Megatron believes that every token has equally many experts; nothing is cut off to it
-        "moe_expert_capacity_factor": 1.0,
-        "moe_router_pre_softmax": True,
-    }
 
 
 class Dispatch:
     """Like `experts.compute_here`, for experts on several ranks; all of their ranks call it together."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, num_experts: int) -> None:
         cpu_shim.install_for_experts()
+        config = copy(config)  # in one that has experts, Megatron's schedules look for losses of its own
+        config.num_moe_experts = num_experts
+        # without a capacity Megatron believes that every token has equally many experts; nothing is cut off to it
+        config.moe_expert_capacity_factor = 1.0
         groups = get_default_pg_collection()
-        num_local = config.num_moe_experts // groups.ep.size()
+        num_local = num_experts // groups.ep.size()
         first = groups.ep.rank() * num_local
         self._dispatcher = MoEAlltoAllTokenDispatcher(
             num_local, list(range(first, first + num_local)), config=config, pg_collection=groups

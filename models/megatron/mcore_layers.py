@@ -38,7 +38,7 @@ from megadit.models.initialize import Fill, initialize_
 from megadit.models.layers import BlockStack, Layout, Sequence
 from megadit.models.lines import Arrangement, Axis, Lines, Mesh, lines, move
 from megadit.models.megatron.context_parallel import ContextGroups, attend_shared
-from megadit.models.megatron.expert_parallel import Dispatch, all_tokens, expert_settings, own_tokens
+from megadit.models.megatron.expert_parallel import Dispatch, all_tokens, own_tokens
 from megadit.models.megatron.groups import Axes
 from megadit.models.megatron.parallel_sizes import ParallelSizes
 from megadit.models.recompute import recomputed
@@ -78,7 +78,6 @@ def transformer_config(model: DiTConfig, layout: ParallelSizes, *, dtype: torch.
         perform_initialization=False,
         gradient_accumulation_fusion=False,
         calculate_per_token_loss=True,
-        **expert_settings(model, layout),
     )
     # finalize_model_grads sums the gradients of parameters marked `pipeline_parallel` only where it finds this
     config.has_cond_embedder = layout.pipeline > 1
@@ -231,7 +230,7 @@ class McoreLayers:
             parallel_state.get_expert_tensor_parallel_group(),
         )
         if group.size() * tensor_group.size() > 1 and self.dispatch is None:
-            self.dispatch = Dispatch(self.config)
+            self.dispatch = Dispatch(self.config, num_experts)
         experts = make(num_experts // group.size(), hidden // tensor_group.size())
         for name, parameter in experts.named_parameters():
             mark_expert_(parameter, HIDDEN_DIM[name])
