@@ -33,8 +33,8 @@ from megadit.models.support import UserError
 
 SCHEMA_VERSION = 2
 _SECONDS_TO_WAIT_FOR_A_LOCK = 30
-_MIGRATION_LOCK = 0x6D656761
-"""PostgreSQL's advisory lock that lets one gateway migrate while others wait."""
+MIGRATING, CLAIMING = 0x6D656761, 0x6D656762
+"""What one gateway does while the others wait; numbers of PostgreSQL's advisory locks."""
 
 _metadata = MetaData()
 VERSION = Table("schema_version", _metadata, Column("version", Integer, primary_key=True))
@@ -127,9 +127,13 @@ class Database:
         """Takes SQLite's write lock at once, so that what was read in the transaction still holds when it writes."""
         return self._engine.begin()
 
-    @property
-    def dialect(self) -> str:
-        return self._engine.dialect.name
+    def alone(self, connection: Connection, work: int) -> None:
+        """Waits until nobody else does this work, which nobody else then begins until the transaction ends.
+
+        SQLite's writing transactions are alone from their beginning.
+        """
+        if self._engine.dialect.name == "postgresql":
+            connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({work})")
 
     def close(self) -> None:
         self._engine.dispose()
@@ -171,8 +175,7 @@ def _begin_sqlite(connection: Connection) -> None:
 
 def _bring_up_to_date(database: Database) -> None:
     with database.writing() as connection:
-        if database.dialect == "postgresql":
-            connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})")
+        database.alone(connection, MIGRATING)
         if not inspect(connection).has_table(VERSION.name):
             _metadata.create_all(connection)
             connection.execute(VERSION.insert().values(version=SCHEMA_VERSION))

@@ -16,7 +16,7 @@ from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, selec
 
 from megadit.serve.contract import VideoRequest
 from megadit.serve.gateway.clock import store_seconds
-from megadit.serve.gateway.database import JOBS, KEYS, Database
+from megadit.serve.gateway.database import CLAIMING, JOBS, KEYS, Database
 from megadit.serve.gateway.keys import Key
 
 QUEUED, IN_PROGRESS, COMPLETED, FAILED, DELETED = "queued", "in_progress", "completed", "failed", "deleted"
@@ -206,6 +206,7 @@ class JobStore:
             .order_by(func.coalesce(running.c.jobs, 0), KEYS.c.turn, KEYS.c.id)
         )
         with self._database.writing() as connection:
+            self._database.alone(connection, CLAIMING)
             now = store_seconds(connection)
             for key_id in connection.execute(turns).scalars():
                 first = (

@@ -1,8 +1,13 @@
 """The job store: turns, attempts, clocks, and stores of other releases."""
 
 import contextlib
+import importlib.util
 import os
+import shutil
 import sqlite3
+import subprocess
+import sys
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -23,16 +28,43 @@ NEW = NewJob(
     model="text_to_video", request=VideoRequest(prompt="a", num_steps=4, num_frames=5, height=8, width=8, fps=8)
 )
 RESULT = Result(media_type="video/mp4", num_bytes=3, sha256="0" * 64)
-URLS = ["sqlite", *(["postgresql"] if "MEGADIT_POSTGRES" in os.environ else [])]
 
 
-@pytest.fixture(params=URLS)
+@pytest.fixture(scope="session")
+def postgres(tmp_path_factory):
+    """The URL of a PostgreSQL of our own, which listens on a socket in its folder alone."""
+    programs = {name: shutil.which(name) for name in ("initdb", "pg_ctl")}
+    if None in programs.values() or importlib.util.find_spec("psycopg") is None:
+        pytest.skip("no PostgreSQL (initdb and pg_ctl on the PATH) or no psycopg")
+    folder = Path(tempfile.mkdtemp(prefix="pg"))  # not pytest's: its path is too long for a socket, and ours alone
+    user = None
+    if os.getuid() == 0:  # which PostgreSQL refuses
+        user = "nobody"
+        shutil.chown(folder, user)
+
+    def run(*command: str) -> None:
+        done = subprocess.run(
+            command, user=user, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        assert done.returncode == 0, done.stdout
+
+    data = str(folder / "data")
+    run(programs["initdb"], "-D", data, "-U", "postgres", "-A", "trust", "--no-sync")
+    options = f"-k {folder} -c listen_addresses='' -c fsync=off"
+    run(programs["pg_ctl"], "-D", data, "-o", options, "-l", str(folder / "log"), "-w", "-t", "300", "start")
+    yield f"postgresql+psycopg://postgres@/postgres?host={folder}"
+    run(programs["pg_ctl"], "-D", data, "-m", "immediate", "stop")
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
 def database(request, tmp_path):
-    """SQLite, and the PostgreSQL whose URL the environment tells, emptied before and after."""
-    url = str(tmp_path / "jobs.sqlite") if request.param == "sqlite" else os.environ["MEGADIT_POSTGRES"]
+    """SQLite, and a PostgreSQL that is empty."""
+    is_sqlite = request.param == "sqlite"
+    url = str(tmp_path / "jobs.sqlite") if is_sqlite else request.getfixturevalue("postgres")
     with contextlib.closing(Database(url)) as database:
         yield database
-        if request.param == "postgresql":
+        if not is_sqlite:
             with database.writing() as connection:
                 connection.exec_driver_sql("DROP SCHEMA public CASCADE")
                 connection.exec_driver_sql("CREATE SCHEMA public")
@@ -206,9 +238,6 @@ def test_a_gateway_is_dead_when_it_stops_beating_and_is_buried_once(database, ti
 
 def test_an_accepted_job_survives_a_kill(tmp_path):
     """What was committed is there though the process never closed anything."""
-    import subprocess
-    import sys
-
     program = f"""
 import os, signal
 from megadit.serve.gateway.database import Database
