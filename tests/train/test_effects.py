@@ -34,6 +34,8 @@ VALIDATED = (
 )
 CLASSES = ("model.family=dit", "model.num_classes=5", "model.crossattn_emb_size=2", "model.position_embedding=sincos")
 SPIKES = ("train.train_iters=6", "health.on_spike=skip", "health.spike_window=2", "health.spike_factor=1e-9")
+EXPERTS = ("model.experts.num_experts=4", "optimizer.optimizer=adamw")
+CHOOSING = (*EXPERTS, "model.experts.routing=expert_choice")
 LOGGED = ("logger.wandb_exp_name=first",)
 
 
@@ -91,6 +93,13 @@ EFFECTS = {
     "model.frequency_shift": told("1.0"),
     "model.qk_layernorm_epsilon": told("0.1"),
     "model.mlp_layernorm_epsilon": told("0.1"),
+    "model.experts.num_experts": seen("names", "4", "optimizer.optimizer=adamw"),
+    "model.experts.routing": seen("weights", "expert_choice", *EXPERTS),
+    "model.experts.top_k": seen("weights", "1", *EXPERTS),
+    "model.experts.capacity_factor": seen("weights", "1.0", *CHOOSING),
+    "model.experts.ffn_hidden_size": seen("weights", "50", *EXPERTS),
+    "model.experts.shared_ffn_hidden_size": seen("names", "24", *EXPERTS),
+    "model.experts.balance_coefficient": seen("weights", "100.0", *EXPERTS),
     "data.path": ends("data.path=/nowhere", "/nowhere", *REAL),
     "data.mock": told("true", *REAL),
     "data.seq_length": told("128"),
@@ -139,6 +148,8 @@ EFFECTS = {
     ),
     "parallel.context_parallel_size": ends("start 2 ranks", "2"),
     "parallel.context_parallel_comm": ends("start 4 ranks", "ring", "parallel.context_parallel_size=4"),
+    "parallel.expert_model_parallel_size": ends("whole sets of experts over 2", "2", *EXPERTS),
+    "parallel.expert_tensor_parallel_size": ends("whole sets of experts over 2", "2", *EXPERTS),
     "parallel.sequence_parallel": ends("nothing to cut", "true"),
     "parallel.transformer_impl": ends("parallel.transformer_impl=transformer_engine", "transformer_engine"),
     "parallel.data_parallel": seen("layout", "distributed_optimizer", "optimizer.optimizer=adamw"),
