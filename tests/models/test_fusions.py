@@ -1,13 +1,12 @@
 """Fused steps against plain compositions in float64: random packs, the extremes of sigma, float32 and bfloat16."""
 
 import random
-import shutil
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megadit.models import fusion, modulation_by_token, qk_norm
+from megadit.models import qk_norm
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.embeddings import rotary_table
@@ -137,26 +136,6 @@ def test_norm_and_rotation_equal_their_composition(size, dtype, device):
     found = (out, *gradients(out, (ours[0], norm.weight)))
     # of the smallest inputs the square is near to eps, of which both have the same
     assert largest_error(found, (expected, *gradients(expected, exact))) < 2 * TOLERANCE[dtype]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
-def test_compiled_steps_are_the_same_and_compile_once_for_all_sizes(monkeypatch):
-    """On a GPU these are compiled; here the compiler's other half shows that it takes them."""
-    torch._dynamo.reset()
-    counters = torch._dynamo.utils.counters
-    counters.clear()
-    monkeypatch.setattr(modulation_by_token, "fused", lambda function, *inputs: fusion.compiled(function)(*inputs))
-    functions = (
-        lambda row_S: lambda x, shift, scale: modulated_norm_by_token(x, shift, 1 + scale, EPS, row_S),
-        lambda row_S: lambda x, gate, y: gated_residual_by_token(x, gate, y, row_S),
-    )
-    for seed in (0, 2, 3):
-        layout = random_pack(seed)
-        row_S = row_of_token(layout.runs, torch.device("cpu"))
-        errors = check_modulation(layout, torch.bfloat16, "cpu", *(make(row_S) for make in functions))
-        assert max(errors) < TOLERANCE[torch.bfloat16]
-    assert counters["stats"]["unique_graphs"] == 4
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

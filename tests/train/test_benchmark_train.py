@@ -120,16 +120,3 @@ def test_exponents_are_the_slopes(tmp_path):
     draw({"tokens": points}, tmp_path / "growth.png")
     assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
     assert list(table_of({"tokens": points}).columns[2].cells) == ["+2.00 (+2.00)"]
-
-
-@pytest.mark.slow
-def test_growth_is_measured_in_processes_of_its_own(tmp_path):
-    command = [sys.executable, "-m", "megadit.train.benchmark_growth", str(tmp_path), "--along", "tokens", "ranks"]
-    done = subprocess.run([*command, "--points", "2", "--steps", "1"], capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr
-    growth = json.loads((tmp_path / "growth.json").read_text())
-    assert [point["place"] for point in growth["tokens"]] == [1024, 2048]
-    # attention is a tenth of the operations at 1,024 tokens of this width
-    assert 2 < growth["tokens"][1]["operations"] / growth["tokens"][0]["operations"] < 4
-    assert growth["ranks"][1]["operations"] == pytest.approx(growth["ranks"][0]["operations"], rel=0.1)
-    assert (tmp_path / "growth.png").exists()
