@@ -260,6 +260,8 @@ class STDiTBlock(nn.Module):
         def attend(attention: SelfAttention, x: Tensor, place: Place, modulation: tuple[Tensor, ...]) -> Tensor:
             return self._sublayer(x, modulation, place.runs, lambda h: attention(h, place.layout, place.rotary))
 
+        if context.positions_SBD is not None:
+            x_SBD = x_SBD + context.positions_SBD
         x_SBD = attend(self.self_attention, x_SBD, Place(layout, runs, context.rotary), of_all)
         x_SBD = self.layers.move(x_SBD, layout, "home", "time")
         x_SBD = attend(self.temporal_attention, x_SBD, context.time, of_time)

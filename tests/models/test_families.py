@@ -49,7 +49,7 @@ FAMILIES = {
     "megadit": LOW_RANK,
     "moviegen": MOVIEGEN,
     "moviegen of nemo": MOVIEGEN_OF_NEMO,
-    "st_dit": DiTConfig(**COMMON, family="st_dit", adaln_lora_dim=6),
+    "st_dit": DiTConfig(**COMMON, family="st_dit", adaln_lora_dim=6, learned_positions=(4, 5, 4)),
     "tokens": TOKENS,
     "experts": CHOICE,
 }
