@@ -79,7 +79,8 @@ def _gather_lines(
     """The lines of a share: (place of each token in the sequence, the lines as segments, (sample, tokens) pairs).
 
     The sequence's own padding is left out; tokens are added (place -1) until the slices are equal and not empty. They
-    are counted with the last sample, to which they send no gradient.
+    are counted with the last sample, to which they send no gradient, and attend to one another, so that a rank without
+    lines has gradients, too (of zero).
     """
     tokens, segments, parts, dealt = [], [], [], 0
     for index, (segment, start) in enumerate(zip(whole.segments, whole.starts, strict=True)):
@@ -98,7 +99,7 @@ def _gather_lines(
     missing = -total % slices if total else slices
     if missing:
         tokens.append(torch.full((missing,), -1))
-        segments.append(Segment((1, 1, missing), 0, is_padding=True))
+        segments.append(Segment((1, 1, missing), 0))
         sample, count = parts.pop() if parts else (0, 0)
         parts.append((sample, count + missing))
     return torch.cat(tokens), segments, parts

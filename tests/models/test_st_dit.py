@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 
+from megadit.models.attention import attend_runs
 from megadit.models.blocks import Context, Place, STDiTBlock
 from megadit.models.config import DiTConfig
 from megadit.models.layers import TorchLayers
@@ -145,7 +146,10 @@ def test_a_rank_without_a_line_still_has_tokens():
     """One frame among two ranks: the second attends to padding, of which nothing comes back."""
     layout = SegmentLayout.pack([Segment((1, 2, 2), 1)], capacity=8, text_capacity=1)
     second = lines(layout, "space", Mesh(2, 2, 2))
-    assert [one.is_padding for one in second.layout.segments] == [True]
+    assert [one.grid for one in second.layout.segments] == [(1, 1, 2)]
+    qkv = torch.randn(2, 3, 1, 2, 4, requires_grad=True)
+    attend_runs(*qkv.unbind(1), second.layout, False, lambda x: x).sum().backward()
+    assert qkv.grad is not None, "DDP waits for every parameter's gradient"
     assert sum(run.count * run.length for run in second.runs) == 1
     assert sum(find_move(layout, "home", "space", Mesh(2, 2, 2)).num_received) == 0
 
