@@ -106,7 +106,7 @@ EFFECTS = {
     "data.text_seq_length": told("16"),
     "data.micro_batch_size": seen("layout", "2"),
     "data.global_batch_size": told("4"),
-    "data.num_workers": told("2", *REAL),
+    "data.num_workers": ends("data.num_workers=1000", "1000", *REAL),
     "data.packing_buffer_size": told("2", *REAL),
     "data.shuffle_buffer_size": told("1", *REAL),
     "data.text_dropout": told("0.9"),
@@ -220,9 +220,8 @@ def observed(tiny_dataset, tmp_path_factory):
     places |= {"{sigma_data}": info.sigma_data, "{finished}": folder / FINISHED}
     planned = {name: [fill(word, places) for word in words] for name, words in runs().items()}
     (folder / "runs.json").write_text(json.dumps(planned))
-    done = subprocess.run(
-        [sys.executable, JOB, folder], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, JOB, folder], env=environment, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return lambda name: json.loads((folder / f"{name}.json").read_text())
 
