@@ -1,6 +1,7 @@
 """Memory of a CPU that a step frees is kept for the next step."""
 
 import ctypes
+import os
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's malloc.h
 _MIB = 2**20
@@ -10,10 +11,11 @@ def keep_freed_memory() -> None:
     """Stops glibc from handing the memory of freed tensors back to the kernel, up to tensors of 32 MiB.
 
     Left alone, every step asks for the same pages again, one page fault each: a fifth of a small network's time. The
-    process stays as large as its largest step. Other C libraries are left as they are.
+    process stays as large as its largest step. Other C libraries are left as they are, and so is what MALLOC_* variables
+    of the environment say.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
+    if mallopt is None or any(name.startswith("MALLOC_") for name in os.environ):
         return
     mallopt(_M_MMAP_THRESHOLD, 32 * _MIB)  # the most it takes
     mallopt(_M_TRIM_THRESHOLD, 1024 * _MIB)
