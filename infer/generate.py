@@ -19,7 +19,7 @@ from megadit.infer.flags import DEFAULT_DTYPE, GenerateFlags, parse, refuse
 from megadit.infer.jobs import Grid, Job, plan_jobs
 from megadit.infer.outputs import checkpoint_fingerprint, make_record, output_paths, read_record, repeated, save
 from megadit.infer.pipeline import GeneratedVideo, TextToVideo, weaker_bundle
-from megadit.infer.ranks import device_name, is_first, start
+from megadit.infer.ranks import device_name, finish, is_first, start
 from megadit.infer.settings import far_from_training, latent_size
 from megadit.infer.start import GivenVideo, check_given
 from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, write_video
@@ -69,6 +69,7 @@ def _generate(argv: list[str]) -> None:
     if flags.contact_sheet and (everyones := ranks.gathered(videos)):
         _write_contact_sheet(flags.contact_sheet, grid, everyones)
         print(flags.contact_sheet)
+    finish()
 
 
 @contextmanager

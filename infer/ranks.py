@@ -85,6 +85,13 @@ def start(*, tensor: int, context: int, split_guidance: bool) -> Ranks:
     )
 
 
+def finish() -> None:
+    """Waits for the processes that torchrun started, and leaves their groups: gloo aborts one that ends with them."""
+    if world_size() > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 def _halves(rank: int, shared: int, world: int) -> ProcessGroup:
     """The group of this rank and its counterpart: every process makes all groups, as torch wants it."""
     own = None

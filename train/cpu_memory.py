@@ -11,8 +11,8 @@ def keep_freed_memory() -> None:
     """Stops glibc from handing the memory of freed tensors back to the kernel, up to tensors of 32 MiB.
 
     Left alone, every step asks for the same pages again, one page fault each: a fifth of a small network's time. The
-    process stays as large as its largest step. Other C libraries are left as they are, and so is what MALLOC_* variables
-    of the environment say.
+    process stays as large as its largest step. Other C libraries are left as they are; so is what MALLOC_* variables of
+    the environment say.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(name.startswith("MALLOC_") for name in os.environ):

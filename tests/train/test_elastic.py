@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-STEPS = 80
+STEPS = 240
 RUN = (
     *("-m", "megadit.train", "--recipe", "digits_tiny", "--mock", f"train.train_iters={STEPS}"),
     *("validation.interval=0", "checkpoint.save_interval=7", "checkpoint.keep_last=2", "logger.tensorboard=false"),
