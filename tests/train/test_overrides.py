@@ -135,7 +135,15 @@ SPECIAL = {
     "ema.sigma_rels": [0.2],
 }
 """Another legal value where it cannot be guessed."""
+EXPERTS = ["optimizer.optimizer=adamw", "model.experts.num_experts=4"]
 NEEDS = {
+    "model.experts.num_experts": ["optimizer.optimizer=adamw"],
+    "parallel.expert_model_parallel_size": EXPERTS,
+    "parallel.expert_tensor_parallel_size": [
+        *EXPERTS,
+        "parallel.tensor_model_parallel_size=2",
+        "parallel.sequence_parallel=true",
+    ],
     "parallel.virtual_pipeline_model_parallel_size": ["parallel.pipeline_model_parallel_size=2"],
     "parallel.sequence_parallel": ["parallel.tensor_model_parallel_size=2"],
     "parallel.recompute_num_layers": ["parallel.recompute_granularity=full"],
