@@ -18,7 +18,7 @@ from megadit.train.recipes.registry import recipe
 
 @recipe
 def digits() -> RunConfig:
-    """The run of `make demo`: captioned clips and images of handwritten digits, four to five minutes on two CPU cores.
+    """The run of `make demo`: captioned clips and images of handwritten digits, about five minutes on two CPU cores.
 
     Command: torchrun --nproc-per-node 2 -m megadit.train --recipe digits data.path=FOLDER train.output_dir=FOLDER
     Hardware: 2 CPU cores, 2 GB of memory; any GPU.
