@@ -6,7 +6,6 @@ it cannot. Flags that are left out take the checkpoint's defaults.
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from megadit.infer.settings import far_from_training, latent_size
 from megadit.infer.start import GivenVideo, check_given
 from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, write_video
 from megadit.models.bundle import Bundle
-from megadit.models.support import Progress, UserError, run_command
+from megadit.models.support import Progress, run_command, told_once
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
 
@@ -35,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _generate(argv: list[str]) -> None:
-    with _told_once():
+    with told_once():
         flags, bundle, grid = _plan(parse(argv))
         tokenizer = _tokenizer(flags, bundle)
         given = _check_jobs(grid.jobs, flags, bundle, tokenizer)
@@ -70,17 +69,6 @@ def _generate(argv: list[str]) -> None:
         _write_contact_sheet(flags.contact_sheet, grid, everyones)
         print(flags.contact_sheet)
     finish()
-
-
-@contextmanager
-def _told_once() -> Iterator[None]:
-    """What every process finds wrong alike, the first of them tells."""
-    try:
-        yield
-    except UserError:
-        if is_first():
-            raise
-        raise SystemExit(2) from None
 
 
 def _plan(flags: GenerateFlags) -> tuple[GenerateFlags, Bundle, Grid]:

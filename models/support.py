@@ -22,6 +22,10 @@ class UserError(ValueError):
     """
 
 
+class AlreadyToldError(Exception):
+    """A `UserError` that another process tells; see `told_once`."""
+
+
 def nearest(name: str, choices: Iterable[str]) -> str | None:
     """The choice most like `name`, or None where nothing is alike."""
     return next(iter(difflib.get_close_matches(name, list(choices), n=1)), None)
@@ -253,6 +257,8 @@ def run_command(function: Callable[[list[str]], int | None], argv: list[str]) ->
         code = function([argument for argument in argv if argument != "--debug"]) or 0
         sys.stdout.flush()
         return code
+    except AlreadyToldError:
+        return 2
     except UserError as error:
         if debug:
             raise
@@ -269,6 +275,17 @@ def run_command(function: Callable[[list[str]], int | None], argv: list[str]) ->
         # what is still buffered would fail again when the interpreter ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+@contextmanager
+def told_once() -> Iterator[None]:
+    """What every process that torchrun started finds wrong alike, the first of them tells: within `run_command`."""
+    try:
+        yield
+    except UserError:
+        if os.environ.get("RANK", "0") == "0":
+            raise
+        raise AlreadyToldError from None
 
 
 def _in_one_line(text: str) -> str:

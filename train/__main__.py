@@ -5,7 +5,7 @@ import functools
 import os
 import sys
 
-from megadit.models.support import CommandParser, UserError, run_command
+from megadit.models.support import CommandParser, UserError, run_command, told_once
 from megadit.train.config import RunConfig
 from megadit.train.config_checks import check_inputs, check_layout
 from megadit.train.overrides import resolve_config, to_yaml
@@ -20,17 +20,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str], *, debug: bool) -> int:
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    try:
+    with told_once():
         options = _parse(argv)
         config = _config(options)
         if options.print_config or options.dry_run or options.plan:
             return _tell(config, options) if rank == 0 else 0
         check_layout(config, options.nproc or world_size)
         check_inputs(config)
-    except UserError:
-        if rank == 0:  # every rank finds the same mistake; one of them says so
-            raise
-        return 2
     if options.nproc:
         from megadit.models.megatron.launch import launch
 

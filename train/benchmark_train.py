@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from megadit.models.support import CommandParser, Progress, UserError, run_command, write_json
+from megadit.models.support import CommandParser, Progress, UserError, run_command, told_once, write_json
 from megadit.train.__main__ import without_nproc
 from megadit.train.config import RunConfig
 from megadit.train.config_checks import check_inputs, check_layout
@@ -32,15 +32,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str], *, debug: bool) -> int:
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    try:
+    with told_once():
         options = _parse(argv)
         config = _config(options)
         check_layout(config, options.nproc or world_size)
         check_inputs(config)
-    except UserError:
-        if rank == 0:  # every rank finds the same mistake; one of them says so
-            raise
-        return 2
     if options.nproc:
         from megadit.models.megatron.launch import launch
 
