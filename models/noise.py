@@ -94,10 +94,9 @@ def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Te
 
 
 def _multiply(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low word of a 32 x 32 bit product; x is cut into 16-bit limbs, because the product exceeds int64."""
-    low = constant * (x & 0xFFFF)
-    high = constant * (x >> 16) + (low >> 16)
-    return high >> 16, (high & 0xFFFF) << 16 | low & 0xFFFF
+    """High and low word of a 32 x 32 bit product: it wraps around in int64, and so keeps all of its 64 bits."""
+    product = constant * x
+    return product >> 32 & _WORD, product & _WORD
 
 
 def _words(key_R: Tensor, position_R: Tensor, width: int, stream: int) -> Tensor:

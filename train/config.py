@@ -296,11 +296,13 @@ class ValidationConfig:
     prompts: tuple[str, ...] = ()
     """Captions of the sampled videos; empty takes the first ones of the validation split."""
     sampler: str = "dpmpp_2m"
-    """Solver of these videos, and the default of the bundles made from this run; so are the next two."""
+    """Solver of these videos, and the default of the bundles made from this run; so are the next three."""
     num_steps: int = 35
     """Sampling steps of these videos."""
     guidance: float = 7.0
     """Scale of classifier-free guidance, uncond + guidance (cond - uncond); 1 is none."""
+    eta: float = 0.0
+    """0..1, share of ancestral noise: at 1 every step forgets the noise so far, and with it the errors made in it."""
     tokenizer_folder: str | None = None
     """The tokenizer that decodes these videos, if not the data set's copy; it must be the same one."""
 

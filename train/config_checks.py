@@ -1,7 +1,7 @@
 """What a run's configuration must agree on with the world around it: the number of ranks, the files it names."""
 
 from megadit.models.support import UserError
-from megadit.train.config import RunConfig
+from megadit.train.config import RunConfig, ValidationConfig
 from megadit.train.value_checks import nearest_multiples
 
 
@@ -27,10 +27,9 @@ def check_layout(config: RunConfig, world_size: int) -> int:
 
 def check_inputs(config: RunConfig) -> None:
     """Raises UserError if the samples, the run's folder, or the sampler or tokenizer of its videos cannot be used."""
-    from megadit.infer.samplers import find_sampler  # brings torch, which the rest does without
     from megadit.train.second_copy import check_url
 
-    find_sampler(config.validation.sampler)
+    _check_sampling(config.validation)
     check_url(config.checkpoint.copy_to)
     if config.train.output_dir is None:
         raise UserError("train.output_dir is not set; give train.output_dir=FOLDER")
@@ -41,6 +40,16 @@ def check_inputs(config: RunConfig) -> None:
     from megadit.train.data.dataset_info import DatasetInfo
 
     _check_tokenizer(config.validation.tokenizer_folder, DatasetInfo.read(config.data.path).tokenizer_fingerprint)
+
+
+def _check_sampling(validation: ValidationConfig) -> None:
+    """Raises UserError for a sampler that does not exist, or cannot do what is asked of it."""
+    from megadit.infer.settings import resolve_settings  # brings torch, which the rest does without
+    from megadit.models.bundle import SamplingDefaults
+
+    steps, size = validation.num_steps, {"num_frames": 1, "height": 1, "width": 1, "fps": 1.0}
+    sampling = SamplingDefaults(sampler=validation.sampler, num_steps=steps, guidance=validation.guidance, **size)
+    resolve_settings(sampling, eta=validation.eta)
 
 
 def _check_tokenizer(folder: str | None, expected: str) -> None:

@@ -58,7 +58,7 @@ class DemoSize:
     """Generate and score every so-manyth clip."""
 
 
-FULL = DemoSize(num_clips=24_000, num_images=48_000, num_val=480)
+FULL = DemoSize(num_clips=prepare.NUM_CLIPS, num_images=prepare.NUM_IMAGES, num_val=prepare.NUM_VAL)
 QUICK = DemoSize(
     num_clips=200,
     num_images=400,

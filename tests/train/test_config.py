@@ -19,7 +19,7 @@ from megadit.train.config_checks import check_inputs, check_layout
 DATA = {"seq_length": 256, "text_seq_length": 64, "global_batch_size": 8, "mock_latent_shapes": ((1, 8, 8),)}
 
 
-def make_run(*, data=None, parallel=None, model=None, train=None, optimizer=None) -> RunConfig:
+def make_run(*, data=None, parallel=None, model=None, train=None, optimizer=None, validation=None) -> RunConfig:
     return RunConfig(
         recipe="test",
         model=DiTConfig(**(model or {})),
@@ -27,6 +27,7 @@ def make_run(*, data=None, parallel=None, model=None, train=None, optimizer=None
         train=TrainConfig(**{"train_iters": 10, **(train or {})}),
         optimizer=OptimizerConfig(**{"lr": 1e-3, **(optimizer or {})}),
         parallel=ParallelConfig(**(parallel or {})),
+        validation=ValidationConfig(**(validation or {})),
     )
 
 
@@ -130,6 +131,19 @@ def test_inputs_need_data_or_mock():
     with pytest.raises(UserError, match=r"data\.path is not set.*--mock"):
         check_inputs(make_run(train={"output_dir": "runs/x"}))
     check_inputs(make_run(train={"output_dir": "runs/x"}, data={"mock": True}))
+
+
+@pytest.mark.parametrize(
+    ("validation", "message"),
+    [
+        ({"sampler": "eular"}, r"eular.*euler"),
+        ({"sampler": "dpmpp_2m", "eta": 1.0}, r"dpmpp_2m cannot add noise.*euler"),
+        ({"sampler": "euler", "eta": 2.0}, r"eta=2\.0 must lie between 0 and 1"),
+    ],
+)
+def test_sampling_that_cannot_be_is_refused_before_training(validation, message):
+    with pytest.raises(UserError, match=message):
+        check_inputs(make_run(train={"output_dir": "runs/x"}, data={"mock": True}, validation=validation))
 
 
 def test_inputs_need_a_prepared_dataset(tmp_path):
