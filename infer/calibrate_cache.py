@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megadit.infer.cache import CachePlan, Measure, plan_key
 from megadit.infer.checkpoints import open_bundle
-from megadit.infer.flags import DEFAULT_DTYPE, parse, refuse
+from megadit.infer.flags import DEFAULT_DTYPE, GenerateFlags, parse, refuse
 from megadit.infer.jobs import plan_jobs
 from megadit.infer.lpips import LPIPS
 from megadit.infer.pipeline import TextToVideo
@@ -21,6 +21,11 @@ NUM_ROUNDS = 3
 MARGIN = 0.85
 """Share of the budget within which every video of the calibration stays, for the sake of those to come."""
 FEWEST_VIDEOS = 16
+_OF_GENERATING = (
+    *("runtime", "sequential_guidance", "offload_text_encoder", "cuda_graphs", "overlap_decoding", "tokenizer_model"),
+    *("t5_cache_dir", "tp_size", "cp_size", "cfg_parallel", "guardrail_dir"),
+)
+"""Options that would have other parts, or other processes, make the videos that are measured."""
 
 Sample = Callable[[int, Sequence[int]], Tensor]
 """(number of videos, calls to spare) -> the latents, or the frames, of the first so many."""
@@ -108,6 +113,9 @@ def _calibrate(argv: list[str]) -> None:
         (flags.cache_measure == "lpips") != bool(flags.lpips_weights),
         "--cache_measure lpips and --lpips_weights FOLDER go together: give both, or neither",
     )
+    for name in _OF_GENERATING:
+        is_given = getattr(flags, name) != getattr(GenerateFlags(), name)
+        refuse(is_given, f"--{name} is for `megadit generate`: the bundle's own parts are measured; leave it out")
     refuse(flags.repeat or flags.input_video or flags.continue_video, "calibration starts from prompts alone")
     bundle = open_bundle(flags.checkpoint_path)
     jobs = plan_jobs(flags, bundle.defaults).jobs

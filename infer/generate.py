@@ -73,6 +73,7 @@ def _generate(argv: list[str]) -> None:
 
 def _plan(flags: GenerateFlags) -> tuple[GenerateFlags, Bundle, Grid]:
     """What is to be made, of which checkpoint; `--repeat` fills the options in first."""
+    refuse(flags.lpips_weights, "--lpips_weights is for `megadit calibrate-cache`: plans need it no more; leave it out")
     record = read_record(flags.repeat) if flags.repeat else None
     wants_other_checkpoint = bool(flags.checkpoint_path)
     flags, recorded = repeated(flags, record) if record else (flags, None)

@@ -12,12 +12,12 @@ from typing import Literal, get_args
 from megadit.models.config import DiTConfig
 from megadit.models.megatron.parallel_sizes import ContextComm, ParallelSizes
 from megadit.models.support import UserError
+from megadit.train.config_upkeep import CheckpointConfig, HealthConfig, LoggerConfig, ValidationConfig
 from megadit.train.value_checks import nearest_multiples, require_choice, require_not_negative, require_positive
 
 Precision = Literal["fp32", "bf16"]
 MatmulPrecision = Literal["ieee", "tf32", "bf16"]
 OptimizerName = Literal["adamw", "muon"]
-Remedy = Literal["stop", "skip", "rollback"]
 LRDecayStyle = Literal["cosine", "linear", "constant"]
 DataParallel = Literal["ddp", "distributed_optimizer", "fsdp"]
 Recompute = Literal["none", "selective", "full"]
@@ -258,105 +258,6 @@ class ParallelConfig:
             sequence_parallel=self.sequence_parallel,
             fully_sharded=self.data_parallel == "fsdp",
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointConfig:
-    """When checkpoints are written; resuming from the newest valid one is automatic."""
-
-    save_interval: int = 1000
-    """Steps between checkpoints; one more is written at the end and at SIGTERM or SIGINT."""
-    keep_last: int = 3
-    """Checkpoints kept; older ones are deleted."""
-    copy_to: str | None = None
-    """A second place for the same checkpoints, by any URL of fsspec (s3://bucket/run, a folder, ...); they are fetched
-    from there where `train.output_dir` has none."""
-    load: str | None = None
-    """Folder of another run, continued here (step, optimizer, data and all) while this one has no checkpoint itself."""
-    init_from: str | None = None
-    """A bundle, checkpoint or folder of a run whose weights training starts from, at step 0, while there is no
-    checkpoint of its own: fine-tuning, and the next stage of resolution."""
-    async_save: bool = True
-    """Write the files while training goes on; False waits for them."""
-
-    def __post_init__(self) -> None:
-        require_positive("checkpoint", self, ["save_interval", "keep_last"])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ValidationConfig:
-    """The loss at fixed noise levels on held-out samples, and videos sampled with the averaged weights."""
-
-    interval: int = 1000
-    """Steps between validations; 0 never validates."""
-    num_batches: int = 8
-    """Packs from which the loss is measured, each at every sigma."""
-    sigmas: tuple[float, ...] = (0.1, 0.3, 1.0, 3.0, 10.0)
-    """Noise levels of the measured losses."""
-    prompts: tuple[str, ...] = ()
-    """Captions of the sampled videos; empty takes the first ones of the validation split."""
-    sampler: str = "dpmpp_2m"
-    """Solver of these videos, and the default of the bundles made from this run; so are the next three."""
-    num_steps: int = 35
-    """Sampling steps of these videos."""
-    guidance: float = 7.0
-    """Scale of classifier-free guidance, uncond + guidance (cond - uncond); 1 is none."""
-    eta: float = 0.0
-    """0..1, share of ancestral noise: at 1 every step forgets the noise so far, and with it the errors made in it."""
-    tokenizer_folder: str | None = None
-    """The tokenizer that decodes these videos, if not the data set's copy; it must be the same one."""
-
-    def __post_init__(self) -> None:
-        require_not_negative("validation", self, ["interval", "guidance"])
-        require_positive("validation", self, ["num_batches", "num_steps"])
-        for sigma in self.sigmas:
-            if not 0 < sigma < math.inf:
-                raise UserError(f"validation.sigmas={sigma} must be positive and finite")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HealthConfig:
-    """What a run does about steps, ranks and readers that go wrong; events.jsonl has every one with its samples."""
-
-    on_not_finite: Remedy = "stop"
-    """At a loss or gradient that is NaN or infinite: end the run, leave out the update, or go back to the last
-    checkpoint and on with the data that follow."""
-    on_spike: Remedy | None = None
-    """The same at a loss far above the usual; None does not look."""
-    spike_factor: float = 3.0
-    """How many times the median of the last `spike_window` losses is far."""
-    spike_window: int = 100
-    max_troubles: int = 10
-    """Steps left out or gone back over between two checkpoints, after which the run ends."""
-    watchdog_seconds: float = 1200.0
-    """A rank that shows no progress for so long is named, and the run ends; 0 waits forever."""
-    starving_share: float = 0.5
-    """Share of the time spent waiting for data above which a warning is printed."""
-    statistics_interval: int = 0
-    """Steps between the sizes of all gradients and block outputs in metrics.jsonl; 0 never measures them."""
-
-    def __post_init__(self) -> None:
-        require_choice("health.on_not_finite", self.on_not_finite, get_args(Remedy))
-        if self.on_spike is not None:
-            require_choice("health.on_spike", self.on_spike, get_args(Remedy))
-        require_positive("health", self, ["spike_factor", "spike_window", "max_troubles", "starving_share"])
-        require_not_negative("health", self, ["watchdog_seconds", "statistics_interval"])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoggerConfig:
-    """Where metrics go besides metrics.jsonl, which is always written."""
-
-    tensorboard: bool = True
-    """Scalars and validation videos in tensorboard/."""
-    wandb_exp_name: str | None = None
-    """Name of this run in Weights & Biases, which it switches on (needs megadit[wandb]). Without WANDB_API_KEY it
-    writes files for `wandb sync`."""
-    wandb_project: str = "megadit"
-    wandb_entity: str | None = None
-    """The team or user the project belongs to; None is the account's default."""
-    wandb_save_dir: str | None = None
-    """Folder of its files; None is wandb/ in `train.output_dir`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

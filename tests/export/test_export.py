@@ -220,3 +220,31 @@ def test_benchmark_takes_runtimes_in_turn(exported, tmp_path, capsys):
     assert benchmark_generate.main([*arguments, "--runtime", "onxx"]) == 2
     assert "did you mean 'onnx'?" in capsys.readouterr().err
     assert benchmark_generate.main([str(exported.path), "--rounds", "0"]) == 2
+
+
+def test_every_option_reaches_the_export(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(command, "export_bundle", lambda *export: asked.append(export))
+    monkeypatch.setattr(command, "add_engines", lambda *engines: asked.append(engines))
+    (tmp_path / "prompts.txt").write_text("a red seven\n")
+
+    def export(*more):
+        asked.clear()
+        assert command.main(["bundle", "out", *more]) == 0
+        return list(asked)
+
+    plain = export()
+    for option in (
+        *(["--precision", "bf16"], ["--profile", "text=1,4,9"], ["--opset", "18"], ["--no_text_encoder"]),
+        *(["--video_steps", "3"], ["--format", "tensorrt"]),
+    ):
+        assert export(*option) != plain, option
+    int8 = ["--precision", "int8"]
+    assert export(*int8) != export(*int8, "--calibration_prompts", str(tmp_path / "prompts.txt"))
+    engines = export("--format", "tensorrt")
+    for option in (
+        *(["--workspace_gb", "2"], ["--optimization_level", "5"], ["--timing_cache", "t.cache"], ["--refittable"]),
+        *(["--version_compatible"], ["--hardware_compatible"], ["--weight_streaming"]),
+    ):
+        assert export("--format", "tensorrt", *option) != engines, option
+    assert export() == plain and export("--format", "tensorrt") == engines

@@ -45,3 +45,33 @@ def test_parts_of_a_video_come_from_the_medians():
 
     figures = [figure(NETWORK, 0.2), figure(DECODER, 0.5), figure(WHOLE, 4.0)]
     assert parts(figures, 10)["eager"] == pytest.approx({"denoiser": 0.5, "decoder": 0.125, "all else": 0.375})
+
+
+def test_options_reach_what_is_timed(bundle_dir, monkeypatch):
+    class TimedError(Exception):
+        pass
+
+    def load_pipelines(bundle, *how):
+        asked.append(how)
+
+    def measure(pipelines, *what):
+        asked.append(what)
+        raise TimedError
+
+    asked = []
+    monkeypatch.setattr(benchmark_generate, "load_pipelines", load_pipelines)
+    monkeypatch.setattr(benchmark_generate, "measure", measure)
+
+    def timed(*more):
+        asked.clear()
+        with pytest.raises(TimedError):
+            benchmark_generate.main([str(bundle_dir), *more])
+        return list(asked)
+
+    plain = timed()
+    for option in (
+        *(["--runtime", "onnx"], ["--device", "cpu"], ["--dtype", "bfloat16"], ["--prompt", "a clip"]),
+        *(["--rounds", "9"], ["--num_steps", "7"], ["--num_frames", "9"], ["--height", "32"], ["--width", "32"]),
+    ):
+        assert timed(*option) != plain, option
+    assert timed() == plain

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from megadit.models.convert.cli import main as convert
 from megadit.models.convert.cosmos_tokenizer import diffusers_names
 from megadit.models.convert.tensor_archive import read_archive
 from megadit.models.support import UserError
@@ -101,6 +102,14 @@ def test_jit_and_diffusers_give_the_same_tokenizer(published):
         z = (z - mean) / std
     torch.testing.assert_close(latents, 0.5 * z, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(ours.decode(latents), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_compression_is_taken_if_it_fits(published, tmp_path, capsys):
+    released = published[2] / "autoencoder.jit"
+    size = released.parent.name.rpartition("CV")[2]
+    assert convert([str(released), str(tmp_path / "right"), "--compression", size]) == 0
+    assert convert([str(released), str(tmp_path / "wrong"), "--compression", "2x2x2"]) == 2
+    assert "does not fit a compression of 2x2x2" in capsys.readouterr().err
 
 
 def test_names_are_those_of_the_whole_network(published):

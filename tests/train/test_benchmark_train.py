@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from megadit.infer.watch import ELEMENTWISE, OPERATIONS, kind_of
-from megadit.train import benchmark_train
+from megadit.train import benchmark_growth, benchmark_train
 from megadit.train.benchmark_growth import AXES, BASE, RECIPE, Exponents, Point, draw, table_of
 from megadit.train.config_checks import check_layout
 from megadit.train.overrides import resolve_config
@@ -120,3 +120,38 @@ def test_exponents_are_the_slopes(tmp_path):
     draw({"tokens": points}, tmp_path / "growth.png")
     assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
     assert list(table_of({"tokens": points}).columns[2].cells) == ["+2.00 (+2.00)"]
+
+
+def test_options_of_the_steps_reach_them(tmp_path, monkeypatch):
+    (tmp_path / "run.yaml").write_text("train: {seed: 77}")
+    options = benchmark_train._parse(["--recipe", "digits", "--config-file", str(tmp_path / "run.yaml")])
+    assert benchmark_train._config(options).train.seed == 77
+    started = []
+    monkeypatch.setattr(
+        "megadit.models.megatron.launch.launch", lambda *asked, num_processes: started.append(num_processes) or 0
+    )
+    assert benchmark_train.main(["--recipe", "digits", "--nproc", "2"]) == 0 and started == [2]
+
+
+def test_options_of_growth_choose_its_points(tmp_path, monkeypatch):
+    measured = []
+
+    def measure_point(axis, value, file, steps):
+        measured.append((axis, value, steps))
+        return Point(place=value, seconds=value, operations=value, memory=value, planned_memory=value)
+
+    monkeypatch.setattr(benchmark_growth, "measure_point", measure_point)
+    monkeypatch.setattr(benchmark_growth, "draw", lambda curves, path: None)
+
+    def points(*more):
+        measured.clear()
+        assert benchmark_growth.main([str(tmp_path), *more]) == 0
+        return list(measured)
+
+    everything = points()
+    assert len(everything) == sum(len(axis.values) for axis in AXES.values()) and {
+        steps for *_, steps in everything
+    } == {3}
+    assert {axis for axis, *_ in points("--along", "tokens")} == {AXES["tokens"]}
+    assert len(points("--points", "2")) == 2 * len(AXES)
+    assert {steps for *_, steps in points("--steps", "7", "--points", "2")} == {7}

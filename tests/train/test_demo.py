@@ -1,5 +1,6 @@
 """The demo's driver: stages in order, skipped when done, repeated when interrupted."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,15 @@ def test_no_ranks(tmp_path):
     with pytest.raises(UserError, match="--ranks 0"):
         demo_module.main(["--out", str(tmp_path), "--ranks", "0", "--debug"])
     assert not list(Path(tmp_path).iterdir())
+
+
+def test_every_option_reaches_the_demo(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(demo_module, "run_demo", asked.append)
+    monkeypatch.setattr(demo_module.signal, "signal", lambda *_: None)
+    for more in ([], ["--out", str(tmp_path)], ["--ranks", "5"], ["--quick"]):
+        assert demo_module.main(more) == 0
+    plain, placed, divided, quick = asked
+    assert placed == replace(plain, out=tmp_path) != plain
+    assert divided == replace(plain, num_ranks=5) != plain
+    assert quick == replace(plain, size=QUICK) != plain

@@ -72,3 +72,10 @@ def test_best_without_a_validation_is_the_narrowest_average(trained, tmp_path):
 def test_a_folder_without_checkpoints(tmp_path):
     with pytest.raises(UserError, match="no complete checkpoint"):
         find_checkpoint(tmp_path)
+
+
+def test_the_data_set_may_lie_elsewhere(trained, tiny_dataset, tmp_path, capsys):
+    assert main([str(trained), str(tmp_path / "bundle"), "--dataset", "/nowhere"]) == 2
+    assert "/nowhere is not a folder" in capsys.readouterr().err and not (tmp_path / "bundle").exists()
+    shutil.copytree(tiny_dataset, tmp_path / "moved")
+    assert main([str(trained), str(tmp_path / "bundle"), "--dataset", str(tmp_path / "moved")]) == 0

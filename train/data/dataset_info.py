@@ -5,7 +5,7 @@ import tarfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
@@ -28,6 +28,8 @@ DEFINITIONS = {
 """What the shards are to Energon: their captions, or crude samples. Its tools (info, lint, preview; 7.4) know no crude
 samples and look into dataset.yaml; loaders are told to take the other (`dataset_config="crude.yaml"`)."""
 REMEDY = "write it with `megadit prepare`"
+Store = Literal["latents", "raw"]
+STORES_BY_SUFFIX: dict[str, Store] = {"safetensors": "latents", "mp4": "raw", "png": "raw"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +46,8 @@ class DatasetInfo:
     """Width of the text features."""
     num_samples: dict[str, int]
     """Samples of each split."""
+    store: Store | None = None
+    """Whether samples are latents or pixels, as the first one shows; None if it cannot be told."""
 
     @property
     def tokenizer_folder(self) -> Path:
@@ -55,7 +59,7 @@ class DatasetInfo:
 
     def write(self) -> None:
         values = asdict(self)
-        del values["root"]
+        del values["root"], values["store"]
         write_json(self.root / INFO_FILE, {"format_version": FORMAT_VERSION, **values})
 
     @classmethod
@@ -78,9 +82,29 @@ class DatasetInfo:
                 f"{root / INFO_FILE} has format_version {version}, this megadit reads up to {FORMAT_VERSION}; update it"
             )
         try:
-            return cls(root=root, **values)
+            return cls(root=root, store=_store_of(root), **values)
         except TypeError as error:
             raise UserError(f"{root / INFO_FILE} is not the description of a data set ({error}); {REMEDY}") from None
+
+
+def _store_of(root: "Path | EPath") -> Store | None:
+    """What the first training sample holds."""
+    first = root / "train-000000.tar"
+    if not first.is_file():
+        return None
+    found: set[Store] = set()
+    try:
+        with first.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as shard:
+            name = None
+            for member in shard:
+                key, _, suffix = member.name.partition(".")
+                if name not in (None, key):
+                    break
+                name = key
+                found |= {STORES_BY_SUFFIX[suffix]} if suffix in STORES_BY_SUFFIX else set()
+    except (OSError, tarfile.TarError):  # what is broken is told by those who read samples
+        return None
+    return found.pop() if len(found) == 1 else None
 
 
 def _read_info(root: "Path | EPath") -> dict[str, Any]:
@@ -122,12 +146,14 @@ def _read_blend(path: "Path | EPath") -> DatasetInfo:
     if not splits["train"]:
         raise UserError(f"{path} blends nothing in its split 'train'")
     first = everything[0]
-    for name in ("tokenizer_fingerprint", "text_encoder_fingerprint", "sigma_data", "latent_channels", "text_width"):
+    parts = ("tokenizer_fingerprint", "text_encoder_fingerprint", "latent_channels", "text_width", "sigma_data")
+    for name in (*parts, "store"):
         for info in everything:
-            if getattr(info, name) != getattr(first, name):
+            expected, found = getattr(first, name), getattr(info, name)
+            if expected != found and None not in (expected, found):
                 raise UserError(
-                    f"{path} blends what cannot be blended: {name} is {getattr(first, name)} of {first.root} and "
-                    f"{getattr(info, name)} of {info.root}; prepare both with the same encoders"
+                    f"{path} blends what cannot be blended: {name} is {expected} of {first.root} and "
+                    f"{found} of {info.root}; prepare both alike"
                 )
     counts = {split: sum(info.num_samples.get(part, 0) for info, part in leaves) for split, leaves in splits.items()}
     return replace(first, num_samples=counts)

@@ -11,6 +11,7 @@ A saved state belongs to one rank of one layout; it is plain JSON, and restoring
 order of samples is an error, never a silent restart. `redistribute` makes the states of another number of ranks.
 """
 
+import gc
 from collections.abc import Callable, Iterator
 from itertools import islice
 from math import isclose
@@ -60,6 +61,10 @@ class TrainLoader:
     def __next__(self) -> PackedBatch:
         # Energon's iterator is made with the first batch: made but not begun, it has no workers to ask for their state
         if self._batches is None:
+            # Workers collect the garbage they are forked with. A process group among it, left by an earlier run of this
+            # process, would wait there for the end of threads that no fork has.
+            if self._loader.num_workers:
+                gc.collect()
             self._batches = iter(self._loader)
         return next(self._batches)
 
@@ -218,6 +223,12 @@ def check_dataset(config: RunConfig) -> DatasetInfo:
     ):
         if not isclose(expected, found, rel_tol=1e-6):
             raise UserError(f"model.{name}={expected} does not fit {info.root}, whose value is {found}; set it to that")
+    encode = "on_the_fly" if info.store == "raw" else "precached"
+    if info.store is not None and config.data.encode != encode:
+        kind = "pixels" if info.store == "raw" else "latents"
+        raise UserError(
+            f"data.encode={config.data.encode} does not fit {info.root}, which holds {kind}; set it to {encode}"
+        )
     return info
 
 

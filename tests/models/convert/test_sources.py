@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from megadit.models.config import DiTConfig
 from megadit.models.convert import class_dit, cosmos, nemo
@@ -262,3 +262,14 @@ def test_memory_of_a_conversion(tmp_path, megabytes):
     assert result.returncode == 0, result.stderr
     peak = float(result.stdout)
     assert peak < 2 * size / 10 + 64, f"{peak:.0f} MiB for {size:.0f} MiB of weights"
+
+
+def test_the_precision_is_chosen(tmp_path):
+    path = write_diffusers(tmp_path / "net", dataclasses.replace(COSMOS, in_channels=12))
+    HaarTokenizer(temporal_compression=1, spatial_compression=2).save(tmp_path / "haar")
+    HashedWordEncoder(dim=16).save(tmp_path / "words")
+    parts = ["--tokenizer", str(tmp_path / "haar"), "--text_encoder", str(tmp_path / "words")]
+    for name, more, dtype in (("kept", [], torch.float32), ("halved", ["--dtype", "bfloat16"], torch.bfloat16)):
+        assert main([str(path), str(tmp_path / name), *parts, *more]) == 0
+        tensors = load_file(tmp_path / name / "transformer/model.safetensors")
+        assert {tensor.dtype for tensor in tensors.values()} == {dtype}

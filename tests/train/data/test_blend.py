@@ -9,6 +9,7 @@ import torch
 from megadit.models.support import UserError
 from megadit.train.data.dataset_info import DatasetInfo
 from megadit.train.data.loader import build_train_loader, build_validation_loader, check_dataset
+from megadit.train.data.writer import write_members
 
 BLEND = """
 __module__: megatron.energon
@@ -99,3 +100,14 @@ def test_a_blend_that_is_none_is_told(tmp_path):
     (tmp_path / "other.yaml").write_text("splits: 3\n")
     with pytest.raises(UserError, match="other.yaml is not a blend"):
         DatasetInfo.read(tmp_path / "other.yaml")
+
+
+def test_latents_and_pixels_do_not_blend(blend, module_writer, toy, tmp_path):
+    with module_writer(tmp_path / "other") as writer:
+        toy.add_sample(writer, "train", 0)
+    path = tmp_path / "blend.yaml"
+    path.write_text(blend.read_text().replace(str(blend.parent / "second"), str(writer.root)))
+    assert DatasetInfo.read(path).store == "latents"
+    write_members(writer.root / "train-000000.tar", [("a.json", b"{}"), ("a.png", b""), ("b.json", b"{}")])
+    with pytest.raises(UserError, match="store is latents .* and raw of"):
+        DatasetInfo.read(path)

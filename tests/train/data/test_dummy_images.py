@@ -30,3 +30,18 @@ def test_what_nemo_s_documents_say(tmp_path, monkeypatch, capsys):
 def test_what_cannot_be_drawn(tmp_path, settings, message):
     with pytest.raises(UserError, match=message):
         prepare_dummy_images(tmp_path / "out", **settings)
+
+
+def test_options_decide_the_pictures(tmp_path):
+    def shard(*more):
+        assert prepare.main(["dummy_images", str(tmp_path / "out"), "--num_images", "8", "--size", "32", *more]) == 0
+        return (tmp_path / "out" / "train-000000.tar").read_bytes()
+
+    first = shard()
+    assert shard("--seed", "1") == first, "what is there stays"
+    assert shard("--seed", "1", "--overwrite") != first == shard("--overwrite")
+
+
+def test_another_factory_is_refused(capsys):
+    assert prepare.main(["dummy_images", "--factory", "another"]) == 2
+    assert "prepare_dummy_image_dataset" in capsys.readouterr().err

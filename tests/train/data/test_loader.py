@@ -1,8 +1,10 @@
 """Training and validation readers over Energon: what a pass holds, what a resume repeats, what ranks share."""
 
+import gc
 import io
 import json
 import logging
+import os
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
@@ -203,6 +205,25 @@ def test_ranks_times_workers_decides_the_packs(make_config):
         assert_same(batch, reference)
 
 
+def test_workers_do_not_end_what_is_left_of_an_earlier_run(make_config, tmp_path):
+    """Garbage that owns threads, as a process group does, would wait in a fork for the end of threads it has not."""
+
+    class Left:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            (tmp_path / str(os.getpid())).touch()
+
+    gc.disable()
+    try:
+        Left()
+        next(build_train_loader(make_config(num_workers=2), rank=0, world_size=1))
+    finally:
+        gc.enable()
+    assert [path.name for path in tmp_path.iterdir()] == [str(os.getpid())]
+
+
 # --- samples that cannot be used ----------------------------------------------------------------------------------
 
 
@@ -316,6 +337,13 @@ def test_data_of_another_model_are_refused(make_config, name, value):
     config = make_config()
     with pytest.raises(UserError, match=f"model.{name}={value} does not fit"):
         check_dataset(replace(config, model=replace(config.model, **{name: value})))
+
+
+def test_samples_of_another_kind_are_refused_before_any_is_read(make_config, dataset):
+    said = f"data.encode=on_the_fly does not fit {dataset}, which holds latents; set it to precached"
+    for build in (build_train_loader, build_validation_loader):
+        with pytest.raises(UserError, match=said):
+            build(make_config(encode="on_the_fly"), rank=0, world_size=1)
 
 
 def test_more_readers_than_samples_is_an_error(make_config):

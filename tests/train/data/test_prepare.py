@@ -1,6 +1,7 @@
 """`megadit prepare digits`: what the shards hold is what their captions say."""
 
 import json
+import shutil
 import tarfile
 
 import pytest
@@ -88,3 +89,11 @@ def test_mistakes_are_told(tmp_path):
     with pytest.raises(UserError, match="not a prepared data set"):
         prepare.main(["digits", str(tmp_path), "--overwrite", "--debug"])
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_finished_folder_is_replaced_on_demand(prepared, tmp_path):
+    sizes = ["--num_clips", "60", "--num_images", "120", "--num_val", "30"]
+    shutil.copytree(prepared, tmp_path / "again")
+    assert prepare.main(["digits", str(tmp_path / "again"), *sizes, "--seed", "2", "--overwrite"]) == 0
+    before, after = ((root / "train-000000.tar").read_bytes() for root in (prepared, tmp_path / "again"))
+    assert before != after

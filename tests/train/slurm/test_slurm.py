@@ -43,6 +43,11 @@ def test_written_configuration_writes_the_same_scripts(tmp_path):
     assert scripts(again)["train.sh"] == (tmp_path / "train.sh").read_text()
 
 
+def test_the_resolved_configuration_is_shown_and_nothing_written(tmp_path, capsys):
+    assert main(["--config-file", str(EXAMPLE), "--print-config", f"folder={tmp_path}", "cluster.account=physics"]) == 0
+    assert "account: physics" in capsys.readouterr().out and not list(tmp_path.iterdir())
+
+
 def test_sbatch_lines_come_before_the_first_command():
     text = scripts(chain(example=True))["train.sh"].splitlines()
     asked = [number for number, line in enumerate(text) if line.startswith("#SBATCH")]

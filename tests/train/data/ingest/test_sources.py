@@ -21,7 +21,7 @@ from megadit.models.support import UserError
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
 from megadit.train.data import prepare
-from megadit.train.data.dataset_info import DatasetInfo, iter_captions
+from megadit.train.data.dataset_info import DatasetInfo, iter_captions, iter_descriptions
 from megadit.train.data.ingest.foreign import UnreadableTensorError, read_pickle, read_pth
 from megadit.train.data.ingest.plan import Settings, Source
 from megadit.train.data.ingest.scan import scan
@@ -258,6 +258,12 @@ def test_what_nemo_and_dfm_wrote_becomes_a_data_set(tmp_path, caplog):
         "caption": "a fox", "num_frames": 5, "height": 32, "width": 32, "fps": 30.0, "aesthetic_score": 5.5,
     }  # fmt: skip
     assert tensors["text"].shape == (7, 64) and tensors["latent"].shape == (8, 1, 4, 4)
+    more = ["--fps", "12", "--val_every", "2", "--shard_size", "1"]
+    assert prepare.main(["nemo", str(source), str(tmp_path / "other"), *parts, *more, "--debug"]) == 0
+    described = [each for split in ("train", "val") for each in iter_descriptions(tmp_path / "other", split)]
+    assert {each["fps"] for each in described} == {0, 12, 30}
+    assert DatasetInfo.read(tmp_path / "other").num_samples["val"] >= 2
+    assert (tmp_path / "other" / "train-000001.tar").is_file()
 
 
 # --- stores -------------------------------------------------------------------------------------------------------

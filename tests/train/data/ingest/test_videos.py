@@ -147,6 +147,9 @@ def test_pixels_can_be_stored_instead(videos, tmp_path):
     config = replace(
         config, data=replace(config.data, path=str(out), num_workers=0, encode="on_the_fly", **SMALL_BUFFERS)
     )
+    latents = replace(config, data=replace(config.data, encode="precached"))
+    with pytest.raises(UserError, match="encode=precached does not fit .* which holds pixels; set it to on_the_fly"):
+        build_train_loader(latents, rank=0, world_size=1)
     batch = next(iter(build_train_loader(config, rank=0, world_size=1)))
     tokenizer, first = load_tokenizer(out / "tokenizer"), batch.layout.segments[0]
     name, num_tokens = batch.sample_ids[0], batch.layout.lengths[0]

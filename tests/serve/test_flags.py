@@ -1,0 +1,221 @@
+"""Options of the commands that serve: each reaches the server, the request or the files that it is for.
+
+What these do with it is tested beside them; here only who starts and asks them is replaced.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from megadit.serve import ask, build_repository, cli, demo, run, up
+from megadit.serve.contract import VideoRequest, VideoResult
+from megadit.serve.gateway import command
+from megadit.serve.gateway.service import GatewaySettings
+
+
+class ReachedError(Exception):
+    """Thrown where a command would have gone on for good."""
+
+
+@pytest.fixture
+def note():
+    """note(result): a stand-in that notes what it is called with; note.all is what was noted."""
+
+    def note(result=None):
+        def stand_in(*arguments, **settings):
+            note.all.append((arguments, settings))
+            return result() if callable(result) else result
+
+        return stand_in
+
+    note.all = []
+    return note
+
+
+def differing(seen, flags, *command):
+    """The flags that change what is seen of the command."""
+    plain = seen(*command)
+    assert seen(*command) == plain, "the control"
+    return [flag for flag, *values in flags if seen(*command, flag, *values) != plain]
+
+
+# ----------------------------------------------------------------------------------------------- build-repository
+
+
+REPOSITORY = (
+    *(("--images",), ("--dtype", "bfloat16"), ("--device", "0,3"), ("--instances", "2"), ("--max_batch_size", "3")),
+    *(("--max_queue_size", "5"), ("--queue_seconds", "7"), ("--batching_seconds", "0.5"), ("--max_videos", "2")),
+    *(("--max_prompt_characters", "9"), ("--max_frames", "6"), ("--max_pixels", "5000"), ("--max_work", "90000")),
+)
+
+
+def test_every_option_changes_the_repository(bundle_dir, tmp_path):
+    def seen(*more):
+        out = tmp_path / "repository"
+        assert cli.main(["serve", "build-repository", str(bundle_dir), str(out), *more]) == 0
+        return {str(path.relative_to(out)): path.read_text() for path in out.glob("*/config.pbtxt")}
+
+    assert differing(seen, REPOSITORY) == [flag for flag, *_ in REPOSITORY]
+
+
+def test_exported_networks_and_runtimes_are_asked_for(bundle_dir, tmp_path, note, monkeypatch):
+    monkeypatch.setattr(build_repository, "build_repository", note(lambda: tmp_path))
+
+    def seen(*more):
+        note.all.clear()
+        assert cli.main(["serve", "build-repository", str(bundle_dir), str(tmp_path / "out"), *more]) == 0
+        return list(note.all)
+
+    assert differing(seen, [("--networks",), ("--runtime", "onnx")]) == ["--networks", "--runtime"]
+
+
+# ---------------------------------------------------------------------------------------------- run, up, gateway
+
+
+RUN = (
+    *(("--model", "text_to_image"), ("--host", "0.0.0.0")),
+    *(("--http_port", "9000"), ("--grpc_port", "9001"), ("--metrics_port", "9002")),
+)
+
+
+def test_every_option_reaches_the_server(tmp_path, note, monkeypatch):
+    monkeypatch.setattr(run, "LocalServer", note())
+    monkeypatch.setattr(run, "keep_running", lambda *_, **__: 0)
+    monkeypatch.setattr(run.signal, "signal", lambda *_: None)
+
+    def seen(*more):
+        note.all.clear()
+        assert cli.main(["serve", "run", str(tmp_path), *more]) == 0
+        return list(note.all)
+
+    assert differing(seen, RUN) == [flag for flag, *_ in RUN]
+
+
+def test_every_option_reaches_the_container(tmp_path, capsys):
+    def seen(*more):
+        assert cli.main(["serve", "run", str(tmp_path), "--docker", "print", *more]) == 0
+        return capsys.readouterr().out
+
+    container = (("--image", "mine"), ("--gpus", "none"), ("--model", "text_to_image"), ("--http_port", "9000"))
+    assert differing(seen, container) == [flag for flag, *_ in container]
+    assert seen().startswith("docker run")
+
+
+UP = (
+    *(("--model", "text_to_image"), ("--host", "0.0.0.0"), ("--port", "9003"), ("--drain_seconds", "5")),
+    *(("--hang_seconds", "6"), ("--http_port", "9000"), ("--grpc_port", "9001"), ("--triton_metrics_port", "9002")),
+    ("--", "--slots=3"),
+)
+
+
+def test_every_option_reaches_what_is_kept_up(tmp_path, note, monkeypatch):
+    monkeypatch.setattr(up, "LocalServer", note(lambda: SimpleNamespace(grpc_url="127.0.0.1:8001")))
+    monkeypatch.setattr(up, "GatewayProcess", note())
+    monkeypatch.setattr(up, "supervise", lambda servers: 0)
+
+    def seen(*more):
+        note.all.clear()
+        assert cli.main(["serve", "up", str(tmp_path), *more]) == 0
+        return list(note.all)
+
+    assert differing(seen, UP) == [flag for flag, *_ in UP]
+
+
+GATEWAY = (
+    *(("--server", "grpc://elsewhere:1"), ("--model", "text_to_image"), ("--store", "other.sqlite")),
+    *(("--results", "other"), ("--result_seconds", "1"), ("--host", "0.0.0.0"), ("--port", "9003")),
+    *(("--metrics_host", "0.0.0.0"), ("--metrics_port", "9004"), ("--name", "mine"), ("--slots", "3")),
+    *(("--job_seconds", "2"), ("--hang_seconds", "3"), ("--max_body_bytes", "99"), ("--max_streams", "4")),
+    *(("--min_free_bytes", "5"), ("--history_seconds", "6"), ("--drain_seconds", "7")),
+)
+
+
+def test_every_option_reaches_the_gateway(note, monkeypatch):
+    gateway = SimpleNamespace(metrics=SimpleNamespace(registry=None), start=lambda: None)
+    gateway.store = SimpleNamespace(owner="")
+    monkeypatch.setattr(command, "Gateway", note(lambda: gateway))
+    for name in ("_listen", "start_http_server"):
+        monkeypatch.setattr(command, name, note())
+    monkeypatch.setattr(command, "serve", note(0))
+    monkeypatch.setattr(command, "log_as_json", lambda: None)
+    monkeypatch.setattr(command, "log", lambda *_, **__: None)
+
+    def seen(*more):
+        note.all.clear()
+        assert cli.main(["serve", "gateway", *more]) == 0
+        return [(arguments[:3], settings) for arguments, settings in note.all]
+
+    assert differing(seen, GATEWAY) == [flag for flag, *_ in GATEWAY]
+    settings = GatewaySettings()
+    assert seen()[1][0] == (settings,) and replace(settings, slots=3) == seen("--slots", "3")[1][0][0]
+
+
+def test_every_option_of_a_key_is_written_down(tmp_path, capsys):
+    def keys(*words):
+        assert cli.main(["serve", "keys", *words]) == 0
+        return capsys.readouterr().out
+
+    limits = (("--requests_per_minute", "7"), ("--max_active", "8"), ("--videos_per_day", "9"))
+    for number, (flag, value) in enumerate((*limits, ("--webhook", "https://example.org/told"))):
+        store = f"--store={tmp_path / str(number)}.sqlite"
+        keys("add", "alice", store, flag, value)
+        assert keys("list", store).replace(",", "").split().count(value) == 1, flag
+    assert keys("list", f"--store={tmp_path / 'other.sqlite'}") == ""
+
+
+# ---------------------------------------------------------------------------------------------------- ask, demo
+
+
+REQUEST = (
+    *(("--negative_prompt", "blue"), ("--sampler", "heun"), ("--seed", "5"), ("--guidance", "3"), ("--height", "32")),
+    *(("--width", "32"), ("--num_steps", "7"), ("--num_frames", "9"), ("--fps", "12"), ("--num_videos", "2")),
+)
+ASKED = (("--url", "grpc://elsewhere:1"), ("--model", "text_to_image"), ("--timeout", "9"), ("--priority", "1"))
+
+
+def test_every_option_reaches_the_service(tmp_path, note, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    facts = {"index": 0, "prompt": "a", "seed": 1, "settings": {"fps": 8.0}, "seconds": 1.0, "batch_size": 1}
+    video = VideoResult(data=b"video", media_type="video/mp4", **facts)
+
+    class Client:
+        def __init__(self, *arguments, **settings):
+            note()(arguments, settings)
+
+        def stream(self, request, **settings):
+            note()(request, settings)
+
+    monkeypatch.setattr(ask, "VideoClient", Client)
+    monkeypatch.setattr(ask, "_watch", lambda _: [video])
+
+    def seen(*more):
+        note.all.clear()
+        assert cli.main(["serve", "ask", "a", *more]) == 0
+        return list(note.all), capsys.readouterr().out
+
+    flags = (*REQUEST, *ASKED, ("--output", "elsewhere.mp4"))
+    assert differing(seen, flags) == [flag for flag, *_ in flags]
+    (_, ((request, _), _)), _ = seen("--seed", "5")
+    assert request == VideoRequest(prompt="a", seed=5)
+    assert json.loads((tmp_path / "elsewhere.json").read_text())["seed"] == 1
+
+
+def test_every_option_reaches_the_page(note, monkeypatch, capsys):
+    monkeypatch.setattr(demo.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(demo, "VideoClient", note(lambda: SimpleNamespace(info=dict)))
+    monkeypatch.setattr(demo, "GatewayClient", note(lambda: SimpleNamespace(info=dict)))
+    monkeypatch.setattr(demo, "Studio", lambda client: None)
+    monkeypatch.setitem(sys.modules, "megadit.serve.demo_page", SimpleNamespace(show=note()))
+
+    def seen(*more):
+        note.all.clear()
+        code = cli.main(["serve", "demo", *more])
+        return code, list(note.all), capsys.readouterr().err
+
+    flags = (("--url", "grpc://elsewhere:1"), ("--host", "0.0.0.0"), ("--port", "9005"), ("--key", "secret"))
+    flags += (("--bundle", "no/such/bundle"),)
+    assert differing(seen, flags) == [flag for flag, *_ in flags]
+    assert "no/such/bundle does not exist" in seen("--bundle", "no/such/bundle")[2]

@@ -1,0 +1,277 @@
+"""Every flag of every command does something: each is named here with a test that gives it and sees what it does.
+
+The flags are those of the real parsers. A flag without a test fails, and so does a test that is not there, or that
+does not give its flag: neither itself, nor through the fixtures, functions and tables that it uses.
+"""
+
+import ast
+import re
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from megadit.models.support import CommandParser
+from megadit.serve import cli
+
+ROOT = Path(__file__).parent
+MADE = "infer/test_flags.py::test_an_option_changes_what_is_made"
+CALIBRATED = "infer/test_flags.py::test_an_option_changes_what_is_calibrated"
+SELECTED = "train/data/ingest/test_flags.py::test_an_option_changes_what_is_selected"
+FOLDER = "train/data/ingest/test_flags.py::test_given_encoders_and_processes"
+VIDEOS = "train/data/ingest/test_videos.py"
+RANKS = "models/megatron/test_interconnect.py"
+REQUEST = "serve/test_flags.py::test_every_option_reaches_the_service"
+DEBUG = {"test_cli.py::test_debug_shows_the_traceback": "--debug"}
+
+GENERATE = """
+    --checkpoint_path --repeat --prompt --prompt_file --subject_name --seed --seeds --num_video_frames --height --width
+    --fps --input_video --strength --continue_video --keep_frames --negative_prompt --guidance --guidances
+    --guidance_convention --guidance_interval --guidance_rescale --autoguidance --second_prompt --second_guidance
+    --sampler --num_steps --schedule --sigmas --sigma_min --sigma_max --rho --shift --churn --churn_interval --eta
+    --cache_budget --cache_measure --lpips_weights --video_save_path --format --contact_sheet --batch_size --device
+    --dtype --runtime --sequential_guidance --offload_text_encoder --compile --cuda_graphs --overlap_decoding
+    --tokenizer_model --tokenizer_cache_dir --t5_cache_dir --num_devices --tp_size --cp_size --cfg_parallel
+    --guardrail_dir
+"""
+INGEST = {
+    SELECTED: """
+        --sizes --fps --cut --scene_threshold --min_brightness --min_motion --max_duplicate_bits --max_minutes
+        --min_aesthetic_score --val_share --seed --min_contrast --max_megapixels
+    """,
+    FOLDER: "--tokenizer --text_encoder --num_workers",
+    f"{VIDEOS}::test_samples_hold_what_their_videos_show": "--height --width --num_frames",
+    f"{VIDEOS}::test_shards_of_a_split_are_equally_large": "--shard_size",
+    f"{VIDEOS}::test_pixels_can_be_stored_instead": "--store",
+    f"{VIDEOS}::test_an_image_is_a_video_of_one_frame": "--channels",
+    f"{VIDEOS}::test_stages_run_alone_and_name_the_one_before": "--stages",
+    f"{VIDEOS}::test_a_second_run_does_nothing_and_a_shard_can_be_made_again": "--redo",
+    "train/data/ingest/test_encodings.py::test_all_encodings_of_the_file_are_stored": "--encodings",
+    "train/data/ingest/test_flags.py::test_a_preparation_is_begun_anew": "--overwrite",
+}
+CAPTIONED = {SELECTED: f"{INGEST[SELECTED]} --captions"}
+TABLES = "train/data/ingest/test_flags.py::test_tables_of_a_split_into_a_folder_of_its_own"
+COLUMN = "train/data/ingest/test_sources.py::test_images_inside_tables_and_a_chosen_column_of_captions"
+
+SHOWN_BY = {
+    "prepare digits": {
+        "train/data/test_prepare.py::test_counts": "--num_clips --num_images --num_val",
+        "train/data/test_prepare.py::test_the_seed_decides_the_files": "--seed",
+        "train/data/test_prepare.py::test_a_finished_folder_is_replaced_on_demand": "--overwrite",
+    },
+    "prepare dummy_images": {
+        "train/data/test_dummy_images.py::test_what_nemo_s_documents_say": "--num_images --size",
+        "train/data/test_dummy_images.py::test_options_decide_the_pictures": "--seed --overwrite",
+        "train/data/test_dummy_images.py::test_another_factory_is_refused": "--factory",
+    },
+    "prepare videos": INGEST | CAPTIONED,
+    "prepare images": INGEST | CAPTIONED,
+    "prepare webdataset": INGEST,
+    "prepare hf": INGEST | {TABLES: "--split", COLUMN: "--caption_column"},
+    "prepare butterfly": INGEST | {TABLES: "--split --source --output_dir", COLUMN: "--caption_column"},
+    "prepare nemo": {
+        "train/data/ingest/test_sources.py::test_what_nemo_and_dfm_wrote_becomes_a_data_set": (
+            "--tokenizer --text_encoder --fps --val_every --shard_size"
+        )
+    },
+    "train": {
+        "train/test_flags.py::test_options_reach_the_run": (
+            "--recipe --config-file --mock --dataset-path --yes --print-config"
+        ),
+        "train/test_flags.py::test_options_of_the_command": "--nproc --dry-run",
+        "train/plan/test_plan.py::test_plan_says_the_best_layout_why_and_what_does_not_fit": "--plan --gpus --gpu",
+    }
+    | DEBUG,
+    "slurm": {
+        "train/slurm/test_slurm.py::test_dry_run_submits_nothing": "--config-file --dry-run",
+        "train/slurm/test_slurm.py::test_the_resolved_configuration_is_shown_and_nothing_written": "--print-config",
+    },
+    "bundle": {
+        "train/test_to_bundle.py::test_averages_and_steps_are_chosen": "--ema --step",
+        "train/test_to_bundle.py::test_the_data_set_may_lie_elsewhere": "--dataset",
+    },
+    "convert": {
+        "models/convert/test_pipelines.py::test_licences_travel_and_a_bundle_becomes_a_pipeline_again": "--to",
+        "models/convert/test_sources.py::test_parts_that_do_not_fit_name_both_sides": "--tokenizer --text_encoder",
+        "models/convert/test_sources.py::test_the_precision_is_chosen": "--dtype",
+        "models/test_cosmos_tokenizer.py::test_a_compression_is_taken_if_it_fits": "--compression",
+    },
+    "push": {},
+    "pull": {},
+    "generate": {MADE: GENERATE},
+    "calibrate-cache": {CALIBRATED: GENERATE},
+    "export": {
+        "export/test_export.py::test_every_option_reaches_the_export": """
+            --format --precision --profile --opset --calibration_prompts --no_text_encoder --video_steps --workspace_gb
+            --optimization_level --timing_cache --refittable --version_compatible --hardware_compatible
+            --weight_streaming
+        """
+    },
+    "benchmark train": {
+        "train/test_benchmark_train.py::test_figures_agree_with_each_other": "--recipe --steps --warmup --trace --json",
+        "train/test_benchmark_train.py::test_options_of_the_steps_reach_them": "--config-file --nproc",
+    }
+    | DEBUG,
+    "benchmark growth": {
+        "train/test_benchmark_train.py::test_options_of_growth_choose_its_points": "--along --steps --points",
+    },
+    "benchmark generate": {
+        "infer/test_benchmark_generate.py::test_figures_of_a_bundle": "--trace --json",
+        "infer/test_benchmark_generate.py::test_options_reach_what_is_timed": """
+            --runtime --rounds --device --dtype --prompt --num_steps --num_frames --height --width
+        """,
+    },
+    "serve build-repository": {
+        "serve/test_flags.py::test_every_option_changes_the_repository": """
+            --images --dtype --device --instances --max_batch_size --max_queue_size --queue_seconds --batching_seconds
+            --max_prompt_characters --max_videos --max_frames --max_pixels --max_work
+        """,
+        "serve/test_flags.py::test_exported_networks_and_runtimes_are_asked_for": "--networks --runtime",
+    },
+    "serve run": {
+        "serve/test_flags.py::test_every_option_reaches_the_server": (
+            "--model --host --http_port --grpc_port --metrics_port"
+        ),
+        "serve/test_flags.py::test_every_option_reaches_the_container": "--docker --image --gpus",
+    },
+    "serve up": {
+        "serve/test_flags.py::test_every_option_reaches_what_is_kept_up": """
+            --model --host --port --drain_seconds --hang_seconds --http_port --grpc_port --triton_metrics_port
+        """
+    },
+    "serve gateway": {
+        "serve/test_flags.py::test_every_option_reaches_the_gateway": """
+            --server --model --store --results --result_seconds --host --port --metrics_host --metrics_port --name
+            --slots --job_seconds --hang_seconds --max_body_bytes --max_streams --min_free_bytes --history_seconds
+            --drain_seconds
+        """
+    },
+    "serve keys": {
+        "serve/test_flags.py::test_every_option_of_a_key_is_written_down": (
+            "--store --requests_per_minute --max_active --videos_per_day --webhook"
+        )
+    },
+    "serve ask": {
+        REQUEST: """
+            --output --url --model --timeout --priority --negative_prompt --sampler --seed --guidance --num_steps
+            --num_frames --height --width --fps --num_videos
+        """
+    },
+    "serve demo": {
+        "serve/test_flags.py::test_every_option_reaches_the_page": "--url --bundle --key --host --port",
+    },
+    "info": {
+        "serve/test_info.py::test_command_prints_a_table_or_json": "--json",
+        f"{VIDEOS}::test_a_sheet_shows_samples": "--sheet",
+    },
+    "doctor": {
+        f"{RANKS}::test_command_starts_its_own_ranks_and_finds_them_healthy_enough": "--distributed --nproc",
+    },
+    "demo": {"train/test_demo.py::test_every_option_reaches_the_demo": "--out --ranks --quick"},
+}
+"""Command -> test -> the flags that it shows. Of a flag with several names, the first long one."""
+
+
+@cache
+def parsers() -> dict[str, CommandParser]:
+    """The parser of each command, taken where the command begins to parse."""
+    from megadit.train.data.prepare import SOURCES
+
+    found: dict[str, CommandParser] = {}
+
+    def note(parser: CommandParser, *_: object) -> None:
+        found[parser.prog.removeprefix("megadit ")] = parser
+        raise SystemExit
+
+    with mock.patch.object(CommandParser, "parse_args", note):
+        for verb in cli.VERBS:
+            for words in [[source] for source in SOURCES] if verb == "prepare" else [[]]:
+                with suppress(SystemExit):
+                    cli._load(verb)(words)
+    return found
+
+
+def flags(parser: CommandParser) -> list[str]:
+    """One name of each."""
+    named = [action.option_strings for action in parser._actions if action.dest != "help" and action.option_strings]
+    return sorted(next(name for name in names if name.startswith("--")) for names in named)
+
+
+def test_every_command_is_here():
+    assert set(parsers()) == set(SHOWN_BY)
+
+
+@pytest.mark.parametrize("command", SHOWN_BY)
+def test_every_flag_has_a_test(command):
+    named = " ".join(SHOWN_BY[command].values()).split()
+    assert sorted(named) == flags(parsers()[command])
+
+
+TESTS = sorted({test for tests in SHOWN_BY.values() for test in tests})
+
+
+@pytest.mark.parametrize("test", TESTS)
+def test_the_test_is_there_and_gives_its_flags(test):
+    given = words_of(test)
+    assert given, f"there is no {test}"
+    for command, tests in SHOWN_BY.items():
+        missing = set(tests.get(test, "").split()) - given
+        assert not missing, f"{test} is said to show {sorted(missing)} of {command}"
+
+
+def test_what_is_not_given_is_noticed():
+    """The control of the test above."""
+    assert "--prompt" in words_of(MADE) and "--no_such_flag" not in words_of(MADE)
+    assert not words_of("infer/test_flags.py::test_no_such_test")
+    assert "--sheet" not in words_of(f"{VIDEOS}::test_shards_of_a_split_are_equally_large")
+
+
+# ------------------------------------------------------------------------------------------------ reading tests
+
+
+def words_of(test: str) -> set[str]:
+    """All flags in the text of a test and of whatever it uses, fixtures of conftest.py included; `_` for `-`."""
+    file, _, name = test.partition("::")
+    known = definitions(file)
+    found: set[str] = set()
+    seen, left = set(), [name]
+    while left:
+        if (name := left.pop()) in seen or name not in known:
+            continue
+        seen.add(name)
+        strings, names = known[name]
+        found |= strings
+        left += names
+    return found | {f"--{flag[2:].replace('_', '-')}" for flag in found}
+
+
+@cache
+def definitions(file: str) -> dict[str, tuple[set[str], set[str]]]:
+    """What a file of tests defines, with the conftest.py files above it: the flags and the names in each."""
+    path = ROOT / file
+    above = [folder / "conftest.py" for folder in reversed(path.relative_to(ROOT).parents)]
+    found = {}
+    for each in [ROOT / conftest for conftest in above] + [path]:
+        for node in ast.parse(each.read_text()).body if each.is_file() else ():
+            for name in _defined(node):
+                found[name] = _flags_in(node), _names_in(node)
+    return found
+
+
+def _defined(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return [node.name]
+    return [name.id for name in ast.walk(node) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)]
+
+
+def _flags_in(node: ast.AST) -> set[str]:
+    texts = [each.value for each in ast.walk(node) if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+    found = {flag for text in texts for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", text)}
+    return {f"--{flag[2:].replace('-', '_')}" for flag in found}
+
+
+def _names_in(node: ast.AST) -> set[str]:
+    used = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    return used | {each.arg for each in ast.walk(node) if isinstance(each, ast.arg)}

@@ -1,0 +1,125 @@
+"""Options of `megadit prepare videos|images|hf|butterfly` that no other test gives: each changes what is prepared."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from megadit.models.text_encoders import HashedWordEncoder
+from megadit.models.tokenizers import HaarTokenizer
+from megadit.train.data import prepare
+from megadit.train.data.ingest import stages
+
+SMALL = ("--height", "64", "--width", "64", "--num_frames", "9", "--num_workers", "0", "--channels", "8")
+SELECTED = ("--stages", "fetch,scan,select")
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory, make_clip, make_pan):
+    """Two videos, one with a change of scene and one twice, and two pictures."""
+    root = tmp_path_factory.mktemp("sources")
+    for name in ("videos", "images"):
+        (root / name).mkdir()
+    scenes = [make_pan(name, 12, 96, 128, start=(100, 60)) for name in ("china.jpg", "flower.jpg")]
+    make_clip(root / "videos" / "cut.mp4", np.concatenate(scenes))
+    slow = make_clip(root / "videos" / "slow.mp4", make_pan("flower.jpg", 18, 96, 128, flip=1, start=(50, 200)))
+    (root / "videos" / "slow-copy.mp4").write_bytes(slow.read_bytes())
+    for number, name in enumerate(("china.jpg", "flower.jpg")):
+        Image.fromarray(make_pan(name, 1, 96, 128, start=(100, 60))[0]).save(root / "images" / f"{number}.png")
+    (root / "captions.csv").write_text("file_name,text\nslow.mp4,a flower\ncut.mp4,two scenes\n")
+    HaarTokenizer.fit([torch.rand(4, 3, 9, 32, 32)], channels=8).save(root / "tokenizer")
+    HashedWordEncoder(dim=16).save(root / "words")
+    return root
+
+
+@pytest.fixture
+def seen(sources, tmp_path, capsys, monkeypatch):
+    """seen(kind, *options): what a preparation left and said, but for the place it was given."""
+    pools = []
+
+    def note(num_workers):
+        pools.append(num_workers)
+        return pool(0)
+
+    pool = stages.Pool
+    monkeypatch.setattr(stages, "Pool", note)
+
+    def seen(kind, *options):
+        out = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
+        pools.clear()
+        code = prepare.main([kind, str(sources / kind), str(out), *SMALL, *options])
+        told = capsys.readouterr()
+        notes = [(path, path.read_text()) for path in sorted(out.glob("prepare/*.jsonl"))]
+        return {
+            "error": told.err.splitlines()[-1].replace(str(out), "") if code else "",
+            "notes": [(path.name, text) for path, text in notes],
+            "shards": [path.read_bytes() for path in sorted(out.glob("*.tar"))],
+            "pools": list(pools),
+        }
+
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("kind", "flag", "value", "error"),
+    [
+        ("videos", "--sizes", "64x80", ""),
+        ("videos", "--fps", "12", ""),
+        ("videos", "--cut", "length", ""),
+        ("videos", "--scene_threshold", "255", ""),
+        ("videos", "--min_brightness", "255", "black"),
+        ("videos", "--min_motion", "255", "static"),
+        ("videos", "--max_duplicate_bits", "-1", ""),
+        ("videos", "--max_minutes", "0.001", "long"),
+        ("videos", "--min_aesthetic_score", "5", "no aesthetic score"),
+        ("videos", "--val_share", "0", ""),
+        ("videos", "--seed", "1", ""),
+        ("videos", "--captions", "{sources}/captions.csv", ""),
+        ("images", "--min_contrast", "200", "blank"),
+        ("images", "--max_megapixels", "0.001", "too large"),
+    ],
+)
+def test_an_option_changes_what_is_selected(seen, sources, kind, flag, value, error):
+    frames = ("--num_frames", "1") if kind == "images" else ()
+    plain = seen(kind, *frames, *SELECTED)
+    changed = seen(kind, *frames, *SELECTED, flag, value.format(sources=sources))
+    assert plain["notes"] and not plain["error"]
+    assert changed["notes"] != plain["notes"]
+    assert error in changed["error"] and bool(changed["error"]) == bool(error)
+
+
+def test_nothing_differs_without_a_change(seen):
+    assert seen("videos", *SELECTED) == seen("videos", *SELECTED)
+
+
+def test_given_encoders_and_processes(seen, sources):
+    plain = seen("images", "--num_frames", "1")
+    for flag, place in (("--tokenizer", "tokenizer"), ("--text_encoder", "words")):
+        changed = seen("images", "--num_frames", "1", flag, str(sources / place))
+        assert not changed["error"] and changed["shards"] != plain["shards"], flag
+    assert set(plain["pools"]) == {0} and set(seen("images", "--num_frames", "1", "--num_workers", "3")["pools"]) == {3}
+
+
+def test_a_preparation_is_begun_anew(sources, tmp_path, capsys):
+    command = ["videos", str(sources / "videos"), str(tmp_path / "out"), *SMALL, *SELECTED]
+    assert prepare.main(command) == 0
+    assert prepare.main([*command, "--fps", "12"]) == 2 and "--overwrite" in capsys.readouterr().err
+    assert prepare.main([*command, "--fps", "12", "--overwrite"]) == 0
+    assert '"fps": 12.0' in (tmp_path / "out/prepare/settings.json").read_text()
+
+
+def test_tables_of_a_split_into_a_folder_of_its_own(sources, tmp_path, capsys):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    for split, number in (("train", 0), ("test", 1)):
+        picture = (sources / f"images/{number}.png").read_bytes()
+        rows = {"image": [{"bytes": picture, "path": None}], "text": [f"of {split}"]}
+        parquet.write_table(pyarrow.table(rows), tmp_path / f"{split}.parquet")
+    command = ["butterfly", "--source", str(tmp_path), *SMALL, "--num_frames", "1", *SELECTED]
+    for split, more in (("train", ()), ("test", ("--split", "test"))):
+        assert prepare.main([*command, "--output_dir", str(tmp_path / split), *more]) == 0
+        (line,) = (tmp_path / split / "prepare/sources.jsonl").read_text().splitlines()
+        assert f'"caption": "of {split}"' in line
+    assert prepare.main([*command, "--output_dir", str(tmp_path / "none"), "--split", "val"]) == 2
+    assert "no Parquet files of a split 'val'" in capsys.readouterr().err
