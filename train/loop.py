@@ -109,8 +109,7 @@ class _Run:
         with ExitStack() as stack:
             start, length = self.state.iteration, self.state.metrics_bytes
             metrics = stack.enter_context(Metrics(self.config, start=start, length=length, enabled=is_first))
-            if self.state.untold is not None:
-                self._tell(self.state.untold, metrics, may_validate=True)
+            self._tell_what_was_put_off(metrics)
             while self.state.iteration < self.config.train.train_iters:
                 result = self._step(stop, metrics)
                 if result.must_stop:
@@ -171,6 +170,11 @@ class _Run:
             metrics.show(step, videos)
         metrics.log(values)
 
+    def _tell_what_was_put_off(self, metrics: Metrics) -> None:
+        """Reports the step of a checkpoint that was written on a request to stop, before its validation."""
+        if self.state.untold is not None:
+            self._tell(self.state.untold, metrics, may_validate=True)
+
     def _get_over(self, trouble: Trouble, metrics: Metrics) -> bool:
         """Does what `health.*` says about a step that went wrong; whether the step stands, without its update.
 
@@ -202,8 +206,10 @@ class _Run:
         self.state, _ = self.store.load(path, self.training.tensors)
         self.state.consumed_samples, self.state.consumed_tokens, self.state.refused_samples = seen
         self.saved_iteration = self.state.iteration if path.parent == self.store.root else None
+        restore_counts(self.training, self.state.expert_counts)
         self._set_schedule()
         metrics.rewind(self.state.iteration, self.state.metrics_bytes if path.parent == self.store.root else 0)
+        self._tell_what_was_put_off(metrics)
         self._say(f"gone back to {path}; the samples since then are not seen again")
 
     def _fail(self, message: str) -> NoReturn:
