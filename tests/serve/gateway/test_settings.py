@@ -1,0 +1,67 @@
+"""How long a job may take, a server be silent, and a key read: as the gateway's settings say, and no other number."""
+
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from megadit.serve.contract import DeadlineExceededError, VideoRequest
+from megadit.serve.gateway.errors import ApiError
+from megadit.serve.gateway.routes import _Streams
+from megadit.serve.gateway.runner import RunnerSettings, _Run
+from megadit.serve.gateway.store import NewJob
+
+SIZES = {"num_steps": 4, "num_frames": 5, "height": 8, "width": 8, "fps": 8.0}
+MODEL = "text_to_video"
+
+
+@pytest.fixture
+def start(gateway, new_key):
+    """start(generation): a job of a new key that the gateway has begun."""
+
+    def start(generation):
+        _, key = new_key()
+        gateway.store.create(key, NewJob(model=MODEL, request=VideoRequest(prompt="a", **SIZES)))
+        job = gateway.store.claim(frozenset({MODEL}))
+        return key, _Run(job=job, server=gateway.servers.all[0], generation=generation)
+
+    return start
+
+
+def late():
+    raise DeadlineExceededError("not in time")
+    yield
+
+
+@pytest.mark.parametrize(("seconds", "status"), [(0.0, "failed"), (3600.0, "queued")])
+def test_a_job_that_takes_too_long_has_failed(gateway, start, seconds, status):
+    gateway.runner._settings = RunnerSettings(job_seconds=seconds)
+    key, run = start(late())
+    gateway.runner._settle(run)
+    assert gateway.store.get(key.id, run.job.id).status == status
+
+
+@pytest.mark.parametrize(("seconds", "is_lost"), [(1.0, True), (1e9, False)])
+def test_a_server_that_is_silent_too_long_loses_its_jobs(gateway, start, seconds, is_lost, monkeypatch):
+    gateway.runner._settings = RunnerSettings(hang_seconds=seconds)
+    cancelled = []
+    _, run = start(SimpleNamespace(cancel=lambda: cancelled.append(True)))
+    gateway.runner._runs[run.job.id] = run
+    rounds = iter([False, True])
+    monkeypatch.setattr(gateway.runner, "_ended", SimpleNamespace(wait=lambda _: next(rounds)))
+    monkeypatch.setattr(type(run.server), "probe", lambda server: False)
+    run.server.silent_since = time.monotonic() - 60
+    gateway.runner._watch(run.server)
+    assert bool(cancelled) == is_lost
+
+
+def test_a_key_reads_so_many_streams(gateway, new_key):
+    _, key = new_key()
+    gateway.settings = replace(gateway.settings, max_streams=2)
+    streams = _Streams(gateway)
+    streams._count(key, 1)
+    streams.open(key, "video")
+    streams._count(key, 1)
+    with pytest.raises(ApiError, match="2 streams at once"):
+        streams.open(key, "video")
