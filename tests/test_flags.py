@@ -39,13 +39,13 @@ GENERATE = """
 INGEST = {
     SELECTED: """
         --sizes --fps --cut --scene_threshold --min_brightness --min_motion --max_duplicate_bits --max_minutes
-        --min_aesthetic_score --val_share --seed --min_contrast --max_megapixels
+        --val_share --seed --min_contrast --max_megapixels
     """,
     FOLDER: "--tokenizer --text_encoder --num_workers",
     f"{VIDEOS}::test_samples_hold_what_their_videos_show": "--height --width --num_frames",
     f"{VIDEOS}::test_shards_of_a_split_are_equally_large": "--shard_size",
     f"{VIDEOS}::test_pixels_can_be_stored_instead": "--store",
-    f"{VIDEOS}::test_an_image_is_a_video_of_one_frame": "--channels",
+    f"{VIDEOS}::test_an_image_is_a_video_of_one_frame": "--channels --min_aesthetic_score",
     f"{VIDEOS}::test_stages_run_alone_and_name_the_one_before": "--stages",
     f"{VIDEOS}::test_a_second_run_does_nothing_and_a_shard_can_be_made_again": "--redo",
     "train/data/ingest/test_encodings.py::test_all_encodings_of_the_file_are_stored": "--encodings",

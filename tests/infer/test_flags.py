@@ -61,11 +61,11 @@ EFFECTS = {
     "--num_video_frames": other("5"),
     "--height": other("32"),
     "--width": other("32"),
-    "--fps": other("12"),
+    "--fps": other("12", given=(*LATENTS, *PROMPT, *VIDEO)),
     "--input_video": other("{room}/given.gif"),
     "--strength": other("0.9", given=(*LATENTS, *PROMPT, "--input_video", "{room}/given.gif")),
     "--continue_video": other("{room}/given.gif", given=(*LATENTS, *PROMPT, *VIDEO)),
-    "--keep_frames": other("1", given=(*LATENTS, *PROMPT, *VIDEO, "--continue_video", "{room}/given.gif")),
+    "--keep_frames": other("5", given=(*LATENTS, *PROMPT, *VIDEO, "--continue_video", "{room}/given.gif")),
     "--negative_prompt": other("blue"),
     "--guidance": other("5"),
     "--guidances": other("2", "5"),
@@ -227,9 +227,11 @@ NEEDS = {
     "--cache_measure": ("--cache_measure", "lpips", "--lpips_weights", "here"),
     "--lpips_weights": ("--cache_measure", "lpips", "--lpips_weights", "here"),
 }
-CALIBRATED = {"--batch_size": ("3",), "--device": ("meta",), "--compile": (), "--lpips_weights": ("there",)} | {
-    "--cache_budget": ("0.2",), "--cache_measure": ("latents",), "--guidances": ("5",)
-}  # fmt: skip
+CALIBRATED = {
+    **{"--batch_size": ("3",), "--device": ("meta",), "--compile": (), "--lpips_weights": ("there",)},
+    **{"--cache_budget": ("0.2",), "--cache_measure": ("latents",), "--guidances": ("5",)},
+    **{"--num_video_frames": ("9",), "--num_steps": ("4",)},
+}
 """Given to options that show elsewhere there, or end that command."""
 OF_OUTPUT = ("--video_save_path", "--format", "--contact_sheet")
 """Options that calibration takes, so that the same command can be given to both, and has no use for."""

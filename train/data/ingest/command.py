@@ -1,6 +1,5 @@
 """`megadit prepare videos|images|webdataset|hf|butterfly SRC OUT`: its options."""
 
-import argparse
 import shutil
 from argparse import Namespace
 from collections.abc import Callable
@@ -28,7 +27,7 @@ DESCRIPTIONS = {
 
 def prepare_command(kind: str, argv: list[str]) -> int:
     """Runs one of the sources above; a second run goes on where the first was stopped."""
-    options = _parser(kind).parse_args(argv)
+    options = _parse(kind, argv)
     notes = Notes(root=options.out)
     if options.overwrite and (notes.folder.is_dir() or (options.out / INFO_FILE).is_file()):
         shutil.rmtree(options.out)
@@ -70,6 +69,12 @@ def commands() -> dict[str, Callable[[list[str]], int]]:
     return {kind: partial(prepare_command, kind) for kind in DESCRIPTIONS}
 
 
+def _parse(kind: str, argv: list[str]) -> Namespace:
+    options = _parser(kind).parse_args(argv)
+    options.out = getattr(options, "folder", None) or options.out
+    return options
+
+
 def _parser(kind: str) -> CommandParser:
     parser = CommandParser(prog=f"megadit prepare {kind}", description=DESCRIPTIONS[kind])
     default = Settings(sizes=((256, 256),))
@@ -77,7 +82,7 @@ def _parser(kind: str) -> CommandParser:
         parser.set_defaults(source=BUTTERFLIES)
         parser.add_argument("--source", help=f"a folder with the Parquet files (default: download {BUTTERFLIES})")
         parser.add_argument("--output_dir", "--out", dest="out", type=Path, default=Path("butterfly_webdataset"))
-        parser.add_argument("out", type=Path, metavar="OUT", nargs="?", default=argparse.SUPPRESS)
+        parser.add_argument("folder", type=Path, metavar="OUT", nargs="?", help="the same as --output_dir")
     else:
         parser.add_argument(
             "source", metavar="SRC", help="where the data are: a folder, or a URL such as s3://BUCKET/PATH"
