@@ -4,6 +4,7 @@ import os
 import platform
 import resource
 import subprocess
+import sys
 import time
 from contextlib import suppress
 from importlib import metadata
@@ -75,6 +76,44 @@ def peak_memory(device: torch.device) -> int:
     except OSError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that a process can still take: of the GPU; on a CPU, its share of what is left of the machine's memory or
+    of its control group's, whichever is less."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    left = [_available_memory(), *(_left_of_group(folder) for folder in _memory_groups())]
+    return min(left) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _available_memory() -> int:
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _memory_groups() -> list[Path]:
+    """The control groups (version 2) that limit this process, as folders."""
+    root = Path("/sys/fs/cgroup")
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+        place = next(line.removeprefix("0::/") for line in lines if line.startswith("0::/"))
+        own = root / place
+        return [folder for folder in (own, *own.parents) if folder.is_relative_to(root)]
+    return [root]
+
+
+def _left_of_group(folder: Path) -> int:
+    """Bytes up to its limit, caches that it would give back included; no end of them where there is no limit."""
+    try:
+        limit = int((folder / "memory.max").read_text(encoding="ascii"))
+        used = int((folder / "memory.current").read_text(encoding="ascii"))
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
+    except (OSError, ValueError):  # no such group, or "max"
+        return sys.maxsize
+    return max(0, limit - used + int(stat.get("inactive_file", 0)))
 
 
 def describe(device: torch.device) -> dict[str, Any]:

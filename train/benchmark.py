@@ -2,8 +2,9 @@
 
     python -m megadit.train.benchmark [--rounds 9] [--threads 2] [--json FILE]
 
-1. Forward and backward of our DiT (a pack of one sample), one block and the whole, beside diffusers' Cosmos transformer
-   and DiT of the same sizes: equal width, depth, heads, tokens, text length and hence FLOPs.
+1. Forward and backward of one block of our DiT, and a whole step (forward, backward, torch's fused AdamW) of a pack of
+   one sample, beside diffusers' Cosmos transformer and DiT of the same sizes: equal width, depth, heads, tokens, text
+   length and hence FLOPs.
 2. The same samples, 1 to 64 frames long, as packs and as batches padded to their longest.
 3. One optimizer step of recipe `digits`: Megatron-core (schedule, data-parallel buffers, optimizer, averages) on its
    layers at tensor-parallel size 1, and the same step written out in plain torch on `TorchLayers`.
@@ -21,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megadit.infer.side_by_side import (
     COSMOS,
@@ -47,6 +48,7 @@ from megadit.models.initialize import initialize_
 from megadit.models.segments import Segment, SegmentLayout
 from megadit.models.support import run_command
 from megadit.train.config import RunConfig
+from megadit.train.data.packing import best_fit
 from megadit.train.recipes import load_recipe
 
 DIGITS_LATENTS = ((1, 4, 4), (3, 4, 4), (1, 4, 4))
@@ -62,15 +64,15 @@ def _backward(out: Tensor) -> None:
 
 
 def compare_training(setting: Setting, dtype: torch.dtype, rounds: int) -> list[Comparison]:
-    """Forward and backward of one block, and of the whole network."""
+    """Forward and backward of one block, and a step of the whole network; every step meets a new pack."""
     ours, theirs = networks(setting, dtype)
     inputs = Inputs.of(setting, dtype)
     tokens_S1P = patchify(inputs.x_BCTHW, setting.config)
     text_L1E = inputs.conditioning.text_BLE.transpose(0, 1)
     segment = Segment(setting.config.token_grid(*setting.latents), len(text_L1E))
-    layout = SegmentLayout.pack([segment], capacity=len(tokens_S1P), text_capacity=len(text_L1E))
 
     def call_ours() -> Tensor:
+        layout = SegmentLayout.pack([segment], capacity=len(tokens_S1P), text_capacity=len(text_L1E))
         return ours.forward_packed(tokens_S1P, inputs.c_noise_B, text_L1E, inputs.conditioning.fps_B, layout)
 
     def call_theirs_() -> Tensor:
@@ -86,15 +88,24 @@ def compare_training(setting: Setting, dtype: torch.dtype, rounds: int) -> list[
     ]
     return [
         compare(f"block forward + backward, {what}", *blocks, 8 * rounds),
-        compare(
-            f"forward + backward, {what}", lambda: _backward(call_ours()), lambda: _backward(call_theirs_()), rounds
-        ),
+        compare(f"step, {what}", _step_of(ours, call_ours), _step_of(theirs, call_theirs_), rounds),
     ]
+
+
+def _step_of(network: nn.Module, call: Callable[[], Tensor]) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-6, fused=True)
+
+    def step() -> None:
+        _backward(call())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 def compare_packing(rounds: int) -> Comparison:
     """The same clips, lengths log-uniform: as packs of the longest clip's size, and as they come in padded batches."""
-    dit = initialize_(DiT(PACKED), seed=0)
+    dit = randomised(DiT(PACKED))
     generator = torch.Generator().manual_seed(0)
     lengths = [int(MAX_FRAMES ** torch.rand((), generator=generator) + 0.5) for _ in range(NUM_CLIPS)]
     clips = [torch.randn(PACKED.in_channels, frames, SIDE, SIDE, generator=generator) for frames in lengths]
@@ -102,8 +113,9 @@ def compare_packing(rounds: int) -> Comparison:
     batches = [_pad(clips[start : start + PADDED_BATCH]) for start in range(0, NUM_CLIPS, PADDED_BATCH)]
 
     def packed() -> None:
-        for pack in packs:
-            _backward(dit.forward_packed(*pack))
+        for segments, *inputs in packs:
+            layout = SegmentLayout.pack(segments, capacity=len(inputs[0]), text_capacity=len(segments))
+            _backward(dit.forward_packed(*inputs, layout))
 
     def padded() -> None:
         for batch in batches:
@@ -114,28 +126,21 @@ def compare_packing(rounds: int) -> Comparison:
 
 
 def _pack(clips: list[Tensor]) -> list[tuple]:
-    """Packs that hold the clips, each put where the least room is left for it, the longest first."""
+    """The clips in packs of the longest one's size, as the loader packs them."""
     capacity = MAX_FRAMES * SIDE**2 // PACKED.patch_spatial**2
-    bins: list[list[Tensor]] = []
-    for tokens in sorted((patchify(clip[None], PACKED) for clip in clips), key=len, reverse=True):
-        rooms = [(capacity - sum(map(len, some)), some) for some in bins]
-        fitting = [room for room in rooms if room[0] >= len(tokens)]
-        if not fitting:
-            bins.append([])
-            fitting = [(capacity, bins[-1])]
-        min(fitting, key=lambda room: room[0])[1].append(tokens)
-    return [_pack_of(members, capacity) for members in bins]
+    tokens = [patchify(clip[None], PACKED) for clip in clips]
+    packs = best_fit([(len(each), 1) for each in tokens], (capacity, len(clips)))
+    return [_pack_of([tokens[index] for index in pack], capacity) for pack in packs]
 
 
 def _pack_of(members: list[Tensor], capacity: int) -> tuple:
-    """What `forward_packed` takes."""
+    """Segments, and what else `forward_packed` takes."""
     side = SIDE // PACKED.patch_spatial
     segments = [Segment((len(tokens) // side**2, side, side), 1) for tokens in members]
-    layout = SegmentLayout.pack(segments, capacity=capacity, text_capacity=len(segments))
     tokens_S1P = torch.zeros(capacity, 1, PACKED.patch_dim)
     tokens_S1P[: sum(map(len, members))] = torch.cat(members)
-    rows = torch.zeros(layout.num_segments)
-    return tokens_S1P, rows, torch.zeros(len(segments), 1, PACKED.crossattn_emb_size), rows, layout
+    rows = torch.zeros(len(segments) + (sum(map(len, members)) < capacity))
+    return segments, tokens_S1P, rows, torch.zeros(len(segments), 1, PACKED.crossattn_emb_size), rows
 
 
 def _pad(clips: list[Tensor]) -> tuple:

@@ -20,7 +20,7 @@ MatmulPrecision = Literal["ieee", "tf32", "bf16"]
 OptimizerName = Literal["adamw", "muon"]
 LRDecayStyle = Literal["cosine", "linear", "constant"]
 DataParallel = Literal["ddp", "distributed_optimizer", "fsdp"]
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "full", "auto"]
 TransformerImpl = Literal["local", "transformer_engine"]
 
 
@@ -228,7 +228,8 @@ class ParallelConfig:
     overlap_param_gather: bool = True
     """Gather updated weights while the forward begins; with `distributed_optimizer` alone."""
     recompute_granularity: Recompute = "none"
-    """Compute again in the backward rather than keep: the attention (`selective`), or whole blocks (`full`)."""
+    """Compute again in the backward rather than keep: the attention (`selective`), or whole blocks (`full`); `auto`
+    finds before the first step how many blocks the free memory demands (plan/recompute.py)."""
     recompute_num_layers: int | None = None
     """Blocks of each part of the network that `full` applies to; None means all."""
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from megadit.models.bundle import Bundle, is_bundle
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
+from megadit.models.machine import free_memory
 from megadit.models.megatron import groups as process_groups
 from megadit.models.megatron.checkpoint import CONFIG, read_network
 from megadit.models.megatron.groups import Groups
@@ -37,6 +38,7 @@ from megadit.train.loss import TrainingModel
 from megadit.train.optimizer import build_optimizer, build_scheduler, uses_distributed_optimizer
 from megadit.train.optimizer_state import DataParallel, assign, find_ownership, named_parameters
 from megadit.train.overrides import load_config, to_yaml
+from megadit.train.plan.recompute import choice_in_words, needed_memory, with_recompute
 from megadit.train.to_bundle import find_checkpoint
 
 
@@ -128,6 +130,7 @@ def build_training(config: RunConfig, groups: Groups) -> Training:
 
 def build_parts(config: RunConfig, groups: Groups) -> tuple[DataParallel, ...]:
     """This rank's parts of the network, ready for Megatron's schedules: gradients are summed in float32."""
+    config = _with_recompute(config, groups)
     sizes, is_sharded = config.parallel.sizes, config.parallel.data_parallel == "fsdp"
     # what FSDP shards is float32: it gathers weights in the precision of the computation
     dtype = torch.float32 if is_sharded else precision(config)
@@ -141,6 +144,22 @@ def build_parts(config: RunConfig, groups: Groups) -> tuple[DataParallel, ...]:
     megatron.finalize_model_grads_func = finalize_model_grads
     megatron.no_sync_func = parts[0].no_sync if len(parts) == 1 else [part.no_sync for part in parts]
     return parts
+
+
+def _with_recompute(config: RunConfig, groups: Groups) -> RunConfig:
+    """`config` with `recompute_granularity=auto` decided, by the rank with the least free memory.
+
+    All ranks must agree: recomputed blocks repeat what ranks say to each other.
+    """
+    if config.parallel.recompute_granularity != "auto":
+        return config
+    free = torch.tensor(float(free_memory(groups.device)), dtype=torch.float64, device=groups.device)
+    dist.all_reduce(free, dist.ReduceOp.MIN)
+    decided = with_recompute(config, groups.world_size, free.item())
+    if groups.is_first:
+        needed, found = needed_memory(decided, groups.world_size) / 1e9, free.item() / 1e9
+        print(f"recomputing {choice_in_words(decided)}: about {needed:.3g} of {found:.3g} GB are needed", flush=True)
+    return decided
 
 
 def _shard(config: RunConfig, groups: Groups, megatron: TransformerConfig) -> FullySharded:

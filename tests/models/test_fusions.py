@@ -1,15 +1,23 @@
-"""Fused steps against plain compositions in float64: random packs, the extremes of sigma, float32 and bfloat16."""
+"""Fused steps, kernels and whole networks against plain compositions in float64.
 
+On random packs, at the extremes of sigma, in float32 and bfloat16, forward and gradient.
+"""
+
+import dataclasses
+import itertools
+import math
 import random
+import shutil
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megadit.models import qk_norm
+from megadit.models import attention, blocks, modulation_by_token, qk_norm, recompute
+from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
-from megadit.models.embeddings import rotary_table
+from megadit.models.embeddings import patchify, rotary_table
 from megadit.models.modulation import gated_residual, modulated_norm
 from megadit.models.modulation_by_token import gated_residual_by_token, modulated_norm_by_token, row_of_token
 from megadit.models.segments import Segment, SegmentLayout
@@ -19,6 +27,24 @@ SIGMAS = (0.002, 80.0, 1e-5, 1e4, 0.5)
 EPS = 1e-6
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 3e-2}
 """Relative error of a whole tensor: some roundings of 2^-24 or 2^-9, the sum of whose results partly cancels."""
+FAMILIES = {
+    name: dataclasses.replace(CONFIG, patch_spatial=1, family=name, **changes)
+    for name, changes in {
+        "megadit": {},
+        "dit": {
+            "crossattn_emb_size": 2,
+            "num_classes": 9,
+            "position_embedding": "sincos",
+            "qk_layernorm": False,
+            "preconditioner": "vp",
+        },
+        "cosmos": {"adaln_lora_dim": 6},
+        "moviegen": {"position_embedding": "learned", "learned_positions": (1, 1, 64), "qk_layernorm": False},
+        "st_dit": {},
+    }.items()
+}
+NETWORK_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.1}
+"""Of a network: dozens of roundings, one after another."""
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -50,7 +76,8 @@ def gradients(out, inputs):
 
 
 def largest_error(ours, theirs):
-    return max(((a.double() - b).norm() / b.norm()).item() for a, b in zip(ours, theirs, strict=True))
+    # of what is zero (a null token that no sample needs) nothing but zero is right
+    return max(((a.double() - b).norm() / b.norm().clamp(min=1e-30)).item() for a, b in zip(ours, theirs, strict=True))
 
 
 def rounded(tensors, dtype, device):
@@ -157,3 +184,148 @@ def test_rms_norms_are_the_same_by_runs_and_by_token(dtype):
         modulated_norm_by_token(*ours[:2], ours[3] * (1 + ours[2]), EPS, row_S, True),
     ):
         assert largest_error((out, *gradients(out, ours)), theirs) < TOLERANCE[dtype]
+
+
+# --- attention and MLP --------------------------------------------------------------------------------------------
+
+
+def text_rows(layout):
+    """int64 [L]: the segment of each text slot."""
+    return torch.arange(layout.num_segments).repeat_interleave(torch.tensor(layout.text_slots))
+
+
+def plain_attention(q, k, v, row_of_query_S, row_of_key_L):
+    """Every query sees the keys of its segment: one mask over all of them."""
+    scores_NSL = torch.einsum("sbnk,lbnk->nsl", q, k) / math.sqrt(q.shape[-1])
+    scores_NSL = scores_NSL.masked_fill(row_of_query_S[:, None] != row_of_key_L, -math.inf)
+    return torch.einsum("nsl,lbnk->sbnk", scores_NSL.softmax(-1), v).flatten(2)
+
+
+def check_attention(layout, dtype, cross, size, kernel=attention.attend_runs):
+    """Error of a projection of what each token attends to, and of the gradients of queries, keys, values and weight."""
+    torch.manual_seed(3)
+    row_S = layout.segment_of_token_S
+    row_L = text_rows(layout) if cross else row_S
+    is_sample_S = torch.tensor([not segment.is_padding for segment in layout.segments])[row_S]
+    shapes = [(len(row_S), 1, 2, 24), *2 * [(len(row_L), 1, 2, 24)], (48, 48)]
+    scales = (size, size, 1.0, 0.1)
+    tensors = [scale * torch.randn(shape).double() for scale, shape in zip(scales, shapes, strict=True)]
+    ours, exact = rounded(tensors, dtype, "cpu")
+    out = kernel(*ours[:3], layout, cross, lambda x: F.linear(x, ours[3]))[is_sample_S]
+    samples = [exact[0][is_sample_S], exact[1], exact[2]]
+    expected = F.linear(plain_attention(*samples, row_S[is_sample_S], row_L), exact[3])
+    return largest_error((out, *gradients(out, ours)), (expected, *gradients(expected, exact)))
+
+
+@pytest.fixture
+def nothing_is_small(monkeypatch):
+    """Whatever may be recomputed in the backward is, and MLPs go slice by slice."""
+    monkeypatch.setattr(recompute, "SMALL", 0)
+    monkeypatch.setattr(blocks, "MLP_SLICE", 37)
+
+
+@pytest.mark.parametrize("cross", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_attention_of_a_pack_equals_one_mask(dtype, cross, nothing_is_small):
+    for seed, size in itertools.product(range(6), (0.1, 1.0, 4.0)):  # from nearly uniform to nearly one key each
+        assert check_attention(random_pack(seed), dtype, cross, size) < 2 * TOLERANCE[dtype], (seed, size)
+
+
+def test_a_neighbours_keys_would_be_noticed():
+    def shifted(q, k, v, *rest):
+        return attention.attend_runs(q, k.roll(1, 0), v.roll(1, 0), *rest)
+
+    assert check_attention(random_pack(0), torch.bfloat16, True, 1.0, shifted) > 0.1
+
+
+@pytest.mark.parametrize("family", ["megadit", "dit", "moviegen"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_an_mlp_in_slices_equals_its_formula(dtype, family, nothing_is_small):
+    activations = {"megadit": F.gelu, "dit": lambda x: F.gelu(x, approximate="tanh"), "moviegen": blocks.swiglu}
+    mlp = DiT(FAMILIES[family]).blocks["0"].mlp.to(dtype)
+    torch.manual_seed(4)
+    for parameter in mlp.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    ours, exact = rounded([torch.randn(100, 1, CONFIG.hidden_size).double(), *mlp.parameters()], dtype, "cpu")
+    names = [name for name, _ in mlp.named_parameters()]
+    weights = dict(zip(names, exact[1:], strict=True))
+    out = torch.func.functional_call(mlp, dict(zip(names, ours[1:], strict=True)), (ours[0],))
+    hidden = activations[family](F.linear(exact[0], weights["fc1.weight"], weights.get("fc1.bias")))
+    expected = F.linear(hidden, weights["fc2.weight"], weights.get("fc2.bias"))
+    assert largest_error((out, *gradients(out, ours)), (expected, *gradients(expected, exact))) < TOLERANCE[dtype]
+
+
+# --- whole networks -----------------------------------------------------------------------------------------------
+
+
+def network(config, dtype):
+    """Random weights that bfloat16 has, too: both networks start from the same numbers."""
+    torch.manual_seed(5)
+    dit = DiT(config)
+    for parameter in dit.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return dit.bfloat16().to(dtype)
+
+
+def packed_and_single(config, layout, dtype):
+    """(output and gradients of a pack in `dtype`, those of its samples one by one in float64)."""
+    torch.manual_seed(6)
+    samples = [segment for segment in layout.segments if not segment.is_padding]
+    latents = [torch.randn(1, 4, 1, 1, segment.num_tokens).bfloat16() for segment in samples]
+    text = torch.randint(0, 3, (layout.text_capacity, 1, config.crossattn_emb_size)).bfloat16()
+    c_noise_G = torch.tensor([SIGMAS[g % len(SIGMAS)] for g in range(layout.num_segments)]).log() / 4
+    fps_G = torch.tensor([24.0 * (g % 2) for g in range(layout.num_segments)])
+    ours, exact = network(config, dtype), network(config, torch.float64)
+    tokens = torch.cat([patchify(x, config) for x in latents])
+    tokens = F.pad(tokens, (0, 0, 0, 0, 0, layout.capacity - len(tokens))).to(dtype)
+    packed = ours.forward_packed(tokens, c_noise_G, text.to(dtype), fps_G, layout)[: layout.num_tokens]
+    single = []
+    for g, (segment, x) in enumerate(zip(samples, latents, strict=True)):
+        start = layout.text_starts[g]
+        features = text[start : start + segment.text_slots].transpose(0, 1).double()
+        conditioning = Conditioning(features, torch.tensor([segment.text_length]), fps_G[g : g + 1])
+        single.append(patchify(exact(x.double(), c_noise_G[g : g + 1], conditioning), config))
+    return (packed, *gradients(packed, list(ours.parameters()))), (
+        torch.cat(single),
+        *gradients(torch.cat(single), list(exact.parameters())),
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_random_pack_equals_its_samples_one_by_one(family, dtype, nothing_is_small):
+    for seed in range(3):
+        ours, theirs = packed_and_single(FAMILIES[family], random_pack(seed), dtype)
+        assert largest_error(ours, theirs) < NETWORK_TOLERANCE[dtype], seed
+
+
+# --- what a GPU compiles ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_chains_compile_whole_and_stay_what_they_are(backend, monkeypatch):
+    """As on a GPU: each chain one graph, for all sizes; with inductor also as its kernels, here for a CPU."""
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("inductor needs a C++ compiler")
+    compiled = {}
+
+    def as_on_a_gpu(function, *inputs):
+        if function not in compiled:
+            compiled[function] = torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
+        return compiled[function](*inputs)
+
+    for module in (modulation_by_token, qk_norm):
+        monkeypatch.setattr(module, "fused", as_on_a_gpu)
+    for seed, dtype in itertools.product((0, 3), TOLERANCE):
+        layout = random_pack(seed)
+        row_S = row_of_token(layout.runs, torch.device("cpu"))
+        errors = check_modulation(
+            layout,
+            dtype,
+            "cpu",
+            lambda x, shift, scale, row_S=row_S: modulated_norm_by_token(x, shift, 1 + scale, EPS, row_S),
+            lambda x, gate, y, row_S=row_S: gated_residual_by_token(x, gate, y, row_S),
+        )
+        assert max(errors) < TOLERANCE[dtype]
+        test_norm_and_rotation_equal_their_composition(1.0, dtype, "cpu")
+    assert len(compiled) == 6

@@ -74,6 +74,26 @@ def test_a_pack_has_the_loss_of_its_samples(dit):
     assert sums.objective == sums.weighted
 
 
+def test_a_pack_has_the_gradients_of_its_samples(dit):
+    """Loss and gradients of a pack, and of its samples in packs of their own, added up."""
+    model = TrainingModel(dit, DiffusionConfig(learned_uncertainty=True), None, None)
+    torch.nn.init.normal_(model.uncertainty.linear.weight, generator=torch.Generator().manual_seed(0))
+    whole, *single = [samples(), *([sample] for sample in samples())]
+    found = []
+    for packs in ([whole], single):
+        model.zero_grad()
+        losses = [model(pack(chosen)).objective for chosen in packs]
+        sum(losses).backward()
+        found.append((sum(losses).item(), [parameter.grad.clone() for parameter in model.parameters()]))
+    (loss, grads), (expected_loss, expected) = found
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert all(grad.norm() > 0 for grad in expected)
+    difference, size = (torch.cat([x.flatten() for x in many]).norm() for many in (
+        [ours - theirs for ours, theirs in zip(grads, expected, strict=True)], expected,
+    ))  # fmt: skip
+    assert difference <= 1e-6 * size
+
+
 @torch.no_grad()
 def test_padding_counts_for_nothing(dit):
     small, large = pack(samples(), seq_length=22), pack(samples(), seq_length=60)

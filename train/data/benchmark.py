@@ -1,11 +1,14 @@
 """How fast samples are read, beside a bare webdataset reader and a bare Energon loader of the same shards.
 
-    python -m megadit.train.data.benchmark [DATASET] [--num_samples 2000] [--rounds 3]
+    python -m megadit.train.data.benchmark [DATASET] [--num_samples 2000] [--rounds 3] [--num_lengths 1000000]
 
 One reader in this process, in turns, so that all readers meet the same machine; the best round counts, in seconds of
-CPU time. Without DATASET, samples of random latents (16 x 9 x 32 x 32) and texts (64 x 1024) are written first.
+CPU time. Without DATASET, samples of random latents (16 x 9 x 32 x 32) and texts (64 x 1024) are written first. Then
+lengths alone are packed.
 """
 
+import math
+import random
 import sys
 import tempfile
 import time
@@ -33,6 +36,7 @@ from megadit.train.config import DataConfig
 from megadit.train.data.batch import PackFormat
 from megadit.train.data.dataset_info import CRUDE, iter_captions
 from megadit.train.data.loader import MAX_SAMPLES_PER_SEQUENCE
+from megadit.train.data.packing import best_fit
 from megadit.train.data.rules import Rules
 from megadit.train.data.samples import OCCURRENCE, decode
 from megadit.train.data.task_encoder import LatentTaskEncoder
@@ -152,6 +156,25 @@ def measure(root: Path, num_samples: int, rounds: int) -> dict[str, float]:
     return best
 
 
+def measure_packing(num_lengths: int) -> tuple[float, float, float]:
+    """Seconds of CPU time to pack so many samples of 256 to 8,192 tokens (log-uniform, 1 to 64 of text) into packs of
+    8,192, how full these are, and how full those of buffers of 1,000 samples each."""
+    generator = random.Random(0)
+    low, high = math.log(256), math.log(8192)
+    lengths = [(round(math.exp(generator.uniform(low, high))), generator.randint(1, 64)) for _ in range(num_lengths)]
+    capacity = (8192, 4096)
+
+    def fill(packs: list[list[list[int]]], parts: list[list[tuple[int, int]]]) -> float:
+        return sum(tokens for part in parts for tokens, _ in part) / (capacity[0] * sum(map(len, packs)))
+
+    start = time.process_time()
+    packs = best_fit(lengths, capacity)
+    seconds = time.process_time() - start
+    buffers = [lengths[begin : begin + 1000] for begin in range(0, num_lengths, 1000)]
+    of_buffers = [best_fit(buffer, capacity) for buffer in buffers]
+    return seconds, fill([packs], [lengths]), fill(of_buffers, buffers)
+
+
 def main(argv: list[str] | None = None) -> int:
     return run_command(_run, sys.argv[1:] if argv is None else argv)
 
@@ -161,6 +184,7 @@ def _run(argv: list[str]) -> int:
     parser.add_argument("dataset", metavar="DATASET", type=Path, nargs="?", help="written by megadit prepare")
     parser.add_argument("--num_samples", type=int, default=2000, help="of a round and reader (default: 2000)")
     parser.add_argument("--rounds", type=int, default=3, help="of which the best counts (default: 3)")
+    parser.add_argument("--num_lengths", type=int, default=1_000_000, help="of samples packed (default: 1,000,000)")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -176,6 +200,9 @@ def _run(argv: list[str]) -> int:
     for name, speed in speeds.items():
         ratio = speed / speeds["bare Energon"]
         print(f"{name:28} {speed:9.0f} samples/s  {speed * megabytes:8.0f} MB/s  {ratio:5.2f} of bare Energon")
+    seconds, fill, fill_of_buffers = measure_packing(options.num_lengths)
+    print(f"{options.num_lengths:,} samples packed in {seconds:.2f} s of CPU time; packs {fill:.1%} full")
+    print(f"in buffers of 1,000 samples: {fill_of_buffers:.1%}")
     return 0
 
 

@@ -6,6 +6,7 @@ the CPU. Shapes: C latent channels, T/H/W frames, height, width, L text tokens, 
 
 import io
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from megadit.train.data.samples import OCCURRENCE, UnreadableSampleError, read_d
 
 MAX_PIXELS = 1 << 28
 """Of a picture; a header may announce any number."""
+MAX_CLIP_PIXELS = 1 << 30
+"""Of all frames of a clip; a small file may hold any number of them."""
 
 
 @dataclass(slots=True)
@@ -94,7 +97,16 @@ def read_mp4(content: bytes) -> np.ndarray:
         stream.codec_context.thread_count = 1
         if not 0 < stream.width * stream.height <= MAX_PIXELS:
             raise ValueError(f"{stream.width}x{stream.height} pixels are too many")
-        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(stream)])
+        return np.stack(list(_within_limits(container.decode(stream))))
+
+
+def _within_limits(frames: Iterable[av.VideoFrame]) -> Iterator[np.ndarray]:
+    left = MAX_CLIP_PIXELS
+    for frame in frames:
+        left -= frame.width * frame.height
+        if left < 0:
+            raise ValueError(f"its frames have more than {MAX_CLIP_PIXELS} pixels")
+        yield frame.to_ndarray(format="rgb24")
 
 
 def read_png(content: bytes) -> np.ndarray:

@@ -12,6 +12,7 @@ from megadit.train.plan.estimate import tokens_per_second
 from megadit.train.plan.hardware import GIB, Gpu
 from megadit.train.plan.layout import Layout
 from megadit.train.plan.memory import Memory, memory_of
+from megadit.train.plan.recompute import choice_in_words, with_recompute
 from megadit.train.plan.search import Choice, assess, rank_layouts, usable_memory
 from megadit.train.plan.work import count_parameters, typical_pack, upstream_flops, work_of
 
@@ -24,11 +25,13 @@ def dry_run(config: RunConfig, gpus: int, gpu: Gpu | None) -> str:
     Raises:
         UserError: if the run does not fit the memory of `gpu`, with both figures.
     """
-    layout = Layout.of(config, gpus)
-    memory = memory_of(config, layout)
+    decided = config if gpu is None else with_recompute(config, gpus, gpu.memory)
+    layout = Layout.of(decided, gpus)
+    memory = memory_of(decided, layout)
     lines = [*_size_lines(config), *_group_lines(layout), *_memory_lines(memory), *_work_lines(config, layout)]
     if gpu is not None:
         _check_fit(config, layout, gpu)
+        lines += [f"recomputed: {choice_in_words(decided)} of each part"] if decided is not config else []
         lines += _time_lines(config, assess(config, layout, gpu))
     return "\n".join(f"# {line}" for line in lines)
 
@@ -133,7 +136,7 @@ def _check_fit(config: RunConfig, layout: Layout, gpu: Gpu) -> None:
 def _own_layout(config: RunConfig, gpus: int, gpu: Gpu) -> str:
     """What becomes of the layout that the configuration itself asks for."""
     try:
-        own = assess(config, Layout.of(config, gpus), gpu)
+        own = assess(config, Layout.of(with_recompute(config, gpus, gpu.memory), gpus), gpu)
     except UserError as error:
         return f"as configured: refused: {error}"
     if not own.fits:

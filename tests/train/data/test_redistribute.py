@@ -1,14 +1,13 @@
 """Readers go on where others stopped, on another number of ranks."""
 
 import json
+import random
 from itertools import islice
 
 import pytest
 
 from megadit.train.data.loader import build_train_loader
 from megadit.train.data.redistribute import redistribute
-
-NUM_STEPS = 8
 
 
 def build(make_config, ranks, workers):
@@ -45,16 +44,17 @@ def states(loaders):
     return [json.loads(json.dumps(loader.save_state())) for loader in loaders]
 
 
-@pytest.mark.parametrize(("before", "after"), [((2, 1), (1, 2)), ((4, 1), (2, 2))])
-def test_the_same_steps_on_as_many_readers(make_config, before, after):
+@pytest.mark.parametrize(("before", "after", "num_steps"), [((2, 1), (1, 2), 8), ((4, 1), (2, 2), 50)])
+def test_the_same_steps_on_as_many_readers(make_config, before, after, num_steps):
+    """Four ranks, continued by two: the next 200 batches."""
     micro_batches = before[0] * before[1]
     loaders = build(make_config, *before)
-    read_steps(loaders, micro_batches, 5)
+    read_steps(loaders, micro_batches, random.Random(micro_batches).randint(3, 20))
     saved = states(loaders)
-    expected = read_steps(loaders, micro_batches, NUM_STEPS)
+    expected = read_steps(loaders, micro_batches, num_steps)
     resumed, said = go_on(make_config, saved, *after, micro_batches)
     assert said is None
-    assert read_steps(resumed, micro_batches, NUM_STEPS) == expected
+    assert read_steps(resumed, micro_batches, num_steps) == expected
 
 
 def test_nothing_is_lost_or_doubled_where_steps_take_part_of_the_readers(make_config):

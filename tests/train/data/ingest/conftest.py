@@ -67,8 +67,21 @@ def write_clip(
     return path
 
 
-def write_folder(root: Path, num_good: int = 31) -> dict[str, int]:
-    """`num_good` captioned videos and ten that are of no use; returns the expected counts of reasons."""
+GENERATORS = ("testsrc2", "mandelbrot", "life", "cellauto")
+"""Of ffmpeg: pictures that change by a rule."""
+
+
+def generate(source: str, num_frames: int, height: int, width: int) -> np.ndarray:
+    """What a generator of ffmpeg shows: uint8 THWC."""
+    graph = av.filter.Graph()
+    graph.link_nodes(
+        graph.add(source, f"size={width}x{height}:rate=24"), graph.add("format", "rgb24"), graph.add("buffersink")
+    ).configure()
+    return np.stack([graph.vpull().to_ndarray(format="rgb24") for _ in range(num_frames)])
+
+
+def write_folder(root: Path, num_good: int = 31) -> None:
+    """`num_good` captioned videos of photographs, one of each generator, and nine that are of no use."""
     root.mkdir(parents=True)
     generator = np.random.default_rng(0)
     for number in range(num_good):
@@ -91,8 +104,11 @@ def write_folder(root: Path, num_good: int = 31) -> dict[str, int]:
         extra = extra | ({"rotation": 90} if number == 3 else {})
         path = write_clip(root / f"good-{number:02d}.{suffix}", frames.astype(np.uint8), codec=codec, **extra)
         path.with_suffix(".txt").write_text(f"a window over {name[:-4]} number {number}")
+    for number, source in enumerate(GENERATORS):
+        codec, suffix = CODECS[number % 3]
+        path = write_clip(root / f"good-{source}.{suffix}", generate(source, 20, 96, 128), codec=codec)
+        path.with_suffix(".txt").write_text(f"what {source} draws")
     _write_useless(root)
-    return {"broken": 4, "small": 1, "static": 1, "black": 1, "short": 1, "near-duplicate": 1}
 
 
 def _write_useless(root: Path) -> None:

@@ -20,12 +20,13 @@ from PIL import Image
 from megadit.models.support import UserError
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
-from megadit.train.data import prepare
+from megadit.train.data import on_the_fly, prepare
 from megadit.train.data.dataset_info import DatasetInfo, iter_captions, iter_descriptions
 from megadit.train.data.ingest.foreign import UnreadableTensorError, read_pickle, read_pth
 from megadit.train.data.ingest.plan import Settings, Source
 from megadit.train.data.ingest.scan import scan
 from megadit.train.data.ingest.sources import list_webdataset
+from megadit.train.data.samples import OCCURRENCE, UnreadableSampleError
 
 OPTIONS = ["--sizes", "64x64", "--num_frames", "1", "--num_workers", "0", "--channels", "16", "--debug"]
 
@@ -115,17 +116,38 @@ def test_hostile_archives_are_counted_and_harm_nobody(tmp_path, make_pan):
     assert {path for path in tmp_path.rglob("*")} == before
 
 
-def test_a_picture_bomb_is_not_decoded(tmp_path):
+def picture_bomb() -> bytes:
+    """A small file whose header announces 10^10 pixels."""
+
     def chunk(kind: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
     header = struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0)
-    bomb = tmp_path / "bomb.png"
     pixels = zlib.compress(bytes(10_000_000), 9)
-    bomb.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+
+
+def test_a_picture_bomb_is_not_decoded(tmp_path):
+    bomb = tmp_path / "bomb.png"
+    bomb.write_bytes(picture_bomb())
     finding = scan(Source(name="bomb", kind="image", path=str(bomb)), Settings(sizes=((64, 64),)))
     assert not finding.clips and finding.skips[0].reason in ("too large", "broken")
     assert "100000" in finding.skips[0].detail or "bomb" in finding.skips[0].detail
+
+
+def test_media_that_would_fill_the_memory_are_unreadable_samples(tmp_path, make_clip, make_pan, monkeypatch):
+    """Pixels encoded while they are read: a picture bomb, and a clip with more frames than there is room for."""
+    clip = make_clip(tmp_path / "clip.mp4", make_pan("china.jpg", 9, 96, 128)).read_bytes()
+    assert on_the_fly.read_mp4(clip).shape == (9, 96, 128, 3)
+    monkeypatch.setattr(on_the_fly, "MAX_CLIP_PIXELS", 8 * 96 * 128)
+    encoders = on_the_fly.FrozenEncoders(tmp_path, tmp_path)
+    for member, content, message in (
+        ("png", picture_bomb(), "10000000000 pixels"),
+        ("mp4", clip, "more than 98304 pixels"),
+    ):
+        crude = {"__key__": "bomb", OCCURRENCE: 0, "json": b'{"caption": "", "fps": 8}', member: content}
+        with pytest.raises(UnreadableSampleError, match=message):
+            encoders(crude)
 
 
 # --- Parquet ------------------------------------------------------------------------------------------------------
@@ -319,3 +341,26 @@ def test_a_store_that_cannot_be_read_is_told(tmp_path, s3):
     ):
         with pytest.raises(UserError, match=message):
             prepare.main(["images", source, str(tmp_path / out), *OPTIONS])
+
+
+def test_videos_in_s3_give_the_same_data_set_as_a_folder(s3, tmp_path, make_clip, make_pan):
+    """Three codecs, captions beside them, a file that is cut short and one that is none."""
+    source = tmp_path / "clips"
+    source.mkdir()
+    for number in range(9):
+        codec, suffix = (("libx264", "mp4"), ("libvpx-vp9", "webm"), ("mpeg4", "avi"))[number % 3]
+        name = ("china.jpg", "flower.jpg")[number % 2]
+        frames = make_pan(name, 12, 96, 128, start=(40 + 21 * number, 33 * number), flip=number % 4)
+        path = make_clip(source / f"{number}.{suffix}", frames, codec=codec)
+        path.with_suffix(".txt").write_text(f"clip {number}")
+    (source / "short.mp4").write_bytes((source / "0.mp4").read_bytes()[:3000])
+    (source / "words.webm").write_text("this is not a video\n" * 100)
+    url = s3()
+    upload(source, f"{url}/media")
+    options = ["--sizes", "64x64", "--num_frames", "9", "--num_workers", "0", "--channels", "16", "--debug"]
+    for place, out in ((str(source), "local"), (f"{url}/media", "stored")):
+        assert prepare.main(["videos", place, str(tmp_path / out), *options]) == 0
+    assert shard_bytes(tmp_path / "stored") == shard_bytes(tmp_path / "local") != []
+    reports = [json.loads((tmp_path / out / "report.json").read_text()) for out in ("local", "stored")]
+    assert reports[0] == reports[1] and sum(reports[0]["samples"].values()) == 9
+    assert reports[0]["sources"] == 11 and reports[0]["skips"]["broken"] == 2

@@ -1,0 +1,45 @@
+"""Prints losses, and how many blocks each rank recomputes, for several amounts of free memory.
+
+recompute.py BYTES a.b=c ...    overrides of the recipe digits_tiny; BYTES are found on the first rank, more on others
+"""
+
+import json
+import sys
+from unittest import mock
+
+import torch.distributed as dist
+
+from megadit.models.megatron import cpu_shim
+
+cpu_shim.install()
+
+from megadit.models.megatron import groups as process_groups  # noqa: E402
+from megadit.train import setup  # noqa: E402
+from megadit.train.batches import TrainBatches  # noqa: E402
+from megadit.train.overrides import resolve_config  # noqa: E402
+from megadit.train.step import train_step  # noqa: E402
+
+
+def run_config(granularity: str, overrides: list[str]):
+    return resolve_config("digits_tiny", overrides=[*overrides, f"parallel.recompute_granularity={granularity}"])
+
+
+def main(enough: float, overrides: list[str]) -> None:
+    cases = {"none": ("none", 0.0), "plenty": ("auto", 1e15), "for two": ("auto", enough), "nothing": ("auto", 0.0)}
+    groups = setup.start_processes(run_config("none", overrides))
+    found = {}
+    for name, (granularity, free) in cases.items():
+        run = run_config(granularity, overrides)
+        own = free * (1 + 9 * dist.get_rank())
+        with mock.patch.object(setup, "free_memory", lambda device, own=own: own):
+            training = setup.build_training(run, groups)
+        batches = TrainBatches(run, groups)
+        losses = [train_step(training, batches, step).loss for step in (1, 2, 3)]
+        blocks = training.network.dit.blocks
+        found[name] = {"recomputed": getattr(blocks, "num_recomputed", 0), "losses": losses}
+    print(json.dumps(found), flush=True)
+    process_groups.destroy()
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,46 @@
+"""`parallel.recompute_granularity=auto`: as many blocks computed again in the backward as memory demands, no more."""
+
+from dataclasses import replace
+
+from megadit.train.config import RunConfig
+from megadit.train.plan.layout import Layout
+from megadit.train.plan.memory import memory_of
+
+MARGIN = 0.1
+"""Share of the memory at hand that stays free: estimates are within a tenth of what is measured."""
+
+
+def with_recompute(config: RunConfig, ranks: int, available: float) -> RunConfig:
+    """`config` with `auto` decided for ranks that have `available` bytes each; any other choice stands.
+
+    The fewest blocks of each part of the network are recomputed with which the estimate of `memory_of` fits; all of
+    them, if it never does.
+    """
+    if config.parallel.recompute_granularity != "auto":
+        return config
+    of_part = config.model.num_layers // config.parallel.sizes.num_parts
+    choices = (_recomputing(config, count) for count in range(of_part + 1))
+    fits = (one for one in choices if needed_memory(one, ranks) <= available * (1 - MARGIN))
+    return next(fits, _recomputing(config, of_part))
+
+
+def needed_memory(config: RunConfig, ranks: int) -> float:
+    """Bytes that each of so many ranks needs, estimated."""
+    return memory_of(config, Layout.of(config, ranks)).total
+
+
+def choice_in_words(config: RunConfig) -> str:
+    """What `with_recompute` decided."""
+    parallel = config.parallel
+    of_part = config.model.num_layers // parallel.sizes.num_parts
+    count = 0 if parallel.recompute_granularity == "none" else parallel.recompute_num_layers or of_part
+    return f"{count} of {of_part} blocks"
+
+
+def _recomputing(config: RunConfig, count: int) -> RunConfig:
+    """`config` with so many blocks of each part recomputed."""
+    choice = {"recompute_granularity": "full", "recompute_num_layers": count} if count else _NOTHING
+    return replace(config, parallel=replace(config.parallel, **choice))
+
+
+_NOTHING = {"recompute_granularity": "none", "recompute_num_layers": None}
