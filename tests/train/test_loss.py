@@ -87,7 +87,6 @@ def test_a_pack_has_the_gradients_of_its_samples(dit):
         found.append((sum(losses).item(), [parameter.grad.clone() for parameter in model.parameters()]))
     (loss, grads), (expected_loss, expected) = found
     assert loss == pytest.approx(expected_loss, rel=1e-6)
-    assert all(grad.norm() > 0 for grad in expected)
     difference, size = (torch.cat([x.flatten() for x in many]).norm() for many in (
         [ours - theirs for ours, theirs in zip(grads, expected, strict=True)], expected,
     ))  # fmt: skip
