@@ -39,7 +39,7 @@ FAMILIES = {
             "preconditioner": "vp",
         },
         "cosmos": {"adaln_lora_dim": 6},
-        "moviegen": {"position_embedding": "learned", "learned_positions": (1, 1, 64), "qk_layernorm": False},
+        "moviegen": {"position_embedding": "learned", "learned_positions": (2, 1, 64), "qk_layernorm": False},
         "st_dit": {},
     }.items()
 }
@@ -52,16 +52,17 @@ def random_pack(seed: int) -> SegmentLayout:
     """Segments of any lengths, neighbours sometimes equal, with and without padding."""
     chance = random.Random(seed)
     lengths = [chance.choice((1, 2, 7, 7, 30, 64)) for _ in range(chance.randint(1, 9))]
-    segments = [Segment((1, 1, length), chance.randint(0, 3)) for length in lengths]
+    grids = [(1, 1, length) if length % 2 else (2, 1, length // 2) for length in lengths]
+    segments = [Segment(grid, chance.randint(0, 3)) for grid in grids]
     spare = chance.choice((0, 5, 40))
     text = sum(segment.text_slots for segment in segments)
     return SegmentLayout.pack(segments, capacity=sum(lengths) + spare, text_capacity=text)
 
 
 def random_packs(count: int) -> list[SegmentLayout]:
-    """With a sample of several tokens and one of several words: else queries and keys have gradients of zero."""
+    """With a sample of several tokens and frames, and one of several words: else some gradients are zero."""
     packs = (random_pack(seed) for seed in itertools.count())
-    return list(itertools.islice((one for one in packs if max(one.lengths) > 2 and max(one.text_slots) > 1), count))
+    return list(itertools.islice((one for one in packs if max(one.lengths) >= 30 and max(one.text_slots) > 1), count))
 
 
 @torch.no_grad()
@@ -77,7 +78,8 @@ def modulation_rows(num_rows: int) -> list[torch.Tensor]:
 
 
 def gradients(out, inputs):
-    weight = torch.cos(torch.arange(out.numel(), device=out.device, dtype=torch.float64)).view_as(out)
+    # numbers that bfloat16 has: all of them get the same gradient
+    weight = torch.cos(torch.arange(out.numel(), device=out.device, dtype=torch.float64)).bfloat16().view_as(out)
     return torch.autograd.grad(out, inputs, weight.to(out.dtype))
 
 
@@ -233,9 +235,7 @@ def nothing_is_small(monkeypatch):
 @pytest.mark.parametrize("cross", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_attention_of_a_pack_equals_one_mask(dtype, cross, nothing_is_small):
-    for layout, size in itertools.product(
-        random_packs(6), (0.1, 1.0, 4.0)
-    ):  # from nearly uniform to nearly one key each
+    for layout, size in itertools.product(random_packs(6), (0.1, 1.0, 2.0)):  # nearly uniform, nearly one key
         assert check_attention(layout, dtype, cross, size) < 2 * TOLERANCE[dtype], (layout, size)
 
 
@@ -279,7 +279,7 @@ def packed_and_single(config, layout, dtype):
     """(output and gradients of a pack in `dtype`, those of its samples one by one in float64)."""
     torch.manual_seed(6)
     samples = [segment for segment in layout.segments if not segment.is_padding]
-    latents = [torch.randn(1, 4, 1, 1, segment.num_tokens).bfloat16() for segment in samples]
+    latents = [torch.randn(1, 4, *segment.grid).bfloat16() for segment in samples]
     text = torch.randint(0, 3, (layout.text_capacity, 1, config.crossattn_emb_size)).bfloat16()
     c_noise_G = torch.tensor([SIGMAS[g % len(SIGMAS)] for g in range(layout.num_segments)]).log() / 4
     fps_G = torch.tensor([24.0 * (g % 2) for g in range(layout.num_segments)])
@@ -324,8 +324,8 @@ def test_chains_compile_whole_and_stay_what_they_are(backend, monkeypatch):
 
     for module in (modulation_by_token, qk_norm):
         monkeypatch.setattr(module, "fused", as_on_a_gpu)
-    for seed, dtype in itertools.product((0, 3), TOLERANCE):
-        layout = random_pack(seed)
+    dtypes = list(TOLERANCE) if backend == "inductor" else [torch.bfloat16]
+    for layout, dtype in itertools.product(random_packs(1), dtypes):
         row_S = row_of_token(layout.runs, torch.device("cpu"))
         errors = check_modulation(
             layout,
