@@ -3,7 +3,6 @@
 import os
 import secrets
 import socket
-import time
 import urllib.error
 import urllib.request
 from contextlib import ExitStack
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megadit.models.support import UserError
-from megadit.serve.supervise import Ailment, Child
+from megadit.serve.supervise import Ailment, OwnedProcess
 from megadit.serve.triton_binary import TritonBinary, find_triton
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -60,11 +59,9 @@ class Ports:
 
 
 class LocalServer:
-    """A context manager that owns one tritonserver, its stubs, its ports and its shared memory.
+    """A context manager that owns one tritonserver, its stubs, its ports and its shared memory: `process` is its life.
 
-    The server runs in a process group of its own, is stopped when the thread that entered ends for whatever reason
-    (so enter it in a thread that stays), and every region of shared memory carries a prefix of its own, by which what a
-    crash left is removed.
+    Every region of shared memory carries a prefix of its own, by which what a crash left is removed.
     """
 
     def __init__(
@@ -91,21 +88,24 @@ class LocalServer:
             raise UserError(f"{repository} is not a model repository; `megadit serve build-repository` makes one")
         self.host = host
         self.ports = ports or Ports.free()
-        self._models, self._log, self._arguments = models, log, arguments
-        self._stop_seconds, self._hang_seconds = stop_seconds, hang_seconds
-        self._triton = find_triton()
+        self._models, self._arguments = models, arguments
+        self._log, self._stop_seconds, self._hang_seconds = log, stop_seconds, hang_seconds
         self._prefix = f"megadit_{os.getpid()}_{secrets.token_hex(4)}_"
-        self._child: Child | None = None
-
-    name = "tritonserver"
-
-    @property
-    def addresses(self) -> str:
-        return f"http {self.http_url}, grpc {self.grpc_url}"
-
-    @property
-    def killed_because(self) -> str | None:
-        return self._child.killed_because if self._child else None
+        triton = find_triton()
+        self.process = OwnedProcess(
+            command=self._command(triton),
+            name="tritonserver",
+            addresses=f"http {self.http_url}, grpc {self.grpc_url}",
+            is_ready=self._is_ready,
+            ailment=self._ailment,
+            start_seconds=START_SECONDS,
+            stop_seconds=stop_seconds + 5,  # after a crash of a stub it can outlive its own time limit
+            environment=triton.environment,
+            log=log,
+            prepare=lambda: self.ports.check_free(self.host),
+            clean_up=self._remove_shared_memory,
+            complaint=self._last_complaint,
+        )
 
     @property
     def http_url(self) -> str:
@@ -115,33 +115,17 @@ class LocalServer:
     def grpc_url(self) -> str:
         return f"{self._reachable_host()}:{self.ports.grpc}"
 
-    @property
-    def process_group(self) -> int:
-        assert self._child is not None
-        return self._child.pid
-
     def __enter__(self) -> "LocalServer":
-        self.start()
-        try:
-            self.wait_until_ready()
-        except BaseException:
-            self.stop()
-            raise
+        """Raises:
+        UserError: if a port is taken, or the server ends first (tells its last complaint) or is not ready in time.
+        """
+        self.process.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        self.process.stop()
 
-    def start(self) -> None:
-        """Starts the process; see `wait_until_ready`.
-
-        Raises:
-            UserError: if a port is taken.
-        """
-        self.ports.check_free(self.host)
-        self._child = Child(self.command(self._triton), environment=self._triton.environment, log=self._log)
-
-    def command(self, triton: TritonBinary) -> list[str]:
+    def _command(self, triton: TritonBinary) -> list[str]:
         """The command line of the server."""
         python_backend = {"shm-region-prefix-name": self._prefix, "stub-timeout-seconds": START_SECONDS}
         return [
@@ -162,10 +146,7 @@ class LocalServer:
             *self._arguments,
         ]
 
-    def is_alive(self) -> bool:
-        return self._child is not None and self._child.is_alive()
-
-    def is_ready(self) -> bool:
+    def _is_ready(self) -> bool:
         """Whether the server answers and every model that was asked for is loaded."""
         return self._answers("/v2/health/ready")
 
@@ -176,25 +157,8 @@ class LocalServer:
         except (urllib.error.URLError, OSError):
             return False
 
-    def wait_until_ready(self, timeout: float = START_SECONDS) -> None:
-        """Raises:
-        UserError: if the server ends first (tells its last complaint), or is not ready in time.
-        """
-        deadline = time.monotonic() + timeout
-        while not self.is_ready():
-            if not self.is_alive():
-                raise UserError(f"tritonserver ended with code {self._child.exit_code}: {self._last_complaint()}")
-            if time.monotonic() > deadline:
-                raise UserError(f"tritonserver was not ready within {timeout:.0f} s: {self._last_complaint()}")
-            time.sleep(0.05)
-
-    def wait(self) -> int:
-        """Waits until the server ends, by itself or because it hangs or lost a stub; its exit code."""
-        assert self._child is not None
-        return self._child.wait(self._ailment)
-
     def _ailment(self) -> Ailment | None:
-        states = _states_of_stubs(self.process_group)
+        states = _states_of_stubs(self.process.pid)
         if "Z" in states:
             return Ailment(reason="a stub of its Python backend died", patience=_DEAD_STUB_SECONDS)
         if "T" in states:
@@ -202,15 +166,6 @@ class LocalServer:
         if not self._answers("/v2/health/live"):
             return Ailment(reason="it answers nothing", patience=self._hang_seconds)
         return None
-
-    def stop(self) -> int | None:
-        """Lets requests in progress finish, then ends everything; the server's exit code. May be called again."""
-        if self._child is None:
-            return None
-        try:
-            return self._child.stop(self._stop_seconds + 5)  # after a crash of a stub it can outlive its own time limit
-        finally:
-            self._remove_shared_memory()
 
     def _remove_shared_memory(self) -> None:
         for region in SHARED_MEMORY.glob(f"{self._prefix}*"):

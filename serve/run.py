@@ -32,7 +32,7 @@ def _run(argv: list[str]) -> int:
     server = LocalServer(options.repository, host=options.host, ports=ports, models=models)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        return keep_running(server, tell=tell_on_stderr)
+        return keep_running(server.process, tell=tell_on_stderr)
     except KeyboardInterrupt:
         return 0  # being told to stop is how a server ends
 

@@ -8,9 +8,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 from megadit.models.support import UserError
 
@@ -67,11 +67,12 @@ class Child:
             try:
                 return self._process.wait(_SECONDS_BETWEEN_CHECKS)
             except subprocess.TimeoutExpired:
-                found = ailment()
+                asked = time.monotonic()  # one that answers nothing lets the question itself take seconds
+            found = ailment()
             if found is None:
                 ailing_since = None
                 continue
-            ailing_since = time.monotonic() if ailing_since is None else ailing_since
+            ailing_since = asked if ailing_since is None else ailing_since
             if time.monotonic() - ailing_since > found.patience:
                 self.killed_because = found.reason
                 self.kill_group()
@@ -96,26 +97,99 @@ class Child:
             pass  # nobody of the group is left
 
 
-class Supervised(Protocol):
-    """Something that runs while its context is open."""
+def _nothing() -> None:
+    pass
 
+
+def _see_its_output() -> str:
+    return "see its output"
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class OwnedProcess:
+    """A context manager that owns one process that serves: started, waited for, watched, stopped; any number of times.
+
+    Enter it in a thread that stays: the process is told to stop when that thread ends.
+    """
+
+    command: Sequence[str]
     name: str
+    addresses: str
+    """Where it serves, for people."""
+    is_ready: Callable[[], bool]
+    """Whether it serves."""
+    ailment: Callable[[], Ailment | None]
+    """What is wrong with it while it runs."""
+    start_seconds: float
+    """How long it may take to be ready."""
+    stop_seconds: float
+    """How long it may take to end once it is told to."""
+    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    log: Path | None = None
+    """Takes its output (None: our own)."""
+    prepare: Callable[[], object] = _nothing
+    """Called before every start."""
+    clean_up: Callable[[], object] = _nothing
+    """Called after every end."""
+    complaint: Callable[[], str] = _see_its_output
+    """Why it did not start, as far as it said."""
+    _child: Child | None = field(default=None, init=False)
 
     @property
-    def addresses(self) -> str: ...
+    def pid(self) -> int:
+        """Of the process, and of its group."""
+        assert self._child is not None
+        return self._child.pid
 
     @property
-    def killed_because(self) -> str | None: ...
+    def killed_because(self) -> str | None:
+        return self._child.killed_because if self._child else None
 
-    def __enter__(self) -> object: ...
+    def __enter__(self) -> "OwnedProcess":
+        """Raises:
+        UserError: if it ends instead of serving, or does not serve in time.
+        """
+        self.prepare()
+        self._child = Child(self.command, environment=self.environment, log=self.log)
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
-    def wait(self) -> int: ...
+    def is_alive(self) -> bool:
+        return self._child is not None and self._child.is_alive()
+
+    def wait(self) -> int:
+        """Waits until it ends, by itself or because of an ailment; its exit code."""
+        assert self._child is not None
+        return self._child.wait(self.ailment)
+
+    def stop(self) -> int | None:
+        """Lets it finish what it is doing, then ends its group; its exit code. May be called again."""
+        if self._child is None:
+            return None
+        try:
+            return self._child.stop(self.stop_seconds)
+        finally:
+            self.clean_up()
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + self.start_seconds
+        while not self.is_ready():
+            if not self.is_alive():
+                raise UserError(f"{self.name} ended with code {self._child.exit_code}: {self.complaint()}")
+            if time.monotonic() > deadline:
+                raise UserError(f"{self.name} was not ready within {self.start_seconds:.0f} s: {self.complaint()}")
+            time.sleep(0.05)
 
 
 def keep_running(
-    server: Supervised,
+    server: OwnedProcess,
     *,
     tell: Callable[[str], None],
     stopping: threading.Event | None = None,

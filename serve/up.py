@@ -9,9 +9,9 @@ import sys
 import threading
 
 from megadit.models.support import CommandParser, UserError, run_command
-from megadit.serve.gateway.process import GatewayProcess
+from megadit.serve.gateway.process import gateway_process
 from megadit.serve.local_server import HANG_SECONDS, LocalServer, Ports
-from megadit.serve.supervise import Supervised, keep_running, tell_on_stderr
+from megadit.serve.supervise import OwnedProcess, keep_running, tell_on_stderr
 
 _SECONDS_TO_ANSWER = 15
 """What a gateway may take to end beyond its drain."""
@@ -29,21 +29,21 @@ def _run(argv: list[str]) -> int:
     models = tuple(options.model or ("*",))
     triton = LocalServer(options.repository, ports=ports, models=models, hang_seconds=options.hang_seconds)
     arguments = [f"--server=grpc://{triton.grpc_url}", f"--drain_seconds={options.drain_seconds}", *of_the_gateway]
-    gateway = GatewayProcess(
+    gateway = gateway_process(
         arguments + [f"--model={name}" for name in options.model or ()],
         host=options.host,
         port=options.port,
         stop_seconds=options.drain_seconds + _SECONDS_TO_ANSWER,
         hang_seconds=options.hang_seconds,
     )
-    return supervise([triton, gateway])
+    return supervise([triton.process, gateway])
 
 
-def supervise(servers: list[Supervised]) -> int:
+def supervise(servers: list[OwnedProcess]) -> int:
     """Keeps all running until a signal comes, then ends them, the last first."""
     stopping, failed = threading.Event(), []
 
-    def keep(server: Supervised) -> None:
+    def keep(server: OwnedProcess) -> None:
         try:
             keep_running(server, tell=tell_on_stderr, stopping=stopping)
         except UserError as error:

@@ -22,9 +22,6 @@ from megadit.serve.local_server import SHARED_MEMORY, LocalServer, Ports
 from megadit.serve.run import docker_command
 from megadit.serve.supervise import keep_running
 
-NUM_CYCLES = int(os.environ.get("MEGADIT_SERVER_CYCLES", "2"))
-"""Starts and stops of the slow test."""
-
 
 def processes_of(group: int) -> list[int]:
     """Processes of a group that are not zombies."""
@@ -42,7 +39,7 @@ def processes_of(group: int) -> list[int]:
 def leftovers(server: LocalServer) -> dict:
     regions = [region.name for region in SHARED_MEMORY.glob(f"{server._prefix}*")]
     server.ports.check_free("127.0.0.1")
-    return {"processes": processes_of(server.process_group), "shared memory": regions}
+    return {"processes": processes_of(server.process.pid), "shared memory": regions}
 
 
 NOTHING = {"processes": [], "shared memory": []}
@@ -64,15 +61,13 @@ def control(server: LocalServer, action: str, model: str) -> int:
 @pytest.fixture
 def lonely(tritonserver, repository, tmp_path):
     """A server of the test's own, not yet started."""
-    server = LocalServer(repository, log=tmp_path / "triton.log", stop_seconds=5)
-    yield server
-    server.stop()
+    return LocalServer(repository, log=tmp_path / "triton.log", stop_seconds=5)
 
 
 @pytest.mark.slow
-def test_start_load_unload_reload_stop_leave_nothing(tritonserver, repository, tmp_path):
+def test_start_load_unload_reload_stop_leave_nothing(tritonserver, repository, tmp_path, request):
     before = set(os.listdir(SHARED_MEMORY))
-    for cycle in range(NUM_CYCLES):
+    for cycle in range(request.config.getoption("--cases") or 1):
         with LocalServer(repository, models=("text_to_image",), log=tmp_path / f"{cycle}.log") as server:
             client = VideoClient(f"grpc://{server.grpc_url}")
             assert not client.is_ready()
@@ -89,7 +84,7 @@ def test_a_crashed_stub_is_an_error_and_stopping_still_leaves_nothing(lonely):
         client = VideoClient(f"grpc://{server.grpc_url}")
         generation = client.stream(VideoRequest(prompt="a", num_steps=2500), timeout=30)
         next(iter(generation))
-        stubs = [pid for pid in processes_of(server.process_group) if pid != server.process_group]
+        stubs = [pid for pid in processes_of(server.process.pid) if pid != server.process.pid]
         assert stubs
         for pid in stubs:
             os.kill(pid, signal.SIGKILL)
@@ -105,7 +100,7 @@ import time
 from pathlib import Path
 from megadit.serve.local_server import LocalServer
 with LocalServer({str(repository)!r}, log=Path({str(tmp_path / "log")!r}), stop_seconds=5) as server:
-    print(server.process_group, server._prefix, flush=True)
+    print(server.process.pid, server._prefix, flush=True)
     time.sleep(600)
 """
     owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)

@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import json
 import random
+import re
 import shutil
 import statistics
 import threading
@@ -49,11 +50,11 @@ def make(client: httpx.Client, body: dict) -> tuple[dict, bytes, float]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_many_requests_of_sixteen_clients(start_gateway, server, request):
+def test_many_requests_of_sixteen_clients(start_gateway, server, request, eventually):
     """None lost, none mixed up, every key its turn, memory flat."""
     count = request.config.getoption("--cases") or 64
     gateway = start_gateway(f"grpc://{server.grpc_url}")
-    pids = [gateway.process.pid, *in_group(server.process_group)]
+    pids = [gateway.process.pid, *in_group(server.process.pid)]
     clients = [gateway.client() for _ in range(NUM_CLIENTS)]
     bodies = [
         {"prompt": f"number {index}", "seed": index, "priority": 1 + index % 3, **SHAPES[index % len(SHAPES)]}
@@ -85,6 +86,34 @@ def test_many_requests_of_sixteen_clients(start_gateway, server, request):
     first, last = memory[min(50, count // 2)], memory[count]
     print(f"memory: {first / 2**20:.0f} MiB after {min(50, count // 2)}, {last / 2**20:.0f} MiB in the end")
     assert last < 1.1 * first + 2**26, "memory grows with every request"
+    every_key_has_its_turn(gateway, clients, eventually)
+
+
+def every_key_has_its_turn(gateway, clients: list[httpx.Client], eventually) -> None:
+    """A key that asked for twenty videos is served no more often than those who ask for two each after it."""
+    blocking, (greedy, *others) = gateway.client(), clients
+
+    def create(client: httpx.Client, **body) -> str:
+        return client.post("/v1/videos", json={"prompt": "a"} | body).json()["id"]
+
+    def status(client: httpx.Client, video_id: str) -> str:
+        return client.get(f"/v1/videos/{video_id}").json()["status"]
+
+    blockers = [create(blocking, num_steps=5000) for _ in range(8)]
+    for video_id in blockers:
+        eventually(lambda video_id=video_id: status(blocking, video_id) == "in_progress")
+    short = {"num_steps": 1, "num_frames": 1}
+    many = [create(greedy, **short) for _ in range(20)]
+    few = [create(client, **short) for client in others * 2]
+    for video_id in blockers:
+        blocking.delete(f"/v1/videos/{video_id}")
+    for client, video_id in [*zip([greedy] * 20, many, strict=True), *zip(others * 2, few, strict=True)]:
+        eventually(lambda client=client, video_id=video_id: status(client, video_id) == "completed")
+    started = re.findall(r'"job started", "job": "(\w+)"', gateway.log.read_text())
+    until_the_last = started[: max(started.index(video_id) for video_id in few)]
+    taken = sum(video_id in many for video_id in until_the_last)
+    print(f"of a key's 20 videos, {taken} were begun before the last of 30 that 15 others asked for later")
+    assert taken <= 10
 
 
 COUNTING = '''"""Counts the steps that are computed, each of which takes a while."""
