@@ -1,7 +1,10 @@
 """Asking a gateway for videos, with the face of `VideoClient`: what is written for a service works with a key too."""
 
+import base64
+import contextlib
 import json
 import math
+import queue
 import threading
 import time
 from collections.abc import Iterator
@@ -26,6 +29,7 @@ from megadit.serve.contract import (
 )
 
 _CONNECT_SECONDS = 5.0
+_SECONDS_BETWEEN_STREAMS = 0.2
 
 
 class GatewayClient:
@@ -57,14 +61,14 @@ class GatewayClient:
         return ServiceInfo.from_json(json.dumps(service))
 
     def stream(self, request: VideoRequest) -> Generation:
-        """Progress (without previews) and the video; leaving the iteration early cancels the request."""
+        """Progress and the video; leaving the iteration early cancels the request."""
 
         def events(cancelled: threading.Event) -> Iterator[Event]:
             if (request.num_videos or 1) != 1:
                 raise InvalidRequestError(
                     f"num_videos={request.num_videos}: a gateway makes one video for each request"
                 )
-            names = ("prompt", "seed", *SETTINGS)
+            names = ("prompt", "seed", "preview_every", *SETTINGS)
             body = {name: value for name in names if (value := getattr(request, name)) is not None}
             sizes = (body.pop("width", None), body.pop("height", None))
             if None not in sizes:
@@ -73,7 +77,8 @@ class GatewayClient:
             try:
                 yield from self._follow(video, cancelled)
             finally:  # a video that was fetched is not needed any more, and one that was not is cancelled
-                self._ask("DELETE", f"/v1/videos/{video['id']}")
+                with contextlib.suppress(ServiceError):  # or is not there any more, or its gateway is not
+                    self._ask("DELETE", f"/v1/videos/{video['id']}")
 
         return Generation(events)
 
@@ -86,15 +91,17 @@ class GatewayClient:
         return [event for event in self.stream(request) if isinstance(event, VideoResult)]
 
     def _follow(self, video: dict[str, Any], cancelled: threading.Event) -> Iterator[Event]:
-        began, last_step = time.monotonic(), 0
-        while video["status"] in ("queued", "in_progress"):
-            if cancelled.wait(0.2):
-                raise CancelledError("the request was cancelled")
-            video = self._ask("GET", f"/v1/videos/{video['id']}")
-            if video["step"] > last_step:
+        began, last_step, preview = time.monotonic(), 0, b""
+        for kind, data in self._told(video["id"], cancelled):
+            if kind == "video.preview":
+                preview = base64.b64decode(data["data"])
+                continue
+            video = data
+            if video["status"] == "in_progress" and video["step"] > last_step:
                 last_step, steps = video["step"], video["settings"]["num_steps"]
                 left = (time.monotonic() - began) / last_step * (steps - last_step)
-                yield Progress(step=last_step, num_steps=steps, sigma=math.nan, seconds_left=left)
+                yield Progress(step=last_step, num_steps=steps, sigma=math.nan, seconds_left=left, preview=preview)
+                preview = b""
         if video["status"] == "failed":
             kind = InvalidRequestError if video["error"]["code"] == "invalid_request" else ServiceError
             raise kind(video["error"]["message"])
@@ -109,6 +116,38 @@ class GatewayClient:
             batch_size=1,
         )
 
+    def _told(self, video_id: str, cancelled: threading.Event) -> Iterator[tuple[str, dict[str, Any]]]:
+        """(kind, data) of a video's events until it has ended, from as many streams as that takes."""
+        while True:
+            events: queue.Queue = queue.Queue()
+            threading.Thread(target=self._read, args=[video_id, events], daemon=True).start()
+            while (event := _next(events, cancelled)) is not None:
+                kind, data = event
+                if kind == "video.deleted":
+                    raise CancelledError("somebody deleted the video")
+                yield event
+                if kind in ("video.completed", "video.failed"):
+                    return
+            cancelled.wait(_SECONDS_BETWEEN_STREAMS)  # the gateway is about to end; another may follow it
+
+    def _read(self, video_id: str, events: queue.Queue) -> None:
+        """Puts the events of one stream into the queue, and in the end None, or what went wrong."""
+        kind, end = "", None
+        try:
+            with self._http.stream("GET", f"/v1/videos/{video_id}/events") as answer:
+                self._check(answer)
+                for line in answer.iter_lines():
+                    name, _, value = line.partition(": ")
+                    if name == "event":
+                        kind = value
+                    elif name == "data":
+                        events.put((kind, json.loads(value)))
+        except httpx.HTTPError as error:
+            end = UnavailableError(f"the stream from {self.url} broke: {error}")
+        except (ServiceError, UserError) as error:
+            end = error
+        events.put(end)
+
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         return self._answer(method, path, body).json()
 
@@ -117,13 +156,29 @@ class GatewayClient:
             answer = self._http.request(method, path, json=body)
         except httpx.HTTPError as error:
             raise UnavailableError(f"no gateway answers at {self.url}: {error}") from error
+        self._check(answer)
+        return answer
+
+    def _check(self, answer: httpx.Response) -> None:
         if answer.is_success:
-            return answer
+            return
         try:
-            message = answer.json()["error"]["message"]
+            message = json.loads(answer.read())["error"]["message"]
         except (json.JSONDecodeError, KeyError, TypeError):
             message = f"{self.url} answers {answer.status_code}; is it a gateway?"
         if answer.status_code == 401:
             raise UserError(message)
         kinds = {400: InvalidRequestError, 429: UnavailableError, 503: UnavailableError}
         raise kinds.get(answer.status_code, ServiceError)(message)
+
+
+def _next(events: queue.Queue, cancelled: threading.Event) -> Any:
+    while not cancelled.is_set():
+        try:
+            event = events.get(timeout=0.05)
+        except queue.Empty:
+            continue
+        if isinstance(event, Exception):
+            raise event
+        return event
+    raise CancelledError("the request was cancelled")

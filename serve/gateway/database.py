@@ -16,6 +16,7 @@ from sqlalchemy import (
     Float,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     String,
     Table,
@@ -31,7 +32,7 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from megadit.models.support import UserError
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 _SECONDS_TO_WAIT_FOR_A_LOCK = 30
 MIGRATING, CLAIMING = 0x6D656761, 0x6D656762
 """What one gateway does while the others wait; numbers of PostgreSQL's advisory locks."""
@@ -94,6 +95,14 @@ JOBS = Table(
     Index("jobs_by_webhook", "webhook"),
     sqlite_autoincrement=True,
 )
+PREVIEWS = Table(
+    "previews",
+    _metadata,
+    Column("number", BigInteger, primary_key=True, autoincrement=False),
+    Column("step", Integer, nullable=False),
+    Column("data", LargeBinary, nullable=False),
+)
+"""The latest of each running job that has any."""
 
 
 def _add_webhooks(connection: Connection) -> None:
@@ -101,7 +110,11 @@ def _add_webhooks(connection: Connection) -> None:
     connection.exec_driver_sql("CREATE INDEX jobs_by_webhook ON jobs (webhook)")
 
 
-MIGRATIONS: dict[int, Callable[[Connection], None]] = {2: _add_webhooks}
+def _add_previews(connection: Connection) -> None:
+    PREVIEWS.create(connection)
+
+
+MIGRATIONS: dict[int, Callable[[Connection], None]] = {2: _add_webhooks, 3: _add_previews}
 """Version -> what turns the tables of the version before it into its own."""
 
 

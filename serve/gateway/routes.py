@@ -1,6 +1,7 @@
 """The routes of the video API."""
 
 import asyncio
+import base64
 import hashlib
 import re
 import threading
@@ -11,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.responses import FileResponse, StreamingResponse
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
 
 from megadit.models.support import UserError
@@ -27,6 +28,7 @@ from megadit.serve.gateway.schemas import (
     Video,
     VideoDeleted,
     VideoPage,
+    VideoPreview,
     check,
 )
 from megadit.serve.gateway.service import Gateway
@@ -91,7 +93,11 @@ def video_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRoute
 
     @router.get("/videos/{video_id}/events", response_class=StreamingResponse, responses=_content("text/event-stream"))
     async def follow_video(key: Authenticated, video_id: str) -> StreamingResponse:
-        """The video again and again as it proceeds, until it has ended: server-sent events."""
+        """The video again and again as it proceeds, and previews if it was asked for any, until it has ended.
+
+        Server-sent events: `video.queued`, `video.in_progress`, `video.preview`; in the end `video.completed`,
+        `video.failed` or `video.deleted`.
+        """
         await run_in_threadpool(_find, gateway, key, video_id)
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         return StreamingResponse(streams.open(key, video_id), media_type="text/event-stream", headers=headers)
@@ -161,7 +167,7 @@ def _create(gateway: Gateway, key: Key, body: CreateVideo, idempotency_key: str 
         raise unavailable("draining", "this gateway is about to end; ask again")
     if not gateway.has_room():
         raise unavailable("storage_full", "there is no room for more videos at the moment")
-    fingerprint = hashlib.sha256(body.model_dump_json().encode()).hexdigest()
+    fingerprint = hashlib.sha256(body.model_dump_json(exclude={"preview_every"}).encode()).hexdigest()
     new = NewJob(
         model=model,
         request=request,
@@ -237,15 +243,18 @@ class _Streams:
     async def _events(self, key: Key, video_id: str) -> AsyncIterator[str]:
         self._count(key, 1)
         try:
-            last, told_at = None, time.monotonic()
+            last, shown, told_at = None, 0, time.monotonic()
             while not self._gateway.runner.is_draining:
-                job = await run_in_threadpool(self._gateway.store.get, key.id, video_id)
+                job, preview = await run_in_threadpool(self._look, key, video_id, shown)
                 if job is None:
                     yield "event: video.deleted\ndata: {}\n\n"
                     return
+                if preview is not None:
+                    shown = preview.step
+                    yield _event("video.preview", preview)
                 if (job.status, job.step) != last:
                     last, told_at = (job.status, job.step), time.monotonic()
-                    yield f"event: video.{job.status}\ndata: {Video.of(job, now=time.time()).model_dump_json()}\n\n"
+                    yield _event(f"video.{job.status}", Video.of(job, now=time.time()))
                 elif time.monotonic() - told_at > _SECONDS_BETWEEN_SIGNS_OF_LIFE:
                     told_at = time.monotonic()
                     yield ": still here\n\n"
@@ -255,7 +264,19 @@ class _Streams:
         finally:
             self._count(key, -1)
 
+    def _look(self, key: Key, video_id: str, shown: int) -> tuple[Job | None, VideoPreview | None]:
+        """How far a video is, and its preview if that is of another step than the one shown last."""
+        job = self._gateway.store.get(key.id, video_id)
+        found = self._gateway.store.preview(job, but=shown) if job is not None and job.request.preview_every else None
+        if found is None:
+            return job, None
+        return job, VideoPreview(id=video_id, step=found[0], data=base64.b64encode(found[1]).decode())
+
     def _count(self, key: Key, change: int) -> None:
         with self._lock:
             self._open[key.id] += change
             self._gateway.metrics.streams.inc(change)
+
+
+def _event(kind: str, data: BaseModel) -> str:
+    return f"event: {kind}\ndata: {data.model_dump_json()}\n\n"

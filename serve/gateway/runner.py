@@ -17,7 +17,6 @@ from megadit.serve.contract import (
     CancelledError,
     DeadlineExceededError,
     InvalidRequestError,
-    Progress,
     ServiceError,
     VideoResult,
 )
@@ -207,14 +206,17 @@ class Runner:
             self._keep(run, video)
 
     def _generate(self, run: _Run) -> VideoResult:
-        video, last_note = None, -_SECONDS_BETWEEN_NOTES
+        video, preview, last_note = None, b"", -_SECONDS_BETWEEN_NOTES
         for event in run.generation:
             if isinstance(event, VideoResult):
                 video = event
-            elif isinstance(event, Progress) and time.monotonic() - last_note >= _SECONDS_BETWEEN_NOTES:
+                continue
+            preview = event.preview or preview
+            if time.monotonic() - last_note >= _SECONDS_BETWEEN_NOTES:
                 last_note = time.monotonic()
                 try:
-                    is_ours = self._store.note_step(run.job, event.step)
+                    is_ours = self._store.note_step(run.job, event.step, preview)
+                    preview = b""
                 except SQLAlchemyError:
                     continue  # a full disk: progress is told later, or not at all
                 if not is_ours:  # deleted at another gateway

@@ -27,6 +27,9 @@ class CreateVideo(BaseModel):
     num_frames: int | None = Field(None, ge=1, le=_INT32, description="1 makes a png")
     fps: float | None = Field(None, gt=0, le=1e6)
     eta: float | None = Field(None, ge=0, le=1)
+    preview_every: int = Field(
+        0, ge=0, le=_INT32, description="A preview with the first step and every so many after it, among the events"
+    )
     priority: int = Field(2, ge=1, le=3, description="Among the videos of the same key: 1 is made first")
 
     def request(self, info: ServiceInfo) -> VideoRequest:
@@ -35,7 +38,9 @@ class CreateVideo(BaseModel):
         Raises:
             InvalidRequestError: if the settings contradict each other.
         """
-        given = {name: getattr(self, name) for name in ("prompt", "seed", *SETTINGS) if hasattr(self, name)}
+        given = {
+            name: getattr(self, name) for name in ("prompt", "seed", "preview_every", *SETTINGS) if hasattr(self, name)
+        }
         if self.size is not None:
             given["width"], given["height"] = map(int, self.size.split("x"))
         if self.seconds is not None:
@@ -92,6 +97,16 @@ class Video(BaseModel):
             step=job.step,
             settings={name: getattr(request, name) for name in ("seed", *SETTINGS)},
         )
+
+
+class VideoPreview(BaseModel):
+    """What a video is going to be, as far as it can be told."""
+
+    id: str
+    object: Literal["video.preview"] = "video.preview"
+    step: int
+    media_type: Literal["image/jpeg"] = "image/jpeg"
+    data: str = Field(description="Base64")
 
 
 class VideoPage(BaseModel):

@@ -16,7 +16,7 @@ from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, selec
 
 from megadit.serve.contract import VideoRequest
 from megadit.serve.gateway.clock import store_seconds
-from megadit.serve.gateway.database import CLAIMING, JOBS, KEYS, Database
+from megadit.serve.gateway.database import CLAIMING, JOBS, KEYS, PREVIEWS, Database
 from megadit.serve.gateway.keys import Key
 
 QUEUED, IN_PROGRESS, COMPLETED, FAILED, DELETED = "queued", "in_progress", "completed", "failed", "deleted"
@@ -156,6 +156,15 @@ class JobStore:
         with self._database.reading() as connection:
             return _one(connection, store_seconds(connection), *_of_key(key_id), JOBS.c.id == job_id)
 
+    def preview(self, job: Job, *, but: int) -> tuple[int, bytes] | None:
+        """(step, JPEG) of a running job, if there is any but that of one step."""
+        with self._database.reading() as connection:
+            other = select(PREVIEWS.c.step, PREVIEWS.c.data).where(
+                PREVIEWS.c.number == job.number, PREVIEWS.c.step != but
+            )
+            row = connection.execute(other).one_or_none()
+            return None if row is None else (row.step, row.data)
+
     def page(self, key_id: str, *, after: str | None, limit: int, newest_first: bool) -> tuple[list[Job], bool] | None:
         """Jobs of a key, and whether there are more; None if `after` is none of them."""
         conditions = list(_of_key(key_id))
@@ -178,6 +187,7 @@ class JobStore:
             if job is not None:
                 values = {"status": DELETED, "ended_tick": now, "expires_tick": None}
                 connection.execute(update(JOBS).where(JOBS.c.number == job.number).values(**values))
+                connection.execute(delete(PREVIEWS).where(PREVIEWS.c.number == job.number))
             return job
 
     # ------------------------------------------------------------------------------------------- what runners do
@@ -230,9 +240,9 @@ class JobStore:
         connection.execute(update(KEYS).where(KEYS.c.id == key_id).values(turn=latest + 1))
         return taken.rowcount == 1
 
-    def note_step(self, job: Job, step: int) -> bool:
-        """False if the job is not ours to run any more."""
-        return self._change(job, lambda now: {"step": step})
+    def note_step(self, job: Job, step: int, preview: bytes = b"") -> bool:
+        """False if the job is not ours to run any more. A preview stays until the next, or until the job stops."""
+        return self._change(job, lambda now: {"step": step}, preview)
 
     def complete(self, job: Job, result: Result, *, seconds_to_live: float) -> bool:
         def values(now: float) -> dict[str, Any]:
@@ -273,7 +283,7 @@ class JobStore:
             connection.execute(update(JOBS).where(untold).values(owner=self.owner))
         return jobs
 
-    def _change(self, job: Job, values: Callable[[float], dict[str, Any]]) -> bool:
+    def _change(self, job: Job, values: Callable[[float], dict[str, Any]], preview: bytes = b"") -> bool:
         """Changes a running job if it is still that attempt of its owner."""
         still_ours = and_(
             JOBS.c.number == job.number,
@@ -282,8 +292,13 @@ class JobStore:
             JOBS.c.attempts == job.attempts,
         )
         with self._database.writing() as connection:
-            now = store_seconds(connection)
-            return connection.execute(update(JOBS).where(still_ours).values(**values(now))).rowcount == 1
+            changes = values(store_seconds(connection))
+            is_ours = connection.execute(update(JOBS).where(still_ours).values(**changes)).rowcount == 1
+            if is_ours and (preview or "status" in changes):
+                connection.execute(delete(PREVIEWS).where(PREVIEWS.c.number == job.number))
+            if is_ours and preview:
+                connection.execute(PREVIEWS.insert().values(number=job.number, step=changes["step"], data=preview))
+            return is_ours
 
     def untold(self) -> list[Job]:
         """Jobs that this gateway ended and has not yet told their key's webhook of."""

@@ -86,3 +86,16 @@ def server(tritonserver, repository, tmp_path_factory):
 
     with LocalServer(repository, log=tmp_path_factory.mktemp("log") / "triton.log", stop_seconds=3) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    """A browser; not for longer, because its event loop leaves no room for others in this thread."""
+    sync_api = pytest.importorskip("playwright.sync_api")
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip("no chromium; on Debian: apt-get install chromium")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()

@@ -1,7 +1,6 @@
 """The demo: its work without a page, and the page as a visitor meets it, in headless chromium."""
 
 import re
-import shutil
 
 import numpy as np
 import pytest
@@ -114,18 +113,6 @@ def test_without_service_and_bundle_it_says_what_to_do(tmp_path, capsys, monkeyp
 
 
 # ---------------------------------------------------------------------------------------------------- the page
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    sync_api = pytest.importorskip("playwright.sync_api")
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if path is None:
-        pytest.skip("no chromium; on Debian: apt-get install chromium")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,11 @@
 import contextlib
+import importlib.util
+import os
+import secrets
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -72,12 +77,54 @@ def visit(gateway, new_key):
     return client
 
 
+@pytest.fixture(scope="session")
+def postgres_server():
+    """The folder of a PostgreSQL of our own, which listens on a socket in it alone."""
+    debian = sorted(str(path) for path in Path("/usr/lib/postgresql").glob("*/bin"))
+    path = os.pathsep.join([os.environ["PATH"], *debian])
+    programs = {name: shutil.which(name, path=path) for name in ("initdb", "pg_ctl")}
+    if None in programs.values() or importlib.util.find_spec("psycopg") is None:
+        pytest.skip("no PostgreSQL (initdb and pg_ctl; Debian's package postgresql) or no psycopg (megadit[postgres])")
+    folder = Path(tempfile.mkdtemp(prefix="pg"))  # not pytest's: its path is too long for a socket, and ours alone
+    user = None
+    if os.getuid() == 0:  # which PostgreSQL refuses
+        user = "nobody"
+        shutil.chown(folder, user)
+
+    def run(*command: str) -> None:
+        done = subprocess.run(
+            command, user=user, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        assert done.returncode == 0, done.stdout
+
+    data = str(folder / "data")
+    run(programs["initdb"], "-D", data, "-U", "postgres", "-A", "trust", "--no-sync")
+    options = f"-k {folder} -c listen_addresses='' -c fsync=off"
+    run(programs["pg_ctl"], "-D", data, "-o", options, "-l", str(folder / "log"), "-w", "-t", "300", "start")
+    yield folder
+    run(programs["pg_ctl"], "-D", data, "-m", "immediate", "stop")
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def postgres(postgres_server):
+    """The URL of an empty database."""
+    import psycopg
+
+    name = f"test_{secrets.token_hex(4)}"
+    with psycopg.connect(f"user=postgres dbname=postgres host={postgres_server}", autocommit=True) as connection:
+        connection.execute(f"CREATE DATABASE {name}")
+    return f"postgresql+psycopg://postgres@/{name}?host={postgres_server}"
+
+
 @dataclass(kw_only=True)
 class RunningGateway:
     """A gateway in a process of its own."""
 
     process: subprocess.Popen
     folder: Path
+    store: str
+    log: Path
     port: int
     metrics_port: int
     command: list[str]
@@ -86,13 +133,12 @@ class RunningGateway:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def client(self, **limits) -> httpx.Client:
-        return httpx.Client(
-            base_url=self.url, headers={"authorization": f"Bearer {self.new_key(**limits)}"}, timeout=120
-        )
+    def client(self, key: str | None = None, **limits) -> httpx.Client:
+        headers = {"authorization": f"Bearer {key or self.new_key(**limits)}"}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=120)
 
     def new_key(self, *, webhook_url: str | None = None, **limits) -> str:
-        with contextlib.closing(Database(str(self.folder / "jobs.sqlite"))) as database:
+        with contextlib.closing(Database(self.store)) as database:
             limits = KeyLimits(**{"requests_per_minute": 10**6, "max_active": 1000} | limits)
             return KeyRing(database).add("somebody", limits=limits, webhook_url=webhook_url)[0]
 
@@ -103,7 +149,7 @@ class RunningGateway:
         return httpx.get(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=60).text
 
     def restart(self) -> "RunningGateway":
-        with (self.folder / "log").open("ab") as log:
+        with self.log.open("ab") as log:
             return replace(self, process=subprocess.Popen(self.command, stdout=log, stderr=log))
 
 
@@ -121,20 +167,27 @@ def start_gateway(tmp_path):
     def start(
         *servers: str,
         folder: Path = tmp_path,
+        store: str | None = None,
         log: Path = tmp_path / "log",
         arguments: tuple[str, ...] = (),
         prefix: tuple[str, ...] = (),
     ) -> RunningGateway:
-        ports = Ports.free()
+        ports, store = Ports.free(), store or str(folder / "jobs.sqlite")
         command = [sys.executable, "-m", "megadit.serve.cli", "serve", "gateway"]
         command += [f"--server={server}" for server in servers]
-        command += [f"--port={ports.http}", f"--metrics_port={ports.metrics}", f"--store={folder / 'jobs.sqlite'}"]
+        command += [f"--port={ports.http}", f"--metrics_port={ports.metrics}", f"--store={store}"]
         command += [f"--results={folder / 'videos'}", "--min_free_bytes=0", *arguments]
         with log.open("ab") as output:
             process = subprocess.Popen([*prefix, *command], stdout=output, stderr=output)
         started.append(process)
         gateway = RunningGateway(
-            process=process, folder=folder, port=ports.http, metrics_port=ports.metrics, command=command
+            process=process,
+            folder=folder,
+            store=store,
+            log=log,
+            port=ports.http,
+            metrics_port=ports.metrics,
+            command=command,
         )
         wait_for(gateway.is_ready, lambda: process.poll() is None, log.read_text)
         return gateway

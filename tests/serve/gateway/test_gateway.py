@@ -1,5 +1,6 @@
 """Real gateways in front of a real tritonserver: the videos of `generate`, progress, cancels, drains and deaths."""
 
+import base64
 import io
 import json
 import os
@@ -21,6 +22,7 @@ from megadit.serve.gateway.client import GatewayClient
 
 VIDEO = {"prompt": "a red seven", "seed": 11, "guidance": 3.0, "num_steps": 5}
 LONG = {"prompt": "a long one", "num_steps": 2500}
+JPEG = b"\xff\xd8"
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +93,7 @@ def shown_by_the_demo(gateway, expected) -> None:
     assert np.array_equal(frames_of(video.data), frames_of(encode_mp4(expected.video, 8)))
     assert studio.keep(request, video).path.read_bytes() == video.data
     running = studio.run("me", replace(request, num_steps=2500))
-    next(running)
+    assert next(running).preview.startswith(JPEG)
     studio.cancel("me")
     with pytest.raises(CancelledError):
         list(running)
@@ -101,14 +103,18 @@ def shown_by_the_demo(gateway, expected) -> None:
 
 
 def follow_to_the_end(client: httpx.Client) -> None:
-    video_id = create(client, num_steps=800)
+    video_id = create(client, num_steps=800, preview_every=100)
     with client.stream("GET", f"/v1/videos/{video_id}/events") as answer:
         lines = [line for line in answer.iter_lines() if line]
     kinds = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
-    videos = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    told = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    videos = [each for each in told if each["object"] == "video"]
+    previews = [each for each in told if each["object"] == "video.preview"]
     assert kinds[-1] == "video.completed" and videos[-1]["progress"] == 100
     steps = [video["step"] for video in videos]
     assert steps == sorted(steps) and "video.in_progress" in kinds
+    assert previews and all(base64.b64decode(each["data"]).startswith(JPEG) for each in previews)
+    assert len({each["step"] for each in previews}) == len(previews), "none is sent twice"
 
 
 def cancel_while_it_runs(client: httpx.Client, wait_until) -> None:
@@ -135,7 +141,7 @@ def told_to_prometheus(gateway) -> None:
 
 
 def one_line_for_each_request(gateway) -> None:
-    lines = [json.loads(line) for line in (gateway.folder / "log").read_text().splitlines() if line.startswith("{")]
+    lines = [json.loads(line) for line in gateway.log.read_text().splitlines() if line.startswith("{")]
     requests = [line for line in lines if line["event"] == "request"]
     assert {"request_id", "route", "status", "seconds"} <= set(requests[0])
     assert "/v1/videos/{video_id}" in {line["route"] for line in requests}
@@ -172,7 +178,7 @@ def test_a_killed_gateway_loses_no_job(gateway, triton, wait_until, eventually):
     done = create(client)
     wait_until(client, done, "completed")
     data = client.get(f"/v1/videos/{done}/content").content
-    running = [create(client, num_steps=1500, seed=seed) for seed in range(8)]
+    running = [create(client, num_steps=800, seed=seed) for seed in range(4)]
     waiting = [create(client, seed=seed) for seed in range(3)]
     for video_id in running:
         wait_until(client, video_id, "in_progress")

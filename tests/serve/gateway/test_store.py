@@ -1,13 +1,9 @@
 """The job store: turns, attempts, clocks, and stores of other releases."""
 
 import contextlib
-import importlib.util
-import os
-import shutil
 import sqlite3
 import subprocess
 import sys
-import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -30,44 +26,12 @@ NEW = NewJob(
 RESULT = Result(media_type="video/mp4", num_bytes=3, sha256="0" * 64)
 
 
-@pytest.fixture(scope="session")
-def postgres(tmp_path_factory):
-    """The URL of a PostgreSQL of our own, which listens on a socket in its folder alone."""
-    programs = {name: shutil.which(name) for name in ("initdb", "pg_ctl")}
-    if None in programs.values() or importlib.util.find_spec("psycopg") is None:
-        pytest.skip("no PostgreSQL (initdb and pg_ctl on the PATH) or no psycopg")
-    folder = Path(tempfile.mkdtemp(prefix="pg"))  # not pytest's: its path is too long for a socket, and ours alone
-    user = None
-    if os.getuid() == 0:  # which PostgreSQL refuses
-        user = "nobody"
-        shutil.chown(folder, user)
-
-    def run(*command: str) -> None:
-        done = subprocess.run(
-            command, user=user, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        assert done.returncode == 0, done.stdout
-
-    data = str(folder / "data")
-    run(programs["initdb"], "-D", data, "-U", "postgres", "-A", "trust", "--no-sync")
-    options = f"-k {folder} -c listen_addresses='' -c fsync=off"
-    run(programs["pg_ctl"], "-D", data, "-o", options, "-l", str(folder / "log"), "-w", "-t", "300", "start")
-    yield f"postgresql+psycopg://postgres@/postgres?host={folder}"
-    run(programs["pg_ctl"], "-D", data, "-m", "immediate", "stop")
-    shutil.rmtree(folder)
-
-
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
 def database(request, tmp_path):
     """SQLite, and a PostgreSQL that is empty."""
-    is_sqlite = request.param == "sqlite"
-    url = str(tmp_path / "jobs.sqlite") if is_sqlite else request.getfixturevalue("postgres")
+    url = str(tmp_path / "jobs.sqlite") if request.param == "sqlite" else request.getfixturevalue("postgres")
     with contextlib.closing(Database(url)) as database:
         yield database
-        if not is_sqlite:
-            with database.writing() as connection:
-                connection.exec_driver_sql("DROP SCHEMA public CASCADE")
-                connection.exec_driver_sql("CREATE SCHEMA public")
 
 
 @pytest.fixture
@@ -150,6 +114,28 @@ def test_who_lost_a_job_changes_nothing(database, jobs, keys):
     assert not jobs.note_step(stale, 2) and not jobs.complete(stale, RESULT, seconds_to_live=9)
     assert not jobs.fail(stale, "x", "y") and not jobs.interrupt(stale, "z") and not jobs.give_back(stale)
     assert other.complete(taken, RESULT, seconds_to_live=9)
+
+
+def test_a_preview_is_there_while_its_job_runs(jobs, keys):
+    for key, end in zip(
+        keys,
+        (
+            lambda job: jobs.complete(job, RESULT, seconds_to_live=9),
+            lambda job: jobs.interrupt(job, "a reason"),
+            lambda job: jobs.delete(job.key_id, job.id),
+        ),
+        strict=True,
+    ):
+        submit(jobs, key)
+        job = jobs.claim(MODELS)
+        assert jobs.preview(job, but=0) is None
+        assert jobs.note_step(job, 1, b"first") and jobs.note_step(job, 2)
+        assert jobs.preview(job, but=0) == (1, b"first") and jobs.preview(job, but=1) is None
+        assert jobs.note_step(job, 3, b"second")
+        assert jobs.preview(job, but=1) == (3, b"second")
+        assert end(job)
+        assert jobs.preview(job, but=0) is None
+        assert not jobs.note_step(job, 4, b"too late") and jobs.preview(job, but=0) is None
 
 
 def test_a_drained_job_lost_no_attempt(jobs, keys):
