@@ -13,6 +13,8 @@ from megadit.serve.gateway.metrics import Metrics
 
 _PLAIN = re.compile(rb"[0-9A-Za-z._-]{1,64}")
 """A request id of a client's that may be repeated in a header and in the log."""
+_METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
+"""What is counted under its name; clients can make up any number of others."""
 
 
 class _BodyTooLargeError(Exception):
@@ -71,9 +73,10 @@ class Surroundings:
 
     def _note(self, scope: Scope, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "unknown")
-        self._metrics.requests.labels(scope["method"][:16], route, str(status)).inc()
+        method = scope["method"] if scope["method"] in _METHODS else "other"
+        self._metrics.requests.labels(method, route, str(status)).inc()
         key: Any = scope.get("state", {}).get("key_id")
-        log("request", method=scope["method"], route=route, status=status, key=key, seconds=round(seconds, 4))
+        log("request", method=method, route=route, status=status, key=key, seconds=round(seconds, 4))
 
 
 def _request_id(scope: Scope) -> str:

@@ -4,6 +4,7 @@ import base64
 import hmac
 
 import pytest
+from prometheus_client import generate_latest
 
 VIDEO = {"prompt": "a red seven moving left"}
 
@@ -129,6 +130,7 @@ def test_keys_are_kept_as_hashes(gateway, new_key, tmp_path):
         (VIDEO | {"sampler": "x"}, "choose one of euler, heun"),
         (VIDEO | {"seed": 2**64}, "seed"),
         (VIDEO | {"priority": 4}, "priority"),
+        (VIDEO | {"preview_every": -1}, "preview_every"),
         (VIDEO | {"input_reference": "x"}, "input_reference"),
         (VIDEO | {"prompt": "bell\x07"}, "control character"),
         (VIDEO | {"prompt": "x" * 3000}, "3,000 characters"),
@@ -167,6 +169,7 @@ def test_an_idempotency_key_makes_one_video(visit):
     first = client.post("/v1/videos", json=VIDEO, headers=header).json()
     assert client.post("/v1/videos", json=VIDEO, headers=header).json() == first
     assert len(client.get("/v1/videos").json()["data"]) == 1
+    assert client.post("/v1/videos", json=VIDEO | {"preview_every": 5}, headers=header).json() == first
     other = client.post("/v1/videos", json=VIDEO | {"seed": 5}, headers=header)
     assert other.status_code == 422 and other.json()["error"]["code"] == "idempotency_mismatch"
     assert visit().post("/v1/videos", json=VIDEO, headers=header).json()["id"] != first["id"], "keys do not share them"
@@ -217,3 +220,11 @@ def test_a_fault_of_ours_is_a_500_that_tells_nothing(visit, gateway, monkeypatch
     monkeypatch.setattr(gateway.store, "page", broken)
     answer = client.get("/v1/videos")
     assert answer.status_code == 500 and "secret" not in answer.text and answer.headers["x-request-id"]
+
+
+def test_methods_that_somebody_made_up_are_counted_together(visit, gateway):
+    client = visit()
+    for index in range(3):
+        assert client.request(f"BREW{index}", "/v1/videos").status_code == 405
+    told = generate_latest(gateway.metrics.registry).decode()
+    assert 'method="other"' in told and "BREW" not in told

@@ -1,6 +1,7 @@
 """Everything is killed, stopped or filled up while jobs run, and nobody helps: `megadit serve up`, real processes."""
 
 import contextlib
+import hashlib
 import os
 import shutil
 import signal
@@ -8,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -19,6 +21,26 @@ from megadit.serve.local_server import SHARED_MEMORY, Ports
 
 VIDEO = {"prompt": "a", "num_steps": 2}
 RUNNING = {"prompt": "a", "num_steps": 400}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    pid: int
+    name: str
+    parent: int
+    group: int
+
+
+def processes() -> list[Process]:
+    """All that live."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            name, _, values = stat.read_text().partition("(")[2].rpartition(")")
+            state, parent, group = values.split()[:3]
+            if state != "Z":
+                found.append(Process(pid=int(stat.parent.name), name=name, parent=int(parent), group=int(group)))
+    return found
 
 
 class Service:
@@ -43,23 +65,19 @@ class Service:
             timeout=60,
             transport=httpx.HTTPTransport(retries=3),
         )
-        self.seen: set[int] = set()
+        self.groups: set[int] = set()
+        """Of all tritonservers and gateways that were seen."""
 
     def children(self) -> dict[str, int]:
         """tritonserver, gateway and stub: their process ids, of those that live."""
         found = {}
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError, ValueError):
-                name, _, values = stat.read_text().partition("(")[2].rpartition(")")
-                state, parent, group = values.split()[:3]
-                pid = int(stat.parent.name)
-                if state == "Z":
-                    continue
-                if int(parent) == self.process.pid:
-                    found["tritonserver" if name == "tritonserver" else "gateway"] = pid
-                elif name.startswith("triton_python") and int(group) in self.seen:
-                    found["stub"] = pid
-        self.seen |= {pid for name, pid in found.items() if name != "stub"}
+        for each in processes():
+            if each.parent == self.process.pid:
+                found["tritonserver" if each.name == "tritonserver" else "gateway"] = each.pid
+                self.groups.add(each.pid)
+        for each in processes():
+            if each.name.startswith("triton_python") and each.group in found.values():
+                found["stub"] = each.pid
         return found
 
     def is_ready(self) -> bool:
@@ -85,8 +103,10 @@ class Service:
         return None
 
     def content(self, video_id: str) -> bytes:
+        """The whole video."""
         answer = self.client.get(f"/v1/videos/{video_id}/content")
         assert answer.status_code == 200, answer.text
+        assert hashlib.sha256(answer.content).hexdigest() == self.client.get(f"/v1/videos/{video_id}").json()["sha256"]
         return answer.content
 
     def log(self) -> str:
@@ -95,22 +115,19 @@ class Service:
 
 @pytest.fixture
 def service(tritonserver, repository, tmp_path, eventually):
-    before = set(os.listdir(SHARED_MEMORY))
     service = Service(repository, tmp_path)
     try:
         eventually(service.is_ready, lambda: service.process.poll() is None, service.log)
-        service.children()
         yield service
+        service.children()
         service.process.terminate()
         assert service.process.wait(timeout=120) == 0
-        assert not service.children(), "no orphan is left"
-        assert not [group for group in service.seen if Path(f"/proc/{group}").exists()]
-        ours = {name for name in os.listdir(SHARED_MEMORY) if name.startswith(f"megadit_{service.process.pid}_")}
-        assert not ours - before, "no shared memory is left"
+        assert not [each for each in processes() if each.group in service.groups], "no orphan is left"
+        assert not list(SHARED_MEMORY.glob(f"megadit_{service.process.pid}_*")), "no shared memory is left"
     finally:
         if service.process.poll() is None:
             service.process.kill()
-        for group in service.seen:
+        for group in service.groups:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
         service.process.wait()

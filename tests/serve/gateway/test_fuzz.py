@@ -1,9 +1,13 @@
 """Whatever is sent, the answer is one that clients can read, and nothing is written where it should not be.
 
-`--cases N` sends N requests to each operation, each way, and N requests of random tensors to Triton.
+`--cases N` sends N requests to each operation, each way, N of raw paths and headers, and N of random tensors to Triton.
 """
 
+import asyncio
 import contextlib
+import os
+import re
+import sys
 import threading
 from pathlib import Path
 
@@ -20,6 +24,11 @@ from megadit.serve.gateway.app import create_app
 schemathesis = pytest.importorskip("schemathesis")
 grpcclient = pytest.importorskip("tritonclient.grpc")
 
+MODELS = frozenset({"text_to_video"})
+STORE = {"jobs.sqlite", "jobs.sqlite-wal", "jobs.sqlite-shm", "videos"}
+VIDEO_FILE = re.compile(r"videos/(video_[0-9a-f]{32}|\.video_[0-9a-f]{32}\.[0-9a-f]{8})\.(mp4|png)")
+"""Finished, or being written."""
+
 
 @pytest.fixture
 def fuzzed(request):
@@ -28,43 +37,184 @@ def fuzzed(request):
     return settings(max_examples=cases, database=None, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-def files_of(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+@pytest.fixture(scope="session")
+def watching():
+    """`with watching() as paths`: what this process opens for writing, makes, moves or removes in the meantime."""
+    changes = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate"}
+    watched: list[list[str]] = []
+
+    def note(event: str, arguments: tuple) -> None:
+        if not watched or event not in changes | {"open"}:
+            return
+        if event == "open":
+            is_read = not arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+            arguments = () if is_read else arguments[:1]
+        watched[0] += [
+            os.path.realpath(os.fsdecode(each)) for each in arguments if isinstance(each, (str, bytes, os.PathLike))
+        ]
+
+    sys.addaudithook(note)  # which cannot be removed again
+
+    @contextlib.contextmanager
+    def watch():
+        watched.append([])
+        try:
+            yield watched[0]
+        finally:
+            watched.clear()
+
+    return watch
+
+
+@pytest.fixture
+def guarded(gateway, watching, tmp_path):
+    """`with guarded()`: whatever is written inside is a video, under a name of the gateway's choice, or its store."""
+
+    @contextlib.contextmanager
+    def guard():
+        with watching() as paths:
+            yield
+        for path in (path for path in paths if "__pycache__" not in path):
+            name = os.path.relpath(path, tmp_path)
+            assert name in STORE or VIDEO_FILE.fullmatch(name), f"{path} was written"
+
+    return guard
+
+
+@pytest.fixture
+def make_all(gateway):
+    """Makes every video that waits, as a Triton would."""
+
+    def make() -> None:
+        while (job := gateway.store.claim(MODELS)) is not None:
+            result = gateway.results.put(job.id, b"what a Triton made", "video/mp4")
+            assert gateway.store.complete(job, result, seconds_to_live=10**6)
+
+    return make
+
+
+def test_a_write_elsewhere_is_noticed(watching, guarded, tmp_path):
+    """The negative control of the tests below."""
+    with watching() as paths:
+        (tmp_path / "x").write_text("x")
+        (tmp_path / "x").rename(tmp_path / "y")
+    assert [Path(path).name for path in paths] == ["x", "x", "y"]
+    for path in (tmp_path / "z", tmp_path.parent / "jobs.sqlite", tmp_path / "videos" / "video_0.mp4"):
+        with pytest.raises(AssertionError, match="was written"), guarded():
+            path.touch()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(6000)
 @pytest.mark.parametrize("mode", ["positive", "negative"])
-def test_no_request_is_answered_with_a_fault_of_ours(gateway, new_key, visit, tmp_path, fuzzed, mode):
-    """Every operation of the OpenAPI description, with what it allows and with what it does not."""
-    text, _ = new_key(max_active=10**9, videos_per_day=10**9)
-    client, bearer = visit(text), {"authorization": f"Bearer {text}"}
-    schema = schemathesis.openapi.from_asgi("/openapi.json", create_app(gateway), headers=bearer)
-    sent = 0
+def test_no_request_is_answered_with_a_fault_of_ours(gateway, new_key, visit, guarded, make_all, fuzzed, mode):
+    """Every operation of the OpenAPI description, with what it allows and with what it does not, by three callers."""
+    limits = {"max_active": 10**9, "videos_per_day": 10**9}
+    owner, other = new_key(**limits)[0], new_key(**limits)[0]
+    client = visit(owner)
+    schema = schemathesis.openapi.from_asgi(
+        "/openapi.json", create_app(gateway), headers={"authorization": f"Bearer {owner}"}
+    )
+    sent: dict[str, int] = {}
 
-    def check(case, is_known: bool) -> None:
-        nonlocal sent
-        if is_known and "video_id" in (case.path_parameters or {}):
-            case.path_parameters["video_id"] = client.post("/v1/videos", json={"prompt": "a"}).json()["id"]
-        if case.path.endswith("/events"):
-            gateway.runner._draining.set()  # a stream ends at once; nothing here would ever end its job
+    def check(case, is_known: bool, caller: str) -> None:
+        is_known = is_known and "video_id" in (case.path_parameters or {})
+        if is_known:
+            known = client.post("/v1/videos", json={"prompt": "a"}).json()["id"]
+            case.path_parameters["video_id"] = known
+        make_all()
         case.headers = {name: value for name, value in (case.headers or {}).items() if name.lower() != "authorization"}
-        answer = case.call(headers=bearer)
-        gateway.runner._draining.clear()
-        sent += 1
+        bearer = {} if caller == "" else {"authorization": f"Bearer {caller}"}
+        with guarded():
+            answer = case.call(headers=bearer)
+            make_all()
+        sent[case.path] = sent.get(case.path, 0) + 1
         is_health = case.path.startswith("/health")
         assert answer.status_code < 500 or is_health, answer.text
+        assert is_health or caller in (owner, other) or answer.status_code == 401
+        if is_known and caller == other:
+            assert answer.status_code >= 400
+            assert client.get(f"/v1/videos/{known}").status_code == 200, "it is still there"
         if answer.status_code >= 400 and not is_health:
             assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        if caller == other and answer.status_code == 200 and case.path == "/v1/videos" and case.method == "GET":
+            owned = client.get("/v1/videos", params={"limit": 100}).json()["data"]
+            assert not {video["id"] for video in answer.json()["data"]} & {video["id"] for video in owned}
         assert len(answer.headers["x-request-id"]) == 1 and "set-cookie" not in answer.headers
 
+    callers = st.sampled_from([owner] * 6 + [other] * 3 + ["", "x", owner[:-1], f"{owner}x"])
     for operation in schema.get_all_operations():
         strategy = operation.ok().as_strategy(generation_mode=schemathesis.GenerationMode(mode))
         with contextlib.suppress(Unsatisfiable):  # where nothing is asked for, nothing can be asked wrongly
-            fuzzed(given(case=strategy, is_known=st.booleans())(check))()
-    print(f"{sent} requests ({mode})")
-    assert sent > fuzzed.max_examples, "more than one operation was tried"
-    assert files_of(tmp_path) <= {"jobs.sqlite", "jobs.sqlite-wal", "jobs.sqlite-shm", "videos"}
+            fuzzed(given(case=strategy, is_known=st.booleans(), caller=callers)(check))()
+    print(f"{sum(sent.values())} requests ({mode}): {sent}")
+    assert len(sent) > 2, "more than one operation was tried"
+
+
+PIECES = st.sampled_from(
+    ["..", "%2e%2e", "%2f", "/", "\\", "\0", "%00", "\r\nset-cookie: a=b", "etc/passwd", "content", "events", "KNOWN"]
+    + ["video_", "0" * 32, "~", " ", "ä", "?", "#", ";"]
+) | st.text(max_size=4)
+NAMES = st.sampled_from(
+    [b"range", b"if-range", b"x-request-id", b"idempotency-key", b"content-type", b"host", b"cookie", b"accept"]
+    + [b"x-forwarded-for", b"if-modified-since", b"transfer-encoding", b"authorization"]
+)
+HEADER_VALUES = st.binary(max_size=40) | st.sampled_from(
+    [b"bytes=0-3", b"bytes=-1", b"bytes=99999999999-", b"bytes=5-2, 0-1", b"bytes=0-0,2-3,1-9", b"Bearer \xff"]
+    + [b"a\r\nset-cookie: a=b", b"multipart/form-data; boundary=\r\n", b"application/json", b"../../etc/passwd", b"\0"]
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(6000)
+def test_no_path_and_no_header_is_more_than_text(gateway, new_key, visit, guarded, make_all, fuzzed):
+    """As a web server hands them over that checks nothing: paths that climb, headers that hold lines."""
+    text, _ = new_key(max_active=10**9, videos_per_day=10**9)
+    app, client = create_app(gateway), visit(text)
+    known = client.post("/v1/videos", json={"prompt": "a"}).json()["id"]
+    make_all()
+    codes: list[int] = []
+
+    def check(method: str, pieces: list[str], headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        path = "/v1/videos" + "".join(f"/{piece}" for piece in pieces).replace("KNOWN", known)
+        if (method, path) == ("DELETE", f"/v1/videos/{known}"):
+            return
+        with guarded():
+            status, answered, content = asyncio.run(
+                ask(app, method, path, [(b"authorization", f"Bearer {text}".encode()), *headers], body)
+            )
+            make_all()
+        codes.append(status)
+        assert status < 500, content
+        assert not [each for header in answered for each in header if re.search(rb"[\r\n\0]", each)]
+        assert b"set-cookie" not in {name.lower() for name, _ in answered}
+        assert b"root:" not in content
+
+    methods = st.sampled_from(["GET"] * 4 + ["POST", "DELETE", "HEAD", "PUT", "OPTIONS"])
+    headers = st.lists(st.tuples(NAMES, HEADER_VALUES), max_size=4)
+    paths = st.lists(PIECES, max_size=5) | st.just(["KNOWN", "content"])
+    fuzzed(given(method=methods, pieces=paths, headers=headers, body=st.binary(max_size=60))(check))()
+    print(
+        f"{len(codes)} requests of raw paths and headers: { {code: codes.count(code) for code in sorted(set(codes))} }"
+    )
+    assert client.get(f"/v1/videos/{known}/content").content == b"what a Triton made"
+
+
+async def ask(app, method: str, path: str, headers: list[tuple[bytes, bytes]], body: bytes):
+    """(status, headers, body) of one request, with nothing between it and the application."""
+    told, received = [], iter([{"type": "http.request", "body": body}])
+
+    async def receive() -> dict:
+        return next(received, {"type": "http.disconnect"})
+
+    async def send(message: dict) -> None:
+        told.append(message)
+
+    scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(errors="replace")}
+    scope |= {"query_string": b"", "headers": headers, "http_version": "1.1", "scheme": "http", "root_path": ""}
+    await app(scope | {"server": ("127.0.0.1", 80), "client": ("127.0.0.1", 1)}, receive, send)
+    content = b"".join(message.get("body", b"") for message in told[1:])
+    return told[0]["status"], told[0]["headers"], content
 
 
 DTYPES = {"BYTES": np.object_, "INT32": np.int32, "INT64": np.int64, "FP32": np.float32, "BOOL": np.bool_}
@@ -123,7 +273,7 @@ def test_no_tensors_bring_triton_down(server, fuzzed):
 
     fuzzed(given(inputs=tensors())(check))()
     print(f"{len(refused)} requests, {sum(refused)} refused")
-    assert server.is_alive() and client.generate(request)[0].data == before
+    assert server.process.is_alive() and client.generate(request)[0].data == before
 
 
 def _tensor(name: str, kind: str, shape: tuple[int, ...], values: list) -> "grpcclient.InferInput":
