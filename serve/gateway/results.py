@@ -49,10 +49,16 @@ class Results:
             self._files.pipe_file(path, data)  # an object store shows no object before it is whole
         return Result(media_type=media_type, num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
 
+    def is_whole(self, job: Job) -> bool:
+        """Whether the video of a completed job is there, of the size that was written."""
+        try:
+            return self._files.size(self._path(job.id, job.media_type)) == job.num_bytes
+        except FileNotFoundError:
+            return False
+
     def local_path(self, job: Job) -> Path | None:
-        """The file of a completed job where it is a file, and has the size that was written."""
-        path = Path(self._path(job.id, job.media_type)) if self.is_local else None
-        return path if path is not None and path.is_file() and path.stat().st_size == job.num_bytes else None
+        """The file of a completed job, where videos are files of this machine."""
+        return Path(self._path(job.id, job.media_type)) if self.is_local else None
 
     def read(self, job: Job) -> Iterator[bytes]:
         """The video in pieces.
@@ -75,7 +81,12 @@ class Results:
     def sweep(self, is_wanted: Callable[[str], bool]) -> int:
         """Removes what crashes left: files of jobs that are not wanted, half written ones too; returns how many."""
         removed = 0
-        for path in self._files.ls(self._root, detail=False):
+        try:
+            paths = self._files.ls(self._root, detail=False)
+        except FileNotFoundError:
+            paths = []  # an object store has no folder before there is something in it
+        self._files.invalidate_cache()  # others write there, too
+        for path in paths:
             name = path.rpartition("/")[2]
             job_id = name.lstrip(".").partition(".")[0]
             if job_id.startswith("video_") and not is_wanted(job_id):

@@ -19,6 +19,7 @@ from megadit.models.support import UserError
 from megadit.serve.contract import InvalidRequestError
 from megadit.serve.gateway.errors import ApiError, not_found, of_validation, unavailable
 from megadit.serve.gateway.keys import Key
+from megadit.serve.gateway.logs import log
 from megadit.serve.gateway.results import SUFFIXES
 from megadit.serve.gateway.schemas import (
     CreateVideo,
@@ -114,7 +115,10 @@ def video_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRoute
         if job is None:
             raise not_found(video_id)
         gateway.runner.cancel(video_id)
-        gateway.results.remove(video_id)
+        try:
+            gateway.results.remove(video_id)
+        except Exception as error:  # whatever a file system raises; the next start sweeps the video away
+            log("result not removed", error=error, job=video_id)
         return VideoDeleted(id=video_id)
 
     @router.get("/models", response_model=ModelList)
@@ -198,14 +202,19 @@ def _content_of(gateway: Gateway, job: Job) -> Response:
         raise ApiError(404, "not_completed", f"the video is {job.status.replace('_', ' ')}")
     if job.num_bytes is None:
         raise ApiError(404, "expired", "the video has expired")
+    try:
+        is_whole = gateway.results.is_whole(job)
+    except Exception as error:  # fsspec's file systems raise what their libraries do
+        log("result not read", error=error, job=job.id)
+        raise unavailable("storage_unavailable", "the place of the videos does not answer at the moment") from None
+    if not is_whole:
+        raise ApiError(404, "lost", "the video is not there any more")
     headers = {"cache-control": "private, no-store", "x-content-type-options": "nosniff"}
     name = f"{job.id}{SUFFIXES[job.media_type]}"
-    if not gateway.results.is_local:
-        headers |= {"content-length": str(job.num_bytes), "content-disposition": f'attachment; filename="{name}"'}
-        return StreamingResponse(gateway.results.read(job), media_type=job.media_type, headers=headers)
     path = gateway.results.local_path(job)
     if path is None:
-        raise ApiError(404, "lost", "the video is not there any more")
+        headers |= {"content-length": str(job.num_bytes), "content-disposition": f'attachment; filename="{name}"'}
+        return StreamingResponse(gateway.results.read(job), media_type=job.media_type, headers=headers)
     return FileResponse(path, media_type=job.media_type, filename=name, headers=headers)
 
 

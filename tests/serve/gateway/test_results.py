@@ -1,0 +1,104 @@
+"""Where videos are kept: a folder, memory and an object store behave alike, and nothing half there is served."""
+
+import hashlib
+import secrets
+
+import fsspec
+import pytest
+
+from megadit.models.support import UserError
+from megadit.serve.gateway.results import Results
+
+DATA = b"what a Triton made" * 1000
+MODELS = frozenset({"text_to_video"})
+
+
+@pytest.fixture(params=["folder", "memory", pytest.param("s3", marks=pytest.mark.slow)])
+def url(request, tmp_path):
+    """A place where nothing has been kept yet."""
+    if request.param == "folder":
+        return str(tmp_path / "kept" / "videos")
+    if request.param == "memory":
+        return f"memory://{secrets.token_hex(4)}/videos"
+    return f"{request.getfixturevalue('s3')()}/videos"
+
+
+@pytest.fixture
+def completed(gateway, new_key, visit, url):
+    """(client, job) of a video that is kept at the place."""
+    gateway.results = Results(url)
+    client = visit(new_key()[0])
+    client.post("/v1/videos", json={"prompt": "a"})
+    job = gateway.store.claim(MODELS)
+    result = gateway.results.put(job.id, DATA, "video/mp4")
+    assert result.num_bytes == len(DATA) and result.sha256 == hashlib.sha256(DATA).hexdigest()
+    assert gateway.store.complete(job, result, seconds_to_live=1000)
+    return client, gateway.store.get(job.key_id, job.id)
+
+
+def test_a_video_is_served_from_any_place(completed):
+    client, job = completed
+    answer = client.get(f"/v1/videos/{job.id}/content")
+    assert (answer.status_code, answer.content) == (200, DATA)
+    assert answer.headers["content-type"] == "video/mp4"
+    assert answer.headers["content-disposition"] == f'attachment; filename="{job.id}.mp4"'
+
+
+def test_what_is_lost_or_half_there_is_not_served(completed, url):
+    client, job = completed
+    files, root = fsspec.core.url_to_fs(url)
+    files.pipe_file(f"{root}/{job.id}.mp4", DATA[:-1])
+    assert client.get(f"/v1/videos/{job.id}/content").json()["error"]["code"] == "lost"
+    files.rm_file(f"{root}/{job.id}.mp4")
+    assert client.get(f"/v1/videos/{job.id}/content").json()["error"]["code"] == "lost"
+
+
+def test_a_deleted_video_leaves_nothing(completed, url):
+    client, job = completed
+    files, root = fsspec.core.url_to_fs(url)
+    assert files.exists(f"{root}/{job.id}.mp4")
+    assert client.delete(f"/v1/videos/{job.id}").status_code == 200
+    files.invalidate_cache()
+    assert not files.exists(f"{root}/{job.id}.mp4")
+
+
+def test_a_sweep_removes_what_nobody_wants_and_nothing_else(url):
+    results = Results(url)
+    assert results.sweep(lambda _: False) == 0, "where nothing was kept yet, there is nothing to sweep"
+    wanted, unwanted, of_others = (f"video_{digit * 32}" for digit in "012")
+    for job_id in (wanted, unwanted):
+        results.put(job_id, DATA, "video/mp4")
+    files, root = fsspec.core.url_to_fs(url)
+    files.pipe_file(f"{root}/.{unwanted}.0123abcd.mp4", DATA)
+    files.pipe_file(f"{root}/of_{of_others}.mp4", DATA)
+    assert results.sweep(lambda job_id: job_id == wanted) == 2
+    files.invalidate_cache()
+    left = {path.rpartition("/")[2] for path in files.ls(root, detail=False)}
+    assert left == {f"{wanted}.mp4", f"of_{of_others}.mp4"}
+
+
+@pytest.mark.parametrize("place", ["nonsense://x", "/proc/nothing/x"])
+def test_a_place_that_cannot_be_used_is_told(place):
+    with pytest.raises(UserError, match="results cannot be kept"):
+        Results(place)
+
+
+def test_a_place_that_does_not_answer_is_told_and_loses_nothing(gateway, visit, monkeypatch):
+    client = visit()
+    client.post("/v1/videos", json={"prompt": "a"})
+    job = gateway.store.claim(MODELS)
+    gateway.store.complete(job, gateway.results.put(job.id, DATA, "video/mp4"), seconds_to_live=1000)
+
+    def no_answer(*_):
+        raise ConnectionError("secret internals")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(gateway.results, "is_whole", no_answer)
+        answer = client.get(f"/v1/videos/{job.id}/content")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "storage_unavailable")
+        assert "secret" not in answer.text
+    assert client.get(f"/v1/videos/{job.id}/content").content == DATA
+    monkeypatch.setattr(gateway.results, "remove", no_answer)
+    assert client.delete(f"/v1/videos/{job.id}").status_code == 200
+    assert client.get(f"/v1/videos/{job.id}").status_code == 404
+    assert gateway.results.sweep(gateway.store.has_result) == 1
