@@ -25,7 +25,13 @@ _bearer = HTTPBearer(auto_error=False, description="A key made by `megadit serve
 
 def create_app(gateway: Gateway) -> FastAPI:
     app = FastAPI(
-        title="megadit", version="1", description=_DESCRIPTION, docs_url=None, redoc_url=None, openapi_url=None
+        title="megadit",
+        version="1",
+        description=_DESCRIPTION,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,  # which would send clients to whatever host they name
     )
     errors.install(app)
     app.include_router(video_routes(gateway, _authentication(gateway)))

@@ -228,3 +228,8 @@ def test_methods_that_somebody_made_up_are_counted_together(visit, gateway):
         assert client.request(f"BREW{index}", "/v1/videos").status_code == 405
     told = generate_latest(gateway.metrics.registry).decode()
     assert 'method="other"' in told and "BREW" not in told
+
+
+def test_nobody_is_sent_elsewhere(visit):
+    answer = visit().get("/v1/videos/", headers={"host": "evil.example"}, follow_redirects=False)
+    assert answer.status_code == 404 and "location" not in answer.headers
