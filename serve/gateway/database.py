@@ -4,6 +4,8 @@ Durations are measured on the store's own clock (`clock.seconds`, see `clock.py`
 touches. Times named `*_at` are wall-clock seconds since 1970, for people to read; nothing is decided by them.
 """
 
+import sqlite3
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -177,8 +179,22 @@ def _engine(url: str) -> Engine:
 
 def _prepare_sqlite(connection, _record) -> None:
     connection.isolation_level = None  # transactions begin where `_begin_sqlite` says, not where the driver guesses
-    for setting in ("journal_mode=WAL", "synchronous=FULL", "journal_size_limit=16777216"):
+    _turn_to_wal(connection)
+    for setting in ("synchronous=FULL", "journal_size_limit=16777216"):
         connection.execute(f"PRAGMA {setting}").close()
+
+
+def _turn_to_wal(connection: sqlite3.Connection) -> None:
+    """For this one change SQLite itself does not wait while another process has the file, as it does otherwise."""
+    deadline = time.monotonic() + _SECONDS_TO_WAIT_FOR_A_LOCK
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL").close()
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
 
 
 def _begin_sqlite(connection: Connection) -> None:
