@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.infer.samplers import euler
 from megadit.infer.side_by_side import (
     DTYPES,
@@ -26,7 +27,7 @@ from megadit.infer.side_by_side import (
     networks,
     show,
 )
-from megadit.models.precondition import EDMDenoiser, scalings
+from megadit.models.precondition import scalings
 from megadit.models.support import run_command
 
 SIGMAS = torch.tensor([80.0, 60.0], dtype=torch.float64)
@@ -40,7 +41,7 @@ def compare_sampling(setting: Setting, dtype: torch.dtype, rounds: int) -> list[
     what = f"{setting.num_tokens:,} tokens, {str(dtype).removeprefix('torch.')} / {setting.name}"
     our_block = block_call(ours.blocks["0"], lambda: ours(inputs.x_BCTHW, inputs.c_noise_B, inputs.conditioning))
     their_block = block_call(theirs.transformer_blocks[0], lambda: call_theirs(setting, theirs, inputs))
-    denoiser = EDMDenoiser(ours)
+    denoiser = TorchDenoiser(ours, dtype=dtype)  # of many steps: text has been read by the first
 
     def their_denoiser(x: Tensor, sigma_B: Tensor) -> Tensor:
         c_skip, c_out, c_in, c_noise = scalings(sigma_B.float().reshape(-1, 1, 1, 1, 1), setting.config)

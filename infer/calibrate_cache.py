@@ -1,18 +1,22 @@
-"""`megadit calibrate-cache`: measures which denoiser calls can be spared, and stores the plan in the bundle."""
+"""`megadit calibrate-cache`: measures which denoiser calls can be spared, and stores the plan in the bundle.
+
+`megadit check-cache` measures how well a stored plan keeps its budget on other prompts.
+"""
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megadit.infer.cache import CachePlan, Measure, plan_key
+from megadit.infer.cache import CachePlan, Measure, bundle_plans, find_plan, plan_key
 from megadit.infer.checkpoints import open_bundle
 from megadit.infer.flags import DEFAULT_DTYPE, GenerateFlags, parse, refuse
 from megadit.infer.jobs import plan_jobs
 from megadit.infer.lpips import LPIPS
 from megadit.infer.pipeline import TextToVideo
-from megadit.models.bundle import SamplingDefaults, update_manifest
+from megadit.models.bundle import Bundle, SamplingDefaults, update_manifest
 from megadit.models.support import Progress, run_command
 
 NUM_RANKED = 8
@@ -33,39 +37,42 @@ Errors = Callable[[Tensor, Tensor], Tensor]
 """(what was sampled, all that it should be) -> the error of each video."""
 
 
-def calibrate(
-    sample: Sample,
-    num_calls: int,
-    num_videos: int,
-    budget: float,
-    settings: SamplingDefaults,
-    bar: Progress,
-    *,
-    measure: Measure = "latents",
-    errors: Errors | None = None,
-) -> CachePlan:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """Videos of the same settings, which can be made with any calls spared."""
+
+    flags: GenerateFlags
+    bundle: Bundle
+    settings: SamplingDefaults
+    num_videos: int
+    num_calls: int
+    """Denoiser calls of a video without the cache."""
+    sample: Sample
+    errors: Errors
+
+
+def calibrate(trial: Trial, bar: Progress) -> CachePlan:
     """A plan that keeps every video within the budget, as long as a greedy search finds one.
 
     In each of `NUM_ROUNDS`, the calls left are ranked by what sparing each of them costs beside those chosen before,
     and as many of the cheapest are added as the budget allows (by bisection).
     """
-    errors = errors or relative_errors
-    exact = sample(num_videos, ())
-    num_ranked = min(NUM_RANKED, num_videos)
+    exact = trial.sample(trial.num_videos, ())
+    num_ranked, budget = min(NUM_RANKED, trial.num_videos), trial.flags.cache_budget
 
     def error(count: int, skipped: Sequence[int]) -> float:
         bar.advance()
-        return errors(sample(count, tuple(sorted(skipped))), exact).max().item()
+        return trial.errors(trial.sample(count, tuple(sorted(skipped))), exact).max().item()
 
     skipped, largest_error = [], 0.0
     for _ in range(NUM_ROUNDS):
-        left = [call for call in range(1, num_calls) if call not in skipped]
+        left = [call for call in range(1, trial.num_calls) if call not in skipped]
         cost = {call: error(num_ranked, [*skipped, call]) for call in left}
         ranked = sorted(left, key=cost.__getitem__)
         fits, too_many = 0, len(ranked) + 1
         while too_many - fits > 1:
             tried = (fits + too_many) // 2
-            tried_error = error(num_videos, [*skipped, *ranked[:tried]])
+            tried_error = error(trial.num_videos, [*skipped, *ranked[:tried]])
             if tried_error <= MARGIN * budget:
                 fits, largest_error = tried, tried_error
             else:
@@ -74,11 +81,11 @@ def calibrate(
     return CachePlan(
         budget=budget,
         skipped=tuple(sorted(skipped)),
-        num_calls=num_calls,
+        num_calls=trial.num_calls,
         largest_error=largest_error,
-        num_videos=num_videos,
-        settings=plan_key(settings),
-        measure=measure,
+        num_videos=trial.num_videos,
+        settings=plan_key(trial.settings),
+        measure=trial.flags.cache_measure,
     )
 
 
@@ -101,13 +108,13 @@ def _pictures(video_THWC: Tensor) -> Tensor:
     return video_THWC.permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs `megadit calibrate-cache`; returns its exit code."""
-    return run_command(_calibrate, sys.argv[1:] if argv is None else argv)
+def open_trial(argv: list[str], verb: str, *, fewest_videos: int = 1) -> Trial:
+    """What a command of the options of `megadit generate` asks for.
 
-
-def _calibrate(argv: list[str]) -> None:
-    flags = parse(argv, verb="calibrate-cache")
+    Raises:
+        UserError: for options that do not belong to one set of settings, or to no cache; for too few videos.
+    """
+    flags = parse(argv, verb)
     refuse(not flags.cache_budget, "give --cache_budget: the relative error of latents to stay within, such as 0.02")
     refuse(
         (flags.cache_measure == "lpips") != bool(flags.lpips_weights),
@@ -122,8 +129,8 @@ def _calibrate(argv: list[str]) -> None:
     settings = jobs[0].settings
     refuse(any(job.settings != settings for job in jobs), "a plan is made for one set of settings, the same for all")
     refuse(
-        len(jobs) < FEWEST_VIDEOS,
-        f"{len(jobs)} videos are too few to calibrate with: give {FEWEST_VIDEOS} or more prompts, or several --seeds",
+        len(jobs) < fewest_videos,
+        f"{len(jobs)} videos are too few to calibrate with: give {fewest_videos} or more prompts, or several --seeds",
     )
     network = LPIPS.load(flags.lpips_weights) if flags.cache_measure == "lpips" else None
     pipeline = TextToVideo.load(bundle, device=flags.device, dtype=flags.dtype or DEFAULT_DTYPE, compile=flags.compile)
@@ -135,16 +142,53 @@ def _calibrate(argv: list[str]) -> None:
             return torch.stack([torch.from_numpy(result.video) for result in results])
         return torch.stack([result.latents_CTHW for result in results])
 
-    num_calls = pipeline.num_denoiser_calls(1, settings)
-    with Progress(NUM_ROUNDS * (num_calls + num_calls.bit_length()), "calibrating") as bar:  # at most
-        errors = relative_errors if network is None else perceptual_errors(network)
-        budget, measure = flags.cache_budget, flags.cache_measure
-        plan = calibrate(sample, num_calls, len(jobs), budget, settings, bar, measure=measure, errors=errors)
-    stored = map(CachePlan.from_dict, bundle.manifest.get("cache", []))
+    return Trial(
+        flags=flags,
+        bundle=bundle,
+        settings=settings,
+        num_videos=len(jobs),
+        num_calls=pipeline.num_denoiser_calls(1, settings),
+        sample=sample,
+        errors=relative_errors if network is None else perceptual_errors(network),
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs `megadit calibrate-cache`; returns its exit code."""
+    return run_command(_calibrate, sys.argv[1:] if argv is None else argv)
+
+
+def check(argv: list[str] | None = None) -> int:
+    """Runs `megadit check-cache`; returns its exit code."""
+    return run_command(_check, sys.argv[1:] if argv is None else argv)
+
+
+def _calibrate(argv: list[str]) -> None:
+    trial = open_trial(argv, "calibrate-cache", fewest_videos=FEWEST_VIDEOS)
+    with Progress(NUM_ROUNDS * (trial.num_calls + trial.num_calls.bit_length()), "calibrating") as bar:  # at most
+        plan = calibrate(trial, bar)
+    stored = map(CachePlan.from_dict, trial.bundle.manifest.get("cache", []))
     others = [one.to_dict() for one in stored if _name(one) != _name(plan)]
-    update_manifest(bundle.path, cache=[*others, plan.to_dict()])
-    share = len(plan.skipped) / num_calls
-    print(f"{len(plan.skipped)} of {num_calls} calls are spared ({share:.0%}), largest error {plan.largest_error:.4f}")
+    update_manifest(trial.bundle.path, cache=[*others, plan.to_dict()])
+    print(f"{_spared(plan)}, largest error {plan.largest_error:.4f}")
+
+
+def _check(argv: list[str]) -> None:
+    trial = open_trial(argv, "check-cache")
+    plan = find_plan(bundle_plans(trial.bundle, trial.flags.cache_measure), trial.settings)
+    exact, spared = (trial.sample(trial.num_videos, skipped) for skipped in ((), plan.skipped))
+    errors = trial.errors(spared, exact)
+    within = int((errors <= trial.flags.cache_budget).sum())
+    median, most = errors.double().quantile(torch.tensor([0.5, 0.95], dtype=torch.float64)).tolist()
+    print(
+        f"{_spared(plan)}; {within} of {trial.num_videos} videos are within {trial.flags.cache_budget}: "
+        f"median {median:.4f}, 95th percentile {most:.4f}, largest {errors.max():.4f}"
+    )
+
+
+def _spared(plan: CachePlan) -> str:
+    share = len(plan.skipped) / plan.num_calls
+    return f"{len(plan.skipped)} of {plan.num_calls} calls are spared ({share:.0%})"
 
 
 def _name(plan: CachePlan) -> tuple[dict, float, Measure]:

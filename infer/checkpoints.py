@@ -1,4 +1,4 @@
-"""A bundle from whatever a user calls a checkpoint."""
+"""A bundle from whatever a user calls a checkpoint, and whether what is used beside it fits."""
 
 import subprocess
 import sys
@@ -6,6 +6,8 @@ from pathlib import Path
 
 from megadit.models.bundle import Bundle
 from megadit.models.support import UserError
+from megadit.models.text_encoders import TextEncoder
+from megadit.models.tokenizers import VideoTokenizer
 
 
 def open_bundle(path: str | Path) -> Bundle:
@@ -26,6 +28,37 @@ def open_bundle(path: str | Path) -> Bundle:
             "checkpoint yourself, run: megadit bundle CHECKPOINT OUT"
         )
     return Bundle.open(path)
+
+
+def weaker_bundle(path: str, bundle: Bundle) -> Bundle:
+    """The bundle of a weaker checkpoint, to guide away from.
+
+    Raises:
+        UserError: if there is none, or its latents or text features are not those of `bundle`.
+    """
+    weaker = open_bundle(path)
+    for part, fingerprint in bundle.manifest["fingerprints"].items():
+        if weaker.manifest["fingerprints"][part] != fingerprint:
+            name = part.replace("_", " ")
+            raise UserError(
+                f"autoguidance={path} has another {name} than {bundle.path}: take a checkpoint with the same"
+            )
+    return weaker
+
+
+def check_part(bundle: Bundle, part: str, given: VideoTokenizer | TextEncoder) -> None:
+    """Any tokenizer or text encoder but the one trained with would give noise without an error.
+
+    Raises:
+        UserError: if `given` is another than the bundle's `part`.
+    """
+    expected = bundle.manifest["fingerprints"][part]
+    if given.fingerprint() != expected:
+        name = part.replace("_", " ")
+        raise UserError(
+            f"this {name} (fingerprint {given.fingerprint()}) is not the one that {bundle.path} was trained with "
+            f"({expected})"
+        )
 
 
 def _converted(training_directory: Path) -> Path:

@@ -195,6 +195,8 @@ _DESCRIPTIONS = {
     "generate": "Generates videos, or images, from prompts. What is left out takes the checkpoint's default.",
     "calibrate-cache": "Measures with these prompts which denoiser calls `megadit generate --cache_budget` can spare "
     "under these settings, and stores that in the bundle. Options of output are not used.",
+    "check-cache": "Measures with these prompts how well a cache that was calibrated for these settings keeps its "
+    "budget. Options of output are not used.",
 }
 
 

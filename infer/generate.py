@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from megadit.infer.cache import bundle_plans, find_plan
-from megadit.infer.checkpoints import open_bundle
+from megadit.infer.checkpoints import open_bundle, weaker_bundle
 from megadit.infer.contact_sheet import contact_sheet, middle_frame
 from megadit.infer.flags import DEFAULT_DTYPE, GenerateFlags, parse, refuse
 from megadit.infer.jobs import Grid, Job, plan_jobs
 from megadit.infer.outputs import checkpoint_fingerprint, make_record, output_paths, read_record, repeated, save
-from megadit.infer.pipeline import GeneratedVideo, TextToVideo, weaker_bundle
+from megadit.infer.pipeline import GeneratedVideo, TextToVideo
 from megadit.infer.ranks import device_name, finish, is_first, start
 from megadit.infer.settings import far_from_training, latent_size
 from megadit.infer.start import GivenVideo, check_given

@@ -89,6 +89,6 @@ class RecordedDenoiser:
 
     def _recorded(self, inputs: tuple[Tensor, ...]) -> _Recording:
         x_BCTHW, sigma_B, *conditions = places = tuple(tensor.to(self._device, copy=True) for tensor in inputs)
-        conditioning = Conditioning(*conditions)
-        output, replay = self._record(lambda: self._denoiser(x_BCTHW, sigma_B, conditioning))
+        # conditions of their own for each call: nothing that was computed for others is read when it is replayed
+        output, replay = self._record(lambda: self._denoiser(x_BCTHW, sigma_B, Conditioning(*conditions)))
         return _Recording(places, output, replay)

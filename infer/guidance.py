@@ -37,8 +37,10 @@ class Branch:
     conditioning: Conditioning
 
 
-Evaluate = Callable[[Sequence[Branch], Tensor, Tensor], list[Tensor]]
-"""(branches, x, sigma_B) -> the x0 of each branch; see `in_one_batch` and `in_turn`."""
+Ask = Callable[[Tensor, Tensor], list[Tensor]]
+"""(x, sigma_B) -> the x0 of each of some branches."""
+Evaluate = Callable[[Sequence[Branch]], Ask]
+"""What asks branches; see `in_one_batch` and `in_turn`. Their conditions are put together once for all noise levels."""
 
 
 def guidance_scale(guidance: float, convention: GuidanceConvention = "standard") -> float:
@@ -55,21 +57,26 @@ def guidance_scale(guidance: float, convention: GuidanceConvention = "standard")
     return guidance + 1 if convention == "nemo" else guidance
 
 
-def in_one_batch(branches: Sequence[Branch], x: Tensor, sigma_B: Tensor) -> list[Tensor]:
+def in_one_batch(branches: Sequence[Branch]) -> Ask:
     """Branches of one denoiser share a call of several times the batch; different denoisers take turns."""
-    answers: dict[int, Tensor] = {}
+    calls: list[tuple[Denoiser, list[int], Conditioning]] = []
     for denoiser in {id(branch.denoiser): branch.denoiser for branch in branches}.values():
         places = [place for place, branch in enumerate(branches) if branch.denoiser is denoiser]
-        together = Conditioning.concatenate([branches[place].conditioning for place in places])
-        count = len(places)
-        answer = denoiser(torch.cat([x] * count), torch.cat([sigma_B] * count), together)
-        answers.update(zip(places, answer.chunk(count), strict=True))
-    return [answers[place] for place in range(len(branches))]
+        calls.append((denoiser, places, Conditioning.concatenate([branches[place].conditioning for place in places])))
+
+    def ask(x: Tensor, sigma_B: Tensor) -> list[Tensor]:
+        answers: dict[int, Tensor] = {}
+        for denoiser, places, together in calls:
+            answer = denoiser(torch.cat([x] * len(places)), torch.cat([sigma_B] * len(places)), together)
+            answers.update(zip(places, answer.chunk(len(places)), strict=True))
+        return [answers[place] for place in range(len(branches))]
+
+    return ask
 
 
-def in_turn(branches: Sequence[Branch], x: Tensor, sigma_B: Tensor) -> list[Tensor]:
+def in_turn(branches: Sequence[Branch]) -> Ask:
     """One call for each branch: half the memory of a shared one."""
-    return [branch.denoiser(x, sigma_B, branch.conditioning) for branch in branches]
+    return lambda x, sigma_B: [branch.denoiser(x, sigma_B, branch.conditioning) for branch in branches]
 
 
 def guided(
@@ -89,6 +96,7 @@ def guided(
     """
     total = sum(scales)
     low, high = interval or (0.0, math.inf)
+    ask_conditions, ask_all = evaluate(conditions), evaluate([*conditions, base])
 
     def unguided(x0_K: Sequence[Tensor]) -> Tensor:
         if len(x0_K) == 1 or total == 0:
@@ -97,8 +105,8 @@ def guided(
 
     def denoise(x: Tensor, sigma_B: Tensor) -> Tensor:
         if total == 1 or not low <= sigma_B[0].item() <= high:
-            return unguided(evaluate(conditions, x, sigma_B))
-        *x0_K, x0_base = evaluate([*conditions, base], x, sigma_B)
+            return unguided(ask_conditions(x, sigma_B))
+        *x0_K, x0_base = ask_all(x, sigma_B)
         x0 = x0_base + sum(scale * (x0 - x0_base) for scale, x0 in zip(scales, x0_K, strict=True))
         return _rescaled(x0, unguided(x0_K), rescale) if rescale else x0
 

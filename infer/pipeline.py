@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from megadit.infer.background import one_behind
 from megadit.infer.cache import CachePlan, Measure, bundle_plans, cached, find_plan
-from megadit.infer.checkpoints import open_bundle
+from megadit.infer.checkpoints import check_part, open_bundle, weaker_bundle
 from megadit.infer.graphs import RecordedDenoiser
 from megadit.infer.guardrail import Guardrail, load_guardrail
 from megadit.infer.guidance import (
@@ -158,8 +158,8 @@ class TextToVideo:
         guardrail = load_guardrail(guardrail_dir, bundle)
         tokenizer = tokenizer or bundle.load_tokenizer()
         text_encoder = text_encoder or bundle.load_text_encoder()
-        _check_fingerprint(bundle, "tokenizer", tokenizer)
-        _check_fingerprint(bundle, "text_encoder", text_encoder)
+        check_part(bundle, "tokenizer", tokenizer)
+        check_part(bundle, "text_encoder", text_encoder)
 
         def load(bundle: Bundle) -> Denoiser:
             options = {"device": place, "dtype": number_type, "compile": compile}
@@ -376,22 +376,6 @@ class TextToVideo:
         return video_THWC if self.guardrail is None else self.guardrail.screen(video_THWC)
 
 
-def weaker_bundle(path: str, bundle: Bundle) -> Bundle:
-    """The bundle of a weaker checkpoint, to guide away from.
-
-    Raises:
-        UserError: if there is none, or its latents or text features are not those of `bundle`.
-    """
-    weaker = open_bundle(path)
-    for part, fingerprint in bundle.manifest["fingerprints"].items():
-        if weaker.manifest["fingerprints"][part] != fingerprint:
-            name = part.replace("_", " ")
-            raise UserError(
-                f"autoguidance={path} has another {name} than {bundle.path}: take a checkpoint with the same"
-            )
-    return weaker
-
-
 def _randomness(settings: SamplingDefaults, key_B: Tensor, shape: tuple[int, int, int, int]) -> tuple[Randomness, ...]:
     """The noise that the settings ask a sampler to add, if any: of each video's own, whatever its batch."""
     if not (settings.churn or settings.eta):
@@ -404,17 +388,6 @@ def _randomness(settings: SamplingDefaults, key_B: Tensor, shape: tuple[int, int
             eta=settings.eta,
         ),
     )
-
-
-def _check_fingerprint(bundle: Bundle, part: str, given: VideoTokenizer | TextEncoder) -> None:
-    """Any part but the one trained with would give noise without an error."""
-    expected = bundle.manifest["fingerprints"][part]
-    if given.fingerprint() != expected:
-        name = part.replace("_", " ")
-        raise UserError(
-            f"this {name} (fingerprint {given.fingerprint()}) is not the one that {bundle.path} was trained with "
-            f"({expected})"
-        )
 
 
 def _paired(prompts: Sequence[str], seeds: int | Sequence[int]) -> tuple[list[str], list[int]]:

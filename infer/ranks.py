@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megadit.infer.guidance import Branch, Evaluate, in_one_batch
+from megadit.infer.guidance import Ask, Branch, Evaluate, in_one_batch
 from megadit.models.support import UserError
 
 HALVES = 2
@@ -110,15 +110,19 @@ def split_over_ranks(group: ProcessGroup) -> Evaluate:
     """
     rank, size = group.rank(), group.size()
 
-    def evaluate(branches: Sequence[Branch], x: Tensor, sigma_B: Tensor) -> list[Tensor]:
+    def evaluate(branches: Sequence[Branch]) -> Ask:
         if len(branches) == 1:
-            return in_one_batch(branches, x, sigma_B)
-        most = -(-len(branches) // size)
-        own = in_one_batch(branches[rank::size], x, sigma_B) if rank < len(branches) else []
-        own += [torch.zeros_like(x)] * (most - len(own))
-        answers = [torch.empty(most, *x.shape, dtype=x.dtype, device=x.device) for _ in range(size)]
-        dist.all_gather(answers, torch.stack(own).to(x.dtype), group=group)
-        return [answers[place % size][place // size] for place in range(len(branches))]
+            return in_one_batch(branches)
+        most, ask_own = -(-len(branches) // size), in_one_batch(branches[rank::size])
+
+        def ask(x: Tensor, sigma_B: Tensor) -> list[Tensor]:
+            own = ask_own(x, sigma_B)
+            own += [torch.zeros_like(x)] * (most - len(own))
+            answers = [torch.empty(most, *x.shape, dtype=x.dtype, device=x.device) for _ in range(size)]
+            dist.all_gather(answers, torch.stack(own).to(x.dtype), group=group)
+            return [answers[place % size][place // size] for place in range(len(branches))]
+
+        return ask
 
     return evaluate
 

@@ -71,8 +71,12 @@ class CrossAttention(nn.Module):
 
     def forward(self, x_SBD: Tensor, text_LBD: Tensor, layout: Layout) -> Tensor:
         q = self.q_layernorm(rearrange(self.q(x_SBD), "S B (N K) -> S B N K", K=self.head_dim))
+        k, v = layout.constant(self, lambda: self._keys_and_values(text_LBD))
+        return self.layers.attend(q, k, v, layout, cross=True, into=self.proj)
+
+    def _keys_and_values(self, text_LBD: Tensor) -> tuple[Tensor, Tensor]:
         k, v = rearrange(self.kv(text_LBD), "L B (N kv K) -> kv L B N K", kv=2, K=self.head_dim)
-        return self.layers.attend(q, self.k_layernorm(k), v, layout, cross=True, into=self.proj)
+        return self.k_layernorm(k), v
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, cross: bool, into: Projection) -> Tensor:

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Conditioning:
-    """The conditions of a batch of videos."""
+    """The conditions of a batch of videos; each object stands for itself."""
 
     text_BLE: Tensor
     """Text features, L >= 1; rows beyond each length are ignored."""

@@ -18,7 +18,7 @@ from megadit.models.config import DiTConfig
 from megadit.models.embeddings import LearnedPositions, Rotary, patchify, rotary_table, sincos_table, unpatchify
 from megadit.models.layers import LayerKit, TorchLayers
 from megadit.models.lines import Axis
-from megadit.models.segments import DenseLayout, Layout, SegmentLayout
+from megadit.models.segments import DenseLayout, Kept, Layout, SegmentLayout
 from megadit.models.support import UserError
 
 BASE_FPS = 24.0
@@ -71,28 +71,48 @@ class DiT(nn.Module):
         c_noise_B: Tensor,
         conditioning: Conditioning,
         padding_mask_B1THW: Tensor | None = None,
+        layout: DenseLayout | None = None,
     ) -> Tensor:
         """Predicts F (BCTHW) for a uniform batch; `c_noise_B` is the noise level as the preconditioner gives it.
 
         `padding_mask_B1THW` is 1 where the video is padding (`config.padding_mask_channel`); None means nowhere.
+        `layout` is what `dense_layout` gave for these conditions and this size; None means that they come once.
 
         Raises:
             UserError: if the latents are not a whole number of patches, or more than the network has positions for.
         """
-        grid = self.config.token_grid(*x_BCTHW.shape[2:])
-        self._check_grid(grid)
-        length_B = conditioning.text_length_B
+        if layout is None:
+            layout = self.dense_layout(conditioning, x_BCTHW.shape[2:], x_BCTHW.device)
         text_LBE = conditioning.text_BLE.transpose(0, 1)
-        slot_L = torch.arange(text_LBE.shape[0], device=text_LBE.device)
-        layout = DenseLayout(grid, slot_L < length_B.clamp(min=1)[:, None], x_BCTHW.device)
-        is_null_B = length_B == 0
+        is_null_B = conditioning.text_length_B == 0
         tokens_SBP = patchify(x_BCTHW, self.config)
         if padding_mask_B1THW is not None and self.config.padding_mask_channel:
             tokens_SBP = torch.cat([tokens_SBP, patchify(padding_mask_B1THW.to(x_BCTHW), self.config)], dim=-1)
         condition = self._embed_condition(c_noise_B, conditioning.fps_B, text_LBE[0], is_null_B)
-        text = self._embed_text(text_LBE, is_null_B[None, :, None])
+        text = layout.constant("text", lambda: self._embed_text(text_LBE, is_null_B[None, :, None]))
         F_SBP = self._transform(tokens_SBP, condition, text, conditioning.fps_B[None], layout)
-        return unpatchify(F_SBP, grid, self.config)
+        return unpatchify(F_SBP, layout.grid, self.config)
+
+    def dense_layout(
+        self,
+        conditioning: Conditioning,
+        size: tuple[int, int, int],
+        device: torch.device,
+        kept: Kept | None = None,
+    ) -> DenseLayout:
+        """Of a uniform batch of latents of `size` (T, H, W).
+
+        With `kept`, what is the same at every noise level (positions, keys and values of the text) is computed by the
+        first call of `forward` with it, as long as this network's parameters stay as they are.
+
+        Raises:
+            UserError: if the latents are not a whole number of patches, or more than the network has positions for.
+        """
+        grid = self.config.token_grid(*size)
+        self._check_grid(grid)
+        slot_L = torch.arange(conditioning.text_BLE.shape[1], device=conditioning.text_BLE.device)
+        text_mask_BL = slot_L < conditioning.text_length_B.clamp(min=1)[:, None]
+        return DenseLayout(grid, text_mask_BL, device, kept=kept)
 
     def forward_packed(
         self, tokens_S1P: Tensor, c_noise_G: Tensor, text_L1E: Tensor, fps_G: Tensor, layout: SegmentLayout
@@ -183,7 +203,8 @@ class DiT(nn.Module):
         def compute() -> Rotary:
             return rotary_table(_positions(layout, device), self.config, self.dtype, pace)
 
-        return layout.cached((self.config, device, self.dtype), compute) if pace is None else compute()
+        key = (self.config, device, self.dtype)
+        return layout.cached(key, compute) if pace is None else layout.constant(("paced", *key), compute)
 
     def _along(self, axis: Axis, layout: Layout, rotary: Rotary | None, device: torch.device) -> Place | None:
         """What blocks that attend along one axis alone read of it; `rotary` is that of the tokens as they come."""
@@ -202,9 +223,13 @@ class DiT(nn.Module):
         """What every block adds again, where positions are learned."""
         if self.positions is None:
             return None
-        largest = torch.tensor(self.config.learned_positions, device=device)
-        # only a pack's padding is beyond the largest grid
-        return self.layers.shard_sequence(self.positions(_positions(layout, device).minimum(largest - 1)))
+
+        def compute() -> Tensor:
+            largest = torch.tensor(self.config.learned_positions, device=device)
+            # only a pack's padding is beyond the largest grid
+            return self.layers.shard_sequence(self.positions(_positions(layout, device).minimum(largest - 1)))
+
+        return layout.constant("positions", compute)
 
 
 def _positions(layout: Layout, device: torch.device) -> Tensor:

@@ -44,8 +44,7 @@ def modulated_norm(
     is_rms = rms_weight_D is not None
     factor_GD = 1 + scale_GD if rms_weight_D is None else rms_weight_D * (1 + scale_GD)
     if runs is None:
-        y_SBD = _normalize(x_SBD, eps, is_rms)[0] if is_rms else F.layer_norm(x_SBD, x_SBD.shape[-1:], eps=eps)
-        return torch.addcmul(shift_GD, y_SBD, factor_GD)
+        return _modulated_norm_of_batch(x_SBD, shift_GD, factor_GD, eps, is_rms)
     if x_SBD.is_cuda:
         row_S = row_of_token(runs, x_SBD.device)
         return modulated_norm_by_token(x_SBD, shift_GD, factor_GD, eps, row_S, is_rms)
@@ -58,12 +57,24 @@ def rms_norm(x_SBD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def gated_residual(x_SBD: Tensor, gate_GD: Tensor, y_SBD: Tensor, runs: tuple[Run, ...] | None = None) -> Tensor:
-    """x + gate * y, each segment with its own gate."""
+    """x + gate * y, each segment with its own gate; without gradients, y may be overwritten."""
     if runs is None:
-        return torch.addcmul(x_SBD, gate_GD, y_SBD)
+        return torch.addcmul(x_SBD, gate_GD, y_SBD, out=_spent(y_SBD))
     if x_SBD.is_cuda:
         return gated_residual_by_token(x_SBD, gate_GD, y_SBD, row_of_token(runs, x_SBD.device))
     return _GatedResidual.apply(x_SBD, gate_GD, y_SBD, runs)
+
+
+def _modulated_norm_of_batch(x_SBD: Tensor, shift_GD: Tensor, factor_GD: Tensor, eps: float, is_rms: bool) -> Tensor:
+    if not is_rms and not torch.compiler.is_compiling() and len(shift_GD) == 1:
+        return F.layer_norm(x_SBD, x_SBD.shape[-1:], factor_GD[0], shift_GD[0], eps)  # in one pass
+    y_SBD = _normalize(x_SBD, eps, is_rms)[0] if is_rms else F.layer_norm(x_SBD, x_SBD.shape[-1:], eps=eps)
+    return torch.addcmul(shift_GD, y_SBD, factor_GD, out=_spent(y_SBD))
+
+
+def _spent(x: Tensor) -> Tensor | None:
+    """Memory for a result: that of x, which nobody reads again, where neither gradients nor a compiler plan it."""
+    return None if torch.is_grad_enabled() or torch.compiler.is_compiling() else x
 
 
 def _normalize(x: Tensor, eps: float, is_rms: bool) -> tuple[Tensor, Tensor | None, Tensor]:

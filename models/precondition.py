@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
-from megadit.models.segments import SegmentLayout
+from megadit.models.segments import DenseLayout, SegmentLayout
 
 DDPM_BETAS = (1e-4, 0.02)
 DDPM_STEPS = 1000
@@ -97,13 +97,18 @@ class EDMDenoiser(nn.Module):
         super().__init__()
         self.dit = dit
 
-    def forward(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
-        """Estimates the clean latents x0 (BCTHW, float32) in `x_BCTHW`, whose noise has standard deviation sigma."""
+    def forward(
+        self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning, layout: DenseLayout | None = None
+    ) -> Tensor:
+        """Estimates the clean latents x0 (BCTHW, float32) in `x_BCTHW`, whose noise has standard deviation sigma.
+
+        `layout`: see `DiT.forward`.
+        """
         x_BCTHW = x_BCTHW.float()
         sigma_B1111 = sigma_B.float().reshape(-1, 1, 1, 1, 1)
         c_skip, c_out, c_in, c_noise = scalings(sigma_B1111, self.dit.config)
         dtype = self.dit.dtype
-        F_BCTHW = self.dit((c_in * x_BCTHW).to(dtype), c_noise.flatten(), conditioning)
+        F_BCTHW = self.dit((c_in * x_BCTHW).to(dtype), c_noise.flatten(), conditioning, layout=layout)
         return torch.addcmul(c_skip * x_BCTHW, c_out, F_BCTHW.float())
 
 

@@ -109,6 +109,27 @@ def grid_positions(grid: Grid, device: torch.device | str | None = None) -> Tens
     return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, 2)
 
 
+class Kept:
+    """What was computed for a dense batch, as long as there is room for it."""
+
+    def __init__(self, room: int) -> None:
+        """`room` is in bytes."""
+        self._values: dict[Hashable, Any] = {}
+        self._room = room
+
+    def cached(self, key: Hashable, compute: Callable[[], Any]) -> Any:
+        """A tensor, a tuple of them or None: computed once if it fits, else at each call."""
+        if key in self._values:
+            return self._values[key]
+        value = compute()
+        parts = value if isinstance(value, tuple) else (value,)
+        size = sum(part.untyped_storage().nbytes() for part in parts if part is not None)
+        if size <= self._room:
+            self._room -= size
+            self._values[key] = value
+        return value
+
+
 @dataclass(frozen=True, slots=True)
 class DenseLayout:
     """A uniform batch: every sample has the same grid. The form in which sampling and export run."""
@@ -120,6 +141,8 @@ class DenseLayout:
     device: torch.device
     over: Literal["sample", "time", "space"] = "sample"
     """What self-attention sees: all tokens of a sample, those of the same pixel, or those of the same frame."""
+    kept: Kept | None = None
+    """Where the same conditions come at many noise levels: what depends on them and on sizes alone. None: seen once."""
 
     @property
     def runs(self) -> None:
@@ -131,8 +154,12 @@ class DenseLayout:
         return grid_positions(self.grid, self.device)
 
     def cached(self, key: Hashable, compute: Callable[[], Any]) -> Any:
-        """Computes the value; a dense batch is seen once."""
-        return compute()
+        """A value derived from this layout; computed again where the batch is seen once."""
+        return compute() if self.kept is None else self.kept.cached(key, compute)
+
+    def constant(self, key: Hashable, compute: Callable[[], Any]) -> Any:
+        """A value that the network's parameters, sizes and conditions decide: the same at every noise level."""
+        return self.cached(key, compute)
 
 
 class _Cache:
@@ -263,6 +290,10 @@ class SegmentLayout:
         if key not in self._cache.values:
             self._cache.values[key] = compute()
         return self._cache.values[key]
+
+    def constant(self, key: Hashable, compute: Callable[[], Any]) -> Any:
+        """A value that parameters and conditions decide, too: they are others for every pack."""
+        return compute()
 
     @cached_property
     def segment_of_token_S(self) -> Tensor:

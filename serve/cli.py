@@ -33,6 +33,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "serve ask": ("megadit.serve.ask:main", "ask a running service for videos"),
     "serve demo": ("megadit.serve.demo:main", "open a page to try prompts on, with a service where none runs"),
     "calibrate-cache": ("megadit.infer.calibrate_cache:main", "measure which denoiser calls generate can spare"),
+    "check-cache": ("megadit.infer.calibrate_cache:check", "measure whether a calibrated cache keeps its budget"),
     "info": ("megadit.serve.info:main", "describe a checkpoint, bundle or dataset"),
     "doctor": ("megadit.serve.doctor:main", "say what this machine can do and what is missing"),
     "demo": ("megadit.train.demo:main", "prepare, train, generate and score handwritten digits, in minutes on a CPU"),

@@ -123,6 +123,16 @@ def test_calibration_stores_a_plan_that_keeps_its_budget(calibrated):
     assert relative_errors(alone.latents_CTHW[None], spared[1].latents_CTHW[None]).item() < 1e-5
 
 
+def test_a_check_tells_how_many_videos_keep_the_budget(calibrated, capsys):
+    path, told = calibrated
+    arguments = ["--checkpoint_path", str(path), "--num_steps", "8", "--device", "cpu", "--cache_budget", "0.2"]
+    assert calibrate_cache.check([*arguments, "--prompt", "e", "f", "g", "--seed", "9"]) == 0
+    stdout = capsys.readouterr().out
+    # as many calls as the calibration said, and the errors of these videos, not of those it was calibrated with
+    assert stdout.startswith(told.split(",")[0] + "; ") and "of 3 videos are within 0.2: median 0." in stdout
+    assert 0 < float(stdout.split()[-1]) != pytest.approx(float(told.split()[-1]), abs=1e-4)
+
+
 def test_calibrating_again_replaces_the_plan(calibrated):
     path, _ = calibrated
     arguments = ["--checkpoint_path", str(path), "--num_steps", "8", "--device", "cpu", "--prompt", *"abcdefghijklmnop"]
@@ -155,6 +165,7 @@ def test_calibrating_again_replaces_the_plan(calibrated):
         ),
         (calibrate_cache.main, ["--cache_budget", "0.02"], "1 videos are too few to calibrate with"),
         (calibrate_cache.main, ["--cache_budget", "0.02", "--guidances", "1", "2"], "one set of settings"),
+        (calibrate_cache.check, ["--cache_budget", "0.02"], "was not calibrated for these settings"),
     ],
 )
 def test_mistakes(bundle_dir, tmp_path, monkeypatch, capsys, command, arguments, message):

@@ -349,9 +349,14 @@ def test_options_of_memory_change_nothing_else(run, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["megadit.infer.generate", "megadit.infer.inference_dit_model"])
-def test_as_a_module(bundle_dir, tmp_path, module):
-    command = [sys.executable, "-m", module, "--checkpoint_path", str(bundle_dir), "--prompt", "a red seven"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert read_video(tmp_path / result.stdout.strip())[0].shape == (5, 16, 24, 3)
+def test_two_processes_and_both_names_write_the_same_bytes(bundle_dir, tmp_path):
+    written = []
+    for module in ("megadit.infer.generate", "megadit.infer.inference_dit_model"):
+        command = [sys.executable, "-m", module, "--checkpoint_path", str(bundle_dir), "--seeds", "1", "2"]
+        command += ["--prompt", "a red seven", "a two", "--video_save_path", module]
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        files = {path.name: path.read_bytes() for path in sorted((tmp_path / module).iterdir())}
+        assert len(files) == 8 and len(set(files.values())) == 8  # four videos that differ, and their settings
+        written.append(files)
+    assert written[0] == written[1]

@@ -143,6 +143,6 @@ def test_rescaling_gives_the_deviation_back(rescale, deviation):
 def test_halves_in_one_batch_and_in_turn_are_the_same():
     one, other = LinearDenoiser(), LinearDenoiser()
     branches = [Branch(one, COND), Branch(other, COND), Branch(one, NEGATIVE)]
-    together, apart = in_one_batch(branches, X, SIGMA), in_turn(branches, X, SIGMA)
+    together, apart = in_one_batch(branches)(X, SIGMA), in_turn(branches)(X, SIGMA)
     assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
     assert one.batch_sizes == [4, 2, 2] and other.batch_sizes == [2, 2]

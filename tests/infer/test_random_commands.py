@@ -5,11 +5,13 @@ import random
 import shutil
 import signal
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
+from megadit.infer.flags import GenerateFlags
 from megadit.infer.generate import main
 from megadit.infer.video_io import read_video
 from megadit.models.bundle import Bundle
@@ -88,11 +90,17 @@ OPTIONS = {
     "t5_cache_dir": one(["bundle/text_encoder", "nowhere"]),
     "num_devices": one(["1", "2"]),
     "cp_size": one(["1", "2"]),
+    "runtime": one(["torch", "onnx", "onnx_tensorrt", "tensorrt", "remote"]),
     "guardrail_dir": one(["guards"]),
     "repeat": one(["given.mp4", "given.gif", "made.mp4", "broken.mp4", "nowhere.json", "."]),
     "nonsense": one(["1"]),
     "num_step": one(["3"]),
 }
+
+
+def test_every_option_is_drawn():
+    # the first two are part of every command; compiling a network takes too long to do it hundreds of times
+    assert {flag.name for flag in fields(GenerateFlags)} - OPTIONS.keys() == {"checkpoint_path", "device", "compile"}
 
 
 def random_command(choose: random.Random) -> list[str]:

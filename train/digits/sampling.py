@@ -25,6 +25,7 @@ from megadit.train.digits.figures import BACKGROUND, FAINT, GRID, TEXT
 CALLS = (4, 6, 8, 12, 20, 35)
 """Denoiser calls at which solvers are compared; those of two calls a step come as close from below as they can."""
 SCALES = (2.0, 4.0)
+NEGATIVE_SCALES = (1.5, 2.0, 4.0)
 TWO_CALLS = ("heun", "dpm2")
 
 
@@ -61,15 +62,20 @@ def solvers(bench: Bench, bar: Progress) -> dict[str, list[dict[str, float]]]:
     return result
 
 
-def negative_prompt(bench: Bench, count: int) -> dict[str, float]:
-    """The share of red clips among those of no prompt at all, without and with "red" as negative prompt."""
+def negative_prompt(bench: Bench, count: int) -> dict[str, Any]:
+    """Shares of red clips, and of those of any colour with a name, among clips of no prompt at all.
+
+    Plain, and with "red" as negative prompt at several scales: too large a one drives all colours away.
+    """
     red = list(COLOURS).index("red")
 
-    def share_red(**settings: Any) -> float:
+    def shares(**settings: Any) -> dict[str, float]:
         colour_BT = judge.judge(bench.reader, bench.clips([""] * count, **settings)).colour_BT
-        return ((colour_BT == red).float().mean(1) > 0.5).float().mean().item()
+        matches = {"red": colour_BT == red, "coloured": colour_BT != judge.NONE}
+        return {name: (is_BT.float().mean(1) > 0.5).float().mean().item() for name, is_BT in matches.items()}
 
-    return {"clips": count, "plain": share_red(), "red_as_negative": share_red(negative_prompt="red")}
+    negative = [{"scale": scale, **shares(negative_prompt="red", guidance=scale)} for scale in NEGATIVE_SCALES]
+    return {"clips": count, "plain": shares(guidance=1.0), "red_as_negative": negative}
 
 
 def guidance(bench: Bench, weaker: str | None, bar: Progress) -> list[dict[str, Any]]:
@@ -166,7 +172,7 @@ def _run(argv: list[str]) -> None:
     with Progress(len(SAMPLERS) * len(CALLS) + num_kinds * len(SCALES), "sampling") as bar:
         result = {
             "clips": options.clips,
-            "negative_prompt": negative_prompt(bench, options.clips),
+            "negative_prompt": negative_prompt(bench, 2 * options.clips),
             "guidance": guidance(bench, options.weaker, bar),
             "solvers": solvers(bench, bar),
         }
