@@ -57,9 +57,9 @@ def rms_norm(x_SBD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def gated_residual(x_SBD: Tensor, gate_GD: Tensor, y_SBD: Tensor, runs: tuple[Run, ...] | None = None) -> Tensor:
-    """x + gate * y, each segment with its own gate; without gradients, y may be overwritten."""
+    """x + gate * y, each segment with its own gate."""
     if runs is None:
-        return torch.addcmul(x_SBD, gate_GD, y_SBD, out=_spent(y_SBD))
+        return torch.addcmul(x_SBD, gate_GD, y_SBD)
     if x_SBD.is_cuda:
         return gated_residual_by_token(x_SBD, gate_GD, y_SBD, row_of_token(runs, x_SBD.device))
     return _GatedResidual.apply(x_SBD, gate_GD, y_SBD, runs)
@@ -69,12 +69,7 @@ def _modulated_norm_of_batch(x_SBD: Tensor, shift_GD: Tensor, factor_GD: Tensor,
     if not is_rms and not torch.compiler.is_compiling() and len(shift_GD) == 1:
         return F.layer_norm(x_SBD, x_SBD.shape[-1:], factor_GD[0], shift_GD[0], eps)  # in one pass
     y_SBD = _normalize(x_SBD, eps, is_rms)[0] if is_rms else F.layer_norm(x_SBD, x_SBD.shape[-1:], eps=eps)
-    return torch.addcmul(shift_GD, y_SBD, factor_GD, out=_spent(y_SBD))
-
-
-def _spent(x: Tensor) -> Tensor | None:
-    """Memory for a result: that of x, which nobody reads again, where neither gradients nor a compiler plan it."""
-    return None if torch.is_grad_enabled() or torch.compiler.is_compiling() else x
+    return torch.addcmul(shift_GD, y_SBD, factor_GD)
 
 
 def _normalize(x: Tensor, eps: float, is_rms: bool) -> tuple[Tensor, Tensor | None, Tensor]:

@@ -37,11 +37,7 @@ def _norm_rotate(x, weight, cos, sin, eps):
     if weight is not None:
         # float32, as the mean of squares overflows half precision
         rms_inverse = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
-        x = (x * rms_inverse).to(x.dtype)
-        if cos is None:
-            return x * weight, rms_inverse
-        # a table is smaller than all heads together
-        cos, sin = cos * weight, sin * weight.roll(weight.shape[0] // 2)
+        x = (x * rms_inverse).to(x.dtype) * weight
     return _rotate(x, cos, sin), rms_inverse
 
 
