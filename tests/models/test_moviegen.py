@@ -1,12 +1,14 @@
 """MovieGen's network: its sizes, its block against one written down anew, and NeMo's checkpoints of it."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 
+from megadit import models
 from megadit.models.blocks import Context
 from megadit.models.conditioning import Conditioning
 from megadit.models.config import NAMED_CONFIGS, DiTConfig
@@ -59,6 +61,9 @@ def test_parameters_of_the_sizes(name, billions):
     # the paper's form: three norms a layer in place of one; text projected, its null token, a modulated last norm
     paper = 2 * (257 * D + (D + 1) * D) + 65 * D + 64 * (D + 1) + (128 + 240) * D + 1025 * D + D + 2 * D * D + D
     assert count(config) == config.num_layers * (layer + 3 * D) + paper
+    # and the README says so
+    sizes = (Path(models.__file__).parent / "README.md").read_text()
+    assert f"| `{name}` | {count(nemo):,} | {count(config):,} |" in sizes
 
 
 def rms(x, weight):

@@ -1,10 +1,13 @@
 """Every recipe is complete, and the command shows it without training."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import yaml
 
+from megadit.models.config import NAMED_CONFIGS
+from megadit.models.expert_config import ExpertConfig
 from megadit.models.support import UserError
 from megadit.train.__main__ import main
 from megadit.train.config_checks import check_layout
@@ -75,6 +78,68 @@ def test_parameter_counts_are_those_of_the_sizes(name, low, high, capsys):
     main(["--recipe", name, "--dry-run"])
     count = int(re.search(r"# parameters: ([\d,]+)", capsys.readouterr().out)[1].replace(",", ""))
     assert low * MILLION < count < high * MILLION
+
+
+NEMO = {
+    "pretrain_xl": ("dit_xl", 2048, 1, 32, {}),
+    "pretrain_l": ("dit_l", 2048, 1, 32, {}),
+    "train_mock": ("moviegen_5b", 73_728, 1, 1, {"tensor": 4, "context": 2, "fully_sharded": True}),
+    "mock_ditllama5b_8k": ("moviegen_5b", 8192, 1, 32, {"tensor": 2, "fully_sharded": True}),
+    "mock_dit7b_8k": ("dit_7b", 8192, 1, 32, {"tensor": 2, "fully_sharded": True}),
+    "pretrain_7b": ("dit_7b", 260, 9, 4608, {}),
+    "pretrain_7b_pack": ("dit_7b", 2304, 1, 512, {}),
+    "pretrain_7b_256p_joint": ("dit_7b", 8192, 1, 256, {"tensor": 2}),
+    "pretrain_7b_256p_joint_pack": ("dit_7b", 10_240, 1, 128, {"tensor": 2}),
+    "pretrain_ditllama5b": ("moviegen_5b", 260, 12, 4608, {}),
+    "pretrain_ditllama30b": ("moviegen_30b", 256, 6, 9216, {"fully_sharded": True}),
+    "pretrain_ditllama30b_stage2_mock": (
+        *("moviegen_30b", 8192, 1, 256),
+        {"tensor": 2, "context": 4, "fully_sharded": True},
+    ),
+    "pretrain_ditllama30b_stage3_mock": (
+        *("moviegen_30b", 73_728, 1, 256),
+        {"tensor": 2, "context": 8, "fully_sharded": True},
+    ),
+    "pretrain_ditllama5b_stage3_mock_with_pp": (
+        *("moviegen_5b", 8192, 1, 1),
+        {"tensor": 2, "context": 2, "pipeline": 2},
+    ),
+    "pretrain_ditllama30b_stage3_mock_with_pp": (
+        *("moviegen_30b", 73_728, 1, 256),
+        {"tensor": 4, "context": 8, "pipeline": 4},
+    ),
+    "pretrain_ditllama1b": ("moviegen_1b", 256, 96, 1536, {}),
+    "pretrain_ditllama3b": ("moviegen_3b", 256, 48, 1536, {}),
+    "pretrain_ecditllama1b": ("moviegen_1b", 256, 72, 2304, {"fully_sharded": True}),
+    "dreambooth": ("dit_s", 2048, 1, 32, {"tensor": 2}),
+}
+"""Factories of NeMo 2.1's `train.py`: network, tokens of a pack, packs of a micro-batch and of a batch, layout (of
+`dreambooth`, whose heads its 8 ranks cannot share, ours). ST-DiT's, of a branch never merged, is tested apart."""
+CHANGED = {"train_mock": {"num_layers": 16, "learned_positions": (1, 120, 120)}}
+"""Of the named network."""
+
+
+@pytest.mark.parametrize("name", NEMO)
+def test_nemos_factories_have_their_numbers(name):
+    network, seq_length, micro_batch_size, global_batch_size, layout = NEMO[name]
+    run = load_recipe(name)
+    expected = replace(NAMED_CONFIGS[network], **CHANGED.get(name, {}))
+    assert replace(run.model, experts=ExpertConfig()) == expected
+    data = run.data
+    found = (data.seq_length, data.micro_batch_size, data.global_batch_size)
+    assert found == (seq_length, micro_batch_size, global_batch_size)
+    sizes = run.parallel.sizes
+    expected = {"tensor": 1, "context": 1, "pipeline": 1, "fully_sharded": False} | layout
+    assert {axis: getattr(sizes, axis) for axis in expected} == expected
+    assert sizes.sequence_parallel == (sizes.tensor > 1)
+
+
+def test_numbers_of_experts_and_of_st_dit():
+    experts = load_recipe("pretrain_ecditllama1b").model.experts
+    assert experts == ExpertConfig(num_experts=64, routing="expert_choice", capacity_factor=8.0, ffn_hidden_size=1024)
+    mock = load_recipe("pretrain_stdit3B_mock_data")
+    assert (mock.model, mock.data.seq_length, mock.train.train_iters) == (NAMED_CONFIGS["st_dit_3b"], 1024, 15)
+    assert mock.parallel.tensor_model_parallel_size == 4 and mock.parallel.sequence_parallel
 
 
 def test_overrides_may_stand_anywhere(capsys):
