@@ -44,7 +44,7 @@ def _of_each_frame(call: Callable[[nn.Module, Tensor], Tensor]) -> Callable[[nn.
 
     def of_video(module: nn.Module, x_BCTHW: Tensor) -> Tensor:
         images = call(module, rearrange(x_BCTHW, "B C T H W -> (B T) C H W"))
-        return rearrange(images, "(B T) C H W -> B C T H W", B=len(x_BCTHW))
+        return rearrange(images, "(B T) C H W -> B C T H W", B=x_BCTHW.shape[0])  # of len, an export makes a number
 
     return of_video
 

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from megadit.export import contract
+from megadit.export import contract, verify
 from megadit.export.build import ExportSettings, export_bundle, export_network
 from megadit.export.operators import check_operators
 from megadit.infer import generate
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.runtimes.load import open_exported
+from megadit.infer.runtimes.onnx import OnnxNetwork, denoiser_inputs
 from megadit.infer.video_io import read_video
 from megadit.models.bundle import Bundle
 from megadit.models.config import DiTConfig
@@ -26,7 +27,7 @@ from .conftest import DEFAULTS, write_tiny_bundle
 
 pytestmark = pytest.mark.slow
 
-SMALL = dict(num_layers=2, num_attention_heads=2, in_channels=12, crossattn_emb_size=16)
+SMALL = dict(num_layers=1, num_attention_heads=2, in_channels=12, crossattn_emb_size=16)
 COSMOS = DiTConfig(
     **SMALL,
     hidden_size=48,
@@ -76,22 +77,38 @@ def test_families(family, tmp_path):
     encoder = ClassLabels(names=tuple(map(str, range(600)))) if config.num_classes else HashedWordEncoder(dim=16)
     defaults = dataclasses.replace(DEFAULTS, num_frames=4)
     bundle = write_tiny_bundle(tmp_path / "b", config, tokenizer, encoder, defaults)
-    settings = ExportSettings(profiles=("text=1,1,1" if config.num_classes else "text=1,4,9", "batch=1,1,2"))
-    report = export_bundle(bundle.path, tmp_path / "out", settings)
-    check_report(report, Bundle.open(tmp_path / "out"))
+    text = "text=1,1,1" if config.num_classes else "text=1,4,9"
+    profiles = contract.parse_profiles([text, "batch=1,1,2"], contract.default_profiles(bundle, tokenizer, encoder))
+    spec, path = contract.specs(profiles, config, tokenizer)["denoiser"], tmp_path / "denoiser.onnx"
+    check_report(export_network("denoiser", bundle, tokenizer, spec, path, ExportSettings()), spec)
     if config.preconditioner == "edm":
-        check_operators(tmp_path / "out/onnx/denoiser.onnx")
+        check_operators(path)
+    assert least_psnr(bundle, OnnxNetwork(path, spec, device=torch.device("cpu"))) >= 50
 
 
-def check_report(report, exported):
-    cases = report["denoiser"]["cases"]
-    assert len([name for name in cases if name.startswith("sigma")]) == 7
-    assert all(error["F"] <= 1e-4 for error in cases.values()) and report["video"]["psnr"] >= 50
-    for name in report.keys() - {"video"}:
-        spec = open_exported(exported, "onnx").network(name)
-        traced = contract.trace_sizes(spec)
-        for axis in spec.axes.values():
-            assert {axis.min, axis.max} != {traced[axis.name]}, f"{axis.name} of {name} is compared at one size alone"
+def check_report(report, spec):
+    """Near enough at every noise level, and at sizes that were not traced."""
+    assert len([name for name in report["cases"] if name.startswith("sigma")]) == 7
+    assert all(error["F"] <= 1e-4 for error in report["cases"].values())
+    traced = contract.trace_sizes(spec)
+    for axis in spec.axes.values():
+        assert {axis.min, axis.max} != {traced[axis.name]}, f"{axis.name} is compared at one size alone"
+
+
+def least_psnr(bundle, network):
+    """In decibels, of the frames of a video whose denoiser is the graph, against torch's."""
+    by_torch = TextToVideo.load(bundle, device="cpu")
+    by_onnx = TextToVideo(
+        denoiser=lambda x, sigma, given: network(denoiser_inputs(x, sigma, given), tuple(x.shape)),
+        tokenizer=by_torch.tokenizer,
+        text_encoder=bundle.load_text_encoder(),
+        config=bundle.config,
+        defaults=bundle.defaults,
+    )
+    (ours,), (theirs,) = (one.generate([verify.usual_prompt(bundle)], seeds=1) for one in (by_onnx, by_torch))
+    assert theirs.video.std() > 0
+    error_T = ((ours.video.astype(float) - theirs.video) ** 2).mean(axis=(1, 2, 3))
+    return 10 * np.log10(255**2 / max(error_T.max(), 1e-3))
 
 
 # ---------------------------------------------------------------------------------- tokenizers and text encoders
@@ -117,19 +134,18 @@ def random_kl():
 def make_tokenizer(make_cosmos_autoencoder):
     """make_tokenizer(name): with random weights."""
 
-    def cosmos(temporal, statistics):
-        network = make_cosmos_autoencoder(temporal, statistics=statistics)
+    def cosmos():
+        network = make_cosmos_autoencoder(4, statistics=True)
         return network, dict(network.config)
 
     makers = {
-        "cosmos 4x8x8": lambda: cosmos(4, False),
-        "cosmos 8x8x8": lambda: cosmos(8, True),
+        "cosmos": cosmos,
         "cosmos_image": random_images,
         "autoencoder_kl": random_kl,
     }
 
     def make(name):
-        kind = KINDS[name.partition(" ")[0]]
+        kind = KINDS[name]
         module, config = makers[name]()
         complete = complete_config(kind.class_name, config)
         network = Network.build(kind.class_name, complete, module.state_dict(), "the test")
@@ -142,7 +158,7 @@ LATENTS = DiTConfig(**SMALL | {"in_channels": 4}, hidden_size=48)
 SIZES = dataclasses.replace(DEFAULTS, num_frames=9, height=32, width=48)
 
 
-@pytest.mark.parametrize("name", ["cosmos 8x8x8", "cosmos_image", "autoencoder_kl"])
+@pytest.mark.parametrize("name", ["cosmos_image", "autoencoder_kl"])
 def test_tokenizers(name, make_tokenizer, tmp_path):
     bundle = write_tiny_bundle(tmp_path / "b", LATENTS, make_tokenizer(name), None, SIZES)
     tokenizer, encoder = bundle.load_tokenizer(), bundle.load_text_encoder()
@@ -159,10 +175,11 @@ def test_a_cosmos_bundle_whole(make_tokenizer, write_t5, tmp_path):
     """Text encoder, network, decoder and encoder as they were published; `generate` by ONNX Runtime gives the video."""
     config = dataclasses.replace(COSMOS, in_channels=4)
     encoder = T5TextEncoder(model=str(write_t5(tmp_path / "t5")), dtype="float32", text_padding="zeros", max_length=9)
-    bundle = write_tiny_bundle(tmp_path / "b", config, make_tokenizer("cosmos 4x8x8"), encoder, SIZES)
+    bundle = write_tiny_bundle(tmp_path / "b", config, make_tokenizer("cosmos"), encoder, SIZES)
     report = export_bundle(bundle.path, tmp_path / "out", ExportSettings(profiles=("batch=1,1,2",)))
     assert report.keys() == {"text_encoder", "denoiser", "video_decoder", "video_encoder", "video"}
-    check_report(report, Bundle.open(tmp_path / "out"))
+    check_report(report["denoiser"], open_exported(Bundle.open(tmp_path / "out"), "onnx").network("denoiser"))
+    assert report["video"]["psnr"] >= 50
     for name in report.keys() - {"video"}:
         check_operators(tmp_path / f"out/onnx/{name}.onnx")
 

@@ -119,14 +119,14 @@ def numbers(trained, family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_batch_is_learnt_by_heart(trained, family):
     losses = numbers(trained, family)["by_heart"]
-    assert losses[0] == pytest.approx(1, abs=0.1), "a network that starts as zero knows nothing"
-    assert losses[-1] < 0.2 * losses[0]
+    assert losses[0] > 0.5, "at first a network is zero"
+    assert losses[-1] < 0.02 * losses[0]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_validation_loss_falls(trained, family):
     found = numbers(trained, family)
-    assert min(found["after"].values()) < (0.5 if SECONDS else 0.9) * found["before"]
+    assert min(found["after"].values()) < (0.8 if SECONDS else 0.98) * found["before"]
     if SECONDS:
         print(f"\n{family}: { ({**found, 'by_heart': [found['by_heart'][0], found['by_heart'][-1]]}) }")
 

@@ -28,7 +28,7 @@ from megadit.train.setup import build_training, start_processes  # noqa: E402
 from megadit.train.step import train_step  # noqa: E402
 from megadit.train.validation import _losses, _validation_batches  # noqa: E402
 
-STEPS_BY_HEART = 120
+STEPS_BY_HEART = 90
 TOKENS_BY_HEART = {"seq_length": 96, "text_seq_length": 64}
 
 
