@@ -67,7 +67,7 @@ def write_clip(
     return path
 
 
-GENERATORS = ("testsrc2", "mandelbrot", "life", "cellauto")
+GENERATORS = ("testsrc", "testsrc2", "mandelbrot")
 """Of ffmpeg: pictures that change by a rule."""
 
 

@@ -64,7 +64,7 @@ def prepared(videos, tmp_path_factory):
 
 def test_every_source_is_a_sample_or_counted_with_its_reason(prepared, videos):
     report = json.loads((prepared / "report.json").read_text())
-    assert report["sources"] == 44 == len([path for path in videos.iterdir() if path.suffix != ".txt"])
+    assert report["sources"] == 43 == len([path for path in videos.iterdir() if path.suffix != ".txt"])
     assert {name: count for name, count in report["skips"].items() if name != "rest of a scene"} == REASONS
     described = [description for description, _ in samples(prepared)]
     assert {item["source"] for item in described} == {p.name for p in videos.iterdir() if p.stem.startswith("good-")
