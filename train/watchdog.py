@@ -155,8 +155,9 @@ def _where(note: dict) -> str:
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].strip()
+    except (ProcessLookupError, FileNotFoundError):  # the latter: it went in between
         return False
     except PermissionError:
         return True
-    return not Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].strip().startswith("Z")
+    return not state.startswith("Z")

@@ -1,7 +1,8 @@
 """Process groups: torch.distributed and Megatron's model-parallel groups, from the sizes of a layout."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -86,18 +87,19 @@ def initialize(layout: ParallelSizes, model: DiTConfig) -> Groups:
     from megatron.core import parallel_state
 
     width = layout.head_exchange_size(model.num_attention_heads)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
-        context_parallel_size=layout.context,
-        expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=layout.expert_tensor,
-        hierarchical_context_parallel_sizes=[width, layout.context // width],
-        create_gloo_process_groups=False,
-        get_embedding_ranks=_first_rank,  # no embedding is tied to the last stage
-        get_position_embedding_ranks=_first_rank,
-    )
+    with _shared_by_the_same_ranks() if device.type == "cpu" else nullcontext():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor,
+            pipeline_model_parallel_size=layout.pipeline,
+            virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+            context_parallel_size=layout.context,
+            expert_model_parallel_size=layout.expert,
+            expert_tensor_parallel_size=layout.expert_tensor,
+            hierarchical_context_parallel_sizes=[width, layout.context // width],
+            create_gloo_process_groups=False,
+            get_embedding_ranks=_first_rank,  # no embedding is tied to the last stage
+            get_position_embedding_ranks=_first_rank,
+        )
     heads, ring = parallel_state.get_hierarchical_context_parallel_groups()
     readers = parallel_state.get_data_parallel_group()
     return Groups(
@@ -112,6 +114,29 @@ def initialize(layout: ParallelSizes, model: DiTConfig) -> Groups:
         expert_data=parallel_state.get_expert_data_parallel_group(),
         device=device,
     )
+
+
+@contextmanager
+def _shared_by_the_same_ranks() -> Iterator[None]:
+    """Gives Megatron, while it makes its groups, one for all purposes of the same ranks.
+
+    It makes dozens, and each of gloo's has threads that wake a hundred times a second.
+    """
+    from megatron.core import parallel_state
+
+    create: Callable[..., ProcessGroup] = parallel_state.create_group
+    made: dict[tuple[int, ...], ProcessGroup] = {}
+
+    def shared(ranks: list[int], **settings: object) -> ProcessGroup:
+        if tuple(ranks) not in made:
+            made[tuple(ranks)] = create(ranks, **settings)
+        return made[tuple(ranks)]
+
+    parallel_state.create_group = shared
+    try:
+        yield
+    finally:
+        parallel_state.create_group = create
 
 
 def _first_rank(ranks: list[int], *split: int | None) -> list[int]:

@@ -18,10 +18,19 @@ pytestmark = pytest.mark.slow
 
 TOKENS = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 20, "balance_coefficient": 0.5}
 CHOICE = {"num_experts": 8, "routing": "expert_choice", "capacity_factor": 2.5, "ffn_hidden_size": 24}
-KINDS = {"tokens": TOKENS, "experts": CHOICE}
+MOVIEGEN = {
+    "family": "moviegen",
+    "num_query_groups": 4,
+    "position_embedding": "learned",
+    "learned_positions": [4, 5, 5],
+    "qk_layernorm": False,
+}
+KINDS = {"tokens": {"experts": TOKENS}, "experts": {"experts": CHOICE}, "moviegen": {**MOVIEGEN, "experts": TOKENS}}
+"""In a block: tokens choose, experts choose; in one whose MLPs are gated."""
 TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 CP = {"context_parallel_size": 2}
 PP = {"pipeline_model_parallel_size": 2}
+DISTRIBUTED = {"data_parallel": "distributed_optimizer"}
 FSDP = {"data_parallel": "fsdp"}
 
 
@@ -29,21 +38,37 @@ def ep(size, tensor=1):
     return {"expert_model_parallel_size": size, "expert_tensor_parallel_size": tensor}
 
 
-BOTH = {
-    2: {
-        "ep": ep(2),
-        "tp": TP,
-        "cp": CP,
-    },
+ROWS = {
+    "cp + tp + sp + pp + distributed optimizer + ep": {**CP, **TP, **PP, **DISTRIBUTED, **ep(2)},
+    "cp + tp + sp + fsdp + ep": {**CP, **TP, **FSDP, **ep(4)},
 }
-"""Layouts on so many ranks, for either way to choose."""
-OF_TOKENS = {
+LAYOUTS = {
     2: {
-        "experts cut": {**TP, **ep(1, 2)},
-        "fsdp + ep": {**FSDP, **ep(2)},
-        "pp, recomputed": {**PP, "recompute_granularity": "full"},
+        "tokens": {
+            "ep": ep(2),
+            "tp": TP,
+            "cp": CP,
+            "experts cut": {**TP, **ep(1, 2)},
+            "fsdp + ep": {**FSDP, **ep(2)},
+            "pp, recomputed": {**PP, "recompute_granularity": "full"},
+        },
+        "experts": {"ep": ep(2), "tp": TP, "cp": CP},
+        "moviegen": {"ep": ep(2), "tp": TP, "pp": PP},
     },
+    4: {
+        "tokens": {
+            "ep4": ep(4),
+            "tp x ep": {**TP, **ep(2)},
+            "tp x ep, experts cut": {**TP, **ep(2, 2)},
+            "ep + distributed optimizer": {**DISTRIBUTED, **ep(2)},
+            "fsdp + ep": {**FSDP, **ep(2)},
+        },
+        "experts": {"ep4": ep(4), "tp x ep": {**TP, **ep(2)}},
+        "moviegen": {"tp x ep": {**TP, **ep(2)}},
+    },
+    8: {"tokens": ROWS, "experts": ROWS, "moviegen": ROWS},
 }
+"""Layouts on so many ranks, of each kind."""
 BROKEN = {
     "scores of others": ("experts", CP),
     "loads of others": ("tokens", {}),
@@ -56,21 +81,20 @@ BROKEN = {
 
 def case(kind, parallel=None, **settings):
     # four layers of eight experts make about 20,000 decisions in three steps
-    return {"model": {"experts": KINDS[kind]}, "parallel": parallel or {}, **settings}
+    return {"model": KINDS[kind], "parallel": parallel or {}, **settings}
 
 
 def jobs(ranks):
     if ranks == 1:
         references = {f"{kind} torch": case(kind, is_torch=True) for kind in KINDS}
         return references | {f"{kind} one": case(kind, gradients=True) for kind in KINDS}
-    found = {f"{kind} {name}": case(kind, layout) for kind in KINDS for name, layout in BOTH[ranks].items()}
-    found |= {f"tokens {name}": case("tokens", layout) for name, layout in OF_TOKENS.get(ranks, {}).items()}
+    found = {f"{kind} {name}": case(kind, one) for kind, named in LAYOUTS[ranks].items() for name, one in named.items()}
     if ranks == 2:
         found |= {f"without {name}": case(kind, layout, broken=name) for name, (kind, layout) in BROKEN.items()}
     return found
 
 
-EXACT = [(ranks, name) for ranks in BOTH for name in jobs(ranks) if not name.startswith("without")]
+EXACT = [(ranks, name) for ranks in LAYOUTS for name in jobs(ranks) if not name.startswith("without")]
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +165,7 @@ def test_a_layout_trains_as_one_rank_does(folder, ranks, name):
     assert all(ours[count] == theirs[count] for count in ("tokens", "samples", "flops"))
 
 
-@pytest.mark.parametrize(("ranks", "share"), [(2, 1 / 2)])
+@pytest.mark.parametrize(("ranks", "share"), [(2, 1 / 2), (4, 1 / 4)])
 def test_fsdp_divides_experts_on_ranks_of_their_own(folder, ranks, share):
     held = numbers(folder(ranks), "tokens fsdp + ep")["bytes"]
     whole = numbers(folder(1), "tokens one")["num_bytes"]

@@ -25,7 +25,7 @@ from megadit.train.loop import train  # noqa: E402
 
 
 def run(out, folder, iters, case, copy_of=None):
-    if copy_of is not None and os.environ["RANK"] == "0":
+    if copy_of is not None and os.environ.get("RANK", "0") == "0":
         shutil.copytree(out / copy_of, out / folder)
     config = run_config(out / folder, case)
     train(

@@ -1,0 +1,100 @@
+"""Imports what ranks need, once, and then forks a rank for every command it is sent: milliseconds in place of seconds.
+
+Usage: rank_server.py SOCKET, the number of a connected one (SOCK_SEQPACKET). A message {"command", "folder",
+"environment"}, which brings the file that takes both streams, is answered with {"pid"}; {"pid", "code"} follows when
+that rank has ended. A rank is what `python COMMAND` would be, and leaves as one; when the tests close the socket, all
+leave.
+
+Nothing here may start a thread or a process group: neither survives a fork.
+"""
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+from pathlib import Path
+
+LARGEST_MESSAGE = 200_000
+IMPORTED = (
+    *("megadit.train.loop", "megadit.train.recipes", "megadit.train.config_checks", "megadit.train.sharded_denoiser"),
+    *("megadit.train.boards", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"),
+)
+
+
+def import_all() -> None:
+    from megadit.models.megatron import cpu_shim
+
+    cpu_shim.install()
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection in a rank would write to, and so copy, every page
+
+
+def serve(channel: socket.socket) -> tuple[dict, int]:
+    """Forks until the tests close the channel; returns in every rank: its command, and the file for its output."""
+    running: dict[int, int] = {}  # pidfd -> pid
+    while True:
+        for ready in select.select([channel, *running], [], [])[0]:
+            if ready in running:
+                pid = running.pop(ready)
+                os.close(ready)
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                channel.send(json.dumps({"pid": pid, "code": code}).encode())
+                continue
+            message, files, _, _ = socket.recv_fds(channel, LARGEST_MESSAGE, 1)
+            if not message:
+                for pid in running.values():
+                    os.kill(pid, signal.SIGKILL)
+                raise SystemExit
+            assert num_threads() == 1
+            pid = os.fork()
+            if not pid:
+                for file in (*running, channel.fileno()):
+                    os.close(file)
+                return json.loads(message), files[0]
+            os.close(files[0])
+            running[os.pidfd_open(pid)] = pid
+            channel.send(json.dumps({"pid": pid}).encode())
+
+
+def num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def become(command: list[str], folder: str, environment: dict[str, str], output: int) -> None:
+    """Runs the Python command in this process."""
+    import numpy
+
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    numpy.random.seed()  # as in processes that have nothing in common
+    kind, *sys.argv = command if command[0] in ("-m", "-c") else ("script", *command)
+    sys.path[0] = str(Path(sys.argv[0]).parent) if kind == "script" else folder
+    if kind == "-m":
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    elif kind == "script":
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    else:
+        program, sys.argv[0] = sys.argv[0], "-c"
+        exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+
+
+def main() -> None:
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    import_all()
+    request, output = serve(channel)
+    become(**request, output=output)
+
+
+if __name__ == "__main__":
+    main()
