@@ -55,8 +55,9 @@ def serve(channel: socket.socket) -> tuple[dict, int]:
             assert num_threads() == 1
             pid = os.fork()
             if not pid:
-                for file in (*running, channel.fileno()):
-                    os.close(file)
+                channel.close()
+                for other in running:
+                    os.close(other)
                 return json.loads(message), files[0]
             os.close(files[0])
             running[os.pidfd_open(pid)] = pid
