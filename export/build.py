@@ -79,7 +79,14 @@ def export_bundle(source: str | Path, out: str | Path, settings: ExportSettings 
         with atomic_directory(out) as directory:
             return _write(directory, bundle, tokenizer, specs, settings)
     except OSError as error:
-        raise UserError(f"{out} cannot be written: {error.strerror or error}") from error
+        raise UserError(f"{out} cannot be written: {_reason(error)}") from error
+
+
+def _reason(error: OSError) -> str:
+    """What the system said; a copied tree gives (from, to, "[Errno 28] what: from -> to") of every file."""
+    if isinstance(error, shutil.Error):
+        return error.args[0][0][2].partition("] ")[2].partition(":")[0]
+    return error.strerror or str(error)
 
 
 def _exported_text_encoder(text_encoder: TextEncoder, settings: ExportSettings) -> TextEncoder | None:

@@ -8,6 +8,7 @@ manifest is sent last and checked first, so that a copy that was cut short is no
 """
 
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ def push_bundle(bundle: str | os.PathLike, url: str) -> None:
     files = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
     files.sort(key=lambda name: name == MANIFEST_FILE)
     if url.startswith(HUB):
-        _push_to_hub(path, url.removeprefix(HUB))
+        _push_to_hub(path, files, url.removeprefix(HUB))
         return
     store, root = _store(url)
     try:
@@ -123,22 +124,30 @@ def _hub() -> Any:
     return huggingface_hub
 
 
-def _push_to_hub(path: Path, name: str) -> None:
+def _push_to_hub(path: Path, files: list[str], name: str) -> None:
     hub = _hub()
+    add = [hub.CommitOperationAdd(path_in_repo=file, path_or_fileobj=path / file) for file in files]
     try:
         hub.HfApi().create_repo(name, exist_ok=True)
-        hub.HfApi().upload_folder(repo_id=name, folder_path=path)  # one commit: all of it, or nothing
+        # one commit, all of it or nothing; `upload_folder` may make several
+        hub.HfApi().create_commit(name, add, commit_message="A bundle of megadit")
     except Exception as error:  # no network, no permission, no such owner
-        raise UserError(f"{HUB}{name} cannot be written to: {_first_line(error)}") from error
+        raise UserError(f"{HUB}{name} cannot be written to: {_one_line(error)}") from error
 
 
 def _pull_from_hub(name: str, directory: Path) -> None:
     hub = _hub()
     try:
-        hub.snapshot_download(name, local_dir=directory, ignore_patterns=[".*"])
+        newest = hub.HfApi().model_info(name)
+        is_there = any(file.rfilename == MANIFEST_FILE for file in newest.siblings)
+        if is_there:
+            hub.snapshot_download(name, revision=newest.sha, local_dir=directory, ignore_patterns=[".*"])
+            shutil.rmtree(directory / ".cache", ignore_errors=True)  # what the library notes for itself
     except Exception as error:  # no network, no such model
-        raise UserError(f"{HUB}{name} cannot be read: {_first_line(error)}") from error
+        raise UserError(f"{HUB}{name} cannot be read: {_one_line(error)}") from error
+    if not is_there:
+        raise UserError(f"{HUB}{name} is no bundle: it has no {MANIFEST_FILE}")
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).partition("\n")[0]
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,6 +1,7 @@
 """A bundle through `megadit export`: the same videos by ONNX Runtime, at sizes that were not exported with."""
 
 import json
+import resource
 import shutil
 
 import numpy as np
@@ -168,13 +169,21 @@ def test_bad_input_is_told_in_one_line_and_leaves_nothing(tiny_bundle, tmp_path,
     assert not (tmp_path / "out").exists()
 
 
-def test_full_disk_leaves_no_half_export(tiny_bundle, tmp_path, monkeypatch, capsys):
-    def full(*args, **options):
-        raise OSError(28, "No space left on device")
+@pytest.fixture
+def largest_file():
+    """largest_file(bytes): the system refuses to write files beyond this size, as a full disk does."""
+    _, hard = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-    monkeypatch.setattr("megadit.export.to_onnx.export_onnx", full)
+
+@pytest.mark.parametrize("what", ["a copy of the weights", pytest.param("the graph", marks=pytest.mark.slow)])
+def test_full_disk_leaves_no_half_export(tiny_bundle, tmp_path, capsys, largest_file, what):
+    weights = tiny_bundle.path / "transformer/model.safetensors"
+    largest_file(weights.stat().st_size + (1024 if what == "the graph" else -1))
     assert command.main([str(tiny_bundle.path), str(tmp_path / "out")]) == 2
-    assert "No space left on device" in capsys.readouterr().err
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error == f"error: {tmp_path}/out cannot be written: File too large"
     assert not list(tmp_path.iterdir())
 
 

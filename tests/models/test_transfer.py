@@ -4,13 +4,15 @@ import fsspec
 import pytest
 import torch
 
-from megadit.models.bundle import Bundle, SamplingDefaults, write_bundle
+from megadit.models.bundle import Bundle, SamplingDefaults, update_manifest, write_bundle
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.support import UserError
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
 from megadit.models.transfer import pull, pull_bundle, push, push_bundle
+
+from .hub_server import TOKEN, serve_hub
 
 CONFIG = DiTConfig(num_layers=1, hidden_size=24, num_attention_heads=2, in_channels=24, crossattn_emb_size=16)
 
@@ -37,6 +39,32 @@ def url(request):
         store.rm(root, recursive=True)
 
 
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """The hub that `hf://` leads to."""
+    library = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
+    constants = pytest.importorskip("huggingface_hub.constants")
+    with serve_hub() as (hub, address):
+        template = address + "/{repo_id}/resolve/{revision}/{filename}"
+        for name, value in {
+            "ENDPOINT": address,
+            "HUGGINGFACE_CO_URL_TEMPLATE": template,
+            "HF_HUB_OFFLINE": False,
+            "HF_HUB_DISABLE_XET": True,  # large files by git's own protocol
+            "HF_HUB_CACHE": str(tmp_path / "cache"),
+        }.items():
+            monkeypatch.setattr(constants, name, value)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        library.close_session()
+        yield hub
+        library.close_session()
+
+
+def contents(directory):
+    return {file.relative_to(directory): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
+
+
 def test_there_and_back(bundle, url, tmp_path, capsys):
     assert push([str(bundle), url]) == 0
     assert pull([url, str(tmp_path / "again")]) == 0
@@ -51,6 +79,41 @@ def test_files_have_a_url_too(bundle, tmp_path):
     push_bundle(bundle, f"file://{tmp_path}/store/tiny")
     pull_bundle(f"file://{tmp_path}/store/tiny", tmp_path / "again")
     assert Bundle.open(tmp_path / "again", verify=True).config == CONFIG
+
+
+def test_objects_of_s3_too(bundle, s3, tmp_path):
+    url = s3()
+    push_bundle(bundle, f"{url}/models/tiny")
+    pull_bundle(f"{url}/models/tiny", tmp_path / "again")
+    assert contents(tmp_path / "again") == contents(bundle)
+
+
+def test_a_hub_gives_back_what_it_was_sent(bundle, hub, tmp_path, capsys):
+    assert push([str(bundle), "hf://somebody/tiny"]) == 0
+    assert pull(["hf://somebody/tiny", str(tmp_path / "again")]) == 0
+    assert capsys.readouterr().out.splitlines() == ["hf://somebody/tiny", str(tmp_path / "again")]
+    assert contents(tmp_path / "again") == contents(bundle), "and nothing beside it"
+    assert len(hub.commits["somebody/tiny"]) == 2, "an empty model, then all of the bundle at once"
+    assert list(hub.large.values()) == [(bundle / "transformer/model.safetensors").read_bytes()]
+
+    update_manifest(bundle, training={"step": 7})
+    push_bundle(bundle, "hf://somebody/tiny")
+    pull_bundle("hf://somebody/tiny", tmp_path / "again")
+    assert Bundle.open(tmp_path / "again").manifest["training"] == {"step": 7}
+
+
+def test_a_hub_that_refuses_has_no_half_bundle(bundle, hub, tmp_path, monkeypatch):
+    hub.is_full = True
+    with pytest.raises(UserError, match="^hf://somebody/tiny cannot be written to: .*model.safetensors"):
+        push_bundle(bundle, "hf://somebody/tiny")
+    with pytest.raises(UserError, match="^hf://somebody/tiny is no bundle: it has no megadit.json$"):
+        pull_bundle("hf://somebody/tiny", tmp_path / "again")
+    with pytest.raises(UserError, match="^hf://somebody/other cannot be read: .*Repository Not Found"):
+        pull_bundle("hf://somebody/other", tmp_path / "again")
+    monkeypatch.setenv("HF_TOKEN", "hf_of_somebody_else")
+    with pytest.raises(UserError, match="^hf://somebody/tiny cannot be written to: .*401"):
+        push_bundle(bundle, "hf://somebody/tiny")
+    assert not (tmp_path / "again").exists()
 
 
 def test_a_copy_that_was_cut_short_is_no_bundle(bundle, url, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Networks of diffusers at random sizes and weights equal ours after conversion, there and back."""
 
+import dataclasses
 import random
 
 import pytest
@@ -48,9 +49,13 @@ def assert_round_trip(state_dict, config, entries):
         assert back[name].dtype == tensor.dtype and torch.equal(back[name], tensor)
 
 
+def random_type(seed):
+    return random.Random(seed).choice([torch.float32, torch.bfloat16, torch.float16])
+
+
 def in_random_type(model, seed):
     """(the tensors in float32, bfloat16 or float16, the model in float32 with these values)."""
-    dtype = random.Random(seed).choice([torch.float32, torch.bfloat16, torch.float16])
+    dtype = random_type(seed)
     published = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
     model.load_state_dict({name: tensor.float() for name, tensor in published.items()})
     return published, model
@@ -203,17 +208,39 @@ def test_original_class_dit_round_trips_and_has_its_layout():
     assert torch.equal(theirs[width : width + head_dim], qkv[head_dim : 2 * head_dim]), "k of the first head"
 
 
-@pytest.mark.parametrize(("name", "billions"), [("cosmos_7b", 7.24), ("cosmos_14b", 14.26), ("dit_xl_2", 0.675)])
-def test_published_sizes(name, billions):
-    """Parameters at full size: DiT-XL/2 has 675M (arXiv 2212.09748, table 1); Cosmos those of diffusers' network."""
+@pytest.mark.parametrize(("name", "billions"), [("cosmos_7b", 7.24), ("cosmos_14b", 14.26)])
+def test_cosmos_has_as_many_parameters_as_diffusers_network(name, billions):
     config = NAMED_CONFIGS[name]
     with torch.device("meta"):
-        count = sum(parameter.numel() for parameter in DiT(config).parameters())
-        if config.family == "cosmos":
-            values = {**cosmos.config_to_diffusers(config)}
-            theirs = diffusers.CosmosTransformer3DModel.from_config(values)
-            assert count == sum(parameter.numel() for parameter in theirs.parameters())
-    assert abs(count / 1e9 - billions) < 0.01 * billions
+        theirs = diffusers.CosmosTransformer3DModel.from_config(cosmos.config_to_diffusers(config))
+    assert num_parameters(config) == sum(parameter.numel() for parameter in theirs.parameters())
+    assert num_parameters(config) == pytest.approx(billions * 1e9, rel=1e-3)
+
+
+def num_parameters(config):
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in DiT(config).parameters())
+
+
+@pytest.mark.parametrize(
+    ("layers", "width", "heads", "millions"), [(12, 384, 6, 33), (12, 768, 12, 130), (24, 1024, 16, 458)]
+)
+def test_class_dits_have_the_papers_sizes(layers, width, heads, millions):
+    """Table 1 of arXiv 2212.09748, with patches of 2."""
+    sizes = dict(num_layers=layers, hidden_size=width, num_attention_heads=heads)
+    assert round(num_parameters(dataclasses.replace(NAMED_CONFIGS["dit_xl_2"], **sizes)) / 1e6) == millions
+
+
+def test_the_published_dit_has_as_many_parameters():
+    """Its file counts the sines and cosines of 256 positions, too."""
+    assert num_parameters(NAMED_CONFIGS["dit_xl_2"]) + 256 * 1152 == 675_129_632
+
+
+def test_drawn_networks_differ_in_what_matters():
+    networks = [random_cosmos(seed).config for seed in range(8)]
+    for setting in ("concat_padding_mask", "extra_pos_embed_type", "num_attention_heads", "patch_size", "rope_scale"):
+        assert len({network[setting] for network in networks}) > 1, setting
+    assert len({random_type(seed) for seed in range(8)}) == 3
 
 
 def random_cosmos_autoencoder(seed):
@@ -243,7 +270,7 @@ def random_cosmos_autoencoder(seed):
 @pytest.mark.parametrize("seed", range(5))
 def test_cosmos_autoencoder_equals_diffusers(seed, tmp_path):
     torch.manual_seed(seed)
-    dtype = random.Random(seed).choice([torch.float32, torch.bfloat16, torch.float16])
+    dtype = random_type(seed)
     model = random_cosmos_autoencoder(seed)
     state_dict = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
     model.save_pretrained(tmp_path / "theirs")

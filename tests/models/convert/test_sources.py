@@ -261,6 +261,7 @@ def test_memory_of_a_conversion(tmp_path, megabytes):
     )
     assert result.returncode == 0, result.stderr
     peak = float(result.stdout)
+    print(f"{size:.0f} MiB in 10 shards: peak {peak:.0f} MiB")
     assert peak < 2 * size / 10 + 64, f"{peak:.0f} MiB for {size:.0f} MiB of weights"
 
 
