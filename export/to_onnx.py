@@ -50,7 +50,7 @@ def export_onnx(
     example = tuple(inputs[tensor.name] for tensor in spec.inputs)
     with torch.no_grad(), _quiet():
         traced = torch.export.export(network, example, dynamic_shapes=_dynamic_shapes(spec), strict=False)
-        traced = traced.run_decompositions({torch.ops.aten.unbind.int: _unbind})
+        _select_parts(traced.graph_module)
         program = torch.onnx.export(
             traced,
             dynamo=True,
@@ -104,9 +104,19 @@ def _expand_masks(graph) -> None:
         attention.replace_input_with(3, insert("Expand", [attention.inputs[3], shape]))
 
 
-def _unbind(x: Tensor, dim: int = 0) -> list[Tensor]:
-    """As slices: an ONNX sequence, which the exporter writes otherwise, is more than TensorRT reads."""
-    return [x.select(dim, index) for index in range(x.shape[dim])]
+def _select_parts(traced: torch.fx.GraphModule) -> None:
+    """Takes parts of a tensor one by one: an ONNX sequence, which the exporter writes of all, is more than TensorRT
+    reads."""
+    for node in traced.graph.find_nodes(op="call_function", target=torch.ops.aten.unbind.int):
+        x, dim = (*node.args, 0)[:2]
+        for part in list(node.users):
+            with traced.graph.inserting_before(part):
+                selected = traced.graph.call_function(torch.ops.aten.select.int, (x, dim, part.args[1]))
+            selected.meta = node.meta | {"val": part.meta["val"]}
+            part.replace_all_uses_with(selected)
+            traced.graph.erase_node(part)
+        traced.graph.erase_node(node)
+    traced.recompile()
 
 
 @contextlib.contextmanager
