@@ -15,6 +15,7 @@ from megadit.models.attention import CrossAttention, SelfAttention
 from megadit.models.config import DiTConfig
 from megadit.models.embeddings import Rotary
 from megadit.models.experts import ExpertMLP
+from megadit.models.linear import linear_gelu
 from megadit.models.modulation import NormWeight, gated_residual, modulated_norm, rms_norm
 from megadit.models.recompute import through
 from megadit.models.segments import Layout, Run
@@ -64,14 +65,20 @@ class MLP(nn.Module):
         self.fc1 = layers.column_linear(width, config.mlp_factors * hidden, sequence="sharded", bias=bias)
         self.fc2 = layers.row_linear(hidden, width, bias=bias)
         self.activation = _activation(config)
+        self.gelu_form = _gelu_form(config)
 
     def forward(self, x_SBD: Tensor, layout: Layout | None = None, runs: tuple[Run, ...] | None = None) -> Tensor:
         """Each token by itself: which sample it belongs to makes no difference."""
         # a slice at a time: the hidden activations, and in backward their gradients, are a block's largest tensors;
         # a compiled or exported graph has no fixed number of slices, and plans its own memory
         parts = [x_SBD] if torch.compiler.is_compiling() else x_SBD.split(MLP_SLICE)
-        slices = [through(self.activation, self.fc1(x), into=self.fc2) for x in parts]
+        slices = [self._of_slice(x) for x in parts]
         return slices[0] if len(slices) == 1 else torch.cat(slices)
+
+    def _of_slice(self, x_SBD: Tensor) -> Tensor:
+        if self.gelu_form is not None and (hidden := linear_gelu(self.fc1, x_SBD, self.gelu_form)) is not None:
+            return self.fc2(hidden)
+        return through(self.activation, self.fc1(x_SBD), into=self.fc2)
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -83,7 +90,14 @@ def swiglu(x: Tensor) -> Tensor:
 def _activation(config: DiTConfig) -> Callable[[Tensor], Tensor]:
     if config.structure.gated_mlp:
         return swiglu
-    return partial(F.gelu, approximate="tanh") if config.structure.gelu_tanh else F.gelu
+    return partial(F.gelu, approximate=_gelu_form(config))
+
+
+def _gelu_form(config: DiTConfig) -> str | None:
+    """`approximate` of `F.gelu`; None where the MLP has another activation."""
+    if config.structure.gated_mlp:
+        return None
+    return "tanh" if config.structure.gelu_tanh else "none"
 
 
 def build_mlp(config: DiTConfig, layers: "LayerKit") -> nn.Module:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megadit.models.attention import attend
 from megadit.models.experts import Experts, compute_here
+from megadit.models.linear import Linear
 from megadit.models.lines import Arrangement, Axis, Lines, lines, move
 from megadit.models.segments import Layout, Run
 
@@ -95,22 +96,22 @@ class BlockStack(nn.ModuleDict):
 
 
 class TorchLayers:
-    """Plain torch modules: one device holds everything."""
+    """Torch modules: one device holds everything."""
 
     is_first_part = is_last_part = True
 
     def column_linear(
         self, in_features: int, out_features: int, *, sequence: Sequence, bias: bool = False
     ) -> nn.Module:
-        return nn.Linear(in_features, out_features, bias=bias)
+        return Linear(in_features, out_features, bias=bias)
 
     def row_linear(self, in_features: int, out_features: int, *, bias: bool = False) -> nn.Module:
-        return nn.Linear(in_features, out_features, bias=bias)
+        return Linear(in_features, out_features, bias=bias)
 
     def replicated_linear(
         self, in_features: int, out_features: int, *, sequence: Sequence, bias: bool = True
     ) -> nn.Module:
-        return nn.Linear(in_features, out_features, bias=bias)
+        return Linear(in_features, out_features, bias=bias)
 
     def replicated_parameter(self, value: Tensor) -> nn.Parameter:
         return nn.Parameter(value)
