@@ -30,6 +30,7 @@ KINDS = {"tokens": {"experts": TOKENS}, "experts": {"experts": CHOICE}, "moviege
 TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 CP = {"context_parallel_size": 2}
 PP = {"pipeline_model_parallel_size": 2}
+DISTRIBUTED = {"data_parallel": "distributed_optimizer"}
 FSDP = {"data_parallel": "fsdp"}
 
 
@@ -37,6 +38,10 @@ def ep(size, tensor=1):
     return {"expert_model_parallel_size": size, "expert_tensor_parallel_size": tensor}
 
 
+ROWS = {
+    "cp + tp + sp + pp + distributed optimizer + ep": {**CP, **TP, **PP, **DISTRIBUTED, **ep(2)},
+    "cp + tp + sp + fsdp + ep": {**CP, **TP, **FSDP, **ep(4)},
+}
 LAYOUTS = {
     2: {
         "tokens": {
@@ -50,6 +55,18 @@ LAYOUTS = {
         "experts": {"ep": ep(2), "tp": TP, "cp": CP},
         "moviegen": {"ep": ep(2), "tp": TP, "pp": PP},
     },
+    4: {
+        "tokens": {
+            "ep4": ep(4),
+            "tp x ep": {**TP, **ep(2)},
+            "tp x ep, experts cut": {**TP, **ep(2, 2)},
+            "ep + distributed optimizer": {**DISTRIBUTED, **ep(2)},
+            "fsdp + ep": {**FSDP, **ep(2)},
+        },
+        "experts": {"ep4": ep(4), "tp x ep": {**TP, **ep(2)}},
+        "moviegen": {"tp x ep": {**TP, **ep(2)}},
+    },
+    8: {"tokens": ROWS, "experts": ROWS, "moviegen": ROWS},
 }
 """Layouts on so many ranks, of each kind."""
 BROKEN = {
@@ -148,7 +165,7 @@ def test_a_layout_trains_as_one_rank_does(folder, ranks, name):
     assert all(ours[count] == theirs[count] for count in ("tokens", "samples", "flops"))
 
 
-@pytest.mark.parametrize(("ranks", "share"), [(2, 1 / 2)])
+@pytest.mark.parametrize(("ranks", "share"), [(2, 1 / 2), (4, 1 / 4)])
 def test_fsdp_divides_experts_on_ranks_of_their_own(folder, ranks, share):
     held = numbers(folder(ranks), "tokens fsdp + ep")["bytes"]
     whole = numbers(folder(1), "tokens one")["num_bytes"]
