@@ -1,6 +1,7 @@
 """A run may change its layout whenever it is continued: its losses stay those of one rank."""
 
 import json
+from functools import cache
 from itertools import permutations
 from pathlib import Path
 
@@ -13,24 +14,40 @@ pytestmark = pytest.mark.slow
 TP = {"tensor_model_parallel_size": 2}
 CP = {"context_parallel_size": 2}
 PP = {"pipeline_model_parallel_size": 2}
+SP = {**TP, "sequence_parallel": True}
+RING = {**CP, "context_parallel_comm": "ring"}
+VPP = {**PP, "virtual_pipeline_model_parallel_size": 2}
 DISTRIBUTED = {"data_parallel": "distributed_optimizer"}
+FSDP = {"data_parallel": "fsdp"}
 LAYOUTS = {
     "distributed optimizer": DISTRIBUTED,
-    "tp, sp, cp": {**TP, **CP, "sequence_parallel": True},
-    "vpp, distributed optimizer": {**PP, "virtual_pipeline_model_parallel_size": 2, **DISTRIBUTED},
-    "fsdp, ring": {**CP, "context_parallel_comm": "ring", "data_parallel": "fsdp"},
+    "tp, sp, cp": {**SP, **CP},
+    "vpp, distributed optimizer": {**VPP, **DISTRIBUTED},
+    "fsdp, ring": {**RING, **FSDP},
     "pp4": {"pipeline_model_parallel_size": 4},
-    "tp, sp, fsdp": {**TP, "sequence_parallel": True, "data_parallel": "fsdp"},
+    "tp, sp, fsdp": {**SP, **FSDP},
 }
 """On four ranks, in turn."""
 PAIRED = {
-    "distributed optimizer": DISTRIBUTED,
-    "tp, sp": {**TP, "sequence_parallel": True},
-    "ring": {**CP, "context_parallel_comm": "ring"},
-    "vpp": {**PP, "virtual_pipeline_model_parallel_size": 2},
-    "fsdp": {"data_parallel": "fsdp"},
+    2: {
+        "distributed optimizer": DISTRIBUTED,
+        "tp, sp": SP,
+        "ring": RING,
+        "vpp": VPP,
+        "fsdp": FSDP,
+    },
+    4: {
+        "tp, cp": {**TP, **CP},
+        "pp, tp, sp": {**PP, **SP},
+        "fsdp, tp, sp": {**SP, **FSDP},
+        "vpp, distributed optimizer": {**VPP, **DISTRIBUTED},
+        "ring, distributed optimizer": {**RING, **DISTRIBUTED},
+    },
 }
-"""On two ranks, each after each other."""
+"""On so many ranks, each after each other."""
+PAIRS = [(ranks, *pair) for ranks, layouts in PAIRED.items() for pair in permutations(layouts, 2)]
+ACROSS = list(zip(PAIRED[2], PAIRED[4], strict=True))
+"""On four ranks, after those on two."""
 STEPS = 10
 FEW = 3
 
@@ -63,26 +80,31 @@ def chain(run_ranks, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pairs(run_ranks, tmp_path_factory):
-    """Each layout for a few steps, and after it each other."""
-    out = tmp_path_factory.mktemp("pairs")
-    cases = {name: {"parallel": parallel} for name, parallel in PAIRED.items()}
-    runs = []
-    for before, case in cases.items():
-        runs.append({"folder": before, "iters": FEW, "case": case})
-        for after, other in cases.items():
-            if after != before:
-                folder = f"{before} to {after}"
-                runs.append({"folder": folder, "iters": 2 * FEW, "case": other, "copy_of": before})
-    run_all(run_ranks, 2, out, runs)
-    return out
+    """pairs(ranks): the folder of runs with each layout for a few steps, and after it each other."""
+
+    @cache
+    def get(ranks):
+        out = tmp_path_factory.mktemp("pairs")
+        cases = {name: {"parallel": parallel} for name, parallel in PAIRED[ranks].items()}
+        runs = [{"folder": name, "iters": FEW, "case": case} for name, case in cases.items()]
+        changes = [(before, before, after) for before, after in permutations(cases, 2)]
+        if ranks == 4:
+            changes += [(before, str(get(2) / before), after) for before, after in ACROSS]
+        for before, copy_of, after in changes:
+            folder = f"{before} to {after}"
+            runs.append({"folder": folder, "iters": 2 * FEW, "case": cases[after], "copy_of": copy_of})
+        run_all(run_ranks, ranks, out, runs)
+        return out
+
+    return get
 
 
 def test_a_chain_of_layouts(chain, expected):
     assert chain == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(("before", "after"), permutations(PAIRED, 2))
-def test_every_layout_after_every_other(pairs, expected, before, after):
-    found = losses(pairs / f"{before} to {after}")
+@pytest.mark.parametrize(("ranks", "before", "after"), [*PAIRS, *((4, *pair) for pair in ACROSS)])
+def test_every_layout_after_every_other(pairs, expected, ranks, before, after):
+    found = losses(pairs(ranks) / f"{before} to {after}")
     assert len(found) == 2 * FEW, "more than one step: the first hides a wrong state of Adam"
     assert found == pytest.approx(expected[: 2 * FEW], rel=1e-5)
