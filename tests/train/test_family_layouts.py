@@ -33,6 +33,7 @@ CLASSES = {
     "learned_variance": True,
 }
 NEMO = {"family": "nemo", "num_layers": 2, "position_embedding": "sincos", "hidden_size": 256}
+DFM = {"family": "dfm", "num_layers": 2, "hidden_size": 256, "adaln_lora_dim": 4}
 MOVIEGEN = {
     "family": "moviegen",
     "num_query_groups": 4,
@@ -40,8 +41,17 @@ MOVIEGEN = {
     "learned_positions": [4, 5, 5],
     "qk_layernorm": False,
 }
+MOVIEGEN_NEMO = MOVIEGEN | {"compat": "nemo", "num_layers": 2, "hidden_size": 256}
 ST_DIT = {"family": "st_dit", "adaln_lora_dim": 4}
-FAMILIES = {"cosmos": COSMOS, "dit": CLASSES, "nemo": NEMO, "moviegen": MOVIEGEN, "st_dit": ST_DIT}
+FAMILIES = {
+    "cosmos": COSMOS,
+    "dit": CLASSES,
+    "nemo": NEMO,
+    "dfm": DFM,
+    "moviegen": MOVIEGEN,
+    "moviegen_nemo": MOVIEGEN_NEMO,
+    "st_dit": ST_DIT,
+}
 LAYOUTS = {
     "sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "cp": {"context_parallel_size": 2},
