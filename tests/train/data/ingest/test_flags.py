@@ -12,6 +12,7 @@ from megadit.train.data.ingest import stages
 
 SMALL = ("--height", "64", "--width", "64", "--num_frames", "9", "--num_workers", "0", "--channels", "8")
 SELECTED = ("--stages", "fetch,scan,select")
+ENCODED = ("--num_frames", "1", "--stages", "fetch,scan,select,encode")
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +97,9 @@ def test_nothing_differs_without_a_change(seen):
 
 
 def test_given_encoders_and_processes(seen, sources):
-    plain = seen("images", "--num_frames", "1")
+    plain = seen("images", *ENCODED)
     for flag, place in (("--tokenizer", "tokenizer"), ("--text_encoder", "words")):
-        changed = seen("images", "--num_frames", "1", flag, str(sources / place))
+        changed = seen("images", *ENCODED, flag, str(sources / place))
         assert not changed["error"] and changed["shards"] != plain["shards"], flag
     assert set(plain["pools"]) == {0}
     assert set(seen("images", "--num_frames", "1", *SELECTED, "--num_workers", "3")["pools"]) == {3}
