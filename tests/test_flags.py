@@ -102,6 +102,7 @@ SHOWN_BY = {
     "pull": {},
     "generate": {MADE: GENERATE},
     "calibrate-cache": {CALIBRATED: GENERATE},
+    "check-cache": {CALIBRATED: GENERATE},
     "export": {
         "export/test_export.py::test_every_option_reaches_the_export": """
             --format --precision --profile --opset --calibration_prompts --no_text_encoder --video_steps --workspace_gb

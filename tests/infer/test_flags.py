@@ -6,6 +6,7 @@ so, and is tried in test_ranks.py and test_graphs.py.
 
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -213,7 +214,7 @@ def test_nothing_differs_without_a_change(observe):
     assert first == observe(words) and first["latents"] and first["files"] and first["calls"]
 
 
-# ----------------------------------------------------------------------------------------------- calibrate-cache
+# ------------------------------------------------------------------------------ calibrate-cache, check-cache
 
 
 MANY = ("--checkpoint_path", "{bundle}", "--device", "cpu", "--cache_budget", "0.1", "--prompt", *"abcdefghijklmnop")
@@ -245,7 +246,7 @@ REFUSED = (
 
 @pytest.fixture
 def calibrated(bundle_dir, room, monkeypatch, capsys):
-    """calibrated(words): what a calibration would sample and how, or its error."""
+    """calibrated(command, words): what a calibration, or its check, would sample and how; or its error."""
     notes = []
 
     class Pipeline:
@@ -256,19 +257,21 @@ def calibrated(bundle_dir, room, monkeypatch, capsys):
             notes.append((prompts, settings, more))
             raise NotLoadedError
 
-    def calibrate(sample, num_calls, num_videos, budget, settings, bar, *, measure, errors):
-        notes.append((num_videos, budget, settings, measure))
-        sample(num_videos, ())
+    def calibrate(trial, bar):
+        notes.append((trial.num_videos, trial.flags.cache_budget, trial.settings, trial.flags.cache_measure))
+        trial.sample(trial.num_videos, ())
 
     monkeypatch.setattr(calibrate_cache.TextToVideo, "load", lambda bundle, **how: notes.append(how) or Pipeline())
     monkeypatch.setattr(calibrate_cache.LPIPS, "load", notes.append)
     monkeypatch.setattr(calibrate_cache, "calibrate", calibrate)
+    monkeypatch.setattr(calibrate_cache, "bundle_plans", lambda bundle, measure: notes.append(measure))
+    monkeypatch.setattr(calibrate_cache, "find_plan", lambda plans, settings: SimpleNamespace(skipped=()))
 
-    def calibrated(words):
+    def calibrated(command, words):
         notes.clear()
         capsys.readouterr()
         try:
-            assert calibrate_cache.main(filled(words, bundle_dir, room)) == 2
+            assert command(filled(words, bundle_dir, room)) == 2
         except NotLoadedError:
             return list(notes)
         return capsys.readouterr().err
@@ -276,11 +279,12 @@ def calibrated(bundle_dir, room, monkeypatch, capsys):
     return calibrated
 
 
+@pytest.mark.parametrize("command", [calibrate_cache.main, calibrate_cache.check])
 @pytest.mark.parametrize("flag", EFFECTS)
-def test_an_option_changes_what_is_calibrated(calibrated, flag):
+def test_an_option_changes_what_is_calibrated(calibrated, flag, command):
     plain = (*MANY, *NEEDS.get(flag, ()))
     words = (*plain, flag, *CALIBRATED.get(flag, EFFECTS[flag].words))
-    first, second = calibrated(plain), calibrated(words)
+    first, second = calibrated(command, plain), calibrated(command, words)
     assert isinstance(first, list) and len(first) >= 3
     assert isinstance(second, str) == (flag in REFUSED)
     assert (first == second) == (flag in OF_OUTPUT)
