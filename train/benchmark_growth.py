@@ -33,8 +33,10 @@ RECIPE = "digits_tiny"
 BASE = (
     *("model.num_layers=1", "model.hidden_size=64", "model.num_attention_heads=2", "model.in_channels=16"),
     *("data.global_batch_size=1", "data.text_dropout=0", "optimizer.optimizer=adamw", "ema.sigma_rels=[]"),
+    "train.num_threads=1",
 )
-"""So small that 65,536 tokens take seconds on a CPU."""
+"""So small that 65,536 tokens take minutes on a CPU. One thread: several that wait for each other on a busy machine use
+processor time, too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
