@@ -1,0 +1,124 @@
+"""`GatewayClient` and the gateway as a process, with no Triton: the test makes the videos itself."""
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import uvicorn
+
+from megadit.models.support import UserError
+from megadit.serve.contract import CancelledError, InvalidRequestError, Progress, VideoRequest
+from megadit.serve.gateway.app import create_app
+from megadit.serve.gateway.client import GatewayClient
+from megadit.serve.gateway.process import gateway_process
+from megadit.serve.local_server import Ports
+
+MODELS = frozenset({"text_to_video"})
+REQUEST = VideoRequest(prompt="a", num_steps=4, preview_every=2)
+
+
+@pytest.fixture
+def client(gateway, new_key):
+    """A client of a gateway that listens in a thread of this process."""
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listening:
+        server = uvicorn.Server(uvicorn.Config(create_app(gateway), log_config=None, lifespan="off"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            yield GatewayClient(f"http://127.0.0.1:{listening.getsockname()[1]}", new_key()[0])
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@pytest.fixture
+def claim(gateway, eventually):
+    """Takes the job that a client asked for, once it has."""
+
+    def claim():
+        eventually(gateway.store.has_queued)
+        return gateway.store.claim(MODELS)
+
+    return claim
+
+
+def test_steps_previews_and_the_video_come_as_they_are_made(client, gateway, claim):
+    def make() -> None:
+        job = claim()
+        assert job.request.preview_every == 2
+        gateway.store.note_step(job, 1, b"a first look")
+        seen.wait(300)
+        gateway.store.note_step(job, 3, b"a second look")
+        seen_again.wait(300)
+        gateway.store.complete(job, gateway.results.put(job.id, b"the video", "video/mp4"), seconds_to_live=1000)
+
+    seen, seen_again = threading.Event(), threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        made = threads.submit(make)
+        events = iter(client.stream(REQUEST))
+        first = next(events)
+        assert isinstance(first, Progress) and (first.step, first.preview) == (1, b"a first look")
+        seen.set()
+        second = next(events)
+        assert (second.step, second.num_steps, second.preview) == (3, 4, b"a second look")
+        seen_again.set()
+        (video,) = events
+        made.result()
+    assert (video.data, video.media_type, video.prompt) == (b"the video", "video/mp4", "a")
+    assert client._ask("GET", "/v1/videos")["data"] == [], "what was fetched is not kept there"
+
+
+def test_a_failure_a_cancel_and_a_deletion_are_told_apart(client, gateway, claim):
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(client.generate, REQUEST)
+        gateway.store.fail(claim(), "invalid_request", "too wild")
+        with pytest.raises(InvalidRequestError, match="too wild"):
+            asked.result(300)
+
+        generation = client.stream(REQUEST)
+        asked = threads.submit(list, generation)
+        job = claim()
+        generation.cancel()
+        with pytest.raises(CancelledError, match="cancelled"):
+            asked.result(300)
+        assert gateway.store.get(job.key_id, job.id) is None
+
+        asked = threads.submit(client.generate, REQUEST)
+        job = claim()
+        gateway.store.delete(job.key_id, job.id)
+        with pytest.raises(CancelledError, match="deleted"):
+            asked.result(300)
+    with pytest.raises(UserError, match="valid key"):
+        GatewayClient(client.url, "wrong")
+
+
+def owned(tmp_path, *arguments: str, port: int, hang_seconds: float = 600.0):
+    settings = [f"--store={tmp_path / 'jobs.sqlite'}", f"--results={tmp_path / 'videos'}", "--metrics_port=0"]
+    return gateway_process(
+        ["--server=grpc://127.0.0.1:1", "--drain_seconds=1", *settings, *arguments],
+        host="127.0.0.1",
+        port=port,
+        log=tmp_path / "log",
+        stop_seconds=300,
+        hang_seconds=hang_seconds,
+    )
+
+
+def test_a_gateway_that_hangs_is_ended_and_may_be_started_again(tmp_path):
+    process = owned(tmp_path, port=Ports.free().http, hang_seconds=1.0)
+    with process:
+        os.kill(process.pid, signal.SIGSTOP)
+        assert process.wait() == -signal.SIGKILL and process.killed_because == "it answers nothing"
+    with process:
+        assert process.is_alive() and process.killed_because is None
+        assert process.stop() == 0, "it drains"
+    assert not process.is_alive()
+
+
+def test_a_gateway_that_cannot_start_is_told(tmp_path):
+    with pytest.raises(UserError, match="gateway ended with code 2"), owned(tmp_path, "--slots=0", port=0):
+        pass
