@@ -8,6 +8,7 @@ leave.
 Nothing here may start a thread or a process group: neither survives a fork.
 """
 
+import ctypes
 import gc
 import importlib
 import json
@@ -20,6 +21,7 @@ import sys
 from pathlib import Path
 
 LARGEST_MESSAGE = 200_000
+PR_SET_PDEATHSIG = 1
 IMPORTED = (
     *("megadit.train.loop", "megadit.train.recipes", "megadit.train.config_checks", "megadit.train.sharded_denoiser"),
     *("megadit.train.boards", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"),
@@ -55,6 +57,7 @@ def serve(channel: socket.socket) -> tuple[dict, int]:
             assert num_threads() == 1
             pid = os.fork()
             if not pid:
+                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no rank outlives this process
                 channel.close()
                 for other in running:
                     os.close(other)
