@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import math
 import random
-import shutil
 
 import pytest
 import torch
@@ -310,22 +309,18 @@ def test_a_random_pack_equals_its_samples_one_by_one(family, dtype, nothing_is_s
 # --- what a GPU compiles ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_chains_compile_whole_and_stay_what_they_are(backend, monkeypatch):
-    """As on a GPU: each chain one graph, for all sizes; with inductor also as its kernels, here for a CPU."""
-    if backend == "inductor" and shutil.which("g++") is None:
-        pytest.skip("inductor needs a C++ compiler")
+def test_chains_compile_whole_and_stay_what_they_are(monkeypatch):
+    """As on a GPU: each chain one graph, for all sizes; its operations still one by one."""
     compiled = {}
 
     def as_on_a_gpu(function, *inputs):
         if function not in compiled:
-            compiled[function] = torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
+            compiled[function] = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
         return compiled[function](*inputs)
 
     for module in (modulation_by_token, qk_norm):
         monkeypatch.setattr(module, "fused", as_on_a_gpu)
-    dtypes = list(TOLERANCE) if backend == "inductor" else [torch.bfloat16]
-    for layout, dtype in itertools.product(random_packs(1), dtypes):
+    for layout, dtype in itertools.product(random_packs(1), [torch.bfloat16]):
         row_S = row_of_token(layout.runs, torch.device("cpu"))
         errors = check_modulation(
             layout,
