@@ -1,5 +1,6 @@
 """Bundle in, bundle out: the same parts, with every network exported beside them and checked against torch."""
 
+import gc
 import shutil
 import sys
 from dataclasses import asdict, dataclass
@@ -156,6 +157,7 @@ def export_network(
     weights = weight_hashes(network)
     cases = verify.reference_cases(comparable(network, precision), spec, bundle)
     del network
+    gc.collect()  # traced programs and graphs refer to themselves, and would keep weights mapped
 
     def rebuild():
         return comparable(build_network(name, bundle, tokenizer, PRECISIONS[precision]), precision)

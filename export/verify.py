@@ -4,6 +4,7 @@ The denoiser is judged on its raw prediction F, for D = c_skip x + c_out F hides
 read inside the graph, and once more out of D, where float32 leaves room for it.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -143,7 +144,9 @@ def verify_network(
     """
     check_open_sides(path, spec)
     check_types(path, spec, precision)
-    if layer := changed_weight(path, weights):
+    layer = changed_weight(path, weights)
+    gc.collect()  # the graph that was read refers to itself
+    if layer:
         raise UserError(f"the exported {spec.name} is not the network: a weight of the layer {layer} was changed")
     with _as_compared(path, precision) as graph:
         return _compare(graph, spec, cases, config, GRAPH_TOLERANCES[precision], rebuild)
