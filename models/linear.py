@@ -26,7 +26,8 @@ class Linear(nn.Linear):
 
 def linear_gelu(linear: nn.Module, x: Tensor, approximate: str) -> Tensor | None:
     """GELU(linear(x)) in one pass; None where that is not to be had. `approximate`: as in `F.gelu`."""
-    if type(linear) is Linear and _suits_onednn(x):
+    is_watched = linear._forward_pre_hooks or linear._forward_hooks  # and must be called, and give its own output
+    if type(linear) is Linear and not is_watched and _suits_onednn(x):
         return linear._by_onednn(x, "gelu", approximate)
     return None
 

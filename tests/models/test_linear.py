@@ -51,6 +51,10 @@ def test_what_onednn_is_not_asked_for(products, monkeypatch):
         assert (
             linear_gelu(layer, x.bfloat16(), "none") is None and linear_gelu(torch.nn.Linear(8, 8), x, "none") is None
         )
+        watched = Linear(8, 8)
+        handle = watched.register_forward_pre_hook(lambda module, args: None)
+        assert linear_gelu(watched, x, "none") is None, "who watches a layer sees it called"
+        handle.remove()
     assert not products
     with torch.no_grad():  # and it is asked where nothing speaks against it
         layer.float()(x)
