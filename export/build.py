@@ -150,19 +150,22 @@ def export_network(
     network = build_network(name, bundle, tokenizer, PRECISIONS[precision])
     about = {"megadit_version": metadata.version("megadit"), "source": weights_checksum(bundle)}
     to_onnx.export_onnx(network, spec, inputs, path, opset=settings.graph_opset, metadata=about)
+    ranges, unrounded = {}, []
     if precision in FORMATS:
         _say(f"{name}: learning the ranges of its numbers")
-        prompts = settings.calibration_prompts or (verify.usual_prompt(bundle),)
-        quantise(path, calibrate(bundle, prompts), precision)
+        ranges = calibrate(bundle, settings.calibration_prompts or (verify.usual_prompt(bundle),))
+        quantise(path, ranges, precision)
+        unrounded = verify.reference_cases(network, spec, bundle)
     weights = weight_hashes(network)
-    cases = verify.reference_cases(comparable(network, precision), spec, bundle)
+    cases = verify.reference_cases(comparable(network, precision, ranges), spec, bundle)
+    rounding = verify.check_rounding(unrounded, cases, precision, bundle.defaults) if ranges else {}
     del network
     gc.collect()  # traced programs and graphs refer to themselves, and would keep weights mapped
 
     def rebuild():
-        return comparable(build_network(name, bundle, tokenizer, PRECISIONS[precision]), precision)
+        return comparable(build_network(name, bundle, tokenizer, PRECISIONS[precision]), precision, ranges)
 
-    return verify.verify_network(path, spec, cases, bundle.config, precision, weights, rebuild)
+    return verify.verify_network(path, spec, cases, bundle.config, precision, weights, rebuild, ranges) | rounding
 
 
 def _onnx_settings(bundle: Bundle, specs: dict[str, NetworkSpec], settings: ExportSettings) -> dict[str, Any]:

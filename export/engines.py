@@ -8,6 +8,7 @@ import torch
 
 from megadit.export import verify
 from megadit.export.networks import PRECISIONS, build_network
+from megadit.export.quantize import FORMATS, round_linears
 from megadit.export.to_tensorrt import EngineSettings, Libraries, build_engine, engine_record, load_libraries
 from megadit.infer.runtimes.load import open_exported
 from megadit.infer.runtimes.network_spec import SETTINGS_FILE, ExportedNetworks
@@ -52,13 +53,14 @@ def _compare(bundle: Bundle, engines: ExportedNetworks) -> dict[str, Any]:
     from megadit.infer.runtimes.tensorrt import open_engines
 
     opened, tokenizer = open_engines(engines, torch.device("cuda")), bundle.load_tokenizer()
-    precision = engines.settings["precision"]
+    precision, graphs = engines.settings["precision"], bundle.manifest["export"]["onnx"]
     report = {}
     for name in engines.settings["networks"]:
         of_network = precision if name == "denoiser" else "fp32"
         network, spec = build_network(name, bundle, tokenizer, PRECISIONS[of_network]), engines.network(name)
+        if of_network in FORMATS:
+            round_linears(network.denoiser.dit, graphs["report"][name]["ranges"], of_network)
         cases = verify.reference_cases(network, spec, bundle)
         report[name] = verify.verify_runtime(opened[name], spec, cases, bundle.config, of_network)
-    steps = bundle.manifest["export"]["onnx"]["settings"]["video_steps"]
-    report["video"] = verify.compare_videos(bundle, precision, steps, "tensorrt")
+    report["video"] = verify.compare_videos(bundle, precision, graphs["settings"]["video_steps"], "tensorrt")
     return report

@@ -1,10 +1,12 @@
 """The networks of a bundle as modules of tensors alone, which is what an exporter can trace."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from megadit.export.quantize import round_linears
 from megadit.models.bundle import Bundle
 from megadit.models.conditioning import Conditioning
 from megadit.models.precondition import EDMDenoiser, scalings
@@ -93,7 +95,12 @@ def build_network(name: str, bundle: Bundle, tokenizer: VideoTokenizer, dtype: t
     return network.eval().requires_grad_(False)
 
 
-def comparable(network: nn.Module, precision: str) -> nn.Module:
-    """The network as its graph is compared: of bfloat16 the weights, in float32, as CPUs have no bfloat16 products in
-    ONNX Runtime. Every layer is compared in full; what is left to the runtime is the rounding of results."""
+def comparable(network: nn.Module, precision: str, ranges: Mapping[str, float] | None = None) -> nn.Module:
+    """The network as its graph is compared, so that every layer is compared in full and rounding hides nothing.
+
+    Of bfloat16: its weights, in float32, as CPUs have no bfloat16 products in ONNX Runtime; the rounding of results is
+    the runtime's own. Of 8 bits: with the roundings of the graph, for these ranges.
+    """
+    if ranges:
+        round_linears(network.denoiser.dit, ranges, precision)
     return network.float() if precision == "bf16" else network

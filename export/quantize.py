@@ -31,14 +31,16 @@ class EightBit:
     """A number format of 8 bits."""
 
     dtype: ir.DataType
+    torch_dtype: torch.dtype
+    least: float
     largest: float
     per_channel: bool
     """Weights have a scale for each output; else one for all, which is what TensorRT's fp8 products take."""
 
 
 FORMATS = {
-    "int8": EightBit(ir.DataType.INT8, 127.0, True),
-    "fp8": EightBit(ir.DataType.FLOAT8E4M3FN, 448.0, False),
+    "int8": EightBit(ir.DataType.INT8, torch.int8, -128.0, 127.0, True),
+    "fp8": EightBit(ir.DataType.FLOAT8E4M3FN, torch.float8_e4m3fn, -448.0, 448.0, False),
 }
 
 
@@ -89,6 +91,32 @@ def _recorder(largest: dict[str, float], name: str):
     return record
 
 
+def round_linears(dit: nn.Module, ranges: Mapping[str, float], precision: str) -> None:
+    """Makes the linears of a torch network read and hold what the products of its graph do (`quantise`), in place.
+
+    Such a network differs from its graph by no more than one of half precision does, but for numbers that lie so near
+    the middle of two of 8 bits that they are rounded to the other one.
+    """
+    form, linears = FORMATS[precision], quantised_linears(dit)
+    for name, largest in ranges.items():
+        linear = linears[name]
+        number = torch.empty(0, dtype=linear.weight.dtype).numpy().dtype
+        steps, scale = _weight_steps(linear.weight.detach().float().T.numpy(), form, number)
+        rounded = torch.from_numpy(steps.astype(np.float32) * scale.astype(np.float32)).T
+        linear.weight = nn.Parameter(rounded.to(linear.weight.dtype).contiguous(), requires_grad=False)
+        linear.register_forward_pre_hook(_rounder(float(_scale(np.asarray(largest), form, number)), form))
+
+
+def _rounder(scale: float, form: EightBit):
+    def round_input(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        steps = args[0].float() / scale
+        steps = steps.round() if form.torch_dtype == torch.int8 else steps
+        steps = steps.clamp(form.least, form.largest).to(form.torch_dtype)
+        return ((steps.float() * scale).to(args[0].dtype), *args[1:])
+
+    return round_input
+
+
 def quantise(path: Path, ranges: Mapping[str, float], precision: str, prefix: str = "denoiser.dit.") -> None:
     """Puts pairs of Q and DQ before the products of these layers, in place.
 
@@ -109,7 +137,7 @@ def quantise(path: Path, ranges: Mapping[str, float], precision: str, prefix: st
 
 def _quantise_input(graph: ir.Graph, node: ir.Node, largest: float, form: EightBit) -> None:
     x = node.inputs[0]
-    scale = np.asarray(max(largest, 1e-6) / form.largest, x.dtype.numpy())
+    scale = _scale(np.asarray(largest), form, x.dtype.numpy())
     scale, zero = _constants(graph, f"{node.name}/input", scale, np.zeros((), form.dtype.numpy()))
     quantised = _insert(graph, node, "QuantizeLinear", [x, scale, zero], f"{node.name}/input_q")
     node.replace_input_with(
@@ -120,12 +148,7 @@ def _quantise_input(graph: ir.Graph, node: ir.Node, largest: float, form: EightB
 def _quantise_weight(graph: ir.Graph, node: ir.Node, form: EightBit) -> None:
     """The weight is [in, out]; it is divided by its scale and rounded, once for all."""
     weight = node.inputs[1]
-    values = weight.const_value.numpy().astype(np.float32)
-    largest = np.abs(values).max(axis=0 if form.per_channel else None)
-    scale = (np.maximum(largest, 1e-12) / form.largest).astype(weight.dtype.numpy())
-    steps = np.clip(values / scale.astype(np.float32), -form.largest, form.largest)
-    steps = np.rint(steps) if form.dtype == ir.DataType.INT8 else steps
-    stored = steps.astype(form.dtype.numpy())
+    stored, scale = _weight_steps(weight.const_value.numpy().astype(np.float32), form, weight.dtype.numpy())
     scale, zero = _constants(graph, f"{node.name}/weight", scale, np.zeros(scale.shape, form.dtype.numpy()))
     (steps,) = _constants(graph, f"{node.name}/weight_steps", stored)
     axis = {"axis": 1} if form.per_channel else {}
@@ -134,6 +157,19 @@ def _quantise_weight(graph: ir.Graph, node: ir.Node, form: EightBit) -> None:
     )
     if not weight.uses():
         del graph.initializers[weight.name]
+
+
+def _weight_steps(values: np.ndarray, form: EightBit, number: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """(8-bit numbers, scale) of a weight [in, out]; the scale is one for each output, or one for all."""
+    scale = _scale(np.abs(values).max(axis=0 if form.per_channel else None), form, number)
+    steps = np.clip(values / scale.astype(np.float32), -form.largest, form.largest)
+    steps = np.rint(steps) if form.dtype == ir.DataType.INT8 else steps
+    return steps.astype(form.dtype.numpy()), scale
+
+
+def _scale(largest: np.ndarray, form: EightBit, number: np.dtype) -> np.ndarray:
+    """What one step stands for, in the number type of the product; more than nothing where all values are zero."""
+    return np.maximum((largest / form.largest).astype(number), np.finfo(number).smallest_subnormal)
 
 
 def _constants(graph: ir.Graph, name: str, *arrays: np.ndarray) -> list[ir.Value]:

@@ -1,0 +1,63 @@
+"""What a graph shows without being run: sides that should be open, and the number types that it computes in."""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import onnx
+
+from megadit.export.quantize import FORMATS
+from megadit.infer.runtimes.network_spec import Axis, NetworkSpec
+from megadit.models.support import UserError
+
+PRODUCTS = ("MatMul", "Gemm", "Conv")
+
+
+def check_open_sides(path: Path, spec: NetworkSpec) -> None:
+    """Raises UserError where the graph has fixed the size of a side that the contract leaves open."""
+    graph = onnx.load(path, load_external_data=False).graph
+    shapes = {value.name: value.type.tensor_type.shape.dim for value in graph.input}
+    for tensor in spec.inputs:
+        for place, (axis, side) in enumerate(zip(tensor.axes, shapes[tensor.name], strict=True)):
+            if isinstance(axis, Axis) and side.HasField("dim_value"):
+                raise UserError(
+                    f"the exported {spec.name} has fixed side {place} ({axis.name}) of its input {tensor.name} at "
+                    f"{side.dim_value}; it must be open, {axis.min} to {axis.max}"
+                )
+
+
+def check_types(path: Path, spec: NetworkSpec, precision: str) -> None:
+    """Raises UserError where a graph converts to less precision than was asked for, which F need not show."""
+    asked = {"bf16": ["BFLOAT16"], "fp32": []}.get(precision, ["FLOAT16"]) if spec.name == "denoiser" else []
+    for node in onnx.load(path, load_external_data=False).graph.node:
+        to = next((attribute.i for attribute in node.attribute if attribute.name == "to"), onnx.TensorProto.FLOAT)
+        kind = onnx.TensorProto.DataType.Name(to)
+        if node.op_type == "Cast" and "FLOAT" in kind and kind not in ("FLOAT", *asked):
+            raise _another_type(spec, kind, node, precision)
+
+
+def check_products(path: Path, spec: NetworkSpec, precision: str, layers: Collection[str] = ()) -> None:
+    """Raises UserError where a product of these layers of the denoiser does not read two factors of 8 bits in the
+    precision asked for, or one of another layer reads any."""
+    graph = onnx.load(path, load_external_data=False).graph
+    eight_bit = {f"denoiser.dit.{layer}" for layer in layers}
+    types = _types_of_eight_bits(graph)
+    for node in graph.node:
+        if node.op_type not in PRODUCTS:
+            continue
+        is_asked = node.name.rpartition("/")[0] in eight_bit
+        asked = FORMATS[precision].dtype.name if is_asked else None
+        for kind in (types.get(name) for name in node.input[: 2 if is_asked else None]):
+            if kind != asked:
+                raise _another_type(spec, kind or "more than 8 bits", node, precision)
+
+
+def _types_of_eight_bits(graph: onnx.GraphProto) -> Mapping[str, str]:
+    """Of every value that stands for one of 8 bits: which it stands for, as its zero point says."""
+    kinds = {tensor.name: onnx.TensorProto.DataType.Name(tensor.data_type) for tensor in graph.initializer}
+    pairs = [node for node in graph.node if node.op_type == "DequantizeLinear"]
+    return {node.output[0]: kinds[node.input[2]] if len(node.input) > 2 else "UINT8" for node in pairs}
+
+
+def _another_type(spec: NetworkSpec, kind: str, node: onnx.NodeProto, precision: str) -> UserError:
+    layer = node.name.rpartition("/")[0]
+    return UserError(f"the exported {spec.name} computes in {kind} in the layer {layer}; {precision} was asked for")
