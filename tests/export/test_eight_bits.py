@@ -100,13 +100,13 @@ def test_one_product_in_eight_bits_that_should_have_more(check, eight_bit):
 
 
 def test_one_scale_that_is_wrong(check):
-    """Of a weight's, by a quarter: F shows it, and the layer is found."""
+    """Of a weight's, twice what it was: F shows it, and the layer is found."""
 
     def stretch(graph):
         weight = next(one for one in graph.node if one.output[0] == product(graph, OTHER).input[1])
         scale = next(tensor for tensor in graph.initializer if tensor.name == weight.input[1])
         values = numpy_helper.to_array(scale)
-        scale.CopyFrom(numpy_helper.from_array((values * 1.25).astype(values.dtype), scale.name))
+        scale.CopyFrom(numpy_helper.from_array((values * 2).astype(values.dtype), scale.name))
 
     with pytest.raises(ValueError, match=f"the first layer that differs is {OTHER} "):
         check(stretch)
