@@ -135,6 +135,9 @@ class GatewayClient:
         kind, end = "", None
         try:
             with self._http.stream("GET", f"/v1/videos/{video_id}/events") as answer:
+                if answer.status_code == 404:  # it was there when it was asked for
+                    events.put(("video.deleted", {}))
+                    return
                 self._check(answer)
                 for line in answer.iter_lines():
                     name, _, value = line.partition(": ")

@@ -82,7 +82,7 @@ RUN = (
 
 
 def test_every_option_reaches_the_server(tmp_path, note, monkeypatch):
-    monkeypatch.setattr(run, "LocalServer", note())
+    monkeypatch.setattr(run, "LocalServer", note(lambda: SimpleNamespace(process=None)))
     monkeypatch.setattr(run, "keep_running", lambda *_, **__: 0)
     monkeypatch.setattr(run.signal, "signal", lambda *_: None)
 
@@ -112,8 +112,8 @@ UP = (
 
 
 def test_every_option_reaches_what_is_kept_up(tmp_path, note, monkeypatch):
-    monkeypatch.setattr(up, "LocalServer", note(lambda: SimpleNamespace(grpc_url="127.0.0.1:8001")))
-    monkeypatch.setattr(up, "GatewayProcess", note())
+    monkeypatch.setattr(up, "LocalServer", note(lambda: SimpleNamespace(grpc_url="127.0.0.1:8001", process=None)))
+    monkeypatch.setattr(up, "gateway_process", note())
     monkeypatch.setattr(up, "supervise", lambda servers: 0)
 
     def seen(*more):
