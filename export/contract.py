@@ -38,17 +38,22 @@ class Profiles:
 
 
 def default_profiles(bundle: Bundle, tokenizer: VideoTokenizer, text_encoder: TextEncoder) -> Profiles:
-    """Best at the bundle's defaults; up to twice their sides and frames, and four videos."""
+    """Best at the bundle's defaults; up to twice their sides and frames as far as the network can, and four videos."""
     defaults, side = bundle.defaults, tokenizer.spatial_compression * bundle.config.patch_spatial
     frames = _frames_of_patches(defaults.num_frames, bundle.config, tokenizer)
     most_frames = _frames_of_patches(2 * defaults.num_frames, bundle.config, tokenizer)
+    most_height, most_width = 2 * defaults.height, 2 * defaults.width
+    if (positions := bundle.config.learned_positions) is not None:
+        latents = positions[0] * bundle.config.patch_temporal
+        most_frames = min(most_frames, 1 + (latents - 1) * tokenizer.temporal_compression)
+        most_height, most_width = min(most_height, positions[1] * side), min(most_width, positions[2] * side)
     longest = getattr(text_encoder, "max_length", 1) or LONGEST_TEXT
     is_filled = getattr(text_encoder, "text_padding", "none") == "zeros"
     return Profiles(
         batch=(1, 1, 4),
         frames=(_frames_of_patches(1, bundle.config, tokenizer), frames, most_frames),
-        height=(side, defaults.height, 2 * defaults.height),
-        width=(side, defaults.width, 2 * defaults.width),
+        height=(side, defaults.height, most_height),
+        width=(side, defaults.width, most_width),
         text=(1, longest if is_filled else min(longest, USUAL_TEXT), longest),
     )
 
@@ -162,17 +167,23 @@ def _latent_sizes(profiles: Profiles, place: int, config: DiTConfig, tokenizer: 
     frames, height, width = (getattr(profiles, name)[place] for name in ("frames", "height", "width"))
     try:
         sizes = tokenizer.latent_shape(frames, height, width)[1:]
-        config.token_grid(*sizes)
+        config.check_grid(config.token_grid(*sizes))
     except UserError as error:
         raise UserError(f"--profile, {('min', 'opt', 'max')[place]} {frames}x{height}x{width}: {error}") from None
     return sizes
 
 
 def trace_sizes(spec: NetworkSpec) -> dict[str, int]:
-    """Sizes to export with: small, and different from one another, so that no two sides are taken for one."""
-    sizes = {}
-    for place, axis in enumerate(spec.axes.values()):
-        sizes[axis.name] = axis.offset + axis.step * (2 + place if axis.step == 1 else 2 + place % 3)
+    """Sizes to export with: small, and different from one another, so that no two sides are taken for one.
+
+    The smallest are those of the video: a network may have learned positions for few more.
+    """
+    sizes, of_video, others = {}, 2, 5
+    for axis in spec.axes.values():
+        if axis.name in ("batch", "text"):
+            sizes[axis.name], others = others, others + 2
+        else:
+            sizes[axis.name], of_video = axis.offset + axis.step * of_video, of_video + 1
     return sizes
 
 

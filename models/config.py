@@ -212,6 +212,15 @@ class DiTConfig:
                 raise UserError(f"latent {name} {size} is not a multiple of the patch size {patch}; use {choices}")
         return frames // self.patch_temporal, height // self.patch_spatial, width // self.patch_spatial
 
+    def check_grid(self, grid: tuple[int, int, int]) -> None:
+        """Raises UserError for more tokens along an axis than the network has learned positions for."""
+        largest = self.learned_positions
+        if largest is not None and any(size > most for size, most in zip(grid, largest, strict=True)):
+            raise UserError(
+                f"{'x'.join(map(str, grid))} tokens (time x height x width) are more than the "
+                f"{'x'.join(map(str, largest))} that the network has learned positions for; make the video smaller"
+            )
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 

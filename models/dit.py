@@ -19,7 +19,6 @@ from megadit.models.embeddings import LearnedPositions, Rotary, patchify, rotary
 from megadit.models.layers import LayerKit, TorchLayers
 from megadit.models.lines import Axis
 from megadit.models.segments import DenseLayout, Kept, Layout, SegmentLayout
-from megadit.models.support import UserError
 
 BASE_FPS = 24.0
 """With `Structure.fps` = rotary: the frame rate at which rotary time runs at its own pace."""
@@ -109,7 +108,7 @@ class DiT(nn.Module):
             UserError: if the latents are not a whole number of patches, or more than the network has positions for.
         """
         grid = self.config.token_grid(*size)
-        self._check_grid(grid)
+        self.config.check_grid(grid)
         slot_L = torch.arange(conditioning.text_BLE.shape[1], device=conditioning.text_BLE.device)
         text_mask_BL = slot_L < conditioning.text_length_B.clamp(min=1)[:, None]
         return DenseLayout(grid, text_mask_BL, device, kept=kept)
@@ -125,21 +124,13 @@ class DiT(nn.Module):
         device = text_L1E.device
         for segment in layout.segments:
             if not segment.is_padding:
-                self._check_grid(segment.grid)
+                self.config.check_grid(segment.grid)
         is_null_L11 = layout.cached(("null_text", device), lambda: _null_mask(layout).to(device))
         first_G = layout.cached(("first_text", device), lambda: _first_slots(layout).to(device))
         is_null_G = layout.cached(("is_null", device), lambda: _is_null(layout).to(device))
         condition = self._embed_condition(c_noise_G, fps_G, text_L1E[first_G, 0], is_null_G)
         text = self._embed_text(text_L1E, is_null_L11)
         return self._transform(tokens_S1P, condition, text, fps_G[:, None], layout)
-
-    def _check_grid(self, grid: tuple[int, int, int]) -> None:
-        largest = self.config.learned_positions
-        if largest is not None and any(size > most for size, most in zip(grid, largest, strict=True)):
-            raise UserError(
-                f"{'x'.join(map(str, grid))} tokens (time x height x width) are more than the "
-                f"{'x'.join(map(str, largest))} that the network has learned positions for; make the video smaller"
-            )
 
     def _embed_condition(
         self, c_noise_G: Tensor, fps_G: Tensor, first_text_GE: Tensor, is_null_G: Tensor
