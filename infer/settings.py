@@ -33,6 +33,8 @@ def resolve_settings(defaults: SamplingDefaults, **given: Any) -> SamplingDefaul
     if given.get("shift") == AUTO:
         size = {"height": defaults.height, "width": defaults.width} | given
         given["shift"] = resolution_shift(size["height"] * size["width"], defaults.height * defaults.width)
+    if "sampler" in given and find_sampler(given["sampler"]) not in STOCHASTIC:
+        defaults = replace(defaults, churn=0.0, eta=0.0)  # noise belongs to the sampler that it was chosen for
     settings = replace(defaults, **given)
     settings = replace(settings, sampler=find_sampler(settings.sampler), schedule=find_schedule(settings.schedule))
     sigmas = settings_sigmas(settings)

@@ -72,6 +72,12 @@ def test_mistakes(pipeline, given, message):
         pipeline.generate(["a"], **given)
 
 
+def test_noise_of_the_defaults_is_left_out_with_another_solver(pipeline):
+    noisy = replace(pipeline.defaults, sampler="euler", eta=1.0)
+    assert resolve_settings(noisy, sampler="dpm2").eta == 1.0 == resolve_settings(noisy, num_steps=3).eta
+    assert resolve_settings(noisy, sampler="unipc").eta == 0.0
+
+
 def test_a_warning_for_shapes_far_from_training(pipeline):
     def warning(**given):
         settings = resolve_settings(pipeline.defaults, **given)
