@@ -27,6 +27,9 @@ CALLS = (4, 6, 8, 12, 20, 35)
 SCALES = (2.0, 4.0)
 NEGATIVE_SCALES = (1.5, 2.0, 4.0)
 TWO_CALLS = ("heun", "dpm2")
+SOLVERS: dict[str, dict[str, Any]] = {name: {"sampler": name, "eta": 0.0} for name in SAMPLERS} | {
+    "euler, ancestral": {"sampler": "euler", "eta": 1.0}
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +55,11 @@ class Bench:
 def solvers(bench: Bench, bar: Progress) -> dict[str, list[dict[str, float]]]:
     """The score of each solver at each number of denoiser calls."""
     result: dict[str, list[dict[str, float]]] = {}
-    for name in SAMPLERS:
+    for name, settings in SOLVERS.items():
         for calls in CALLS:
             num_steps = (calls + 1) // 2 if name in TWO_CALLS else calls
             made = 2 * num_steps - 1 if name in TWO_CALLS else num_steps
-            right = bench.share_right(sampler=name, num_steps=num_steps)
+            right = bench.share_right(num_steps=num_steps, **settings)
             result.setdefault(name, []).append({"calls": made, **right})
             bar.advance(1, solver=name, right=right["all"])
     return result
@@ -169,7 +172,7 @@ def _run(argv: list[str]) -> None:
     options = parser.parse_args(argv)
     bench = load_bench(options.demo, options.clips)
     num_kinds = 4 if options.weaker else 3
-    with Progress(len(SAMPLERS) * len(CALLS) + num_kinds * len(SCALES), "sampling") as bar:
+    with Progress(len(SOLVERS) * len(CALLS) + num_kinds * len(SCALES), "sampling") as bar:
         result = {
             "clips": options.clips,
             "negative_prompt": negative_prompt(bench, 2 * options.clips),
