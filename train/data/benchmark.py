@@ -35,7 +35,7 @@ from megadit.models.support import CommandParser, run_command
 from megadit.train.config import DataConfig
 from megadit.train.data.batch import PackFormat
 from megadit.train.data.dataset_info import CRUDE, iter_captions
-from megadit.train.data.loader import MAX_SAMPLES_PER_SEQUENCE
+from megadit.train.data.loader import MAX_SAMPLES_PER_SEQUENCE, savable_loader
 from megadit.train.data.packing import best_fit
 from megadit.train.data.rules import Rules
 from megadit.train.data.samples import OCCURRENCE, decode
@@ -101,7 +101,7 @@ def bare_webdataset(root: Path) -> Iterator[Any]:
     return iter(webdataset.WebDataset(shards * 1000, shardshuffle=False).shuffle(SHUFFLE))
 
 
-def energon(root: Path, task_encoder: Any) -> Iterator[Any]:
+def energon(root: Path, task_encoder: Any, loader: Callable[[Any], Any] = get_loader) -> Iterator[Any]:
     dataset = get_train_dataset(
         root,
         dataset_config=CRUDE,
@@ -111,7 +111,7 @@ def energon(root: Path, task_encoder: Any) -> Iterator[Any]:
         max_samples_per_sequence=MAX_SAMPLES_PER_SEQUENCE,
         task_encoder=task_encoder,
     )
-    return iter(get_loader(dataset))
+    return iter(loader(dataset))
 
 
 class UnpackedTaskEncoder(LatentTaskEncoder):
@@ -130,7 +130,7 @@ def ours(root: Path) -> Iterator[Any]:
     pack_format = PackFormat(
         model=model, seq_length=data.seq_length, text_seq_length=data.text_seq_length, seed=1, text_dropout=0.1
     )
-    return energon(root, UnpackedTaskEncoder(Rules.of(data, pack_format, training=True)))
+    return energon(root, UnpackedTaskEncoder(Rules.of(data, pack_format, training=True)), savable_loader)
 
 
 READERS: dict[str, Callable[[Path], Iterator[Any]]] = {

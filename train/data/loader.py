@@ -50,7 +50,7 @@ class TrainLoader:
     def __init__(self, build_dataset: Callable[[int], SavableDataset], order: dict[str, Any]) -> None:
         """`build_dataset` takes the number of the first pass over the data."""
         self._build_dataset = build_dataset
-        self._loader = _savable_loader(build_dataset(0))
+        self._loader = savable_loader(build_dataset(0))
         self._order = order
         self._first_pass = 0
         self._batches: Iterator[PackedBatch] | None = None
@@ -91,7 +91,7 @@ class TrainLoader:
         assert self._batches is None, "restore_state must come before the first batch"
         if state.get("first_pass", 0) != self._first_pass:
             self._first_pass = state["first_pass"]
-            self._loader = _savable_loader(self._build_dataset(self._first_pass))
+            self._loader = savable_loader(self._build_dataset(self._first_pass))
         if state["reader"] is not None:  # None begins a pass
             self._loader.restore_state_rank(from_plain(state["reader"]))
 
@@ -115,7 +115,7 @@ class ValidationLoader:
         return islice(self._packs(), self.rank, self.num_packs, self.world_size)
 
     def _packs(self) -> Iterator[PackedBatch]:
-        loader = _savable_loader(self._build_dataset())
+        loader = savable_loader(self._build_dataset())
         while True:
             yield from loader
 
@@ -300,7 +300,8 @@ def _order(config: RunConfig, info: DatasetInfo, rank: int, world_size: int) -> 
     }
 
 
-def _savable_loader(dataset: SavableDataset) -> SavableDataLoader:
+def savable_loader(dataset: SavableDataset) -> SavableDataLoader:
+    """Energon's loader as training uses it."""
     loader = get_savable_loader(
         dataset,
         checkpoint_every_sec=CHECKPOINT_INTERVAL,
