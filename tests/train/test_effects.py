@@ -172,7 +172,7 @@ EFFECTS = {
     "validation.sampler": seen("videos", "heun", *VALIDATED),
     "validation.num_steps": seen("videos", "3", *VALIDATED),
     "validation.guidance": seen("videos", "500.0", *VALIDATED),
-    "validation.eta": seen("videos", "1.0", *VALIDATED, "validation.sampler=euler"),
+    "validation.eta": seen("videos", "0.0", *VALIDATED),
     "validation.tokenizer_folder": ends("/nowhere", "/nowhere", *VALIDATED),
     "health.on_not_finite": seen("events", "skip", "optimizer.optimizer=adamw", "optimizer.lr=1e30"),
     "health.on_spike": seen("events", "rollback", *SPIKES),
