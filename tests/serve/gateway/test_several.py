@@ -11,7 +11,7 @@ from sqlalchemy import select
 from megadit.serve.gateway.database import JOBS, Database
 from megadit.serve.local_server import LocalServer
 
-LONG = {"prompt": "a long one", "num_steps": 2500, "num_frames": 1}
+LONG = {"prompt": "a long one", "num_steps": 600, "num_frames": 1}
 
 
 @pytest.fixture
