@@ -32,7 +32,7 @@ from megadit.infer.ranks import split_over_ranks
 from megadit.infer.runtimes.load import check_runtime, load_denoiser, with_exported_networks, with_exported_text_network
 from megadit.infer.runtimes.shared_torch import load_shared_denoiser
 from megadit.infer.runtimes.torch import find_device, find_dtype
-from megadit.infer.samplers import SAMPLERS, Denoise, Randomness, num_denoiser_calls
+from megadit.infer.samplers import SAMPLERS, Denoise, num_denoiser_calls, settings_randomness
 from megadit.infer.schedules import settings_sigmas
 from megadit.infer.settings import latent_size, resolve_settings
 from megadit.infer.start import GivenVideo, Start, encode_start, remaining_sigmas
@@ -41,7 +41,7 @@ from megadit.infer.text_features import TextFeaturesCache
 from megadit.models.bundle import Bundle, SamplingDefaults
 from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
-from megadit.models.noise import Stream, latent_noise, seed_key
+from megadit.models.noise import latent_noise, seed_key
 from megadit.models.support import UserError
 from megadit.models.text_encoders import TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
@@ -331,7 +331,7 @@ class TextToVideo:
         sigma, noise_BCTHW = sigmas[0].item(), latent_noise(key_B, shape)
         x = sigma * noise_BCTHW.double() if start is None else start.initial_state(sigma, noise_BCTHW)
         denoise = denoise if start is None else start.replaces(denoise)
-        noise = _randomness(settings, key_B, shape)
+        noise = settings_randomness(settings, key_B, shape)
         latents_BCTHW = SAMPLERS[settings.sampler](teller.around(denoise, batch.places), x, sigmas, *noise).float()
         if not latents_BCTHW.isfinite().all():
             raise UserError("the latents are not finite numbers; try dtype float32 or bfloat16, or less guidance")
@@ -374,20 +374,6 @@ class TextToVideo:
         frames_THWC = rearrange(video_1CTHW, "1 C T H W -> T H W C")[:num_frames]
         video_THWC = ((frames_THWC.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).cpu().numpy()
         return video_THWC if self.guardrail is None else self.guardrail.screen(video_THWC)
-
-
-def _randomness(settings: SamplingDefaults, key_B: Tensor, shape: tuple[int, int, int, int]) -> tuple[Randomness, ...]:
-    """The noise that the settings ask a sampler to add, if any: of each video's own, whatever its batch."""
-    if not (settings.churn or settings.eta):
-        return ()
-    return (
-        Randomness(
-            noise=lambda index: latent_noise(key_B, shape, stream=Stream.STEP + index).double(),
-            churn=settings.churn,
-            churn_interval=settings.churn_interval,
-            eta=settings.eta,
-        ),
-    )
 
 
 def _paired(prompts: Sequence[str], seeds: int | Sequence[int]) -> tuple[list[str], list[int]]:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megadit.models.bundle import SamplingDefaults
+from megadit.models.noise import Stream, latent_noise
 from megadit.models.support import UserError, nearest
 
 Denoise = Callable[[Tensor, Tensor], Tensor]
@@ -35,6 +37,25 @@ class Randomness:
     eta: float = 0.0
     """0..1, share of ancestral noise: a step goes below the next level and noise is added up to it. 1 forgets the
     noise so far as the reverse SDE does, 0 is the ODE."""
+
+
+def settings_randomness(
+    settings: SamplingDefaults, key_B: Tensor, shape: tuple[int, int, int, int]
+) -> tuple[Randomness, ...]:
+    """The noise that the settings ask a sampler to add, if any: of each video's own, whatever its batch.
+
+    `shape` is that of the latents, (C, T, H, W).
+    """
+    if not (settings.churn or settings.eta):
+        return ()
+    return (
+        Randomness(
+            noise=lambda index: latent_noise(key_B, shape, stream=Stream.STEP + index).double(),
+            churn=settings.churn,
+            churn_interval=settings.churn_interval,
+            eta=settings.eta,
+        ),
+    )
 
 
 Sampler = Callable[[Denoise, Tensor, Tensor], Tensor]

@@ -3,14 +3,12 @@
 import os
 import secrets
 import socket
-import urllib.error
-import urllib.request
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from megadit.models.support import UserError
-from megadit.serve.supervise import Ailment, OwnedProcess
+from megadit.serve.supervise import Ailment, OwnedProcess, answers, reachable
 from megadit.serve.triton_binary import TritonBinary, find_triton
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -23,7 +21,6 @@ START_SECONDS = 600
 """How long loading the models may take; engines of large networks take minutes."""
 HANG_SECONDS = 12.0
 """How long a server may answer nothing before it counts as hanging."""
-_PROBE_SECONDS = 3.0
 _DEAD_STUB_SECONDS = 2.0
 """How long a stub may be dead: Triton buries those that it ends itself, and serves no more once one died on its own."""
 
@@ -109,11 +106,11 @@ class LocalServer:
 
     @property
     def http_url(self) -> str:
-        return f"{self._reachable_host()}:{self.ports.http}"
+        return f"{reachable(self.host)}:{self.ports.http}"
 
     @property
     def grpc_url(self) -> str:
-        return f"{self._reachable_host()}:{self.ports.grpc}"
+        return f"{reachable(self.host)}:{self.ports.grpc}"
 
     def __enter__(self) -> "LocalServer":
         """Raises:
@@ -148,14 +145,7 @@ class LocalServer:
 
     def _is_ready(self) -> bool:
         """Whether the server answers and every model that was asked for is loaded."""
-        return self._answers("/v2/health/ready")
-
-    def _answers(self, path: str) -> bool:
-        try:
-            with urllib.request.urlopen(f"http://{self.http_url}{path}", timeout=_PROBE_SECONDS) as answer:
-                return answer.status == 200
-        except (urllib.error.URLError, OSError):
-            return False
+        return answers(f"http://{self.http_url}/v2/health/ready")
 
     def _ailment(self) -> Ailment | None:
         states = _states_of_stubs(self.process.pid)
@@ -163,7 +153,7 @@ class LocalServer:
             return Ailment(reason="a stub of its Python backend died", patience=_DEAD_STUB_SECONDS)
         if "T" in states:
             return Ailment(reason="a stub of its Python backend stands still", patience=self._hang_seconds)
-        if not self._answers("/v2/health/live"):
+        if not answers(f"http://{self.http_url}/v2/health/live"):
             return Ailment(reason="it answers nothing", patience=self._hang_seconds)
         return None
 
@@ -182,9 +172,6 @@ class LocalServer:
                 break
         message = told[0].partition("\\n\\nAt:")[0].partition("] ")[2] or told[0] if told else "it said nothing useful"
         return f"{message.strip()[:500]} (all of it: {self._log})"
-
-    def _reachable_host(self) -> str:
-        return "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
 
 
 def _states_of_stubs(group: int) -> set[str]:

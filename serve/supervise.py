@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +17,22 @@ from typing import IO
 from megadit.models.support import UserError
 
 _SECONDS_BETWEEN_CHECKS = 0.5
+_SECONDS_TO_ANSWER = 3.0
 _PR_SET_PDEATHSIG = 1
+
+
+def answers(url: str) -> bool:
+    """Whether a server says yes there, and soon."""
+    try:
+        with urllib.request.urlopen(url, timeout=_SECONDS_TO_ANSWER) as answer:
+            return answer.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def reachable(host: str) -> str:
+    """Where a server that listens on `host` is asked from this machine."""
+    return "127.0.0.1" if host in ("0.0.0.0", "::") else host
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -113,6 +113,11 @@ def _randomised(network):
     return network.eval()
 
 
+@pytest.fixture(scope="session")
+def randomise_autoencoder() -> Callable:
+    return _randomised
+
+
 def _cosmos_autoencoder(temporal: int = 4, *, statistics: bool = False):
     """A narrow `AutoencoderKLCosmos` with the levels of the released one."""
     import diffusers

@@ -20,6 +20,14 @@ from pathlib import Path
 import pytest
 
 TIMEOUT = 240
+MOVIEGEN = {
+    "family": "moviegen",
+    "num_query_groups": 4,
+    "position_embedding": "learned",
+    "learned_positions": [4, 5, 5],
+    "qk_layernorm": False,
+}
+"""A network of MovieGen's blocks, in the shape that the jobs of layouts take."""
 RANK_SERVER = Path(__file__).parent / "jobs" / "rank_server.py"
 
 

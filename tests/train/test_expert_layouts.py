@@ -12,19 +12,14 @@ import safetensors.torch
 
 from megadit.models.megatron.checkpoint import _read
 
+from .conftest import MOVIEGEN
+
 JOB = Path(__file__).parent / "jobs" / "layouts.py"
 
 pytestmark = pytest.mark.slow
 
 TOKENS = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 20, "balance_coefficient": 0.5}
 CHOICE = {"num_experts": 8, "routing": "expert_choice", "capacity_factor": 2.5, "ffn_hidden_size": 24}
-MOVIEGEN = {
-    "family": "moviegen",
-    "num_query_groups": 4,
-    "position_embedding": "learned",
-    "learned_positions": [4, 5, 5],
-    "qk_layernorm": False,
-}
 KINDS = {"tokens": {"experts": TOKENS}, "experts": {"experts": CHOICE}, "moviegen": {**MOVIEGEN, "experts": TOKENS}}
 """In a block: tokens choose, experts choose; in one whose MLPs are gated."""
 TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}

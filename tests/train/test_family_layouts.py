@@ -12,6 +12,8 @@ import safetensors.torch
 
 from megadit.models.megatron.checkpoint import _read
 
+from .conftest import MOVIEGEN
+
 JOB = Path(__file__).parent / "jobs" / "layouts.py"
 
 pytestmark = pytest.mark.slow
@@ -34,13 +36,6 @@ CLASSES = {
 }
 NEMO = {"family": "nemo", "num_layers": 2, "position_embedding": "sincos", "hidden_size": 256}
 DFM = {"family": "dfm", "num_layers": 2, "hidden_size": 256, "adaln_lora_dim": 4}
-MOVIEGEN = {
-    "family": "moviegen",
-    "num_query_groups": 4,
-    "position_embedding": "learned",
-    "learned_positions": [4, 5, 5],
-    "qk_layernorm": False,
-}
 MOVIEGEN_NEMO = MOVIEGEN | {"compat": "nemo", "num_layers": 2, "hidden_size": 256}
 ST_DIT = {"family": "st_dit", "adaln_lora_dim": 4}
 FAMILIES = {

@@ -46,8 +46,11 @@ class DatasetInfo:
     """Width of the text features."""
     num_samples: dict[str, int]
     """Samples of each split."""
-    store: Store | None = None
-    """Whether samples are latents or pixels, as the first one shows; None if it cannot be told."""
+
+    @property
+    def store(self) -> Store | None:
+        """Whether samples are latents or pixels, as the first one of training shows; None if it cannot be told."""
+        return _store_of(self.root)
 
     @property
     def tokenizer_folder(self) -> Path:
@@ -59,7 +62,7 @@ class DatasetInfo:
 
     def write(self) -> None:
         values = asdict(self)
-        del values["root"], values["store"]
+        del values["root"]
         write_json(self.root / INFO_FILE, {"format_version": FORMAT_VERSION, **values})
 
     @classmethod
@@ -82,7 +85,7 @@ class DatasetInfo:
                 f"{root / INFO_FILE} has format_version {version}, this megadit reads up to {FORMAT_VERSION}; update it"
             )
         try:
-            return cls(root=root, store=_store_of(root), **values)
+            return cls(root=root, **values)
         except TypeError as error:
             raise UserError(f"{root / INFO_FILE} is not the description of a data set ({error}); {REMEDY}") from None
 
@@ -148,8 +151,9 @@ def _read_blend(path: "Path | EPath") -> DatasetInfo:
     first = everything[0]
     parts = ("tokenizer_fingerprint", "text_encoder_fingerprint", "latent_channels", "text_width", "sigma_data")
     for name in (*parts, "store"):
+        expected = getattr(first, name)
         for info in everything:
-            expected, found = getattr(first, name), getattr(info, name)
+            found = getattr(info, name)
             if expected != found and None not in (expected, found):
                 raise UserError(
                     f"{path} blends what cannot be blended: {name} is {expected} of {first.root} and "

@@ -223,9 +223,10 @@ def check_dataset(config: RunConfig) -> DatasetInfo:
     ):
         if not isclose(expected, found, rel_tol=1e-6):
             raise UserError(f"model.{name}={expected} does not fit {info.root}, whose value is {found}; set it to that")
-    encode = "on_the_fly" if info.store == "raw" else "precached"
-    if info.store is not None and config.data.encode != encode:
-        kind = "pixels" if info.store == "raw" else "latents"
+    store = info.store
+    encode = "on_the_fly" if store == "raw" else "precached"
+    if store is not None and config.data.encode != encode:
+        kind = "pixels" if store == "raw" else "latents"
         raise UserError(
             f"data.encode={config.data.encode} does not fit {info.root}, which holds {kind}; set it to {encode}"
         )

@@ -46,7 +46,7 @@ class Layout:
             **{name: getattr(sizes, name) for name in _SIZES},
             head_exchange=sizes.head_exchange_size(config.model.num_attention_heads),
             data_parallel=config.parallel.data_parallel,
-            recompute=_UNDECIDED.get(config.parallel.recompute_granularity, config.parallel.recompute_granularity),
+            recompute=_recompute(config),
             recompute_share=_recompute_share(config),
             micro_batch_size=config.data.micro_batch_size,
             global_batch_size=config.data.global_batch_size,
@@ -102,13 +102,17 @@ class Layout:
         return " ".join(parts) + again + f", {self.num_micro_batches} x {self.micro_batch_size}"
 
 
+def _recompute(config: RunConfig) -> str:
+    """A choice that waits for the memory at hand (`recompute.py`) is none until then."""
+    granularity = config.parallel.recompute_granularity
+    return "none" if granularity == "auto" else granularity
+
+
 def _recompute_share(config: RunConfig) -> float:
     count = config.parallel.recompute_num_layers
     return 1.0 if count is None else min(1.0, count * config.parallel.sizes.num_parts / config.model.num_layers)
 
 
-_UNDECIDED = {"auto": "none"}
-"""What a choice that waits for the memory at hand is taken for until then (see `recompute.py`)."""
 _SIZES = (
     *("tensor", "pipeline", "virtual_pipeline", "context", "context_comm", "sequence_parallel"),
     *("expert", "expert_tensor"),

@@ -248,7 +248,7 @@ def random_cosmos_autoencoder(seed):
     draw = random.Random(seed)
     temporal, spatial, patch = draw.choice([(4, 8, 4), (8, 8, 4), (8, 16, 4), (4, 8, 2), (4, 4, 2)])
     widths = [draw.choice([4, 8, 12]) for _ in range(4)]
-    model = diffusers.AutoencoderKLCosmos(
+    return diffusers.AutoencoderKLCosmos(
         encoder_block_out_channels=tuple(widths),
         decode_block_out_channels=tuple(reversed(widths[1:])),
         latent_channels=draw.choice([3, 5]),
@@ -259,19 +259,13 @@ def random_cosmos_autoencoder(seed):
         latents_mean=None,
         latents_std=None,
     )
-    for parameter in model.parameters():
-        if parameter.ndim == 1:
-            torch.nn.init.normal_(parameter, mean=0.5, std=0.2)
-        else:
-            torch.nn.init.kaiming_normal_(parameter)
-    return model.eval()
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_cosmos_autoencoder_equals_diffusers(seed, tmp_path):
+def test_cosmos_autoencoder_equals_diffusers(seed, tmp_path, randomise_autoencoder):
     torch.manual_seed(seed)
     dtype = random_type(seed)
-    model = random_cosmos_autoencoder(seed)
+    model = randomise_autoencoder(random_cosmos_autoencoder(seed))
     state_dict = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
     model.save_pretrained(tmp_path / "theirs")
     save_file(state_dict, tmp_path / "theirs/diffusion_pytorch_model.safetensors")
