@@ -19,7 +19,7 @@ from megadit.models.dense_kernel import dense_kernel
 from megadit.models.embeddings import Rotary
 from megadit.models.qk_norm import QKNorm
 from megadit.models.recompute import through
-from megadit.models.segments import DenseLayout, Layout, Run, SegmentLayout
+from megadit.models.segments import DenseLayout, Layout, SegmentLayout
 
 if TYPE_CHECKING:
     from megadit.models.layers import LayerKit
@@ -113,14 +113,11 @@ def _attend_dense(q: Tensor, k: Tensor, v: Tensor, layout: DenseLayout, cross: b
 
 def attend_runs(q: Tensor, k: Tensor, v: Tensor, layout: SegmentLayout, cross: bool, into: Projection) -> Tensor:
     """One dense attention per run of equally long segments; runs anywhere, costs what the segments cost."""
+    keys = _texts_of_runs(k, v, layout) if cross else ((*kv, None) for kv in zip(*_runs_of(layout, k, v), strict=True))
+    (queries,) = _runs_of(layout, q)
     outputs = []
-    for run in layout.runs:
-        q_csNK = _run_tokens(q, run)
-        if run.is_padding:
-            outputs.append(torch.zeros_like(q_csNK).flatten(0, 1))
-            continue
-        keys = _run_text(k, v, layout, run) if cross else (_run_tokens(k, run), _run_tokens(v, run), None)
-        outputs.append(_attend_run(q_csNK, *keys))
+    for run, q_csNK, keys_of_run in zip(layout.runs, queries, keys, strict=True):
+        outputs.append(torch.zeros_like(q_csNK).flatten(0, 1) if run.is_padding else _attend_run(q_csNK, *keys_of_run))
     return through(_join_runs, *outputs, into=into)
 
 
@@ -134,21 +131,36 @@ def _attend_run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     return rearrange(dense_kernel(q, k, v, mask), "c N s K -> (c s) N K")
 
 
-def _run_tokens(x_S1NK: Tensor, run: Run) -> Tensor:
-    """The tokens of a run as a uniform batch, [c, s, N, K]."""
-    return x_S1NK[run.start : run.stop, 0].unflatten(0, (run.count, run.length))
+def _runs_of(layout: SegmentLayout, *sequences_S1NK: Tensor) -> list[list[Tensor]]:
+    """Each sequence as one uniform batch a run, [c, s, N, K].
+
+    All are cut at once: the gradient of a slice is as long as the sequence, that of all pieces together no longer.
+    """
+    sizes = [run.count * run.length for run in layout.runs]
+    return [
+        [
+            part.unflatten(0, (run.count, run.length))
+            for part, run in zip(x.squeeze(1).split(sizes), layout.runs, strict=True)
+        ]
+        for x in sequences_S1NK
+    ]
 
 
-def _run_text(k: Tensor, v: Tensor, layout: SegmentLayout, run: Run) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The text of a run, [c, l, N, K], and the mask [c, 1, 1, l] of what is there (None where all of it is)."""
+def _texts_of_runs(k: Tensor, v: Tensor, layout: SegmentLayout) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+    """Keys and values of each run's text, [c, l, N, K], and a mask [c, 1, 1, l] of what is there (None: all of it)."""
 
-    def compute() -> tuple[Tensor, Tensor | None]:
-        slots_cl, is_valid_cl = layout.text_of_run(run)
-        mask = None if is_valid_cl.all() else is_valid_cl[:, None, None].to(k.device, non_blocking=True)
-        return slots_cl.to(k.device, non_blocking=True), mask
+    def compute() -> tuple[Tensor, list[torch.Size], list[Tensor | None]]:
+        slots, are_valid = zip(*map(layout.text_of_run, layout.runs), strict=True)
+        masks = [None if valid.all() else valid[:, None, None].to(k.device, non_blocking=True) for valid in are_valid]
+        flat = torch.cat([slots_cl.flatten() for slots_cl in slots]).to(k.device, non_blocking=True)
+        return flat, [slots_cl.shape for slots_cl in slots], masks
 
-    slots_cl, mask = layout.cached(("text", run, k.device), compute)
-    return k[slots_cl, 0], v[slots_cl, 0], mask
+    slots, shapes, masks = layout.cached(("texts", k.device), compute)
+    sizes = [shape.numel() for shape in shapes]
+    parts = (
+        [part.unflatten(0, shape) for part, shape in zip(x[slots, 0].split(sizes), shapes, strict=True)] for x in (k, v)
+    )
+    return list(zip(*parts, masks, strict=True))
 
 
 def attend_varlen(q: Tensor, k: Tensor, v: Tensor, layout: SegmentLayout, cross: bool, into: Projection) -> Tensor:

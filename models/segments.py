@@ -338,10 +338,10 @@ class SegmentLayout:
         return torch.tensor(slots, dtype=torch.long)
 
     def text_of_run(self, run: Run) -> tuple[Tensor, Tensor]:
-        """A run's text slots, made rectangular: (slot indices int64, is valid bool), [count, longest]."""
+        """A run's text slots, made rectangular: (indices int64, is valid bool), [count, longest]; none of padding."""
         slots_G1 = torch.tensor(self.text_slots[run.segments])[:, None]
         starts_G1 = torch.tensor(self.text_starts[run.segments])[:, None]
-        offset_L = torch.arange(int(slots_G1.max()))
+        offset_L = torch.arange(0 if run.is_padding else int(slots_G1.max()))
         is_valid_GL = offset_L < slots_G1
         return torch.where(is_valid_GL, starts_G1 + offset_L, starts_G1), is_valid_GL
 

@@ -11,6 +11,8 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megadit.models import attention, blocks, modulation_by_token, qk_norm, recompute
 from megadit.models.conditioning import Conditioning
@@ -304,6 +306,40 @@ def test_a_random_pack_equals_its_samples_one_by_one(family, dtype, nothing_is_s
     for layout in random_packs(3):
         ours, theirs = packed_and_single(FAMILIES[family], layout, dtype)
         assert largest_error(ours, theirs) < NETWORK_TOLERANCE[dtype], layout
+
+
+class Written(TorchDispatchMode):
+    """Counts the numbers that operations make; attention's scores, inside a kernel, are not seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        if not operation.is_view:
+            self.count += sum(x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor))
+        return result
+
+
+def numbers_written(config, count, tokens=1024):
+    """By a step, forward and backward, over a pack of `tokens` in `count` samples, no two of equal length."""
+    lengths = [tokens // count - count // 2 + index for index in range(count)]
+    segments = [Segment((1, 1, length), 64 // count) for length in lengths]
+    layout = SegmentLayout.pack(segments, capacity=tokens, text_capacity=64)
+    dit, text = DiT(config), torch.ones(64, 1, config.crossattn_emb_size)
+    x = torch.randn(tokens, 1, config.patch_dim)
+    with Written() as written:
+        c_noise_G, fps_G = torch.ones(2, layout.num_segments)
+        dit.forward_packed(x, c_noise_G, text, fps_G, layout).sum().backward()
+    return written.count
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_many_samples_cost_what_few_of_as_many_tokens_do(family):
+    config = dataclasses.replace(FAMILIES[family], learned_positions=(2, 1, 1024) if family == "moviegen" else None)
+    few, many = (numbers_written(config, count) for count in (2, 16))
+    assert many < 1.2 * few
 
 
 # --- what a GPU compiles ------------------------------------------------------------------------------------------
