@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import grpc
 import httpx
@@ -165,10 +165,24 @@ class _Transport(Protocol):
     ) -> Iterator[Event]: ...
 
 
-def _connect(url: str) -> _Transport:
-    parts = urlsplit(url if "://" in url else f"//{url}")
-    if parts.scheme not in ("", "grpc", "http", "https") or not parts.hostname or parts.path.strip("/"):
+def check_address(url: str) -> SplitResult:
+    """The parts of a service's address.
+
+    Raises:
+        UserError: if it is none.
+    """
+    try:
+        parts = urlsplit(url if "://" in url else f"//{url}")
+        is_address = parts.scheme in ("", "grpc", "http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port that is no number
+        is_address = False
+    if not is_address or parts.path.strip("/"):
         raise UserError(f"{url!r} is no address of a service; use grpc://HOST:PORT, http://HOST:PORT or HOST")
+    return parts
+
+
+def _connect(url: str) -> _Transport:
+    parts = check_address(url)
     if parts.scheme == "grpc" or (not parts.scheme and parts.port):
         return _Grpc(f"{parts.hostname}:{parts.port or GRPC_PORT}")
     if parts.scheme:

@@ -34,7 +34,7 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from megadit.models.support import UserError
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 _SECONDS_TO_WAIT_FOR_A_LOCK = 30
 MIGRATING, CLAIMING = 0x6D656761, 0x6D656762
 """What one gateway does while the others wait; numbers of PostgreSQL's advisory locks."""
@@ -62,6 +62,8 @@ KEYS = Table(
     Column("turn", BigInteger, nullable=False),
     Column("created_at", Float, nullable=False),
     Column("revoked_at", Float),
+    Column("tokens", Float),
+    Column("tokens_tick", Float),
 )
 JOBS = Table(
     "jobs",
@@ -116,7 +118,12 @@ def _add_previews(connection: Connection) -> None:
     PREVIEWS.create(connection)
 
 
-MIGRATIONS: dict[int, Callable[[Connection], None]] = {2: _add_webhooks, 3: _add_previews}
+def _add_rates(connection: Connection) -> None:
+    for column in ("tokens", "tokens_tick"):
+        connection.exec_driver_sql(f"ALTER TABLE keys ADD COLUMN {column} FLOAT")
+
+
+MIGRATIONS: dict[int, Callable[[Connection], None]] = {2: _add_webhooks, 3: _add_previews, 4: _add_rates}
 """Version -> what turns the tables of the version before it into its own."""
 
 

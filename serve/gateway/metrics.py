@@ -5,7 +5,12 @@ from collections.abc import Callable, Iterable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
+from sqlalchemy.exc import SQLAlchemyError
 
+from megadit.serve.gateway.logs import log
+
+_NOBODYS = {("", "queued"): 0, ("", "in_progress"): 0}
+"""What a sum over keys finds when no key has any: autoscaling takes a metric that is not there for a fault."""
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 
 
@@ -20,7 +25,7 @@ class Metrics:
         self.videos = Counter(
             "megadit_videos", "videos that ended", ["key", "model", "outcome"], registry=self.registry
         )
-        self.errors = Counter("megadit_video_errors", "videos that failed", ["code"], registry=self.registry)
+        self.errors = Counter("megadit_video_errors", "videos that failed", ["key", "code"], registry=self.registry)
         self.interruptions = Counter(
             "megadit_interruptions",
             "runs that their server or gateway did not finish",
@@ -49,8 +54,11 @@ class _Queue(Collector):
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         jobs = GaugeMetricFamily("megadit_jobs", "videos that wait or run", labels=["key", "status"])
-        for labels, count in self._counts().items():
-            jobs.add_metric(labels, count)
+        try:
+            for labels, count in (_NOBODYS | self._counts()).items():
+                jobs.add_metric(labels, count)
+        except SQLAlchemyError as error:  # all else is still told
+            log("store failed", reason=str(error).splitlines()[0])
         up = GaugeMetricFamily("megadit_server_up", "whether a Triton server takes work", labels=["server"])
         for url, is_healthy in self._health().items():
             up.add_metric([url], is_healthy)

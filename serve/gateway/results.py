@@ -6,8 +6,9 @@ A file has the name of its job, which is ours alone to choose: nothing that a cl
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import fsspec
 
@@ -15,7 +16,6 @@ from megadit.models.support import UserError, atomic_path
 from megadit.serve.gateway.store import Job, Result
 
 SUFFIXES = {"video/mp4": ".mp4", "image/png": ".png"}
-_CHUNK = 1 << 20
 
 
 class Results:
@@ -49,26 +49,13 @@ class Results:
             self._files.pipe_file(path, data)  # an object store shows no object before it is whole
         return Result(media_type=media_type, num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
 
-    def is_whole(self, job: Job) -> bool:
-        """Whether the video of a completed job is there, of the size that was written."""
+    def open(self, job: Job) -> IO[bytes] | None:
+        """The video of a completed job, to be read; None if it is not there, or not of the size that was written."""
+        path = self._path(job.id, job.media_type)
         try:
-            return self._files.size(self._path(job.id, job.media_type)) == job.num_bytes
+            return self._files.open(path, "rb") if self._files.size(path) == job.num_bytes else None
         except FileNotFoundError:
-            return False
-
-    def local_path(self, job: Job) -> Path | None:
-        """The file of a completed job, where videos are files of this machine."""
-        return Path(self._path(job.id, job.media_type)) if self.is_local else None
-
-    def read(self, job: Job) -> Iterator[bytes]:
-        """The video in pieces.
-
-        Raises:
-            OSError: if it is not there.
-        """
-        with self._files.open(self._path(job.id, job.media_type), "rb") as file:
-            while chunk := file.read(_CHUNK):
-                yield chunk
+            return None
 
     def remove(self, job_id: str) -> None:
         """Removes whatever is stored of a job."""

@@ -11,12 +11,13 @@ from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
-from fastapi.responses import FileResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
 
 from megadit.models.support import UserError
 from megadit.serve.contract import InvalidRequestError
+from megadit.serve.gateway.content import content_of
 from megadit.serve.gateway.errors import ApiError, not_found, of_validation, unavailable
 from megadit.serve.gateway.keys import Key
 from megadit.serve.gateway.logs import log
@@ -34,7 +35,7 @@ from megadit.serve.gateway.schemas import (
 )
 from megadit.serve.gateway.service import Gateway
 from megadit.serve.gateway.store import (
-    COMPLETED,
+    QUEUED,
     IdempotencyMismatchError,
     Job,
     NewJob,
@@ -103,10 +104,18 @@ def video_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRoute
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         return StreamingResponse(streams.open(key, video_id), media_type="text/event-stream", headers=headers)
 
-    @router.get("/videos/{video_id}/content", response_class=Response, responses=_content(*SUFFIXES))
-    def get_content(key: Authenticated, video_id: str, variant: Literal["video"] = "video") -> Response:
-        """The finished video itself."""
-        return _content_of(gateway, _find(gateway, key, video_id))
+    @router.get(
+        "/videos/{video_id}/content", response_class=Response, responses=_content(*SUFFIXES, statuses=(200, 206))
+    )
+    def get_content(
+        key: Authenticated,
+        video_id: str,
+        variant: Literal["video"] = "video",
+        asked: Annotated[str | None, Header(alias="range")] = None,
+        if_range: Annotated[str | None, Header()] = None,
+    ) -> Response:
+        """The finished video itself, or one range of its bytes."""
+        return content_of(gateway.results, _find(gateway, key, video_id), asked=asked, if_range=if_range)
 
     @router.delete("/videos/{video_id}", response_model=VideoDeleted)
     def delete_video(key: Authenticated, video_id: str) -> VideoDeleted:
@@ -115,6 +124,8 @@ def video_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRoute
         if job is None:
             raise not_found(video_id)
         gateway.runner.cancel(video_id)
+        if job.status == QUEUED:  # the end of one that runs is counted by who runs it
+            gateway.metrics.videos.labels(key.id, job.model, "cancelled").inc()
         try:
             gateway.results.remove(video_id)
         except Exception as error:  # whatever a file system raises; the next start sweeps the video away
@@ -132,8 +143,9 @@ def video_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRoute
     return router
 
 
-def _content(*kinds: str) -> dict[int | str, dict[str, Any]]:
-    return {200: {"content": {kind: {"schema": {"type": "string", "format": "binary"}} for kind in kinds}}}
+def _content(*kinds: str, statuses: tuple[int, ...] = (200,)) -> dict[int | str, dict[str, Any]]:
+    content = {kind: {"schema": {"type": "string", "format": "binary"}} for kind in kinds}
+    return {status: {"content": content} for status in statuses}
 
 
 def _find(gateway: Gateway, key: Key, video_id: str) -> Job:
@@ -195,27 +207,6 @@ def _stored(gateway: Gateway, key: Key, new: NewJob) -> Job:
         code, seconds, message = "insufficient_quota", 3600.0, str(error)
     gateway.metrics.refusals.labels(key.id, code).inc()
     raise ApiError(429, code, message, retry_after=seconds)
-
-
-def _content_of(gateway: Gateway, job: Job) -> Response:
-    if job.status != COMPLETED:
-        raise ApiError(404, "not_completed", f"the video is {job.status.replace('_', ' ')}")
-    if job.num_bytes is None:
-        raise ApiError(404, "expired", "the video has expired")
-    try:
-        is_whole = gateway.results.is_whole(job)
-    except Exception as error:  # fsspec's file systems raise what their libraries do
-        log("result not read", error=error, job=job.id)
-        raise unavailable("storage_unavailable", "the place of the videos does not answer at the moment") from None
-    if not is_whole:
-        raise ApiError(404, "lost", "the video is not there any more")
-    headers = {"cache-control": "private, no-store", "x-content-type-options": "nosniff"}
-    name = f"{job.id}{SUFFIXES[job.media_type]}"
-    path = gateway.results.local_path(job)
-    if path is None:
-        headers |= {"content-length": str(job.num_bytes), "content-disposition": f'attachment; filename="{name}"'}
-        return StreamingResponse(gateway.results.read(job), media_type=job.media_type, headers=headers)
-    return FileResponse(path, media_type=job.media_type, filename=name, headers=headers)
 
 
 def _known_model(gateway: Gateway, model: str) -> str:

@@ -134,9 +134,11 @@ class Runner:
 
     def _watch(self, server: Server) -> None:
         while not self._ended.wait(_SECONDS_BETWEEN_PROBES if server.infos else 0.2):
-            was_healthy = server.is_healthy
-            if server.probe() != was_healthy:
-                log("server is " + ("healthy" if server.is_healthy else "unhealthy"), server=server.url)
+            before = server.is_healthy, server.complaint
+            server.probe()
+            if (server.is_healthy, server.complaint) != before:
+                state = "healthy" if server.is_healthy else "unhealthy"
+                log(f"server is {state}", server=server.url, reason=server.complaint)
             if server.seconds_silent() > self._settings.hang_seconds:
                 for run in self._running():
                     if run.server is server:
@@ -202,6 +204,9 @@ class Runner:
                 self._fail(run, "timed_out", f"not done within {self._settings.job_seconds:g} s")
         except ServiceError as error:
             self._interrupt(run, str(error))
+        except Exception as error:  # an answer that cannot be read, or a fault of ours: the job has an end anyway
+            log("run failed", error=error, job=run.job.id)
+            self._interrupt(run, "the gateway could not follow it")
         else:
             self._keep(run, video)
 
@@ -263,7 +268,7 @@ class Runner:
     def _end(self, run: _Run, outcome: str, code: str | None = None) -> None:
         self._metrics.videos.labels(run.job.key_id, run.job.model, outcome).inc()
         if code is not None:
-            self._metrics.errors.labels(code).inc()
+            self._metrics.errors.labels(run.job.key_id, code).inc()
         log(f"job {outcome}", job=run.job.id, key=run.job.key_id, code=code, seconds=time.monotonic() - run.began)
 
     def _persist(self, write: Callable[[], bool]) -> bool:

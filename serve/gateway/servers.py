@@ -4,7 +4,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from megadit.serve.client import VideoClient
+from megadit.serve.client import VideoClient, check_address
 from megadit.serve.contract import InvalidRequestError, ServiceError, ServiceInfo, VideoRequest
 
 _PROOF_SECONDS = 5.0
@@ -25,6 +25,8 @@ class Server:
     """When it stopped answering (monotonic seconds); None while it answers."""
     is_proven: bool = False
     """Whether its model has answered a request since it last failed: a Triton whose stub died says that it is ready."""
+    complaint: str | None = None
+    """Why the last probe failed, as far as that was told."""
     free: threading.Semaphore = field(init=False)
     _clients: dict[str, VideoClient] = field(default_factory=dict)
 
@@ -37,11 +39,12 @@ class Server:
 
     def probe(self) -> bool:
         """Asks whether all models are loaded and what they offer; notes whether it is healthy, and says so."""
+        self.complaint, is_ready = None, False
         try:
             is_ready = all(self._probe(model) for model in self.models)
             self.is_proven = is_ready and (self.is_proven or all(self._prove(model) for model in self.models))
-        except ServiceError:
-            is_ready = False
+        except Exception as error:  # whatever answers there need not be a Triton
+            self.complaint = str(error).partition("\n")[0][:300]
         if is_ready:
             self.silent_since = None
         elif self.silent_since is None:
@@ -90,6 +93,11 @@ class Servers:
 
     @classmethod
     def of(cls, urls: tuple[str, ...], models: tuple[str, ...], *, slots: int) -> "Servers":
+        """Raises:
+        UserError: for what is no address.
+        """
+        for url in urls:
+            check_address(url)
         return cls(all=tuple(Server(url=url, models=models, slots=slots) for url in urls), models=models)
 
     @property

@@ -73,7 +73,7 @@ class Gateway:
         self.store = JobStore(self.database, owner=settings.name or f"{socket.gethostname()}:{port}")
         self.results = Results(settings.results)
         self.metrics = Metrics()
-        self.rates = Rates()
+        self.rates = Rates(self.database)
         self.servers = Servers.of(settings.servers, settings.models, slots=settings.slots)
         self.runner = Runner(
             self.store,

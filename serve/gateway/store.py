@@ -300,13 +300,20 @@ class JobStore:
                 connection.execute(PREVIEWS.insert().values(number=job.number, step=changes["step"], data=preview))
             return is_ours
 
-    def untold(self) -> list[Job]:
-        """Jobs that this gateway ended and has not yet told their key's webhook of."""
-        ended = JOBS.c.status.in_((COMPLETED, FAILED))
+    def keys_to_tell(self) -> list[str]:
+        """Keys of jobs that this gateway ended and has not yet told their webhook of."""
+        with self._database.reading() as connection:
+            return list(connection.execute(select(JOBS.c.key_id).where(self._is_untold()).distinct()).scalars())
+
+    def untold(self, key_id: str) -> list[Job]:
+        """The oldest of these jobs of one key."""
         with self._database.reading() as connection:
             now = store_seconds(connection)
-            untold = select(JOBS).where(JOBS.c.webhook == _WANTED, ended, JOBS.c.owner == self.owner)
+            untold = select(JOBS).where(self._is_untold(), JOBS.c.key_id == key_id).order_by(JOBS.c.number)
             return [_job(row, now) for row in connection.execute(untold.limit(_AT_ONCE))]
+
+    def _is_untold(self) -> ColumnElement[bool]:
+        return and_(JOBS.c.webhook == _WANTED, JOBS.c.status.in_((COMPLETED, FAILED)), JOBS.c.owner == self.owner)
 
     def note_told(self, job: Job, outcome: str) -> None:
         with self._database.writing() as connection:

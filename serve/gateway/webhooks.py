@@ -9,7 +9,7 @@ import hmac
 import json
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import httpx
 from sqlalchemy.exc import SQLAlchemyError
@@ -26,12 +26,15 @@ _AT_ONCE = 8
 
 
 class Webhooks:
-    """Sends what is due of the jobs that this gateway ended, again with doubled pauses until it is taken."""
+    """Sends what is due of the jobs that this gateway ended, again with doubled pauses until it is taken.
+
+    The calls of one key go one after the other: an address that never answers holds no other key's up.
+    """
 
     def __init__(self, store: JobStore, keys: KeyRing, metrics: Metrics) -> None:
         self._store, self._keys, self._metrics = store, keys, metrics
-        self._tries: dict[str, tuple[int, float]] = {}
-        """Job -> tries that failed, and when the next is due (monotonic)."""
+        self._tries: dict[str, dict[str, tuple[int, float]]] = {}
+        """Key -> job -> tries that failed, and when the next is due (monotonic)."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._send_what_is_due, name="webhooks", daemon=True)
 
@@ -44,29 +47,41 @@ class Webhooks:
         self._thread.join()
 
     def _send_what_is_due(self) -> None:
+        calls: dict[str, Future] = {}
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="webhook") as pool:
             while not self._stopping.wait(_SECONDS_BETWEEN_LOOKS):
                 try:
-                    now = time.monotonic()
-                    due = [job for job in self._store.untold() if self._tries.get(job.id, (0, now))[1] <= now]
-                    list(pool.map(self._try, due))
+                    for key_id in self._store.keys_to_tell():
+                        if key_id not in calls or calls[key_id].done():
+                            calls[key_id] = pool.submit(self._tell, key_id)
                 except SQLAlchemyError as error:
                     log("store failed", reason=str(error).splitlines()[0])
 
-    def _try(self, job: Job) -> None:
-        key = self._keys.find(job.key_id)
-        if key is None or key.is_revoked or not _send(key, job):
-            tries = self._tries.get(job.id, (0, 0.0))[0] + 1
-            self._tries[job.id] = (tries, time.monotonic() + _FIRST_PAUSE * 2 ** (tries - 1))
-            if tries < _MOST_TRIES and key is not None and not key.is_revoked:
-                return
-            outcome = "given_up"
-        else:
-            outcome = "delivered"
-        self._tries.pop(job.id, None)
+    def _tell(self, key_id: str) -> None:
+        """Tells one key what is due, until a call fails."""
+        try:
+            key, jobs, known = self._keys.find(key_id), self._store.untold(key_id), self._tries.pop(key_id, {})
+            tries = self._tries[key_id] = {job.id: known[job.id] for job in jobs if job.id in known}
+            for job in jobs:
+                is_due = tries.get(job.id, (0, 0.0))[1] <= time.monotonic()
+                if self._stopping.is_set() or (is_due and not self._try(key, job, tries)):
+                    return
+        except SQLAlchemyError as error:
+            log("store failed", reason=str(error).splitlines()[0])
+
+    def _try(self, key: Key | None, job: Job, tries: dict[str, tuple[int, float]]) -> bool:
+        is_wanted = key is not None and not key.is_revoked
+        is_taken = is_wanted and _send(key, job)
+        if not is_taken:
+            count = tries.get(job.id, (0, 0.0))[0] + 1
+            tries[job.id] = (count, time.monotonic() + _FIRST_PAUSE * 2 ** (count - 1))
+            if is_wanted and count < _MOST_TRIES:
+                return False
+        outcome = "delivered" if is_taken else "given_up"
         self._store.note_told(job, outcome)
         self._metrics.webhooks.labels(outcome).inc()
         log(f"webhook {outcome.replace('_', ' ')}", job=job.id, key=job.key_id)
+        return is_taken
 
 
 def _send(key: Key, job: Job) -> bool:
@@ -80,7 +95,9 @@ def _send(key: Key, job: Job) -> bool:
     body = json.dumps(event).encode()
     try:
         headers = {"content-type": "application/json", **signature(key.webhook_secret, event["id"], body)}
-        return httpx.post(key.webhook_url, content=body, headers=headers, timeout=_SECONDS_TO_ANSWER).is_success
+        call = httpx.stream("POST", key.webhook_url, content=body, headers=headers, timeout=_SECONDS_TO_ANSWER)
+        with call as answer:  # whose body is not read, however long it is
+            return answer.is_success
     except (httpx.HTTPError, httpx.InvalidURL):
         return False
 

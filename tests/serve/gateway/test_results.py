@@ -1,5 +1,6 @@
 """Where videos are kept: a folder, memory and an object store behave alike, and nothing half there is served."""
 
+import asyncio
 import hashlib
 import secrets
 
@@ -7,9 +8,12 @@ import fsspec
 import pytest
 
 from megadit.models.support import UserError
+from megadit.serve.gateway.content import content_of
+from megadit.serve.gateway.errors import ApiError
 from megadit.serve.gateway.results import Results
 
 DATA = b"what a Triton made" * 1000
+SIZE = len(DATA)
 MODELS = frozenset({"text_to_video"})
 
 
@@ -42,6 +46,81 @@ def test_a_video_is_served_from_any_place(completed):
     assert (answer.status_code, answer.content) == (200, DATA)
     assert answer.headers["content-type"] == "video/mp4"
     assert answer.headers["content-disposition"] == f'attachment; filename="{job.id}.mp4"'
+
+
+@pytest.mark.parametrize(
+    ("asked", "part"),
+    [
+        ("bytes=4-7", range(4, 8)),
+        ("Bytes=17990-", range(17990, SIZE)),
+        ("bytes=-5", range(SIZE - 5, SIZE)),
+        ("bytes=-999999", range(SIZE)),
+        ("bytes=17999-999999", range(17999, SIZE)),
+        ("bytes= 0-0 ", range(1)),
+    ],
+)
+def test_a_range_is_served_from_any_place(completed, asked, part):
+    client, job = completed
+    answer = client.get(f"/v1/videos/{job.id}/content", headers={"range": asked})
+    assert (answer.status_code, answer.content) == (206, DATA[part.start : part.stop])
+    assert answer.headers["content-range"] == f"bytes {part.start}-{part.stop - 1}/{SIZE}"
+    assert answer.headers["content-length"] == str(len(part))
+
+
+def test_what_is_no_range_of_the_video_is_ignored_or_told_as_every_error_is(visit, gateway):
+    client = visit()
+    client.post("/v1/videos", json={"prompt": "a"})
+    job = gateway.store.claim(MODELS)
+    gateway.store.complete(job, gateway.results.put(job.id, DATA, "video/mp4"), seconds_to_live=1000)
+
+    def get(**headers):
+        return client.get(
+            f"/v1/videos/{job.id}/content", headers={name.replace("_", "-"): headers[name] for name in headers}
+        )
+
+    malformed = [
+        "",
+        "bytes",
+        "bytes=",
+        "bytes=-",
+        "bytes=x-y",
+        "bytes=7-4",
+        "bytes=1-2,5-6",
+        "bytes=0x1-2",
+        "lines=1-2",
+    ]
+    for text in [
+        *malformed,
+        "bytes=-+1",
+        f"bytes={9 * '9999'}-",
+        "bytes=" + "9" * 5000 + "-",
+        "bytes=\u0661-2".encode(),
+    ]:
+        answer = get(range=text)
+        assert (answer.status_code, answer.content) == (200, DATA), text
+        assert answer.headers["accept-ranges"] == "bytes"
+    for text in (f"bytes={SIZE}-", "bytes=-0", "bytes=999999-9999999"):
+        answer = get(range=text)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (416, "range_not_satisfiable")
+        assert answer.headers["content-range"] == f"bytes */{SIZE}"
+    assert get(range="bytes=0-3", if_range=get().headers["etag"]).status_code == 206
+    assert get(range="bytes=0-3", if_range='"another video"').content == DATA
+
+
+def test_a_video_that_is_deleted_while_it_is_read_is_read_to_its_end(visit, gateway):
+    visit().post("/v1/videos", json={"prompt": "a"})
+    job = gateway.store.claim(MODELS)
+    gateway.store.complete(job, gateway.results.put(job.id, DATA, "video/mp4"), seconds_to_live=1000)
+    job = gateway.store.get(job.key_id, job.id)
+    answer = content_of(gateway.results, job, asked=None, if_range=None)
+    gateway.results.remove(job.id)
+
+    async def read() -> bytes:
+        return b"".join([piece async for piece in answer.body_iterator])
+
+    assert asyncio.run(read()) == DATA
+    with pytest.raises(ApiError, match="not there any more"):
+        content_of(gateway.results, job, asked=None, if_range=None)
 
 
 def test_what_is_lost_or_half_there_is_not_served(completed, url):
@@ -93,7 +172,7 @@ def test_a_place_that_does_not_answer_is_told_and_loses_nothing(gateway, visit, 
         raise ConnectionError("secret internals")
 
     with monkeypatch.context() as broken:
-        broken.setattr(gateway.results, "is_whole", no_answer)
+        broken.setattr(gateway.results, "open", no_answer)
         answer = client.get(f"/v1/videos/{job.id}/content")
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "storage_unavailable")
         assert "secret" not in answer.text

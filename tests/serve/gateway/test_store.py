@@ -312,7 +312,7 @@ def test_a_store_of_the_release_before_opens_with_everything_in_it(old_store, tm
         assert known.id == found[0].id and not is_new
         assert [job.id for job in jobs.interrupt_all("old:8080")] == [found[2].id]
         assert [jobs.claim(MODELS).id for _ in range(2)] == [found[2].id, found[3].id]
-        assert jobs.untold() == [], "nobody is told of what ended before"
+        assert jobs.keys_to_tell() == [], "nobody is told of what ended before"
     Database(str(tmp_path / "new.sqlite")).close()
     assert schema(old_store) == schema(tmp_path / "new.sqlite")
 

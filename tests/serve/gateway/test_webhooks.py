@@ -1,15 +1,17 @@
 """Webhooks to a real address: signed as openai's client checks it, sent again until taken, told once."""
 
 import json
+import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from megadit.serve.contract import VideoRequest
 from megadit.serve.gateway import webhooks
 from megadit.serve.gateway.keys import KeyLimits
-from megadit.serve.gateway.store import NewJob, Result
+from megadit.serve.gateway.store import JobStore, NewJob, Result
 from megadit.serve.gateway.webhooks import Webhooks, signature
 
 MODELS = frozenset({"text_to_video"})
@@ -44,18 +46,18 @@ def receiver():
 
 @pytest.fixture
 def ended(gateway):
-    """Two jobs of a key, one completed and one failed."""
-    from megadit.serve.contract import VideoRequest
+    """A new key and its jobs: every other one is completed, the rest have failed."""
 
-    def make(url: str) -> list:
+    def make(url: str, num_jobs: int = 2) -> list:
         _, key = gateway.keys.add("alice", limits=KeyLimits(), webhook_url=url)
         request = VideoRequest(prompt="a", num_steps=4, num_frames=5, height=8, width=8, fps=8)
-        for _ in range(2):
+        for _ in range(num_jobs):
             gateway.store.create(key, NewJob(model="text_to_video", request=request))
-        good, bad = gateway.store.claim(MODELS), gateway.store.claim(MODELS)
-        gateway.store.complete(good, RESULT, seconds_to_live=10)
-        gateway.store.fail(bad, "timed_out", "x")
-        return [key, good, bad]
+        jobs = [gateway.store.claim(MODELS) for _ in range(num_jobs)]
+        for good, bad in zip(jobs[::2], jobs[1::2], strict=True):
+            gateway.store.complete(good, RESULT, seconds_to_live=10)
+            gateway.store.fail(bad, "timed_out", "x")
+        return [key, *jobs]
 
     return make
 
@@ -66,7 +68,7 @@ def test_the_end_of_a_video_is_told_until_it_is_taken(gateway, receiver, ended, 
     key, good, bad = ended(receiver.url)
     sender = Webhooks(gateway.store, gateway.keys, gateway.metrics)
     sender.start()
-    eventually(lambda: not gateway.store.untold())
+    eventually(lambda: not gateway.store.keys_to_tell())
     sender.stop()
     told = {json.loads(body)["id"]: (headers, body) for headers, body in receiver.received}
     assert set(told) == {f"evt_{good.id}", f"evt_{bad.id}"} and len(receiver.received) == 4
@@ -84,19 +86,37 @@ def test_an_address_that_never_answers_is_given_up(gateway, ended, eventually, m
     ended("http://127.0.0.1:1/hook")
     sender = Webhooks(gateway.store, gateway.keys, gateway.metrics)
     sender.start()
-    eventually(lambda: not gateway.store.untold())
+    eventually(lambda: not gateway.store.keys_to_tell())
     sender.stop()
     assert gateway.metrics.webhooks.labels("given_up")._value.get() == 2
 
 
 def test_what_a_dead_gateway_had_to_tell_is_told_by_who_buries_it(gateway, ended):
-    ended("http://127.0.0.1:1/hook")
-    from megadit.serve.gateway.store import JobStore
-
+    key, *_ = ended("http://127.0.0.1:1/hook")
     other = JobStore(gateway.database, owner="other")
-    assert other.untold() == []
+    assert other.keys_to_tell() == [] and other.untold(key.id) == []
     other.interrupt_all(gateway.store.owner)
-    assert len(other.untold()) == 2 and gateway.store.untold() == []
+    assert len(other.untold(key.id)) == 2 and gateway.store.untold(key.id) == []
+    assert (other.keys_to_tell(), gateway.store.keys_to_tell()) == ([key.id], [])
+
+
+def test_an_address_that_never_answers_or_never_stops_holds_nothing_up(gateway, ended, eventually, monkeypatch):
+    """One takes calls and says nothing, the other says that a gigabyte follows, of which nobody waits for the end."""
+    monkeypatch.setattr(webhooks, "_SECONDS_TO_ANSWER", 10**6)
+    monkeypatch.setattr(webhooks, "_AT_ONCE", 2)
+    sender = Webhooks(gateway.store, gateway.keys, gateway.metrics)
+    with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as endless:
+        deaf, *_ = ended(f"http://127.0.0.1:{silent.getsockname()[1]}/", num_jobs=10)
+        ended(f"http://127.0.0.1:{endless.getsockname()[1]}/")
+        sender.start()
+        for _ in range(2):
+            connection = endless.accept()[0]
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n")
+        eventually(lambda: gateway.store.keys_to_tell() == [deaf.id])
+        assert len(gateway.store.untold(deaf.id)) == 10
+        silent.accept()[0].close()
+    sender.stop()
+    assert gateway.metrics.webhooks.labels("delivered")._value.get() == 2
 
 
 def test_a_signature_covers_id_time_and_body():

@@ -1,0 +1,87 @@
+"""A finished video as an answer: all of it, or the range of its bytes that was asked for (RFC 9110, section 14)."""
+
+import re
+from collections.abc import Iterator
+from typing import IO
+
+from fastapi import Response
+from fastapi.responses import StreamingResponse
+
+from megadit.serve.gateway.errors import ApiError, answer, unavailable
+from megadit.serve.gateway.logs import log
+from megadit.serve.gateway.results import SUFFIXES, Results
+from megadit.serve.gateway.store import COMPLETED, Job
+
+_RANGE = re.compile(r"bytes=[ \t]*(?:([0-9]{1,18})-([0-9]{0,18})|-([0-9]{1,18}))[ \t]*", re.IGNORECASE)
+_PIECE = 1 << 20
+
+
+def content_of(results: Results, job: Job, *, asked: str | None, if_range: str | None) -> Response:
+    """The answer to whoever wants the video; `asked` and `if_range` are the headers `Range` and `If-Range`.
+
+    Raises:
+        ApiError: for a video that is not there.
+    """
+    file = _open(results, job)
+    etag, size = f'"{job.sha256}"', job.num_bytes
+    headers = {
+        "accept-ranges": "bytes",
+        "cache-control": "private, no-store",
+        "content-disposition": f'attachment; filename="{job.id}{SUFFIXES[job.media_type]}"',
+        "etag": etag,
+        "x-content-type-options": "nosniff",
+    }
+    part = asked_range(asked, size) if if_range in (None, etag) else None
+    if part is None:
+        part, status = range(size), 200
+    elif part:
+        status = 206
+        headers["content-range"] = f"bytes {part.start}-{part.stop - 1}/{size}"
+    else:
+        file.close()
+        refusal = ApiError(416, "range_not_satisfiable", f"the video has {size:,} bytes", param="range")
+        return answer(refusal, {"content-range": f"bytes */{size}"})
+    headers["content-length"] = str(len(part))
+    return StreamingResponse(_pieces(file, part), status, headers, job.media_type)
+
+
+def asked_range(asked: str | None, size: int) -> range | None:
+    """The bytes that a `Range` header asks for, of as many as there are; empty if none of them is there.
+
+    None stands for the whole: for a header that is malformed, counts something else than bytes, or wants several ranges
+    at once. Any of these may be ignored.
+    """
+    match = _RANGE.fullmatch(asked or "")
+    if match is None:
+        return None
+    first, last, suffix = match.groups()
+    if suffix is not None:
+        return range(max(0, size - int(suffix)), size)
+    if last and int(last) < int(first):
+        return None
+    return range(int(first), min(size, int(last) + 1) if last else size)
+
+
+def _open(results: Results, job: Job) -> IO[bytes]:
+    """The video, so that what happens to the file from now on does not break the answer."""
+    if job.status != COMPLETED:
+        raise ApiError(404, "not_completed", f"the video is {job.status.replace('_', ' ')}")
+    if job.num_bytes is None:
+        raise ApiError(404, "expired", "the video has expired")
+    try:
+        file = results.open(job)
+    except Exception as error:  # fsspec's file systems raise what their libraries do
+        log("result not read", error=error, job=job.id)
+        raise unavailable("storage_unavailable", "the place of the videos does not answer at the moment") from None
+    if file is None:
+        raise ApiError(404, "lost", "the video is not there any more")
+    return file
+
+
+def _pieces(file: IO[bytes], part: range) -> Iterator[bytes]:
+    with file:
+        file.seek(part.start)
+        left = len(part)
+        while left and (piece := file.read(min(left, _PIECE))):
+            left -= len(piece)
+            yield piece
