@@ -4,6 +4,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+from megadit.models.support import UserError
 from megadit.serve.client import VideoClient, check_address
 from megadit.serve.contract import InvalidRequestError, ServiceError, ServiceInfo, VideoRequest
 
@@ -94,10 +95,11 @@ class Servers:
     @classmethod
     def of(cls, urls: tuple[str, ...], models: tuple[str, ...], *, slots: int) -> "Servers":
         """Raises:
-        UserError: for what is no address.
+        UserError: for what is no address, and for one of HTTP, over which what hangs cannot be cancelled.
         """
         for url in urls:
-            check_address(url)
+            if check_address(url).scheme not in ("", "grpc"):
+                raise UserError(f"{url!r} is asked over HTTP; a gateway asks its servers over gRPC: grpc://HOST:PORT")
         return cls(all=tuple(Server(url=url, models=models, slots=slots) for url in urls), models=models)
 
     @property

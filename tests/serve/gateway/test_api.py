@@ -5,6 +5,7 @@ import hmac
 
 import pytest
 from prometheus_client import generate_latest
+from sqlalchemy.exc import OperationalError
 
 VIDEO = {"prompt": "a red seven moving left"}
 
@@ -228,6 +229,34 @@ def test_methods_that_somebody_made_up_are_counted_together(visit, gateway):
         assert client.request(f"BREW{index}", "/v1/videos").status_code == 405
     told = generate_latest(gateway.metrics.registry).decode()
     assert 'method="other"' in told and "BREW" not in told
+
+
+def test_every_cancel_and_failure_is_counted_by_key(visit, gateway, new_key):
+    text, key = new_key()
+    client = visit(text)
+    ids = [client.post("/v1/videos", json=VIDEO).json()["id"] for _ in range(2)]
+    told = generate_latest(gateway.metrics.registry).decode()
+    assert f'megadit_jobs{{key="{key.id}",status="queued"}} 2.0' in told
+    for video_id in ids:
+        client.delete(f"/v1/videos/{video_id}")
+    gateway.metrics.errors.labels(key.id, "timed_out").inc()
+    told = generate_latest(gateway.metrics.registry).decode()
+    assert f'megadit_videos_total{{key="{key.id}",model="text_to_video",outcome="cancelled"}} 2.0' in told
+    assert f'megadit_video_errors_total{{code="timed_out",key="{key.id}"}} 1.0' in told
+
+
+def test_an_empty_queue_is_told_as_zero_and_a_broken_store_does_not_hide_the_rest(gateway, monkeypatch):
+    """Autoscaling takes a metric that is not there for a fault, and would never go back to few servers."""
+    empty = 'megadit_jobs{key="",status="queued"} 0.0'
+    assert empty in generate_latest(gateway.metrics.registry).decode()
+
+    def broken():
+        raise OperationalError("SELECT", {}, Exception("disk I/O error"))
+
+    collector = next(each for each in gateway.metrics.registry._collector_to_names if hasattr(each, "_counts"))
+    monkeypatch.setattr(collector, "_counts", broken)
+    told = generate_latest(gateway.metrics.registry).decode()
+    assert empty not in told and "megadit_server_up" in told
 
 
 def test_nobody_is_sent_elsewhere(visit):

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import secrets
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -154,6 +155,28 @@ def test_a_sweep_removes_what_nobody_wants_and_nothing_else(url):
     files.invalidate_cache()
     left = {path.rpartition("/")[2] for path in files.ls(root, detail=False)}
     assert left == {f"{wanted}.mp4", f"of_{of_others}.mp4"}
+
+
+def test_a_video_whose_time_is_over_is_removed_and_no_other(visit, gateway, eventually):
+    client = visit()
+    jobs = []
+    for seconds in (-1, 1000):
+        client.post("/v1/videos", json={"prompt": "a"})
+        jobs.append(gateway.store.claim(MODELS))
+        result = gateway.results.put(jobs[-1].id, DATA, "video/mp4")
+        gateway.store.complete(jobs[-1], result, seconds_to_live=seconds)
+    urls = [f"/v1/videos/{job.id}" for job in jobs]
+    assert client.get(f"{urls[0]}/content").status_code == 200, "until somebody keeps house"
+    gateway._housekeeper.start()
+    eventually(lambda: client.get(f"{urls[0]}/content").status_code == 404)
+    gateway._stopping.set()
+    gateway._housekeeper.join()
+    assert client.get(f"{urls[0]}/content").json()["error"]["code"] == "expired"
+    videos = [client.get(url).json() for url in urls]
+    assert [video["status"] for video in videos] == ["completed"] * 2
+    assert videos[0]["expires_at"] is None and videos[1]["expires_at"] > videos[1]["completed_at"]
+    assert [file.name for file in Path(gateway.settings.results).iterdir()] == [f"{jobs[1].id}.mp4"]
+    assert client.get(f"{urls[1]}/content").content == DATA
 
 
 @pytest.mark.parametrize("place", ["nonsense://x", "/proc/nothing/x"])

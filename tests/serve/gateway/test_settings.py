@@ -1,15 +1,20 @@
 """How long a job may take, a server be silent, and a key read: as the gateway's settings say, and no other number."""
 
+import re
 import time
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from megadit.serve.contract import DeadlineExceededError, VideoRequest
+from megadit.models.support import UserError
+from megadit.serve.contract import DeadlineExceededError, UnavailableError, VideoRequest
+from megadit.serve.gateway import runner
 from megadit.serve.gateway.errors import ApiError
 from megadit.serve.gateway.routes import _Streams
 from megadit.serve.gateway.runner import RunnerSettings, _Run
+from megadit.serve.gateway.servers import Server
+from megadit.serve.gateway.service import Gateway
 from megadit.serve.gateway.store import NewJob
 
 SIZES = {"num_steps": 4, "num_frames": 5, "height": 8, "width": 8, "fps": 8.0}
@@ -54,6 +59,42 @@ def test_a_server_that_is_silent_too_long_loses_its_jobs(gateway, start, seconds
     run.server.silent_since = time.monotonic() - 60
     gateway.runner._watch(run.server)
     assert bool(cancelled) == is_lost
+
+
+def unreadable():
+    raise KeyError("secret internals")
+    yield
+
+
+def test_a_job_whose_answer_cannot_be_read_is_begun_once_more_and_then_fails(gateway, start):
+    """Whatever goes wrong, it does not stay in progress for ever."""
+    key, run = start(unreadable())
+    gateway.runner._settle(run)
+    assert gateway.store.get(key.id, run.job.id).status == "queued"
+    again = gateway.store.claim(frozenset({MODEL}))
+    gateway.runner._settle(replace(run, job=again, generation=unreadable()))
+    job = gateway.store.get(key.id, run.job.id)
+    assert (job.status, job.error_code) == ("failed", "server_failed") and "secret" not in job.error_message
+
+
+@pytest.mark.parametrize("url", ["nonsense://x", "grpc://x:99999", "grpc://x:y", "grpc://x/y", "http://x:8000", ""])
+def test_what_is_no_address_of_a_server_is_told_at_once(gateway, url):
+    with pytest.raises(UserError, match=re.escape(repr(url))):
+        Gateway(replace(gateway.settings, servers=("grpc://127.0.0.1:1", url)))
+
+
+def test_a_server_that_does_not_answer_is_named_in_the_log_with_the_reason(gateway, monkeypatch):
+    rounds = iter([False, False, True])
+    monkeypatch.setattr(gateway.runner, "_ended", SimpleNamespace(wait=lambda _: next(rounds)))
+    monkeypatch.setattr(runner, "log", lambda event, **fields: told.append((event, fields)))
+    told = []
+    monkeypatch.setattr(Server, "client", lambda *_: raise_(UnavailableError("nobody is there\nsecret internals")))
+    gateway.runner._watch(gateway.servers.all[0])
+    assert told == [("server is unhealthy", {"server": "grpc://127.0.0.1:1", "reason": "nobody is there"})]
+
+
+def raise_(error):
+    raise error
 
 
 def test_a_key_reads_so_many_streams(gateway, new_key):
