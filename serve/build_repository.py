@@ -16,7 +16,7 @@ from pathlib import Path
 from megadit.infer.checkpoints import open_bundle
 from megadit.infer.runtimes.load import check_runtime, open_exported
 from megadit.infer.runtimes.torch import find_dtype
-from megadit.infer.samplers import SAMPLERS
+from megadit.infer.samplers import ALIASES, SAMPLERS, STOCHASTIC
 from megadit.models.bundle import Bundle, SamplingDefaults
 from megadit.models.support import CommandParser, UserError, atomic_directory, run_command
 from megadit.serve.contract import IMAGE_MODEL, MODEL, Limits, ServiceInfo
@@ -109,6 +109,7 @@ def service_info(bundle: Bundle, defaults: SamplingDefaults, limits: dict[str, i
         samplers=tuple(SAMPLERS),
         size_multiple=multiple,
         examples=EXAMPLES.get((bundle.manifest.get("training") or {}).get("recipe"), ()),
+        eta_samplers=(*STOCHASTIC, *(alias for alias, name in ALIASES.items() if name in STOCHASTIC)),
     )
 
 

@@ -124,7 +124,7 @@ class VideoClient:
         def events(cancelled: threading.Event) -> Iterator[Event]:
             self._info = self._info or self.info()
             # Triton hands over together only requests that leave out the same inputs: so none leaves out any.
-            inputs = request.filled(self._info.defaults).to_inputs()
+            inputs = request.filled(self._info.defaults, self._info.eta_samplers).to_inputs()
             yield from self._transport.events(
                 self.model, inputs, timeout=timeout, priority=priority, cancelled=cancelled
             )

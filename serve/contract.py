@@ -5,7 +5,7 @@ Nothing here imports torch: a client machine needs none.
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,11 +97,16 @@ class VideoRequest:
             raise UserError("the input 'prompt' is missing")
         return cls(**values)
 
-    def filled(self, defaults: Mapping[str, Any]) -> "VideoRequest":
-        """The same request with nothing left out, given a service's sampling defaults."""
-        others = {"seed": 0, "num_videos": 1, "preview_every": 0}
-        given = self.to_inputs()
-        return VideoRequest(**{name: defaults[name] for name in SETTINGS} | others | given)
+    def filled(self, defaults: Mapping[str, Any], eta_samplers: Collection[str] = ()) -> "VideoRequest":
+        """The same request with nothing left out, given a service's sampling defaults.
+
+        The default `eta` belongs to the default sampler: one that is not among `eta_samplers` gets none.
+        """
+        given, settings = self.to_inputs(), {name: defaults[name] for name in SETTINGS}
+        sampler = str(given.get("sampler", "")).lower().replace("-", "_")
+        if sampler and sampler not in (defaults["sampler"], *eta_samplers):
+            settings["eta"] = 0.0
+        return VideoRequest(**settings | {"seed": 0, "num_videos": 1, "preview_every": 0} | given)
 
     def to_inputs(self) -> dict[str, Any]:
         """The inputs to send: those that are not None."""
@@ -173,6 +178,8 @@ class ServiceInfo:
     """Height and width must be multiples of it."""
     examples: tuple[str, ...] = ()
     """Prompts that show what the model can do."""
+    eta_samplers: tuple[str, ...] = ()
+    """Those, under all of their names, that can add noise on the way."""
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -183,7 +190,7 @@ class ServiceInfo:
     @classmethod
     def from_json(cls, text: str) -> "ServiceInfo":
         values = json.loads(text)
-        lists = {name: tuple(values[name]) for name in ("samplers", "examples")}
+        lists = {name: tuple(values.get(name, ())) for name in ("samplers", "examples", "eta_samplers")}
         return cls(**values | lists | {"limits": Limits(**values["limits"])})
 
 

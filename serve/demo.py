@@ -126,7 +126,7 @@ class Studio:
     def request(self, *, seed: int | None, **settings) -> VideoRequest:
         """A request that leaves nothing out; `seed` None is a new one."""
         seed = random.randrange(2**31) if seed is None else seed
-        return VideoRequest(seed=seed, **settings).filled(self.info.defaults)
+        return VideoRequest(seed=seed, **settings).filled(self.info.defaults, self.info.eta_samplers)
 
     def estimate(self, request: VideoRequest) -> float:
         """Seconds that a request is going to take, from those before it."""

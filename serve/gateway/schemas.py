@@ -47,7 +47,7 @@ class CreateVideo(BaseModel):
             if self.num_frames is not None:
                 raise InvalidRequestError("seconds and num_frames both say how long the video is; give one of them")
             given["num_frames"] = max(1, round(self.seconds * (self.fps or info.defaults["fps"])))
-        return VideoRequest(**given).filled(info.defaults)
+        return VideoRequest(**given).filled(info.defaults, info.eta_samplers)
 
 
 class VideoError(BaseModel):

@@ -88,6 +88,24 @@ def test_another_seed_prompt_or_negative_prompt_is_another_video(engine):
     assert len({asker.videos[0].data for asker in askers}) == len(askers)
 
 
+def test_noise_of_the_default_sampler_does_not_keep_clients_from_another(engine, pipeline, bundle_dir):
+    """A client leaves nothing out, and so sends the default `eta` too; `generate` leaves it out (infer/settings.py)."""
+    bundle = Bundle.open(bundle_dir)
+    info = service_info(bundle, replace(bundle.defaults, eta=1.0), None)
+    noisy = Engine(pipeline, info)
+    asked = {"prompt": "a", "seed": 1}
+    kept, quiet, given = (
+        noisy.check(VideoRequest(**asked, **settings).filled(info.defaults, info.eta_samplers))
+        for settings in ({}, {"sampler": "DPMPP-2M"}, {"sampler": "EDM", "eta": 0.5})
+    )
+    assert [(each.sampler, each.eta) for each in (kept, quiet, given)] == [
+        ("euler", 1.0), ("dpmpp_2m", 0.0), ("heun", 0.5)
+    ]  # fmt: skip
+    for sampler in info.samplers:
+        filled = VideoRequest(**asked, sampler=sampler).filled(info.defaults, info.eta_samplers)
+        assert noisy.check(filled) == noisy.check(VideoRequest(**asked, sampler=sampler))
+
+
 def test_equal_settings_share_a_batch_and_others_do_not(engine):
     same = [Asker(VideoRequest(prompt=prompt, seed=seed)) for prompt, seed in (("a", 1), ("b", 2), ("c", 3))]
     other = Asker(VideoRequest(prompt="a", seed=1, num_frames=1))
