@@ -179,7 +179,7 @@ def _states_of_stubs(group: int) -> set[str]:
     states = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            name, _, values = stat.read_text().partition("(")[2].rpartition(")")
+            name, _, values = stat.read_text(errors="replace").partition("(")[2].rpartition(")")
         except OSError:
             continue  # it has just ended
         state, _, process_group = values.split()[:3]

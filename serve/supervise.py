@@ -216,10 +216,10 @@ def keep_running(
 
     The pause before a restart doubles from 1 s to 60 s, and is 1 s again after `stable_seconds` of service. A server
     that cannot start the first time is not tried again: that is a mistake to mend, not a crash. `stopping` is set by
-    whoever ends the server for good.
+    whoever ends the server for good, who then stops it until this returns: it may be just about to start.
     """
     pause, is_first, stopping = 1.0, True, stopping or threading.Event()
-    while True:
+    while not stopping.is_set():
         began = time.monotonic()
         try:
             with server:
@@ -236,6 +236,7 @@ def keep_running(
         tell(f"{server.name} ended ({server.killed_because or code}); starting it again in {pause:.0f} s")
         stopping.wait(pause)
         pause = min(2 * pause, 60.0)
+    return 0
 
 
 def tell_on_stderr(message: str) -> None:

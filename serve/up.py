@@ -58,8 +58,9 @@ def supervise(servers: list[OwnedProcess]) -> int:
     while not stopping.wait(1.0):  # with a limit, so that signals are handled
         pass
     for server, thread in reversed(list(zip(servers, threads, strict=True))):
-        server.stop()
-        thread.join()
+        while thread.is_alive():
+            server.stop()
+            thread.join(0.1)
     if failed:
         raise failed[0]
     return 0
