@@ -1,10 +1,14 @@
 """A bundle from whatever a user calls a checkpoint, and whether what is used beside it fits."""
 
+import fcntl
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from megadit.models.bundle import Bundle
+from megadit.models.bundle import MANIFEST_FILE, Bundle
 from megadit.models.support import UserError
 from megadit.models.text_encoders import TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
@@ -14,7 +18,7 @@ def open_bundle(path: str | Path) -> Bundle:
     """The bundle at `path`; for a training directory, that of its newest valid step.
 
     A training directory (the one that holds `checkpoints/`) is converted once into its folder `bundle/`, and again
-    only when a checkpoint was written since.
+    only when a checkpoint was written since; of several processes that ask, one converts and the others wait.
 
     Raises:
         UserError: if there is neither, or the conversion fails.
@@ -63,13 +67,40 @@ def check_part(bundle: Bundle, part: str, given: VideoTokenizer | TextEncoder) -
 
 def _converted(training_directory: Path) -> Path:
     bundle = training_directory / "bundle"
-    manifest = bundle / "megadit.json"
-    # Checkpoints are renamed into their directory once they are complete, which changes its time.
-    changed = (training_directory / "checkpoints").stat().st_mtime_ns
-    if not manifest.exists() or manifest.stat().st_mtime_ns < changed:
-        print(f"converting the newest checkpoint of {training_directory} to {bundle}", file=sys.stderr, flush=True)
-        _convert(training_directory, bundle)
+    if _is_older(bundle, training_directory):
+        with _lock(training_directory):
+            changed = _last_change(training_directory)
+            if _is_older(bundle, training_directory):  # nobody else made it meanwhile
+                told = f"converting the newest checkpoint of {training_directory} to {bundle}"
+                print(told, file=sys.stderr, flush=True)
+                _convert(training_directory, bundle)
+                # what was written during the conversion is newer than its result
+                os.utime(bundle / MANIFEST_FILE, ns=(changed, changed))
     return bundle
+
+
+def _is_older(bundle: Path, training_directory: Path) -> bool:
+    manifest = bundle / MANIFEST_FILE
+    return not manifest.exists() or manifest.stat().st_mtime_ns < _last_change(training_directory)
+
+
+def _last_change(training_directory: Path) -> int:
+    """Checkpoints are renamed into their directory once they are complete, which changes its time."""
+    return (training_directory / "checkpoints").stat().st_mtime_ns
+
+
+@contextmanager
+def _lock(training_directory: Path) -> Iterator[None]:
+    """Held by one process at a time; one that ends lets go of it."""
+    try:
+        descriptor = os.open(training_directory / ".bundle.lock", os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise UserError(f"{training_directory} cannot be written to: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _convert(training_directory: Path, bundle: Path) -> None:

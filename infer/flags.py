@@ -16,6 +16,7 @@ from megadit.infer.schedules import SCHEDULES
 from megadit.models.support import CommandParser, UserError
 
 DEFAULT_DTYPE = "float32"
+DEFAULT_RUNTIME = "torch"
 FORMATS = ("mp4", "gif", "webp", "png", "jpg", "safetensors")
 
 
@@ -156,8 +157,8 @@ class GenerateFlags:
     )
     device: str = _flag("auto", "auto, cpu, cuda or cuda:N (default: auto)", metavar="NAME")
     dtype: str | None = _flag(None, "of the network: float32, bfloat16 or float16 (default: float32)", metavar="NAME")
-    runtime: str = _flag(
-        "torch",
+    runtime: str | None = _flag(
+        None,
         "torch; onnx, onnx_tensorrt or tensorrt for a bundle of `megadit export` (default: torch)",
         metavar="NAME",
     )
@@ -220,11 +221,12 @@ def parse(argv: list[str], verb: str = "generate") -> GenerateFlags:
     # argparse's own defaults are None, so that `extend` starts from nothing
     given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     flags = GenerateFlags(**given)
-    _check(flags)
+    check(flags)
     return flags
 
 
-def _check(flags: GenerateFlags) -> None:
+def check(flags: GenerateFlags) -> None:
+    """Raises UserError for options that exclude each other, or lack one that they need."""
     refuse(not (flags.checkpoint_path or flags.repeat), "give --checkpoint_path: a bundle or a training directory")
     for one, several in (("seed", "seeds"), ("guidance", "guidances")):
         both = getattr(flags, one) is not None and getattr(flags, several)
@@ -236,11 +238,11 @@ def _check(flags: GenerateFlags) -> None:
     for name in ("tp_size", "cp_size"):
         value = getattr(flags, name)
         refuse(
-            value > 1 and flags.runtime != "torch",
+            value > 1 and flags.runtime not in (None, "torch"),
             f"--{name}={value} divides torch's network: leave out --runtime={flags.runtime}",
         )
     refuse(flags.cp_size > 1 and flags.compile, f"--cp_size={flags.cp_size} cannot be compiled: leave out --compile")
-    check_runtime(flags.runtime, dtype=flags.dtype, compile=flags.compile)
+    check_runtime(flags.runtime or DEFAULT_RUNTIME, dtype=flags.dtype, compile=flags.compile)
     refuse(flags.input_video and flags.continue_video, "give --input_video or --continue_video, not both")
     for name, needed in (
         ("strength", "input_video"),

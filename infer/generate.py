@@ -14,7 +14,7 @@ import numpy as np
 from megadit.infer.cache import bundle_plans, find_plan
 from megadit.infer.checkpoints import open_bundle, weaker_bundle
 from megadit.infer.contact_sheet import contact_sheet, middle_frame
-from megadit.infer.flags import DEFAULT_DTYPE, GenerateFlags, parse, refuse
+from megadit.infer.flags import DEFAULT_DTYPE, DEFAULT_RUNTIME, GenerateFlags, parse, refuse
 from megadit.infer.jobs import Grid, Job, plan_jobs
 from megadit.infer.outputs import checkpoint_fingerprint, make_record, output_paths, read_record, repeated, save
 from megadit.infer.pipeline import GeneratedVideo, TextToVideo
@@ -53,7 +53,7 @@ def _generate(argv: list[str]) -> None:
             overlap_decoding=flags.overlap_decoding,
             cache_measure=flags.cache_measure,
             guardrail_dir=flags.guardrail_dir,
-            runtime=flags.runtime,
+            runtime=flags.runtime or DEFAULT_RUNTIME,
             tensor_parallel=flags.tp_size,
             context_parallel=flags.cp_size,
             split_guidance=ranks.halves,

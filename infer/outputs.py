@@ -12,7 +12,7 @@ from typing import Any
 from safetensors.torch import save_file
 
 from megadit.infer.animations import encode_image
-from megadit.infer.flags import DEFAULT_DTYPE, GenerateFlags, refuse
+from megadit.infer.flags import DEFAULT_DTYPE, DEFAULT_RUNTIME, GenerateFlags, check, refuse
 from megadit.infer.jobs import GivenFile, Job, sha256
 from megadit.infer.pipeline import GeneratedVideo
 from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, check_fps, read_comment, write_video
@@ -52,8 +52,8 @@ def output_paths(save_path: str, jobs: Sequence[Job], format: str | None = None)
             for i, job in enumerate(jobs)
         ]
     for path, job in zip(paths, jobs, strict=True):
-        if path.suffix in VIDEO_SUFFIXES and job.settings.num_frames > 1:
-            check_fps(path.suffix, job.settings.fps)
+        if path.suffix.lower() in VIDEO_SUFFIXES and job.settings.num_frames > 1:
+            check_fps(path.suffix.lower(), job.settings.fps)
     return paths
 
 
@@ -94,7 +94,7 @@ def _slug(prompt: str) -> str:
 def save(path: Path, result: GeneratedVideo, record: Mapping[str, Any], format: str | None = None) -> None:
     """Writes a video (or its latents, or a folder of its frames) with its record inside, and beside it as .json."""
     comment = json.dumps(record)
-    if path.suffix == LATENTS_SUFFIX:
+    if path.suffix.lower() == LATENTS_SUFFIX:
         with atomic_path(path) as temporary:
             save_file({"latents_CTHW": result.latents_CTHW.contiguous()}, temporary, metadata={"comment": comment})
     elif not path.suffix:
@@ -117,7 +117,7 @@ def make_record(result: GeneratedVideo, job: Job, flags: GenerateFlags, bundle: 
         "checkpoint_path": str(bundle.path.resolve()),
         "checkpoint": checkpoint_fingerprint(bundle),
         "dtype": flags.dtype or DEFAULT_DTYPE,
-        "runtime": flags.runtime,
+        "runtime": flags.runtime or DEFAULT_RUNTIME,
         "cache_measure": flags.cache_measure,
         "given": asdict(job.given) if job.given else None,
     }
@@ -140,7 +140,7 @@ def read_record(path: str) -> dict[str, Any]:
     file = Path(path).resolve()
     if file.is_dir():
         file = next(iter(sorted(file.glob("00000.*"))), file.with_suffix(".json"))
-    if file.suffix in (".json", LATENTS_SUFFIX):
+    if file.suffix.lower() in (".json", LATENTS_SUFFIX):
         record = read_json(file.with_suffix(".json"))
     else:
         try:
@@ -167,13 +167,16 @@ def repeated(flags: GenerateFlags, record: Mapping[str, Any]) -> tuple[GenerateF
         if flags.seed is None and not flags.seeds:
             filled["seed"] = record["seed"]
         filled["dtype"] = flags.dtype or record["dtype"]
+        filled["runtime"] = flags.runtime or record["runtime"]
         if flags.cache_measure == GenerateFlags().cache_measure:
             filled["cache_measure"] = record.get("cache_measure", flags.cache_measure)
         if record["given"] and not (flags.input_video or flags.continue_video):
             filled |= _repeated_source(GivenFile(**record["given"]), flags)
     except (KeyError, TypeError) as error:
         raise UserError(f"--repeat={flags.repeat}: its record is incomplete ({error})") from error
-    return replace(flags, **filled), settings
+    flags = replace(flags, **filled)
+    check(flags)
+    return flags, settings
 
 
 def _repeated_source(given: GivenFile, flags: GenerateFlags) -> dict[str, Any]:

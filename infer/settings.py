@@ -16,6 +16,7 @@ AUTO = "auto"
 """As `shift`: the one that suits the resolution (see `resolution_shift`)."""
 MOST_TOKENS = 1 << 24
 """Of one video: a limit against slips of the pen, far above what fits any machine."""
+_OF_SCHEDULE = ("num_steps", "schedule", "sigma_min", "sigma_max", "rho")
 _FAR = 2.0
 """Times more or fewer tokens than the defaults' from which on a shape is called far from training."""
 
@@ -35,6 +36,9 @@ def resolve_settings(defaults: SamplingDefaults, **given: Any) -> SamplingDefaul
         given["shift"] = resolution_shift(size["height"] * size["width"], defaults.height * defaults.width)
     if "sampler" in given and find_sampler(given["sampler"]) not in STOCHASTIC:
         defaults = replace(defaults, churn=0.0, eta=0.0)  # noise belongs to the sampler that it was chosen for
+    schedule = {name: getattr(defaults, name) for name in _OF_SCHEDULE}
+    if any(given.get(name, usual) != usual for name, usual in schedule.items()):
+        defaults = replace(defaults, sigmas=())  # levels of the defaults stand for a schedule that is not asked for
     settings = replace(defaults, **given)
     settings = replace(settings, sampler=find_sampler(settings.sampler), schedule=find_schedule(settings.schedule))
     sigmas = settings_sigmas(settings)

@@ -59,6 +59,8 @@ class ValidationConfig:
     def __post_init__(self) -> None:
         require_not_negative("validation", self, ["interval", "guidance"])
         require_positive("validation", self, ["num_batches", "num_steps"])
+        if not self.sigmas:
+            raise UserError("validation.sigmas=[] leaves nothing to measure; validation.interval=0 never validates")
         for sigma in self.sigmas:
             if not 0 < sigma < math.inf:
                 raise UserError(f"validation.sigmas={sigma} must be positive and finite")

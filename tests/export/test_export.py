@@ -75,6 +75,17 @@ def test_generate_gives_torchs_video(exported, tmp_path):
     for ours, theirs in zip(latents["onnx"], latents["torch"], strict=True):
         error = np.abs(ours.video.astype(int) - theirs.video.astype(int))
         assert error.max() <= 1 and (error > 0).mean() < 0.01  # rounding to 8 bits may fall either way
+    again = [
+        "--repeat",
+        str(tmp_path / "onnx.mp4"),
+        "--video_save_path",
+        str(tmp_path / "again.mp4"),
+        "--device",
+        "cpu",
+    ]
+    assert generate.main(again) == 0
+    assert (tmp_path / "again.mp4").read_bytes() == (tmp_path / "onnx.mp4").read_bytes()
+    assert json.loads((tmp_path / "again.json").read_text())["runtime"] == "onnx"
 
 
 def test_same_bytes_for_the_same_network_and_none_of_this_machine(exported, specs, tmp_path):

@@ -179,8 +179,8 @@ def test_debug_shows_the_traceback(run):
         run("--debug")
 
 
-def jobs(*prompts: str, num_frames: int = 5) -> list[Job]:
-    settings = SamplingDefaults(num_steps=3, guidance=2.0, num_frames=num_frames, height=16, width=24, fps=8)
+def jobs(*prompts: str, num_frames: int = 5, fps: float = 8) -> list[Job]:
+    settings = SamplingDefaults(num_steps=3, guidance=2.0, num_frames=num_frames, height=16, width=24, fps=fps)
     return [Job(prompt=prompt, seed=0, settings=settings) for prompt in prompts]
 
 
@@ -211,6 +211,15 @@ def test_formats_name_files_and_folders(tmp_path):
     assert [name(None, 5), name(None, 1)] == ["0000_a_seed0.mp4", "0000_a_seed0.png"]
     assert [name("png", 5), name("png", 1)] == ["0000_a_seed0", "0000_a_seed0.png"]
     assert [name("gif", 5), name("safetensors", 5)] == ["0000_a_seed0.gif", "0000_a_seed0.safetensors"]
+
+
+def test_capitals_in_a_suffix_change_nothing(run, tmp_path):
+    assert run("--prompt", "a", "--num_steps", "1", "--video_save_path", "A.SAFETENSORS")[0] == 0
+    assert load_file("A.SAFETENSORS")["latents_CTHW"].ndim == 4
+    assert run("--repeat", "A.SAFETENSORS", "--video_save_path", "B.Safetensors", checkpoint="")[0] == 0
+    assert (tmp_path / "A.SAFETENSORS").read_bytes() == (tmp_path / "B.Safetensors").read_bytes()
+    with pytest.raises(UserError, match="fps=200.0 must lie between"):  # before the work, not after it
+        output_paths(str(tmp_path / "a.GIF"), jobs("a", fps=200.0))
 
 
 # ------------------------------------------------------------------------------------------------- inputs and outputs

@@ -1,6 +1,7 @@
 import os
 import shutil
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -325,6 +326,48 @@ def test_training_directory_is_converted_once_and_again_after_a_new_checkpoint(t
     later = (tmp_path / "bundle/megadit.json").stat().st_mtime + 10
     os.utime(tmp_path / "checkpoints", (later, later))
     open_bundle(tmp_path)
+    assert len(conversions) == 2
+
+
+def test_of_several_processes_that_ask_one_converts(tmp_path, bundle_dir, monkeypatch):
+    (tmp_path / "checkpoints").mkdir()
+    conversions, others_wait = [], threading.Barrier(3)
+
+    def convert(training_directory, bundle):
+        conversions.append(training_directory)
+        assert not bundle.exists()
+        shutil.copytree(bundle_dir, bundle, copy_function=shutil.copyfile)
+
+    def is_older(*paths, look=checkpoints._is_older):
+        found = look(*paths)
+        if threading.current_thread() not in seen:
+            seen.append(threading.current_thread())
+            others_wait.wait(timeout=120)  # each has seen that there is none before any may make it
+        return found
+
+    seen = []
+    monkeypatch.setattr(checkpoints, "_convert", convert)
+    monkeypatch.setattr(checkpoints, "_is_older", is_older)
+    with ThreadPoolExecutor(3) as threads:
+        bundles = list(threads.map(open_bundle, [tmp_path] * 3))
+    assert {bundle.path for bundle in bundles} == {tmp_path / "bundle"} and len(conversions) == 1
+
+
+def test_a_checkpoint_that_was_written_during_a_conversion_is_converted_next(tmp_path, bundle_dir, monkeypatch):
+    (tmp_path / "checkpoints").mkdir()
+    conversions = []
+
+    def convert(training_directory, bundle):
+        conversions.append(training_directory)
+        if len(conversions) == 1:
+            (training_directory / "checkpoints/iter_0000002").mkdir()
+            later = (training_directory / "checkpoints").stat().st_mtime_ns + 1_000_000  # clocks may stand still
+            os.utime(training_directory / "checkpoints", ns=(later, later))
+        shutil.copytree(bundle_dir, bundle, dirs_exist_ok=True, copy_function=shutil.copyfile)
+
+    monkeypatch.setattr(checkpoints, "_convert", convert)
+    for _ in range(3):
+        open_bundle(tmp_path)
     assert len(conversions) == 2
 
 

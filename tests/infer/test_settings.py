@@ -78,6 +78,17 @@ def test_noise_of_the_defaults_is_left_out_with_another_solver(pipeline):
     assert resolve_settings(noisy, sampler="unipc").eta == 0.0
 
 
+def test_levels_of_the_defaults_are_left_out_where_a_schedule_is_asked_for(pipeline):
+    """As of a record that --repeat reads, whose num_steps says how many levels there are."""
+    levels = resolve_settings(pipeline.defaults, sigmas=[10.0, 5.0, 1.0])
+    assert (levels.num_steps, levels.sigmas) == (3, (10.0, 5.0, 1.0))
+    assert resolve_settings(levels) == levels == resolve_settings(levels, num_steps=3, schedule=levels.schedule)
+    for asked in ({"num_steps": 7}, {"sigma_max": 50.0}, {"schedule": "linear"}):
+        found = resolve_settings(levels, **asked)
+        assert found.sigmas == () and {name: getattr(found, name) for name in asked} == asked
+    assert resolve_settings(levels, num_steps=9, sigmas=[3.0]).sigmas == (3.0,)
+
+
 def test_a_warning_for_shapes_far_from_training(pipeline):
     def warning(**given):
         settings = resolve_settings(pipeline.defaults, **given)

@@ -60,6 +60,7 @@ def make_run(*, data=None, parallel=None, model=None, train=None, optimizer=None
         ),
         (lambda: CheckpointConfig(save_interval=0), r"checkpoint\.save_interval=0"),
         (lambda: ValidationConfig(sigmas=(1.0, 0.0)), r"validation\.sigmas=0\.0"),
+        (lambda: ValidationConfig(sigmas=()), r"validation\.sigmas=\[\] leaves nothing to measure"),
         (lambda: ValidationConfig(num_steps=0), r"validation\.num_steps=0"),
     ],
 )
