@@ -1,13 +1,13 @@
 """Keeping a process running: it is watched while it lives, ended when it hangs, and started again when it ends."""
 
 import ctypes
+import http.client
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ def answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=_SECONDS_TO_ANSWER) as answer:
             return answer.status == 200
-    except (urllib.error.URLError, OSError):
+    except (OSError, http.client.HTTPException):  # the latter for what is no HTTP
         return False
 
 
@@ -226,12 +226,12 @@ def keep_running(
                 tell(f"{server.name} is ready: {server.addresses}")
                 is_first = False
                 code = server.wait()
-        except UserError as error:
+        except (UserError, OSError) as error:  # the latter from a machine that has no room for another process
             if is_first and not stopping.is_set():
                 raise
             code = error
-        if code == 0 or stopping.is_set():
-            return 0
+        if stopping.is_set():
+            break
         pause = 1.0 if time.monotonic() - began > stable_seconds else pause
         tell(f"{server.name} ended ({server.killed_because or code}); starting it again in {pause:.0f} s")
         stopping.wait(pause)

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 
-from megadit.models.support import CommandParser, UserError, run_command
+from megadit.models.support import CommandParser, run_command
 from megadit.serve.gateway.process import gateway_process
 from megadit.serve.local_server import HANG_SECONDS, LocalServer, Ports
 from megadit.serve.supervise import OwnedProcess, keep_running, tell_on_stderr
@@ -46,7 +46,7 @@ def supervise(servers: list[OwnedProcess]) -> int:
     def keep(server: OwnedProcess) -> None:
         try:
             keep_running(server, tell=tell_on_stderr, stopping=stopping)
-        except UserError as error:
+        except Exception as error:  # rather no service, which is seen, than one that nobody keeps
             failed.append(error)
             stopping.set()
 

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -21,8 +20,6 @@ from megadit.serve.client import VideoClient
 from megadit.serve.contract import ServiceError, VideoRequest
 from megadit.serve.local_server import SHARED_MEMORY, LocalServer, Ports
 from megadit.serve.run import docker_command
-from megadit.serve.supervise import OwnedProcess, keep_running
-from megadit.serve.up import supervise
 
 
 def processes_of(group: int) -> list[int]:
@@ -143,83 +140,6 @@ def test_the_command_restarts_what_dies_and_ends_when_told(tritonserver, reposit
     assert code == 0
     assert not processes_of(int(children[0])) and not processes_of(second)
     ports.check_free("127.0.0.1")
-
-
-class FakeServer:
-    """Ends with the given codes, one each time it is entered; an error stands for a start that fails."""
-
-    name, addresses, killed_because = "fake", "nowhere", None
-
-    def __init__(self, *codes):
-        self.codes = list(codes)
-
-    def __enter__(self):
-        if isinstance(self.codes[0], UserError):
-            raise self.codes.pop(0)
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def wait(self):
-        return self.codes.pop(0)
-
-
-class Pauses:
-    """Notes how long was waited, and waits not at all; never told to stop."""
-
-    def __init__(self):
-        self.seconds = []
-        self.wait = self.seconds.append
-
-    def is_set(self):
-        return False
-
-
-def test_the_pause_before_a_restart_doubles():
-    pauses, told = Pauses(), []
-    server = FakeServer(-9, UserError("port taken"), *[1] * 6, 0)
-    assert keep_running(server, tell=told.append, stopping=pauses) == 0
-    assert pauses.seconds == [1, 2, 4, 8, 16, 32, 60, 60]
-    assert "port taken" in "".join(told)
-
-
-def test_a_pause_is_short_again_after_a_time_of_service():
-    pauses = Pauses()
-    assert keep_running(FakeServer(1, 1, 1, 0), tell=lambda _: None, stopping=pauses, stable_seconds=-1) == 0
-    assert pauses.seconds == [1, 1, 1]
-
-
-def test_a_server_that_is_told_to_stop_in_a_pause_does_not_start_again():
-    stopping, server = threading.Event(), FakeServer(-9, 0)
-    tell = {"starting it again in 1 s": stopping.set}
-    keep_running(server, tell=lambda message: tell.get(message.rpartition("; ")[2], bool)(), stopping=stopping)
-    assert server.codes == [0]
-
-
-def test_a_server_that_starts_when_it_is_told_to_stop_is_stopped():
-    """The signal comes between the last look at it and the start of the process."""
-
-    def prepare():
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(1.5)  # long enough for the first attempt to stop what is not there yet
-
-    sleeper = OwnedProcess(
-        command=["sleep", "600"], name="sleeper", addresses="nowhere", is_ready=lambda: True, ailment=lambda: None,
-        start_seconds=60, stop_seconds=60, prepare=prepare,
-    )  # fmt: skip
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        assert supervise([sleeper]) == 0
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    assert not sleeper.is_alive()
-
-
-def test_a_first_start_that_fails_is_told_at_once():
-    with pytest.raises(UserError, match="port taken"):
-        keep_running(FakeServer(UserError("port taken")), tell=lambda _: None)
 
 
 def test_a_taken_port_is_told(tritonserver, repository):

@@ -1,0 +1,117 @@
+"""What is kept running is started again however it ended, and stays ended once it is told to."""
+
+import os
+import signal
+import socket
+import threading
+import time
+
+import pytest
+
+from megadit.models.support import UserError
+from megadit.serve.supervise import OwnedProcess, answers, keep_running
+from megadit.serve.up import supervise
+
+
+class FakeServer:
+    """Ends with the given codes, one each time it is entered; an error stands for a start that fails."""
+
+    name, addresses, killed_because = "fake", "nowhere", None
+
+    def __init__(self, *codes):
+        self.codes = list(codes)
+
+    def __enter__(self):
+        if isinstance(self.codes[0], Exception):
+            raise self.codes.pop(0)
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def wait(self):
+        return self.codes.pop(0)
+
+
+class Pauses:
+    """Notes how long was waited, and waits not at all; told to stop in the last of so many pauses."""
+
+    def __init__(self, count):
+        self.seconds, self._count = [], count
+
+    def wait(self, seconds):
+        self.seconds.append(seconds)
+
+    def is_set(self):
+        return len(self.seconds) == self._count
+
+
+def test_the_pause_before_a_restart_doubles():
+    pauses, told = Pauses(8), []
+    server = FakeServer(-9, UserError("port taken"), 0, OSError("no room"), *[1] * 6)
+    assert keep_running(server, tell=told.append, stopping=pauses) == 0
+    assert pauses.seconds == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert "port taken" in "".join(told) and "no room" in "".join(told)
+    assert len(server.codes) == 2, "who is told to stop in a pause does not start it again"
+
+
+def test_a_pause_is_short_again_after_a_time_of_service():
+    pauses = Pauses(3)
+    assert keep_running(FakeServer(1, 1, 1), tell=lambda _: None, stopping=pauses, stable_seconds=-1) == 0
+    assert pauses.seconds == [1, 1, 1]
+
+
+def test_a_server_that_is_told_to_stop_in_a_pause_does_not_start_again():
+    stopping, server = threading.Event(), FakeServer(-9, 0)
+    tell = {"starting it again in 1 s": stopping.set}
+    keep_running(server, tell=lambda message: tell.get(message.rpartition("; ")[2], bool)(), stopping=stopping)
+    assert server.codes == [0]
+
+
+def test_a_first_start_that_fails_is_told_at_once():
+    with pytest.raises(UserError, match="port taken"):
+        keep_running(FakeServer(UserError("port taken")), tell=lambda _: None)
+
+
+@pytest.fixture
+def signals():
+    """Puts back what handled them."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_a_server_that_starts_when_it_is_told_to_stop_is_stopped(signals):
+    """The signal comes between the last look at it and the start of the process."""
+
+    def prepare():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1.5)  # long enough for the first attempt to stop what is not there yet
+
+    sleeper = OwnedProcess(
+        command=["sleep", "600"], name="sleeper", addresses="nowhere", is_ready=lambda: True, ailment=lambda: None,
+        start_seconds=60, stop_seconds=60, prepare=prepare,
+    )  # fmt: skip
+    assert supervise([sleeper]) == 0
+    assert not sleeper.is_alive()
+
+
+def test_all_ends_where_one_cannot_be_kept(signals):
+    server = FakeServer(ZeroDivisionError("a fault of ours"))
+    server.stop = lambda: None
+    with pytest.raises(ZeroDivisionError):
+        supervise([server])
+
+
+def test_what_speaks_no_http_does_not_answer():
+    def answer() -> None:
+        with listening.accept()[0] as connection:
+            connection.recv(10_000)
+            connection.sendall(b"SSH-2.0-something\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert not answers(f"http://127.0.0.1:{listening.getsockname()[1]}/health/live")
+        thread.join()
