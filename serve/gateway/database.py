@@ -36,6 +36,8 @@ from megadit.models.support import UserError
 
 SCHEMA_VERSION = 4
 _SECONDS_TO_WAIT_FOR_A_LOCK = 30
+_SECONDS_TO_STAND_STILL = 10.0
+"""Of a gateway in the midst of a transaction, before the others go on without it."""
 MIGRATING, CLAIMING = 0x6D656761, 0x6D656762
 """What one gateway does while the others wait; numbers of PostgreSQL's advisory locks."""
 
@@ -170,12 +172,18 @@ def _engine(url: str) -> Engine:
     try:
         parsed = make_url(store_url(url))
         if parsed.get_backend_name() == "sqlite":
-            Path(parsed.database or "").parent.mkdir(parents=True, exist_ok=True)
+            if parsed.database in (None, "", ":memory:"):
+                raise ArgumentError("it has no file")
+            Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
+            Path(parsed.database).touch(mode=0o600)  # it holds what webhooks are signed with
             engine = create_engine(parsed, pool_size=48, connect_args={"timeout": _SECONDS_TO_WAIT_FOR_A_LOCK})
             event.listen(engine, "connect", _prepare_sqlite)
             event.listen(engine, "begin", _begin_sqlite)
             return engine
-        return create_engine(parsed, pool_size=48, pool_pre_ping=True)
+        engine = create_engine(parsed, pool_size=48, pool_pre_ping=True)
+        if parsed.get_backend_name() == "postgresql":
+            event.listen(engine, "connect", _prepare_postgresql)
+        return engine
     except ArgumentError as error:
         raise UserError(f"{url!r} is no job store; give a file, or a URL such as postgresql+psycopg://...") from error
     except ModuleNotFoundError as error:
@@ -189,6 +197,14 @@ def _prepare_sqlite(connection, _record) -> None:
     _turn_to_wal(connection)
     for setting in ("synchronous=FULL", "journal_size_limit=16777216"):
         connection.execute(f"PRAGMA {setting}").close()
+
+
+def _prepare_postgresql(connection, _record) -> None:
+    """A gateway that stands still inside a transaction loses it, and with it what all others wait for."""
+    cursor = connection.cursor()
+    cursor.execute(f"SET idle_in_transaction_session_timeout = '{_SECONDS_TO_STAND_STILL * 1000:.0f}ms'")
+    cursor.close()
+    connection.commit()
 
 
 def _turn_to_wal(connection: sqlite3.Connection) -> None:

@@ -333,10 +333,12 @@ class JobStore:
             connection.execute(update(JOBS).where(JOBS.c.number == job.number).values(num_bytes=None))
 
     def purge(self, seconds: float) -> int:
-        """Removes rows of jobs that ended, and whose result went, more than so many seconds ago."""
+        """Removes rows of jobs that ended, and whose result went, so long ago; not today's: they count for keys."""
         with self._database.writing() as connection:
+            now = store_seconds(connection)
             old = and_(
-                JOBS.c.ended_tick < store_seconds(connection) - seconds,
+                JOBS.c.ended_tick < now - seconds,
+                JOBS.c.created_tick < now - _DAY,
                 JOBS.c.num_bytes.is_(None) | (JOBS.c.status != COMPLETED),
             )
             return connection.execute(delete(JOBS).where(old)).rowcount
@@ -360,12 +362,12 @@ class JobStore:
 
 
 def _check_room(connection: Connection, key: Key, now: float) -> None:
-    def count(*conditions: ColumnElement[bool]) -> int:
-        return connection.execute(select(func.count()).where(JOBS.c.key_id == key.id, *conditions)).scalar_one()
-
-    if count(JOBS.c.status.in_((QUEUED, IN_PROGRESS))) >= key.limits.max_active:
+    active = select(func.count()).where(JOBS.c.key_id == key.id, JOBS.c.status.in_((QUEUED, IN_PROGRESS)))
+    if connection.execute(active).scalar_one() >= key.limits.max_active:
         raise TooManyActiveError(f"this key may have {key.limits.max_active} videos waiting or running at once")
-    if count(JOBS.c.created_tick > now - _DAY) >= key.limits.videos_per_day:
+    ticks = select(JOBS.c.created_tick).where(JOBS.c.key_id == key.id).order_by(JOBS.c.number.desc())
+    so_many_ago = connection.execute(ticks.offset(key.limits.videos_per_day - 1).limit(1)).scalar_one_or_none()
+    if so_many_ago is not None and so_many_ago > now - _DAY:
         raise QuotaExceededError(f"this key may ask for {key.limits.videos_per_day} videos a day")
 
 
@@ -373,7 +375,7 @@ def _failure(now: float, code: str, message: str) -> dict[str, Any]:
     return {
         "status": FAILED,
         "error_code": code,
-        "error_message": message[:1000],
+        "error_message": message.encode(errors="replace").decode().replace("\0", " ")[:1000],
         "completed_at": time.time(),
         "ended_tick": now,
     }

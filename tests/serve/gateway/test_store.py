@@ -10,10 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sqlalchemy.exc import SQLAlchemyError
 
 from megadit.models.support import UserError
 from megadit.serve.contract import VideoRequest
 from megadit.serve.gateway import clock, store
+from megadit.serve.gateway import database as databases
 from megadit.serve.gateway.clock import Heart
 from megadit.serve.gateway.database import Database
 from megadit.serve.gateway.keys import KeyRing
@@ -102,6 +104,26 @@ def test_an_interrupted_job_is_queued_once_more_and_then_ends(jobs, keys):
     assert jobs.interrupt(second, "a reason")
     ended = jobs.get(keys[0].id, first.id)
     assert (ended.status, ended.error_code) == ("failed", "server_failed") and "2 times" in ended.error_message
+
+
+def test_an_error_of_any_text_is_kept(jobs, keys):
+    submit(jobs, keys[0])
+    job = jobs.claim(MODELS)
+    assert jobs.fail(job, "invalid_request", "not \0 and \ud800: " + "x" * 5000)
+    message = jobs.get(keys[0].id, job.id).error_message
+    assert message.startswith("not   and ?: xxx") and len(message) == 1000
+
+
+@pytest.mark.slow
+def test_a_gateway_that_stands_still_in_a_transaction_holds_nobody_up(postgres, monkeypatch):
+    """As one that was stopped does, or whose machine sleeps, while it takes a job."""
+    monkeypatch.setattr(databases, "_SECONDS_TO_STAND_STILL", 0.5)
+    with contextlib.closing(Database(postgres)) as still, contextlib.closing(Database(postgres)) as database:
+        jobs = JobStore(database, owner="another")
+        mine = submit(jobs, KeyRing(database).add("a")[1])
+        with pytest.raises(SQLAlchemyError), still.writing() as connection:
+            still.alone(connection, databases.CLAIMING)
+            assert jobs.claim(MODELS).id == mine.id
 
 
 def test_who_lost_a_job_changes_nothing(database, jobs, keys):
@@ -197,7 +219,10 @@ def test_results_expire_by_the_time_that_passed_and_not_by_the_wall_clock(
     assert jobs.expired() == [] and not jobs.has_result(done.id)
     time_passes(1000)
     heart.beat()
-    assert jobs.purge(500) == 1 and jobs.get(keys[0].id, done.id) is None
+    assert jobs.purge(500) == 0, "it still counts for its key"
+    time_passes(86_400)
+    heart.beat()
+    assert jobs.purge(10**6) == 0 and jobs.purge(500) == 1 and jobs.get(keys[0].id, done.id) is None
 
 
 def test_two_gateways_move_the_clock_no_faster_than_one(database, time_passes):
@@ -266,7 +291,18 @@ def test_a_store_of_a_newer_release_is_refused(tmp_path):
         Database(str(path))
 
 
-@pytest.mark.parametrize("url", ["nonsense://x", "postgresql+psycopg://user:secret@127.0.0.1:1/x", "/proc/nothing/x"])
+def test_a_store_s_file_is_its_owner_s_alone(tmp_path):
+    """It holds what webhooks are signed with."""
+    with contextlib.closing(Database(str(tmp_path / "jobs.sqlite"))) as database:
+        KeyRing(database).add("a", webhook_url="https://a.example")
+        assert {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {
+            name: 0o600 for name in ("jobs.sqlite", "jobs.sqlite-wal", "jobs.sqlite-shm")
+        }
+
+
+@pytest.mark.parametrize(
+    "url", ["nonsense://x", "sqlite://", "postgresql+psycopg://user:secret@127.0.0.1:1/x", "/proc/nothing/x"]
+)
 def test_a_store_that_cannot_be_opened_is_told_without_its_password(url):
     with pytest.raises(UserError) as told:
         Database(url)
