@@ -52,7 +52,7 @@ def test_the_pause_before_a_restart_doubles():
     assert keep_running(server, tell=told.append, stopping=pauses) == 0
     assert pauses.seconds == [1, 2, 4, 8, 16, 32, 60, 60]
     assert "port taken" in "".join(told) and "no room" in "".join(told)
-    assert len(server.codes) == 2, "who is told to stop in a pause does not start it again"
+    assert len(server.codes) == 2
 
 
 def test_a_pause_is_short_again_after_a_time_of_service():
