@@ -18,6 +18,8 @@ from megadit.serve.gateway.logs import log, log_as_json
 from megadit.serve.gateway.runner import RunnerSettings
 from megadit.serve.gateway.service import Gateway, GatewaySettings
 
+_SECONDS_UNTIL_GONE = 120.0
+"""How long a client may acknowledge or take nothing of what was sent to it."""
 _SECONDS_TO_ANSWER = 5
 """How long requests that are being answered may take once the runs are drained."""
 
@@ -78,6 +80,9 @@ def _interrupt() -> None:
 def _listen(host: str, port: int) -> socket.socket:
     listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # inherited by connections: a client that is gone without a word would hold its streams for a quarter of an hour
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(_SECONDS_UNTIL_GONE * 1000))
     try:
         listening.bind((host, port))
     except OSError as error:

@@ -12,6 +12,7 @@ import uvicorn
 
 from megadit.models.support import UserError
 from megadit.serve.contract import CancelledError, InvalidRequestError, Progress, VideoRequest
+from megadit.serve.gateway import command
 from megadit.serve.gateway.app import create_app
 from megadit.serve.gateway.client import GatewayClient
 from megadit.serve.gateway.process import gateway_process
@@ -122,3 +123,12 @@ def test_a_gateway_that_hangs_is_ended_and_may_be_started_again(tmp_path):
 def test_a_gateway_that_cannot_start_is_told(tmp_path):
     with pytest.raises(UserError, match="gateway ended with code 2"), owned(tmp_path, "--slots=0", port=0):
         pass
+
+
+def test_a_client_that_is_gone_without_a_word_is_noticed(monkeypatch):
+    monkeypatch.setattr(command, "_SECONDS_UNTIL_GONE", 7.5)
+    with contextlib.closing(command._listen("127.0.0.1", 0)) as listening:
+        listening.listen()
+        with socket.create_connection(listening.getsockname()), listening.accept()[0] as accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 7500
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1

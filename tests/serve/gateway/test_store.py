@@ -19,6 +19,7 @@ from megadit.serve.gateway import database as databases
 from megadit.serve.gateway.clock import Heart
 from megadit.serve.gateway.database import Database
 from megadit.serve.gateway.keys import KeyRing
+from megadit.serve.gateway.rates import Rates
 from megadit.serve.gateway.store import JobStore, NewJob, Result
 
 MODELS = frozenset({"text_to_video"})
@@ -351,6 +352,29 @@ def test_a_store_of_the_release_before_opens_with_everything_in_it(old_store, tm
         assert jobs.keys_to_tell() == [], "nobody is told of what ended before"
     Database(str(tmp_path / "new.sqlite")).close()
     assert schema(old_store) == schema(tmp_path / "new.sqlite")
+
+
+@pytest.mark.slow
+def test_a_postgresql_of_the_release_before_opens_too(postgres):
+    with contextlib.closing(Database(postgres)) as database:
+        key = KeyRing(database).add("alice")[1]
+        submit(JobStore(database, owner="old"), key)
+        with database.writing() as connection:  # as schema 1 had it
+            for change in (
+                "ALTER TABLE jobs DROP COLUMN webhook",
+                "DROP TABLE previews",
+                "ALTER TABLE keys DROP COLUMN tokens, DROP COLUMN tokens_tick",
+                "UPDATE schema_version SET version = 1",
+            ):
+                connection.exec_driver_sql(change)
+        with pytest.raises(SQLAlchemyError):
+            JobStore(database, owner="old").keys_to_tell()
+    with contextlib.closing(Database(postgres)) as database:
+        jobs = JobStore(database, owner="new")
+        assert Rates(database).take(key.id, 60) == 0
+        job = jobs.claim(MODELS)
+        assert jobs.note_step(job, 1, b"preview") and jobs.preview(job, but=0) == (1, b"preview")
+        assert jobs.complete(job, RESULT, seconds_to_live=9) and jobs.keys_to_tell() == []
 
 
 def test_the_tables_of_the_release_before_were_other_ones(old_store, tmp_path):
