@@ -220,6 +220,9 @@ class ParallelConfig:
     """Cut activations between the tensor-parallel regions along the sequence."""
     transformer_impl: TransformerImpl = "local"
     """Whose linears: Megatron's own, or TransformerEngine's (a GPU, and megadit[te])."""
+    gradient_accumulation_fusion: bool = False
+    """Add the gradient of a matrix to its sum over micro-batches in the product that makes it; needs a GPU, and
+    TransformerEngine's linears or NVIDIA's apex (`fused_weight_gradient_mlp_cuda`)."""
     data_parallel: DataParallel = "ddp"
     """`distributed_optimizer` spreads AdamW's state and master weights over the data-parallel ranks (ZeRO-1), `fsdp`
     weights and gradients too (ZeRO-3). Muon divides whole matrices among them with the first two, and refuses fsdp."""
@@ -238,6 +241,11 @@ class ParallelConfig:
         require_choice("parallel.transformer_impl", self.transformer_impl, get_args(TransformerImpl))
         require_choice("parallel.context_parallel_comm", self.context_parallel_comm, get_args(ContextComm))
         require_choice("parallel.recompute_granularity", self.recompute_granularity, get_args(Recompute))
+        if self.gradient_accumulation_fusion and self.data_parallel == "fsdp":
+            raise UserError(
+                "parallel.gradient_accumulation_fusion=true adds to sums that parallel.data_parallel=fsdp has not; use "
+                "ddp or distributed_optimizer, or leave it out"
+            )
         if self.recompute_num_layers is not None:
             require_positive("parallel", self, ["recompute_num_layers"])
             if self.recompute_granularity != "full":

@@ -1,7 +1,7 @@
 """What a run's configuration must agree on with the world around it: the number of ranks, the files it names."""
 
 from megadit.models.support import UserError
-from megadit.train.config import RunConfig, ValidationConfig
+from megadit.train.config import ParallelConfig, RunConfig, ValidationConfig
 from megadit.train.value_checks import nearest_multiples
 
 
@@ -26,9 +26,12 @@ def check_layout(config: RunConfig, world_size: int) -> int:
 
 
 def check_inputs(config: RunConfig) -> None:
-    """Raises UserError if the samples, the run's folder, or the sampler or tokenizer of its videos cannot be used."""
+    """Raises UserError if this machine lacks the kernels asked for, or the samples, the run's folder, or the sampler or
+    tokenizer of its videos cannot be used.
+    """
     from megadit.train.second_copy import check_url
 
+    _check_kernels(config.parallel)
     _check_sampling(config.validation)
     check_url(config.checkpoint.copy_to)
     if config.train.output_dir is None:
@@ -42,9 +45,18 @@ def check_inputs(config: RunConfig) -> None:
     _check_tokenizer(config.validation.tokenizer_folder, DatasetInfo.read(config.data.path).tokenizer_fingerprint)
 
 
+def _check_kernels(parallel: ParallelConfig) -> None:
+    from megadit.models.megatron import extensions  # brings torch, which the rest does without
+
+    if parallel.transformer_impl == "transformer_engine":
+        extensions.check_transformer_engine()
+    elif parallel.gradient_accumulation_fusion:
+        extensions.check_gradient_accumulation_fusion()
+
+
 def _check_sampling(validation: ValidationConfig) -> None:
     """Raises UserError for a sampler that does not exist, or cannot do what is asked of it."""
-    from megadit.infer.settings import resolve_settings  # brings torch, which the rest does without
+    from megadit.infer.settings import resolve_settings
     from megadit.models.bundle import SamplingDefaults
 
     steps, size = validation.num_steps, {"num_frames": 1, "height": 1, "width": 1, "fps": 1.0}

@@ -134,7 +134,8 @@ def build_parts(config: RunConfig, groups: Groups) -> tuple[DataParallel, ...]:
     sizes, is_sharded = config.parallel.sizes, config.parallel.data_parallel == "fsdp"
     # what FSDP shards is float32: it gathers weights in the precision of the computation
     dtype = torch.float32 if is_sharded else precision(config)
-    megatron = transformer_config(config.model, sizes, dtype=dtype)
+    is_fused = config.parallel.gradient_accumulation_fusion
+    megatron = transformer_config(config.model, sizes, dtype=dtype, gradient_accumulation_fusion=is_fused)
     if is_sharded:
         parts = (_shard(config, groups, megatron),)
     else:

@@ -30,6 +30,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megadit.models.attention import attend
 from megadit.models.config import DiTConfig
@@ -51,7 +52,9 @@ _OF_ONE_PART = ("x_embedder.", "blocks.", "final_layer.")
 """Beginnings of the names of parameters that one part of a pipeline has; of the others every part has a copy."""
 
 
-def transformer_config(model: DiTConfig, layout: ParallelSizes, *, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(
+    model: DiTConfig, layout: ParallelSizes, *, dtype: torch.dtype, gradient_accumulation_fusion: bool = False
+) -> TransformerConfig:
     """What Megatron wants to know about a DiT; `dtype` is that of the parameters."""
     is_interleaved = layout.virtual_pipeline > 1
     config = TransformerConfig(
@@ -76,7 +79,7 @@ def transformer_config(model: DiTConfig, layout: ParallelSizes, *, dtype: torch.
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=True,  # linears are made on the device of torch's context
         perform_initialization=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=gradient_accumulation_fusion,
         calculate_per_token_loss=True,
     )
     # finalize_model_grads sums the gradients of parameters marked `pipeline_parallel` only where it finds this
@@ -84,8 +87,38 @@ def transformer_config(model: DiTConfig, layout: ParallelSizes, *, dtype: torch.
     return config
 
 
-class _ColumnLinear(ColumnParallelLinear):
-    """Megatron's layer, returning a tensor; on one rank it is an ordinary linear and is called as one."""
+class _AddsToSum(torch.autograd.Function):
+    """A weight, for Megatron's product, whose backward adds the weight's gradient to `main_grad` and gives none.
+
+    That it was added Megatron notes on the weight that it kept. Where activations are computed again (`recompute.py`)
+    autograd gives back another object: so it is noted here, on the parameter.
+    """
+
+    @staticmethod
+    def forward(ctx, weight):
+        ctx.set_materialize_grads(False)
+        ctx.weight = weight
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.weight.grad_added_to_main_grad = True
+        return torch.empty_like(ctx.weight)  # of no meaning: it starts the exchange with other ranks
+
+
+class _FusedGradient:
+    """What both of Megatron's layers do with `gradient_accumulation_fusion`."""
+
+    def _forward_impl(self, input: Tensor, weight: nn.Parameter, *args, **options) -> Tensor:
+        if self.gradient_accumulation_fusion and torch.is_grad_enabled():
+            main_grad = weight.main_grad
+            weight = _AddsToSum.apply(weight)
+            weight.main_grad = main_grad
+        return super()._forward_impl(input, weight, *args, **options)
+
+
+class _ColumnLinear(_FusedGradient, ColumnParallelLinear):
+    """Megatron's layer, returning a tensor; where it has nothing to add it is called as an ordinary linear."""
 
     # Megatron adds an empty extra state for TransformerEngine's sake; canonical state dicts have no such key
     get_extra_state = nn.Module.get_extra_state
@@ -100,14 +133,14 @@ class _ColumnLinear(ColumnParallelLinear):
             set_split(parameter, 0)
         self.sequence_parallel = self.sequence_parallel and is_sharded
         self.allreduce_dgrad = self.tp_group.size() > 1 and not self.sequence_parallel
-        self.is_split = self.tp_group.size() > 1
+        self.is_ordinary = _is_ordinary(self.tp_group, config)
 
     def forward(self, x_SBD: Tensor) -> Tensor:
-        return super().forward(x_SBD)[0] if self.is_split else F.linear(x_SBD, self.weight, self.bias)
+        return F.linear(x_SBD, self.weight, self.bias) if self.is_ordinary else super().forward(x_SBD)[0]
 
 
-class _RowLinear(RowParallelLinear):
-    """Megatron's layer, returning a tensor; on one rank it is an ordinary linear and is called as one."""
+class _RowLinear(_FusedGradient, RowParallelLinear):
+    """Megatron's layer, returning a tensor; where it has nothing to add it is called as an ordinary linear."""
 
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
@@ -124,10 +157,15 @@ class _RowLinear(RowParallelLinear):
         )
         self._load_state_dict_pre_hooks.clear()
         set_split(self.weight, 1)
-        self.is_split = self.tp_group.size() > 1
+        self.is_ordinary = _is_ordinary(self.tp_group, config)
 
     def forward(self, x_SBD: Tensor) -> Tensor:
-        return super().forward(x_SBD)[0] if self.is_split else F.linear(x_SBD, self.weight, self.bias)
+        return F.linear(x_SBD, self.weight, self.bias) if self.is_ordinary else super().forward(x_SBD)[0]
+
+
+def _is_ordinary(group: ProcessGroup, config: TransformerConfig) -> bool:
+    """Whether no other rank has a part of the matrix, and its gradient is an ordinary one."""
+    return group.size() == 1 and not config.gradient_accumulation_fusion
 
 
 def set_split(parameter: nn.Parameter, dim: int) -> None:

@@ -1,19 +1,12 @@
 """The layer kit on TransformerEngine's linears: the layout of `McoreLayers`, with NVIDIA's kernels."""
 
-from importlib.util import find_spec
-
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megadit.models.layers import Sequence
+from megadit.models.megatron.extensions import check_transformer_engine
 from megadit.models.megatron.mcore_layers import McoreLayers, set_split
-from megadit.models.support import UserError
-
-
-def is_available() -> bool:
-    """Whether TransformerEngine is installed and a GPU is there to run it."""
-    return torch.cuda.is_available() and find_spec("transformer_engine") is not None
 
 
 class _TELinear(nn.Module):
@@ -49,11 +42,7 @@ class TELayers(McoreLayers):
     """
 
     def __init__(self, config: TransformerConfig, **options) -> None:
-        if not is_available():
-            raise UserError(
-                "parallel.transformer_impl=transformer_engine needs a GPU and TransformerEngine (megadit[te]); "
-                "parallel.transformer_impl=local uses Megatron's linears"
-            )
+        check_transformer_engine()
         super().__init__(config, **options)
 
     def column_linear(
@@ -76,6 +65,7 @@ class TELayers(McoreLayers):
             tp_group=self.tensor_group,
             tp_size=self.tensor_group.size(),
             sequence_parallel=self.config.sequence_parallel and is_sharded,
+            fuse_wgrad_accumulation=self.config.gradient_accumulation_fusion,
             params_dtype=self.config.params_dtype,
             device=torch.get_default_device().type,
         )

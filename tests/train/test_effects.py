@@ -152,6 +152,7 @@ EFFECTS = {
     "parallel.expert_tensor_parallel_size": ends("whole sets of experts over 2", "2", *EXPERTS),
     "parallel.sequence_parallel": ends("nothing to cut", "true"),
     "parallel.transformer_impl": ends("parallel.transformer_impl=transformer_engine", "transformer_engine"),
+    "parallel.gradient_accumulation_fusion": ends("fused_weight_gradient_mlp_cuda", "true"),
     "parallel.data_parallel": seen("layout", "distributed_optimizer", "optimizer.optimizer=adamw"),
     "parallel.overlap_grad_reduce": seen("layout", "false"),
     "parallel.overlap_param_gather": seen(

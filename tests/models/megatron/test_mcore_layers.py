@@ -47,9 +47,9 @@ assert split == {
     )
 }
 
-from megadit.models.megatron import te_layers
+from megadit.models.megatron import extensions, te_layers
 from megadit.models.support import UserError
-if not te_layers.is_available():
+if not extensions.has_transformer_engine():
     try:
         te_layers.TELayers(kit.config)
     except UserError as error:

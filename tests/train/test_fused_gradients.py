@@ -1,0 +1,97 @@
+"""`parallel.gradient_accumulation_fusion`: the same gradients, added to their sums by the products that make them."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from megadit.models.megatron import extensions
+from megadit.models.support import UserError
+from megadit.train.config import ParallelConfig
+from megadit.train.config_checks import check_inputs
+from megadit.train.recipes import load_recipe
+
+JOB = Path(__file__).parent / "jobs" / "fused_gradients.py"
+LINEARS = ("qkv", "proj", "q", "kv", "fc1", "fc2")
+CASES = {
+    "two copies": {"parallel": {}},
+    "distributed optimizer": {"parallel": {"data_parallel": "distributed_optimizer"}},
+    "bf16": {"precision": "bf16"},
+    "two halves of each matrix": {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}},
+    "blocks computed again": {"parallel": {"recompute_granularity": "full"}},
+}
+
+
+@pytest.fixture(scope="module")
+def found(run_ranks, tmp_path_factory):
+    """On two ranks, with a product of torch's in place of the extension's."""
+    output, _ = run_ranks(2, JOB, tmp_path_factory.mktemp("fused"), json.dumps(CASES))
+    return json.loads(output.splitlines()[-1])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in for the extension is for CPUs")
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_the_same(found, name):
+    # float32: the same products, added up in another order; bfloat16: the plain ones are rounded before they are added
+    assert found[name]["apart"] < (1e-2 if name == "bf16" else 1e-5), found[name]["which"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in for the extension is for CPUs")
+def test_every_linear_of_a_block_is_fused_and_nothing_else(found):
+    for name in CASES:
+        assert found[name]["otherwise"] == []
+        assert len(found[name]["fused"]) == 4 * 7  # layers, linears of a block
+        assert {key.split(".")[-2] for key in found[name]["fused"]} == set(LINEARS)
+    assert found["calls"] > len(CASES) * 4 * 7
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in for the extension is for CPUs")
+def test_a_wrong_product_is_seen(run_ranks, tmp_path):
+    [output] = run_ranks(1, JOB, tmp_path, json.dumps({"one": {}}), "0.5")
+    assert json.loads(output.splitlines()[-1])["one"]["apart"] > 0.1
+
+
+def with_fusion(**parallel):
+    run = load_recipe("digits_tiny")
+    return replace(run, parallel=ParallelConfig(gradient_accumulation_fusion=True, **parallel))
+
+
+def test_refused_where_the_extension_is_not_installed(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(extensions, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"gradient_accumulation_fusion=true needs .*fused_weight_gradient_mlp_cuda"):
+        check_inputs(with_fusion())
+    monkeypatch.setattr(extensions, "find_spec", lambda name: name)
+    extensions.check_gradient_accumulation_fusion()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="needs a GPU"):
+        extensions.check_gradient_accumulation_fusion()
+
+
+def test_refused_with_fsdp():
+    with pytest.raises(
+        UserError, match="gradient_accumulation_fusion=true .*data_parallel=fsdp.*distributed_optimizer"
+    ):
+        with_fusion(data_parallel="fsdp")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kit", ["local", "transformer_engine"])
+def test_gradients_are_the_same_on_a_gpu(tmp_path, kit):
+    if kit == "local" and find_spec("fused_weight_gradient_mlp_cuda") is None:
+        pytest.skip("needs fused_weight_gradient_mlp_cuda of NVIDIA's apex")
+    if kit == "transformer_engine" and not extensions.has_transformer_engine():
+        pytest.skip("needs TransformerEngine (megadit[te])")
+    case = {"precision": "bf16", "parallel": {"transformer_impl": kit}}
+    command = [sys.executable, JOB, tmp_path, json.dumps({kit: case})]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])[kit]
+    assert found["apart"] < 1e-2, found["which"]
+    assert len(found["fused"]) == 4 * 7
