@@ -73,7 +73,7 @@ SHOWN_BY = {
     "prepare butterfly": INGEST | {TABLES: "--split --source --output_dir", COLUMN: "--caption_column"},
     "prepare nemo": {
         "train/data/ingest/test_sources.py::test_what_nemo_and_dfm_wrote_becomes_a_data_set": (
-            "--tokenizer --text_encoder --fps --val_every --shard_size"
+            "--tokenizer --text_encoder --fps --val_every --shard_size --overwrite"
         )
     },
     "train": {

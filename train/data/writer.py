@@ -30,6 +30,8 @@ from megadit.models.tokenizers.base import VideoTokenizer
 from megadit.train.data.dataset_info import CRUDE, DEFINITIONS, ENERGON_FOLDER, INFO_FILE, DatasetInfo
 
 LATENT_DTYPES = (torch.float16, torch.float32)
+_LONGEST_NAME = 100
+"""Bytes of a name in a tar file (ustar)."""
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +124,8 @@ class DatasetWriter:
             raise UserError(f"unknown split {split!r}; this data set has {', '.join(self.splits)}")
         if not key or "." in key or "__" in key:
             raise UserError(f"sample key {key!r} must not be empty nor contain '.' or '__'")
+        if len(f"{key}.safetensors".encode()) > _LONGEST_NAME:
+            raise UserError(f"sample key {key!r} is too long for the name of a file in a tar file")
         if key in self._keys:
             raise UserError(f"sample key {key!r} is used twice; keys must be unique over all splits")
         channels, text_width = self.tokenizer.latent_channels, self.text_encoder.dim
@@ -232,16 +236,21 @@ def _add_member(shard: tarfile.TarFile, name: str, content: bytes) -> None:
     shard.addfile(member, io.BytesIO(content))
 
 
+def is_prepared(folder: Path) -> bool:
+    """Whether a finished data set lies there."""
+    return (folder / INFO_FILE).is_file() and (folder / ENERGON_FOLDER / CRUDE).is_file()
+
+
 def is_done(out: Path, *, overwrite: bool = False) -> bool:
     """Whether a data set lies at `out` that is to stay, which is then said.
 
     Raises:
         UserError: if something else lies there.
     """
-    is_prepared = (out / INFO_FILE).is_file() and (out / ENERGON_FOLDER / CRUDE).is_file()
-    if is_prepared and not overwrite:
+    is_data_set = is_prepared(out)
+    if is_data_set and not overwrite:
         print(f"{out} is already prepared; nothing to do (--overwrite replaces it)")
         return True
-    if out.exists() and not is_prepared and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and not is_data_set and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not a prepared data set; give another folder, or remove it")
     return False

@@ -14,6 +14,7 @@ from megadit.train.data.ingest.plan import CUTS, Notes, Settings
 from megadit.train.data.ingest.pool import default_workers
 from megadit.train.data.ingest.sources import Listing, list_folder, list_tables, list_webdataset
 from megadit.train.data.ingest.team import join_team
+from megadit.train.data.writer import is_prepared
 
 BUTTERFLIES = "huggan/smithsonian_butterflies_subset"
 DESCRIPTIONS = {
@@ -29,8 +30,6 @@ def prepare_command(kind: str, argv: list[str]) -> int:
     """Runs one of the sources above; a second run goes on where the first was stopped."""
     options = _parse(kind, argv)
     notes = Notes(root=options.out)
-    if options.overwrite and (notes.folder.is_dir() or (options.out / INFO_FILE).is_file()):
-        shutil.rmtree(options.out)
     with join_team() as team:
         preparation = stages.Preparation(
             notes=notes,
@@ -48,6 +47,8 @@ def prepare_command(kind: str, argv: list[str]) -> int:
         )
         stages.check_sizes(preparation)
         if team.is_first:
+            if options.overwrite and _is_ours(notes):
+                shutil.rmtree(options.out)  # only now that nothing is wrong with what is to take its place
             request = {
                 "source": f"{kind} {options.source}",
                 "encodings": [_plain(encoding) for encoding in preparation.encodings],
@@ -62,6 +63,11 @@ def prepare_command(kind: str, argv: list[str]) -> int:
             return 0
         stages.run(preparation, names)
     return 0
+
+
+def _is_ours(notes: Notes) -> bool:
+    """Whether a data set lies there, or a part of one; other folders of ours have a megadit.json too."""
+    return notes.settings.is_file() or is_prepared(notes.root)
 
 
 def commands() -> dict[str, Callable[[list[str]], int]]:

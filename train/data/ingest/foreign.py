@@ -24,7 +24,7 @@ from torch import Tensor
 from megadit.models.support import CommandParser, Progress, UserError
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import load_tokenizer
-from megadit.train.data.writer import DatasetWriter
+from megadit.train.data.writer import DatasetWriter, is_done
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +146,7 @@ def iter_samples(root: Path, refuse: Any) -> Iterator[tuple[str, dict[str, bytes
         raise UserError(f"{root} holds no tar files")
     for shard in shards:
         current, members = None, {}
+        place = shard.relative_to(root).with_suffix("").as_posix()  # folders may hold shards of the same name
         try:
             with tarfile.open(shard, "r:") as tar:
                 for member in tar:
@@ -155,14 +156,14 @@ def iter_samples(root: Path, refuse: Any) -> Iterator[tuple[str, dict[str, bytes
                         refuse(f"{shard.name}/{member.name}", "not a member of a sample")
                         continue
                     if key != current and members:
-                        yield f"{shard.stem}/{current}", members
+                        yield f"{place}/{current}", members
                         members = {}
                     current = key
                     members[suffix] = tar.extractfile(member).read()
         except (tarfile.TarError, OSError, EOFError) as error:
             refuse(shard.name, f"broken tar file: {error}")
         if members:
-            yield f"{shard.stem}/{current}", members
+            yield f"{place}/{current}", members
 
 
 def convert(
@@ -222,9 +223,12 @@ def nemo_command(argv: list[str]) -> int:
     parser.add_argument("--fps", type=float, default=24.0, help="of videos whose json has no framerate (default: 24)")
     parser.add_argument("--val_every", type=int, default=50, help="each so-manieth sample is held out; 0: none")
     parser.add_argument("--shard_size", type=int, default=1000, help="samples of a shard (default: 1000)")
+    parser.add_argument("--overwrite", action="store_true", help="replace a finished folder")
     options = parser.parse_args(argv)
     if not options.source.is_dir():
         raise UserError(f"{options.source} is not a folder")
+    if is_done(options.out, overwrite=options.overwrite):
+        return 0
     refused = convert(
         options.source,
         options.out,

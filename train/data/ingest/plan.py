@@ -173,6 +173,10 @@ class Notes:
         return self.root / NOTES
 
     @property
+    def settings(self) -> Path:
+        return self.folder / "settings.json"
+
+    @property
     def sources(self) -> Path:
         return self.folder / "sources.jsonl"
 
@@ -205,7 +209,7 @@ class Notes:
             UserError: if the folder was begun with other settings, or holds something else.
         """
         values = json.loads(json.dumps({"settings": asdict(settings), **request}))
-        path = self.folder / "settings.json"
+        path = self.settings
         self._clear_temporaries()
         if not path.is_file():
             if self.root.exists() and (not self.root.is_dir() or any(file.is_file() for file in self.root.rglob("*"))):

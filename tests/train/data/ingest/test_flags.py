@@ -111,6 +111,19 @@ def test_a_preparation_is_begun_anew(sources, tmp_path, capsys):
     assert prepare.main([*command, "--fps", "12"]) == 2 and "--overwrite" in capsys.readouterr().err
     assert prepare.main([*command, "--fps", "12", "--overwrite"]) == 0
     assert '"fps": 12.0' in (tmp_path / "out/prepare/settings.json").read_text()
+    for mistake in (["--sizes", "50x50"], ["--encodings", str(tmp_path / "nowhere")], ["--redo", "first"]):
+        assert prepare.main([*command, "--overwrite", *mistake]) == 2
+    assert '"fps": 12.0' in (tmp_path / "out/prepare/settings.json").read_text()
+
+
+def test_only_a_data_set_is_begun_anew(sources, tmp_path):
+    for name in ("prepare/notes.txt", "megadit.json"):  # a folder of that name, and a bundle
+        file = tmp_path / name.replace("/", "_") / name
+        file.parent.mkdir(parents=True)
+        file.write_text("{}")
+        out = tmp_path / name.replace("/", "_")
+        assert prepare.main(["videos", str(sources / "videos"), str(out), *SMALL, *SELECTED, "--overwrite"]) == 2
+        assert file.is_file()
 
 
 def test_tables_of_a_split_into_a_folder_of_its_own(sources, tmp_path, capsys, monkeypatch):

@@ -286,6 +286,33 @@ def test_what_nemo_and_dfm_wrote_becomes_a_data_set(tmp_path, caplog):
     assert {each["fps"] for each in described} == {0, 12, 30}
     assert DatasetInfo.read(tmp_path / "other").num_samples["val"] >= 2
     assert (tmp_path / "other" / "train-000001.tar").is_file()
+    again = ["nemo", str(source), str(tmp_path / "other"), *parts]
+    assert prepare.main(again) == 0 and (tmp_path / "other" / "train-000001.tar").is_file()
+    assert prepare.main([*again, "--overwrite"]) == 0 and not (tmp_path / "other" / "train-000001.tar").is_file()
+
+
+def test_a_folder_of_something_else_is_not_replaced(tmp_path, capsys):
+    """By shards that lie in folders of their own, and hold keys that are the same, or too long for a tar file."""
+    source = tmp_path / "source"
+    for folder in ("a", "b"):
+        (source / folder).mkdir(parents=True)
+        with tarfile.open(source / folder / "000.tar", "w") as tar:
+            for key in ("0", "k" * 95):
+                add(tar, f"{key}.pth", saved(torch.zeros(192, 1, 2, 2)))
+                add(tar, f"{key}.pickle", pickle.dumps(np.ones((5, 64), np.float32)))
+                add(tar, f"{key}.json", b"{}")
+    HaarTokenizer(temporal_compression=4, spatial_compression=4).save(tmp_path / "tokenizer")
+    HashedWordEncoder().save(tmp_path / "text_encoder")
+    parts = ["--tokenizer", str(tmp_path / "tokenizer"), "--text_encoder", str(tmp_path / "text_encoder")]
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis/chapter.tex").write_text("years of work")
+    for out in (tmp_path / "thesis", source):
+        assert prepare.main(["nemo", str(source), str(out), *parts]) == 2
+        assert "is not a prepared data set" in capsys.readouterr().err
+    assert (tmp_path / "thesis/chapter.tex").read_text() == "years of work" and (source / "a/000.tar").is_file()
+    assert prepare.main(["nemo", str(source), str(tmp_path / "out"), *parts, "--val_every", "0"]) == 0
+    assert DatasetInfo.read(tmp_path / "out").num_samples["train"] == 2
+    assert "is too long" in capsys.readouterr().out
 
 
 # --- stores -------------------------------------------------------------------------------------------------------
