@@ -95,9 +95,13 @@ def _pull_from_store(url: str, directory: Path) -> None:
         names = [found.removeprefix(root.rstrip("/") + "/") for found in store.find(root)]
         with Progress(len(names), "fetching") as bar:
             for name in names:
+                if not (directory / name).resolve().is_relative_to(directory.resolve()):
+                    raise UserError(f"{url} is damaged or hostile: it names the file {name!r}")
                 (directory / name).parent.mkdir(parents=True, exist_ok=True)
                 store.get_file(f"{root}/{name}", str(directory / name))
                 bar.advance()
+    except UserError:
+        raise
     except Exception as error:  # each store has exceptions of its own
         raise UserError(f"{url} cannot be read: {error}") from error
 

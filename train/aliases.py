@@ -72,7 +72,7 @@ KEYS = {
 
 _VALUES: dict[str, Callable[[Any], Any]] = {
     # theirs is cond + g (cond - uncond), ours uncond + g (cond - uncond)
-    "model.val_generation_guidance": lambda guidance: guidance + 1,
+    "model.val_generation_guidance": lambda guidance: guidance + 1 if isinstance(guidance, int | float) else guidance,
     "optimizer.use_distributed_optimizer": lambda wanted: "distributed_optimizer" if wanted else "ddp",
     "optim.config.use_distributed_optimizer": lambda wanted: "distributed_optimizer" if wanted else "ddp",
 }

@@ -79,10 +79,16 @@ def _locate(source: str) -> Path:
 
 
 def _free(out: Path) -> Path:
-    """`out`, if nothing there would be lost."""
-    if out.exists() and not (out.is_dir() and ((out / parts.CONFIG_FILE).is_file() or not any(out.iterdir()))):
+    """`out`, if nothing there would be lost but a part of ours."""
+    if out.exists() and not (out.is_dir() and (_is_part(out) or not any(out.iterdir()))):
         raise UserError(f"{out} holds something else, and would be replaced; choose another directory")
     return out
+
+
+def _is_part(path: Path) -> bool:
+    """A tokenizer as this command writes it; published ones have a config.json without a type."""
+    config = read_json(path / parts.CONFIG_FILE) if (path / parts.CONFIG_FILE).is_file() else None
+    return isinstance(config, dict) and "type" in config
 
 
 # ------------------------------------------------------------------------------------------------------- in

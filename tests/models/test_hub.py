@@ -69,5 +69,9 @@ def test_a_tokenizer_is_loaded_and_converted_by_name(cached, tmp_path, make_cosm
     expected = published_tokenizer(tmp_path / "pipeline/vae").fingerprint()
     for name in ("nvidia/Cosmos-Tokenizer-CV4x8x8", "nvidia/Cosmos-Tiny"):
         assert published_tokenizer(name).fingerprint() == expected
-    assert cli.main(["nvidia/Cosmos-Tokenizer-CV4x8x8", str(tmp_path / "out")]) == 0, capsys.readouterr().err
+    for _ in range(2):  # what it wrote itself it replaces
+        assert cli.main(["nvidia/Cosmos-Tokenizer-CV4x8x8", str(tmp_path / "out")]) == 0, capsys.readouterr().err
     assert load_tokenizer(tmp_path / "out").fingerprint() == expected
+    weights = tmp_path / "pipeline/vae/diffusion_pytorch_model.safetensors"  # beside a config.json of somebody else
+    assert cli.main(["nvidia/Cosmos-Tokenizer-CV4x8x8", str(weights.parent)]) == 2
+    assert "holds something else, and would be replaced" in capsys.readouterr().err and weights.is_file()

@@ -147,6 +147,16 @@ def test_damage_on_the_way_is_noticed(bundle, url, tmp_path):
     assert not (tmp_path / "again").exists()
 
 
+def test_a_store_writes_nowhere_else(bundle, url, tmp_path, monkeypatch):
+    push_bundle(bundle, url)
+    store, root = fsspec.core.url_to_fs(url)
+    store.pipe_file(f"{root}/trap", b"x")
+    monkeypatch.setattr(type(store), "find", lambda self, path: [f"{path}/trap", f"{path}/../../trap"])
+    with pytest.raises(UserError, match="damaged or hostile"):
+        pull_bundle(url, tmp_path / "a/b/pulled")
+    assert not list(tmp_path.rglob("trap"))
+
+
 def test_mistakes_are_told_in_one_line(bundle, tmp_path):
     with pytest.raises(UserError, match="'somewhere' is no URL"):
         push_bundle(bundle, "somewhere")

@@ -56,6 +56,7 @@ def test_every_alias_leads_to_a_key_of_ours():
         (["data.seq_length=8", "data.task_encoder.seq_length=9"], "both mean data.seq_length, and differ"),
         (["model.qkv_format=sbhd"], "model.qkv_format=sbhd does not exist here, only thd: samples are always packed"),
         (["checkpoint.load_optim=false"], "give checkpoint.init_from"),
+        (["model.val_generation_guidance=much"], "validation.guidance='much' is str, expected float"),
         (["trainer.devices=8"], "decided by how the ranks are started"),
     ],
 )
