@@ -30,7 +30,6 @@ _NAMES = (
 )
 _CONSTANTS = re.compile(r"(wavelets|_arange|patch_size_buffer)$")
 _UP = re.compile(r"^decoder\.up_blocks\.(\d+)\.")
-_FIRST_RESNET = re.compile(r"encoder\.down_blocks\.0\.resnets\.\d+\.conv1\.conv_s\.weight")
 _RESAMPLER = re.compile(r"samplers\.0\.conv[12]\.")
 """Convolutions along space (1) and time (2), of which a released network keeps some that it does not use."""
 
