@@ -36,7 +36,7 @@ class Metrics:
         self.stages = Histogram(
             "megadit_stage_seconds",
             "seconds that a video spends in the queue, at Triton, and being stored",
-            ["stage"],
+            ["stage", "key"],
             buckets=_SECONDS,
             registry=self.registry,
         )

@@ -169,7 +169,7 @@ class Runner:
         run = _Run(job=job, server=server, generation=generation)
         with self._lock:
             self._runs[job.id] = run
-        self._metrics.stages.labels("queue").observe(max(0.0, job.started_at - job.created_at))
+        self._metrics.stages.labels("queue", job.key_id).observe(max(0.0, job.started_at - job.created_at))
         log("job started", job=job.id, key=job.key_id, server=server.url, attempt=job.attempts)
         self._pool.submit(self._work, run)
         return True
@@ -192,7 +192,7 @@ class Runner:
         """Makes the video and writes down what became of the job."""
         try:
             video = self._generate(run)
-            self._metrics.stages.labels("triton").observe(time.monotonic() - run.began)
+            self._metrics.stages.labels("triton", run.job.key_id).observe(time.monotonic() - run.began)
         except InvalidRequestError as error:
             self._fail(run, "invalid_request", str(error))
         except CancelledError as error:
@@ -238,7 +238,7 @@ class Runner:
             log("result not stored", error=error, job=run.job.id)
             self._fail(run, "storage_failed", f"the video could not be stored: {error}")
             return
-        self._metrics.stages.labels("store").observe(time.monotonic() - began)
+        self._metrics.stages.labels("store", run.job.key_id).observe(time.monotonic() - began)
         seconds = self._settings.result_seconds
         if self._persist(lambda: self._store.complete(run.job, result, seconds_to_live=seconds)):
             self._end(run, "completed")

@@ -6,9 +6,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from prometheus_client import generate_latest
 
 from megadit.models.support import UserError
-from megadit.serve.contract import DeadlineExceededError, UnavailableError, VideoRequest
+from megadit.serve.contract import DeadlineExceededError, UnavailableError, VideoRequest, VideoResult
 from megadit.serve.gateway import runner
 from megadit.serve.gateway.errors import ApiError
 from megadit.serve.gateway.routes import _Streams
@@ -59,6 +60,22 @@ def test_a_server_that_is_silent_too_long_loses_its_jobs(gateway, start, seconds
     run.server.silent_since = time.monotonic() - 60
     gateway.runner._watch(run.server)
     assert bool(cancelled) == is_lost
+
+
+def one_video():
+    yield VideoResult(
+        data=b"x", media_type="video/mp4", index=0, prompt="a", seed=0, settings={}, seconds=0.0, batch_size=1
+    )
+
+
+def test_what_a_video_took_at_each_stage_is_counted_by_key(gateway, start):
+    key, run = start(one_video())
+    gateway.runner._settle(run)
+    assert gateway.store.get(key.id, run.job.id).status == "completed"
+    told = generate_latest(gateway.metrics.registry).decode()
+    for stage in ("triton", "store"):
+        assert f'megadit_stage_seconds_count{{key="{key.id}",stage="{stage}"}} 1.0' in told
+    assert f'megadit_videos_total{{key="{key.id}",model="text_to_video",outcome="completed"}} 1.0' in told
 
 
 def unreadable():

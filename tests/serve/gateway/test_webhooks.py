@@ -64,6 +64,7 @@ def ended(gateway):
 
 def test_the_end_of_a_video_is_told_until_it_is_taken(gateway, receiver, ended, eventually, monkeypatch):
     monkeypatch.setattr(webhooks, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(webhooks, "_SECONDS_BETWEEN_LOOKS", 0.01)
     openai = pytest.importorskip("openai")
     key, good, bad = ended(receiver.url)
     sender = Webhooks(gateway.store, gateway.keys, gateway.metrics)
