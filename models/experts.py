@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megadit.models.config import DiTConfig
 from megadit.models.expert_config import ExpertConfig
+from megadit.models.linear import linear
 from megadit.models.segments import Layout, Run
 
 if TYPE_CHECKING:
@@ -49,13 +50,13 @@ class Experts(nn.Module):
         """sum of weight_e FFN_e(x) over all experts: as many times the work, and none of it depends on values."""
 
         def of_expert(index: int) -> Tensor:
-            return self._compute(x_SBD, weight_SBE[..., index, None], lambda x, weight: F.linear(x, weight[index]))
+            return self._compute(x_SBD, weight_SBE[..., index, None], lambda x, weight: linear(x, weight[index]))
 
         return sum(of_expert(index) for index in range(len(self.fc1)))
 
-    def _compute(self, x: Tensor, weight: Tensor, linear: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        h = self.activation(linear(x, self.fc1)) * weight
-        return linear(h.to(x.dtype), self.fc2)
+    def _compute(self, x: Tensor, weight: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        h = self.activation(product(x, self.fc1)) * weight
+        return product(h.to(x.dtype), self.fc2)
 
 
 def grouped_linear(x_ND: Tensor, weight_EMD: Tensor, counts_E: Tensor) -> Tensor:
@@ -64,7 +65,7 @@ def grouped_linear(x_ND: Tensor, weight_EMD: Tensor, counts_E: Tensor) -> Tensor
         ends_E = counts_E.to(x_ND.device).cumsum(0).int()
         return F.grouped_mm(x_ND, weight_EMD.transpose(1, 2), offs=ends_E)
     parts = zip(x_ND.split(counts_E.tolist()), weight_EMD.unbind(), strict=True)
-    return torch.cat([F.linear(x, weight) for x, weight in parts])
+    return torch.cat([linear(x, weight) for x, weight in parts])
 
 
 def compute_here(experts: Experts, x_SBD: Tensor, weight_SBE: Tensor, chosen_SBE: Tensor) -> Tensor:

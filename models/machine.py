@@ -123,7 +123,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "gpu": gpu.name if gpu else None,
         "gpu_memory_gb": round(gpu.total_memory / 1e9, 1) if gpu else None,
         "cuda": torch.version.cuda if gpu else None,
-        "processor": _processor(),
+        "processor": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
@@ -153,7 +153,8 @@ def commit() -> str | None:
         return None
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The name of its model."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

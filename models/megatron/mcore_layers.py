@@ -19,11 +19,11 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
@@ -37,6 +37,7 @@ from megadit.models.config import DiTConfig
 from megadit.models.experts import HIDDEN_DIM, Experts, compute_here
 from megadit.models.initialize import Fill, initialize_
 from megadit.models.layers import BlockStack, Layout, Sequence
+from megadit.models.linear import Linear, linear
 from megadit.models.lines import Arrangement, Axis, Lines, Mesh, lines, move
 from megadit.models.megatron.context_parallel import ContextGroups, attend_shared
 from megadit.models.megatron.expert_parallel import Dispatch, all_tokens, own_tokens
@@ -136,7 +137,15 @@ class _ColumnLinear(_FusedGradient, ColumnParallelLinear):
         self.is_ordinary = _is_ordinary(self.tp_group, config)
 
     def forward(self, x_SBD: Tensor) -> Tensor:
-        return F.linear(x_SBD, self.weight, self.bias) if self.is_ordinary else super().forward(x_SBD)[0]
+        return linear(x_SBD, self.weight, self.bias) if self.is_ordinary else super().forward(x_SBD)[0]
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **how) -> Tensor:
+        # with sequence parallelism Megatron's own product gathers the tokens again in backward
+        if not input.is_cpu or self.gradient_accumulation_fusion or how["sequence_parallel"]:
+            return super()._forward_impl(input, weight, bias=bias, **how)
+        if how["allreduce_dgrad"]:
+            input = copy_to_tensor_model_parallel_region(input, group=how["tp_group"])
+        return linear(input, weight, bias)
 
 
 class _RowLinear(_FusedGradient, RowParallelLinear):
@@ -160,7 +169,12 @@ class _RowLinear(_FusedGradient, RowParallelLinear):
         self.is_ordinary = _is_ordinary(self.tp_group, config)
 
     def forward(self, x_SBD: Tensor) -> Tensor:
-        return F.linear(x_SBD, self.weight, self.bias) if self.is_ordinary else super().forward(x_SBD)[0]
+        return linear(x_SBD, self.weight, self.bias) if self.is_ordinary else super().forward(x_SBD)[0]
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, **how) -> Tensor:
+        if not input.is_cpu or self.gradient_accumulation_fusion:
+            return super()._forward_impl(input, weight, **how)
+        return linear(input, weight)
 
 
 def _is_ordinary(group: ProcessGroup, config: TransformerConfig) -> bool:
@@ -233,10 +247,10 @@ class McoreLayers:
     def replicated_linear(
         self, in_features: int, out_features: int, *, sequence: Sequence, bias: bool = True
     ) -> nn.Module:
-        linear = nn.Linear(in_features, out_features, bias=bias)
-        for parameter in linear.parameters():
+        layer = Linear(in_features, out_features, bias=bias)
+        for parameter in layer.parameters():
             parameter.sequence_parallel = self.config.sequence_parallel and sequence == "sharded"
-        return linear
+        return layer
 
     def replicated_parameter(self, value: Tensor) -> nn.Parameter:
         parameter = nn.Parameter(value)
