@@ -31,6 +31,8 @@ VPP = {**PP, "virtual_pipeline_model_parallel_size": 2}
 DISTRIBUTED = {"data_parallel": "distributed_optimizer"}
 FSDP = {"data_parallel": "fsdp"}
 MUON = {"optimizer": {"optimizer": "muon"}}
+BY_ONEDNN = {"products": "onednn"}
+"""Which would be asked for larger products only."""
 
 ONE_RANK = {
     "torch": {"is_torch": True},
@@ -45,7 +47,9 @@ EXACT = {
         "fsdp": case(**FSDP),
         "fsdp, recomputed": case(**FSDP, recompute_granularity="full"),
         "tp": case(**TP),
+        "tp, by oneDNN": case(**TP) | BY_ONEDNN,
         "sp": case(**SP),
+        "sp, by oneDNN": case(**SP) | BY_ONEDNN,
         "cp": case(**CP),
         "ring, attention recomputed": case(**RING, recompute_granularity="selective"),
         "cp + fsdp, one block recomputed": case(**CP, **FSDP, recompute_granularity="full", recompute_num_layers=1),

@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 import safetensors.torch  # noqa: E402
 
-from megadit.models import experts, initialize, lines  # noqa: E402
+from megadit.models import experts, initialize, linear, lines  # noqa: E402
 from megadit.models.conditioning import Conditioning  # noqa: E402
 from megadit.models.dit import DiT  # noqa: E402
 from megadit.models.expert_config import ExpertConfig  # noqa: E402
@@ -274,6 +274,9 @@ def torch_reference(out, case):
 def run(out, case):
     """Numbers of one case; its checkpoint lies in `out`."""
     config = run_config(out, case)
+    if case.get("products") == "onednn":
+        patch(linear, "FEWEST_MULTIPLICATIONS", 1)
+        patch(linear, "_is_mkl_slow", lambda: True)
     processes = start_processes(config)
     training = build_training(config, processes)
     if "broken" in case:
