@@ -56,9 +56,10 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
+        grad = grad.contiguous()
         grad_x = None if weight is None else linear(grad, weight.t())
-        grad_NO = grad.reshape(-1, grad.shape[-1])
-        grad_weight = None if x is None else _transposed_product(grad_NO, x.reshape(-1, x.shape[-1]))
+        grad_NO = grad.view(-1, grad.shape[-1])
+        grad_weight = None if x is None else _transposed_product(grad_NO, x.reshape(-1, x.shape[-1]).contiguous())
         grad_bias = grad_NO.sum(0) if ctx.needs_input_grad[2] else None
         return grad_x, grad_weight, grad_bias
 
@@ -79,6 +80,7 @@ def _suits_onednn(x: Tensor, weight: Tensor) -> bool:
         and x.is_cpu
         and x.dtype == weight.dtype == torch.float32
         and x.shape[-1] == weight.shape[-1]
+        and (weight.is_contiguous() or weight.t().is_contiguous())  # others oneDNN multiplies number by number
         and _BY_ONEDNN is not None
         and x.numel() >= FEWEST_ROWS * x.shape[-1]
         and x.numel() * len(weight) >= FEWEST_MULTIPLICATIONS
