@@ -32,32 +32,40 @@ class QKNorm(nn.Module):
 
 
 def _norm_rotate(x, weight, cos, sin, eps):
-    """The result, and 1 / rms(x) in float32 (None where nothing is normalised)."""
-    rms_inverse = None
+    """The result, and 1 / rms(x) (None where nothing is normalised).
+
+    Half precision becomes float32 once and is rounded once: operations on a mixture take several times as long on a
+    CPU, and the mean of squares would overflow.
+    """
+    y, rms_inverse = _wide(x), None
     if weight is not None:
-        # float32, as the mean of squares overflows half precision
-        rms_inverse = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
-        x = (x * rms_inverse).to(x.dtype) * weight
-    return _rotate(x, cos, sin), rms_inverse
+        rms_inverse = torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+        y = y * rms_inverse * _wide(weight)
+    return _rotate(y, cos, sin).to(x.dtype), rms_inverse
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
     if cos is None:
         return x
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
+    return torch.addcmul(x * cos.to(x.dtype), x.roll(x.shape[-1] // 2, dims=-1), sin.to(x.dtype))
 
 
 def _norm_rotate_backward(grad, x, weight, cos, sin, rms_inverse):
     """Gradients of x and weight."""
-    grad = _rotate(grad, cos, None if sin is None else -sin)
+    grad = _rotate(_wide(grad), cos, None if sin is None else -sin)
     if weight is None:
-        return grad, None
-    normed = x * rms_inverse
-    grad_weight = (grad * normed).sum((0, 1, 2), dtype=torch.float32).to(weight.dtype)
-    grad = grad * weight
-    # d(x / rms) = (g - y mean(g y)) / rms, y = x / rms
-    projection = (grad * normed).mean(-1, keepdim=True, dtype=torch.float32)
-    return ((grad - normed * projection) * rms_inverse).to(x.dtype), grad_weight
+        return grad.to(x.dtype), None
+    normed = _wide(x) * rms_inverse
+    product = grad * normed
+    grad_weight = product.sum((0, 1, 2)).to(weight.dtype)
+    # d(x / rms) = (g - y mean(g y)) / rms, y = x / rms, g = grad * weight
+    projection = (product @ _wide(weight) / x.shape[-1])[..., None]
+    grad_x = (grad * _wide(weight)).addcmul_(normed, projection, value=-1).mul_(rms_inverse)
+    return grad_x.to(x.dtype), grad_weight
 
 
 class _NormRotate(torch.autograd.Function):
