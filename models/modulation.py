@@ -102,12 +102,12 @@ def _rows(x_GD: Tensor, run: Run) -> Tensor:
 
 
 def _sum_segments(x_S1D: Tensor, like_GD: Tensor, runs: tuple[Run, ...]) -> Tensor:
-    """Sums the tokens of each segment, in float32."""
-    total_GD = torch.zeros_like(like_GD, dtype=torch.float32)
+    """Sums the tokens of each segment: in float32, whatever precision the sum is rounded to."""
+    total_GD = torch.zeros_like(like_GD)
     for run in runs:
         # a segment cut by sequence parallelism never appears twice in one rank's runs, so rows are written once
-        total_GD[run.segments] = _tokens(x_S1D, run).sum(1, dtype=torch.float32)
-    return total_GD.to(like_GD.dtype)
+        total_GD[run.segments] = _tokens(x_S1D, run).sum(1, dtype=like_GD.dtype)
+    return total_GD
 
 
 class _ModulatedNorm(torch.autograd.Function):
