@@ -12,10 +12,13 @@ from typing import Literal, get_args
 from megadit.models.config import DiTConfig
 from megadit.models.megatron.parallel_sizes import ContextComm, ParallelSizes
 from megadit.models.support import UserError
+from megadit.train.config_fp8 import check_fp8
 from megadit.train.config_upkeep import CheckpointConfig, HealthConfig, LoggerConfig, ValidationConfig
 from megadit.train.value_checks import nearest_multiples, require_choice, require_not_negative, require_positive
 
 Precision = Literal["fp32", "bf16"]
+Fp8 = Literal["none", "e4m3", "hybrid"]
+Fp8Recipe = Literal["tensorwise", "blockwise", "mxfp8"]
 MatmulPrecision = Literal["ieee", "tf32", "bf16"]
 OptimizerName = Literal["adamw", "muon"]
 LRDecayStyle = Literal["cosine", "linear", "constant"]
@@ -102,6 +105,11 @@ class TrainConfig:
     """Arithmetic of the network; master weights, gradients, noise and loss are float32 in both."""
     matmul_precision: MatmulPrecision = "ieee"
     """How float32 matrix products may be computed: `tf32` on a GPU, `bf16` on a CPU that has such instructions."""
+    fp8: Fp8 = "none"
+    """Eight bits in the products of the blocks' matrices while training, by TransformerEngine: `e4m3`, or `hybrid` with
+    e5m2 for gradients; embedders, modulation, attention, the last layer, validation and all that is kept stay bf16."""
+    fp8_recipe: Fp8Recipe = "tensorwise"
+    """Which numbers share a scale: a tensor's, a block's of 128, or 32 in a row (`mxfp8`: Blackwell)."""
     log_interval: int = 10
     """Steps between printed lines; metrics.jsonl has every step."""
     num_threads: int | None = None
@@ -110,6 +118,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         require_positive("train", self, ["train_iters", "log_interval"])
         require_choice("train.precision", self.precision, get_args(Precision))
+        require_choice("train.fp8", self.fp8, get_args(Fp8))
+        require_choice("train.fp8_recipe", self.fp8_recipe, get_args(Fp8Recipe))
         require_choice("train.matmul_precision", self.matmul_precision, get_args(MatmulPrecision))
         require_not_negative("train", self, ["seed"])
         if self.num_threads is not None:
@@ -290,6 +300,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         self.parallel.sizes.check(self.model)
         self._check_sequence()
+        check_fp8(self)
         if self.optimizer.optimizer == "muon" and self.parallel.data_parallel == "fsdp":
             raise UserError(
                 "optimizer.optimizer=muon needs whole matrices, which parallel.data_parallel=fsdp cuts; use "

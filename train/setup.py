@@ -134,8 +134,14 @@ def build_parts(config: RunConfig, groups: Groups) -> tuple[DataParallel, ...]:
     sizes, is_sharded = config.parallel.sizes, config.parallel.data_parallel == "fsdp"
     # what FSDP shards is float32: it gathers weights in the precision of the computation
     dtype = torch.float32 if is_sharded else precision(config)
-    is_fused = config.parallel.gradient_accumulation_fusion
-    megatron = transformer_config(config.model, sizes, dtype=dtype, gradient_accumulation_fusion=is_fused)
+    megatron = transformer_config(
+        config.model,
+        sizes,
+        dtype=dtype,
+        gradient_accumulation_fusion=config.parallel.gradient_accumulation_fusion,
+        fp8=None if config.train.fp8 == "none" else config.train.fp8,
+        fp8_recipe=config.train.fp8_recipe,
+    )
     if is_sharded:
         parts = (_shard(config, groups, megatron),)
     else:

@@ -16,6 +16,8 @@ Shapes: S video tokens, B batch, D width, N heads of this rank, K head dim.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Literal
 
 import torch
@@ -54,9 +56,15 @@ _OF_ONE_PART = ("x_embedder.", "blocks.", "final_layer.")
 
 
 def transformer_config(
-    model: DiTConfig, layout: ParallelSizes, *, dtype: torch.dtype, gradient_accumulation_fusion: bool = False
+    model: DiTConfig,
+    layout: ParallelSizes,
+    *,
+    dtype: torch.dtype,
+    gradient_accumulation_fusion: bool = False,
+    fp8: str | None = None,
+    fp8_recipe: str = "tensorwise",
 ) -> TransformerConfig:
-    """What Megatron wants to know about a DiT; `dtype` is that of the parameters."""
+    """What Megatron wants to know about a DiT; `dtype` is that of the parameters, the rest as Megatron calls it."""
     is_interleaved = layout.virtual_pipeline > 1
     config = TransformerConfig(
         num_layers=model.num_layers,
@@ -81,6 +89,8 @@ def transformer_config(
         use_cpu_initialization=True,  # linears are made on the device of torch's context
         perform_initialization=False,
         gradient_accumulation_fusion=gradient_accumulation_fusion,
+        fp8=fp8,
+        fp8_recipe=fp8_recipe,
         calculate_per_token_loss=True,
     )
     # finalize_model_grads sums the gradients of parameters marked `pipeline_parallel` only where it finds this
@@ -190,17 +200,25 @@ def set_split(parameter: nn.Parameter, dim: int) -> None:
     set_tensor_model_parallel_attributes(parameter, True, dim, 1)
 
 
-class _RecomputedBlocks(BlockStack):
-    """The first `num_recomputed` blocks keep their inputs and nothing else."""
+class _Blocks(BlockStack):
+    """Blocks, each within `arithmetic()`; the first `num_recomputed` keep their inputs and nothing else."""
 
-    def __init__(self, blocks: dict[str, nn.Module], num_recomputed: int) -> None:
+    def __init__(
+        self, blocks: dict[str, nn.Module], num_recomputed: int, arithmetic: Callable[[], AbstractContextManager]
+    ) -> None:
         super().__init__(blocks)
         self.num_recomputed = num_recomputed
+        self.arithmetic = arithmetic
 
     def forward(self, x: Tensor, *context) -> Tensor:
         for index, block in enumerate(self.values()):
-            x = recomputed(block, x, *context) if index < self.num_recomputed else block(x, *context)
+            compute = partial(self._compute, block)
+            x = recomputed(compute, x, *context) if index < self.num_recomputed else compute(x, *context)
         return x
+
+    def _compute(self, block: nn.Module, x: Tensor, *context) -> Tensor:
+        with self.arithmetic():
+            return block(x, *context)
 
 
 def _no_init(weight: Tensor) -> None:
@@ -272,9 +290,14 @@ class McoreLayers:
     def block_stack(self, make_block: Callable[[], nn.Module], num_layers: int) -> nn.Module:
         count = num_layers // self.num_parts
         blocks = {str(self.part * count + index): make_block() for index in range(count)}
-        if self.recompute != "full":
-            return BlockStack(blocks)
-        return _RecomputedBlocks(blocks, count if self.recompute_num_layers is None else self.recompute_num_layers)
+        num_recomputed = 0
+        if self.recompute == "full":
+            num_recomputed = count if self.recompute_num_layers is None else self.recompute_num_layers
+        return _Blocks(blocks, num_recomputed, self.arithmetic)
+
+    def arithmetic(self) -> AbstractContextManager:
+        """What a block computes within."""
+        return nullcontext()
 
     def experts(self, make: Callable[[int, int], Experts], num_experts: int, hidden: int) -> Experts:
         group, tensor_group = (

@@ -1,5 +1,7 @@
 """The layer kit on TransformerEngine's linears: the layout of `McoreLayers`, with NVIDIA's kernels."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -7,13 +9,13 @@ from torch import Tensor, nn
 from megadit.models.layers import Sequence
 from megadit.models.megatron.extensions import check_transformer_engine
 from megadit.models.megatron.mcore_layers import McoreLayers, set_split
+from megadit.models.support import UserError
 
 
 class _TELinear(nn.Module):
     """A TransformerEngine linear under the canonical keys `weight` and `bias`.
 
-    TransformerEngine's module is kept out of the module tree, because its state holds FP8 scales next to the weight;
-    these are recomputed and no part of a checkpoint.
+    TransformerEngine's module is kept out of the module tree: its state has more than these, which no checkpoint needs.
     """
 
     def __init__(self, linear: nn.Module, partition_dim: int) -> None:
@@ -37,13 +39,29 @@ class _TELinear(nn.Module):
 class TELayers(McoreLayers):
     """`McoreLayers` with TransformerEngine's linears.
 
+    With `config.fp8` those of the blocks multiply in eight bits. Scales follow from the numbers at hand (`tensorwise`,
+    `blockwise`, `mxfp8`), never from those of earlier steps (`delayed`): there is nothing to save, to exchange between
+    ranks or to go wrong when a step is left out or a run resumed.
+
     Raises:
-        UserError: if TransformerEngine is not installed, or there is no GPU.
+        UserError: if TransformerEngine is not installed, or there is no GPU, or none that has such arithmetic.
     """
 
     def __init__(self, config: TransformerConfig, **options) -> None:
         check_transformer_engine()
         super().__init__(config, **options)
+        self.recipe = None if config.fp8 is None else _fp8_recipe(config)
+
+    def arithmetic(self) -> AbstractContextManager:
+        """Eight bits where a backward follows. Without one (validation, sampling) the network is that of a bundle.
+
+        Entered anew where a block is computed again in backward: the recipes have no state that this could disturb.
+        """
+        if self.recipe is None or not torch.is_grad_enabled():
+            return nullcontext()
+        import transformer_engine.pytorch as te
+
+        return te.autocast(enabled=True, recipe=self.recipe)
 
     def column_linear(
         self, in_features: int, out_features: int, *, sequence: Sequence, bias: bool = False
@@ -69,3 +87,23 @@ class TELayers(McoreLayers):
             params_dtype=self.config.params_dtype,
             device=torch.get_default_device().type,
         )
+
+
+def _fp8_recipe(config: TransformerConfig) -> object:
+    """TransformerEngine's word for `config.fp8` and `config.fp8_recipe`.
+
+    Raises:
+        UserError: if this GPU cannot compute so.
+    """
+    import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe
+
+    kind, ask = {
+        "tensorwise": (recipe.Float8CurrentScaling, te.is_fp8_available),
+        "blockwise": (recipe.Float8BlockScaling, te.is_fp8_block_scaling_available),
+        "mxfp8": (recipe.MXFP8BlockScaling, te.is_mxfp8_available),
+    }[config.fp8_recipe]
+    is_available, reason = ask(return_reason=True)
+    if not is_available:
+        raise UserError(f"train.fp8_recipe={config.fp8_recipe} cannot run on this GPU: {reason}")
+    return kind(fp8_format=recipe.Format[config.fp8.upper()])

@@ -36,6 +36,7 @@ CLASSES = ("model.family=dit", "model.num_classes=5", "model.crossattn_emb_size=
 SPIKES = ("train.train_iters=6", "health.on_spike=skip", "health.spike_window=2", "health.spike_factor=1e-9")
 EXPERTS = ("model.experts.num_experts=4", "optimizer.optimizer=adamw")
 CHOOSING = (*EXPERTS, "model.experts.routing=expert_choice")
+EIGHT_BITS = ("parallel.transformer_impl=transformer_engine", "train.precision=bf16", "train.fp8=hybrid")
 LOGGED = ("logger.wandb_exp_name=first",)
 
 
@@ -122,6 +123,8 @@ EFFECTS = {
     "train.output_dir": seen("files", "{out}-elsewhere"),
     "train.precision": told("bf16"),
     "train.matmul_precision": seen("matmul", "bf16"),
+    "train.fp8": ends("transformer_impl=transformer_engine", "hybrid"),
+    "train.fp8_recipe": ends("hidden_size=48 is not a multiple of 32", "mxfp8", *EIGHT_BITS),
     "train.log_interval": seen("printed", "2"),
     "train.num_threads": seen("threads", "2"),
     "optimizer.optimizer": told("adamw"),

@@ -29,19 +29,30 @@ def calls(source: str) -> list[ast.Call]:
     return [call for call, function in functions if getattr(function.value, "id", None) == "te"]
 
 
-def find_class(folder: Path, name: str) -> ast.ClassDef:
-    trees = [ast.parse(path.read_text()) for path in sorted((folder / "pytorch" / "module").glob("*.py"))]
-    classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
-    assert len(classes) == 1, f"{folder} has {len(classes)} classes named {name}"
-    return classes[0]
+def find_definition(folder: Path, name: str) -> ast.ClassDef | ast.FunctionDef:
+    places = [*(folder / "pytorch" / "module").glob("*.py"), *(folder / "pytorch").glob("quantization.py")]
+    trees = [ast.parse(path.read_text()) for path in sorted([*places, *folder.glob("common/recipe/__init__.py")])]
+    kinds = (ast.ClassDef, ast.FunctionDef)
+    found = [node for tree in trees for node in tree.body if isinstance(node, kinds) and node.name == name]
+    assert len(found) == 1, f"{folder} has {len(found)} definitions of {name}"
+    return found[0]
+
+
+def arguments_of(definition: ast.ClassDef | ast.FunctionDef) -> ast.arguments:
+    """What is given to it, but for the object itself."""
+    if isinstance(definition, ast.FunctionDef):
+        return definition.args
+    functions = [node for node in definition.body if isinstance(node, ast.FunctionDef)]
+    arguments = next(node for node in functions if node.name == "__init__").args
+    arguments.args = arguments.args[1:]
+    return arguments
 
 
 def problems(call: ast.Call, folder: Path) -> list[str]:
-    """The arguments of a call that the class at `folder` does not take, or needs and does not get."""
+    """The arguments of a call that the class or function at `folder` does not take, or needs and does not get."""
     name = call.func.attr
-    functions = [node for node in find_class(folder, name).body if isinstance(node, ast.FunctionDef)]
-    arguments = next(node for node in functions if node.name == "__init__").args
-    positional = [argument.arg for argument in arguments.args][1:]
+    arguments = arguments_of(find_definition(folder, name))
+    positional = [argument.arg for argument in arguments.args]
     known = [*positional, *(argument.arg for argument in arguments.kwonlyargs)]
     given = [*positional[: len(call.args)], *(keyword.arg for keyword in call.keywords)]
     needed = positional[: len(positional) - len(arguments.defaults)]
@@ -64,12 +75,34 @@ def test_every_call_fits_the_published_source():
             "TransformerEngine's source is not here: install megadit[te], or set MEGADIT_TE_SOURCE to a checkout"
         )
     found = calls(OURS.read_text())
-    assert [call.func.attr for call in found] == ["Linear"]
+    assert [call.func.attr for call in found] == ["autocast", "Linear"]
     assert [problem for call in found for problem in problems(call, folder)] == []
-    linear = ast.unparse(find_class(folder, "Linear"))
+    linear = ast.unparse(find_definition(folder, "Linear"))
     written = {name for name in attributes_read(OURS.read_text()) if f"self.{name}" not in linear}
     assert written <= {"weight", "bias"}, "registered by name, from parameters_split"
     assert "register_parameter" in linear
+
+
+def test_every_recipe_and_question_is_in_the_published_source():
+    folder = te_source()
+    if folder is None:
+        pytest.skip("TransformerEngine's source is not here")
+    nodes = [node for node in ast.walk(ast.parse(OURS.read_text())) if isinstance(node, ast.Attribute)]
+    names = {
+        owner: {node.attr for node in nodes if getattr(node.value, "id", None) == owner} for owner in ("te", "recipe")
+    }
+    exported = (folder / "pytorch" / "__init__.py").read_text()
+    for name in names["te"] - {"Linear"}:  # which comes with all of `module`
+        assert f"import {name}\n" in exported, name
+        if name.startswith("is_"):
+            arguments = arguments_of(find_definition(folder, name))
+            assert [argument.arg for argument in arguments.args] == ["return_reason"]
+    assert len(names["te"]) == 5 and len(names["recipe"]) == 4
+    for name in names["recipe"] - {"Format"}:
+        fields = [node.target.id for node in find_definition(folder, name).body if isinstance(node, ast.AnnAssign)]
+        assert "fp8_format" in fields, name
+    formats = ast.unparse(find_definition(folder, "Format"))
+    assert "E4M3 = " in formats and "HYBRID = " in formats
 
 
 def test_a_call_that_does_not_fit_is_found(tmp_path):
@@ -77,7 +110,7 @@ def test_a_call_that_does_not_fit_is_found(tmp_path):
     module.mkdir(parents=True)
     arguments = "self, in_features, out_features, needed, bias=True, *, parallel_mode=None"
     (module / "linear.py").write_text(f"class Linear:\n    def __init__({arguments}): ...")
-    [call] = calls(OURS.read_text())
+    call = calls(OURS.read_text())[1]
     assert problems(call, tmp_path) == [
         *(
             f"Linear does not take {name}"

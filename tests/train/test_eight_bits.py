@@ -1,0 +1,96 @@
+"""`train.fp8`: eight bits in the products of the blocks, in training alone; and what it is refused with."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megadit.models.expert_config import ExpertConfig
+from megadit.models.megatron import extensions
+from megadit.models.support import UserError
+from megadit.train.config import ParallelConfig
+from megadit.train.recipes import load_recipe
+
+JOB = Path(__file__).parent / "jobs" / "eight_bits.py"
+
+
+@pytest.fixture(scope="module")
+def found(run_ranks, tmp_path_factory):
+    """With a module in torch in TransformerEngine's place."""
+    if torch.cuda.is_available():
+        pytest.skip("the stand-in for TransformerEngine is for CPUs")
+    [output] = run_ranks(1, JOB, tmp_path_factory.mktemp("eight"))
+    return json.loads(output.splitlines()[-1])
+
+
+def test_all_products_of_the_blocks_have_eight_bits_and_nothing_else(found):
+    counts = found["none"]["otherwise"]
+    assert counts > 0 and found["none"]["in_eight"] == 0
+    for name in ("e4m3", "hybrid"):
+        assert (found[name]["in_eight"], found[name]["otherwise"]) == (counts, 0)
+    assert found["full"]["in_eight"] == 2 * counts and found["full"]["otherwise"] == 0, "computed again"
+
+
+def test_gradients_are_near_those_of_sixteen_bits(found):
+    # three bits of mantissa (two for gradients in `hybrid`) against seven
+    assert 1e-2 < found["e4m3"]["apart"] < 0.4 and 1e-2 < found["hybrid"]["apart"] < 0.4
+    assert found["e4m3"]["apart"] != found["hybrid"]["apart"]
+
+
+def test_blocks_computed_again_have_the_same_eight_bits(found):
+    assert found["full"]["from_hybrid"] == 0.0
+
+
+def test_sampling_has_sixteen(found):
+    for name in ("e4m3", "hybrid", "full"):
+        assert found[name]["in_eight_when_sampling"] == 0 and found[name]["videos_equal"]
+
+
+def with_fp8(*, model=None, data=None, train=None, **parallel):
+    run = load_recipe("digits_tiny")
+    return replace(
+        run,
+        model=replace(run.model, **model or {}),
+        data=replace(run.data, **data or {}),
+        train=replace(run.train, **{"precision": "bf16", "fp8": "hybrid"} | (train or {})),
+        optimizer=replace(run.optimizer, optimizer="adamw"),
+        parallel=ParallelConfig(**{"transformer_impl": "transformer_engine"} | parallel),
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"transformer_impl": "local"}, "give parallel.transformer_impl=transformer_engine"),
+        ({"train": {"precision": "fp32"}}, "train.precision=bf16, not fp32"),
+        ({"train": {"fp8": "e5m2"}}, "'e5m2' is unknown; .*choose one of none, e4m3, hybrid"),
+        ({"train": {"fp8_recipe": "delayed"}}, "'delayed' is unknown; .*choose one of tensorwise, blockwise, mxfp8"),
+        ({"data_parallel": "fsdp"}, "data_parallel=fsdp; use distributed_optimizer"),
+        ({"model": {"experts": ExpertConfig(num_experts=4)}}, "does not reach experts"),
+        ({"train": {"fp8_recipe": "mxfp8"}}, "hidden_size=48 is not a multiple of 32, .*use 32 or 64"),
+        ({"model": {"ffn_hidden_size": 100}}, "ffn_hidden_size=100 is not a multiple of 16, .*use 96 or 112"),
+        ({"data": {"seq_length": 104}}, "seq_length=104 is not a multiple of 16, .*use 96 or 112"),
+        ({"data": {"text_seq_length": 60}}, "text_seq_length=60 is not a multiple of 16, .*use 48 or 64"),
+        ({"context_parallel_size": 4, "context_parallel_comm": "ring"}, "seq_length=96 is not a multiple of 64"),
+        ({"tensor_model_parallel_size": 2, "model": {"num_attention_heads": 2, "head_dim": 8}}, "=16 is not a .* 32"),
+    ],
+)
+def test_what_it_is_refused_with(settings, message):
+    with_fp8()
+    with pytest.raises(UserError, match=message):
+        with_fp8(**settings)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not extensions.has_transformer_engine(), reason="needs a GPU and TransformerEngine (megadit[te])")
+def test_eight_bits_on_a_gpu(tmp_path):
+    done = subprocess.run([sys.executable, JOB, tmp_path], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert 1e-2 < found["e4m3"]["apart"] < 0.4 and 1e-2 < found["hybrid"]["apart"] < 0.4
+    assert found["full"]["from_hybrid"] < 1e-2
+    assert found["hybrid"]["videos_equal"]
