@@ -212,6 +212,23 @@ def test_a_full_disk_takes_no_more_jobs(visit, gateway, monkeypatch):
     assert client.get("/v1/videos").json()["data"] == []
 
 
+def test_a_gateway_that_drains_takes_no_more_jobs_and_still_answers_for_those_it_has(visit, gateway):
+    client = visit()
+    video_id = client.post("/v1/videos", json=VIDEO).json()["id"]
+    gateway.servers.all[0].silent_since, gateway.servers.all[0].is_proven = None, True
+    assert client.get("/health/ready").status_code == 200
+    gateway.runner._draining.set()
+    refused = client.post("/v1/videos", json=VIDEO)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining") and refused.headers[
+        "retry-after"
+    ]
+    assert client.get("/health/ready").status_code == 503 and client.get("/health/live").status_code == 200
+    assert client.get(f"/v1/videos/{video_id}").json()["status"] == "queued"
+    assert client.get(f"/v1/videos/{video_id}/events").text == "", (
+        "who follows it is sent to the next life of the gateway"
+    )
+
+
 def test_a_fault_of_ours_is_a_500_that_tells_nothing(visit, gateway, monkeypatch):
     client = visit()
 
