@@ -1,5 +1,6 @@
 """How good the weights and each of their averages are: losses at fixed noise levels, and videos to look at."""
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -7,10 +8,11 @@ import torch
 import torch.distributed as dist
 
 from megadit.infer.pipeline import GeneratedVideo, TextToVideo
+from megadit.infer.text_features import TextFeaturesCache
 from megadit.infer.video_io import write_video
 from megadit.models.support import UserError
 from megadit.models.text_encoders import load_text_encoder
-from megadit.models.tokenizers import load_tokenizer
+from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
 from megadit.train.batches import validation_batches
 from megadit.train.data.batch import PackedBatch
 from megadit.train.data.loader import check_dataset, validation_captions
@@ -128,23 +130,36 @@ def _generate(training: Training, prompts: list[tuple[int, str]]) -> list[Genera
     """
     if not prompts:
         return []
-    pipeline = _pipeline(training)
-    return pipeline.generate([prompt for _, prompt in prompts], seeds=[number for number, _ in prompts])
+    texts = [prompt for _, prompt in prompts]
+    return _pipeline(training, texts).generate(texts, seeds=[number for number, _ in prompts])
 
 
-def _pipeline(training: Training) -> TextToVideo:
+def _pipeline(training: Training, prompts: list[str]) -> TextToVideo:
     """Sampling with the network in training, split over ranks as it is."""
     config = training.config
     info = check_dataset(config)
-    tokenizer = load_tokenizer(config.validation.tokenizer_folder or info.tokenizer_folder)
+    defaults, texts = sampling_defaults(config, info), _texts(info.text_encoder_folder)
+    texts.prepare([*prompts, defaults.negative_prompt])
     return TextToVideo(
         denoiser=ShardedDenoiser(training),
-        tokenizer=tokenizer,
-        text_encoder=load_text_encoder(info.text_encoder_folder),
+        tokenizer=_tokenizer(Path(config.validation.tokenizer_folder or info.tokenizer_folder)),
+        text_encoder=texts,
         config=config.model,
-        defaults=sampling_defaults(config, info),
+        defaults=defaults,
         device=training.groups.device,
     )
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(folder: Path) -> VideoTokenizer:
+    """Read once for all validations."""
+    return load_tokenizer(folder)
+
+
+@lru_cache(maxsize=1)
+def _texts(folder: Path) -> TextFeaturesCache:
+    """The text encoder, which is let go once the prompts, the same at every validation, are encoded."""
+    return TextFeaturesCache(load_text_encoder(folder), lambda: load_text_encoder(folder))
 
 
 def _write(folder: Path, step: int, number: int, prompt: str, video: GeneratedVideo) -> SampledVideo:

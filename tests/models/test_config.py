@@ -1,11 +1,19 @@
 """A configuration that cannot work is refused when it is made."""
 
+import dataclasses
+import types
+import typing
+
 import pytest
 import torch
 
+from megadit.models.bundle import SamplingDefaults
 from megadit.models.config import NAMED_CONFIGS, DiTConfig
 from megadit.models.dit import DiT
+from megadit.models.expert_config import ExpertConfig
+from megadit.models.families import Structure
 from megadit.models.support import UserError
+from megadit.train.config import RunConfig
 
 
 @pytest.mark.parametrize(
@@ -64,3 +72,30 @@ def test_parameter_counts_follow_the_architecture(name):
     ends = (config.patch_dim + 1) * width + (config.crossattn_emb_size + 1) * width + width
     final = 2 * width**2 + (width + 1) * config.patch_dim
     assert counted == config.num_layers * layer + 2 * scalar_embedder + ends + final
+
+
+@pytest.mark.parametrize("config_class", [DiTConfig, ExpertConfig, Structure, SamplingDefaults, RunConfig])
+def test_every_value_of_a_configuration_is_a_field(config_class):
+    """An assignment without a type would be read by nobody: the field of that name kept its other default."""
+    for one in classes_within(config_class):
+        values = {name for name, value in vars(one).items() if not name.startswith("_") and not is_code(value)}
+        assert values <= {field.name for field in dataclasses.fields(one)}, one
+
+
+def test_a_value_without_a_type_is_noticed():
+    @dataclasses.dataclass
+    class Careless:
+        epsilon: float = 1e-5
+        layernorm_epsilon = 1e-6
+
+    assert not is_code(vars(Careless)["layernorm_epsilon"]) and len(dataclasses.fields(Careless)) == 1
+
+
+def classes_within(config_class):
+    """A dataclass and those of its fields."""
+    hints = typing.get_type_hints(config_class).values()
+    return [config_class, *(one for hint in hints if dataclasses.is_dataclass(hint) for one in classes_within(hint))]
+
+
+def is_code(value):
+    return isinstance(value, (property, classmethod, staticmethod, types.MemberDescriptorType)) or callable(value)

@@ -131,6 +131,24 @@ def test_a_network_that_knows_nothing_has_loss_one():
         assert sums.weighted.item() / 1600 == pytest.approx(1, abs=0.05)  # 25,600 numbers: +- 0.01
 
 
+@torch.no_grad()
+def test_noise_preconditioning_and_loss_are_float32_whatever_the_network_is():
+    """With the network in bfloat16 and silent: D = c_skip x, whose error at small sigma is far below bfloat16's."""
+    silent = initialize_(DiT(MODEL), seed=0).bfloat16()
+    batch = pack(samples())
+    sigma_G = torch.tensor([0.01, 1.0, 80.0, 1.0])
+    noise = token_noise(batch)
+    sums = edm_loss(silent, batch, sigma_G, noise)
+    segment_S, valid_S = batch.layout.segment_of_token_S, batch.layout.token_mask_S
+    sigma, x0 = sigma_G.double()[segment_S][:, None, None], batch.tokens_S1P.double()
+    variance = MODEL.sigma_data**2
+    D = variance / (sigma**2 + variance) * (x0 + sigma * noise.double())
+    weight = (sigma**2 + variance) / (sigma**2 * variance)
+    expected = (weight * (D - x0) ** 2).mean((1, 2))[valid_S].sum().item()
+    assert noise.dtype == sums.weighted.dtype == torch.float32
+    assert sums.weighted.item() == pytest.approx(expected, rel=1e-4)
+
+
 def test_uncertainty_divides_and_adds(dit):
     uncertainty = Uncertainty()
     batch = pack(samples())

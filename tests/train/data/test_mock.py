@@ -82,6 +82,17 @@ def test_a_pack_with_room_for_one_text_token_still_has_a_sample(make_config):
     assert batch.num_tokens > 0
 
 
+def test_training_has_no_end_and_validation_takes_nothing_from_it(make_config):
+    config = make_config(mock=True, path=None, mock_latent_shapes=((1, 1, 1),), seq_length=2, text_seq_length=2)
+    loader, names, of_validation = iter(build(config)), set(), set()
+    for number in range(1030):
+        names.update(name for name in next(loader).sample_ids if name)
+        if number % 500 == 0:
+            for batch in build_validation_loader(config, rank=0, world_size=1):
+                of_validation.update(name for name in batch.sample_ids if name)
+    assert {int(name.split("-")[1]) for name in names} == set(range(1030)) and not names & of_validation
+
+
 def test_validation_is_finite_and_repeats(make_config):
     config = make_config(mock=True, path=None)
     alone = list(build_validation_loader(config, rank=0, world_size=1))
