@@ -46,6 +46,17 @@ def test_memory_of_the_docstring_is_the_planner_s(name):
     assert told == pytest.approx(memory_of(run, Layout.of(run, ranks_of_command(name))).total / GIB, rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("name", "before"), [("stage2_7b_8k", "stage1_7b_256"), ("stage3_7b_74k", "stage2_7b_8k"), ("dreambooth", None)]
+)
+def test_a_recipe_that_starts_from_another_run_takes_its_weights_alone(name, before):
+    """checkpoint.load would continue that run: its count of steps, and its packs, which have another size."""
+    assert "checkpoint.init_from=RUN" in RECIPES[name].__doc__ and "checkpoint.load" not in RECIPES[name].__doc__
+    if before is not None:
+        run, earlier = load_recipe(name), load_recipe(before)
+        assert run.model == earlier.model and run.data.seq_length != earlier.data.seq_length
+
+
 def ranks_of_command(name):
     """Nodes x ranks of the torchrun command that the docstring gives."""
     command = RECIPES[name].__doc__

@@ -175,8 +175,8 @@ def pretrain_7b_256p_joint_pack() -> RunConfig:
 def stage1_7b_256() -> RunConfig:
     """The first of three stages of a video model: DiT-7B on images of 256 pixels, 256 tokens each.
 
-    The stages are those of NeMo's table (256, 8k and 74k tokens). Each continues the run before it:
-    checkpoint.load=FOLDER names that, and train.train_iters counts its steps too.
+    The stages are those of NeMo's table (256, 8k and 74k tokens). The second and third start from the weights of the
+    run before, which checkpoint.init_from=RUN names: other packs make another run, with steps of its own.
 
     Command: torchrun --nnodes 32 --nproc-per-node 8 -m megadit.train --recipe stage1_7b_256 data.path=FOLDER
     Hardware: 256 GPUs with 80 GB.
@@ -197,6 +197,7 @@ def stage2_7b_8k() -> RunConfig:
     """The second stage: images and clips of 256 pixels, up to 32 latent frames (8,192 tokens).
 
     Command: torchrun --nnodes 32 --nproc-per-node 8 -m megadit.train --recipe stage2_7b_8k data.path=FOLDER
+        checkpoint.init_from=RUN
     Hardware: 256 GPUs with 80 GB.
     Tokens: 1.3 million a step (128 packs of 10,240).
     Memory: 50 GiB a rank.
@@ -206,7 +207,7 @@ def stage2_7b_8k() -> RunConfig:
         run,
         recipe="stage2_7b_8k",
         data=replace(run.data, mock_latent_shapes=((1, 32, 32), (4, 32, 32), (32, 32, 32))),
-        train=replace(run.train, train_iters=200_000, output_dir="runs/stage2_7b_8k"),
+        train=replace(run.train, train_iters=100_000, output_dir="runs/stage2_7b_8k"),
     )
 
 
@@ -215,6 +216,7 @@ def stage3_7b_74k() -> RunConfig:
     """The third stage: images and clips of 768 pixels, up to 32 latent frames (73,728 tokens).
 
     Command: torchrun --nnodes 32 --nproc-per-node 8 -m megadit.train --recipe stage3_7b_74k data.path=FOLDER
+        checkpoint.init_from=RUN
     Hardware: 256 GPUs with 80 GB; four context-parallel ranks share a pack.
     Tokens: 4.7 million a step (64 packs of 73,728).
     Memory: 65 GiB a rank.
@@ -230,18 +232,19 @@ def stage3_7b_74k() -> RunConfig:
             global_batch_size=64,
             mock_latent_shapes=((32, 96, 96), (1, 96, 96), (8, 96, 96)),
         ),
-        train=replace(run.train, train_iters=250_000, output_dir="runs/stage3_7b_74k"),
+        train=replace(run.train, train_iters=50_000, output_dir="runs/stage3_7b_74k"),
         parallel=replace(TP2, context_parallel_size=4, context_parallel_comm="ring"),
     )
 
 
 @recipe
 def dreambooth() -> RunConfig:
-    """A trained DiT-S taught one subject, with the numbers of NeMo's `dreambooth`: checkpoint.load=RUN names its run.
+    """A trained DiT-S taught one subject, with the numbers of NeMo's `dreambooth`, from the weights of a run.
 
     NeMo asks for eight tensor-parallel ranks, which cannot share the six heads of DiT-S; two do.
 
-    Command: torchrun --nproc-per-node 8 -m megadit.train --recipe dreambooth data.path=FOLDER checkpoint.load=RUN
+    Command: torchrun --nproc-per-node 8 -m megadit.train --recipe dreambooth data.path=FOLDER
+        checkpoint.init_from=RUN
     Hardware: one node of 8 GPUs with 24 GB.
     Tokens: 65,536 a step (32 packs of 2,048), 1,000 steps.
     Memory: 0.62 GiB a rank.
