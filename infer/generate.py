@@ -84,7 +84,7 @@ def _plan(flags: GenerateFlags) -> tuple[GenerateFlags, Bundle, Grid]:
         f"{bundle.path} is no longer the checkpoint that made {flags.repeat}; to use it nevertheless, name it with "
         "--checkpoint_path",
     )
-    return flags, bundle, plan_jobs(flags, bundle.defaults if recorded is None else recorded)
+    return flags, bundle, plan_jobs(flags, recorded or bundle.defaults, trained=bundle.defaults)
 
 
 def _check_jobs(

@@ -53,8 +53,8 @@ class Grid:
     """Jobs in a row of the contact sheet: the seeds of one prompt and scale."""
 
 
-def plan_jobs(flags: GenerateFlags, defaults: SamplingDefaults) -> Grid:
-    """All videos that the options ask for.
+def plan_jobs(flags: GenerateFlags, defaults: SamplingDefaults, trained: SamplingDefaults | None = None) -> Grid:
+    """All videos that the options ask for; `trained` are the checkpoint's defaults, where others are started from.
 
     Raises:
         UserError: for a prompt file that cannot be read, and for settings that no video can have.
@@ -62,11 +62,13 @@ def plan_jobs(flags: GenerateFlags, defaults: SamplingDefaults) -> Grid:
     lines = [*({"prompt": prompt} for prompt in flags.prompt), *_prompt_file(flags.prompt_file)]
     refuse(not lines, "there is no prompt; give --prompt TEXT or --prompt_file FILE")
     _check_subject([line["prompt"] for line in lines], flags.subject_name)
-    rows = [row for line in lines for row in _rows(line, flags, defaults)]
+    rows = [row for line in lines for row in _rows(line, flags, defaults, trained)]
     return Grid(jobs=[job for row in rows for job in row], num_columns=max(map(len, rows)))
 
 
-def _rows(line: Mapping[str, Any], flags: GenerateFlags, defaults: SamplingDefaults) -> Iterator[list[Job]]:
+def _rows(
+    line: Mapping[str, Any], flags: GenerateFlags, defaults: SamplingDefaults, trained: SamplingDefaults | None
+) -> Iterator[list[Job]]:
     """The jobs of one prompt: a row for each guidance scale, a job for each seed."""
     values = {"num_frames": flags.num_video_frames} | {name: getattr(flags, name) for name in SETTING_FLAGS}
     values |= {key: value for key, value in line.items() if key not in _NO_SETTINGS}
@@ -79,7 +81,7 @@ def _rows(line: Mapping[str, Any], flags: GenerateFlags, defaults: SamplingDefau
     prompt = line["prompt"].replace(SUBJECT, flags.subject_name)
     for scale in scales:
         guidance = None if scale is None else guidance_scale(scale, flags.guidance_convention)
-        settings = resolve_settings(defaults, **values | {"guidance": guidance})
+        settings = resolve_settings(defaults, trained=trained, **values | {"guidance": guidance})
         given = _given_file(line, flags, settings)
         yield [Job(prompt=prompt, seed=seed, settings=settings, given=given) for seed in seeds]
 

@@ -21,8 +21,11 @@ _FAR = 2.0
 """Times more or fewer tokens than the defaults' from which on a shape is called far from training."""
 
 
-def resolve_settings(defaults: SamplingDefaults, **given: Any) -> SamplingDefaults:
-    """The defaults with what is given (and not None) in their place.
+def resolve_settings(
+    defaults: SamplingDefaults, *, trained: SamplingDefaults | None = None, **given: Any
+) -> SamplingDefaults:
+    """The defaults with what is given (and not None) in their place; `trained` are the checkpoint's, where it has
+    others.
 
     Raises:
         UserError: for an unknown name, and for a value that no video can have.
@@ -32,8 +35,8 @@ def resolve_settings(defaults: SamplingDefaults, **given: Any) -> SamplingDefaul
         near = nearest(name, [field.name for field in dataclasses.fields(defaults)])
         raise UserError(f"unknown setting {name!r}" + (f"; did you mean {near!r}?" if near else ""))
     if given.get("shift") == AUTO:
-        size = {"height": defaults.height, "width": defaults.width} | given
-        given["shift"] = resolution_shift(size["height"] * size["width"], defaults.height * defaults.width)
+        size, usual = {"height": defaults.height, "width": defaults.width} | given, trained or defaults
+        given["shift"] = resolution_shift(size["height"] * size["width"], usual.height * usual.width)
     if "sampler" in given and find_sampler(given["sampler"]) not in STOCHASTIC:
         defaults = replace(defaults, churn=0.0, eta=0.0)  # noise belongs to the sampler that it was chosen for
     schedule = {name: getattr(defaults, name) for name in _OF_SCHEDULE}

@@ -26,10 +26,13 @@ class TextFeaturesCache:
         self._encoder: TextEncoder | None = encoder
         self._reload = reload
         self._seen: OrderedDict[str, Tensor] = OrderedDict()
+        self._most = _KEPT
 
     def prepare(self, texts: Iterable[str]) -> None:
         """Encodes these texts, before the network needs the memory."""
-        for text in dict.fromkeys(texts):
+        texts = list(dict.fromkeys(texts))
+        self._most = max(_KEPT, len(texts))  # all of these are about to be asked for
+        for text in texts:
             self._features(text)
         if self._reload is not None:
             self._encoder = None
@@ -50,6 +53,6 @@ class TextFeaturesCache:
             self._seen[text] = encoded.features_BLE[0, : encoded.length_B[0]]
         self._seen.move_to_end(text)
         feature_LE = self._seen[text]
-        while len(self._seen) > _KEPT:
+        while len(self._seen) > self._most:
             self._seen.popitem(last=False)
         return feature_LE

@@ -52,6 +52,8 @@ def _run(argv: list[str]) -> int:
             show(Studio(client), host=options.host, port=options.port)
         except KeyboardInterrupt:
             print("stopping", file=sys.stderr)
+        except ServiceError as error:
+            raise UserError(str(error)) from error
     return 0
 
 

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from megadit.infer import checkpoints
+from megadit.infer import checkpoints, text_features
 from megadit.infer.checkpoints import open_bundle
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.samplers import SAMPLERS
 from megadit.infer.schedules import karras_sigmas
 from megadit.infer.settings import latent_size, resolve_settings
 from megadit.infer.steps import Cancelled
+from megadit.infer.text_features import TextFeaturesCache
 from megadit.models.bundle import Bundle, write_bundle
 from megadit.models.support import UserError
 from megadit.models.text_encoders import HashedWordEncoder
@@ -279,6 +280,26 @@ def test_mistakes_are_told_before_the_network_is_asked(pipeline, arguments, mess
     with pytest.raises(UserError, match=message):
         pipeline.generate(**({"prompts": ["a"], "on_step": steps.append} | arguments))
     assert not steps
+
+
+def test_more_texts_than_are_remembered_are_still_encoded_once(monkeypatch):
+    """Of one generation: while it samples, an encoder that has left would come back and stay."""
+    monkeypatch.setattr(text_features, "_KEPT", 2)
+    encoded, encoder = [], HashedWordEncoder(dim=8)
+
+    class Counting:
+        def encode(self, texts):
+            encoded.extend(texts)
+            return encoder.encode(texts)
+
+    texts = [f"number {index}" for index in range(5)]
+    cache = TextFeaturesCache(Counting(), Counting)
+    cache.prepare(texts)
+    for text in texts:
+        cache.encode([text])
+    assert encoded == texts
+    cache.prepare(["another", "two"])
+    assert len(cache._seen) == 2, "what nobody asks for is forgotten"
 
 
 def test_another_text_encoder_or_tokenizer_is_refused(bundle_dir):

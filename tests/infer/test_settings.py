@@ -89,6 +89,15 @@ def test_levels_of_the_defaults_are_left_out_where_a_schedule_is_asked_for(pipel
     assert resolve_settings(levels, num_steps=9, sigmas=[3.0]).sigmas == (3.0,)
 
 
+def test_the_shift_of_a_resolution_starts_from_the_checkpoints(pipeline):
+    """Not from that of a record which --repeat reads."""
+    usual = pipeline.defaults
+    large = resolve_settings(usual, height=4 * usual.height, shift="auto")
+    assert large.shift == 2
+    assert resolve_settings(replace(large, shift=1.0), trained=usual, shift="auto").shift == 2
+    assert resolve_settings(large, trained=usual, height=usual.height, shift="auto").shift == 1
+
+
 def test_a_warning_for_shapes_far_from_training(pipeline):
     def warning(**given):
         settings = resolve_settings(pipeline.defaults, **given)

@@ -1,15 +1,26 @@
 """The demo: its work without a page, and the page as a visitor meets it, in headless chromium."""
 
 import re
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from megadit.infer.video_io import read_video, write_video
 from megadit.models.support import UserError
-from megadit.serve import cli
+from megadit.serve import cli, demo
 from megadit.serve.client import VideoClient
-from megadit.serve.contract import CancelledError, Limits, Progress, ServiceInfo, VideoRequest, VideoResult
+from megadit.serve.contract import (
+    CancelledError,
+    Limits,
+    Progress,
+    ServiceError,
+    ServiceInfo,
+    VideoRequest,
+    VideoResult,
+)
 from megadit.serve.demo import Studio, service
 from megadit.serve.demo_view import Preset, facts, finished_stage, presets, progress_stage, told_stage
 
@@ -102,6 +113,18 @@ def test_one_refused_side_leaves_the_other(studio):
     events = list(studio.run_side_by_side("me", requests))
     assert any(side == 0 and isinstance(event, Exception) for side, event in events)
     assert any(side == 1 and is_video(event) for side, event in events)
+
+
+def test_a_service_that_cannot_answer_is_told_in_one_line(monkeypatch, capsys):
+    class Failing:
+        def info(self):
+            raise ServiceError("text_to_video is not a model of megadit's")
+
+    monkeypatch.setattr(demo, "_client", lambda *_: nullcontext(Failing()))
+    monkeypatch.setitem(sys.modules, "megadit.serve.demo_page", SimpleNamespace(show=None))  # gradio takes seconds
+    monkeypatch.setattr(demo.signal, "signal", lambda *_: None)
+    assert demo.main([]) == 2
+    assert capsys.readouterr().err == "error: text_to_video is not a model of megadit's\n"
 
 
 def test_without_service_and_bundle_it_says_what_to_do(tmp_path, capsys, monkeypatch):
