@@ -1,0 +1,25 @@
+"""The files in train/conf/ are the recipes that they name, with places to fill in."""
+
+from pathlib import Path
+
+import pytest
+
+import megadit.train
+from megadit.train.overrides import known_keys, resolve_config, to_plain_values
+from megadit.train.recipes import RECIPES, load_recipe
+
+FILES = sorted((Path(megadit.train.__file__).parent / "conf").glob("*.yaml"))
+PLACES = {"data.path", "train.output_dir", "validation.prompts"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_file_changes_nothing_but_places(path):
+    assert path.stem in RECIPES
+    ours, theirs = (to_plain_values(run) for run in (resolve_config(config_file=path), load_recipe(path.stem)))
+
+    def value(values, key):
+        for part in key.split("."):
+            values = values[part]
+        return values
+
+    assert {key for key in known_keys() if value(ours, key) != value(theirs, key)} <= PLACES
