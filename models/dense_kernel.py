@@ -10,16 +10,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megadit.models.tiled_attention import TiledAttention, suits_tiles
+
 _matmul = torch.backends.mkldnn.matmul
 
 
 def dense_kernel(q_BNSK: Tensor, k_BNLK: Tensor, v_BNLK: Tensor, mask_B11L: Tensor | None) -> Tensor:
     """softmax(q k^T / sqrt(K)) v, [B, N, S, K]; `mask_B11L` is True where a key may be attended."""
-    is_float32 = q_BNSK.is_cpu and q_BNSK.dtype == torch.float32
     # a compiler cannot look at settings of torch; compiled networks are those of sampling, which leaves them alone
-    if is_float32 and not torch.compiler.is_compiling() and _matmul.fp32_precision == "bf16":
-        bias = None if mask_B11L is None else _as_bias(mask_B11L, q_BNSK.shape[2])
-        return _FullPrecision.apply(q_BNSK, k_BNLK, v_BNLK, bias)
+    if q_BNSK.is_cpu and not torch.compiler.is_compiling():
+        if _matmul.fp32_precision == "bf16":
+            if q_BNSK.dtype == torch.float32:
+                bias = None if mask_B11L is None else _as_bias(mask_B11L, q_BNSK.shape[2])
+                return _FullPrecision.apply(q_BNSK, k_BNLK, v_BNLK, bias)
+        elif mask_B11L is None and suits_tiles(q_BNSK, k_BNLK):
+            return TiledAttention.apply(q_BNSK, k_BNLK, v_BNLK)
     return F.scaled_dot_product_attention(q_BNSK, k_BNLK, v_BNLK, attn_mask=mask_B11L)
 
 

@@ -32,8 +32,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not _suits_onednn(x, weight):
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
-        return _BY_ONEDNN(x, weight, bias, "none", [], "")
-    return _Linear.apply(x, weight, bias) if _is_mkl_slow() else F.linear(x, weight, bias)
+        return onednn_product(x, weight, bias)
+    return _Linear.apply(x, weight, bias) if is_mkl_slow() else F.linear(x, weight, bias)
 
 
 def linear_gelu(layer: nn.Module, x: Tensor, approximate: str) -> Tensor | None:
@@ -44,6 +44,11 @@ def linear_gelu(layer: nn.Module, x: Tensor, approximate: str) -> Tensor | None:
     return None
 
 
+def onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b by oneDNN, whatever their sizes; no gradients. W is contiguous, or its transpose is."""
+    return _BY_ONEDNN(x, weight, bias, "none", [], "")
+
+
 class _Linear(torch.autograd.Function):
     """dx = dy W, dW = dy^T x, db = sum of dy: products like the first, of which second gradients can be taken too."""
 
@@ -51,7 +56,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x, weight, bias):
         needs_x, needs_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
-        return _BY_ONEDNN(x, weight, bias, "none", [], "")
+        return onednn_product(x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad):
@@ -90,6 +95,8 @@ def _suits_onednn(x: Tensor, weight: Tensor) -> bool:
 
 
 @cache
-def _is_mkl_slow() -> bool:
+def is_mkl_slow() -> bool:
     """MKL knows AVX-512 on Intel's processors alone; on those, oneDNN's copies for the backward win nothing back."""
+    if _BY_ONEDNN is None:
+        return False  # by comparison
     return torch.backends.cpu.get_cpu_capability() == "AVX512" and "Intel" not in processor()

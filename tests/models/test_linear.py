@@ -36,7 +36,7 @@ def products(monkeypatch) -> list[str]:
 
     monkeypatch.setattr(linear, "_BY_ONEDNN", counted)
     monkeypatch.setattr(linear, "FEWEST_MULTIPLICATIONS", 1)
-    monkeypatch.setattr(linear, "_is_mkl_slow", lambda: True)
+    monkeypatch.setattr(linear, "is_mkl_slow", lambda: True)
     return asked
 
 
@@ -155,11 +155,11 @@ def test_what_onednn_is_not_asked_for(products, monkeypatch):
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(x).dtype == torch.bfloat16
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(linear, "_is_mkl_slow", lambda: False)
+        elsewhere.setattr(linear, "is_mkl_slow", lambda: False)
         layer(x).sum().backward()
         assert layer.weight.grad is not None and linear_gelu(layer, x, "none") is None
         elsewhere.setattr(linear, "FEWEST_MULTIPLICATIONS", 20 * 8 * 8 + 1)
-        elsewhere.setattr(linear, "_is_mkl_slow", lambda: True)
+        elsewhere.setattr(linear, "is_mkl_slow", lambda: True)
         layer(x).sum().backward()
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         layer(torch.randn(20, 9))
