@@ -45,7 +45,8 @@ def _norm_rotate(x, weight, cos, sin, eps):
 
 
 def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x if x.dtype == wide else x.contiguous().to(wide)  # both at once takes several times as long
 
 
 def _rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:

@@ -53,20 +53,20 @@ class TiledAttention(torch.autograd.Function):
         grad_q, grad_k, grad_v = _like(q), _like(k), _like(v)
         for b, n in _heads(q):
             grads = _backward_of_head(grad[b, n].contiguous(), q[b, n], k[b, n], v[b, n], grad_q[b, n])
-            grad_k[b, n], grad_v[b, n] = (grad_KL.t() for grad_KL in grads)
-        return grad_q, grad_k, grad_v
+            # cast, then turned: both at once takes longer
+            grad_k[b, n], grad_v[b, n] = (grad_KL.to(q.dtype).t() for grad_KL in grads)
+        return grad_q.mul_(q.shape[-1] ** -0.5), grad_k, grad_v
 
 
 def _backward_of_head(grad_SK: Tensor, q_SK: Tensor, k_LK: Tensor, v_LK: Tensor, grad_q_SK: Tensor) -> list[Tensor]:
-    """Fills the gradient of q; gives those of k and v, [K, L] in float32."""
-    scale, dtype = q_SK.shape[1] ** -0.5, q_SK.dtype
-    k_KL, v_wide_LK, grad_wide_SK = k_LK.contiguous().t(), v_LK.float().contiguous(), grad_SK.float()
-    q_SK = q_SK.contiguous()
+    """Fills sqrt(K) times the gradient of q; gives those of k and v, [K, L] in float32."""
+    scale, dtype, q_SK = q_SK.shape[1] ** -0.5, q_SK.dtype, q_SK.contiguous()
+    k_KL, v_wide_LK, grad_wide_SK = k_LK.contiguous().t(), _wide(v_LK), _wide(grad_SK)
     totals = [torch.zeros(k_KL.shape), torch.zeros(k_KL.shape)]
     for rows, p_sL in _probabilities(q_SK, k_LK):
         grad_p_sL = onednn_product(grad_wide_SK[rows], v_wide_LK)
         grad_score_sL = torch.ops.aten._softmax_backward_data(grad_p_sL, p_sL, -1, torch.float32).to(dtype)
-        grad_q_SK[rows] = onednn_product(grad_score_sL, k_KL) * scale
+        grad_q_SK[rows] = onednn_product(grad_score_sL, k_KL)
         totals[0].add_(onednn_product(q_SK[rows].t(), grad_score_sL.t()), alpha=scale)
         totals[1].add_(onednn_product(grad_SK[rows].t(), p_sL.to(dtype).t()))
     return totals
@@ -74,10 +74,14 @@ def _backward_of_head(grad_SK: Tensor, q_SK: Tensor, k_LK: Tensor, v_LK: Tensor,
 
 def _probabilities(q_SK: Tensor, k_LK: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """(rows of a tile, their softmax of scores in float32) for one head."""
-    q_SK, k_LK = q_SK.float() * q_SK.shape[1] ** -0.5, k_LK.float().contiguous()
+    q_SK, k_LK = _wide(q_SK) * q_SK.shape[1] ** -0.5, _wide(k_LK)
     for start in range(0, len(q_SK), TILE):
         rows = slice(start, start + TILE)
         yield rows, onednn_product(q_SK[rows], k_LK).softmax(-1)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.contiguous().float()  # both at once takes longer
 
 
 def _heads(x_BNSK: Tensor) -> Iterator[tuple[int, int]]:
