@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megadit.models.bundle import MANIFEST_FILE, Bundle, is_bundle
+from megadit.models.bundle import MANIFEST_FILE, Bundle, check_replaceable
 from megadit.models.support import CommandParser, Progress, UserError, atomic_directory, run_command
 
 HUB = "hf://"
@@ -77,8 +77,7 @@ def pull_bundle(url: str, out: str | os.PathLike) -> None:
         UserError: if there is none, it is damaged, or `out` holds something else.
     """
     out = Path(out)
-    if out.is_dir() and any(out.iterdir()) and not is_bundle(out):
-        raise UserError(f"{out} holds files that are not a bundle, and would be replaced; choose another directory")
+    check_replaceable(out)
     with atomic_directory(out) as directory:
         if url.startswith(HUB):
             _pull_from_hub(url.removeprefix(HUB), directory)

@@ -15,6 +15,7 @@ from megadit.models.support import UserError
 from megadit.models.tokenizers import network as networks
 from megadit.models.tokenizers.kinds import KINDS, Kind
 from megadit.models.tokenizers.network import DTYPES, Network
+from megadit.models.tokenizers.sizes import frames_covering, latent_size
 from megadit.models.tokenizers.tiling import Tiles, decode_in_tiles, encode_in_tiles
 
 
@@ -58,13 +59,12 @@ class Autoencoder:
         Raises:
             UserError: for a size that cannot be encoded; names the nearest sizes that can.
         """
-        temporal, spatial = self.temporal_compression, self.spatial_compression
-        networks.check_size(frames, height, width, temporal=temporal, spatial=spatial)
-        return self.latent_channels, 1 + (frames - 1) // temporal, height // spatial, width // spatial
+        factors = {"temporal": self.temporal_compression, "spatial": self.spatial_compression}
+        return self.latent_channels, *latent_size(frames, height, width, **factors)
 
     def frames_covering(self, frames: int) -> int:
         """The smallest number of frames, at least `frames`, that can be encoded."""
-        return networks.frames_covering(frames, self.temporal_compression)
+        return frames_covering(frames, self.temporal_compression)
 
     @torch.no_grad()
     def encode(self, video_BCTHW: Tensor) -> Tensor:

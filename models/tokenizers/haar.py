@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megadit.models import parts
 from megadit.models.support import UserError
+from megadit.models.tokenizers.sizes import frames_covering, latent_size
 
 _TEMPORAL_FACTORS = (1, 2, 4, 8)
 _SPATIAL_FACTORS = (2, 4, 8, 16)
@@ -84,24 +85,12 @@ class HaarTokenizer:
         Raises:
             UserError: for a size that cannot be encoded; names the nearest sizes that can.
         """
-        temporal, spatial = self.temporal_compression, self.spatial_compression
-        if frames < 1 or (frames - 1) % temporal:
-            above = self.frames_covering(frames)
-            raise UserError(
-                f"{frames} frames cannot be encoded: take 1 + a multiple of {temporal}, "
-                f"{_either(above - temporal, above)}"
-            )
-        for name, size in (("height", height), ("width", width)):
-            if size < 1 or size % spatial:
-                above = math.ceil(max(size, 1) / spatial) * spatial
-                raise UserError(
-                    f"{name} {size} cannot be encoded: take a multiple of {spatial}, {_either(above - spatial, above)}"
-                )
-        return self.latent_channels, 1 + (frames - 1) // temporal, height // spatial, width // spatial
+        factors = {"temporal": self.temporal_compression, "spatial": self.spatial_compression}
+        return self.latent_channels, *latent_size(frames, height, width, **factors)
 
     def frames_covering(self, frames: int) -> int:
         """The smallest number of frames, at least `frames`, that can be encoded."""
-        return 1 + math.ceil(max(frames - 1, 0) / self.temporal_compression) * self.temporal_compression
+        return frames_covering(frames, self.temporal_compression)
 
     # ------------------------------------------------------------------------------------- video <-> latents
 
@@ -284,7 +273,3 @@ def _read_basis(directory: str | os.PathLike, shapes: dict[str, tuple[int, ...]]
 def _check_choice(name: str, value: int, choices: tuple[int, ...]) -> None:
     if value not in choices:
         raise UserError(f"{name}={value} is not supported; choose one of {', '.join(map(str, choices))}")
-
-
-def _either(below: int, above: int) -> str:
-    return f"such as {below} or {above}" if below >= 1 else f"such as {above}"

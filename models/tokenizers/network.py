@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,30 +129,3 @@ def fingerprint(settings: Mapping[str, Any], network: Network) -> str:
         digest.update(f"\n{name} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.detach().cpu().bfloat16().contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()
-
-
-def check_size(frames: int, height: int, width: int, *, temporal: int, spatial: int) -> None:
-    """Refuses a video that cannot be encoded, naming the nearest sizes that can.
-
-    Raises:
-        UserError: see above.
-    """
-    if frames < 1 or (frames - 1) % temporal:
-        above = frames_covering(frames, temporal)
-        below = above - temporal
-        raise UserError(
-            f"{frames} frames cannot be encoded: take 1 + a multiple of {temporal}, "
-            + (f"{below} or {above}" if below > 0 else f"{above}")
-        )
-    for name, size in (("height", height), ("width", width)):
-        if size < 1 or size % spatial:
-            above = math.ceil(max(size, 1) / spatial) * spatial
-            below = above - spatial
-            raise UserError(
-                f"{name} {size} cannot be encoded: take a multiple of {spatial}, "
-                + (f"{below} or {above}" if below > 0 else f"{above}")
-            )
-
-
-def frames_covering(frames: int, temporal: int) -> int:
-    return 1 + math.ceil(max(frames - 1, 0) / temporal) * temporal
