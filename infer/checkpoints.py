@@ -1,15 +1,12 @@
 """A bundle from whatever a user calls a checkpoint, and whether what is used beside it fits."""
 
-import fcntl
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from megadit.models.bundle import MANIFEST_FILE, Bundle
-from megadit.models.support import UserError
+from megadit.models.support import UserError, held_alone
 from megadit.models.text_encoders import TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
 
@@ -68,7 +65,7 @@ def check_part(bundle: Bundle, part: str, given: VideoTokenizer | TextEncoder) -
 def _converted(training_directory: Path) -> Path:
     bundle = training_directory / "bundle"
     if _is_older(bundle, training_directory):
-        with _lock(training_directory):
+        with held_alone(training_directory / ".bundle.lock"):
             changed = _last_change(training_directory)
             if _is_older(bundle, training_directory):  # nobody else made it meanwhile
                 told = f"converting the newest checkpoint of {training_directory} to {bundle}"
@@ -87,20 +84,6 @@ def _is_older(bundle: Path, training_directory: Path) -> bool:
 def _last_change(training_directory: Path) -> int:
     """Checkpoints are renamed into their directory once they are complete, which changes its time."""
     return (training_directory / "checkpoints").stat().st_mtime_ns
-
-
-@contextmanager
-def _lock(training_directory: Path) -> Iterator[None]:
-    """Held by one process at a time; one that ends lets go of it."""
-    try:
-        descriptor = os.open(training_directory / ".bundle.lock", os.O_RDWR | os.O_CREAT)
-    except OSError as error:
-        raise UserError(f"{training_directory} cannot be written to: {error.strerror}") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _convert(training_directory: Path, bundle: Path) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import fcntl
 import json
 import os
 import secrets
@@ -89,6 +90,27 @@ def atomic_directory(path: str | os.PathLike) -> Iterator[Path]:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+@contextmanager
+def held_alone(path: str | os.PathLike) -> Iterator[None]:
+    """Waits until no other process holds the file `path`, which is made for that, and holds it within the block.
+
+    Whoever then finds the work done that it came for needs not do it. A process that ends lets go.
+
+    Raises:
+        UserError: if the file cannot be made.
+    """
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def write_json(path: str | os.PathLike, obj: Any) -> None:

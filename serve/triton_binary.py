@@ -19,7 +19,7 @@ import venv
 from dataclasses import dataclass
 from pathlib import Path
 
-from megadit.models.support import UserError, atomic_directory
+from megadit.models.support import UserError, atomic_directory, held_alone
 
 NUMPY = "numpy==1.26.4"
 
@@ -67,10 +67,12 @@ def prepare(home: Path) -> Path:
     directory = _cache() / f"triton-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
     if directory.is_dir():
         return directory
-    print("Preparing the environment of Triton's Python backend (once)", file=sys.stderr)
-    with atomic_directory(directory) as temporary:
-        _collect_backend(home, temporary / "backends" / "python")
-        _make_environment(temporary / "python")
+    with held_alone(directory.with_name(f".{directory.name}.lock")):
+        if not directory.is_dir():  # no other process made it meanwhile
+            print("Preparing the environment of Triton's Python backend (once)", file=sys.stderr)
+            with atomic_directory(directory) as temporary:
+                _collect_backend(home, temporary / "backends" / "python")
+                _make_environment(temporary / "python")
     return directory
 
 

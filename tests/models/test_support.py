@@ -1,4 +1,5 @@
 import argparse
+import fcntl
 import io
 import os
 import subprocess
@@ -13,6 +14,7 @@ from megadit.models.support import (
     atomic_directory,
     atomic_path,
     duration,
+    held_alone,
     nearest,
     read_json,
     run_command,
@@ -73,6 +75,27 @@ def test_atomic_directory_replaces_the_old_one_only_when_complete(tmp_path):
 def test_atomic_directory_refuses_to_replace_a_file(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="is a file"), atomic_directory(tmp_path / "file"):
+        pass
+
+
+def test_one_process_holds_a_file_and_lets_go_when_it_is_killed(tmp_path):
+    path = tmp_path / "new" / "lock"
+    program = (
+        "import sys, time; from megadit.models.support import held_alone\n"
+        "with held_alone(sys.argv[1]): print('held', flush=True); time.sleep(600)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", program, path], stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout.readline() == "held\n"
+        with path.open("r+") as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        child.kill()
+        child.wait()
+    with held_alone(path), held_alone(tmp_path / "another"):
+        pass
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be written"), held_alone(tmp_path / "file" / "lock"):
         pass
 
 

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megadit.models.support import UserError, atomic_directory
+from megadit.models.support import UserError, atomic_directory, held_alone
 
 if TYPE_CHECKING:
     from megatron.energon.epathlib import EPath
@@ -54,11 +54,16 @@ def local_copy(folder: "Path | EPath", name: str) -> Path:
         return folder
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megadit" / name
     if not cache.is_dir():
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_directory(cache) as temporary:
-            for file in folder.walk():
-                target = temporary / file.relative_to(folder)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with file.open("rb") as source:
-                    target.write_bytes(source.read())
+        with held_alone(cache.with_name(f".{name}.lock")):
+            if not cache.is_dir():  # no other rank fetched it meanwhile
+                _fetch(folder, cache)
     return cache
+
+
+def _fetch(folder: "EPath", out: Path) -> None:
+    with atomic_directory(out) as temporary:
+        for file in folder.walk():
+            target = temporary / file.relative_to(folder)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("rb") as source:
+                target.write_bytes(source.read())

@@ -1,13 +1,18 @@
 """Data sets in S3 (a server that speaks it, on this machine) are read, described and resumed like folders."""
 
+import io
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
+from pathlib import Path
 
 import fsspec
 import pytest
 import torch
 
 from megadit.models.support import UserError
+from megadit.train.data import places
 from megadit.train.data.dataset_info import DatasetInfo
 from megadit.train.data.loader import build_train_loader, build_validation_loader, validation_captions
 from megadit.train.data.places import energon_url
@@ -93,3 +98,33 @@ def test_a_blend_in_s3_names_places_as_energon_does(stored, make_config):
 def test_places_that_are_not_there(s3, path, message):
     with pytest.raises(UserError, match=message):
         DatasetInfo.read(path.format(bucket=s3()))
+
+
+def test_of_all_ranks_of_a_machine_one_fetches_the_encoders(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    fetched, seen, all_have_looked = [], [], threading.Barrier(4)
+
+    class Stored:
+        """A file of a store, and the folder around it, as far as they are asked."""
+
+        def walk(self):
+            fetched.append(self)
+            return [self]
+
+        def relative_to(self, folder):
+            return "config.json"
+
+        def open(self, mode):
+            return io.BytesIO(b"{}")
+
+    def is_dir(path, look=Path.is_dir):
+        found = look(path)
+        if path.name == "tokenizer-1" and threading.get_ident() not in seen:
+            seen.append(threading.get_ident())
+            all_have_looked.wait(timeout=120)  # each has seen that there is none before any may fetch it
+        return found
+
+    monkeypatch.setattr(Path, "is_dir", is_dir)
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: places.local_copy(Stored(), "tokenizer-1"), range(4)))
+    assert len(fetched) == 1 and [(path / "config.json").read_text() for path in found] == ["{}"] * 4
