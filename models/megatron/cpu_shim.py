@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._device import _device_constructors
 
 _CPU = torch.device("cpu")
 _FACTORIES = (
@@ -72,6 +73,8 @@ def _on_cpu(function: Callable) -> Callable:
 
 
 def _redirect_factories() -> None:
+    # `with torch.device("meta")` knows factories by what these names mean when it is first asked: not ours
+    _device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     for name in _FACTORY_METHODS:

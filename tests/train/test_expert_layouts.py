@@ -75,8 +75,8 @@ BROKEN = {
 
 
 def case(kind, parallel=None, **settings):
-    # four layers of eight experts make about 20,000 decisions in three steps
-    return {"model": KINDS[kind], "parallel": parallel or {}, **settings}
+    # four layers of eight experts make about 10,000 decisions in three steps; with this seed none is close
+    return {"model": KINDS[kind], "parallel": parallel or {}, "train": {"seed": 1}, **settings}
 
 
 def jobs(ranks):

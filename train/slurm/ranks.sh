@@ -24,15 +24,21 @@ ranks=(
 srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 @@{srun_options} "${ranks[@]}" &
 step=$!
 
-# Slurm tells this shell in good time before the limit and at preemption: the ranks write a checkpoint and end.
+# Slurm tells this shell in good time before the limit (USR1): the ranks write a checkpoint and end, and the job goes back
+# to the queue. TERM (scancel) and Ctrl-C end them as well, for good.
 told=0
-trap 'told=1; kill -TERM "$step"' USR1 TERM
+stop() { scancel --signal=TERM "$SLURM_JOB_ID"; } # the ranks alone; srun, told itself, would kill them at once
+trap 'told=1; stop' USR1
+trap stop TERM INT
 wait "$step"
 code=$?
 while kill -0 "$step" 2>/dev/null; do # a signal ends `wait` early
   wait "$step"
   code=$?
 done
+if [ "$code" != 0 ] && scontrol show job "$SLURM_JOB_ID" 2>/dev/null | grep -q 'PreemptTime=[0-9]'; then
+  told=1 # at preemption Slurm may tell the ranks and not this shell
+fi
 if [ "$told" = 1 ]; then
   echo "told to stop; the job goes back to the queue and continues from its checkpoint"
   scontrol requeue "$SLURM_JOB_ID" && exit 0

@@ -31,6 +31,7 @@ def test_cuda_means_the_cpu():
         "assert torch.empty(1, device=torch.cuda.current_device()).device.type == 'cpu'\n"
         "assert x.type() == 'torch.cuda.FloatTensor' and x.type(torch.float64).dtype == torch.float64\n"
         "assert x.to(torch.float64).dtype == torch.float64\n"
+        "with torch.device('meta'): assert torch.zeros(3).is_meta and not torch.empty(3, device='cuda').is_meta\n"
         "with torch.cuda.stream(torch.cuda.Stream()): torch.cuda.synchronize()"
     )
 

@@ -49,16 +49,17 @@ SHAPES = ((1, 4, 4), (3, 4, 4), (2, 3, 5), (1, 2, 3), (2, 5, 5))
 def run_config(out, case):
     """Text, images, dropped text, learned uncertainty; heads wider than the network."""
     run = load_recipe("digits_tiny")
-    data = {"mock": True, "mock_latent_shapes": SHAPES, "text_dropout": 0.4, "global_batch_size": 8}
+    data = {"mock": True, "mock_latent_shapes": SHAPES, "text_dropout": 0.4, "global_batch_size": 4}
     model = {key: tuple(value) if isinstance(value, list) else value for key, value in case.get("model", {}).items()}
     if "experts" in model:
         model["experts"] = ExpertConfig(**model["experts"])
+    train = {"output_dir": str(out), "precision": case.get("precision", "fp32"), "num_threads": 1}
     settings = {"optimizer": "adamw", "lr": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5}
     return replace(
         run,
         model=replace(run.model, **{"num_layers": 4, "num_attention_heads": 12, "head_dim": 8} | model),
         data=replace(run.data, **data | case.get("data", {})),
-        train=replace(run.train, output_dir=str(out), precision=case.get("precision", "fp32"), num_threads=1),
+        train=replace(run.train, **train | case.get("train", {})),
         optimizer=replace(run.optimizer, **settings | case.get("optimizer", {})),
         parallel=ParallelConfig(**case.get("parallel", {})),
     )

@@ -1,4 +1,4 @@
-"""A cluster on this machine: sbatch, srun and scontrol that really run what they are given, two nodes being one."""
+"""A cluster on this machine: Slurm's commands that really run what they are given, two nodes being one."""
 
 import os
 import sys
@@ -25,11 +25,15 @@ output = re.search(r"^#SBATCH --output=(.*)$", text, re.M)[1].replace("%x", scri
 environment = {**os.environ, "SLURM_JOB_ID": job, "SLURM_JOB_NUM_NODES": nodes, "SLURM_JOB_NODELIST": "local[1-2]"}
 
 def preempt(process):
-    """Tells the script alone, once as many lines are in the file as the test says."""
+    """Tells the script alone, or the ranks alone, once as many lines are in the file as the test says."""
     path, lines = os.environ["FAKE_SLURM_PREEMPT"].rsplit(":", 1)
+    whom, name = os.environ.get("FAKE_SLURM_TELLS", "script:USR1").split(":")
     while process.poll() is None:
         if os.path.exists(path) and open(path, "rb").read().count(b"\n") >= int(lines):
-            return process.send_signal(signal.SIGUSR1)
+            if whom == "script":
+                return process.send_signal(signal.Signals["SIG" + name])
+            (state / "preempted").touch()
+            return subprocess.run(["scancel", "--signal=" + name, job])
         time.sleep(0.01)
 
 for restarts in range(5):
@@ -55,18 +59,42 @@ options = [arguments.pop(0) for _ in list(arguments) if arguments[0].startswith(
 with (Path(os.environ["FAKE_SLURM"]) / "srun.log").open("a") as log:
     print(os.environ["SLURM_JOB_ID"], *options, "--", *arguments, file=log)
 count = int(next(option for option in options if option.startswith("--ntasks=")).partition("=")[2])
+signal.signal(signal.SIGTERM, lambda *_: [task.kill() for task in tasks])  # "srun: forcing job termination"
 tasks = [subprocess.Popen(arguments, env={**os.environ, "SLURM_PROCID": str(task)}) for task in range(count)]
-signal.signal(signal.SIGTERM, lambda *_: [task.send_signal(signal.SIGTERM) for task in tasks if task.poll() is None])
-raise SystemExit(max(abs(task.wait()) for task in tasks))
+place = Path(os.environ["FAKE_SLURM"]) / f"tasks{os.environ['SLURM_JOB_ID']}"
+place.write_text(" ".join(str(task.pid) for task in tasks))
+code = max(abs(task.wait()) for task in tasks)
+place.unlink()
+raise SystemExit(code)
+"""
+
+SCANCEL = r"""
+import os, signal, sys
+from pathlib import Path
+option, job = sys.argv[1:]
+place = Path(os.environ["FAKE_SLURM"]) / f"tasks{job}"
+for pid in place.read_text().split() if place.exists() else []:
+    os.kill(int(pid), signal.Signals["SIG" + option.removeprefix("--signal=")])
 """
 
 SCONTROL = r"""
 import os, sys
 from pathlib import Path
-if sys.argv[1] == "show":
+state = Path(os.environ["FAKE_SLURM"])
+if sys.argv[1:3] == ["show", "hostnames"]:
     print("localhost", "localhost", sep="\n")
+elif sys.argv[1:3] == ["show", "job"]:
+    print("   PreemptTime=" + ("2026-01-01T00:00:00" if (state / "preempted").exists() else "None"))
 else:
-    (Path(os.environ["FAKE_SLURM"]) / f"requeue{sys.argv[2]}").touch()
+    (state / f"requeue{sys.argv[2]}").touch()
+"""
+
+RANKS = r"""#!/usr/bin/env bash
+[ "$SLURM_RESTART_COUNT" = 0 ] || exit 0
+trap 'echo >> "$FAKE_SLURM/saved"; exit 1' TERM
+until [ -s "$FAKE_SLURM/tasks$SLURM_JOB_ID" ]; do sleep 0.01; done
+echo >> "$FAKE_SLURM/started"
+for _ in {1..2000}; do sleep 0.05; done
 """
 
 
@@ -76,9 +104,21 @@ def slurm(tmp_path, monkeypatch) -> Path:
     programs, state = tmp_path / "bin", tmp_path / "slurm"
     programs.mkdir()
     state.mkdir()
-    for name, text in {"sbatch": SBATCH, "srun": SRUN, "scontrol": SCONTROL}.items():
+    for name, text in {"sbatch": SBATCH, "srun": SRUN, "scancel": SCANCEL, "scontrol": SCONTROL}.items():
         (programs / name).write_text(f"#!{sys.executable}\n{text}")
         (programs / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setenv("FAKE_SLURM", str(state))
     return state
+
+
+@pytest.fixture
+def ranks(slurm, monkeypatch) -> Path:
+    """The same folder, and a torchrun whose ranks wait for SIGTERM, save (a line in `saved`) and end; at once after a
+    requeue. Slurm tells when those of two nodes have started."""
+    torchrun = slurm.parent / "bin" / "torchrun"
+    torchrun.write_text(RANKS)
+    torchrun.chmod(0o755)
+    monkeypatch.setenv("FAKE_SLURM_PREEMPT", f"{slurm / 'started'}:2")
+    monkeypatch.setattr("megadit.train.slurm.scripts._preamble", lambda cluster: [])  # nor another torchrun before it
+    return slurm

@@ -131,6 +131,24 @@ def test_a_stage_that_fails_keeps_the_next_from_starting(slurm, tmp_path):
     assert not (slurm / "bundled").exists()
 
 
+@pytest.mark.parametrize(
+    ("tells", "is_requeued"),
+    [
+        pytest.param("script:USR1", True, id="near its limit"),
+        pytest.param("ranks:TERM", True, id="preempted"),
+        pytest.param("script:TERM", False, id="scancel"),
+        pytest.param("script:INT", False, id="Ctrl-C in an allocation"),
+    ],
+)
+def test_ranks_save_whoever_is_told_to_stop(ranks, tmp_path, monkeypatch, tells, is_requeued):
+    """A signal to srun itself would kill them: it makes SIGKILL of SIGTERM."""
+    monkeypatch.setenv("FAKE_SLURM_TELLS", tells)
+    main(["train.torchrun=-m x", "train.nodes=2", "train.ranks_per_node=1", f"folder={tmp_path / 'out'}"])
+    assert (ranks / "saved").read_text().count("\n") == 2
+    assert len(list(ranks.glob("requeued1001.*"))) == is_requeued
+    assert ((ranks / "job1001.code").read_text() == "0") == is_requeued
+
+
 @pytest.mark.slow
 def test_a_preempted_training_is_requeued_continues_and_is_bundled(slurm, tmp_path, monkeypatch):
     """Four scripts as they are, on two nodes of one rank: data, training told to stop in the middle, bundle, info."""
