@@ -10,7 +10,6 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor, nn
 
@@ -167,25 +166,15 @@ def attend_varlen(q: Tensor, k: Tensor, v: Tensor, layout: SegmentLayout, cross:
     """All segments in one flash-attention call (half precision on a GPU); padding attends to itself."""
     from torch.nn.attention.varlen import varlen_attn
 
-    bounds_q, longest_q = _bounds(layout, False, q.device)
-    bounds_k, longest_k = _bounds(layout, cross, q.device)
+    bounds_q, longest_q = layout.bounds(q.device, of_text=False)
+    bounds_k, longest_k = layout.bounds(q.device, of_text=cross)
     out_SNK = varlen_attn(q[:, 0], k[:, 0], v[:, 0], bounds_q, bounds_k, longest_q, longest_k)
     return into(rearrange(out_SNK, "S N K -> S 1 (N K)"))
 
 
-def _bounds(layout: SegmentLayout, of_text: bool, device: torch.device) -> tuple[Tensor, int]:
-    """Cumulative lengths of all segments, int32 [G + 1], and the longest."""
-    lengths = layout.text_slots if of_text else layout.lengths
-
-    def compute() -> tuple[Tensor, int]:
-        bounds = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
-        return bounds.to(device, non_blocking=True), max(lengths)
-
-    return layout.cached(("bounds", of_text, device), compute)
-
-
 @cache
-def _has_varlen_attention() -> bool:
+def has_varlen_attention() -> bool:
+    """Whether torch has a kernel for packs that runs on this GPU."""
     # torch 2.10 added it; flash attention wants half precision, heads of 8 n <= 256 and an Ampere GPU or newer
     return find_spec("torch.nn.attention.varlen") is not None and torch.cuda.get_device_capability() >= (8, 0)
 
@@ -194,6 +183,6 @@ def packed_kernel(q: Tensor) -> PackedKernel:
     """The kernel for packs of this device, precision and head width."""
     is_half = q.dtype in (torch.float16, torch.bfloat16)
     fits_flash = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    if q.is_cuda and is_half and fits_flash and _has_varlen_attention():
+    if q.is_cuda and is_half and fits_flash and has_varlen_attention():
         return attend_varlen
     return attend_runs

@@ -33,20 +33,19 @@ def modulated_norm(
     shift_GD: Tensor,
     scale_GD: Tensor,
     eps: float,
-    runs: tuple[Run, ...] | None = None,
+    runs: tuple[Run, ...] | Tensor | None = None,
     rms_weight_D: Tensor | None = None,
 ) -> Tensor:
     """LayerNorm(x) * (1 + scale) + shift (adaLN, arXiv 2212.09748, section 3.2).
 
     With `rms_weight_D`, RMSNorm(x) * weight in place of LayerNorm(x). With `runs` the batch is one pack (B = 1) whose
-    tokens they assign to the G rows; without, row b belongs to batch element b.
+    tokens they assign to the G rows (or a tensor does, [S]); without, row b belongs to batch element b.
     """
     is_rms = rms_weight_D is not None
     factor_GD = 1 + scale_GD if rms_weight_D is None else rms_weight_D * (1 + scale_GD)
     if runs is None:
         return _modulated_norm_of_batch(x_SBD, shift_GD, factor_GD, eps, is_rms)
-    if x_SBD.is_cuda:
-        row_S = row_of_token(runs, x_SBD.device)
+    if (row_S := _row_of_token(runs, x_SBD.device)) is not None:
         return modulated_norm_by_token(x_SBD, shift_GD, factor_GD, eps, row_S, is_rms)
     return _ModulatedNorm.apply(x_SBD, shift_GD, factor_GD, eps, runs, is_rms)
 
@@ -56,13 +55,22 @@ def rms_norm(x_SBD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return _normalize(x_SBD, eps, is_rms=True)[0] * weight_D
 
 
-def gated_residual(x_SBD: Tensor, gate_GD: Tensor, y_SBD: Tensor, runs: tuple[Run, ...] | None = None) -> Tensor:
+def gated_residual(
+    x_SBD: Tensor, gate_GD: Tensor, y_SBD: Tensor, runs: tuple[Run, ...] | Tensor | None = None
+) -> Tensor:
     """x + gate * y, each segment with its own gate."""
     if runs is None:
         return torch.addcmul(x_SBD, gate_GD, y_SBD)
-    if x_SBD.is_cuda:
-        return gated_residual_by_token(x_SBD, gate_GD, y_SBD, row_of_token(runs, x_SBD.device))
+    if (row_S := _row_of_token(runs, x_SBD.device)) is not None:
+        return gated_residual_by_token(x_SBD, gate_GD, y_SBD, row_S)
     return _GatedResidual.apply(x_SBD, gate_GD, y_SBD, runs)
+
+
+def _row_of_token(runs: tuple[Run, ...] | Tensor, device: torch.device) -> Tensor | None:
+    """The row of each token, where it is looked up token by token."""
+    if isinstance(runs, Tensor):
+        return runs
+    return row_of_token(runs, device) if device.type == "cuda" else None
 
 
 def _modulated_norm_of_batch(x_SBD: Tensor, shift_GD: Tensor, factor_GD: Tensor, eps: float, is_rms: bool) -> Tensor:

@@ -337,6 +337,16 @@ class SegmentLayout:
         ]
         return torch.tensor(slots, dtype=torch.long)
 
+    def bounds(self, device: torch.device, *, of_text: bool) -> tuple[Tensor, int]:
+        """Cumulative lengths of all segments or of their texts, int32 [G + 1], and the longest."""
+        lengths = self.text_slots if of_text else self.lengths
+
+        def compute() -> tuple[Tensor, int]:
+            bounds = torch.tensor((0, *accumulate(lengths)), dtype=torch.int32)
+            return bounds.to(device, non_blocking=True), max(lengths)
+
+        return self.cached(("bounds", of_text, device), compute)
+
     def text_of_run(self, run: Run) -> tuple[Tensor, Tensor]:
         """A run's text slots, made rectangular: (indices int64, is valid bool), [count, longest]; none of padding."""
         slots_G1 = torch.tensor(self.text_slots[run.segments])[:, None]

@@ -13,6 +13,7 @@ from megadit.models.config import DiTConfig
 from megadit.models.megatron.parallel_sizes import ContextComm, ParallelSizes
 from megadit.models.support import UserError
 from megadit.train.config_fp8 import check_fp8
+from megadit.train.config_graphs import check_graphs
 from megadit.train.config_upkeep import CheckpointConfig, HealthConfig, LoggerConfig, ValidationConfig
 from megadit.train.value_checks import nearest_multiples, require_choice, require_not_negative, require_positive
 
@@ -245,6 +246,9 @@ class ParallelConfig:
     finds before the first step how many blocks the free memory demands (plan/recompute.py)."""
     recompute_num_layers: int | None = None
     """Blocks of each part of the network that `full` applies to; None means all."""
+    cuda_graph_max_segments: int | None = None
+    """Replay the blocks as CUDA graphs for packs of at most so many segments (samples, and one for the tail), where one
+    GPU holds the network; None: never. It spares Python's time for each kernel, and keeps a gradient of all blocks."""
 
     def __post_init__(self) -> None:
         require_choice("parallel.data_parallel", self.data_parallel, get_args(DataParallel))
@@ -256,6 +260,8 @@ class ParallelConfig:
                 "parallel.gradient_accumulation_fusion=true adds to sums that parallel.data_parallel=fsdp has not; use "
                 "ddp or distributed_optimizer, or leave it out"
             )
+        if self.cuda_graph_max_segments is not None:
+            require_positive("parallel", self, ["cuda_graph_max_segments"])
         if self.recompute_num_layers is not None:
             require_positive("parallel", self, ["recompute_num_layers"])
             if self.recompute_granularity != "full":
@@ -301,6 +307,7 @@ class RunConfig:
         self.parallel.sizes.check(self.model)
         self._check_sequence()
         check_fp8(self)
+        check_graphs(self)
         if self.optimizer.optimizer == "muon" and self.parallel.data_parallel == "fsdp":
             raise UserError(
                 "optimizer.optimizer=muon needs whole matrices, which parallel.data_parallel=fsdp cuts; use "

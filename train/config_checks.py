@@ -52,6 +52,8 @@ def _check_kernels(parallel: ParallelConfig) -> None:
         extensions.check_transformer_engine()
     elif parallel.gradient_accumulation_fusion:
         extensions.check_gradient_accumulation_fusion()
+    if parallel.cuda_graph_max_segments is not None:
+        extensions.check_cuda_graphs()
 
 
 def _check_sampling(validation: ValidationConfig) -> None:

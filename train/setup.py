@@ -199,6 +199,7 @@ def _build_network(
         num_parts=parallel.sizes.num_parts,
         recompute=parallel.recompute_granularity,
         recompute_num_layers=parallel.recompute_num_layers,
+        cuda_graph_max_segments=parallel.cuda_graph_max_segments,
     )
     with device:
         dit = DiT(config.model, kit)

@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 import torch
 
+from megadit.models.attention import has_varlen_attention
 from megadit.models.support import UserError
 
 
@@ -27,4 +28,13 @@ def check_gradient_accumulation_fusion() -> None:
         raise UserError(
             "parallel.gradient_accumulation_fusion=true needs a GPU and the module fused_weight_gradient_mlp_cuda of "
             "NVIDIA's apex (built with --cuda_ext), or parallel.transformer_impl=transformer_engine; leave it out"
+        )
+
+
+def check_cuda_graphs() -> None:
+    """Raises UserError if blocks cannot be recorded, for want of the one kernel that reads segments from tensors."""
+    if not torch.cuda.is_available() or not has_varlen_attention():
+        raise UserError(
+            "parallel.cuda_graph_max_segments needs a GPU (Ampere or newer) and torch 2.10 with its attention of "
+            "variable length; leave it out"
         )

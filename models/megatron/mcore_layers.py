@@ -43,6 +43,7 @@ from megadit.models.linear import Linear, linear
 from megadit.models.lines import Arrangement, Axis, Lines, Mesh, lines, move
 from megadit.models.megatron.context_parallel import ContextGroups, attend_shared
 from megadit.models.megatron.expert_parallel import Dispatch, all_tokens, own_tokens
+from megadit.models.megatron.graphed_blocks import GraphedBlocks
 from megadit.models.megatron.groups import Axes
 from megadit.models.megatron.parallel_sizes import ParallelSizes
 from megadit.models.recompute import recomputed
@@ -237,6 +238,7 @@ class McoreLayers:
         num_parts: int = 1,
         recompute: Recompute = "none",
         recompute_num_layers: int | None = None,
+        cuda_graph_max_segments: int | None = None,
     ) -> None:
         """
         Args:
@@ -245,6 +247,7 @@ class McoreLayers:
             part: which of `num_parts` parts of the network this is.
             recompute: what is computed again in backward: nothing, attention (`selective`), blocks (`full`).
             recompute_num_layers: how many blocks of the part; None means all.
+            cuda_graph_max_segments: replay blocks for packs of so many segments at most; None: never.
         """
         self.config = config
         self.tensor_group = parallel_state.get_tensor_model_parallel_group()
@@ -252,6 +255,7 @@ class McoreLayers:
         self.part, self.num_parts = part, num_parts
         self.is_first_part, self.is_last_part = part == 0, part == num_parts - 1
         self.recompute, self.recompute_num_layers = recompute, recompute_num_layers
+        self.cuda_graph_max_segments = cuda_graph_max_segments
         self.dispatch: Dispatch | None = None
 
     def column_linear(
@@ -290,6 +294,8 @@ class McoreLayers:
     def block_stack(self, make_block: Callable[[], nn.Module], num_layers: int) -> nn.Module:
         count = num_layers // self.num_parts
         blocks = {str(self.part * count + index): make_block() for index in range(count)}
+        if self.cuda_graph_max_segments is not None:
+            return GraphedBlocks(blocks, self.cuda_graph_max_segments)
         num_recomputed = 0
         if self.recompute == "full":
             num_recomputed = count if self.recompute_num_layers is None else self.recompute_num_layers

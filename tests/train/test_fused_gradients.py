@@ -20,8 +20,7 @@ JOB = Path(__file__).parent / "jobs" / "fused_gradients.py"
 LINEARS = ("qkv", "proj", "q", "kv", "fc1", "fc2")
 CASES = {
     "two copies": {"parallel": {}},
-    "distributed optimizer": {"parallel": {"data_parallel": "distributed_optimizer"}},
-    "bf16": {"precision": "bf16"},
+    "distributed optimizer, bf16": {"precision": "bf16", "parallel": {"data_parallel": "distributed_optimizer"}},
     "two halves of each matrix": {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}},
     "blocks computed again": {"parallel": {"recompute_granularity": "full"}},
 }
@@ -38,16 +37,16 @@ def found(run_ranks, tmp_path_factory):
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_the_same(found, name):
     # float32: the same products, added up in another order; bfloat16: the plain ones are rounded before they are added
-    assert found[name]["apart"] < (1e-2 if name == "bf16" else 1e-5), found[name]["which"]
+    assert found[name]["apart"] < (1e-2 if "bf16" in name else 1e-5), found[name]["which"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in for the extension is for CPUs")
 def test_every_linear_of_a_block_is_fused_and_nothing_else(found):
     for name in CASES:
         assert found[name]["otherwise"] == []
-        assert len(found[name]["fused"]) == 4 * 7  # layers, linears of a block
+        assert len(found[name]["fused"]) == 2 * 7  # layers, linears of a block
         assert {key.split(".")[-2] for key in found[name]["fused"]} == set(LINEARS)
-    assert found["calls"] > len(CASES) * 4 * 7
+    assert found["calls"] > len(CASES) * 2 * 7
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in for the extension is for CPUs")
@@ -94,4 +93,4 @@ def test_gradients_are_the_same_on_a_gpu(tmp_path, kit):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])[kit]
     assert found["apart"] < 1e-2, found["which"]
-    assert len(found["fused"]) == 4 * 7
+    assert len(found["fused"]) == 2 * 7

@@ -100,7 +100,7 @@ def stand_in():
 def run(out, fp8, recompute_granularity="none"):
     """The gradients, how many products had eight bits and how many not, and a validation's of the latter two."""
     parallel = {"transformer_impl": "transformer_engine", "recompute_granularity": recompute_granularity}
-    config = run_config(out, {"precision": "bf16", "parallel": parallel})
+    config = run_config(out, {"precision": "bf16", "parallel": parallel, "model": {"num_layers": 2}})
     config = replace(config, train=replace(config.train, fp8=fp8))
     training = build_training(config, start_processes(config))
     seen.in_eight = seen.otherwise = 0

@@ -1,0 +1,148 @@
+"""Gradients of a step with blocks that are replayed, and without: prints how far apart they are.
+
+Usage: graphs.py OUT; one rank. With CUDA the recordings are CUDA graphs. Without, operations are traced, with all that
+is not a tensor as it was, and repeated on tensors that stay in place, as CUDA graphs do: `Replayed`.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from megadit.models.megatron import cpu_shim
+
+if __name__ == "__main__" and not torch.cuda.is_available():
+    cpu_shim.install()
+
+from layouts import gradients, randomise_initial_values, run_config  # noqa: E402
+
+from megadit.models import attention, recompute  # noqa: E402
+from megadit.models.megatron import graphed_blocks  # noqa: E402
+from megadit.models.megatron import groups as process_groups  # noqa: E402
+from megadit.train.batches import TrainBatches  # noqa: E402
+from megadit.train.setup import build_training, start_processes  # noqa: E402
+from megadit.train.step import train_step  # noqa: E402
+
+CASES = {"all": 6, "some": 3, "none": 1}
+"""Of `cuda_graph_max_segments`; packs here have three segments or four."""
+MISTAKES = {"bounds of the first pack": ("token_bounds", "text_bounds"), "segments of the first pack": ("row",)}
+calls = {"recorded": 0, "replayed": 0}
+
+
+class Replayed(torch.autograd.Function):
+    """One block's recording: inputs, output and gradients have places of their own, which the next call overwrites."""
+
+    @staticmethod
+    def forward(ctx, graph, *inputs):
+        for place, given in zip(graph["places"], inputs, strict=False):
+            place.data.copy_(given)
+        graph["output"].copy_(graph["forward"](*graph["places"]))
+        ctx.graph = graph
+        calls["replayed"] += 1
+        return graph["output"].detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        graph = ctx.graph
+        graph["grad"].copy_(grad)
+        for place, value in zip(graph["grads"], graph["backward"](graph["grad"], *graph["places"]), strict=True):
+            place.copy_(value)
+        grads = iter(graph["grads"])
+        return None, *(next(grads).detach() if is_wanted else None for is_wanted in graph["is_wanted"])
+
+
+def record_by_tracing(modules, samples):
+    """Stands in for torch.cuda.make_graphed_callables."""
+    return tuple(record_one(module, places) for module, places in zip(modules, samples, strict=True))
+
+
+def record_one(module, places):
+    parameters = tuple(module.parameters())
+    is_wanted = [place.requires_grad for place in places]
+
+    def backward(grad, *inputs):
+        inputs = [x.detach().requires_grad_(wanted) for x, wanted in zip(inputs, is_wanted, strict=True)]
+        with torch.enable_grad():
+            output = module(*inputs)
+        return torch.autograd.grad(output, [*(x for x in inputs if x.requires_grad), *parameters], grad)
+
+    output = module(*places).detach()
+    graph = {"places": places, "output": output, "grad": torch.zeros_like(output)}
+    with torch.no_grad():
+        graph["forward"] = make_fx(module)(*places)
+    graph["backward"] = make_fx(backward)(graph["grad"], *places)
+    graph["grads"] = [x.clone() for x in backward(graph["grad"], *places)]
+    graph["is_wanted"] = [*is_wanted, *(True for _ in parameters)]
+    calls["recorded"] += 1
+    return lambda *inputs: Replayed.apply(graph, *inputs, *parameters)
+
+
+def attend_by_bounds(plain):
+    """Attention that reads nothing but tensors where the layout is fixed, as the kernel of GPUs does."""
+
+    def attend(q, k, v, layout, cross, into):
+        if not isinstance(layout, graphed_blocks.FixedLayout):
+            return plain(q, k, v, layout, cross, into)
+        of_query, of_key = (
+            torch.searchsorted(bounds[1:], torch.arange(size, dtype=torch.int32), right=True)
+            for bounds, size in ((layout.token_bounds, len(q)), (layout.bounds(q.device, of_text=cross)[0], len(k)))
+        )
+        q, k, v = (x[:, 0].transpose(0, 1) for x in (q, k, v))
+        scores = q @ k.transpose(1, 2) * q.shape[-1] ** -0.5
+        # padding attends to itself, of the last segment; without text left for it, to anything
+        is_other = (of_query[:, None] != of_key) & (of_query[:, None] == of_key).any(1, keepdim=True)
+        out = scores.masked_fill(is_other, float("-inf")).softmax(-1) @ v
+        return into(out.transpose(0, 1).flatten(1)[:, None])
+
+    return attend
+
+
+def of_the_first_pack(tensors, names):
+    """What a recording would read that is not given these tensors anew."""
+    kept = {}
+
+    def found(context, num_segments):
+        given = tensors(context, num_segments)
+        return given | {name: kept.setdefault(name, given[name]) for name in names}
+
+    return found
+
+
+def run(out, max_segments, *, num_steps=0):
+    precision = "bf16" if torch.cuda.is_available() else "fp32"
+    config = run_config(out, {"precision": precision, "model": {"num_layers": 2}})
+    parallel = replace(config.parallel, cuda_graph_max_segments=max_segments)
+    object.__setattr__(config, "parallel", parallel)  # float32 lets all differences be seen; a GPU's kernel refuses it
+    training = build_training(config, start_processes(config))
+    batches = TrainBatches(config, training.groups)
+    segments = [next(batches).layout.num_segments for _ in range(training.num_micro_batches)]
+    found = gradients(training)
+    losses = [train_step(training, batches, step + 1).loss for step in range(num_steps)]
+    process_groups.release()
+    return found, losses, segments
+
+
+def main(out):
+    if not torch.cuda.is_available():
+        graphed_blocks.GraphedBlocks.__init__.__defaults__ = (record_by_tracing,)
+        attention.attend_runs = attend_by_bounds(attention.attend_runs)
+    randomise_initial_values()
+    recompute.SMALL = 1  # as in a large network: what norms and activations give is computed again
+    plain, plain_losses, segments = run(out, None, num_steps=2)
+    told = {"segments": segments, "losses": plain_losses}
+    tensors = graphed_blocks._tensors
+    for name in (*CASES, *MISTAKES):
+        calls.update(recorded=0, replayed=0)
+        graphed_blocks._tensors = of_the_first_pack(tensors, MISTAKES.get(name, ()))
+        found, losses, _ = run(out, CASES.get(name, 6), num_steps=2 * (name == "all"))
+        apart = {key: ((found[key] - plain[key]).norm() / plain[key].norm()).item() for key in plain}
+        told[name] = {"apart": max(apart.values()), "which": max(apart, key=apart.get), "losses": losses, **calls}
+    print(json.dumps(told), flush=True)
+    process_groups.destroy()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

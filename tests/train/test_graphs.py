@@ -1,0 +1,110 @@
+"""`parallel.cuda_graph_max_segments`: replayed blocks give the losses and gradients of blocks that are called."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megadit.models.expert_config import ExpertConfig
+from megadit.models.megatron import extensions
+from megadit.models.support import UserError
+from megadit.train.config import ParallelConfig
+from megadit.train.config_checks import check_inputs
+from megadit.train.recipes import load_recipe
+
+JOB = Path(__file__).parent / "jobs" / "graphs.py"
+
+
+@pytest.fixture(scope="module")
+def found(run_ranks, tmp_path_factory):
+    """With traced operations in the place of CUDA graphs."""
+    if torch.cuda.is_available():
+        pytest.skip("the stand-in for CUDA graphs is for CPUs")
+    [output] = run_ranks(1, JOB, tmp_path_factory.mktemp("graphs"))
+    return json.loads(output.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["all", "some", "none"])
+def test_losses_and_gradients_are_the_same(found, name):
+    # float32; other kernels for attention and for sums over segments, which round otherwise
+    assert found[name]["apart"] < 1e-5, found[name]["which"]
+    if name == "all":  # the second one is of weights that have changed
+        assert found[name]["losses"] == pytest.approx(found["losses"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_each_block_is_recorded_once_and_replayed_for_every_pack_that_fits(found):
+    assert set(found["segments"]) == {3, 4}
+    assert found["all"]["recorded"] == 2 and found["all"]["replayed"] == 2 * 8 * 3  # blocks, micro-batches, steps
+    assert found["some"]["recorded"] == 2 and found["some"]["replayed"] == 2 * found["segments"].count(3)
+    assert (found["none"]["recorded"], found["none"]["replayed"]) == (0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bounds of the first pack", "segments of the first pack"])
+def test_what_a_recording_is_not_given_is_seen(found, name):
+    assert found[name]["apart"] > 1e-2
+
+
+def with_graphs(*, model=None, train=None, **parallel):
+    run = load_recipe("digits_tiny")
+    return replace(
+        run,
+        model=replace(run.model, **model or {}),
+        train=replace(run.train, **{"precision": "bf16"} | (train or {})),
+        optimizer=replace(run.optimizer, optimizer="adamw"),
+        parallel=ParallelConfig(**{"cuda_graph_max_segments": 8} | parallel),
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"cuda_graph_max_segments": 0}, "cuda_graph_max_segments=0 must be greater than 0"),
+        ({"tensor_model_parallel_size": 2}, "data parallelism alone"),
+        ({"context_parallel_size": 2}, "data parallelism alone"),
+        ({"pipeline_model_parallel_size": 2}, "data parallelism alone"),
+        ({"data_parallel": "fsdp"}, "data_parallel=fsdp"),
+        ({"data_parallel": "distributed_optimizer"}, "overlap_param_gather=false"),
+        ({"transformer_impl": "transformer_engine"}, "transformer_impl=local"),
+        ({"gradient_accumulation_fusion": True}, "gradient_accumulation_fusion"),
+        ({"recompute_granularity": "full"}, "recompute_granularity=none"),
+        ({"model": {"experts": ExpertConfig(num_experts=4)}}, "experts"),
+        ({"model": {"family": "st_dit"}}, "st_dit"),
+        ({"train": {"precision": "fp32"}}, "precision=bf16"),
+        ({"model": {"head_dim": 12}}, "head_dim"),
+    ],
+)
+def test_what_it_is_refused_with(settings, message):
+    with_graphs()
+    with_graphs(data_parallel="distributed_optimizer", overlap_param_gather=False)
+    with pytest.raises(UserError, match=message):
+        with_graphs(**settings)
+
+
+def test_refused_without_a_gpu_or_its_kernel(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="cuda_graph_max_segments needs a GPU"):
+        check_inputs(with_graphs())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(extensions, "has_varlen_attention", lambda: False)
+    with pytest.raises(UserError, match="torch 2.10"):
+        extensions.check_cuda_graphs()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_replayed_blocks_on_a_gpu(tmp_path):
+    extensions.check_cuda_graphs()
+    done = subprocess.run([sys.executable, JOB, tmp_path], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    for name in ("all", "some", "none"):
+        assert found[name]["apart"] < 2e-2, (name, found[name]["which"])
+    assert found["all"]["losses"] == pytest.approx(found["losses"], rel=1e-2)
+    assert found["segments of the first pack"]["apart"] > 5e-2
