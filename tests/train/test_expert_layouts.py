@@ -20,6 +20,8 @@ pytestmark = pytest.mark.slow
 
 TOKENS = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 20, "balance_coefficient": 0.5}
 CHOICE = {"num_experts": 8, "routing": "expert_choice", "capacity_factor": 2.5, "ffn_hidden_size": 24}
+SEEDS = {"tokens": 0, "experts": 1, "moviegen": 0}
+"""With which no decision is close."""
 KINDS = {"tokens": {"experts": TOKENS}, "experts": {"experts": CHOICE}, "moviegen": {**MOVIEGEN, "experts": TOKENS}}
 """In a block: tokens choose, experts choose; in one whose MLPs are gated."""
 TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -75,8 +77,8 @@ BROKEN = {
 
 
 def case(kind, parallel=None, **settings):
-    # four layers of eight experts make about 10,000 decisions in three steps; with this seed none is close
-    return {"model": KINDS[kind], "parallel": parallel or {}, "train": {"seed": 1}, **settings}
+    # four layers of eight experts make about 10,000 decisions in three steps
+    return {"model": KINDS[kind], "parallel": parallel or {}, "train": {"seed": SEEDS[kind]}, **settings}
 
 
 def jobs(ranks):
