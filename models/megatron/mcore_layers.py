@@ -23,28 +23,24 @@ from typing import Literal
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
-    set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from megadit.models.attention import attend
 from megadit.models.config import DiTConfig
 from megadit.models.experts import HIDDEN_DIM, Experts, compute_here
 from megadit.models.initialize import Fill, initialize_
 from megadit.models.layers import BlockStack, Layout, Sequence
-from megadit.models.linear import Linear, linear
+from megadit.models.linear import Linear
 from megadit.models.lines import Arrangement, Axis, Lines, Mesh, lines, move
 from megadit.models.megatron.context_parallel import ContextGroups, attend_shared
 from megadit.models.megatron.expert_parallel import Dispatch, all_tokens, own_tokens
 from megadit.models.megatron.graphed_blocks import GraphedBlocks
 from megadit.models.megatron.groups import Axes
+from megadit.models.megatron.linears import ColumnLinear, RowLinear, set_split
 from megadit.models.megatron.parallel_sizes import ParallelSizes
 from megadit.models.recompute import recomputed
 from megadit.models.segments import Run
@@ -99,108 +95,6 @@ def transformer_config(
     return config
 
 
-class _AddsToSum(torch.autograd.Function):
-    """A weight, for Megatron's product, whose backward adds the weight's gradient to `main_grad` and gives none.
-
-    That it was added Megatron notes on the weight that it kept. Where activations are computed again (`recompute.py`)
-    autograd gives back another object: so it is noted here, on the parameter.
-    """
-
-    @staticmethod
-    def forward(ctx, weight):
-        ctx.set_materialize_grads(False)
-        ctx.weight = weight
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.weight.grad_added_to_main_grad = True
-        return torch.empty_like(ctx.weight)  # of no meaning: it starts the exchange with other ranks
-
-
-class _FusedGradient:
-    """What both of Megatron's layers do with `gradient_accumulation_fusion`."""
-
-    def _forward_impl(self, input: Tensor, weight: nn.Parameter, *args, **options) -> Tensor:
-        if self.gradient_accumulation_fusion and torch.is_grad_enabled():
-            main_grad = weight.main_grad
-            weight = _AddsToSum.apply(weight)
-            weight.main_grad = main_grad
-        return super()._forward_impl(input, weight, *args, **options)
-
-
-class _ColumnLinear(_FusedGradient, ColumnParallelLinear):
-    """Megatron's layer, returning a tensor; where it has nothing to add it is called as an ordinary linear."""
-
-    # Megatron adds an empty extra state for TransformerEngine's sake; canonical state dicts have no such key
-    get_extra_state = nn.Module.get_extra_state
-    set_extra_state = nn.Module.set_extra_state
-
-    def __init__(
-        self, in_features: int, out_features: int, config: TransformerConfig, *, is_sharded: bool, bias: bool
-    ) -> None:
-        super().__init__(in_features, out_features, config=config, init_method=_no_init, bias=bias)
-        self._load_state_dict_pre_hooks.clear()
-        for parameter in self.parameters():
-            set_split(parameter, 0)
-        self.sequence_parallel = self.sequence_parallel and is_sharded
-        self.allreduce_dgrad = self.tp_group.size() > 1 and not self.sequence_parallel
-        self.is_ordinary = _is_ordinary(self.tp_group, config)
-
-    def forward(self, x_SBD: Tensor) -> Tensor:
-        return linear(x_SBD, self.weight, self.bias) if self.is_ordinary else super().forward(x_SBD)[0]
-
-    def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **how) -> Tensor:
-        # with sequence parallelism Megatron's own product gathers the tokens again in backward
-        if not input.is_cpu or self.gradient_accumulation_fusion or how["sequence_parallel"]:
-            return super()._forward_impl(input, weight, bias=bias, **how)
-        if how["allreduce_dgrad"]:
-            input = copy_to_tensor_model_parallel_region(input, group=how["tp_group"])
-        return linear(input, weight, bias)
-
-
-class _RowLinear(_FusedGradient, RowParallelLinear):
-    """Megatron's layer, returning a tensor; where it has nothing to add it is called as an ordinary linear."""
-
-    get_extra_state = nn.Module.get_extra_state
-    set_extra_state = nn.Module.set_extra_state
-
-    def __init__(self, in_features: int, out_features: int, config: TransformerConfig, *, bias: bool) -> None:
-        super().__init__(
-            in_features,
-            out_features,
-            config=config,
-            init_method=_no_init,
-            bias=bias,
-            input_is_parallel=True,
-            skip_bias_add=False,
-        )
-        self._load_state_dict_pre_hooks.clear()
-        set_split(self.weight, 1)
-        self.is_ordinary = _is_ordinary(self.tp_group, config)
-
-    def forward(self, x_SBD: Tensor) -> Tensor:
-        return linear(x_SBD, self.weight, self.bias) if self.is_ordinary else super().forward(x_SBD)[0]
-
-    def _forward_impl(self, input: Tensor, weight: Tensor, **how) -> Tensor:
-        if not input.is_cpu or self.gradient_accumulation_fusion:
-            return super()._forward_impl(input, weight, **how)
-        return linear(input, weight)
-
-
-def _is_ordinary(group: ProcessGroup, config: TransformerConfig) -> bool:
-    """Whether no other rank has a part of the matrix, and its gradient is an ordinary one."""
-    return group.size() == 1 and not config.gradient_accumulation_fusion
-
-
-def set_split(parameter: nn.Parameter, dim: int) -> None:
-    """Marks a parameter as split over tensor-parallel ranks along `dim`."""
-    for name in ("tensor_model_parallel", "partition_dim", "partition_stride"):
-        if hasattr(parameter, name):
-            delattr(parameter, name)  # Megatron sets them where it initialises, and may not set them twice
-    set_tensor_model_parallel_attributes(parameter, True, dim, 1)
-
-
 class _Blocks(BlockStack):
     """Blocks, each within `arithmetic()`; the first `num_recomputed` keep their inputs and nothing else."""
 
@@ -220,10 +114,6 @@ class _Blocks(BlockStack):
     def _compute(self, block: nn.Module, x: Tensor, *context) -> Tensor:
         with self.arithmetic():
             return block(x, *context)
-
-
-def _no_init(weight: Tensor) -> None:
-    """Weights are drawn afterwards, whole, by `initialize_dit_`."""
 
 
 class McoreLayers:
@@ -261,10 +151,10 @@ class McoreLayers:
     def column_linear(
         self, in_features: int, out_features: int, *, sequence: Sequence, bias: bool = False
     ) -> nn.Module:
-        return _ColumnLinear(in_features, out_features, self.config, is_sharded=sequence == "sharded", bias=bias)
+        return ColumnLinear(in_features, out_features, self.config, is_sharded=sequence == "sharded", bias=bias)
 
     def row_linear(self, in_features: int, out_features: int, *, bias: bool = False) -> nn.Module:
-        return _RowLinear(in_features, out_features, self.config, bias=bias)
+        return RowLinear(in_features, out_features, self.config, bias=bias)
 
     def replicated_linear(
         self, in_features: int, out_features: int, *, sequence: Sequence, bias: bool = True

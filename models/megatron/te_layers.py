@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from megadit.models.layers import Sequence
 from megadit.models.megatron.extensions import check_transformer_engine
-from megadit.models.megatron.mcore_layers import McoreLayers, set_split
+from megadit.models.megatron.linears import set_split
+from megadit.models.megatron.mcore_layers import McoreLayers
 from megadit.models.support import UserError
 
 

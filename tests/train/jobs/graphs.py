@@ -1,7 +1,7 @@
 """Gradients of a step with blocks that are replayed, and without: prints how far apart they are.
 
-Usage: graphs.py OUT; one rank. With CUDA the recordings are CUDA graphs. Without, operations are traced, with all that
-is not a tensor as it was, and repeated on tensors that stay in place, as CUDA graphs do: `Replayed`.
+Usage: graphs.py OUT CASE...; one rank. With CUDA the recordings are CUDA graphs. Without, operations are traced, with
+all that is not a tensor as it was, and repeated on tensors that stay in place, as CUDA graphs do: `Replayed`.
 """
 
 import json
@@ -125,7 +125,7 @@ def run(out, max_segments, *, num_steps=0):
     return found, losses, segments
 
 
-def main(out):
+def main(out, names):
     if not torch.cuda.is_available():
         graphed_blocks.GraphedBlocks.__init__.__defaults__ = (record_by_tracing,)
         attention.attend_runs = attend_by_bounds(attention.attend_runs)
@@ -134,7 +134,7 @@ def main(out):
     plain, plain_losses, segments = run(out, None, num_steps=2)
     told = {"segments": segments, "losses": plain_losses}
     tensors = graphed_blocks._tensors
-    for name in (*CASES, *MISTAKES):
+    for name in names:
         calls.update(recorded=0, replayed=0)
         graphed_blocks._tensors = of_the_first_pack(tensors, MISTAKES.get(name, ()))
         found, losses, _ = run(out, CASES.get(name, 6), num_steps=2 * (name == "all"))
@@ -145,4 +145,4 @@ def main(out):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])
