@@ -187,7 +187,7 @@ class CheckpointStore:
         if self._groups.is_first:
             if self._copy is not None:
                 self._copy.finish()  # the one before is still being read
-            self._delete_old()
+            _delete_old(path, self._config.checkpoint.keep_last)
             if self._copy is not None:
                 self._copy.start(path, keep_last=self._config.checkpoint.keep_last)
         dist.barrier()
@@ -312,11 +312,6 @@ class CheckpointStore:
             "Make room and run the same command to continue"
         )
 
-    def _delete_old(self) -> None:
-        for old in find_checkpoints(self.root)[: -self._config.checkpoint.keep_last]:
-            condemned = old.rename(old.with_name(old.name + _UNFINISHED))  # whole or gone, also if killed here
-            shutil.rmtree(condemned)
-
     # ------------------------------------------------------------------------------------------------ describing
 
     def _describe(self, state: RunState) -> dict[str, Any]:
@@ -394,3 +389,14 @@ def _publish(unfinished: Path, path: Path) -> None:
         shutil.rmtree(path)
     unfinished.rename(path)
     sync(path.parent)
+
+
+def _delete_old(written: Path, keep_last: int) -> None:
+    """Deletes the checkpoints before `written` but for the last `keep_last`, of which it is one.
+
+    Those of later steps do not count: the run would not have come to write this one, were they not damaged.
+    """
+    complete = find_checkpoints(written.parent)
+    for old in complete[: complete.index(written) + 1][:-keep_last]:
+        condemned = old.rename(_unfinished(old))  # whole or gone, also if killed here
+        shutil.rmtree(condemned, ignore_errors=True)  # what is left goes when the run is started again

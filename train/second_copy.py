@@ -55,7 +55,10 @@ class SecondCopy:
         return sorted((PurePosixPath(path).parent.name for path in complete), key=lambda name: (len(name), name))
 
     def start(self, path: Path, *, keep_last: int) -> None:
-        """Copies a checkpoint in the background, then deletes all copies but the last `keep_last`."""
+        """Copies a checkpoint in the background, then deletes the copies before it but for the last `keep_last`.
+
+        Those of later steps do not count: the run went back to before them.
+        """
         self.finish()
         self._running = path.name, self._thread.submit(self._copy, path, keep_last)
 
@@ -91,7 +94,8 @@ class SecondCopy:
         for name in [*file_names(path), SUMS]:
             self._files.makedirs(str((target / name).parent), exist_ok=True)
             self._files.put_file(str(path / name), str(target / name))
-        for old in self.names()[:-keep_last]:
+        complete = self.names()
+        for old in complete[: complete.index(path.name) + 1][:-keep_last]:
             self._remove(self._root / old)
 
     def _remove(self, directory: PurePosixPath) -> None:

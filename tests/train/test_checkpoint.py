@@ -7,7 +7,9 @@ from collections import namedtuple
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megadit.train.checkpoint import _reason
+from megadit.models.megatron.checkpoint import CONFIG, DESCRIPTION, STATE, SUMS, TENSORS, find_checkpoints
+from megadit.models.support import write_json
+from megadit.train.checkpoint import _delete_old, _reason
 
 
 def full_disk():
@@ -34,3 +36,32 @@ def test_a_full_disk_that_torch_did_not_recognise(tmp_path, monkeypatch):
 
 def test_another_failure_is_told_as_it_is(tmp_path):
     assert _reason(PermissionError(errno.EACCES, "Permission denied"), tmp_path) == "Permission denied"
+
+
+def complete(root, step):
+    path = root / f"iter_{step:07d}"
+    (path / TENSORS).mkdir(parents=True)
+    write_json(path / STATE, {})
+    for part in (CONFIG, SUMS, f"{TENSORS}/{DESCRIPTION}"):
+        (path / part).touch()
+    return path
+
+
+def test_a_damaged_later_checkpoint_is_not_among_those_to_keep(tmp_path):
+    # iter 9 is damaged: its run has gone on from 2
+    written = [complete(tmp_path, step) for step in (1, 2, 9, 4)]
+    _delete_old(written[-1], keep_last=2)
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["iter_0000002", "iter_0000004", "iter_0000009"]
+    _delete_old(written[-1], keep_last=1)
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["iter_0000004", "iter_0000009"]
+
+
+def test_what_cannot_be_deleted_does_not_end_a_run(tmp_path, monkeypatch):
+    def busy(path, ignore_errors=False):
+        if not ignore_errors:
+            raise OSError(errno.EBUSY, "Device or resource busy")
+
+    written = [complete(tmp_path, step) for step in (1, 2)]
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    _delete_old(written[-1], keep_last=1)
+    assert find_checkpoints(tmp_path) == written[1:]

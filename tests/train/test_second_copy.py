@@ -42,6 +42,16 @@ def test_copies_are_kept_listed_and_fetched(url, tmp_path, capsys):
     assert not (tmp_path / "iter_0000002.unfinished").exists() and not capsys.readouterr().err
 
 
+def test_a_run_that_went_back_keeps_the_copies_it_makes(url, tmp_path):
+    copy = SecondCopy(url)
+    for step in (1, 2, 9):
+        copy.start(checkpoint(tmp_path, step), keep_last=3)
+    for step in (3, 4):
+        copy.start(checkpoint(tmp_path, step), keep_last=1)
+    copy.finish()
+    assert copy.names() == ["iter_0000004", "iter_0000009"]
+
+
 def test_a_copy_without_its_checksums_is_none(url, tmp_path):
     copy = SecondCopy(url)
     copy.start(checkpoint(tmp_path, 1), keep_last=2)
