@@ -81,6 +81,7 @@ def initialize(layout: ParallelSizes, model: DiTConfig) -> Groups:
         UserError: if the ranks at hand cannot be laid out so.
     """
     layout.check(model, world_size())
+    _order_kernels(layout)
     device = _local_device()
     if not dist.is_initialized():
         _start_torch_distributed(device)
@@ -173,6 +174,13 @@ def destroy() -> None:
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _order_kernels(layout: ParallelSizes) -> None:
+    """Before CUDA starts: one queue of kernels under tensor parallelism, whose messages leave before the product that
+    hides them. FSDP's gathers run beside the computation, for which one queue is too few."""
+    if layout.tensor > 1 and not layout.fully_sharded:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def _local_device() -> torch.device:

@@ -49,7 +49,7 @@ PAIRS = [(ranks, *pair) for ranks, layouts in PAIRED.items() for pair in permuta
 ACROSS = list(zip(PAIRED[2], PAIRED[4], strict=True))
 """On four ranks, after those on two."""
 STEPS = 10
-FEW = 3
+FEW = 2
 
 
 def run_all(run_ranks, count, out, runs):

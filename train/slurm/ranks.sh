@@ -7,7 +7,6 @@
 set -uo pipefail
 
 @@{preamble}
-export CUDA_DEVICE_MAX_CONNECTIONS=1 # tensor parallelism overlaps in order
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=@@{grace} # seconds that ranks have for a last checkpoint
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # ranks that start again must not read what their predecessors stored

@@ -1,5 +1,11 @@
+import os
 import subprocess
 import sys
+
+import pytest
+
+from megadit.models.megatron import groups
+from megadit.models.megatron.parallel_sizes import ParallelSizes
 
 
 def test_one_process_needs_no_torchrun():
@@ -13,3 +19,18 @@ def test_one_process_needs_no_torchrun():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("layout", "given", "expected"),
+    [
+        (ParallelSizes(tensor=2), None, "1"),
+        (ParallelSizes(tensor=2), "8", "8"),
+        (ParallelSizes(context=2), None, None),
+        (ParallelSizes(tensor=2, fully_sharded=True), None, None),
+    ],
+)
+def test_tensor_parallelism_alone_asks_cuda_for_one_queue(layout, given, expected, monkeypatch):
+    monkeypatch.setattr(os, "environ", {} if given is None else {"CUDA_DEVICE_MAX_CONNECTIONS": given})
+    groups._order_kernels(layout)
+    assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected
