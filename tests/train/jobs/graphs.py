@@ -113,7 +113,8 @@ def of_the_first_pack(tensors, names):
 
 def run(out, max_segments, *, num_steps=0):
     precision = "bf16" if torch.cuda.is_available() else "fp32"
-    config = run_config(out, {"precision": precision, "model": {"num_layers": 2}})
+    case = {"precision": precision, "model": {"num_layers": 2}, "data": {"global_batch_size": 8}}
+    config = run_config(out, case)
     parallel = replace(config.parallel, cuda_graph_max_segments=max_segments)
     object.__setattr__(config, "parallel", parallel)  # float32 lets all differences be seen; a GPU's kernel refuses it
     training = build_training(config, start_processes(config))
