@@ -392,11 +392,8 @@ def _publish(unfinished: Path, path: Path) -> None:
 
 
 def _delete_old(written: Path, keep_last: int) -> None:
-    """Deletes the checkpoints before `written` but for the last `keep_last`, of which it is one.
-
-    Those of later steps do not count: the run would not have come to write this one, were they not damaged.
-    """
+    """Deletes the checkpoints before `written` but for the last `keep_last`, of which it is one."""
     complete = find_checkpoints(written.parent)
-    for old in complete[: complete.index(written) + 1][:-keep_last]:
-        condemned = old.rename(_unfinished(old))  # whole or gone, also if killed here
-        shutil.rmtree(condemned, ignore_errors=True)  # what is left goes when the run is started again
+    past = complete[: complete.index(written) + 1]  # later ones are damaged: the run has passed over them
+    for old in past[:-keep_last]:
+        shutil.rmtree(old.rename(_unfinished(old)), ignore_errors=True)  # whole or gone, also if killed here
