@@ -29,6 +29,7 @@ def suits_tiles(q_BNSK: Tensor, k_BNLK: Tensor) -> bool:
         and q_BNSK.dtype in (torch.float32, torch.bfloat16)
         and min(q_BNSK.shape[2], k_BNLK.shape[2]) >= FEWEST
         and torch.get_num_threads() <= MOST_THREADS
+        and not torch.is_autocast_enabled("cpu")
         and is_mkl_slow()
     )
 
@@ -55,19 +56,20 @@ class TiledAttention(torch.autograd.Function):
             grads = _backward_of_head(grad[b, n].contiguous(), q[b, n], k[b, n], v[b, n], grad_q[b, n])
             # cast, then turned: both at once takes longer
             grad_k[b, n], grad_v[b, n] = (grad_KL.to(q.dtype).t() for grad_KL in grads)
-        return grad_q.mul_(q.shape[-1] ** -0.5), grad_k, grad_v
+        scale = q.shape[-1] ** -0.5
+        return grad_q.mul_(scale), grad_k.mul_(scale), grad_v
 
 
 def _backward_of_head(grad_SK: Tensor, q_SK: Tensor, k_LK: Tensor, v_LK: Tensor, grad_q_SK: Tensor) -> list[Tensor]:
-    """Fills sqrt(K) times the gradient of q; gives those of k and v, [K, L] in float32."""
-    scale, dtype, q_SK = q_SK.shape[1] ** -0.5, q_SK.dtype, q_SK.contiguous()
+    """Fills sqrt(K) times the gradient of q; gives so much of that of k, and that of v, [K, L] in float32."""
+    dtype, q_SK = q_SK.dtype, q_SK.contiguous()
     k_KL, v_wide_LK, grad_wide_SK = k_LK.contiguous().t(), _wide(v_LK), _wide(grad_SK)
     totals = [torch.zeros(k_KL.shape), torch.zeros(k_KL.shape)]
     for rows, p_sL in _probabilities(q_SK, k_LK):
         grad_p_sL = onednn_product(grad_wide_SK[rows], v_wide_LK)
         grad_score_sL = torch.ops.aten._softmax_backward_data(grad_p_sL, p_sL, -1, torch.float32).to(dtype)
         grad_q_SK[rows] = onednn_product(grad_score_sL, k_KL)
-        totals[0].add_(onednn_product(q_SK[rows].t(), grad_score_sL.t()), alpha=scale)
+        totals[0].add_(onednn_product(q_SK[rows].t(), grad_score_sL.t()))
         totals[1].add_(onednn_product(grad_SK[rows].t(), p_sL.to(dtype).t()))
     return totals
 

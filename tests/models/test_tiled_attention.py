@@ -76,6 +76,8 @@ def test_where_it_is_used(calls, monkeypatch):
     assert asked() and asked(dtype=torch.bfloat16)
     assert not asked(num_queries=15) and not asked(num_keys=15) and not asked(dtype=torch.float64)
     assert not asked(mask=torch.ones(1, 1, 1, 20, dtype=torch.bool))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not asked()
     for name, value in (("MOST_THREADS", 0), ("is_mkl_slow", lambda: False)):
         with monkeypatch.context() as elsewhere:
             elsewhere.setattr(tiled_attention, name, value)
