@@ -97,7 +97,7 @@ def test_flops_are_those_that_torch_counts():
     segment = Segment((2, 4, 3), text_length=5)
     layout = SegmentLayout.pack([segment], capacity=24, text_capacity=5)
     counter = FlopCounterMode(display=False)
-    with counter, sdpa_kernel(SDPBackend.MATH):  # with gradients, or products would be oneDNN's, which it does not know
+    with counter, sdpa_kernel(SDPBackend.MATH):  # so small products are torch's own, which it knows
         tokens = torch.randn(24, 1, config.patch_dim)
         text = torch.randn(5, 1, config.crossattn_emb_size)
         DiT(config).forward_packed(tokens, torch.zeros(1), text, torch.zeros(1), layout)
