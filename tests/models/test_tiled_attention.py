@@ -21,7 +21,7 @@ def calls(monkeypatch) -> list[torch.Size]:
     found, forward = [], tiled_attention._like
     monkeypatch.setattr(tiled_attention, "_like", lambda x: (found.append(x.shape), forward(x))[1])
     monkeypatch.setattr(tiled_attention, "is_mkl_slow", lambda: True)
-    monkeypatch.setattr(tiled_attention, "MOST_THREADS", 1024)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(tiled_attention, "FEWEST", 16)
     monkeypatch.setattr(tiled_attention, "TILE", 16)
     return found
@@ -78,9 +78,9 @@ def test_where_it_is_used(calls, monkeypatch):
     assert not asked(mask=torch.ones(1, 1, 1, 20, dtype=torch.bool))
     with torch.autocast("cpu", torch.bfloat16):
         assert not asked()
-    for name, value in (("MOST_THREADS", 0), ("is_mkl_slow", lambda: False)):
+    for module, name, value in ((torch, "get_num_threads", 2), (tiled_attention, "is_mkl_slow", False)):
         with monkeypatch.context() as elsewhere:
-            elsewhere.setattr(tiled_attention, name, value)
+            elsewhere.setattr(module, name, lambda value=value: value)
             assert not asked(), name
     monkeypatch.setattr(dense_kernel, "_matmul", SimpleNamespace(fp32_precision="bf16"))
     assert not asked() and not asked(dtype=torch.bfloat16)
