@@ -39,9 +39,11 @@ _ONE_PACK = (
 )
 _7B = ("--recipe", "performance_7b_8k_baseline", *_ONE_PACK, "optimizer.moments=bf16")
 _XL = ("--recipe", "pretrain_xl", *_ONE_PACK, "data.seq_length=8192", "data.text_seq_length=512")
+_MIXED = "data.mock_latent_shapes=[[1,32,32],[4,32,32],[9,32,32]]"
 BENCHMARKS = {
     "DiT-XL, one clip of 8,192 tokens": (*_XL, "data.mock_latent_shapes=[[32,32,32]]"),
-    "DiT-XL, 8,192 tokens of mixed sizes": (*_XL, "data.mock_latent_shapes=[[1,32,32],[4,32,32],[9,32,32]]"),
+    "DiT-XL, 8,192 tokens of mixed sizes": (*_XL, _MIXED),
+    "the same as CUDA graphs": (*_XL, _MIXED, "parallel.cuda_graph_max_segments=16"),
     "DiT-7B, one clip of 8,192 tokens": _7B,
 }
 """Training steps that a GPU is timed with; without one they are not measured."""

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,7 @@ def test_refused_without_a_gpu_or_its_kernel(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")
 def test_replayed_blocks_on_a_gpu(tmp_path):
     extensions.check_cuda_graphs()
     done = subprocess.run(
