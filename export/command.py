@@ -5,7 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from megadit.export.build import ExportSettings, export_bundle
-from megadit.export.engines import add_engines
+from megadit.export.engines import add_engines, find_refittable
 from megadit.export.networks import PRECISIONS
 from megadit.export.to_onnx import DEFAULT_OPSET, EIGHT_BIT_OPSET, OPSETS
 from megadit.export.to_tensorrt import EngineSettings
@@ -25,10 +25,14 @@ def _export(argv: list[str]) -> None:
     options["text_encoder"] = not options.pop("no_text_encoder")
     wanted = options.pop("format")
     engines = EngineSettings(**{field.name: options.pop(field.name) for field in fields(EngineSettings)})
+    refit = options.pop("refit")
+    if refit is not None and (wanted != "tensorrt" or engines != EngineSettings()):
+        raise UserError("--refit takes engines as they were built: give --format tensorrt and no other engine options")
+    before = None if refit is None else find_refittable(refit)
     export_bundle(bundle, out, ExportSettings(**options))
     if wanted == "tensorrt":
         try:
-            add_engines(Path(out), engines)
+            add_engines(Path(out), engines, before)
         except UserError as error:
             raise UserError(f"{out} has its ONNX graphs, but no engines: {error}") from error
     print(out)
@@ -90,6 +94,9 @@ def _parser() -> CommandParser:
     )
     engine.add_argument("--timing_cache", metavar="PATH", help="measurements to build faster with the next time")
     engine.add_argument("--refittable", action="store_true", help="weights can be exchanged without a new build")
+    engine.add_argument(
+        "--refit", metavar="BUNDLE", help="an earlier OUT of the same shapes: takes its engines, with the new weights"
+    )
     engine.add_argument("--version_compatible", action="store_true", help="newer versions of TensorRT load them")
     engine.add_argument("--hardware_compatible", action="store_true", help="other GPUs, Ampere and newer, load them")
     engine.add_argument("--weight_streaming", action="store_true", help="weights may stay in the host's memory")

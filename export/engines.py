@@ -9,15 +9,38 @@ import torch
 from megadit.export import verify
 from megadit.export.networks import PRECISIONS, build_network
 from megadit.export.quantize import FORMATS, round_linears
-from megadit.export.to_tensorrt import EngineSettings, Libraries, build_engine, engine_record, load_libraries
+from megadit.export.to_tensorrt import (
+    EngineSettings,
+    Libraries,
+    build_engine,
+    engine_record,
+    load_libraries,
+    refit_engine,
+)
+from megadit.infer.checkpoints import open_bundle
 from megadit.infer.runtimes.load import open_exported
 from megadit.infer.runtimes.network_spec import SETTINGS_FILE, ExportedNetworks
+from megadit.infer.runtimes.tensorrt import check_engine, open_engines
 from megadit.models.bundle import Bundle, write_manifest
 from megadit.models.support import UserError, atomic_directory, write_json
 
 
-def add_engines(path: Path, settings: EngineSettings) -> dict[str, Any]:
+def find_refittable(path: str | Path) -> ExportedNetworks:
+    """The engines of an earlier export that can take other weights.
+
+    Raises:
+        UserError: if there are none.
+    """
+    before = open_exported(open_bundle(path), "tensorrt")
+    if not before.settings["engine"]["refittable"]:
+        raise UserError(f"the engines of {path} keep the weights they have: they were built without --refittable")
+    return before
+
+
+def add_engines(path: Path, settings: EngineSettings, before: ExportedNetworks | None = None) -> dict[str, Any]:
     """Gives the bundle at `path`, which has `onnx/`, a `plan/`, whole or not at all; gives the report.
+
+    Engines are built as `settings` say, or are those of `before` with this bundle's weights.
 
     Raises:
         UserError: without TensorRT or a GPU; for a graph that TensorRT does not read; for an engine that differs.
@@ -28,7 +51,10 @@ def add_engines(path: Path, settings: EngineSettings) -> dict[str, Any]:
     bundle = Bundle.open(path)
     graphs = open_exported(bundle, "onnx")
     with atomic_directory(path / "plan") as plan:
-        write_engines(graphs, plan, settings, libraries)
+        if before is None:
+            write_engines(graphs, plan, settings, libraries)
+        else:
+            refit_engines(graphs, plan, before, libraries)
     try:
         report = _compare(bundle, open_exported(bundle, "tensorrt"))
     except BaseException:
@@ -44,14 +70,34 @@ def write_engines(graphs: ExportedNetworks, plan: Path, settings: EngineSettings
     for name in graphs.settings["networks"]:
         graph = graphs.directory / f"{name}.onnx"
         build_engine(graph, graphs.network(name), settings, plan / f"{name}.plan", libraries)
-    gpu = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-    engine = engine_record(settings, libraries, gpu)
+    engine = engine_record(settings, libraries, _gpu())
     write_json(plan / SETTINGS_FILE, {**graphs.settings, "engine": engine})
 
 
-def _compare(bundle: Bundle, engines: ExportedNetworks) -> dict[str, Any]:
-    from megadit.infer.runtimes.tensorrt import open_engines
+def refit_engines(graphs: ExportedNetworks, plan: Path, before: ExportedNetworks, libraries: Libraries) -> None:
+    """Writes the engines of an earlier export into `plan`, with the weights of these graphs.
 
+    Raises:
+        UserError: if they are another machine's, or of other networks, sizes or number types.
+    """
+    check_engine(before, libraries.trt.__version__, *_gpu())
+    for what in ("precision", "opset", "networks"):
+        if before.settings[what] != graphs.settings[what]:
+            raise UserError(
+                f"the engines of {before.directory} are of other {what}: export with their options, or without --refit"
+            )
+    record = before.settings["engine"]
+    for name in graphs.settings["networks"]:
+        files = (before.directory / f"{name}.plan", graphs.directory / f"{name}.onnx", plan / f"{name}.plan")
+        refit_engine(*files, libraries.trt, host_code=record["version_compatible"])
+    write_json(plan / SETTINGS_FILE, {**graphs.settings, "engine": record})
+
+
+def _gpu() -> tuple[str, tuple[int, int]]:
+    return torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+
+
+def _compare(bundle: Bundle, engines: ExportedNetworks) -> dict[str, Any]:
     opened, tokenizer = open_engines(engines, torch.device("cuda")), bundle.load_tokenizer()
     precision, graphs = engines.settings["precision"], bundle.manifest["export"]["onnx"]
     report = {}

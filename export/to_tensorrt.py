@@ -85,6 +85,27 @@ def build_engine(onnx: Path, spec: NetworkSpec, settings: EngineSettings, plan: 
     plan.write_bytes(memoryview(engine))
 
 
+def refit_engine(before: Path, onnx: Path, plan: Path, trt: ModuleType, *, host_code: bool = False) -> None:
+    """Writes to `plan` the engine of `before` with the weights of a graph of the same shapes (other averages, say).
+
+    `host_code`: the engine brings code of its own for the host, as those do that newer versions of TensorRT load.
+
+    Raises:
+        UserError: if the engine cannot be loaded, was not built for this, or the graphs differ in more than weights.
+    """
+    logger = trt.Logger(trt.Logger.WARNING)
+    runtime = trt.Runtime(logger)
+    runtime.engine_host_code_allowed = host_code
+    engine = runtime.deserialize_cuda_engine(before.read_bytes())
+    if engine is None:
+        raise UserError(f"TensorRT cannot load {before}")
+    refitter = trt.Refitter(engine, logger)
+    parser = trt.OnnxParserRefitter(refitter, logger)
+    if not parser.refit_from_file(str(onnx)) or not refitter.refit_cuda_engine():
+        raise UserError(f"{before} cannot take the weights of {onnx.name}: leave out --refit, and a new one is built")
+    plan.write_bytes(memoryview(engine.serialize()))
+
+
 def _profile(spec: NetworkSpec, backend: ModuleType):
     """One range of shapes for every input."""
     profile = backend.Profile()

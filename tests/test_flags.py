@@ -108,7 +108,8 @@ SHOWN_BY = {
             --format --precision --profile --opset --calibration_prompts --no_text_encoder --video_steps --workspace_gb
             --optimization_level --timing_cache --refittable --version_compatible --hardware_compatible
             --weight_streaming
-        """
+        """,
+        "export/test_to_tensorrt.py::test_engines_of_an_earlier_export_take_new_weights": "--refit",
     },
     "benchmark train": {
         "train/test_benchmark_train.py::test_figures_agree_with_each_other": "--recipe --steps --warmup --trace --json",

@@ -49,19 +49,6 @@ class Engines:
     def new_context(self, engine):
         return engine.create_execution_context(self._trt.ExecutionContextAllocationStrategy.USER_MANAGED)
 
-    def refit(self, name: str, onnx: Path) -> None:
-        """Takes over the weights of another graph of the same shapes (another EMA profile, say).
-
-        Raises:
-            UserError: if the engine was not built for it, or the graphs differ in more than weights.
-        """
-        engine = self[name].engine
-        refitter = self._trt.Refitter(engine, self._trt.Logger(self._trt.Logger.WARNING))
-        parser = self._trt.OnnxParserRefitter(refitter, self._trt.Logger(self._trt.Logger.WARNING))
-        if not parser.refit_from_file(str(onnx)) or not refitter.refit_cuda_engine():
-            raise UserError(f"{name} cannot take the weights of {onnx}: build it with --refittable, of equal shapes")
-        self[name].forget()
-
     def _grow(self, size: int) -> None:
         if size > len(self._memory):
             self._memory = torch.empty(size, dtype=torch.uint8, device=self.device)

@@ -7,6 +7,7 @@ package uses, which are looked up in the real libraries where those are installe
 import ast
 import importlib.util
 import inspect
+import json
 import os
 import shutil
 import subprocess
@@ -20,13 +21,14 @@ import torch
 from onnx import TensorProto, helper
 
 from megadit.export import command, to_tensorrt
-from megadit.export.engines import write_engines
+from megadit.export.engines import refit_engines, write_engines
 from megadit.export.operators import check_operators, known_operators
 from megadit.export.to_tensorrt import EngineSettings, Libraries, build_engine, load_libraries
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.runtimes import tensorrt as runtime
 from megadit.infer.runtimes.load import open_exported
 from megadit.infer.runtimes.network_spec import ExportedNetworks
+from megadit.models.support import read_json
 
 ROOT = Path(to_tensorrt.__file__).parent.parent
 TRT_NAMES = ("MemoryPoolType.WORKSPACE", "HardwareCompatibilityLevel.AMPERE_PLUS", "OnnxParserFlag.NATIVE_INSTANCENORM")
@@ -201,6 +203,90 @@ def test_plan_folder_says_all_that_a_server_needs(exported, tmp_path, monkeypatc
             runtime.check_engine(engines, version, gpu, capability)
 
 
+class FakeRefit:
+    """The part of tensorrt that exchanges weights: an engine is its old bytes and the graph that it took."""
+
+    __version__ = "11.4.0.106"
+
+    def __init__(self, fits=True):
+        self.fits, self.host_code = fits, []
+        self.Logger = type("Logger", (), {"WARNING": "warning", "__init__": lambda logger, level: None})
+
+    def Runtime(self, logger):
+        def load(content):
+            self.host_code.append(runtime.engine_host_code_allowed)
+            return SimpleNamespace(content=content, serialize=lambda: engine_of(content))
+
+        def engine_of(content):
+            return content + b" with " + self.taken
+
+        runtime = SimpleNamespace(deserialize_cuda_engine=load)
+        return runtime
+
+    def Refitter(self, engine, logger):
+        return SimpleNamespace(refit_cuda_engine=lambda: True)
+
+    def OnnxParserRefitter(self, refitter, logger):
+        def take(path):
+            self.taken = Path(path).name.encode()
+            return self.fits
+
+        return SimpleNamespace(refit_from_file=take)
+
+
+@pytest.fixture
+def refittable(exported, tmp_path, monkeypatch):
+    """A copy of an exported bundle with engines that take other weights."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    copy = tmp_path / "refittable"
+    shutil.copytree(exported.path, copy)
+    (copy / "plan").mkdir()
+    settings = EngineSettings(refittable=True, version_compatible=True)
+    libraries = Libraries(fake_tensorrt(), FakePolygraphy())
+    write_engines(open_exported(exported, "onnx"), copy / "plan", settings, libraries)
+    return copy
+
+
+def test_engines_of_an_earlier_export_take_new_weights(exported, refittable, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(command, "export_bundle", lambda *arguments: None)
+    monkeypatch.setattr(command, "add_engines", lambda path, settings, before: asked.append(before))
+    assert command.main(["bundle", "out", "--format", "tensorrt", "--refit", str(refittable)]) == 0
+    (before,) = asked
+    graphs, fake, plan = open_exported(exported, "onnx"), FakeRefit(), tmp_path / "plan"
+    plan.mkdir()
+    refit_engines(graphs, plan, before, Libraries(fake, None))
+    assert (plan / "video_decoder.plan").read_bytes() == b"engine with video_decoder.onnx"
+    assert fake.host_code == [True] * len(graphs.settings["networks"])
+    made = ExportedNetworks.open(plan, graphs.settings["source"])
+    assert made.settings["engine"] == before.settings["engine"]
+    with pytest.raises(ValueError, match="denoiser.plan cannot take the weights of denoiser.onnx: leave out --refit"):
+        refit_engines(graphs, plan, before, Libraries(FakeRefit(fits=False), None))
+    other = ExportedNetworks(graphs.directory, {**graphs.settings, "precision": "bf16"})
+    with pytest.raises(ValueError, match="are of other precision: export with their options"):
+        refit_engines(other, plan, before, Libraries(fake, None))
+    fake.__version__ = "12.0"
+    with_its_version = {**before.settings, "engine": {**before.settings["engine"], "version_compatible": False}}
+    with pytest.raises(ValueError, match="are of TensorRT 11.4.0.106, not 12.0"):
+        refit_engines(graphs, plan, ExportedNetworks(before.directory, with_its_version), Libraries(fake, None))
+
+
+def test_what_cannot_be_refitted_is_refused_before_anything_is_exported(exported, refittable, capsys):
+    def error(*options):
+        assert command.main([str(exported.path), "out", *options]) == 2
+        return capsys.readouterr().err
+
+    takes = ["--format", "tensorrt", "--refit"]
+    assert "give --format tensorrt and no other engine options" in error("--refit", str(refittable))
+    assert "no other engine options" in error(*takes, str(refittable), "--optimization_level", "5")
+    assert "has no plan/" in error(*takes, str(exported.path))
+    settings = read_json(refittable / "plan/settings.json")
+    settings["engine"]["refittable"] = False
+    (refittable / "plan/settings.json").write_text(json.dumps(settings))
+    assert "were built without --refittable" in error(*takes, str(refittable))
+
+
 def test_without_tensorrt_the_graphs_are_there_and_the_message_says_what_to_install(
     exported, tmp_path, monkeypatch, capsys
 ):
@@ -261,7 +347,7 @@ def test_what_tensorrt_does_not_read_is_told_with_its_layer(tmp_path):
 
 
 RECEIVERS = {
-    "trt", "_trt", "_runtime", "_context", "engine", "refitter", "parser", "Logger", "OnnxParserFlag",
+    "trt", "_trt", "runtime", "_runtime", "_context", "engine", "refitter", "parser", "Logger", "OnnxParserFlag",
     "MemoryPoolType", "HardwareCompatibilityLevel", "ExecutionContextAllocationStrategy",
 }  # fmt: skip
 """What our code calls TensorRT's modules, classes and objects."""
