@@ -48,6 +48,7 @@ EXACT = {
         "ddp": {},
         "distributed optimizer": case(**DISTRIBUTED),
         "fsdp": case(**FSDP),
+        "fsdp, by oneDNN": case(**FSDP) | BY_ONEDNN,
         "fsdp, recomputed": case(**FSDP, recompute_granularity="full"),
         "tp": case(**TP),
         "tp, by oneDNN": case(**TP) | BY_ONEDNN,
