@@ -44,7 +44,7 @@ def main():
         laid_out = replace(config, parallel=ParallelConfig(**parallel))
         training = build_training(laid_out, start_processes(laid_out))
         with evaluation(training):
-            pipeline = _pipeline(training)
+            pipeline = _pipeline(training, PROMPTS)
             videos = generate(pipeline)
         if dist.get_rank() == 0:
             np.save(out / f"{name}.npy", videos)
