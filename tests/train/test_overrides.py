@@ -147,6 +147,8 @@ NEEDS = {
     "parallel.virtual_pipeline_model_parallel_size": ["parallel.pipeline_model_parallel_size=2"],
     "parallel.sequence_parallel": ["parallel.tensor_model_parallel_size=2"],
     "parallel.recompute_num_layers": ["parallel.recompute_granularity=full"],
+    "parallel.cuda_graph_max_segments": ["train.precision=bf16", "parallel.overlap_param_gather=false"],
+    "train.fp8": ["train.precision=bf16", "parallel.transformer_impl=transformer_engine", "model.hidden_size=128"],
     "optimizer.moments": ["optimizer.optimizer=adamw"],
     "model.family": ["model.hidden_size=256", "model.position_embedding=sincos"],
     "model.num_classes": ["model.family=dit", "model.num_classes=5", "model.crossattn_emb_size=2"],

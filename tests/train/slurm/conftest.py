@@ -38,6 +38,7 @@ def preempt(process):
 
 for restarts in range(5):
     with open(output, "ab") as log:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # or the script could not hear what whoever started this ignores
         process = subprocess.Popen(["bash", script], env={**environment, "SLURM_RESTART_COUNT": str(restarts)},
                                    stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         if "--requeue" in text and not restarts and "FAKE_SLURM_PREEMPT" in os.environ:
