@@ -1,8 +1,8 @@
 """Attention on a CPU by tiles of scores, whose products are oneDNN's.
 
 torch's own kernel leaves its products to MKL. Where that is slow (`linear.py`) the same attention, written out, takes
-about three quarters of the time of one thread for long samples, forward and backward; for short ones a call a tile
-costs more.
+about three quarters of the time of one thread for samples of some thousand tokens, forward and backward; for short ones
+a call a tile costs more, and for very long ones a tile is too large.
 
 Shapes: B batch, N heads, S queries, L keys, K head dim, s queries of a tile.
 """
@@ -17,8 +17,8 @@ from megadit.models.linear import is_mkl_slow, onednn_product
 
 TILE = 256
 """Queries whose scores are computed at once: those stay in a core's cache up to about a thousand keys."""
-FEWEST = 512
-"""Queries, and keys, from which on it pays."""
+FEWEST, MOST_KEYS = 512, 8192
+"""Queries, and keys, from which on it pays; keys up to which it does: with more a tile leaves every cache."""
 
 
 def suits_tiles(q_BNSK: Tensor, k_BNLK: Tensor) -> bool:
@@ -27,6 +27,7 @@ def suits_tiles(q_BNSK: Tensor, k_BNLK: Tensor) -> bool:
         and q_BNSK.dtype == k_BNLK.dtype
         and q_BNSK.dtype in (torch.float32, torch.bfloat16)
         and min(q_BNSK.shape[2], k_BNLK.shape[2]) >= FEWEST
+        and k_BNLK.shape[2] <= MOST_KEYS
         and torch.get_num_threads() == 1  # torch's kernel gives each thread its own heads; here they would share a tile
         and not torch.is_autocast_enabled("cpu")
         and is_mkl_slow()

@@ -23,6 +23,7 @@ def calls(monkeypatch) -> list[torch.Size]:
     monkeypatch.setattr(tiled_attention, "is_mkl_slow", lambda: True)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(tiled_attention, "FEWEST", 16)
+    monkeypatch.setattr(tiled_attention, "MOST_KEYS", 100)
     monkeypatch.setattr(tiled_attention, "TILE", 16)
     return found
 
@@ -74,6 +75,7 @@ def test_where_it_is_used(calls, monkeypatch):
         return len(calls) > before
 
     assert asked() and asked(dtype=torch.bfloat16)
+    assert asked(num_queries=101, num_keys=100) and not asked(num_keys=101)
     assert not asked(num_queries=15) and not asked(num_keys=15) and not asked(dtype=torch.float64)
     assert not asked(mask=torch.ones(1, 1, 1, 20, dtype=torch.bool))
     with torch.autocast("cpu", torch.bfloat16):
