@@ -4,7 +4,7 @@ Shapes: S video tokens, L text tokens, B batch, D width, N heads, K head dim, G 
 s tokens of each, l their longest text.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -112,10 +112,13 @@ def _attend_dense(q: Tensor, k: Tensor, v: Tensor, layout: DenseLayout, cross: b
 
 def attend_runs(q: Tensor, k: Tensor, v: Tensor, layout: SegmentLayout, cross: bool, into: Projection) -> Tensor:
     """One dense attention per run of equally long segments; runs anywhere, costs what the segments cost."""
-    keys = _texts_of_runs(k, v, layout) if cross else ((*kv, None) for kv in zip(*_runs_of(layout, k, v), strict=True))
-    (queries,) = _runs_of(layout, q)
+    shapes = [(run.count, run.length) for run in layout.runs]
+    if cross:
+        keys = _texts_of_runs(k, v, layout)
+    else:
+        keys = zip(_cut(k.squeeze(1), shapes), _cut(v.squeeze(1), shapes), [None] * len(shapes), strict=True)
     outputs = []
-    for run, q_csNK, keys_of_run in zip(layout.runs, queries, keys, strict=True):
+    for run, q_csNK, keys_of_run in zip(layout.runs, _cut(q.squeeze(1), shapes), keys, strict=True):
         outputs.append(torch.zeros_like(q_csNK).flatten(0, 1) if run.is_padding else _attend_run(q_csNK, *keys_of_run))
     return through(_join_runs, *outputs, into=into)
 
@@ -130,19 +133,13 @@ def _attend_run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     return rearrange(dense_kernel(q, k, v, mask), "c N s K -> (c s) N K")
 
 
-def _runs_of(layout: SegmentLayout, *sequences_S1NK: Tensor) -> list[list[Tensor]]:
-    """Each sequence as one uniform batch a run, [c, s, N, K].
+def _cut(x_SNK: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """The sequence as uniform batches, one a run: [c, s, N, K] for each (c, s) of `shapes`.
 
     All are cut at once: the gradient of a slice is as long as the sequence, that of all pieces together no longer.
     """
-    sizes = [run.count * run.length for run in layout.runs]
-    return [
-        [
-            part.unflatten(0, (run.count, run.length))
-            for part, run in zip(x.squeeze(1).split(sizes), layout.runs, strict=True)
-        ]
-        for x in sequences_S1NK
-    ]
+    parts = x_SNK.split([count * length for count, length in shapes])
+    return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _texts_of_runs(k: Tensor, v: Tensor, layout: SegmentLayout) -> list[tuple[Tensor, Tensor, Tensor | None]]:
@@ -155,11 +152,7 @@ def _texts_of_runs(k: Tensor, v: Tensor, layout: SegmentLayout) -> list[tuple[Te
         return flat, [slots_cl.shape for slots_cl in slots], masks
 
     slots, shapes, masks = layout.cached(("texts", k.device), compute)
-    sizes = [shape.numel() for shape in shapes]
-    parts = (
-        [part.unflatten(0, shape) for part, shape in zip(x[slots, 0].split(sizes), shapes, strict=True)] for x in (k, v)
-    )
-    return list(zip(*parts, masks, strict=True))
+    return list(zip(_cut(k[slots, 0], shapes), _cut(v[slots, 0], shapes), masks, strict=True))
 
 
 def attend_varlen(q: Tensor, k: Tensor, v: Tensor, layout: SegmentLayout, cross: bool, into: Projection) -> Tensor:
