@@ -43,7 +43,7 @@ from megadit.train.background_write import BackgroundWrite, sync
 from megadit.train.checkpoint_tensors import TrainedTensors
 from megadit.train.config import RunConfig
 from megadit.train.overrides import to_plain_values, to_yaml
-from megadit.train.second_copy import SecondCopy
+from megadit.train.second_copy import SecondCopy, outdated
 
 FORMAT_VERSION = 1
 LOADERS = "loaders"
@@ -392,8 +392,5 @@ def _publish(unfinished: Path, path: Path) -> None:
 
 
 def _delete_old(written: Path, keep_last: int) -> None:
-    """Deletes the checkpoints before `written` but for the last `keep_last`, of which it is one."""
-    complete = find_checkpoints(written.parent)
-    past = complete[: complete.index(written) + 1]  # later ones are damaged: the run has passed over them
-    for old in past[:-keep_last]:
+    for old in outdated(find_checkpoints(written.parent), written, keep_last):
         shutil.rmtree(old.rename(_unfinished(old)), ignore_errors=True)  # whole or gone, also if killed here

@@ -6,12 +6,15 @@ complete, and one with it is compared file by file when it is fetched.
 
 import shutil
 import sys
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 from megadit.models.megatron.integrity import SUMS, file_names
 from megadit.models.support import UserError
+
+Checkpoint = TypeVar("Checkpoint")
 
 
 def check_url(url: str | None) -> None:
@@ -25,6 +28,14 @@ def check_url(url: str | None) -> None:
         get_filesystem_class(split_protocol(url)[0] or "file")
     except (ImportError, ValueError) as error:
         raise UserError(f"checkpoint.copy_to={url} cannot be used: {error}") from error
+
+
+def outdated(complete: Sequence[Checkpoint], written: Checkpoint, keep_last: int) -> Sequence[Checkpoint]:
+    """Of complete checkpoints, oldest first: those before `written` but for the last `keep_last`, of which it is one.
+
+    Those of later steps do not count: the run has passed over them (they are damaged), or went back to before them.
+    """
+    return complete[: complete.index(written) + 1][:-keep_last]
 
 
 class SecondCopy:
@@ -55,10 +66,7 @@ class SecondCopy:
         return sorted((PurePosixPath(path).parent.name for path in complete), key=lambda name: (len(name), name))
 
     def start(self, path: Path, *, keep_last: int) -> None:
-        """Copies a checkpoint in the background, then deletes the copies before it but for the last `keep_last`.
-
-        Those of later steps do not count: the run went back to before them.
-        """
+        """Copies a checkpoint in the background, then deletes the copies that are `outdated`."""
         self.finish()
         self._running = path.name, self._thread.submit(self._copy, path, keep_last)
 
@@ -94,8 +102,7 @@ class SecondCopy:
         for name in [*file_names(path), SUMS]:
             self._files.makedirs(str((target / name).parent), exist_ok=True)
             self._files.put_file(str(path / name), str(target / name))
-        complete = self.names()
-        for old in complete[: complete.index(path.name) + 1][:-keep_last]:
+        for old in outdated(self.names(), path.name, keep_last):
             self._remove(self._root / old)
 
     def _remove(self, directory: PurePosixPath) -> None:
