@@ -10,15 +10,17 @@ from typing import Any
 
 import torch
 
-from megadit.export import contract, to_onnx, verify
+from megadit.export import signatures as contract
+from megadit.export import to_onnx, verify
 from megadit.export.layers import weight_hashes
 from megadit.export.networks import PRECISIONS, build_network, comparable
 from megadit.export.quantize import FORMATS, calibrate, quantise
 from megadit.infer.checkpoints import open_bundle
 from megadit.infer.runtimes.load import FOLDERS, weights_checksum
 from megadit.infer.runtimes.network_spec import SETTINGS_FILE, SETTINGS_VERSION, NetworkSpec
-from megadit.models.bundle import MANIFEST_FILE, Bundle, check_replaceable, write_manifest
-from megadit.models.support import UserError, atomic_directory, write_json
+from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle, check_replaceable, write_manifest
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import atomic_directory, write_json
 from megadit.models.text_encoders import T5TextEncoder, TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
 

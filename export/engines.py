@@ -21,8 +21,9 @@ from megadit.infer.checkpoints import open_bundle
 from megadit.infer.runtimes.load import open_exported
 from megadit.infer.runtimes.network_spec import SETTINGS_FILE, ExportedNetworks
 from megadit.infer.runtimes.tensorrt import check_engine, open_engines
-from megadit.models.bundle import Bundle, write_manifest
-from megadit.models.support import UserError, atomic_directory, write_json
+from megadit.models.bundle.bundle import Bundle, write_manifest
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import atomic_directory, write_json
 
 
 def find_refittable(path: str | Path) -> ExportedNetworks:

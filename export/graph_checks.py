@@ -7,7 +7,7 @@ import onnx
 
 from megadit.export.quantize import FORMATS
 from megadit.infer.runtimes.network_spec import Axis, NetworkSpec
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 PRODUCTS = ("MatMul", "Gemm", "Conv")
 

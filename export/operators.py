@@ -8,7 +8,7 @@ from typing import Any
 
 import onnx
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 BASE_VERSION = (10, 1)
 """The oldest TensorRT whose list of operators is kept."""

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.runtimes.torch import TorchDenoiser
-from megadit.models.bundle import Bundle
+from megadit.models.bundle.bundle import Bundle
 from megadit.models.dit import DiT
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 _QUANTISED = re.compile(r"blocks\.\d+\.(self_attention|cross_attention|mlp)\.\w+$")
 CALIBRATION_STEPS = 8

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from megadit.infer.runtimes.network_spec import Axis, NetworkSpec, Shape, TensorSpec
-from megadit.models.bundle import Bundle
+from megadit.models.bundle.bundle import Bundle
 from megadit.models.config import DiTConfig
-from megadit.models.support import UserError, nearest
+from megadit.models.shared.errors import UserError, nearest
 from megadit.models.text_encoders import T5TextEncoder, TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megadit.infer.runtimes.network_spec import Axis, NetworkSpec
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 OPSETS = (18, 20, 23)
 """18 is read by any TensorRT; 20 has 8-bit numbers of half precision; 23 has attention and RMS norms as one operator,

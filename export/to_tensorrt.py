@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from megadit.export.operators import check_operators
 from megadit.infer.runtimes.network_spec import NetworkSpec
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 INSTALL = "pip install 'megadit[trt]' (an NVIDIA GPU and its driver are needed too)"
 GIGABYTE = 2**30

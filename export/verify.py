@@ -18,7 +18,6 @@ import onnx
 import torch
 from torch import Tensor, nn
 
-from megadit.export.contract import sample_inputs
 from megadit.export.graph_checks import check_open_sides, check_products, check_types
 from megadit.export.layers import (
     Weights,
@@ -29,14 +28,15 @@ from megadit.export.layers import (
     recorded_outputs,
     relative_error,
 )
+from megadit.export.signatures import sample_inputs
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.runtimes.network_spec import Axis, NetworkSpec
 from megadit.infer.runtimes.onnx import open_session
 from megadit.infer.runtimes.widen import widened
-from megadit.models.bundle import Bundle, SamplingDefaults
+from megadit.models.bundle.bundle import Bundle, SamplingDefaults
 from megadit.models.config import DiTConfig
-from megadit.models.precondition import scalings
-from megadit.models.support import UserError
+from megadit.models.parameterization import scalings
+from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import T5TextEncoder, TextEncoder
 
 EPS = {"fp16": torch.finfo(torch.float16).eps, "bf16": torch.finfo(torch.bfloat16).eps}

@@ -7,7 +7,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 from PIL.PngImagePlugin import PngInfo
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
 ANIMATION_SUFFIXES = (".gif", ".webp")

@@ -13,8 +13,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from megadit.infer.samplers import Denoise
-from megadit.models.bundle import Bundle, SamplingDefaults
-from megadit.models.support import UserError
+from megadit.models.bundle.bundle import Bundle, SamplingDefaults
+from megadit.models.shared.errors import UserError
 
 Measure = Literal["latents", "lpips"]
 """What a budget is a share of: the relative L2 error of the latents, or LPIPS of the frames (`lpips.py`)."""

@@ -16,8 +16,9 @@ from megadit.infer.flags import DEFAULT_DTYPE, GenerateFlags, parse, refuse
 from megadit.infer.jobs import plan_jobs
 from megadit.infer.lpips import LPIPS
 from megadit.infer.pipeline import TextToVideo
-from megadit.models.bundle import Bundle, SamplingDefaults, update_manifest
-from megadit.models.support import Progress, run_command
+from megadit.models.bundle.bundle import Bundle, SamplingDefaults, update_manifest
+from megadit.models.shared.options import run_command
+from megadit.models.shared.progress import Progress
 
 NUM_RANKED = 8
 """Videos from which the calls are ranked by what sparing each of them costs."""

@@ -5,8 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megadit.models.bundle import MANIFEST_FILE, Bundle
-from megadit.models.support import UserError, held_alone
+from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import held_alone
 from megadit.models.text_encoders import TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
 

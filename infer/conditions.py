@@ -12,8 +12,8 @@ from einops import rearrange
 from torch import Tensor
 
 from megadit.infer.samplers import Denoise
-from megadit.models.bundle import SamplingDefaults
-from megadit.models.support import UserError
+from megadit.models.bundle.bundle import SamplingDefaults
+from megadit.models.shared.errors import UserError
 from megadit.models.tokenizers import VideoTokenizer
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from megadit.infer.cache import bundle_plans, find_plan
 from megadit.infer.checkpoints import open_bundle, weaker_bundle
+from megadit.infer.conditions import GivenVideo, check_given
 from megadit.infer.contact_sheet import contact_sheet, middle_frame
 from megadit.infer.flags import DEFAULT_DTYPE, DEFAULT_RUNTIME, GenerateFlags, parse, refuse
 from megadit.infer.jobs import Grid, Job, plan_jobs
@@ -20,10 +21,11 @@ from megadit.infer.outputs import checkpoint_fingerprint, make_record, output_pa
 from megadit.infer.pipeline import GeneratedVideo, TextToVideo
 from megadit.infer.ranks import device_name, finish, is_first, start
 from megadit.infer.settings import far_from_training, latent_size
-from megadit.infer.start import GivenVideo, check_given
 from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, write_video
-from megadit.models.bundle import Bundle
-from megadit.models.support import Progress, run_command, told_once
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.shared.errors import told_once
+from megadit.models.shared.options import run_command
+from megadit.models.shared.progress import Progress
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
 

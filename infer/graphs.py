@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megadit.infer.guidance import Denoiser
 from megadit.models.conditioning import Conditioning
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 TEXT_MULTIPLE = 64
 """Texts are padded to a multiple of so many tokens (which nothing reads), so that few lengths are recorded."""

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megadit.models.bundle import Bundle
-from megadit.models.support import UserError
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.shared.errors import UserError
 
 FILE = "guardrail.py"
 

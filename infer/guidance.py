@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megadit.infer.samplers import Denoise
 from megadit.models.conditioning import Conditioning
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 GuidanceConvention = Literal["standard", "nemo"]
 

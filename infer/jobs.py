@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megadit.infer.conditions import GivenVideo
 from megadit.infer.flags import SETTING_FLAGS, GenerateFlags, check_path, refuse
 from megadit.infer.guidance import guidance_scale
 from megadit.infer.settings import AUTO, resolve_settings
-from megadit.infer.start import GivenVideo
 from megadit.infer.video_io import read_video
-from megadit.models.bundle import SamplingDefaults
-from megadit.models.support import UserError, nearest
+from megadit.models.bundle.bundle import SamplingDefaults
+from megadit.models.shared.errors import UserError, nearest
 
 SUBJECT = "{subject}"
 """The place in a prompt that --subject_name fills."""

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 LAYERS = (0, 3, 6, 8, 10)
 """Of torchvision's `features`: the five convolutions, whose rectified outputs are compared."""

@@ -16,8 +16,9 @@ from megadit.infer.flags import DEFAULT_DTYPE, DEFAULT_RUNTIME, GenerateFlags, c
 from megadit.infer.jobs import GivenFile, Job, sha256
 from megadit.infer.pipeline import GeneratedVideo
 from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, check_fps, read_comment, write_video
-from megadit.models.bundle import Bundle, SamplingDefaults
-from megadit.models.support import UserError, atomic_directory, atomic_path, read_json, write_json
+from megadit.models.bundle.bundle import Bundle, SamplingDefaults
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import atomic_directory, atomic_path, read_json, write_json
 
 LATENTS_SUFFIX = ".safetensors"
 _RECORD_VERSION = 1

@@ -14,7 +14,9 @@ from torch.distributed import ProcessGroup
 
 from megadit.infer.background import one_behind
 from megadit.infer.cache import CachePlan, Measure, bundle_plans, cached, find_plan
+from megadit.infer.callbacks import StepCallback, StepTeller
 from megadit.infer.checkpoints import check_part, open_bundle, weaker_bundle
+from megadit.infer.conditions import GivenVideo, Start, encode_start, remaining_sigmas
 from megadit.infer.graphs import RecordedDenoiser
 from megadit.infer.guardrail import Guardrail, load_guardrail
 from megadit.infer.guidance import (
@@ -35,14 +37,12 @@ from megadit.infer.runtimes.torch import find_device, find_dtype
 from megadit.infer.samplers import SAMPLERS, Denoise, num_denoiser_calls, settings_randomness
 from megadit.infer.schedules import settings_sigmas
 from megadit.infer.settings import latent_size, resolve_settings
-from megadit.infer.start import GivenVideo, Start, encode_start, remaining_sigmas
-from megadit.infer.steps import StepCallback, StepTeller
 from megadit.infer.text_features import TextFeaturesCache
-from megadit.models.bundle import Bundle, SamplingDefaults
+from megadit.models.bundle.bundle import Bundle, SamplingDefaults
 from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
 from megadit.models.noise import latent_noise, seed_key
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
 

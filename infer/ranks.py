@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megadit.infer.guidance import Ask, Branch, Evaluate, in_one_batch
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 HALVES = 2
 """Ranks that guidance is split over."""

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megadit.models.bundle import SamplingDefaults
+from megadit.models.bundle.bundle import SamplingDefaults
 from megadit.models.noise import Stream, latent_noise
-from megadit.models.support import UserError, nearest
+from megadit.models.shared.errors import UserError, nearest
 
 Denoise = Callable[[Tensor, Tensor], Tensor]
 """(x [B, ...] float32, sigma_B float32) -> clean x0 of x's shape, with every condition already bound."""

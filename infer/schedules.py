@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megadit.models.bundle import SamplingDefaults
-from megadit.models.precondition import DDPM_STEPS, ddpm_sigmas
-from megadit.models.support import UserError, nearest
+from megadit.models.bundle.bundle import SamplingDefaults
+from megadit.models.parameterization import DDPM_STEPS, ddpm_sigmas
+from megadit.models.shared.errors import UserError, nearest
 
 MOST_STEPS = 10_000
 _LOWEST_RHO = 0.05

@@ -7,9 +7,9 @@ from typing import Any
 
 from megadit.infer.samplers import STOCHASTIC, find_sampler
 from megadit.infer.schedules import find_schedule, resolution_shift, settings_sigmas
-from megadit.models.bundle import SamplingDefaults
+from megadit.models.bundle.bundle import SamplingDefaults
 from megadit.models.config import DiTConfig
-from megadit.models.support import UserError, nearest
+from megadit.models.shared.errors import UserError, nearest
 from megadit.models.tokenizers import VideoTokenizer
 
 AUTO = "auto"

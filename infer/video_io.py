@@ -20,7 +20,8 @@ from megadit.infer.animations import (
     read_frames,
 )
 from megadit.infer.animations import read_comment as _read_image_comment
-from megadit.models.support import UserError, atomic_path
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import atomic_path
 
 VIDEO_SUFFIXES = (".mp4", *ANIMATION_SUFFIXES)
 _X264_OPTIONS = {"x264-params": "mbtree=0"}

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 from megadit.models.expert_config import ExpertConfig
 from megadit.models.families import COMPAT, FAMILIES, Family, Structure
-from megadit.models.support import UserError, nearest
+from megadit.models.shared.errors import UserError, nearest
 
 PositionEmbedding = Literal["rope", "sincos", "learned"]
 Preconditioner = Literal["edm", "vp"]

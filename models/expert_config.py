@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 Routing = Literal["token_choice", "expert_choice"]
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 Grid = tuple[int, int, int]
 

@@ -8,11 +8,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megadit.models import parts
+from megadit.models.bundle import components as parts
+from megadit.models.bundle.tensor_source import TensorSource, from_state_dict, write_safetensors
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
-from megadit.models.support import UserError, read_json
-from megadit.models.tensor_source import TensorSource, from_state_dict, write_safetensors
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import read_json
 
 _MAX_LISTED = 8
 

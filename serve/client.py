@@ -23,7 +23,7 @@ import numpy as np
 from tritonclient.grpc import InferenceServerClient, InferInput
 from tritonclient.utils import InferenceServerException
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.serve.contract import (
     DATA,
     DEADLINE_MARK,

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megadit.models.support import UserError, nearest
+from megadit.models.shared.errors import UserError, nearest
 
 MODEL = "text_to_video"
 IMAGE_MODEL = "text_to_image"

@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from megadit.infer.animations import encode_image
+from megadit.infer.callbacks import Cancelled, Step
 from megadit.infer.pipeline import GeneratedVideo, TextToVideo, latent_size, resolve_settings
 from megadit.infer.runtimes.load import check_runtime, open_exported
-from megadit.infer.steps import Cancelled, Step
 from megadit.infer.video_io import encode_mp4
-from megadit.models.bundle import Bundle, SamplingDefaults
-from megadit.models.support import UserError
+from megadit.models.bundle.bundle import Bundle, SamplingDefaults
+from megadit.models.shared.errors import UserError
 from megadit.serve.contract import (
     DEADLINE_MARK,
     SETTINGS,

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.serve.supervise import Ailment, OwnedProcess, answers, reachable
 from megadit.serve.triton_binary import TritonBinary, find_triton
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.serve.contract import DATA, EVENT, INPUTS, ServiceInfo
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from megadit.infer.runtimes.load import open_exported
 from megadit.infer.runtimes.network_spec import Axis, NetworkSpec
-from megadit.models.bundle import Bundle
-from megadit.models.support import UserError
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.shared.errors import UserError
 
 _PLATFORMS = {"onnx": ("onnxruntime_onnx", ".onnx"), "tensorrt": ("tensorrt_plan", ".plan")}
 _DATA_TYPES = {

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 _SECONDS_BETWEEN_CHECKS = 0.5
 _SECONDS_TO_ANSWER = 3.0

@@ -19,7 +19,8 @@ import venv
 from dataclasses import dataclass
 from pathlib import Path
 
-from megadit.models.support import UserError, atomic_directory, held_alone
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import atomic_directory, held_alone
 
 NUMPY = "numpy==1.26.4"
 

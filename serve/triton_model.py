@@ -14,8 +14,8 @@ import torch
 import triton_python_backend_utils as pb_utils  # exists only inside Triton
 
 from megadit.infer.pipeline import TextToVideo
-from megadit.models.bundle import Bundle
-from megadit.models.support import UserError
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.shared.errors import UserError
 from megadit.serve.contract import (
     DATA,
     EVENT,

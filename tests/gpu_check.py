@@ -189,7 +189,7 @@ def run_digits(run, folder: Path, missing: dict[str, list[str]]) -> list[Row]:
     if not needed:
         print("Preparing a few digits.", flush=True)
         dataset = folder / "dataset"
-        failure = try_module(run, "megadit.serve.cli", "prepare", "digits", str(dataset), *DATASET_SIZE)
+        failure = try_module(run, "megadit.models.shared.verbs", "prepare", "digits", str(dataset), *DATASET_SIZE)
         if failure:
             return [("prepare digits", failure, True)]
         source = [f"data.path={dataset}"]
@@ -242,7 +242,7 @@ def run_benchmarks(run, folder: Path, missing: dict[str, list[str]], *, has_gpu:
         print(f"Timing {name}.", flush=True)
         file = folder / "figures.json"
         options = ("--steps", "5", "--json", str(file))
-        failure = try_module(run, "megadit.train.benchmark_train", *arguments, *options, limit=BENCHMARK_TIME_LIMIT)
+        failure = try_module(run, "megadit.train.benchmarks.train", *arguments, *options, limit=BENCHMARK_TIME_LIMIT)
         rows.append((name, failure or describe_figures(json.loads(file.read_text())["figures"]), failure is not None))
     return rows
 

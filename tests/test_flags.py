@@ -13,8 +13,8 @@ from unittest import mock
 
 import pytest
 
-from megadit.models.support import CommandParser
-from megadit.serve import cli
+from megadit.models.shared import verbs
+from megadit.models.shared.options import CommandParser
 
 ROOT = Path(__file__).parent
 MADE = "infer/test_flags.py::test_an_option_changes_what_is_made"
@@ -188,10 +188,10 @@ def parsers() -> dict[str, CommandParser]:
         raise SystemExit
 
     with mock.patch.object(CommandParser, "parse_args", note):
-        for verb in cli.VERBS:
+        for verb in verbs.VERBS:
             for words in [[source] for source in SOURCES] if verb == "prepare" else [[]]:
                 with suppress(SystemExit):
-                    cli._load(verb)(words)
+                    verbs._load(verb)(words)
     return found
 
 

@@ -152,7 +152,7 @@ def test_installed_command_trains_a_step(run_installed, tmp_path):
 @pytest.mark.slow
 def test_installed_command_builds_a_model_repository(run_installed, tmp_path):
     program = f"""
-from megadit.models.bundle import SamplingDefaults, write_bundle
+from megadit.models.bundle.bundle import SamplingDefaults, write_bundle
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.text_encoders import HashedWordEncoder

@@ -5,10 +5,11 @@ import functools
 import os
 import sys
 
-from megadit.models.support import CommandParser, UserError, run_command, told_once
-from megadit.train.config import RunConfig
-from megadit.train.config_checks import check_inputs, check_layout
-from megadit.train.overrides import resolve_config, to_yaml
+from megadit.models.shared.errors import UserError, told_once
+from megadit.models.shared.options import CommandParser, run_command
+from megadit.train.config.checks import check_inputs, check_layout
+from megadit.train.config.load import resolve_config, to_yaml
+from megadit.train.config.schema import RunConfig
 from megadit.train.recipes import RECIPES
 
 

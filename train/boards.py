@@ -15,9 +15,9 @@ from typing import Protocol
 import imageio.v3 as iio
 
 from megadit.infer.video_io import read_video
-from megadit.models.support import read_json, write_json
-from megadit.train.config import RunConfig
-from megadit.train.overrides import to_plain_values
+from megadit.models.shared.files import read_json, write_json
+from megadit.train.config.load import to_plain_values
+from megadit.train.config.schema import RunConfig
 
 VIDEO_TAG = "validation_generation"
 WANDB_RUN = "wandb.json"

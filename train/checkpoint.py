@@ -38,11 +38,12 @@ from megadit.models.megatron.checkpoint import (
 )
 from megadit.models.megatron.groups import Groups
 from megadit.models.megatron.integrity import DamagedCheckpointError, checksums, file_names, write_sums
-from megadit.models.support import UserError, read_json, write_json
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import read_json, write_json
 from megadit.train.background_write import BackgroundWrite, sync
 from megadit.train.checkpoint_tensors import TrainedTensors
-from megadit.train.config import RunConfig
-from megadit.train.overrides import to_plain_values, to_yaml
+from megadit.train.config.load import to_plain_values, to_yaml
+from megadit.train.config.schema import RunConfig
 from megadit.train.second_copy import SecondCopy, outdated
 
 FORMAT_VERSION = 1

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from megadit.train.config_upkeep import HealthConfig, Remedy
+from megadit.train.config.upkeep import HealthConfig, Remedy
 
 WARM_UP_STEPS = 10
 """Steps at the start of a process in which readers fill their buffers."""

@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from megadit.models.machine import peak_flops
 from megadit.models.megatron import groups as process_groups
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.train.balance import largest_load, restore_counts
-from megadit.train.batches import TrainBatches, validation_batches
 from megadit.train.checkpoint import CheckpointStore, RunState
-from megadit.train.config import RunConfig
+from megadit.train.config.schema import RunConfig
+from megadit.train.data.distribute import TrainBatches, validation_batches
 from megadit.train.health import Judge, ReadingTime, Trouble
 from megadit.train.metrics import Metrics
 from megadit.train.setup import Training, build_training, precision, start_processes

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from megadit.models.dit import DiT
 from megadit.models.noise import Stream, normal
-from megadit.models.precondition import denoise_packed, loss_weight, scalings
-from megadit.train.config import DiffusionConfig
-from megadit.train.data.batch import PackedBatch
+from megadit.models.parameterization import denoise_packed, loss_weight, scalings
+from megadit.train.config.schema import DiffusionConfig
+from megadit.train.data.packed_batch import PackedBatch
 
 
 class LossSums(NamedTuple):

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megadit.models.support import Progress
+from megadit.models.shared.progress import Progress
 from megadit.train.boards import open_boards
-from megadit.train.config import RunConfig
+from megadit.train.config.schema import RunConfig
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"

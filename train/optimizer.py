@@ -12,7 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
 from megadit.train.adamw import HalfMomentAdamW
-from megadit.train.config import OptimizerConfig, RunConfig
+from megadit.train.config.schema import OptimizerConfig, RunConfig
 from megadit.train.muon import Muon
 from megadit.train.optimizer_state import DataParallel, named_parameters
 

@@ -5,9 +5,9 @@ The recipe is `dit_pretrain` where neither the command line nor the --config-fil
 
 import sys
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.train.__main__ import main as train
-from megadit.train.overrides import named_recipe
+from megadit.train.config.load import named_recipe
 
 RECIPE = "dit_pretrain"
 

@@ -2,9 +2,9 @@
 
 from itertools import islice
 
-from megadit.models.bundle import SamplingDefaults
+from megadit.models.bundle.bundle import SamplingDefaults
 from megadit.models.tokenizers import load_tokenizer
-from megadit.train.config import RunConfig
+from megadit.train.config.schema import RunConfig
 from megadit.train.data.dataset_info import DatasetInfo, iter_descriptions
 
 _SAMPLES_LOOKED_AT = 256

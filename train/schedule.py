@@ -10,7 +10,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megadit.train.data.batch import PackedBatch
+from megadit.train.data.packed_batch import PackedBatch
 from megadit.train.optimizer_state import DataParallel
 from megadit.train.setup import Training
 

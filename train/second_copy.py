@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from megadit.models.megatron.integrity import SUMS, file_names
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 Checkpoint = TypeVar("Checkpoint")
 

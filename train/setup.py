@@ -16,7 +16,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megadit.models.bundle import Bundle, is_bundle
+from megadit.models.bundle.bundle import Bundle, is_bundle
+from megadit.models.bundle.components import TENSOR_FILE
+from megadit.models.bundle.tensor_source import open_safetensors
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.machine import free_memory
@@ -25,19 +27,18 @@ from megadit.models.megatron.checkpoint import CONFIG, read_network
 from megadit.models.megatron.groups import Groups
 from megadit.models.megatron.mcore_layers import McoreLayers, initialize_dit_, mark_conditioning_, transformer_config
 from megadit.models.megatron.te_layers import TELayers
-from megadit.models.parts import TENSOR_FILE
-from megadit.models.support import UserError, atomic_path
-from megadit.models.tensor_source import open_safetensors
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import atomic_path
 from megadit.train.checkpoint_tensors import TrainedTensors
-from megadit.train.config import MatmulPrecision, RunConfig
-from megadit.train.config_checks import check_layout
+from megadit.train.config.checks import check_layout
+from megadit.train.config.load import load_config, to_yaml
+from megadit.train.config.schema import MatmulPrecision, RunConfig
 from megadit.train.cpu_memory import keep_freed_memory
 from megadit.train.ema import WeightAverages
 from megadit.train.fully_sharded import FullySharded
 from megadit.train.loss import TrainingModel
 from megadit.train.optimizer import build_optimizer, build_scheduler, uses_distributed_optimizer
 from megadit.train.optimizer_state import DataParallel, assign, find_ownership, named_parameters
-from megadit.train.overrides import load_config, to_yaml
 from megadit.train.plan.recompute import choice_in_words, needed_memory, with_recompute
 from megadit.train.to_bundle import find_checkpoint
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megadit.models.conditioning import Conditioning
 from megadit.models.dense_packs import gather_tokens, pack_dense, pad_segments, unpack_dense
-from megadit.train.data.batch import PackedBatch
+from megadit.train.data.packed_batch import PackedBatch
 from megadit.train.schedule import evaluate, from_last_stage
 from megadit.train.setup import Training
 

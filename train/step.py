@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megadit.models.flops import training_flops
 from megadit.train.balance import Counts, exchange_counts
-from megadit.train.data.batch import REFUSALS, PackedBatch
+from megadit.train.data.packed_batch import REFUSALS, PackedBatch
 from megadit.train.health import Judge, Trouble
 from megadit.train.loss import LossSums
 from megadit.train.schedule import run_schedule

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from megadit.train.config import RunConfig
+from megadit.train.config.schema import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

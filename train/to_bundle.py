@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megadit.models.bundle import write_bundle
+from megadit.models.bundle.bundle import write_bundle
 from megadit.models.megatron.checkpoint import (
     CONFIG,
     STATE,
@@ -21,12 +21,14 @@ from megadit.models.megatron.checkpoint import (
     is_complete,
     read_network,
 )
-from megadit.models.support import CommandParser, UserError, read_json, run_command
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import read_json
+from megadit.models.shared.options import CommandParser, run_command
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import load_tokenizer
-from megadit.train.config import RunConfig
+from megadit.train.config.load import load_config
+from megadit.train.config.schema import RunConfig
 from megadit.train.data.dataset_info import DatasetInfo
-from megadit.train.overrides import load_config
 from megadit.train.sampling_defaults import sampling_defaults
 
 

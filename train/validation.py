@@ -10,12 +10,12 @@ import torch.distributed as dist
 from megadit.infer.pipeline import GeneratedVideo, TextToVideo
 from megadit.infer.text_features import TextFeaturesCache
 from megadit.infer.video_io import write_video
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
-from megadit.train.batches import validation_batches
-from megadit.train.data.batch import PackedBatch
+from megadit.train.data.distribute import validation_batches
 from megadit.train.data.loader import check_dataset, validation_captions
+from megadit.train.data.packed_batch import PackedBatch
 from megadit.train.loss import LossSums
 from megadit.train.optimizer_state import DataParallel
 from megadit.train.sampling_defaults import sampling_defaults

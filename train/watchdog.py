@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from megadit.models.support import duration
+from megadit.models.shared.progress import duration
 
 EXIT_CODE = 75
 """Of a rank that ends because of another (EX_TEMPFAIL: to be tried again)."""

@@ -16,18 +16,21 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from megadit.infer.benchmarks.profile import shares, watch
 from megadit.infer.checkpoints import open_bundle
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.runtimes.onnx import video_size
 from megadit.infer.runtimes.torch import find_dtype
 from megadit.infer.settings import latent_size, resolve_settings
-from megadit.infer.watch import shares, watch
-from megadit.models.bundle import Bundle, SamplingDefaults
+from megadit.models.bundle.bundle import Bundle, SamplingDefaults
 from megadit.models.conditioning import Conditioning
 from megadit.models.flops import forward_flops
 from megadit.models.machine import datasheet_flops, describe, describe_in_words, matmul_flops
 from megadit.models.segments import Segment
-from megadit.models.support import CommandParser, Progress, UserError, nearest, run_command, write_json
+from megadit.models.shared.errors import UserError, nearest
+from megadit.models.shared.files import write_json
+from megadit.models.shared.options import CommandParser, run_command
+from megadit.models.shared.progress import Progress
 
 RUNTIMES = {
     "eager": {"runtime": "torch"},

@@ -18,7 +18,8 @@ import safetensors.torch
 import torch
 from PIL import Image, ImageDraw
 
-from megadit.models.support import UserError, atomic_path
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import atomic_path
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
 
 FRAMES_OF_A_ROW = 6

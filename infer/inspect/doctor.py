@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megadit.models.support import CommandParser, UserError, run_command
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.options import CommandParser, run_command
 
 GIB = 2**30
 
@@ -68,7 +69,7 @@ def _run(argv: list[str]) -> int:
     if options.nproc is not None and (options.nproc < 1 or not options.distributed):
         raise UserError(f"--nproc {options.nproc}: 1 or more ranks, and only with --distributed")
     if options.distributed:
-        from megadit.serve.doctor_ranks import examine  # torch comes with it
+        from megadit.infer.inspect.doctor_ranks import examine  # torch comes with it
 
         return examine(options.nproc)
     console = Console()

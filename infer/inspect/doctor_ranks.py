@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megadit.models.megatron.interconnect import Link, Place, examine_rank, judge
+from megadit.infer.inspect.interconnect import Link, Place, examine_rank, judge
 from megadit.models.megatron.launch import launch
 
 GB, TERA = 10**9, 10**12
@@ -19,7 +19,7 @@ def examine(num_processes: int | None) -> int:
     """The exit code is 1 if something is broken, else 0: what is slow is named and works."""
     if "RANK" not in os.environ:
         count = num_processes or torch.cuda.device_count() or 2
-        return launch("megadit.serve.doctor", ["--distributed"], num_processes=count)
+        return launch("megadit.infer.inspect.doctor", ["--distributed"], num_processes=count)
     found = examine_rank()
     return 0 if found is None else _report(*found)
 

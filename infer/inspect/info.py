@@ -11,10 +11,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megadit.models.bundle import MANIFEST_FILE, Bundle, is_bundle
+from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle, is_bundle
 from megadit.models.config import DiTConfig
 from megadit.models.megatron.checkpoint import CONFIG, STATE, is_complete
-from megadit.models.support import CommandParser, UserError, read_json, run_command
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import read_json
+from megadit.models.shared.options import CommandParser, run_command
 from megadit.models.weights import dit_shapes
 
 CHECKPOINTS = "checkpoints"
@@ -38,7 +40,7 @@ def _run(argv: list[str]) -> int:
     if options.sheet is not None:
         if "dataset" not in facts:
             raise UserError(f"--sheet draws samples of a dataset, and {options.path} is none")
-        from megadit.serve.dataset_sheet import write_sheet
+        from megadit.infer.inspect.dataset_sheet import write_sheet
 
         write_sheet(options.path, options.sheet)
     if options.json:

@@ -7,8 +7,8 @@ import torch
 from megadit.infer.guidance import Denoiser
 from megadit.infer.runtimes.network_spec import ExportedNetworks
 from megadit.infer.runtimes.torch import TorchDenoiser
-from megadit.models.bundle import Bundle
-from megadit.models.support import UserError, nearest
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.shared.errors import UserError, nearest
 from megadit.models.text_encoders import TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
 

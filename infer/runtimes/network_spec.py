@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megadit.models.support import UserError, read_json
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import read_json
 
 SETTINGS_FILE = "settings.json"
 SETTINGS_VERSION = 1

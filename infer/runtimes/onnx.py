@@ -11,7 +11,7 @@ from torch import Tensor
 from megadit.infer.runtimes.network_spec import ExportedNetworks, NetworkSpec, Shape
 from megadit.infer.runtimes.widen import widened
 from megadit.models.conditioning import Conditioning
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.models.tokenizers import VideoTokenizer
 
 NUMPY_DTYPES = {"float32": np.float32, "int64": np.int64}

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from megadit.infer.runtimes.torch import TorchDenoiser
-from megadit.models.bundle import Bundle
+from megadit.models.bundle.bundle import Bundle
 from megadit.models.conditioning import Conditioning
 from megadit.models.dense_packs import gather_tokens, pack_dense, pad_segments, unpack_dense
 from megadit.models.dit import DiT
-from megadit.models.precondition import denoise_packed
-from megadit.models.support import UserError
+from megadit.models.parameterization import denoise_packed
+from megadit.models.shared.errors import UserError
 
 
 class ContextParallelDenoiser:

@@ -10,7 +10,7 @@ from torch import Tensor
 from megadit.infer.runtimes.network_spec import ExportedNetworks, NetworkSpec, Shape
 from megadit.infer.runtimes.onnx import TORCH_DTYPES, denoiser_inputs, video_size
 from megadit.models.conditioning import Conditioning
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.models.tokenizers import VideoTokenizer
 
 Shapes = tuple[Shape, ...]

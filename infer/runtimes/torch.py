@@ -7,9 +7,9 @@ from torch import Tensor
 
 from megadit.models.conditioning import Conditioning
 from megadit.models.dit import DiT
-from megadit.models.precondition import EDMDenoiser
+from megadit.models.parameterization import EDMDenoiser
 from megadit.models.segments import DenseLayout, Kept
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 DTYPES = {
     "float32": torch.float32,

@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 from megadit.models import weights
+from megadit.models.bundle.components import CONFIG_FILE
+from megadit.models.bundle.licence import Licence
+from megadit.models.bundle.tensor_source import TensorSource
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
-from megadit.models.licence import Licence
-from megadit.models.parts import CONFIG_FILE
-from megadit.models.support import UserError, atomic_directory, nearest, read_json, write_json
-from megadit.models.tensor_source import TensorSource
+from megadit.models.shared.errors import UserError, nearest
+from megadit.models.shared.files import atomic_directory, read_json, write_json
 from megadit.models.text_encoders import TextEncoder, load_text_encoder
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
 

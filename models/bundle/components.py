@@ -12,7 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megadit.models.support import UserError, atomic_path, nearest, read_json, write_json
+from megadit.models.shared.errors import UserError, nearest
+from megadit.models.shared.files import atomic_path, read_json, write_json
 
 CONFIG_FILE = "config.json"
 TENSOR_FILE = "model.safetensors"

@@ -6,7 +6,7 @@ Nothing here downloads by itself: `megadit pull` and the hub's own `hf download`
 import os
 from pathlib import Path
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 
 def local_directory(name: str, kind: str, files: str) -> Path:

@@ -11,7 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megadit.models.support import UserError, atomic_path
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import atomic_path
 
 DTYPES = {
     "F64": torch.float64,

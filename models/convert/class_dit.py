@@ -13,7 +13,7 @@ from megadit.models.convert.tensor_map import (
     rename_linear,
     reorder_heads,
 )
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 DIFFUSERS_CLASS = "DiTTransformer2DModel"
 IGNORED = r"^pos_embed$"

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megadit.models.bundle.tensor_source import Stored, TensorSource
 from megadit.models.config import DiTConfig
 from megadit.models.convert.tensor_map import Entry
-from megadit.models.support import UserError
-from megadit.models.tensor_source import Stored, TensorSource
+from megadit.models.shared.errors import UserError
 from megadit.models.weights import check_shapes, dit_shapes
 
 

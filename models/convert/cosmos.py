@@ -17,7 +17,7 @@ from megadit.models.convert.tensor_map import (
     renamed,
     stack_rows,
 )
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 DIFFUSERS_CLASS = "CosmosTransformer3DModel"
 SETTINGS = {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megadit.models.convert.tensor_archive import read_archive
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 _NAMES = (
     (r"\.mid\.block_1\.", ".mid_block.resnets.0."),

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from megadit.models.config import DiTConfig
 from megadit.models.convert.tensor_map import Entry, permute_axis, rename, rename_linear
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 IGNORED = r"_extra_state|^pos_embedder\.pos_embedding\.weight$|^decoder\.final_layernorm"
 """What TransformerEngine adds, and the table of fixed positions, which we compute."""

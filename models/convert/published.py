@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
+from megadit.models.bundle.tensor_source import TensorSource, from_state_dict, open_safetensors, write_safetensors
 from megadit.models.config import DiTConfig
 from megadit.models.convert import class_dit, cosmos, nemo, nemo_moviegen
 from megadit.models.convert.converted import to_ours, to_theirs
 from megadit.models.convert.distributed import is_distributed, open_distributed
 from megadit.models.convert.tensor_map import Entry
-from megadit.models.support import UserError, read_json, write_json
-from megadit.models.tensor_source import TensorSource, from_state_dict, open_safetensors, write_safetensors
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import read_json, write_json
 
 WEIGHTS = "diffusion_pytorch_model"
 

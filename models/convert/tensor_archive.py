@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megadit.models.support import UserError
-from megadit.models.tensor_source import Stored, TensorSource
+from megadit.models.bundle.tensor_source import Stored, TensorSource
+from megadit.models.shared.errors import UserError
 
 LARGEST_PICKLE = 64 * 2**20
 """Bytes; the description of a network of a thousand tensors takes less than one of these megabytes."""

@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megadit.models.megatron.integrity import DESCRIPTION, SUMS, DamagedCheckpointError, SafeReader, check
-from megadit.models.support import UserError, read_json
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import read_json
 
 TENSORS = "tensors"
 STATE = "state.json"

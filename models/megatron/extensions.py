@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import torch
 
 from megadit.models.attention import has_varlen_attention
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 
 def has_transformer_engine() -> bool:

@@ -20,7 +20,7 @@ from megadit.models.blocks import Context
 from megadit.models.embeddings import Rotary
 from megadit.models.layers import BlockStack
 from megadit.models.modulation_by_token import row_of_token
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 Record = Callable[[tuple[nn.Module, ...], tuple[tuple[Tensor, ...], ...]], tuple[Callable[..., Tensor], ...]]
 """Functions that compute what modules do with other tensors of the samples' shapes, and its gradients. They are called

@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 SUMS = "SHA256SUMS"
 DESCRIPTION = ".metadata"

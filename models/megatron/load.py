@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from megadit.models import parts
+from megadit.models.bundle import components as parts
 from megadit.models.dit import DiT
 from megadit.models.megatron.groups import Groups, initialize
 from megadit.models.megatron.mcore_layers import McoreLayers, full_shape, shard, transformer_config

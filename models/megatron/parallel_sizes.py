@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megadit.models.config import DiTConfig
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 ContextComm = Literal["ulysses", "ring", "both"]
 

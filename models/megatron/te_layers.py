@@ -10,7 +10,7 @@ from megadit.models.layers import Sequence
 from megadit.models.megatron.extensions import check_transformer_engine
 from megadit.models.megatron.linears import set_split
 from megadit.models.megatron.mcore_layers import McoreLayers
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 
 class _TELinear(nn.Module):

@@ -7,7 +7,8 @@ called is imported, so that `megadit --help` is immediate and needs none of the 
 import sys
 from importlib import import_module, metadata
 
-from megadit.models.support import UserError, nearest, run_command
+from megadit.models.shared.errors import UserError, nearest
+from megadit.models.shared.options import run_command
 
 VERBS: dict[str, tuple[str, str]] = {
     "prepare": ("megadit.train.data.prepare:main", "turn clips or the built-in digits into a training dataset"),
@@ -15,13 +16,13 @@ VERBS: dict[str, tuple[str, str]] = {
     "slurm": ("megadit.train.slurm.__main__:main", "write and submit the Slurm jobs from data to an exported model"),
     "bundle": ("megadit.train.to_bundle:main", "turn a checkpoint into a bundle, all that sampling needs"),
     "convert": ("megadit.models.convert.cli:main", "turn published weights into a bundle, and a bundle into theirs"),
-    "push": ("megadit.models.transfer:push", "copy a bundle to a hub or a store"),
-    "pull": ("megadit.models.transfer:pull", "copy a bundle from a hub or a store"),
+    "push": ("megadit.models.bundle.transfer:push", "copy a bundle to a hub or a store"),
+    "pull": ("megadit.models.bundle.transfer:pull", "copy a bundle from a hub or a store"),
     "generate": ("megadit.infer.generate:main", "make videos from prompts"),
     "export": ("megadit.export.command:main", "turn a bundle into verified ONNX graphs and TensorRT engines"),
-    "benchmark train": ("megadit.train.benchmark_train:main", "time optimizer steps of a recipe on this machine"),
-    "benchmark growth": ("megadit.train.benchmark_growth:main", "how the cost of a training step grows, as a picture"),
-    "benchmark generate": ("megadit.infer.benchmark_generate:main", "time a bundle under several runtimes"),
+    "benchmark train": ("megadit.train.benchmarks.train:main", "time optimizer steps of a recipe on this machine"),
+    "benchmark growth": ("megadit.train.benchmarks.growth:main", "how the cost of a training step grows, as a picture"),
+    "benchmark generate": ("megadit.infer.benchmarks.generate:main", "time a bundle under several runtimes"),
     "serve build-repository": (
         "megadit.serve.build_repository:main",
         "turn a bundle into a model repository of Triton's",
@@ -31,12 +32,15 @@ VERBS: dict[str, tuple[str, str]] = {
     "serve gateway": ("megadit.serve.gateway.command:main", "serve the video API in front of Triton servers"),
     "serve keys": ("megadit.serve.gateway.command:keys", "add, list and revoke keys of the gateway"),
     "serve ask": ("megadit.serve.ask:main", "ask a running service for videos"),
-    "serve demo": ("megadit.serve.demo:main", "open a page to try prompts on, with a service where none runs"),
+    "serve demo": ("megadit.serve.page.demo:main", "open a page to try prompts on, with a service where none runs"),
     "calibrate-cache": ("megadit.infer.calibrate_cache:main", "measure which denoiser calls generate can spare"),
     "check-cache": ("megadit.infer.calibrate_cache:check", "measure whether a calibrated cache keeps its budget"),
-    "info": ("megadit.serve.info:main", "describe a checkpoint, bundle or dataset"),
-    "doctor": ("megadit.serve.doctor:main", "say what this machine can do and what is missing"),
-    "demo": ("megadit.train.demo:main", "prepare, train, generate and score handwritten digits, in minutes on a CPU"),
+    "info": ("megadit.infer.inspect.info:main", "describe a checkpoint, bundle or dataset"),
+    "doctor": ("megadit.infer.inspect.doctor:main", "say what this machine can do and what is missing"),
+    "demo": (
+        "megadit.train.digits.demo:main",
+        "prepare, train, generate and score handwritten digits, in minutes on a CPU",
+    ),
 }
 """Verb, of one word or two -> (module:function, one line of help)."""
 

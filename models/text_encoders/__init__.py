@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from megadit.models.parts import CONFIG_FILE, part_type
-from megadit.models.support import read_json
+from megadit.models.bundle.components import CONFIG_FILE, part_type
+from megadit.models.shared.files import read_json
 from megadit.models.text_encoders.base import TextEncoder, TextFeatures
 from megadit.models.text_encoders.class_labels import ClassLabels
 from megadit.models.text_encoders.hashed_words import HashedWordEncoder

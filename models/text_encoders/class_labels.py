@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megadit.models import parts
+from megadit.models.bundle import components as parts
 from megadit.models.condition import class_digits
-from megadit.models.support import UserError, nearest
+from megadit.models.shared.errors import UserError, nearest
 from megadit.models.text_encoders.base import TextFeatures
 
 

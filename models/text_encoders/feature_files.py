@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megadit.models.support import atomic_path
+from megadit.models.shared.files import atomic_path
 
 
 class FeatureFiles:

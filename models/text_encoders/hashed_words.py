@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megadit.models import parts
+from megadit.models.bundle import components as parts
 from megadit.models.noise import Stream, normal
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders.base import TextFeatures
 
 _WORD = re.compile(r"[^\W_]+(?:['’][^\W_]+)*")

@@ -18,8 +18,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from megadit.models import hub, parts
-from megadit.models.support import UserError, read_json
+from megadit.models.bundle import components as parts
+from megadit.models.bundle import hub
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import read_json
 from megadit.models.text_encoders.base import TextFeatures
 from megadit.models.text_encoders.feature_files import FeatureFiles
 

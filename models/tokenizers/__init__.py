@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 
-from megadit.models.parts import part_type
+from megadit.models.bundle.components import part_type
 from megadit.models.tokenizers.autoencoder import Autoencoder
 from megadit.models.tokenizers.base import VideoTokenizer
 from megadit.models.tokenizers.haar import HaarTokenizer

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megadit.models import parts
-from megadit.models.support import UserError
+from megadit.models.bundle import components as parts
+from megadit.models.shared.errors import UserError
 from megadit.models.tokenizers import network as networks
 from megadit.models.tokenizers.kinds import KINDS, Kind
 from megadit.models.tokenizers.network import DTYPES, Network

@@ -14,8 +14,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from megadit.models import parts
-from megadit.models.support import UserError
+from megadit.models.bundle import components as parts
+from megadit.models.shared.errors import UserError
 from megadit.models.tokenizers.sizes import frames_covering, latent_size
 
 _TEMPORAL_FACTORS = (1, 2, 4, 8)

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from megadit.models.support import UserError, read_json
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import read_json
 from megadit.models.tokenizers.cosmos_image import CosmosImageNetwork
 from megadit.models.weights import check_shapes
 

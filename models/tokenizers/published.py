@@ -3,9 +3,9 @@
 import os
 from pathlib import Path
 
-from megadit.models import hub
+from megadit.models.bundle import hub
 from megadit.models.convert.cosmos_tokenizer import read_released
-from megadit.models.support import read_json
+from megadit.models.shared.files import read_json
 from megadit.models.tokenizers import network as networks
 from megadit.models.tokenizers.autoencoder import Autoencoder
 from megadit.models.tokenizers.kinds import KIND_OF_CLASS

@@ -2,7 +2,7 @@
 
 import math
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 
 def latent_size(frames: int, height: int, width: int, *, temporal: int, spatial: int) -> tuple[int, int, int]:

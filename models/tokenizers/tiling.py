@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.models.tokenizers.base import VideoTokenizer
 
 Transform = Callable[[Tensor], Tensor]

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.serve.client import Generation
 from megadit.serve.contract import (
     MODEL,

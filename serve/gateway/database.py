@@ -32,7 +32,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 SCHEMA_VERSION = 4
 _SECONDS_TO_WAIT_FOR_A_LOCK = 30

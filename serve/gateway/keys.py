@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields
 
 from sqlalchemy import Row, func, select, update
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.serve.gateway.database import KEYS, Database
 
 _FORM = re.compile(r"mdk_([0-9a-f]{12})_([0-9A-Za-z_-]{43})")

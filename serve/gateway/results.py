@@ -12,7 +12,8 @@ from typing import IO
 
 import fsspec
 
-from megadit.models.support import UserError, atomic_path
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import atomic_path
 from megadit.serve.gateway.store import Job, Result
 
 SUFFIXES = {"video/mp4": ".mp4", "image/png": ".png"}

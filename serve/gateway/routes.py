@@ -15,7 +15,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.serve.contract import InvalidRequestError
 from megadit.serve.gateway.content import content_of
 from megadit.serve.gateway.errors import ApiError, not_found, of_validation, unavailable

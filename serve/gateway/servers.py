@@ -4,7 +4,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.serve.client import VideoClient, check_address
 from megadit.serve.contract import InvalidRequestError, ServiceError, ServiceInfo, VideoRequest
 

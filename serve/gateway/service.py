@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.serve.contract import MODEL
 from megadit.serve.gateway.clock import Heart
 from megadit.serve.gateway.database import Database, store_url

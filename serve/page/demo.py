@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megadit.infer.video_io import read_video, write_video
-from megadit.models.support import CommandParser, UserError, run_command
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.options import CommandParser, run_command
 from megadit.serve.build_repository import build_repository
 from megadit.serve.client import Generation, VideoClient
 from megadit.serve.contract import Event, Progress, ServiceError, UnavailableError, VideoRequest, VideoResult
@@ -46,7 +47,7 @@ def _run(argv: list[str]) -> int:
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     with ExitStack() as stack:
         client = stack.enter_context(_client(options.url, options.bundle, options.key))
-        from megadit.serve.demo_page import show  # gradio takes seconds to import: a mistake is told before
+        from megadit.serve.page.layout import show  # gradio takes seconds to import: a mistake is told before
 
         try:
             show(Studio(client), host=options.host, port=options.port)

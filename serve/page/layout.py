@@ -7,9 +7,9 @@ from typing import Any
 
 import gradio as gr
 
-from megadit.serve import demo_view as view
 from megadit.serve.contract import CancelledError, Progress, ServiceError, VideoRequest
-from megadit.serve.demo import Studio, Take
+from megadit.serve.page import view
+from megadit.serve.page.demo import Studio, Take
 
 
 def show(studio: Studio, *, host: str, port: int) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from megadit.models.support import duration
+from megadit.models.shared.progress import duration
 from megadit.serve.contract import Progress, ServiceInfo, VideoRequest
 
 CSS = """

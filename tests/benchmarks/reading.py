@@ -1,6 +1,6 @@
 """How fast samples are read, beside a bare webdataset reader and a bare Energon loader of the same shards.
 
-    python -m megadit.train.data.benchmark [DATASET] [--num_samples 2000] [--rounds 3] [--num_lengths 1000000]
+    python tests/benchmarks/reading.py [DATASET] [--num_samples 2000] [--rounds 3] [--num_lengths 1000000]
 
 One reader in this process, in turns, so that all readers meet the same machine; the best round counts, in seconds of
 CPU time. Without DATASET, samples of random latents (16 x 9 x 32 x 32) and texts (64 x 1024) are written first. Then
@@ -31,12 +31,12 @@ from megatron.energon import (
 )
 
 from megadit.models.config import DiTConfig
-from megadit.models.support import CommandParser, run_command
-from megadit.train.config import DataConfig
-from megadit.train.data.batch import PackFormat
+from megadit.models.shared.options import CommandParser, run_command
+from megadit.train.config.schema import DataConfig
+from megadit.train.data.bin_packing import best_fit
 from megadit.train.data.dataset_info import CRUDE, iter_captions
 from megadit.train.data.loader import MAX_SAMPLES_PER_SEQUENCE, savable_loader
-from megadit.train.data.packing import best_fit
+from megadit.train.data.packed_batch import PackFormat
 from megadit.train.data.rules import Rules
 from megadit.train.data.samples import OCCURRENCE, decode
 from megadit.train.data.task_encoder import LatentTaskEncoder
@@ -180,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    parser = CommandParser(prog="python -m megadit.train.data.benchmark", description=__doc__.splitlines()[0])
+    parser = CommandParser(prog="python tests/benchmarks/reading.py", description=__doc__.splitlines()[0])
     parser.add_argument("dataset", metavar="DATASET", type=Path, nargs="?", help="written by megadit prepare")
     parser.add_argument("--num_samples", type=int, default=2000, help="of a round and reader (default: 2000)")
     parser.add_argument("--rounds", type=int, default=3, help="of which the best counts (default: 3)")

@@ -1,6 +1,6 @@
 """Sampling with our DiT beside diffusers' Cosmos transformer and DiT of the same sizes, in one run, as ratios.
 
-    python -m megadit.infer.benchmark [--rounds 9] [--threads 2] [--json FILE]
+    python tests/benchmarks/sampling_step.py [--rounds 9] [--threads 2] [--json FILE]
 
 The networks have equal width, depth, heads, tokens, text length and hence FLOPs; a step is the same sampler behind the
 same preconditioning. Figures: infer/BENCHMARKS.md.
@@ -10,11 +10,7 @@ import sys
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
-
-from megadit.infer.runtimes.torch import TorchDenoiser
-from megadit.infer.samplers import euler
-from megadit.infer.side_by_side import (
+from side_by_side import (
     DTYPES,
     SETTINGS,
     Comparison,
@@ -27,8 +23,12 @@ from megadit.infer.side_by_side import (
     networks,
     show,
 )
-from megadit.models.precondition import scalings
-from megadit.models.support import run_command
+from torch import Tensor
+
+from megadit.infer.runtimes.torch import TorchDenoiser
+from megadit.infer.samplers import euler
+from megadit.models.parameterization import scalings
+from megadit.models.shared.options import run_command
 
 SIGMAS = torch.tensor([80.0, 60.0], dtype=torch.float64)
 
@@ -68,7 +68,9 @@ def compare_sampling(setting: Setting, dtype: torch.dtype, rounds: int) -> list[
 
 
 def _run(argv: list[str]) -> None:
-    parser = benchmark_parser("python -m megadit.infer.benchmark", "Times sampling beside diffusers' transformers.")
+    parser = benchmark_parser(
+        "python tests/benchmarks/sampling_step.py", "Times sampling beside diffusers' transformers."
+    )
     options = parser.parse_args(argv)
     if options.threads:
         torch.set_num_threads(options.threads)

@@ -1,6 +1,6 @@
 """What the service adds to `generate`: the same videos, both ways, in turn.
 
-    python -m megadit.serve.benchmark runs/demo/bundle
+    python tests/benchmarks/service.py runs/demo/bundle
 
 Two measures: the extra time until the client holds the encoded video, beside generating and encoding it in a process
 of its own; and videos a second of many clients at once, beside one after the other.
@@ -19,8 +19,8 @@ from pathlib import Path
 
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.video_io import encode_mp4
-from megadit.models.bundle import Bundle, SamplingDefaults
-from megadit.models.support import CommandParser, run_command
+from megadit.models.bundle.bundle import Bundle, SamplingDefaults
+from megadit.models.shared.options import CommandParser, run_command
 from megadit.serve.build_repository import build_repository
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import SETTINGS, VideoRequest
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> None:
-    parser = CommandParser(prog="python -m megadit.serve.benchmark", description=__doc__.partition("\n")[0])
+    parser = CommandParser(prog="python tests/benchmarks/service.py", description=__doc__.partition("\n")[0])
     parser.add_argument("bundle", metavar="BUNDLE")
     parser.add_argument("--rounds", type=int, default=15, metavar="N", help="of each measurement (default: 15)")
     options = parser.parse_args(argv)

@@ -1,6 +1,6 @@
 """Each solver's error on data whose ideal denoiser and ODE are known in closed form, relative to Euler's.
 
-    python -m megadit.infer.solver_errors
+    python tests/benchmarks/solver_errors.py
 
 The data are numbers, from one Gaussian or a mixture of them; figures: infer/BENCHMARKS.md.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megadit.infer.samplers import SAMPLERS, num_denoiser_calls
 from megadit.infer.schedules import karras_sigmas
-from megadit.models.support import CommandParser, run_command
+from megadit.models.shared.options import CommandParser, run_command
 
 SIGMA_MIN, SIGMA_MAX = 0.002, 80.0
 CALLS = (10, 20, 35)
@@ -89,7 +89,7 @@ def _levels(num_steps: int) -> Tensor:
 
 
 def _run(argv: list[str]) -> None:
-    CommandParser(prog="python -m megadit.infer.solver_errors", description=__doc__.splitlines()[0]).parse_args(argv)
+    CommandParser(prog="python tests/benchmarks/solver_errors.py", description=__doc__.splitlines()[0]).parse_args(argv)
     names = [f"{kind}, {calls} calls" for kind in ("Gaussian", "mixture") for calls in CALLS]
     table = Table("solver", *names, title="error at sigma_min / Euler's")
     columns = [(data, calls) for data in (GAUSSIAN, MIXTURE) for calls in CALLS]

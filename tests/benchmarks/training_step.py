@@ -1,6 +1,6 @@
 """Our training step beside others, each pair in one run, as a ratio.
 
-    python -m megadit.train.benchmark [--rounds 9] [--threads 2] [--json FILE]
+    python tests/benchmarks/training_step.py [--rounds 9] [--threads 2] [--json FILE]
 
 1. Forward and backward of one block of our DiT, and a whole step (forward, backward, torch's fused AdamW) of a pack of
    one sample, beside diffusers' Cosmos transformer and DiT of the same sizes: equal width, depth, heads, tokens, text
@@ -22,9 +22,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
-
-from megadit.infer.side_by_side import (
+from side_by_side import (
     COSMOS,
     DTYPES,
     SETTINGS,
@@ -40,15 +38,17 @@ from megadit.infer.side_by_side import (
     randomised,
     show,
 )
+from torch import Tensor, nn
+
 from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.embeddings import patchify
 from megadit.models.initialize import initialize_
 from megadit.models.segments import Segment, SegmentLayout
-from megadit.models.support import run_command
-from megadit.train.config import RunConfig
-from megadit.train.data.packing import best_fit
+from megadit.models.shared.options import run_command
+from megadit.train.config.schema import RunConfig
+from megadit.train.data.bin_packing import best_fit
 from megadit.train.recipes import load_recipe
 
 DIGITS_LATENTS = ((1, 4, 4), (3, 4, 4), (1, 4, 4))
@@ -240,7 +240,7 @@ def compare_megatron(rounds: int) -> Comparison:
 
 
 def _run(argv: list[str]) -> None:
-    parser = benchmark_parser("python -m megadit.train.benchmark", "Times training beside other ways to do it.")
+    parser = benchmark_parser("python tests/benchmarks/training_step.py", "Times training beside other ways to do it.")
     options = parser.parse_args(argv)
     if options.threads:
         torch.set_num_threads(options.threads)

@@ -1,6 +1,6 @@
 """Whole videos beside diffusers' Cosmos pipeline: the same random weights, sizes, text features and network calls.
 
-    python -m megadit.infer.benchmark_pipeline [--rounds 5] [--num_steps 10]
+    python tests/benchmarks/whole_video.py [--rounds 5] [--num_steps 10]
 
 Both sides load the folder of one pipeline, ours through `megadit convert`. In turn, in one run: a guided network call,
 the decoder, a whole video; then the memory of each side in a process of its own. Figures: infer/BENCHMARKS.md.
@@ -21,13 +21,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+from side_by_side import Comparison, compare, show
 from torch import Tensor, nn
 
 from megadit.infer.pipeline import TextToVideo
-from megadit.infer.side_by_side import Comparison, compare, show
 from megadit.models.conditioning import Conditioning
 from megadit.models.convert.cli import main as convert
-from megadit.models.support import CommandParser, UserError, run_command
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.options import CommandParser, run_command
 from megadit.models.text_encoders import HashedWordEncoder
 
 SIZE = {"num_frames": 9, "height": 128, "width": 128}
@@ -173,7 +174,7 @@ def peak_memory(folder: Path, side: str, num_steps: int) -> float:
 
 def _run(argv: list[str]) -> None:
     parser = CommandParser(
-        prog="python -m megadit.infer.benchmark_pipeline",
+        prog="python tests/benchmarks/whole_video.py",
         description="Times whole videos beside diffusers' Cosmos pipeline.",
     )
     parser.add_argument("--rounds", type=int, default=5, help="pairs timed, after one not counted (default: 5)")

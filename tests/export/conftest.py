@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from megadit.export import contract
+from megadit.export import signatures as contract
 from megadit.export.build import ExportSettings, export_bundle
-from megadit.models.bundle import Bundle, SamplingDefaults, write_bundle
+from megadit.models.bundle.bundle import Bundle, SamplingDefaults, write_bundle
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.text_encoders import HashedWordEncoder

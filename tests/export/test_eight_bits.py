@@ -7,7 +7,8 @@ import pytest
 import torch
 from onnx import helper, numpy_helper
 
-from megadit.export import contract, to_onnx, verify
+from megadit.export import signatures as contract
+from megadit.export import to_onnx, verify
 from megadit.export.layers import weight_hashes
 from megadit.export.networks import build_network, comparable
 from megadit.export.quantize import FORMATS, calibrate, quantise

@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from megadit.export import command
-from megadit.export.contract import sample_inputs, trace_sizes
 from megadit.export.networks import build_network
+from megadit.export.signatures import sample_inputs, trace_sizes
 from megadit.export.to_onnx import export_onnx
-from megadit.infer import benchmark_generate, generate
+from megadit.infer import generate
+from megadit.infer.benchmarks import generate as benchmark_generate
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.runtimes.load import load_denoiser, open_exported, with_exported_networks
 from megadit.infer.runtimes.onnx import OnnxNetwork, tensorrt_options
-from megadit.models.bundle import Bundle
+from megadit.models.bundle.bundle import Bundle
 from megadit.models.conditioning import Conditioning
 
 NETWORKS = ("denoiser", "video_decoder", "video_encoder")

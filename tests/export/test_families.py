@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from megadit.export import contract, verify
+from megadit.export import signatures as contract
+from megadit.export import verify
 from megadit.export.build import ExportSettings, export_bundle, export_network
 from megadit.export.operators import check_operators
 from megadit.infer import generate
@@ -14,7 +15,7 @@ from megadit.infer.pipeline import TextToVideo
 from megadit.infer.runtimes.load import open_exported
 from megadit.infer.runtimes.onnx import OnnxNetwork, denoiser_inputs
 from megadit.infer.video_io import read_video
-from megadit.models.bundle import Bundle
+from megadit.models.bundle.bundle import Bundle
 from megadit.models.config import DiTConfig
 from megadit.models.expert_config import ExpertConfig
 from megadit.models.text_encoders import ClassLabels, HashedWordEncoder, T5TextEncoder

@@ -16,7 +16,7 @@ import resource, sys
 from pathlib import Path
 import torch
 from megadit.export.build import ExportSettings, export_bundle
-from megadit.models.bundle import SamplingDefaults, write_bundle
+from megadit.models.bundle.bundle import SamplingDefaults, write_bundle
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.text_encoders import HashedWordEncoder

@@ -10,7 +10,8 @@ import dataclasses
 import pytest
 import torch
 
-from megadit.export import contract, verify
+from megadit.export import signatures as contract
+from megadit.export import verify
 from megadit.export.layers import relative_error
 from megadit.export.networks import build_network
 from megadit.export.quantize import FORMATS, quantised_linears, round_linears

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from megadit.infer.pipeline import TextToVideo
-from megadit.models.bundle import SamplingDefaults, write_bundle
+from megadit.models.bundle.bundle import SamplingDefaults, write_bundle
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.text_encoders import HashedWordEncoder

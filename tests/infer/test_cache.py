@@ -13,8 +13,8 @@ from megadit.infer.pipeline import TextToVideo
 from megadit.infer.samplers import SAMPLERS
 from megadit.infer.schedules import karras_sigmas
 from megadit.infer.settings import resolve_settings
-from megadit.models.bundle import Bundle
-from megadit.models.support import UserError
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.shared.errors import UserError
 
 X = torch.zeros(2, 3)
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from megadit.infer.conditions import GivenVideo, Start
 from megadit.infer.samplers import SAMPLERS
-from megadit.infer.start import GivenVideo, Start
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 
 def clip(frames=5, height=16, width=24, seed=0):

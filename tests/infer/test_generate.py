@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import load_file
 
 from megadit.infer import generate
+from megadit.infer.conditions import GivenVideo
 from megadit.infer.generate import main
 from megadit.infer.jobs import Job
 from megadit.infer.outputs import output_paths
-from megadit.infer.start import GivenVideo
 from megadit.infer.video_io import read_video, write_video
-from megadit.models.bundle import SamplingDefaults
-from megadit.models.support import UserError
+from megadit.models.bundle.bundle import SamplingDefaults
+from megadit.models.shared.errors import UserError
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from megadit.infer import graphs
 from megadit.infer.graphs import RecordedDenoiser
 from megadit.infer.pipeline import TextToVideo
 from megadit.models.conditioning import Conditioning
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 CPU = torch.device("cpu")
 

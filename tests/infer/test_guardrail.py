@@ -7,7 +7,8 @@ import pytest
 
 from megadit.infer.guardrail import Guardrail
 from megadit.infer.pipeline import TextToVideo
-from megadit.models.support import UserError, read_json, write_json
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import read_json, write_json
 
 PROGRAM = """
 import numpy

@@ -5,7 +5,7 @@ import torch
 
 from megadit.infer.guidance import Branch, classifier_free_guidance, guidance_scale, guided, in_one_batch, in_turn
 from megadit.models.conditioning import Conditioning
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 
 class LinearDenoiser:

@@ -13,8 +13,8 @@ from megadit.infer import calibrate_cache
 from megadit.infer.cache import bundle_plans
 from megadit.infer.lpips import LPIPS
 from megadit.infer.pipeline import TextToVideo
-from megadit.models.bundle import Bundle
-from megadit.models.support import UserError
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.shared.errors import UserError
 
 torchmetrics = pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
 

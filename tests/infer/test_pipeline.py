@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from megadit.infer import checkpoints, text_features
+from megadit.infer.callbacks import Cancelled
 from megadit.infer.checkpoints import open_bundle
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.samplers import SAMPLERS
 from megadit.infer.schedules import karras_sigmas
 from megadit.infer.settings import latent_size, resolve_settings
-from megadit.infer.steps import Cancelled
 from megadit.infer.text_features import TextFeaturesCache
-from megadit.models.bundle import Bundle, write_bundle
-from megadit.models.support import UserError
+from megadit.models.bundle.bundle import Bundle, write_bundle
+from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from megadit.infer.flags import GenerateFlags
 from megadit.infer.generate import main
 from megadit.infer.video_io import read_video
-from megadit.models.bundle import Bundle
+from megadit.models.bundle.bundle import Bundle
 
 SECONDS = 60
 """After which a command counts as hanging."""

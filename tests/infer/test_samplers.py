@@ -4,9 +4,11 @@ import math
 
 import numpy as np
 import pytest
+import solver_errors
 import torch
+from solver_errors import GAUSSIAN, MIXTURE, SIGMA_MAX, SIGMA_MIN, initial_state
 
-from megadit.infer import samplers, solver_errors
+from megadit.infer import samplers
 from megadit.infer.samplers import (
     SAMPLERS,
     STOCHASTIC,
@@ -18,8 +20,7 @@ from megadit.infer.samplers import (
     num_denoiser_calls,
 )
 from megadit.infer.schedules import karras_sigmas
-from megadit.infer.solver_errors import GAUSSIAN, MIXTURE, SIGMA_MAX, SIGMA_MIN, initial_state
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 (MU,), (S,) = GAUSSIAN.means, GAUSSIAN.deviations
 ORDERS = {"euler": 1, "heun": 2, "dpm2": 2, "dpmpp_2m": 2, "dpmpp_3m": 3, "res_2ab": 2, "unipc": 3}

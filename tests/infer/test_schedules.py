@@ -14,9 +14,9 @@ from megadit.infer.schedules import (
     settings_sigmas,
 )
 from megadit.infer.settings import resolve_settings
-from megadit.models.bundle import SamplingDefaults
-from megadit.models.precondition import ddpm_sigmas
-from megadit.models.support import UserError
+from megadit.models.bundle.bundle import SamplingDefaults
+from megadit.models.parameterization import ddpm_sigmas
+from megadit.models.shared.errors import UserError
 
 DEFAULTS = SamplingDefaults(num_steps=5, guidance=2.0, num_frames=5, height=16, width=24, fps=8)
 

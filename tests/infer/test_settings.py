@@ -3,7 +3,7 @@ from dataclasses import fields, replace
 import pytest
 
 from megadit.infer.settings import far_from_training, resolve_settings
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 CHANGES = {
     "sampler": "heun",

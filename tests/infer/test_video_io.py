@@ -10,7 +10,7 @@ import pytest
 
 from megadit.infer.animations import encode_animation
 from megadit.infer.video_io import encode_mp4, read_comment, read_video, write_video
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 
 def moving_square(frames: int = 9, height: int = 64, width: int = 48) -> np.ndarray:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import ClassLabels, load_text_encoder
 
 LABELS = ClassLabels(names=("tench, Tinca tinca", "goldfish", *(f"class {i}" for i in range(2, 600))))

@@ -7,13 +7,13 @@ import typing
 import pytest
 import torch
 
-from megadit.models.bundle import SamplingDefaults
+from megadit.models.bundle.bundle import SamplingDefaults
 from megadit.models.config import NAMED_CONFIGS, DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.expert_config import ExpertConfig
 from megadit.models.families import Structure
-from megadit.models.support import UserError
-from megadit.train.config import RunConfig
+from megadit.models.shared.errors import UserError
+from megadit.train.config.schema import RunConfig
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.models.tokenizers import load_tokenizer, published_tokenizer
 from megadit.models.tokenizers.cosmos_image import CosmosImageNetwork
 

@@ -13,7 +13,7 @@ from torch import nn
 from megadit.models.convert.cli import main as convert
 from megadit.models.convert.cosmos_tokenizer import diffusers_names
 from megadit.models.convert.tensor_archive import read_archive
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.models.tokenizers import load_tokenizer, published_tokenizer
 from megadit.models.tokenizers.tiling import Tiles, reconstruct, tiling_error
 

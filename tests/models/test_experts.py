@@ -12,7 +12,7 @@ from megadit.models.dit import DiT
 from megadit.models.expert_config import ExpertConfig
 from megadit.models.experts import ExpertLoad, Experts, _Balance, chosen_by_experts, chosen_by_tokens, compute_here
 from megadit.models.segments import DenseLayout, Segment, SegmentLayout
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 TOKENS = ExpertConfig(num_experts=4, top_k=2)
 CHOICE = ExpertConfig(num_experts=4, routing="expert_choice", capacity_factor=1.5)

@@ -13,7 +13,7 @@ from megadit.models.embeddings import patchify
 from megadit.models.expert_config import ExpertConfig
 from megadit.models.initialize import initialize_
 from megadit.models.segments import Segment, SegmentLayout
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 COMMON = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 4, "in_channels": 4, "crossattn_emb_size": 2}
 COSMOS = DiTConfig(

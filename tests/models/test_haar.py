@@ -4,7 +4,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megadit.models.support import UserError, read_json, write_json
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import read_json, write_json
 from megadit.models.tokenizers import HaarTokenizer, load_tokenizer
 from megadit.models.tokenizers.haar import haar_matrix, psnr
 

@@ -10,13 +10,13 @@ from einops import rearrange
 
 from megadit import models
 from megadit.models.blocks import Context
+from megadit.models.bundle.tensor_source import from_state_dict
 from megadit.models.conditioning import Conditioning
 from megadit.models.config import NAMED_CONFIGS, DiTConfig
 from megadit.models.convert import nemo_moviegen
 from megadit.models.convert.converted import to_ours, to_theirs
 from megadit.models.dit import DiT
 from megadit.models.segments import DenseLayout
-from megadit.models.tensor_source import from_state_dict
 from megadit.models.weights import dit_shapes
 
 BILLION = 1e9

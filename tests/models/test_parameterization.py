@@ -7,7 +7,7 @@ from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.initialize import initialize_
-from megadit.models.precondition import (
+from megadit.models.parameterization import (
     EDMDenoiser,
     ddpm_sigmas,
     edm_loss_weight,

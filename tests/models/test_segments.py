@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megadit.models.segments import Segment, SegmentLayout, Share, grid_positions
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 CLIP, IMAGE = Segment((3, 2, 2), 4), Segment((1, 2, 3), 0)
 

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import T5TextEncoder, load_text_encoder
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.models.tokenizers import HaarTokenizer, load_tokenizer, published_tokenizer
 from megadit.models.tokenizers.tiling import Tiles, decode_in_tiles, encode_in_tiles, tiling_error
 

@@ -4,10 +4,10 @@ import shutil
 import pytest
 import torch
 
-from megadit.models.bundle import SamplingDefaults, write_bundle
+from megadit.models.bundle.bundle import SamplingDefaults, write_bundle
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
 

@@ -6,9 +6,10 @@ import pytest
 
 from megadit.infer.runtimes.load import weights_checksum
 from megadit.infer.runtimes.network_spec import Axis, NetworkSpec, TensorSpec
-from megadit.models.bundle import Bundle, SamplingDefaults
-from megadit.models.support import UserError, write_json
-from megadit.serve import cli
+from megadit.models.bundle.bundle import Bundle, SamplingDefaults
+from megadit.models.shared import verbs
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import write_json
 from megadit.serve.build_repository import build_repository
 from megadit.serve.contract import INPUTS, Limits, ServiceInfo
 from megadit.serve.engine import most_videos_at_once
@@ -118,7 +119,7 @@ def test_the_command_builds_and_replaces(bundle_dir, tmp_path, capsys):
     out = tmp_path / "repository"
     for _ in range(2):
         command = ["serve", "build-repository", str(bundle_dir), str(out), "--max-videos", "2", "--device", "cpu"]
-        assert cli.main(command) == 0
+        assert verbs.main(command) == 0
     assert "serve run" in capsys.readouterr().out
     config = parse((out / "text_to_video" / "config.pbtxt").read_text())
     assert ServiceInfo.from_json(config.parameters["service"].string_value).limits.max_videos == 2
@@ -138,7 +139,7 @@ def test_the_command_builds_and_replaces(bundle_dir, tmp_path, capsys):
     ],
 )
 def test_mistakes_are_told_before_anything_is_written(bundle_dir, tmp_path, capsys, arguments, told):
-    assert cli.main(["serve", "build-repository", str(bundle_dir), str(tmp_path / "out"), *arguments]) == 2
+    assert verbs.main(["serve", "build-repository", str(bundle_dir), str(tmp_path / "out"), *arguments]) == 2
     error = capsys.readouterr().err
     assert told in error and error.count("\n") == 1
     assert not list(tmp_path.iterdir())

@@ -1,6 +1,6 @@
 import pytest
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.serve.contract import (
     INPUTS,
     SETTINGS,

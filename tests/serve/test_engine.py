@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from megadit.infer.video_io import encode_mp4
-from megadit.models.bundle import Bundle
-from megadit.models.support import UserError
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.shared.errors import UserError
 from megadit.serve.build_repository import service_info
 from megadit.serve.contract import (
     CancelledError,

@@ -10,10 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from megadit.serve import ask, build_repository, cli, demo, run, up
+from megadit.models.shared import verbs
+from megadit.serve import ask, build_repository, run, up
 from megadit.serve.contract import VideoRequest, VideoResult
 from megadit.serve.gateway import command
 from megadit.serve.gateway.service import GatewaySettings
+from megadit.serve.page import demo
 
 
 class ReachedError(Exception):
@@ -55,7 +57,7 @@ REPOSITORY = (
 def test_every_option_changes_the_repository(bundle_dir, tmp_path):
     def seen(*more):
         out = tmp_path / "repository"
-        assert cli.main(["serve", "build-repository", str(bundle_dir), str(out), *more]) == 0
+        assert verbs.main(["serve", "build-repository", str(bundle_dir), str(out), *more]) == 0
         return {str(path.relative_to(out)): path.read_text() for path in out.glob("*/config.pbtxt")}
 
     assert differing(seen, REPOSITORY) == [flag for flag, *_ in REPOSITORY]
@@ -66,7 +68,7 @@ def test_exported_networks_and_runtimes_are_asked_for(bundle_dir, tmp_path, note
 
     def seen(*more):
         note.all.clear()
-        assert cli.main(["serve", "build-repository", str(bundle_dir), str(tmp_path / "out"), *more]) == 0
+        assert verbs.main(["serve", "build-repository", str(bundle_dir), str(tmp_path / "out"), *more]) == 0
         return list(note.all)
 
     assert differing(seen, [("--networks",), ("--runtime", "onnx")]) == ["--networks", "--runtime"]
@@ -88,7 +90,7 @@ def test_every_option_reaches_the_server(tmp_path, note, monkeypatch):
 
     def seen(*more):
         note.all.clear()
-        assert cli.main(["serve", "run", str(tmp_path), *more]) == 0
+        assert verbs.main(["serve", "run", str(tmp_path), *more]) == 0
         return list(note.all)
 
     assert differing(seen, RUN) == [flag for flag, *_ in RUN]
@@ -96,7 +98,7 @@ def test_every_option_reaches_the_server(tmp_path, note, monkeypatch):
 
 def test_every_option_reaches_the_container(tmp_path, capsys):
     def seen(*more):
-        assert cli.main(["serve", "run", str(tmp_path), "--docker", "print", *more]) == 0
+        assert verbs.main(["serve", "run", str(tmp_path), "--docker", "print", *more]) == 0
         return capsys.readouterr().out
 
     container = (("--image", "mine"), ("--gpus", "none"), ("--model", "text_to_image"), ("--http_port", "9000"))
@@ -118,7 +120,7 @@ def test_every_option_reaches_what_is_kept_up(tmp_path, note, monkeypatch):
 
     def seen(*more):
         note.all.clear()
-        assert cli.main(["serve", "up", str(tmp_path), *more]) == 0
+        assert verbs.main(["serve", "up", str(tmp_path), *more]) == 0
         return list(note.all)
 
     assert differing(seen, UP) == [flag for flag, *_ in UP]
@@ -145,7 +147,7 @@ def test_every_option_reaches_the_gateway(note, monkeypatch):
 
     def seen(*more):
         note.all.clear()
-        assert cli.main(["serve", "gateway", *more]) == 0
+        assert verbs.main(["serve", "gateway", *more]) == 0
         return [(arguments[:3], settings) for arguments, settings in note.all]
 
     assert differing(seen, GATEWAY) == [flag for flag, *_ in GATEWAY]
@@ -155,7 +157,7 @@ def test_every_option_reaches_the_gateway(note, monkeypatch):
 
 def test_every_option_of_a_key_is_written_down(tmp_path, capsys):
     def keys(*words):
-        assert cli.main(["serve", "keys", *words]) == 0
+        assert verbs.main(["serve", "keys", *words]) == 0
         return capsys.readouterr().out
 
     limits = (("--requests_per_minute", "7"), ("--max_active", "8"), ("--videos_per_day", "9"))
@@ -193,7 +195,7 @@ def test_every_option_reaches_the_service(tmp_path, note, monkeypatch, capsys):
 
     def seen(*more):
         note.all.clear()
-        assert cli.main(["serve", "ask", "a", *more]) == 0
+        assert verbs.main(["serve", "ask", "a", *more]) == 0
         return list(note.all), capsys.readouterr().out
 
     flags = (*REQUEST, *ASKED, ("--output", "elsewhere.mp4"))
@@ -208,11 +210,11 @@ def test_every_option_reaches_the_page(note, monkeypatch, capsys):
     monkeypatch.setattr(demo, "VideoClient", note(lambda: SimpleNamespace(info=dict)))
     monkeypatch.setattr(demo, "GatewayClient", note(lambda: SimpleNamespace(info=dict)))
     monkeypatch.setattr(demo, "Studio", lambda client: None)
-    monkeypatch.setitem(sys.modules, "megadit.serve.demo_page", SimpleNamespace(show=note()))
+    monkeypatch.setitem(sys.modules, "megadit.serve.page.layout", SimpleNamespace(show=note()))
 
     def seen(*more):
         note.all.clear()
-        code = cli.main(["serve", "demo", *more])
+        code = verbs.main(["serve", "demo", *more])
         return code, list(note.all), capsys.readouterr().err
 
     flags = (("--url", "grpc://elsewhere:1"), ("--host", "0.0.0.0"), ("--port", "9005"), ("--key", "secret"))

@@ -14,8 +14,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from megadit.models.support import UserError
-from megadit.serve import cli, triton_binary
+from megadit.models.shared import verbs
+from megadit.models.shared.errors import UserError
+from megadit.serve import triton_binary
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import ServiceError, VideoRequest
 from megadit.serve.local_server import SHARED_MEMORY, LocalServer, Ports
@@ -115,7 +116,16 @@ with LocalServer({str(repository)!r}, log=Path({str(tmp_path / "log")!r}), stop_
 @pytest.mark.slow
 def test_the_command_restarts_what_dies_and_ends_when_told(tritonserver, repository, tmp_path):
     ports = Ports.free()
-    command = [sys.executable, "-m", "megadit.serve.cli", "serve", "run", str(repository), "--model", "text_to_image"]
+    command = [
+        sys.executable,
+        "-m",
+        "megadit.models.shared.verbs",
+        "serve",
+        "run",
+        str(repository),
+        "--model",
+        "text_to_image",
+    ]
     command += [f"--{name}_port={getattr(ports, name)}" for name in ("http", "grpc", "metrics")]
     with (tmp_path / "out").open("w") as out:
         running = subprocess.Popen(command, stdout=out, stderr=out)
@@ -170,7 +180,7 @@ def test_an_unknown_field_is_refused_by_triton_s_own_parser(tritonserver, reposi
 
 
 def test_without_a_repository_it_says_so(tmp_path, capsys):
-    assert cli.main(["serve", "run", str(tmp_path / "nothing")]) == 2
+    assert verbs.main(["serve", "run", str(tmp_path / "nothing")]) == 2
     assert "build-repository" in capsys.readouterr().err
 
 
@@ -200,7 +210,7 @@ def test_without_a_network_it_says_how_to_bring_numpy(tritonserver, tmp_path, mo
 
 
 def test_the_docker_command_is_what_production_needs(repository, capsys):
-    assert cli.main(["serve", "run", str(repository), "--docker", "print", "--http_port", "9000"]) == 0
+    assert verbs.main(["serve", "run", str(repository), "--docker", "print", "--http_port", "9000"]) == 0
     command = shlex.split(capsys.readouterr().out)
     assert command == docker_command(repository, Ports(http=9000))
     assert {"--shm-size=1g", "9000:8000", f"{repository}:/models:ro"} <= set(command)

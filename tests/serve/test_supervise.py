@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.serve.supervise import OwnedProcess, answers, keep_running
 from megadit.serve.up import supervise
 

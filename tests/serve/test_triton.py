@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megadit.infer.video_io import encode_mp4
-from megadit.serve import cli
+from megadit.models.shared import verbs
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import (
     IMAGE_MODEL,
@@ -63,9 +63,9 @@ def test_the_video_is_that_of_generate(client, pipeline):
 
 def test_the_command_writes_the_video_of_generate(server, bundle_dir, tmp_path):
     generate = ["generate", "--checkpoint_path", str(bundle_dir), "--prompt", "a two", "--seed", "3", "--device", "cpu"]
-    assert cli.main([*generate, "--video_save_path", str(tmp_path / "ours.mp4")]) == 0
+    assert verbs.main([*generate, "--video_save_path", str(tmp_path / "ours.mp4")]) == 0
     ask = ["serve", "ask", "a two", "--seed", "3", "--url", server.grpc_url, "-o", str(tmp_path / "theirs.mp4")]
-    assert cli.main(ask) == 0
+    assert verbs.main(ask) == 0
     ours, theirs = (frames_of((tmp_path / name).read_bytes()) for name in ("ours.mp4", "theirs.mp4"))
     assert np.array_equal(ours, theirs)
 

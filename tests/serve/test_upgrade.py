@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megadit.infer.pipeline import TextToVideo
-from megadit.models.bundle import Bundle
+from megadit.models.bundle.bundle import Bundle
 from megadit.serve.build_repository import build_repository
 
 MEANS = np.array(

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megadit.models.megatron.checkpoint import CONFIG, DESCRIPTION, STATE, SUMS, TENSORS, find_checkpoints
-from megadit.models.support import write_json
+from megadit.models.shared.files import write_json
 from megadit.train.checkpoint import _delete_old, _reason
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import megadit.train
-from megadit.train.overrides import known_keys, resolve_config, to_plain_values
+from megadit.train.config.load import known_keys, resolve_config, to_plain_values
 from megadit.train.recipes import RECIPES, load_recipe
 
 FILES = sorted((Path(megadit.train.__file__).parent / "conf").glob("*.yaml"))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megadit.train.overrides import known_keys
+from megadit.train.config.load import known_keys
 
 pytestmark = pytest.mark.timeout(2400)
 JOB = Path(__file__).parent / "jobs" / "effects.py"

@@ -11,8 +11,8 @@ import torch
 
 from megadit.models.expert_config import ExpertConfig
 from megadit.models.megatron import extensions
-from megadit.models.support import UserError
-from megadit.train.config import ParallelConfig
+from megadit.models.shared.errors import UserError
+from megadit.train.config.schema import ParallelConfig
 from megadit.train.recipes import load_recipe
 
 JOB = Path(__file__).parent / "jobs" / "eight_bits.py"

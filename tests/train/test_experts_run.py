@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from megadit.infer.pipeline import TextToVideo
-from megadit.models.bundle import Bundle
+from megadit.models.bundle.bundle import Bundle
 from megadit.models.megatron.checkpoint import read_network
-from megadit.models.support import read_json
+from megadit.models.shared.files import read_json
 from megadit.train.to_bundle import main as make_bundle
 
 pytestmark = pytest.mark.slow

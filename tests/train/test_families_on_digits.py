@@ -18,11 +18,11 @@ import torch
 
 from megadit.infer.contact_sheet import contact_sheet
 from megadit.infer.pipeline import TextToVideo
-from megadit.models.bundle import Bundle
+from megadit.models.bundle.bundle import Bundle
 from megadit.models.text_encoders import ClassLabels
-from megadit.train.data import digits
 from megadit.train.data.prepare import fit_tokenizer, prepare_digits
 from megadit.train.data.writer import DatasetWriter
+from megadit.train.digits import data as digits
 from megadit.train.digits.judge import DigitReader, judge
 from megadit.train.to_bundle import main as make_bundle
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megadit.models.bundle import SamplingDefaults, write_bundle
+from megadit.models.bundle.bundle import SamplingDefaults, write_bundle
 from megadit.models.dit import DiT
 from megadit.models.megatron.checkpoint import find_checkpoints, read_network
 from megadit.models.text_encoders import HashedWordEncoder

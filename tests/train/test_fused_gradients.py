@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from megadit.models.megatron import extensions
-from megadit.models.support import UserError
-from megadit.train.config import ParallelConfig
-from megadit.train.config_checks import check_inputs
+from megadit.models.shared.errors import UserError
+from megadit.train.config.checks import check_inputs
+from megadit.train.config.schema import ParallelConfig
 from megadit.train.recipes import load_recipe
 
 JOB = Path(__file__).parent / "jobs" / "fused_gradients.py"

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megadit.train.config import HealthConfig
+from megadit.train.config.schema import HealthConfig
 from megadit.train.health import READING_WINDOW, WARM_UP_STEPS, Judge, ReadingTime
 
 LOUD = "sample-loud"

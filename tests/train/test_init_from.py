@@ -10,8 +10,9 @@ import torch.distributed.checkpoint as dcp
 from megadit.models.dit import DiT
 from megadit.models.megatron.checkpoint import CONFIG, STATE, TENSORS, checkpoint_name, model_key
 from megadit.models.megatron.integrity import DamagedCheckpointError, checksums, file_names, write_sums
-from megadit.models.support import UserError, write_json
-from megadit.train.overrides import to_yaml
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import write_json
+from megadit.train.config.load import to_yaml
 from megadit.train.recipes import load_recipe
 from megadit.train.setup import given_weights
 

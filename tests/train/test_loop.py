@@ -14,8 +14,8 @@ from megadit.models.flops import training_flops
 from megadit.models.machine import peak_flops
 from megadit.models.megatron.checkpoint import find_checkpoints
 from megadit.models.segments import Segment, SegmentLayout
+from megadit.train.config.load import load_config
 from megadit.train.metrics import Metrics
-from megadit.train.overrides import load_config
 from megadit.train.recipes import load_recipe
 
 MOCK = ("-m", "megadit.train", "--recipe", "digits_tiny", "--mock", "validation.interval=0")

@@ -12,9 +12,9 @@ from megadit.models.dit import DiT
 from megadit.models.embeddings import patchify, unpatchify
 from megadit.models.initialize import initialize_
 from megadit.models.noise import Stream, normal
-from megadit.models.precondition import EDMDenoiser
-from megadit.train.config import DiffusionConfig
-from megadit.train.data.batch import PackFormat, TrainingSample
+from megadit.models.parameterization import EDMDenoiser
+from megadit.train.config.schema import DiffusionConfig
+from megadit.train.data.packed_batch import PackFormat, TrainingSample
 from megadit.train.loss import TrainingModel, Uncertainty, draw_sigma, edm_loss, token_noise
 from megadit.train.recipes import load_recipe
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from megadit.models.megatron.checkpoint import find_checkpoints
-from megadit.train.data.batch import REFUSALS
+from megadit.train.config.load import resolve_config
 from megadit.train.data.dataset_info import DatasetInfo
 from megadit.train.data.loader import build_train_loader
+from megadit.train.data.packed_batch import REFUSALS
 from megadit.train.data.writer import prepare_for_energon, sample_members, write_members
-from megadit.train.overrides import resolve_config
 
 pytestmark = pytest.mark.slow
 

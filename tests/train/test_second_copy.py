@@ -6,7 +6,7 @@ import fsspec
 import pytest
 
 from megadit.models.megatron.integrity import SUMS, checksums, file_names, write_sums
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.train.second_copy import SecondCopy, check_url
 
 

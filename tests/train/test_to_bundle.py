@@ -6,9 +6,9 @@ import shutil
 import pytest
 import torch
 
-from megadit.models.bundle import Bundle
+from megadit.models.bundle.bundle import Bundle
 from megadit.models.megatron.checkpoint import read_network
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.train.to_bundle import choose_average, find_checkpoint, main
 
 pytestmark = pytest.mark.slow

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megadit.train import validation
+from megadit.train.config.load import resolve_config
 from megadit.train.data.dataset_info import DatasetInfo
-from megadit.train.overrides import resolve_config
 from megadit.train.sampling_defaults import sampling_defaults
 
 

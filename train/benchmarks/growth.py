@@ -18,16 +18,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megadit.models.support import (
-    CommandParser,
-    Progress,
-    UserError,
-    atomic_path,
-    nearest,
-    read_json,
-    run_command,
-    write_json,
-)
+from megadit.models.shared.errors import UserError, nearest
+from megadit.models.shared.files import atomic_path, read_json, write_json
+from megadit.models.shared.options import CommandParser, run_command
+from megadit.models.shared.progress import Progress
 
 RECIPE = "digits_tiny"
 BASE = (
@@ -130,7 +124,7 @@ def measure_point(axis: Axis, value: int, file: Path, steps: int) -> Point:
         UserError: if the run failed, with its last words.
     """
     ranks, overrides = axis.num_ranks(value), [*BASE, *axis.overrides(value)]
-    command = [sys.executable, "-m", "megadit.train.benchmark_train", "--recipe", RECIPE, "--warmup", "1"]
+    command = [sys.executable, "-m", "megadit.train.benchmarks.train", "--recipe", RECIPE, "--warmup", "1"]
     command += ["--steps", str(steps), "--json", str(file), *overrides] + (["--nproc", str(ranks)] if ranks > 1 else [])
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -146,7 +140,7 @@ def measure_point(axis: Axis, value: int, file: Path, steps: int) -> Point:
 
 
 def _planned_memory(overrides: list[str], ranks: int) -> float:
-    from megadit.train.overrides import resolve_config
+    from megadit.train.config.load import resolve_config
     from megadit.train.plan.layout import Layout
     from megadit.train.plan.memory import memory_of
 

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megadit.infer.watch import shares, watch
+from megadit.infer.benchmarks.profile import shares, watch
 from megadit.models.machine import datasheet_flops, matmul_flops, peak_memory, reset_peak_memory, synchronize
 from megadit.models.megatron.groups import Groups
-from megadit.train.batches import TrainBatches
-from megadit.train.config import RunConfig
-from megadit.train.data.batch import PackedBatch
+from megadit.train.config.schema import RunConfig
+from megadit.train.data.distribute import TrainBatches
+from megadit.train.data.packed_batch import PackedBatch
 from megadit.train.plan.work import count_parameters, upstream_pack_flops
 from megadit.train.setup import Training, build_training, precision
 from megadit.train.step import StepResult, train_step

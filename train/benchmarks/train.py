@@ -16,11 +16,14 @@ from typing import Any
 
 from rich.console import Console
 
-from megadit.models.support import CommandParser, Progress, UserError, run_command, told_once, write_json
+from megadit.models.shared.errors import UserError, told_once
+from megadit.models.shared.files import write_json
+from megadit.models.shared.options import CommandParser, run_command
+from megadit.models.shared.progress import Progress
 from megadit.train.__main__ import without_nproc
-from megadit.train.config import RunConfig
-from megadit.train.config_checks import check_inputs, check_layout
-from megadit.train.overrides import resolve_config
+from megadit.train.config.checks import check_inputs, check_layout
+from megadit.train.config.load import resolve_config
+from megadit.train.config.schema import RunConfig
 from megadit.train.recipes import RECIPES
 from megadit.train.step_figures import StepFigures, shares_of, table_of
 
@@ -41,7 +44,7 @@ def _run(argv: list[str], *, debug: bool) -> int:
         from megadit.models.megatron.launch import launch
 
         rank_argv = without_nproc(argv) + (["--debug"] if debug else [])
-        return launch("megadit.train.benchmark_train", rank_argv, num_processes=options.nproc)
+        return launch("megadit.train.benchmarks.train", rank_argv, num_processes=options.nproc)
     import torch
 
     if not torch.cuda.is_available():
@@ -59,7 +62,7 @@ def _run(argv: list[str], *, debug: bool) -> int:
 def _measure(config: RunConfig, options: argparse.Namespace) -> tuple[StepFigures, dict[str, Any]]:
     from megadit.models.machine import describe
     from megadit.models.megatron import groups as process_groups
-    from megadit.train.measure import measure_steps
+    from megadit.train.benchmarks.measure import measure_steps
     from megadit.train.setup import start_processes
 
     groups = start_processes(config)

@@ -1,8 +1,8 @@
 """What a run's configuration must agree on with the world around it: the number of ranks, the files it names."""
 
-from megadit.models.support import UserError
-from megadit.train.config import ParallelConfig, RunConfig, ValidationConfig
-from megadit.train.value_checks import nearest_multiples
+from megadit.models.shared.errors import UserError
+from megadit.train.config.schema import ParallelConfig, RunConfig, ValidationConfig
+from megadit.train.config.value_checks import nearest_multiples
 
 
 def check_layout(config: RunConfig, world_size: int) -> int:
@@ -59,7 +59,7 @@ def _check_kernels(parallel: ParallelConfig) -> None:
 def _check_sampling(validation: ValidationConfig) -> None:
     """Raises UserError for a sampler that does not exist, or cannot do what is asked of it."""
     from megadit.infer.settings import resolve_settings
-    from megadit.models.bundle import SamplingDefaults
+    from megadit.models.bundle.bundle import SamplingDefaults
 
     steps, size = validation.num_steps, {"num_frames": 1, "height": 1, "width": 1, "fps": 1.0}
     sampling = SamplingDefaults(sampler=validation.sampler, num_steps=steps, guidance=validation.guidance, **size)

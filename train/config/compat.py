@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 SECTIONS = {
     "model.config": "model",

@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from megadit.models.support import UserError
-from megadit.train.value_checks import nearest_multiples
+from megadit.models.shared.errors import UserError
+from megadit.train.config.value_checks import nearest_multiples
 
 if TYPE_CHECKING:
-    from megadit.train.config import RunConfig
+    from megadit.train.config.schema import RunConfig
 
 MULTIPLE = {"tensorwise": 16, "blockwise": 16, "mxfp8": 32}
 """`train.fp8_recipe` -> what rows and columns of every matrix are a multiple of, on each rank."""

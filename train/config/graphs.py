@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 if TYPE_CHECKING:
-    from megadit.train.config import RunConfig
+    from megadit.train.config.schema import RunConfig
 
 
 def check_graphs(config: "RunConfig") -> None:

@@ -9,9 +9,9 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from megadit.models.support import UserError, nearest
-from megadit.train.aliases import expand_braces, translate
-from megadit.train.config import RunConfig
+from megadit.models.shared.errors import UserError, nearest
+from megadit.train.config.compat import expand_braces, translate
+from megadit.train.config.schema import RunConfig
 from megadit.train.recipes import load_recipe
 
 Config = TypeVar("Config")

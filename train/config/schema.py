@@ -11,11 +11,11 @@ from typing import Literal, get_args
 
 from megadit.models.config import DiTConfig
 from megadit.models.megatron.parallel_sizes import ContextComm, ParallelSizes
-from megadit.models.support import UserError
-from megadit.train.config_fp8 import check_fp8
-from megadit.train.config_graphs import check_graphs
-from megadit.train.config_upkeep import CheckpointConfig, HealthConfig, LoggerConfig, ValidationConfig
-from megadit.train.value_checks import nearest_multiples, require_choice, require_not_negative, require_positive
+from megadit.models.shared.errors import UserError
+from megadit.train.config.fp8 import check_fp8
+from megadit.train.config.graphs import check_graphs
+from megadit.train.config.upkeep import CheckpointConfig, HealthConfig, LoggerConfig, ValidationConfig
+from megadit.train.config.value_checks import nearest_multiples, require_choice, require_not_negative, require_positive
 
 Precision = Literal["fp32", "bf16"]
 Fp8 = Literal["none", "e4m3", "hybrid"]

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from megadit.models.support import UserError
-from megadit.train.value_checks import require_choice, require_not_negative, require_positive
+from megadit.models.shared.errors import UserError
+from megadit.train.config.value_checks import require_choice, require_not_negative, require_positive
 
 Remedy = Literal["stop", "skip", "rollback"]
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 
-from megadit.models.support import UserError, nearest
+from megadit.models.shared.errors import UserError, nearest
 
 
 def require_positive(section: str, config: object, names: Iterable[str]) -> None:

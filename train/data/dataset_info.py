@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
-from megadit.models.support import UserError, write_json
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import write_json
 from megadit.train.data.places import STORES, energon_url, is_url, local_copy, place
 
 if TYPE_CHECKING:

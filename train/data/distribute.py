@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from megadit.models.megatron.groups import Groups
 from megadit.models.segments import Segment, SegmentLayout
-from megadit.train.config import RunConfig
-from megadit.train.data.batch import PackedBatch
+from megadit.train.config.schema import RunConfig
 from megadit.train.data.loader import build_train_loader, build_validation_loader
+from megadit.train.data.packed_batch import PackedBatch
 from megadit.train.data.redistribute import redistribute
 
 _TENSORS = ("tokens_S1P", "text_L1E", "fps_G", "noise_key_G")

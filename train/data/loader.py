@@ -25,12 +25,12 @@ from megatron.energon.metadataset import load_dataset
 from megatron.energon.metadataset.loader_interface import LoadedDatasetList
 from megatron.energon.wrappers.gc_dataset import GC_DEFAULT_EVERY_N_ITER
 
-from megadit.models.support import UserError
-from megadit.train.config import RunConfig
-from megadit.train.data.batch import PackedBatch, PackFormat, TrainingSample
+from megadit.models.shared.errors import UserError
+from megadit.train.config.schema import RunConfig
 from megadit.train.data.dataset_info import CRUDE, DatasetInfo, iter_captions
 from megadit.train.data.mock import MockLoader
 from megadit.train.data.on_the_fly import FrozenEncoders
+from megadit.train.data.packed_batch import PackedBatch, PackFormat, TrainingSample
 from megadit.train.data.places import place
 from megadit.train.data.redistribute import RANK, RANKS, WORKERS
 from megadit.train.data.rules import Rules

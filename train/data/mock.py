@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from megadit.models.noise import sample_key
-from megadit.models.support import UserError
-from megadit.train.data.batch import PackedBatch, PackFormat, TrainingSample
+from megadit.models.shared.errors import UserError
+from megadit.train.data.packed_batch import PackedBatch, PackFormat, TrainingSample
 
 MAX_TEXT_LENGTH = 16
 FPS = 24.0

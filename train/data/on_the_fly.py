@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import load_tokenizer
-from megadit.train.data.batch import TrainingSample
+from megadit.train.data.packed_batch import TrainingSample
 from megadit.train.data.samples import OCCURRENCE, UnreadableSampleError, read_description
 
 MAX_PIXELS = 1 << 28

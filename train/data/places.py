@@ -9,7 +9,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megadit.models.support import UserError, atomic_directory, held_alone
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import atomic_directory, held_alone
 
 if TYPE_CHECKING:
     from megatron.energon.epathlib import EPath

@@ -13,14 +13,18 @@ import imageio.v3 as iio
 import torch
 from torch import Tensor
 
-from megadit.models.support import CommandParser, Progress, UserError, atomic_path, duration, nearest, run_command
+from megadit.models.shared.errors import UserError, nearest
+from megadit.models.shared.files import atomic_path
+from megadit.models.shared.options import CommandParser, run_command
+from megadit.models.shared.progress import Progress, duration
 from megadit.models.text_encoders.hashed_words import HashedWordEncoder
 from megadit.models.tokenizers.haar import HaarTokenizer
-from megadit.train.data import digits, dummy_images
+from megadit.train.data import dummy_images
 from megadit.train.data.dataset_info import DatasetInfo
 from megadit.train.data.ingest import command as ingest
 from megadit.train.data.ingest.foreign import nemo_command
 from megadit.train.data.writer import DatasetWriter, is_done
+from megadit.train.digits import data as digits
 
 LATENT_CHANNELS = 32
 TEXT_WIDTH = 64

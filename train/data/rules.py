@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from megadit.models.noise import Stream, sample_key, uniform
-from megadit.models.support import UserError
-from megadit.train.config import DataConfig
-from megadit.train.data.batch import PackFormat, TrainingSample
+from megadit.models.shared.errors import UserError
+from megadit.train.config.schema import DataConfig
+from megadit.train.data.packed_batch import PackFormat, TrainingSample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

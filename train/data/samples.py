@@ -14,7 +14,7 @@ from megatron.energon.flavors import SavableDataset
 from megatron.energon.flavors.base_dataset import add_sample_restore_key
 from megatron.energon.wrappers.base import BaseWrapperDataset
 
-from megadit.train.data.batch import PackedBatch, TrainingSample
+from megadit.train.data.packed_batch import PackedBatch, TrainingSample
 
 OCCURRENCE = "__occurrence__"
 """Field of a crude sample: the pass over the data set that it was read in."""

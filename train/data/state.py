@@ -15,7 +15,7 @@ from megatron.energon.flavors.webdataset.sample_loader import SliceState
 from megatron.energon.rng import SystemRngState
 from megatron.energon.savable_loader import SavableDataLoaderState, SavableDatasetCheckpoint, SavableDatasetState
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 STATE_CLASSES = {
     state_class.__name__: state_class

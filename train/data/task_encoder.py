@@ -15,9 +15,9 @@ from megatron.energon.flavors import SavableDataset
 from megatron.energon.wrappers import BatchDataset, PackingDataset
 
 from megadit.models.noise import sample_key
-from megadit.models.support import UserError
-from megadit.train.data.batch import REFUSALS, PackedBatch, TrainingSample
-from megadit.train.data.packing import best_fit
+from megadit.models.shared.errors import UserError
+from megadit.train.data.bin_packing import best_fit
+from megadit.train.data.packed_batch import REFUSALS, PackedBatch, TrainingSample
 from megadit.train.data.rules import Rules
 from megadit.train.data.samples import (
     LatentPack,

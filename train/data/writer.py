@@ -24,7 +24,8 @@ import torch
 import yaml
 from torch import Tensor
 
-from megadit.models.support import UserError, atomic_directory, atomic_path
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import atomic_directory, atomic_path
 from megadit.models.text_encoders.base import TextEncoder
 from megadit.models.tokenizers.base import VideoTokenizer
 from megadit.train.data.dataset_info import CRUDE, DEFINITIONS, ENERGON_FOLDER, INFO_FILE, DatasetInfo

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megadit.models.support import UserError, atomic_path
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import atomic_path
 
 BACKGROUND, TEXT, FAINT, GRID = "#101216", "#e8eaed", "#8a919c", "#2a2e36"
 RIGHT, WRONG, NOTE = "#5dd39e", "#ff6b6b", "#f2c14e"

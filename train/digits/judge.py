@@ -17,8 +17,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from megadit.models.support import Progress, atomic_path
-from megadit.train.data.digits import COLOURS, DIGITS, DIRECTIONS, FRAME_SIZE, draw_clips, random_attributes
+from megadit.models.shared.files import atomic_path
+from megadit.models.shared.progress import Progress
+from megadit.train.digits.data import COLOURS, DIGITS, DIRECTIONS, FRAME_SIZE, draw_clips, random_attributes
 
 NONE = -1
 """The verdict where a frame shows no ink, a colour that has no name here, or a clip that goes nowhere."""

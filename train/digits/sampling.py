@@ -17,9 +17,12 @@ from torch import Tensor
 
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.samplers import SAMPLERS
-from megadit.models.support import CommandParser, Progress, UserError, atomic_path, run_command, write_json
-from megadit.train.data.digits import COLOURS, Attributes
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import atomic_path, write_json
+from megadit.models.shared.options import CommandParser, run_command
+from megadit.models.shared.progress import Progress
 from megadit.train.digits import judge, score
+from megadit.train.digits.data import COLOURS, Attributes
 from megadit.train.digits.figures import BACKGROUND, FAINT, GRID, TEXT
 
 CALLS = (4, 6, 8, 12, 20, 35)

@@ -9,7 +9,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from megadit.train.data.digits import (
+from megadit.train.digits.data import (
     COLOURS,
     DIRECTIONS,
     SPEEDS,

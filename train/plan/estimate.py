@@ -10,7 +10,7 @@ products and attention reach. The others are set by hand and stated here.
 
 from dataclasses import dataclass
 
-from megadit.train.config import RunConfig
+from megadit.train.config.schema import RunConfig
 from megadit.train.plan.hardware import Gpu
 from megadit.train.plan.layout import Layout
 from megadit.train.plan.memory import spreads_optimizer

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megadit.models.support import UserError, nearest
+from megadit.models.shared.errors import UserError, nearest
 
 GIB = 2**30
 GB = 10**9

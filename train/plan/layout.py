@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megadit.models.megatron.parallel_sizes import SETTINGS, ParallelSizes
-from megadit.train.config import RunConfig
-from megadit.train.config_checks import check_layout
+from megadit.train.config.checks import check_layout
+from megadit.train.config.schema import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from megadit.train.config import RunConfig
+from megadit.train.config.schema import RunConfig
 from megadit.train.plan.layout import Layout
 from megadit.train.plan.memory import memory_of
 

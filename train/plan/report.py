@@ -6,8 +6,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from megadit.models.support import UserError
-from megadit.train.config import RunConfig
+from megadit.models.shared.errors import UserError
+from megadit.train.config.schema import RunConfig
 from megadit.train.plan.estimate import tokens_per_second
 from megadit.train.plan.hardware import GIB, Gpu
 from megadit.train.plan.layout import Layout

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megadit.models.megatron.parallel_sizes import ParallelSizes, legal_layouts
-from megadit.models.support import UserError
-from megadit.train.config import RunConfig
+from megadit.models.shared.errors import UserError
+from megadit.train.config.schema import RunConfig
 from megadit.train.plan.estimate import StepTime, estimate_step
 from megadit.train.plan.hardware import Gpu
 from megadit.train.plan.layout import Layout, with_layout

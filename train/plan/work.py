@@ -20,7 +20,7 @@ from megadit.models.dit import DiT
 from megadit.models.flops import attention_flops, training_flops
 from megadit.models.layers import TorchLayers
 from megadit.models.segments import Segment, SegmentLayout
-from megadit.train.config import RunConfig
+from megadit.train.config.schema import RunConfig
 from megadit.train.plan.layout import Layout
 
 ELEMENTWISE_ACCESSES = 100 / 3

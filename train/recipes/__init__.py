@@ -5,8 +5,8 @@ single values of it. Variants are `dataclasses.replace` of another recipe. Its d
 at full size, hardware, tokens, and the memory of a GPU as the planner estimates it (`--dry-run`).
 """
 
-from megadit.models.support import UserError, nearest
-from megadit.train.config import RunConfig
+from megadit.models.shared.errors import UserError, nearest
+from megadit.train.config.schema import RunConfig
 from megadit.train.recipes import digits, experts, moviegen, performance, pretrain, st_dit  # they register themselves
 from megadit.train.recipes.registry import RECIPES
 

@@ -6,7 +6,7 @@ Their text passes the MLP only (`model.compat=nemo` builds that); here it is add
 from dataclasses import replace
 
 from megadit.models.config import NAMED_CONFIGS
-from megadit.train.config import (
+from megadit.train.config.schema import (
     CheckpointConfig,
     DataConfig,
     EmaConfig,

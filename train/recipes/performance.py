@@ -7,7 +7,7 @@ large the global batch was: 256 packs, that of their example command, is assumed
 from dataclasses import replace
 
 from megadit.models.config import NAMED_CONFIGS
-from megadit.train.config import (
+from megadit.train.config.schema import (
     CheckpointConfig,
     DataConfig,
     EmaConfig,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from megadit.train.config import RunConfig
+from megadit.train.config.schema import RunConfig
 
 RECIPES: dict[str, Callable[[], RunConfig]] = {}
 

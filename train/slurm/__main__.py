@@ -13,8 +13,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megadit.models.support import CommandParser, UserError, atomic_path, run_command
-from megadit.train.overrides import change, to_yaml
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import atomic_path
+from megadit.models.shared.options import CommandParser, run_command
+from megadit.train.config.load import change, to_yaml
 from megadit.train.slurm.config import ChainConfig
 from megadit.train.slurm.scripts import scripts
 

@@ -5,7 +5,7 @@ import subprocess
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 NumaBinding = Literal["node", "socket", "exclusive", "core-complex", "none"]
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from megadit.infer import benchmark_generate
-from megadit.infer.benchmark_generate import DECODER, ENCODER, NETWORK, WHOLE, Figure, parts
+from megadit.infer.benchmarks import generate as benchmark_generate
+from megadit.infer.benchmarks.generate import DECODER, ENCODER, NETWORK, WHOLE, Figure, parts
 from megadit.models.flops import forward_flops
 from megadit.models.segments import Segment
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megadit.serve import doctor
+from megadit.infer.inspect import doctor
 
 
 def test_report_names_every_library_and_exits_with_0(capsys):

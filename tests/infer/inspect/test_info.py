@@ -6,14 +6,14 @@ import shutil
 import pytest
 import torch
 
-from megadit.models.bundle import SamplingDefaults, write_bundle
+from megadit.infer.inspect import info
+from megadit.models.bundle.bundle import SamplingDefaults, write_bundle
 from megadit.models.config import NAMED_CONFIGS
 from megadit.models.dit import DiT
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders.hashed_words import HashedWordEncoder
 from megadit.models.tokenizers.haar import HaarTokenizer
-from megadit.serve import info
-from megadit.train.overrides import resolve_config, to_yaml
+from megadit.train.config.load import resolve_config, to_yaml
 from megadit.train.recipes import load_recipe
 
 TRAIN_ITERS = load_recipe("digits").train.train_iters

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megadit.models.megatron.interconnect import Link, Place, _rounds, judge, tournament
+from megadit.infer.inspect.interconnect import Link, Place, _rounds, judge, tournament
 
 JOB = Path(__file__).parent / "jobs" / "sick_ranks.py"
 
@@ -133,7 +133,7 @@ def test_sick_ranks_are_named_and_healthy_ones_are_not(tmp_path):
 @pytest.mark.slow
 def test_command_starts_its_own_ranks_and_finds_them_healthy_enough():
     done = subprocess.run(
-        [sys.executable, "-m", "megadit.serve.doctor", "--distributed", "--nproc", "2"],
+        [sys.executable, "-m", "megadit.infer.inspect.doctor", "--distributed", "--nproc", "2"],
         env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
         capture_output=True,
         text=True,

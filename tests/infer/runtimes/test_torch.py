@@ -6,12 +6,12 @@ import torch
 
 from megadit.infer.runtimes import torch as runtime
 from megadit.infer.runtimes.torch import DTYPES, TorchDenoiser, find_device, find_dtype
-from megadit.models.bundle import Bundle
+from megadit.models.bundle.bundle import Bundle
 from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
-from megadit.models.precondition import EDMDenoiser
-from megadit.models.support import UserError
+from megadit.models.parameterization import EDMDenoiser
+from megadit.models.shared.errors import UserError
 
 
 @pytest.fixture

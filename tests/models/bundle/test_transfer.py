@@ -4,13 +4,13 @@ import fsspec
 import pytest
 import torch
 
-from megadit.models.bundle import Bundle, SamplingDefaults, update_manifest, write_bundle
+from megadit.models.bundle.bundle import Bundle, SamplingDefaults, update_manifest, write_bundle
+from megadit.models.bundle.transfer import pull, pull_bundle, push, push_bundle
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
-from megadit.models.transfer import pull, pull_bundle, push, push_bundle
 
 from .hub_server import TOKEN, serve_hub
 

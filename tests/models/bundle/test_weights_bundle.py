@@ -6,11 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megadit.models.bundle import FORMAT_VERSION, Bundle, SamplingDefaults, write_bundle
+from megadit.models.bundle.bundle import FORMAT_VERSION, Bundle, SamplingDefaults, write_bundle
 from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
-from megadit.models.support import UserError, read_json, write_json
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import read_json, write_json
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
 from megadit.models.weights import dit_shapes, load_dit, save_dit

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from megadit.infer.pipeline import TextToVideo
-from megadit.models.bundle import Bundle
+from megadit.models.bundle.bundle import Bundle
 from megadit.models.convert.cli import main
 from megadit.models.noise import latent_noise, seed_key
-from megadit.models.precondition import ddpm_sigmas
-from megadit.models.support import read_json
+from megadit.models.parameterization import ddpm_sigmas
+from megadit.models.shared.files import read_json
 from megadit.models.text_encoders import T5TextEncoder
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")

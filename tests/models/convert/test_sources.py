@@ -12,14 +12,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
+from megadit.models.bundle.tensor_source import from_state_dict, open_safetensors, write_safetensors
 from megadit.models.config import DiTConfig
 from megadit.models.convert import class_dit, cosmos, nemo
 from megadit.models.convert.cli import main
 from megadit.models.convert.converted import to_theirs
 from megadit.models.convert.published import open_published
 from megadit.models.dit import DiT
-from megadit.models.support import UserError
-from megadit.models.tensor_source import from_state_dict, open_safetensors, write_safetensors
+from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
 

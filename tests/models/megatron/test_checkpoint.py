@@ -16,7 +16,8 @@ from megadit.models.megatron.checkpoint import (
     read_network,
 )
 from megadit.models.megatron.integrity import checksums, file_names, write_sums
-from megadit.models.support import UserError, write_json
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import write_json
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 

@@ -20,7 +20,7 @@ from megadit.models.megatron.integrity import (
     read_description,
     write_sums,
 )
-from megadit.models.support import write_json
+from megadit.models.shared.files import write_json
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 NUM_CASES = 100

@@ -48,7 +48,7 @@ assert split == {
 }
 
 from megadit.models.megatron import extensions, te_layers
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 if not extensions.has_transformer_engine():
     try:
         te_layers.TELayers(kit.config)

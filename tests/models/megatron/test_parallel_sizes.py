@@ -7,7 +7,7 @@ import pytest
 from megadit.models.config import DiTConfig
 from megadit.models.expert_config import ExpertConfig
 from megadit.models.megatron.parallel_sizes import SETTINGS, ParallelSizes, legal_layouts
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 MODEL = DiTConfig(num_layers=4, hidden_size=48, num_attention_heads=6)
 

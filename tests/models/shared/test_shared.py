@@ -7,19 +7,10 @@ import sys
 
 import pytest
 
-from megadit.models.support import (
-    CommandParser,
-    Progress,
-    UserError,
-    atomic_directory,
-    atomic_path,
-    duration,
-    held_alone,
-    nearest,
-    read_json,
-    run_command,
-    write_json,
-)
+from megadit.models.shared.errors import UserError, nearest
+from megadit.models.shared.files import atomic_directory, atomic_path, held_alone, read_json, write_json
+from megadit.models.shared.options import CommandParser, run_command
+from megadit.models.shared.progress import Progress, duration
 
 
 class Terminal(io.StringIO):
@@ -81,7 +72,7 @@ def test_atomic_directory_refuses_to_replace_a_file(tmp_path):
 def test_one_process_holds_a_file_and_lets_go_when_it_is_killed(tmp_path):
     path = tmp_path / "new" / "lock"
     program = (
-        "import sys, time; from megadit.models.support import held_alone\n"
+        "import sys, time; from megadit.models.shared.files import held_alone\n"
         "with held_alone(sys.argv[1]): print('held', flush=True); time.sleep(600)"
     )
     child = subprocess.Popen([sys.executable, "-c", program, path], stdout=subprocess.PIPE, text=True)
@@ -173,7 +164,7 @@ def test_run_command_never_hides_a_fault_of_ours():
 def test_a_reader_that_leaves_ends_a_command_in_silence():
     """As in `command | head -1`, with standard output buffered or not."""
     program = (
-        "import sys; from megadit.models.support import run_command;"
+        "import sys; from megadit.models.shared.options import run_command;"
         "sys.stdin.readline();"  # until the reader has left
         "sys.exit(run_command(lambda argv: print('text'), []))"
     )
@@ -193,7 +184,7 @@ def test_a_reader_that_leaves_ends_a_command_in_silence():
 
 def test_a_broken_pipe_of_another_kind_is_a_fault_of_ours():
     program = (
-        "from megadit.models.support import run_command\n"
+        "from megadit.models.shared.options import run_command\n"
         "def fail(argv): raise BrokenPipeError('worker')\n"
         "run_command(fail, [])"
     )
@@ -229,5 +220,6 @@ def test_wrong_arguments_are_user_errors(arguments, message):
 
 def test_support_needs_no_torch():
     """`megadit --help` imports this module, and must be quick."""
-    code = "import sys, megadit.models.support; sys.exit('torch' in sys.modules or 'rich' in sys.modules)"
+    imports = "from megadit.models.shared import errors, files, options, progress, verbs"
+    code = f"import sys; {imports}; sys.exit('torch' in sys.modules or 'rich' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

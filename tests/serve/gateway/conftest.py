@@ -173,7 +173,8 @@ def start_gateway(tmp_path):
         prefix: tuple[str, ...] = (),
     ) -> RunningGateway:
         ports, store = Ports.free(), store or str(folder / "jobs.sqlite")
-        command = [sys.executable, "-m", "megadit.serve.cli", "serve", "gateway"]
+        command = [sys.executable, "-m", "megadit.models.shared.verbs"]
+        command += ["serve", "gateway"]
         command += [f"--server={server}" for server in servers]
         command += [f"--port={ports.http}", f"--metrics_port={ports.metrics}", f"--store={store}"]
         command += [f"--results={folder / 'videos'}", "--min_free_bytes=0", *arguments]

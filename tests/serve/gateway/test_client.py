@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import uvicorn
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.serve.contract import CancelledError, InvalidRequestError, Progress, VideoRequest
 from megadit.serve.gateway import command
 from megadit.serve.gateway.app import create_app

@@ -50,7 +50,15 @@ class Service:
         self.folder, ports, others = folder, Ports.free(), Ports.free()
         self.url = f"http://127.0.0.1:{others.http}"
         store = folder / "jobs.sqlite"
-        command = [sys.executable, "-m", "megadit.serve.cli", "serve", "up", str(repository), "--model=text_to_video"]
+        command = [
+            sys.executable,
+            "-m",
+            "megadit.models.shared.verbs",
+            "serve",
+            "up",
+            str(repository),
+            "--model=text_to_video",
+        ]
         command += [f"--http_port={ports.http}", f"--grpc_port={ports.grpc}", f"--triton_metrics_port={ports.metrics}"]
         command += [f"--port={others.http}", "--", f"--metrics_port={others.metrics}", f"--store={store}"]
         command += [f"--results={folder / 'videos'}", "--min_free_bytes=0", "--slots=2", "--result_seconds=3000"]
@@ -274,7 +282,9 @@ def test_a_full_disk_ends_jobs_honestly_and_passes(triton, start_gateway, eventu
     disk = tmp_path / "disk"
     disk.mkdir()
     prepare = 'mount -t tmpfs -o size=12m tmpfs "$0" && $KEYS --store="$0/jobs.sqlite" > "$0.key" && exec "$@"'
-    monkeypatch.setenv("KEYS", f"{sys.executable} -m megadit.serve.cli serve keys add a --requests_per_minute=1000000")
+    monkeypatch.setenv(
+        "KEYS", f"{sys.executable} -m megadit.models.shared.verbs serve keys add a --requests_per_minute=1000000"
+    )
     mount = ("unshare", "-rm", "sh", "-c", prepare, str(disk))
     gateway = start_gateway(triton, folder=disk, log=tmp_path / "log", prefix=mount)
     inside = Path(f"/proc/{gateway.process.pid}/root{disk}")

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from megadit.infer.video_io import encode_mp4
-from megadit.models.support import UserError
-from megadit.serve import cli
+from megadit.models.shared import verbs
+from megadit.models.shared.errors import UserError
 from megadit.serve.contract import CancelledError, Progress
-from megadit.serve.demo import Studio
 from megadit.serve.gateway.client import GatewayClient
+from megadit.serve.page.demo import Studio
 
 VIDEO = {"prompt": "a red seven", "seed": 11, "guidance": 3.0, "num_steps": 5}
 LONG = {"prompt": "a long one", "num_steps": 2500}
@@ -220,15 +220,15 @@ def test_a_drain_finishes_what_runs_and_keeps_the_rest(start_gateway, triton, wa
 @pytest.mark.slow
 def test_keys_by_command(tmp_path, capsys):
     store = f"--store={tmp_path / 'jobs.sqlite'}"
-    assert cli.main(["serve", "keys", "add", "alice", store, "--max_active", "3"]) == 0
+    assert verbs.main(["serve", "keys", "add", "alice", store, "--max_active", "3"]) == 0
     text = capsys.readouterr().out.strip()
     assert text.startswith("mdk_")
-    assert cli.main(["serve", "keys", "list", store]) == 0
+    assert verbs.main(["serve", "keys", "list", store]) == 0
     listed = capsys.readouterr().out
     assert "alice" in listed and "max_active 3" in listed and text not in listed
     key_id = text.split("_")[1]
-    assert cli.main(["serve", "keys", "revoke", key_id, store]) == 0
-    assert cli.main(["serve", "keys", "list", store]) == 0
+    assert verbs.main(["serve", "keys", "revoke", key_id, store]) == 0
+    assert verbs.main(["serve", "keys", "list", store]) == 0
     assert "revoked" in capsys.readouterr().out
-    assert cli.main(["serve", "keys", "revoke", "nobody", store]) == 2
-    assert cli.main(["serve", "keys", "add", "bob", store, "--webhook", "file:///etc/passwd"]) == 2
+    assert verbs.main(["serve", "keys", "revoke", "nobody", store]) == 2
+    assert verbs.main(["serve", "keys", "add", "bob", store, "--webhook", "file:///etc/passwd"]) == 2

@@ -4,14 +4,14 @@ import hashlib
 
 import pytest
 
-from megadit.serve.demo import Studio
 from megadit.serve.gateway.client import GatewayClient
+from megadit.serve.page.demo import Studio
 
 
 @pytest.mark.slow
 def test_a_visitor_makes_a_video_through_the_gateway(chromium, start_gateway, server, eventually, monkeypatch):
     pytest.importorskip("gradio")
-    from megadit.serve.demo_page import build_page, launch
+    from megadit.serve.page.layout import build_page, launch
 
     gateway = start_gateway(f"grpc://{server.grpc_url}")
     studio = Studio(GatewayClient(gateway.url, gateway.new_key()))

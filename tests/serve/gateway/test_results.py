@@ -8,7 +8,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.serve.gateway.content import content_of
 from megadit.serve.gateway.errors import ApiError
 from megadit.serve.gateway.results import Results

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import generate_latest
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.serve.contract import DeadlineExceededError, UnavailableError, VideoRequest, VideoResult
 from megadit.serve.gateway import runner
 from megadit.serve.gateway.errors import ApiError

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from megadit.infer.video_io import read_video, write_video
-from megadit.models.support import UserError
-from megadit.serve import cli, demo
+from megadit.models.shared import verbs
+from megadit.models.shared.errors import UserError
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import (
     CancelledError,
@@ -21,8 +21,9 @@ from megadit.serve.contract import (
     VideoRequest,
     VideoResult,
 )
-from megadit.serve.demo import Studio, service
-from megadit.serve.demo_view import Preset, facts, finished_stage, presets, progress_stage, told_stage
+from megadit.serve.page import demo
+from megadit.serve.page.demo import Studio, service
+from megadit.serve.page.view import Preset, facts, finished_stage, presets, progress_stage, told_stage
 
 PRESET = Preset(name="Video", num_frames=5, height=16, width=24)
 
@@ -121,7 +122,7 @@ def test_a_service_that_cannot_answer_is_told_in_one_line(monkeypatch, capsys):
             raise ServiceError("text_to_video is not a model of megadit's")
 
     monkeypatch.setattr(demo, "_client", lambda *_: nullcontext(Failing()))
-    monkeypatch.setitem(sys.modules, "megadit.serve.demo_page", SimpleNamespace(show=None))  # gradio takes seconds
+    monkeypatch.setitem(sys.modules, "megadit.serve.page.layout", SimpleNamespace(show=None))  # gradio takes seconds
     monkeypatch.setattr(demo.signal, "signal", lambda *_: None)
     assert demo.main([]) == 2
     assert capsys.readouterr().err == "error: text_to_video is not a model of megadit's\n"
@@ -129,7 +130,7 @@ def test_a_service_that_cannot_answer_is_told_in_one_line(monkeypatch, capsys):
 
 def test_without_service_and_bundle_it_says_what_to_do(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["serve", "demo", "--url", "grpc://127.0.0.1:1"]) == 2
+    assert verbs.main(["serve", "demo", "--url", "grpc://127.0.0.1:1"]) == 2
     assert "no Triton server answers" in capsys.readouterr().err
     with pytest.raises(UserError, match="make demo"), service(None, "no/such/bundle"):
         pass
@@ -141,7 +142,7 @@ def test_without_service_and_bundle_it_says_what_to_do(tmp_path, capsys, monkeyp
 @pytest.fixture(scope="module")
 def address(studio):
     pytest.importorskip("gradio")
-    from megadit.serve.demo_page import build_page, launch
+    from megadit.serve.page.layout import build_page, launch
 
     page = build_page(studio)
     yield launch(page, studio, host="127.0.0.1", port=None)

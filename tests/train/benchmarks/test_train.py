@@ -7,11 +7,12 @@ import sys
 
 import pytest
 
-from megadit.infer.watch import ELEMENTWISE, OPERATIONS, kind_of
-from megadit.train import benchmark_growth, benchmark_train
-from megadit.train.benchmark_growth import AXES, BASE, RECIPE, Exponents, Point, draw, table_of
-from megadit.train.config_checks import check_layout
-from megadit.train.overrides import resolve_config
+from megadit.infer.benchmarks.profile import ELEMENTWISE, OPERATIONS, kind_of
+from megadit.train.benchmarks import growth as benchmark_growth
+from megadit.train.benchmarks import train as benchmark_train
+from megadit.train.benchmarks.growth import AXES, BASE, RECIPE, Exponents, Point, draw, table_of
+from megadit.train.config.checks import check_layout
+from megadit.train.config.load import resolve_config
 from megadit.train.plan.work import count_parameters, upstream_pack_flops
 
 
@@ -19,7 +20,7 @@ from megadit.train.plan.work import count_parameters, upstream_pack_flops
 def measured(tmp_path_factory):
     """(what the command printed, its JSON, its trace)."""
     folder = tmp_path_factory.mktemp("benchmark")
-    command = [sys.executable, "-m", "megadit.train.benchmark_train", "--recipe", "digits_tiny", "train.num_threads=1"]
+    command = [sys.executable, "-m", "megadit.train.benchmarks.train", "--recipe", "digits_tiny", "train.num_threads=1"]
     command += ["--steps", "3", "--warmup", "1", "--json", folder / "figures.json", "--trace", folder / "trace.json"]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=400, cwd=folder, env=os.environ | {"COLUMNS": "150"}

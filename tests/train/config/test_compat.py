@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.train.__main__ import main
-from megadit.train.aliases import KEYS, SECTIONS, expand_braces
-from megadit.train.overrides import known_keys, resolve_config
+from megadit.train.config.compat import KEYS, SECTIONS, expand_braces
+from megadit.train.config.load import known_keys, resolve_config
 from megadit.train.recipes import load_recipe
 
 

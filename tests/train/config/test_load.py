@@ -8,10 +8,10 @@ from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
-from megadit.models.support import UserError
-from megadit.train.aliases import FIXED, KEYS, SECTIONS, STARTED_BY_TORCHRUN
-from megadit.train.config import RunConfig
-from megadit.train.overrides import config_from_dict, known_keys, load_config, resolve_config, to_yaml
+from megadit.models.shared.errors import UserError
+from megadit.train.config.compat import FIXED, KEYS, SECTIONS, STARTED_BY_TORCHRUN
+from megadit.train.config.load import config_from_dict, known_keys, load_config, resolve_config, to_yaml
+from megadit.train.config.schema import RunConfig
 from megadit.train.recipes import load_recipe
 
 

@@ -3,8 +3,9 @@
 import pytest
 
 from megadit.models.config import DiTConfig
-from megadit.models.support import UserError
-from megadit.train.config import (
+from megadit.models.shared.errors import UserError
+from megadit.train.config.checks import check_inputs, check_layout
+from megadit.train.config.schema import (
     CheckpointConfig,
     DataConfig,
     EmaConfig,
@@ -14,7 +15,6 @@ from megadit.train.config import (
     TrainConfig,
     ValidationConfig,
 )
-from megadit.train.config_checks import check_inputs, check_layout
 
 DATA = {"seq_length": 256, "text_seq_length": 64, "global_batch_size": 8, "mock_latent_shapes": ((1, 8, 8),)}
 

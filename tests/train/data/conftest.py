@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megadit.models.config import DiTConfig
-from megadit.train.config import DataConfig, OptimizerConfig, RunConfig, TrainConfig, ValidationConfig
+from megadit.train.config.schema import DataConfig, OptimizerConfig, RunConfig, TrainConfig, ValidationConfig
 from megadit.train.data.writer import DatasetWriter
 
 NUM_TRAIN, NUM_VAL = 240, 30

@@ -2,12 +2,12 @@
 
 import pytest
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
+from megadit.train.config.load import resolve_config
 from megadit.train.data import prepare
 from megadit.train.data.dataset_info import DatasetInfo
 from megadit.train.data.dummy_images import prepare_dummy_images
 from megadit.train.data.loader import build_train_loader
-from megadit.train.overrides import resolve_config
 
 
 def test_what_nemo_s_documents_say(tmp_path, monkeypatch, capsys):

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from megadit.models.noise import sample_key
-from megadit.models.support import UserError
-from megadit.train.data.batch import PackedBatch
+from megadit.models.shared.errors import UserError
 from megadit.train.data.loader import (
     build_train_loader,
     build_validation_loader,
     check_dataset,
     validation_captions,
 )
+from megadit.train.data.packed_batch import PackedBatch
 
 
 def names_and_keys(batch: PackedBatch) -> list[tuple[str, int]]:

@@ -5,9 +5,9 @@ from itertools import islice
 import pytest
 import torch
 
-from megadit.models.support import UserError
-from megadit.train.data.batch import PackedBatch
+from megadit.models.shared.errors import UserError
 from megadit.train.data.loader import build_train_loader, build_validation_loader
+from megadit.train.data.packed_batch import PackedBatch
 
 
 def assert_same(batch: PackedBatch, expected: PackedBatch) -> None:

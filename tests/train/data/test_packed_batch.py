@@ -8,8 +8,8 @@ import torch
 from megadit.models.config import DiTConfig
 from megadit.models.embeddings import patchify
 from megadit.models.noise import sample_key
-from megadit.models.support import UserError
-from megadit.train.data.batch import PackedBatch, PackFormat, TrainingSample
+from megadit.models.shared.errors import UserError
+from megadit.train.data.packed_batch import PackedBatch, PackFormat, TrainingSample
 
 MODEL = DiTConfig(
     num_layers=1, hidden_size=24, num_attention_heads=2, in_channels=4, patch_spatial=2, crossattn_emb_size=6

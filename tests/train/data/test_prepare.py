@@ -7,10 +7,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.models.tokenizers import load_tokenizer
-from megadit.train.data import digits, prepare
+from megadit.train.data import prepare
 from megadit.train.data.dataset_info import DatasetInfo
+from megadit.train.digits import data as digits
 from megadit.train.digits import judge
 
 

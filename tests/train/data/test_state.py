@@ -11,7 +11,7 @@ from megatron.energon.flavors.webdataset.sample_loader import SliceState
 from megatron.energon.rng import SystemRng
 from megatron.energon.savable_loader import SavableDataLoaderState, SavableDatasetCheckpoint, SavableDatasetState
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.train.data.state import from_plain, to_plain
 
 

@@ -11,7 +11,7 @@ import fsspec
 import pytest
 import torch
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.train.data import places
 from megadit.train.data.dataset_info import DatasetInfo
 from megadit.train.data.loader import build_train_loader, build_validation_loader, validation_captions

@@ -19,7 +19,7 @@ from megatron.energon import (
     stateless,
 )
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.train.data.dataset_info import DatasetInfo, iter_captions
 
 

@@ -6,8 +6,8 @@ from itertools import product
 import pytest
 import torch
 
-from megadit.train.data import digits
-from megadit.train.data.digits import COLOURS, DIGITS, DIRECTIONS, FRAME_SIZE, SPEEDS, Attributes
+from megadit.train.digits import data as digits
+from megadit.train.digits.data import COLOURS, DIGITS, DIRECTIONS, FRAME_SIZE, SPEEDS, Attributes
 from megadit.train.digits.judge import centres_of_mass, strokes
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.train.digits import figures
 
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from megadit.train.data import digits
-from megadit.train.data.digits import COLOURS, DIRECTIONS
+from megadit.train.digits import data as digits
 from megadit.train.digits import judge
+from megadit.train.digits.data import COLOURS, DIRECTIONS
 from megadit.train.digits.judge import NONE
 
 

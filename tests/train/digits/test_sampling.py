@@ -4,7 +4,7 @@ import pytest
 from safetensors.torch import save_file
 
 from megadit.infer.samplers import SAMPLERS
-from megadit.models.bundle import SamplingDefaults, write_bundle
+from megadit.models.bundle.bundle import SamplingDefaults, write_bundle
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.initialize import initialize_

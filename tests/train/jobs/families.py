@@ -19,10 +19,10 @@ if __name__ == "__main__":
     cpu_shim.install()
 
 from megadit.models.megatron import groups as process_groups  # noqa: E402
-from megadit.train.batches import TrainBatches  # noqa: E402
+from megadit.train.config.load import resolve_config  # noqa: E402
+from megadit.train.data.distribute import TrainBatches  # noqa: E402
 from megadit.train.loop import train  # noqa: E402
 from megadit.train.metrics import METRICS_FILE  # noqa: E402
-from megadit.train.overrides import resolve_config  # noqa: E402
 from megadit.train.schedule import evaluation  # noqa: E402
 from megadit.train.setup import build_training, start_processes  # noqa: E402
 from megadit.train.step import train_step  # noqa: E402

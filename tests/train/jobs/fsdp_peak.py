@@ -22,8 +22,8 @@ from torch.distributed.fsdp import FSDPModule  # noqa: E402
 
 from megadit.models.megatron import groups as process_groups  # noqa: E402
 from megadit.train import setup  # noqa: E402
-from megadit.train.batches import TrainBatches  # noqa: E402
-from megadit.train.overrides import resolve_config  # noqa: E402
+from megadit.train.config.load import resolve_config  # noqa: E402
+from megadit.train.data.distribute import TrainBatches  # noqa: E402
 from megadit.train.step import train_step  # noqa: E402
 
 M_MMAP_THRESHOLD = -3

@@ -22,7 +22,7 @@ from layouts import gradients, randomise_initial_values, run_config  # noqa: E40
 from megadit.models import attention, recompute  # noqa: E402
 from megadit.models.megatron import graphed_blocks  # noqa: E402
 from megadit.models.megatron import groups as process_groups  # noqa: E402
-from megadit.train.batches import TrainBatches  # noqa: E402
+from megadit.train.data.distribute import TrainBatches  # noqa: E402
 from megadit.train.setup import build_training, start_processes  # noqa: E402
 from megadit.train.step import train_step  # noqa: E402
 

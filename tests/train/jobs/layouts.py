@@ -30,8 +30,8 @@ from megadit.models.megatron import groups as process_groups  # noqa: E402
 from megadit.models.megatron.mcore_layers import is_expert, splits  # noqa: E402
 from megadit.models.noise import latent_noise, seed_key  # noqa: E402
 from megadit.train import balance  # noqa: E402
-from megadit.train.batches import TrainBatches  # noqa: E402
-from megadit.train.config import ParallelConfig  # noqa: E402
+from megadit.train.config.schema import ParallelConfig  # noqa: E402
+from megadit.train.data.distribute import TrainBatches  # noqa: E402
 from megadit.train.data.loader import build_train_loader  # noqa: E402
 from megadit.train.loss import TrainingModel  # noqa: E402
 from megadit.train.optimizer_state import held  # noqa: E402

@@ -13,8 +13,8 @@ from megadit.models.megatron import cpu_shim
 
 cpu_shim.install()
 
-from megadit.train.batches import TrainBatches  # noqa: E402
-from megadit.train.overrides import resolve_config  # noqa: E402
+from megadit.train.config.load import resolve_config  # noqa: E402
+from megadit.train.data.distribute import TrainBatches  # noqa: E402
 from megadit.train.setup import build_training, start_processes  # noqa: E402
 from megadit.train.step import train_step  # noqa: E402
 

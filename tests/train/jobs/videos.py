@@ -23,8 +23,8 @@ from megadit.infer.runtimes.torch import TorchDenoiser  # noqa: E402
 from megadit.models.dit import DiT  # noqa: E402
 from megadit.models.initialize import initialize_  # noqa: E402
 from megadit.models.megatron import groups as process_groups  # noqa: E402
-from megadit.train.config import ParallelConfig  # noqa: E402
-from megadit.train.overrides import resolve_config  # noqa: E402
+from megadit.train.config.load import resolve_config  # noqa: E402
+from megadit.train.config.schema import ParallelConfig  # noqa: E402
 from megadit.train.schedule import evaluation  # noqa: E402
 from megadit.train.setup import build_training, start_processes  # noqa: E402
 from megadit.train.validation import _pipeline  # noqa: E402

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megadit.train.overrides import resolve_config
+from megadit.train.config.load import resolve_config
 from megadit.train.plan.layout import Layout
 from megadit.train.plan.memory import memory_of
 

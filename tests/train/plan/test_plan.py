@@ -8,10 +8,10 @@ import pytest
 
 from megadit.models.config import NAMED_CONFIGS
 from megadit.models.flops import training_flops
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.models.weights import dit_shapes
 from megadit.train.__main__ import main
-from megadit.train.overrides import resolve_config
+from megadit.train.config.load import resolve_config
 from megadit.train.plan.hardware import GIB, GPUS, find_gpu
 from megadit.train.plan.layout import Layout
 from megadit.train.plan.memory import memory_of

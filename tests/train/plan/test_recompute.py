@@ -9,7 +9,7 @@ import torch
 
 from megadit.models import machine
 from megadit.train.__main__ import main
-from megadit.train.overrides import resolve_config
+from megadit.train.config.load import resolve_config
 from megadit.train.plan.hardware import GIB
 from megadit.train.plan.recompute import MARGIN, choice_in_words, needed_memory, with_recompute
 from megadit.train.recipes import load_recipe

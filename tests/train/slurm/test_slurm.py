@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import megadit.train.slurm
-from megadit.models.support import UserError
-from megadit.train.overrides import change
+from megadit.models.shared.errors import UserError
+from megadit.train.config.load import change
 from megadit.train.slurm.__main__ import main
 from megadit.train.slurm.config import ChainConfig
 from megadit.train.slurm.scripts import scripts

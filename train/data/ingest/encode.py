@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from megadit.infer.video_io import encode_mp4
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.train.data.ingest.decode import UnusableSourceError, fit_image, read_frames, read_image
 from megadit.train.data.ingest.encodings import Encoder
 from megadit.train.data.ingest.plan import Clip, Settings

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 import yaml
 from torch import Tensor
 
-from megadit.models.support import UserError, nearest
+from megadit.models.shared.errors import UserError, nearest
 from megadit.models.text_encoders import HashedWordEncoder, TextEncoder, load_text_encoder
 from megadit.models.tokenizers import HaarTokenizer, VideoTokenizer, load_tokenizer
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Protocol
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.train.data.places import is_url
 
 BLOCK_BYTES = 1 << 22

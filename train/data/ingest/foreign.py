@@ -21,7 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megadit.models.support import CommandParser, Progress, UserError
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.options import CommandParser
+from megadit.models.shared.progress import Progress
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.data.writer import DatasetWriter, is_done

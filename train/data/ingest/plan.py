@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megadit.models.support import UserError, atomic_path, read_json, write_json
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import atomic_path, read_json, write_json
 
 NOTES = "prepare"
 TEMPORARY = re.compile(r"\..*\.[0-9a-f]{8}(\.[a-z]+)?")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megadit.models.support import atomic_path, read_json, write_json
+from megadit.models.shared.files import atomic_path, read_json, write_json
 from megadit.train.data.ingest.plan import Clip, Notes, Skip, read_lines
 from megadit.train.data.ingest.select import SPLITS
 

@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections.abc import Iterable
 
-from megadit.models.support import write_json
+from megadit.models.shared.files import write_json
 from megadit.train.data.ingest.plan import Clip, Finding, Notes, Settings, Skip, read_lines, write_lines
 
 BAND_BITS = 24

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megadit.models.support import Progress, UserError, nearest
+from megadit.models.shared.errors import UserError, nearest
+from megadit.models.shared.progress import Progress
 from megadit.train.data.ingest.files import Folder, file_size, open_file, open_folder, open_text
 from megadit.train.data.ingest.plan import Kind, Skip, Source, write_lines
 from megadit.train.data.places import is_url

@@ -18,7 +18,9 @@ from pathlib import Path
 
 import torch
 
-from megadit.models.support import Progress, UserError, atomic_directory
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import atomic_directory
+from megadit.models.shared.progress import Progress
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.data.dataset_info import INFO_FILE
 from megadit.train.data.ingest.encode import decoded_clips, encode_shard, store_shard, to_video

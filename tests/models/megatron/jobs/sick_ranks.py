@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megadit.models.megatron import interconnect
-from megadit.serve.doctor import main
+from megadit.infer.inspect import interconnect
+from megadit.infer.inspect.doctor import main
 
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 all_reduce = dist.all_reduce

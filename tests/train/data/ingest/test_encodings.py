@@ -6,7 +6,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.train.data import prepare
 from megadit.train.data.ingest.encodings import read_encodings
 

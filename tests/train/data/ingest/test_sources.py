@@ -17,7 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
 from megadit.train.data import on_the_fly, prepare

@@ -19,10 +19,10 @@ from megatron.energon.tools.info import command as energon_info
 from megatron.energon.tools.lint import command as energon_lint
 from PIL import Image
 
+from megadit.infer.inspect import info
 from megadit.models.config import DiTConfig
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 from megadit.models.tokenizers import load_tokenizer
-from megadit.serve import info
 from megadit.train.data import prepare
 from megadit.train.data.dataset_info import DatasetInfo
 from megadit.train.data.ingest.decode import fit_image
@@ -167,7 +167,16 @@ def test_pixels_can_be_stored_instead(videos, tmp_path):
 def test_killed_again_and_again_it_leaves_the_same_bytes(prepared, videos, tmp_path, num_kills):
     out = tmp_path / "killed"
     options = [*OPTIONS[:-3], "1", *OPTIONS[-2:]]
-    command = [sys.executable, "-m", "megadit.serve.cli", "prepare", "videos", str(videos), str(out), *options]
+    command = [
+        sys.executable,
+        "-m",
+        "megadit.models.shared.verbs",
+        "prepare",
+        "videos",
+        str(videos),
+        str(out),
+        *options,
+    ]
     generator = random.Random(3)
     kills = 0
     while True:

@@ -3,9 +3,9 @@
 import json
 
 import pytest
+from side_by_side import Comparison, compare, show
 
-from megadit.infer.side_by_side import Comparison, compare, show
-from megadit.models.support import UserError
+from megadit.models.shared.errors import UserError
 
 
 def test_the_ratio_is_that_of_neighbours():

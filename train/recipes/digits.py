@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from megadit.models.config import NAMED_CONFIGS
-from megadit.train.config import (
+from megadit.train.config.schema import (
     CheckpointConfig,
     DataConfig,
     DiffusionConfig,

@@ -1,0 +1,1 @@
+"""What sampling costs: `megadit benchmark generate`."""

@@ -1,0 +1,1 @@
+"""What is there: `megadit info` describes files, `megadit doctor` the machine."""

@@ -1,0 +1,1 @@
+"""What every side needs: errors, files, progress, commands. Imports nothing of ours."""

@@ -1,0 +1,104 @@
+"""Files that are never half written."""
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megadit.models.shared.errors import UserError
+
+
+def _temporary_sibling(path: Path) -> Path:
+    """A hidden, unused name in the same directory (so that a rename is atomic) with the same suffix (which writers
+    such as imageio read the format from)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")
+
+
+@contextmanager
+def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
+    """Gives a temporary name to write a file under; renames it to `path` on success, removes it on any error."""
+    path = Path(path)
+    temporary = _temporary_sibling(path)
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_directory(path: str | os.PathLike) -> Iterator[Path]:
+    """Gives an empty temporary directory that becomes `path` on success and is removed on any error.
+
+    A directory already at `path` is replaced, and only once the new one is complete: what stands there is always whole.
+
+    Raises:
+        UserError: if `path` exists and is not a directory.
+    """
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{path} is a file; give the name of a directory")
+    temporary, replaced = _temporary_sibling(path), _temporary_sibling(path)
+    temporary.mkdir()
+    try:
+        yield temporary
+        if path.exists():
+            os.replace(path, replaced)
+        os.replace(temporary, path)
+    except BaseException:
+        if replaced.exists() and not path.exists():
+            os.replace(replaced, path)
+        raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+@contextmanager
+def held_alone(path: str | os.PathLike) -> Iterator[None]:
+    """Waits until no other process holds the file `path`, which is made for that, and holds it within the block.
+
+    Whoever then finds the work done that it came for needs not do it. A process that ends lets go.
+
+    Raises:
+        UserError: if the file cannot be made.
+    """
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: str | os.PathLike, obj: Any) -> None:
+    """Writes `obj` as indented JSON, whole or not at all."""
+    text = json.dumps(obj, indent=2, ensure_ascii=False) + "\n"
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def read_json(path: str | os.PathLike) -> Any:
+    """The contents of a JSON file.
+
+    Raises:
+        UserError: if the file is missing, cannot be read or is not JSON.
+    """
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{path} does not exist") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from None

@@ -1,0 +1,1 @@
+"""What training costs: `megadit benchmark train` and `growth`."""
