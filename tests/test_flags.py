@@ -22,9 +22,9 @@ CALIBRATED = "infer/test_flags.py::test_an_option_changes_what_is_calibrated"
 SELECTED = "train/data/ingest/test_flags.py::test_an_option_changes_what_is_selected"
 FOLDER = "train/data/ingest/test_flags.py::test_given_encoders_and_processes"
 VIDEOS = "train/data/ingest/test_videos.py"
-RANKS = "models/megatron/test_interconnect.py"
+RANKS = "infer/inspect/test_interconnect.py"
 REQUEST = "serve/test_flags.py::test_every_option_reaches_the_service"
-DEBUG = {"test_cli.py::test_debug_shows_the_traceback": "--debug"}
+DEBUG = {"models/shared/test_verbs.py::test_debug_shows_the_traceback": "--debug"}
 
 GENERATE = """
     --checkpoint_path --repeat --prompt --prompt_file --subject_name --seed --seeds --num_video_frames --height --width
@@ -112,16 +112,18 @@ SHOWN_BY = {
         "export/test_to_tensorrt.py::test_engines_of_an_earlier_export_take_new_weights": "--refit",
     },
     "benchmark train": {
-        "train/test_benchmark_train.py::test_figures_agree_with_each_other": "--recipe --steps --warmup --trace --json",
-        "train/test_benchmark_train.py::test_options_of_the_steps_reach_them": "--config-file --nproc",
+        "train/benchmarks/test_train.py::test_figures_agree_with_each_other": (
+            "--recipe --steps --warmup --trace --json"
+        ),
+        "train/benchmarks/test_train.py::test_options_of_the_steps_reach_them": "--config-file --nproc",
     }
     | DEBUG,
     "benchmark growth": {
-        "train/test_benchmark_train.py::test_options_of_growth_choose_its_points": "--along --steps --points",
+        "train/benchmarks/test_train.py::test_options_of_growth_choose_its_points": "--along --steps --points",
     },
     "benchmark generate": {
-        "infer/test_benchmark_generate.py::test_figures_of_a_bundle": "--trace --json",
-        "infer/test_benchmark_generate.py::test_options_reach_what_is_timed": """
+        "infer/benchmarks/test_generate.py::test_figures_of_a_bundle": "--trace --json",
+        "infer/benchmarks/test_generate.py::test_options_reach_what_is_timed": """
             --runtime --rounds --device --dtype --prompt --num_steps --num_frames --height --width
         """,
     },
@@ -165,13 +167,13 @@ SHOWN_BY = {
         "serve/test_flags.py::test_every_option_reaches_the_page": "--url --bundle --key --host --port",
     },
     "info": {
-        "serve/test_info.py::test_command_prints_a_table_or_json": "--json",
+        "infer/inspect/test_info.py::test_command_prints_a_table_or_json": "--json",
         f"{VIDEOS}::test_a_sheet_shows_samples": "--sheet",
     },
     "doctor": {
         f"{RANKS}::test_command_starts_its_own_ranks_and_finds_them_healthy_enough": "--distributed --nproc",
     },
-    "demo": {"train/test_demo.py::test_every_option_reaches_the_demo": "--out --ranks --quick"},
+    "demo": {"train/digits/test_demo.py::test_every_option_reaches_the_demo": "--out --ranks --quick"},
 }
 """Command -> test -> the flags that it shows. Of a flag with several names, the first long one."""
 
