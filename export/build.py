@@ -16,7 +16,7 @@ from megadit.export.layers import weight_hashes
 from megadit.export.networks import PRECISIONS, build_network, comparable
 from megadit.export.quantize import FORMATS, calibrate, quantise
 from megadit.infer.checkpoints import open_bundle
-from megadit.infer.runtimes.load import FOLDERS, weights_checksum
+from megadit.infer.runtimes.load import EXPORTED, weights_checksum
 from megadit.infer.runtimes.network_spec import SETTINGS_FILE, SETTINGS_VERSION, NetworkSpec
 from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle, check_replaceable, write_manifest
 from megadit.models.shared.errors import UserError
@@ -111,7 +111,7 @@ def _check_place(bundle: Bundle, out: Path) -> None:
 
 def _not_copied(folder: str, names: list[str]) -> list[str]:
     """Of a bundle: what is written anew."""
-    return [name for name in names if name in (MANIFEST_FILE, *FOLDERS.values())]
+    return [name for name in names if name in (MANIFEST_FILE, *(runtime.folder for runtime in EXPORTED.values()))]
 
 
 def _write(

@@ -19,7 +19,7 @@ from rich.table import Table
 from megadit.infer.benchmarks.profile import shares, watch
 from megadit.infer.checkpoints import open_bundle
 from megadit.infer.pipeline import TextToVideo
-from megadit.infer.runtimes.onnx import video_size
+from megadit.infer.runtimes.exported import video_size
 from megadit.infer.runtimes.torch import find_dtype
 from megadit.infer.settings import latent_size, resolve_settings
 from megadit.models.bundle.bundle import Bundle, SamplingDefaults

@@ -1,10 +1,12 @@
-"""The parts of a bundle under the runtime that a user names."""
+"""The networks of a bundle under the runtime that a user names: a table, one row for each runtime but torch."""
 
-from typing import Literal, get_args
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from megadit.infer.guidance import Denoiser
+from megadit.infer.runtimes.exported import ExportedDenoiser, ExportedTokenizer, Networks, with_exported_network
 from megadit.infer.runtimes.network_spec import ExportedNetworks
 from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.models.bundle.bundle import Bundle
@@ -12,37 +14,73 @@ from megadit.models.shared.errors import UserError, nearest
 from megadit.models.text_encoders import TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
 
-Runtime = Literal["torch", "onnx", "onnx_tensorrt", "tensorrt"]
-"""`onnx_tensorrt` is ONNX Runtime with its TensorRT provider, which builds engines of the graphs as it loads them."""
-FOLDERS = {"onnx": "onnx", "onnx_tensorrt": "onnx", "tensorrt": "plan"}
+TORCH = "torch"
 
 
-def check_runtime(name: str, *, dtype: str | None = None, compile: bool = False) -> Runtime:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportedRuntime:
+    """A runtime of networks that `megadit export` wrote."""
+
+    folder: str
+    """Where a bundle keeps them."""
+    open: Callable[[ExportedNetworks, torch.device], Networks]
+    """Opens them on a device; raises UserError where this runtime cannot run."""
+
+
+def _open_onnx(exported: ExportedNetworks, device: torch.device) -> Networks:
+    from megadit.infer.runtimes.onnx import OnnxNetworks
+
+    return OnnxNetworks(exported, device)
+
+
+def _open_onnx_tensorrt(exported: ExportedNetworks, device: torch.device) -> Networks:
+    """ONNX Runtime with its TensorRT provider, which builds engines of the graphs as it loads them."""
+    from megadit.infer.runtimes.onnx import TENSORRT, OnnxNetworks
+
+    return OnnxNetworks(exported, device, TENSORRT)
+
+
+def _open_tensorrt(exported: ExportedNetworks, device: torch.device) -> Networks:
+    from megadit.infer.runtimes.tensorrt import open_engines
+
+    return open_engines(exported, device)
+
+
+EXPORTED: dict[str, ExportedRuntime] = {
+    "onnx": ExportedRuntime(folder="onnx", open=_open_onnx),
+    "onnx_tensorrt": ExportedRuntime(folder="onnx", open=_open_onnx_tensorrt),
+    "tensorrt": ExportedRuntime(folder="plan", open=_open_tensorrt),
+}
+"""Runtime -> how it opens the networks of a bundle; `torch` needs no export."""
+
+
+def check_runtime(name: str, *, dtype: str | None = None, compile: bool = False) -> str:
     """The runtime of this name.
 
     Raises:
         UserError: for an unknown name, or settings that only torch has: an export has a precision of its own.
     """
-    if name not in get_args(Runtime):
-        near = nearest(name, get_args(Runtime))
-        hint = f"did you mean {near!r}?" if near else f"choose one of {', '.join(get_args(Runtime))}"
+    known = (TORCH, *EXPORTED)
+    if name not in known:
+        near = nearest(name, known)
+        hint = f"did you mean {near!r}?" if near else f"choose one of {', '.join(known)}"
         raise UserError(f"runtime {name!r} is unknown; {hint}")
-    if name != "torch" and compile:
+    if name != TORCH and compile:
         raise UserError(f"compile is for the torch runtime, not for {name}: leave it out")
-    if name != "torch" and dtype not in (None, "float32", "fp32"):
+    if name != TORCH and dtype not in (None, "float32", "fp32"):
         raise UserError(
             f"dtype {dtype} is for the torch runtime: for {name}, choose the precision when exporting (--precision)"
         )
     return name
 
 
-def open_exported(bundle: Bundle, runtime: Runtime) -> ExportedNetworks:
-    """The exported networks of a bundle.
+def open_exported(bundle: Bundle, runtime: str) -> ExportedNetworks:
+    """What a bundle's exported networks take and give, and where they are.
 
     Raises:
         UserError: if it has none of this kind, or they are of other weights; names the command that makes them.
     """
-    return ExportedNetworks.open(bundle.path / FOLDERS[runtime], weights_checksum(bundle))
+    return ExportedNetworks.open(bundle.path / EXPORTED[runtime].folder, weights_checksum(bundle))
 
 
 def weights_checksum(bundle: Bundle) -> str:
@@ -51,61 +89,34 @@ def weights_checksum(bundle: Bundle) -> str:
 
 
 def load_denoiser(
-    bundle: Bundle, runtime: Runtime, *, device: torch.device, dtype: torch.dtype, compile: bool = False
+    bundle: Bundle, runtime: str, *, device: torch.device, dtype: torch.dtype, compile: bool = False
 ) -> Denoiser:
     """The denoiser of a bundle.
 
     Raises:
         UserError: if it was not exported for `runtime`, or `runtime` does not run here.
     """
-    if runtime in ("onnx", "onnx_tensorrt"):
-        from megadit.infer.runtimes.onnx import OnnxDenoiser
-
-        return OnnxDenoiser(open_exported(bundle, runtime), device=device, provider=_provider(runtime))
-    if runtime == "tensorrt":
-        from megadit.infer.runtimes.tensorrt import TensorRTDenoiser, open_engines
-
-        return TensorRTDenoiser(open_engines(open_exported(bundle, runtime), device))
-    dit = bundle.load_dit(device=device, dtype=dtype)
-    return TorchDenoiser(dit, device=device, dtype=dtype, compile=compile)
+    if runtime == TORCH:
+        dit = bundle.load_dit(device=device, dtype=dtype)
+        return TorchDenoiser(dit, device=device, dtype=dtype, compile=compile)
+    return ExportedDenoiser(_open(bundle, runtime, device))
 
 
 def with_exported_networks(
-    tokenizer: VideoTokenizer, bundle: Bundle, runtime: Runtime, device: torch.device
+    tokenizer: VideoTokenizer, bundle: Bundle, runtime: str, device: torch.device
 ) -> VideoTokenizer:
     """`tokenizer`, its networks under `runtime`."""
-    if runtime in ("onnx", "onnx_tensorrt"):
-        from megadit.infer.runtimes.onnx import OnnxTokenizer
-
-        exported = open_exported(bundle, runtime)
-        return OnnxTokenizer(exported, tokenizer, device=device, provider=_provider(runtime))
-    if runtime == "tensorrt":
-        from megadit.infer.runtimes.tensorrt import TensorRTTokenizer, open_engines
-
-        return TensorRTTokenizer(open_engines(open_exported(bundle, runtime), device), tokenizer)
-    return tokenizer
+    return tokenizer if runtime == TORCH else ExportedTokenizer(_open(bundle, runtime, device), tokenizer)
 
 
 def with_exported_text_network(
-    text_encoder: TextEncoder, bundle: Bundle, runtime: Runtime, device: torch.device
+    text_encoder: TextEncoder, bundle: Bundle, runtime: str, device: torch.device
 ) -> TextEncoder:
     """`text_encoder`, its network under `runtime` where it was exported; loaded when a text is first encoded."""
-    exported = None if runtime == "torch" else open_exported(bundle, runtime)
-    if exported is None or "text_encoder" not in exported.settings["networks"]:
+    if runtime == TORCH or "text_encoder" not in open_exported(bundle, runtime).settings["networks"]:
         return text_encoder
-    from megadit.infer.runtimes.text import with_exported_network
-
-    def load():
-        if runtime == "tensorrt":
-            from megadit.infer.runtimes.tensorrt import open_engines
-
-            return open_engines(exported, device)["text_encoder"]
-        from megadit.infer.runtimes.onnx import open_network
-
-        return open_network(exported, "text_encoder", device, _provider(runtime))
-
-    return with_exported_network(text_encoder, load, device)
+    return with_exported_network(text_encoder, lambda: _open(bundle, runtime, device), device)
 
 
-def _provider(runtime: Runtime) -> str:
-    return "TensorrtExecutionProvider" if runtime == "onnx_tensorrt" else ""
+def _open(bundle: Bundle, runtime: str, device: torch.device) -> Networks:
+    return EXPORTED[runtime].open(open_exported(bundle, runtime), device)

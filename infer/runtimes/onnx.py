@@ -10,9 +10,7 @@ from torch import Tensor
 
 from megadit.infer.runtimes.network_spec import ExportedNetworks, NetworkSpec, Shape
 from megadit.infer.runtimes.widen import widened
-from megadit.models.conditioning import Conditioning
 from megadit.models.shared.errors import UserError
-from megadit.models.tokenizers import VideoTokenizer
 
 NUMPY_DTYPES = {"float32": np.float32, "int64": np.int64}
 TORCH_DTYPES = {"float32": torch.float32, "int64": torch.int64}
@@ -62,80 +60,29 @@ class OnnxNetwork:
         return out
 
 
-class OnnxDenoiser:
-    """D(x; sigma) by an exported graph; called exactly like `TorchDenoiser`."""
+class OnnxNetworks:
+    """The graphs of a folder `onnx/` by name, each loaded when it is first asked for.
 
-    def __init__(self, exported: ExportedNetworks, *, device: torch.device | str = "cpu", provider: str = "") -> None:
-        self.device = torch.device(device)
-        self._network = open_network(exported, "denoiser", self.device, provider)
-
-    def __call__(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
-        """Clean latents x0 (float32, on `device`); the inputs may lie anywhere."""
-        inputs = denoiser_inputs(x_BCTHW, sigma_B, conditioning)
-        return self._network(inputs, tuple(x_BCTHW.shape))
-
-
-class OnnxTokenizer:
-    """A tokenizer whose networks are exported graphs; sizes and statistics are those of `tokenizer`.
-
-    Whole videos: what a torch tokenizer computes in tiles, these compute at once, up to the exported size.
+    `provider` is the execution provider that comes before CUDA's or the CPU's; "" is none.
     """
 
-    def __init__(
-        self,
-        exported: ExportedNetworks,
-        tokenizer: VideoTokenizer,
-        *,
-        device: torch.device | str = "cpu",
-        provider: str = "",
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._exported = exported
-        self._provider = provider
-        self._device = torch.device(device)
+    def __init__(self, exported: ExportedNetworks, device: torch.device, provider: str = "") -> None:
+        self.device = device
+        self._exported, self._provider = exported, provider
         self._networks: dict[str, OnnxNetwork] = {}
 
-    def __getattr__(self, name: str):
-        return getattr(self._tokenizer, name)
-
-    def encode(self, video_BCTHW: Tensor) -> Tensor:
-        shape = self._tokenizer.latent_shape(*video_BCTHW.shape[2:])
-        return self._run("video_encoder", {"video": video_BCTHW}, (len(video_BCTHW), *shape))
-
-    def decode(self, latents_BCTHW: Tensor) -> Tensor:
-        batch, _, *latent_size = latents_BCTHW.shape
-        return self._run("video_decoder", {"latents": latents_BCTHW}, (batch, 3, *video_size(self, *latent_size)))
-
-    def _run(self, name: str, inputs: Mapping[str, Tensor], output_shape: Shape) -> Tensor:
+    def __getitem__(self, name: str) -> OnnxNetwork:
         if name not in self._networks:
-            self._networks[name] = open_network(self._exported, name, self._device, self._provider)
-        return self._networks[name](inputs, output_shape)
+            self._networks[name] = self._open(name)
+        return self._networks[name]
 
-
-def video_size(tokenizer: VideoTokenizer, frames: int, height: int, width: int) -> tuple[int, int, int]:
-    """Frames, height and width of the video that latents of this size decode to."""
-    temporal, spatial = tokenizer.temporal_compression, tokenizer.spatial_compression
-    return 1 + (frames - 1) * temporal, height * spatial, width * spatial
-
-
-def denoiser_inputs(x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> dict[str, Tensor]:
-    """The inputs of an exported denoiser, by name."""
-    return {
-        "x": x_BCTHW,
-        "sigma": sigma_B.float(),
-        "text": conditioning.text_BLE,
-        "text_length": conditioning.text_length_B,
-        "fps": conditioning.fps_B,
-    }
-
-
-def open_network(exported: ExportedNetworks, name: str, device: torch.device, provider: str = "") -> OnnxNetwork:
-    path, spec = exported.directory / f"{name}.onnx", exported.network(name)
-    options = {"device": device, "rebuild": exported.rebuild, "provider": provider}
-    if device.type == "cpu" and name == "denoiser" and exported.settings["precision"] == "bf16":
-        with widened(path) as copy:
-            return OnnxNetwork(copy, spec, **options)
-    return OnnxNetwork(path, spec, **options)
+    def _open(self, name: str) -> OnnxNetwork:
+        path, spec = self._exported.directory / f"{name}.onnx", self._exported.network(name)
+        options = {"device": self.device, "rebuild": self._exported.rebuild, "provider": self._provider}
+        if self.device.type == "cpu" and name == "denoiser" and self._exported.settings["precision"] == "bf16":
+            with widened(path) as copy:
+                return OnnxNetwork(copy, spec, **options)
+        return OnnxNetwork(path, spec, **options)
 
 
 def tensorrt_options(spec: NetworkSpec) -> dict[str, str]:

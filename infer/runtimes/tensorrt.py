@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from megadit.infer.runtimes.network_spec import ExportedNetworks, NetworkSpec, Shape
-from megadit.infer.runtimes.onnx import TORCH_DTYPES, denoiser_inputs, video_size
-from megadit.models.conditioning import Conditioning
+from megadit.infer.runtimes.onnx import TORCH_DTYPES
 from megadit.models.shared.errors import UserError
-from megadit.models.tokenizers import VideoTokenizer
 
 Shapes = tuple[Shape, ...]
 
@@ -124,38 +122,8 @@ class Engine:
             raise UserError(f"the engine of {self._spec.name} failed; its messages stand above")
 
 
-class TensorRTDenoiser:
-    """D(x; sigma) by an engine; called exactly like `TorchDenoiser`."""
-
-    def __init__(self, engines: Engines) -> None:
-        self.device = engines.device
-        self._engine = engines["denoiser"]
-
-    def __call__(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
-        """Clean latents x0 (float32, on `device`); the inputs may lie anywhere."""
-        return self._engine(denoiser_inputs(x_BCTHW, sigma_B, conditioning), tuple(x_BCTHW.shape))
-
-
-class TensorRTTokenizer:
-    """A tokenizer whose networks are engines; sizes and statistics are those of `tokenizer`."""
-
-    def __init__(self, engines: Engines, tokenizer: VideoTokenizer) -> None:
-        self._engines, self._tokenizer = engines, tokenizer
-
-    def __getattr__(self, name: str):
-        return getattr(self._tokenizer, name)
-
-    def encode(self, video_BCTHW: Tensor) -> Tensor:
-        shape = self._tokenizer.latent_shape(*video_BCTHW.shape[2:])
-        return self._engines["video_encoder"]({"video": video_BCTHW}, (len(video_BCTHW), *shape))
-
-    def decode(self, latents_BCTHW: Tensor) -> Tensor:
-        batch, _, *size = latents_BCTHW.shape
-        return self._engines["video_decoder"]({"latents": latents_BCTHW}, (batch, 3, *video_size(self, *size)))
-
-
 _opened: WeakValueDictionary[tuple[Path, str], Engines] = WeakValueDictionary()
-"""So that denoiser and tokenizer of a bundle share memory and stream."""
+"""Open engines by (folder, device): denoiser and tokenizer of a bundle share memory and stream."""
 
 
 def open_engines(exported: ExportedNetworks, device: torch.device) -> Engines:

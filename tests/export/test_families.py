@@ -12,8 +12,9 @@ from megadit.export.build import ExportSettings, export_bundle, export_network
 from megadit.export.operators import check_operators
 from megadit.infer import generate
 from megadit.infer.pipeline import TextToVideo
+from megadit.infer.runtimes.exported import denoiser_inputs
 from megadit.infer.runtimes.load import open_exported
-from megadit.infer.runtimes.onnx import OnnxNetwork, denoiser_inputs
+from megadit.infer.runtimes.onnx import OnnxNetwork
 from megadit.infer.video_io import read_video
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.config import DiTConfig

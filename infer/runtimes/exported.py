@@ -1,0 +1,101 @@
+"""Denoiser, tokenizer and text encoder whose networks were exported, under any runtime that runs such networks.
+
+Shapes: B batch, C latent channels, T/H/W latent frames/height/width, L text tokens, E text feature width.
+"""
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megadit.infer.runtimes.network_spec import Shape
+from megadit.models.conditioning import Conditioning
+from megadit.models.text_encoders import T5TextEncoder
+from megadit.models.tokenizers import VideoTokenizer
+
+Run = Callable[[Mapping[str, Tensor], Shape], Tensor]
+"""(inputs by name, shape of the output) -> the output, float32, on the runtime's device."""
+
+
+class Networks(Protocol):
+    """The networks of an export by name, each loaded when it is first asked for."""
+
+    device: torch.device
+
+    def __getitem__(self, name: str) -> Run: ...
+
+
+class ExportedDenoiser:
+    """D(x; sigma) by an exported network; called exactly like `TorchDenoiser`."""
+
+    def __init__(self, networks: Networks) -> None:
+        self.device = networks.device
+        self._network = networks["denoiser"]
+
+    def __call__(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
+        """Clean latents x0 (float32, on `device`); the inputs may lie anywhere."""
+        return self._network(denoiser_inputs(x_BCTHW, sigma_B, conditioning), tuple(x_BCTHW.shape))
+
+
+def denoiser_inputs(x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> dict[str, Tensor]:
+    """The inputs of an exported denoiser, by name."""
+    return {
+        "x": x_BCTHW,
+        "sigma": sigma_B.float(),
+        "text": conditioning.text_BLE,
+        "text_length": conditioning.text_length_B,
+        "fps": conditioning.fps_B,
+    }
+
+
+class ExportedTokenizer:
+    """A tokenizer whose networks were exported; sizes and statistics are those of `tokenizer`.
+
+    Whole videos: what a torch tokenizer computes in tiles, these compute at once, up to the exported size.
+    """
+
+    def __init__(self, networks: Networks, tokenizer: VideoTokenizer) -> None:
+        self._networks, self._tokenizer = networks, tokenizer
+
+    def __getattr__(self, name: str):
+        return getattr(self._tokenizer, name)
+
+    def encode(self, video_BCTHW: Tensor) -> Tensor:
+        """Latents BCTHW of a video in -1..1."""
+        shape = self._tokenizer.latent_shape(*video_BCTHW.shape[2:])
+        return self._networks["video_encoder"]({"video": video_BCTHW}, (len(video_BCTHW), *shape))
+
+    def decode(self, latents_BCTHW: Tensor) -> Tensor:
+        """The video, in -1..1, of latents BCTHW."""
+        batch, _, *size = latents_BCTHW.shape
+        return self._networks["video_decoder"]({"latents": latents_BCTHW}, (batch, 3, *video_size(self, *size)))
+
+
+def video_size(tokenizer: VideoTokenizer, frames: int, height: int, width: int) -> tuple[int, int, int]:
+    """Frames, height and width of the video that latents of this size decode to."""
+    temporal, spatial = tokenizer.temporal_compression, tokenizer.spatial_compression
+    return 1 + (frames - 1) * temporal, height * spatial, width * spatial
+
+
+def with_exported_network(
+    text_encoder: T5TextEncoder, load: Callable[[], Networks], device: torch.device
+) -> T5TextEncoder:
+    """`text_encoder`, its network one of `load()`, which is called when a text is first encoded."""
+    return text_encoder.with_network(_ExportedT5(load, text_encoder.dim, device))
+
+
+class _ExportedT5:
+    """Called like the class of `transformers` that `T5TextEncoder` calls."""
+
+    def __init__(self, load: Callable[[], Networks], dim: int, device: torch.device) -> None:
+        self.device = device
+        self._load, self._dim = load, dim
+        self._run: Run | None = None
+
+    def __call__(self, tokens_BL: Tensor, *, attention_mask: Tensor) -> SimpleNamespace:
+        if self._run is None:
+            self._run = self._load()["text_encoder"]
+        features_BLE = self._run({"tokens": tokens_BL, "mask": attention_mask}, (*tokens_BL.shape, self._dim))
+        return SimpleNamespace(last_hidden_state=features_BLE)
