@@ -9,8 +9,8 @@ from megadit.export.engines import add_engines, find_refittable
 from megadit.export.networks import PRECISIONS
 from megadit.export.to_onnx import DEFAULT_OPSET, EIGHT_BIT_OPSET, OPSETS
 from megadit.export.to_tensorrt import EngineSettings
+from megadit.models.shared.command import CommandParser, run_command
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.options import CommandParser, run_command
 
 
 def main(argv: list[str] | None = None) -> int:

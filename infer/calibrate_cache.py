@@ -17,7 +17,7 @@ from megadit.infer.jobs import plan_jobs
 from megadit.infer.lpips import LPIPS
 from megadit.infer.pipeline import TextToVideo
 from megadit.models.bundle.bundle import Bundle, SamplingDefaults, update_manifest
-from megadit.models.shared.options import run_command
+from megadit.models.shared.command import run_command
 from megadit.models.shared.progress import Progress
 
 NUM_RANKED = 8

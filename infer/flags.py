@@ -13,8 +13,8 @@ from megadit.infer.ranks import world_size
 from megadit.infer.runtimes.load import check_runtime
 from megadit.infer.samplers import SAMPLERS, STOCHASTIC
 from megadit.infer.schedules import SCHEDULES
+from megadit.models.shared.command import CommandParser
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.options import CommandParser
 
 DEFAULT_DTYPE = "float32"
 DEFAULT_RUNTIME = "torch"

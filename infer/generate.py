@@ -23,8 +23,8 @@ from megadit.infer.ranks import device_name, finish, is_first, start
 from megadit.infer.settings import far_from_training, latent_size
 from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, write_video
 from megadit.models.bundle.bundle import Bundle
+from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import told_once
-from megadit.models.shared.options import run_command
 from megadit.models.shared.progress import Progress
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer

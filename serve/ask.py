@@ -4,9 +4,9 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+from megadit.models.shared.command import CommandParser, run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, write_json
-from megadit.models.shared.options import CommandParser, run_command
 from megadit.models.shared.progress import Progress
 from megadit.serve.client import Generation, VideoClient
 from megadit.serve.contract import IMAGE_MODEL, MODEL, InvalidRequestError, ServiceError, VideoRequest, VideoResult

@@ -18,9 +18,9 @@ from megadit.infer.runtimes.load import check_runtime, open_exported
 from megadit.infer.runtimes.torch import find_dtype
 from megadit.infer.samplers import ALIASES, SAMPLERS, STOCHASTIC
 from megadit.models.bundle.bundle import Bundle, SamplingDefaults
+from megadit.models.shared.command import CommandParser, run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory
-from megadit.models.shared.options import CommandParser, run_command
 from megadit.serve.contract import IMAGE_MODEL, MODEL, Limits, ServiceInfo
 from megadit.serve.model_config import Scheduling, service_config
 from megadit.serve.network_config import write_networks

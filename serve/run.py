@@ -6,8 +6,8 @@ import signal
 import sys
 from pathlib import Path
 
+from megadit.models.shared.command import CommandParser, run_command
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.options import CommandParser, run_command
 from megadit.serve.local_server import LocalServer, Ports
 from megadit.serve.supervise import keep_running, tell_on_stderr
 

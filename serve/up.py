@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 
-from megadit.models.shared.options import CommandParser, run_command
+from megadit.models.shared.command import CommandParser, run_command
 from megadit.serve.gateway.process import gateway_process
 from megadit.serve.local_server import HANG_SECONDS, LocalServer, Ports
 from megadit.serve.supervise import OwnedProcess, keep_running, tell_on_stderr

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from megadit.models.shared import verbs
-from megadit.models.shared.options import CommandParser
+from megadit.models.shared.command import CommandParser
 
 ROOT = Path(__file__).parent
 MADE = "infer/test_flags.py::test_an_option_changes_what_is_made"

@@ -5,8 +5,8 @@ import functools
 import os
 import sys
 
+from megadit.models.shared.command import CommandParser, run_command
 from megadit.models.shared.errors import UserError, told_once
-from megadit.models.shared.options import CommandParser, run_command
 from megadit.train.config.checks import check_inputs, check_layout
 from megadit.train.config.load import resolve_config, to_yaml
 from megadit.train.config.schema import RunConfig

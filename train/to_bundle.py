@@ -21,9 +21,9 @@ from megadit.models.megatron.checkpoint import (
     is_complete,
     read_network,
 )
+from megadit.models.shared.command import CommandParser, run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
-from megadit.models.shared.options import CommandParser, run_command
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.config.load import load_config

@@ -27,9 +27,9 @@ from megadit.models.conditioning import Conditioning
 from megadit.models.flops import forward_flops
 from megadit.models.machine import datasheet_flops, describe, describe_in_words, matmul_flops
 from megadit.models.segments import Segment
+from megadit.models.shared.command import CommandParser, run_command
 from megadit.models.shared.errors import UserError, nearest
 from megadit.models.shared.files import write_json
-from megadit.models.shared.options import CommandParser, run_command
 from megadit.models.shared.progress import Progress
 
 RUNTIMES = {

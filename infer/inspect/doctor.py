@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from megadit.models.shared.command import CommandParser, run_command
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.options import CommandParser, run_command
 
 GIB = 2**30
 

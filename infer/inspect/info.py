@@ -14,9 +14,9 @@ from rich.table import Table
 from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle, is_bundle
 from megadit.models.config import DiTConfig
 from megadit.models.megatron.checkpoint import CONFIG, STATE, is_complete
+from megadit.models.shared.command import CommandParser, run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
-from megadit.models.shared.options import CommandParser, run_command
 from megadit.models.weights import dit_shapes
 
 CHECKPOINTS = "checkpoints"

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle, check_replaceable
+from megadit.models.shared.command import CommandParser, run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory
-from megadit.models.shared.options import CommandParser, run_command
 from megadit.models.shared.progress import Progress
 
 HUB = "hf://"

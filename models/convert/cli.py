@@ -19,9 +19,9 @@ from megadit.models.bundle.licence import Licence, find_licence
 from megadit.models.bundle.tensor_source import DTYPES, from_state_dict, open_safetensors, write_safetensors
 from megadit.models.config import DiTConfig
 from megadit.models.convert.published import WEIGHTS, Published, open_published, write_diffusers, write_original
+from megadit.models.shared.command import CommandParser, run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, read_json, write_json
-from megadit.models.shared.options import CommandParser, run_command
 from megadit.models.text_encoders import ClassLabels, T5TextEncoder, TextEncoder, load_text_encoder
 from megadit.models.tokenizers import (
     Autoencoder,

@@ -1,8 +1,8 @@
-"""Mistakes that a user can mend, and the hint that names what was meant."""
+"""Mistakes that a user can mend, and the hints that say how."""
 
 import difflib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 
@@ -20,6 +20,34 @@ class AlreadyToldError(Exception):
 def nearest(name: str, choices: Iterable[str]) -> str | None:
     """The choice most like `name`, or None where nothing is alike."""
     return next(iter(difflib.get_close_matches(name, list(choices), n=1)), None)
+
+
+def did_you_mean(name: object, choices: Iterable[str], otherwise: str = "") -> str:
+    """The end of a complaint about an unknown name: "; did you mean 'eta'?".
+
+    Where no choice is alike: "; " and `otherwise`, or nothing.
+    """
+    near = nearest(str(name), choices)
+    hint = f"did you mean {near!r}?" if near else otherwise
+    return f"; {hint}" if hint else ""
+
+
+def choose_one(value: str, choices: Collection[str], complaint: str) -> str:
+    """`value`, which must be one of `choices`.
+
+    Raises:
+        UserError: the complaint, the choice that was probably meant, and all choices.
+    """
+    if value not in choices:
+        hint = did_you_mean(value, choices) or ";"
+        raise UserError(f"{complaint}{hint} choose one of {', '.join(choices)}")
+    return value
+
+
+def nearest_multiples(value: int, factor: int, *, plus: int = 0) -> str:
+    """The positive multiples of `factor`, `plus` added, around `value`: "96 or 112"."""
+    above = plus - (plus - max(value, 1)) // factor * factor
+    return f"{above - factor} or {above}" if above - factor >= 1 else f"{above}"
 
 
 @contextmanager

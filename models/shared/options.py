@@ -1,89 +1,346 @@
-"""Commands: their options, and how their errors reach the user."""
+"""Settings: fields of a dataclass that say what they mean and what they may be, and the options made of them.
 
-import argparse
+Each command declares its options as a frozen dataclass:
+
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class TrimOptions:
+        clip: Path = setting(help="the clip to trim", positional=True)
+        seconds: float = setting(2.0, "length of what is kept (default: {default})", above=0)
+
+    options = read_options(TrimOptions, argv, prog="megadit trim", description="Trims a clip.")
+
+The annotation decides what an option takes; the same settings check lines of JSON and values of YAML.
+"""
+
+import math
 import os
-import select
-import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TextIO
+import types
+from argparse import SUPPRESS
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from megadit.models.shared.errors import AlreadyToldError, UserError, nearest
+from megadit.models.shared.command import CommandParser
+from megadit.models.shared.errors import UserError, choose_one, did_you_mean
+
+Options = TypeVar("Options")
+
+LONGEST_NAME = 230
+"""Bytes of a file's name: 255 is what file systems take, less what temporary names add."""
 
 
-class CommandParser(argparse.ArgumentParser):
-    """argparse whose complaints are a `UserError`, so that `run_command` tells them in one line like any other.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What is said of a field, and (from `settings_of`) what its name, default and annotation say."""
 
-    Options are never abbreviated; `--num-steps` is taken for `--num_steps` where only that exists.
+    help: str = ""
+    low: float | None = None
+    """The least value."""
+    high: float | None = None
+    """The greatest value."""
+    above: float | None = None
+    """What the value must exceed."""
+    choices: Collection[str] | None = None
+    served: bool = False
+    """Whether a request to a service may give it."""
+
+    metavar: str | None = None
+    names: tuple[str, ...] = ()
+    """Of the option; () is `--` and the field's name, or `--no_` and it for a switch that is on by default."""
+    positional: bool = False
+    nargs: int | str | None = None
+    """As argparse's; None is what the annotation says."""
+    repeated: bool = False
+    """Whether the option may be given several times, each adding to the value."""
+
+    name: str = ""
+    default: Any = None
+    required: bool = False
+    """Whether there is no default."""
+    type: Any = str
+    """bool, int, float, str or Path: of the value, or of each in a sequence."""
+    optional: bool = False
+    """Whether None is a value."""
+    words: tuple[str, ...] = ()
+    """What a number may be instead, such as auto."""
+    count: int | None = None
+    """None: one value; 0: a sequence; otherwise a sequence of so many."""
+
+
+def setting(
+    default: Any = MISSING,
+    help: str = "",
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+    choices: Collection[str] | None = None,
+    served: bool = False,
+    metavar: str | None = None,
+    names: tuple[str, ...] = (),
+    positional: bool = False,
+    nargs: int | str | None = None,
+    repeated: bool = False,
+) -> Any:
+    """A field of a dataclass that is a `Setting`. `{default}` in `help` stands for the default."""
+    about = Setting(
+        help=help,
+        low=low,
+        high=high,
+        above=above,
+        choices=choices,
+        served=served,
+        metavar=metavar,
+        names=names,
+        positional=positional,
+        nargs=nargs,
+        repeated=repeated,
+    )
+    return field(default=default, metadata={"setting": about})
+
+
+def group(of: type, title: str = "") -> Any:
+    """A field that is a dataclass of settings: options among the others, or under a title of their own."""
+    return field(default_factory=of, metadata={"group": title})
+
+
+@cache
+def settings_of(of: type) -> dict[str, Setting]:
+    """The settings of a dataclass by name; those of its groups are not among them."""
+    hints = get_type_hints(of)
+    return {
+        each.name: _resolve(each.metadata["setting"], each.name, each.default, hints[each.name])
+        for each in fields(of)
+        if "setting" in each.metadata
+    }
+
+
+def _groups(of: type) -> dict[str, tuple[type, str]]:
+    hints = get_type_hints(of)
+    return {each.name: (hints[each.name], each.metadata["group"]) for each in fields(of) if "group" in each.metadata}
+
+
+# ------------------------------------------------------------------------------------------------ annotations
+
+
+def _resolve(about: Setting, name: str, default: Any, hint: Any) -> Setting:
+    about = replace(about, name=name, default=None if default is MISSING else default, required=default is MISSING)
+    parts = [hint]
+    if get_origin(hint) in (Union, types.UnionType):
+        parts = [part for part in get_args(hint) if part is not types.NoneType]
+        about = replace(about, optional=len(parts) < len(get_args(hint)))
+    words = tuple(word for part in parts if get_origin(part) is Literal for word in get_args(part))
+    parts = [part for part in parts if get_origin(part) is not Literal]
+    if not parts:
+        return replace(about, type=str, choices=about.choices or words)
+    (value,) = parts
+    origin, arguments = get_origin(value), get_args(value)
+    if origin in (tuple, list) or (origin and issubclass(origin, Sequence)):
+        count = len(arguments) if origin is tuple and Ellipsis not in arguments else 0
+        return _resolve_items(replace(about, count=count), arguments[0])
+    if value not in (bool, int, float, str, Path):
+        raise TypeError(f"no option can be made of {name}: {hint}")
+    return replace(about, type=value, words=words)
+
+
+def _resolve_items(about: Setting, hint: Any) -> Setting:
+    item = _resolve(replace(about, optional=False), about.name, about.default, hint)
+    return replace(item, optional=about.optional, required=about.required)
+
+
+# ------------------------------------------------------------------------------------------------ values
+
+
+def check_value(about: Setting, name: str, value: Any) -> Any:
+    """The value, as the annotation has it: a tuple for a list, a path for its text.
+
+    Args:
+        name: as the user wrote it, such as --eta, eta or validation.sampling.eta.
+
+    Raises:
+        UserError: for a value of another type, out of bounds, or not among the choices.
     """
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(allow_abbrev=False, **settings)
-
-    def parse_args(self, args: Sequence[str], namespace: argparse.Namespace | None = None) -> argparse.Namespace:
-        """The options in `args`.
-
-        Raises:
-            UserError: for an argument that is unknown (names the nearest option), missing or malformed.
-        """
-        # positional arguments may stand anywhere among the options; argparse can not do that with subcommands
-        parse = self.parse_known_args if self._subparsers else self.parse_known_intermixed_args
-        options, unknown = parse([self._spelling(argument) for argument in args], namespace)
-        if unknown:
-            near = nearest(unknown[0].partition("=")[0], self._option_string_actions)
-            self.error(f"unknown argument {unknown[0]!r}" + (f" (did you mean {near}?)" if near else ""))
-        return options
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see `{self.prog} --help`")
-
-    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        sys.stdout.flush()  # here, so that `run_command` learns of a reader that left
-        super().exit(status, message)
-
-    def _spelling(self, argument: str) -> str:
-        name, equals, value = argument.partition("=")
-        underscored = name[:2] + name[2:].replace("-", "_")
-        return underscored + equals + value if underscored in self._option_string_actions else argument
+    if value is None and about.optional:
+        return None
+    if about.count is None:
+        return _check_one(about, name, value)
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    if not is_list or (about.count and len(value) != about.count):
+        raise UserError(f"{name}={value!r} must be {_expected(about)}")
+    return tuple(_check_one(about, name, item) for item in value)
 
 
-def run_command(function: Callable[[list[str]], int | None], argv: list[str]) -> int:
-    """Runs a command and returns its exit code: 2 for a `UserError`, 130 when interrupted, each told in one line.
+def _check_one(about: Setting, name: str, value: Any) -> Any:
+    if value in about.words and isinstance(value, str):
+        return value
+    if about.type is Path and isinstance(value, str):
+        value = Path(value)
+    kinds = (int, float) if about.type is float else about.type
+    if not isinstance(value, kinds) or (isinstance(value, bool) and about.type is not bool):
+        raise UserError(f"{name}={value!r} must be {_expected(about)}")
+    if isinstance(value, str | Path):
+        check_text(name, value)
+    if about.choices is not None:
+        choose_one(value, about.choices, f"{name}={value!r} is unknown")
+    if not _is_within(about, value):
+        shown = f"{value:g}" if isinstance(value, float) else value
+        raise UserError(f"{name}={shown} {_bounds(about)}")
+    return value
 
-    141, in silence, where nobody reads standard output any more (`megadit info PATH | head -1`). `--debug` among the
-    arguments is taken out, and shows the traceback of such errors instead. Other exceptions are faults of ours and
-    always show theirs.
+
+def _expected(about: Setting) -> str:
+    one = {bool: "true or false", int: "a whole number", float: "a number"}.get(about.type, "text")
+    if about.count is not None:
+        several = {int: "whole numbers", float: "numbers"}.get(about.type, "texts")
+        return f"a list of {about.count} {several}" if about.count else f"a list of {several}"
+    return " or ".join((one, *about.words))
+
+
+def _is_within(about: Setting, value: Any) -> bool:
+    if about.low is about.high is about.above is None:
+        return True
+    least = -math.inf if about.low is None else about.low
+    exceeded = -math.inf if about.above is None else about.above
+    most = math.inf if about.high is None else about.high
+    return least <= value <= most and exceeded < value and math.isfinite(value)
+
+
+def _bounds(about: Setting) -> str:
+    low, high, above = about.low, about.high, about.above
+    if low is not None and high is not None:
+        return f"must lie between {low:g} and {high:g}"
+    if low == 0:
+        return "must not be negative"
+    rules = {"be at least": low, "be greater than": above, "be at most": high}
+    return "must " + " and ".join(f"{rule} {bound:g}" for rule, bound in rules.items() if bound is not None)
+
+
+def check_text(name: str, value: str | Path) -> None:
+    """Raises UserError for text that is no UTF-8, and for a path that no file system takes."""
+    if any("\ud800" <= letter <= "\udfff" for letter in str(value)):  # bytes that were left undecoded
+        raise UserError(f"{name}={str(value)!a} is not valid text (UTF-8)")
+    if isinstance(value, Path):
+        if "\0" in str(value):
+            raise UserError(f"{name}={str(value)!a}: no path holds a null character")
+        for part in value.parts:
+            if len(os.fsencode(part)) > LONGEST_NAME:  # room for a temporary name included
+                raise UserError(f"{name}: the name {part[:40]}... is too long")
+
+
+def check_json(values: Mapping[str, Any], of: type, *, where: str = "", only: Iterable[str] | None = None) -> dict:
+    """The values of settings that a JSON object or YAML mapping gives, each as `check_value` gives it.
+
+    Args:
+        where: begins every complaint, such as "prompts.jsonl, line 3: ".
+        only: the settings that may be given; None is all.
+
+    Raises:
+        UserError: for an unknown key (names the nearest known one), and as `check_value`.
     """
-    debug = "--debug" in argv
-    try:
-        code = function([argument for argument in argv if argument != "--debug"]) or 0
-        sys.stdout.flush()
-        return code
-    except AlreadyToldError:
-        return 2
-    except UserError as error:
-        if debug:
-            raise
-        print(f"error: {_in_one_line(str(error))}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        if debug:
-            raise
-        print("interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        if debug or not _lost_its_reader(sys.stdout):
-            raise
-        # what is still buffered would fail again when the interpreter ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    known = settings_of(of)
+    known = known if only is None else {name: known[name] for name in only}
+    for name in values:
+        if name not in known:
+            raise UserError(f"{where}{name!r} is unknown{did_you_mean(name, known)}")
+    return {name: check_value(known[name], f"{where}{name}", value) for name, value in values.items()}
 
 
-def _in_one_line(text: str) -> str:
-    """The text with its line breaks, which a user's own values may hold, written as such."""
-    return "\\n".join(text.splitlines())
+# ------------------------------------------------------------------------------------------------ options
 
 
-def _lost_its_reader(stream: TextIO) -> bool:
-    poll = select.poll()
-    poll.register(stream, 0)  # a pipe without a reader reports an error unasked
-    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+def read_options(of: type[Options], argv: Sequence[str], **parser: Any) -> Options:
+    """The options in `argv` as the dataclass `of`.
+
+    Args:
+        parser: what `CommandParser` takes, `prog` and `description` above all.
+
+    Raises:
+        UserError: for an argument that is unknown (names the nearest option), missing, malformed or out of bounds.
+    """
+    made = CommandParser(**parser)
+    options(made, of)
+    return made_of(of, vars(made.parse_args(argv)))
+
+
+def options(parser: Any, of: type, *, only: Iterable[str] | None = None, skip: Collection[str] = ()) -> None:
+    """Adds the settings of a dataclass, in the order of its fields or of `only`, and those of its groups."""
+    known, groups = settings_of(of), _groups(of)
+    for name in only if only is not None else [each.name for each in fields(of) if each.name not in skip]:
+        if name in known:
+            _add(parser, known[name])
+        elif name in groups:
+            kind, title = groups[name]
+            options(parser.add_argument_group(title) if title else parser, kind)
+
+
+def given_options(of: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Of what a parser found, the settings of `of` that were given, checked. What was left out is not in it.
+
+    Raises:
+        UserError: as `check_value`.
+    """
+    known = settings_of(of)
+    return {name: check_value(known[name], _shown(known[name]), values[name]) for name in known if name in values}
+
+
+def made_of(of: type[Options], values: Mapping[str, Any]) -> Options:
+    """The dataclass of what a parser found; what was left out has its default.
+
+    Raises:
+        UserError: as `check_value`.
+    """
+    groups = {name: made_of(kind, values) for name, (kind, _) in _groups(of).items()}
+    return of(**given_options(of, values), **groups)
+
+
+def _add(parser: Any, about: Setting) -> None:
+    """Adds an option. What is not given shall not be in the result, so that defaults are those of the dataclass."""
+    shown: dict[str, Any] = {"help": _help(about), "metavar": _metavar(about)}
+    if about.type is bool:
+        shown = {"help": shown["help"], "action": "store_false" if about.default is True else "store_true"}
+    elif about.count is not None and about.repeated:
+        shown |= {"action": "extend", "nargs": about.nargs} if about.nargs else {"action": "append"}
+    elif about.count is not None:
+        shown["nargs"] = about.nargs or about.count or ("*" if about.positional and not about.required else "+")
+    elif about.nargs or (about.positional and not about.required):
+        shown["nargs"] = about.nargs or "?"
+    if about.type is not bool:
+        shown["type"] = _reader(about)
+    if about.positional:
+        parser.add_argument(about.name, default=SUPPRESS, **shown)
+    else:
+        parser.add_argument(*_names(about), dest=about.name, default=SUPPRESS, required=about.required, **shown)
+
+
+def _names(about: Setting) -> tuple[str, ...]:
+    return about.names or (f"--no_{about.name}" if about.default is True else f"--{about.name}",)
+
+
+def _shown(about: Setting) -> str:
+    """How complaints name an option."""
+    if about.positional:
+        return about.metavar or about.name
+    return next((name for name in _names(about) if name.startswith("--")), about.name)
+
+
+def _help(about: Setting) -> str | None:
+    default = f"{about.default:g}" if isinstance(about.default, float) else str(about.default)
+    return about.help.replace("{default}", default).replace("%", "%%") or None
+
+
+def _metavar(about: Setting) -> str | None:
+    if about.metavar is None and isinstance(about.choices, tuple | list):
+        return f"{{{','.join(about.choices)}}}"
+    if about.metavar is None and not about.positional:
+        return {int: "INT", float: "NUMBER", Path: "PATH"}.get(about.type)
+    return about.metavar
+
+
+def _reader(about: Setting) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        return text if text is SUPPRESS or text in about.words else about.type(text)
+
+    read.__name__ = about.type.__name__  # argparse: invalid float value
+    return read

@@ -7,8 +7,8 @@ called is imported, so that `megadit --help` is immediate and needs none of the 
 import sys
 from importlib import import_module, metadata
 
+from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError, nearest
-from megadit.models.shared.options import run_command
 
 VERBS: dict[str, tuple[str, str]] = {
     "prepare": ("megadit.train.data.prepare:main", "turn clips or the built-in digits into a training dataset"),

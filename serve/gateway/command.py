@@ -9,8 +9,8 @@ from dataclasses import asdict, fields
 import uvicorn
 from prometheus_client import start_http_server
 
+from megadit.models.shared.command import CommandParser, run_command
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.options import CommandParser, run_command
 from megadit.serve.contract import MODEL
 from megadit.serve.gateway.app import create_app
 from megadit.serve.gateway.database import Database

@@ -31,7 +31,7 @@ from megatron.energon import (
 )
 
 from megadit.models.config import DiTConfig
-from megadit.models.shared.options import CommandParser, run_command
+from megadit.models.shared.command import CommandParser, run_command
 from megadit.train.config.schema import DataConfig
 from megadit.train.data.bin_packing import best_fit
 from megadit.train.data.dataset_info import CRUDE, iter_captions

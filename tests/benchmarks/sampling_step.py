@@ -28,7 +28,7 @@ from torch import Tensor
 from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.infer.samplers import euler
 from megadit.models.parameterization import scalings
-from megadit.models.shared.options import run_command
+from megadit.models.shared.command import run_command
 
 SIGMAS = torch.tensor([80.0, 60.0], dtype=torch.float64)
 

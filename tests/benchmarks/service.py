@@ -20,7 +20,7 @@ from pathlib import Path
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.video_io import encode_mp4
 from megadit.models.bundle.bundle import Bundle, SamplingDefaults
-from megadit.models.shared.options import CommandParser, run_command
+from megadit.models.shared.command import CommandParser, run_command
 from megadit.serve.build_repository import build_repository
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import SETTINGS, VideoRequest

@@ -15,9 +15,9 @@ from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.machine import describe, describe_in_words
+from megadit.models.shared.command import CommandParser
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
-from megadit.models.shared.options import CommandParser
 
 DTYPES = (torch.float32, torch.bfloat16)
 TEXT_LENGTH = 64

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megadit.infer.samplers import SAMPLERS, num_denoiser_calls
 from megadit.infer.schedules import karras_sigmas
-from megadit.models.shared.options import CommandParser, run_command
+from megadit.models.shared.command import CommandParser, run_command
 
 SIGMA_MIN, SIGMA_MAX = 0.002, 80.0
 CALLS = (10, 20, 35)

@@ -46,7 +46,7 @@ from megadit.models.dit import DiT
 from megadit.models.embeddings import patchify
 from megadit.models.initialize import initialize_
 from megadit.models.segments import Segment, SegmentLayout
-from megadit.models.shared.options import run_command
+from megadit.models.shared.command import run_command
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.bin_packing import best_fit
 from megadit.train.recipes import load_recipe

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from megadit.infer.pipeline import TextToVideo
 from megadit.models.conditioning import Conditioning
 from megadit.models.convert.cli import main as convert
+from megadit.models.shared.command import CommandParser, run_command
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.options import CommandParser, run_command
 from megadit.models.text_encoders import HashedWordEncoder
 
 SIZE = {"num_frames": 9, "height": 128, "width": 128}

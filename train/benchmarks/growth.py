@@ -18,9 +18,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megadit.models.shared.command import CommandParser, run_command
 from megadit.models.shared.errors import UserError, nearest
 from megadit.models.shared.files import atomic_path, read_json, write_json
-from megadit.models.shared.options import CommandParser, run_command
 from megadit.models.shared.progress import Progress
 
 RECIPE = "digits_tiny"

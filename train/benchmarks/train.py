@@ -16,9 +16,9 @@ from typing import Any
 
 from rich.console import Console
 
+from megadit.models.shared.command import CommandParser, run_command
 from megadit.models.shared.errors import UserError, told_once
 from megadit.models.shared.files import write_json
-from megadit.models.shared.options import CommandParser, run_command
 from megadit.models.shared.progress import Progress
 from megadit.train.__main__ import without_nproc
 from megadit.train.config.checks import check_inputs, check_layout

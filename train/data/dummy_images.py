@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
+from megadit.models.shared.command import CommandParser
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.options import CommandParser
 from megadit.models.shared.progress import Progress
 from megadit.models.text_encoders.hashed_words import HashedWordEncoder
 from megadit.models.tokenizers.haar import HaarTokenizer

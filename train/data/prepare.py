@@ -13,9 +13,9 @@ import imageio.v3 as iio
 import torch
 from torch import Tensor
 
+from megadit.models.shared.command import CommandParser, run_command
 from megadit.models.shared.errors import UserError, nearest
 from megadit.models.shared.files import atomic_path
-from megadit.models.shared.options import CommandParser, run_command
 from megadit.models.shared.progress import Progress, duration
 from megadit.models.text_encoders.hashed_words import HashedWordEncoder
 from megadit.models.tokenizers.haar import HaarTokenizer

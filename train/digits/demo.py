@@ -22,9 +22,9 @@ from torch import Tensor
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.video_io import write_video
 from megadit.models.bundle.bundle import Bundle
+from megadit.models.shared.command import CommandParser, run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, atomic_path, read_json, write_json
-from megadit.models.shared.options import CommandParser, run_command
 from megadit.models.shared.progress import Progress, duration
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.data import prepare

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.samplers import SAMPLERS
+from megadit.models.shared.command import CommandParser, run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, write_json
-from megadit.models.shared.options import CommandParser, run_command
 from megadit.models.shared.progress import Progress
 from megadit.train.digits import judge, score
 from megadit.train.digits.data import COLOURS, Attributes

@@ -13,9 +13,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from megadit.models.shared.command import CommandParser, run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path
-from megadit.models.shared.options import CommandParser, run_command
 from megadit.train.config.load import change, to_yaml
 from megadit.train.slurm.config import ChainConfig
 from megadit.train.slurm.scripts import scripts

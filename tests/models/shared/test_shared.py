@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from megadit.models.shared.errors import UserError, nearest
+from megadit.models.shared.command import CommandParser, run_command
+from megadit.models.shared.errors import UserError, choose_one, did_you_mean, nearest, nearest_multiples
 from megadit.models.shared.files import atomic_directory, atomic_path, held_alone, read_json, write_json
-from megadit.models.shared.options import CommandParser, run_command
 from megadit.models.shared.progress import Progress, duration
 
 
@@ -21,6 +21,35 @@ class Terminal(io.StringIO):
 def test_nearest_names_a_similar_choice_or_none():
     assert nearest("hidden_sise", ["hidden_size", "num_layers"]) == "hidden_size"
     assert nearest("zzz", ["hidden_size", "num_layers"]) is None
+
+
+def test_did_you_mean_ends_a_complaint():
+    assert did_you_mean("hidden_sise", ["hidden_size", "num_layers"]) == "; did you mean 'hidden_size'?"
+    assert did_you_mean("zzz", ["hidden_size"]) == ""
+    assert did_you_mean("zzz", ["hidden_size"], "give its name") == "; give its name"
+
+
+def test_one_of_the_choices_or_all_of_them():
+    assert choose_one("heun", ("heun", "euler"), "sampler 'heun'") == "heun"
+    with pytest.raises(UserError, match=r"^--sampler=hein is unknown; did you mean 'heun'\? choose one of heun,"):
+        choose_one("hein", ("heun", "euler"), "--sampler=hein is unknown")
+    with pytest.raises(UserError, match=r"^--sampler=x is unknown; choose one of heun, euler$"):
+        choose_one("x", ("heun", "euler"), "--sampler=x is unknown")
+
+
+@pytest.mark.parametrize(
+    ("value", "factor", "plus", "text"),
+    [
+        (100, 16, 0, "96 or 112"),
+        (7, 16, 0, "16"),
+        (0, 16, 0, "16"),
+        (-3, 4, 0, "4"),
+        (10, 8, 1, "9 or 17"),
+        (0, 8, 1, "1"),
+    ],
+)
+def test_nearest_multiples(value, factor, plus, text):
+    assert nearest_multiples(value, factor, plus=plus) == text
 
 
 @pytest.mark.parametrize(
@@ -164,7 +193,7 @@ def test_run_command_never_hides_a_fault_of_ours():
 def test_a_reader_that_leaves_ends_a_command_in_silence():
     """As in `command | head -1`, with standard output buffered or not."""
     program = (
-        "import sys; from megadit.models.shared.options import run_command;"
+        "import sys; from megadit.models.shared.command import run_command;"
         "sys.stdin.readline();"  # until the reader has left
         "sys.exit(run_command(lambda argv: print('text'), []))"
     )
@@ -184,7 +213,7 @@ def test_a_reader_that_leaves_ends_a_command_in_silence():
 
 def test_a_broken_pipe_of_another_kind_is_a_fault_of_ours():
     program = (
-        "from megadit.models.shared.options import run_command\n"
+        "from megadit.models.shared.command import run_command\n"
         "def fail(argv): raise BrokenPipeError('worker')\n"
         "run_command(fail, [])"
     )
@@ -207,7 +236,7 @@ def test_arguments_may_be_spelt_with_dashes_and_keep_their_values():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--num_stepz", "3"], r"unknown argument '--num_stepz' \(did you mean --num_steps\?\); see `megadit verb --h"),
+        (["--num_stepz", "3"], r"unknown argument '--num_stepz'; did you mean '--num_steps'\? see `megadit verb --h"),
         (["--num_step", "3"], "unknown argument '--num_step'"),
         (["stray"], "unknown argument 'stray'; see"),
         (["--num_steps", "x"], "invalid int value: 'x'"),
@@ -220,6 +249,6 @@ def test_wrong_arguments_are_user_errors(arguments, message):
 
 def test_support_needs_no_torch():
     """`megadit --help` imports this module, and must be quick."""
-    imports = "from megadit.models.shared import errors, files, options, progress, verbs"
+    imports = "from megadit.models.shared import command, errors, files, options, progress, verbs"
     code = f"import sys; {imports}; sys.exit('torch' in sys.modules or 'rich' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

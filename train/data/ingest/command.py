@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from megadit.models.shared.command import CommandParser
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.options import CommandParser
 from megadit.train.data.dataset_info import INFO_FILE
 from megadit.train.data.ingest import stages
 from megadit.train.data.ingest.encodings import default_encodings, read_encodings

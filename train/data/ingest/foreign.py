@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megadit.models.shared.command import CommandParser
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.options import CommandParser
 from megadit.models.shared.progress import Progress
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import load_tokenizer

@@ -1,0 +1,189 @@
+"""One declaration of a setting gives its option, its help, and the checks of JSON and YAML."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from megadit.models.shared.command import CommandParser
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.options import (
+    check_json,
+    check_value,
+    given_options,
+    group,
+    made_of,
+    options,
+    read_options,
+    setting,
+    settings_of,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Noise:
+    eta: float = setting(0.0, "share of ancestral noise (default: {default})", low=0, high=1, served=True)
+    interval: tuple[float, float] | None = setting(None, "lowest and highest level", low=0)
+    unsaid: int = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrimOptions:
+    clip: Path = setting(help="the clip", positional=True, metavar="CLIP")
+    more: Sequence[Path] = setting((), positional=True)
+    seconds: float = setting(2.0, "100% of {subject} (default: {default})", above=0)
+    steps: int | None = setting(None, low=1)
+    shift: float | Literal["auto"] | None = setting(None)
+    cut: Literal["scene", "clip"] = setting("scene")
+    name: str | None = setting(None, names=("--name", "-n"))
+    config_file: Path | None = setting(None, names=("--config-file",))
+    prompts: Sequence[str] = setting((), names=("--prompt",), nargs="+", repeated=True)
+    models: Sequence[str] = setting((), names=("--model",), repeated=True)
+    seeds: tuple[int, ...] = setting(())
+    quick: bool = setting(False)
+    text: bool = setting(True)
+    noise: Noise = group(Noise, "noise")
+
+
+def read(*argv: str) -> TrimOptions:
+    return read_options(TrimOptions, argv, prog="megadit trim")
+
+
+def test_what_is_left_out_has_its_default():
+    assert read("a.mp4") == TrimOptions(clip=Path("a.mp4"))
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        (["b", "c"], "more", (Path("b"), Path("c"))),
+        (["--seconds=1"], "seconds", 1.0),
+        (["--steps", "7"], "steps", 7),
+        (["--shift", "auto"], "shift", "auto"),
+        (["--shift", "3"], "shift", 3.0),
+        (["--cut=clip"], "cut", "clip"),
+        (["-n", "x"], "name", "x"),
+        (["--config-file", "x"], "config_file", Path("x")),
+        (["--prompt", "a", "b", "--prompt", "c"], "prompts", ("a", "b", "c")),
+        (["--model", "a", "--model", "b"], "models", ("a", "b")),
+        (["--seeds", "1", "2"], "seeds", (1, 2)),
+        (["--quick"], "quick", True),
+        (["--no-text"], "text", False),
+        (["--eta", "0.5"], "noise", Noise(eta=0.5)),
+        (["--interval", "1", "2"], "noise", Noise(interval=(1.0, 2.0))),
+    ],
+)
+def test_an_option_is_read_as_its_annotation_says(words, name, value):
+    given = read("a.mp4", *words)
+    assert getattr(given, name) == value and type(getattr(given, name)) is type(value)
+    assert given == TrimOptions(**{"clip": Path("a.mp4"), name: value})
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ([], "the following arguments are required: CLIP"),
+        (["a", "--eta=2"], "--eta=2 must lie between 0 and 1$"),
+        (["a", "--eta", "nan"], "--eta=nan must lie between 0 and 1$"),
+        (["a", "--interval", "1", "-1"], "--interval=-1 must not be negative$"),
+        (["a", "--interval", "1"], "--interval: expected 2 arguments"),
+        (["a", "--seconds=0"], "--seconds=0 must be greater than 0$"),
+        (["a", "--seconds=inf"], "--seconds=inf must be greater than 0$"),
+        (["a", "--steps=0"], "--steps=0 must be at least 1$"),
+        (["a", "--steps=x"], "--steps: invalid int value: 'x'"),
+        (["a", "--shift=x"], "--shift: invalid float value: 'x'"),
+        (["a", "--cut=scent"], r"--cut='scent' is unknown; did you mean 'scene'\? choose one of scene, clip$"),
+        (["a", "--config-file", "a\0"], "--config-file='a.x00': no path holds a null character"),
+        (["a" * 231], r"CLIP: the name aaa.*\.\.\. is too long"),
+        (["a", "--name", "\udc80"], r"--name='.udc80' is not valid text \(UTF-8\)"),
+        (["a", "--etta=1"], r"unknown argument '--etta=1'; did you mean '--eta'\? see `megadit trim --help`"),
+        (["a", "--unsaid=1"], "unknown argument '--unsaid=1'"),
+    ],
+)
+def test_a_mistake_is_told_in_one_sentence(words, complaint):
+    with pytest.raises(UserError, match=complaint):
+        read(*words)
+
+
+def test_help_says_what_the_settings_say():
+    parser = CommandParser(prog="megadit trim")
+    options(parser, TrimOptions)
+    told = " ".join(parser.format_help().split())
+    for line in (
+        "CLIP the clip",
+        "--seconds NUMBER 100% of {subject} (default: 2)",
+        "--steps INT",
+        "--cut {scene,clip}",
+        "--config-file PATH",
+        "--no_text",
+        "noise: --eta NUMBER share of ancestral noise (default: 0)",
+    ):
+        assert line in told
+
+
+def test_options_may_be_a_part_and_tell_what_was_given():
+    parser = CommandParser(prog="megadit trim")
+    options(parser, TrimOptions, only=("steps", "clip"))
+    options(parser, Noise, skip=("interval",))
+    found = vars(parser.parse_args(["a", "--steps=3"]))
+    assert given_options(TrimOptions, found) == {"clip": Path("a"), "steps": 3}
+    assert given_options(Noise, found) == {} and made_of(Noise, found) == Noise()
+    with pytest.raises(UserError, match="unknown argument '--interval'"):
+        parser.parse_args(["a", "--interval", "1", "2"])
+
+
+def test_json_is_checked_by_the_same_settings():
+    line = {"eta": 1, "interval": [1, 2.5]}
+    assert check_json(line, Noise) == {"eta": 1, "interval": (1, 2.5)}
+    assert check_json({"interval": None}, Noise) == {"interval": None}
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ({"etta": 1}, r"line 3: 'etta' is unknown; did you mean 'eta'\?$"),
+        ({"unsaid": 1}, "line 3: 'unsaid' is unknown"),
+        ({"eta": 2}, "line 3: eta=2 must lie between 0 and 1$"),
+        ({"eta": "1"}, "line 3: eta='1' must be a number$"),
+        ({"eta": True}, "line 3: eta=True must be a number$"),
+        ({"eta": None}, "line 3: eta=None must be a number$"),
+        ({"interval": [1]}, r"line 3: interval=\[1\] must be a list of 2 numbers$"),
+        ({"interval": [1, "2"]}, "line 3: interval='2' must be"),
+        ({"interval": "12"}, "line 3: interval='12' must be a list of 2 numbers$"),
+    ],
+)
+def test_a_wrong_line_is_told(line, complaint):
+    with pytest.raises(UserError, match=complaint):
+        check_json(line, Noise, where="line 3: ")
+
+
+def test_a_part_of_the_settings_may_be_what_a_line_knows():
+    with pytest.raises(UserError, match="'interval' is unknown"):
+        check_json({"interval": [1, 2]}, Noise, only=("eta",))
+
+
+def test_settings_are_records():
+    eta, interval = settings_of(Noise).values()
+    assert (eta.name, eta.default, eta.type, eta.served, eta.count, eta.optional) == (
+        "eta",
+        0.0,
+        float,
+        True,
+        None,
+        False,
+    )
+    assert (interval.type, interval.count, interval.optional, interval.served) == (float, 2, True, False)
+    assert check_value(settings_of(TrimOptions)["clip"], "clip", "x") == Path("x")
+    with pytest.raises(UserError, match="validation.sampling.eta=-1 must lie"):
+        check_value(eta, "validation.sampling.eta", -1)
+
+
+def test_an_annotation_that_is_no_option_is_refused():
+    @dataclass(frozen=True)
+    class Wrong:
+        table: dict[str, int] = setting(())
+
+    with pytest.raises(TypeError, match="no option can be made of table"):
+        settings_of(Wrong)
