@@ -7,6 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from . import budget
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(budget.Meter())
+    if not hasattr(config, "workerinput"):  # of pytest-xdist
+        config.pluginmanager.register(budget.Table())
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cases", type=int, help="random cases of the tests that draw some (kills, damages, ...)")
