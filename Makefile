@@ -28,11 +28,15 @@ demo: $(READY)
 serve: $(READY)
 	@$(BIN)/megadit serve demo
 
+# Workers that share the cores, a group of tests at a time (tests/workers.py).
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
+
 test: $(READY)
-	@$(BIN)/python -m pytest -q -m "not slow"
+	@$(PYTEST) -m "not slow"
 
 test-slow: $(READY)
-	@$(BIN)/python -m pytest -q -m slow
+	@$(PYTEST) -m slow
 
 lint: $(READY)
 	@$(BIN)/ruff check .

@@ -3,7 +3,8 @@
 Processor seconds are those of the process that tests and of all its descendants, alive or waited for: unlike seconds
 of a clock they hardly depend on what else the machine does. What a fixture of a module or of the session costs is told
 beside the tests, as which of them pays for it is chance. With `CI` in the environment, a test without the mark `slow`
-that takes more than `LIMIT` processor seconds fails, as does one whose fixture does; `costs("why")` marks those that may.
+that takes more than `LIMIT` processor seconds fails, as does one that makes such a fixture; `costs("why")` marks those
+that may.
 """
 
 import os
@@ -81,10 +82,10 @@ class Meter:
         made, self._fixtures = self._fixtures, []
         item.stash[SPENT] += processor - fixtures
         report.budget = {"seconds": seconds, "processor": processor - fixtures, "fixtures": made}
-        if report.when == "teardown" and report.passed and "CI" in os.environ and _is_limited(item):
-            if item.stash[SPENT] > LIMIT:
-                report.outcome = "failed"
-                report.longrepr = f"{item.stash[SPENT]:.1f} processor seconds; a fast test may take {LIMIT:g}"
+        most = max([item.stash[SPENT], *(own for _, own in made)])
+        if most > LIMIT and report.passed and report.when != "call" and "CI" in os.environ and _is_limited(item):
+            report.outcome = "failed"
+            report.longrepr = f"{most:.1f} processor seconds; a fast test, or a fixture, may take {LIMIT:g}"
         return report
 
     def _lap(self) -> tuple[float, float]:
@@ -127,8 +128,8 @@ class Table:
         write = terminalreporter.write_line
         terminalreporter.section("budget")
         write(f"{'folder':<34} {'tests':>6} {'clock s':>8} {'processor s':>12} {'+ fixtures':>11}")
-        rows = [*sorted(self._folders.items()), ("all", [sum(column) for column in zip(*self._folders.values())])]
-        for folder, (tests, *seconds) in rows:
+        whole = [sum(column) for column in zip(*self._folders.values(), strict=True)]
+        for folder, (tests, *seconds) in [*sorted(self._folders.items()), ("all", whole)]:
             write("{:<34} {:>6} {:>8.1f} {:>12.1f} {:>11.1f}".format(folder, tests, *seconds))
         write(f"the {NUM_TOLD} costliest tests, and fixtures (how often made), in processor seconds:")
         for name, seconds in sorted(self._tests.items(), key=lambda one: -one[1])[:NUM_TOLD]:

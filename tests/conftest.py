@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from . import budget
+from . import budget, workers
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(workers.Workers())
     config.pluginmanager.register(budget.Meter())
     if not hasattr(config, "workerinput"):  # of pytest-xdist
         config.pluginmanager.register(budget.Table())
