@@ -1,0 +1,188 @@
+"""How far a reader of the code has to go: files and lines behind each question, cycles, and very short files.
+
+    python docs/count.py            # prints the table
+    python docs/count.py --write    # also writes it into docs/architecture.md
+
+A question starts at some functions or classes. Whatever of this package their code names is followed, definition by
+definition, until nothing new comes; a file counts with all of its lines once anything of it is reached. `beyond` are
+files that the answer uses but a reader of this question need not open: what stands in them says its name.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("models", "infer", "train", "export", "serve")
+PAGE = ROOT / "docs" / "architecture.md"
+BEGIN, END = "<!-- counted by docs/count.py -->", "<!-- end of what was counted -->"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    asks: str
+    starts: tuple[str, ...]
+    """module:definition"""
+    beyond: tuple[str, ...] = ()
+    """Files, or folders with a / at the end."""
+    most_files: int
+    most_lines: int
+
+
+VOCABULARY = ("models/config.py", "models/families.py", "models/expert_config.py", "models/shared/")
+"""Fields and errors, which every question meets."""
+
+QUESTIONS = (
+    Question(
+        asks="What is the loss?",
+        starts=("train/loss.py:edm_loss",),
+        beyond=(*VOCABULARY, "models/dit.py", "models/layout.py", "models/noise.py", "train/data/", "train/config/"),
+        most_files=2,
+        most_lines=250,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file's definitions, and where its names come from."""
+
+    path: str
+    num_lines: int
+    definitions: dict[str, ast.AST]
+    imports: dict[str, tuple[str, str]]
+    """Name here -> (file of ours, name there); "" for the module itself."""
+
+
+def files() -> list[str]:
+    """All Python files of the five folders, relative to the repository."""
+    return sorted(str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+
+
+@cache
+def source(path: str) -> Source:
+    text = (ROOT / path).read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    definitions: dict[str, ast.AST] = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            definitions[node.name] = node
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                for name in ast.walk(target):
+                    if isinstance(name, ast.Name):
+                        definitions[name.id] = node
+    found = {}
+    for name, (file, there, _) in _imports(tree):
+        found[name] = (file, there)
+    return Source(path, len(text.splitlines()), definitions, found)
+
+
+def _imports(tree: ast.AST) -> Iterator[tuple[str, tuple[str, str, bool]]]:
+    """(name here, (file of ours, name there, whether it is imported when the file is)) of each import of ours."""
+    at_once = set(_at_import(tree))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megadit"):
+            for alias in node.names:
+                here, is_at_once = alias.asname or alias.name, node in at_once
+                if module := _file(f"{node.module}.{alias.name}"):
+                    yield here, (module, "", is_at_once)
+                elif module := _file(node.module):
+                    yield here, (module, alias.name, is_at_once)
+
+
+def _at_import(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes outside of functions."""
+    for node in ast.iter_child_nodes(tree):
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from _at_import(node)
+
+
+@cache
+def _file(module: str) -> str | None:
+    path = module.removeprefix("megadit").replace(".", "/").strip("/")
+    for name in (f"{path}.py", f"{path}/__init__.py"):
+        if path and (ROOT / name).is_file():
+            return name
+    return None
+
+
+def closure(question: Question) -> set[str]:
+    """The files that a reader of this question opens."""
+    waiting, seen = [tuple(start.split(":")) for start in question.starts], set()
+    while waiting:
+        path, name = waiting.pop()
+        if (path, name) in seen or path.startswith(question.beyond):
+            continue
+        seen.add((path, name))
+        here = source(path)
+        if name in here.imports and name not in here.definitions:
+            waiting.append(here.imports[name])
+            continue
+        for node in ast.walk(here.definitions.get(name, ast.Module([], []))):
+            if isinstance(node, ast.Name):
+                if node.id in here.definitions:
+                    waiting.append((path, node.id))
+                elif node.id in here.imports and here.imports[node.id][1]:
+                    waiting.append(here.imports[node.id])
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                file, there = here.imports.get(node.value.id, ("", ""))
+                if file and not there:
+                    waiting.append((file, node.attr))
+    return {path for path, name in seen if name in source(path).definitions}
+
+
+def cycles() -> list[list[str]]:
+    """Groups of files that import one another when they are imported (Tarjan's strongly connected components)."""
+    graph = {
+        path: {file for _, (file, _, at_once) in _imports(ast.parse((ROOT / path).read_text())) if at_once}
+        for path in files()
+    }
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(path: str) -> None:
+        index[path] = low[path] = len(index)
+        stack.append(path)
+        for other in graph[path]:
+            if other not in index:
+                visit(other)
+                low[path] = min(low[path], low[other])
+            elif other in stack:
+                low[path] = min(low[path], index[other])
+        if low[path] == index[path]:
+            members = [stack.pop()]
+            while members[-1] != path:
+                members.append(stack.pop())
+            if len(members) > 1:
+                found.append(sorted(members))
+
+    for path in graph:
+        if path not in index:
+            visit(path)
+    return found
+
+
+def short_files(fewest: int = 40) -> dict[str, int]:
+    """Files with fewer lines than that, packages' docstrings aside."""
+    return {
+        path: source(path).num_lines
+        for path in files()
+        if source(path).num_lines < fewest and not path.endswith("__init__.py")
+    }
+
+
+if __name__ == "__main__":
+    for question in QUESTIONS:
+        print(question.asks, {p: source(p).num_lines for p in closure(question)})
+    for c in cycles():
+        print("cycle", c)
+    print(short_files())
+    print(len(files()), sum(source(p).num_lines for p in files()))
