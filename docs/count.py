@@ -28,6 +28,8 @@ class Question:
     """module:definition"""
     beyond: tuple[str, ...] = ()
     """Files, or folders with a / at the end."""
+    by_definition: bool = False
+    """Count the lines of the definitions reached, where a file holds many siblings (samplers), not whole files."""
     most_files: int
     most_lines: int
 
@@ -42,6 +44,28 @@ QUESTIONS = (
         beyond=(*VOCABULARY, "models/dit.py", "models/layout.py", "models/noise.py", "train/data/", "train/config/"),
         most_files=2,
         most_lines=250,
+    ),
+    Question(
+        asks="How does Heun's solver step?",
+        starts=("infer/samplers.py:heun",),
+        beyond=(*VOCABULARY, "models/noise.py"),
+        by_definition=True,
+        most_files=1,
+        most_lines=60,
+    ),
+    Question(
+        asks="What does a block compute, down to its attention?",
+        starts=("models/blocks.py:DiTBlock",),
+        beyond=(*VOCABULARY, "models/layout.py", "models/experts.py", "models/ops/linear.py"),
+        most_files=5,
+        most_lines=950,
+    ),
+    Question(
+        asks="Which tensor is split how over ranks?",
+        starts=("models/megatron/parallelize.py:parallelize",),
+        beyond=(*VOCABULARY, "models/dit.py", "models/blocks.py", "models/attention.py", "models/layout.py"),
+        most_files=3,
+        most_lines=400,
     ),
 )
 
@@ -112,8 +136,8 @@ def _file(module: str) -> str | None:
     return None
 
 
-def closure(question: Question) -> set[str]:
-    """The files that a reader of this question opens."""
+def closure(question: Question) -> set[tuple[str, str]]:
+    """(file, definition) of all that a reader of this question meets."""
     waiting, seen = [tuple(start.split(":")) for start in question.starts], set()
     while waiting:
         path, name = waiting.pop()
@@ -121,20 +145,35 @@ def closure(question: Question) -> set[str]:
             continue
         seen.add((path, name))
         here = source(path)
-        if name in here.imports and name not in here.definitions:
-            waiting.append(here.imports[name])
+        if name not in here.definitions:
+            waiting += [here.imports[name]] if name in here.imports else []
             continue
-        for node in ast.walk(here.definitions.get(name, ast.Module([], []))):
-            if isinstance(node, ast.Name):
-                if node.id in here.definitions:
-                    waiting.append((path, node.id))
-                elif node.id in here.imports and here.imports[node.id][1]:
-                    waiting.append(here.imports[node.id])
-            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                file, there = here.imports.get(node.value.id, ("", ""))
-                if file and not there:
-                    waiting.append((file, node.attr))
-    return {path for path, name in seen if name in source(path).definitions}
+        waiting += _named(here, here.definitions[name])
+    return {(path, name) for path, name in seen if name in source(path).definitions}
+
+
+def _named(here: Source, definition: ast.AST) -> Iterator[tuple[str, str]]:
+    """(file, name) of the definitions of ours that a definition names."""
+    for node in ast.walk(definition):
+        if isinstance(node, ast.Name):
+            if node.id in here.definitions:
+                yield here.path, node.id
+            elif here.imports.get(node.id, ("", ""))[1]:
+                yield here.imports[node.id]
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            file, there = here.imports.get(node.value.id, ("", ""))
+            if file and not there:  # of a module
+                yield file, node.attr
+
+
+def count(question: Question) -> tuple[int, int, list[str]]:
+    """(files, lines, the files) behind a question."""
+    found = closure(question)
+    paths = sorted({path for path, _ in found})
+    if question.by_definition:
+        nodes = {(path, node.lineno): node for path, name in found for node in [source(path).definitions[name]]}
+        return len(paths), sum(node.end_lineno - node.lineno + 1 for node in nodes.values()), paths
+    return len(paths), sum(source(path).num_lines for path in paths), paths
 
 
 def cycles() -> list[list[str]]:
@@ -179,10 +218,27 @@ def short_files(fewest: int = 40) -> dict[str, int]:
     }
 
 
-if __name__ == "__main__":
+def table() -> str:
+    """What is counted, as Markdown."""
+    rows = ["| question | files | lines | at most | where |", "|---|---|---|---|---|"]
     for question in QUESTIONS:
-        print(question.asks, {p: source(p).num_lines for p in closure(question)})
-    for c in cycles():
-        print("cycle", c)
-    print(short_files())
-    print(len(files()), sum(source(p).num_lines for p in files()))
+        num_files, num_lines, paths = count(question)
+        where = ", ".join(f"`{path}`" for path in paths)
+        most = f"{question.most_files} / {question.most_lines}"
+        rows.append(f"| {question.asks} | {num_files} | {num_lines} | {most} | {where} |")
+    every = files()
+    total = sum(source(path).num_lines for path in every)
+    rows += ["", f"In all {len(every)} files with {total:,} lines; {len(cycles())} import cycles between files."]
+    return "\n".join(rows)
+
+
+def page(text: str) -> str:
+    """The page with the table of today."""
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}"
+
+
+if __name__ == "__main__":
+    print(table())
+    if "--write" in sys.argv:
+        PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from megadit.models.expert_config import ExpertConfig
-from megadit.models.families import COMPAT, FAMILIES, Family, Structure
-from megadit.models.shared.errors import UserError, nearest
+from megadit.models.families import COMPAT, FAMILIES, Structure
+from megadit.models.shared.errors import UserError, choose_one, did_you_mean
 
 PositionEmbedding = Literal["rope", "sincos", "learned"]
 Preconditioner = Literal["edm", "vp"]
@@ -59,7 +59,7 @@ class DiTConfig:
     preconditioner: Preconditioner = "edm"
     """`edm`: sigma and F as in arXiv 2206.00364; `vp`: F predicts the noise of DDPM's schedule (arXiv 2006.11239)."""
 
-    family: Family = "megadit"
+    family: str = "megadit"
     """Whose structure: ours, or that of published weights. `families.py` lists what differs."""
     compat: Literal["nemo"] | None = None
     """Whose departures from the family, for loading its checkpoints; None means none."""
@@ -94,10 +94,8 @@ class DiTConfig:
                 raise UserError(f"model.{field.name}={list(value)} must be greater than 0")
 
     def _check_family(self) -> None:
-        for name, kind in (("family", Family), ("preconditioner", Preconditioner)):
-            if getattr(self, name) not in get_args(kind):
-                known = ", ".join(get_args(kind))
-                raise UserError(f"model.{name}={getattr(self, name)!r} is unknown; choose one of {known}")
+        for name, known in (("family", FAMILIES), ("preconditioner", get_args(Preconditioner))):
+            choose_one(getattr(self, name), known, f"model.{name}={getattr(self, name)!r} is unknown")
         if self.compat is not None and (self.family, self.compat) not in COMPAT:
             known = ", ".join(f"model.family={family} model.compat={compat}" for family, compat in COMPAT)
             raise UserError(f"model.compat={self.compat} does not go with model.family={self.family}, only {known}")
@@ -116,9 +114,8 @@ class DiTConfig:
             raise UserError(f"model.family={self.family} needs model.adaln_lora_dim")
 
     def _check_positions(self) -> None:
-        if self.position_embedding not in get_args(PositionEmbedding):
-            known = ", ".join(get_args(PositionEmbedding))
-            raise UserError(f"model.position_embedding={self.position_embedding!r} is unknown; choose one of {known}")
+        kinds = get_args(PositionEmbedding)
+        choose_one(self.position_embedding, kinds, f"model.position_embedding={self.position_embedding!r} is unknown")
         if self.position_embedding == "learned" and self.learned_positions is None:
             raise UserError("model.position_embedding=learned needs model.learned_positions, the largest grid")
 
@@ -241,8 +238,7 @@ def _check_known(values: dict[str, Any], config_class: type) -> None:
     known = [field.name for field in dataclasses.fields(config_class)]
     for key in values:
         if key not in known:
-            near = nearest(key, known)
-            hint = f"; did you mean {near!r}?" if near else "; was it written by a newer version?"
+            hint = did_you_mean(key, known, "was it written by a newer version?")
             raise UserError(f"unknown model setting {key!r}{hint}")
 
 

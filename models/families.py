@@ -16,7 +16,6 @@ Sizes, and what differs between the networks of one family, are fields of `DiTCo
 from dataclasses import dataclass
 from typing import Literal
 
-Family = Literal["megadit", "dit", "cosmos", "nemo", "dfm", "moviegen", "st_dit"]
 Block = Literal["dit", "moviegen", "st_dit"]
 
 _ALONG_T_H_W = ((0, 2), (1, 3), (2, 3))

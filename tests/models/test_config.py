@@ -23,7 +23,10 @@ from megadit.train.config.schema import RunConfig
         ({"num_layers": 0}, "model.num_layers=0 must be greater than 0"),
         ({"sigma_data": -1.0}, "sigma_data=-1.0"),
         ({"position_embedding": "learnt"}, "choose one of rope, sincos, learned"),
-        ({"family": "cosmo"}, "model.family='cosmo' is unknown; choose one of megadit, dit, cosmos"),
+        (
+            {"family": "cosmo"},
+            "model.family='cosmo' is unknown; did you mean 'cosmos'? choose one of megadit, dit, cosmos",
+        ),
         ({"family": "dit"}, "model.family=dit needs model.num_classes"),
         ({"family": "dit", "num_classes": 10}, "model.crossattn_emb_size=1024: a class is read as two digits"),
         ({"family": "nemo", "hidden_size": 96}, "model.family=nemo needs model.hidden_size >= 256, got 96"),

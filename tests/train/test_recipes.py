@@ -169,7 +169,7 @@ def test_unknown_recipe_names_the_nearest():
     [
         (["--recipe", "digts"], "did you mean 'digits'"),
         (["--recipe"], "expected one argument"),
-        (["--recipe", "digits", "--dryrun"], "did you mean --dry-run?"),
+        (["--recipe", "digits", "--dryrun"], "did you mean '--dry-run'?"),
         (["--recipe", "digits", "--nproc", "two"], "invalid int value: 'two'"),
         (["--recipe", "digits", "--nproc", "0"], "--nproc 0 must be 1 or more"),
         (["--recipe", "digits", "--plan"], "--plan needs --gpus N and --gpu NAME"),
