@@ -25,7 +25,7 @@ from megadit.train.config.schema import RunConfig
         ({"position_embedding": "learnt"}, "choose one of rope, sincos, learned"),
         (
             {"family": "cosmo"},
-            "model.family='cosmo' is unknown; did you mean 'cosmos'? choose one of megadit, dit, cosmos",
+            "model.family='cosmo' is unknown; did you mean 'cosmos'",
         ),
         ({"family": "dit"}, "model.family=dit needs model.num_classes"),
         ({"family": "dit", "num_classes": 10}, "model.crossattn_emb_size=1024: a class is read as two digits"),
