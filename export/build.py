@@ -19,7 +19,7 @@ from megadit.infer.checkpoints import open_bundle
 from megadit.infer.runtimes.load import EXPORTED, weights_checksum
 from megadit.infer.runtimes.network_spec import SETTINGS_FILE, SETTINGS_VERSION, NetworkSpec
 from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle, check_replaceable, write_manifest
-from megadit.models.shared.errors import UserError
+from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import atomic_directory, write_json
 from megadit.models.text_encoders import T5TextEncoder, TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
@@ -41,8 +41,7 @@ class ExportSettings:
     """Most sampling steps of the video that is compared at the end."""
 
     def __post_init__(self) -> None:
-        if self.precision not in PRECISIONS:
-            raise UserError(f"precision {self.precision!r} is unknown; choose one of {', '.join(PRECISIONS)}")
+        choose_one(self.precision, PRECISIONS, f"precision {self.precision!r} is unknown")
         to_onnx.check_opset(self.graph_opset)
         if self.graph_opset < self._least_opset:
             raise UserError(f"precision {self.precision} needs opset {self._least_opset} or newer, not {self.opset}")

@@ -13,7 +13,7 @@ from torch import Tensor
 from megadit.infer.runtimes.network_spec import Axis, NetworkSpec, Shape, TensorSpec
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.config import DiTConfig
-from megadit.models.shared.errors import UserError, nearest
+from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.text_encoders import T5TextEncoder, TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
 
@@ -74,10 +74,7 @@ def parse_profiles(given: Sequence[str], defaults: Profiles) -> Profiles:
     names = [field.name for field in fields(Profiles)]
     for text in given:
         name, _, value = text.partition("=")
-        if name not in names:
-            near = nearest(name, names)
-            hint = f"did you mean {near!r}?" if near else f"choose one of {', '.join(names)}"
-            raise UserError(f"--profile {text}: there is no profile {name!r}; {hint}")
+        choose_one(name, names, f"--profile {text}: there is no profile {name!r}")
         try:
             sizes = [int(part) for part in value.split(",")]
         except ValueError:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megadit.infer.runtimes.network_spec import Axis, NetworkSpec
-from megadit.models.shared.errors import UserError
+from megadit.models.shared.errors import choose_one
 
 OPSETS = (18, 20, 23)
 """18 is read by any TensorRT; 20 has 8-bit numbers of half precision; 23 has attention and RMS norms as one operator,
@@ -29,10 +29,7 @@ ONNX file holds less than 2 GB."""
 
 def check_opset(opset: int) -> None:
     """Raises UserError for an opset that the exporter does not write."""
-    if opset not in OPSETS:
-        raise UserError(
-            f"opset {opset} is not supported; choose one of {', '.join(map(str, OPSETS))} (18: for any TensorRT)"
-        )
+    choose_one(opset, OPSETS, f"opset {opset} is not supported (18 is for any TensorRT)")
 
 
 def export_onnx(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megadit.infer.samplers import Denoise
 from megadit.models.conditioning import Conditioning
-from megadit.models.shared.errors import UserError
+from megadit.models.shared.errors import choose_one
 
 GuidanceConvention = Literal["standard", "nemo"]
 
@@ -51,9 +51,7 @@ def guidance_scale(guidance: float, convention: GuidanceConvention = "standard")
     Raises:
         UserError: for an unknown convention.
     """
-    if convention not in get_args(GuidanceConvention):
-        known = ", ".join(get_args(GuidanceConvention))
-        raise UserError(f"guidance convention {convention!r} is unknown; choose one of {known}")
+    choose_one(convention, get_args(GuidanceConvention), f"guidance convention {convention!r} is unknown")
     return guidance + 1 if convention == "nemo" else guidance
 
 

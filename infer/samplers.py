@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megadit.models.bundle.bundle import SamplingDefaults
 from megadit.models.noise import Stream, latent_noise
-from megadit.models.shared.errors import UserError, nearest
+from megadit.models.shared.errors import choose_one
 
 Denoise = Callable[[Tensor, Tensor], Tensor]
 """(x [B, ...] float32, sigma_B float32) -> clean x0 of x's shape, with every condition already bound."""
@@ -188,12 +188,7 @@ def find_sampler(name: str) -> str:
         UserError: for an unknown name; lists those that exist.
     """
     key = name.lower().replace("-", "_")
-    key = ALIASES.get(key, key)
-    if key not in SAMPLERS:
-        near = nearest(key, SAMPLERS)
-        hint = f"; did you mean {near!r}?" if near else ""
-        raise UserError(f"sampler {name!r} is not available; choose one of {', '.join(SAMPLERS)}{hint}")
-    return key
+    return choose_one(ALIASES.get(key, key), SAMPLERS, f"sampler {name!r} is not available")
 
 
 def num_denoiser_calls(name: str, sigmas: Tensor) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megadit.models.bundle.bundle import SamplingDefaults
 from megadit.models.parameterization import DDPM_STEPS, ddpm_sigmas
-from megadit.models.shared.errors import UserError, nearest
+from megadit.models.shared.errors import UserError, choose_one
 
 MOST_STEPS = 10_000
 _LOWEST_RHO = 0.05
@@ -102,11 +102,7 @@ def find_schedule(name: str) -> str:
         UserError: for an unknown name; lists those that exist.
     """
     key = name.lower().replace("-", "_")
-    if key not in SCHEDULES:
-        near = nearest(key, SCHEDULES)
-        hint = f"; did you mean {near!r}?" if near else ""
-        raise UserError(f"schedule {name!r} is not available; choose one of {', '.join(SCHEDULES)}{hint}")
-    return key
+    return choose_one(key, SCHEDULES, f"schedule {name!r} is not available")
 
 
 def _check(num_steps: int, sigma_min: float, sigma_max: float, rho: float) -> None:

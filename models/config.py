@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 from megadit.models.expert_config import ExpertConfig
 from megadit.models.families import COMPAT, FAMILIES, Structure
-from megadit.models.shared.errors import UserError, choose_one, did_you_mean
+from megadit.models.shared.errors import UserError, choose_one, did_you_mean, nearest_multiples
 
 PositionEmbedding = Literal["rope", "sincos", "learned"]
 Preconditioner = Literal["edm", "vp"]
@@ -204,8 +204,7 @@ class DiTConfig:
         for name, size in sizes.items():
             patch = patches[name]
             if size < 1 or size % patch:
-                below, above = size // patch * patch, -(-max(size, 1) // patch) * patch
-                choices = f"{below} or {above}" if below else f"{above}"
+                choices = nearest_multiples(size, patch)
                 raise UserError(f"latent {name} {size} is not a multiple of the patch size {patch}; use {choices}")
         return frames // self.patch_temporal, height // self.patch_spatial, width // self.patch_spatial
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from megadit.models.shared.errors import UserError
+from megadit.models.shared.errors import UserError, choose_one
 
 Routing = Literal["token_choice", "expert_choice"]
 
@@ -32,9 +32,7 @@ class ExpertConfig:
     """Of the loss that keeps the experts' loads equal, with `token_choice` (arXiv 2101.03961, eq. 4)."""
 
     def __post_init__(self) -> None:
-        if self.routing not in get_args(Routing):
-            known = ", ".join(get_args(Routing))
-            raise UserError(f"model.experts.routing={self.routing!r} is unknown; choose one of {known}")
+        choose_one(self.routing, get_args(Routing), f"model.experts.routing={self.routing!r} is unknown")
         for name in ("num_experts", "shared_ffn_hidden_size", "balance_coefficient"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UserError(f"model.experts.{name}={getattr(self, name)} must not be negative")

@@ -28,7 +28,7 @@ from megadit.models.flops import forward_flops
 from megadit.models.machine import datasheet_flops, describe, describe_in_words, matmul_flops
 from megadit.models.segments import Segment
 from megadit.models.shared.command import CommandParser, run_command
-from megadit.models.shared.errors import UserError, nearest
+from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import write_json
 from megadit.models.shared.progress import Progress
 
@@ -195,10 +195,7 @@ def load_pipelines(bundle: Bundle, runtimes: list[str], device: str, dtype: str)
         UserError: for an unknown runtime, or one that the bundle was not exported for.
     """
     for name in runtimes:
-        if name not in RUNTIMES:
-            near = nearest(name, RUNTIMES)
-            hint = f"did you mean {near!r}?" if near else f"choose among {', '.join(RUNTIMES)}"
-            raise UserError(f"--runtime {name}: there is no such runtime; {hint}")
+        choose_one(name, RUNTIMES, f"--runtime {name}: there is no such runtime")
     return {
         name: TextToVideo.load(
             bundle,

@@ -10,7 +10,7 @@ from megadit.infer.runtimes.exported import ExportedDenoiser, ExportedTokenizer,
 from megadit.infer.runtimes.network_spec import ExportedNetworks
 from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.models.bundle.bundle import Bundle
-from megadit.models.shared.errors import UserError, nearest
+from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.text_encoders import TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
 
@@ -60,11 +60,7 @@ def check_runtime(name: str, *, dtype: str | None = None, compile: bool = False)
     Raises:
         UserError: for an unknown name, or settings that only torch has: an export has a precision of its own.
     """
-    known = (TORCH, *EXPORTED)
-    if name not in known:
-        near = nearest(name, known)
-        hint = f"did you mean {near!r}?" if near else f"choose one of {', '.join(known)}"
-        raise UserError(f"runtime {name!r} is unknown; {hint}")
+    choose_one(name, (TORCH, *EXPORTED), f"runtime {name!r} is unknown")
     if name != TORCH and compile:
         raise UserError(f"compile is for the torch runtime, not for {name}: leave it out")
     if name != TORCH and dtype not in (None, "float32", "fp32"):

@@ -9,7 +9,7 @@ from megadit.models.conditioning import Conditioning
 from megadit.models.dit import DiT
 from megadit.models.parameterization import EDMDenoiser
 from megadit.models.segments import DenseLayout, Kept
-from megadit.models.shared.errors import UserError
+from megadit.models.shared.errors import UserError, choose_one
 
 DTYPES = {
     "float32": torch.float32,
@@ -93,6 +93,4 @@ def find_dtype(name: str) -> torch.dtype:
     Raises:
         UserError: for an unknown name.
     """
-    if name not in DTYPES:
-        raise UserError(f"dtype {name!r} is unknown; choose one of {', '.join(DTYPES)}")
-    return DTYPES[name]
+    return DTYPES[choose_one(name, DTYPES, f"dtype {name!r} is unknown")]

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megadit.models.shared.errors import UserError, nearest
+from megadit.models.shared.errors import UserError, did_you_mean
 from megadit.models.shared.files import atomic_path, read_json, write_json
 
 CONFIG_FILE = "config.json"
@@ -52,9 +52,8 @@ def read_settings(directory: str | os.PathLike, names: Collection[str]) -> dict[
     path = Path(directory) / CONFIG_FILE
     settings = {name: value for name, value in read_json(path).items() if name != "type"}
     for name in sorted(settings.keys() - set(names)):
-        near = nearest(name, names)
-        hint = f"did you mean {near!r}?" if near else "was it written by a newer version?"
-        raise UserError(f"{path}: unknown setting {name!r}; {hint}")
+        hint = did_you_mean(name, names, "was it written by a newer version?")
+        raise UserError(f"{path}: unknown setting {name!r}{hint}")
     for name in sorted(set(names) - settings.keys()):
         raise UserError(f"{path}: the setting {name!r} is missing")
     return settings

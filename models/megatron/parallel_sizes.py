@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megadit.models.config import DiTConfig
-from megadit.models.shared.errors import UserError
+from megadit.models.shared.errors import UserError, nearest_multiples
 
 ContextComm = Literal["ulysses", "ring", "both"]
 
@@ -117,7 +117,7 @@ class ParallelSizes:
             (
                 world_size % self.model_parallel_size == 0,
                 f"{world_size} ranks cannot hold whole copies of a model spread over {self.model_parallel_size} "
-                f"({self._product()}): start {_multiples_around(world_size, self.model_parallel_size)} ranks",
+                f"({self._product()}): start {nearest_multiples(world_size, self.model_parallel_size)} ranks",
             ),
             (
                 model.num_attention_heads % self.tensor == 0,
@@ -276,8 +276,3 @@ def _distance(asked: ParallelSizes, other: ParallelSizes) -> float:
     sizes = sum(abs(math.log2(max(getattr(asked, name), 1) / getattr(other, name))) for name in _SIZES)
     switches = ("context_comm", "sequence_parallel", "fully_sharded")
     return sizes + 0.5 * sum(getattr(asked, name) != getattr(other, name) for name in switches)
-
-
-def _multiples_around(value: int, factor: int) -> str:
-    below, above = value // factor * factor, -(-value // factor) * factor
-    return f"{below} or {above}" if below else f"{above}"

@@ -4,6 +4,9 @@ import difflib
 import os
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
+
+Choice = TypeVar("Choice")
 
 
 class UserError(ValueError):
@@ -22,25 +25,25 @@ def nearest(name: str, choices: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name, list(choices), n=1)), None)
 
 
-def did_you_mean(name: object, choices: Iterable[str], otherwise: str = "") -> str:
+def did_you_mean(name: str, choices: Iterable[str], otherwise: str = "") -> str:
     """The end of a complaint about an unknown name: "; did you mean 'eta'?".
 
     Where no choice is alike: "; " and `otherwise`, or nothing.
     """
-    near = nearest(str(name), choices)
+    near = nearest(name, choices)
     hint = f"did you mean {near!r}?" if near else otherwise
     return f"; {hint}" if hint else ""
 
 
-def choose_one(value: str, choices: Collection[str], complaint: str) -> str:
+def choose_one(value: Choice, choices: Collection[Choice], complaint: str) -> Choice:
     """`value`, which must be one of `choices`.
 
     Raises:
         UserError: the complaint, the choice that was probably meant, and all choices.
     """
     if value not in choices:
-        hint = did_you_mean(value, choices) or ";"
-        raise UserError(f"{complaint}{hint} choose one of {', '.join(choices)}")
+        hint = did_you_mean(value, choices) if isinstance(value, str) else ""
+        raise UserError(f"{complaint}{hint or ';'} choose one of {', '.join(map(str, choices))}")
     return value
 
 

@@ -8,7 +8,7 @@ import sys
 from importlib import import_module, metadata
 
 from megadit.models.shared.command import run_command
-from megadit.models.shared.errors import UserError, nearest
+from megadit.models.shared.errors import UserError, choose_one, did_you_mean
 
 VERBS: dict[str, tuple[str, str]] = {
     "prepare": ("megadit.train.data.prepare:main", "turn clips or the built-in digits into a training dataset"),
@@ -66,13 +66,9 @@ def _dispatch(argv: list[str]) -> int:
         print(_help(f"{verb} "))
         return 0
     if seconds:
-        near = nearest(rest[0], seconds) if rest else None
-        hint = f"did you mean {near!r}?" if near else f"choose one of {', '.join(seconds)}"
-        raise UserError(f"`megadit {' '.join([verb, *rest[:1]])}` is no command; {hint}")
+        choose_one(rest[0] if rest else "", seconds, f"`megadit {' '.join([verb, *rest[:1]])}` is no command")
     if verb not in VERBS:
-        near = nearest(verb, VERBS)
-        hint = f"did you mean {near!r}?" if near else "see `megadit --help`"
-        raise UserError(f"unknown command {verb!r}; {hint}")
+        raise UserError(f"unknown command {verb!r}{did_you_mean(verb, VERBS, 'see `megadit --help`')}")
     return _load(verb)(rest) or 0
 
 

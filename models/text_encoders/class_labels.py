@@ -10,7 +10,7 @@ import torch
 
 from megadit.models.bundle import components as parts
 from megadit.models.condition import class_digits
-from megadit.models.shared.errors import UserError, nearest
+from megadit.models.shared.errors import UserError, did_you_mean
 from megadit.models.text_encoders.base import TextFeatures
 
 
@@ -52,9 +52,8 @@ class ClassLabels:
             raise UserError(f"class {text} does not exist: there are 0 to {len(self.names) - 1}")
         synonyms = {name.strip().lower(): i for i, names in enumerate(self.names) for name in names.split(",")}
         if text not in synonyms:
-            near = nearest(text, synonyms)
-            hint = f"did you mean {near!r}?" if near else f"give one of its names, or 0 to {len(self.names) - 1}"
-            raise UserError(f"{text!r} is not a class of this network; {hint}")
+            hint = did_you_mean(text, synonyms, f"give one of its names, or 0 to {len(self.names) - 1}")
+            raise UserError(f"{text!r} is not a class of this network{hint}")
         return synonyms[text]
 
     def save(self, directory: str | os.PathLike) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megadit.models.bundle import components as parts
 from megadit.models.bundle import hub
-from megadit.models.shared.errors import UserError
+from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import read_json
 from megadit.models.text_encoders.base import TextFeatures
 from megadit.models.text_encoders.feature_files import FeatureFiles
@@ -64,8 +64,7 @@ class T5TextEncoder:
             ("dtype", DTYPES),
             ("placement", get_args(Placement)),
         ):
-            if getattr(self, name) not in choices:
-                raise UserError(f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(choices)}")
+            choose_one(getattr(self, name), choices, f"{name}={getattr(self, name)!r} is unknown")
         if self.max_length < 1:
             raise UserError(f"max_length={self.max_length} must be at least 1")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megadit.models.bundle import components as parts
-from megadit.models.shared.errors import UserError
+from megadit.models.shared.errors import choose_one
 from megadit.models.tokenizers import network as networks
 from megadit.models.tokenizers.kinds import KINDS, Kind
 from megadit.models.tokenizers.network import DTYPES, Network
@@ -34,8 +34,7 @@ class Autoencoder:
     tiles: Tiles = field(default_factory=Tiles)
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise UserError(f"dtype={self.dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+        choose_one(self.dtype, DTYPES, f"dtype={self.dtype!r} is unknown")
 
     @property
     def latent_channels(self) -> int:

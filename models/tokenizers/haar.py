@@ -15,7 +15,7 @@ from einops import rearrange
 from torch import Tensor
 
 from megadit.models.bundle import components as parts
-from megadit.models.shared.errors import UserError
+from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.tokenizers.sizes import frames_covering, latent_size
 
 _TEMPORAL_FACTORS = (1, 2, 4, 8)
@@ -62,8 +62,8 @@ class HaarTokenizer:
     """Of the videos that the PCA was fitted to, in decibels; None without PCA, which loses nothing."""
 
     def __post_init__(self) -> None:
-        _check_choice("temporal_compression", self.temporal_compression, _TEMPORAL_FACTORS)
-        _check_choice("spatial_compression", self.spatial_compression, _SPATIAL_FACTORS)
+        for name, factors in (("temporal_compression", _TEMPORAL_FACTORS), ("spatial_compression", _SPATIAL_FACTORS)):
+            choose_one(getattr(self, name), factors, f"{name}={getattr(self, name)} is not supported")
 
     @property
     def causal(self) -> bool:
@@ -268,8 +268,3 @@ def _read_basis(directory: str | os.PathLike, shapes: dict[str, tuple[int, ...]]
     if found != shapes:
         raise UserError(f"{directory}: config.json asks for the tensors {shapes}, the file holds {found}")
     return tensors
-
-
-def _check_choice(name: str, value: int, choices: tuple[int, ...]) -> None:
-    if value not in choices:
-        raise UserError(f"{name}={value} is not supported; choose one of {', '.join(map(str, choices))}")

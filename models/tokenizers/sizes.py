@@ -2,7 +2,7 @@
 
 import math
 
-from megadit.models.shared.errors import UserError
+from megadit.models.shared.errors import UserError, nearest_multiples
 
 
 def latent_size(frames: int, height: int, width: int, *, temporal: int, spatial: int) -> tuple[int, int, int]:
@@ -12,13 +12,11 @@ def latent_size(frames: int, height: int, width: int, *, temporal: int, spatial:
         UserError: for a size that cannot be encoded; names the nearest sizes that can.
     """
     if frames < 1 or (frames - 1) % temporal:
-        above = frames_covering(frames, temporal)
-        rule = f"take 1 + a multiple of {temporal}, {_either(above - temporal, above)}"
+        rule = f"take 1 + a multiple of {temporal}, {nearest_multiples(frames, temporal, plus=1)}"
         raise UserError(f"{frames} frames cannot be encoded: {rule}")
     for name, size in (("height", height), ("width", width)):
         if size < 1 or size % spatial:
-            above = math.ceil(max(size, 1) / spatial) * spatial
-            rule = f"take a multiple of {spatial}, {_either(above - spatial, above)}"
+            rule = f"take a multiple of {spatial}, {nearest_multiples(size, spatial)}"
             raise UserError(f"{name} {size} cannot be encoded: {rule}")
     return 1 + (frames - 1) // temporal, height // spatial, width // spatial
 
@@ -26,7 +24,3 @@ def latent_size(frames: int, height: int, width: int, *, temporal: int, spatial:
 def frames_covering(frames: int, temporal: int) -> int:
     """The smallest number of frames, at least `frames`, that can be encoded."""
     return 1 + math.ceil(max(frames - 1, 0) / temporal) * temporal
-
-
-def _either(below: int, above: int) -> str:
-    return f"{below} or {above}" if below >= 1 else f"such as {above}"

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megadit.models.shared.command import CommandParser, run_command
-from megadit.models.shared.errors import UserError, nearest
+from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import atomic_path, read_json, write_json
 from megadit.models.shared.progress import Progress
 
@@ -210,10 +210,7 @@ def _parser() -> CommandParser:
 def _run(argv: list[str]) -> None:
     options = _parser().parse_args(argv)
     for name in options.along:
-        if name not in AXES:
-            near = nearest(name, AXES)
-            hint = f"did you mean {near!r}?" if near else f"choose among {', '.join(AXES)}"
-            raise UserError(f"--along {name}: nothing grows along that; {hint}")
+        choose_one(name, AXES, f"--along {name}: nothing grows along that")
     if options.points is not None and options.points < 2:
         raise UserError(f"--points {options.points} must be at least 2")
     options.folder.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megadit.models.shared.command import CommandParser, run_command
-from megadit.models.shared.errors import UserError, nearest
+from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import atomic_path
 from megadit.models.shared.progress import Progress, duration
 from megadit.models.text_encoders.hashed_words import HashedWordEncoder
@@ -213,11 +213,7 @@ def _prepare(argv: list[str]) -> int:
         print("\n`megadit prepare SOURCE --help` describes one of them.")
         return 0
     source, *rest = argv
-    if source not in SOURCES:
-        near = nearest(source, SOURCES)
-        hint = f"did you mean {near!r}? " if near else ""
-        raise UserError(f"unknown source {source!r}; {hint}choose one of {', '.join(SOURCES)}")
-    return SOURCES[source](rest)
+    return SOURCES[choose_one(source, SOURCES, f"unknown source {source!r}")](rest)
 
 
 if __name__ == "__main__":

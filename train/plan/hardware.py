@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megadit.models.shared.errors import UserError, nearest
+from megadit.models.shared.errors import choose_one
 
 GIB = 2**30
 GB = 10**9
@@ -98,8 +98,4 @@ def find_gpu(name: str) -> Gpu:
     Raises:
         UserError: for a name that is not in the table, with the nearest that is.
     """
-    if name not in GPUS:
-        near = nearest(name, GPUS)
-        hint = f"did you mean {near}? " if near else ""
-        raise UserError(f"--gpu {name} is unknown; {hint}choose one of {', '.join(GPUS)}")
-    return GPUS[name]
+    return GPUS[choose_one(name, GPUS, f"--gpu {name} is unknown")]

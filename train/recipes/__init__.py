@@ -5,7 +5,7 @@ single values of it. Variants are `dataclasses.replace` of another recipe. Its d
 at full size, hardware, tokens, and the memory of a GPU as the planner estimates it (`--dry-run`).
 """
 
-from megadit.models.shared.errors import UserError, nearest
+from megadit.models.shared.errors import choose_one
 from megadit.train.config.schema import RunConfig
 from megadit.train.recipes import digits, experts, moviegen, performance, pretrain, st_dit  # they register themselves
 from megadit.train.recipes.registry import RECIPES
@@ -19,8 +19,4 @@ def load_recipe(name: str) -> RunConfig:
     Raises:
         UserError: for an unknown name, with the nearest known one.
     """
-    if name not in RECIPES:
-        near = nearest(name, RECIPES)
-        hint = f"did you mean {near!r}? " if near else ""
-        raise UserError(f"unknown recipe {name!r}; {hint}choose one of {', '.join(sorted(RECIPES))}")
-    return RECIPES[name]()
+    return RECIPES[choose_one(name, sorted(RECIPES), f"unknown recipe {name!r}")]()

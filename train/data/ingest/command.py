@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from megadit.models.shared.command import CommandParser
-from megadit.models.shared.errors import UserError
+from megadit.models.shared.errors import UserError, choose_one
 from megadit.train.data.dataset_info import INFO_FILE
 from megadit.train.data.ingest import stages
 from megadit.train.data.ingest.encodings import default_encodings, read_encodings
@@ -166,9 +166,7 @@ def _stages(options: Namespace) -> list[str]:
     if options.stages is None:
         return ["encode", "index"] if options.redo else list(stages.STAGES)
     names = options.stages.split(",")
-    if unknown := [name for name in names if name not in stages.STAGES]:
-        raise UserError(f"--stages: unknown stage {unknown[0]!r}; choose of {', '.join(stages.STAGES)}")
-    return names
+    return [choose_one(name, stages.STAGES, f"--stages: unknown stage {name!r}") for name in names]
 
 
 def _range(text: str | None) -> range | None:

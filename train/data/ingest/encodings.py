@@ -23,7 +23,7 @@ import torch.nn.functional as F
 import yaml
 from torch import Tensor
 
-from megadit.models.shared.errors import UserError, nearest
+from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.text_encoders import HashedWordEncoder, TextEncoder, load_text_encoder
 from megadit.models.tokenizers import HaarTokenizer, VideoTokenizer, load_tokenizer
 
@@ -84,8 +84,7 @@ def read_encodings(path: Path) -> tuple[Encoding, ...]:
 def _read_entry(path: Path, entry: dict[str, Any]) -> Encoding:
     known = {field.name: field.default is MISSING for field in fields(Encoding)}
     for name in entry:
-        if name not in known:
-            raise UserError(f"{path}: unknown key {name!r}; did you mean {nearest(name, known) or ', '.join(known)}?")
+        choose_one(name, known, f"{path}: unknown key {name!r}")
     if missing := [name for name, is_needed in known.items() if is_needed and name not in entry]:
         raise UserError(f"{path}: an encoding lacks {', '.join(missing)}")
     return Encoding(**entry)

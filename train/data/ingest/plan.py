@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megadit.models.shared.errors import UserError
+from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import atomic_path, read_json, write_json
 
 NOTES = "prepare"
@@ -70,8 +70,7 @@ class Settings:
                 raise UserError(f"{name}={getattr(self, name)} must be greater than 0")
         if not 0 <= self.val_share < 1:
             raise UserError(f"val_share={self.val_share} is a share of the sources; give a value from 0 to below 1")
-        if self.cut not in CUTS:
-            raise UserError(f"cut={self.cut!r} is unknown; choose one of {', '.join(CUTS)}")
+        choose_one(self.cut, CUTS, f"cut={self.cut!r} is unknown")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megadit.models.shared.errors import UserError, nearest
+from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.progress import Progress
 from megadit.train.data.ingest.files import Folder, file_size, open_file, open_folder, open_text
 from megadit.train.data.ingest.plan import Kind, Skip, Source, write_lines
@@ -323,9 +323,7 @@ def _fetch_rows(path: Path, rows: list[dict[str, Any]], number: int, caption_col
 def _row_description(row: dict[str, Any], caption_column: str | None) -> bytes:
     described = _described(row)
     if caption_column is not None:
-        if caption_column not in row:
-            near = nearest(caption_column, row)
-            raise UserError(f"the tables have no column {caption_column!r}; did you mean {near or ', '.join(row)}?")
+        choose_one(caption_column, row, f"the tables have no column {caption_column!r}")
         described["caption"] = str(row[caption_column] or "").strip()
     return json.dumps(described, ensure_ascii=False).encode()
 
