@@ -46,7 +46,7 @@ def test_all_encodings_of_the_file_are_stored(tmp_path, make_clip, make_pan):
     ("change", "message"),
     [
         (("precision: float32}", "precision: int4}"), "precision='int4' must be float16 or float32"),
-        (("padding: 4", "paddign: 4"), "unknown key 'paddign'; did you mean padding"),
+        (("padding: 4", "paddign: 4"), "unknown key 'paddign'; did you mean 'padding'"),
         (("name: text_short", "name: text"), "uses a name twice"),
         (("name: latent", "name: video"), "no video encoding named 'latent'"),
         (("modality: video", "modality: sound"), "modality='sound' must be video or text"),

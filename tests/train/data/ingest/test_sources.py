@@ -206,7 +206,7 @@ def test_images_inside_tables_and_a_chosen_column_of_captions(tmp_path, make_pan
     out = tmp_path / "out"
     assert prepare.main(["hf", str(source), str(out), *OPTIONS, "--caption_column", "words"]) == 0
     assert sum(DatasetInfo.read(out).num_samples.values()) == 10
-    with pytest.raises(UserError, match="no column 'wrods'; did you mean words"):
+    with pytest.raises(UserError, match="no column 'wrods'; did you mean 'words'"):
         prepare.main(["hf", str(source), str(tmp_path / "b"), *OPTIONS, "--caption_column", "wrods"])
     with pytest.raises(UserError, match="neither a folder nor the id of a data set"):
         prepare.main(["hf", str(tmp_path / "nowhere"), str(tmp_path / "c"), *OPTIONS])
