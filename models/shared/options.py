@@ -17,7 +17,7 @@ import os
 import types
 from argparse import SUPPRESS
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, make_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -42,6 +42,8 @@ class Setting:
     """The greatest value."""
     above: float | None = None
     """What the value must exceed."""
+    below: float | None = None
+    """What must exceed the value."""
     choices: Collection[str] | None = None
     served: bool = False
     """Whether a request to a service may give it."""
@@ -69,6 +71,15 @@ class Setting:
     """None: one value; 0: a sequence; otherwise a sequence of so many."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """What is said of a field that is a dataclass of settings."""
+
+    of: type
+    title: str
+    only: Collection[str] | None
+
+
 def setting(
     default: Any = MISSING,
     help: str = "",
@@ -76,6 +87,7 @@ def setting(
     low: float | None = None,
     high: float | None = None,
     above: float | None = None,
+    below: float | None = None,
     choices: Collection[str] | None = None,
     served: bool = False,
     metavar: str | None = None,
@@ -90,6 +102,7 @@ def setting(
         low=low,
         high=high,
         above=above,
+        below=below,
         choices=choices,
         served=served,
         metavar=metavar,
@@ -101,9 +114,20 @@ def setting(
     return field(default=default, metadata={"setting": about})
 
 
-def group(of: type, title: str = "") -> Any:
-    """A field that is a dataclass of settings: options among the others, or under a title of their own."""
-    return field(default_factory=of, metadata={"group": title})
+def group(of: type, title: str = "", *, only: Collection[str] | None = None) -> Any:
+    """A field that is a dataclass of settings: `only` these are options, among the others or under a title."""
+    return field(default_factory=of, metadata={"group": Group(of=of, title=title, only=only)})
+
+
+def given_class(name: str, of: type, *, only: Collection[str] | None = None) -> type:
+    """A dataclass of the same settings, or `only` of these, each of which is None until it is given."""
+    hints = get_type_hints(of)
+    kept = [
+        (each.name, hints[each.name] | None, field(default=None, metadata=each.metadata))
+        for each in fields(of)
+        if only is None or each.name in only
+    ]
+    return make_dataclass(name, kept, frozen=True, kw_only=True, slots=True)
 
 
 @cache
@@ -117,9 +141,8 @@ def settings_of(of: type) -> dict[str, Setting]:
     }
 
 
-def _groups(of: type) -> dict[str, tuple[type, str]]:
-    hints = get_type_hints(of)
-    return {each.name: (hints[each.name], each.metadata["group"]) for each in fields(of) if "group" in each.metadata}
+def _groups(of: type) -> dict[str, Group]:
+    return {each.name: each.metadata["group"] for each in fields(of) if "group" in each.metadata}
 
 
 # ------------------------------------------------------------------------------------------------ annotations
@@ -186,7 +209,8 @@ def _check_one(about: Setting, name: str, value: Any) -> Any:
         choose_one(value, about.choices, f"{name}={value!r} is unknown")
     if not _is_within(about, value):
         shown = f"{value:g}" if isinstance(value, float) else value
-        raise UserError(f"{name}={shown} {_bounds(about)}")
+        bounds = _bounds(about) if _is_finite(value) else "must be a finite number"
+        raise UserError(f"{name}={shown} {bounds}")
     return value
 
 
@@ -199,22 +223,30 @@ def _expected(about: Setting) -> str:
 
 
 def _is_within(about: Setting, value: Any) -> bool:
-    if about.low is about.high is about.above is None:
+    if about.low is about.high is about.above is about.below is None:
         return True
     least = -math.inf if about.low is None else about.low
     exceeded = -math.inf if about.above is None else about.above
     most = math.inf if about.high is None else about.high
-    return least <= value <= most and exceeded < value and math.isfinite(value)
+    exceeding = math.inf if about.below is None else about.below
+    return least <= value <= most and exceeded < value < exceeding and _is_finite(value)
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # of a whole number beyond the range of float
+        return False
 
 
 def _bounds(about: Setting) -> str:
-    low, high, above = about.low, about.high, about.above
+    low, high = about.low, about.high
     if low is not None and high is not None:
         return f"must lie between {low:g} and {high:g}"
-    if low == 0:
+    if low == 0 and about.below is None:
         return "must not be negative"
-    rules = {"be at least": low, "be greater than": above, "be at most": high}
-    return "must " + " and ".join(f"{rule} {bound:g}" for rule, bound in rules.items() if bound is not None)
+    rules = {"at least": low, "greater than": about.above, "at most": high, "below": about.below}
+    return "must be " + " and ".join(f"{rule} {bound:g}" for rule, bound in rules.items() if bound is not None)
 
 
 def check_text(name: str, value: str | Path) -> None:
@@ -229,17 +261,29 @@ def check_text(name: str, value: str | Path) -> None:
                 raise UserError(f"{name}: the name {part[:40]}... is too long")
 
 
+def check_settings(of: Any, where: str = "") -> None:
+    """Checks the settings that a dataclass holds; `where` begins their names, such as "optimizer.".
+
+    Raises:
+        UserError: as `check_value`.
+    """
+    for name, about in settings_of(type(of)).items():
+        check_value(about, f"{where}{name}", getattr(of, name))
+
+
 def check_json(values: Mapping[str, Any], of: type, *, where: str = "", only: Iterable[str] | None = None) -> dict:
-    """The values of settings that a JSON object or YAML mapping gives, each as `check_value` gives it.
+    """The values of settings, those of groups among them, that a JSON object or YAML mapping gives.
 
     Args:
         where: begins every complaint, such as "prompts.jsonl, line 3: ".
         only: the settings that may be given; None is all.
 
     Raises:
-        UserError: for an unknown key (names the nearest known one), and as `check_value`.
+        UserError: for an unknown key (names the nearest known one), and for a value as in `check_value`.
     """
     known = settings_of(of)
+    for part in _groups(of).values():
+        known = known | settings_of(part.of)
     known = known if only is None else {name: known[name] for name in only}
     for name in values:
         if name not in known:
@@ -271,8 +315,8 @@ def options(parser: Any, of: type, *, only: Iterable[str] | None = None, skip: C
         if name in known:
             _add(parser, known[name])
         elif name in groups:
-            kind, title = groups[name]
-            options(parser.add_argument_group(title) if title else parser, kind)
+            part = groups[name]
+            options(parser.add_argument_group(part.title) if part.title else parser, part.of, only=part.only)
 
 
 def given_options(of: type, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -291,7 +335,7 @@ def made_of(of: type[Options], values: Mapping[str, Any]) -> Options:
     Raises:
         UserError: as `check_value`.
     """
-    groups = {name: made_of(kind, values) for name, (kind, _) in _groups(of).items()}
+    groups = {name: made_of(part.of, values) for name, part in _groups(of).items()}
     return of(**given_options(of, values), **groups)
 
 
@@ -326,8 +370,7 @@ def _shown(about: Setting) -> str:
 
 
 def _help(about: Setting) -> str | None:
-    default = f"{about.default:g}" if isinstance(about.default, float) else str(about.default)
-    return about.help.replace("{default}", default).replace("%", "%%") or None
+    return about.help.replace("{default}", str(about.default)).replace("%", "%%") or None
 
 
 def _metavar(about: Setting) -> str | None:
@@ -342,5 +385,5 @@ def _reader(about: Setting) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         return text if text is SUPPRESS or text in about.words else about.type(text)
 
-    read.__name__ = about.type.__name__  # argparse: invalid float value
+    read.__name__ = " or ".join((about.type.__name__, *about.words))  # argparse: invalid float or auto value
     return read

@@ -11,7 +11,9 @@ from megadit.models.shared.command import CommandParser
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.options import (
     check_json,
+    check_settings,
     check_value,
+    given_class,
     given_options,
     group,
     made_of,
@@ -86,14 +88,14 @@ def test_an_option_is_read_as_its_annotation_says(words, name, value):
     [
         ([], "the following arguments are required: CLIP"),
         (["a", "--eta=2"], "--eta=2 must lie between 0 and 1$"),
-        (["a", "--eta", "nan"], "--eta=nan must lie between 0 and 1$"),
+        (["a", "--eta", "nan"], "--eta=nan must be a finite number$"),
         (["a", "--interval", "1", "-1"], "--interval=-1 must not be negative$"),
         (["a", "--interval", "1"], "--interval: expected 2 arguments"),
         (["a", "--seconds=0"], "--seconds=0 must be greater than 0$"),
-        (["a", "--seconds=inf"], "--seconds=inf must be greater than 0$"),
+        (["a", "--seconds=inf"], "--seconds=inf must be a finite number$"),
         (["a", "--steps=0"], "--steps=0 must be at least 1$"),
         (["a", "--steps=x"], "--steps: invalid int value: 'x'"),
-        (["a", "--shift=x"], "--shift: invalid float value: 'x'"),
+        (["a", "--shift=x"], "--shift: invalid float or auto value: 'x'"),
         (["a", "--cut=scent"], r"--cut='scent' is unknown; did you mean 'scene'\? choose one of scene, clip$"),
         (["a", "--config-file", "a\0"], "--config-file='a.x00': no path holds a null character"),
         (["a" * 231], r"CLIP: the name aaa.*\.\.\. is too long"),
@@ -113,12 +115,12 @@ def test_help_says_what_the_settings_say():
     told = " ".join(parser.format_help().split())
     for line in (
         "CLIP the clip",
-        "--seconds NUMBER 100% of {subject} (default: 2)",
+        "--seconds NUMBER 100% of {subject} (default: 2.0)",
         "--steps INT",
         "--cut {scene,clip}",
         "--config-file PATH",
         "--no_text",
-        "noise: --eta NUMBER share of ancestral noise (default: 0)",
+        "noise: --eta NUMBER share of ancestral noise (default: 0.0)",
     ):
         assert line in told
 
@@ -187,3 +189,50 @@ def test_an_annotation_that_is_no_option_is_refused():
 
     with pytest.raises(TypeError, match="no option can be made of table"):
         settings_of(Wrong)
+
+
+def test_every_setting_of_a_given_class_may_be_left_out():
+    given = given_class("GivenTrim", TrimOptions, only=("clip", "seconds", "shift"))
+    assert given() == given(clip=None, seconds=None, shift=None)
+    (seconds,) = (about for name, about in settings_of(given).items() if name == "seconds")
+    assert (seconds.required, seconds.optional, seconds.above) == (False, True, 0)
+    assert not settings_of(given_class("GivenClip", TrimOptions, only=("clip",)))["clip"].required
+
+
+def test_json_may_give_the_settings_of_groups():
+    assert check_json({"eta": 0.5, "seconds": 1}, TrimOptions) == {"eta": 0.5, "seconds": 1}
+    with pytest.raises(UserError, match="did you mean 'interval'"):
+        check_json({"intervall": [1, 2]}, TrimOptions)
+    with pytest.raises(UserError, match="must be a finite number"):
+        check_json({"eta": 10**400}, TrimOptions)
+
+
+def test_a_group_may_be_a_part_of_its_settings():
+    @dataclass(frozen=True, kw_only=True)
+    class Quiet:
+        noise: Noise = group(Noise, only=("eta",))
+
+    assert read_options(Quiet, ["--eta=1"], prog="quiet").noise == Noise(eta=1.0)
+    with pytest.raises(UserError, match="unknown argument '--interval'"):
+        read_options(Quiet, ["--interval", "1", "2"], prog="quiet")
+
+
+def test_what_a_dataclass_holds_is_checked():
+    check_settings(Noise(eta=1))
+    with pytest.raises(UserError, match=r"^noise\.eta=2 must lie between 0 and 1$"):
+        check_settings(Noise(eta=2), "noise.")
+
+
+@pytest.mark.parametrize(
+    ("value", "complaint"), [(0, ""), (0.99, ""), (1, "must be at least 0 and below 1"), (-1, "must be at least 0")]
+)
+def test_an_upper_bound_may_be_out_of_reach(value, complaint):
+    @dataclass(frozen=True, kw_only=True)
+    class Split:
+        share: float = setting(0.5, low=0, below=1)
+
+    if complaint:
+        with pytest.raises(UserError, match=complaint):
+            check_settings(Split(share=value))
+    else:
+        check_settings(Split(share=value))
