@@ -1,0 +1,212 @@
+"""How a video is sampled: every setting, said once.
+
+`SamplingSettings` decides the options of `megadit generate` and `megadit serve ask`, the keys of a prompt file's lines,
+the inputs of the Triton model, the schema of the gateway, and what a bundle and a video's record store. Nothing here
+imports torch.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from typing import Any, Literal
+
+from megadit.models.shared.errors import UserError, choose_one, did_you_mean
+from megadit.models.shared.options import check_json, check_value, given_class, setting, settings_of
+
+SAMPLERS = ("euler", "heun", "dpm2", "dpmpp_2m", "dpmpp_3m", "res_2ab", "unipc")
+SAMPLER_ALIASES = {"res": "res_2ab", "edm": "heun", "2ab": "res_2ab"}
+"""Names that other programs gave them."""
+STOCHASTIC = ("euler", "heun", "dpm2")
+"""Samplers that can add noise. The others remember earlier D, which noise added since makes wrong."""
+SCHEDULES = ("karras", "log_linear", "exponential", "linear", "ddpm")
+AUTO = "auto"
+"""As `shift`: the one that suits the resolution (see `resolution_shift`)."""
+_ADDED_NOISE = {"churn": 0.0, "eta": 0.0}
+"""Settings of the noise that a sampler adds, and the values that switch it off."""
+_OF_SCHEDULE = ("num_steps", "schedule", "sigma_min", "sigma_max", "rho")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingSettings:
+    """All that decides a video beside its prompt, seed and network; sizes are those of the decoded video.
+
+    Raises:
+        UserError: for a value outside its range.
+    """
+
+    sampler: str = setting("dpmpp_2m", ", ".join(SAMPLERS) + " (RES is res_2ab)", metavar="NAME", served=True)
+    num_steps: int = setting(help="sampling steps; heun and dpm2 call the network twice in each", above=0, served=True)
+    guidance: float = setting(help="scale of classifier-free guidance; 1 is none", low=0, served=True)
+    """arXiv 2207.12598."""
+    num_frames: int = setting(
+        help="frames of the video, any number; 1 makes an image",
+        above=0,
+        served=True,
+        names=("--num_video_frames", "--num_frames"),
+    )
+    height: int = setting(help="pixels", above=0, served=True)
+    width: int = setting(help="pixels", above=0, served=True)
+    fps: float = setting(help="frames per second, of the file and as the network is told", low=0, served=True)
+    sigma_min: float = setting(0.002, "the lowest noise level before 0", above=0)
+    sigma_max: float = setting(80.0, "the highest noise level", above=0)
+    rho: float = setting(7.0, "exponent of the karras schedule", above=0)
+    """arXiv 2206.00364, eq. 5."""
+    negative_prompt: str = setting(
+        "", "what to steer away from; replaces the empty text of the unconditional half", metavar="TEXT", served=True
+    )
+    schedule: str = setting("karras", "noise levels: " + ", ".join(SCHEDULES), metavar="NAME")
+    sigmas: tuple[float, ...] = setting((), "the noise levels themselves, decreasing, in place of a schedule")
+    shift: float | Literal["auto"] = setting(
+        1.0, "multiplies all noise levels; auto: what suits the resolution", above=0
+    )
+    """More than 1 suits more pixels than were trained on (arXiv 2403.03206, section 5.3.2)."""
+    churn: float = setting(0.0, f"S_churn: noise added before steps ({', '.join(STOCHASTIC)})", low=0)
+    """arXiv 2206.00364, algorithm 2."""
+    churn_interval: tuple[float, ...] = setting((), "lowest and highest noise level at which churn acts", nargs=2)
+    """(S_tmin, S_tmax); empty: all levels."""
+    eta: float = setting(
+        0.0, f"0 to 1: share of ancestral noise after steps ({', '.join(STOCHASTIC)})", low=0, high=1, served=True
+    )
+    guidance_interval: tuple[float, ...] = setting((), "lowest and highest noise level at which guidance acts", nargs=2)
+    """arXiv 2404.07724; empty: all levels."""
+    guidance_rescale: float = setting(
+        0.0, "0 to 1: how far guided latents get their unguided deviation back", low=0, high=1
+    )
+    """arXiv 2305.08891, section 3.4."""
+    autoguidance: str = setting(
+        "", "a weaker checkpoint to lead away from, in place of the negative prompt", metavar="PATH"
+    )
+    """arXiv 2406.02507."""
+    second_prompt: str = setting("", "a second condition for every video, with its own scale", metavar="TEXT")
+    second_guidance: float = setting(0.0, "the scale of --second_prompt", low=0)
+    """arXiv 2206.01714."""
+    cache_budget: float = setting(
+        0.0,
+        "step caching: relative error of the latents that sparing denoiser calls may cause, such as 0.02; "
+        "`megadit calibrate-cache` with the same options comes first",
+        low=0,
+        high=1,
+    )
+
+    def __post_init__(self) -> None:
+        for name, about in settings_of(type(self)).items():
+            check_value(about, name, getattr(self, name))
+        if self.shift == AUTO:
+            raise UserError(f"shift={AUTO} must be a number here: there is no resolution to suit")
+        if self.sigma_min >= self.sigma_max:
+            raise UserError(f"sigma_min={self.sigma_min} must be smaller than sigma_max={self.sigma_max}")
+        for name in ("churn_interval", "guidance_interval"):
+            interval = getattr(self, name)
+            if interval and not (len(interval) == 2 and 0 <= interval[0] < interval[1]):
+                raise UserError(f"{name}={list(interval)} must be two noise levels, the lower first")
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "SamplingSettings":
+        """The inverse of `to_dict`; also takes what earlier versions wrote, which had fewer settings.
+
+        Raises:
+            UserError: for an unknown or missing setting, and for a value outside its range.
+        """
+        given = check_json(values, cls, where="sampling settings: ")
+        missing = [field.name for field in fields(cls) if field.default is MISSING and field.name not in given]
+        if missing:
+            raise UserError(f"sampling settings lack {', '.join(missing)}")
+        return cls(**given)
+
+
+SERVED = {name: about for name, about in settings_of(SamplingSettings).items() if about.served}
+"""What a request to a service may set."""
+GivenSettings = given_class("GivenSettings", SamplingSettings)
+"""Settings of which any may be left out, which is None."""
+ServedSettings = given_class("ServedSettings", SamplingSettings, only=SERVED)
+
+
+def resolve(defaults: SamplingSettings, *, trained: SamplingSettings | None = None, **given: Any) -> SamplingSettings:
+    """The defaults with what is given (and not None) in their place.
+
+    `trained` are the checkpoint's defaults, where `defaults` are others (a record's): `shift="auto"` starts from them.
+
+    Raises:
+        UserError: for an unknown name, a value outside its range, and settings that exclude each other.
+    """
+    known = settings_of(SamplingSettings)
+    given = {name: value for name, value in given.items() if value is not None}
+    for name in given.keys() - known.keys():
+        raise UserError(f"unknown setting {name!r}{did_you_mean(name, known)}")
+    given = {name: check_value(known[name], name, value) for name, value in given.items()}
+    if given.get("shift") == AUTO:
+        size, usual = {"height": defaults.height, "width": defaults.width} | given, trained or defaults
+        given["shift"] = resolution_shift(size["height"] * size["width"], usual.height * usual.width)
+    settings = replace(defaults, **switched_off(asdict(defaults), given) | given)
+    settings = replace(settings, sampler=find_sampler(settings.sampler), schedule=find_schedule(settings.schedule))
+    check_together(settings)
+    return settings
+
+
+def switched_off(
+    defaults: Mapping[str, Any], given: Mapping[str, Any], stochastic: Collection[str] = STOCHASTIC
+) -> dict[str, Any]:
+    """Defaults that what is given makes meaningless, each with the value that switches it off.
+
+    Churn and eta suit the default sampler; another sampler that cannot add noise runs without. Sigmas replace the
+    default schedule; asking for another schedule means its levels.
+    """
+    off: dict[str, Any] = {}
+    sampler = _sampler_key(given["sampler"]) if given.get("sampler") else None
+    if sampler and sampler not in stochastic and sampler != _sampler_key(defaults["sampler"]):
+        off |= _ADDED_NOISE
+    if any(name in given and given[name] != defaults.get(name, given[name]) for name in _OF_SCHEDULE):
+        off["sigmas"] = ()
+    return off
+
+
+def check_together(settings: SamplingSettings) -> None:
+    """Raises UserError for settings that exclude each other, or need one another."""
+    if settings.num_frames > 1 and not settings.fps > 0:
+        raise UserError(f"fps={settings.fps} must be greater than 0")
+    if any(getattr(settings, name) for name in _ADDED_NOISE) and settings.sampler not in STOCHASTIC:
+        raise UserError(
+            f"sampler {settings.sampler} cannot add noise: leave out {' and '.join(_ADDED_NOISE)}, or choose one of "
+            f"{', '.join(STOCHASTIC)}"
+        )
+    if bool(settings.second_prompt) != bool(settings.second_guidance):
+        raise UserError("second_prompt and second_guidance go together: give both, or neither")
+    if settings.autoguidance and settings.negative_prompt:
+        raise UserError("autoguidance takes the place of the negative prompt: give one of them")
+    if settings.autoguidance and settings.guidance == 1:
+        raise UserError("autoguidance needs a guidance other than 1, which is none")
+
+
+def find_sampler(name: str) -> str:
+    """The sampler that `name` means, whatever its capitals.
+
+    Raises:
+        UserError: for an unknown name; lists those that exist.
+    """
+    return choose_one(_sampler_key(name), SAMPLERS, f"sampler {name!r} is not available")
+
+
+def find_schedule(name: str) -> str:
+    """The schedule that `name` means, whatever its capitals.
+
+    Raises:
+        UserError: for an unknown name; lists those that exist.
+    """
+    return choose_one(_key(name), SCHEDULES, f"schedule {name!r} is not available")
+
+
+def resolution_shift(pixels: int, reference_pixels: int) -> float:
+    """sqrt(pixels / reference_pixels): the noise that hides as much of a picture with more pixels (arXiv 2403.03206,
+    eq. 23), for pixels in a frame and in a frame of the training resolution."""
+    return math.sqrt(pixels / reference_pixels)
+
+
+def _sampler_key(name: str) -> str:
+    return SAMPLER_ALIASES.get(_key(name), _key(name))
+
+
+def _key(name: str) -> str:
+    return name.lower().replace("-", "_")
