@@ -33,9 +33,10 @@ from megadit.infer.pipeline import TextToVideo
 from megadit.infer.runtimes.network_spec import Axis, NetworkSpec
 from megadit.infer.runtimes.onnx import open_session
 from megadit.infer.runtimes.widen import widened
-from megadit.models.bundle.bundle import Bundle, SamplingDefaults
+from megadit.models.bundle.bundle import Bundle
 from megadit.models.config import DiTConfig
 from megadit.models.parameterization import scalings
+from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import T5TextEncoder, TextEncoder
 
@@ -219,7 +220,7 @@ def _compare(
 
 
 def check_rounding(
-    unrounded: list[Case], rounded: list[Case], precision: str, defaults: SamplingDefaults
+    unrounded: list[Case], rounded: list[Case], precision: str, defaults: SamplingSettings
 ) -> dict[str, Any]:
     """The report of what 8 bits cost: F of torch with the graph's roundings against torch without, for real prompts.
 
@@ -239,7 +240,7 @@ def check_rounding(
     return {"rounding": {"worst": costs[worst], "most": ROUNDING_COSTS[precision], "cases": costs}}
 
 
-def _is_sampled(case: Case, defaults: SamplingDefaults) -> bool:
+def _is_sampled(case: Case, defaults: SamplingSettings) -> bool:
     return case.name.startswith(REAL) and defaults.sigma_min <= case.inputs["sigma"][0] <= defaults.sigma_max
 
 

@@ -13,7 +13,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from megadit.infer.samplers import Denoise
-from megadit.models.bundle.bundle import Bundle, SamplingDefaults
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 
 Measure = Literal["latents", "lpips"]
@@ -46,7 +47,7 @@ class CachePlan:
         return cls(**{**values, "skipped": tuple(values["skipped"])})
 
 
-def plan_key(settings: SamplingDefaults) -> dict[str, Any]:
+def plan_key(settings: SamplingSettings) -> dict[str, Any]:
     """The settings that a plan belongs to, as JSON has them."""
     kept = {name: value for name, value in asdict(settings).items() if name not in _IRRELEVANT}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
@@ -58,7 +59,7 @@ def bundle_plans(bundle: Bundle, measure: Measure = "latents") -> list[CachePlan
     return [plan for plan in plans if plan.measure == measure]
 
 
-def find_plan(plans: Iterable[CachePlan], settings: SamplingDefaults) -> CachePlan | None:
+def find_plan(plans: Iterable[CachePlan], settings: SamplingSettings) -> CachePlan | None:
     """The most sparing plan within the settings' budget; None where they ask for no cache.
 
     Raises:

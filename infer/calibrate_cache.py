@@ -12,11 +12,12 @@ from torch import Tensor
 
 from megadit.infer.cache import CachePlan, Measure, bundle_plans, find_plan, plan_key
 from megadit.infer.checkpoints import open_bundle
-from megadit.infer.flags import DEFAULT_DTYPE, GenerateFlags, parse, refuse
-from megadit.infer.jobs import plan_jobs
 from megadit.infer.lpips import LPIPS
+from megadit.infer.options import DEFAULT_DTYPE, GenerateOptions, parse, refuse
 from megadit.infer.pipeline import TextToVideo
-from megadit.models.bundle.bundle import Bundle, SamplingDefaults, update_manifest
+from megadit.infer.specs import video_grid
+from megadit.models.bundle.bundle import Bundle, update_manifest
+from megadit.models.settings import SamplingSettings
 from megadit.models.shared.command import run_command
 from megadit.models.shared.progress import Progress
 
@@ -42,9 +43,9 @@ Errors = Callable[[Tensor, Tensor], Tensor]
 class Trial:
     """Videos of the same settings, which can be made with any calls spared."""
 
-    flags: GenerateFlags
+    options: GenerateOptions
     bundle: Bundle
-    settings: SamplingDefaults
+    settings: SamplingSettings
     num_videos: int
     num_calls: int
     """Denoiser calls of a video without the cache."""
@@ -59,7 +60,7 @@ def calibrate(trial: Trial, bar: Progress) -> CachePlan:
     and as many of the cheapest are added as the budget allows (by bisection).
     """
     exact = trial.sample(trial.num_videos, ())
-    num_ranked, budget = min(NUM_RANKED, trial.num_videos), trial.flags.cache_budget
+    num_ranked, budget = min(NUM_RANKED, trial.num_videos), trial.settings.cache_budget
 
     def error(count: int, skipped: Sequence[int]) -> float:
         bar.advance()
@@ -86,7 +87,7 @@ def calibrate(trial: Trial, bar: Progress) -> CachePlan:
         largest_error=largest_error,
         num_videos=trial.num_videos,
         settings=plan_key(trial.settings),
-        measure=trial.flags.cache_measure,
+        measure=trial.options.cache_measure,
     )
 
 
@@ -115,39 +116,44 @@ def open_trial(argv: list[str], verb: str, *, fewest_videos: int = 1) -> Trial:
     Raises:
         UserError: for options that do not belong to one set of settings, or to no cache; for too few videos.
     """
-    flags = parse(argv, verb)
-    refuse(not flags.cache_budget, "give --cache_budget: the relative error of latents to stay within, such as 0.02")
+    options = parse(argv, verb)
     refuse(
-        (flags.cache_measure == "lpips") != bool(flags.lpips_weights),
+        not options.settings.cache_budget,
+        "give --cache_budget: the relative error of latents to stay within, such as 0.02",
+    )
+    refuse(
+        (options.cache_measure == "lpips") != bool(options.lpips_weights),
         "--cache_measure lpips and --lpips_weights FOLDER go together: give both, or neither",
     )
     for name in _OF_GENERATING:
-        is_given = getattr(flags, name) != getattr(GenerateFlags(), name)
+        is_given = getattr(options, name) != getattr(GenerateOptions(), name)
         refuse(is_given, f"--{name} is for `megadit generate`: the bundle's own parts are measured; leave it out")
-    refuse(flags.repeat or flags.input_video or flags.continue_video, "calibration starts from prompts alone")
-    bundle = open_bundle(flags.checkpoint_path)
-    jobs = plan_jobs(flags, bundle.defaults).jobs
-    settings = jobs[0].settings
-    refuse(any(job.settings != settings for job in jobs), "a plan is made for one set of settings, the same for all")
+    refuse(options.repeat or options.input_video or options.continue_video, "calibration starts from prompts alone")
+    bundle = open_bundle(options.checkpoint_path)
+    specs = video_grid(options, bundle.defaults).specs
+    settings = specs[0].settings
+    refuse(any(spec.settings != settings for spec in specs), "a plan is made for one set of settings, the same for all")
     refuse(
-        len(jobs) < fewest_videos,
-        f"{len(jobs)} videos are too few to calibrate with: give {fewest_videos} or more prompts, or several --seeds",
+        len(specs) < fewest_videos,
+        f"{len(specs)} videos are too few to calibrate with: give {fewest_videos} or more prompts, or several --seeds",
     )
-    network = LPIPS.load(flags.lpips_weights) if flags.cache_measure == "lpips" else None
-    pipeline = TextToVideo.load(bundle, device=flags.device, dtype=flags.dtype or DEFAULT_DTYPE, compile=flags.compile)
+    network = LPIPS.load(options.lpips_weights) if options.cache_measure == "lpips" else None
+    pipeline = TextToVideo.load(
+        bundle, device=options.device, dtype=options.dtype or DEFAULT_DTYPE, compile=options.compile
+    )
 
     def sample(count: int, skipped: Sequence[int]) -> Tensor:
-        prompts, seeds = [job.prompt for job in jobs[:count]], [job.seed for job in jobs[:count]]
-        results = pipeline.stream(prompts, settings, seeds=seeds, batch_size=flags.batch_size, skipped=tuple(skipped))
+        prompts, seeds = [spec.prompt for spec in specs[:count]], [spec.seed for spec in specs[:count]]
+        results = pipeline.stream(prompts, settings, seeds=seeds, batch_size=options.batch_size, skipped=tuple(skipped))
         if network is not None:
             return torch.stack([torch.from_numpy(result.video) for result in results])
         return torch.stack([result.latents_CTHW for result in results])
 
     return Trial(
-        flags=flags,
+        options=options,
         bundle=bundle,
         settings=settings,
-        num_videos=len(jobs),
+        num_videos=len(specs),
         num_calls=pipeline.num_denoiser_calls(1, settings),
         sample=sample,
         errors=relative_errors if network is None else perceptual_errors(network),
@@ -176,13 +182,13 @@ def _calibrate(argv: list[str]) -> None:
 
 def _check(argv: list[str]) -> None:
     trial = open_trial(argv, "check-cache")
-    plan = find_plan(bundle_plans(trial.bundle, trial.flags.cache_measure), trial.settings)
+    plan = find_plan(bundle_plans(trial.bundle, trial.options.cache_measure), trial.settings)
     exact, spared = (trial.sample(trial.num_videos, skipped) for skipped in ((), plan.skipped))
     errors = trial.errors(spared, exact)
-    within = int((errors <= trial.flags.cache_budget).sum())
+    within = int((errors <= trial.settings.cache_budget).sum())
     median, most = errors.double().quantile(torch.tensor([0.5, 0.95], dtype=torch.float64)).tolist()
     print(
-        f"{_spared(plan)}; {within} of {trial.num_videos} videos are within {trial.flags.cache_budget}: "
+        f"{_spared(plan)}; {within} of {trial.num_videos} videos are within {trial.settings.cache_budget}: "
         f"median {median:.4f}, 95th percentile {most:.4f}, largest {errors.max():.4f}"
     )
 

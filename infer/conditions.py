@@ -12,7 +12,7 @@ from einops import rearrange
 from torch import Tensor
 
 from megadit.infer.samplers import Denoise
-from megadit.models.bundle.bundle import SamplingDefaults
+from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.models.tokenizers import VideoTokenizer
 
@@ -82,13 +82,13 @@ def remaining_sigmas(sigmas: Tensor, strength: float | None) -> Tensor:
     return sigmas[num_steps - max(1, round(strength * num_steps)) :]
 
 
-def check_given(given: GivenVideo, settings: SamplingDefaults, tokenizer: VideoTokenizer) -> None:
+def check_given(given: GivenVideo, settings: SamplingSettings, tokenizer: VideoTokenizer) -> None:
     """Raises UserError if a given video has too few frames, or leaves none to be made."""
     _chosen_frames(given, settings, tokenizer, frames=settings.num_frames)
 
 
 def encode_start(
-    given: GivenVideo, settings: SamplingDefaults, tokenizer: VideoTokenizer, frames: int, device: torch.device
+    given: GivenVideo, settings: SamplingSettings, tokenizer: VideoTokenizer, frames: int, device: torch.device
 ) -> Start:
     """The latents of a given video, where the generated one decodes to `frames` frames.
 
@@ -105,7 +105,7 @@ def encode_start(
     return Start(latents_1CTHW, num_kept=0 if given.strength is not None else latents_1CTHW.shape[2])
 
 
-def _chosen_frames(given: GivenVideo, settings: SamplingDefaults, tokenizer: VideoTokenizer, frames: int) -> np.ndarray:
+def _chosen_frames(given: GivenVideo, settings: SamplingSettings, tokenizer: VideoTokenizer, frames: int) -> np.ndarray:
     """The frames of a given video that matter."""
     if given.strength is not None:
         return _lengthened(given.frames, settings.num_frames, frames)

@@ -15,12 +15,12 @@ from megadit.infer.cache import bundle_plans, find_plan
 from megadit.infer.checkpoints import open_bundle, weaker_bundle
 from megadit.infer.conditions import GivenVideo, check_given
 from megadit.infer.contact_sheet import contact_sheet, middle_frame
-from megadit.infer.flags import DEFAULT_DTYPE, DEFAULT_RUNTIME, GenerateFlags, parse, refuse
-from megadit.infer.jobs import Grid, Job, plan_jobs
+from megadit.infer.options import DEFAULT_DTYPE, DEFAULT_RUNTIME, GenerateOptions, parse, refuse
 from megadit.infer.outputs import checkpoint_fingerprint, make_record, output_paths, read_record, repeated, save
 from megadit.infer.pipeline import GeneratedVideo, TextToVideo
 from megadit.infer.ranks import device_name, finish, is_first, start
-from megadit.infer.settings import far_from_training, latent_size
+from megadit.infer.resolve import far_from_training, latent_size
+from megadit.infer.specs import Grid, VideoSpec, video_grid
 from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, write_video
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.command import run_command
@@ -37,107 +37,110 @@ def main(argv: list[str] | None = None) -> int:
 
 def _generate(argv: list[str]) -> None:
     with told_once():
-        flags, bundle, grid = _plan(parse(argv))
-        tokenizer = _tokenizer(flags, bundle)
-        given = _check_jobs(grid.jobs, flags, bundle, tokenizer)
-        paths = output_paths(flags.video_save_path, grid.jobs, flags.format)
-        ranks = start(tensor=flags.tp_size, context=flags.cp_size, split_guidance=flags.cfg_parallel)
+        options, bundle, grid = _plan(parse(argv))
+        tokenizer = _tokenizer(options, bundle)
+        given = _check_videos(grid.specs, options, bundle, tokenizer)
+        paths = output_paths(options.video_save_path, grid.specs, options.format)
+        ranks = start(tensor=options.tp_size, context=options.cp_size, split_guidance=options.cfg_parallel)
         pipeline = TextToVideo.load(
             bundle,
-            device=device_name(flags.device),
-            dtype=flags.dtype or DEFAULT_DTYPE,
+            device=device_name(options.device),
+            dtype=options.dtype or DEFAULT_DTYPE,
             tokenizer=tokenizer,
-            text_encoder=load_text_encoder(flags.t5_cache_dir) if flags.t5_cache_dir else None,
-            batch_guidance=not flags.sequential_guidance,
-            offload_text_encoder=flags.offload_text_encoder,
-            compile=flags.compile,
-            cuda_graphs=flags.cuda_graphs,
-            overlap_decoding=flags.overlap_decoding,
-            cache_measure=flags.cache_measure,
-            guardrail_dir=flags.guardrail_dir,
-            runtime=flags.runtime or DEFAULT_RUNTIME,
-            tensor_parallel=flags.tp_size,
-            context_parallel=flags.cp_size,
+            text_encoder=load_text_encoder(options.t5_cache_dir) if options.t5_cache_dir else None,
+            batch_guidance=not options.sequential_guidance,
+            offload_text_encoder=options.offload_text_encoder,
+            compile=options.compile,
+            cuda_graphs=options.cuda_graphs,
+            overlap_decoding=options.overlap_decoding,
+            cache_measure=options.cache_measure,
+            guardrail_dir=options.guardrail_dir,
+            runtime=options.runtime or DEFAULT_RUNTIME,
+            tensor_parallel=options.tp_size,
+            context_parallel=options.cp_size,
             split_guidance=ranks.halves,
         )
-    jobs, videos = ranks.mine(grid.jobs), []
-    for path, job, result in zip(ranks.mine(paths), jobs, _videos(pipeline, jobs, given, flags), strict=True):
+    specs, videos = ranks.mine(grid.specs), []
+    for path, spec, result in zip(ranks.mine(paths), specs, _videos(pipeline, specs, given, options), strict=True):
         if ranks.writes:
-            save(path, result, make_record(result, job, flags, bundle), flags.format)
+            save(path, result, make_record(result, spec, options, bundle), options.format)
             print(f"{path}\n", end="", flush=True)  # in one write: several ranks share the output
-        if flags.contact_sheet:
+        if options.contact_sheet:
             videos.append(result.video)
-    if flags.contact_sheet and (everyones := ranks.gathered(videos)):
-        _write_contact_sheet(flags.contact_sheet, grid, everyones)
-        print(flags.contact_sheet)
+    if options.contact_sheet and (everyones := ranks.gathered(videos)):
+        _write_contact_sheet(options.contact_sheet, grid, everyones)
+        print(options.contact_sheet)
     finish()
 
 
-def _plan(flags: GenerateFlags) -> tuple[GenerateFlags, Bundle, Grid]:
+def _plan(options: GenerateOptions) -> tuple[GenerateOptions, Bundle, Grid]:
     """What is to be made, of which checkpoint; `--repeat` fills the options in first."""
-    refuse(flags.lpips_weights, "--lpips_weights is for `megadit calibrate-cache`: plans need it no more; leave it out")
-    record = read_record(flags.repeat) if flags.repeat else None
-    wants_other_checkpoint = bool(flags.checkpoint_path)
-    flags, recorded = repeated(flags, record) if record else (flags, None)
-    bundle = open_bundle(flags.checkpoint_path)
+    refuse(
+        options.lpips_weights,
+        "--lpips_weights is for `megadit calibrate-cache`: a calibrated plan is used without it; leave it out",
+    )
+    record = read_record(options.repeat) if options.repeat else None
+    wants_other_checkpoint = bool(options.checkpoint_path)
+    options, recorded = repeated(options, record) if record else (options, None)
+    bundle = open_bundle(options.checkpoint_path)
     is_other = record is not None and record.get("checkpoint") != checkpoint_fingerprint(bundle)
     refuse(
         is_other and not wants_other_checkpoint,
-        f"{bundle.path} is no longer the checkpoint that made {flags.repeat}; to use it nevertheless, name it with "
+        f"{bundle.path} is no longer the checkpoint that made {options.repeat}; to use it nevertheless, name it with "
         "--checkpoint_path",
     )
-    return flags, bundle, plan_jobs(flags, recorded or bundle.defaults, trained=bundle.defaults)
+    return options, bundle, video_grid(options, recorded or bundle.defaults, trained=bundle.defaults)
 
 
-def _check_jobs(
-    jobs: Sequence[Job], flags: GenerateFlags, bundle: Bundle, tokenizer: VideoTokenizer
-) -> dict[Job, GivenVideo]:
-    """Refuses what cannot be made before the network is loaded; gives the videos that jobs start from."""
-    given: dict[Job, GivenVideo] = {}
-    for settings in dict.fromkeys(job.settings for job in jobs):
+def _check_videos(
+    specs: Sequence[VideoSpec], options: GenerateOptions, bundle: Bundle, tokenizer: VideoTokenizer
+) -> dict[VideoSpec, GivenVideo]:
+    """Refuses what cannot be made before the network is loaded; returns the video that each one starts from."""
+    given: dict[VideoSpec, GivenVideo] = {}
+    for settings in dict.fromkeys(spec.settings for spec in specs):
         latent_size(settings, bundle.config, tokenizer)
         warning = far_from_training(settings, bundle.defaults, bundle.config, tokenizer)
         if warning and is_first():
             print(f"warning: {warning}", file=sys.stderr)
-        find_plan(bundle_plans(bundle, flags.cache_measure), settings)
+        find_plan(bundle_plans(bundle, options.cache_measure), settings)
         if settings.autoguidance:
             weaker_bundle(settings.autoguidance, bundle)
     loaded = {}
-    for job in jobs:
-        if job.given is not None:
-            if job.given not in loaded:
-                loaded[job.given] = job.given.load()
-            given[job] = loaded[job.given]
-            check_given(given[job], job.settings, tokenizer)
-    suffix, names = Path(flags.contact_sheet).suffix.lower(), (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES)
-    is_picture = not flags.contact_sheet or suffix in names
-    refuse(not is_picture, f"--contact_sheet={flags.contact_sheet}: use a name that ends in {', '.join(names)}")
+    for spec in specs:
+        if spec.given is not None:
+            if spec.given not in loaded:
+                loaded[spec.given] = spec.given.load()
+            given[spec] = loaded[spec.given]
+            check_given(given[spec], spec.settings, tokenizer)
+    suffix, names = Path(options.contact_sheet).suffix.lower(), (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES)
+    is_picture = not options.contact_sheet or suffix in names
+    refuse(not is_picture, f"--contact_sheet={options.contact_sheet}: use a name that ends in {', '.join(names)}")
     return given
 
 
-def _tokenizer(flags: GenerateFlags, bundle: Bundle) -> VideoTokenizer:
-    if not flags.tokenizer_model:
+def _tokenizer(options: GenerateOptions, bundle: Bundle) -> VideoTokenizer:
+    if not options.tokenizer_model:
         return bundle.load_tokenizer()
-    return load_tokenizer(Path(flags.tokenizer_cache_dir, flags.tokenizer_model))
+    return load_tokenizer(Path(options.tokenizer_cache_dir, options.tokenizer_model))
 
 
 def _videos(
-    pipeline: TextToVideo, jobs: Sequence[Job], given: dict[Job, GivenVideo], flags: GenerateFlags
+    pipeline: TextToVideo, specs: Sequence[VideoSpec], given: dict[VideoSpec, GivenVideo], options: GenerateOptions
 ) -> Iterator[GeneratedVideo]:
-    """The video of each job, in order; neighbours with the same settings share batches."""
-    groups = [list(group) for _, group in groupby(jobs, key=lambda job: (job.settings, job.given))]
+    """The video of each spec, in order: neighbours with the same settings share batches."""
+    groups = [list(group) for _, group in groupby(specs, key=lambda spec: (spec.settings, spec.given))]
 
-    def num_calls(group: list[Job]) -> int:
+    def num_calls(group: list[VideoSpec]) -> int:
         source = given.get(group[0])
-        return pipeline.num_denoiser_calls(len(group), group[0].settings, flags.batch_size, source)
+        return pipeline.num_denoiser_calls(len(group), group[0].settings, options.batch_size, source)
 
     with Progress(sum(map(num_calls, groups)), "sampling", enabled=is_first()) as bar:
         for group in groups:
             yield from pipeline.stream(
-                [job.prompt for job in group],
+                [spec.prompt for spec in group],
                 group[0].settings,
-                seeds=[job.seed for job in group],
-                batch_size=flags.batch_size,
+                seeds=[spec.seed for spec in group],
+                batch_size=options.batch_size,
                 given=given.get(group[0]),
                 on_step=lambda step: bar.advance(),
             )
@@ -146,8 +149,8 @@ def _videos(
 def _write_contact_sheet(path: str, grid: Grid, videos: list[np.ndarray]) -> None:
     if Path(path).suffix.lower() in IMAGE_SUFFIXES:
         videos = [middle_frame(video) for video in videos]
-    captions = [f"{job.prompt} · seed {job.seed} · guidance {job.settings.guidance:g}" for job in grid.jobs]
-    fps = max(job.settings.fps for job in grid.jobs)
+    captions = [f"{spec.prompt} · seed {spec.seed} · guidance {spec.settings.guidance:g}" for spec in grid.specs]
+    fps = max(spec.settings.fps for spec in grid.specs)
     write_video(path, contact_sheet(videos, captions, grid.num_columns), fps)
 
 

@@ -12,11 +12,12 @@ from typing import Any
 from safetensors.torch import save_file
 
 from megadit.infer.animations import encode_image
-from megadit.infer.flags import DEFAULT_DTYPE, DEFAULT_RUNTIME, GenerateFlags, check, refuse
-from megadit.infer.jobs import GivenFile, Job, sha256
+from megadit.infer.options import DEFAULT_DTYPE, DEFAULT_RUNTIME, GenerateOptions, check, refuse
 from megadit.infer.pipeline import GeneratedVideo
+from megadit.infer.specs import GivenFile, VideoSpec, sha256
 from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, check_fps, read_comment, write_video
-from megadit.models.bundle.bundle import Bundle, SamplingDefaults
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, atomic_path, read_json, write_json
 
@@ -27,8 +28,8 @@ _RECORD_VERSION = 1
 # ---------------------------------------------------------------------------------------------------------- names
 
 
-def output_paths(save_path: str, jobs: Sequence[Job], format: str | None = None) -> list[Path]:
-    """Where the video of each job goes: `save_path` itself, or numbered names beside or inside it.
+def output_paths(save_path: str, specs: Sequence[VideoSpec], format: str | None = None) -> list[Path]:
+    """Where the video of each spec goes: `save_path` itself, or numbered names beside or inside it.
 
     A name without a suffix is that of a folder of frames.
 
@@ -36,25 +37,25 @@ def output_paths(save_path: str, jobs: Sequence[Job], format: str | None = None)
         UserError: for a file type that cannot be written, and a directory that cannot be made or written to.
     """
     path = Path(save_path)
-    is_file = not path.is_dir() and _names_file(path, max(job.settings.num_frames for job in jobs), format)
+    is_file = not path.is_dir() and _names_file(path, max(spec.settings.num_frames for spec in specs), format)
     directory = path.parent if is_file else path
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         raise UserError(f"--video_save_path={save_path}: cannot make the directory {directory}: {error}") from error
     refuse(not os.access(directory, os.W_OK), f"--video_save_path={save_path}: {directory} may not be written to")
-    if is_file and len(jobs) == 1:
+    if is_file and len(specs) == 1:
         paths = [path]
     elif is_file:
-        paths = [directory / f"{path.stem}_{i:04d}{path.suffix}" for i in range(len(jobs))]
+        paths = [directory / f"{path.stem}_{i:04d}{path.suffix}" for i in range(len(specs))]
     else:
         paths = [
-            directory / f"{i:04d}_{_slug(job.prompt)}_seed{job.seed}{_suffix(format, job.settings.num_frames)}"
-            for i, job in enumerate(jobs)
+            directory / f"{i:04d}_{_slug(spec.prompt)}_seed{spec.seed}{_suffix(format, spec.settings.num_frames)}"
+            for i, spec in enumerate(specs)
         ]
-    for path, job in zip(paths, jobs, strict=True):
-        if path.suffix.lower() in VIDEO_SUFFIXES and job.settings.num_frames > 1:
-            check_fps(path.suffix.lower(), job.settings.fps)
+    for path, spec in zip(paths, specs, strict=True):
+        if path.suffix.lower() in VIDEO_SUFFIXES and spec.settings.num_frames > 1:
+            check_fps(path.suffix.lower(), spec.settings.fps)
     return paths
 
 
@@ -107,7 +108,7 @@ def save(path: Path, result: GeneratedVideo, record: Mapping[str, Any], format: 
     write_json(path.with_suffix(".json"), record)
 
 
-def make_record(result: GeneratedVideo, job: Job, flags: GenerateFlags, bundle: Bundle) -> dict[str, Any]:
+def make_record(result: GeneratedVideo, spec: VideoSpec, options: GenerateOptions, bundle: Bundle) -> dict[str, Any]:
     """All that made a video; `--repeat` reads it."""
     return {
         "megadit_record": _RECORD_VERSION,
@@ -117,10 +118,10 @@ def make_record(result: GeneratedVideo, job: Job, flags: GenerateFlags, bundle: 
         "num_denoiser_calls": result.num_denoiser_calls,
         "checkpoint_path": str(bundle.path.resolve()),
         "checkpoint": checkpoint_fingerprint(bundle),
-        "dtype": flags.dtype or DEFAULT_DTYPE,
-        "runtime": flags.runtime or DEFAULT_RUNTIME,
-        "cache_measure": flags.cache_measure,
-        "given": asdict(job.given) if job.given else None,
+        "dtype": options.dtype or DEFAULT_DTYPE,
+        "runtime": options.runtime or DEFAULT_RUNTIME,
+        "cache_measure": options.cache_measure,
+        "given": asdict(spec.given) if spec.given else None,
     }
 
 
@@ -153,36 +154,36 @@ def read_record(path: str) -> dict[str, Any]:
     return record
 
 
-def repeated(flags: GenerateFlags, record: Mapping[str, Any]) -> tuple[GenerateFlags, SamplingDefaults]:
+def repeated(options: GenerateOptions, record: Mapping[str, Any]) -> tuple[GenerateOptions, SamplingSettings]:
     """The options as if all that the record says had been given, where it was not given otherwise; and its settings.
 
     Raises:
         UserError: if the record is incomplete, or a file it started from was changed.
     """
     try:
-        names = SamplingDefaults.__dataclass_fields__.keys() & record.keys()
-        settings = SamplingDefaults.from_dict({name: record[name] for name in names})
-        filled: dict[str, Any] = {"checkpoint_path": flags.checkpoint_path or record["checkpoint_path"]}
-        if not flags.prompt and not flags.prompt_file:
+        names = SamplingSettings.__dataclass_fields__.keys() & record.keys()
+        settings = SamplingSettings.from_dict({name: record[name] for name in names})
+        filled: dict[str, Any] = {"checkpoint_path": options.checkpoint_path or record["checkpoint_path"]}
+        if not options.prompt and not options.prompt_file:
             filled["prompt"] = (record["prompt"],)
-        if flags.seed is None and not flags.seeds:
+        if options.seed is None and not options.seeds:
             filled["seed"] = record["seed"]
-        filled["dtype"] = flags.dtype or record["dtype"]
-        filled["runtime"] = flags.runtime or record["runtime"]
-        if flags.cache_measure == GenerateFlags().cache_measure:
-            filled["cache_measure"] = record.get("cache_measure", flags.cache_measure)
-        if record["given"] and not (flags.input_video or flags.continue_video):
-            filled |= _repeated_source(GivenFile(**record["given"]), flags)
+        filled["dtype"] = options.dtype or record["dtype"]
+        filled["runtime"] = options.runtime or record["runtime"]
+        if options.cache_measure == GenerateOptions().cache_measure:
+            filled["cache_measure"] = record.get("cache_measure", options.cache_measure)
+        if record["given"] and not (options.input_video or options.continue_video):
+            filled |= _repeated_source(GivenFile(**record["given"]), options)
     except (KeyError, TypeError) as error:
-        raise UserError(f"--repeat={flags.repeat}: its record is incomplete ({error})") from error
-    flags = replace(flags, **filled)
-    check(flags)
-    return flags, settings
+        raise UserError(f"--repeat={options.repeat}: its record is incomplete ({error})") from error
+    options = replace(options, **filled)
+    check(options)
+    return options, settings
 
 
-def _repeated_source(given: GivenFile, flags: GenerateFlags) -> dict[str, Any]:
+def _repeated_source(given: GivenFile, options: GenerateOptions) -> dict[str, Any]:
     if sha256(given.path) != given.sha256:
-        raise UserError(f"--repeat={flags.repeat}: {given.path}, from which it started, was changed since")
+        raise UserError(f"--repeat={options.repeat}: {given.path}, from which it started, was changed since")
     if given.strength is not None:
-        return {"input_video": given.path, "strength": flags.strength or given.strength}
-    return {"continue_video": given.path, "keep_frames": flags.keep_frames or given.keep_frames}
+        return {"input_video": given.path, "strength": options.strength or given.strength}
+    return {"continue_video": given.path, "keep_frames": options.keep_frames or given.keep_frames}

@@ -31,17 +31,18 @@ from megadit.infer.guidance import (
 )
 from megadit.infer.preview import LinearPreview, fit_preview
 from megadit.infer.ranks import split_over_ranks
+from megadit.infer.resolve import latent_size, resolve_settings
 from megadit.infer.runtimes.load import check_runtime, load_denoiser, with_exported_networks, with_exported_text_network
 from megadit.infer.runtimes.shared_torch import load_shared_denoiser
 from megadit.infer.runtimes.torch import find_device, find_dtype
 from megadit.infer.samplers import SAMPLERS, Denoise, num_denoiser_calls, settings_randomness
 from megadit.infer.schedules import settings_sigmas
-from megadit.infer.settings import latent_size, resolve_settings
 from megadit.infer.text_features import TextFeaturesCache
-from megadit.models.bundle.bundle import Bundle, SamplingDefaults
+from megadit.models.bundle.bundle import Bundle
 from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
 from megadit.models.noise import latent_noise, seed_key
+from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
@@ -56,7 +57,7 @@ class GeneratedVideo:
     """uint8 THWC, 0..255."""
     prompt: str
     seed: int
-    settings: SamplingDefaults
+    settings: SamplingSettings
     """Everything else that decides the video, in the standard guidance convention."""
     latents_CTHW: Tensor
     """What the video was decoded from; float32, on the CPU."""
@@ -87,7 +88,7 @@ class TextToVideo:
         tokenizer: VideoTokenizer,
         text_encoder: TextEncoder,
         config: DiTConfig,
-        defaults: SamplingDefaults,
+        defaults: SamplingSettings,
         device: torch.device | str = "cpu",
         evaluate: Evaluate = in_one_batch,
         load_weaker: Callable[[str], Denoiser] | None = None,
@@ -203,7 +204,7 @@ class TextToVideo:
     ) -> list[GeneratedVideo]:
         """One video for each prompt, in order.
 
-        `settings` are the fields of `SamplingDefaults` (`num_frames`, `height`, `sampler`, `num_steps`, ...); what is
+        `settings` are the fields of `SamplingSettings` (`num_frames`, `height`, `sampler`, `num_steps`, ...); what is
         left out, or None, comes from the bundle's defaults. One seed serves every prompt; a list gives each its own.
         `num_frames` may be any number: more are generated where the tokenizer needs them, and the tail is cut. One
         frame is an image. `batch_size` videos are made at once (None: as many as `TOKENS_PER_BATCH` allows).
@@ -222,7 +223,7 @@ class TextToVideo:
     def stream(
         self,
         prompts: Sequence[str],
-        settings: SamplingDefaults | None = None,
+        settings: SamplingSettings | None = None,
         *,
         seeds: int | Sequence[int] = 0,
         batch_size: int | None = None,
@@ -284,7 +285,7 @@ class TextToVideo:
     def num_denoiser_calls(
         self,
         num_videos: int,
-        settings: SamplingDefaults,
+        settings: SamplingSettings,
         batch_size: int | None = None,
         given: GivenVideo | None = None,
     ) -> int:
@@ -298,7 +299,7 @@ class TextToVideo:
             self._preview = fit_preview(self.tokenizer, self.device)
         return self._preview(latents_BCTHW)
 
-    def _batch_size(self, settings: SamplingDefaults, batch_size: int | None) -> int:
+    def _batch_size(self, settings: SamplingSettings, batch_size: int | None) -> int:
         if batch_size is None:
             _, (_, *sizes) = latent_size(settings, self.config, self.tokenizer)
             return max(1, TOKENS_PER_BATCH // math.prod(self.config.token_grid(*sizes)))
@@ -306,10 +307,10 @@ class TextToVideo:
             raise UserError(f"batch_size={batch_size} must be at least 1")
         return batch_size
 
-    def _sigmas(self, settings: SamplingDefaults, given: GivenVideo | None) -> Tensor:
+    def _sigmas(self, settings: SamplingSettings, given: GivenVideo | None) -> Tensor:
         return remaining_sigmas(settings_sigmas(settings), None if given is None else given.strength)
 
-    def _skipped(self, settings: SamplingDefaults, given: GivenVideo | None) -> Sequence[int]:
+    def _skipped(self, settings: SamplingSettings, given: GivenVideo | None) -> Sequence[int]:
         plan = find_plan(self._cache_plans, settings)
         if plan is not None and given is not None:
             raise UserError(f"cache_budget={settings.cache_budget} is calibrated for prompts alone: leave out one")
@@ -318,7 +319,7 @@ class TextToVideo:
     def _sample(
         self,
         batch: _Batch,
-        settings: SamplingDefaults,
+        settings: SamplingSettings,
         sigmas: Tensor,
         shape: tuple[int, int, int, int],
         start: Start | None,
@@ -337,7 +338,7 @@ class TextToVideo:
             raise UserError("the latents are not finite numbers; try dtype float32 or bfloat16, or less guidance")
         return latents_BCTHW
 
-    def _guided(self, batch: _Batch, settings: SamplingDefaults) -> Denoise:
+    def _guided(self, batch: _Batch, settings: SamplingSettings) -> Denoise:
         """The denoiser under the guidance that the settings ask for."""
 
         def branch(texts: list[str], denoiser: Denoiser = self.denoiser) -> Branch:
@@ -362,7 +363,7 @@ class TextToVideo:
             self._weaker = {path: self._load_weaker(path)}  # the last one alone is kept
         return self._weaker[path]
 
-    def _conditioning(self, prompts: list[str], settings: SamplingDefaults) -> Conditioning:
+    def _conditioning(self, prompts: list[str], settings: SamplingSettings) -> Conditioning:
         features = self.text_encoder.encode(prompts)
         fps = 0.0 if settings.num_frames == 1 else float(settings.fps)
         fps_B = torch.full((len(prompts),), fps)

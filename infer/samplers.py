@@ -16,9 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megadit.models.bundle.bundle import SamplingDefaults
 from megadit.models.noise import Stream, latent_noise
-from megadit.models.shared.errors import choose_one
+from megadit.models.settings import SamplingSettings
 
 Denoise = Callable[[Tensor, Tensor], Tensor]
 """(x [B, ...] float32, sigma_B float32) -> clean x0 of x's shape, with every condition already bound."""
@@ -40,7 +39,7 @@ class Randomness:
 
 
 def settings_randomness(
-    settings: SamplingDefaults, key_B: Tensor, shape: tuple[int, int, int, int]
+    settings: SamplingSettings, key_B: Tensor, shape: tuple[int, int, int, int]
 ) -> tuple[Randomness, ...]:
     """The noise that the settings ask a sampler to add, if any: of each video's own, whatever its batch.
 
@@ -174,21 +173,7 @@ SAMPLERS: dict[str, Sampler] = {
     "res_2ab": res_2ab,
     "unipc": unipc,
 }
-ALIASES = {"res": "res_2ab", "edm": "heun", "2ab": "res_2ab"}
-"""Names that other programs gave them."""
-STOCHASTIC = ("euler", "heun", "dpm2")
-"""Those that take a `Randomness` too. The others remember earlier D, which noise added since makes wrong."""
 _TWO_CALLS = ("heun", "dpm2")
-
-
-def find_sampler(name: str) -> str:
-    """The key of `SAMPLERS` that `name` means, whatever its capitals.
-
-    Raises:
-        UserError: for an unknown name; lists those that exist.
-    """
-    key = name.lower().replace("-", "_")
-    return choose_one(ALIASES.get(key, key), SAMPLERS, f"sampler {name!r} is not available")
 
 
 def num_denoiser_calls(name: str, sigmas: Tensor) -> int:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megadit.models.bundle.bundle import SamplingDefaults
 from megadit.models.parameterization import DDPM_STEPS, ddpm_sigmas
-from megadit.models.shared.errors import UserError, choose_one
+from megadit.models.settings import SamplingSettings, find_schedule
+from megadit.models.shared.errors import UserError
 
 MOST_STEPS = 10_000
 _LOWEST_RHO = 0.05
@@ -78,7 +78,7 @@ def given_sigmas(levels: Sequence[float]) -> Tensor:
     return torch.tensor([*positive, 0.0], dtype=torch.float64)
 
 
-def settings_sigmas(settings: SamplingDefaults) -> Tensor:
+def settings_sigmas(settings: SamplingSettings) -> Tensor:
     """The noise levels of a generation: given ones, or those of its schedule; all multiplied by its shift.
 
     With t = sigma / (1 + sigma), s sigma is what flow models call a shift: t -> s t / (1 + (s - 1) t).
@@ -87,22 +87,6 @@ def settings_sigmas(settings: SamplingDefaults) -> Tensor:
         return settings.shift * given_sigmas(settings.sigmas)
     make = SCHEDULES[find_schedule(settings.schedule)]
     return settings.shift * make(settings.num_steps, settings.sigma_min, settings.sigma_max, settings.rho)
-
-
-def resolution_shift(pixels: int, reference_pixels: int) -> float:
-    """sqrt(pixels / reference_pixels): the noise that hides as much of a picture with more pixels (arXiv 2403.03206,
-    eq. 23), for pixels in a frame and in a frame of the training resolution."""
-    return math.sqrt(pixels / reference_pixels)
-
-
-def find_schedule(name: str) -> str:
-    """The key of `SCHEDULES` that `name` means, whatever its capitals.
-
-    Raises:
-        UserError: for an unknown name; lists those that exist.
-    """
-    key = name.lower().replace("-", "_")
-    return choose_one(key, SCHEDULES, f"schedule {name!r} is not available")
 
 
 def _check(num_steps: int, sigma_min: float, sigma_max: float, rho: float) -> None:

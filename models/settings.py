@@ -11,7 +11,7 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from megadit.models.shared.errors import UserError, choose_one, did_you_mean
-from megadit.models.shared.options import check_json, check_value, given_class, setting, settings_of
+from megadit.models.shared.options import check_json, check_settings, check_value, given_class, setting, settings_of
 
 SAMPLERS = ("euler", "heun", "dpm2", "dpmpp_2m", "dpmpp_3m", "res_2ab", "unipc")
 SAMPLER_ALIASES = {"res": "res_2ab", "edm": "heun", "2ab": "res_2ab"}
@@ -89,8 +89,7 @@ class SamplingSettings:
     )
 
     def __post_init__(self) -> None:
-        for name, about in settings_of(type(self)).items():
-            check_value(about, name, getattr(self, name))
+        check_settings(self)
         if self.shift == AUTO:
             raise UserError(f"shift={AUTO} must be a number here: there is no resolution to suit")
         if self.sigma_min >= self.sigma_max:

@@ -1,20 +1,34 @@
 """`megadit serve ask`: prompts a running service and writes its videos."""
 
 import sys
-from dataclasses import fields
+from dataclasses import dataclass
 from pathlib import Path
 
-from megadit.models.shared.command import CommandParser, run_command
+from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, write_json
+from megadit.models.shared.options import group, read_options, setting
 from megadit.models.shared.progress import Progress
 from megadit.serve.client import Generation, VideoClient
 from megadit.serve.contract import IMAGE_MODEL, MODEL, InvalidRequestError, ServiceError, VideoRequest, VideoResult
 
-_TYPES = {"seed": int, "guidance": float, "num_steps": int, "num_frames": int, "height": int, "width": int}
-_TYPES |= {"fps": float, "num_videos": int}
 _EXIT_CODE = 1
 """Of a service that failed; mistakes in the request end with 2, as in every command."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AskOptions:
+    """The options of the command."""
+
+    output: Path = setting(Path("video"), "file to write (default: video.mp4)", names=("-o", "--output"))
+    url: str = setting(
+        "localhost",
+        "grpc://HOST:PORT, http://HOST:PORT, or a host: gRPC where it answers, else HTTP (default: localhost)",
+    )
+    model: str = setting(MODEL, f"{MODEL} or {IMAGE_MODEL} (default: {MODEL})")
+    timeout: float | None = setting(None, "give up after so many seconds", metavar="S")
+    priority: int = setting(0, "1 is served first, then 2 and 3", metavar="N")
+    request: VideoRequest = group(VideoRequest)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -23,12 +37,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    options = _parser().parse_args(argv)
-    suffix = Path(options.output).suffix
+    options = read_options(
+        AskOptions,
+        argv,
+        prog="megadit serve ask",
+        description="Asks a running service for videos. What is left out takes the service's default.",
+    )
+    suffix = options.output.suffix
     if suffix.lower() not in ("", ".mp4", ".png"):
         raise UserError(f"--output={options.output}: the service makes mp4, and png of one frame; not {suffix}")
-    names = [field.name for field in fields(VideoRequest)]
-    request = VideoRequest(**{name: value for name, value in vars(options).items() if name in names})
+    request = options.request
     try:
         client = VideoClient(options.url, model=options.model)
         videos = _watch(client.stream(request, timeout=options.timeout, priority=options.priority))
@@ -64,31 +82,9 @@ def _watch(generation: Generation) -> list[VideoResult]:
     return sorted(videos, key=lambda video: video.index)
 
 
-def output_paths(output: str, videos: list[VideoResult]) -> list[Path]:
+def output_paths(output: Path, videos: list[VideoResult]) -> list[Path]:
     """`output` itself, or numbered names beside it, with the suffix that fits what was sent."""
-    path = Path(output).with_suffix(videos[0].suffix)
+    path = output.with_suffix(videos[0].suffix)
     if len(videos) == 1:
         return [path]
     return [path.with_name(f"{path.stem}_{video.index:04d}{path.suffix}") for video in videos]
-
-
-def _parser() -> CommandParser:
-    parser = CommandParser(
-        prog="megadit serve ask",
-        description="Asks a running service for videos. What is left out takes the service's default.",
-    )
-    parser.add_argument("prompt", metavar="PROMPT")
-    parser.add_argument("-o", "--output", default="video", metavar="PATH", help="file to write (default: video.mp4)")
-    parser.add_argument(
-        "--url",
-        default="localhost",
-        help="grpc://HOST:PORT, http://HOST:PORT, or a host: gRPC where it answers, else HTTP (default: localhost)",
-    )
-    parser.add_argument("--model", default=MODEL, help=f"{MODEL} or {IMAGE_MODEL} (default: {MODEL})")
-    parser.add_argument("--timeout", type=float, metavar="S", help="give up after so many seconds")
-    parser.add_argument("--priority", type=int, default=0, metavar="N", help="1 is served first, then 2 and 3")
-    parser.add_argument("--negative_prompt", metavar="TEXT")
-    parser.add_argument("--sampler", metavar="NAME")
-    for name, kind in _TYPES.items():
-        parser.add_argument(f"--{name}", type=kind, metavar=kind.__name__.upper())
-    return parser

@@ -16,8 +16,8 @@ from pathlib import Path
 from megadit.infer.checkpoints import open_bundle
 from megadit.infer.runtimes.load import check_runtime, open_exported
 from megadit.infer.runtimes.torch import find_dtype
-from megadit.infer.samplers import ALIASES, SAMPLERS, STOCHASTIC
-from megadit.models.bundle.bundle import Bundle, SamplingDefaults
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.settings import SAMPLER_ALIASES, SAMPLERS, STOCHASTIC, SamplingSettings
 from megadit.models.shared.command import CommandParser, run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory
@@ -96,7 +96,7 @@ def build_repository(
     return path
 
 
-def service_info(bundle: Bundle, defaults: SamplingDefaults, limits: dict[str, int] | None) -> ServiceInfo:
+def service_info(bundle: Bundle, defaults: SamplingSettings, limits: dict[str, int] | None) -> ServiceInfo:
     """What the service of a bundle tells its clients."""
     pixels = defaults.num_frames * defaults.height * defaults.width
     multiple = bundle.load_tokenizer().spatial_compression * bundle.config.patch_spatial
@@ -108,10 +108,10 @@ def service_info(bundle: Bundle, defaults: SamplingDefaults, limits: dict[str, i
     return ServiceInfo(
         defaults=defaults.to_dict(),
         limits=Limits(**room | (limits or {})),
-        samplers=tuple(SAMPLERS),
+        samplers=SAMPLERS,
         size_multiple=multiple,
         examples=EXAMPLES.get((bundle.manifest.get("training") or {}).get("recipe"), ()),
-        eta_samplers=(*STOCHASTIC, *(alias for alias, name in ALIASES.items() if name in STOCHASTIC)),
+        eta_samplers=(*STOCHASTIC, *(alias for alias, name in SAMPLER_ALIASES.items() if name in STOCHASTIC)),
     )
 
 

@@ -34,9 +34,9 @@ from megadit.serve.contract import (
     DeadlineExceededError,
     Event,
     InvalidRequestError,
-    Progress,
     ServiceError,
     ServiceInfo,
+    StepDone,
     UnavailableError,
     VideoRequest,
     VideoResult,
@@ -115,7 +115,7 @@ class VideoClient:
             raise ServiceError(f"{self.model} at {self.url} is not a model of megadit's") from error
 
     def stream(self, request: VideoRequest, *, timeout: float | None = None, priority: int = 0) -> Generation:
-        """Progress and videos as they come; the request is sent when the iteration begins.
+        """StepDone and videos as they come; the request is sent when the iteration begins.
 
         `timeout` is in seconds, with the time in the queue. `priority`: 1 is served first, 0 is the service's default.
         The iteration raises what `ServiceError` and its subclasses say.
@@ -135,7 +135,7 @@ class VideoClient:
         self,
         request: VideoRequest,
         *,
-        on_progress: Callable[[Progress], None] | None = None,
+        on_progress: Callable[[StepDone], None] | None = None,
         timeout: float | None = None,
         priority: int = 0,
     ) -> list[VideoResult]:

@@ -9,7 +9,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megadit.models.shared.errors import UserError, nearest
+from megadit.models.settings import SERVED, ServedSettings, switched_off
+from megadit.models.shared.errors import UserError, did_you_mean
+from megadit.models.shared.options import setting, settings_of
 
 MODEL = "text_to_video"
 IMAGE_MODEL = "text_to_image"
@@ -32,49 +34,15 @@ class Input:
     is_required: bool = False
 
 
-INPUTS = (
-    Input(name="prompt", data_type="TYPE_STRING", is_required=True),
-    Input(name="negative_prompt", data_type="TYPE_STRING"),
-    Input(name="seed", data_type="TYPE_INT64"),
-    Input(name="guidance", data_type="TYPE_FP32"),
-    Input(name="num_steps", data_type="TYPE_INT32"),
-    Input(name="sampler", data_type="TYPE_STRING"),
-    Input(name="num_frames", data_type="TYPE_INT32"),
-    Input(name="height", data_type="TYPE_INT32"),
-    Input(name="width", data_type="TYPE_INT32"),
-    Input(name="fps", data_type="TYPE_FP32"),
-    Input(name="num_videos", data_type="TYPE_INT32"),
-    Input(name="preview_every", data_type="TYPE_INT32"),
-    Input(name="eta", data_type="TYPE_FP32"),
-    # the names under which NeMo's deployed pipelines took them
-    Input(name="unconditional_guidance_scale", data_type="TYPE_FP32", alias_of="guidance"),
-    Input(name="inference_steps", data_type="TYPE_INT32", alias_of="num_steps"),
-)
-SETTINGS = ("negative_prompt", "guidance", "num_steps", "sampler", "num_frames", "height", "width", "fps", "eta")
-"""The inputs that replace a sampling default of the same name."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VideoRequest:
-    """What a client asks for; None is the service's default, from the bundle."""
+class VideoRequest(ServedSettings):
+    """What a client asks for: a prompt and any served settings; None is the service's default, from the bundle."""
 
-    prompt: str
-    negative_prompt: str | None = None
-    seed: int | None = None
-    """Of the first video; each further one takes the next number. None is 0, as in `megadit generate`."""
-    guidance: float | None = None
-    num_steps: int | None = None
-    sampler: str | None = None
-    num_frames: int | None = None
-    """1 makes an image."""
-    height: int | None = None
-    width: int | None = None
-    fps: float | None = None
-    num_videos: int | None = None
+    prompt: str = setting(help="what the video shows", positional=True, metavar="PROMPT")
+    seed: int | None = setting(None, "of the first video; each further one takes the next number (default: 0)")
+    num_videos: int | None = setting(None, "how many videos to make of the prompt (default: 1)")
     preview_every: int | None = None
     """A preview with the first step and every so many after it; None or 0 is never."""
-    eta: float | None = None
-    """Share of ancestral noise that the sampler adds on the way, 0 (none) to 1."""
 
     @classmethod
     def from_inputs(cls, inputs: Mapping[str, Any]) -> "VideoRequest":
@@ -87,8 +55,7 @@ class VideoRequest:
         values: dict[str, Any] = {}
         for name, value in inputs.items():
             if name not in known:
-                near = nearest(name, known)
-                raise UserError(f"unknown input {name!r}" + (f"; did you mean {near!r}?" if near else ""))
+                raise UserError(f"unknown input {name!r}{did_you_mean(name, known)}")
             target = known[name].alias_of or name
             if target in values:
                 raise UserError(f"{name} is another name of {target}, which is given too; give one of them")
@@ -100,17 +67,34 @@ class VideoRequest:
     def filled(self, defaults: Mapping[str, Any], eta_samplers: Collection[str] = ()) -> "VideoRequest":
         """The same request with nothing left out, given a service's sampling defaults.
 
-        The default `eta` belongs to the default sampler: one that is not among `eta_samplers` gets none.
+        `eta_samplers` are those of the service that can add noise: another one runs without the default noise.
         """
-        given, settings = self.to_inputs(), {name: defaults[name] for name in SETTINGS}
-        sampler = str(given.get("sampler", "")).lower().replace("-", "_")
-        if sampler and sampler not in (defaults["sampler"], *eta_samplers):
-            settings["eta"] = 0.0
+        given, settings = self.to_inputs(), {name: defaults[name] for name in SERVED if name in defaults}
+        off = switched_off(defaults, given, eta_samplers)
+        settings |= {name: value for name, value in off.items() if name in settings}
         return VideoRequest(**settings | {"seed": 0, "num_videos": 1, "preview_every": 0} | given)
 
     def to_inputs(self) -> dict[str, Any]:
         """The inputs to send: those that are not None."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+
+_DATA_TYPES = {str: "TYPE_STRING", int: "TYPE_INT32", float: "TYPE_FP32"}
+_ALIASES = {"unconditional_guidance_scale": "guidance", "inference_steps": "num_steps"}
+"""The names under which NeMo's deployed pipelines took settings."""
+
+
+def _inputs() -> tuple[Input, ...]:
+    """One for each field of a request, and one for each alias of these."""
+    types = {"prompt": "TYPE_STRING"}
+    types |= {name: _DATA_TYPES[about.type] for name, about in settings_of(VideoRequest).items()}
+    types |= {"preview_every": "TYPE_INT32", "seed": "TYPE_INT64"}
+    plain = [Input(name=name, data_type=kind, is_required=name == "prompt") for name, kind in types.items()]
+    others = [Input(name=name, data_type=types[target], alias_of=target) for name, target in _ALIASES.items()]
+    return (*plain, *others)
+
+
+INPUTS = _inputs()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,6 +113,12 @@ class Limits:
         for name, value in dataclasses.asdict(self).items():
             if value < 1:
                 raise UserError(f"{name}={value} must be at least 1")
+
+    def check_texts(self, request: VideoRequest) -> None:
+        """Raises UserError if a text of the request is too long or holds control characters."""
+        for name, about in settings_of(VideoRequest).items():
+            if about.type is str:
+                self.check_text(name, getattr(request, name) or "")
 
     def check_text(self, name: str, text: str) -> None:
         """Raises:
@@ -195,8 +185,8 @@ class ServiceInfo:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
-    """A denoising step is done."""
+class StepDone:
+    """A denoising step of a request is done."""
 
     step: int
     num_steps: int
@@ -230,8 +220,8 @@ class VideoResult:
         return {"video/mp4": ".mp4", "image/png": ".png"}[self.media_type]
 
 
-Event = Progress | VideoResult
-_PAYLOADS = {"progress": (Progress, "preview"), "video": (VideoResult, "data")}
+Event = StepDone | VideoResult
+_PAYLOADS = {"progress": (StepDone, "preview"), "video": (VideoResult, "data")}
 
 
 def event_to_wire(event: Event) -> tuple[str, bytes]:

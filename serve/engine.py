@@ -15,26 +15,26 @@ from megadit.infer.callbacks import Cancelled, Step
 from megadit.infer.pipeline import GeneratedVideo, TextToVideo, latent_size, resolve_settings
 from megadit.infer.runtimes.load import check_runtime, open_exported
 from megadit.infer.video_io import encode_mp4
-from megadit.models.bundle.bundle import Bundle, SamplingDefaults
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.settings import SERVED, SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.serve.contract import (
     DEADLINE_MARK,
-    SETTINGS,
     CancelledError,
     DeadlineExceededError,
     Event,
     InvalidRequestError,
-    Progress,
     ServiceError,
     ServiceInfo,
+    StepDone,
     VideoRequest,
     VideoResult,
 )
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Job:
-    """A request, and how to reach who asked."""
+class OpenRequest:
+    """A request that is being served, and how to reach who asked."""
 
     request: VideoRequest
     send: Callable[[Event], None]
@@ -55,7 +55,7 @@ class Job:
 class _Row:
     """One video to make."""
 
-    job: Job
+    owner: OpenRequest
     index: int
     seed: int
     is_done: bool = False
@@ -83,29 +83,28 @@ class Engine:
         self.pipeline = pipeline
         self.info = info
         self.batch_size = batch_size
-        self.defaults = SamplingDefaults.from_dict(info.defaults)
+        self.defaults = SamplingSettings.from_dict(info.defaults)
 
-    def run(self, jobs: Sequence[Job]) -> None:
-        """Ends every job. Those of equal settings are made together, and what goes wrong with one group is its own."""
-        groups: dict[SamplingDefaults, list[Job]] = defaultdict(list)
-        for job in jobs:
-            with _failures_of([job]):
-                groups[self.check(job.request)].append(job)
+    def run(self, open_requests: Sequence[OpenRequest]) -> None:
+        """Ends every request. Those of equal settings are made together; an error ends only its own group."""
+        groups: dict[SamplingSettings, list[OpenRequest]] = defaultdict(list)
+        for open_request in open_requests:
+            with _failures_of([open_request]):
+                groups[self.check(open_request.request)].append(open_request)
         for settings, group in groups.items():
             with _failures_of(group):
                 self._generate(group, settings)
 
-    def check(self, request: VideoRequest) -> SamplingDefaults:
+    def check(self, request: VideoRequest) -> SamplingSettings:
         """The settings that a request resolves to.
 
         Raises:
             UserError: if it cannot or may not be served.
         """
-        for name in ("prompt", "negative_prompt", "sampler"):
-            self.info.limits.check_text(name, getattr(request, name) or "")
+        self.info.limits.check_texts(request)
         if (request.preview_every or 0) < 0:
             raise UserError(f"preview_every={request.preview_every} must be 0 (never) or greater")
-        settings = resolve_settings(self.defaults, **{name: getattr(request, name) for name in SETTINGS})
+        settings = resolve_settings(self.defaults, **{name: getattr(request, name) for name in SERVED})
         self.info.limits.check_size(
             num_videos=_num_videos(request),
             num_frames=settings.num_frames,
@@ -117,22 +116,22 @@ class Engine:
         latent_size(settings, self.pipeline.config, self.pipeline.tokenizer)
         return settings
 
-    def _generate(self, jobs: list[Job], settings: SamplingDefaults) -> None:
+    def _generate(self, open_requests: list[OpenRequest], settings: SamplingSettings) -> None:
         rows = [
-            _Row(job=job, index=index, seed=(job.request.seed or 0) + index)
-            for job in jobs
-            for index in range(_num_videos(job.request))
+            _Row(owner=open_request, index=index, seed=(open_request.request.seed or 0) + index)
+            for open_request in open_requests
+            for index in range(_num_videos(open_request.request))
         ]
         clock = _Clock()
-        while waiting := [row for row in rows if not row.is_done and not row.job.has_ended]:
+        while waiting := [row for row in rows if not row.is_done and not row.owner.has_ended]:
             try:
                 self._run(waiting, settings, clock)
             except Cancelled:
                 continue  # a whole batch was for nobody; what others wait for starts anew
-        for job in jobs:
-            job.finish()
+        for open_request in open_requests:
+            open_request.finish()
 
-    def _run(self, rows: list[_Row], settings: SamplingDefaults, clock: _Clock) -> None:
+    def _run(self, rows: list[_Row], settings: SamplingSettings, clock: _Clock) -> None:
         clock.run_began = time.monotonic()
         batch = range(len(rows))
 
@@ -141,10 +140,10 @@ class Engine:
             batch = step.videos
             _end_unwanted(rows, clock)
             _tell(rows, step, clock)
-            return any(not rows[place].job.has_ended for place in step.videos)
+            return any(not rows[place].owner.has_ended for place in step.videos)
 
         videos = self.pipeline.stream(
-            [row.job.request.prompt for row in rows],
+            [row.owner.request.prompt for row in rows],
             settings,
             seeds=[row.seed for row in rows],
             batch_size=self.batch_size,
@@ -152,10 +151,10 @@ class Engine:
         )
         for row, video in zip(rows, videos, strict=True):
             row.is_done = True
-            if not row.job.has_ended:
-                row.job.send(_result(row, video, seconds=clock.seconds(), batch_size=len(batch)))
-                if all(other.is_done for other in rows if other.job is row.job):
-                    row.job.finish()
+            if not row.owner.has_ended:
+                row.owner.send(_result(row, video, seconds=clock.seconds(), batch_size=len(batch)))
+                if all(other.is_done for other in rows if other.owner is row.owner):
+                    row.owner.finish()
 
 
 def most_videos_at_once(bundle: Bundle, runtime: str) -> int | None:
@@ -172,25 +171,29 @@ def most_videos_at_once(bundle: Bundle, runtime: str) -> int | None:
 
 
 def _end_unwanted(rows: list[_Row], clock: _Clock) -> None:
-    for job in _living_jobs(rows):
-        if job.is_cancelled():
-            job.finish(CancelledError("the request was cancelled"))
-        elif job.seconds is not None and clock.seconds() > job.seconds:
-            job.finish(DeadlineExceededError(f"{DEADLINE_MARK}: not done within {job.seconds:g} s"))
+    for open_request in _living_owners(rows):
+        if open_request.is_cancelled():
+            open_request.finish(CancelledError("the request was cancelled"))
+        elif open_request.seconds is not None and clock.seconds() > open_request.seconds:
+            open_request.finish(DeadlineExceededError(f"{DEADLINE_MARK}: not done within {open_request.seconds:g} s"))
 
 
 def _tell(rows: list[_Row], step: Step, clock: _Clock) -> None:
     """Sends a step's progress, to those who asked for one with a preview of the first of their videos."""
     previews: np.ndarray | None = None
-    for job in _living_jobs(rows):
-        place = next((place for place in step.videos if rows[place].job is job), None)
+    for open_request in _living_owners(rows):
+        place = next((place for place in step.videos if rows[place].owner is open_request), None)
         preview = b""
-        if place is not None and job.request.preview_every and (step.step - 1) % job.request.preview_every == 0:
+        if (
+            place is not None
+            and open_request.request.preview_every
+            and (step.step - 1) % open_request.request.preview_every == 0
+        ):
             previews = step.preview() if previews is None else previews
             frames = previews[place - step.videos.start]
             preview = encode_image(frames[len(frames) // 2], ".jpg")
-        job.send(
-            Progress(
+        open_request.send(
+            StepDone(
                 step=step.step,
                 num_steps=step.num_steps,
                 sigma=step.sigma,
@@ -200,8 +203,8 @@ def _tell(rows: list[_Row], step: Step, clock: _Clock) -> None:
         )
 
 
-def _living_jobs(rows: list[_Row]) -> list[Job]:
-    return list(dict.fromkeys(row.job for row in rows if not row.job.has_ended))
+def _living_owners(rows: list[_Row]) -> list[OpenRequest]:
+    return list(dict.fromkeys(row.owner for row in rows if not row.owner.has_ended))
 
 
 def _result(row: _Row, video: GeneratedVideo, *, seconds: float, batch_size: int) -> VideoResult:
@@ -229,17 +232,17 @@ def _num_videos(request: VideoRequest) -> int:
 
 
 @contextmanager
-def _failures_of(jobs: list[Job]) -> Iterator[None]:
-    """Ends these jobs with whatever goes wrong inside; nothing that one request does may end the service."""
+def _failures_of(open_requests: list[OpenRequest]) -> Iterator[None]:
+    """Ends these requests with whatever goes wrong inside; nothing that one request does may end the service."""
     try:
         yield
     except UserError as error:
-        _fail(jobs, InvalidRequestError(str(error)))
+        _fail(open_requests, InvalidRequestError(str(error)))
     except Exception as error:
         traceback.print_exc()
-        _fail(jobs, ServiceError(f"{type(error).__name__}: {error}"))
+        _fail(open_requests, ServiceError(f"{type(error).__name__}: {error}"))
 
 
-def _fail(jobs: list[Job], error: ServiceError) -> None:
-    for job in jobs:
-        job.finish(error)
+def _fail(open_requests: list[OpenRequest], error: ServiceError) -> None:
+    for open_request in open_requests:
+        open_request.finish(error)

@@ -29,7 +29,7 @@ from megadit.serve.contract import (
     VideoRequest,
     event_to_wire,
 )
-from megadit.serve.engine import Engine, Job, most_videos_at_once
+from megadit.serve.engine import Engine, OpenRequest, most_videos_at_once
 
 
 class TritonPythonModel:
@@ -55,12 +55,12 @@ class TritonPythonModel:
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Serves all of them; a decoupled model returns nothing."""
-        jobs = []
+        open_requests = []
         for request in requests:
-            job = _Answer(request.get_response_sender()).job(request)
-            if job is not None:
-                jobs.append(job)
-        self._engine.run(jobs)
+            open_request = _Answer(request.get_response_sender()).open(request)
+            if open_request is not None:
+                open_requests.append(open_request)
+        self._engine.run(open_requests)
 
 
 class _Answer:
@@ -69,14 +69,14 @@ class _Answer:
     def __init__(self, sender: Any) -> None:
         self._sender = sender
 
-    def job(self, request: Any) -> Job | None:
+    def open(self, request: Any) -> OpenRequest | None:
         """What the engine is to do, or None if the inputs are wrong, which is then answered already."""
         try:
             video_request = VideoRequest.from_inputs(_read_inputs(request))
         except UserError as error:
             self.end(InvalidRequestError(str(error)))
             return None
-        return Job(
+        return OpenRequest(
             request=video_request,
             send=self.send,
             end=self.end,

@@ -160,7 +160,7 @@ SHOWN_BY = {
     "serve ask": {
         REQUEST: """
             --output --url --model --timeout --priority --negative_prompt --sampler --seed --guidance --num_steps
-            --num_frames --height --width --fps --num_videos
+            --num_video_frames --height --width --fps --num_videos --eta
         """
     },
     "serve demo": {

@@ -152,7 +152,8 @@ def test_installed_command_trains_a_step(run_installed, tmp_path):
 @pytest.mark.slow
 def test_installed_command_builds_a_model_repository(run_installed, tmp_path):
     program = f"""
-from megadit.models.bundle.bundle import SamplingDefaults, write_bundle
+from megadit.models.bundle.bundle import write_bundle
+from megadit.models.settings import SamplingSettings
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.text_encoders import HashedWordEncoder
@@ -164,7 +165,7 @@ write_bundle(
     state_dict=DiT(config).state_dict(),
     tokenizer=HaarTokenizer(temporal_compression=4, spatial_compression=2, sigma_data=config.sigma_data),
     text_encoder=HashedWordEncoder(dim=16),
-    defaults=SamplingDefaults(num_steps=2, guidance=1.0, num_frames=5, height=16, width=16, fps=8),
+    defaults=SamplingSettings(num_steps=2, guidance=1.0, num_frames=5, height=16, width=16, fps=8),
 )
 """
     assert run_installed("python", "-c", program).returncode == 0

@@ -2,7 +2,7 @@
 
 from itertools import islice
 
-from megadit.models.bundle.bundle import SamplingDefaults
+from megadit.models.settings import SamplingSettings
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.dataset_info import DatasetInfo, iter_descriptions
@@ -10,7 +10,7 @@ from megadit.train.data.dataset_info import DatasetInfo, iter_descriptions
 _SAMPLES_LOOKED_AT = 256
 
 
-def sampling_defaults(config: RunConfig, info: DatasetInfo) -> SamplingDefaults:
+def sampling_defaults(config: RunConfig, info: DatasetInfo) -> SamplingSettings:
     """What the run's validation samples with; the size of the longest of its first training samples, as cropped."""
     samples = islice(iter_descriptions(info.root, "train"), _SAMPLES_LOOKED_AT)
     longest = max(samples, key=lambda sample: (sample["num_frames"], sample["height"] * sample["width"]))
@@ -18,7 +18,7 @@ def sampling_defaults(config: RunConfig, info: DatasetInfo) -> SamplingDefaults:
     if config.data.max_frames is not None:
         latent_frames = config.data.max_frames - 1
         num_frames = min(num_frames, 1 + latent_frames * load_tokenizer(info.tokenizer_folder).temporal_compression)
-    return SamplingDefaults(
+    return SamplingSettings(
         sampler=config.validation.sampler,
         num_steps=config.validation.num_steps,
         guidance=config.validation.guidance,

@@ -19,14 +19,15 @@ from rich.table import Table
 from megadit.infer.benchmarks.profile import shares, watch
 from megadit.infer.checkpoints import open_bundle
 from megadit.infer.pipeline import TextToVideo
+from megadit.infer.resolve import latent_size, resolve_settings
 from megadit.infer.runtimes.exported import video_size
 from megadit.infer.runtimes.torch import find_dtype
-from megadit.infer.settings import latent_size, resolve_settings
-from megadit.models.bundle.bundle import Bundle, SamplingDefaults
+from megadit.models.bundle.bundle import Bundle
 from megadit.models.conditioning import Conditioning
 from megadit.models.flops import forward_flops
 from megadit.models.machine import datasheet_flops, describe, describe_in_words, matmul_flops
 from megadit.models.segments import Segment
+from megadit.models.settings import SamplingSettings
 from megadit.models.shared.command import CommandParser, run_command
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import write_json
@@ -70,7 +71,7 @@ class Workload:
     flops: int
 
     @classmethod
-    def of(cls, pipeline: TextToVideo, settings: SamplingDefaults, prompt: str) -> "Workload":
+    def of(cls, pipeline: TextToVideo, settings: SamplingSettings, prompt: str) -> "Workload":
         """Of a prompt and the negative prompt."""
         _, shape = latent_size(settings, pipeline.config, pipeline.tokenizer)
         lengths = pipeline.text_encoder.encode([prompt, settings.negative_prompt]).length_B.tolist()
@@ -79,7 +80,7 @@ class Workload:
         return cls(sum(segment.num_tokens for segment in segments), flops)
 
 
-def measure(pipelines: dict[str, TextToVideo], settings: SamplingDefaults, prompt: str, rounds: int) -> list[Figure]:
+def measure(pipelines: dict[str, TextToVideo], settings: SamplingSettings, prompt: str, rounds: int) -> list[Figure]:
     """Times every network and a whole video under every runtime, `rounds` times in turn after one that is not counted.
 
     Raises:
@@ -115,7 +116,7 @@ def measure(pipelines: dict[str, TextToVideo], settings: SamplingDefaults, promp
     ]
 
 
-def _tasks(pipeline: TextToVideo, settings: SamplingDefaults, prompt: str) -> list[tuple[str, Callable[[], Any]]]:
+def _tasks(pipeline: TextToVideo, settings: SamplingSettings, prompt: str) -> list[tuple[str, Callable[[], Any]]]:
     """What is timed: one guided call of the denoiser, the decoder, the encoder, a whole video."""
     _, shape = latent_size(settings, pipeline.config, pipeline.tokenizer)
     x = torch.randn(2, *shape, device=pipeline.device)

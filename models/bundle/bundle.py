@@ -7,9 +7,7 @@ text_encoder/     config.json, model.safetensors (where it has tensors)
 notices/          licence files of published weights, where the bundle was made of them
 """
 
-import dataclasses
 import hashlib
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +24,8 @@ from megadit.models.bundle.licence import Licence
 from megadit.models.bundle.tensor_source import TensorSource
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
-from megadit.models.shared.errors import UserError, nearest
+from megadit.models.settings import SamplingSettings
+from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, read_json, write_json
 from megadit.models.text_encoders import TextEncoder, load_text_encoder
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
@@ -37,94 +36,6 @@ FORMAT_VERSION = 1
 _PARTS = ("transformer", "tokenizer", "text_encoder")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingDefaults:
-    """What `generate` does when it is not told otherwise; sizes are those of the decoded video.
-
-    Raises:
-        UserError: for a number outside its range.
-    """
-
-    sampler: str = "dpmpp_2m"
-    num_steps: int
-    guidance: float
-    """Strength of classifier-free guidance (arXiv 2207.12598); 1 is none."""
-    num_frames: int
-    height: int
-    width: int
-    fps: float
-    sigma_min: float = 0.002
-    sigma_max: float = 80.0
-    rho: float = 7.0
-    """Exponent of the noise schedule (arXiv 2206.00364, eq. 5)."""
-    negative_prompt: str = ""
-    schedule: str = "karras"
-    sigmas: tuple[float, ...] = ()
-    """The noise levels themselves, decreasing; empty: those of the schedule."""
-    shift: float = 1.0
-    """Multiplies every noise level; more than 1 suits more pixels than were trained on (arXiv 2403.03206, 5.3.2)."""
-    churn: float = 0.0
-    """S_churn: noise added on the way (arXiv 2206.00364, algorithm 2)."""
-    churn_interval: tuple[float, ...] = ()
-    """(S_tmin, S_tmax): the noise levels at which churn acts; empty: all."""
-    eta: float = 0.0
-    """Share of ancestral noise, 0 (none) to 1."""
-    guidance_interval: tuple[float, ...] = ()
-    """(lowest, highest) noise level at which guidance acts (arXiv 2404.07724); empty: all."""
-    guidance_rescale: float = 0.0
-    """How far guided latents get their unguided deviation back, 0 to 1 (arXiv 2305.08891, section 3.4)."""
-    autoguidance: str = ""
-    """A weaker checkpoint that guidance leads away from, in place of the negative prompt (arXiv 2406.02507)."""
-    second_prompt: str = ""
-    second_guidance: float = 0.0
-    """Scale of a second condition beside the prompt's (arXiv 2206.01714)."""
-    cache_budget: float = 0.0
-    """Relative L2 error of the latents that step caching may cause (`megadit calibrate-cache`); 0: no cache."""
-
-    def __post_init__(self) -> None:
-        for name in ("num_steps", "num_frames", "height", "width", "sigma_min", "sigma_max", "rho", "shift"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"{name}={getattr(self, name)} must be greater than 0")
-        for name in ("sigma_max", "rho", "shift"):
-            if getattr(self, name) == math.inf:
-                raise UserError(f"{name}={getattr(self, name)} must be a finite number")
-        for name in ("guidance", "fps", "churn", "second_guidance"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise UserError(f"{name}={getattr(self, name)} must be a finite number, 0 or greater")
-        for name in ("eta", "guidance_rescale", "cache_budget"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"{name}={getattr(self, name)} must lie between 0 and 1")
-        if self.sigma_min >= self.sigma_max:
-            raise UserError(f"sigma_min={self.sigma_min} must be smaller than sigma_max={self.sigma_max}")
-        for name in ("churn_interval", "guidance_interval"):
-            self._check_interval(name, getattr(self, name))
-
-    def _check_interval(self, name: str, interval: tuple[float, ...]) -> None:
-        if interval and not (len(interval) == 2 and 0 <= interval[0] < interval[1]):
-            raise UserError(f"{name}={list(interval)} must be two noise levels, the lower first")
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "SamplingDefaults":
-        """The inverse of `to_dict`.
-
-        Raises:
-            UserError: for an unknown or missing setting.
-        """
-        known = [field.name for field in dataclasses.fields(cls)]
-        for name in values:
-            if name not in known:
-                near = nearest(name, known)
-                raise UserError(f"unknown sampling default {name!r}" + (f"; did you mean {near!r}?" if near else ""))
-        required = [field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING]
-        missing = [name for name in required if name not in values]
-        if missing:
-            raise UserError(f"sampling defaults lack {', '.join(missing)}")
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
-
-
 @dataclass(frozen=True, slots=True)
 class Bundle:
     """An opened bundle; its parts are loaded when asked for."""
@@ -132,7 +43,7 @@ class Bundle:
     path: Path
     manifest: dict[str, Any]
     """The contents of megadit.json."""
-    defaults: SamplingDefaults
+    defaults: SamplingSettings
     config: DiTConfig
 
     @property
@@ -155,7 +66,7 @@ class Bundle:
         return cls(
             path=path,
             manifest=manifest,
-            defaults=SamplingDefaults.from_dict(manifest["defaults"]),
+            defaults=SamplingSettings.from_dict(manifest["defaults"]),
             config=weights.load_config(path / "transformer"),
         )
 
@@ -176,7 +87,7 @@ def write_bundle(
     state_dict: Mapping[str, Tensor] | TensorSource,
     tokenizer: VideoTokenizer,
     text_encoder: TextEncoder,
-    defaults: SamplingDefaults,
+    defaults: SamplingSettings,
     training: dict[str, Any] | None = None,
     dtype: torch.dtype | None = None,
     licence: Licence | None = None,
@@ -264,7 +175,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _check_parts_fit(
-    config: DiTConfig, tokenizer: VideoTokenizer, text_encoder: TextEncoder, defaults: SamplingDefaults
+    config: DiTConfig, tokenizer: VideoTokenizer, text_encoder: TextEncoder, defaults: SamplingSettings
 ) -> None:
     for setting, ours, theirs, part in (
         ("in_channels", config.in_channels, tokenizer.latent_channels, "tokenizer's latents"),

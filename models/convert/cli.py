@@ -14,11 +14,12 @@ from pathlib import Path
 
 from megadit.models.bundle import components as parts
 from megadit.models.bundle import hub
-from megadit.models.bundle.bundle import Bundle, SamplingDefaults, is_bundle, write_bundle
+from megadit.models.bundle.bundle import Bundle, is_bundle, write_bundle
 from megadit.models.bundle.licence import Licence, find_licence
 from megadit.models.bundle.tensor_source import DTYPES, from_state_dict, open_safetensors, write_safetensors
 from megadit.models.config import DiTConfig
 from megadit.models.convert.published import WEIGHTS, Published, open_published, write_diffusers, write_original
+from megadit.models.settings import SamplingSettings
 from megadit.models.shared.command import CommandParser, run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, read_json, write_json
@@ -154,11 +155,11 @@ def _padding(config: DiTConfig) -> str:
     return "none" if config.structure.projects_text else "zeros"
 
 
-def _defaults(published: Published, tokenizer: VideoTokenizer) -> SamplingDefaults:
+def _defaults(published: Published, tokenizer: VideoTokenizer) -> SamplingSettings:
     """What the publishers' own commands do when they are not told otherwise."""
     if published.config.num_classes is not None:
         side = (published.sample_size or 32) * tokenizer.spatial_compression
-        return SamplingDefaults(
+        return SamplingSettings(
             sampler="euler",
             schedule="ddpm",
             num_steps=50,
@@ -171,7 +172,7 @@ def _defaults(published: Published, tokenizer: VideoTokenizer) -> SamplingDefaul
             sigma_max=157.4,
         )
     # their guidance of 7 means cond + 7 (cond - uncond)
-    return SamplingDefaults(num_steps=35, guidance=8.0, num_frames=121, height=704, width=1280, fps=24.0)
+    return SamplingSettings(num_steps=35, guidance=8.0, num_frames=121, height=704, width=1280, fps=24.0)
 
 
 # ------------------------------------------------------------------------------------------------------ out

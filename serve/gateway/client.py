@@ -12,17 +12,17 @@ from typing import Any
 
 import httpx
 
+from megadit.models.settings import SERVED
 from megadit.models.shared.errors import UserError
 from megadit.serve.client import Generation
 from megadit.serve.contract import (
     MODEL,
-    SETTINGS,
     CancelledError,
     Event,
     InvalidRequestError,
-    Progress,
     ServiceError,
     ServiceInfo,
+    StepDone,
     UnavailableError,
     VideoRequest,
     VideoResult,
@@ -61,14 +61,14 @@ class GatewayClient:
         return ServiceInfo.from_json(json.dumps(service))
 
     def stream(self, request: VideoRequest) -> Generation:
-        """Progress and the video; leaving the iteration early cancels the request."""
+        """StepDone and the video; leaving the iteration early cancels the request."""
 
         def events(cancelled: threading.Event) -> Iterator[Event]:
             if (request.num_videos or 1) != 1:
                 raise InvalidRequestError(
                     f"num_videos={request.num_videos}: a gateway makes one video for each request"
                 )
-            names = ("prompt", "seed", "preview_every", *SETTINGS)
+            names = ("prompt", "seed", "preview_every", *SERVED)
             body = {name: value for name in names if (value := getattr(request, name)) is not None}
             sizes = (body.pop("width", None), body.pop("height", None))
             if None not in sizes:
@@ -100,7 +100,7 @@ class GatewayClient:
             if video["status"] == "in_progress" and video["step"] > last_step:
                 last_step, steps = video["step"], video["settings"]["num_steps"]
                 left = (time.monotonic() - began) / last_step * (steps - last_step)
-                yield Progress(step=last_step, num_steps=steps, sigma=math.nan, seconds_left=left, preview=preview)
+                yield StepDone(step=last_step, num_steps=steps, sigma=math.nan, seconds_left=left, preview=preview)
                 preview = b""
         if video["status"] == "failed":
             kind = InvalidRequestError if video["error"]["code"] == "invalid_request" else ServiceError
@@ -111,7 +111,7 @@ class GatewayClient:
             index=0,
             prompt=video["prompt"],
             seed=video["settings"]["seed"],
-            settings={name: video["settings"][name] for name in SETTINGS},
+            settings={name: value for name, value in video["settings"].items() if name in SERVED},
             seconds=time.monotonic() - began,
             batch_size=1,
         )

@@ -2,31 +2,43 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from megadit.serve.contract import SETTINGS, InvalidRequestError, ServiceInfo, VideoRequest
+from megadit.models.settings import SERVED
+from megadit.models.shared.options import Setting
+from megadit.serve.contract import InvalidRequestError, ServiceInfo, VideoRequest
 from megadit.serve.gateway.store import COMPLETED, FAILED, Job
 
 _INT32, _INT64 = 2**31 - 1, 2**63 - 1
 
 
-class CreateVideo(BaseModel):
+_MOST = {str: 100_000, int: _INT32, float: 1e6}
+"""The largest number, or characters, of a setting that has no upper bound of its own."""
+_LONGEST_NAME = 200
+
+
+def _field(about: Setting) -> tuple[Any, Any]:
+    """(annotation, field) of pydantic's for a setting that may be left out."""
+    if about.type is str:
+        bounds: dict[str, Any] = {"max_length": _LONGEST_NAME if about.metavar == "NAME" else _MOST[str]}
+    else:
+        least = {"gt": about.above} if about.low is None else {"ge": about.low}
+        bounds = least | {"le": _MOST[about.type] if about.high is None else about.high}
+    if about.type is int and about.low is None:
+        bounds = bounds | {"ge": bounds.pop("gt") + 1}
+    return about.type | None, Field(None, description=about.help, **bounds)
+
+
+class _VideoBody(BaseModel):
     """A video to make. What is left out is the model's default."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, title="CreateVideo")
 
-    prompt: str = Field(max_length=100_000, examples=["a red seven moving left"])
+    prompt: str = Field(max_length=_MOST[str], examples=["a red seven moving left"])
     model: str | None = Field(None, max_length=200, description="One of `GET /v1/models`; else the first of them")
     seconds: float | None = Field(None, gt=0, le=3600, description="Length; `num_frames` is the exact way to say it")
     size: str | None = Field(None, pattern=r"^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}$", description="WIDTHxHEIGHT in pixels")
-    negative_prompt: str | None = Field(None, max_length=100_000)
     seed: int | None = Field(None, ge=-_INT64 - 1, le=_INT64, description="The same request gives the same video")
-    guidance: float | None = Field(None, ge=0, le=1e6)
-    num_steps: int | None = Field(None, ge=1, le=_INT32)
-    sampler: str | None = Field(None, max_length=200)
-    num_frames: int | None = Field(None, ge=1, le=_INT32, description="1 makes a png")
-    fps: float | None = Field(None, gt=0, le=1e6)
-    eta: float | None = Field(None, ge=0, le=1)
     preview_every: int = Field(
         0, ge=0, le=_INT32, description="A preview with the first step and every so many after it, among the events"
     )
@@ -38,9 +50,7 @@ class CreateVideo(BaseModel):
         Raises:
             InvalidRequestError: if the settings contradict each other.
         """
-        given = {
-            name: getattr(self, name) for name in ("prompt", "seed", "preview_every", *SETTINGS) if hasattr(self, name)
-        }
+        given = {name: getattr(self, name) for name in ("prompt", "seed", "preview_every", *_SETTINGS)}
         if self.size is not None:
             given["width"], given["height"] = map(int, self.size.split("x"))
         if self.seconds is not None:
@@ -48,6 +58,11 @@ class CreateVideo(BaseModel):
                 raise InvalidRequestError("seconds and num_frames both say how long the video is; give one of them")
             given["num_frames"] = max(1, round(self.seconds * (self.fps or info.defaults["fps"])))
         return VideoRequest(**given).filled(info.defaults, info.eta_samplers)
+
+
+_SETTINGS = {name: _field(about) for name, about in SERVED.items() if name not in ("width", "height")}
+CreateVideo = create_model("CreateVideo", __base__=_VideoBody, __doc__=_VideoBody.__doc__, **_SETTINGS)
+"""The body of `POST /v1/videos`: every served setting, with `size` in place of width and height."""
 
 
 class VideoError(BaseModel):
@@ -90,12 +105,12 @@ class Video(BaseModel):
             expires_at=int(now + job.seconds_to_live) if is_there and job.seconds_to_live is not None else None,
             error=VideoError(code=job.error_code, message=job.error_message) if job.status == FAILED else None,
             prompt=request.prompt,
-            seconds=f"{request.num_frames / request.fps:g}",
+            seconds=f"{request.num_frames / request.fps:g}" if request.fps else "0",
             size=f"{request.width}x{request.height}",
             media_type=job.media_type,
             sha256=job.sha256,
             step=job.step,
-            settings={name: getattr(request, name) for name in ("seed", *SETTINGS)},
+            settings={name: getattr(request, name) for name in ("seed", *SERVED)},
         )
 
 
@@ -158,8 +173,7 @@ def check(request: VideoRequest, info: ServiceInfo) -> None:
         UserError: if the request cannot be served.
         InvalidRequestError: likewise.
     """
-    for name in ("prompt", "negative_prompt", "sampler"):
-        info.limits.check_text(name, getattr(request, name) or "")
+    info.limits.check_texts(request)
     if request.sampler not in info.samplers:
         raise InvalidRequestError(f"sampler={request.sampler!r} is unknown; choose one of {', '.join(info.samplers)}")
     for name in ("height", "width"):

@@ -24,7 +24,7 @@ from megadit.models.shared.command import CommandParser, run_command
 from megadit.models.shared.errors import UserError
 from megadit.serve.build_repository import build_repository
 from megadit.serve.client import Generation, VideoClient
-from megadit.serve.contract import Event, Progress, ServiceError, UnavailableError, VideoRequest, VideoResult
+from megadit.serve.contract import Event, ServiceError, StepDone, UnavailableError, VideoRequest, VideoResult
 from megadit.serve.gateway.client import GatewayClient
 from megadit.serve.local_server import LocalServer
 
@@ -213,7 +213,7 @@ def _paced(events: Iterable[Event]) -> Iterator[Event]:
     """The events, with progress no more often than eyes can follow, each with the latest preview."""
     preview, last_told = b"", 0.0
     for event in events:
-        if isinstance(event, Progress):
+        if isinstance(event, StepDone):
             preview = event.preview or preview
             if time.monotonic() - last_told < _SECONDS_BETWEEN_UPDATES:
                 continue

@@ -2,12 +2,11 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import gradio as gr
 
-from megadit.serve.contract import CancelledError, Progress, ServiceError, VideoRequest
+from megadit.serve.contract import CancelledError, ServiceError, StepDone, VideoRequest
 from megadit.serve.page import view
 from megadit.serve.page.demo import Studio, Take
 
@@ -81,7 +80,7 @@ class _Sizes:
 
 
 class _Sampling:
-    """Steps, guidance and sampler."""
+    """Steps, guidance, sampler, and a slider for each setting between two bounds."""
 
     def __init__(self, studio: Studio, sizes: _Sizes, *, guidance: float | None = None) -> None:
         defaults, limits = studio.info.defaults, studio.info.limits
@@ -92,15 +91,22 @@ class _Sampling:
         self.steps = gr.Slider(1, most_steps, value=defaults["num_steps"], step=1, label="Steps")
         self.guidance = gr.Slider(1, most_guidance, value=guidance, step=0.5, label="Guidance")
         self.sampler = gr.Dropdown(list(studio.info.samplers), value=defaults["sampler"], label="Sampler")
+        self._defaults = {name: float(defaults.get(name, about.default)) for name, about in view.SLIDERS.items()}
+        self.sliders = [
+            gr.Slider(about.low, about.high, value=self._defaults[name], label=name.replace("_", " ").capitalize())
+            for name, about in view.SLIDERS.items()
+        ]
         sizes.follow(self.steps)
 
     @property
     def components(self) -> list[Any]:
-        return [self.steps, self.guidance, self.sampler]
+        return [self.steps, self.guidance, self.sampler, *self.sliders]
 
-    @staticmethod
-    def of(steps: float, guidance: float, sampler: str) -> dict[str, Any]:
-        return {"num_steps": int(steps), "guidance": float(guidance), "sampler": sampler}
+    def of(self, steps: float, guidance: float, sampler: str, *moved: float) -> dict[str, Any]:
+        """The settings to ask for. Sliders at their defaults are left out: another sampler may need other defaults."""
+        settings = dict(zip(self._defaults, map(float, moved), strict=True))
+        settings = {name: value for name, value in settings.items() if value != self._defaults[name]}
+        return {"num_steps": int(steps), "guidance": float(guidance), "sampler": sampler, **settings}
 
 
 class _Seed:
@@ -194,12 +200,13 @@ class _VideoTab:
             gr.Warning("Write a prompt first, or click an example.")
             yield {self.cancel: gr.Button(interactive=False)}
             return
+        sampling, seed = values[: len(self.sampling.components)], values[len(self.sampling.components) :]
         request = self.studio.request(
             prompt=prompt,
             negative_prompt=negative,
-            seed=self.seed.of(*values[3:]),
+            seed=self.seed.of(*seed),
             **self.sizes.of(size),
-            **self.sampling.of(*values[:3]),
+            **self.sampling.of(*sampling),
         )
         yield from self._run(session, request, kept)
 
@@ -222,7 +229,7 @@ class _VideoTab:
         ended = {self.make: gr.Button(interactive=True), self.cancel: gr.Button(interactive=False)}
         try:
             for event in self.studio.run(session.session_hash, request):
-                if isinstance(event, Progress):
+                if isinstance(event, StepDone):
                     yield {self.stage: view.progress_stage(_size(request), event)}
                     continue
                 take = self.studio.keep(request, event)
@@ -272,10 +279,12 @@ class _CompareTab:
         self.cancel.click(_canceller(studio), None, None, show_progress="hidden")
 
     def _start(self, session: gr.Request, prompt: str, size: int, *values: Any) -> Iterator[dict]:
-        first = self.studio.request(
-            prompt=prompt, seed=self.seed.of(*values[:2]), **self.sizes.of(size), **_Sampling.of(*values[2:5])
-        )
-        requests = [first, replace(first, **_Sampling.of(*values[5:8]))]
+        (left, right), seed, sampling = self.samplings, values[:2], values[2:]
+        count = len(left.components)
+        common = {"prompt": prompt, **self.sizes.of(size)}
+        first = self.studio.request(seed=self.seed.of(*seed), **common, **left.of(*sampling[:count]))
+        second = self.studio.request(seed=first.seed, **common, **right.of(*sampling[count:]))
+        requests = [first, second]
         yield {
             **{stage: view.waiting_stage(_size(first)) for stage in self.stages},
             **{facts: view.facts(each) for facts, each in zip(self.facts, requests, strict=True)},
@@ -285,7 +294,7 @@ class _CompareTab:
         for side, event in self.studio.run_side_by_side(session.session_hash, requests):
             if isinstance(event, ServiceError):
                 yield {self.stages[side]: _failed_stage(first, event)}
-            elif isinstance(event, Progress):
+            elif isinstance(event, StepDone):
                 yield {self.stages[side]: view.progress_stage(_size(first), event)}
             else:
                 take = self.studio.keep(requests[side], event)

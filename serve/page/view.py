@@ -5,8 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from megadit.models.settings import SERVED
 from megadit.models.shared.progress import duration
-from megadit.serve.contract import Progress, ServiceInfo, VideoRequest
+from megadit.serve.contract import ServiceInfo, StepDone, VideoRequest
+
+SLIDERS = {name: about for name, about in SERVED.items() if about.low is not None and about.high is not None}
+"""Settings between two bounds, beside those that the page shows in a way of their own."""
 
 CSS = """
 .gradio-container { max-width: 1180px !important; margin: 0 auto !important; }
@@ -112,7 +116,7 @@ def told_stage(preset: Preset, title: str, text: str = "", *, is_error: bool = F
     return _stage(preset, f'<div class="{kind}"><b>{escape(title)}</b><br>{escape(text)}</div>')
 
 
-def progress_stage(preset: Preset, progress: Progress) -> str:
+def progress_stage(preset: Preset, progress: StepDone) -> str:
     """The latest preview, less blurred with every step, under a bar."""
     share = progress.step / progress.num_steps
     image = ""
@@ -144,6 +148,7 @@ def facts(request: VideoRequest, seconds: float | None = None, note: str = "") -
         f"guidance {request.guidance:g}",
         str(request.sampler),
         f"{request.width}\N{MULTIPLICATION SIGN}{request.height}, {request.num_frames} frames",
+        *(f"{name.replace('_', ' ')} {value:g}" for name in SLIDERS if (value := getattr(request, name))),
         *([f"without: {request.negative_prompt}"] if request.negative_prompt else []),
         *([f"made in {seconds:.1f} s"] if seconds is not None else []),
         *([note] if note else []),

@@ -19,11 +19,12 @@ from pathlib import Path
 
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.video_io import encode_mp4
-from megadit.models.bundle.bundle import Bundle, SamplingDefaults
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.settings import SERVED, SamplingSettings
 from megadit.models.shared.command import CommandParser, run_command
 from megadit.serve.build_repository import build_repository
 from megadit.serve.client import VideoClient
-from megadit.serve.contract import SETTINGS, VideoRequest
+from megadit.serve.contract import VideoRequest
 from megadit.serve.local_server import LocalServer
 from megadit.serve.model_config import Scheduling
 
@@ -51,7 +52,7 @@ def _run(argv: list[str]) -> None:
             _many(clients["gRPC"], requests["default"])
 
 
-def _requests(defaults: SamplingDefaults) -> dict[str, VideoRequest]:
+def _requests(defaults: SamplingSettings) -> dict[str, VideoRequest]:
     default = VideoRequest(prompt="a red seven moving left").filled(defaults.to_dict())
     return {
         "default": default,
@@ -69,7 +70,7 @@ def _load(bundle: str) -> None:
 def _generate(request: VideoRequest) -> float:
     """Seconds until the encoded video is there, in that process."""
     began = time.perf_counter()
-    settings = {setting: getattr(request, setting) for setting in SETTINGS}
+    settings = {setting: getattr(request, setting) for setting in SERVED}
     (video,) = _pipeline.generate([request.prompt], seeds=request.seed, **settings)
     encode_mp4(video.video, video.settings.fps)
     return time.perf_counter() - began

@@ -3,16 +3,17 @@ import torch
 
 from megadit.export import signatures as contract
 from megadit.export.build import ExportSettings, export_bundle
-from megadit.models.bundle.bundle import Bundle, SamplingDefaults, write_bundle
+from megadit.models.bundle.bundle import Bundle, write_bundle
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
+from megadit.models.settings import SamplingSettings
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
 
 CONFIG = DiTConfig(
     num_layers=2, hidden_size=32, num_attention_heads=2, in_channels=48, patch_spatial=2, crossattn_emb_size=16
 )
-DEFAULTS = SamplingDefaults(
+DEFAULTS = SamplingSettings(
     sampler="euler", num_steps=3, guidance=2.0, num_frames=5, height=16, width=24, fps=8, sigma_max=20.0
 )
 

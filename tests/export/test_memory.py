@@ -16,7 +16,8 @@ import resource, sys
 from pathlib import Path
 import torch
 from megadit.export.build import ExportSettings, export_bundle
-from megadit.models.bundle.bundle import SamplingDefaults, write_bundle
+from megadit.models.bundle.bundle import write_bundle
+from megadit.models.settings import SamplingSettings
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.text_encoders import HashedWordEncoder
@@ -30,7 +31,7 @@ if sys.argv[3] == "write":
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.normal_(std=0.02)
-    defaults = SamplingDefaults(num_steps=2, guidance=2.0, num_frames=2, height=8, width=8, fps=8)
+    defaults = SamplingSettings(num_steps=2, guidance=2.0, num_frames=2, height=8, width=8, fps=8)
     write_bundle(place / "in", config=config, state_dict=network.state_dict(), tokenizer=tokenizer,
                  text_encoder=HashedWordEncoder(dim=1024), defaults=defaults)
     print(sum(parameter.nbytes for parameter in network.parameters()))

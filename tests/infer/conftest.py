@@ -2,9 +2,10 @@ import pytest
 import torch
 
 from megadit.infer.pipeline import TextToVideo
-from megadit.models.bundle.bundle import SamplingDefaults, write_bundle
+from megadit.models.bundle.bundle import write_bundle
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
+from megadit.models.settings import SamplingSettings
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
 
@@ -16,7 +17,7 @@ CONFIG = DiTConfig(
     patch_spatial=2,
     crossattn_emb_size=16,
 )
-DEFAULTS = SamplingDefaults(
+DEFAULTS = SamplingSettings(
     sampler="euler", num_steps=3, guidance=2.0, num_frames=5, height=16, width=24, fps=8, sigma_max=20.0
 )
 

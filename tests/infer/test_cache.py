@@ -10,9 +10,9 @@ from megadit.infer.cache import CachePlan, cached, find_plan, plan_key
 from megadit.infer.calibrate_cache import relative_errors
 from megadit.infer.generate import main as generate
 from megadit.infer.pipeline import TextToVideo
+from megadit.infer.resolve import resolve_settings
 from megadit.infer.samplers import SAMPLERS
 from megadit.infer.schedules import karras_sigmas
-from megadit.infer.settings import resolve_settings
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.errors import UserError
 

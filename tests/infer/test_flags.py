@@ -5,7 +5,7 @@ so, and is tried in test_ranks.py and test_graphs.py.
 """
 
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest import mock
 
@@ -14,9 +14,11 @@ import pytest
 from safetensors.torch import load_file
 
 from megadit.infer import calibrate_cache, generate
-from megadit.infer.flags import GenerateFlags
+from megadit.infer.options import GenerateOptions
 from megadit.infer.video_io import write_video
 from megadit.models.dit import DiT
+from megadit.models.settings import GivenSettings
+from megadit.models.shared.options import settings_of
 
 BASE = ("--checkpoint_path", "{bundle}", "--device", "cpu", "--num_steps", "2", "--num_video_frames", "1")
 LATENTS = ("--format", "safetensors")
@@ -60,6 +62,7 @@ EFFECTS = {
     "--seed": other("3"),
     "--seeds": other("0", "1"),
     "--num_video_frames": other("5"),
+    "--num_frames": other("5"),
     "--height": other("32"),
     "--width": other("32"),
     "--fps": other("12", given=(*LATENTS, *PROMPT, *VIDEO)),
@@ -114,7 +117,8 @@ EFFECTS = {
 
 
 def test_every_option_has_an_entry():
-    assert list(EFFECTS) == [f"--{flag.name}" for flag in fields(GenerateFlags)]
+    known = [*settings_of(GenerateOptions).values(), *settings_of(GivenSettings).values()]
+    assert EFFECTS.keys() == {name for option in known for name in option.names or (f"--{option.name}",)}
 
 
 class NotLoadedError(Exception):
@@ -231,7 +235,7 @@ NEEDS = {
 CALIBRATED = {
     **{"--batch_size": ("3",), "--device": ("meta",), "--compile": (), "--lpips_weights": ("there",)},
     **{"--cache_budget": ("0.2",), "--cache_measure": ("latents",), "--guidances": ("5",)},
-    **{"--num_video_frames": ("9",), "--num_steps": ("4",)},
+    **{"--num_video_frames": ("9",), "--num_frames": ("9",), "--num_steps": ("4",)},
 }
 """Given to options that show elsewhere there, or end that command."""
 OF_OUTPUT = ("--video_save_path", "--format", "--contact_sheet")
@@ -258,7 +262,7 @@ def calibrated(bundle_dir, room, monkeypatch, capsys):
             raise NotLoadedError
 
     def calibrate(trial, bar):
-        notes.append((trial.num_videos, trial.flags.cache_budget, trial.settings, trial.flags.cache_measure))
+        notes.append((trial.num_videos, trial.settings.cache_budget, trial.settings, trial.options.cache_measure))
         trial.sample(trial.num_videos, ())
 
     monkeypatch.setattr(calibrate_cache.TextToVideo, "load", lambda bundle, **how: notes.append(how) or Pipeline())

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from megadit.infer import generate
 from megadit.infer.conditions import GivenVideo
 from megadit.infer.generate import main
-from megadit.infer.jobs import Job
 from megadit.infer.outputs import output_paths
+from megadit.infer.specs import VideoSpec
 from megadit.infer.video_io import read_video, write_video
-from megadit.models.bundle.bundle import SamplingDefaults
+from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 
 
@@ -112,7 +112,7 @@ MISTAKES = [
     (["--prompt", "a", "--num_step", "3"], "did you mean '--num_steps'?"),
     (["--prompt", "a", "--num_steps", "many"], "argument --num_steps: invalid int value: 'many'"),
     (["--prompt", "a", "--num_steps"], "argument --num_steps: expected one argument"),
-    (["--prompt", "a", "--guidance_convention", "cosmos"], "invalid choice: 'cosmos' (choose from"),
+    (["--prompt", "a", "--guidance_convention", "cosmos"], "guidance_convention='cosmos' is unknown; choose one of"),
     (["--seeds", "1", "--prompt"], "argument --prompt: expected at least one argument"),
     (["--prompt", "a", "--fps", "0"], "fps=0"),
     (["--prompt", "a", "--batch_size", "0"], "--batch_size=0"),
@@ -139,7 +139,7 @@ MISTAKES = [
     (["--prompt", "a", "--video_save_path", "a.gif", "--format", "mp4"], "says .gif, --format says mp4"),
     (["--prompt", "a", "--contact_sheet", "a.txt"], "--contact_sheet=a.txt"),
     (["--prompt", "a", "--guidance", "1", "--guidances", "2"], "not both"),
-    (["--prompt", "a", "--shift", "wide"], "shift=wide must be a number, or auto"),
+    (["--prompt", "a", "--shift", "wide"], "argument --shift: invalid float or auto value: 'wide'"),
     (["--prompt", "a", "--schedule", "cosine"], "schedule 'cosine' is not available"),
     (["--prompt", "a", "--eta", "1", "--sampler", "unipc"], "cannot add noise"),
     (["--prompt", "a", "--autoguidance", "nowhere"], "nowhere"),
@@ -179,14 +179,14 @@ def test_debug_shows_the_traceback(run):
         run("--debug")
 
 
-def jobs(*prompts: str, num_frames: int = 5, fps: float = 8) -> list[Job]:
-    settings = SamplingDefaults(num_steps=3, guidance=2.0, num_frames=num_frames, height=16, width=24, fps=fps)
-    return [Job(prompt=prompt, seed=0, settings=settings) for prompt in prompts]
+def specs(*prompts: str, num_frames: int = 5, fps: float = 8) -> list[VideoSpec]:
+    settings = SamplingSettings(num_steps=3, guidance=2.0, num_frames=num_frames, height=16, width=24, fps=fps)
+    return [VideoSpec(prompt=prompt, seed=0, settings=settings) for prompt in prompts]
 
 
 def test_names_never_leave_the_directory(tmp_path):
     prompts = ["../../etc/passwd", "/etc/passwd", "..", "", "a\0b\n", "日本", "x" * 300]
-    paths = output_paths(str(tmp_path / "out"), jobs(*prompts))
+    paths = output_paths(str(tmp_path / "out"), specs(*prompts))
     assert len(set(paths)) == len(prompts)
     for path in paths:
         assert path.parent == tmp_path / "out" and len(path.name) < 80
@@ -194,19 +194,19 @@ def test_names_never_leave_the_directory(tmp_path):
 
 
 def test_several_videos_beside_a_file_name(tmp_path):
-    paths = output_paths(str(tmp_path / "new/clip.mp4"), jobs("a", "b"))
+    paths = output_paths(str(tmp_path / "new/clip.mp4"), specs("a", "b"))
     assert paths == [tmp_path / "new/clip_0000.mp4", tmp_path / "new/clip_0001.mp4"]
 
 
 def test_an_existing_directory_may_have_any_name(tmp_path):
     (tmp_path / "videos.mp4").mkdir()
-    (path,) = output_paths(str(tmp_path / "videos.mp4"), jobs("a"))
+    (path,) = output_paths(str(tmp_path / "videos.mp4"), specs("a"))
     assert path.parent == tmp_path / "videos.mp4"
 
 
 def test_formats_name_files_and_folders(tmp_path):
     def name(format, num_frames):
-        return output_paths(str(tmp_path), jobs("a", num_frames=num_frames), format)[0].name
+        return output_paths(str(tmp_path), specs("a", num_frames=num_frames), format)[0].name
 
     assert [name(None, 5), name(None, 1)] == ["0000_a_seed0.mp4", "0000_a_seed0.png"]
     assert [name("png", 5), name("png", 1)] == ["0000_a_seed0", "0000_a_seed0.png"]
@@ -219,7 +219,7 @@ def test_capitals_in_a_suffix_change_nothing(run, tmp_path):
     assert run("--repeat", "A.SAFETENSORS", "--video_save_path", "B.Safetensors", checkpoint="")[0] == 0
     assert (tmp_path / "A.SAFETENSORS").read_bytes() == (tmp_path / "B.Safetensors").read_bytes()
     with pytest.raises(UserError, match="fps=200.0 must lie between"):  # before the work, not after it
-        output_paths(str(tmp_path / "a.GIF"), jobs("a", fps=200.0))
+        output_paths(str(tmp_path / "a.GIF"), specs("a", fps=200.0))
 
 
 # ------------------------------------------------------------------------------------------------- inputs and outputs
@@ -256,13 +256,13 @@ def test_a_jsonl_file_overrides_settings_line_by_line(run, tmp_path, pipeline):
         ("[1]", 'must be an object with a "prompt"'),
         ('{"seed": 1}', 'must be an object with a "prompt"'),
         ('{"prompt": "a", "gidance": 1}', "'gidance' is unknown; did you mean 'guidance'"),
-        ('{"prompt": "a", "num_steps": "3"}', "num_steps='3' has the wrong type"),
-        ('{"prompt": "a", "num_steps": true}', "num_steps=True has the wrong type"),
-        ('{"prompt": "a", "sigmas": ["3"]}', "sigmas=['3'] has the wrong type"),
-        ('{"prompt": "a", "seeds": [1.5]}', "seeds=[1.5] has the wrong type"),
-        ('{"prompt": "a", "seeds": []}', "seeds=[] has the wrong type"),
+        ('{"prompt": "a", "num_steps": "3"}', "num_steps='3' must be a whole number"),
+        ('{"prompt": "a", "num_steps": true}', "num_steps=True must be a whole number"),
+        ('{"prompt": "a", "sigmas": ["3"]}', "sigmas='3' must be a list of numbers"),
+        ('{"prompt": "a", "seeds": [1.5]}', "seeds=1.5 must be a list of whole numbers"),
+        ('{"prompt": "a", "seeds": []}', "seeds=[] holds no seed"),
         ('{"prompt": "a", "seed": 1, "seeds": [1]}', "not both"),
-        ('{"prompt": "a", "shift": "wide"}', "shift=wide must be a number, or auto"),
+        ('{"prompt": "a", "shift": "wide"}', "shift='wide' must be a number or auto"),
         ('{"prompt": "a", "num_steps": 0}', "num_steps=0"),
     ],
 )

@@ -12,9 +12,9 @@ from megadit.infer import checkpoints, text_features
 from megadit.infer.callbacks import Cancelled
 from megadit.infer.checkpoints import open_bundle
 from megadit.infer.pipeline import TextToVideo
+from megadit.infer.resolve import latent_size, resolve_settings
 from megadit.infer.samplers import SAMPLERS
 from megadit.infer.schedules import karras_sigmas
-from megadit.infer.settings import latent_size, resolve_settings
 from megadit.infer.text_features import TextFeaturesCache
 from megadit.models.bundle.bundle import Bundle, write_bundle
 from megadit.models.shared.errors import UserError

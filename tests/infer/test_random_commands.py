@@ -5,16 +5,17 @@ import random
 import shutil
 import signal
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from megadit.infer.flags import GenerateFlags
 from megadit.infer.generate import main
+from megadit.infer.options import GenerateOptions
 from megadit.infer.video_io import read_video
 from megadit.models.bundle.bundle import Bundle
+from megadit.models.settings import GivenSettings
+from megadit.models.shared.options import settings_of
 
 SECONDS = 60
 """After which a command counts as hanging."""
@@ -44,6 +45,7 @@ OPTIONS = {
     "seed": one(["0", "1", "-5", "123456789012345678901234567890", "1.5", "x"]),
     "seeds": several(["0", "1", "2", "-1", "x"]),
     "num_video_frames": one(COUNTS),
+    "num_frames": one(COUNTS),
     "height": one(SIZES),
     "width": one(SIZES),
     "fps": one(["8", "12.5", "0", "-1", "1000", "1e9", "nan", "inf", "1e-9"]),
@@ -100,7 +102,8 @@ OPTIONS = {
 
 def test_every_option_is_drawn():
     # the first two are part of every command; compiling a network takes too long to do it hundreds of times
-    assert {flag.name for flag in fields(GenerateFlags)} - OPTIONS.keys() == {"checkpoint_path", "device", "compile"}
+    known = settings_of(GenerateOptions).keys() | settings_of(GivenSettings).keys()
+    assert known - OPTIONS.keys() == {"checkpoint_path", "device", "compile"}
 
 
 def random_command(choose: random.Random) -> list[str]:

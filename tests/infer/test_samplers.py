@@ -11,15 +11,14 @@ from solver_errors import GAUSSIAN, MIXTURE, SIGMA_MAX, SIGMA_MIN, initial_state
 from megadit.infer import samplers
 from megadit.infer.samplers import (
     SAMPLERS,
-    STOCHASTIC,
     Randomness,
     dpmpp_3m,
     euler,
-    find_sampler,
     heun,
     num_denoiser_calls,
 )
 from megadit.infer.schedules import karras_sigmas
+from megadit.models.settings import STOCHASTIC, find_sampler
 from megadit.models.shared.errors import UserError
 
 (MU,), (S,) = GAUSSIAN.means, GAUSSIAN.deviations

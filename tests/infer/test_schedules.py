@@ -3,22 +3,20 @@ import math
 import pytest
 import torch
 
+from megadit.infer.resolve import resolve_settings
 from megadit.infer.schedules import (
     SCHEDULES,
-    find_schedule,
     given_sigmas,
     karras_sigmas,
     linear_sigmas,
     log_linear_sigmas,
-    resolution_shift,
     settings_sigmas,
 )
-from megadit.infer.settings import resolve_settings
-from megadit.models.bundle.bundle import SamplingDefaults
 from megadit.models.parameterization import ddpm_sigmas
+from megadit.models.settings import SamplingSettings, find_schedule, resolution_shift
 from megadit.models.shared.errors import UserError
 
-DEFAULTS = SamplingDefaults(num_steps=5, guidance=2.0, num_frames=5, height=16, width=24, fps=8)
+DEFAULTS = SamplingSettings(num_steps=5, guidance=2.0, num_frames=5, height=16, width=24, fps=8)
 
 
 def test_levels_follow_equation_5():

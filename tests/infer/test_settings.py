@@ -2,7 +2,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from megadit.infer.settings import far_from_training, resolve_settings
+from megadit.infer.resolve import far_from_training, resolve_settings
 from megadit.models.shared.errors import UserError
 
 CHANGES = {
@@ -52,7 +52,7 @@ def test_every_setting_changes_the_video(pipeline):
         ({"gidance": 2.0}, "unknown setting 'gidance'; did you mean 'guidance'"),
         ({"schedule": "cosine"}, "schedule 'cosine' is not available"),
         ({"sigmas": [1.0, 2.0]}, "must decrease"),
-        ({"shift": 0.0}, "shift=0.0 must be greater than 0"),
+        ({"shift": 0.0}, "shift=0 must be greater than 0"),
         ({"sigma_max": float("inf")}, "sigma_max=inf"),
         ({"guidance": float("nan")}, "guidance=nan"),
         ({"eta": 1.5}, "eta=1.5 must lie between 0 and 1"),

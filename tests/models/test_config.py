@@ -7,11 +7,11 @@ import typing
 import pytest
 import torch
 
-from megadit.models.bundle.bundle import SamplingDefaults
 from megadit.models.config import NAMED_CONFIGS, DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.expert_config import ExpertConfig
 from megadit.models.families import Structure
+from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.train.config.schema import RunConfig
 
@@ -77,7 +77,7 @@ def test_parameter_counts_follow_the_architecture(name):
     assert counted == config.num_layers * layer + 2 * scalar_embedder + ends + final
 
 
-@pytest.mark.parametrize("config_class", [DiTConfig, ExpertConfig, Structure, SamplingDefaults, RunConfig])
+@pytest.mark.parametrize("config_class", [DiTConfig, ExpertConfig, Structure, SamplingSettings, RunConfig])
 def test_every_value_of_a_configuration_is_a_field(config_class):
     """An assignment without a type would be read by nobody: the field of that name kept its other default."""
     for one in classes_within(config_class):

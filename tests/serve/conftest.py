@@ -4,9 +4,10 @@ import shutil
 import pytest
 import torch
 
-from megadit.models.bundle.bundle import SamplingDefaults, write_bundle
+from megadit.models.bundle.bundle import write_bundle
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
+from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
@@ -19,7 +20,7 @@ CONFIG = DiTConfig(
     patch_spatial=2,
     crossattn_emb_size=16,
 )
-DEFAULTS = SamplingDefaults(
+DEFAULTS = SamplingSettings(
     sampler="euler", num_steps=4, guidance=2.0, num_frames=5, height=16, width=24, fps=8, sigma_max=20.0
 )
 

@@ -6,7 +6,8 @@ import pytest
 
 from megadit.infer.runtimes.load import weights_checksum
 from megadit.infer.runtimes.network_spec import Axis, NetworkSpec, TensorSpec
-from megadit.models.bundle.bundle import Bundle, SamplingDefaults
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.settings import SamplingSettings
 from megadit.models.shared import verbs
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
@@ -64,7 +65,7 @@ def test_configuration_says_what_the_contract_says(repository, bundle_dir):
     assert config.model_transaction_policy.decoupled
     assert config.dynamic_batching.default_queue_policy.max_queue_size == 48
     info = ServiceInfo.from_json(config.parameters["service"].string_value)
-    assert SamplingDefaults.from_dict(info.defaults) == Bundle.open(bundle_dir).defaults
+    assert SamplingSettings.from_dict(info.defaults) == Bundle.open(bundle_dir).defaults
     assert info.size_multiple == 4
 
 

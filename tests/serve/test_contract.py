@@ -1,12 +1,12 @@
 import pytest
 
+from megadit.models.settings import SERVED
 from megadit.models.shared.errors import UserError
 from megadit.serve.contract import (
     INPUTS,
-    SETTINGS,
     Limits,
-    Progress,
     ServiceInfo,
+    StepDone,
     VideoRequest,
     VideoResult,
     event_from_wire,
@@ -29,7 +29,7 @@ def test_request_survives_its_inputs():
 
 
 def test_a_filled_request_leaves_nothing_out_and_keeps_what_was_given():
-    defaults = {name: 1 for name in SETTINGS} | {"sigma_min": 0.1}
+    defaults = {name: 1 for name in SERVED} | {"sigma_min": 0.1}
     filled = VideoRequest(prompt="a", num_steps=7, seed=3).filled(defaults)
     assert (filled.num_steps, filled.seed, filled.height, filled.num_videos) == (7, 3, 1, 1)
     assert None not in [getattr(filled, name) for name in VideoRequest.__dataclass_fields__]
@@ -56,7 +56,7 @@ def test_wrong_inputs_are_told(inputs, told):
 @pytest.mark.parametrize(
     "event",
     [
-        Progress(step=1, num_steps=4, sigma=0.5, seconds_left=1.5, preview=b"\xff\xd8"),
+        StepDone(step=1, num_steps=4, sigma=0.5, seconds_left=1.5, preview=b"\xff\xd8"),
         VideoResult(
             data=b"\x00\x01",
             media_type="video/mp4",

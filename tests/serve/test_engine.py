@@ -14,12 +14,12 @@ from megadit.serve.contract import (
     CancelledError,
     DeadlineExceededError,
     InvalidRequestError,
-    Progress,
     ServiceError,
+    StepDone,
     VideoRequest,
     VideoResult,
 )
-from megadit.serve.engine import Engine, Job
+from megadit.serve.engine import Engine, OpenRequest
 
 
 @dataclass
@@ -32,8 +32,8 @@ class Asker:
     events: list = field(default_factory=list)
     endings: list = field(default_factory=list)
 
-    def job(self) -> Job:
-        return Job(
+    def job(self) -> OpenRequest:
+        return OpenRequest(
             request=self.request,
             send=self.events.append,
             end=self.endings.append,
@@ -46,8 +46,8 @@ class Asker:
         return [event for event in self.events if isinstance(event, VideoResult)]
 
     @property
-    def steps(self) -> list[Progress]:
-        return [event for event in self.events if isinstance(event, Progress)]
+    def steps(self) -> list[StepDone]:
+        return [event for event in self.events if isinstance(event, StepDone)]
 
 
 @pytest.fixture(scope="module")

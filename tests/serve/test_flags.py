@@ -174,6 +174,7 @@ def test_every_option_of_a_key_is_written_down(tmp_path, capsys):
 REQUEST = (
     *(("--negative_prompt", "blue"), ("--sampler", "heun"), ("--seed", "5"), ("--guidance", "3"), ("--height", "32")),
     *(("--width", "32"), ("--num_steps", "7"), ("--num_frames", "9"), ("--fps", "12"), ("--num_videos", "2")),
+    *(("--num_video_frames", "9"), ("--eta", "0.5")),
 )
 ASKED = (("--url", "grpc://elsewhere:1"), ("--model", "text_to_image"), ("--timeout", "9"), ("--priority", "1"))
 

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megadit.models.bundle.bundle import SamplingDefaults, write_bundle
+from megadit.models.bundle.bundle import write_bundle
 from megadit.models.dit import DiT
 from megadit.models.megatron.checkpoint import find_checkpoints, read_network
+from megadit.models.settings import SamplingSettings
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
 from megadit.train.recipes import load_recipe
@@ -27,7 +28,7 @@ def bundle(tmp_path_factory):
         state_dict={name: torch.randn(tensor.shape) for name, tensor in DiT(MODEL).state_dict().items()},
         tokenizer=HaarTokenizer(temporal_compression=2, spatial_compression=2, sigma_data=MODEL.sigma_data),
         text_encoder=HashedWordEncoder(dim=64),
-        defaults=SamplingDefaults(num_steps=4, guidance=3.0, num_frames=3, height=8, width=8, fps=8.0),
+        defaults=SamplingSettings(num_steps=4, guidance=3.0, num_frames=3, height=8, width=8, fps=8.0),
     )
     return path
 

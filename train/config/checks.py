@@ -58,11 +58,11 @@ def _check_kernels(parallel: ParallelConfig) -> None:
 
 def _check_sampling(validation: ValidationConfig) -> None:
     """Raises UserError for a sampler that does not exist, or cannot do what is asked of it."""
-    from megadit.infer.settings import resolve_settings
-    from megadit.models.bundle.bundle import SamplingDefaults
+    from megadit.infer.resolve import resolve_settings
+    from megadit.models.settings import SamplingSettings
 
     steps, size = validation.num_steps, {"num_frames": 1, "height": 1, "width": 1, "fps": 1.0}
-    sampling = SamplingDefaults(sampler=validation.sampler, num_steps=steps, guidance=validation.guidance, **size)
+    sampling = SamplingSettings(sampler=validation.sampler, num_steps=steps, guidance=validation.guidance, **size)
     resolve_settings(sampling, eta=validation.eta)
 
 

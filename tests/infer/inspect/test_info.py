@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from megadit.infer.inspect import info
-from megadit.models.bundle.bundle import SamplingDefaults, write_bundle
+from megadit.models.bundle.bundle import write_bundle
 from megadit.models.config import NAMED_CONFIGS
 from megadit.models.dit import DiT
+from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders.hashed_words import HashedWordEncoder
 from megadit.models.tokenizers.haar import HaarTokenizer
@@ -30,7 +31,7 @@ def bundle(tmp_path_factory):
         state_dict=DiT(NAMED_CONFIGS["digits"]).state_dict(),
         tokenizer=HaarTokenizer.fit(videos, channels=32),
         text_encoder=HashedWordEncoder(dim=64),
-        defaults=SamplingDefaults(num_steps=12, guidance=3.0, num_frames=9, height=32, width=32, fps=8.0),
+        defaults=SamplingSettings(num_steps=12, guidance=3.0, num_frames=9, height=32, width=32, fps=8.0),
         training={"recipe": "digits", "step": 3500},
     )
     return path

@@ -4,10 +4,11 @@ import fsspec
 import pytest
 import torch
 
-from megadit.models.bundle.bundle import Bundle, SamplingDefaults, update_manifest, write_bundle
+from megadit.models.bundle.bundle import Bundle, update_manifest, write_bundle
 from megadit.models.bundle.transfer import pull, pull_bundle, push, push_bundle
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
+from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
@@ -25,7 +26,7 @@ def bundle(tmp_path):
         state_dict=DiT(CONFIG).state_dict(),
         tokenizer=HaarTokenizer(temporal_compression=2, spatial_compression=2),
         text_encoder=HashedWordEncoder(dim=16),
-        defaults=SamplingDefaults(num_steps=4, guidance=3.0, num_frames=3, height=8, width=8, fps=8.0),
+        defaults=SamplingSettings(num_steps=4, guidance=3.0, num_frames=3, height=8, width=8, fps=8.0),
     )
     return tmp_path / "bundle"
 

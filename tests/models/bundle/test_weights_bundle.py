@@ -6,10 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megadit.models.bundle.bundle import FORMAT_VERSION, Bundle, SamplingDefaults, write_bundle
+from megadit.models.bundle.bundle import FORMAT_VERSION, Bundle, write_bundle
 from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
+from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
 from megadit.models.text_encoders import HashedWordEncoder
@@ -27,7 +28,7 @@ CONFIG = DiTConfig(
     crossattn_emb_size=16,
     sigma_data=0.5,
 )
-DEFAULTS = SamplingDefaults(num_steps=4, guidance=3.0, num_frames=3, height=8, width=8, fps=8.0)
+DEFAULTS = SamplingSettings(num_steps=4, guidance=3.0, num_frames=3, height=8, width=8, fps=8.0)
 TRAINING = {"recipe": "digits", "step": 300, "ema": 0.05, "consumed_samples": 9600}
 
 
@@ -190,21 +191,21 @@ def test_parts_that_do_not_fit_are_refused(tmp_path, state_dict, changes, messag
 
 def test_defaults_are_read_strictly():
     values = DEFAULTS.to_dict()
-    assert SamplingDefaults.from_dict(json.loads(json.dumps(values))) == DEFAULTS
-    with pytest.raises(UserError, match="'guidence'; did you mean 'guidance'"):
-        SamplingDefaults.from_dict(values | {"guidence": 1.0})
+    assert SamplingSettings.from_dict(json.loads(json.dumps(values))) == DEFAULTS
+    with pytest.raises(UserError, match="'guidence' is unknown; did you mean 'guidance'"):
+        SamplingSettings.from_dict(values | {"guidence": 1.0})
     with pytest.raises(UserError, match="lack num_steps"):
-        SamplingDefaults.from_dict({name: value for name, value in values.items() if name != "num_steps"})
+        SamplingSettings.from_dict({name: value for name, value in values.items() if name != "num_steps"})
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"num_steps": 0}, "num_steps=0 must be greater than 0"),
-        ({"guidance": -1.0}, "guidance=-1.0 must be a finite number"),
+        ({"guidance": -1.0}, "guidance=-1 must not be negative"),
         ({"guidance": math.inf}, "guidance=inf must be a finite number"),
         ({"sigma_min": 90.0}, "sigma_min=90.0 must be smaller than sigma_max=80.0"),
-        ({"rho": float("nan")}, "rho=nan must be greater than 0"),
+        ({"rho": float("nan")}, "rho=nan must be a finite number"),
     ],
 )
 def test_defaults_out_of_range_are_refused(change, message):

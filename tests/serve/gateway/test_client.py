@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 
 from megadit.models.shared.errors import UserError
-from megadit.serve.contract import CancelledError, InvalidRequestError, Progress, VideoRequest
+from megadit.serve.contract import CancelledError, InvalidRequestError, StepDone, VideoRequest
 from megadit.serve.gateway import command
 from megadit.serve.gateway.app import create_app
 from megadit.serve.gateway.client import GatewayClient
@@ -62,7 +62,7 @@ def test_steps_previews_and_the_video_come_as_they_are_made(client, gateway, cla
         made = threads.submit(make)
         events = iter(client.stream(REQUEST))
         first = next(events)
-        assert isinstance(first, Progress) and (first.step, first.preview) == (1, b"a first look")
+        assert isinstance(first, StepDone) and (first.step, first.preview) == (1, b"a first look")
         seen.set()
         second = next(events)
         assert (second.step, second.num_steps, second.preview) == (3, 4, b"a second look")

@@ -16,7 +16,7 @@ import pytest
 from megadit.infer.video_io import encode_mp4
 from megadit.models.shared import verbs
 from megadit.models.shared.errors import UserError
-from megadit.serve.contract import CancelledError, Progress
+from megadit.serve.contract import CancelledError, StepDone
 from megadit.serve.gateway.client import GatewayClient
 from megadit.serve.page.demo import Studio
 
@@ -89,7 +89,7 @@ def shown_by_the_demo(gateway, expected) -> None:
     studio = Studio(GatewayClient(gateway.url, gateway.new_key()))
     request = studio.request(**{name: value for name, value in VIDEO.items()})
     *progress, video = list(studio.run("me", request))
-    assert all(isinstance(event, Progress) for event in progress)
+    assert all(isinstance(event, StepDone) for event in progress)
     assert np.array_equal(frames_of(video.data), frames_of(encode_mp4(expected.video, 8)))
     assert studio.keep(request, video).path.read_bytes() == video.data
     running = studio.run("me", replace(request, num_steps=2500))

@@ -15,9 +15,9 @@ from megadit.serve.client import VideoClient
 from megadit.serve.contract import (
     CancelledError,
     Limits,
-    Progress,
     ServiceError,
     ServiceInfo,
+    StepDone,
     VideoRequest,
     VideoResult,
 )
@@ -58,9 +58,27 @@ def test_nothing_a_visitor_writes_becomes_html():
     assert "<script" not in shown and "<img src=x" not in shown
 
 
+def test_a_slider_at_its_default_is_left_out():
+    """Churn and eta of the default sampler do not suit every other."""
+    gradio = pytest.importorskip("gradio")
+    from megadit.serve.page.layout import _Sampling
+
+    defaults = {"num_steps": 4, "guidance": 2.0, "sampler": "euler", "eta": 1.0}
+    limits = Limits(max_frames=5, max_pixels=9 * 32 * 40, max_work=10**9)
+    info = ServiceInfo(defaults=defaults, limits=limits, samplers=("euler", "unipc"), size_multiple=8)
+    sizes = SimpleNamespace(presets=[PRESET], follow=lambda steps: None)
+    with gradio.Blocks():
+        sampling = _Sampling(SimpleNamespace(info=info), sizes)
+    plain = {"num_steps": 4, "guidance": 2.0, "sampler": "unipc"}
+    assert len(sampling.components) == 4 and sampling.sliders[0].value == 1.0
+    assert sampling.of(4, 2, "unipc", 1) == plain
+    assert sampling.of(4, 2, "unipc", 0.5) == plain | {"eta": 0.5}
+    assert "eta 0.5" in facts(VideoRequest(prompt="a", seed=1, **plain, eta=0.5))
+
+
 def test_the_preview_sharpens_as_the_bar_grows():
     def stage(step):
-        return progress_stage(PRESET, Progress(step=step, num_steps=10, sigma=1, seconds_left=2, preview=b"x"))
+        return progress_stage(PRESET, StepDone(step=step, num_steps=10, sigma=1, seconds_left=2, preview=b"x"))
 
     blurs = [float(re.search(r"blur\((.*?)px", stage(step)).group(1)) for step in (1, 5, 10)]
     assert blurs == sorted(blurs, reverse=True) and blurs[-1] == 0

@@ -4,10 +4,11 @@ import pytest
 from safetensors.torch import save_file
 
 from megadit.infer.samplers import SAMPLERS
-from megadit.models.bundle.bundle import SamplingDefaults, write_bundle
+from megadit.models.bundle.bundle import write_bundle
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.initialize import initialize_
+from megadit.models.settings import SamplingSettings
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
 from megadit.train.digits import sampling
@@ -26,7 +27,7 @@ def demo(tmp_path):
         state_dict=initialize_(DiT(config), 0).state_dict(),
         tokenizer=HaarTokenizer(temporal_compression=4, spatial_compression=4, sigma_data=config.sigma_data),
         text_encoder=HashedWordEncoder(dim=8),
-        defaults=SamplingDefaults(num_steps=2, guidance=2.0, num_frames=9, height=32, width=32, fps=8),
+        defaults=SamplingSettings(num_steps=2, guidance=2.0, num_frames=9, height=32, width=32, fps=8),
     )
     save_file(DigitReader().state_dict(), tmp_path / "demo/judge.safetensors")
     return tmp_path / "demo"

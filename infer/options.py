@@ -1,0 +1,213 @@
+"""The options of `megadit generate`: what they are called, what they mean, and which of them exclude each other."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megadit.infer.cache import Measure
+from megadit.infer.guidance import GuidanceConvention
+from megadit.infer.pipeline import TOKENS_PER_BATCH
+from megadit.infer.ranks import world_size
+from megadit.infer.runtimes.load import check_runtime
+from megadit.models.settings import GivenSettings
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.options import check_text, group, read_options, setting, settings_of
+
+DEFAULT_DTYPE = "float32"
+DEFAULT_RUNTIME = "torch"
+FORMATS = ("mp4", "gif", "webp", "png", "jpg", "safetensors")
+
+
+def _path(help: str) -> Any:
+    """A path as text, of which "" is none."""
+    return setting("", help, metavar="PATH")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateOptions:
+    """The options of the command; None is the checkpoint's default."""
+
+    checkpoint_path: str = _path(
+        "a bundle, or a training directory, whose newest checkpoint is then converted to a bundle once"
+    )
+    repeat: str = _path(
+        "a file that this command wrote: make it again, from the settings inside it or beside it; other options "
+        "replace what it says"
+    )
+
+    # what to make
+    prompt: Sequence[str] = setting(
+        (), "one prompt or several; the flag may be repeated", nargs="+", repeated=True, metavar="TEXT"
+    )
+    prompt_file: str = _path(
+        'prompts after those of --prompt: a text file, one a line; or .jsonl, each line an object with "prompt" and '
+        "the settings of that prompt alone"
+    )
+    subject_name: str = setting(
+        "",
+        'replaces {subject} in every prompt, as in: --prompt "a {subject} on the beach" --subject_name "teal robot"',
+        metavar="TEXT",
+    )
+    seed: int | None = setting(
+        None, "decides the initial noise, alone: the same seed gives the same video in any batch (default: 0)"
+    )
+    seeds: Sequence[int] = setting((), "several seeds: one video for each prompt and seed")
+    guidances: Sequence[float] = setting((), "several scales: one video for each prompt, scale and seed")
+    guidance_convention: GuidanceConvention = setting(
+        "standard", "what --guidance means: uncond + scale (cond - uncond), or NeMo's cond + g (cond - uncond)"
+    )
+    input_video: str = _path("a video or image to make anew in part (video-to-video), see --strength")
+    strength: float | None = setting(
+        None, "share of the steps, 0 to 1, that is done again on --input_video (default: 0.6)"
+    )
+    continue_video: str = _path("a video or image to continue: its last frames become the first ones")
+    keep_frames: int | None = setting(None, "how many frames of --continue_video to keep (default: half of the video)")
+    cache_measure: Measure = setting(
+        "latents",
+        "what --cache_budget is a share of: the relative error of the latents (default), or lpips, how different the "
+        "frames look",
+    )
+    lpips_weights: str = _path(
+        "for calibrate-cache with lpips: the folder of alexnet*.pth (torchvision's) and alex.pth (LPIPS')"
+    )
+
+    # output
+    video_save_path: str = setting(
+        "outputs",
+        "a file (mp4, gif, webp; png or jpg for one frame; safetensors for latents), or a directory; several videos "
+        "are numbered, and a .json with the settings is written beside each (default: outputs)",
+        metavar="PATH",
+    )
+    format: str | None = setting(
+        None,
+        "what is written into a directory: mp4 (default), gif, webp, safetensors (latents), or png and jpg, which "
+        "make a folder of frames of a video and a file of an image",
+        choices=FORMATS,
+    )
+    contact_sheet: str = _path(
+        "also one picture of all videos, a row for each prompt and scale: an image of their middle frames, or an mp4, "
+        "gif or webp"
+    )
+
+    # machine
+    batch_size: int | None = setting(
+        None, f"videos made at once (default: as many as make {TOKENS_PER_BATCH:,} video tokens)", above=0
+    )
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N (default: auto)", metavar="NAME")
+    dtype: str | None = setting(None, "of the network: float32, bfloat16 or float16 (default: float32)", metavar="NAME")
+    runtime: str | None = setting(
+        None, "torch; onnx, onnx_tensorrt or tensorrt for a bundle of `megadit export` (default: torch)", metavar="NAME"
+    )
+    sequential_guidance: bool = setting(False, "ask for the halves of guidance in turn: less memory, a little slower")
+    offload_text_encoder: bool = setting(False, "free the text encoder's memory while sampling")
+    compile: bool = setting(False, "compile the network (torch.compile), with sizes left open")
+    cuda_graphs: bool = setting(
+        False, "record the network's kernels once for each size and launch them all at once (GPU)"
+    )
+    overlap_decoding: bool = setting(False, "decode a batch while the next one is sampled")
+    tokenizer_model: str = _path(
+        "directory of the video tokenizer to load instead of the checkpoint's copy; must be the same one"
+    )
+    tokenizer_cache_dir: str = _path("directory in which --tokenizer_model is looked up")
+    t5_cache_dir: str = _path(
+        "directory of the text encoder to load instead of the checkpoint's copy; must be the same one"
+    )
+    num_devices: int | None = setting(
+        None, "processes that torchrun starts, which decides: any other number is refused"
+    )
+    tp_size: int = setting(1, "processes that share the network's matrices (tensor parallelism)")
+    cp_size: int = setting(1, "processes that share the tokens of a video (context parallelism)")
+    cfg_parallel: bool = setting(
+        False,
+        "split the halves of guidance over two processes; what torchrun starts beyond --tp_size and this shares the "
+        "prompts",
+    )
+    guardrail_dir: str = _path("directory with guardrail.py, a content filter for prompts and videos")
+
+    settings: GivenSettings = group(GivenSettings, "settings of sampling (default: those of the checkpoint)")
+
+    @property
+    def guidance(self) -> float | None:
+        """In the convention that the options name."""
+        return self.settings.guidance
+
+
+_DESCRIPTIONS = {
+    "generate": "Generates videos, or images, from prompts. What is left out takes the checkpoint's default.",
+    "calibrate-cache": "Measures with these prompts which denoiser calls `megadit generate --cache_budget` can spare "
+    "under these settings, and stores that in the bundle. Options of output are not used.",
+    "check-cache": "Measures with these prompts how well a cache that was calibrated for these settings keeps its "
+    "budget. Options of output are not used.",
+}
+
+
+def parse(argv: list[str], verb: str = "generate") -> GenerateOptions:
+    """The options in `argv`.
+
+    Raises:
+        UserError: for an unknown or malformed option, and for what no checkpoint could make right.
+    """
+    options = read_options(
+        GenerateOptions,
+        argv,
+        prog=f"megadit {verb}",
+        usage=f"megadit {verb} --checkpoint_path PATH --prompt TEXT [TEXT ...] [options]",
+        description=_DESCRIPTIONS[verb],
+        epilog="--debug shows the traceback of an error.",
+    )
+    check(options)
+    return options
+
+
+def check(options: GenerateOptions) -> None:
+    """Raises UserError for options that exclude each other, or lack one that they need."""
+    refuse(not (options.checkpoint_path or options.repeat), "give --checkpoint_path: a bundle or a training directory")
+    refuse(options.seed is not None and options.seeds, "give --seed or --seeds, not both")
+    refuse(options.guidance is not None and options.guidances, "give --guidance or --guidances, not both")
+    refuse(
+        options.guidance is None and not options.guidances and options.guidance_convention != "standard",
+        f"--guidance_convention={options.guidance_convention} says what --guidance means; give that too",
+    )
+    refuse(options.input_video and options.continue_video, "give --input_video or --continue_video, not both")
+    for name, needed in (
+        ("strength", "input_video"),
+        ("keep_frames", "continue_video"),
+        ("tokenizer_cache_dir", "tokenizer_model"),
+    ):
+        value = getattr(options, name)
+        missing = value not in (None, "") and not (getattr(options, needed) or options.repeat)
+        refuse(missing, f"--{name}={value} needs --{needed}")
+    for one in (options, options.settings):
+        for name, about in settings_of(type(one)).items():
+            if about.metavar == "PATH":
+                check_path(name, getattr(one, name) or "")
+    _check_machine(options)
+
+
+def _check_machine(options: GenerateOptions) -> None:
+    for name in ("tp_size", "cp_size"):
+        value = getattr(options, name)
+        refuse(
+            value > 1 and options.runtime not in (None, "torch"),
+            f"--{name}={value} divides torch's network: leave out --runtime={options.runtime}",
+        )
+    refuse(
+        options.cp_size > 1 and options.compile, f"--cp_size={options.cp_size} cannot be compiled: leave out --compile"
+    )
+    check_runtime(options.runtime or DEFAULT_RUNTIME, dtype=options.dtype, compile=options.compile)
+    refuse(
+        options.num_devices not in (None, world_size()),
+        f"--num_devices={options.num_devices}, but {world_size()} were started: use torchrun --nproc-per-node "
+        f"{options.num_devices} -m megadit.infer.generate ...",
+    )
+
+
+def check_path(name: str, path: str) -> None:
+    """Raises UserError for what no file system takes, room for a temporary name included."""
+    check_text(f"--{name}", Path(path))
+
+
+def refuse(is_wrong: object, reason: str) -> None:
+    if is_wrong:
+        raise UserError(reason)

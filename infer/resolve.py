@@ -1,0 +1,74 @@
+"""What a video is going to be: its settings with noise levels that exist, and the size of its latents."""
+
+import dataclasses
+import math
+from typing import Any
+
+from megadit.infer.schedules import settings_sigmas
+from megadit.models.config import DiTConfig
+from megadit.models.settings import SamplingSettings, resolve
+from megadit.models.shared.errors import UserError, nearest_multiples
+from megadit.models.tokenizers import VideoTokenizer
+
+MOST_TOKENS = 1 << 24
+"""Of one video: a limit against slips of the pen, far above what fits any machine."""
+_FAR = 2.0
+"""Times more or fewer tokens than the defaults' from which on a shape is called far from training."""
+
+
+def resolve_settings(
+    defaults: SamplingSettings, *, trained: SamplingSettings | None = None, **given: Any
+) -> SamplingSettings:
+    """As `models.settings.resolve`, with the number of steps that the noise levels make.
+
+    Raises:
+        UserError: for settings that are wrong, by themselves or together, and for noise levels that do not exist.
+    """
+    settings = resolve(defaults, trained=trained, **given)
+    sigmas = settings_sigmas(settings)
+    return dataclasses.replace(settings, num_steps=len(sigmas) - 1) if settings.sigmas else settings
+
+
+def latent_size(
+    settings: SamplingSettings, config: DiTConfig, tokenizer: VideoTokenizer
+) -> tuple[int, tuple[int, int, int, int]]:
+    """Frames that the latents decode to (at least `settings.num_frames`), and the latents' shape (C, T, H, W).
+
+    Raises:
+        UserError: if tokenizer and patch together cannot divide height or width (names the nearest sizes they can),
+            or for a video beyond any machine.
+    """
+    multiple = tokenizer.spatial_compression * config.patch_spatial
+    for name, size in (("height", settings.height), ("width", settings.width)):
+        if size % multiple:
+            raise UserError(f"{name}={size} is not a multiple of {multiple}; use {nearest_multiples(size, multiple)}")
+    frames = tokenizer.frames_covering(settings.num_frames)
+    while (shape := tokenizer.latent_shape(frames, settings.height, settings.width))[1] % config.patch_temporal:
+        frames = tokenizer.frames_covering(frames + 1)
+    num_tokens = math.prod(config.token_grid(*shape[1:]))
+    if num_tokens > MOST_TOKENS:
+        size = f"{settings.num_frames} frames of {settings.height}x{settings.width}"
+        raise UserError(f"{size} are {num_tokens:,} video tokens, more than the {MOST_TOKENS:,} that are possible")
+    return frames, shape
+
+
+def far_from_training(
+    settings: SamplingSettings, defaults: SamplingSettings, config: DiTConfig, tokenizer: VideoTokenizer
+) -> str | None:
+    """A warning where a video has far more or fewer tokens along an axis than the checkpoint's default; else None."""
+
+    def grid(settings: SamplingSettings) -> tuple[int, int, int]:
+        return config.token_grid(*latent_size(settings, config, tokenizer)[1][1:])
+
+    asked, usual = grid(settings), grid(defaults)
+    is_image = settings.num_frames == 1
+    far = [
+        name
+        for name, a, b in zip(("frames", "height", "width"), asked, usual, strict=True)
+        if not 1 / _FAR <= a / b <= _FAR and not (name == "frames" and is_image)
+    ]
+    if not far:
+        return None
+    sizes = f"{settings.num_frames} frames of {settings.height}x{settings.width}"
+    trained = f"{defaults.num_frames} frames of {defaults.height}x{defaults.width}"
+    return f"{sizes} are far from what this checkpoint makes by default, {trained} ({', '.join(far)}): expect less"

@@ -1,0 +1,169 @@
+"""The videos that `megadit generate` is asked for: one for each prompt, guidance scale and seed, with its settings."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megadit.infer.conditions import GivenVideo
+from megadit.infer.guidance import guidance_scale
+from megadit.infer.options import GenerateOptions, check_path, refuse
+from megadit.infer.resolve import resolve_settings
+from megadit.infer.video_io import read_video
+from megadit.models.settings import SamplingSettings
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.options import check_json, settings_of
+
+SUBJECT = "{subject}"
+"""The place in a prompt that --subject_name fills."""
+DEFAULT_STRENGTH = 0.6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GivenFile:
+    """A file that a generation starts from; see `GivenVideo`."""
+
+    path: str
+    sha256: str
+    strength: float | None
+    keep_frames: int | None
+
+    def load(self) -> GivenVideo:
+        frames, _ = read_video(self.path)
+        return GivenVideo(frames=frames, strength=self.strength, keep_frames=self.keep_frames)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VideoSpec:
+    """One video to make."""
+
+    prompt: str
+    seed: int
+    settings: SamplingSettings
+    given: GivenFile | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grid:
+    """Videos in the order of (prompt, guidance, seed)."""
+
+    specs: list[VideoSpec]
+    num_columns: int
+    """Videos in a row of the contact sheet: the seeds of one prompt and scale."""
+
+
+def video_grid(options: GenerateOptions, defaults: SamplingSettings, trained: SamplingSettings | None = None) -> Grid:
+    """All videos that the options ask for; `trained` are the checkpoint's defaults, where others are started from.
+
+    Raises:
+        UserError: for a prompt file that cannot be read, and for settings that no video can have.
+    """
+    lines = [*({"prompt": prompt} for prompt in options.prompt), *_prompt_file(options.prompt_file)]
+    refuse(not lines, "there is no prompt; give --prompt TEXT or --prompt_file FILE")
+    _check_subject([line["prompt"] for line in lines], options.subject_name)
+    rows = [row for line in lines for row in _rows(line, options, defaults, trained)]
+    return Grid(specs=[spec for row in rows for spec in row], num_columns=max(map(len, rows)))
+
+
+def _rows(
+    line: Mapping[str, Any],
+    options: GenerateOptions,
+    defaults: SamplingSettings,
+    trained: SamplingSettings | None,
+) -> Iterator[list[VideoSpec]]:
+    """The videos of one prompt: a row for each guidance scale, a video for each seed."""
+    values = asdict(options.settings) | {name: value for name, value in line.items() if name in _SETTINGS}
+    if values["autoguidance"]:
+        check_path("autoguidance", values["autoguidance"])
+        values["autoguidance"] = str(Path(values["autoguidance"]).resolve())  # so that --repeat finds it from anywhere
+    scales = [line["guidance"]] if "guidance" in line else list(options.guidances) or [options.guidance]
+    seeds = [line["seed"]] if "seed" in line else line.get("seeds") or options.seeds or [options.seed or 0]
+    prompt = line["prompt"].replace(SUBJECT, options.subject_name)
+    for scale in scales:
+        guidance = None if scale is None else guidance_scale(scale, options.guidance_convention)
+        settings = resolve_settings(defaults, trained=trained, **values | {"guidance": guidance})
+        given = _given_file(line, options, settings)
+        yield [VideoSpec(prompt=prompt, seed=seed, settings=settings, given=given) for seed in seeds]
+
+
+def _given_file(line: Mapping[str, Any], options: GenerateOptions, settings: SamplingSettings) -> GivenFile | None:
+    source = line if "input_video" in line or "continue_video" in line else {**_given_options(options), **line}
+    input_video, strength, continue_video, keep_frames = (source.get(name) for name in _GIVEN)
+    refuse(input_video and continue_video, "give input_video or continue_video, not both")
+    if input_video:
+        strength = DEFAULT_STRENGTH if strength is None else strength
+        return GivenFile(path=input_video, sha256=sha256(input_video), strength=strength, keep_frames=None)
+    if continue_video:
+        keep_frames = max(1, settings.num_frames // 2) if keep_frames is None else keep_frames
+        return GivenFile(path=continue_video, sha256=sha256(continue_video), strength=None, keep_frames=keep_frames)
+    return None
+
+
+def _given_options(options: GenerateOptions) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in _GIVEN}
+
+
+def sha256(path: str) -> str:
+    """The checksum of a file.
+
+    Raises:
+        UserError: if it cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _check_subject(prompts: list[str], subject: str) -> None:
+    has_place = any(SUBJECT in prompt for prompt in prompts)
+    refuse(has_place and not subject, f"a prompt contains {SUBJECT}; say what it is with --subject_name")
+    refuse(
+        subject and not has_place,
+        f"--subject_name={subject} has no place: write {SUBJECT} where a prompt should name it",
+    )
+
+
+# --------------------------------------------------------------------------------------------------- prompt files
+
+
+_SETTINGS = settings_of(SamplingSettings)
+_GIVEN = ("input_video", "strength", "continue_video", "keep_frames")
+_KEYS = (*_SETTINGS, "seed", "seeds", *_GIVEN)
+"""What a line of a .jsonl prompt file may say beside its prompt: each as the option of that name."""
+_OTHER_KEYS = {
+    other.removeprefix("--"): name for name, about in _SETTINGS.items() for other in about.names if other != f"--{name}"
+}
+"""Second names of settings, such as num_video_frames."""
+
+
+def _prompt_file(path: str) -> list[dict[str, Any]]:
+    """The lines of a prompt file, as objects that have a "prompt"."""
+    if not path:
+        return []
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read --prompt_file {path}: {error}") from error
+    numbered = [(number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip()]
+    if Path(path).suffix.lower() == ".jsonl":
+        return [_json_line(f"{path}, line {number}", line) for number, line in numbered]
+    return [{"prompt": line} for _, line in numbered]
+
+
+def _json_line(location: str, text: str) -> dict[str, Any]:
+    try:
+        line = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{location} is not valid JSON: {error}") from None
+    if not isinstance(line, dict) or not isinstance(line.get("prompt"), str):
+        raise UserError(f'{location} must be an object with a "prompt", such as {{"prompt": "a red seven", "seed": 3}}')
+    prompt = line.pop("prompt")
+    line = {_OTHER_KEYS.get(name, name): value for name, value in line.items()}
+    line = check_json(line, GenerateOptions, where=f"{location}: ", only=_KEYS)
+    refuse("seed" in line and "seeds" in line, f"{location}: give seed or seeds, not both")
+    refuse(line.get("seeds") == (), f"{location}: seeds=[] holds no seed")
+    return {"prompt": prompt} | {name: value for name, value in line.items() if value is not None}

@@ -1,0 +1,135 @@
+"""Sampling settings: what follows from one declaration, and the rules between settings."""
+
+import json
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from megadit.infer.samplers import SAMPLERS as SAMPLER_FUNCTIONS
+from megadit.infer.schedules import SCHEDULES as SCHEDULE_FUNCTIONS
+from megadit.models import settings
+from megadit.models.settings import SAMPLERS, SCHEDULES, SERVED, GivenSettings, SamplingSettings, resolve, switched_off
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.options import settings_of
+
+DEFAULTS = SamplingSettings(num_steps=4, guidance=3.0, num_frames=3, height=8, width=8, fps=8.0)
+
+
+def test_the_names_are_those_of_the_functions():
+    assert SAMPLERS == tuple(SAMPLER_FUNCTIONS) and SCHEDULES == tuple(SCHEDULE_FUNCTIONS)
+
+
+def test_every_setting_says_what_it_means():
+    known = settings_of(SamplingSettings)
+    assert list(known) == [field.name for field in fields(SamplingSettings)] == list(settings_of(GivenSettings))
+    assert all(about.help for about in known.values())
+    assert all(about.count is None and about.type in (str, int, float) for about in SERVED.values()), "single values"
+
+
+def test_an_old_bundle_lacks_settings_that_were_added_since():
+    old = {name: value for name, value in DEFAULTS.to_dict().items() if name not in ("eta", "cache_budget")}
+    assert SamplingSettings.from_dict(json.loads(json.dumps(old))) == DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("given", "off"),
+    [
+        ({}, {}),
+        ({"sampler": "Heun"}, {}),
+        ({"sampler": "EDM"}, {}),
+        ({"sampler": "unipc"}, {"churn": 0.0, "eta": 0.0}),
+        ({"num_steps": 4, "schedule": "karras"}, {}),
+        ({"rho": 3.0}, {"sigmas": ()}),
+        ({"num_steps": 9, "sampler": "res"}, {"churn": 0.0, "eta": 0.0, "sigmas": ()}),
+    ],
+)
+def test_what_is_given_switches_off_defaults_that_it_makes_meaningless(given, off):
+    noisy = replace(DEFAULTS, sampler="euler", eta=1.0)
+    assert switched_off(noisy.to_dict(), given) == off
+    assert resolve(noisy, **given).eta == off.get("eta", 1.0)
+
+
+def test_a_service_says_which_of_its_samplers_add_noise():
+    defaults = {"sampler": "euler", "eta": 1.0}
+    assert switched_off(defaults, {"sampler": "newer"}, ("euler", "newer")) == {}
+    assert switched_off(defaults, {"sampler": "euler"}, ()) == {}, "an old service that does not tell"
+
+
+def test_a_shift_that_suits_no_resolution_is_refused():
+    with pytest.raises(UserError, match="shift=auto must be a number here"):
+        replace(DEFAULTS, shift="auto")
+
+
+def test_nothing_here_brings_torch():
+    light = ["models.settings", "serve.contract", "serve.ask", "serve.gateway.schemas", "serve.gateway.store"]
+    code = f"import sys\nfor name in {light}: __import__('megadit.' + name)\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ------------------------------------------------------------------------------------- one line adds a setting
+
+
+ADDED = '    swirl: float = setting(0.5, "how much the video turns", low=0, high=2, served=True)\n'
+SHOW = """
+import importlib.abc, importlib.util, json, sys
+from contextlib import suppress
+
+class Changed(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
+    def find_spec(self, name, path, target=None):
+        if name == "megadit.models.settings":
+            return importlib.util.spec_from_file_location(name, sys.argv[1], loader=self)
+    def get_filename(self, name):
+        return sys.argv[1]
+    def get_data(self, path):
+        return open(path, "rb").read()
+
+sys.meta_path.insert(0, Changed())
+from pathlib import Path
+from unittest.mock import MagicMock
+from megadit.infer.specs import video_grid
+from megadit.infer.options import parse
+from megadit.models.settings import SamplingSettings
+from megadit.models.shared import verbs
+from megadit.serve.contract import Limits, ServiceInfo, VideoRequest
+from megadit.serve.gateway.app import create_app
+from megadit.serve.model_config import Scheduling, service_config
+
+for verb in ("generate", "serve ask"):
+    with suppress(SystemExit):
+        verbs.main([*verb.split(), "--help"])
+    print("@@@")
+defaults = SamplingSettings(num_steps=4, guidance=3.0, num_frames=3, height=8, width=8, fps=8.0)
+lines = Path(sys.argv[1]).with_name("prompts.jsonl")
+options = parse(["--checkpoint_path", "x", "--prompt_file", str(lines), "--swirl", "1"])
+print(json.dumps([spec.settings.swirl for spec in video_grid(options, defaults).specs]), end="@@@")
+limits = Limits(max_frames=9, max_pixels=99, max_work=999)
+info = ServiceInfo(defaults=defaults.to_dict(), limits=limits, samplers=("euler",), size_multiple=8)
+print(service_config("text_to_video", info, Scheduling(), dtype="float32"), end="@@@")
+print(json.dumps(create_app(MagicMock()).openapi()), end="@@@")
+print(json.dumps(VideoRequest(prompt="a").filled(info.defaults).to_inputs()))
+"""
+
+
+def test_one_line_adds_a_setting_everywhere(tmp_path):
+    """In the options of two commands, the keys of prompt files, Triton's inputs and the gateway's schema."""
+    source = Path(settings.__file__).read_text()
+    before, after = source.split("    guidance_interval: tuple")
+    (tmp_path / "settings.py").write_text(f"{before}{ADDED}    guidance_interval: tuple{after}")
+    lines = [{"prompt": "a", "swirl": 2}, {"prompt": "b"}]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    command = [sys.executable, "-c", SHOW, str(tmp_path / "settings.py")]
+    shown = subprocess.run(command, capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    generate, ask, jsonl, triton, openapi, request = shown.stdout.split("@@@")
+    for help in (generate, ask):
+        assert "--swirl NUMBER" in help and "how much the video turns" in help
+    assert json.loads(jsonl) == [2, 1]
+    assert '{ name: "swirl" data_type: TYPE_FP32 dims: [ 1 ] optional: true }' in triton
+    body = json.loads(openapi)["paths"]["/v1/videos"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    number = {"maximum": 2, "minimum": 0, "type": "number"}
+    swirl = {"anyOf": [number, {"type": "null"}], "default": None, "description": "how much the video turns"}
+    assert body["properties"]["swirl"].items() <= (swirl | {"title": "Swirl"}).items()
+    assert json.loads(request)["swirl"] == 0.5
