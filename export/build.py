@@ -19,36 +19,44 @@ from megadit.infer.checkpoints import open_bundle
 from megadit.infer.runtimes.load import EXPORTED, weights_checksum
 from megadit.infer.runtimes.network_spec import SETTINGS_FILE, SETTINGS_VERSION, NetworkSpec
 from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle, check_replaceable, write_manifest
-from megadit.models.shared.errors import UserError, choose_one
+from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, write_json
+from megadit.models.shared.options import check_settings, setting
 from megadit.models.text_encoders import T5TextEncoder, TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportSettings:
-    opset: int | None = None
-    """None: the oldest that has what the precision needs."""
-    precision: str = "fp32"
-    """Of the denoiser's network; preconditioning, decoder and encoders are float32."""
-    text_encoder: bool = True
-    """Export the text encoder too, where it is a network that is on this machine."""
+    opset: int | None = setting(
+        None,
+        f"{', '.join(map(str, to_onnx.OPSETS))} (default: {to_onnx.DEFAULT_OPSET}, and {to_onnx.EIGHT_BIT_OPSET} "
+        f"for 8 bits)",
+    )
+    precision: str = setting(
+        "fp32", f"of the denoiser: {', '.join(PRECISIONS)} (default: fp32)", choices=tuple(PRECISIONS), metavar="NAME"
+    )
+    """Preconditioning, decoder and encoders are float32."""
+    text_encoder: bool = setting(True, "leave the text encoder in torch")
+    """Export it too, where it is a network that is on this machine."""
     calibration_prompts: tuple[str, ...] = ()
     """What is sampled to learn the ranges of 8-bit numbers; empty: the prompt that is compared."""
-    profiles: tuple[str, ...] = ()
-    """As users write them: name=min,opt,max."""
-    video_steps: int = 10
-    """Most sampling steps of the video that is compared at the end."""
+    profiles: tuple[str, ...] = setting(
+        (),
+        "sizes to export for, of batch, frames, height, width (of the video) or text (tokens); repeat for each",
+        names=("--profile",),
+        metavar="NAME=MIN,OPT,MAX",
+        repeated=True,
+    )
+    video_steps: int = setting(10, "most steps of the video that is compared", low=1)
 
     def __post_init__(self) -> None:
-        choose_one(self.precision, PRECISIONS, f"precision {self.precision!r} is unknown")
+        check_settings(self)
         to_onnx.check_opset(self.graph_opset)
         if self.graph_opset < self._least_opset:
             raise UserError(f"precision {self.precision} needs opset {self._least_opset} or newer, not {self.opset}")
         if self.calibration_prompts and self.precision not in FORMATS:
             raise UserError(f"calibration prompts are for {' and '.join(FORMATS)}, not for {self.precision}")
-        if self.video_steps < 1:
-            raise UserError(f"video_steps={self.video_steps} must be at least 1")
 
     @property
     def graph_opset(self) -> int:

@@ -1,16 +1,33 @@
 """`megadit export`: a bundle to the same bundle with verified ONNX graphs or TensorRT engines."""
 
 import sys
-from dataclasses import fields
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from megadit.export.build import ExportSettings, export_bundle
 from megadit.export.engines import add_engines, find_refittable
-from megadit.export.networks import PRECISIONS
-from megadit.export.to_onnx import DEFAULT_OPSET, EIGHT_BIT_OPSET, OPSETS
 from megadit.export.to_tensorrt import EngineSettings
-from megadit.models.shared.command import CommandParser, run_command
+from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.options import group, read_options, setting
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportOptions:
+    bundle: str = setting(help="a bundle, or a training directory", positional=True, metavar="BUNDLE")
+    out: str = setting(help="the new bundle; nothing is left here if the export fails", positional=True, metavar="OUT")
+    format: Literal["onnx", "tensorrt"] = setting("onnx", "tensorrt adds engines (default: onnx)")
+    export: ExportSettings = group(ExportSettings)
+    calibration_prompts: str | None = setting(
+        None, "one prompt a line, sampled to learn the ranges of int8 and fp8", metavar="FILE"
+    )
+    refit: str | None = setting(
+        None,
+        "with --format tensorrt, an earlier OUT of the same shapes: takes its engines, with the new weights",
+        metavar="BUNDLE",
+    )
+    engines: EngineSettings = group(EngineSettings, "engines (--format tensorrt)")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -19,21 +36,21 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _export(argv: list[str]) -> None:
-    options = vars(_parser().parse_args(argv))
-    bundle, out = options.pop("bundle"), options.pop("out")
-    options["profiles"] = tuple(options.pop("profile"))
-    options["calibration_prompts"] = _read_prompts(options["calibration_prompts"])
-    options["text_encoder"] = not options.pop("no_text_encoder")
-    wanted = options.pop("format")
-    engines = EngineSettings(**{field.name: options.pop(field.name) for field in fields(EngineSettings)})
-    refit = options.pop("refit")
-    if refit is not None and (wanted != "tensorrt" or engines != EngineSettings()):
+    options = read_options(
+        ExportOptions,
+        argv,
+        prog="megadit export",
+        description="Exports every network of a bundle, and compares each with torch. OUT is a bundle too.",
+    )
+    settings = replace(options.export, calibration_prompts=_read_prompts(options.calibration_prompts))
+    wants_engines, out = options.format == "tensorrt", options.out
+    if options.refit is not None and (not wants_engines or options.engines != EngineSettings()):
         raise UserError("--refit takes engines as they were built: give --format tensorrt and no other engine options")
-    before = None if refit is None else find_refittable(refit)
-    export_bundle(bundle, out, ExportSettings(**options))
-    if wanted == "tensorrt":
+    before = None if options.refit is None else find_refittable(options.refit)
+    export_bundle(options.bundle, out, settings)
+    if wants_engines:
         try:
-            add_engines(Path(out), engines, before)
+            add_engines(Path(out), options.engines, before)
         except UserError as error:
             raise UserError(f"{out} has its ONNX graphs, but no engines: {error}") from error
     print(out)
@@ -50,58 +67,6 @@ def _read_prompts(path: str | None) -> tuple[str, ...]:
     if not any(line.strip() for line in lines):
         raise UserError(f"--calibration_prompts {path} holds no prompt")
     return tuple(line.strip() for line in lines if line.strip())
-
-
-def _parser() -> CommandParser:
-    parser = CommandParser(
-        prog="megadit export",
-        description="Exports every network of a bundle, and compares each with torch. OUT is a bundle too.",
-    )
-    parser.add_argument("bundle", metavar="BUNDLE", help="a bundle, or a training directory")
-    parser.add_argument("out", metavar="OUT", help="the new bundle; nothing is left here if the export fails")
-    parser.add_argument(
-        "--format", choices=("onnx", "tensorrt"), default="onnx", help="tensorrt adds engines (default: onnx)"
-    )
-    parser.add_argument(
-        "--precision",
-        default="fp32",
-        metavar="NAME",
-        help=f"of the denoiser: {', '.join(PRECISIONS)} (default: fp32)",
-    )
-    parser.add_argument(
-        "--profile",
-        action="append",
-        default=[],
-        metavar="NAME=MIN,OPT,MAX",
-        help="sizes to export for, of batch, frames, height, width (of the video) or text (tokens); repeat for each",
-    )
-    parser.add_argument(
-        "--opset",
-        type=int,
-        metavar="INT",
-        help=f"{', '.join(map(str, OPSETS))} (default: {DEFAULT_OPSET}, and {EIGHT_BIT_OPSET} for 8 bits)",
-    )
-    parser.add_argument(
-        "--calibration_prompts", metavar="FILE", help="one prompt a line, sampled to learn the ranges of int8 and fp8"
-    )
-    parser.add_argument("--no_text_encoder", action="store_true", help="leave the text encoder in torch")
-    parser.add_argument(
-        "--video_steps", type=int, default=10, metavar="INT", help="most steps of the video that is compared"
-    )
-    engine = parser.add_argument_group("engines (--format tensorrt)")
-    engine.add_argument("--workspace_gb", type=float, metavar="NUMBER", help="memory that one layer may use")
-    engine.add_argument(
-        "--optimization_level", type=int, default=3, metavar="INT", help="0, built quickly, to 5, running fast"
-    )
-    engine.add_argument("--timing_cache", metavar="PATH", help="measurements to build faster with the next time")
-    engine.add_argument("--refittable", action="store_true", help="weights can be exchanged without a new build")
-    engine.add_argument(
-        "--refit", metavar="BUNDLE", help="an earlier OUT of the same shapes: takes its engines, with the new weights"
-    )
-    engine.add_argument("--version_compatible", action="store_true", help="newer versions of TensorRT load them")
-    engine.add_argument("--hardware_compatible", action="store_true", help="other GPUs, Ampere and newer, load them")
-    engine.add_argument("--weight_streaming", action="store_true", help="weights may stay in the host's memory")
-    return parser
 
 
 if __name__ == "__main__":

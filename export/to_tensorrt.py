@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from megadit.export.operators import check_operators
 from megadit.infer.runtimes.network_spec import NetworkSpec
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.options import check_settings, setting
 
 INSTALL = "pip install 'megadit[trt]' (an NVIDIA GPU and its driver are needed too)"
 GIGABYTE = 2**30
@@ -20,26 +21,18 @@ GIGABYTE = 2**30
 class EngineSettings:
     """How engines are built."""
 
-    workspace_gb: float | None = None
-    """Memory that a layer may use while it works; None leaves TensorRT's own choice."""
-    optimization_level: int = 3
-    """0 (quickest build) to 5 (fastest engine)."""
-    timing_cache: str | None = None
-    """A file of measurements that is read, and extended, to build faster the next time."""
-    refittable: bool = False
-    """Weights can be exchanged for others of the same shapes without a new build."""
-    version_compatible: bool = False
-    """Newer versions of TensorRT can load the engine."""
-    hardware_compatible: bool = False
-    """Other GPUs, Ampere and newer, can load the engine."""
-    weight_streaming: bool = False
-    """Weights may stay in the host's memory."""
+    workspace_gb: float | None = setting(None, "memory that one layer may use", above=0)
+    """None leaves TensorRT's own choice."""
+    optimization_level: int = setting(3, "0, built quickly, to 5, running fast", low=0, high=5)
+    timing_cache: str | None = setting(None, "measurements to build faster with the next time", metavar="PATH")
+    """A file that is read, and extended."""
+    refittable: bool = setting(False, "weights can be exchanged without a new build")
+    version_compatible: bool = setting(False, "newer versions of TensorRT load them")
+    hardware_compatible: bool = setting(False, "other GPUs, Ampere and newer, load them")
+    weight_streaming: bool = setting(False, "weights may stay in the host's memory")
 
     def __post_init__(self) -> None:
-        if not 0 <= self.optimization_level <= 5:
-            raise UserError(f"optimization_level={self.optimization_level} must lie between 0 and 5")
-        if self.workspace_gb is not None and not self.workspace_gb > 0:
-            raise UserError(f"workspace_gb={self.workspace_gb} must be greater than 0")
+        check_settings(self)
 
 
 class Libraries(NamedTuple):

@@ -4,13 +4,34 @@ import argparse
 import functools
 import os
 import sys
+from dataclasses import dataclass
 
-from megadit.models.shared.command import CommandParser, run_command
+from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError, told_once
+from megadit.models.shared.options import read_options, setting
 from megadit.train.config.checks import check_inputs, check_layout
 from megadit.train.config.load import resolve_config, to_yaml
 from megadit.train.config.schema import RunConfig
 from megadit.train.recipes import RECIPES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainOptions:
+    recipe: str | None = setting(None, "the run to start from", names=("--recipe", "--factory"), metavar="NAME")
+    config_file: str | None = setting(
+        None, "YAML with values to change (train/conf/ has examples)", names=("--config-file",), metavar="FILE"
+    )
+    mock: bool = setting(False, "endless random samples; same as data.mock=true")
+    dataset_path: str | None = setting(None, "same as data.path=FOLDER", names=("--dataset-path",), metavar="FOLDER")
+    yes: bool = setting(False, "NeMo's; nothing is asked here", names=("--yes", "-y"))
+    nproc: int | None = setting(None, "start N ranks on this machine", low=1, metavar="N")
+    print_config: bool = setting(False, "print the resolved configuration and stop", names=("--print-config",))
+    dry_run: bool = setting(False, "also groups, memory, FLOPs, traffic; train nothing", names=("--dry-run",))
+    plan: bool = setting(False, "rank all layouts of --gpus N --gpu NAME; train nothing")
+    gpus: int | None = setting(None, "for --plan and --dry-run: so many GPUs", low=1, metavar="N")
+    gpu: str | None = setting(None, "for --plan and --dry-run: such as h100-80gb", metavar="NAME")
+    debug: bool = setting(False, "show the traceback of user errors")
+    overrides: tuple[str, ...] = setting((), "change single values", positional=True, metavar="section.key=value")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -50,7 +71,7 @@ def _warn_of_shared_store() -> None:
         )
 
 
-def _config(options: argparse.Namespace) -> RunConfig:
+def _config(options: TrainOptions) -> RunConfig:
     overrides = list(options.overrides)
     if options.mock:
         overrides.insert(0, "data.mock=true")
@@ -59,7 +80,7 @@ def _config(options: argparse.Namespace) -> RunConfig:
     return resolve_config(options.recipe, config_file=options.config_file, overrides=overrides)
 
 
-def _tell(config: RunConfig, options: argparse.Namespace) -> int:
+def _tell(config: RunConfig, options: TrainOptions) -> int:
     """Prints what was asked for in place of training."""
     if options.print_config:
         print(to_yaml(config), end="")
@@ -90,11 +111,19 @@ def _train(config: RunConfig) -> int:
     return 0
 
 
-def _parse(argv: list[str]) -> argparse.Namespace:
-    options = _parser().parse_args(argv)
-    for name in ("nproc", "gpus"):
-        if (value := getattr(options, name)) is not None and value < 1:
-            raise UserError(f"--{name} {value} must be 1 or more")
+def _parse(argv: list[str]) -> TrainOptions:
+    recipes = "\n".join(
+        f"  {name:28}{(function.__doc__ or '').partition(chr(10))[0]}" for name, function in RECIPES.items()
+    )
+    options = read_options(
+        TrainOptions,
+        argv,
+        prog="megadit train",
+        usage="megadit train --recipe NAME [options] [section.key=value ...]",
+        description="Trains a DiT on Megatron-core. Later wins: recipe < --config-file < section.key=value.",
+        epilog=f"recipes:\n{recipes}\n\nSeveral ranks: --nproc N, or torchrun ... -m megadit.train (the same options).",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     if options.nproc and "RANK" in os.environ:
         raise UserError("--nproc starts ranks itself; leave it out under torchrun")
     if options.plan and not (options.gpus and options.gpu):
@@ -102,33 +131,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     if (options.gpus or options.gpu) and not (options.plan or options.dry_run):
         raise UserError("--gpus and --gpu belong to --plan and --dry-run; --nproc N or torchrun start ranks")
     return options
-
-
-def _parser() -> CommandParser:
-    recipes = "\n".join(
-        f"  {name:28}{(function.__doc__ or '').partition(chr(10))[0]}" for name, function in RECIPES.items()
-    )
-    parser = CommandParser(
-        prog="megadit train",
-        usage="megadit train --recipe NAME [options] [section.key=value ...]",
-        description="Trains a DiT on Megatron-core. Later wins: recipe < --config-file < section.key=value.",
-        epilog=f"recipes:\n{recipes}\n\nSeveral ranks: --nproc N, or torchrun ... -m megadit.train (the same options).",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--recipe", "--factory", metavar="NAME", help="the run to start from")
-    parser.add_argument("--config-file", metavar="FILE", help="YAML with values to change (train/conf/ has examples)")
-    parser.add_argument("--mock", action="store_true", help="endless random samples; same as data.mock=true")
-    parser.add_argument("--dataset-path", metavar="FOLDER", help="same as data.path=FOLDER")
-    parser.add_argument("--yes", "-y", action="store_true", help="NeMo's; nothing is asked here")
-    parser.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
-    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
-    parser.add_argument("--dry-run", action="store_true", help="also groups, memory, FLOPs, traffic; train nothing")
-    parser.add_argument("--plan", action="store_true", help="rank all layouts of --gpus N --gpu NAME; train nothing")
-    parser.add_argument("--gpus", type=int, metavar="N", help="for --plan and --dry-run: so many GPUs")
-    parser.add_argument("--gpu", metavar="NAME", help="for --plan and --dry-run: such as h100-80gb")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of user errors")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change single values")
-    return parser
 
 
 def without_nproc(argv: list[str]) -> list[str]:

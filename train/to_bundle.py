@@ -8,6 +8,7 @@ The tokenizer and the text encoder come from the folder of the data set.
 """
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from megadit.models.megatron.checkpoint import (
     is_complete,
     read_network,
 )
-from megadit.models.shared.command import CommandParser, run_command
+from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
+from megadit.models.shared.options import read_options, setting
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.config.load import load_config
@@ -32,34 +34,34 @@ from megadit.train.data.dataset_info import DatasetInfo
 from megadit.train.sampling_defaults import sampling_defaults
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BundleOptions:
+    checkpoint: Path = setting(help="folder of a run, or one of its checkpoints/iter_*", positional=True)
+    out: Path = setting(help="the bundle to write; a bundle already there is replaced", positional=True)
+    ema: str = setting(
+        "best",
+        "average of the weights: the one with the lowest validation loss (default), none, or a sigma_rel",
+        metavar="best|none|SIGMA_REL",
+    )
+    step: int | None = setting(None, "step of the run; default: its newest checkpoint", metavar="N")
+    dataset: str | None = setting(None, "the data set, if it is no longer at data.path", metavar="PLACE")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Writes a bundle; the exit code is 0, or 2 after a mistake, told in one line."""
     return run_command(_run, sys.argv[1:] if argv is None else argv)
 
 
 def _run(argv: list[str]) -> int:
-    options = _parser().parse_args(argv)
+    options = read_options(
+        BundleOptions, argv, prog="megadit bundle", description="Turns a training checkpoint into a bundle."
+    )
     checkpoint = find_checkpoint(options.checkpoint, options.step)
     ema = choose_average(checkpoint, options.ema)
     convert(checkpoint, options.out, ema=ema, dataset=options.dataset)
     average = "the weights themselves" if ema is None else f"their average of sigma_rel {ema:g}"
     print(f"{options.out}: {average} from {checkpoint}")
     return 0
-
-
-def _parser() -> CommandParser:
-    parser = CommandParser(prog="megadit bundle", description="Turns a training checkpoint into a bundle.")
-    parser.add_argument("checkpoint", type=Path, help="folder of a run, or one of its checkpoints/iter_*")
-    parser.add_argument("out", type=Path, help="the bundle to write; a bundle already there is replaced")
-    parser.add_argument(
-        "--ema",
-        default="best",
-        metavar="best|none|SIGMA_REL",
-        help="average of the weights: the one with the lowest validation loss (default), none, or a sigma_rel",
-    )
-    parser.add_argument("--step", type=int, metavar="N", help="step of the run; default: its newest checkpoint")
-    parser.add_argument("--dataset", metavar="PLACE", help="the data set, if it is no longer at data.path")
-    return parser
 
 
 def find_checkpoint(path: Path, step: int | None = None) -> Path:

@@ -8,7 +8,7 @@ The runtimes take turns in every round, so that a drifting machine slows all ali
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,9 +28,10 @@ from megadit.models.flops import forward_flops
 from megadit.models.machine import datasheet_flops, describe, describe_in_words, matmul_flops
 from megadit.models.segments import Segment
 from megadit.models.settings import SamplingSettings
-from megadit.models.shared.command import CommandParser, run_command
+from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import write_json
+from megadit.models.shared.options import read_options, setting
 from megadit.models.shared.progress import Progress
 
 RUNTIMES = {
@@ -189,7 +190,7 @@ def _or_dash(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def load_pipelines(bundle: Bundle, runtimes: list[str], device: str, dtype: str) -> dict[str, TextToVideo]:
+def load_pipelines(bundle: Bundle, runtimes: Sequence[str], device: str, dtype: str) -> dict[str, TextToVideo]:
     """A pipeline for each runtime.
 
     Raises:
@@ -208,32 +209,33 @@ def load_pipelines(bundle: Bundle, runtimes: list[str], device: str, dtype: str)
     }
 
 
-def _parser() -> CommandParser:
-    parser = CommandParser(
-        prog="megadit benchmark generate",
-        description="Times the networks of a bundle, and a whole video, under several runtimes in one run.",
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchmarkGenerateOptions:
+    bundle: str = setting(
+        help="for onnx and tensorrt, one that `megadit export` made", positional=True, metavar="BUNDLE"
     )
-    parser.add_argument("bundle", metavar="BUNDLE", help="for onnx and tensorrt, one that `megadit export` made")
-    parser.add_argument(
-        "--runtime",
-        nargs="+",
-        default=["eager"],
-        metavar="NAME",
-        help=f"{', '.join(RUNTIMES)}; ratios are to the first (default: eager)",
+    runtime: tuple[str, ...] = setting(
+        ("eager",), f"{', '.join(RUNTIMES)}; ratios are to the first (default: eager)", metavar="NAME"
     )
-    parser.add_argument("--rounds", type=int, default=5, metavar="INT", help="after one not counted (default: 5)")
-    parser.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda or cuda:N (default: auto)")
-    parser.add_argument("--dtype", default="float32", metavar="NAME", help="of torch's network (default: float32)")
-    parser.add_argument("--prompt", default=PROMPT, metavar="TEXT")
-    for name in ("num_steps", "num_frames", "height", "width"):
-        parser.add_argument(f"--{name}", type=int, metavar="INT", help="default: the bundle's")
-    parser.add_argument("--trace", metavar="FILE", help="also write a Chrome trace of a video under the first runtime")
-    parser.add_argument("--json", default="", metavar="PATH", help="also write the figures here")
-    return parser
+    rounds: int = setting(5, "after one not counted (default: {default})")
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N (default: {default})", metavar="NAME")
+    dtype: str = setting("float32", "of torch's network (default: {default})", metavar="NAME")
+    prompt: str = setting(PROMPT, metavar="TEXT")
+    num_steps: int | None = setting(None, "default: the bundle's")
+    num_frames: int | None = setting(None, "default: the bundle's")
+    height: int | None = setting(None, "default: the bundle's")
+    width: int | None = setting(None, "default: the bundle's")
+    trace: str | None = setting(None, "also write a Chrome trace of a video under the first runtime", metavar="FILE")
+    json: str = setting("", "also write the figures here", metavar="PATH")
 
 
 def _run(argv: list[str]) -> None:
-    options = _parser().parse_args(argv)
+    options = read_options(
+        BenchmarkGenerateOptions,
+        argv,
+        prog="megadit benchmark generate",
+        description="Times the networks of a bundle, and a whole video, under several runtimes in one run.",
+    )
     bundle = open_bundle(options.bundle)
     sizes = {name: getattr(options, name) for name in ("num_steps", "num_frames", "height", "width")}
     settings = resolve_settings(bundle.defaults, **sizes)

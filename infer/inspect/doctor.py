@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megadit.models.shared.command import CommandParser, run_command
+from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.options import read_options, setting
 
 GIB = 2**30
 
@@ -52,22 +53,23 @@ LIBRARIES: tuple[tuple[str, str, str, str], ...] = (
 """Distribution, module, what it enables, how to get it."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DoctorOptions:
+    distributed: bool = setting(
+        False, "try every rank's device and the links of all pairs of ranks and nodes; under torchrun, its ranks"
+    )
+    nproc: int | None = setting(None, "ranks for --distributed (default: one for each GPU)", low=1, metavar="N")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Prints the table and exits with 0, since nothing that is missing is a fault; `--distributed` with 1 for one."""
     return run_command(_run, sys.argv[1:] if argv is None else argv)
 
 
 def _run(argv: list[str]) -> int:
-    parser = CommandParser(prog="megadit doctor", description=__doc__)
-    parser.add_argument(
-        "--distributed",
-        action="store_true",
-        help="try every rank's device and the links of all pairs of ranks and nodes; under torchrun, its ranks",
-    )
-    parser.add_argument("--nproc", type=int, metavar="N", help="ranks for --distributed (default: one for each GPU)")
-    options = parser.parse_args(argv)
-    if options.nproc is not None and (options.nproc < 1 or not options.distributed):
-        raise UserError(f"--nproc {options.nproc}: 1 or more ranks, and only with --distributed")
+    options = read_options(DoctorOptions, argv, prog="megadit doctor", description=__doc__)
+    if options.nproc is not None and not options.distributed:
+        raise UserError(f"--nproc={options.nproc} needs --distributed")
     if options.distributed:
         from megadit.infer.inspect.doctor_ranks import examine  # torch comes with it
 

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from rich.table import Table
 from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle, is_bundle
 from megadit.models.config import DiTConfig
 from megadit.models.megatron.checkpoint import CONFIG, STATE, is_complete
-from megadit.models.shared.command import CommandParser, run_command
+from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
+from megadit.models.shared.options import read_options, setting
 from megadit.models.weights import dit_shapes
 
 CHECKPOINTS = "checkpoints"
@@ -25,17 +27,20 @@ Facts = dict[str, Any]
 """What -> its value, in the order to show them."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InfoOptions:
+    path: Path = setting(help="a bundle, a run's folder or checkpoint, or a dataset", positional=True, metavar="PATH")
+    json: bool = setting(False, "print JSON instead of a table")
+    sheet: Path | None = setting(None, "draw samples of a dataset into this picture")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Prints a table about PATH; the exit code is 2 if it is nothing that megadit writes."""
     return run_command(_run, sys.argv[1:] if argv is None else argv)
 
 
 def _run(argv: list[str]) -> int:
-    parser = CommandParser(prog="megadit info", description=__doc__)
-    parser.add_argument("path", metavar="PATH", type=Path, help="a bundle, a run's folder or checkpoint, or a dataset")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--sheet", type=Path, help="draw samples of a dataset into this picture")
-    options = parser.parse_args(argv)
+    options = read_options(InfoOptions, argv, prog="megadit info", description=__doc__)
     facts = describe(options.path)
     if options.sheet is not None:
         if "dataset" not in facts:

@@ -10,16 +10,31 @@ manifest is sent last and checked first, so that a copy that was cut short is no
 import os
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle, check_replaceable
-from megadit.models.shared.command import CommandParser, run_command
+from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory
+from megadit.models.shared.options import read_options, setting
 from megadit.models.shared.progress import Progress
 
 HUB = "hf://"
+_URL = "hf://OWNER/NAME, or a URL of fsspec such as s3://BUCKET/PATH"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PushOptions:
+    bundle: Path = setting(positional=True)
+    url: str = setting(help=_URL, positional=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PullOptions:
+    url: str = setting(help=_URL, positional=True)
+    out: Path = setting(help="a bundle already there is replaced", positional=True)
 
 
 def push(argv: list[str] | None = None) -> int:
@@ -33,19 +48,13 @@ def pull(argv: list[str] | None = None) -> int:
 
 
 def _push(argv: list[str]) -> None:
-    parser = CommandParser(prog="megadit push", description="Copies a bundle to a hub or a store.")
-    parser.add_argument("bundle", type=Path)
-    parser.add_argument("url", help="hf://OWNER/NAME, or a URL of fsspec such as s3://BUCKET/PATH")
-    options = parser.parse_args(argv)
+    options = read_options(PushOptions, argv, prog="megadit push", description="Copies a bundle to a hub or a store.")
     push_bundle(options.bundle, options.url)
     print(options.url)
 
 
 def _pull(argv: list[str]) -> None:
-    parser = CommandParser(prog="megadit pull", description="Copies a bundle from a hub or a store.")
-    parser.add_argument("url", help="hf://OWNER/NAME, or a URL of fsspec such as s3://BUCKET/PATH")
-    parser.add_argument("out", type=Path, help="a bundle already there is replaced")
-    options = parser.parse_args(argv)
+    options = read_options(PullOptions, argv, prog="megadit pull", description="Copies a bundle from a hub or a store.")
     pull_bundle(options.url, options.out)
     print(options.out)
 

@@ -10,7 +10,9 @@ Tensors are read, changed and written one at a time.
 """
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from megadit.models.bundle import components as parts
 from megadit.models.bundle import hub
@@ -20,9 +22,10 @@ from megadit.models.bundle.tensor_source import DTYPES, from_state_dict, open_sa
 from megadit.models.config import DiTConfig
 from megadit.models.convert.published import WEIGHTS, Published, open_published, write_diffusers, write_original
 from megadit.models.settings import SamplingSettings
-from megadit.models.shared.command import CommandParser, run_command
+from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, read_json, write_json
+from megadit.models.shared.options import read_options, setting
 from megadit.models.text_encoders import ClassLabels, T5TextEncoder, TextEncoder, load_text_encoder
 from megadit.models.tokenizers import (
     Autoencoder,
@@ -37,32 +40,30 @@ T5 = "google-t5/t5-11b"
 PRECISIONS = {"float32": DTYPES["F32"], "bfloat16": DTYPES["BF16"], "float16": DTYPES["F16"]}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConvertOptions:
+    source: str = setting(
+        help="a published checkpoint: directory, file, or name of a model in the hub's cache", positional=True
+    )
+    out: Path = setting(help="what to write; a bundle already there is replaced", positional=True)
+    to: Literal["bundle", "diffusers", "original"] = setting(
+        "bundle", "bundle (default); of a bundle: diffusers' form, or the names of the first publication"
+    )
+    tokenizer: str | None = setting(None, "the video tokenizer; default: that of the pipeline", metavar="PATH")
+    text_encoder: str | None = setting(
+        None, f"directory or name of a T5; default: that of the pipeline, or {T5}", metavar="PATH"
+    )
+    dtype: str | None = setting(None, "of the network's weights; default: as they are", choices=tuple(PRECISIONS))
+    compression: str = setting("", "of a .jit tokenizer that does not tell it", metavar="TxHxW")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Converts; the exit code is 0, or 2 after a mistake, told in one line."""
     return run_command(_run, sys.argv[1:] if argv is None else argv)
 
 
-def _parser() -> CommandParser:
-    parser = CommandParser(prog="megadit convert", description="Published weights in and out.")
-    parser.add_argument("source", help="a published checkpoint: directory, file, or name of a model in the hub's cache")
-    parser.add_argument("out", type=Path, help="what to write; a bundle already there is replaced")
-    parser.add_argument(
-        "--to",
-        choices=("bundle", "diffusers", "original"),
-        default="bundle",
-        help="bundle (default); of a bundle: diffusers' form, or the names of the first publication",
-    )
-    parser.add_argument("--tokenizer", metavar="PATH", help="the video tokenizer; default: that of the pipeline")
-    parser.add_argument(
-        "--text_encoder", metavar="PATH", help=f"directory or name of a T5; default: that of the pipeline, or {T5}"
-    )
-    parser.add_argument("--dtype", choices=PRECISIONS, help="of the network's weights; default: as they are")
-    parser.add_argument("--compression", default="", metavar="TxHxW", help="of a .jit tokenizer that does not tell it")
-    return parser
-
-
 def _run(argv: list[str]) -> int:
-    options = _parser().parse_args(argv)
+    options = read_options(ConvertOptions, argv, prog="megadit convert", description="Published weights in and out.")
     if options.to != "bundle":
         _export(Path(options.source), options.out, options.to)
     else:
@@ -98,7 +99,7 @@ def _is_part(path: Path) -> bool:
 # ------------------------------------------------------------------------------------------------------- in
 
 
-def _import(source: Path, options) -> None:
+def _import(source: Path, options: ConvertOptions) -> None:
     published = open_published(source)
     licence = find_licence(source, published.config.family)
     tokenizer = _choose_tokenizer(source, options.tokenizer, options.compression)

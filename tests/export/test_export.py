@@ -146,7 +146,7 @@ def test_other_weights_and_missing_folders_say_what_to_run(exported, tiny_bundle
     [
         (["{missing}", "{out}"], "neither a bundle"),
         (["{bundle}", "{out}", "--opset", "9"], "opset 9 is not supported"),
-        (["{bundle}", "{out}", "--precision", "fp4"], "precision 'fp4' is unknown"),
+        (["{bundle}", "{out}", "--precision", "fp4"], "--precision='fp4' is unknown"),
         (
             ["{bundle}", "{out}", "--precision", "int8", "--opset", "18"],
             "precision int8 needs opset 20 or newer, not 18",

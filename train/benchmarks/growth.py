@@ -18,9 +18,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megadit.models.shared.command import CommandParser, run_command
+from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import atomic_path, read_json, write_json
+from megadit.models.shared.options import read_options, setting
 from megadit.models.shared.progress import Progress
 
 RECIPE = "digits_tiny"
@@ -194,25 +195,25 @@ def table_of(curves: dict[str, list[Point]]) -> Table:
     return table
 
 
-def _parser() -> CommandParser:
-    parser = CommandParser(prog="megadit benchmark growth", description="How a training step's cost grows, measured.")
-    parser.add_argument(
-        "folder", metavar="FOLDER", type=Path, help="for growth.png, growth.json and every run's figures"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GrowthOptions:
+    folder: Path = setting(
+        help="for growth.png, growth.json and every run's figures", positional=True, metavar="FOLDER"
     )
-    parser.add_argument(
-        "--along", nargs="+", default=list(AXES), metavar="NAME", help=f"{', '.join(AXES)} (default: all)"
-    )
-    parser.add_argument("--steps", type=int, default=3, metavar="N", help="timed at each point (default: 3)")
-    parser.add_argument("--points", type=int, metavar="N", help="the first N of each axis alone")
-    return parser
+    along: tuple[str, ...] = setting(tuple(AXES), f"{', '.join(AXES)} (default: all)", metavar="NAME")
+    steps: int = setting(3, "timed at each point (default: {default})", metavar="N")
+    points: int | None = setting(None, "the first N of each axis alone", low=2, metavar="N")
 
 
 def _run(argv: list[str]) -> None:
-    options = _parser().parse_args(argv)
+    options = read_options(
+        GrowthOptions,
+        argv,
+        prog="megadit benchmark growth",
+        description="How a training step's cost grows, measured.",
+    )
     for name in options.along:
         choose_one(name, AXES, f"--along {name}: nothing grows along that")
-    if options.points is not None and options.points < 2:
-        raise UserError(f"--points {options.points} must be at least 2")
     options.folder.mkdir(parents=True, exist_ok=True)
     values = {name: AXES[name].values[: options.points] for name in options.along}
     curves: dict[str, list[Point]] = {name: [] for name in values}

@@ -6,19 +6,19 @@ The steps are those of `megadit train`, on mock data unless `data.path` is given
 are counted as `models.flops` says (recomputation adds nothing), and by the formula of the published figures beside it.
 """
 
-import argparse
 import functools
 import os
 import sys
 import tempfile
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
 
-from megadit.models.shared.command import CommandParser, run_command
+from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError, told_once
 from megadit.models.shared.files import write_json
+from megadit.models.shared.options import read_options, setting
 from megadit.models.shared.progress import Progress
 from megadit.train.__main__ import without_nproc
 from megadit.train.config.checks import check_inputs, check_layout
@@ -26,6 +26,19 @@ from megadit.train.config.load import resolve_config
 from megadit.train.config.schema import RunConfig
 from megadit.train.recipes import RECIPES
 from megadit.train.step_figures import StepFigures, shares_of, table_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchmarkTrainOptions:
+    recipe: str | None = setting(None, "the run whose steps are timed", metavar="NAME")
+    config_file: str | None = setting(None, "YAML with values to change", names=("--config-file",), metavar="FILE")
+    nproc: int | None = setting(None, "start N ranks on this machine", low=1, metavar="N")
+    steps: int = setting(10, "steps timed (default: {default})", low=1, metavar="N")
+    warmup: int = setting(3, "steps before, not counted (default: {default})", low=0, metavar="N")
+    trace: str | None = setting(None, "also write a Chrome trace of one step (https://ui.perfetto.dev)", metavar="FILE")
+    json: str = setting("", "also write the figures here", metavar="FILE")
+    debug: bool = setting(False, "show the traceback of user errors")
+    overrides: tuple[str, ...] = setting((), "change single values", positional=True, metavar="section.key=value")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,7 +72,7 @@ def _run(argv: list[str], *, debug: bool) -> int:
     return 0
 
 
-def _measure(config: RunConfig, options: argparse.Namespace) -> tuple[StepFigures, dict[str, Any]]:
+def _measure(config: RunConfig, options: BenchmarkTrainOptions) -> tuple[StepFigures, dict[str, Any]]:
     from megadit.models.machine import describe
     from megadit.models.megatron import groups as process_groups
     from megadit.train.benchmarks.measure import measure_steps
@@ -76,7 +89,7 @@ def _measure(config: RunConfig, options: argparse.Namespace) -> tuple[StepFigure
         process_groups.destroy()
 
 
-def _config(options: argparse.Namespace) -> RunConfig:
+def _config(options: BenchmarkTrainOptions) -> RunConfig:
     """The recipe's run, without what a benchmark leaves out: validation, logs, checkpoints."""
     fixed = ["validation.interval=0", "logger.tensorboard=false", "train.output_dir=."]
     config = resolve_config(options.recipe, config_file=options.config_file, overrides=[*options.overrides, *fixed])
@@ -85,7 +98,7 @@ def _config(options: argparse.Namespace) -> RunConfig:
     return config
 
 
-def _tell(config: RunConfig, figures: StepFigures, about: dict[str, Any], options: argparse.Namespace) -> None:
+def _tell(config: RunConfig, figures: StepFigures, about: dict[str, Any], options: BenchmarkTrainOptions) -> None:
     from megadit.models.machine import describe_in_words
 
     console = Console()
@@ -98,36 +111,19 @@ def _tell(config: RunConfig, figures: StepFigures, about: dict[str, Any], option
         print(options.json)
 
 
-def _parse(argv: list[str]) -> argparse.Namespace:
-    options = _parser().parse_args(argv)
-    for name, least in (("nproc", 1), ("steps", 1), ("warmup", 0)):
-        if (value := getattr(options, name)) is not None and value < least:
-            raise UserError(f"--{name} {value} must be {least} or more")
-    if options.nproc and "RANK" in os.environ:
-        raise UserError("--nproc starts ranks itself; leave it out under torchrun")
-    return options
-
-
-def _parser() -> CommandParser:
-    parser = CommandParser(
+def _parse(argv: list[str]) -> BenchmarkTrainOptions:
+    options = read_options(
+        BenchmarkTrainOptions,
+        argv,
         prog="megadit benchmark train",
         usage="megadit benchmark train --recipe NAME [options] [section.key=value ...]",
         description="Times optimizer steps of a recipe on this machine. Later wins: recipe < --config-file < "
         "section.key=value.",
         epilog=f"recipes: {', '.join(RECIPES)}",
     )
-    parser.add_argument("--recipe", metavar="NAME", help="the run whose steps are timed")
-    parser.add_argument("--config-file", metavar="FILE", help="YAML with values to change")
-    parser.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps timed (default: 10)")
-    parser.add_argument("--warmup", type=int, default=3, metavar="N", help="steps before, not counted (default: 3)")
-    parser.add_argument(
-        "--trace", metavar="FILE", help="also write a Chrome trace of one step (https://ui.perfetto.dev)"
-    )
-    parser.add_argument("--json", default="", metavar="FILE", help="also write the figures here")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of user errors")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change single values")
-    return parser
+    if options.nproc and "RANK" in os.environ:
+        raise UserError("--nproc starts ranks itself; leave it out under torchrun")
+    return options
 
 
 if __name__ == "__main__":

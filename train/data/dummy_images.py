@@ -5,13 +5,14 @@ channels and with text features 1024 wide, as most recipes have them.
 """
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch.nn import functional
 
-from megadit.models.shared.command import CommandParser
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.options import read_options, setting
 from megadit.models.shared.progress import Progress
 from megadit.models.text_encoders.hashed_words import HashedWordEncoder
 from megadit.models.tokenizers.haar import HaarTokenizer
@@ -70,23 +71,29 @@ def prepare_dummy_images(out: Path, *, num_images: int = 64, size: int = 256, se
     return DatasetInfo.read(out)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DummyImagesOptions:
+    out: Path = setting(Path("dummy_images"), positional=True, metavar="OUT")
+    factory: str | None = setting(None, "NeMo's name of it", choices=(FACTORY,))
+    num_images: int = setting(64, "one in eight of them for validation (default: {default})")
+    size: int = setting(256, "height and width in pixels (default: {default})")
+    seed: int = setting(0, "the same seed gives the same files (default: {default})")
+    overwrite: bool = setting(False, "replace a finished folder")
+
+
 def command(argv: list[str]) -> int:
     """`megadit prepare dummy_images`; under torchrun the first rank does all of it."""
-    parser = CommandParser(prog="megadit prepare dummy_images", description="Pictures of random colours, captioned.")
-    parser.add_argument("out", type=Path, nargs="?", default=Path("dummy_images"), metavar="OUT")
-    parser.add_argument("--factory", choices=[FACTORY], help="NeMo's name of it")
-    parser.add_argument("--num_images", type=int, default=64, help="one in eight of them for validation (default: 64)")
-    parser.add_argument("--size", type=int, default=256, help="height and width in pixels (default: 256)")
-    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same files (default: 0)")
-    parser.add_argument("--overwrite", action="store_true", help="replace a finished folder")
-    arguments = parser.parse_args(argv)
+    options = read_options(
+        DummyImagesOptions,
+        argv,
+        prog="megadit prepare dummy_images",
+        description="Pictures of random colours, captioned.",
+    )
     if os.environ.get("RANK", "0") != "0":
         return 0
-    if is_done(arguments.out, overwrite=arguments.overwrite):
+    if is_done(options.out, overwrite=options.overwrite):
         return 0
-    info = prepare_dummy_images(
-        arguments.out, num_images=arguments.num_images, size=arguments.size, seed=arguments.seed
-    )
+    info = prepare_dummy_images(options.out, num_images=options.num_images, size=options.size, seed=options.seed)
     counts = ", ".join(f"{count} {split}" for split, count in info.num_samples.items())
     print(
         f"{info.root}: {counts} pictures; train on them with data.path={info.root} model.sigma_data={info.sigma_data}"

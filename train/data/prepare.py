@@ -13,9 +13,10 @@ import imageio.v3 as iio
 import torch
 from torch import Tensor
 
-from megadit.models.shared.command import CommandParser, run_command
+from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import atomic_path
+from megadit.models.shared.options import read_options, setting
 from megadit.models.shared.progress import Progress, duration
 from megadit.models.text_encoders.hashed_words import HashedWordEncoder
 from megadit.models.tokenizers.haar import HaarTokenizer
@@ -155,29 +156,31 @@ def save_preview(path: Path, picture_CHW: Tensor, *, zoom: int = 3) -> None:
 # --- the command --------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DigitsOptions:
+    out: Path = setting(help="folder to write", positional=True, metavar="OUT")
+    num_clips: int = setting(NUM_CLIPS, "training clips of 9 frames ({default})")
+    num_images: int = setting(NUM_IMAGES, "training images ({default})")
+    num_val: int = setting(NUM_VAL, "validation clips, of held-out digits ({default})")
+    seed: int = setting(0, "the same seed gives the same files (default: {default})")
+    overwrite: bool = setting(False, "replace a finished folder")
+
+
 def _digits_command(argv: list[str]) -> int:
-    parser = CommandParser(
+    options = read_options(
+        DigitsOptions,
+        argv,
         prog="megadit prepare digits",
         description="Captioned clips and images of the handwritten digits inside scikit-learn.",
     )
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
-    parser.add_argument("--num_clips", type=int, default=NUM_CLIPS, help=f"training clips of 9 frames ({NUM_CLIPS})")
-    parser.add_argument("--num_images", type=int, default=NUM_IMAGES, help=f"training images ({NUM_IMAGES})")
-    parser.add_argument(
-        "--num_val", type=int, default=NUM_VAL, help=f"validation clips, of held-out digits ({NUM_VAL})"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same files (default: 0)")
-    parser.add_argument("--overwrite", action="store_true", help="replace a finished folder")
-    arguments = parser.parse_args(argv)
-    out = arguments.out
-    if is_done(out, overwrite=arguments.overwrite):
+    if is_done(options.out, overwrite=options.overwrite):
         return 0
     prepare_digits(
-        out,
-        num_clips=arguments.num_clips,
-        num_images=arguments.num_images,
-        num_val=arguments.num_val,
-        seed=arguments.seed,
+        options.out,
+        num_clips=options.num_clips,
+        num_images=options.num_images,
+        num_val=options.num_val,
+        seed=options.seed,
     )
     return 0
 

@@ -22,9 +22,10 @@ from torch import Tensor
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.video_io import write_video
 from megadit.models.bundle.bundle import Bundle
-from megadit.models.shared.command import CommandParser, run_command
+from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, atomic_path, read_json, write_json
+from megadit.models.shared.options import read_options, setting
 from megadit.models.shared.progress import Progress, duration
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.data import prepare
@@ -276,6 +277,13 @@ def _watchable(clip_CTHW: Tensor, zoom: int):
 # --- the command --------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemoOptions:
+    out: Path = setting(Path("runs/demo"), "folder for everything ({default})")
+    ranks: int = setting(2, "training processes ({default})", low=1)
+    quick: bool = setting(False, "next to no training: shows that every stage works")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs `megadit demo`; returns its exit code."""
     return run_command(_run, sys.argv[1:] if argv is None else argv)
@@ -283,18 +291,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> int:
     """Runs the stages that are not done yet."""
-    parser = CommandParser(
+    options = read_options(
+        DemoOptions,
+        argv,
         prog="megadit demo",
         description="Prepares handwritten digits, trains on them, makes videos from prompts and scores them.",
     )
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for everything (runs/demo)")
-    parser.add_argument("--ranks", type=int, default=2, help="training processes (2)")
-    parser.add_argument("--quick", action="store_true", help="next to no training: shows that every stage works")
-    arguments = parser.parse_args(argv)
-    if arguments.ranks < 1:
-        raise UserError(f"--ranks {arguments.ranks} must be at least 1")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwinds, so that training is told too
-    run_demo(Demo(out=arguments.out, size=QUICK if arguments.quick else FULL, num_ranks=arguments.ranks))
+    run_demo(Demo(out=options.out, size=QUICK if options.quick else FULL, num_ranks=options.ranks))
     return 0
 
 

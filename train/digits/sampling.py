@@ -17,9 +17,10 @@ from torch import Tensor
 
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.samplers import SAMPLERS
-from megadit.models.shared.command import CommandParser, run_command
+from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, write_json
+from megadit.models.shared.options import read_options, setting
 from megadit.models.shared.progress import Progress
 from megadit.train.digits import judge, score
 from megadit.train.digits.data import COLOURS, Attributes
@@ -166,13 +167,17 @@ def load_bench(demo: Path, count: int) -> Bench:
     return Bench(pipeline, reader, attributes, score.heldout_captions(attributes))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingOptions:
+    demo: Path = setting(help="the folder that `make demo` left", positional=True)
+    out: Path = setting(help="folder for sampling.json and score_against_calls.png", positional=True)
+    clips: int = setting(96, "of each measurement (default: {default})", low=1)
+    weaker: str | None = setting(None, "bundle of a weaker checkpoint, for autoguidance")
+
+
 def _run(argv: list[str]) -> None:
-    parser = CommandParser(prog="python -m megadit.train.digits.sampling", description=__doc__.splitlines()[0])
-    parser.add_argument("demo", type=Path, help="the folder that `make demo` left")
-    parser.add_argument("out", type=Path, help="folder for sampling.json and score_against_calls.png")
-    parser.add_argument("--clips", type=int, default=96, help="of each measurement (default: 96)")
-    parser.add_argument("--weaker", help="bundle of a weaker checkpoint, for autoguidance")
-    options = parser.parse_args(argv)
+    prog = "python -m megadit.train.digits.sampling"
+    options = read_options(SamplingOptions, argv, prog=prog, description=__doc__.splitlines()[0])
     bench = load_bench(options.demo, options.clips)
     num_kinds = 4 if options.weaker else 3
     with Progress(len(SOLVERS) * len(CALLS) + num_kinds * len(SCALES), "sampling") as bar:

@@ -11,14 +11,26 @@ import argparse
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
-from megadit.models.shared.command import CommandParser, run_command
+from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path
+from megadit.models.shared.options import read_options, setting
 from megadit.train.config.load import change, to_yaml
 from megadit.train.slurm.config import ChainConfig
 from megadit.train.slurm.scripts import scripts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlurmOptions:
+    config_file: str | None = setting(
+        None, "YAML with the cluster and the stages", names=("--config-file",), metavar="FILE"
+    )
+    dry_run: bool = setting(False, "write the scripts and submit nothing", names=("--dry-run",))
+    print_config: bool = setting(False, "print the resolved configuration and stop", names=("--print-config",))
+    overrides: tuple[str, ...] = setting((), "change single values", positional=True, metavar="section.key=value")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -27,7 +39,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    options = _parser().parse_args(argv)
+    options = read_options(
+        SlurmOptions,
+        argv,
+        prog="megadit slurm",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     chain = change(ChainConfig(), config_file=options.config_file, overrides=options.overrides)
     chain.check()
     if options.print_config:
@@ -56,17 +74,6 @@ def submit(folder: Path) -> int:
     if shutil.which("sbatch") is None:
         raise UserError("sbatch is not on this machine; --dry-run writes the scripts to take to one where it is")
     return subprocess.run([folder / "submit.sh"]).returncode
-
-
-def _parser() -> CommandParser:
-    parser = CommandParser(
-        prog="megadit slurm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--config-file", metavar="FILE", help="YAML with the cluster and the stages")
-    parser.add_argument("--dry-run", action="store_true", help="write the scripts and submit nothing")
-    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change single values")
-    return parser
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import pickle
 import tarfile
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megadit.models.shared.command import CommandParser
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.options import read_options, setting
 from megadit.models.shared.progress import Progress
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import load_tokenizer
@@ -216,17 +217,20 @@ def _number(value: Any) -> float | None:
         return None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NemoOptions:
+    source: Path = setting(help="folder of tar files that NeMo or DFM wrote", positional=True, metavar="SRC")
+    out: Path = setting(help="folder to write", positional=True, metavar="OUT")
+    tokenizer: str = setting(help="folder of the tokenizer that made the latents")
+    text_encoder: str = setting(help="folder of the text encoder that made the features")
+    fps: float = setting(24.0, "of videos whose json has no framerate (default: 24)")
+    val_every: int = setting(50, "each so-manieth sample is held out; 0: none")
+    shard_size: int = setting(1000, "samples of a shard (default: {default})")
+    overwrite: bool = setting(False, "replace a finished folder")
+
+
 def nemo_command(argv: list[str]) -> int:
-    parser = CommandParser(prog="megadit prepare nemo", description=__doc__.splitlines()[0])
-    parser.add_argument("source", metavar="SRC", type=Path, help="folder of tar files that NeMo or DFM wrote")
-    parser.add_argument("out", metavar="OUT", type=Path, help="folder to write")
-    parser.add_argument("--tokenizer", required=True, help="folder of the tokenizer that made the latents")
-    parser.add_argument("--text_encoder", required=True, help="folder of the text encoder that made the features")
-    parser.add_argument("--fps", type=float, default=24.0, help="of videos whose json has no framerate (default: 24)")
-    parser.add_argument("--val_every", type=int, default=50, help="each so-manieth sample is held out; 0: none")
-    parser.add_argument("--shard_size", type=int, default=1000, help="samples of a shard (default: 1000)")
-    parser.add_argument("--overwrite", action="store_true", help="replace a finished folder")
-    options = parser.parse_args(argv)
+    options = read_options(NemoOptions, argv, prog="megadit prepare nemo", description=__doc__.splitlines()[0])
     if not options.source.is_dir():
         raise UserError(f"{options.source} is not a folder")
     if is_done(options.out, overwrite=options.overwrite):
