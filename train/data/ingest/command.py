@@ -1,64 +1,142 @@
 """`megadit prepare videos|images|webdataset|hf|butterfly SRC OUT`: its options."""
 
 import shutil
-from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from megadit.models.shared.command import CommandParser
 from megadit.models.shared.errors import UserError, choose_one
+from megadit.models.shared.options import group, read_options, setting
 from megadit.train.data.dataset_info import INFO_FILE
 from megadit.train.data.ingest import stages
 from megadit.train.data.ingest.encodings import default_encodings, read_encodings
-from megadit.train.data.ingest.plan import CUTS, Notes, Settings
+from megadit.train.data.ingest.plan import Notes, Settings
 from megadit.train.data.ingest.pool import default_workers
 from megadit.train.data.ingest.sources import Listing, list_folder, list_tables, list_webdataset
 from megadit.train.data.ingest.team import join_team
 from megadit.train.data.writer import is_prepared
 
 BUTTERFLIES = "huggan/smithsonian_butterflies_subset"
-DESCRIPTIONS = {
-    "videos": "A folder of videos, captioned by clip.txt, clip.json or metadata.csv|jsonl|parquet.",
-    "images": "A folder of images, captioned by picture.txt, picture.json or metadata.csv|jsonl|parquet.",
-    "webdataset": "WebDataset shards of videos or images and captions.",
-    "hf": "A Hugging Face data set of images: a folder of Parquet files, or an id to download.",
-    "butterfly": f"The butterflies of {BUTTERFLIES}.",
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrepareOptions:
+    """Of all sources."""
+
+    height: int = setting(256, "of samples, in pixels (default: {default})")
+    width: int = setting(256, "of samples, in pixels (default: {default})")
+    sizes: str | None = setting(None, "buckets in place of one size: 256x256,192x320,320x192 (height x width)")
+    num_frames: str = setting("33", "of clips; several: 17,33,121 (default: {default})")
+    settings: Settings = group(Settings)
+    tokenizer: str = setting(
+        "haar", "folder of a tokenizer, or haar: fitted to the clips", names=("--tokenizer", "--tokenizer_cache_dir")
+    )
+    channels: int = setting(32, "latent channels of a fitted tokenizer (default: {default})")
+    text_encoder: str = setting(
+        "hashed_words", "folder of a text encoder, or hashed_words", names=("--text_encoder", "--t5_cache_dir")
+    )
+    encodings: Path | None = setting(None, "YAML list of encodings in place of these two")
+    num_workers: int | None = setting(None, "decoding processes of a rank")
+    stages: str | None = setting(None, f"only these of {','.join(stages.STAGES)}")
+    redo: str | None = setting(None, "shards to make again: 7, or 3:8 for 3 to 7")
+    overwrite: bool = setting(False, "start anew")
+
+
+_SOURCE = "where the data are: a folder, or a URL such as s3://BUCKET/PATH"
+_OUT = "folder to write"
+_SPLIT = "of the data set (default: {default})"
+_CAPTION_COLUMN = "column of captions (default: caption, text, prompt or name)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FolderOptions:
+    source: str = setting(help=_SOURCE, positional=True, metavar="SRC")
+    out: Path = setting(help=_OUT, positional=True, metavar="OUT")
+    common: PrepareOptions = group(PrepareOptions)
+    captions: str | None = setting(None, "table (.csv, .jsonl, .parquet) of files and captions")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WebDatasetOptions:
+    source: str = setting(help=_SOURCE, positional=True, metavar="SRC")
+    out: Path = setting(help=_OUT, positional=True, metavar="OUT")
+    common: PrepareOptions = group(PrepareOptions)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableOptions:
+    source: str = setting(help=_SOURCE, positional=True, metavar="SRC")
+    out: Path = setting(help=_OUT, positional=True, metavar="OUT")
+    common: PrepareOptions = group(PrepareOptions)
+    split: str = setting("train", _SPLIT)
+    caption_column: str | None = setting(None, _CAPTION_COLUMN)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ButterflyOptions:
+    source: str = setting(BUTTERFLIES, "a folder with the Parquet files (default: download {default})")
+    output_dir: Path = setting(Path("butterfly_webdataset"), names=("--output_dir", "--out"))
+    folder: Path | None = setting(None, "the same as --output_dir", positional=True, metavar="OUT")
+    common: PrepareOptions = group(PrepareOptions)
+    split: str = setting("train", _SPLIT)
+    caption_column: str | None = setting(None, _CAPTION_COLUMN)
+
+    @property
+    def out(self) -> Path:
+        return self.folder or self.output_dir
+
+
+Options = FolderOptions | WebDatasetOptions | TableOptions | ButterflyOptions
+KINDS: dict[str, tuple[type[Options], str]] = {
+    "videos": (
+        FolderOptions,
+        "A folder of videos, captioned by clip.txt, clip.json or metadata.csv|jsonl|parquet.",
+    ),
+    "images": (
+        FolderOptions,
+        "A folder of images, captioned by picture.txt, picture.json or metadata.csv|jsonl|parquet.",
+    ),
+    "webdataset": (WebDatasetOptions, "WebDataset shards of videos or images and captions."),
+    "hf": (TableOptions, "A Hugging Face data set of images: a folder of Parquet files, or an id to download."),
+    "butterfly": (ButterflyOptions, f"The butterflies of {BUTTERFLIES}."),
 }
+"""Source -> its options, and what it is."""
 
 
 def prepare_command(kind: str, argv: list[str]) -> int:
     """Runs one of the sources above; a second run goes on where the first was stopped."""
-    options = _parse(kind, argv)
-    notes = Notes(root=options.out)
+    of, description = KINDS[kind]
+    options = read_options(of, argv, prog=f"megadit prepare {kind}", description=description)
+    common, notes = options.common, Notes(root=options.out)
     with join_team() as team:
         preparation = stages.Preparation(
             notes=notes,
-            settings=_settings(options),
+            settings=_settings(common),
             encodings=(
-                read_encodings(options.encodings)
-                if options.encodings
-                else default_encodings(options.tokenizer, options.text_encoder)
+                read_encodings(common.encodings)
+                if common.encodings
+                else default_encodings(common.tokenizer, common.text_encoder)
             ),
-            channels=options.channels,
+            channels=common.channels,
             list_sources=_listing(kind, options, notes),
-            num_workers=options.num_workers,
+            num_workers=default_workers() if common.num_workers is None else common.num_workers,
             team=team,
-            redo=_range(options.redo),
+            redo=_range(common.redo),
         )
         stages.check_sizes(preparation)
         if team.is_first:
-            if options.overwrite and _is_ours(notes):
+            if common.overwrite and _is_ours(notes):
                 shutil.rmtree(options.out)  # only now that nothing is wrong with what is to take its place
             request = {
                 "source": f"{kind} {options.source}",
                 "encodings": [_plain(encoding) for encoding in preparation.encodings],
-                "channels": options.channels,
+                "channels": common.channels,
             }
             notes.begin(preparation.settings, request)
         team.wait()
-        names = _stages(options)
-        if (options.out / INFO_FILE).is_file() and options.redo is None and options.stages is None:
+        names = _stages(common)
+        if (options.out / INFO_FILE).is_file() and common.redo is None and common.stages is None:
             if team.is_first:
                 print(f"{options.out} is already prepared; nothing to do (--overwrite replaces it)")
             return 0
@@ -73,87 +151,22 @@ def _is_ours(notes: Notes) -> bool:
 
 def commands() -> dict[str, Callable[[list[str]], int]]:
     """Source -> its command."""
-    return {kind: partial(prepare_command, kind) for kind in DESCRIPTIONS}
+    return {kind: partial(prepare_command, kind) for kind in KINDS}
 
 
-def _parse(kind: str, argv: list[str]) -> Namespace:
-    options = _parser(kind).parse_args(argv)
-    options.out = getattr(options, "folder", None) or options.out
-    return options
-
-
-def _parser(kind: str) -> CommandParser:
-    parser = CommandParser(prog=f"megadit prepare {kind}", description=DESCRIPTIONS[kind])
-    default = Settings(sizes=((256, 256),))
-    if kind == "butterfly":
-        parser.set_defaults(source=BUTTERFLIES)
-        parser.add_argument("--source", help=f"a folder with the Parquet files (default: download {BUTTERFLIES})")
-        parser.add_argument("--output_dir", "--out", dest="out", type=Path, default=Path("butterfly_webdataset"))
-        parser.add_argument("folder", type=Path, metavar="OUT", nargs="?", help="the same as --output_dir")
-    else:
-        parser.add_argument(
-            "source", metavar="SRC", help="where the data are: a folder, or a URL such as s3://BUCKET/PATH"
-        )
-        parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
-    parser.add_argument("--height", type=int, default=256, help="of samples, in pixels (default: 256)")
-    parser.add_argument("--width", type=int, default=256, help="of samples, in pixels (default: 256)")
-    parser.add_argument("--sizes", help="buckets in place of one size: 256x256,192x320,320x192 (height x width)")
-    parser.add_argument("--num_frames", default="33", help="of clips; several: 17,33,121 (default: 33)")
-    parser.add_argument("--fps", type=float, default=default.fps, help="frames per second (default: 24)")
-    parser.add_argument("--cut", choices=CUTS, default=default.cut, help="where clips end (default: scene)")
-    for name, text in (
-        ("scene_threshold", "change of brightness (0..255) that ends a scene"),
-        ("min_brightness", "darker clips are left out as black"),
-        ("min_motion", "stiller clips are left out as static"),
-        ("min_contrast", "plainer images are left out as blank"),
-        ("max_duplicate_bits", "of 192: clips that differ in no more are duplicates; -1 keeps all"),
-        ("max_megapixels", "larger pictures are left out"),
-        ("max_minutes", "longer videos are left out"),
-        ("shard_size", "samples of a shard, at most"),
-        ("val_share", "share of the sources held out for validation"),
-        ("seed", "decides order and splits"),
-    ):
-        value = getattr(default, name)
-        parser.add_argument(f"--{name}", type=type(value), default=value, help=f"{text} (default: {value})")
-    parser.add_argument("--min_aesthetic_score", type=float, help="sources with a lower one, or none, are left out")
-    parser.add_argument("--store", choices=("latents", "raw"), default="latents", help="encode now, or while training")
-    parser.add_argument(
-        "--tokenizer",
-        "--tokenizer_cache_dir",
-        default="haar",
-        help="folder of a tokenizer, or haar: fitted to the clips",
-    )
-    parser.add_argument("--channels", type=int, default=32, help="latent channels of a fitted tokenizer (default: 32)")
-    parser.add_argument(
-        "--text_encoder", "--t5_cache_dir", default="hashed_words", help="folder of a text encoder, or hashed_words"
-    )
-    parser.add_argument("--encodings", type=Path, help="YAML list of encodings in place of these two")
-    parser.add_argument("--num_workers", type=int, default=default_workers(), help="decoding processes of a rank")
-    parser.add_argument("--stages", help=f"only these of {','.join(stages.STAGES)}")
-    parser.add_argument("--redo", help="shards to make again: 7, or 3:8 for 3 to 7")
-    parser.add_argument("--overwrite", action="store_true", help="start anew")
-    if kind in ("videos", "images"):
-        parser.add_argument("--captions", help="table (.csv, .jsonl, .parquet) of files and captions")
-    if kind in ("hf", "butterfly"):
-        parser.add_argument("--split", default="train", help="of the data set (default: train)")
-        parser.add_argument("--caption_column", help="column of captions (default: caption, text, prompt or name)")
-    return parser
-
-
-def _settings(options: Namespace) -> Settings:
-    names = [name for name in Settings.__dataclass_fields__ if name not in ("sizes", "num_frames")]
-    return Settings(
+def _settings(options: PrepareOptions) -> Settings:
+    return replace(
+        options.settings,
         sizes=_sizes(options.sizes) if options.sizes else ((options.height, options.width),),
         num_frames=tuple(sorted({_whole("num_frames", part) for part in options.num_frames.split(",")})),
-        **{name: getattr(options, name) for name in names},
     )
 
 
-def _listing(kind: str, options: Namespace, notes: Notes) -> Callable[[], Listing]:
+def _listing(kind: str, options: Options, notes: Notes) -> Callable[[], Listing]:
     source = options.source
-    if kind in ("videos", "images"):
+    if isinstance(options, FolderOptions):
         return partial(list_folder, source, "video" if kind == "videos" else "image", options.captions)
-    if kind == "webdataset":
+    if isinstance(options, WebDatasetOptions):
         return partial(list_webdataset, source)
     return partial(list_tables, source, notes.fetched, split=options.split, caption_column=options.caption_column)
 
@@ -162,7 +175,7 @@ def _plain(encoding) -> dict[str, object]:
     return {name: getattr(encoding, name) for name in encoding.__dataclass_fields__}
 
 
-def _stages(options: Namespace) -> list[str]:
+def _stages(options: PrepareOptions) -> list[str]:
     if options.stages is None:
         return ["encode", "index"] if options.redo else list(stages.STAGES)
     names = options.stages.split(",")

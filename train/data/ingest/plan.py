@@ -14,50 +14,52 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megadit.models.shared.errors import UserError, choose_one
+from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, read_json, write_json
+from megadit.models.shared.options import check_settings, setting
 
 NOTES = "prepare"
 TEMPORARY = re.compile(r"\..*\.[0-9a-f]{8}(\.[a-z]+)?")
 """Names that `atomic_path` and `atomic_directory` write under."""
 Kind = Literal["video", "image"]
-CUTS = ("length", "scene")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
     """Everything that decides what the data set holds."""
 
-    sizes: tuple[tuple[int, int], ...]
+    sizes: tuple[tuple[int, int], ...] = ((256, 256),)
     """(height, width) of the buckets; a clip takes the one nearest its shape of those it fills."""
     num_frames: tuple[int, ...] = (33,)
     """Lengths of clips in frames; a stretch of video is cut into the longest that fit."""
-    fps: float = 24.0
-    """Frames per second that clips are sampled at; slower videos keep their own."""
-    cut: Literal["length", "scene"] = "scene"
+    fps: float = setting(24.0, "frames per second (default: 24)", above=0)
+    """At which clips are sampled; slower videos keep their own."""
+    cut: Literal["length", "scene"] = setting("scene", "where clips end (default: {default})")
     """Clips may cross a change of scene (`length`), or not."""
-    scene_threshold: float = 20.0
-    """Mean difference of brightness (0..255) between neighbouring frames that makes a change of scene."""
-    min_brightness: float = 12.0
-    """Clips whose brightest frame is darker than this on average (0..255) are black."""
-    min_motion: float = 0.4
-    """Clips whose neighbouring frames all differ by less than this on average (0..255) are static."""
-    min_contrast: float = 2.0
-    """Images whose brightness has a smaller standard deviation (0..255) are blank."""
-    max_duplicate_bits: int = 7
-    """Clips are duplicates if their 192-bit fingerprints differ in at most so many bits; below 0 keeps all."""
-    min_aesthetic_score: float | None = None
-    """Sources that come with a lower `aesthetic_score`, or with none, are left out."""
-    max_megapixels: float = 100.0
-    """Larger pictures are not decoded."""
-    max_minutes: float = 240.0
-    """Longer videos are not read."""
-    shard_size: int = 1000
-    """Most samples of a shard; all shards of a split are equally large, give or take one."""
-    val_share: float = 0.02
-    """Share of the sources whose clips form the validation split."""
-    seed: int = 0
-    store: Literal["latents", "raw"] = "latents"
+    scene_threshold: float = setting(20.0, "change of brightness (0..255) that ends a scene (default: {default})")
+    """Of the mean difference between neighbouring frames."""
+    min_brightness: float = setting(12.0, "darker clips are left out as black (default: {default})")
+    """Of the brightest frame on average (0..255)."""
+    min_motion: float = setting(0.4, "stiller clips are left out as static (default: {default})")
+    """Of all neighbouring frames: how much they differ on average (0..255)."""
+    min_contrast: float = setting(2.0, "plainer images are left out as blank (default: {default})")
+    """Standard deviation of brightness (0..255)."""
+    max_duplicate_bits: int = setting(
+        7, "of 192: clips that differ in no more are duplicates; -1 keeps all (default: {default})"
+    )
+    min_aesthetic_score: float | None = setting(None, "sources with a lower one, or none, are left out")
+    """Of the `aesthetic_score` that sources come with."""
+    max_megapixels: float = setting(100.0, "larger pictures are left out (default: {default})", above=0)
+    """They are not decoded."""
+    max_minutes: float = setting(240.0, "longer videos are left out (default: {default})", above=0)
+    """They are not read."""
+    shard_size: int = setting(1000, "samples of a shard, at most (default: {default})", above=0)
+    """All shards of a split are equally large, give or take one."""
+    val_share: float = setting(
+        0.02, "share of the sources held out for validation (default: {default})", low=0, below=1
+    )
+    seed: int = setting(0, "decides order and splits (default: {default})")
+    store: Literal["latents", "raw"] = setting("latents", "encode now, or while training")
     """Encoded samples, or pixels that training encodes as it reads them."""
 
     def __post_init__(self) -> None:
@@ -65,12 +67,7 @@ class Settings:
             raise UserError(f"sizes={self.sizes} needs at least one height and width, each 1 or more")
         if not self.num_frames or min(self.num_frames) < 1:
             raise UserError(f"num_frames={self.num_frames} needs at least one length, each 1 or more")
-        for name in ("fps", "shard_size", "max_megapixels", "max_minutes"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"{name}={getattr(self, name)} must be greater than 0")
-        if not 0 <= self.val_share < 1:
-            raise UserError(f"val_share={self.val_share} is a share of the sources; give a value from 0 to below 1")
-        choose_one(self.cut, CUTS, f"cut={self.cut!r} is unknown")
+        check_settings(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
