@@ -10,17 +10,19 @@ denoiser/, video_decoder/     exported networks by themselves, where asked for
 import os
 import shutil
 import sys
-from dataclasses import fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megadit.infer.checkpoints import open_bundle
 from megadit.infer.runtimes.load import check_runtime, open_exported
 from megadit.infer.runtimes.torch import find_dtype
+from megadit.infer.samplers import SAMPLERS, STOCHASTIC
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.settings import SAMPLER_ALIASES, SAMPLERS, STOCHASTIC, SamplingSettings
-from megadit.models.shared.command import CommandParser, run_command
+from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory
+from megadit.models.shared.options import given_class, group, read_options, setting
 from megadit.serve.contract import IMAGE_MODEL, MODEL, Limits, ServiceInfo
 from megadit.serve.model_config import Scheduling, service_config
 from megadit.serve.network_config import write_networks
@@ -115,58 +117,43 @@ def service_info(bundle: Bundle, defaults: SamplingSettings, limits: dict[str, i
     )
 
 
+GivenLimits = given_class("GivenLimits", Limits)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RepositoryOptions:
+    checkpoint: str = setting(help="a bundle or a training directory", positional=True, metavar="CHECKPOINT")
+    repository: str = setting(help="the directory to write", positional=True, metavar="REPOSITORY")
+    images: bool = setting(False, f"add the model {IMAGE_MODEL}, which makes single images")
+    networks: bool = setting(False, "add each exported network, for pipelines of your own (with --runtime)")
+    dtype: str = setting("float32", "of the network: float32, bfloat16 or float16")
+    runtime: str = setting("torch", "torch; onnx or tensorrt for a bundle of `megadit export` (default: {default})")
+    scheduling: Scheduling = group(Scheduling, "queue and devices")
+    limits: GivenLimits = group(GivenLimits, "limits of a request (defaults: a multiple of the bundle's default video)")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs `megadit serve build-repository`; returns its exit code."""
     return run_command(_run, sys.argv[1:] if argv is None else argv)
 
 
 def _run(argv: list[str]) -> None:
-    options = vars(_parser().parse_args(argv))
-    limits = {each.name: options[each.name] for each in fields(Limits) if options[each.name] is not None}
-    scheduling = {each.name: options[each.name] for each in fields(Scheduling) if options[each.name] is not None}
+    options = read_options(
+        RepositoryOptions,
+        argv,
+        prog="megadit serve build-repository",
+        description="Turns a bundle, or a training directory, into a model repository that Triton loads unchanged.",
+    )
     path = build_repository(
-        options["checkpoint"],
-        options["repository"],
-        scheduling=Scheduling(**scheduling),
-        dtype=options["dtype"],
-        runtime=options["runtime"],
-        with_images=options["images"],
-        with_networks=options["networks"],
-        limits=limits,
+        options.checkpoint,
+        options.repository,
+        scheduling=options.scheduling,
+        dtype=options.dtype,
+        runtime=options.runtime,
+        with_images=options.images,
+        with_networks=options.networks,
+        limits={name: value for name, value in asdict(options.limits).items() if value is not None},
     )
     print(
         f"{path}: {', '.join(sorted(folder.name for folder in path.iterdir()))}; `megadit serve run {path}` serves it"
     )
-
-
-def _parser() -> CommandParser:
-    parser = CommandParser(
-        prog="megadit serve build-repository",
-        description="Turns a bundle, or a training directory, into a model repository that Triton loads unchanged.",
-    )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a bundle or a training directory")
-    parser.add_argument("repository", metavar="REPOSITORY", help="the directory to write")
-    parser.add_argument("--images", action="store_true", help=f"add the model {IMAGE_MODEL}, which makes single images")
-    parser.add_argument(
-        "--networks", action="store_true", help="add each exported network, for pipelines of your own (with --runtime)"
-    )
-    parser.add_argument("--dtype", default="float32", help="of the network: float32, bfloat16 or float16")
-    parser.add_argument(
-        "--runtime", default="torch", help="torch; onnx or tensorrt for a bundle of `megadit export` (default: torch)"
-    )
-    scheduling = parser.add_argument_group("queue and devices")
-    scheduling.add_argument("--device", metavar="NAME", help="auto, cpu, or GPU numbers such as 0,1 (default: auto)")
-    scheduling.add_argument("--instances", type=int, metavar="N", help="pipelines on each device (default: 1)")
-    scheduling.add_argument("--max_batch_size", type=int, metavar="N", help="requests taken together (default: 8)")
-    scheduling.add_argument("--max_queue_size", type=int, metavar="N", help="requests that may wait (default: 64)")
-    scheduling.add_argument("--queue_seconds", type=float, metavar="S", help="how long they may wait (default: 300)")
-    scheduling.add_argument(
-        "--batching_seconds", type=float, metavar="S", help="how long a request waits for company (default: 0.02)"
-    )
-    limits = parser.add_argument_group("limits of a request (defaults: a multiple of the bundle's default video)")
-    limits.add_argument("--max_prompt_characters", type=int, metavar="N", help="of a prompt (default: 2000)")
-    limits.add_argument("--max_videos", type=int, metavar="N", help="videos of a request (default: 4)")
-    limits.add_argument("--max_frames", type=int, metavar="N", help="frames of a video")
-    limits.add_argument("--max_pixels", type=int, metavar="N", help="frames x height x width of a video")
-    limits.add_argument("--max_work", type=int, metavar="N", help="frames x height x width x steps of all its videos")
-    return parser

@@ -11,7 +11,7 @@ from typing import Any
 
 from megadit.models.settings import SERVED, ServedSettings, switched_off
 from megadit.models.shared.errors import UserError, did_you_mean
-from megadit.models.shared.options import setting, settings_of
+from megadit.models.shared.options import check_settings, setting, settings_of
 
 MODEL = "text_to_video"
 IMAGE_MODEL = "text_to_image"
@@ -101,18 +101,16 @@ INPUTS = _inputs()
 class Limits:
     """What one request may ask for; more is refused before any work."""
 
-    max_prompt_characters: int = 2000
-    max_videos: int = 4
-    max_frames: int
-    max_pixels: int
-    """frames x height x width of one video: what decides the memory."""
-    max_work: int
-    """frames x height x width x steps, of all videos of a request: what decides the time."""
+    max_prompt_characters: int = setting(2000, "of a prompt (default: {default})", low=1, metavar="N")
+    max_videos: int = setting(4, "videos of a request (default: {default})", low=1, metavar="N")
+    max_frames: int = setting(help="frames of a video", low=1, metavar="N")
+    max_pixels: int = setting(help="frames x height x width of a video", low=1, metavar="N")
+    """What decides the memory."""
+    max_work: int = setting(help="frames x height x width x steps of all its videos", low=1, metavar="N")
+    """What decides the time."""
 
     def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(self).items():
-            if value < 1:
-                raise UserError(f"{name}={value} must be at least 1")
+        check_settings(self)
 
     def check_texts(self, request: VideoRequest) -> None:
         """Raises UserError if a text of the request is too long or holds control characters."""

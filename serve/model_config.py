@@ -1,12 +1,12 @@
 """config.pbtxt of the service's Triton models, generated from the contract."""
 
 import json
-import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.options import check_settings, setting
 from megadit.serve.contract import DATA, EVENT, INPUTS, ServiceInfo
 
 
@@ -14,25 +14,22 @@ from megadit.serve.contract import DATA, EVENT, INPUTS, ServiceInfo
 class Scheduling:
     """How Triton queues and batches requests."""
 
-    max_batch_size: int = 8
-    """Requests that are handed over together; those of equal settings are then made in one batch."""
-    max_queue_size: int = 64
-    """Requests that may wait at each priority; one more is answered UNAVAILABLE."""
-    queue_seconds: float = 300.0
+    device: str = setting("auto", "auto, cpu, or GPU numbers such as 0,1 (default: {default})", metavar="NAME")
+    """auto: every GPU, or the CPU where there is none."""
+    instances: int = setting(1, "pipelines on each device (default: {default})", above=0, metavar="N")
+    max_batch_size: int = setting(8, "requests taken together (default: {default})", above=0, metavar="N")
+    """Those of equal settings are then made in one batch."""
+    max_queue_size: int = setting(64, "requests that may wait (default: {default})", above=0, metavar="N")
+    """At each priority; one more is answered UNAVAILABLE."""
+    queue_seconds: float = setting(300.0, "how long they may wait (default: 300)", above=0, metavar="S")
     """A request that waited longer is answered UNAVAILABLE; requests may set a shorter time of their own."""
-    batching_seconds: float = 0.02
-    """How long the first request of a batch waits for company."""
-    instances: int = 1
-    """Copies of the pipeline on each device."""
-    device: str = "auto"
-    """auto (every GPU, or the CPU where there is none), cpu, or GPU numbers such as 0,1."""
+    batching_seconds: float = setting(
+        0.02, "how long a request waits for company (default: {default})", low=0, metavar="S"
+    )
+    """The first of a batch."""
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_size", "max_queue_size", "instances", "queue_seconds"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise UserError(f"{name}={getattr(self, name)} must be greater than 0")
-        if not 0 <= self.batching_seconds < math.inf:
-            raise UserError(f"batching_seconds={self.batching_seconds} must be 0 or greater")
+        check_settings(self)
         if self.device not in ("auto", "cpu") and not re.fullmatch(r"\d+(,\d+)*", self.device):
             raise UserError(f"device={self.device!r} must be auto, cpu, or GPU numbers such as 0,1")
 

@@ -4,15 +4,35 @@ import os
 import shlex
 import signal
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from megadit.models.shared.command import CommandParser, run_command
+from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.options import read_options, setting
 from megadit.serve.local_server import LocalServer, Ports
 from megadit.serve.supervise import keep_running, tell_on_stderr
 
 IMAGE = "megadit-serve"
 """The image that serve/Dockerfile builds: the vendor's container with megadit in it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOptions:
+    repository: str = setting(help="written by `megadit serve build-repository`", positional=True, metavar="REPOSITORY")
+    models: tuple[str, ...] = setting(
+        (), "load this model alone; may be repeated", names=("--model",), metavar="NAME", repeated=True
+    )
+    host: str = setting("127.0.0.1", "address to listen on (default: {default}; 0.0.0.0: all)")
+    http_port: int = setting(8000, "(default: {default})", metavar="PORT")
+    grpc_port: int = setting(8001, "(default: {default})", metavar="PORT")
+    metrics_port: int = setting(8002, "(default: {default})", metavar="PORT")
+    docker: Literal["print", "run"] | None = setting(
+        None, "print, or run, the command of the production container instead"
+    )
+    image: str = setting(IMAGE, "of --docker; serve/Dockerfile builds it (default: {default})")
+    gpus: str = setting("all", "of --docker: all, none, or a list (default: {default})")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -21,9 +41,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    options = _parser().parse_args(argv)
+    options = read_options(RunOptions, argv, prog="megadit serve run", description=__doc__)
     ports = Ports(http=options.http_port, grpc=options.grpc_port, metrics=options.metrics_port)
-    models = tuple(options.model or ("*",))
+    models = options.models or ("*",)
     if options.docker:
         command = docker_command(options.repository, ports, models=models, image=options.image, gpus=options.gpus)
         print(shlex.join(command), flush=True)
@@ -65,19 +85,3 @@ def docker_command(
 
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
-
-
-def _parser() -> CommandParser:
-    parser = CommandParser(prog="megadit serve run", description=__doc__)
-    parser.add_argument("repository", metavar="REPOSITORY", help="written by `megadit serve build-repository`")
-    parser.add_argument("--model", action="append", metavar="NAME", help="load this model alone; may be repeated")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1; 0.0.0.0: all)")
-    parser.add_argument("--http_port", type=int, default=8000, metavar="PORT", help="(default: 8000)")
-    parser.add_argument("--grpc_port", type=int, default=8001, metavar="PORT", help="(default: 8001)")
-    parser.add_argument("--metrics_port", type=int, default=8002, metavar="PORT", help="(default: 8002)")
-    parser.add_argument(
-        "--docker", choices=("print", "run"), help="print, or run, the command of the production container instead"
-    )
-    parser.add_argument("--image", default=IMAGE, help=f"of --docker; serve/Dockerfile builds it (default: {IMAGE})")
-    parser.add_argument("--gpus", default="all", help="of --docker: all, none, or a list (default: all)")
-    return parser

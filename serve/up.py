@@ -7,14 +7,33 @@ whose Python backend lost a process, which would fail every request from then on
 import signal
 import sys
 import threading
+from dataclasses import dataclass
 
-from megadit.models.shared.command import CommandParser, run_command
+from megadit.models.shared.command import run_command
+from megadit.models.shared.options import read_options, setting
 from megadit.serve.gateway.process import gateway_process
 from megadit.serve.local_server import HANG_SECONDS, LocalServer, Ports
 from megadit.serve.supervise import OwnedProcess, keep_running, tell_on_stderr
 
 _SECONDS_TO_ANSWER = 15
 """What a gateway may take to end beyond its drain."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpOptions:
+    repository: str = setting(help="written by `megadit serve build-repository`", positional=True, metavar="REPOSITORY")
+    models: tuple[str, ...] = setting(
+        (), "load this model alone; may be repeated", names=("--model",), metavar="NAME", repeated=True
+    )
+    host: str = setting("127.0.0.1", "of the gateway (default: {default}; 0.0.0.0: all)")
+    port: int = setting(8080, "of the gateway (default: {default})", metavar="PORT")
+    drain_seconds: float = setting(30.0, "to finish jobs (default: 30)", metavar="S")
+    hang_seconds: float = setting(
+        HANG_SECONDS, f"without an answer, until either is killed (default: {HANG_SECONDS:g})", metavar="S"
+    )
+    http_port: int = setting(8000, "Triton's (default: {default})", metavar="PORT")
+    grpc_port: int = setting(8001, "Triton's (default: {default})", metavar="PORT")
+    triton_metrics_port: int = setting(8002, "(default: {default})", metavar="PORT")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,13 +43,19 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> int:
     place = argv.index("--") if "--" in argv else len(argv)
-    options, of_the_gateway = _parser().parse_args(argv[:place]), argv[place + 1 :]
+    options = read_options(
+        UpOptions,
+        argv[:place],
+        prog="megadit serve up",
+        description="A Triton server and the gateway, kept running. What follows `--` goes to `megadit serve gateway`.",
+    )
+    of_the_gateway = argv[place + 1 :]
     ports = Ports(http=options.http_port, grpc=options.grpc_port, metrics=options.triton_metrics_port)
-    models = tuple(options.model or ("*",))
+    models = options.models or ("*",)
     triton = LocalServer(options.repository, ports=ports, models=models, hang_seconds=options.hang_seconds)
     arguments = [f"--server=grpc://{triton.grpc_url}", f"--drain_seconds={options.drain_seconds}", *of_the_gateway]
     gateway = gateway_process(
-        arguments + [f"--model={name}" for name in options.model or ()],
+        arguments + [f"--model={name}" for name in options.models],
         host=options.host,
         port=options.port,
         stop_seconds=options.drain_seconds + _SECONDS_TO_ANSWER,
@@ -64,26 +89,3 @@ def supervise(servers: list[OwnedProcess]) -> int:
     if failed:
         raise failed[0]
     return 0
-
-
-def _parser() -> CommandParser:
-    parser = CommandParser(
-        prog="megadit serve up",
-        description="A Triton server and the gateway, kept running. What follows `--` goes to `megadit serve gateway`.",
-    )
-    parser.add_argument("repository", metavar="REPOSITORY", help="written by `megadit serve build-repository`")
-    parser.add_argument("--model", action="append", metavar="NAME", help="load this model alone; may be repeated")
-    parser.add_argument("--host", default="127.0.0.1", help="of the gateway (default: 127.0.0.1; 0.0.0.0: all)")
-    parser.add_argument("--port", type=int, default=8080, metavar="PORT", help="of the gateway (default: 8080)")
-    parser.add_argument("--drain_seconds", type=float, default=30.0, metavar="S", help="to finish jobs (default: 30)")
-    parser.add_argument(
-        "--hang_seconds",
-        type=float,
-        default=HANG_SECONDS,
-        metavar="S",
-        help=f"without an answer, until either is killed (default: {HANG_SECONDS:g})",
-    )
-    parser.add_argument("--http_port", type=int, default=8000, metavar="PORT", help="Triton's (default: 8000)")
-    parser.add_argument("--grpc_port", type=int, default=8001, metavar="PORT", help="Triton's (default: 8001)")
-    parser.add_argument("--triton_metrics_port", type=int, default=8002, metavar="PORT", help="(default: 8002)")
-    return parser

@@ -121,11 +121,11 @@ def group(of: type, title: str = "", *, only: Collection[str] | None = None) -> 
 
 def given_class(name: str, of: type, *, only: Collection[str] | None = None) -> type:
     """A dataclass of the same settings, or `only` of these, each of which is None until it is given."""
-    hints = get_type_hints(of)
+    hints, known = get_type_hints(of), settings_of(of)
     kept = [
-        (each.name, hints[each.name] | None, field(default=None, metadata=each.metadata))
-        for each in fields(of)
-        if only is None or each.name in only
+        (name, hints[name] | None, field(default=None, metadata={"setting": replace(about, help=_described(about))}))
+        for name, about in known.items()
+        if only is None or name in only
     ]
     return make_dataclass(name, kept, frozen=True, kw_only=True, slots=True)
 
@@ -370,7 +370,11 @@ def _shown(about: Setting) -> str:
 
 
 def _help(about: Setting) -> str | None:
-    return about.help.replace("{default}", str(about.default)).replace("%", "%%") or None
+    return _described(about).replace("%", "%%") or None
+
+
+def _described(about: Setting) -> str:
+    return about.help.replace("{default}", str(about.default))
 
 
 def _metavar(about: Setting) -> str | None:

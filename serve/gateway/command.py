@@ -4,19 +4,19 @@ import signal
 import socket
 import sys
 import threading
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass
+from typing import Literal
 
 import uvicorn
 from prometheus_client import start_http_server
 
-from megadit.models.shared.command import CommandParser, run_command
+from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
-from megadit.serve.contract import MODEL
+from megadit.models.shared.options import group, read_options, setting
 from megadit.serve.gateway.app import create_app
 from megadit.serve.gateway.database import Database
 from megadit.serve.gateway.keys import KeyLimits, KeyRing
 from megadit.serve.gateway.logs import log, log_as_json
-from megadit.serve.gateway.runner import RunnerSettings
 from megadit.serve.gateway.service import Gateway, GatewaySettings
 
 _SECONDS_UNTIL_GONE = 120.0
@@ -25,25 +25,36 @@ _SECONDS_TO_ANSWER = 5
 """How long requests that are being answered may take once the runs are drained."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatewayOptions:
+    gateway: GatewaySettings = group(GatewaySettings)
+    host: str = setting("127.0.0.1", "address to listen on (default: {default}; 0.0.0.0: all)")
+    port: int = setting(8080, "(default: {default})", metavar="PORT")
+    metrics_host: str = setting("127.0.0.1", "(default: {default})", metavar="HOST")
+    metrics_port: int = setting(9090, "0 is none (default: {default})", metavar="PORT")
+    drain_seconds: float = setting(30.0, "to finish jobs (default: 30)", metavar="S")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Serves until it is told to stop (Ctrl-C, SIGTERM), and drains; a second signal ends it at once."""
     return run_command(_run, sys.argv[1:] if argv is None else argv)
 
 
 def _run(argv: list[str]) -> int:
-    options = vars(_parser().parse_args(argv))
-    given = {name: value for name, value in options.items() if value is not None}
-    runner = RunnerSettings(**{each.name: given[each.name] for each in fields(RunnerSettings) if each.name in given})
-    names = [each.name for each in fields(GatewaySettings) if each.name in given]
-    settings = GatewaySettings(**{name: _tuple(given[name]) for name in names}, runner=runner)
-    listening = _listen(options["host"], options["port"])
-    gateway = Gateway(settings, port=options["port"])
+    options = read_options(
+        GatewayOptions,
+        argv,
+        prog="megadit serve gateway",
+        description="The video API (/v1/videos) in front of one or several Triton servers.",
+    )
+    listening = _listen(options.host, options.port)
+    gateway = Gateway(options.gateway, port=options.port)
     log_as_json()
-    if options["metrics_port"]:
-        start_http_server(options["metrics_port"], addr=options["metrics_host"], registry=gateway.metrics.registry)
+    if options.metrics_port:
+        start_http_server(options.metrics_port, addr=options.metrics_host, registry=gateway.metrics.registry)
     gateway.start()
-    log("gateway started", name=gateway.store.owner, port=options["port"], servers=settings.servers)
-    return serve(gateway, listening, drain_seconds=options["drain_seconds"])
+    log("gateway started", name=gateway.store.owner, port=options.port, servers=options.gateway.servers)
+    return serve(gateway, listening, drain_seconds=options.drain_seconds)
 
 
 def serve(gateway: Gateway, listening: socket.socket, *, drain_seconds: float) -> int:
@@ -91,53 +102,16 @@ def _listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def _tuple(value):
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _parser() -> CommandParser:
-    parser = CommandParser(
-        prog="megadit serve gateway",
-        description="The video API (/v1/videos) in front of one or several Triton servers.",
-    )
-    parser.add_argument(
-        "--server",
-        dest="servers",
-        action="append",
-        metavar="URL",
-        help="a Triton server, grpc://HOST:PORT; may be repeated (default: grpc://127.0.0.1:8001)",
-    )
-    parser.add_argument(
-        "--model", dest="models", action="append", metavar="NAME", help=f"may be repeated (default: {MODEL})"
-    )
-    _add_store(parser)
-    parser.add_argument("--results", metavar="URL", help="folder or fsspec URL of videos (default: gateway/videos)")
-    parser.add_argument("--result_seconds", type=float, metavar="S", help="how long a video is kept (default: a day)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1; 0.0.0.0: all)")
-    parser.add_argument("--port", type=int, default=8080, metavar="PORT", help="(default: 8080)")
-    parser.add_argument("--metrics_host", default="127.0.0.1", metavar="HOST", help="(default: 127.0.0.1)")
-    parser.add_argument("--metrics_port", type=int, default=9090, metavar="PORT", help="0 is none (default: 9090)")
-    parser.add_argument("--name", help="of this gateway, its own at this store (default: HOST:PORT)")
-    parser.add_argument("--slots", type=int, metavar="N", help="jobs given to each server at once (default: 8)")
-    parser.add_argument("--job_seconds", type=float, metavar="S", help="of one job at Triton (default: 3600)")
-    parser.add_argument("--hang_seconds", type=float, metavar="S", help="until a silent server loses its jobs (10)")
-    parser.add_argument("--max_body_bytes", type=int, metavar="N", help="of a request (default: 1 MiB)")
-    parser.add_argument("--max_streams", type=int, metavar="N", help="progress streams of a key (default: 32)")
-    parser.add_argument("--min_free_bytes", type=int, metavar="N", help="room to be left on disks (default: 256 MiB)")
-    parser.add_argument("--history_seconds", type=float, metavar="S", help="until a job is forgotten (30 days)")
-    parser.add_argument("--drain_seconds", type=float, default=30.0, metavar="S", help="to finish jobs (default: 30)")
-    return parser
-
-
-def _add_store(parser: CommandParser) -> None:
-    parser.add_argument(
-        "--store",
-        metavar="PATH",
-        help=f"file or database URL of jobs and keys (default: {GatewaySettings().store})",
-    )
-
-
 # ------------------------------------------------------------------------------------------------------ keys
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeysOptions:
+    action: Literal["add", "list", "revoke"] = setting(positional=True)
+    subject: str | None = setting(None, "a name for `add`, the id for `revoke`", positional=True, metavar="NAME|ID")
+    gateway: GatewaySettings = group(GatewaySettings, only=("store",))
+    limits: KeyLimits = group(KeyLimits)
+    webhook: str | None = setting(None, "told when a video of this key is completed or has failed", metavar="URL")
 
 
 def keys(argv: list[str] | None = None) -> int:
@@ -146,8 +120,9 @@ def keys(argv: list[str] | None = None) -> int:
 
 
 def _run_keys(argv: list[str]) -> None:
-    options = _keys_parser().parse_args(argv)
-    ring = KeyRing(Database(options.store or GatewaySettings().store))
+    description = "Keys of the gateway; they are kept as hashes."
+    options = read_options(KeysOptions, argv, prog="megadit serve keys", description=description)
+    ring = KeyRing(Database(options.gateway.store))
     if options.action == "list":
         for key in ring.all():
             state = "revoked" if key.is_revoked else ", ".join(f"{n} {v}" for n, v in asdict(key.limits).items())
@@ -159,9 +134,7 @@ def _run_keys(argv: list[str]) -> None:
         ring.revoke(options.subject)
         print(f"{options.subject} is revoked")
         return
-    limits = {each.name: getattr(options, each.name) for each in fields(KeyLimits)}
-    limits = KeyLimits(**{name: value for name, value in limits.items() if value is not None})
-    text, key = ring.add(options.subject, limits=limits, webhook_url=options.webhook)
+    text, key = ring.add(options.subject, limits=options.limits, webhook_url=options.webhook)
     print(f"{key.id} is written down; the key itself is shown this once:", file=sys.stderr)
     print(text)
     if key.webhook_secret:
@@ -169,15 +142,3 @@ def _run_keys(argv: list[str]) -> None:
 
 
 _SUBJECTS = {"add": "name", "revoke": "id"}
-
-
-def _keys_parser() -> CommandParser:
-    parser = CommandParser(prog="megadit serve keys", description="Keys of the gateway; they are kept as hashes.")
-    parser.add_argument("action", choices=("add", "list", "revoke"))
-    parser.add_argument("subject", nargs="?", metavar="NAME|ID", help="a name for `add`, the id for `revoke`")
-    _add_store(parser)
-    parser.add_argument("--requests_per_minute", type=int, metavar="N", help="(default: 600)")
-    parser.add_argument("--max_active", type=int, metavar="N", help="videos waiting or running (default: 64)")
-    parser.add_argument("--videos_per_day", type=int, metavar="N", help="(default: 10000)")
-    parser.add_argument("--webhook", metavar="URL", help="told when a video of this key is completed or has failed")
-    return parser

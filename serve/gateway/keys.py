@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, fields
 from sqlalchemy import Row, func, select, update
 
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.options import check_settings, setting
 from megadit.serve.gateway.database import KEYS, Database
 
 _FORM = re.compile(r"mdk_([0-9a-f]{12})_([0-9A-Za-z_-]{43})")
@@ -27,15 +28,12 @@ _NOBODY = "0" * 64
 class KeyLimits:
     """What one key may ask for; more is answered 429."""
 
-    requests_per_minute: int = 600
-    max_active: int = 64
-    """Jobs that wait or run."""
-    videos_per_day: int = 10_000
+    requests_per_minute: int = setting(600, "(default: {default})", low=1, metavar="N")
+    max_active: int = setting(64, "videos waiting or running (default: {default})", low=1, metavar="N")
+    videos_per_day: int = setting(10_000, "(default: {default})", low=1, metavar="N")
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value < 1:
-                raise UserError(f"{name}={value} must be at least 1")
+        check_settings(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from sqlalchemy.exc import SQLAlchemyError
 
+from megadit.models.shared.options import setting
 from megadit.serve.client import Generation
 from megadit.serve.contract import (
     CancelledError,
@@ -39,12 +40,11 @@ _CANCELLED, _LOST, _DRAINED = "cancelled", "lost", "drained"
 class RunnerSettings:
     """How long things may take, in seconds."""
 
-    job_seconds: float = 3600.0
-    """At Triton, its own queue included."""
-    hang_seconds: float = 10.0
-    """A server that answers no probe for so long loses its jobs."""
-    result_seconds: float = 86_400.0
-    """How long a video is kept."""
+    job_seconds: float = setting(3600.0, "of one job at Triton (default: 3600)", metavar="S")
+    """Its own queue included."""
+    hang_seconds: float = setting(10.0, "until a silent server loses its jobs (10)", metavar="S")
+    """Silent: one that answers no probe."""
+    result_seconds: float = setting(86_400.0, "how long a video is kept (default: a day)", metavar="S")
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

@@ -4,12 +4,13 @@ import itertools
 import shutil
 import socket
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from sqlalchemy.exc import SQLAlchemyError
 
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.options import check_settings, group, setting
 from megadit.serve.contract import MODEL
 from megadit.serve.gateway.clock import Heart
 from megadit.serve.gateway.database import Database, store_url
@@ -31,29 +32,33 @@ _BEATS_BETWEEN_PURGES = 60
 class GatewaySettings:
     """All that can be set."""
 
-    servers: tuple[str, ...] = ("grpc://127.0.0.1:8001",)
-    models: tuple[str, ...] = (MODEL,)
-    store: str = "gateway/jobs.sqlite"
-    """A file, or the URL of a database, which several gateways may share."""
-    results: str = "gateway/videos"
-    """A folder, or a URL that fsspec knows."""
-    name: str = ""
-    """Of this gateway, unlike that of any other at the same store; the host's name and the port if empty."""
-    slots: int = 8
-    """Jobs that each server is given at once."""
-    max_body_bytes: int = 1 << 20
-    max_streams: int = 32
-    """Progress streams that each key may read at once."""
-    min_free_bytes: int = 1 << 28
-    """Room that must be left for the store and the results; with less, no job is taken."""
-    history_seconds: float = 30 * 86_400.0
-    """How long a job is remembered after its end."""
-    runner: RunnerSettings = field(default_factory=RunnerSettings)
+    servers: tuple[str, ...] = setting(
+        ("grpc://127.0.0.1:8001",),
+        "a Triton server, grpc://HOST:PORT; may be repeated (default: grpc://127.0.0.1:8001)",
+        names=("--server",),
+        metavar="URL",
+        repeated=True,
+    )
+    models: tuple[str, ...] = setting(
+        (MODEL,), f"may be repeated (default: {MODEL})", names=("--model",), metavar="NAME", repeated=True
+    )
+    store: str = setting(
+        "gateway/jobs.sqlite", "file or database URL of jobs and keys (default: {default})", metavar="PATH"
+    )
+    """Several gateways may share a database."""
+    results: str = setting("gateway/videos", "folder or fsspec URL of videos (default: {default})", metavar="URL")
+    name: str = setting("", "of this gateway, its own at this store (default: HOST:PORT)")
+    slots: int = setting(8, "jobs given to each server at once (default: {default})", low=1, metavar="N")
+    max_body_bytes: int = setting(1 << 20, "of a request (default: 1 MiB)", low=1, metavar="N")
+    max_streams: int = setting(32, "progress streams of a key (default: {default})", low=1, metavar="N")
+    min_free_bytes: int = setting(1 << 28, "room to be left on disks (default: 256 MiB)", metavar="N")
+    """For the store and the results; with less, no job is taken."""
+    history_seconds: float = setting(30 * 86_400.0, "until a job is forgotten (30 days)", metavar="S")
+    """After its end."""
+    runner: RunnerSettings = group(RunnerSettings)
 
     def __post_init__(self) -> None:
-        for name in ("slots", "max_body_bytes", "max_streams"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)} must be at least 1")
+        check_settings(self)
         if not self.servers:
             raise UserError("give at least one server, such as grpc://127.0.0.1:8001")
 

@@ -20,8 +20,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megadit.infer.video_io import read_video, write_video
-from megadit.models.shared.command import CommandParser, run_command
+from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.options import read_options, setting
 from megadit.serve.build_repository import build_repository
 from megadit.serve.client import Generation, VideoClient
 from megadit.serve.contract import Event, ServiceError, StepDone, UnavailableError, VideoRequest, VideoResult
@@ -36,13 +37,24 @@ Client = VideoClient | GatewayClient
 _SECONDS_BETWEEN_UPDATES = 0.1
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PageOptions:
+    url: str | None = setting(None, "of the service: grpc://HOST:PORT, http://HOST:PORT or HOST (default: localhost)")
+    bundle: str | None = setting(
+        None, f"start a service on this bundle (default, where none runs: {DEMO_BUNDLE})", metavar="PATH"
+    )
+    key: str | None = setting(None, f"the page talks to a gateway (--url, default: {GATEWAY}) with this key")
+    host: str = setting("127.0.0.1", "address of the page (default: {default}; 0.0.0.0: all)")
+    port: int = setting(7860, "of the page (default: {default})", metavar="PORT")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Shows the page until it is told to stop (Ctrl-C, SIGTERM); returns the exit code."""
     return run_command(_run, sys.argv[1:] if argv is None else argv)
 
 
 def _run(argv: list[str]) -> int:
-    options = _parser().parse_args(argv)
+    options = read_options(PageOptions, argv, prog="megadit serve demo", description=__doc__)
     signal.signal(signal.SIGTERM, _interrupt)
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     with ExitStack() as stack:
@@ -228,15 +240,3 @@ def _work(request: VideoRequest) -> int:
 
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
-
-
-def _parser() -> CommandParser:
-    parser = CommandParser(prog="megadit serve demo", description=__doc__)
-    parser.add_argument("--url", help="of the service: grpc://HOST:PORT, http://HOST:PORT or HOST (default: localhost)")
-    parser.add_argument(
-        "--bundle", metavar="PATH", help=f"start a service on this bundle (default, where none runs: {DEMO_BUNDLE})"
-    )
-    parser.add_argument("--key", help=f"the page talks to a gateway (--url, default: {GATEWAY}) with this key")
-    parser.add_argument("--host", default="127.0.0.1", help="address of the page (default: 127.0.0.1; 0.0.0.0: all)")
-    parser.add_argument("--port", type=int, default=7860, metavar="PORT", help="of the page (default: 7860)")
-    return parser

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megadit.models.shared.options import read_options
 from megadit.serve.gateway import command
-from megadit.serve.run import _parser as run_parser
+from megadit.serve.run import RunOptions
 
 SERVE = Path(__file__).resolve().parents[3] / "serve"
 KUBERNETES = sorted((SERVE / "kubernetes").glob("*.yaml"))
@@ -51,13 +52,13 @@ def test_claims_and_servers_are_those_that_exist():
 
 def test_our_commands_know_every_option():
     """In the manifests and in the compose file."""
-    parsers = {"gateway": command._parser(), "run": run_parser()}
+    options = {"gateway": command.GatewayOptions, "run": RunOptions}
     commands = [find("Deployment", "megadit-gateway"), find("StatefulSet", "megadit-triton")]
     commands = [each["spec"]["template"]["spec"]["containers"][0]["args"] for each in commands]
     commands.append(compose()["services"]["gateway"]["command"])
     for megadit, serve, verb, *arguments in commands:
         assert (megadit, serve) == ("megadit", "serve")
-        parsers[verb].parse_args(arguments)
+        read_options(options[verb], arguments)
 
 
 def compose() -> dict:
