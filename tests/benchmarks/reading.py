@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ from megatron.energon import (
 )
 
 from megadit.models.config import DiTConfig
-from megadit.models.shared.command import CommandParser, run_command
+from megadit.models.shared.command import run_command
+from megadit.models.shared.options import read_options, setting
 from megadit.train.config.schema import DataConfig
 from megadit.train.data.bin_packing import best_fit
 from megadit.train.data.dataset_info import CRUDE, iter_captions
@@ -179,13 +181,17 @@ def main(argv: list[str] | None = None) -> int:
     return run_command(_run, sys.argv[1:] if argv is None else argv)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadingOptions:
+    dataset: Path | None = setting(None, "written by megadit prepare", positional=True, metavar="DATASET")
+    num_samples: int = setting(2000, "of a round and reader (default: {default})")
+    rounds: int = setting(3, "of which the best counts (default: {default})")
+    num_lengths: int = setting(1_000_000, "of samples packed (default: 1,000,000)")
+
+
 def _run(argv: list[str]) -> int:
-    parser = CommandParser(prog="python tests/benchmarks/reading.py", description=__doc__.splitlines()[0])
-    parser.add_argument("dataset", metavar="DATASET", type=Path, nargs="?", help="written by megadit prepare")
-    parser.add_argument("--num_samples", type=int, default=2000, help="of a round and reader (default: 2000)")
-    parser.add_argument("--rounds", type=int, default=3, help="of which the best counts (default: 3)")
-    parser.add_argument("--num_lengths", type=int, default=1_000_000, help="of samples packed (default: 1,000,000)")
-    options = parser.parse_args(argv)
+    prog = "python tests/benchmarks/reading.py"
+    options = read_options(ReadingOptions, argv, prog=prog, description=__doc__.splitlines()[0])
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         root = options.dataset

@@ -13,10 +13,10 @@ import torch
 from side_by_side import (
     DTYPES,
     SETTINGS,
+    BenchmarkOptions,
     Comparison,
     Inputs,
     Setting,
-    benchmark_parser,
     block_call,
     call_theirs,
     compare,
@@ -29,6 +29,7 @@ from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.infer.samplers import euler
 from megadit.models.parameterization import scalings
 from megadit.models.shared.command import run_command
+from megadit.models.shared.options import read_options
 
 SIGMAS = torch.tensor([80.0, 60.0], dtype=torch.float64)
 
@@ -68,10 +69,12 @@ def compare_sampling(setting: Setting, dtype: torch.dtype, rounds: int) -> list[
 
 
 def _run(argv: list[str]) -> None:
-    parser = benchmark_parser(
-        "python tests/benchmarks/sampling_step.py", "Times sampling beside diffusers' transformers."
+    options = read_options(
+        BenchmarkOptions,
+        argv,
+        prog="python tests/benchmarks/sampling_step.py",
+        description="Times sampling beside diffusers' transformers.",
     )
-    options = parser.parse_args(argv)
     if options.threads:
         torch.set_num_threads(options.threads)
     comparisons = [

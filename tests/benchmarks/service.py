@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from multiprocessing.pool import Pool
 from pathlib import Path
@@ -21,7 +21,8 @@ from megadit.infer.pipeline import TextToVideo
 from megadit.infer.video_io import encode_mp4
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.settings import SERVED, SamplingSettings
-from megadit.models.shared.command import CommandParser, run_command
+from megadit.models.shared.command import run_command
+from megadit.models.shared.options import read_options, setting
 from megadit.serve.build_repository import build_repository
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import VideoRequest
@@ -33,11 +34,15 @@ def main(argv: list[str] | None = None) -> int:
     return run_command(_run, sys.argv[1:] if argv is None else argv)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServiceOptions:
+    bundle: str = setting(positional=True, metavar="BUNDLE")
+    rounds: int = setting(15, "of each measurement (default: {default})", metavar="N")
+
+
 def _run(argv: list[str]) -> None:
-    parser = CommandParser(prog="python tests/benchmarks/service.py", description=__doc__.partition("\n")[0])
-    parser.add_argument("bundle", metavar="BUNDLE")
-    parser.add_argument("--rounds", type=int, default=15, metavar="N", help="of each measurement (default: 15)")
-    options = parser.parse_args(argv)
+    prog = "python tests/benchmarks/service.py"
+    options = read_options(ServiceOptions, argv, prog=prog, description=__doc__.partition("\n")[0])
     requests = _requests(Bundle.open(options.bundle).defaults)
     with tempfile.TemporaryDirectory() as folder:
         repository = build_repository(options.bundle, Path(folder) / "models", scheduling=Scheduling(device="cpu"))

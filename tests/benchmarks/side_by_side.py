@@ -15,9 +15,9 @@ from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.machine import describe, describe_in_words
-from megadit.models.shared.command import CommandParser
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
+from megadit.models.shared.options import setting
 
 DTYPES = (torch.float32, torch.bfloat16)
 TEXT_LENGTH = 64
@@ -118,12 +118,13 @@ def show(title: str, comparisons: list[Comparison], json: str = "") -> None:
         print(json)
 
 
-def benchmark_parser(prog: str, description: str) -> CommandParser:
-    parser = CommandParser(prog=prog, description=description)
-    parser.add_argument("--rounds", type=int, default=9, help="pairs timed, after one that is not counted (default: 9)")
-    parser.add_argument("--threads", type=int, help="threads of torch (default: torch's own choice)")
-    parser.add_argument("--json", default="", metavar="FILE", help="also write the figures here")
-    return parser
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchmarkOptions:
+    """Of the comparisons that take turns."""
+
+    rounds: int = setting(9, "pairs timed, after one that is not counted (default: {default})")
+    threads: int | None = setting(None, "threads of torch (default: torch's own choice)")
+    json: str = setting("", "also write the figures here", metavar="FILE")
 
 
 # -------------------------------------------------------------------------------------------------- networks

@@ -26,11 +26,11 @@ from side_by_side import (
     COSMOS,
     DTYPES,
     SETTINGS,
+    BenchmarkOptions,
     BlockCall,
     Comparison,
     Inputs,
     Setting,
-    benchmark_parser,
     block_call,
     call_theirs,
     compare,
@@ -47,6 +47,7 @@ from megadit.models.embeddings import patchify
 from megadit.models.initialize import initialize_
 from megadit.models.segments import Segment, SegmentLayout
 from megadit.models.shared.command import run_command
+from megadit.models.shared.options import read_options
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.bin_packing import best_fit
 from megadit.train.recipes import load_recipe
@@ -240,8 +241,12 @@ def compare_megatron(rounds: int) -> Comparison:
 
 
 def _run(argv: list[str]) -> None:
-    parser = benchmark_parser("python tests/benchmarks/training_step.py", "Times training beside other ways to do it.")
-    options = parser.parse_args(argv)
+    options = read_options(
+        BenchmarkOptions,
+        argv,
+        prog="python tests/benchmarks/training_step.py",
+        description="Times training beside other ways to do it.",
+    )
     if options.threads:
         torch.set_num_threads(options.threads)
     comparisons = [

@@ -15,9 +15,10 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -27,8 +28,9 @@ from torch import Tensor, nn
 from megadit.infer.pipeline import TextToVideo
 from megadit.models.conditioning import Conditioning
 from megadit.models.convert.cli import main as convert
-from megadit.models.shared.command import CommandParser, run_command
+from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.options import read_options, setting
 from megadit.models.text_encoders import HashedWordEncoder
 
 SIZE = {"num_frames": 9, "height": 128, "width": 128}
@@ -172,17 +174,22 @@ def peak_memory(folder: Path, side: str, num_steps: int) -> float:
     return float(done.stdout.split()[-1])
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WholeVideoOptions:
+    rounds: int = setting(5, "pairs timed, after one not counted (default: {default})")
+    num_steps: int = setting(10, "of a video (default: {default})")
+    threads: int | None = setting(None, "threads of torch (default: torch's own choice)")
+    folder: Path | None = setting(None, "where the weights are kept (default: nowhere)")
+    side: Literal["ours", "theirs"] | None = setting(None, "make one video and tell the memory it took")
+
+
 def _run(argv: list[str]) -> None:
-    parser = CommandParser(
+    options = read_options(
+        WholeVideoOptions,
+        argv,
         prog="python tests/benchmarks/whole_video.py",
         description="Times whole videos beside diffusers' Cosmos pipeline.",
     )
-    parser.add_argument("--rounds", type=int, default=5, help="pairs timed, after one not counted (default: 5)")
-    parser.add_argument("--num_steps", type=int, default=10, help="of a video (default: 10)")
-    parser.add_argument("--threads", type=int, help="threads of torch (default: torch's own choice)")
-    parser.add_argument("--folder", type=Path, help="where the weights are kept (default: nowhere)")
-    parser.add_argument("--side", choices=("ours", "theirs"), help="make one video and tell the memory it took")
-    options = parser.parse_args(argv)
     try:
         import diffusers  # noqa: F401
     except ImportError:
