@@ -69,7 +69,7 @@ def test_the_machine_and_versions_stand_beside_the_figures(measured):
     [
         ([], "no recipe"),
         (["--recipe", "digts"], "did you mean 'digits'"),
-        (["--recipe", "digits", "--steps", "0"], "--steps 0 must be 1 or more"),
+        (["--recipe", "digits", "--steps", "0"], "--steps=0 must be at least 1"),
         (["--recipe", "digits", "optimizer.leer=1"], "optimizer.lr"),
         (["--recipe", "digits", "data.path=/nowhere"], "data.path=/nowhere"),
     ],
