@@ -8,12 +8,16 @@ Experts are divided otherwise: over ranks that hold different tokens, of one sam
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from megadit.models.config import DiTConfig
 from megadit.models.shared.errors import UserError, nearest_multiples
+<<<<<<< HEAD
+=======
+from megadit.models.shared.rules import Rule, first_broken
+>>>>>>> aca9a08 (Rules between settings: one form for all of them; those of a layout take it)
 
 ContextComm = Literal["ulysses", "ring", "both"]
 
@@ -59,18 +63,23 @@ class ParallelSizes:
     @property
     def smallest_world(self) -> int:
         """The fewest ranks that hold whole copies of the model and whole sets of its experts."""
-        return self.pipeline * math.lcm(self.tensor * self.context, self.expert * self.expert_tensor)
+        return self.pipeline * math.lcm(self.tensor * self.context, self.expert_ranks)
 
     @property
     def copies_work_together(self) -> bool:
         """Whether copies of the model must compute at the same time: each has a part of what the others need."""
         ranks_of_copy = self.tensor * self.context  # neighbours, as those that share experts are
-        return self.fully_sharded or ranks_of_copy % (self.expert * self.expert_tensor) > 0
+        return self.fully_sharded or ranks_of_copy % self.expert_ranks > 0
 
     @property
     def num_parts(self) -> int:
         """Parts into which the layers are divided."""
         return self.pipeline * self.virtual_pipeline
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that hold one set of experts."""
+        return self.expert * self.expert_tensor
 
     @property
     def sequence_multiple(self) -> int:
@@ -91,13 +100,13 @@ class ParallelSizes:
         Raises:
             UserError: for a layout that cannot be built: the rule that it breaks, and the nearest one that works.
         """
-        world_size = self.smallest_world if world_size is None else world_size
-        broken = self.broken_rule(model, world_size)
-        if broken is None:
-            return world_size // self.model_parallel_size
-        near = min(legal_layouts(model, max(world_size, 1), self), key=lambda other: _distance(self, other))
-        raise UserError(f"{broken}; the nearest layout that works on {max(world_size, 1)} ranks: {near.changes(self)}")
+        division = Division(self, model, self.smallest_world if world_size is None else world_size)
+        broken = first_broken(RULES, division)
+        if broken is not None:
+            raise UserError(refusal(broken, division))
+        return division.world_size // self.model_parallel_size
 
+<<<<<<< HEAD
     def broken_rule(self, model: DiTConfig, world_size: int) -> str | None:
         """The first rule that this layout breaks, None if it is legal."""
         for name in _SIZES:
@@ -200,6 +209,10 @@ class ParallelSizes:
                 "else each of these ranks would send the same tokens",
             ),
         )
+=======
+    def is_legal(self, model: DiTConfig, world_size: int) -> bool:
+        return first_broken(RULES, Division(self, model, world_size)) is None
+>>>>>>> aca9a08 (Rules between settings: one form for all of them; those of a layout take it)
 
     def changes(self, other: "ParallelSizes") -> str:
         """The settings in which this layout differs from `other`, as overrides."""
@@ -212,15 +225,153 @@ class ParallelSizes:
             return "fsdp" if value else "distributed_optimizer"
         return str(value).lower()
 
-    def _does_not_divide(self, name: str, what: str, holds: str) -> str:
-        return f"{SETTINGS[name]}={getattr(self, name)} does not divide {what}: a rank holds {holds}"
-
-    def _product(self) -> str:
-        parts = [name for name in ("tensor", "pipeline", "context") if getattr(self, name) > 1]
-        return " x ".join(f"{SETTINGS[name]}={getattr(self, name)}" for name in parts)
-
 
 _SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """A network that a number of ranks are to share."""
+
+    sizes: ParallelSizes
+    model: DiTConfig
+    world_size: int
+
+    @property
+    def heads_of_rank(self) -> int:
+        """Heads of a tensor-parallel rank."""
+        return self.model.num_attention_heads // self.sizes.tensor
+
+    @property
+    def ranks_of_stage(self) -> int:
+        return self.world_size // self.sizes.pipeline
+
+
+def refusal(broken: Rule[Division], division: Division) -> str:
+    """The message of a broken rule, and the nearest layout that breaks none."""
+    ranks = max(division.world_size, 1)
+    near = min(legal_layouts(division.model, ranks, division.sizes), key=lambda one: _distance(division.sizes, one))
+    return f"{broken.message(division)}; the nearest layout that works on {ranks} ranks: {near.changes(division.sizes)}"
+
+
+def _given(sizes: ParallelSizes, *names: str) -> str:
+    """Such as "parallel.tensor_model_parallel_size=2 x parallel.context_parallel_size=2"."""
+    return " x ".join(f"{SETTINGS[name]}={getattr(sizes, name)}" for name in names)
+
+
+def _model_parallel(sizes: ParallelSizes) -> str:
+    """The sizes that spread one copy of the model."""
+    return _given(sizes, *(name for name in ("tensor", "pipeline", "context") if getattr(sizes, name) > 1))
+
+
+def _divides(name: str, what: Callable[[Division], tuple[str, int]], holds: str) -> Rule[Division]:
+    """The rule that a size divides `what` = (description, number), so that each rank holds the same."""
+    return Rule(
+        needs=lambda division: what(division)[1] % getattr(division.sizes, name) == 0,
+        remedy=lambda division: (
+            f"{_given(division.sizes, name)} does not divide {what(division)[0]}: a rank holds {holds}"
+        ),
+    )
+
+
+def _is_one_or_more(name: str) -> Rule[Division]:
+    return Rule(
+        needs=lambda division: getattr(division.sizes, name) >= 1,
+        remedy=lambda division: f"{_given(division.sizes, name)} must be 1 or more",
+    )
+
+
+def _of_model(key: str, value: Callable[[DiTConfig], int]) -> Callable[[Division], tuple[str, int]]:
+    return lambda division: (f"model.{key}={value(division.model)}", value(division.model))
+
+
+_OF_RANKS: tuple[Rule[Division], ...] = (
+    Rule(
+        needs=lambda division: division.world_size % division.sizes.model_parallel_size == 0,
+        remedy=lambda division: (
+            f"{division.world_size} ranks cannot hold whole copies of a model spread over "
+            f"{division.sizes.model_parallel_size} ({_model_parallel(division.sizes)}): start "
+            f"{nearest_multiples(division.world_size, division.sizes.model_parallel_size)} ranks"
+        ),
+    ),
+    _divides("tensor", _of_model("num_attention_heads", lambda model: model.num_attention_heads), "whole heads"),
+    _divides("tensor", _of_model("num_query_groups", lambda model: model.key_heads), "whole groups of heads"),
+    _divides("tensor", _of_model("ffn_hidden_size", lambda model: model.mlp_size), "an equal part of the MLP"),
+    Rule(
+        when=lambda division: division.sizes.sequence_parallel,
+        needs=lambda division: division.sizes.tensor > 1,
+        remedy=f"{SETTINGS['sequence_parallel']}=true needs {SETTINGS['tensor']} of 2 or more: "
+        "with 1 there is nothing to cut",
+    ),
+    Rule(
+        when=lambda division: division.sizes.context_comm == "ulysses",
+        needs=lambda division: division.heads_of_rank % division.sizes.context == 0,
+        remedy=lambda division: (
+            f"{_given(division.sizes, 'context')} does not divide the {division.heads_of_rank} heads of a "
+            f"tensor-parallel rank: a rank holds whole heads with {SETTINGS['context_comm']}=ulysses"
+        ),
+    ),
+)
+_OF_STAGES: tuple[Rule[Division], ...] = (
+    Rule(
+        needs=lambda division: division.model.num_layers % division.sizes.num_parts == 0,
+        remedy=lambda division: (
+            f"{division.sizes.num_parts} parts ({_given(division.sizes, 'pipeline', 'virtual_pipeline')}) do not "
+            f"divide model.num_layers={division.model.num_layers}: each holds equally many layers"
+        ),
+    ),
+    Rule(
+        when=lambda division: division.sizes.virtual_pipeline > 1,
+        needs=lambda division: division.sizes.pipeline > 1,
+        remedy=lambda division: (
+            f"{_given(division.sizes, 'virtual_pipeline')} needs {SETTINGS['pipeline']} of 2 or more: one stage has "
+            "nothing to take in turn"
+        ),
+    ),
+    Rule(
+        when=lambda division: division.sizes.pipeline > 1,
+        needs=lambda division: not division.sizes.fully_sharded,
+        remedy=lambda division: (
+            f"{_given(division.sizes, 'pipeline')} cannot be combined with {SETTINGS['fully_sharded']}=fsdp, which "
+            "would gather the weights again for every micro-batch"
+        ),
+    ),
+)
+_OF_EXPERTS: tuple[Rule[Division], ...] = (
+    Rule(
+        when=lambda division: division.sizes.expert_ranks > 1,
+        needs=lambda division: division.model.experts.num_experts > 0,
+        remedy=lambda division: (
+            f"{_given(division.sizes, 'expert')} and {_given(division.sizes, 'expert_tensor')} divide experts, and "
+            "the network has none (model.experts.num_experts=0)"
+        ),
+    ),
+    _divides(
+        "expert", _of_model("experts.num_experts", lambda model: model.experts.num_experts), "equally many experts"
+    ),
+    Rule(
+        needs=lambda division: division.ranks_of_stage % division.sizes.expert_ranks == 0,
+        remedy=lambda division: (
+            f"the {division.ranks_of_stage} ranks of a stage cannot hold whole sets of experts over "
+            f"{division.sizes.expert_ranks} ({_given(division.sizes, 'expert', 'expert_tensor')})"
+        ),
+    ),
+    _divides(
+        "expert_tensor",
+        _of_model("experts.ffn_hidden_size", lambda model: model.expert_size),
+        "an equal part of each expert",
+    ),
+    Rule(
+        when=lambda division: division.model.experts.num_experts > 0 and division.sizes.tensor > 1,
+        needs=lambda division: division.sizes.sequence_parallel,
+        remedy=lambda division: (
+            f"experts need {SETTINGS['sequence_parallel']}=true with {_given(division.sizes, 'tensor')}: else each of "
+            "these ranks would send the same tokens"
+        ),
+    ),
+)
+RULES: tuple[Rule[Division], ...] = (*map(_is_one_or_more, _SIZES), *_OF_RANKS, *_OF_STAGES, *_OF_EXPERTS)
+"""What makes a layout legal; sampling on several ranks keeps them, too."""
 
 
 def legal_layouts(model: DiTConfig, world_size: int, like: ParallelSizes | None = None) -> Iterator[ParallelSizes]:
@@ -237,7 +388,7 @@ def legal_layouts(model: DiTConfig, world_size: int, like: ParallelSizes | None 
                 sizes = ParallelSizes(tensor=tensor, pipeline=pipeline, context=context)
                 for divided in _divided_experts(sizes, model, world_size):
                     candidates = _switched(divided, model, like)
-                    yield from (one for one in candidates if one.broken_rule(model, world_size) is None)
+                    yield from (one for one in candidates if one.is_legal(model, world_size))
 
 
 def _divided_experts(sizes: ParallelSizes, model: DiTConfig, world_size: int) -> Iterator[ParallelSizes]:

@@ -111,4 +111,4 @@ def test_the_named_layout_works():
     changed = dict(re.findall(r"(parallel\.\w+)=(\w+)", str(error.value).partition("ranks: ")[2]))
     fields = {name: changed[setting] for name, setting in SETTINGS.items() if setting in changed}
     sizes = {name: int(value) if value.isdigit() else value for name, value in fields.items()}
-    assert ParallelSizes(**{"tensor": 4, "context": 2, **sizes}).broken_rule(MODEL, 8) is None
+    assert ParallelSizes(**{"tensor": 4, "context": 2, **sizes}).is_legal(MODEL, 8)
