@@ -11,6 +11,7 @@ from megadit.models.shared.errors import UserError, told_once
 from megadit.models.shared.options import read_options, setting
 from megadit.train.config.checks import check_inputs, check_layout
 from megadit.train.config.load import resolve_config, to_yaml
+from megadit.train.config.rules import check_inputs, check_layout
 from megadit.train.config.schema import RunConfig
 from megadit.train.recipes import RECIPES
 

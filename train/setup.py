@@ -30,8 +30,8 @@ from megadit.models.megatron.te_layers import TELayers
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path
 from megadit.train.checkpoint_tensors import TrainedTensors
-from megadit.train.config.checks import check_layout
 from megadit.train.config.load import load_config, to_yaml
+from megadit.train.config.rules import check_layout
 from megadit.train.config.schema import MatmulPrecision, RunConfig
 from megadit.train.cpu_memory import keep_freed_memory
 from megadit.train.ema import WeightAverages

@@ -13,8 +13,9 @@ from megadit.infer.video_io import write_video
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
+from megadit.train.config.rules import check_dataset
 from megadit.train.data.distribute import validation_batches
-from megadit.train.data.loader import check_dataset, validation_captions
+from megadit.train.data.loader import validation_captions
 from megadit.train.data.packed_batch import PackedBatch
 from megadit.train.loss import LossSums
 from megadit.train.optimizer_state import DataParallel

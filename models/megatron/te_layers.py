@@ -7,7 +7,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megadit.models.layers import Sequence
-from megadit.models.megatron.extensions import check_transformer_engine
+from megadit.models.megatron.extensions import has_transformer_engine
 from megadit.models.megatron.linears import set_split
 from megadit.models.megatron.mcore_layers import McoreLayers
 from megadit.models.shared.errors import UserError
@@ -49,7 +49,8 @@ class TELayers(McoreLayers):
     """
 
     def __init__(self, config: TransformerConfig, **options) -> None:
-        check_transformer_engine()
+        if not has_transformer_engine():
+            raise UserError("TransformerEngine's linears need a GPU and TransformerEngine (megadit[te])")
         super().__init__(config, **options)
         self.recipe = None if config.fp8 is None else _fp8_recipe(config)
 

@@ -12,7 +12,7 @@ import torch
 
 from megadit.models.megatron import extensions
 from megadit.models.shared.errors import UserError
-from megadit.train.config.checks import check_inputs
+from megadit.train.config.rules import check_inputs
 from megadit.train.config.schema import ParallelConfig
 from megadit.train.recipes import load_recipe
 
@@ -66,10 +66,10 @@ def test_refused_where_the_extension_is_not_installed(monkeypatch):
     with pytest.raises(UserError, match=r"gradient_accumulation_fusion=true needs .*fused_weight_gradient_mlp_cuda"):
         check_inputs(with_fusion())
     monkeypatch.setattr(extensions, "find_spec", lambda name: name)
-    extensions.check_gradient_accumulation_fusion()
+    assert extensions.has_gradient_accumulation_fusion()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="needs a GPU"):
-        extensions.check_gradient_accumulation_fusion()
+        check_inputs(with_fusion())
 
 
 def test_refused_with_fsdp():

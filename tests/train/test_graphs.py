@@ -13,7 +13,7 @@ import torch
 from megadit.models.expert_config import ExpertConfig
 from megadit.models.megatron import extensions
 from megadit.models.shared.errors import UserError
-from megadit.train.config.checks import check_inputs
+from megadit.train.config.rules import check_inputs
 from megadit.train.config.schema import ParallelConfig
 from megadit.train.recipes import load_recipe
 
@@ -97,14 +97,14 @@ def test_refused_without_a_gpu_or_its_kernel(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(extensions, "has_varlen_attention", lambda: False)
     with pytest.raises(UserError, match="torch 2.10"):
-        extensions.check_cuda_graphs()
+        check_inputs(with_graphs())
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")
 def test_replayed_blocks_on_a_gpu(tmp_path):
-    extensions.check_cuda_graphs()
+    assert extensions.has_cuda_graphs()
     done = subprocess.run(
         [sys.executable, JOB, tmp_path, "some", *MISTAKES[1:], "all"], capture_output=True, text=True, timeout=300
     )

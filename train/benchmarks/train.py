@@ -21,8 +21,8 @@ from megadit.models.shared.files import write_json
 from megadit.models.shared.options import read_options, setting
 from megadit.models.shared.progress import Progress
 from megadit.train.__main__ import without_nproc
-from megadit.train.config.checks import check_inputs, check_layout
 from megadit.train.config.load import resolve_config
+from megadit.train.config.rules import check_inputs, check_layout
 from megadit.train.config.schema import RunConfig
 from megadit.train.recipes import RECIPES
 from megadit.train.step_figures import StepFigures, shares_of, table_of

@@ -9,7 +9,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from megadit.models.shared.errors import UserError, nearest
+from megadit.models.shared.errors import UserError, choose_one, nearest
 from megadit.train.config.compat import expand_braces, translate
 from megadit.train.config.schema import RunConfig
 from megadit.train.recipes import load_recipe
@@ -26,7 +26,7 @@ def resolve_config(
     """The run that a command line stands for: recipe < `config_file` < `overrides` (each `a.b=c`).
 
     The file may name its recipe itself under the key `recipe`, as the config.yaml of every run does. Keys may be those
-    of NeMo and DFM (see `aliases`).
+    of NeMo and DFM, or of earlier versions (see `compat`).
 
     Raises:
         UserError: for an unknown recipe or key (naming the nearest known one), a value of the wrong type, a file that
@@ -130,7 +130,7 @@ def _read_optional(path: str | Path | None) -> DictConfig:
 
 def _read_yaml(path: str | Path) -> DictConfig:
     if not Path(path).is_file():
-        shipped = Path(__file__).parent / "conf" / Path(path).name
+        shipped = Path(__file__).parents[1] / "conf" / Path(path).name
         hint = f"; megadit has one of this name to copy: {shipped}" if shipped.is_file() else ""
         raise UserError(f"config file {path} does not exist{hint}")
     try:
@@ -234,8 +234,8 @@ def _convert(value: Any, hint: Any, path: str, root: type) -> Any:
         return None if value is None else _convert(value, arguments[0], path, root)
     if origin is tuple and isinstance(value, list | tuple):
         return _convert_items(value, arguments, hint, path, root)
-    if origin is Literal and value in arguments:
-        return value
+    if origin is Literal:
+        return choose_one(value, arguments, f"{path}={value!r} is unknown")
     if hint is float and type(value) is int:
         return float(value)
     if origin is None and type(value) is hint:
@@ -252,11 +252,6 @@ def _convert_items(values: list | tuple, arguments: tuple, hint: Any, path: str,
 
 
 def _wrong_type(value: Any, hint: Any, path: str) -> UserError:
-    if get_origin(hint) is Literal:
-        choices = get_args(hint)
-        near = nearest(str(value), choices)
-        hint_text = f"did you mean {near!r}? " if near else ""
-        return UserError(f"{path}={value!r} is unknown; {hint_text}choose one of {', '.join(choices)}")
     expected = getattr(hint, "__name__", str(hint)) if get_origin(hint) is None else str(hint)
     quote = f"; quote it: {path}='\"{value}\"'" if hint is str and isinstance(value, int | float) else ""
     return UserError(f"{path}={value!r} is {type(value).__name__}, expected {expected}{quote}")

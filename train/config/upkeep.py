@@ -1,11 +1,9 @@
 """The part of a run's configuration that surrounds its steps: checkpoints, validation, health, loggers."""
 
-import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from megadit.models.shared.errors import UserError
-from megadit.train.config.value_checks import require_choice, require_not_negative, require_positive
+from megadit.models.shared.options import check_settings, setting
 
 Remedy = Literal["stop", "skip", "rollback"]
 
@@ -14,9 +12,9 @@ Remedy = Literal["stop", "skip", "rollback"]
 class CheckpointConfig:
     """When checkpoints are written; resuming from the newest valid one is automatic."""
 
-    save_interval: int = 1000
+    save_interval: int = setting(1000, above=0)
     """Steps between checkpoints; one more is written at the end and at SIGTERM or SIGINT."""
-    keep_last: int = 3
+    keep_last: int = setting(3, above=0)
     """Checkpoints kept; older ones are deleted."""
     copy_to: str | None = None
     """A second place for the same checkpoints, by any URL of fsspec (s3://bucket/run, a folder, ...); they are fetched
@@ -30,26 +28,26 @@ class CheckpointConfig:
     """Write the files while training goes on; False waits for them."""
 
     def __post_init__(self) -> None:
-        require_positive("checkpoint", self, ["save_interval", "keep_last"])
+        check_settings(self, "checkpoint.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValidationConfig:
     """The loss at fixed noise levels on held-out samples, and videos sampled with the averaged weights."""
 
-    interval: int = 1000
+    interval: int = setting(1000, low=0)
     """Steps between validations; 0 never validates."""
-    num_batches: int = 8
+    num_batches: int = setting(8, above=0)
     """Packs from which the loss is measured, each at every sigma."""
-    sigmas: tuple[float, ...] = (0.1, 0.3, 1.0, 3.0, 10.0)
+    sigmas: tuple[float, ...] = setting((0.1, 0.3, 1.0, 3.0, 10.0), above=0)
     """Noise levels of the measured losses."""
     prompts: tuple[str, ...] = ()
     """Captions of the sampled videos; empty takes the first ones of the validation split."""
     sampler: str = "dpmpp_2m"
     """Solver of these videos, and the default of the bundles made from this run; so are the next three."""
-    num_steps: int = 35
+    num_steps: int = setting(35, above=0)
     """Sampling steps of these videos."""
-    guidance: float = 7.0
+    guidance: float = setting(7.0, low=0)
     """Scale of classifier-free guidance, uncond + guidance (cond - uncond); 1 is none."""
     eta: float = 0.0
     """0..1, share of ancestral noise: at 1 every step forgets the noise so far, and with it the errors made in it."""
@@ -57,42 +55,32 @@ class ValidationConfig:
     """The tokenizer that decodes these videos, if not the data set's copy; it must be the same one."""
 
     def __post_init__(self) -> None:
-        require_not_negative("validation", self, ["interval", "guidance"])
-        require_positive("validation", self, ["num_batches", "num_steps"])
-        if not self.sigmas:
-            raise UserError("validation.sigmas=[] leaves nothing to measure; validation.interval=0 never validates")
-        for sigma in self.sigmas:
-            if not 0 < sigma < math.inf:
-                raise UserError(f"validation.sigmas={sigma} must be positive and finite")
+        check_settings(self, "validation.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HealthConfig:
     """What a run does about steps, ranks and readers that go wrong; events.jsonl has every one with its samples."""
 
-    on_not_finite: Remedy = "stop"
+    on_not_finite: Remedy = setting("stop")
     """At a loss or gradient that is NaN or infinite: end the run, leave out the update, or go back to the last
     checkpoint and on with the data that follow."""
-    on_spike: Remedy | None = None
+    on_spike: Remedy | None = setting(None)
     """The same at a loss far above the usual; None does not look."""
-    spike_factor: float = 3.0
+    spike_factor: float = setting(3.0, above=0)
     """How many times the median of the last `spike_window` losses is far."""
-    spike_window: int = 100
-    max_troubles: int = 10
+    spike_window: int = setting(100, above=0)
+    max_troubles: int = setting(10, above=0)
     """Steps left out or gone back over between two checkpoints, after which the run ends."""
-    watchdog_seconds: float = 1200.0
+    watchdog_seconds: float = setting(1200.0, low=0)
     """A rank that shows no progress for so long is named, and the run ends; 0 waits forever."""
-    starving_share: float = 0.5
+    starving_share: float = setting(0.5, above=0)
     """Share of the time spent waiting for data above which a warning is printed."""
-    statistics_interval: int = 0
+    statistics_interval: int = setting(0, low=0)
     """Steps between the sizes of all gradients and block outputs in metrics.jsonl; 0 never measures them."""
 
     def __post_init__(self) -> None:
-        require_choice("health.on_not_finite", self.on_not_finite, get_args(Remedy))
-        if self.on_spike is not None:
-            require_choice("health.on_spike", self.on_spike, get_args(Remedy))
-        require_positive("health", self, ["spike_factor", "spike_window", "max_troubles", "starving_share"])
-        require_not_negative("health", self, ["watchdog_seconds", "statistics_interval"])
+        check_settings(self, "health.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,6 @@ order of samples is an error, never a silent restart. `redistribute` makes the s
 import gc
 from collections.abc import Callable, Iterator
 from itertools import islice
-from math import isclose
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from megatron.energon.metadataset.loader_interface import LoadedDatasetList
 from megatron.energon.wrappers.gc_dataset import GC_DEFAULT_EVERY_N_ITER
 
 from megadit.models.shared.errors import UserError
+from megadit.train.config.rules import check_dataset
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.dataset_info import CRUDE, DatasetInfo, iter_captions
 from megadit.train.data.mock import MockLoader
@@ -205,32 +205,6 @@ def validation_captions(config: RunConfig, count: int) -> list[str]:
         return []
     info = check_dataset(config)
     return list(islice(iter_captions(info.root, _validation_split(config, info)), count))
-
-
-def check_dataset(config: RunConfig) -> DatasetInfo:
-    """The data set of a run, checked against its model without reading a sample.
-
-    Raises:
-        UserError: if there is none at `data.path`, or its latents or texts are not what the model expects.
-    """
-    if config.data.path is None:
-        raise UserError("data.path is not set; give data.path=FOLDER (see `megadit prepare`), or --mock")
-    info = DatasetInfo.read(config.data.path)
-    for name, expected, found in (
-        ("in_channels", config.model.in_channels, info.latent_channels),
-        ("crossattn_emb_size", config.model.crossattn_emb_size, info.text_width),
-        ("sigma_data", config.model.sigma_data, info.sigma_data),
-    ):
-        if not isclose(expected, found, rel_tol=1e-6):
-            raise UserError(f"model.{name}={expected} does not fit {info.root}, whose value is {found}; set it to that")
-    store = info.store
-    encode = "on_the_fly" if store == "raw" else "precached"
-    if store is not None and config.data.encode != encode:
-        kind = "pixels" if store == "raw" else "latents"
-        raise UserError(
-            f"data.encode={config.data.encode} does not fit {info.root}, which holds {kind}; set it to {encode}"
-        )
-    return info
 
 
 def _validation_split(config: RunConfig, info: DatasetInfo) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megadit.models.megatron.parallel_sizes import SETTINGS, ParallelSizes
-from megadit.train.config.checks import check_layout
+from megadit.train.config.rules import check_layout
 from megadit.train.config.schema import RunConfig
 
 

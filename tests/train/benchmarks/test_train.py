@@ -11,8 +11,8 @@ from megadit.infer.benchmarks.profile import ELEMENTWISE, OPERATIONS, kind_of
 from megadit.train.benchmarks import growth as benchmark_growth
 from megadit.train.benchmarks import train as benchmark_train
 from megadit.train.benchmarks.growth import AXES, BASE, RECIPE, Exponents, Point, draw, table_of
-from megadit.train.config.checks import check_layout
 from megadit.train.config.load import resolve_config
+from megadit.train.config.rules import check_layout
 from megadit.train.plan.work import count_parameters, upstream_pack_flops
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from megadit.models.config import DiTConfig
 from megadit.models.shared.errors import UserError
-from megadit.train.config.checks import check_inputs, check_layout
+from megadit.train.config.rules import check_inputs, check_layout
 from megadit.train.config.schema import (
     CheckpointConfig,
     DataConfig,
@@ -38,29 +38,21 @@ def make_run(*, data=None, parallel=None, model=None, train=None, optimizer=None
         (lambda: TrainConfig(train_iters=-5), r"train\.train_iters=-5"),
         (lambda: TrainConfig(train_iters=1, num_threads=0), r"train\.num_threads=0"),
         (lambda: TrainConfig(train_iters=1, precision="bf61"), r"train\.precision='bf61'.*did you mean 'bf16'"),
-        (lambda: OptimizerConfig(lr=0.0), r"optimizer\.lr=0\.0"),
+        (lambda: OptimizerConfig(lr=0.0), r"optimizer\.lr=0 must be greater than 0"),
         (lambda: OptimizerConfig(lr=float("nan")), r"optimizer\.lr=nan"),
-        (lambda: OptimizerConfig(lr=1e-3, min_lr=1e-2), r"optimizer\.min_lr=0\.01 exceeds optimizer\.lr=0\.001"),
-        (lambda: OptimizerConfig(lr=1e-3, adam_beta2=1.0), r"optimizer\.adam_beta2=1\.0"),
+        (lambda: OptimizerConfig(lr=1e-3, adam_beta2=1.0), r"optimizer\.adam_beta2=1 must be at least 0 and below 1"),
         (lambda: OptimizerConfig(lr=1e-3, optimizer="sgd"), r"choose one of adamw, muon"),
-        (lambda: OptimizerConfig(lr=1e-3, lr_warmup_iters=5, lr_decay_iters=5), r"lr_decay_iters=5 must exceed"),
         (lambda: DataConfig(**{**DATA, "text_dropout": 1.5}), r"data\.text_dropout=1\.5"),
-        (lambda: DataConfig(**{**DATA, "micro_batch_size": 3}), r"global_batch_size=8 .*use 6 or 9"),
         (lambda: DataConfig(**{**DATA, "seq_length": 0}), r"data\.seq_length=0"),
         (lambda: DataConfig(**{**DATA, "num_workers": -1}), r"data\.num_workers=-1"),
-        (lambda: DataConfig(**{**DATA, "mock_latent_shapes": ()}), r"at least one \(T, H, W\)"),
-        (lambda: EmaConfig(sigma_rels=(0.3,)), r"ema\.sigma_rels=0\.3 must lie between 0 and 0\.289"),
-        (lambda: EmaConfig(sigma_rels=(0.1, 0.1)), "twice"),
-        (lambda: make_run(parallel={"sequence_parallel": True}), "2 or more"),
+        (lambda: EmaConfig(sigma_rels=(0.3,)), r"ema\.sigma_rels=0\.3 must be greater than 0 and below 0\.2886"),
         (lambda: ParallelConfig(data_parallel="fsdp2"), "did you mean 'fsdp'"),
-        (lambda: ParallelConfig(recompute_num_layers=1), "recompute_granularity=full"),
         (
             lambda: make_run(parallel={"data_parallel": "fsdp"}, optimizer={"optimizer": "muon"}),
             "distributed_optimizer",
         ),
         (lambda: CheckpointConfig(save_interval=0), r"checkpoint\.save_interval=0"),
-        (lambda: ValidationConfig(sigmas=(1.0, 0.0)), r"validation\.sigmas=0\.0"),
-        (lambda: ValidationConfig(sigmas=()), r"validation\.sigmas=\[\] leaves nothing to measure"),
+        (lambda: ValidationConfig(sigmas=(1.0, 0.0)), r"validation\.sigmas=0 must be greater"),
         (lambda: ValidationConfig(num_steps=0), r"validation\.num_steps=0"),
     ],
 )

@@ -25,7 +25,7 @@ from pathlib import Path
 LARGEST_MESSAGE = 200_000
 PR_SET_PDEATHSIG = 1
 IMPORTED = (
-    *("megadit.train.loop", "megadit.train.recipes", "megadit.train.config.checks", "megadit.train.sharded_denoiser"),
+    *("megadit.train.loop", "megadit.train.recipes", "megadit.train.config.rules", "megadit.train.sharded_denoiser"),
     *("megadit.train.boards", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"),
 )
 

@@ -1,0 +1,455 @@
+"""Every rule that settings of a run must keep together: when it applies, what it needs, what mends a breach.
+
+Bounds of single values stand with their fields (`schema.py`, `upkeep.py`). Rules of a layout stand with
+`ParallelSizes`, because sampling on several ranks keeps them, too; they are part of `RULES`.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+from types import ModuleType
+from typing import Any
+
+from megadit.models.megatron import parallel_sizes
+from megadit.models.megatron.parallel_sizes import Division
+from megadit.models.shared.errors import nearest_multiples
+from megadit.models.shared.rules import Rule, accepted_by, always, enforce
+
+FP8_MULTIPLE = {"tensorwise": 16, "blockwise": 16, "mxfp8": 32}
+"""`train.fp8_recipe` -> what rows and columns of every matrix are a multiple of, on each rank."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A configuration, and what is known of where it runs; its sections are attributes (`run.optimizer.lr`)."""
+
+    config: Any
+    """The `RunConfig`."""
+    world_size: int | None = None
+    """Ranks; None: not known yet."""
+    starts_here: bool = False
+    """Whether it is about to start on this machine."""
+    reads_data: bool = False
+    """Whether it is about to open `data.path`."""
+    dataset: Any = None
+    """The `DatasetInfo` of `data.path`; None: not opened yet."""
+
+    def __getattr__(self, section: str) -> Any:
+        return getattr(self.config, section)
+
+    @property
+    def sizes(self) -> parallel_sizes.ParallelSizes:
+        return self.parallel.sizes
+
+    @property
+    def division(self) -> Division:
+        """Over the smallest number of ranks while theirs is not known."""
+        ranks = self.sizes.smallest_world if self.world_size is None else self.world_size
+        return Division(self.sizes, self.model, ranks)
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.division.world_size // self.sizes.model_parallel_size
+
+
+Condition = Callable[[Run], Any]
+
+
+def check_config(config: Any) -> None:
+    """Raises UserError for the first rule that a `RunConfig` breaks by itself."""
+    enforce(RULES, Run(config=config))
+
+
+def check_layout(config: Any, world_size: int) -> int:
+    """The data-parallel size of a world of `world_size` ranks.
+
+    Raises:
+        UserError: if the ranks cannot be divided among the copies of the model, or the batch among the copies.
+    """
+    run = Run(config=config, world_size=world_size)
+    enforce(RULES, run)
+    return run.data_parallel_size
+
+
+def check_inputs(config: Any) -> None:
+    """Raises UserError if this machine lacks the kernels asked for, or the samples, the run's folder, or the sampler or
+    tokenizer of its videos cannot be used.
+    """
+    enforce(RULES, Run(config=config, starts_here=True, reads_data=not config.data.mock))
+    if not config.data.mock:
+        enforce(RULES, Run(config=config, starts_here=True, dataset=_read_dataset(config)))
+
+
+def check_dataset(config: Any) -> Any:
+    """The `DatasetInfo` of a run, checked against its network without reading a sample.
+
+    Raises:
+        UserError: if there is no data set at `data.path`, or its latents or texts are not what the network expects.
+    """
+    enforce(RULES, Run(config=config, reads_data=True))
+    info = _read_dataset(config)
+    enforce(RULES, Run(config=config, dataset=info))
+    return info
+
+
+def _read_dataset(config: Any) -> Any:
+    from megadit.train.data.dataset_info import DatasetInfo  # brings PyYAML and the like, which most checks do without
+
+    return DatasetInfo.read(config.data.path)
+
+
+# ------------------------------------------------------------------------------------------------ forms of rules
+
+
+def _multiple(name: str, value: Condition, of: Condition, words: Condition, when: Condition = always) -> Rule[Run]:
+    """`value(run)`, which messages call `name`, is a multiple of `of(run)`; `words(run)` says of what, and why."""
+    return Rule(
+        when=when,
+        needs=lambda run: value(run) % of(run) == 0,
+        remedy=lambda run: (
+            f"{name}={value(run)} is not a multiple of {words(run)}; use {nearest_multiples(value(run), of(run))}"
+        ),
+    )
+
+
+def _layout(rule: Rule[Division]) -> Rule[Run]:
+    return Rule(
+        when=lambda run: rule.when(run.division),
+        needs=lambda run: rule.needs(run.division),
+        remedy=lambda run: parallel_sizes.refusal(rule, run.division),
+    )
+
+
+def _fp8(needs: Condition, words: str) -> Rule[Run]:
+    return Rule(when=_is_fp8, needs=needs, remedy="{train.fp8=} " + words)
+
+
+def _is_fp8(run: Run) -> bool:
+    return run.train.fp8 != "none"
+
+
+def _fp8_multiple(name: str, value: Condition, ranks: Condition, when: Condition = always) -> Rule[Run]:
+    """A side of a matrix of the blocks, or the tokens it meets: divided over `ranks(run)`, kernels can take it."""
+
+    def factor(run: Run) -> int:
+        return FP8_MULTIPLE[run.train.fp8_recipe] * ranks(run)
+
+    return _multiple(
+        name,
+        value,
+        factor,
+        lambda run: (
+            f"{factor(run)}, which train.fp8={run.train.fp8} with train.fp8_recipe={run.train.fp8_recipe} needs on "
+            f"{run.sizes.model_parallel_size} rank(s)"
+        ),
+        when=lambda run: _is_fp8(run) and when(run),
+    )
+
+
+def _graphs(needs: Condition, hindrance: str) -> Rule[Run]:
+    """CUDA graphs replay blocks, which must be the same in every step."""
+    return Rule(
+        when=lambda run: run.parallel.cuda_graph_max_segments is not None,
+        needs=needs,
+        remedy="{parallel.cuda_graph_max_segments=} does not go with " + hindrance + "; or leave it out",
+    )
+
+
+def _fits_dataset(setting: str, fact: str) -> Rule[Run]:
+    return Rule(
+        when=lambda run: run.dataset is not None,
+        needs=lambda run: math.isclose(getattr(run.model, setting), getattr(run.dataset, fact), rel_tol=1e-6),
+        remedy="{model." + setting + "=} does not fit {dataset.root}, whose value is {dataset." + fact + "}; set it to "
+        "that",
+    )
+
+
+# ------------------------------------------------------------------------------------------------ what rules ask
+
+
+def _packs_at_a_time(run: Run) -> int:
+    """Packs that all ranks compute before the optimizer could step."""
+    turns = run.sizes.pipeline if run.sizes.virtual_pipeline > 1 else 1
+    return run.data.micro_batch_size * run.data_parallel_size * turns
+
+
+def _packs_in_words(run: Run) -> str:
+    ranks = f"{run.data_parallel_size} data-parallel ranks"
+    if run.sizes.virtual_pipeline > 1:
+        ranks += f" x {run.sizes.pipeline} stages, which take parts in turn"
+    return f"{_packs_at_a_time(run)} (data.micro_batch_size={run.data.micro_batch_size} x {ranks})"
+
+
+def _longest_mock(run: Run) -> tuple[tuple[int, int, int], int]:
+    """(latent shape, tokens) of the mock sample with most tokens.
+
+    Raises:
+        UserError: if a side is not a multiple of the patch.
+    """
+    tokens = {shape: math.prod(run.model.token_grid(*shape)) for shape in run.data.mock_latent_shapes}
+    return max(tokens.items(), key=lambda item: item[1])
+
+
+def _long_mock_in_words(run: Run) -> str:
+    shape, tokens = _longest_mock(run)
+    return (
+        f"data.mock_latent_shapes={list(shape)} has {tokens} tokens, more than data.seq_length={run.data.seq_length}; "
+        "raise that or use smaller shapes"
+    )
+
+
+def _projection_rows(run: Run) -> int:
+    """Rows of the matrix of queries, keys and values."""
+    return run.model.attention_size + 2 * run.model.key_heads * run.model.dim_per_head
+
+
+def _encoding_of(dataset: Any) -> str:
+    return "on_the_fly" if dataset.store == "raw" else "precached"
+
+
+def _encoding_in_words(run: Run) -> str:
+    kind = "pixels" if run.dataset.store == "raw" else "latents"
+    return (
+        f"data.encode={run.data.encode} does not fit {run.dataset.root}, which holds {kind}; set it to "
+        f"{_encoding_of(run.dataset)}"
+    )
+
+
+def _extensions() -> ModuleType:
+    from megadit.models.megatron import extensions  # brings torch, which other rules do without
+
+    return extensions
+
+
+def _check_copy_url(run: Run) -> None:
+    from megadit.train.second_copy import check_url
+
+    check_url(run.checkpoint.copy_to)
+
+
+def _check_sampling(run: Run) -> None:
+    """Raises UserError for a sampler that does not exist, or cannot do what is asked of it."""
+    from megadit.infer.settings import resolve_settings
+    from megadit.models.bundle.bundle import SamplingDefaults
+
+    asked, size = run.validation, {"num_frames": 1, "height": 1, "width": 1, "fps": 1.0}
+    sampling = SamplingDefaults(sampler=asked.sampler, num_steps=asked.num_steps, guidance=asked.guidance, **size)
+    resolve_settings(sampling, eta=asked.eta)
+
+
+def _has_tokenizer_of_dataset(run: Run) -> bool:
+    from megadit.models.tokenizers import load_tokenizer
+
+    return load_tokenizer(run.validation.tokenizer_folder).fingerprint() == run.dataset.tokenizer_fingerprint
+
+
+# ------------------------------------------------------------------------------------------------ the rules
+
+RULES: tuple[Rule[Run], ...] = (
+    # data
+    _multiple(
+        "data.global_batch_size",
+        attrgetter("data.global_batch_size"),
+        attrgetter("data.micro_batch_size"),
+        lambda run: f"data.micro_batch_size={run.data.micro_batch_size}",
+    ),
+    Rule(
+        needs=lambda run: (
+            run.data.mock_latent_shapes and all(side >= 1 for shape in run.data.mock_latent_shapes for side in shape)
+        ),
+        remedy="{data.mock_latent_shapes=} needs at least one (T, H, W), each side 1 or more",
+    ),
+    # optimizer and EMA
+    Rule(
+        when=lambda run: run.optimizer.optimizer == "muon",
+        needs=lambda run: run.optimizer.moments == "fp32",
+        remedy="{optimizer.moments=} is for optimizer.optimizer=adamw; leave it out with muon",
+    ),
+    Rule(
+        needs=lambda run: run.optimizer.min_lr <= run.optimizer.lr,
+        remedy="{optimizer.min_lr=} exceeds {optimizer.lr=}; lower it",
+    ),
+    Rule(
+        when=lambda run: run.optimizer.lr_decay_iters is not None,
+        needs=lambda run: run.optimizer.lr_decay_iters > run.optimizer.lr_warmup_iters,
+        remedy="{optimizer.lr_decay_iters=} must exceed {optimizer.lr_warmup_iters=}",
+    ),
+    Rule(
+        needs=lambda run: len(set(run.ema.sigma_rels)) == len(run.ema.sigma_rels),
+        remedy="{ema.sigma_rels=} names one profile twice",
+    ),
+    # layout
+    Rule(
+        when=lambda run: run.parallel.gradient_accumulation_fusion,
+        needs=lambda run: run.parallel.data_parallel != "fsdp",
+        remedy="parallel.gradient_accumulation_fusion=true adds to sums that parallel.data_parallel=fsdp has not; use "
+        "ddp or distributed_optimizer, or leave it out",
+    ),
+    Rule(
+        when=lambda run: run.parallel.recompute_num_layers is not None,
+        needs=lambda run: run.parallel.recompute_granularity == "full",
+        remedy="{parallel.recompute_num_layers=} needs parallel.recompute_granularity=full",
+    ),
+    *map(_layout, parallel_sizes.RULES),
+    _multiple(
+        "data.seq_length",
+        attrgetter("data.seq_length"),
+        attrgetter("sizes.sequence_multiple"),
+        lambda run: (
+            f"{run.sizes.sequence_multiple}: it is cut over {run.sizes.sequence_multiple} ranks by "
+            "parallel.context_parallel_size and parallel.sequence_parallel"
+        ),
+    ),
+    _multiple(
+        "data.global_batch_size",
+        attrgetter("data.global_batch_size"),
+        _packs_at_a_time,
+        _packs_in_words,
+        when=lambda run: run.world_size is not None,
+    ),
+    # eight bits
+    _fp8(
+        lambda run: run.parallel.transformer_impl == "transformer_engine",
+        "is TransformerEngine's; give parallel.transformer_impl=transformer_engine, too",
+    ),
+    _fp8(
+        lambda run: run.train.precision == "bf16",
+        "stands beside train.precision=bf16, not {train.precision}; set that",
+    ),
+    _fp8(
+        lambda run: run.parallel.data_parallel != "fsdp",
+        "does not go with parallel.data_parallel=fsdp; use distributed_optimizer",
+    ),
+    _fp8(
+        lambda run: run.model.experts.num_experts == 0,
+        "does not reach experts, which would stay in bf16; leave it out",
+    ),
+    _fp8(
+        lambda run: run.model.structure.block != "st_dit" or run.sizes.sequence_multiple == 1,
+        "needs equally many tokens on each of {sizes.sequence_multiple} ranks, which st_dit's attentions change",
+    ),
+    _fp8_multiple("model.hidden_size", attrgetter("model.hidden_size"), lambda run: 1),
+    _fp8_multiple("model.ffn_hidden_size", attrgetter("model.mlp_size"), attrgetter("sizes.tensor")),
+    _fp8_multiple(
+        "model.num_attention_heads x model.head_dim", attrgetter("model.attention_size"), attrgetter("sizes.tensor")
+    ),
+    _fp8_multiple("rows of queries, keys and values", _projection_rows, attrgetter("sizes.tensor")),
+    _fp8_multiple("data.seq_length", attrgetter("data.seq_length"), attrgetter("sizes.sequence_multiple")),
+    _fp8_multiple(
+        "model.crossattn_emb_size",
+        attrgetter("model.text_size"),
+        lambda run: 1,
+        when=attrgetter("model.structure.cross_attention"),
+    ),
+    _fp8_multiple(
+        "data.text_seq_length",
+        attrgetter("data.text_seq_length"),
+        lambda run: 1,
+        when=attrgetter("model.structure.cross_attention"),
+    ),
+    # CUDA graphs
+    _graphs(
+        lambda run: run.sizes.model_parallel_size == 1,
+        "ranks that share a copy of the network: data parallelism alone",
+    ),
+    _graphs(lambda run: run.parallel.data_parallel != "fsdp", "parallel.data_parallel=fsdp: use ddp"),
+    _graphs(
+        lambda run: run.parallel.data_parallel != "distributed_optimizer" or not run.parallel.overlap_param_gather,
+        "weights gathered meanwhile: parallel.overlap_param_gather=false",
+    ),
+    _graphs(
+        lambda run: run.parallel.transformer_impl == "local",
+        "TransformerEngine: parallel.transformer_impl=local",
+    ),
+    _graphs(
+        lambda run: not run.parallel.gradient_accumulation_fusion,
+        "gradient_accumulation_fusion: leave that out",
+    ),
+    _graphs(
+        lambda run: run.parallel.recompute_granularity == "none",
+        "blocks computed again: parallel.recompute_granularity=none",
+    ),
+    _graphs(lambda run: run.model.experts.num_experts == 0, "experts, whose tokens are others each time"),
+    _graphs(lambda run: run.model.structure.block != "st_dit", "attention along one axis (st_dit)"),
+    _graphs(lambda run: run.train.precision == "bf16", "float32: train.precision=bf16"),
+    _graphs(
+        lambda run: run.model.dim_per_head % 8 == 0 and run.model.dim_per_head <= 256,
+        "heads that the kernel for packs does not take: model.head_dim of 8 n <= 256",
+    ),
+    # Muon
+    Rule(
+        when=lambda run: run.optimizer.optimizer == "muon",
+        needs=lambda run: run.parallel.data_parallel != "fsdp",
+        remedy="optimizer.optimizer=muon needs whole matrices, which parallel.data_parallel=fsdp cuts; use "
+        "parallel.data_parallel=distributed_optimizer, or optimizer.optimizer=adamw",
+    ),
+    Rule(
+        when=lambda run: run.optimizer.optimizer == "muon",
+        needs=lambda run: run.model.experts.num_experts == 0,
+        remedy="optimizer.optimizer=muon knows no experts, which are stacks of matrices on ranks of their own; use "
+        "optimizer.optimizer=adamw",
+    ),
+    # mock samples
+    accepted_by(_longest_mock, when=attrgetter("data.mock")),
+    Rule(
+        when=attrgetter("data.mock"),
+        needs=lambda run: _longest_mock(run)[1] <= run.data.seq_length,
+        remedy=_long_mock_in_words,
+    ),
+    # validation
+    Rule(
+        needs=lambda run: run.validation.sigmas,
+        remedy="{validation.sigmas=} leaves nothing to measure; validation.interval=0 never validates",
+    ),
+    # this machine
+    Rule(
+        when=lambda run: run.starts_here and run.parallel.transformer_impl == "transformer_engine",
+        needs=lambda run: _extensions().has_transformer_engine(),
+        remedy="parallel.transformer_impl=transformer_engine needs a GPU and TransformerEngine (megadit[te]); "
+        "parallel.transformer_impl=local uses Megatron's linears",
+    ),
+    Rule(
+        when=lambda run: (
+            run.starts_here
+            and run.parallel.gradient_accumulation_fusion
+            and run.parallel.transformer_impl != "transformer_engine"
+        ),
+        needs=lambda run: _extensions().has_gradient_accumulation_fusion(),
+        remedy="parallel.gradient_accumulation_fusion=true needs a GPU and the module fused_weight_gradient_mlp_cuda "
+        "of NVIDIA's apex (built with --cuda_ext), or parallel.transformer_impl=transformer_engine; leave it out",
+    ),
+    Rule(
+        when=lambda run: run.starts_here and run.parallel.cuda_graph_max_segments is not None,
+        needs=lambda run: _extensions().has_cuda_graphs(),
+        remedy="parallel.cuda_graph_max_segments needs a GPU (Ampere or newer) and torch 2.10 with its attention of "
+        "variable length; leave it out",
+    ),
+    accepted_by(_check_sampling, when=attrgetter("starts_here")),
+    accepted_by(_check_copy_url, when=attrgetter("starts_here")),
+    Rule(
+        when=attrgetter("starts_here"),
+        needs=lambda run: run.train.output_dir is not None,
+        remedy="train.output_dir is not set; give train.output_dir=FOLDER",
+    ),
+    # the data set
+    Rule(
+        when=attrgetter("reads_data"),
+        needs=lambda run: run.data.path is not None,
+        remedy="data.path is not set; give data.path=FOLDER (see `megadit prepare`), or --mock",
+    ),
+    _fits_dataset("in_channels", "latent_channels"),
+    _fits_dataset("crossattn_emb_size", "text_width"),
+    _fits_dataset("sigma_data", "sigma_data"),
+    Rule(
+        when=lambda run: run.dataset is not None and run.dataset.store is not None,
+        needs=lambda run: run.data.encode == _encoding_of(run.dataset),
+        remedy=_encoding_in_words,
+    ),
+    Rule(
+        when=lambda run: run.starts_here and run.dataset is not None and run.validation.tokenizer_folder is not None,
+        needs=_has_tokenizer_of_dataset,
+        remedy="{validation.tokenizer_folder=} holds another tokenizer than the data set's; leave it out",
+    ),
+)
+"""In the order in which they are checked."""
