@@ -55,6 +55,11 @@ class ParallelSizes:
     expert_tensor: int = 1
     """Ranks that share the matrices of one expert."""
 
+    def __post_init__(self) -> None:
+        for name in _SIZES:
+            if getattr(self, name) < 1:
+                raise UserError(f"{SETTINGS[name]}={getattr(self, name)} must be 1 or more")
+
     @property
     def model_parallel_size(self) -> int:
         """Ranks that together compute one copy of the model."""
@@ -274,13 +279,6 @@ def _divides(name: str, what: Callable[[Division], tuple[str, int]], holds: str)
     )
 
 
-def _is_one_or_more(name: str) -> Rule[Division]:
-    return Rule(
-        needs=lambda division: getattr(division.sizes, name) >= 1,
-        remedy=lambda division: f"{_given(division.sizes, name)} must be 1 or more",
-    )
-
-
 def _of_model(key: str, value: Callable[[DiTConfig], int]) -> Callable[[Division], tuple[str, int]]:
     return lambda division: (f"model.{key}={value(division.model)}", value(division.model))
 
@@ -370,7 +368,7 @@ _OF_EXPERTS: tuple[Rule[Division], ...] = (
         ),
     ),
 )
-RULES: tuple[Rule[Division], ...] = (*map(_is_one_or_more, _SIZES), *_OF_RANKS, *_OF_STAGES, *_OF_EXPERTS)
+RULES: tuple[Rule[Division], ...] = (*_OF_RANKS, *_OF_STAGES, *_OF_EXPERTS)
 """What makes a layout legal; sampling on several ranks keeps them, too."""
 
 

@@ -6,52 +6,17 @@ Bounds of single values stand with their fields (`schema.py`, `upkeep.py`). Rule
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from operator import attrgetter
-from types import ModuleType
 from typing import Any
 
 from megadit.models.megatron import parallel_sizes
 from megadit.models.megatron.parallel_sizes import Division
 from megadit.models.shared.errors import nearest_multiples
 from megadit.models.shared.rules import Rule, accepted_by, always, enforce
+from megadit.train.config.facts import Run
 
 FP8_MULTIPLE = {"tensorwise": 16, "blockwise": 16, "mxfp8": 32}
 """`train.fp8_recipe` -> what rows and columns of every matrix are a multiple of, on each rank."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """A configuration, and what is known of where it runs; its sections are attributes (`run.optimizer.lr`)."""
-
-    config: Any
-    """The `RunConfig`."""
-    world_size: int | None = None
-    """Ranks; None: not known yet."""
-    starts_here: bool = False
-    """Whether it is about to start on this machine."""
-    reads_data: bool = False
-    """Whether it is about to open `data.path`."""
-    dataset: Any = None
-    """The `DatasetInfo` of `data.path`; None: not opened yet."""
-
-    def __getattr__(self, section: str) -> Any:
-        return getattr(self.config, section)
-
-    @property
-    def sizes(self) -> parallel_sizes.ParallelSizes:
-        return self.parallel.sizes
-
-    @property
-    def division(self) -> Division:
-        """Over the smallest number of ranks while theirs is not known."""
-        ranks = self.sizes.smallest_world if self.world_size is None else self.world_size
-        return Division(self.sizes, self.model, ranks)
-
-    @property
-    def data_parallel_size(self) -> int:
-        return self.division.world_size // self.sizes.model_parallel_size
-
 
 Condition = Callable[[Run], Any]
 
@@ -94,7 +59,7 @@ def check_dataset(config: Any) -> Any:
 
 
 def _read_dataset(config: Any) -> Any:
-    from megadit.train.data.dataset_info import DatasetInfo  # brings PyYAML and the like, which most checks do without
+    from megadit.train.data.dataset_info import DatasetInfo
 
     return DatasetInfo.read(config.data.path)
 
@@ -122,11 +87,7 @@ def _layout(rule: Rule[Division]) -> Rule[Run]:
 
 
 def _fp8(needs: Condition, words: str) -> Rule[Run]:
-    return Rule(when=_is_fp8, needs=needs, remedy="{train.fp8=} " + words)
-
-
-def _is_fp8(run: Run) -> bool:
-    return run.train.fp8 != "none"
+    return Rule(when=attrgetter("is_fp8"), needs=needs, remedy="{train.fp8=} " + words)
 
 
 def _fp8_multiple(name: str, value: Condition, ranks: Condition, when: Condition = always) -> Rule[Run]:
@@ -143,7 +104,7 @@ def _fp8_multiple(name: str, value: Condition, ranks: Condition, when: Condition
             f"{factor(run)}, which train.fp8={run.train.fp8} with train.fp8_recipe={run.train.fp8_recipe} needs on "
             f"{run.sizes.model_parallel_size} rank(s)"
         ),
-        when=lambda run: _is_fp8(run) and when(run),
+        when=lambda run: run.is_fp8 and when(run),
     )
 
 
@@ -165,61 +126,29 @@ def _fits_dataset(setting: str, fact: str) -> Rule[Run]:
     )
 
 
-# ------------------------------------------------------------------------------------------------ what rules ask
-
-
-def _packs_at_a_time(run: Run) -> int:
-    """Packs that all ranks compute before the optimizer could step."""
-    turns = run.sizes.pipeline if run.sizes.virtual_pipeline > 1 else 1
-    return run.data.micro_batch_size * run.data_parallel_size * turns
+# ------------------------------------------------------------------------------------------------ longer messages
 
 
 def _packs_in_words(run: Run) -> str:
     ranks = f"{run.data_parallel_size} data-parallel ranks"
     if run.sizes.virtual_pipeline > 1:
         ranks += f" x {run.sizes.pipeline} stages, which take parts in turn"
-    return f"{_packs_at_a_time(run)} (data.micro_batch_size={run.data.micro_batch_size} x {ranks})"
-
-
-def _longest_mock(run: Run) -> tuple[tuple[int, int, int], int]:
-    """(latent shape, tokens) of the mock sample with most tokens.
-
-    Raises:
-        UserError: if a side is not a multiple of the patch.
-    """
-    tokens = {shape: math.prod(run.model.token_grid(*shape)) for shape in run.data.mock_latent_shapes}
-    return max(tokens.items(), key=lambda item: item[1])
+    return f"{run.packs_at_a_time} (data.micro_batch_size={run.data.micro_batch_size} x {ranks})"
 
 
 def _long_mock_in_words(run: Run) -> str:
-    shape, tokens = _longest_mock(run)
+    shape, tokens = run.longest_mock
     return (
         f"data.mock_latent_shapes={list(shape)} has {tokens} tokens, more than data.seq_length={run.data.seq_length}; "
         "raise that or use smaller shapes"
     )
 
 
-def _projection_rows(run: Run) -> int:
-    """Rows of the matrix of queries, keys and values."""
-    return run.model.attention_size + 2 * run.model.key_heads * run.model.dim_per_head
-
-
-def _encoding_of(dataset: Any) -> str:
-    return "on_the_fly" if dataset.store == "raw" else "precached"
-
-
 def _encoding_in_words(run: Run) -> str:
     kind = "pixels" if run.dataset.store == "raw" else "latents"
     return (
-        f"data.encode={run.data.encode} does not fit {run.dataset.root}, which holds {kind}; set it to "
-        f"{_encoding_of(run.dataset)}"
+        f"data.encode={run.data.encode} does not fit {run.dataset.root}, which holds {kind}; set it to {run.encoding}"
     )
-
-
-def _extensions() -> ModuleType:
-    from megadit.models.megatron import extensions  # brings torch, which other rules do without
-
-    return extensions
 
 
 def _check_copy_url(run: Run) -> None:
@@ -236,12 +165,6 @@ def _check_sampling(run: Run) -> None:
     asked, size = run.validation, {"num_frames": 1, "height": 1, "width": 1, "fps": 1.0}
     sampling = SamplingDefaults(sampler=asked.sampler, num_steps=asked.num_steps, guidance=asked.guidance, **size)
     resolve_settings(sampling, eta=asked.eta)
-
-
-def _has_tokenizer_of_dataset(run: Run) -> bool:
-    from megadit.models.tokenizers import load_tokenizer
-
-    return load_tokenizer(run.validation.tokenizer_folder).fingerprint() == run.dataset.tokenizer_fingerprint
 
 
 # ------------------------------------------------------------------------------------------------ the rules
@@ -304,7 +227,7 @@ RULES: tuple[Rule[Run], ...] = (
     _multiple(
         "data.global_batch_size",
         attrgetter("data.global_batch_size"),
-        _packs_at_a_time,
+        attrgetter("packs_at_a_time"),
         _packs_in_words,
         when=lambda run: run.world_size is not None,
     ),
@@ -322,7 +245,7 @@ RULES: tuple[Rule[Run], ...] = (
         "does not go with parallel.data_parallel=fsdp; use distributed_optimizer",
     ),
     _fp8(
-        lambda run: run.model.experts.num_experts == 0,
+        lambda run: not run.has_experts,
         "does not reach experts, which would stay in bf16; leave it out",
     ),
     _fp8(
@@ -334,7 +257,7 @@ RULES: tuple[Rule[Run], ...] = (
     _fp8_multiple(
         "model.num_attention_heads x model.head_dim", attrgetter("model.attention_size"), attrgetter("sizes.tensor")
     ),
-    _fp8_multiple("rows of queries, keys and values", _projection_rows, attrgetter("sizes.tensor")),
+    _fp8_multiple("rows of queries, keys and values", attrgetter("projection_rows"), attrgetter("sizes.tensor")),
     _fp8_multiple("data.seq_length", attrgetter("data.seq_length"), attrgetter("sizes.sequence_multiple")),
     _fp8_multiple(
         "model.crossattn_emb_size",
@@ -370,7 +293,7 @@ RULES: tuple[Rule[Run], ...] = (
         lambda run: run.parallel.recompute_granularity == "none",
         "blocks computed again: parallel.recompute_granularity=none",
     ),
-    _graphs(lambda run: run.model.experts.num_experts == 0, "experts, whose tokens are others each time"),
+    _graphs(lambda run: not run.has_experts, "experts, whose tokens are others each time"),
     _graphs(lambda run: run.model.structure.block != "st_dit", "attention along one axis (st_dit)"),
     _graphs(lambda run: run.train.precision == "bf16", "float32: train.precision=bf16"),
     _graphs(
@@ -386,15 +309,14 @@ RULES: tuple[Rule[Run], ...] = (
     ),
     Rule(
         when=lambda run: run.optimizer.optimizer == "muon",
-        needs=lambda run: run.model.experts.num_experts == 0,
+        needs=lambda run: not run.has_experts,
         remedy="optimizer.optimizer=muon knows no experts, which are stacks of matrices on ranks of their own; use "
         "optimizer.optimizer=adamw",
     ),
     # mock samples
-    accepted_by(_longest_mock, when=attrgetter("data.mock")),
     Rule(
         when=attrgetter("data.mock"),
-        needs=lambda run: _longest_mock(run)[1] <= run.data.seq_length,
+        needs=lambda run: run.longest_mock[1] <= run.data.seq_length,
         remedy=_long_mock_in_words,
     ),
     # validation
@@ -405,7 +327,7 @@ RULES: tuple[Rule[Run], ...] = (
     # this machine
     Rule(
         when=lambda run: run.starts_here and run.parallel.transformer_impl == "transformer_engine",
-        needs=lambda run: _extensions().has_transformer_engine(),
+        needs=lambda run: run.extensions.has_transformer_engine(),
         remedy="parallel.transformer_impl=transformer_engine needs a GPU and TransformerEngine (megadit[te]); "
         "parallel.transformer_impl=local uses Megatron's linears",
     ),
@@ -415,13 +337,13 @@ RULES: tuple[Rule[Run], ...] = (
             and run.parallel.gradient_accumulation_fusion
             and run.parallel.transformer_impl != "transformer_engine"
         ),
-        needs=lambda run: _extensions().has_gradient_accumulation_fusion(),
+        needs=lambda run: run.extensions.has_gradient_accumulation_fusion(),
         remedy="parallel.gradient_accumulation_fusion=true needs a GPU and the module fused_weight_gradient_mlp_cuda "
         "of NVIDIA's apex (built with --cuda_ext), or parallel.transformer_impl=transformer_engine; leave it out",
     ),
     Rule(
         when=lambda run: run.starts_here and run.parallel.cuda_graph_max_segments is not None,
-        needs=lambda run: _extensions().has_cuda_graphs(),
+        needs=lambda run: run.extensions.has_cuda_graphs(),
         remedy="parallel.cuda_graph_max_segments needs a GPU (Ampere or newer) and torch 2.10 with its attention of "
         "variable length; leave it out",
     ),
@@ -443,12 +365,12 @@ RULES: tuple[Rule[Run], ...] = (
     _fits_dataset("sigma_data", "sigma_data"),
     Rule(
         when=lambda run: run.dataset is not None and run.dataset.store is not None,
-        needs=lambda run: run.data.encode == _encoding_of(run.dataset),
+        needs=lambda run: run.data.encode == run.encoding,
         remedy=_encoding_in_words,
     ),
     Rule(
         when=lambda run: run.starts_here and run.dataset is not None and run.validation.tokenizer_folder is not None,
-        needs=_has_tokenizer_of_dataset,
+        needs=attrgetter("has_tokenizer_of_dataset"),
         remedy="{validation.tokenizer_folder=} holds another tokenizer than the data set's; leave it out",
     ),
 )

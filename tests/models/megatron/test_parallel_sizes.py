@@ -17,7 +17,6 @@ MODEL = DiTConfig(num_layers=4, hidden_size=48, num_attention_heads=6)
     [
         (ParallelSizes(tensor=3), 4, "4 ranks cannot hold whole copies .*: start 3 or 6 ranks"),
         (ParallelSizes(tensor=4), 4, "does not divide model.num_attention_heads=6.*tensor_model_parallel_size=2"),
-        (ParallelSizes(tensor=0), 4, "tensor_model_parallel_size=0 must be 1 or more"),
         (ParallelSizes(sequence_parallel=True), 4, "sequence_parallel=true needs"),
         (ParallelSizes(context=4), 4, "does not divide the 6 heads.*context_parallel_comm=both"),
         (ParallelSizes(tensor=2, context=2), 4, "does not divide the 3 heads.*context_parallel_comm=both"),
@@ -32,6 +31,12 @@ def test_impossible_layouts(sizes, ranks, words):
         sizes.check(MODEL, ranks)
     nearest = str(error.value).partition("the nearest layout that works")[2]
     assert any(setting in nearest for setting in SETTINGS.values())
+
+
+@pytest.mark.parametrize("size", ["tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor"])
+def test_a_size_is_one_or_more(size):
+    with pytest.raises(UserError, match=f"{SETTINGS[size]}=0 must be 1 or more"):
+        ParallelSizes(**{size: 0})
 
 
 def test_the_mlp_must_divide_among_tensor_parallel_ranks():

@@ -1,0 +1,306 @@
+"""Each rule of a run has a configuration that breaks it, and is missed where it is left out."""
+
+import re
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megadit.models import tokenizers
+from megadit.models.expert_config import ExpertConfig
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.rules import first_broken
+from megadit.train.config import rules
+from megadit.train.config.facts import Run
+from megadit.train.config.load import known_keys
+from megadit.train.config.rules import RULES, check_inputs, check_layout
+from megadit.train.config.schema import RunConfig
+from tests.train.config.test_schema import make_run
+
+EXPERTS = {"experts": ExpertConfig(num_experts=6)}
+DATASET = SimpleNamespace(
+    root="here", latent_channels=16, text_width=1024, sigma_data=0.5, store=None, tokenizer_fingerprint="its own"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Breach:
+    """A configuration that breaks a rule, and where that is seen."""
+
+    says: str
+    of: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Section -> values."""
+    seen: dict[str, Any] = field(default_factory=dict)
+    """Fields of `Run`."""
+
+
+def breach(says: str, seen: dict[str, Any] | None = None, **of: dict[str, Any]) -> Breach:
+    return Breach(says=says, of=of, seen=seen or {})
+
+
+def of_fp8(says: str, *, train=None, parallel=None, **of: dict[str, Any]) -> Breach:
+    train = {"fp8": "hybrid", "precision": "bf16", **(train or {})}
+    return breach(says, train=train, parallel={"transformer_impl": "transformer_engine", **(parallel or {})}, **of)
+
+
+def of_graphs(says: str, *, parallel=None, **of: dict[str, Any]) -> Breach:
+    says = f"parallel.cuda_graph_max_segments=8 does not go with {says}"
+    return breach(says, parallel={"cuda_graph_max_segments": 8, **(parallel or {})}, **of)
+
+
+def on_start(says: str, **of: dict[str, Any]) -> Breach:
+    of = {"train": {"output_dir": "runs/x"}, **of}
+    return breach(says, {"starts_here": True}, **of)
+
+
+def of_dataset(says: str, *, validation=None, **facts: Any) -> Breach:
+    seen = {"starts_here": True, "dataset": SimpleNamespace(**{**vars(DATASET), **facts})}
+    return breach(says, seen, train={"output_dir": "runs/x"}, validation=validation or {})
+
+
+ST_DIT = {"family": "st_dit", "adaln_lora_dim": 16}
+MUON = {"optimizer": "muon"}
+BREACHES = (
+    breach(
+        "global_batch_size=8 is not a multiple of data.micro_batch_size=3; use 6 or 9", data={"micro_batch_size": 3}
+    ),
+    breach("data.mock_latent_shapes=[] needs at least one (T, H, W)", data={"mock_latent_shapes": ()}),
+    breach("optimizer.moments=bf16 is for optimizer.optimizer=adamw", optimizer={**MUON, "moments": "bf16"}),
+    breach("optimizer.min_lr=0.01 exceeds optimizer.lr=0.001; lower it", optimizer={"min_lr": 0.01}),
+    breach(
+        "optimizer.lr_decay_iters=5 must exceed optimizer.lr_warmup_iters=5",
+        optimizer={"lr_warmup_iters": 5, "lr_decay_iters": 5},
+    ),
+    breach("ema.sigma_rels=[0.1, 0.1] names one profile twice", ema={"sigma_rels": (0.1, 0.1)}),
+    breach(
+        "gradient_accumulation_fusion=true adds to sums that parallel.data_parallel=fsdp has not",
+        parallel={"gradient_accumulation_fusion": True, "data_parallel": "fsdp"},
+    ),
+    breach("recompute_num_layers=1 needs parallel.recompute_granularity=full", parallel={"recompute_num_layers": 1}),
+    # layouts
+    breach("start 2 or 4 ranks", {"world_size": 3}, parallel={"tensor_model_parallel_size": 2}),
+    breach("does not divide model.num_attention_heads=6", parallel={"tensor_model_parallel_size": 4}),
+    breach(
+        "does not divide model.num_query_groups=3",
+        parallel={"tensor_model_parallel_size": 2},
+        model={"num_query_groups": 3},
+    ),
+    breach(
+        "does not divide model.ffn_hidden_size=99",
+        parallel={"tensor_model_parallel_size": 2},
+        model={"ffn_hidden_size": 99},
+    ),
+    breach("with 1 there is nothing to cut", parallel={"sequence_parallel": True}),
+    breach("does not divide the 6 heads of a tensor-parallel rank", parallel={"context_parallel_size": 4}),
+    breach("do not divide model.num_layers=12", parallel={"pipeline_model_parallel_size": 5}),
+    breach("nothing to take in turn", parallel={"virtual_pipeline_model_parallel_size": 2}),
+    breach(
+        "cannot be combined with parallel.data_parallel=fsdp",
+        parallel={"pipeline_model_parallel_size": 2, "data_parallel": "fsdp"},
+    ),
+    breach("the network has none (model.experts.num_experts=0)", parallel={"expert_model_parallel_size": 2}),
+    breach("does not divide model.experts.num_experts=6", parallel={"expert_model_parallel_size": 4}, model=EXPERTS),
+    breach(
+        "the 4 ranks of a stage cannot hold whole sets of experts over 3",
+        {"world_size": 4},
+        parallel={"expert_model_parallel_size": 3},
+        model=EXPERTS,
+    ),
+    breach(
+        "does not divide model.experts.ffn_hidden_size=1536",
+        parallel={"expert_tensor_parallel_size": 5},
+        model=EXPERTS,
+    ),
+    breach("experts need parallel.sequence_parallel=true", parallel={"tensor_model_parallel_size": 2}, model=EXPERTS),
+    breach(
+        "data.seq_length=255 is not a multiple of 2: it is cut over 2 ranks by",
+        parallel={"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        data={"seq_length": 255},
+    ),
+    breach(
+        "global_batch_size=8 is not a multiple of 6 (data.micro_batch_size=2 x 3 data-parallel ranks); use 6 or 12",
+        {"world_size": 3},
+        data={"micro_batch_size": 2},
+    ),
+    # eight bits
+    of_fp8("give parallel.transformer_impl=transformer_engine", parallel={"transformer_impl": "local"}),
+    of_fp8("train.fp8=hybrid stands beside train.precision=bf16, not fp32", train={"precision": "fp32"}),
+    of_fp8("does not go with parallel.data_parallel=fsdp; use", parallel={"data_parallel": "fsdp"}),
+    of_fp8("does not reach experts", model=EXPERTS),
+    of_fp8("equally many tokens on each of 2 ranks", parallel={"context_parallel_size": 2}, model=ST_DIT),
+    of_fp8("model.hidden_size=396 is not a multiple of 16", model={"hidden_size": 396}),
+    of_fp8("model.ffn_hidden_size=100 is not a multiple of 16", model={"ffn_hidden_size": 100}),
+    of_fp8("model.num_attention_heads x model.head_dim=60 is not a multiple of 16", model={"head_dim": 10}),
+    of_fp8(
+        "rows of queries, keys and values=72 is not a multiple of 16",
+        model={"num_attention_heads": 4, "head_dim": 12, "num_query_groups": 1},
+    ),
+    of_fp8("data.seq_length=104 is not a multiple of 16", data={"seq_length": 104}),
+    of_fp8(
+        "model.crossattn_emb_size=1000 is not a multiple of 16",
+        model={"family": "nemo", "position_embedding": "sincos", "crossattn_emb_size": 1000},
+    ),
+    of_fp8("data.text_seq_length=60 is not a multiple of 16", data={"text_seq_length": 60}),
+    # CUDA graphs
+    of_graphs("ranks that share a copy of the network", parallel={"tensor_model_parallel_size": 2}),
+    of_graphs("parallel.data_parallel=fsdp: use ddp", parallel={"data_parallel": "fsdp"}),
+    of_graphs("weights gathered meanwhile", parallel={"data_parallel": "distributed_optimizer"}),
+    of_graphs(
+        "TransformerEngine: parallel.transformer_impl=local", parallel={"transformer_impl": "transformer_engine"}
+    ),
+    of_graphs("gradient_accumulation_fusion: leave that out", parallel={"gradient_accumulation_fusion": True}),
+    of_graphs("blocks computed again", parallel={"recompute_granularity": "full"}),
+    of_graphs("experts, whose tokens are others each time", model=EXPERTS),
+    of_graphs("attention along one axis", model=ST_DIT),
+    of_graphs("float32: train.precision=bf16", train={"precision": "fp32"}),
+    of_graphs("heads that the kernel for packs does not take", model={"head_dim": 12}),
+    # Muon
+    breach("needs whole matrices", optimizer=MUON, parallel={"data_parallel": "fsdp"}),
+    breach("knows no experts", optimizer=MUON, model=EXPERTS),
+    # mock samples
+    breach(
+        "data.mock_latent_shapes=[1, 64, 64] has 1024 tokens, more than data.seq_length=256",
+        data={"mock_latent_shapes": ((1, 8, 8), (1, 64, 64)), "mock": True},
+    ),
+    breach("validation.sigmas=[] leaves nothing to measure", validation={"sigmas": ()}),
+    # this machine
+    on_start(
+        "transformer_impl=transformer_engine needs a GPU and TransformerEngine (megadit[te])",
+        parallel={"transformer_impl": "transformer_engine"},
+    ),
+    on_start(
+        "needs a GPU and the module fused_weight_gradient_mlp_cuda", parallel={"gradient_accumulation_fusion": True}
+    ),
+    on_start("needs a GPU (Ampere or newer) and torch 2.10", parallel={"cuda_graph_max_segments": 8}),
+    on_start("cannot add noise", validation={"sampler": "dpmpp_2m", "eta": 1.0}),
+    on_start("checkpoint.copy_to=nowhere://x cannot be used", checkpoint={"copy_to": "nowhere://x"}),
+    on_start("train.output_dir is not set; give train.output_dir=FOLDER", train={}),
+    # the data set
+    breach("data.path is not set; give data.path=FOLDER (see `megadit prepare`), or --mock", {"reads_data": True}),
+    of_dataset("model.in_channels=16 does not fit here, whose value is 8; set it to that", latent_channels=8),
+    of_dataset("model.crossattn_emb_size=1024 does not fit here, whose value is 512", text_width=512),
+    of_dataset("model.sigma_data=0.5 does not fit here, whose value is 0.7", sigma_data=0.7),
+    of_dataset("data.encode=precached does not fit here, which holds pixels; set it to on_the_fly", store="raw"),
+    of_dataset(
+        "tokenizer_folder=elsewhere holds another tokenizer than the data set's",
+        validation={"tokenizer_folder": "elsewhere"},
+    ),
+)
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """found(breach, of=RULES): the message of the first of the rules that is broken, or None."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    other = SimpleNamespace(fingerprint=lambda: "another")
+    monkeypatch.setattr(tokenizers, "load_tokenizer", lambda folder: other)
+
+    def message(case: Breach, of=RULES) -> str | None:
+        monkeypatch.setattr(rules, "RULES", ())
+        run = Run(config=made(case), **case.seen)
+        monkeypatch.setattr(rules, "RULES", RULES)
+        broken = first_broken(of, run)
+        return None if broken is None else broken.message(run)
+
+    return message
+
+
+def made(case: Breach) -> RunConfig:
+    of = dict(case.of)
+    extra = {name: of.pop(name) for name in ("ema", "checkpoint") if name in of}
+    run = make_run(**of)
+    return replace(run, **{name: replace(getattr(run, name), **values) for name, values in extra.items()})
+
+
+@pytest.mark.parametrize("case", BREACHES, ids=lambda case: case.says[:60])
+def test_a_breach_is_refused_with_its_remedy(found, case):
+    message = found(case)
+    assert case.says in message and "\n" not in message
+    named = re.findall(r"\b((?:model|data|train|optimizer|ema|parallel|checkpoint|validation)\.[a-z_.]+)=", message)
+    assert set(named) <= set(known_keys()), "a message names keys that exist"
+
+
+def test_a_rule_left_out_is_missed(found):
+    """The control: without a rule, at least one configuration above is no longer refused as it should be."""
+    assert not unseen(found, RULES)
+    for index in range(len(RULES)):
+        assert unseen(found, RULES[:index] + RULES[index + 1 :]), f"rule {index} has no configuration that breaks it"
+
+
+def unseen(found, of) -> list[str]:
+    """The breaches that `of` does not refuse as they should be."""
+    return [case.says for case in BREACHES if case.says not in (found(case, of) or "")]
+
+
+@pytest.mark.parametrize("case", [case for case in BREACHES if not case.seen], ids=lambda case: case.says[:60])
+def test_a_configuration_that_breaks_a_rule_cannot_be_made(case):
+    with pytest.raises(UserError, match=re.escape(case.says)):
+        made(case)
+
+
+# ------------------------------------------------------------------------------------------------ details
+
+
+def test_what_is_legal_is_taken():
+    make_run(parallel={"tensor_model_parallel_size": 3})
+    make_run(data={"mock_latent_shapes": ((1, 64, 64),)})  # not of mock data
+
+
+def test_mock_samples_must_divide_into_patches():
+    with pytest.raises(UserError, match="latent height 7 is not a multiple of the patch size 2; use 6 or 8"):
+        make_run(data={"mock_latent_shapes": ((1, 7, 8),), "mock": True})
+
+
+def test_a_refused_layout_comes_with_one_that_works():
+    with pytest.raises(UserError, match=r"num_attention_heads=6.*nearest layout .*parallel_size=2"):
+        make_run(parallel={"tensor_model_parallel_size": 4})
+
+
+def test_sequence_and_context_parallel_ranks_together_cut_the_pack():
+    with pytest.raises(UserError, match=r"cut over 4 ranks .* use 252 or 256"):
+        make_run(
+            parallel={"tensor_model_parallel_size": 2, "context_parallel_size": 2, "sequence_parallel": True},
+            model={"num_attention_heads": 12},
+            data={"seq_length": 254},
+        )
+
+
+@pytest.mark.parametrize(("world_size", "tensor_parallel", "data_parallel"), [(1, 1, 1), (8, 1, 8), (4, 2, 2)])
+def test_layout_gives_the_data_parallel_size(world_size, tensor_parallel, data_parallel):
+    run = make_run(parallel={"tensor_model_parallel_size": tensor_parallel})
+    assert check_layout(run, world_size) == data_parallel
+
+
+def test_parts_taken_in_turn_need_micro_batches_for_every_stage():
+    parallel = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    assert check_layout(make_run(parallel=parallel), world_size=8) == 4
+    with pytest.raises(UserError, match=r"global_batch_size=8 is not a multiple of 16 .*2 stages"):
+        check_layout(make_run(parallel=parallel), world_size=16)
+
+
+def test_inputs_need_data_or_mock():
+    with pytest.raises(UserError, match=r"train\.output_dir is not set"):
+        check_inputs(make_run())
+    with pytest.raises(UserError, match=r"data\.path is not set.*--mock"):
+        check_inputs(make_run(train={"output_dir": "runs/x"}))
+    check_inputs(make_run(train={"output_dir": "runs/x"}, data={"mock": True}))
+
+
+def test_inputs_need_a_prepared_dataset(tmp_path):
+    with pytest.raises(UserError, match="megadit prepare"):
+        check_inputs(make_run(train={"output_dir": "runs/x"}, data={"path": str(tmp_path)}))
+
+
+@pytest.mark.parametrize(
+    ("validation", "message"),
+    [
+        ({"sampler": "eular"}, r"eular.*euler"),
+        ({"sampler": "dpmpp_2m", "eta": 1.0}, r"dpmpp_2m cannot add noise.*euler"),
+        ({"sampler": "euler", "eta": 2.0}, r"eta=2.* must lie between 0 and 1"),
+    ],
+)
+def test_sampling_that_cannot_be_is_refused_before_training(validation, message):
+    with pytest.raises(UserError, match=message):
+        check_inputs(make_run(train={"output_dir": "runs/x"}, data={"mock": True}, validation=validation))

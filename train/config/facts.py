@@ -1,0 +1,97 @@
+"""What the rules of a run ask about: its configuration, the ranks it has, this machine, its data set."""
+
+import math
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from megadit.models.megatron.parallel_sizes import Division, ParallelSizes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A configuration, and what is known of where it runs; its sections are attributes (`run.optimizer.lr`)."""
+
+    config: Any
+    """The `RunConfig`."""
+    world_size: int | None = None
+    """Ranks; None: not known yet."""
+    starts_here: bool = False
+    """Whether it is about to start on this machine."""
+    reads_data: bool = False
+    """Whether it is about to open `data.path`."""
+    dataset: Any = None
+    """The `DatasetInfo` of `data.path`; None: not opened yet."""
+
+    def __getattr__(self, section: str) -> Any:
+        return getattr(self.config, section)
+
+    # -------------------------------------------------------------------------------------------- ranks
+
+    @property
+    def sizes(self) -> ParallelSizes:
+        return self.parallel.sizes
+
+    @property
+    def division(self) -> Division:
+        """Over the smallest number of ranks while theirs is not known."""
+        ranks = self.sizes.smallest_world if self.world_size is None else self.world_size
+        return Division(self.sizes, self.model, ranks)
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.division.world_size // self.sizes.model_parallel_size
+
+    @property
+    def packs_at_a_time(self) -> int:
+        """Packs that all ranks compute before the optimizer can step."""
+        turns = self.sizes.pipeline if self.sizes.virtual_pipeline > 1 else 1
+        return self.data.micro_batch_size * self.data_parallel_size * turns
+
+    # -------------------------------------------------------------------------------------------- network
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.train.fp8 != "none"
+
+    @property
+    def has_experts(self) -> bool:
+        return self.model.experts.num_experts > 0
+
+    @property
+    def projection_rows(self) -> int:
+        """Rows of the matrix of queries, keys and values."""
+        return self.model.attention_size + 2 * self.model.key_heads * self.model.dim_per_head
+
+    # -------------------------------------------------------------------------------------------- data
+
+    @property
+    def longest_mock(self) -> tuple[tuple[int, int, int], int]:
+        """(latent shape, tokens) of the mock sample with most tokens.
+
+        Raises:
+            UserError: if a side is not a multiple of the patch.
+        """
+        tokens = {shape: math.prod(self.model.token_grid(*shape)) for shape in self.data.mock_latent_shapes}
+        return max(tokens.items(), key=lambda item: item[1])
+
+    @property
+    def encoding(self) -> str:
+        """The `data.encode` that the data set needs."""
+        return "on_the_fly" if self.dataset.store == "raw" else "precached"
+
+    @property
+    def has_tokenizer_of_dataset(self) -> bool:
+        """Whether `validation.tokenizer_folder` holds the tokenizer that encoded the data set."""
+        from megadit.models.tokenizers import load_tokenizer
+
+        return load_tokenizer(self.validation.tokenizer_folder).fingerprint() == self.dataset.tokenizer_fingerprint
+
+    # -------------------------------------------------------------------------------------------- machine
+
+    @property
+    def extensions(self) -> ModuleType:
+        """What GPUs and libraries of this machine can do; brings torch, which other rules do without."""
+        from megadit.models.megatron import extensions
+
+        return extensions
