@@ -15,7 +15,7 @@ READING_WINDOW = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
+class Anomaly:
     """A step whose update is not to be trusted."""
 
     what: str
@@ -47,23 +47,23 @@ class Judge:
         """Whether a gradient that is not finite must not reach the weights (it may, where the run then stops)."""
         return self._config.on_not_finite != "stop"
 
-    def loss(self, step: int, loss: float) -> Trouble | None:
+    def loss(self, step: int, loss: float) -> Anomaly | None:
         if not math.isfinite(loss):
-            return Trouble(f"the loss of step {step} is not a finite number", self._config.on_not_finite)
+            return Anomaly(f"the loss of step {step} is not a finite number", self._config.on_not_finite)
         if self._config.on_spike is None:
             return None
         usual = statistics.median(self._recent) if len(self._recent) >= self._config.spike_window // 2 else math.inf
         if loss > self._config.spike_factor * usual:
             what = f"the loss of step {step} is {loss:.4g}, {loss / usual:.1f} times the usual {usual:.4g}"
-            return Trouble(what, self._config.on_spike)
+            return Anomaly(what, self._config.on_spike)
         self._recent.append(loss)
         del self._recent[: -self._config.spike_window]
         return None
 
-    def gradient(self, step: int, norm: float) -> Trouble | None:
+    def gradient(self, step: int, norm: float) -> Anomaly | None:
         if math.isfinite(norm):
             return None
-        return Trouble(f"the gradient of step {step} has norm {norm}", self._config.on_not_finite)
+        return Anomaly(f"the gradient of step {step} has norm {norm}", self._config.on_not_finite)
 
 
 class ReadingTime:

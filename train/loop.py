@@ -18,7 +18,7 @@ from megadit.train.balance import largest_load, restore_counts
 from megadit.train.checkpoint import CheckpointStore, RunState
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.distribute import TrainBatches, validation_batches
-from megadit.train.health import Judge, ReadingTime, Trouble
+from megadit.train.health import Anomaly, Judge, ReadingTime
 from megadit.train.metrics import Metrics
 from megadit.train.setup import Training, build_training, precision, start_processes
 from megadit.train.statistics import Statistics
@@ -100,7 +100,7 @@ class _Run:
             validation_batches(training.config, training.groups)  # what is missing is missed now, not hours later
         self.peak = peak_flops(training.groups.device, precision(training.config)) * training.groups.world_size
         self.saved_iteration: int | None = None
-        self.num_troubles = 0  # since the last checkpoint
+        self.num_anomalies = 0  # since the last checkpoint
         self.reading = ReadingTime(training.config.health)
 
     def to_the_end(self, stop: StopRequest) -> None:
@@ -145,7 +145,7 @@ class _Run:
         self.state.consumed_tokens += result.tokens
         for reason, count in result.refused.items():
             self.state.refused_samples[reason] = self.state.refused_samples.get(reason, 0) + count
-        if result.trouble is not None and not self._get_over(result.trouble, metrics):
+        if result.anomaly is not None and not self._get_over(result.anomaly, metrics):
             return result
         if (warning := self.reading.warning(reading=result.reading_seconds, whole=result.seconds)) is not None:
             self._say(f"{warning}; raise data.num_workers (now {self.config.data.num_workers}), or look at the storage")
@@ -175,33 +175,33 @@ class _Run:
         if self.state.untold is not None:
             self._tell(self.state.untold, metrics, may_validate=True)
 
-    def _get_over(self, trouble: Trouble, metrics: Metrics) -> bool:
+    def _get_over(self, anomaly: Anomaly, metrics: Metrics) -> bool:
         """Does what `health.*` says about a step that went wrong; whether the step stands, without its update.
 
         Raises:
             UserError: where it says to stop, or nothing else helped.
         """
-        self.num_troubles += 1
-        metrics.event(trouble.record(self.state.iteration))
-        if trouble.remedy == "stop" or self.num_troubles > self.config.health.max_troubles:
-            too_many = f"no. {self.num_troubles} since the last checkpoint: " if trouble.remedy != "stop" else ""
+        self.num_anomalies += 1
+        metrics.event(anomaly.record(self.state.iteration))
+        if anomaly.remedy == "stop" or self.num_anomalies > self.config.health.max_anomalies:
+            too_many = f"no. {self.num_anomalies} since the last checkpoint: " if anomaly.remedy != "stop" else ""
             self._fail(
-                f"{too_many}{trouble.describe()}; the last good checkpoint in {self.config.train.output_dir} is kept: "
+                f"{too_many}{anomaly.describe()}; the last good checkpoint in {self.config.train.output_dir} is kept: "
                 "try a lower optimizer.lr, or look at these samples"
             )
-        self._say(f"{trouble.describe()}: {'left out' if trouble.remedy == 'skip' else 'going back'}")
-        if trouble.remedy == "rollback":
-            self._go_back(trouble, metrics)
+        self._say(f"{anomaly.describe()}: {'left out' if anomaly.remedy == 'skip' else 'going back'}")
+        if anomaly.remedy == "rollback":
+            self._go_back(anomaly, metrics)
             return False
         self.state.skipped_steps += 1
         return True
 
-    def _go_back(self, trouble: Trouble, metrics: Metrics) -> None:
+    def _go_back(self, anomaly: Anomaly, metrics: Metrics) -> None:
         """Tensors and step of the last checkpoint, with the data that follow."""
         self.store.finish()
         path = self.store.latest()
         if path is None:
-            self._fail(f"{trouble.describe()}; there is no checkpoint to go back to")
+            self._fail(f"{anomaly.describe()}; there is no checkpoint to go back to")
         seen = self.state.consumed_samples, self.state.consumed_tokens, self.state.refused_samples
         self.state, _ = self.store.load(path, self.training.tensors)
         self.state.consumed_samples, self.state.consumed_tokens, self.state.refused_samples = seen
@@ -259,7 +259,7 @@ class _Run:
         if self.saved_iteration == self.state.iteration:
             return
         self.mark(self.state.iteration, "saving")
-        self.num_troubles = 0
+        self.num_anomalies = 0
         self.state.metrics_bytes = metrics.num_bytes
         self.store.save(self.state, self.training.tensors, self.batches.save_state())
         self.saved_iteration = self.state.iteration

@@ -1,8 +1,9 @@
-"""How videos are sampled unless somebody says otherwise: in the size of the samples that were trained on."""
+"""The sampling settings of a run's videos and bundles: `validation.sampling`, in the size of the training samples."""
 
+from dataclasses import asdict
 from itertools import islice
 
-from megadit.models.settings import SamplingSettings
+from megadit.models.settings import AUTO, SamplingSettings, resolution_shift
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.dataset_info import DatasetInfo, iter_descriptions
@@ -11,20 +12,17 @@ _SAMPLES_LOOKED_AT = 256
 
 
 def sampling_defaults(config: RunConfig, info: DatasetInfo) -> SamplingSettings:
-    """What the run's validation samples with; the size of the longest of its first training samples, as cropped."""
+    """What `validation.sampling` sets, and otherwise the size of the longest of the first training samples, cropped."""
     samples = islice(iter_descriptions(info.root, "train"), _SAMPLES_LOOKED_AT)
     longest = max(samples, key=lambda sample: (sample["num_frames"], sample["height"] * sample["width"]))
-    num_frames = longest["num_frames"]
+    usual = {name: longest[name] for name in ("num_frames", "height", "width", "fps")}
     if config.data.max_frames is not None:
         latent_frames = config.data.max_frames - 1
-        num_frames = min(num_frames, 1 + latent_frames * load_tokenizer(info.tokenizer_folder).temporal_compression)
-    return SamplingSettings(
-        sampler=config.validation.sampler,
-        num_steps=config.validation.num_steps,
-        guidance=config.validation.guidance,
-        eta=config.validation.eta,
-        num_frames=num_frames,
-        height=longest["height"],
-        width=longest["width"],
-        fps=longest["fps"],
-    )
+        most_frames = 1 + latent_frames * load_tokenizer(info.tokenizer_folder).temporal_compression
+        usual["num_frames"] = min(usual["num_frames"], most_frames)
+    given = {name: value for name, value in asdict(config.validation.sampling).items() if value is not None}
+    settings = usual | given
+    if settings["shift"] == AUTO:
+        pixels, usual_pixels = (size["height"] * size["width"] for size in (settings, usual))
+        settings["shift"] = resolution_shift(pixels, usual_pixels)
+    return SamplingSettings(**settings)

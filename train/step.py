@@ -13,7 +13,7 @@ from torch import Tensor
 from megadit.models.flops import training_flops
 from megadit.train.balance import Counts, exchange_counts
 from megadit.train.data.packed_batch import REFUSALS, PackedBatch
-from megadit.train.health import Judge, Trouble
+from megadit.train.health import Anomaly, Judge
 from megadit.train.loss import LossSums
 from megadit.train.schedule import run_schedule
 from megadit.train.setup import Training
@@ -46,7 +46,7 @@ class StepResult:
     """Of `seconds`, spent waiting for data on this rank."""
     must_stop: bool
     """Some rank was told to stop."""
-    trouble: Trouble | None
+    anomaly: Anomaly | None
     """Why the weights were not updated, or ought not to have been."""
 
 
@@ -59,7 +59,7 @@ def train_step(
     judge: Judge | None = None,
     mark: Mark = lambda step, doing: None,
 ) -> StepResult:
-    """Does optimizer step `step` (1, 2, ...); where the judge finds trouble, the weights are those before the step.
+    """Does optimizer step `step` (1, 2, ...); where the judge finds anomaly, the weights are those before the step.
 
     (But for a gradient that is not finite and ends the run: then they are no longer to be used.)
     """
@@ -75,12 +75,12 @@ def train_step(
     totals = _reduce(training, sums, seen, must_stop)
     loss = math.nan if totals["bad_ranks"] else totals["weighted"] / totals["tokens"]
     mark(step, "updating the weights")
-    grad_norm, trouble = math.nan, judge.loss(step, loss)
-    if trouble is None:
-        grad_norm, trouble = _update(training, step, judge)
+    grad_norm, anomaly = math.nan, judge.loss(step, loss)
+    if anomaly is None:
+        grad_norm, anomaly = _update(training, step, judge)
     training.scheduler.step(1)
-    if trouble is not None:
-        trouble = replace(trouble, samples=_samples(sums, seen))
+    if anomaly is not None:
+        anomaly = replace(anomaly, samples=_samples(sums, seen))
     else:
         mark(step, "averaging the weights")
         training.averages.update(step)
@@ -99,18 +99,18 @@ def train_step(
         expert_counts=expert_counts,
         reading_seconds=reading_seconds,
         must_stop=totals["must_stop"] > 0,
-        trouble=trouble,
+        anomaly=anomaly,
     )
 
 
-def _update(training: Training, step: int, judge: Judge) -> tuple[float, Trouble | None]:
+def _update(training: Training, step: int, judge: Judge) -> tuple[float, Anomaly | None]:
     """The norm of the gradient, and what is wrong with it."""
     optimizer = training.optimizer
     if judge.looks_before_update:
         optimizer.prepare_grads()
         norm = float(optimizer.get_grad_norm())
-        if (trouble := judge.gradient(step, norm)) is not None:
-            return norm, trouble
+        if (anomaly := judge.gradient(step, norm)) is not None:
+            return norm, anomaly
     _, norm, _ = optimizer.step()
     return norm, judge.gradient(step, norm)
 

@@ -140,7 +140,7 @@ def _pipeline(training: Training, prompts: list[str]) -> TextToVideo:
     config = training.config
     info = check_dataset(config)
     defaults, texts = sampling_defaults(config, info), _texts(info.text_encoder_folder)
-    texts.prepare([*prompts, defaults.negative_prompt])
+    texts.prepare([*prompts, defaults.negative_prompt, defaults.second_prompt])
     return TextToVideo(
         denoiser=ShardedDenoiser(training),
         tokenizer=_tokenizer(Path(config.validation.tokenizer_folder or info.tokenizer_folder)),

@@ -14,10 +14,7 @@ from typing import Literal
 
 from megadit.models.config import DiTConfig
 from megadit.models.shared.errors import UserError, nearest_multiples
-<<<<<<< HEAD
-=======
 from megadit.models.shared.rules import Rule, first_broken
->>>>>>> aca9a08 (Rules between settings: one form for all of them; those of a layout take it)
 
 ContextComm = Literal["ulysses", "ring", "both"]
 
@@ -111,113 +108,8 @@ class ParallelSizes:
             raise UserError(refusal(broken, division))
         return division.world_size // self.model_parallel_size
 
-<<<<<<< HEAD
-    def broken_rule(self, model: DiTConfig, world_size: int) -> str | None:
-        """The first rule that this layout breaks, None if it is legal."""
-        for name in _SIZES:
-            if getattr(self, name) < 1:
-                return f"{SETTINGS[name]}={getattr(self, name)} must be 1 or more"
-        rules = (
-            *self._rules_of_ranks(model, world_size),
-            *self._rules_of_stages(model),
-            *self._rules_of_experts(model, world_size),
-        )
-        return next((words for holds, words in rules if not holds), None)
-
-    def _rules_of_ranks(self, model: DiTConfig, world_size: int) -> tuple[tuple[bool, str], ...]:
-        """(whether it holds, what is said if not) of each rule on copies, heads and tokens."""
-        heads_of_rank = model.num_attention_heads // self.tensor
-        return (
-            (
-                world_size % self.model_parallel_size == 0,
-                f"{world_size} ranks cannot hold whole copies of a model spread over {self.model_parallel_size} "
-                f"({self._product()}): start {nearest_multiples(world_size, self.model_parallel_size)} ranks",
-            ),
-            (
-                model.num_attention_heads % self.tensor == 0,
-                self._does_not_divide(
-                    "tensor", f"model.num_attention_heads={model.num_attention_heads}", "whole heads"
-                ),
-            ),
-            (
-                model.key_heads % self.tensor == 0,
-                self._does_not_divide("tensor", f"model.num_query_groups={model.key_heads}", "whole groups of heads"),
-            ),
-            (
-                model.mlp_size % self.tensor == 0,
-                self._does_not_divide("tensor", f"model.ffn_hidden_size={model.mlp_size}", "an equal part of the MLP"),
-            ),
-            (
-                self.tensor > 1 or not self.sequence_parallel,
-                f"{SETTINGS['sequence_parallel']}=true needs {SETTINGS['tensor']} of 2 or more: "
-                "with 1 there is nothing to cut",
-            ),
-            (
-                self.context_comm != "ulysses" or heads_of_rank % self.context == 0,
-                self._does_not_divide(
-                    "context",
-                    f"the {heads_of_rank} heads of a tensor-parallel rank",
-                    f"whole heads with {SETTINGS['context_comm']}=ulysses",
-                ),
-            ),
-        )
-
-    def _rules_of_stages(self, model: DiTConfig) -> tuple[tuple[bool, str], ...]:
-        pipeline = f"{SETTINGS['pipeline']}={self.pipeline}"
-        virtual = f"{SETTINGS['virtual_pipeline']}={self.virtual_pipeline}"
-        return (
-            (
-                model.num_layers % self.num_parts == 0,
-                f"{self.num_parts} parts ({pipeline} x {virtual}) do not divide model.num_layers={model.num_layers}: "
-                "each holds equally many layers",
-            ),
-            (
-                self.pipeline > 1 or self.virtual_pipeline == 1,
-                f"{virtual} needs {SETTINGS['pipeline']} of 2 or more: one stage has nothing to take in turn",
-            ),
-            (
-                self.pipeline == 1 or not self.fully_sharded,
-                f"{pipeline} cannot be combined with {SETTINGS['fully_sharded']}=fsdp, which would gather the weights "
-                "again for every micro-batch",
-            ),
-        )
-
-    def _rules_of_experts(self, model: DiTConfig, world_size: int) -> tuple[tuple[bool, str], ...]:
-        experts, shared = model.experts.num_experts, self.expert * self.expert_tensor
-        expert = f"{SETTINGS['expert']}={self.expert}"
-        return (
-            (
-                bool(experts) or shared == 1,
-                f"{expert} and {SETTINGS['expert_tensor']}={self.expert_tensor} divide experts, and the network "
-                "has none (model.experts.num_experts=0)",
-            ),
-            (
-                experts % self.expert == 0,
-                self._does_not_divide("expert", f"model.experts.num_experts={experts}", "equally many experts"),
-            ),
-            (
-                world_size // self.pipeline % shared == 0,
-                f"the {world_size // self.pipeline} ranks of a stage cannot hold whole sets of experts over {shared} "
-                f"({expert} x {SETTINGS['expert_tensor']}={self.expert_tensor})",
-            ),
-            (
-                not experts or model.expert_size % self.expert_tensor == 0,
-                self._does_not_divide(
-                    "expert_tensor",
-                    f"model.experts.ffn_hidden_size={model.expert_size}",
-                    "an equal part of each expert",
-                ),
-            ),
-            (
-                not experts or self.tensor == 1 or self.sequence_parallel,
-                f"experts need {SETTINGS['sequence_parallel']}=true with {SETTINGS['tensor']}={self.tensor}: "
-                "else each of these ranks would send the same tokens",
-            ),
-        )
-=======
     def is_legal(self, model: DiTConfig, world_size: int) -> bool:
         return first_broken(RULES, Division(self, model, world_size)) is None
->>>>>>> aca9a08 (Rules between settings: one form for all of them; those of a layout take it)
 
     def changes(self, other: "ParallelSizes") -> str:
         """The settings in which this layout differs from `other`, as overrides."""

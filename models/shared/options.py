@@ -121,13 +121,29 @@ def group(of: type, title: str = "", *, only: Collection[str] | None = None) -> 
 
 def given_class(name: str, of: type, *, only: Collection[str] | None = None) -> type:
     """A dataclass of the same settings, or `only` of these, each of which is None until it is given."""
+    return _same_settings(name, of, {each.name: None for each in fields(of) if only is None or each.name in only})
+
+
+def with_defaults(name: str, of: type, *, module: str, **defaults: Any) -> type:
+    """A dataclass of the same settings with other defaults; one that has none in either is None until it is given.
+
+    `module` is that in which it stands under this name, where pickle looks for it.
+    """
+    own = {each.name: None if each.default is MISSING else each.default for each in fields(of)}
+    made = _same_settings(name, of, own | defaults)
+    made.__module__ = module
+    return made
+
+
+def _same_settings(name: str, of: type, defaults: Mapping[str, Any]) -> type:
+    """A dataclass of the settings that `defaults` names; help goes on to speak of the defaults of `of`."""
     hints, known = get_type_hints(of), settings_of(of)
-    kept = [
-        (name, hints[name] | None, field(default=None, metadata={"setting": replace(about, help=_described(about))}))
-        for name, about in known.items()
-        if only is None or name in only
-    ]
-    return make_dataclass(name, kept, frozen=True, kw_only=True, slots=True)
+    made = []
+    for each, default in defaults.items():
+        metadata = {"setting": replace(known[each], help=_described(known[each]))}
+        hint = hints[each] | None if default is None else hints[each]
+        made.append((each, hint, field(default=default, metadata=metadata)))
+    return make_dataclass(name, made, frozen=True, kw_only=True, slots=True)
 
 
 @cache

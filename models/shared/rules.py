@@ -48,14 +48,16 @@ def enforce(rules: Iterable[Rule[Subject]], subject: Subject) -> None:
         raise UserError(broken.message(subject))
 
 
-def accepted_by(check: Callable[[Subject], Any], *, when: Callable[[Subject], bool] = always) -> Rule[Subject]:
-    """The rule that `check` raises no UserError, whose message is the remedy."""
+def accepted_by(
+    check: Callable[[Subject], Any], *, when: Callable[[Subject], bool] = always, where: str = ""
+) -> Rule[Subject]:
+    """The rule that `check` raises no UserError; the remedy is `where` and its message."""
 
     def complaint(subject: Subject) -> str:
         try:
             check(subject)
         except UserError as error:
-            return str(error)
+            return f"{where}{error}"
         return ""
 
     return Rule(when=when, needs=lambda subject: not complaint(subject), remedy=complaint)

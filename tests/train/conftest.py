@@ -261,5 +261,6 @@ def tiny_arguments(tiny_dataset) -> tuple[str, ...]:
         *("-m", "megadit.train", "--recipe", "digits_tiny", f"data.path={tiny_dataset}", "data.num_workers=0"),
         *(f"model.in_channels={info.latent_channels}", f"model.crossattn_emb_size={info.text_width}"),
         *(f"model.sigma_data={info.sigma_data}", "train.train_iters=4", "checkpoint.save_interval=2"),
-        *("validation.interval=2", "validation.num_batches=2", "validation.guidance=3", "ema.sigma_rels=[0.05,0.15]"),
+        *("validation.interval=2", "validation.num_batches=2", "validation.sampling.guidance=3"),
+        "ema.sigma_rels=[0.05,0.15]",
     )

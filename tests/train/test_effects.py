@@ -30,8 +30,10 @@ REAL = (
 )
 VALIDATED = (
     *(*REAL, "validation.interval=3", "validation.num_batches=1", "validation.sigmas=[1.0]"),
-    *("validation.prompts=[a red seven]", "validation.num_steps=2"),
+    *("validation.prompts=[a red seven]", "validation.sampling.num_steps=2"),
 )
+GUIDED = (*VALIDATED, "validation.sampling.num_steps=3", "validation.sampling.guidance=500.0")
+TWO_PROMPTS = (*GUIDED, "validation.sampling.second_prompt=a blue two", "validation.sampling.second_guidance=500.0")
 CLASSES = ("model.family=dit", "model.num_classes=5", "model.crossattn_emb_size=2", "model.position_embedding=sincos")
 SPIKES = ("train.train_iters=6", "health.on_spike=skip", "health.spike_window=2", "health.spike_factor=1e-9")
 EXPERTS = ("model.experts.num_experts=4", "optimizer.optimizer=adamw")
@@ -174,16 +176,35 @@ EFFECTS = {
     "validation.num_batches": told("2", *VALIDATED),
     "validation.sigmas": told("[2.0]", *VALIDATED),
     "validation.prompts": seen("videos", "[a blue two,a green one]", *VALIDATED),
-    "validation.sampler": seen("videos", "heun", *VALIDATED),
-    "validation.num_steps": seen("videos", "3", *VALIDATED),
-    "validation.guidance": seen("videos", "500.0", *VALIDATED),
-    "validation.eta": seen("videos", "0.0", *VALIDATED),
+    "validation.sampling.sampler": seen("videos", "heun", *VALIDATED),
+    "validation.sampling.num_steps": seen("videos", "3", *VALIDATED),
+    "validation.sampling.guidance": seen("videos", "500.0", *VALIDATED),
+    "validation.sampling.num_frames": seen("videos", "1", *GUIDED),
+    "validation.sampling.height": seen("videos", "16", *GUIDED),
+    "validation.sampling.width": seen("videos", "16", *GUIDED),
+    "validation.sampling.fps": seen("videos", "500.0", *GUIDED),
+    "validation.sampling.sigma_min": seen("videos", "1.0", *GUIDED),
+    "validation.sampling.sigma_max": seen("videos", "20.0", *GUIDED),
+    "validation.sampling.rho": seen("videos", "2.0", *GUIDED),
+    "validation.sampling.negative_prompt": seen("videos", "a blue two", *GUIDED),
+    "validation.sampling.schedule": seen("videos", "linear", *GUIDED),
+    "validation.sampling.sigmas": seen("videos", "[5.0,1.0]", *GUIDED),
+    "validation.sampling.shift": seen("videos", "2.0", *GUIDED),
+    "validation.sampling.churn": seen("videos", "2.0", *GUIDED),
+    "validation.sampling.churn_interval": seen("videos", "[0.5,2.0]", *GUIDED, "validation.sampling.churn=2.0"),
+    "validation.sampling.eta": seen("videos", "0.0", *VALIDATED),
+    "validation.sampling.guidance_interval": seen("videos", "[0.5,2.0]", *GUIDED),
+    "validation.sampling.guidance_rescale": seen("videos", "0.7", *GUIDED),
+    "validation.sampling.autoguidance": ends("is a second network", "elsewhere"),
+    "validation.sampling.second_prompt": seen("videos", "a green one", *TWO_PROMPTS),
+    "validation.sampling.second_guidance": seen("videos", "50.0", *TWO_PROMPTS),
+    "validation.sampling.cache_budget": ends("needs a bundle", "0.1"),
     "validation.tokenizer_folder": ends("/nowhere", "/nowhere", *VALIDATED),
     "health.on_not_finite": seen("events", "skip", "optimizer.optimizer=adamw", "optimizer.lr=1e30"),
     "health.on_spike": seen("events", "rollback", *SPIKES),
     "health.spike_factor": seen("events", "1e9", *SPIKES),
     "health.spike_window": seen("events", "100", *SPIKES),
-    "health.max_troubles": ends("2 since the last checkpoint", "1", *SPIKES),
+    "health.max_anomalies": ends("2 since the last checkpoint", "1", *SPIKES),
     "health.watchdog_seconds": seen("files", "0.0"),
     "health.starving_share": seen("printed", "1e-9", "health.starving_share=1.0", "train.train_iters=35"),
     "health.statistics_interval": told("2"),

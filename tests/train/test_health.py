@@ -19,8 +19,8 @@ def test_a_spike_is_measured_against_the_usual_loss():
     for step in range(2, 12):
         assert judge.loss(step, 1.0 + step / 100) is None
     assert len(recent) == 10
-    trouble = judge.loss(12, 3.0)
-    assert trouble.remedy == "skip" and "the loss of step 12 is 3, 2.8 times the usual" in trouble.what
+    anomaly = judge.loss(12, 3.0)
+    assert anomaly.remedy == "skip" and "the loss of step 12 is 3, 2.8 times the usual" in anomaly.what
     assert 3.0 not in recent, "a spike is not usual"
     assert judge.loss(13, 1.9) is None
     again = Judge(HealthConfig(on_spike="skip", spike_factor=2, spike_window=10), list(recent))
@@ -131,7 +131,7 @@ def test_a_run_goes_back_and_on_with_other_data(run_ranks, tiny_arguments, loud_
 @pytest.mark.slow
 def test_troubles_without_end_end_the_run(run_ranks, tiny_arguments, loud_dataset, tmp_path):
     broken = ("optimizer.optimizer=adamw", "optimizer.lr=1e30", "optimizer.lr_warmup_iters=0")
-    settings = ("health.on_not_finite=skip", "health.max_troubles=2", "checkpoint.save_interval=9")
+    settings = ("health.on_not_finite=skip", "health.max_anomalies=2", "checkpoint.save_interval=9")
     output, events = health_run(run_ranks, tiny_arguments, loud_dataset(1.0), tmp_path, *broken, *settings, code=2)
     assert len(events) == 3 and "error: no. 3 since the last checkpoint" in output
 

@@ -30,7 +30,7 @@ def videos(run_ranks, tiny_arguments, tmp_path_factory):
     (out / "layouts.json").write_text(json.dumps(LAYOUTS))
     overrides = [word for word in tiny_arguments if "=" in word]
     # random weights amplify rounding over many steps more than trained ones
-    run_ranks(4, JOB, out, *overrides, "validation.num_steps=8", "train.precision=fp32", *BATCH)
+    run_ranks(4, JOB, out, *overrides, "validation.sampling.num_steps=8", "train.precision=fp32", *BATCH)
     return {name: np.load(out / f"{name}.npy").astype(int) for name in ("torch", *LAYOUTS)}
 
 

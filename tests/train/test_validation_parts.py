@@ -1,10 +1,14 @@
 """What validation samples with, beside the network in training."""
 
+import json
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megadit.models.settings import SamplingSettings
+from megadit.models.shared.options import settings_of
 from megadit.train import validation
 from megadit.train.config.load import resolve_config
 from megadit.train.data.dataset_info import DatasetInfo
@@ -14,7 +18,7 @@ from megadit.train.sampling_defaults import sampling_defaults
 @pytest.fixture
 def config(tiny_arguments):
     def make(*more: str):
-        return resolve_config("digits_tiny", overrides=[*tiny_arguments[4:], "validation.num_steps=2", *more])
+        return resolve_config("digits_tiny", overrides=[*tiny_arguments[4:], "validation.sampling.num_steps=2", *more])
 
     return make
 
@@ -43,3 +47,29 @@ def test_videos_are_as_long_as_what_was_trained_on(config, tiny_dataset):
     frames = [sampling_defaults(config(*more), info).num_frames for more in ((), ("data.max_frames=9",))]
     assert frames == [3, 3]
     assert sampling_defaults(config("data.max_frames=1"), info).num_frames == 1
+
+
+def test_every_sampling_setting_can_be_given(config, tiny_dataset):
+    """A run's videos, and the defaults of its bundles, are what `validation.sampling` says."""
+    info = DatasetInfo.read(tiny_dataset)
+    usual = sampling_defaults(config(), info)
+    given = {name: another(getattr(usual, name)) for name in settings_of(SamplingSettings)} | {"sampler": "heun"}
+    given |= {"num_steps": 4, "num_frames": 5, "height": 16, "width": 24}
+    given |= {"schedule": "linear", "sigmas": [5.0, 1.0], "churn_interval": [0.5, 2.0], "guidance_interval": [0.5, 2.0]}
+    given |= {"autoguidance": "", "cache_budget": 0.0}  # need a bundle: refused
+    overrides = [f"validation.sampling.{name}={json.dumps(value)}" for name, value in given.items()]
+    assert asdict(sampling_defaults(config(*overrides), info)) == {
+        name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
+    }
+
+
+def another(value):
+    return f"not {value}" if isinstance(value, str) else value / 2 if value and not isinstance(value, tuple) else 0.5
+
+
+def test_a_shift_suits_the_size_that_is_asked_for(config, tiny_dataset):
+    info = DatasetInfo.read(tiny_dataset)
+    height = 4 * sampling_defaults(config(), info).height
+    wider = config("validation.sampling.shift=auto", f"validation.sampling.height={height}")
+    assert sampling_defaults(wider, info).shift == pytest.approx(2.0)
+    assert sampling_defaults(config("validation.sampling.shift=auto"), info).shift == 1.0

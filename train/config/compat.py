@@ -1,4 +1,4 @@
-"""The names that NeMo and DFM give to the values of a run, understood in YAML files and in `a.b=c` overrides.
+"""The names that NeMo, DFM and earlier versions give to the values of a run, in YAML files and `a.b=c` overrides.
 
 A key of ours always means itself. Any other key is looked up here, whole or by its section; one that has no counterpart
 stays as it is, to be refused by name. Nothing is dropped in silence: what this package does in one way only
@@ -41,7 +41,15 @@ _EXPERTS = {
     "moe_expert_capacity_factor": "capacity_factor",
 }
 
+RENAMED = {
+    **{f"validation.{name}": f"validation.sampling.{name}" for name in ("sampler", "num_steps", "guidance", "eta")},
+    "health.max_troubles": "health.max_anomalies",
+    "train.init_from": "checkpoint.init_from",
+}
+"""Our key in earlier versions -> ours: in YAML files, commands and the configurations saved with checkpoints."""
+
 KEYS = {
+    **RENAMED,
     **{f"model.{theirs}": f"model.experts.{ours}" for theirs, ours in _EXPERTS.items()},
     **{f"model.config.{theirs}": f"model.experts.{ours}" for theirs, ours in _EXPERTS.items()},
     **{f"model.{name}": f"parallel.{name}" for name in (*_LAYOUT, *_RECOMPUTE)},
@@ -49,8 +57,8 @@ KEYS = {
     "model.seq_length": "data.seq_length",
     "model.config.seq_length": "data.seq_length",
     "model.vae_cache_folder": "validation.tokenizer_folder",
-    "model.val_generation_guidance": "validation.guidance",
-    "model.val_generation_num_steps": "validation.num_steps",
+    "model.val_generation_guidance": "validation.sampling.guidance",
+    "model.val_generation_num_steps": "validation.sampling.num_steps",
     "dataset.task_encoder_seq_length": "data.seq_length",
     "train.global_batch_size": "data.global_batch_size",
     "train.micro_batch_size": "data.micro_batch_size",
@@ -65,10 +73,9 @@ KEYS = {
     "rng.seed": "train.seed",
     "log.log_dir": "train.output_dir",
     "checkpoint.save": "train.output_dir",
-    "train.init_from": "checkpoint.init_from",
     "logger.log_interval": "train.log_interval",
 }
-"""Their key -> ours, where the names differ."""
+"""Their key -> ours, where the names differ; ours of earlier versions among them."""
 
 _VALUES: dict[str, Callable[[Any], Any]] = {
     # theirs is cond + g (cond - uncond), ours uncond + g (cond - uncond)

@@ -1,7 +1,7 @@
 """What the rules of a run ask about: its configuration, the ranks it has, this machine, its data set."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import Any
 
@@ -64,6 +64,11 @@ class Run:
         return self.model.attention_size + 2 * self.model.key_heads * self.model.dim_per_head
 
     # -------------------------------------------------------------------------------------------- data
+
+    @property
+    def given_sampling(self) -> dict[str, Any]:
+        """The settings of `validation.sampling` that are not left to the data set."""
+        return {name: value for name, value in asdict(self.validation.sampling).items() if value is not None}
 
     @property
     def longest_mock(self) -> tuple[tuple[int, int, int], int]:

@@ -57,7 +57,7 @@ def change(config: Config, *, config_file: str | Path | None = None, overrides: 
 def _changed(config: Config, from_file: DictConfig, overrides: list[str]) -> Config:
     updates = [from_file, _parse_overrides(overrides)]
     if isinstance(config, RunConfig):
-        updates = [_in_our_names(update) for update in updates]
+        updates = [OmegaConf.create(_in_our_names(OmegaConf.to_container(update))) for update in updates]
     merged = _mapping(config)
     OmegaConf.set_struct(merged, True)
     for update in updates:
@@ -75,12 +75,12 @@ def named_recipe(config_file: str | Path) -> str | None:
 
 
 def config_from_dict(values: dict[str, Any]) -> RunConfig:
-    """The inverse of `dataclasses.asdict`; tuples may be lists.
+    """The inverse of `dataclasses.asdict`; tuples may be lists, and keys those of earlier versions.
 
     Raises:
         UserError: for unknown or missing keys and values of the wrong type.
     """
-    return _build(RunConfig, values, path="", root=RunConfig)
+    return _build(RunConfig, _in_our_names(values), path="", root=RunConfig)
 
 
 def load_config(path: str | Path) -> RunConfig:
@@ -155,9 +155,8 @@ def _parse_overrides(overrides: list[str]) -> DictConfig:
         raise UserError(f"cannot read {' '.join(overrides)!r}: {_first_line(error)}") from error
 
 
-def _in_our_names(config: DictConfig) -> DictConfig:
-    flat = translate(_flatten(OmegaConf.to_container(config)), set(known_keys()))
-    return OmegaConf.create(_nest(flat))
+def _in_our_names(values: dict[str, Any]) -> dict[str, Any]:
+    return _nest(translate(_flatten(values), set(known_keys())))
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -230,8 +229,10 @@ def _convert(value: Any, hint: Any, path: str, root: type) -> Any:
     if dataclasses.is_dataclass(hint):
         return _build(hint, value, path, root)
     origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):  # only `X | None` occurs
-        return None if value is None else _convert(value, arguments[0], path, root)
+    if origin in (Union, types.UnionType):  # `X | None`, and words in place of a number
+        words = [word for part in arguments if get_origin(part) is Literal for word in get_args(part)]
+        is_whole = value in words or (value is None and types.NoneType in arguments)
+        return value if is_whole else _convert(value, arguments[0], path, root)
     if origin is tuple and isinstance(value, list | tuple):
         return _convert_items(value, arguments, hint, path, root)
     if origin is Literal:

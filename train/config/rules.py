@@ -11,10 +11,13 @@ from typing import Any
 
 from megadit.models.megatron import parallel_sizes
 from megadit.models.megatron.parallel_sizes import Division
+from megadit.models.settings import SamplingSettings, resolve
 from megadit.models.shared.errors import nearest_multiples
 from megadit.models.shared.rules import Rule, accepted_by, always, enforce
 from megadit.train.config.facts import Run
 
+SINGLE_IMAGE = SamplingSettings(num_steps=1, guidance=1.0, num_frames=1, height=1, width=1, fps=1.0)
+"""Stands for the sizes that `validation.sampling` leaves to the data set."""
 FP8_MULTIPLE = {"tensorwise": 16, "blockwise": 16, "mxfp8": 32}
 """`train.fp8_recipe` -> what rows and columns of every matrix are a multiple of, on each rank."""
 
@@ -158,13 +161,15 @@ def _check_copy_url(run: Run) -> None:
 
 
 def _check_sampling(run: Run) -> None:
-    """Raises UserError for a sampler that does not exist, or cannot do what is asked of it."""
-    from megadit.infer.settings import resolve_settings
-    from megadit.models.bundle.bundle import SamplingDefaults
+    """Raises UserError for a sampler or schedule that does not exist, or settings that exclude each other."""
+    resolve(SINGLE_IMAGE, **run.given_sampling)
 
-    asked, size = run.validation, {"num_frames": 1, "height": 1, "width": 1, "fps": 1.0}
-    sampling = SamplingDefaults(sampler=asked.sampler, num_steps=asked.num_steps, guidance=asked.guidance, **size)
-    resolve_settings(sampling, eta=asked.eta)
+
+def _check_schedule(run: Run) -> None:
+    """Raises UserError for noise levels that no sampler can take."""
+    from megadit.infer.schedules import settings_sigmas
+
+    settings_sigmas(resolve(SINGLE_IMAGE, **run.given_sampling))
 
 
 # ------------------------------------------------------------------------------------------------ the rules
@@ -324,6 +329,17 @@ RULES: tuple[Rule[Run], ...] = (
         needs=lambda run: run.validation.sigmas,
         remedy="{validation.sigmas=} leaves nothing to measure; validation.interval=0 never validates",
     ),
+    accepted_by(_check_sampling, where="validation.sampling: "),
+    Rule(
+        needs=lambda run: not run.validation.sampling.autoguidance,
+        remedy="{validation.sampling.autoguidance=} is a second network, for which a run has no room; give it to "
+        "`megadit generate`",
+    ),
+    Rule(
+        needs=lambda run: not run.validation.sampling.cache_budget,
+        remedy="{validation.sampling.cache_budget=} needs a bundle and `megadit calibrate-cache`; give it to "
+        "`megadit generate`",
+    ),
     # this machine
     Rule(
         when=lambda run: run.starts_here and run.parallel.transformer_impl == "transformer_engine",
@@ -347,7 +363,7 @@ RULES: tuple[Rule[Run], ...] = (
         remedy="parallel.cuda_graph_max_segments needs a GPU (Ampere or newer) and torch 2.10 with its attention of "
         "variable length; leave it out",
     ),
-    accepted_by(_check_sampling, when=attrgetter("starts_here")),
+    accepted_by(_check_schedule, where="validation.sampling: ", when=attrgetter("starts_here")),
     accepted_by(_check_copy_url, when=attrgetter("starts_here")),
     Rule(
         when=attrgetter("starts_here"),

@@ -1,11 +1,14 @@
 """The part of a run's configuration that surrounds its steps: checkpoints, validation, health, loggers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from megadit.models.shared.options import check_settings, setting
+from megadit.models.settings import SamplingSettings
+from megadit.models.shared.options import check_settings, setting, with_defaults
 
 Remedy = Literal["stop", "skip", "rollback"]
+SamplingConfig = with_defaults("SamplingConfig", SamplingSettings, module=__name__, num_steps=35, guidance=7.0)
+"""Every setting of sampling; sizes and frame rate are None, which means those of the longest training sample."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +36,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValidationConfig:
-    """The loss at fixed noise levels on held-out samples, and videos sampled with the averaged weights."""
+    """The loss at fixed noise levels on held-out samples, and videos sampled with the EMA of the weights."""
 
     interval: int = setting(1000, low=0)
     """Steps between validations; 0 never validates."""
@@ -43,19 +46,14 @@ class ValidationConfig:
     """Noise levels of the measured losses."""
     prompts: tuple[str, ...] = ()
     """Captions of the sampled videos; empty takes the first ones of the validation split."""
-    sampler: str = "dpmpp_2m"
-    """Solver of these videos, and the default of the bundles made from this run; so are the next three."""
-    num_steps: int = setting(35, above=0)
-    """Sampling steps of these videos."""
-    guidance: float = setting(7.0, low=0)
-    """Scale of classifier-free guidance, uncond + guidance (cond - uncond); 1 is none."""
-    eta: float = 0.0
-    """0..1, share of ancestral noise: at 1 every step forgets the noise so far, and with it the errors made in it."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """How these videos are sampled, and the defaults of the bundles made from this run."""
     tokenizer_folder: str | None = None
     """The tokenizer that decodes these videos, if not the data set's copy; it must be the same one."""
 
     def __post_init__(self) -> None:
         check_settings(self, "validation.")
+        check_settings(self.sampling, "validation.sampling.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +68,7 @@ class HealthConfig:
     spike_factor: float = setting(3.0, above=0)
     """How many times the median of the last `spike_window` losses is far."""
     spike_window: int = setting(100, above=0)
-    max_troubles: int = setting(10, above=0)
+    max_anomalies: int = setting(10, above=0)
     """Steps left out or gone back over between two checkpoints, after which the run ends."""
     watchdog_seconds: float = setting(1200.0, low=0)
     """A rank that shows no progress for so long is named, and the run ends; 0 waits forever."""

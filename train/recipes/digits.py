@@ -13,6 +13,7 @@ from megadit.train.config.schema import (
     TrainConfig,
     ValidationConfig,
 )
+from megadit.train.config.upkeep import SamplingConfig
 from megadit.train.recipes.registry import recipe
 
 
@@ -53,7 +54,11 @@ def digits() -> RunConfig:
         checkpoint=CheckpointConfig(save_interval=500, keep_last=2),
         # few large steps, each with new noise: at this size a second-order solver, or one without noise, draws digits
         # that change more in motion
-        validation=ValidationConfig(interval=525, num_batches=4, sampler="euler", num_steps=10, guidance=4.0, eta=1.0),
+        validation=ValidationConfig(
+            interval=525,
+            num_batches=4,
+            sampling=SamplingConfig(sampler="euler", num_steps=10, guidance=4.0, eta=1.0),
+        ),
     )
 
 
@@ -77,5 +82,10 @@ def digits_tiny() -> RunConfig:
         ),
         optimizer=replace(run.optimizer, lr=8e-3, lr_warmup_iters=2),
         checkpoint=replace(run.checkpoint, save_interval=5),
-        validation=replace(run.validation, interval=5, num_batches=1, num_steps=2),
+        validation=replace(
+            run.validation,
+            interval=5,
+            num_batches=1,
+            sampling=replace(run.validation.sampling, num_steps=2),
+        ),
     )

@@ -15,6 +15,7 @@ from megadit.train.config.schema import (
     TrainConfig,
     ValidationConfig,
 )
+from megadit.train.config.upkeep import SamplingConfig
 from megadit.train.recipes.registry import recipe
 
 TP2 = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True, data_parallel="distributed_optimizer")
@@ -38,7 +39,7 @@ def pretrain_xl() -> RunConfig:
         optimizer=OptimizerConfig(lr=1e-4, adam_beta2=0.999, lr_decay_style="constant"),
         checkpoint=CheckpointConfig(save_interval=1000, keep_last=3),
         # NeMo writes cond + 7 (cond - uncond), which is a guidance of 8 here.
-        validation=ValidationConfig(interval=1000, num_batches=1, guidance=8.0),
+        validation=ValidationConfig(interval=1000, num_batches=1, sampling=SamplingConfig(guidance=8.0)),
     )
 
 
@@ -283,5 +284,5 @@ def dit_pretrain() -> RunConfig:
         train=TrainConfig(train_iters=10_000, output_dir="runs/dit_pretrain", log_interval=10),
         optimizer=OptimizerConfig(lr=9e-5, min_lr=9e-6, weight_decay=0.1, lr_warmup_iters=2000),
         checkpoint=CheckpointConfig(save_interval=1000, keep_last=3),
-        validation=ValidationConfig(interval=1000, num_batches=32, guidance=8.0),
+        validation=ValidationConfig(interval=1000, num_batches=32, sampling=SamplingConfig(guidance=8.0)),
     )

@@ -1,13 +1,14 @@
 """Names of NeMo and DFM reach the same fields as ours, or are refused by name."""
 
 import re
+from pathlib import Path
 
 import pytest
 
 from megadit.models.shared.errors import UserError
 from megadit.train.__main__ import main
-from megadit.train.config.compat import KEYS, SECTIONS, expand_braces
-from megadit.train.config.load import known_keys, resolve_config
+from megadit.train.config.compat import KEYS, RENAMED, SECTIONS, expand_braces
+from megadit.train.config.load import known_keys, load_config, resolve_config
 from megadit.train.recipes import load_recipe
 
 
@@ -23,7 +24,9 @@ from megadit.train.recipes import load_recipe
         ("dataset.use_train_split_for_val=true", "data.use_train_split_for_val=true"),
         ("checkpoint.save=elsewhere", "train.output_dir=elsewhere"),
         ("model.vae_cache_folder=elsewhere", "validation.tokenizer_folder=elsewhere"),
-        ("model.val_generation_guidance=5.0", "validation.guidance=6.0"),
+        ("model.val_generation_guidance=5.0", "validation.sampling.guidance=6.0"),
+        ("validation.guidance=6.0", "validation.sampling.guidance=6.0"),
+        ("health.max_troubles=3", "health.max_anomalies=3"),
         ("train.global_batch_size=16", "data.global_batch_size=16"),
         ("optim.config.lr=0.1", "optimizer.lr=0.1"),
         ("scheduler.lr_warmup_iters=7", "optimizer.lr_warmup_iters=7"),
@@ -56,7 +59,7 @@ def test_every_alias_leads_to_a_key_of_ours():
         (["data.seq_length=8", "data.task_encoder.seq_length=9"], "both mean data.seq_length, and differ"),
         (["model.qkv_format=sbhd"], "model.qkv_format=sbhd does not exist here, only thd: samples are always packed"),
         (["checkpoint.load_optim=false"], "give checkpoint.init_from"),
-        (["model.val_generation_guidance=much"], "validation.guidance='much' is str, expected float"),
+        (["model.val_generation_guidance=much"], "validation.sampling.guidance='much' is str, expected float"),
         (["trainer.devices=8"], "decided by how the ranks are started"),
     ],
 )
@@ -93,3 +96,18 @@ def test_ways_of_recomputing():
     assert block.parallel.recompute_num_layers == 1
     with pytest.raises(UserError, match="only block and uniform"):
         resolve_config("digits", overrides=[*full, "model.config.recompute_method=some"])
+
+
+def test_a_configuration_saved_by_an_earlier_version_loads():
+    """Written when `validation` had four settings of sampling, and `health.max_anomalies` another name."""
+    path = Path(__file__).parent / "saved_before_sampling.yaml"
+    changes = ["data.mock=true", "health.max_anomalies=4"]
+    changes += ["validation.sampling.sampler=heun", "validation.sampling.eta=0.5"]
+    run = resolve_config("digits_tiny", overrides=changes)
+    assert load_config(path) == run == resolve_config(config_file=path)
+    assert all(f"{old.partition('.')[2]}:" in path.read_text() for old in RENAMED if old != "train.init_from")
+
+
+def test_two_names_of_one_setting_must_agree():
+    with pytest.raises(UserError, match=r"both mean validation\.sampling\.guidance, and differ"):
+        resolve_config("digits", overrides=["validation.guidance=3", "validation.sampling.guidance=4"])

@@ -60,6 +60,10 @@ def of_dataset(says: str, *, validation=None, **facts: Any) -> Breach:
     return breach(says, seen, train={"output_dir": "runs/x"}, validation=validation or {})
 
 
+def of_sampling(says: str, **sampling: Any) -> Breach:
+    return breach(says, validation={"sampling": sampling})
+
+
 ST_DIT = {"family": "st_dit", "adaln_lora_dim": 16}
 MUON = {"optimizer": "muon"}
 BREACHES = (
@@ -165,6 +169,9 @@ BREACHES = (
         data={"mock_latent_shapes": ((1, 8, 8), (1, 64, 64)), "mock": True},
     ),
     breach("validation.sigmas=[] leaves nothing to measure", validation={"sigmas": ()}),
+    of_sampling("validation.sampling: sampler dpmpp_2m cannot add noise", eta=1.0),
+    of_sampling("validation.sampling.autoguidance=elsewhere is a second network", autoguidance="elsewhere"),
+    of_sampling("validation.sampling.cache_budget=0.1 needs a bundle", cache_budget=0.1),
     # this machine
     on_start(
         "transformer_impl=transformer_engine needs a GPU and TransformerEngine (megadit[te])",
@@ -174,7 +181,7 @@ BREACHES = (
         "needs a GPU and the module fused_weight_gradient_mlp_cuda", parallel={"gradient_accumulation_fusion": True}
     ),
     on_start("needs a GPU (Ampere or newer) and torch 2.10", parallel={"cuda_graph_max_segments": 8}),
-    on_start("cannot add noise", validation={"sampler": "dpmpp_2m", "eta": 1.0}),
+    on_start("validation.sampling: sigmas=[1.0, 2.0] must decrease", validation={"sampling": {"sigmas": (1.0, 2.0)}}),
     on_start("checkpoint.copy_to=nowhere://x cannot be used", checkpoint={"copy_to": "nowhere://x"}),
     on_start("train.output_dir is not set; give train.output_dir=FOLDER", train={}),
     # the data set
@@ -294,13 +301,16 @@ def test_inputs_need_a_prepared_dataset(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("validation", "message"),
+    ("sampling", "message"),
     [
-        ({"sampler": "eular"}, r"eular.*euler"),
+        ({"sampler": "eular"}, r"validation\.sampling: .*eular.*euler"),
+        ({"schedule": "carras"}, r"validation\.sampling: .*carras.*karras"),
         ({"sampler": "dpmpp_2m", "eta": 1.0}, r"dpmpp_2m cannot add noise.*euler"),
-        ({"sampler": "euler", "eta": 2.0}, r"eta=2.* must lie between 0 and 1"),
+        ({"sampler": "euler", "eta": 2.0}, r"validation\.sampling\.eta=2.* must lie between 0 and 1"),
+        ({"second_prompt": "a"}, "go together"),
+        ({"sigma_min": 90.0}, r"sigma_min=90.* must be smaller"),
     ],
 )
-def test_sampling_that_cannot_be_is_refused_before_training(validation, message):
+def test_sampling_that_cannot_be_is_refused_before_training(sampling, message):
     with pytest.raises(UserError, match=message):
-        check_inputs(make_run(train={"output_dir": "runs/x"}, data={"mock": True}, validation=validation))
+        make_run(validation={"sampling": sampling})

@@ -14,11 +14,13 @@ from megadit.train.config.schema import (
     TrainConfig,
     ValidationConfig,
 )
+from megadit.train.config.upkeep import SamplingConfig
 
 DATA = {"seq_length": 256, "text_seq_length": 64, "global_batch_size": 8, "mock_latent_shapes": ((1, 8, 8),)}
 
 
 def make_run(*, data=None, parallel=None, model=None, train=None, optimizer=None, validation=None) -> RunConfig:
+    validation = dict(validation or {})
     return RunConfig(
         recipe="test",
         model=DiTConfig(**(model or {})),
@@ -26,7 +28,7 @@ def make_run(*, data=None, parallel=None, model=None, train=None, optimizer=None
         train=TrainConfig(**{"train_iters": 10, **(train or {})}),
         optimizer=OptimizerConfig(**{"lr": 1e-3, **(optimizer or {})}),
         parallel=ParallelConfig(**(parallel or {})),
-        validation=ValidationConfig(**(validation or {})),
+        validation=ValidationConfig(**{**validation, "sampling": SamplingConfig(**validation.pop("sampling", {}))}),
     )
 
 
@@ -48,7 +50,8 @@ def make_run(*, data=None, parallel=None, model=None, train=None, optimizer=None
         (lambda: ParallelConfig(data_parallel="fsdp2"), "did you mean 'fsdp'"),
         (lambda: CheckpointConfig(save_interval=0), r"checkpoint\.save_interval=0"),
         (lambda: ValidationConfig(sigmas=(1.0, 0.0)), r"validation\.sigmas=0 must be greater"),
-        (lambda: ValidationConfig(num_steps=0), r"validation\.num_steps=0"),
+        (lambda: ValidationConfig(sampling=SamplingConfig(num_steps=0)), r"validation\.sampling\.num_steps=0 must be"),
+        (lambda: ValidationConfig(sampling=SamplingConfig(eta=2.0)), r"validation\.sampling\.eta=2 must lie between"),
     ],
 )
 def test_a_bad_value_is_named(build, message):
