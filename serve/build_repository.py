@@ -16,7 +16,6 @@ from pathlib import Path
 from megadit.infer.checkpoints import open_bundle
 from megadit.infer.runtimes.load import check_runtime, open_exported
 from megadit.infer.runtimes.torch import find_dtype
-from megadit.infer.samplers import SAMPLERS, STOCHASTIC
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.settings import SAMPLER_ALIASES, SAMPLERS, STOCHASTIC, SamplingSettings
 from megadit.models.shared.command import run_command
