@@ -15,9 +15,11 @@ from megadit.models.attention import CrossAttention, SelfAttention
 from megadit.models.config import DiTConfig
 from megadit.models.embeddings import Rotary
 from megadit.models.experts import ExpertMLP
-from megadit.models.linear import linear_gelu
-from megadit.models.modulation import NormWeight, gated_residual, modulated_norm, rms_norm
-from megadit.models.recompute import through
+from megadit.models.modulation import NormWeight, Vectors, build_modulation
+from megadit.models.ops.gated_residual import gated_residual
+from megadit.models.ops.ledger import cheap
+from megadit.models.ops.linear import fuses_gelu, linear
+from megadit.models.ops.modulated_norm import modulated_norm, rms_norm
 from megadit.models.segments import Layout, Run
 
 if TYPE_CHECKING:
@@ -64,21 +66,21 @@ class MLP(nn.Module):
         width, bias = config.hidden_size, config.structure.linear_bias
         self.fc1 = layers.column_linear(width, config.mlp_factors * hidden, sequence="sharded", bias=bias)
         self.fc2 = layers.row_linear(hidden, width, bias=bias)
-        self.activation = _activation(config)
+        self.activation = cheap(_activation(config))
         self.gelu_form = _gelu_form(config)
 
     def forward(self, x_SBD: Tensor, layout: Layout | None = None, runs: tuple[Run, ...] | None = None) -> Tensor:
-        """Each token by itself: which sample it belongs to makes no difference."""
+        """fc2(activation(fc1(x))), each token by itself: which sample it belongs to makes no difference."""
         # a slice at a time: the hidden activations, and in backward their gradients, are a block's largest tensors;
         # a compiled or exported graph has no fixed number of slices, and plans its own memory
         parts = [x_SBD] if torch.compiler.is_compiling() else x_SBD.split(MLP_SLICE)
-        slices = [self._of_slice(x) for x in parts]
+        slices = [self.fc2(self._hidden(x)) for x in parts]
         return slices[0] if len(slices) == 1 else torch.cat(slices)
 
-    def _of_slice(self, x_SBD: Tensor) -> Tensor:
-        if self.gelu_form is not None and (hidden := linear_gelu(self.fc1, x_SBD, self.gelu_form)) is not None:
-            return self.fc2(hidden)
-        return through(self.activation, self.fc1(x_SBD), into=self.fc2)
+    def _hidden(self, x_SBD: Tensor) -> Tensor:
+        if self.gelu_form is not None and fuses_gelu(self.fc1):
+            return linear(x_SBD, self.fc1.weight, self.fc1.bias, self.gelu_form)
+        return self.activation(self.fc1(x_SBD))
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -109,87 +111,63 @@ def build_mlp(config: DiTConfig, layers: "LayerKit") -> nn.Module:
     return ExpertMLP(config, layers, _activation(config), shared)
 
 
-class Modulation(nn.Module):
-    """Shift, scale and gate for `count` sublayers (adaLN-Zero, arXiv 2212.09748, section 3.2): [G, D] each."""
-
-    def __init__(self, config: DiTConfig, layers: "LayerKit", count: int) -> None:
-        super().__init__()
-        self.count = count
-        self.linear = layers.replicated_linear(
-            config.hidden_size, count * config.hidden_size, sequence="sharded", bias=config.structure.linear_bias
-        )
-
-    def forward(self, condition_GD: Tensor, shared_GM: Tensor | None = None) -> tuple[Tensor, ...]:
-        return self.linear(F.silu(condition_GD)).chunk(self.count, dim=-1)
+def norm(
+    x_SBD: Tensor, vectors: Vectors, eps: float, runs: tuple[Run, ...] | None, weight_D: Tensor | None = None
+) -> Tensor:
+    """LayerNorm(x) * (1 + scale) + shift; with `weight_D` of the RMS norm that it belongs to."""
+    shift, scale, *_ = vectors
+    return modulated_norm(x_SBD, shift, scale, eps, runs, weight_D)
 
 
-class LowRankModulation(nn.Module):
-    """`Modulation` through a bottleneck (adaLN-LoRA, arXiv 2501.03575, section 5.2.1), in `groups` with one each.
-
-    Each group adds the beginning of the vector that all modulations share, where there is one.
-    """
-
-    def __init__(self, config: DiTConfig, layers: "LayerKit", count: int, groups: int) -> None:
-        super().__init__()
-        rank, width = config.adaln_lora_dim, config.hidden_size
-        self.count = count // groups
-        self.down = layers.replicated_linear(width, groups * rank, sequence="sharded", bias=False)
-        self.up = nn.ModuleList(
-            layers.replicated_linear(rank, self.count * width, sequence="sharded", bias=False) for _ in range(groups)
-        )
-
-    def forward(self, condition_GD: Tensor, shared_GM: Tensor | None = None) -> tuple[Tensor, ...]:
-        vectors = []
-        for up, hidden in zip(self.up, self.down(F.silu(condition_GD)).chunk(len(self.up), dim=-1), strict=True):
-            modulation = up(hidden)
-            if shared_GM is not None:
-                modulation = modulation + shared_GM[:, : modulation.shape[-1]]
-            vectors += modulation.chunk(self.count, dim=-1)
-        return tuple(vectors)
+def gated(x_SBD: Tensor, vectors: Vectors, y_SBD: Tensor, runs: tuple[Run, ...] | None) -> Tensor:
+    """x + gate * y."""
+    return gated_residual(x_SBD, vectors[2], y_SBD, runs)
 
 
-def build_modulation(config: DiTConfig, layers: "LayerKit", *, count: int, groups: int = 1) -> nn.Module:
-    if config.adaln_lora_dim is None:
-        return Modulation(config, layers, count)
-    return LowRankModulation(config, layers, count, groups)
+def with_positions(x_SBD: Tensor, context: Context) -> Tensor:
+    """x + positions, where a network adds them in every block."""
+    return x_SBD if context.positions_SBD is None else x_SBD + context.positions_SBD
 
 
 class DiTBlock(nn.Module):
-    """Self-attention, cross-attention to text and an MLP, each modulated and gated by the sample's noise level.
-
-    A network conditioned on a class has no cross-attention.
-    """
+    """Self-attention, cross-attention to text and an MLP, each modulated and gated by the sample's noise level."""
 
     def __init__(self, config: DiTConfig, layers: "LayerKit") -> None:
         super().__init__()
-        structure = config.structure
         self.eps = config.layernorm_epsilon
         self.mlp_eps = config.mlp_layernorm_epsilon or config.layernorm_epsilon
-        num_sublayers = 3 if structure.cross_attention else 2
-        self.modulation = build_modulation(config, layers, count=3 * num_sublayers, groups=structure.modulation_groups)
+        self.modulation = build_modulation(config, layers, sublayers=3, groups=config.structure.modulation_groups)
         self.self_attention = SelfAttention(config, layers)
-        self.cross_attention = CrossAttention(config, layers) if structure.cross_attention else None
+        self.cross_attention = CrossAttention(config, layers)
         self.mlp = build_mlp(config, layers)
 
-    def forward(self, x_SBD: Tensor, context: Context) -> Tensor:
-        layout, runs = context.layout, context.runs
-        shift_sa, scale_sa, gate_sa, *of_text, shift_mlp, scale_mlp, gate_mlp = self.modulation(
-            context.condition_GD, context.shared_GM
-        )
+    def forward(self, x_SBD: Tensor, c: Context) -> Tensor:
+        # calls are nested: a name for what lies between would keep it in memory
+        sa, ca, mlp = self.modulation(c.condition_GD, c.shared_GM)
+        runs, eps = c.runs, self.eps
+        x_SBD = with_positions(x_SBD, c)
+        x_SBD = gated(x_SBD, sa, self.self_attention(norm(x_SBD, sa, eps, runs), c.layout, c.rotary), runs)
+        x_SBD = gated(x_SBD, ca, self.cross_attention(norm(x_SBD, ca, eps, runs), c.text_LBD, c.layout), runs)
+        return gated(x_SBD, mlp, self.mlp(norm(x_SBD, mlp, self.mlp_eps, runs), c.layout, runs), runs)
 
-        def norm(x, shift, scale, into, eps=self.eps):
-            return through(modulated_norm, x, shift, scale, eps, runs, into=into)
 
-        if context.positions_SBD is not None:
-            x_SBD = x_SBD + context.positions_SBD
-        h = norm(x_SBD, shift_sa, scale_sa, into=lambda h: self.self_attention(h, layout, context.rotary))
-        x_SBD = gated_residual(x_SBD, gate_sa, h, runs)
-        if self.cross_attention is not None:
-            shift_ca, scale_ca, gate_ca = of_text
-            h = norm(x_SBD, shift_ca, scale_ca, into=lambda h: self.cross_attention(h, context.text_LBD, layout))
-            x_SBD = gated_residual(x_SBD, gate_ca, h, runs)
-        h = norm(x_SBD, shift_mlp, scale_mlp, into=lambda h: self.mlp(h, layout, runs), eps=self.mlp_eps)
-        return gated_residual(x_SBD, gate_mlp, h, runs)
+class ClassDiTBlock(nn.Module):
+    """Self-attention and an MLP: the block of a network conditioned on a class (arXiv 2212.09748)."""
+
+    def __init__(self, config: DiTConfig, layers: "LayerKit") -> None:
+        super().__init__()
+        self.eps = config.layernorm_epsilon
+        self.mlp_eps = config.mlp_layernorm_epsilon or config.layernorm_epsilon
+        self.modulation = build_modulation(config, layers, sublayers=2, groups=config.structure.modulation_groups)
+        self.self_attention = SelfAttention(config, layers)
+        self.mlp = build_mlp(config, layers)
+
+    def forward(self, x_SBD: Tensor, c: Context) -> Tensor:
+        sa, mlp = self.modulation(c.condition_GD, c.shared_GM)
+        runs = c.runs
+        x_SBD = with_positions(x_SBD, c)
+        x_SBD = gated(x_SBD, sa, self.self_attention(norm(x_SBD, sa, self.eps, runs), c.layout, c.rotary), runs)
+        return gated(x_SBD, mlp, self.mlp(norm(x_SBD, mlp, self.mlp_eps, runs), c.layout, runs), runs)
 
 
 class MovieGenBlock(nn.Module):
@@ -208,7 +186,7 @@ class MovieGenBlock(nn.Module):
         width, is_apart = config.hidden_size, not config.structure.text_reaches_only_mlp
         self.eps = config.layernorm_epsilon
         self.mlp_eps = config.mlp_layernorm_epsilon or config.layernorm_epsilon
-        self.modulation = build_modulation(config, layers, count=6)
+        self.modulation = build_modulation(config, layers, sublayers=2)
         self.attention_layernorm = NormWeight(width, layers)
         self.self_attention = SelfAttention(config, layers)
         self.text_layernorm = NormWeight(width, layers) if is_apart else None
@@ -216,35 +194,17 @@ class MovieGenBlock(nn.Module):
         self.mlp_layernorm = NormWeight(width, layers) if is_apart else None
         self.mlp = build_mlp(config, layers)
 
-    def forward(self, x_SBD: Tensor, context: Context) -> Tensor:
-        runs = context.runs
-        shift_sa, scale_sa, gate_sa, shift_mlp, scale_mlp, gate_mlp = self.modulation(context.condition_GD)
-        if context.positions_SBD is not None:
-            x_SBD = x_SBD + context.positions_SBD
-        h = through(
-            modulated_norm, x_SBD, shift_sa, scale_sa, self.eps, runs, self.attention_layernorm.weight,
-            into=lambda h: self.self_attention(h, context.layout, context.rotary),
-        )  # fmt: skip
-        x_SBD = gated_residual(x_SBD, gate_sa, h, runs)
-        x_SBD, c_SBD = self._attend_to_text(x_SBD, context)
-        weight = (self.mlp_layernorm or self.attention_layernorm).weight
-
-        def mlp(h):
-            return self.mlp(h, context.layout, runs)
-
-        h = through(modulated_norm, c_SBD, shift_mlp, scale_mlp, self.mlp_eps, runs, weight, into=mlp)
-        return gated_residual(x_SBD, gate_mlp, h, runs)
-
-    def _attend_to_text(self, x_SBD: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """(the tokens, what the MLP reads)."""
+    def forward(self, x_SBD: Tensor, c: Context) -> Tensor:
+        sa, mlp = self.modulation(c.condition_GD)
+        runs, eps, weight = c.runs, self.eps, self.attention_layernorm.weight
+        x_SBD = with_positions(x_SBD, c)
+        x_SBD = gated(x_SBD, sa, self.self_attention(norm(x_SBD, sa, eps, runs, weight), c.layout, c.rotary), runs)
         if self.text_layernorm is None:
-            return x_SBD, self.cross_attention(x_SBD, context.text_LBD, context.layout)
-        h = through(
-            rms_norm, x_SBD, self.text_layernorm.weight, self.eps,
-            into=lambda h: self.cross_attention(h, context.text_LBD, context.layout),
-        )  # fmt: skip
-        x_SBD = x_SBD + h
-        return x_SBD, x_SBD
+            text_SBD = self.cross_attention(x_SBD, c.text_LBD, c.layout)
+            return gated(x_SBD, mlp, self.mlp(norm(text_SBD, mlp, self.mlp_eps, runs, weight), c.layout, runs), runs)
+        x_SBD = x_SBD + self.cross_attention(rms_norm(x_SBD, self.text_layernorm.weight, eps), c.text_LBD, c.layout)
+        weight = self.mlp_layernorm.weight
+        return gated(x_SBD, mlp, self.mlp(norm(x_SBD, mlp, self.mlp_eps, runs, weight), c.layout, runs), runs)
 
 
 class STDiTBlock(nn.Module):
@@ -259,46 +219,37 @@ class STDiTBlock(nn.Module):
         self.layers = layers
         self.eps = config.layernorm_epsilon
         self.mlp_eps = config.mlp_layernorm_epsilon or config.layernorm_epsilon
-        self.modulation = build_modulation(config, layers, count=15)
+        self.modulation = build_modulation(config, layers, sublayers=5)
         self.self_attention = SelfAttention(config, layers)
         self.temporal_attention = SelfAttention(config, layers)
         self.spatial_attention = SelfAttention(config, layers)
         self.cross_attention = CrossAttention(config, layers)
         self.mlp = build_mlp(config, layers)
 
-    def forward(self, x_SBD: Tensor, context: Context) -> Tensor:
-        layout, runs = context.layout, context.runs
-        vectors = self.modulation(context.condition_GD)
-        of_all, of_time, of_space, of_text, of_mlp = (vectors[i : i + 3] for i in range(0, 15, 3))
+    def forward(self, x_SBD: Tensor, c: Context) -> Tensor:
+        sa, time, space, ca, mlp = self.modulation(c.condition_GD)
+        layout, runs, eps, move = c.layout, c.runs, self.eps, self.layers.move
+        x_SBD = with_positions(x_SBD, c)
+        x_SBD = self._attend(self.self_attention, x_SBD, sa, Place(layout, runs, c.rotary))
+        x_SBD = move(x_SBD, layout, "home", "time")
+        x_SBD = self._attend(self.temporal_attention, x_SBD, time, c.time)
+        x_SBD = move(x_SBD, layout, "time", "space")
+        x_SBD = self._attend(self.spatial_attention, x_SBD, space, c.space)
+        x_SBD = move(x_SBD, layout, "space", "home")
+        x_SBD = gated(x_SBD, ca, self.cross_attention(norm(x_SBD, ca, eps, runs), c.text_LBD, layout), runs)
+        return gated(x_SBD, mlp, self.mlp(norm(x_SBD, mlp, self.mlp_eps, runs), c.layout, runs), runs)
 
-        def attend(attention: SelfAttention, x: Tensor, place: Place, modulation: tuple[Tensor, ...]) -> Tensor:
-            return self._sublayer(x, modulation, place.runs, lambda h: attention(h, place.layout, place.rotary))
-
-        if context.positions_SBD is not None:
-            x_SBD = x_SBD + context.positions_SBD
-        x_SBD = attend(self.self_attention, x_SBD, Place(layout, runs, context.rotary), of_all)
-        x_SBD = self.layers.move(x_SBD, layout, "home", "time")
-        x_SBD = attend(self.temporal_attention, x_SBD, context.time, of_time)
-        x_SBD = self.layers.move(x_SBD, layout, "time", "space")
-        x_SBD = attend(self.spatial_attention, x_SBD, context.space, of_space)
-        x_SBD = self.layers.move(x_SBD, layout, "space", "home")
-        x_SBD = self._sublayer(x_SBD, of_text, runs, lambda h: self.cross_attention(h, context.text_LBD, layout))
-        return self._sublayer(x_SBD, of_mlp, runs, lambda h: self.mlp(h, layout, runs), self.mlp_eps)
-
-    def _sublayer(
-        self,
-        x_SBD: Tensor,
-        modulation: tuple[Tensor, ...],
-        runs: tuple[Run, ...] | None,
-        sublayer: Callable[[Tensor], Tensor],
-        eps: float | None = None,
-    ) -> Tensor:
-        shift, scale, gate = modulation
-        h = through(modulated_norm, x_SBD, shift, scale, eps or self.eps, runs, into=sublayer)
-        return gated_residual(x_SBD, gate, h, runs)
+    def _attend(self, attention: SelfAttention, x_SBD: Tensor, vectors: Vectors, at: Place) -> Tensor:
+        h_SBD = attention(norm(x_SBD, vectors, self.eps, at.runs), at.layout, at.rotary)
+        return gated(x_SBD, vectors, h_SBD, at.runs)
 
 
-BLOCKS: dict[str, type[nn.Module]] = {"dit": DiTBlock, "moviegen": MovieGenBlock, "st_dit": STDiTBlock}
+BLOCKS: dict[str, type[nn.Module]] = {
+    "dit": DiTBlock,
+    "class_dit": ClassDiTBlock,
+    "moviegen": MovieGenBlock,
+    "st_dit": STDiTBlock,
+}
 """`Structure.block` -> what a network is stacked from."""
 
 
@@ -310,7 +261,9 @@ class FinalLayer(nn.Module):
         structure = config.structure
         self.eps = config.layernorm_epsilon
         self.in_channels = config.in_channels
-        self.modulation = build_modulation(config, layers, count=2) if structure.final_modulation else None
+        self.modulation = None
+        if structure.final_modulation:
+            self.modulation = build_modulation(config, layers, sublayers=1, vectors=2)
         self.layernorm = NormWeight(config.hidden_size, layers) if structure.final_rms else None
         self.out_channels = (2 if config.learned_variance else 1) * config.in_channels
         patch = config.patch_dim // config.in_channels
@@ -320,9 +273,9 @@ class FinalLayer(nn.Module):
 
     def forward(self, x_SBD: Tensor, context: Context) -> Tensor:
         if self.modulation is not None:
-            shift, scale = self.modulation(context.condition_GD, context.shared_GM)
-            weight = None if self.layernorm is None else self.layernorm.weight
-            x_SBD = modulated_norm(x_SBD, shift, scale, self.eps, context.runs, weight)
+            (vectors,) = self.modulation(context.condition_GD, context.shared_GM)
+            weight_D = None if self.layernorm is None else self.layernorm.weight
+            x_SBD = norm(x_SBD, vectors, self.eps, context.runs, weight_D)
         out = self.linear(x_SBD)
         if self.out_channels == self.in_channels:
             return out

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megadit.models.config import DiTConfig
 from megadit.models.expert_config import ExpertConfig
-from megadit.models.linear import linear
+from megadit.models.ops.linear import linear
 from megadit.models.segments import Layout, Run
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Experts(nn.Module):
 
     def forward(self, x_ND: Tensor, weight_N: Tensor, counts_E: Tensor) -> Tensor:
         """weight * FFN_e(x): expert e computes `counts_E[e]` of the tokens, from where the one before ended."""
-        return self._compute(x_ND, weight_N[:, None], partial(grouped_linear, counts_E=counts_E))
+        return self._compute(x_ND, weight_N[:, None], lambda x, weight: linear(x, weight, None, None, counts_E))
 
     def on_all_tokens(self, x_SBD: Tensor, weight_SBE: Tensor) -> Tensor:
         """sum of weight_e FFN_e(x) over all experts: as many times the work, and none of it depends on values."""
@@ -57,15 +57,6 @@ class Experts(nn.Module):
     def _compute(self, x: Tensor, weight: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         h = self.activation(product(x, self.fc1)) * weight
         return product(h.to(x.dtype), self.fc2)
-
-
-def grouped_linear(x_ND: Tensor, weight_EMD: Tensor, counts_E: Tensor) -> Tensor:
-    """x W_e^T [N, M], where expert e has `counts_E[e]` rows of x, in order."""
-    if x_ND.is_cuda and x_ND.dtype == torch.bfloat16:
-        ends_E = counts_E.to(x_ND.device).cumsum(0).int()
-        return F.grouped_mm(x_ND, weight_EMD.transpose(1, 2), offs=ends_E)
-    parts = zip(x_ND.split(counts_E.tolist()), weight_EMD.unbind(), strict=True)
-    return torch.cat([linear(x, weight) for x, weight in parts])
 
 
 def compute_here(experts: Experts, x_SBD: Tensor, weight_SBE: Tensor, chosen_SBE: Tensor) -> Tensor:

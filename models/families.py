@@ -16,8 +16,6 @@ Sizes, and what differs between the networks of one family, are fields of `DiTCo
 from dataclasses import dataclass
 from typing import Literal
 
-Block = Literal["dit", "moviegen", "st_dit"]
-
 _ALONG_T_H_W = ((0, 2), (1, 3), (2, 3))
 
 
@@ -25,8 +23,8 @@ _ALONG_T_H_W = ((0, 2), (1, 3), (2, 3))
 class Structure:
     """What a family has, and in which form."""
 
-    block: Block = "dit"
-    """Which of the blocks in `blocks.py`."""
+    block: str = "dit"
+    """A row of `blocks.BLOCKS`."""
     cross_attention: bool = True
     """Text is attended. False: the sample is conditioned on a class instead."""
     projects_text: bool = True
@@ -72,6 +70,7 @@ class Structure:
 FAMILIES: dict[str, Structure] = {
     "megadit": Structure(sigma_scale=100.0),
     "dit": Structure(
+        block="class_dit",
         cross_attention=False,
         linear_bias=True,
         gelu_tanh=True,

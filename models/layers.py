@@ -14,10 +14,11 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from megadit.models.attention import attend
 from megadit.models.experts import Experts, compute_here
-from megadit.models.linear import Linear
 from megadit.models.lines import Arrangement, Axis, Lines, lines, move
+from megadit.models.ops.attention import attention
+from megadit.models.ops.ledger import cheap_values_recomputed
+from megadit.models.ops.linear import Linear
 from megadit.models.segments import Layout, Run
 
 Sequence = Literal["sharded", "replicated"]
@@ -53,10 +54,8 @@ class LayerKit(Protocol):
     def replicated_parameter(self, value: Tensor) -> nn.Parameter:
         """A parameter that every rank holds whole, and whose gradient is a partial sum where tokens are a slice."""
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, cross: bool, into: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        """into(softmax(q k^T / sqrt(K)) v) within each segment, for this rank's heads; see `attention.attend`."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, cross: bool) -> Tensor:
+        """softmax(q k^T / sqrt(K)) v within each segment, for this rank's heads; see `ops.attention`."""
 
     def block_stack(self, make_block: Callable[[], nn.Module], num_layers: int) -> nn.Module:
         """The blocks this rank computes, under their global indices; called like one block."""
@@ -91,7 +90,8 @@ class BlockStack(nn.ModuleDict):
 
     def forward(self, x: Tensor, *context) -> Tensor:
         for block in self.values():
-            x = block(x, *context)
+            with cheap_values_recomputed():
+                x = block(x, *context)
         return x
 
 
@@ -116,10 +116,8 @@ class TorchLayers:
     def replicated_parameter(self, value: Tensor) -> nn.Parameter:
         return nn.Parameter(value)
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, cross: bool, into: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        return attend(q, k, v, layout, cross=cross, into=into)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, cross: bool) -> Tensor:
+        return attention(q, k, v, layout, cross)
 
     def block_stack(self, make_block: Callable[[], nn.Module], num_layers: int) -> nn.Module:
         return BlockStack({str(index): make_block() for index in range(num_layers)})

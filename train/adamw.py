@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megadit.models.fusion import fused
+from megadit.models.ops.fusion import fused
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _LOW_BITS = 0xFFFF  # of a float32, those that bfloat16 has not

@@ -20,8 +20,8 @@ from einops import rearrange
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megadit.models.attention import Projection, attend
 from megadit.models.megatron.block_attention import attend_block, attend_block_backward
+from megadit.models.ops.attention import attention
 from megadit.models.segments import SegmentLayout, Share
 
 
@@ -55,10 +55,8 @@ class ContextGroups:
         return Share(ring_rank * width, (ring_rank + 1) * width, self.size)
 
 
-def attend_shared(
-    q: Tensor, k: Tensor, v: Tensor, layout: SegmentLayout, groups: ContextGroups, into: Projection
-) -> Tensor:
-    """`attention.attend` of video tokens to one another, [S, 1, N, K], where `layout` is this rank's share."""
+def attend_shared(q: Tensor, k: Tensor, v: Tensor, layout: SegmentLayout, groups: ContextGroups) -> Tensor:
+    """`ops.attention` of video tokens to one another, [S, 1, N*K], where `layout` is this rank's share."""
     is_exchanged = groups.heads.size() > 1
     if is_exchanged:
         order_S = _order(layout, groups, q.device)
@@ -66,16 +64,10 @@ def attend_shared(
     if groups.ring.size() > 1:
         out_S1NK = _Ring.apply(q, k, v, layout, groups)
     else:
-        out_S1NK = rearrange(
-            attend(q, k, v, layout.whole, cross=False, into=_as_it_is), "S B (N K) -> S B N K", K=q.shape[-1]
-        )
+        out_S1NK = rearrange(attention(q, k, v, layout.whole, False), "S B (N K) -> S B N K", K=q.shape[-1])
     if is_exchanged:
         out_S1NK = _Exchange.apply(out_S1NK, order_S, groups.heads, False)
-    return into(out_S1NK.flatten(2))
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
+    return out_S1NK.flatten(2)
 
 
 def _order(layout: SegmentLayout, groups: ContextGroups, device: torch.device) -> Tensor:

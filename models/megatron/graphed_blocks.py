@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from megadit.models.blocks import Context
 from megadit.models.embeddings import Rotary
 from megadit.models.layers import BlockStack
-from megadit.models.modulation_by_token import row_of_token
+from megadit.models.ops.condition_rows import row_of_token
+from megadit.models.ops.ledger import cheap_values_recomputed
 from megadit.models.shared.errors import UserError
 
 Record = Callable[[tuple[nn.Module, ...], tuple[tuple[Tensor, ...], ...]], tuple[Callable[..., Tensor], ...]]
@@ -141,4 +142,6 @@ class _OfTensors(nn.Module):
         )
         rotary = Rotary(given["cos"], given["sin"]) if "cos" in given else None
         shared, positions = given.get("shared"), given.get("positions")
-        return self.block(x_SBD, Context(given["condition"], text_LBD, layout, given["row"], rotary, shared, positions))
+        context = Context(given["condition"], text_LBD, layout, given["row"], rotary, shared, positions)
+        with cheap_values_recomputed():
+            return self.block(x_SBD, context)

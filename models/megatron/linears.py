@@ -14,13 +14,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megadit.models.linear import linear
+from megadit.models.ops.linear import linear
 
 
 class _AddsToSum(torch.autograd.Function):
     """A weight, for Megatron's product, whose backward adds the weight's gradient to `main_grad` and gives none.
 
-    That it was added Megatron notes on the weight that it kept. Where activations are computed again (`recompute.py`)
+    That it was added Megatron notes on the weight that it kept. Where activations are computed again (`ops/ledger.py`)
     autograd gives back another object: so it is noted here, on the parameter.
     """
 

@@ -29,12 +29,10 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megadit.models.attention import attend
 from megadit.models.config import DiTConfig
 from megadit.models.experts import HIDDEN_DIM, Experts, compute_here
 from megadit.models.initialize import Fill, initialize_
 from megadit.models.layers import BlockStack, Layout, Sequence
-from megadit.models.linear import Linear
 from megadit.models.lines import Arrangement, Axis, Lines, Mesh, lines, move
 from megadit.models.megatron.context_parallel import ContextGroups, attend_shared
 from megadit.models.megatron.expert_parallel import Dispatch, all_tokens, own_tokens
@@ -42,7 +40,9 @@ from megadit.models.megatron.graphed_blocks import GraphedBlocks
 from megadit.models.megatron.groups import Axes
 from megadit.models.megatron.linears import ColumnLinear, RowLinear, set_split
 from megadit.models.megatron.parallel_sizes import ParallelSizes
-from megadit.models.recompute import recomputed
+from megadit.models.ops.attention import attention
+from megadit.models.ops.ledger import cheap_values_recomputed, recomputed
+from megadit.models.ops.linear import Linear
 from megadit.models.segments import Run
 
 Recompute = Literal["none", "selective", "full"]
@@ -107,8 +107,11 @@ class _Blocks(BlockStack):
 
     def forward(self, x: Tensor, *context) -> Tensor:
         for index, block in enumerate(self.values()):
-            compute = partial(self._compute, block)
-            x = recomputed(compute, x, *context) if index < self.num_recomputed else compute(x, *context)
+            if index < self.num_recomputed:
+                x = recomputed(partial(self._compute, block), x, *context)
+            else:
+                with cheap_values_recomputed():
+                    x = self._compute(block, x, *context)
         return x
 
     def _compute(self, block: nn.Module, x: Tensor, *context) -> Tensor:
@@ -169,17 +172,15 @@ class McoreLayers:
         parameter.sequence_parallel = self.config.sequence_parallel
         return parameter
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, cross: bool, into: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        def heads(q: Tensor, k: Tensor, v: Tensor, into: Callable[[Tensor], Tensor]) -> Tensor:
-            if cross or self.context is None or layout.share.size == 1:  # lines are whole on one rank
-                return attend(q, k, v, layout, cross=cross, into=into)
-            return attend_shared(q, k, v, layout, self.context, into)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, cross: bool) -> Tensor:
+        if self.recompute == "selective" and not cross:
+            return recomputed(self._attend, q, k, v, layout, cross)
+        return self._attend(q, k, v, layout, cross)
 
-        if self.recompute != "selective" or cross:
-            return heads(q, k, v, into)
-        return into(recomputed(heads, q, k, v, lambda x: x))
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, cross: bool) -> Tensor:
+        if cross or self.context is None or layout.share.size == 1:  # lines are whole on one rank
+            return attention(q, k, v, layout, cross)
+        return attend_shared(q, k, v, layout, self.context)
 
     def block_stack(self, make_block: Callable[[], nn.Module], num_layers: int) -> nn.Module:
         count = num_layers // self.num_parts

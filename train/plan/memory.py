@@ -6,7 +6,7 @@ token in the MLP (of both factors of SwiGLU).
 
 from dataclasses import dataclass
 
-from megadit.models.recompute import SMALL
+from megadit.models.ops.ledger import SMALL
 from megadit.train.config.schema import RunConfig
 from megadit.train.plan.layout import Layout
 from megadit.train.plan.work import count_parameters, num_self_attentions, num_sublayers

@@ -1,4 +1,4 @@
-"""Attention over a uniform batch: torch's fused kernel.
+"""batch_attention: attention over a uniform batch, by torch's fused kernel where no other is faster.
 
 Shapes: B batch, N heads, S queries, L keys, K head dim.
 """
@@ -10,22 +10,45 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megadit.models.tiled_attention import TiledAttention, suits_tiles
+from megadit.models.ops.registry import Op
+from megadit.models.ops.tiled_attention import TiledAttention, suits_tiles
 
 _matmul = torch.backends.mkldnn.matmul
 
 
-def dense_kernel(q_BNSK: Tensor, k_BNLK: Tensor, v_BNLK: Tensor, mask_B11L: Tensor | None) -> Tensor:
+def _reference(q_BNSK: Tensor, k_BNLK: Tensor, v_BNLK: Tensor, mask_B11L: Tensor | None) -> Tensor:
     """softmax(q k^T / sqrt(K)) v, [B, N, S, K]; `mask_B11L` is True where a key may be attended."""
-    # a compiler cannot look at settings of torch; compiled networks are those of sampling, which leaves them alone
-    if q_BNSK.is_cpu and not torch.compiler.is_compiling():
-        if _matmul.fp32_precision == "bf16":
-            if q_BNSK.dtype == torch.float32:
-                bias = None if mask_B11L is None else _as_bias(mask_B11L, q_BNSK.shape[2])
-                return _FullPrecision.apply(q_BNSK, k_BNLK, v_BNLK, bias)
-        elif mask_B11L is None and suits_tiles(q_BNSK, k_BNLK):
-            return TiledAttention.apply(q_BNSK, k_BNLK, v_BNLK)
-    return F.scaled_dot_product_attention(q_BNSK, k_BNLK, v_BNLK, attn_mask=mask_B11L)
+    q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q_BNSK, k_BNLK, v_BNLK))
+    score_BNSL = q @ k.mT * q.shape[-1] ** -0.5
+    if mask_B11L is not None:
+        score_BNSL = score_BNSL.masked_fill(~mask_B11L, float("-inf"))
+    return (score_BNSL.softmax(-1) @ v).to(q_BNSK.dtype)
+
+
+batch_attention = Op("batch_attention", _reference)
+
+
+def _needs_full_precision(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+    return q.is_cpu and q.dtype == torch.float32 and _matmul.fp32_precision == "bf16"
+
+
+@batch_attention.variant("float32_products", suits=_needs_full_precision)
+def _float32_products_alone(q: Tensor, k: Tensor, v: Tensor, mask_B11L: Tensor | None) -> Tensor:
+    return _FullPrecision.apply(q, k, v, None if mask_B11L is None else _as_bias(mask_B11L, q.shape[2]))
+
+
+def _suits_tiles(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+    return mask is None and suits_tiles(q, k) and _matmul.fp32_precision != "bf16"
+
+
+@batch_attention.variant("tiled", suits=_suits_tiles)
+def _tiled(q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
+    return TiledAttention.apply(q, k, v)
+
+
+@batch_attention.variant("sdpa", suits=lambda *_: True, traceable=True)
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask_B11L: Tensor | None) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B11L)
 
 
 def _as_bias(mask_B11L: Tensor, num_queries: int) -> Tensor:

@@ -1,34 +1,44 @@
-"""Per-head RMS normalisation of queries and keys, and their rotation by position, in one step.
+"""qk_norm_rope: per-head RMS normalisation of queries or keys, and their rotation by position, in one step.
 
 Shapes: S tokens, B batch, N heads, K head dim.
 """
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 
-from megadit.models.config import DiTConfig
-from megadit.models.embeddings import Rotary
-from megadit.models.fusion import fused
+from megadit.models.ops.fusion import fused
+from megadit.models.ops.registry import Op
 
 
-class QKNorm(nn.Module):
-    """x / rms(x) * weight per head (arXiv 2302.05442, with RMSNorm), turned by each token's angles (arXiv 2104.09864).
+def _reference(
+    x_SBNK: Tensor, weight_K: Tensor | None, cos_SBNK: Tensor | None, sin_SBNK: Tensor | None, eps: float
+) -> Tensor:
+    """x / rms(x) * weight per head, turned by each token's angles: y * cos + swap(y) * sin, `swap` swaps halves.
 
-    Rotation pairs channel i with i + K/2. Without `qk_layernorm` it only rotates.
+    QK-norm is arXiv 2302.05442 with RMSNorm, the rotation arXiv 2104.09864 with channel i paired with i + K/2. Where
+    the weight is None it only rotates, where cos and sin are None it only normalises.
     """
+    y = x_SBNK.to(torch.promote_types(x_SBNK.dtype, torch.float32))
+    if weight_K is not None:
+        y = F.rms_norm(y, y.shape[-1:], eps=eps) * weight_K
+    if cos_SBNK is not None:
+        first, second = y.chunk(2, dim=-1)
+        y = y * cos_SBNK + torch.cat([second, first], dim=-1) * sin_SBNK
+    return y.to(x_SBNK.dtype)
 
-    def __init__(self, config: DiTConfig) -> None:
-        super().__init__()
-        self.eps = config.qk_layernorm_epsilon or config.layernorm_epsilon
-        self.weight = nn.Parameter(torch.ones(config.dim_per_head)) if config.qk_layernorm else None
 
-    def forward(self, x_SBNK: Tensor, rotary: Rotary | None = None) -> Tensor:
-        cos, sin = rotary if rotary is not None else (None, None)
-        if self.weight is None and cos is None:
-            return x_SBNK
-        if x_SBNK.requires_grad and not torch.compiler.is_compiling():
-            return _NormRotate.apply(x_SBNK, self.weight, cos, sin, self.eps)
-        return fused(_norm_rotate, x_SBNK, self.weight, cos, sin, self.eps)[0]
+qk_norm_rope = Op("qk_norm_rope", _reference)
+
+
+@qk_norm_rope.variant("saves_input", suits=lambda x, *_: x.requires_grad)
+def _saves_input(x, weight, cos, sin, eps) -> Tensor:
+    return _NormRotate.apply(x, weight, cos, sin, eps)
+
+
+@qk_norm_rope.variant("one_pass", suits=lambda *_: True, traceable=True)
+def _one_pass(x, weight, cos, sin, eps) -> Tensor:
+    return fused(_norm_rotate, x, weight, cos, sin, eps)[0]
 
 
 def _norm_rotate(x, weight, cos, sin, eps):

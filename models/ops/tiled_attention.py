@@ -1,6 +1,6 @@
 """Attention on a CPU by tiles of scores, whose products are oneDNN's.
 
-torch's own kernel leaves its products to MKL. Where that is slow (`linear.py`) the same attention, written out, takes
+torch's own kernel leaves its products to MKL. Where that is slow (`is_mkl_slow`) the same attention, written out, takes
 about three quarters of the time of one thread for samples of some thousand tokens, forward and backward; for short ones
 a call a tile costs more, and for very long ones a tile is too large.
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megadit.models.linear import is_mkl_slow, onednn_product
+from megadit.models.ops.linear import is_mkl_slow, onednn_product
 
 TILE = 256
 """Queries whose scores are computed at once: those stay in a core's cache up to about a thousand keys."""

@@ -1,0 +1,146 @@
+"""attention: softmax(q k^T / sqrt(K)) v, each sample of a dense batch or of a pack by itself.
+
+Shapes: S video tokens, L keys (video or text tokens), B batch, N heads, K head dim, c segments of a length group, s
+tokens of each, l their longest text.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from megadit.models.ops.batch_attention import batch_attention
+from megadit.models.ops.ledger import cheap
+from megadit.models.ops.registry import Op
+from megadit.models.segments import DenseLayout, Layout, SegmentLayout
+
+
+def masked_softmax(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cross: bool) -> Tensor:
+    """softmax(q k^T / sqrt(K), masked) v with all scores in memory, heads side by side: [S, B, N*K].
+
+    Args:
+        q: [S, B, N, K]; B is 1 for a pack.
+        k: [S, B, N, K], or [L, B, N, K] with `cross`.
+        v: of k's shape.
+        layout: which tokens form a sample, and which text belongs to it.
+        cross: attend to text rather than to video tokens; a sample without text has the null token's slot. What the
+            padding of a pack attends to holds no meaning.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    score_BNSL = torch.einsum("sbnk,lbnk->bnsl", q.to(wide), k.to(wide)) * q.shape[-1] ** -0.5
+    mask_BSL = _attended(layout, cross, len(q), len(k), q.device)
+    has_key_BS1 = mask_BSL.any(-1, keepdim=True)
+    score_BNSL = score_BNSL.masked_fill(~mask_BSL[:, None] & has_key_BS1[:, None], float("-inf"))
+    out_BNSK = score_BNSL.softmax(-1) @ rearrange(v.to(wide), "L B N K -> B N L K") * has_key_BS1[:, None]
+    return rearrange(out_BNSK, "B N S K -> S B (N K)").to(q.dtype)
+
+
+def _attended(layout: Layout, cross: bool, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+    """bool [B or 1, S or 1, L]: which keys each query may attend to."""
+    if isinstance(layout, DenseLayout):
+        if cross:
+            return layout.text_mask_BL[:, None]
+        token_S, area = torch.arange(num_queries, device=device), layout.grid[1] * layout.grid[2]
+        sample_S = {"sample": token_S * 0, "time": token_S % area, "space": token_S // area}[layout.over]
+        return (sample_S[:, None] == sample_S)[None]
+    segment_S, segment_L = (
+        torch.searchsorted(bounds[1:], torch.arange(size, device=device, dtype=bounds.dtype), right=True)
+        for (bounds, _), size in (
+            (layout.bounds(device, of_text=False), num_queries),
+            (layout.bounds(device, of_text=cross), num_keys),
+        )
+    )
+    return (segment_S[:, None] == segment_L)[None]
+
+
+attention = Op("attention", masked_softmax)
+
+_DENSE = {
+    "sample": ("S B N K", "B N S K"),
+    "time": ("(T H W) B N K", "(B H W) N T K"),
+    "space": ("(T H W) B N K", "(B T) N (H W) K"),
+}
+"""`DenseLayout.over` -> the order of a dense batch, and that in which its kernel takes it."""
+
+
+@attention.variant("dense", suits=lambda q, k, v, layout, cross: isinstance(layout, DenseLayout), traceable=True)
+def attend_dense(q: Tensor, k: Tensor, v: Tensor, layout: DenseLayout, cross: bool) -> Tensor:
+    order, by_kernel = _DENSE["sample" if cross else layout.over]
+    sizes = {axis: size for axis, size in zip("THW", layout.grid, strict=True) if axis in order}
+    mask = layout.text_mask_BL[:, None, None] if cross else None
+    q, k, v = (rearrange(x, f"{order} -> {by_kernel}", **sizes) for x in (q, k, v))
+    return rearrange(batch_attention(q, k, v, mask), f"{by_kernel} -> {order}", **sizes).flatten(2)
+
+
+@cache
+def has_varlen_attention() -> bool:
+    """Whether torch has a kernel for packs that runs on this GPU."""
+    # torch 2.10 added it; flash attention wants half precision, heads of 8 n <= 256 and an Ampere GPU or newer
+    return find_spec("torch.nn.attention.varlen") is not None and torch.cuda.get_device_capability() >= (8, 0)
+
+
+def _suits_varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cross: bool) -> bool:
+    is_half = q.dtype in (torch.float16, torch.bfloat16)
+    return q.is_cuda and is_half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and has_varlen_attention()
+
+
+@attention.variant("varlen_flash", suits=_suits_varlen)
+def attend_varlen(q: Tensor, k: Tensor, v: Tensor, layout: SegmentLayout, cross: bool) -> Tensor:
+    """All segments in one flash-attention call (half precision on a GPU); padding attends to itself."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    bounds_q, longest_q = layout.bounds(q.device, of_text=False)
+    bounds_k, longest_k = layout.bounds(q.device, of_text=cross)
+    out_SNK = varlen_attn(q[:, 0], k[:, 0], v[:, 0], bounds_q, bounds_k, longest_q, longest_k)
+    return rearrange(out_SNK, "S N K -> S 1 (N K)")
+
+
+@attention.variant("by_length_group", suits=lambda q, k, v, layout, cross: isinstance(layout, SegmentLayout))
+def attend_by_length_group(q: Tensor, k: Tensor, v: Tensor, layout: SegmentLayout, cross: bool) -> Tensor:
+    """One dense attention per group of equally long segments; runs anywhere, costs what the segments cost."""
+    shapes = [(group.count, group.length) for group in layout.runs]
+    if cross:
+        keys = _texts_of_groups(k, v, layout)
+    else:
+        keys = zip(_cut(k.squeeze(1), shapes), _cut(v.squeeze(1), shapes), [None] * len(shapes), strict=True)
+    outputs = []
+    for group, q_csNK, keys_of_group in zip(layout.runs, _cut(q.squeeze(1), shapes), keys, strict=True):
+        is_padding = group.is_padding
+        outputs.append(torch.zeros_like(q_csNK).flatten(0, 1) if is_padding else _attend_group(q_csNK, *keys_of_group))
+    return _join(*outputs)
+
+
+@cheap
+def _join(*outputs: Tensor) -> Tensor:
+    """One sequence from the tokens of all length groups, heads side by side: [S, 1, N*K]."""
+    return rearrange(torch.cat(outputs), "S N K -> S 1 (N K)")
+
+
+def _attend_group(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    q, k, v = (rearrange(x, "c s N K -> c N s K") for x in (q, k, v))
+    return rearrange(batch_attention(q, k, v, mask), "c N s K -> (c s) N K")
+
+
+def _cut(x_SNK: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """The sequence as uniform batches, one a length group: [c, s, N, K] for each (c, s) of `shapes`.
+
+    All are cut at once: the gradient of a slice is as long as the sequence, that of all pieces together no longer.
+    """
+    parts = x_SNK.split([count * length for count, length in shapes])
+    return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _texts_of_groups(k: Tensor, v: Tensor, layout: SegmentLayout) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+    """Keys and values of each group's text, [c, l, N, K], and a mask [c, 1, 1, l] of what is there (None: all)."""
+
+    def compute() -> tuple[Tensor, list[torch.Size], list[Tensor | None]]:
+        slots, are_valid = zip(*map(layout.text_of_run, layout.runs), strict=True)
+        masks = [None if valid.all() else valid[:, None, None].to(k.device, non_blocking=True) for valid in are_valid]
+        flat = torch.cat([slots_cl.flatten() for slots_cl in slots]).to(k.device, non_blocking=True)
+        return flat, [slots_cl.shape for slots_cl in slots], masks
+
+    slots, shapes, masks = layout.cached(("texts", k.device), compute)
+    return list(zip(_cut(k[slots, 0], shapes), _cut(v[slots, 0], shapes), masks, strict=True))

@@ -1,0 +1,80 @@
+"""gated_residual: x + gate * y, each sample with its own gate (adaLN-Zero, arXiv 2212.09748, section 3.2).
+
+Shapes: S video tokens, B batch, D width, G condition rows.
+"""
+
+import torch
+from torch import Tensor
+
+from megadit.models.ops.condition_rows import (
+    Rows,
+    are_looked_up,
+    rows_by_token,
+    rows_of,
+    sum_rows,
+    sum_tokens,
+    tokens_of,
+)
+from megadit.models.ops.fusion import fused
+from megadit.models.ops.registry import Op
+
+
+def _reference(x_SBD: Tensor, gate_GD: Tensor, y_SBD: Tensor, rows: Rows = None) -> Tensor:
+    """x + gate * y; `rows` says which gate each token of a pack has, without it batch element b has gate b."""
+    gate = gate_GD if rows is None else gate_GD[rows_by_token(rows, x_SBD.device), None]
+    return torch.addcmul(x_SBD, gate, y_SBD)
+
+
+gated_residual = Op("gated_residual", _reference)
+
+
+@gated_residual.variant("by_token", suits=lambda x, gate, y, rows=None: are_looked_up(x, rows))
+def by_token(x_S1D: Tensor, gate_GD: Tensor, y_S1D: Tensor, rows: Rows) -> Tensor:
+    return _ByToken.apply(x_S1D, gate_GD, y_S1D, rows_by_token(rows, x_S1D.device))
+
+
+@gated_residual.variant("by_length_group", suits=lambda x, gate, y, rows=None: isinstance(rows, tuple))
+def by_length_group(x_S1D: Tensor, gate_GD: Tensor, y_S1D: Tensor, rows: Rows) -> Tensor:
+    return _ByLengthGroup.apply(x_S1D, gate_GD, y_S1D, rows)
+
+
+def _forward(x, gate, y, row_S):
+    return x + gate[row_S, None] * y
+
+
+def _backward(grad, gate, y, row_S):
+    """Gradients of gate and y."""
+    return sum_rows(grad * y, row_S, len(gate)).to(gate.dtype), grad * gate[row_S, None]
+
+
+class _ByToken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, gate, y, row_S):
+        ctx.save_for_backward(gate, y, row_S)
+        return fused(_forward, x, gate, y, row_S)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad_gate, grad_y = fused(_backward, grad.contiguous(), *ctx.saved_tensors)
+        return grad, grad_gate, grad_y, None
+
+
+class _ByLengthGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, gate, y, runs):
+        out = torch.empty_like(x)
+        for run in runs:
+            torch.addcmul(tokens_of(x, run), rows_of(gate, run), tokens_of(y, run), out=tokens_of(out, run))
+        ctx.save_for_backward(gate, y)
+        ctx.runs = runs
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        gate, y = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_y = torch.mul(grad, y)
+        grad_gate = sum_tokens(grad_y, gate, ctx.runs)
+        for run in ctx.runs:
+            torch.mul(tokens_of(grad, run), rows_of(gate, run), out=tokens_of(grad_y, run))
+        return grad, grad_gate, grad_y, None

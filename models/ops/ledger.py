@@ -1,0 +1,153 @@
+"""Activations that are computed again in backward instead of kept.
+
+    full        `recomputed(block, x)` keeps the block's input and nothing else
+    selective   `recomputed(attention, q, k, v)` keeps the queries, keys and values of an attention
+    cheap       within `cheap_values_recomputed()`, results of cheap functions are not kept
+
+A norm, an activation function or a concatenation costs little to compute and much to store: autograd keeps its result
+only because the linear behind it saves its input. The ledger knows such results by their storage. Where autograd would
+save one, it saves a recipe: the function and its inputs.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+SMALL = 2**20
+"""Values with fewer elements are kept: computing them again takes longer than their memory is worth."""
+
+
+class Recipe(NamedTuple):
+    """How to compute a value again: function(*inputs), without gradients."""
+
+    function: Callable[..., Tensor]
+    inputs: tuple
+
+    def compute(self) -> Tensor:
+        with torch.no_grad():
+            return self.function(*self.inputs)
+
+
+class _Entry(NamedTuple):
+    storage: StorageWeakRef
+    """While this is held, no other storage can have the same `cdata`, even where the value's memory is free again."""
+    recipe: Recipe
+    offset: int
+    size: int
+    version: int
+
+
+class _Packed(NamedTuple):
+    """What autograd saves in place of a value."""
+
+    recipe: Recipe
+    shape: torch.Size
+
+
+class _Ledger:
+    """The cheap values of one block, by their storage."""
+
+    def __init__(self, hooks: ExitStack) -> None:
+        self._hooks = hooks
+        self._entries: dict[int, _Entry] = {}
+
+    def note(self, value: Tensor, function: Callable[..., Tensor], inputs: tuple) -> None:
+        if not self._entries:  # a block whose values are small never pays for the hooks
+            self._hooks.enter_context(saved_tensors_hooks(self._pack, _unpack))
+        recipe = Recipe(function, tuple(x.detach() if isinstance(x, Tensor) else x for x in inputs))
+        storage = StorageWeakRef(value.untyped_storage())
+        self._entries[storage.cdata] = _Entry(storage, recipe, value.storage_offset(), value.numel(), value._version)
+
+    def clear(self) -> None:
+        """Autograd holds the hooks, and so the ledger, as long as what they saved: it must not hold the inputs, too."""
+        self._entries.clear()
+
+    def _pack(self, tensor: Tensor) -> Tensor | _Packed:
+        entry = self._entries.get(tensor.untyped_storage()._cdata)
+        if entry is None or not _is_value(tensor, entry):
+            return tensor
+        return _Packed(entry.recipe, tensor.shape)
+
+
+def _is_value(tensor: Tensor, entry: _Entry) -> bool:
+    """Whether `tensor` is all of the value, in its order, and the value has not changed since it was noted."""
+    found = (tensor.storage_offset(), tensor.numel(), tensor._version)
+    return found == (entry.offset, entry.size, entry.version) and tensor.is_contiguous()
+
+
+def _unpack(packed: Tensor | _Packed) -> Tensor:
+    return packed if isinstance(packed, Tensor) else packed.recipe.compute().view(packed.shape)
+
+
+_LEDGER: ContextVar[_Ledger | None] = ContextVar("ledger", default=None)
+
+
+def cheap_values_recomputed() -> AbstractContextManager[None]:
+    """Within it, autograd saves recipes in place of the values of cheap functions: entered once for each block.
+
+    A compiler plans its own memory, and without gradients nothing is saved.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return nullcontext()
+    return _open_ledger()
+
+
+@contextmanager
+def _open_ledger() -> Iterator[None]:
+    with ExitStack() as hooks:
+        ledger = _Ledger(hooks)
+        token = _LEDGER.set(ledger)
+        try:
+            yield
+        finally:
+            _LEDGER.reset(token)
+            ledger.clear()
+
+
+def note(value: Tensor, function: Callable[..., Tensor], inputs: tuple) -> None:
+    """Lets backward compute `value` = function(*inputs) again, where a ledger is open and that is worth it.
+
+    The function must be deterministic. Its inputs should be kept by someone else anyway (its own backward, usually),
+    and must not change in place before the backward: autograd does not watch them here. A value that is not contiguous
+    is kept, because what is saved of it may have another memory order.
+    """
+    ledger = _LEDGER.get()
+    if ledger is not None and value.numel() >= SMALL and value.requires_grad and value.is_contiguous():
+        ledger.note(value, function, inputs)
+
+
+def cheap(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Marks a function whose results cost less to compute again than to keep."""
+
+    @wraps(function)
+    def noted(*inputs) -> Tensor:
+        value = function(*inputs)
+        if not torch.compiler.is_compiling():
+            note(value, function, inputs)
+        return value
+
+    return noted
+
+
+def recomputed(function: Callable[..., Any], *inputs: Any) -> Any:
+    """function(*inputs), keeping nothing but the inputs: all of it is computed again in backward.
+
+    `function` must be deterministic.
+    """
+
+    def without_ledger(*inputs: Any) -> Any:
+        token = _LEDGER.set(None)  # what is computed twice anyway need not be computed a third time
+        try:
+            return function(*inputs)
+        finally:
+            _LEDGER.reset(token)
+
+    return checkpoint(without_ledger, *inputs, use_reentrant=False, preserve_rng_state=False)

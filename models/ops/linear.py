@@ -1,0 +1,153 @@
+"""linear: x W^T + b; on a CPU by oneDNN, when sampling with GELU in the same pass; for experts a matrix each.
+
+torch leaves float32 products to MKL, which reaches less than half of oneDNN's rate on some processors (AMD's with
+AVX-512) and about the same on others. Figures: train/LOG.md.
+
+Shapes: I and O input and output features, N tokens sorted by their experts, E experts.
+"""
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megadit.models.machine import processor
+from megadit.models.ops.registry import Op
+
+FEWEST_ROWS = 4
+"""With fewer tokens a product only reads its matrix, which MKL does as well."""
+FEWEST_MULTIPLICATIONS = 2**21
+"""Smaller products take less time than it takes to ask oneDNN for them."""
+_BY_ONEDNN = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
+"""What torch's own compiler calls on CPUs: (x, weight, bias, activation, its numbers, its form)."""
+
+
+def _reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, gelu: str | None = None, counts_E: Tensor | None = None
+) -> Tensor:
+    """x W^T + b, [..., I] -> [..., O].
+
+    Args:
+        x: [..., I].
+        weight: [O, I], or [E, O, I] with `counts_E`.
+        bias: [O].
+        gelu: `approximate` of `F.gelu`, which is applied to the result; None applies nothing.
+        counts_E: x is [N, I], and expert e computes as many of its rows, from where the one before ended.
+    """
+    if counts_E is not None:
+        parts = zip(x.split(counts_E.tolist()), weight.unbind(), strict=True)
+        return torch.cat([F.linear(x_nI, weight_OI) for x_nI, weight_OI in parts])
+    y = F.linear(x, weight, bias)
+    return y if gelu is None else F.gelu(y, approximate=gelu)
+
+
+linear = Op("linear", _reference)
+
+
+class Linear(nn.Linear):
+    """`torch.nn.Linear` by the op."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+def fuses_gelu(layer: nn.Module) -> bool:
+    """Whether nobody needs what lies between a layer and the GELU behind it: linear(..., gelu=...) may compute both."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or type(layer) is not Linear:
+        return False
+    return not (layer._forward_pre_hooks or layer._forward_hooks)  # who watches a layer sees it called
+
+
+# --- experts ------------------------------------------------------------------------------------------------------
+
+
+def _suits_grouped_product(x, weight, bias=None, gelu=None, counts_E=None) -> bool:
+    return counts_E is not None and x.is_cuda and x.dtype == torch.bfloat16
+
+
+@linear.variant("grouped_product", suits=_suits_grouped_product)
+def _grouped_product(x_NI, weight_EOI, bias=None, gelu=None, counts_E=None) -> Tensor:
+    ends_E = counts_E.to(x_NI.device).cumsum(0).int()
+    return F.grouped_mm(x_NI, weight_EOI.transpose(1, 2), offs=ends_E)
+
+
+@linear.variant("expert_by_expert", suits=lambda x, weight, bias=None, gelu=None, counts_E=None: counts_E is not None)
+def _expert_by_expert(x_NI, weight_EOI, bias=None, gelu=None, counts_E=None) -> Tensor:
+    """Like the reference, by whichever variant suits each product."""
+    parts = zip(x_NI.split(counts_E.tolist()), weight_EOI.unbind(), strict=True)
+    return torch.cat([linear(x_nI, weight_OI) for x_nI, weight_OI in parts])
+
+
+# --- oneDNN -------------------------------------------------------------------------------------------------------
+
+
+def _suits_onednn(x: Tensor, weight: Tensor) -> bool:
+    """Half precision is oneDNN's anyway, and torch complains of what does not fit."""
+    return (
+        x.is_cpu
+        and x.dtype == weight.dtype == torch.float32
+        and x.shape[-1] == weight.shape[-1]
+        and (weight.is_contiguous() or weight.t().is_contiguous())  # others oneDNN multiplies number by number
+        and _BY_ONEDNN is not None
+        and x.numel() >= FEWEST_ROWS * x.shape[-1]
+        and x.numel() * len(weight) >= FEWEST_MULTIPLICATIONS
+        and torch.backends.mkldnn.matmul.fp32_precision != "bf16"  # torch takes oneDNN's reduced products by itself
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def _suits_inference(x, weight, bias=None, gelu=None, counts_E=None) -> bool:
+    return not torch.is_grad_enabled() and _suits_onednn(x, weight)
+
+
+def _suits_training(x, weight, bias=None, gelu=None, counts_E=None) -> bool:
+    return gelu is None and _suits_onednn(x, weight) and is_mkl_slow()
+
+
+@linear.variant("onednn", suits=_suits_inference)
+def onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, gelu: str | None = None, _=None) -> Tensor:
+    """x W^T + b, or its GELU in the same pass, of any sizes; no gradients. W is contiguous, or its transpose is."""
+    return _BY_ONEDNN(x, weight, bias, "none" if gelu is None else "gelu", [], gelu or "")
+
+
+@linear.variant("onednn_with_gradients", suits=_suits_training)
+def _onednn_with_gradients(x, weight, bias=None, gelu=None, counts_E=None) -> Tensor:
+    return _Linear.apply(x, weight, bias)
+
+
+class _Linear(torch.autograd.Function):
+    """dx = dy W, dW = dy^T x, db = sum of dy: products like the first, of which second gradients can be taken too."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+        return onednn_product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_x = None if weight is None else linear(grad, weight.t())
+        grad_NO = grad.view(-1, grad.shape[-1])
+        grad_weight = None if x is None else _transposed_product(grad_NO, x.reshape(-1, x.shape[-1]).contiguous())
+        grad_bias = grad_NO.sum(0) if ctx.needs_input_grad[2] else None
+        return grad_x, grad_weight, grad_bias
+
+
+def _transposed_product(a_NO: Tensor, b_NI: Tensor) -> Tensor:
+    """a^T b, [O, I]."""
+    (rows, width), other = a_NO.shape, b_NI.shape[1]
+    # the first operand is copied in its new order, which takes longer than the product's own preparations
+    if rows * width <= rows * other + width * other:
+        return linear(a_NO.t(), b_NI.t())
+    return linear(b_NI.t(), a_NO.t()).t().contiguous()
+
+
+@cache
+def is_mkl_slow() -> bool:
+    """MKL knows AVX-512 on Intel's processors alone; on those, oneDNN's copies for the backward win nothing back."""
+    if _BY_ONEDNN is None:
+        return False  # by comparison
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and "Intel" not in processor()

@@ -1,0 +1,172 @@
+"""modulated_norm: norm(x) * (1 + scale) + shift, each sample with its own shift and scale (adaLN).
+
+A pack's forward never gathers a row per token on a CPU: a length group is viewed as a batch and broadcast. The backward
+reduces over each segment, in a fixed order, so that the same pack gives the same gradient to the last bit; normalised
+activations are recomputed rather than kept. On a GPU each token looks its row up inside one compiled kernel.
+
+Shapes: S video tokens, B batch, D width, G condition rows.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megadit.models.ops.condition_rows import (
+    Rows,
+    are_looked_up,
+    rows_by_token,
+    rows_of,
+    sum_rows,
+    sum_tokens,
+    tokens_of,
+)
+from megadit.models.ops.fusion import fused
+from megadit.models.ops.ledger import cheap
+from megadit.models.ops.registry import Op
+
+
+def _reference(
+    x_SBD: Tensor,
+    shift_GD: Tensor,
+    scale_GD: Tensor,
+    eps: float,
+    rows: Rows = None,
+    rms_weight_D: Tensor | None = None,
+) -> Tensor:
+    """LayerNorm(x) * (1 + scale) + shift (arXiv 2212.09748, section 3.2).
+
+    With `rms_weight_D`, RMSNorm(x) * weight in place of LayerNorm(x). `rows` says which row each token of a pack
+    (B = 1) has; without, batch element b has row b.
+    """
+    shift, factor = shift_GD, _factor(scale_GD, rms_weight_D)
+    if rows is not None:
+        row_S = rows_by_token(rows, x_SBD.device)
+        shift, factor = shift[row_S, None], factor[row_S, None]
+    is_rms = rms_weight_D is not None
+    y_SBD = _normalize(x_SBD, eps, True)[0] if is_rms else F.layer_norm(x_SBD, x_SBD.shape[-1:], eps=eps)
+    return torch.addcmul(shift, y_SBD, factor)
+
+
+def _factor(scale_GD: Tensor, rms_weight_D: Tensor | None) -> Tensor:
+    return 1 + scale_GD if rms_weight_D is None else rms_weight_D * (1 + scale_GD)
+
+
+modulated_norm = Op("modulated_norm", _reference, cheap=True)
+
+
+@cheap
+def rms_norm(x_SBD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight, the same for every sample."""
+    return _normalize(x_SBD, eps, True)[0] * weight_D
+
+
+def _is_one_sample(x, shift, scale, eps, rows=None, rms_weight=None) -> bool:
+    return rows is None and rms_weight is None and len(shift) == 1
+
+
+@modulated_norm.variant("one_sample", suits=_is_one_sample)
+def one_sample(x_S1D: Tensor, shift_1D: Tensor, scale_1D: Tensor, eps: float, rows=None, rms_weight=None) -> Tensor:
+    """torch's own norm with weight and bias, in one pass."""
+    return F.layer_norm(x_S1D, x_S1D.shape[-1:], _factor(scale_1D, None)[0], shift_1D[0], eps)
+
+
+@modulated_norm.variant(
+    "by_token", suits=lambda x, shift, scale, eps, rows=None, rms_weight=None: are_looked_up(x, rows)
+)
+def by_token(x_S1D, shift_GD, scale_GD, eps, rows, rms_weight_D=None) -> Tensor:
+    row_S, is_rms = rows_by_token(rows, x_S1D.device), rms_weight_D is not None
+    return _ByToken.apply(x_S1D, shift_GD, _factor(scale_GD, rms_weight_D), eps, row_S, is_rms)
+
+
+@modulated_norm.variant(
+    "by_length_group", suits=lambda x, shift, scale, eps, rows=None, rms_weight=None: isinstance(rows, tuple)
+)
+def by_length_group(x_S1D, shift_GD, scale_GD, eps, rows, rms_weight_D=None) -> Tensor:
+    factor_GD = _factor(scale_GD, rms_weight_D)
+    return _ByLengthGroup.apply(x_S1D, shift_GD, factor_GD, eps, rows, rms_weight_D is not None)
+
+
+# --- by length group ----------------------------------------------------------------------------------------------
+
+
+def _normalize(x: Tensor, eps: float, is_rms: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(y, mean, 1 / root): y = (x - mean) / root; an RMS norm has no mean."""
+    if not is_rms:
+        return torch.native_layer_norm(x, x.shape[-1:], None, None, eps)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))  # the mean of squares overflows half precision
+    rms_inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (x * rms_inverse).to(x.dtype), None, rms_inverse
+
+
+def _normalize_backward(grad_y: Tensor, x: Tensor, mean: Tensor | None, root_inverse: Tensor) -> Tensor:
+    if mean is not None:
+        return torch.ops.aten.native_layer_norm_backward(
+            grad_y, x, x.shape[-1:], mean, root_inverse, None, None, [True, False, False]
+        )[0]
+    # d(x / rms) = (g - y mean(g y)) / rms, y = x / rms
+    y = x * root_inverse
+    return ((grad_y - y * (grad_y * y).mean(-1, keepdim=True)) * root_inverse).to(x.dtype)
+
+
+class _ByLengthGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, shift, factor, eps, runs, is_rms):
+        y, mean, root_inverse = _normalize(x, eps, is_rms)
+        for run in runs:
+            tokens = tokens_of(y, run)
+            torch.addcmul(rows_of(shift, run), tokens, rows_of(factor, run), out=tokens)
+        ctx.save_for_backward(x, factor, mean, root_inverse)
+        ctx.runs = runs
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, factor, mean, root_inverse = ctx.saved_tensors
+        grad = grad.contiguous()
+        y = (x if mean is None else x - mean) * root_inverse
+        product = y.to(grad.dtype).mul_(grad)
+        grad_factor = sum_tokens(product, factor, ctx.runs)
+        grad_shift = sum_tokens(grad, factor, ctx.runs)
+        grad_y = product  # the product is spent: its memory holds the gradient of the normalised activations
+        for run in ctx.runs:
+            torch.mul(tokens_of(grad, run), rows_of(factor, run), out=tokens_of(grad_y, run))
+        grad_x = _normalize_backward(grad_y, x, mean, root_inverse)
+        return grad_x, grad_shift, grad_factor, None, None, None
+
+
+# --- by token -----------------------------------------------------------------------------------------------------
+
+
+def _forward(x, shift, factor, eps, row_S, is_rms):
+    """The result, and the mean and 1 / root of each token in float32."""
+    wide = x.float()
+    mean = torch.zeros_like(wide[..., :1]) if is_rms else wide.mean(-1, keepdim=True)
+    root_inverse = torch.rsqrt((wide - mean).square().mean(-1, keepdim=True) + eps)
+    y = (wide - mean) * root_inverse * factor.float()[row_S, None] + shift.float()[row_S, None]
+    return y.to(x.dtype), mean, root_inverse
+
+
+def _backward(grad, x, factor, mean, root_inverse, row_S, is_rms):
+    """Gradients of x, shift and factor."""
+    y = (x.float() - mean) * root_inverse
+    grad_y = grad.float() * factor.float()[row_S, None]
+    grad_x = grad_y - y * (grad_y * y).mean(-1, keepdim=True)
+    if not is_rms:
+        grad_x = grad_x - grad_y.mean(-1, keepdim=True)
+    grad_factor = sum_rows((grad.float() * y).to(x.dtype), row_S, len(factor))
+    grad_shift = sum_rows(grad, row_S, len(factor))
+    return (grad_x * root_inverse).to(x.dtype), grad_shift.to(factor.dtype), grad_factor.to(factor.dtype)
+
+
+class _ByToken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, shift, factor, eps, row_S, is_rms):
+        y, mean, root_inverse = fused(_forward, x, shift, factor, eps, row_S, is_rms)
+        ctx.save_for_backward(x, factor, mean, root_inverse, row_S)
+        ctx.is_rms = is_rms
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        gradients = fused(_backward, grad.contiguous(), *ctx.saved_tensors, ctx.is_rms)
+        return *gradients, None, None, None

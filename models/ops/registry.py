@@ -1,0 +1,122 @@
+"""An op is one computation of the network: a reference that defines it, and variants that compute the same faster.
+
+    linear            x W^T + b, its GELU, and products with one matrix for each expert
+    attention         softmax(q k^T / sqrt(K)) v, each sample of a batch or pack by itself
+    batch_attention   the same over a uniform batch: what `attention` asks for each length group
+    modulated_norm    norm(x) (1 + scale) + shift
+    gated_residual    x + gate y
+    qk_norm_rope      per-head RMS norm of queries and keys, and their rotation
+
+Every call goes through `Op.choose`; no other code decides by device, precision or size how something is computed.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megadit.models.ops.ledger import note
+from megadit.models.shared.errors import UserError, nearest
+
+OPS: dict[str, "Op"] = {}
+"""Every op under its name."""
+FORCED: dict[str, str] = {}
+"""Op -> the variant that computes every call of it; see `force_variants`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Variant:
+    """One way to compute an op."""
+
+    name: str
+    compute: Callable[..., Tensor]
+    suits: Callable[..., bool]
+    """Whether it can compute the op's inputs and is faster there than the variants after it."""
+
+
+class Op:
+    """A computation that calls whichever of its variants suits the inputs.
+
+    Variants are asked in the order in which they were registered; the reference computes what suits none of them.
+    """
+
+    def __init__(self, name: str, reference: Callable[..., Tensor], *, cheap: bool = False) -> None:
+        """
+        Args:
+            name: what `OPS` and `force_variants` call it.
+            reference: the definition, for any inputs and devices.
+            cheap: whether its value is computed again in backward rather than kept (`ledger.py`).
+        """
+        self.name, self.cheap = name, cheap
+        self.reference = self.traceable = Variant("reference", reference, lambda *_: True)
+        self.variants: dict[str, Variant] = {}
+        """All but the reference, the most specific first."""
+        self.calls: Counter[str] = Counter()
+        """How often each variant ran in this process."""
+        OPS[name] = self
+
+    def variant(
+        self, name: str, *, suits: Callable[..., bool], traceable: bool = False
+    ) -> Callable[[Callable], Callable]:
+        """Registers the function that it decorates; `traceable` makes it what compilers and exporters see."""
+
+        def register(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+            self.variants[name] = Variant(name, compute, suits)
+            if traceable:
+                self.traceable = self.variants[name]
+            return compute
+
+        return register
+
+    def choose(self, *inputs) -> Variant:
+        """The variant that computes `inputs`: the only rule by which one is selected."""
+        if torch.compiler.is_compiling():
+            return self.traceable
+        if (forced := FORCED.get(self.name)) is not None:
+            return self.variants.get(forced, self.reference)
+        for variant in self.variants.values():
+            if variant.suits(*inputs):
+                return variant
+        return self.reference
+
+    def __call__(self, *inputs) -> Tensor:
+        variant = self.choose(*inputs)
+        value = variant.compute(*inputs)
+        if not torch.compiler.is_compiling():
+            self.calls[variant.name] += 1
+            if self.cheap:
+                note(value, variant.compute, inputs)
+        return value
+
+
+def force_variants(choices: Iterable[str]) -> None:
+    """Makes single variants compute every call of their ops, as in ["attention=reference"]; [] forces none.
+
+    What compilers and exporters trace stays as it is.
+
+    Raises:
+        UserError: if there is no such op or variant.
+    """
+    forced = {}
+    for choice in choices:
+        name, _, variant = choice.partition("=")
+        if name not in OPS:
+            raise UserError(f"there is no op {name!r}{_hint(name, OPS)}; ops: {', '.join(OPS)}")
+        known = ("reference", *OPS[name].variants)
+        if variant not in known:
+            raise UserError(f"{name} has no variant {variant!r}{_hint(variant, known)}; variants: {', '.join(known)}")
+        forced[name] = variant
+    FORCED.clear()
+    FORCED.update(forced)
+
+
+def _hint(name: str, choices: Iterable[str]) -> str:
+    guess = nearest(name, choices)
+    return f" (did you mean {guess!r}?)" if guess else ""
+
+
+def variants_run() -> dict[str, dict[str, int]]:
+    """Op -> variant -> calls, of what this process has computed."""
+    return {name: dict(op.calls) for name, op in OPS.items() if op.calls}
