@@ -98,11 +98,11 @@ def _suits_onednn(x: Tensor, weight: Tensor) -> bool:
 
 
 def _suits_inference(x, weight, bias=None, gelu=None, counts_E=None) -> bool:
-    return not torch.is_grad_enabled() and _suits_onednn(x, weight)
+    return counts_E is None and not torch.is_grad_enabled() and _suits_onednn(x, weight)
 
 
 def _suits_training(x, weight, bias=None, gelu=None, counts_E=None) -> bool:
-    return gelu is None and _suits_onednn(x, weight) and is_mkl_slow()
+    return gelu is None and counts_E is None and _suits_onednn(x, weight) and is_mkl_slow()
 
 
 @linear.variant("onednn", suits=_suits_inference)

@@ -11,7 +11,7 @@ from onnx import helper, numpy_helper
 from megadit.export import verify
 from megadit.export.layers import layer_of_failure, weight_hashes
 from megadit.export.networks import build_network
-from megadit.models.qk_norm import QKNorm
+from megadit.models.attention import QKNorm
 
 
 @pytest.fixture(scope="module")

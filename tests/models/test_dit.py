@@ -5,12 +5,14 @@ import hashlib
 import pytest
 import torch
 
-from megadit.models import attention, blocks
+from megadit.models import blocks
 from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.embeddings import patchify, rotary_table, sincos_table, unpatchify
 from megadit.models.initialize import initialize_
+from megadit.models.ops import attention
+from megadit.models.ops.registry import Variant
 from megadit.models.segments import Segment, SegmentLayout, grid_positions
 
 CONFIG = DiTConfig(num_layers=2, hidden_size=48, num_attention_heads=4, in_channels=4, crossattn_emb_size=16)
@@ -91,8 +93,9 @@ def test_a_pack_equals_its_samples_one_by_one(position):
 def test_reversed_values_would_be_noticed(monkeypatch):
     """Negative control for the test above: attention with V reversed within each run must not pass it."""
     dit = random_dit()
-    straight = attention.attend_runs
-    monkeypatch.setattr(attention, "packed_kernel", lambda _: lambda q, k, v, *rest: straight(q, k, v.flip(0), *rest))
+    straight = attention.attend_by_length_group
+    wrong = Variant("reversed", lambda q, k, v, *rest: straight(q, k, v.flip(0), *rest), lambda *_: True)
+    monkeypatch.setitem(attention.attention.variants, "by_length_group", wrong)
     (packed, _), (single, _) = packed_and_single(dit)
     assert (packed - single).norm() > 0.01 * single.norm()
 

@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 
-from megadit.models.attention import attend_runs
 from megadit.models.blocks import Context, Place, STDiTBlock
 from megadit.models.config import DiTConfig
 from megadit.models.layers import TorchLayers
 from megadit.models.lines import Mesh, find_move, lines, move
+from megadit.models.ops.attention import attend_by_length_group
 from megadit.models.segments import Segment, SegmentLayout
 
 CONFIG = DiTConfig(
@@ -60,7 +60,7 @@ def reference(block, x, condition, text, grid, *, swapped=False):
     forms = [f"1 {order}", "(H W) T d", "T (H W) d"]
     if swapped:
         forms[1:] = forms[:0:-1]
-    m = block.modulation(condition[None])[:]
+    m = sum(block.modulation(condition[None]), ())
 
     def sublayer(x, i, function):
         shift, scale, gate = m[3 * i : 3 * i + 3]
@@ -148,7 +148,7 @@ def test_a_rank_without_a_line_still_has_tokens():
     second = lines(layout, "space", Mesh(2, 2, 2))
     assert [one.grid for one in second.layout.segments] == [(1, 1, 2)]
     qkv = torch.randn(2, 3, 1, 2, 4, requires_grad=True)
-    attend_runs(*qkv.unbind(1), second.layout, False, lambda x: x).sum().backward()
+    attend_by_length_group(*qkv.unbind(1), second.layout, False).sum().backward()
     assert qkv.grad is not None, "DDP waits for every parameter's gradient"
     assert sum(run.count * run.length for run in second.runs) == 1
     assert sum(find_move(layout, "home", "space", Mesh(2, 2, 2)).num_received) == 0

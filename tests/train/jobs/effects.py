@@ -23,9 +23,9 @@ if __name__ == "__main__":
     cpu_shim.install()
 
 from megadit.infer.video_io import read_video  # noqa: E402
-from megadit.models import recompute  # noqa: E402
 from megadit.models.megatron.checkpoint import TENSORS, _read, find_checkpoints  # noqa: E402
 from megadit.models.megatron.integrity import read_description  # noqa: E402
+from megadit.models.ops import ledger  # noqa: E402
 from megadit.train import loop  # noqa: E402
 from megadit.train.__main__ import main as train  # noqa: E402
 from megadit.train.metrics import Metrics  # noqa: E402
@@ -47,7 +47,7 @@ class Notes:
 @contextlib.contextmanager
 def watched(notes):
     """Looks on from the places where the loop calls others."""
-    build, log, checkpoint = loop.build_training, Metrics.log, recompute.checkpoint
+    build, log, checkpoint = loop.build_training, Metrics.log, ledger.checkpoint
 
     def build_training(config, groups):
         training = build(config, groups)
@@ -66,7 +66,7 @@ def watched(notes):
     with (
         mock.patch.object(loop, "build_training", build_training),
         mock.patch.object(Metrics, "log", note_checkpoints),
-        mock.patch.object(recompute, "checkpoint", count),
+        mock.patch.object(ledger, "checkpoint", count),
     ):
         yield
 

@@ -22,9 +22,10 @@ if __name__ == "__main__" and not torch.cuda.is_available():
 
 from layouts import gradients, randomise_initial_values, run_config, sampled  # noqa: E402
 
-from megadit.models import blocks, recompute  # noqa: E402
+from megadit.models import blocks  # noqa: E402
 from megadit.models.megatron import extensions  # noqa: E402
 from megadit.models.megatron import groups as process_groups  # noqa: E402
+from megadit.models.ops import ledger  # noqa: E402
 from megadit.train.schedule import evaluation  # noqa: E402
 from megadit.train.setup import build_training, start_processes  # noqa: E402
 
@@ -121,7 +122,7 @@ def main(out):
     if not torch.cuda.is_available():
         stand_in()
     randomise_initial_values()
-    blocks.MLP_SLICE, recompute.SMALL = 64, 1  # as in a large network: several slices, norms computed again
+    blocks.MLP_SLICE, ledger.SMALL = 64, 1  # as in a large network: several slices, norms computed again
     plain, videos, counts = run(out, "none")
     told = {"none": counts}
     for name, case in {"e4m3": ("e4m3",), "hybrid": ("hybrid",), "full": ("hybrid", "full")}.items():

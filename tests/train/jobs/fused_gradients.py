@@ -18,8 +18,9 @@ if __name__ == "__main__" and not torch.cuda.is_available():
 
 from layouts import gradients, randomise_initial_values, run_config  # noqa: E402
 
-from megadit.models import blocks, recompute  # noqa: E402
+from megadit.models import blocks  # noqa: E402
 from megadit.models.megatron import groups as process_groups  # noqa: E402
+from megadit.models.ops import ledger  # noqa: E402
 from megadit.train.setup import build_training, start_processes  # noqa: E402
 
 
@@ -50,7 +51,7 @@ def main(out, cases, factor):
         layers.fused_weight_gradient_mlp_cuda, layers._grad_accum_fusion_available = stand_in, True
     randomise_initial_values()
     blocks.MLP_SLICE = 64  # several products a micro-batch
-    recompute.SMALL = 1  # as in a large network: what norms and activations give is computed again
+    ledger.SMALL = 1  # as in a large network: what norms and activations give is computed again
     told = {}
     for name, case in cases.items():
         plain, none = run(out, case)

@@ -19,9 +19,9 @@ if __name__ == "__main__" and not torch.cuda.is_available():
 
 from layouts import gradients, randomise_initial_values, run_config  # noqa: E402
 
-from megadit.models import attention, recompute  # noqa: E402
 from megadit.models.megatron import graphed_blocks  # noqa: E402
 from megadit.models.megatron import groups as process_groups  # noqa: E402
+from megadit.models.ops import ledger  # noqa: E402
 from megadit.train.data.distribute import TrainBatches  # noqa: E402
 from megadit.train.setup import build_training, start_processes  # noqa: E402
 from megadit.train.step import train_step  # noqa: E402
@@ -80,26 +80,6 @@ def record_one(module, places):
     return lambda *inputs: Replayed.apply(graph, *inputs, *parameters)
 
 
-def attend_by_bounds(plain):
-    """Attention that reads nothing but tensors where the layout is fixed, as the kernel of GPUs does."""
-
-    def attend(q, k, v, layout, cross, into):
-        if not isinstance(layout, graphed_blocks.FixedLayout):
-            return plain(q, k, v, layout, cross, into)
-        of_query, of_key = (
-            torch.searchsorted(bounds[1:], torch.arange(size, dtype=torch.int32), right=True)
-            for bounds, size in ((layout.token_bounds, len(q)), (layout.bounds(q.device, of_text=cross)[0], len(k)))
-        )
-        q, k, v = (x[:, 0].transpose(0, 1) for x in (q, k, v))
-        scores = q @ k.transpose(1, 2) * q.shape[-1] ** -0.5
-        # padding attends to itself, of the last segment; without text left for it, to anything
-        is_other = (of_query[:, None] != of_key) & (of_query[:, None] == of_key).any(1, keepdim=True)
-        out = scores.masked_fill(is_other, float("-inf")).softmax(-1) @ v
-        return into(out.transpose(0, 1).flatten(1)[:, None])
-
-    return attend
-
-
 def of_the_first_pack(tensors, names):
     """What a recording would read that is not given these tensors anew."""
     kept = {}
@@ -129,9 +109,8 @@ def run(out, max_segments, *, num_steps=0):
 def main(out, names):
     if not torch.cuda.is_available():
         graphed_blocks.GraphedBlocks.__init__.__defaults__ = (record_by_tracing,)
-        attention.attend_runs = attend_by_bounds(attention.attend_runs)
     randomise_initial_values()
-    recompute.SMALL = 1  # as in a large network: what norms and activations give is computed again
+    ledger.SMALL = 1  # as in a large network: what norms and activations give is computed again
     plain, plain_losses, segments = run(out, None, num_steps=2)
     told = {"segments": segments, "losses": plain_losses}
     tensors = graphed_blocks._tensors

@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 import safetensors.torch  # noqa: E402
 
-from megadit.models import experts, initialize, linear, lines  # noqa: E402
+from megadit.models import experts, initialize, lines  # noqa: E402
 from megadit.models.conditioning import Conditioning  # noqa: E402
 from megadit.models.dit import DiT  # noqa: E402
 from megadit.models.expert_config import ExpertConfig  # noqa: E402
@@ -29,6 +29,7 @@ from megadit.models.megatron import context_parallel, mcore_layers  # noqa: E402
 from megadit.models.megatron import groups as process_groups  # noqa: E402
 from megadit.models.megatron.mcore_layers import is_expert, splits  # noqa: E402
 from megadit.models.noise import latent_noise, seed_key  # noqa: E402
+from megadit.models.ops import linear  # noqa: E402
 from megadit.train import balance  # noqa: E402
 from megadit.train.config.schema import ParallelConfig  # noqa: E402
 from megadit.train.data.distribute import TrainBatches  # noqa: E402

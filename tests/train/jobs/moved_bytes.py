@@ -31,10 +31,10 @@ class HybridLayers(TorchLayers):
         self.groups = ContextGroups(group, alone, group)
         self.mesh = Mesh(group.size(), 1, group.rank())
 
-    def attend(self, q, k, v, layout, *, cross, into):
+    def attend(self, q, k, v, layout, *, cross):
         if not cross and layout.share.size > 1:
-            return attend_shared(q, k, v, layout, self.groups, into)
-        return into((q + v.mean() + k.mean()).flatten(2))
+            return attend_shared(q, k, v, layout, self.groups)
+        return (q + v.mean() + k.mean()).flatten(2)
 
     def lines(self, layout, axis):
         return lines(layout, axis, self.mesh)

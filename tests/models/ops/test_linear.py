@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megadit.models import linear, recompute
 from megadit.models.blocks import MLP
 from megadit.models.config import DiTConfig
 from megadit.models.layers import TorchLayers
-from megadit.models.linear import Linear, linear_gelu
+from megadit.models.ops import ledger, linear
+from megadit.models.ops.linear import Linear, fuses_gelu
 
 SHAPES = {
     "two dimensions": lambda width: torch.randn(70, width),
@@ -50,7 +50,7 @@ def test_products_are_those_of_torch_in_float32(products, bias, rows):
         # a sum of 48 products of size 1, in another order, in float32
         torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
         for form in ("none", "tanh"):
-            fused = linear_gelu(layer, x, form)
+            fused = linear.linear(x, layer.weight, layer.bias, form)
             torch.testing.assert_close(fused, F.gelu(expected, approximate=form), rtol=1e-5, atol=1e-5)
     assert products == ["none", "gelu", "gelu"]
 
@@ -125,15 +125,17 @@ def test_the_same_shapes_give_the_same_bits(products):
 
 
 def test_what_is_computed_again_is_not_kept(products, monkeypatch):
-    monkeypatch.setattr(recompute, "SMALL", 0)
+    monkeypatch.setattr(ledger, "SMALL", 0)
     layer, x, values = Linear(48, 80), torch.randn(70, 48, requires_grad=True), []
 
+    @ledger.cheap
     def doubled(x: torch.Tensor) -> torch.Tensor:
         value = 2 * x
         values.append(weakref.ref(value))
         return value
 
-    out = recompute.through(doubled, x, into=layer)
+    with ledger.cheap_values_recomputed():
+        out = layer(doubled(x))
     assert values[0]() is None and len(values) == 1
     out.sum().backward()
     assert len(values) == 2 and torch.allclose(layer.weight.grad, 2 * x.sum(0).expand(80, 48), rtol=1e-5, atol=1e-5)
@@ -144,20 +146,20 @@ def test_what_onednn_is_not_asked_for(products, monkeypatch):
     with torch.no_grad():
         layer(x[: linear.FEWEST_ROWS - 1])
         layer.bfloat16()(x.bfloat16())
-        assert (
-            linear_gelu(layer, x.bfloat16(), "none") is None and linear_gelu(torch.nn.Linear(8, 8), x, "none") is None
-        )
+        linear.linear(x.bfloat16(), layer.weight, layer.bias, "none")
+        assert fuses_gelu(layer) and not fuses_gelu(torch.nn.Linear(8, 8))
         watched = Linear(8, 8)
         handle = watched.register_forward_pre_hook(lambda module, args: None)
-        assert linear_gelu(watched, x, "none") is None, "who watches a layer sees it called"
+        assert not fuses_gelu(watched), "who watches a layer sees it called"
         handle.remove()
+        assert fuses_gelu(watched)
     layer.float()
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(x).dtype == torch.bfloat16
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(linear, "is_mkl_slow", lambda: False)
         layer(x).sum().backward()
-        assert layer.weight.grad is not None and linear_gelu(layer, x, "none") is None
+        assert layer.weight.grad is not None and not fuses_gelu(layer)
         elsewhere.setattr(linear, "FEWEST_MULTIPLICATIONS", 20 * 8 * 8 + 1)
         elsewhere.setattr(linear, "is_mkl_slow", lambda: True)
         layer(x).sum().backward()

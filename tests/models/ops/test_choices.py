@@ -1,0 +1,132 @@
+"""Which variant computes what, and how a choice is forced."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megadit.models.attention import QKNorm
+from megadit.models.config import DiTConfig
+from megadit.models.embeddings import rotary_table
+from megadit.models.ops import batch_attention, linear, tiled_attention
+from megadit.models.ops.attention import attention
+from megadit.models.ops.registry import FORCED, OPS, force_variants, variants_run
+from megadit.models.segments import DenseLayout, Segment, SegmentLayout, grid_positions
+from megadit.models.shared.errors import UserError
+
+PACK = SegmentLayout.pack([Segment((1, 2, 4), 3), Segment((1, 2, 4), 0)], capacity=20, text_capacity=5)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_forced():
+    yield
+    force_variants([])
+
+
+@pytest.fixture
+def tiles_pay(monkeypatch):
+    if linear._BY_ONEDNN is None:
+        pytest.skip("this torch was built without oneDNN")
+    monkeypatch.setattr(tiled_attention, "is_mkl_slow", lambda: True)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(tiled_attention, "FEWEST", 16)
+    monkeypatch.setattr(tiled_attention, "MOST_KEYS", 100)
+
+
+def test_a_forced_variant_computes_every_call():
+    qkv = torch.randn(3, 20, 1, 2, 8)
+    before = variants_run().get("attention", {}).get("reference", 0)
+    fast = attention(*qkv, PACK, False)
+    assert attention.choose(*qkv, PACK, False).name == "by_length_group"
+    force_variants(["attention=reference", "linear=reference"])
+    assert FORCED == {"attention": "reference", "linear": "reference"}
+    slow = attention(*qkv, PACK, False)
+    torch.testing.assert_close(slow[PACK.token_mask_S], fast[PACK.token_mask_S])
+    assert variants_run()["attention"]["reference"] == before + 1
+    force_variants(["attention=by_length_group"])
+    assert FORCED == {"attention": "by_length_group"}, "a new choice replaces the one before"
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("atention=reference", "no op 'atention' .did you mean 'attention'"),
+        ("attention=varlen", "attention has no variant 'varlen' .did you mean 'varlen_flash'"),
+        ("attention", "attention has no variant ''; variants: reference, dense, varlen_flash, by_length_group"),
+        ("x=y", "no op 'x'; ops: "),
+    ],
+)
+def test_what_there_is_not_cannot_be_forced(choice, message):
+    force_variants(["linear=reference"])
+    with pytest.raises(UserError, match=message):
+        force_variants(["attention=reference", choice])
+    assert FORCED == {"linear": "reference"}, "nothing is changed by half"
+
+
+def test_compilers_see_one_variant_whatever_is_forced(monkeypatch):
+    force_variants([f"{name}=reference" for name in OPS])
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    seen = {name: op.choose().name for name, op in OPS.items()}
+    assert seen == {
+        "linear": "reference",
+        "batch_attention": "sdpa",
+        "attention": "dense",
+        "gated_residual": "reference",
+        "modulated_norm": "reference",
+        "qk_norm_rope": "one_pass",
+    }
+
+
+def test_layouts_choose_attention():
+    q, text = torch.randn(20, 1, 2, 8), torch.randn(5, 1, 2, 8)
+    assert attention.choose(q, text, text, PACK, True).name == "by_length_group"
+    dense = DenseLayout((1, 4, 5), torch.ones(1, 5, dtype=torch.bool), torch.device("cpu"))
+    assert attention.choose(q, text, text, dense, True).name == "dense"
+
+
+@pytest.mark.gpu
+def test_attention_on_a_gpu_is_chosen_by_precision_and_head_width():
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("flash attention needs an Ampere GPU or newer")
+    qkv = torch.randn(3, 20, 1, 2, 72, device="cuda")
+    assert attention.choose(*qkv.bfloat16(), PACK, False).name == "varlen_flash"
+    assert attention.choose(*qkv, PACK, False).name == "by_length_group"
+    assert attention.choose(*qkv[..., :12].bfloat16(), PACK, False).name == "by_length_group"
+
+
+def test_where_tiles_are_used(tiles_pay, monkeypatch):
+    """`batch_attention` is by tiles for float32 and bfloat16, of many tokens and not too many keys, in one thread."""
+    op = OPS["batch_attention"]
+
+    def is_tiled(num_queries=20, num_keys=20, dtype=torch.float32, mask=None) -> bool:
+        q, k = torch.randn(1, 2, num_queries, 8, dtype=dtype), torch.randn(1, 2, num_keys, 8, dtype=dtype)
+        return op.choose(q, k, k, mask).name == "tiled"
+
+    assert is_tiled() and is_tiled(dtype=torch.bfloat16)
+    assert is_tiled(num_queries=101, num_keys=100) and not is_tiled(num_keys=101)
+    assert not is_tiled(num_queries=15) and not is_tiled(num_keys=15) and not is_tiled(dtype=torch.float64)
+    assert not is_tiled(mask=torch.ones(1, 1, 1, 20, dtype=torch.bool))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not is_tiled()
+    for module, name, value in ((torch, "get_num_threads", 2), (tiled_attention, "is_mkl_slow", False)):
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(module, name, lambda value=value: value)
+            assert not is_tiled(), name
+    monkeypatch.setattr(batch_attention, "_matmul", SimpleNamespace(fp32_precision="bf16"))
+    assert not is_tiled() and not is_tiled(dtype=torch.bfloat16)
+
+
+def test_norm_and_rotation_are_the_same_with_and_without_gradients():
+    norm = QKNorm(DiTConfig(hidden_size=24, num_attention_heads=2))
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(12, 1, 2, 12, requires_grad=True)
+    rotary = rotary_table(grid_positions((3, 2, 2)), DiTConfig(hidden_size=24, num_attention_heads=2), torch.float32)
+    out = norm(x, rotary)
+    with torch.no_grad():
+        assert torch.equal(norm(x.detach(), rotary), out)
+
+
+def test_without_norm_and_rotation_queries_stay_what_they_are():
+    norm = QKNorm(DiTConfig(hidden_size=24, num_attention_heads=2, qk_layernorm=False))
+    x = torch.randn(12, 1, 2, 12)
+    assert not list(norm.parameters()) and norm(x) is x
