@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megadit.export.quantize import round_linears
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.conditioning import Conditioning
-from megadit.models.parameterization import EDMDenoiser, scalings
+from megadit.models.parameterization import EDMDenoiser
 from megadit.models.text_encoders import T5TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
 from megadit.models.tokenizers.tiling import Tiles
@@ -86,8 +86,9 @@ def _without_tiles(tokenizer: VideoTokenizer) -> VideoTokenizer:
 def build_network(name: str, bundle: Bundle, tokenizer: VideoTokenizer, dtype: torch.dtype) -> nn.Module:
     """The module behind a contract of this name; only the denoiser computes in `dtype`."""
     if name == "denoiser":
-        network = DenoiserGraph(EDMDenoiser(bundle.load_dit(dtype=dtype)))
-        scalings(torch.ones(1), bundle.config)  # what is computed once for all must not be so while tracing
+        denoiser = EDMDenoiser(bundle.load_dit(dtype=dtype))
+        denoiser.parameterization.scalings(torch.ones(1))  # before tracing, which could not make the cached tables
+        network = DenoiserGraph(denoiser)
     elif name == "text_encoder":
         network = TextEncoderGraph(bundle.load_text_encoder())
     else:

@@ -35,7 +35,7 @@ from megadit.infer.runtimes.onnx import open_session
 from megadit.infer.runtimes.widen import widened
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.config import DiTConfig
-from megadit.models.parameterization import scalings
+from megadit.models.parameterization import parameterization_of
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import T5TextEncoder, TextEncoder
@@ -309,7 +309,7 @@ def _errors(case: Case, values: Mapping[str, Tensor], spec: NetworkSpec, config:
 def errors_from_D(output: Tensor, case: Case, config: DiTConfig) -> float:
     """The relative error of F = (D - c_skip x) / c_out, less what rounding D to float32 makes uncertain."""
     x, sigma = case.inputs["x"].double(), case.inputs["sigma"].double()[:, None, None, None, None]
-    c_skip, c_out, _, _ = scalings(sigma, config)
+    c_skip, c_out, _, _ = parameterization_of(config).scalings(sigma)
     D, F = output.double(), case.F.double()
     found = (D - c_skip * x) / c_out
     rounding = 4 * torch.finfo(torch.float32).eps * ((c_skip * x).abs() + D.abs()) / c_out.abs()

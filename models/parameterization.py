@@ -1,11 +1,12 @@
-"""Preconditioning: EDM (Karras et al., arXiv 2206.00364, table 1, column "ours") and DDPM's. The only copy.
+"""What a network predicts at a noise level, and the denoiser that this makes of it. The only copy.
 
 Shapes: B batch, C channels, T/H/W frames, height, width; S video tokens, P patch dim, L text tokens, E text feature
 width, G segments of a pack.
 """
 
+from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,25 +30,83 @@ class Scalings(NamedTuple):
     c_noise: Tensor
 
 
-def edm_scalings(sigma: Tensor, sigma_data: float) -> Scalings:
-    """Table 1: the network's input c_in x and its target (x0 - c_skip x) / c_out have unit variance (appendix B.6)."""
-    variance = sigma**2 + sigma_data**2
-    return Scalings(
-        c_skip=sigma_data**2 / variance,
-        c_out=sigma * sigma_data / variance.sqrt(),
-        c_in=1 / variance.sqrt(),
-        c_noise=sigma.log() / 4,
-    )
+class Parameterization(Protocol):
+    """D(x; sigma) = c_skip x + c_out F(c_in x; c_noise) (arXiv 2206.00364, eq. 7), and how F is trained."""
+
+    target_name: str
+    """What F predicts."""
+
+    def scalings(self, sigma: Tensor) -> Scalings:
+        """Computes the scalings of these noise levels, in their precision."""
+
+    def loss_weight(self, sigma: Tensor) -> Tensor:
+        """lambda(sigma), the factor of |D - x0|^2 in the loss."""
+
+    def draw(self, normal: Tensor, mean: float, std: float) -> Tensor:
+        """Noise levels to train on, from unit normal numbers; `mean` and `std` set where they lie."""
 
 
-def edm_loss_weight(sigma: Tensor, sigma_data: float) -> Tensor:
-    """lambda(sigma) = (sigma^2 + sigma_data^2) / (sigma sigma_data)^2 = 1 / c_out^2 (table 1)."""
-    return (sigma**2 + sigma_data**2) / (sigma * sigma_data) ** 2
+@dataclass(frozen=True, slots=True)
+class EDM:
+    """Karras et al., arXiv 2206.00364, table 1, column "ours": input and target of F have unit variance."""
+
+    sigma_data: float
+    """Standard deviation of the latents."""
+    target_name = "a mixture of x0 and noise"
+
+    def scalings(self, sigma: Tensor) -> Scalings:
+        variance = sigma**2 + self.sigma_data**2
+        return Scalings(
+            c_skip=self.sigma_data**2 / variance,
+            c_out=sigma * self.sigma_data / variance.sqrt(),
+            c_in=1 / variance.sqrt(),
+            c_noise=sigma.log() / 4,
+        )
+
+    def loss_weight(self, sigma: Tensor) -> Tensor:
+        """lambda(sigma) = (sigma^2 + sigma_data^2) / (sigma sigma_data)^2 = 1 / c_out^2."""
+        return (sigma**2 + self.sigma_data**2) / (sigma * self.sigma_data) ** 2
+
+    def draw(self, normal: Tensor, mean: float, std: float) -> Tensor:
+        return log_normal(normal, mean, std)
 
 
-def loss_weight(sigma: Tensor, config: DiTConfig) -> Tensor:
-    """1 / c_out^2: the error of D weighs as that of F; for `vp` this is DDPM's L_simple (arXiv 2006.11239, eq. 14)."""
-    return 1 / sigma**2 if config.preconditioner == "vp" else edm_loss_weight(sigma, config.sigma_data)
+@dataclass(frozen=True, slots=True)
+class VP:
+    """D = x - sigma F(x / sqrt(1 + sigma^2); t(sigma)) (arXiv 2206.00364, table 1, column "VP"), with DDPM's steps t.
+
+    t(sigma) inverts `ddpm_sigmas`, linear in log sigma between two steps; beyond the first and last it is theirs.
+    """
+
+    target_name = "noise"
+
+    def scalings(self, sigma: Tensor) -> Scalings:
+        sigmas, log_ratios = (table.to(sigma.device) for table in _ddpm_steps(sigma.dtype))
+        within = sigma.clamp(sigmas[0], sigmas[-1])
+        # the step below, found by comparisons: exporters have no searchsorted
+        low = (sigmas < within[..., None]).sum(-1).clamp(1, DDPM_STEPS - 1) - 1
+        # exact at every step in float32 too, as a difference of two logarithms is not
+        t = low + torch.log1p((within - sigmas[low]) / sigmas[low]) / log_ratios[low]
+        return Scalings(
+            c_skip=torch.ones_like(sigma), c_out=-sigma, c_in=1 / (1 + sigma**2).sqrt(), c_noise=t.to(sigma.dtype)
+        )
+
+    def loss_weight(self, sigma: Tensor) -> Tensor:
+        """lambda(sigma) = 1 / sigma^2 = 1 / c_out^2: DDPM's L_simple (arXiv 2006.11239, eq. 14)."""
+        return 1 / sigma**2
+
+    def draw(self, normal: Tensor, mean: float, std: float) -> Tensor:
+        return log_normal(normal, mean, std)
+
+
+def parameterization_of(config: DiTConfig) -> Parameterization:
+    """The parameterization that `config.preconditioner` names."""
+    return {"edm": EDM(config.sigma_data), "vp": VP()}[config.preconditioner]
+
+
+def log_normal(normal: Tensor, mean: float, std: float) -> Tensor:
+    """ln sigma ~ N(mean, std^2) (arXiv 2206.00364, table 1, "Noise distribution")."""
+    return (mean + std * normal).exp()
 
 
 @cache
@@ -64,30 +123,9 @@ def ddpm_sigmas() -> Tensor:
 
 @cache
 def _ddpm_steps(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`ddpm_sigmas` in this precision, and the logarithm of each next one over it."""
+    """`ddpm_sigmas` in this precision, and the logarithm of the ratio of each to the next."""
     sigmas = ddpm_sigmas().to(dtype)
     return sigmas, sigmas.double().log().diff().to(dtype)
-
-
-def vp_scalings(sigma: Tensor) -> Scalings:
-    """D = x - sigma F(x / sqrt(1 + sigma^2); t(sigma)): F predicts the noise (arXiv 2206.00364, table 1, column "VP").
-
-    t(sigma) inverts `ddpm_sigmas`, linear in log sigma between two steps; beyond the first and last it is theirs.
-    """
-    sigmas, log_ratios = (table.to(sigma.device) for table in _ddpm_steps(sigma.dtype))
-    within = sigma.clamp(sigmas[0], sigmas[-1])
-    # a search, in comparisons: exporters know no other
-    low = (sigmas < within[..., None]).sum(-1).clamp(1, DDPM_STEPS - 1) - 1
-    # exact at every step in float32 too, as a difference of two logarithms is not
-    t = low + torch.log1p((within - sigmas[low]) / sigmas[low]) / log_ratios[low]
-    return Scalings(
-        c_skip=torch.ones_like(sigma), c_out=-sigma, c_in=1 / (1 + sigma**2).sqrt(), c_noise=t.to(sigma.dtype)
-    )
-
-
-def scalings(sigma: Tensor, config: DiTConfig) -> Scalings:
-    """Those of the network's preconditioner."""
-    return vp_scalings(sigma) if config.preconditioner == "vp" else edm_scalings(sigma, config.sigma_data)
 
 
 class EDMDenoiser(nn.Module):
@@ -96,6 +134,7 @@ class EDMDenoiser(nn.Module):
     def __init__(self, dit: DiT) -> None:
         super().__init__()
         self.dit = dit
+        self.parameterization = parameterization_of(dit.config)
 
     def forward(
         self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning, layout: DenseLayout | None = None
@@ -106,7 +145,7 @@ class EDMDenoiser(nn.Module):
         """
         x_BCTHW = x_BCTHW.float()
         sigma_B1111 = sigma_B.float().reshape(-1, 1, 1, 1, 1)
-        c_skip, c_out, c_in, c_noise = scalings(sigma_B1111, self.dit.config)
+        c_skip, c_out, c_in, c_noise = self.parameterization.scalings(sigma_B1111)
         dtype = self.dit.dtype
         F_BCTHW = self.dit((c_in * x_BCTHW).to(dtype), c_noise.flatten(), conditioning, layout=layout)
         return torch.addcmul(c_skip * x_BCTHW, c_out, F_BCTHW.float())
@@ -126,9 +165,9 @@ def denoise_packed(
     A part of the network that is not the first starts from the activations of the part `before`; one that is not the
     last gives its own.
     """
+    scalings = parameterization_of(dit.config).scalings
     sigma_S11 = sigma_G[layout.segment_of_token_S.to(sigma_G.device)][:, None, None]
-    c_skip, c_out, c_in, _ = scalings(sigma_S11, dit.config)
-    c_noise_G = scalings(sigma_G, dit.config).c_noise
+    c_skip, c_out, c_in, _ = scalings(sigma_S11)
     tokens = (c_in * x_S1P).to(dit.dtype) if dit.layers.is_first_part else before
-    F_S1P = dit.forward_packed(tokens, c_noise_G, text_L1E, fps_G, layout)
+    F_S1P = dit.forward_packed(tokens, scalings(sigma_G).c_noise, text_L1E, fps_G, layout)
     return c_skip * x_S1P + c_out * F_S1P.float() if dit.layers.is_last_part else F_S1P

@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.noise import Stream, normal
-from megadit.models.parameterization import denoise_packed, loss_weight, scalings
+from megadit.models.parameterization import denoise_packed, parameterization_of
 from megadit.train.config.schema import DiffusionConfig
 from megadit.train.data.packed_batch import PackedBatch
 
@@ -52,11 +53,11 @@ class Uncertainty(nn.Module):
         return (features @ self.linear.weight.float().T)[:, 0] / math.sqrt(len(frequency))
 
 
-def draw_sigma(noise_key_G: Tensor, diffusion: DiffusionConfig) -> Tensor:
-    """ln sigma ~ N(p_mean, p_std^2) (table 1, "Noise distribution"): float32 [G]."""
+def draw_sigma(noise_key_G: Tensor, diffusion: DiffusionConfig, model: DiTConfig) -> Tensor:
+    """Each sample's noise level, float32 [G], as its key and the network's parameterization decide."""
     position_G = torch.zeros_like(noise_key_G)
-    standard_G = normal(noise_key_G, position_G, 1, stream=Stream.SIGMA)[:, 0]
-    return (diffusion.p_mean + diffusion.p_std * standard_G).exp()
+    normal_G = normal(noise_key_G, position_G, 1, stream=Stream.SIGMA)[:, 0]
+    return parameterization_of(model).draw(normal_G, diffusion.p_mean, diffusion.p_std)
 
 
 def token_noise(batch: PackedBatch) -> Tensor:
@@ -78,6 +79,7 @@ def edm_loss(
     """lambda(sigma) |D(x0 + sigma n; sigma) - x0|^2 (eq. 2 and table 1); with `uncertainty`, EDM2's eq. 21:
     lambda(sigma) / exp(u(sigma)) |D - x0|^2 + u(sigma). Of a part of the network: see `denoise_packed`.
     """
+    parameterization = parameterization_of(dit.config)
     segment_S = batch.layout.segment_of_token_S.to(sigma_G.device)
     x_S1P = batch.tokens_S1P + sigma_G[segment_S][:, None, None] * noise_S1P
     D_S1P = denoise_packed(dit, x_S1P, sigma_G, batch.text_L1E, batch.fps_G, batch.layout, before)
@@ -86,10 +88,10 @@ def edm_loss(
 
     is_valid_S = batch.layout.token_mask_S.to(sigma_G.device)
     error_S = (D_S1P - batch.tokens_S1P).square().mean(dim=(1, 2)) * is_valid_S
-    weighted_S = loss_weight(sigma_G, dit.config)[segment_S] * error_S
+    weighted_S = parameterization.loss_weight(sigma_G)[segment_S] * error_S
     objective_S = weighted_S
     if uncertainty is not None:
-        u_S = uncertainty(scalings(sigma_G, dit.config).c_noise)[segment_S] * is_valid_S
+        u_S = uncertainty(parameterization.scalings(sigma_G).c_noise)[segment_S] * is_valid_S
         objective_S = weighted_S / u_S.exp() + u_S
     return LossSums(objective_S.sum(), weighted_S.detach().sum(), error_S.detach().sum())
 
@@ -127,7 +129,7 @@ class TrainingModel(nn.Module):
             conditions = batch.text_L1E, batch.fps_G, batch.layout
             return denoise_packed(self.dit, batch.tokens_S1P, sigma_G, *conditions, self._before)
         uncertainty = self.uncertainty if sigma_G is None else None
-        sigma_G = draw_sigma(batch.noise_key_G, self.diffusion) if sigma_G is None else sigma_G
+        sigma_G = draw_sigma(batch.noise_key_G, self.diffusion, self.dit.config) if sigma_G is None else sigma_G
         return edm_loss(self.dit, batch, sigma_G, token_noise(batch), uncertainty, self._before)
 
     def _announce_direct_reads(self) -> None:

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.infer.samplers import euler
-from megadit.models.parameterization import scalings
+from megadit.models.parameterization import parameterization_of
 from megadit.models.shared.command import run_command
-from megadit.models.shared.options import read_options
+from megadit.models.shared.options import read_options, run_command
 
 SIGMAS = torch.tensor([80.0, 60.0], dtype=torch.float64)
 
@@ -44,8 +44,10 @@ def compare_sampling(setting: Setting, dtype: torch.dtype, rounds: int) -> list[
     their_block = block_call(theirs.transformer_blocks[0], lambda: call_theirs(setting, theirs, inputs))
     denoiser = TorchDenoiser(ours, dtype=dtype)  # of many steps: text has been read by the first
 
+    scalings = parameterization_of(setting.config).scalings
+
     def their_denoiser(x: Tensor, sigma_B: Tensor) -> Tensor:
-        c_skip, c_out, c_in, c_noise = scalings(sigma_B.float().reshape(-1, 1, 1, 1, 1), setting.config)
+        c_skip, c_out, c_in, c_noise = scalings(sigma_B.float().reshape(-1, 1, 1, 1, 1))
         noisy = Inputs((c_in * x).to(dtype), c_noise.flatten(), inputs.conditioning)
         return c_skip * x + c_out * call_theirs(setting, theirs, noisy).float()
 

@@ -214,7 +214,7 @@ def _torch_step(config: RunConfig, batches) -> Callable[[], object]:
 
     def step() -> None:
         batch = next(batches)
-        sigma_G = draw_sigma(batch.noise_key_G, config.diffusion)
+        sigma_G = draw_sigma(batch.noise_key_G, config.diffusion, config.model)
         sums = edm_loss(dit, batch, sigma_G, token_noise(batch), uncertainty)
         (sums.objective / batch.num_tokens).backward()
         torch.nn.utils.clip_grad_norm_(parameters, settings.clip_grad)

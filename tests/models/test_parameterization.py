@@ -1,21 +1,15 @@
-"""The EDM preconditioner: unit variance in, unit variance asked for, at every noise level."""
+"""Parameterizations: unit variance in, unit variance asked for, at every noise level; DDPM's steps."""
+
+from typing import get_args
 
 import pytest
 import torch
 
 from megadit.models.conditioning import Conditioning
-from megadit.models.config import DiTConfig
+from megadit.models.config import DiTConfig, Preconditioner
 from megadit.models.dit import DiT
 from megadit.models.initialize import initialize_
-from megadit.models.parameterization import (
-    EDMDenoiser,
-    ddpm_sigmas,
-    edm_loss_weight,
-    edm_scalings,
-    loss_weight,
-    scalings,
-    vp_scalings,
-)
+from megadit.models.parameterization import EDM, VP, EDMDenoiser, ddpm_sigmas, parameterization_of
 
 SIGMAS = torch.logspace(-3, 2, 11, dtype=torch.float64)
 
@@ -26,7 +20,7 @@ def test_network_input_and_target_have_unit_variance(sigma_data):
     x0 = sigma_data * torch.randn(400_000, generator=generator, dtype=torch.float64)
     noise = torch.randn(400_000, generator=generator, dtype=torch.float64)
     for sigma in SIGMAS:
-        c_skip, c_out, c_in, _ = edm_scalings(sigma, sigma_data)
+        c_skip, c_out, c_in, _ = EDM(sigma_data).scalings(sigma)
         x = x0 + sigma * noise
         target = (x0 - c_skip * x) / c_out
         # 400,000 draws: the standard deviation of a sample variance is 0.0022
@@ -35,12 +29,12 @@ def test_network_input_and_target_have_unit_variance(sigma_data):
 
 
 def test_the_loss_weight_undoes_the_output_scaling():
-    scalings = edm_scalings(SIGMAS, 0.5)
-    torch.testing.assert_close(edm_loss_weight(SIGMAS, 0.5), scalings.c_out**-2)
+    edm = EDM(0.5)
+    torch.testing.assert_close(edm.loss_weight(SIGMAS), edm.scalings(SIGMAS).c_out ** -2)
 
 
 def test_noise_level_is_a_quarter_of_its_logarithm():
-    torch.testing.assert_close(edm_scalings(SIGMAS, 0.5).c_noise, SIGMAS.log() / 4)
+    torch.testing.assert_close(EDM(0.5).scalings(SIGMAS).c_noise, SIGMAS.log() / 4)
 
 
 def test_a_fresh_network_denoises_by_shrinking():
@@ -59,30 +53,51 @@ def test_a_fresh_network_denoises_by_shrinking():
 def test_vp_scalings_invert_the_schedule():
     """At DDPM's own levels t is whole; c_in x has DDPM's variance, and D(x) = x - sigma F."""
     sigma = ddpm_sigmas()[[0, 1, 400, 999]]
-    found = vp_scalings(sigma)
+    found = VP().scalings(sigma)
     torch.testing.assert_close(found.c_noise, torch.tensor([0.0, 1, 400, 999], dtype=torch.float64))
     alpha_bar = (1 - torch.linspace(1e-4, 0.02, 1000).double()).cumprod(0)[[0, 1, 400, 999]]
     # the table is made in float32, as the published networks' was
     torch.testing.assert_close(found.c_in, alpha_bar.sqrt(), rtol=1e-4, atol=0)
     assert torch.equal(found.c_out, -sigma) and (found.c_skip == 1).all()
-    beyond = vp_scalings(torch.tensor([1e-6, 1e6])).c_noise
+    beyond = VP().scalings(torch.tensor([1e-6, 1e6])).c_noise
     assert beyond.tolist() == [0, 999]
-    between = vp_scalings((sigma[2] * ddpm_sigmas()[401]).sqrt()[None]).c_noise
+    between = VP().scalings((sigma[2] * ddpm_sigmas()[401]).sqrt()[None]).c_noise
     torch.testing.assert_close(between, torch.tensor([400.5], dtype=torch.float64))
 
 
 def test_the_loss_weight_makes_errors_of_the_network_weigh_one():
     for preconditioner in ("edm", "vp"):
-        config = DiTConfig(preconditioner=preconditioner)
-        torch.testing.assert_close(loss_weight(SIGMAS, config), scalings(SIGMAS, config).c_out ** -2)
+        found = parameterization_of(DiTConfig(preconditioner=preconditioner))
+        torch.testing.assert_close(found.loss_weight(SIGMAS), found.scalings(SIGMAS).c_out ** -2)
+
+
+def test_every_preconditioner_of_the_config_has_its_parameterization():
+    found = {
+        name: parameterization_of(DiTConfig(preconditioner=name, sigma_data=0.7)) for name in get_args(Preconditioner)
+    }
+    assert found == {"edm": EDM(0.7), "vp": VP()}
+
+
+@pytest.mark.parametrize("found", [EDM(0.5), VP()])
+def test_noise_levels_to_train_on_are_log_normal(found):
+    normal = torch.linspace(-3, 3, 7, dtype=torch.float64)
+    torch.testing.assert_close(found.draw(normal, -0.4, 1.3).log(), -0.4 + 1.3 * normal)
+
+
+def test_a_target_is_what_its_name_says():
+    x0, noise = torch.randn(2, len(SIGMAS), dtype=torch.float64)
+    for found in (EDM(0.5), VP()):
+        c_skip, c_out, _, _ = found.scalings(SIGMAS)
+        target = (x0 - c_skip * (x0 + SIGMAS * noise)) / c_out
+        assert torch.allclose(target, noise, rtol=1e-6) == (found.target_name == "noise")
 
 
 def test_vp_steps_are_whole_in_float32():
     """Which is what exported networks compute in; sinusoids of t turn a shift by 1e-3 into an error of 1e-3."""
-    steps = vp_scalings(ddpm_sigmas().float()).c_noise
+    steps = VP().scalings(ddpm_sigmas().float()).c_noise
     assert steps.dtype == torch.float32
     torch.testing.assert_close(steps, torch.arange(1000.0), rtol=0, atol=1e-4)
     levels = torch.logspace(-3, 3, 500, dtype=torch.float64)
     torch.testing.assert_close(
-        vp_scalings(levels.float()).c_noise.double(), vp_scalings(levels).c_noise, rtol=0, atol=1e-4
+        VP().scalings(levels.float()).c_noise.double(), VP().scalings(levels).c_noise, rtol=0, atol=1e-4
     )

@@ -113,7 +113,7 @@ def test_noise_belongs_to_the_sample():
 
 def test_noise_levels_are_log_normal():
     key_G = torch.arange(20_000) * 7919
-    logarithms = draw_sigma(key_G, DiffusionConfig(p_mean=-0.4, p_std=1.3)).log()
+    logarithms = draw_sigma(key_G, DiffusionConfig(p_mean=-0.4, p_std=1.3), MODEL).log()
     # standard errors: 1.3 / sqrt(20000) = 0.009 of the mean, 0.0065 of the deviation
     assert logarithms.mean().item() == pytest.approx(-0.4, abs=0.04)
     assert logarithms.std().item() == pytest.approx(1.3, abs=0.03)
