@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from megadit.models.config import DiTConfig
 from megadit.models.embeddings import Rotary
+from megadit.models.layout import Layout
 from megadit.models.ops.qk_norm_rope import qk_norm_rope
-from megadit.models.segments import Layout
 
 if TYPE_CHECKING:
     from megadit.models.layers import LayerKit
@@ -82,7 +82,7 @@ class CrossAttention(nn.Module):
 
     def forward(self, x_SBD: Tensor, text_LBD: Tensor, layout: Layout) -> Tensor:
         q = self.q_layernorm(rearrange(self.q(x_SBD), "S B (N K) -> S B N K", K=self.head_dim))
-        k, v = layout.constant(self, lambda: self._keys_and_values(text_LBD))
+        k, v = layout.per_condition(CrossAttention._keys_and_values, self, text_LBD)
         return self.proj(self.layers.attend(q, k, v, layout, cross=True))
 
     def _keys_and_values(self, text_LBD: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,26 +1,30 @@
 """The blocks a video DiT is stacked from.
 
-Shapes: S video tokens, L text tokens, B batch, D width, G rows of conditioning (segments of a pack, or the batch).
+Shapes: S video tokens, L text tokens, B batch, D width, G condition rows (of a pack, or the batch).
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import register_dataclass
 
 from megadit.models.attention import CrossAttention, SelfAttention
+from megadit.models.axial import AxialInputs
 from megadit.models.config import DiTConfig
 from megadit.models.embeddings import Rotary
 from megadit.models.experts import ExpertMLP
+from megadit.models.layout import Layout
 from megadit.models.modulation import NormWeight, Vectors, build_modulation
 from megadit.models.ops.gated_residual import gated_residual
 from megadit.models.ops.ledger import cheap
 from megadit.models.ops.linear import fuses_gelu, linear
 from megadit.models.ops.modulated_norm import modulated_norm, rms_norm
-from megadit.models.segments import Layout, Run
+from megadit.models.segments import ConditionRows
 
 if TYPE_CHECKING:
     from megadit.models.layers import LayerKit
@@ -30,32 +34,27 @@ MLP_SLICE = 8192
 """Most tokens that go through an MLP at once: enough to keep any device busy."""
 
 
-class Place(NamedTuple):
-    """What self-attention along one axis reads about the tokens."""
-
-    layout: Layout
-    runs: tuple[Run, ...] | None
-    rotary: Rotary | None
-
-
-class Context(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockInputs:
     """What every block reads beside the tokens."""
 
     condition_GD: Tensor
-    """Noise level and frame rate, or class, of each sample."""
+    """Noise level and frame rate, or class, of each condition row."""
     text_LBD: Tensor | None
     """What keys and values read; None where the sample is conditioned on a class instead."""
     layout: Layout
-    runs: tuple[Run, ...] | None
-    """Which sample each of this rank's tokens belongs to; None in a dense batch."""
-    rotary: Rotary | None
+    rotary: Rotary | None = None
     shared_GM: Tensor | None = None
     """Added to every modulation (`Structure.shared_modulation`)."""
     positions_SBD: Tensor | None = None
     """Learned positions, added in every block."""
-    time: Place | None = None
+    time: AxialInputs | None = None
     """Of attention along time and along space alone, in blocks that have it."""
-    space: Place | None = None
+    space: AxialInputs | None = None
+
+
+# FSDP looks for the tensors in a block's inputs that need gradients
+register_dataclass(BlockInputs)
 
 
 class MLP(nn.Module):
@@ -69,7 +68,7 @@ class MLP(nn.Module):
         self.activation = cheap(_activation(config))
         self.gelu_form = _gelu_form(config)
 
-    def forward(self, x_SBD: Tensor, layout: Layout | None = None, runs: tuple[Run, ...] | None = None) -> Tensor:
+    def forward(self, x_SBD: Tensor, layout: Layout | None = None) -> Tensor:
         """fc2(activation(fc1(x))), each token by itself: which sample it belongs to makes no difference."""
         # a slice at a time: the hidden activations, and in backward their gradients, are a block's largest tensors;
         # a compiled or exported graph has no fixed number of slices, and plans its own memory
@@ -112,21 +111,21 @@ def build_mlp(config: DiTConfig, layers: "LayerKit") -> nn.Module:
 
 
 def norm(
-    x_SBD: Tensor, vectors: Vectors, eps: float, runs: tuple[Run, ...] | None, weight_D: Tensor | None = None
+    x_SBD: Tensor, vectors: Vectors, eps: float, rows: ConditionRows | None, weight_D: Tensor | None = None
 ) -> Tensor:
     """LayerNorm(x) * (1 + scale) + shift; with `weight_D` of the RMS norm that it belongs to."""
     shift, scale, *_ = vectors
-    return modulated_norm(x_SBD, shift, scale, eps, runs, weight_D)
+    return modulated_norm(x_SBD, shift, scale, eps, rows, weight_D)
 
 
-def gated(x_SBD: Tensor, vectors: Vectors, y_SBD: Tensor, runs: tuple[Run, ...] | None) -> Tensor:
+def gated(x_SBD: Tensor, vectors: Vectors, y_SBD: Tensor, rows: ConditionRows | None) -> Tensor:
     """x + gate * y."""
-    return gated_residual(x_SBD, vectors[2], y_SBD, runs)
+    return gated_residual(x_SBD, vectors[2], y_SBD, rows)
 
 
-def with_positions(x_SBD: Tensor, context: Context) -> Tensor:
+def with_positions(x_SBD: Tensor, c: BlockInputs) -> Tensor:
     """x + positions, where a network adds them in every block."""
-    return x_SBD if context.positions_SBD is None else x_SBD + context.positions_SBD
+    return x_SBD if c.positions_SBD is None else x_SBD + c.positions_SBD
 
 
 class DiTBlock(nn.Module):
@@ -141,14 +140,14 @@ class DiTBlock(nn.Module):
         self.cross_attention = CrossAttention(config, layers)
         self.mlp = build_mlp(config, layers)
 
-    def forward(self, x_SBD: Tensor, c: Context) -> Tensor:
+    def forward(self, x_SBD: Tensor, c: BlockInputs) -> Tensor:
         # calls are nested: a name for what lies between would keep it in memory
         sa, ca, mlp = self.modulation(c.condition_GD, c.shared_GM)
-        runs, eps = c.runs, self.eps
+        rows, eps = c.layout.rows, self.eps
         x_SBD = with_positions(x_SBD, c)
-        x_SBD = gated(x_SBD, sa, self.self_attention(norm(x_SBD, sa, eps, runs), c.layout, c.rotary), runs)
-        x_SBD = gated(x_SBD, ca, self.cross_attention(norm(x_SBD, ca, eps, runs), c.text_LBD, c.layout), runs)
-        return gated(x_SBD, mlp, self.mlp(norm(x_SBD, mlp, self.mlp_eps, runs), c.layout, runs), runs)
+        x_SBD = gated(x_SBD, sa, self.self_attention(norm(x_SBD, sa, eps, rows), c.layout, c.rotary), rows)
+        x_SBD = gated(x_SBD, ca, self.cross_attention(norm(x_SBD, ca, eps, rows), c.text_LBD, c.layout), rows)
+        return gated(x_SBD, mlp, self.mlp(norm(x_SBD, mlp, self.mlp_eps, rows), c.layout), rows)
 
 
 class ClassDiTBlock(nn.Module):
@@ -162,12 +161,12 @@ class ClassDiTBlock(nn.Module):
         self.self_attention = SelfAttention(config, layers)
         self.mlp = build_mlp(config, layers)
 
-    def forward(self, x_SBD: Tensor, c: Context) -> Tensor:
+    def forward(self, x_SBD: Tensor, c: BlockInputs) -> Tensor:
         sa, mlp = self.modulation(c.condition_GD, c.shared_GM)
-        runs = c.runs
+        rows = c.layout.rows
         x_SBD = with_positions(x_SBD, c)
-        x_SBD = gated(x_SBD, sa, self.self_attention(norm(x_SBD, sa, self.eps, runs), c.layout, c.rotary), runs)
-        return gated(x_SBD, mlp, self.mlp(norm(x_SBD, mlp, self.mlp_eps, runs), c.layout, runs), runs)
+        x_SBD = gated(x_SBD, sa, self.self_attention(norm(x_SBD, sa, self.eps, rows), c.layout, c.rotary), rows)
+        return gated(x_SBD, mlp, self.mlp(norm(x_SBD, mlp, self.mlp_eps, rows), c.layout), rows)
 
 
 class MovieGenBlock(nn.Module):
@@ -194,24 +193,24 @@ class MovieGenBlock(nn.Module):
         self.mlp_layernorm = NormWeight(width, layers) if is_apart else None
         self.mlp = build_mlp(config, layers)
 
-    def forward(self, x_SBD: Tensor, c: Context) -> Tensor:
+    def forward(self, x_SBD: Tensor, c: BlockInputs) -> Tensor:
         sa, mlp = self.modulation(c.condition_GD)
-        runs, eps, weight = c.runs, self.eps, self.attention_layernorm.weight
+        rows, eps, weight = c.layout.rows, self.eps, self.attention_layernorm.weight
         x_SBD = with_positions(x_SBD, c)
-        x_SBD = gated(x_SBD, sa, self.self_attention(norm(x_SBD, sa, eps, runs, weight), c.layout, c.rotary), runs)
+        x_SBD = gated(x_SBD, sa, self.self_attention(norm(x_SBD, sa, eps, rows, weight), c.layout, c.rotary), rows)
         if self.text_layernorm is None:
             text_SBD = self.cross_attention(x_SBD, c.text_LBD, c.layout)
-            return gated(x_SBD, mlp, self.mlp(norm(text_SBD, mlp, self.mlp_eps, runs, weight), c.layout, runs), runs)
+            return gated(x_SBD, mlp, self.mlp(norm(text_SBD, mlp, self.mlp_eps, rows, weight), c.layout), rows)
         x_SBD = x_SBD + self.cross_attention(rms_norm(x_SBD, self.text_layernorm.weight, eps), c.text_LBD, c.layout)
         weight = self.mlp_layernorm.weight
-        return gated(x_SBD, mlp, self.mlp(norm(x_SBD, mlp, self.mlp_eps, runs, weight), c.layout, runs), runs)
+        return gated(x_SBD, mlp, self.mlp(norm(x_SBD, mlp, self.mlp_eps, rows, weight), c.layout), rows)
 
 
 class STDiTBlock(nn.Module):
     """Self-attention over all tokens, along time and along space, then text and an MLP, each modulated and gated.
 
     Where ranks share the tokens of a sample, these move so that each rank has whole columns of time, then whole frames:
-    both attentions along one axis send nothing (`lines.py`).
+    both attentions along one axis send nothing (`axial.py`).
     """
 
     def __init__(self, config: DiTConfig, layers: "LayerKit") -> None:
@@ -226,22 +225,22 @@ class STDiTBlock(nn.Module):
         self.cross_attention = CrossAttention(config, layers)
         self.mlp = build_mlp(config, layers)
 
-    def forward(self, x_SBD: Tensor, c: Context) -> Tensor:
+    def forward(self, x_SBD: Tensor, c: BlockInputs) -> Tensor:
         sa, time, space, ca, mlp = self.modulation(c.condition_GD)
-        layout, runs, eps, move = c.layout, c.runs, self.eps, self.layers.move
+        layout, rows, eps, move = c.layout, c.layout.rows, self.eps, self.layers.move
         x_SBD = with_positions(x_SBD, c)
-        x_SBD = self._attend(self.self_attention, x_SBD, sa, Place(layout, runs, c.rotary))
+        x_SBD = self._attend(self.self_attention, x_SBD, sa, AxialInputs(layout=layout, rotary=c.rotary))
         x_SBD = move(x_SBD, layout, "home", "time")
         x_SBD = self._attend(self.temporal_attention, x_SBD, time, c.time)
         x_SBD = move(x_SBD, layout, "time", "space")
         x_SBD = self._attend(self.spatial_attention, x_SBD, space, c.space)
         x_SBD = move(x_SBD, layout, "space", "home")
-        x_SBD = gated(x_SBD, ca, self.cross_attention(norm(x_SBD, ca, eps, runs), c.text_LBD, layout), runs)
-        return gated(x_SBD, mlp, self.mlp(norm(x_SBD, mlp, self.mlp_eps, runs), c.layout, runs), runs)
+        x_SBD = gated(x_SBD, ca, self.cross_attention(norm(x_SBD, ca, eps, rows), c.text_LBD, layout), rows)
+        return gated(x_SBD, mlp, self.mlp(norm(x_SBD, mlp, self.mlp_eps, rows), c.layout), rows)
 
-    def _attend(self, attention: SelfAttention, x_SBD: Tensor, vectors: Vectors, at: Place) -> Tensor:
-        h_SBD = attention(norm(x_SBD, vectors, self.eps, at.runs), at.layout, at.rotary)
-        return gated(x_SBD, vectors, h_SBD, at.runs)
+    def _attend(self, attention: SelfAttention, x_SBD: Tensor, vectors: Vectors, at: AxialInputs) -> Tensor:
+        h_SBD = attention(norm(x_SBD, vectors, self.eps, at.layout.rows), at.layout, at.rotary)
+        return gated(x_SBD, vectors, h_SBD, at.layout.rows)
 
 
 BLOCKS: dict[str, type[nn.Module]] = {
@@ -271,11 +270,11 @@ class FinalLayer(nn.Module):
             config.hidden_size, patch * self.out_channels, sequence="sharded", bias=structure.final_bias
         )
 
-    def forward(self, x_SBD: Tensor, context: Context) -> Tensor:
+    def forward(self, x_SBD: Tensor, c: BlockInputs) -> Tensor:
         if self.modulation is not None:
-            (vectors,) = self.modulation(context.condition_GD, context.shared_GM)
+            (vectors,) = self.modulation(c.condition_GD, c.shared_GM)
             weight_D = None if self.layernorm is None else self.layernorm.weight
-            x_SBD = norm(x_SBD, vectors, self.eps, context.runs, weight_D)
+            x_SBD = norm(x_SBD, vectors, self.eps, c.layout.rows, weight_D)
         out = self.linear(x_SBD)
         if self.out_channels == self.in_channels:
             return out

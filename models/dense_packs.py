@@ -14,7 +14,8 @@ from torch import Tensor
 from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
 from megadit.models.embeddings import patchify, unpatchify
-from megadit.models.segments import Segment, SegmentLayout
+from megadit.models.layout import PackLayout
+from megadit.models.segments import Segment
 
 
 class DensePack(NamedTuple):
@@ -23,7 +24,7 @@ class DensePack(NamedTuple):
     tokens_S1P: Tensor
     text_L1E: Tensor
     fps_G: Tensor
-    layout: SegmentLayout
+    layout: PackLayout
 
 
 def pack_dense(x_BCTHW: Tensor, conditioning: Conditioning, config: DiTConfig, multiple: int) -> DensePack:
@@ -34,7 +35,7 @@ def pack_dense(x_BCTHW: Tensor, conditioning: Conditioning, config: DiTConfig, m
     segments = [Segment(grid, length) for length in lengths]
     text_capacity = sum(segment.text_slots for segment in segments)
     capacity = -(-len(tokens_S1P) // multiple) * multiple
-    layout = SegmentLayout.pack(segments, capacity=capacity, text_capacity=text_capacity)
+    layout = PackLayout.pack(segments, capacity=capacity, text_capacity=text_capacity)
     text = [features_LE[: max(length, 1)] for features_LE, length in zip(conditioning.text_BLE, lengths, strict=True)]
     return DensePack(
         tokens_S1P=torch.cat([tokens_S1P, tokens_S1P.new_zeros(capacity - len(tokens_S1P), *tokens_S1P.shape[1:])]),
@@ -51,17 +52,17 @@ def unpack_dense(tokens_S1P: Tensor, like_BCTHW: Tensor, config: DiTConfig) -> T
     return unpatchify(rearrange(tokens_S1P[:num_tokens], "(B S) 1 P -> S B P", B=batch), grid, config)
 
 
-def pad_segments(values_B: Tensor, layout: SegmentLayout, value: float = 0.0) -> Tensor:
+def pad_segments(values_B: Tensor, layout: PackLayout, value: float = 0.0) -> Tensor:
     """One number for each segment: those of the samples, and `value` for the padding where there is some."""
     padding = values_B.new_full((layout.num_segments - len(values_B),), value)
     return torch.cat([values_B, padding])
 
 
-def gather_tokens(tokens_S1P: Tensor, layout: SegmentLayout, group: dist.ProcessGroup) -> Tensor:
-    """All tokens of a pack, from the share that each rank of `group` has (`layout` tells which)."""
+def gather_tokens(tokens_S1P: Tensor, layout: PackLayout, group: dist.ProcessGroup) -> Tensor:
+    """All tokens of a pack, from the CP shard that each rank of `group` has (`layout` says which)."""
     if group.size() == 1:
         return tokens_S1P
     whole = tokens_S1P.new_zeros(layout.whole.capacity, *tokens_S1P.shape[1:])
-    whole[layout.token_index_S.to(whole.device)] = tokens_S1P
+    whole[layout.on(whole.device).index_S] = tokens_S1P
     dist.all_reduce(whole, group=group)
     return whole

@@ -4,21 +4,33 @@ Written once, as single-device code; `layers` decides how it is split over ranks
 published structures it has (`families.py`).
 
 Shapes: B batch, C latent channels, T/H/W latent frames/height/width, S video tokens, L text tokens, P patch dim,
-D width, E text feature width, G segments of a pack (in a dense batch: its samples), M width of the shared modulation.
+D width, E text feature width, F width of the frame rate's embedding, G condition rows (of a pack, or the samples of a
+dense batch), M width of the shared modulation.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megadit.models.blocks import BLOCKS, Context, FinalLayer, Place
-from megadit.models.condition import ClassEmbedder, RMSNorm, fps_embedder, shared_embedder, sigma_embedder
+from megadit.models.axial import AxialInputs, axial_inputs
+from megadit.models.blocks import BLOCKS, BlockInputs, FinalLayer
 from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
-from megadit.models.embeddings import LearnedPositions, Rotary, patchify, rotary_table, sincos_table, unpatchify
+from megadit.models.embeddings import (
+    ClassEmbedder,
+    LearnedPositions,
+    RMSNorm,
+    Rotary,
+    fps_embedder,
+    patchify,
+    rotary_table,
+    shared_embedder,
+    sigma_embedder,
+    sincos_table,
+    unpatchify,
+)
 from megadit.models.layers import LayerKit, TorchLayers
-from megadit.models.lines import Axis
-from megadit.models.segments import DenseLayout, Kept, Layout, SegmentLayout
+from megadit.models.layout import DenseLayout, Kept, Layout, PackLayout
 
 BASE_FPS = 24.0
 """With `Structure.fps` = rotary: the frame rate at which rotary time runs at its own pace."""
@@ -88,8 +100,8 @@ class DiT(nn.Module):
         if padding_mask_B1THW is not None and self.config.padding_mask_channel:
             tokens_SBP = torch.cat([tokens_SBP, patchify(padding_mask_B1THW.to(x_BCTHW), self.config)], dim=-1)
         condition = self._embed_condition(c_noise_B, conditioning.fps_B, text_LBE[0], is_null_B)
-        text = layout.constant("text", lambda: self._embed_text(text_LBE, is_null_B[None, :, None]))
-        F_SBP = self._transform(tokens_SBP, condition, text, conditioning.fps_B[None], layout)
+        text_LBD = layout.per_condition(DiT._embed_text, self, text_LBE, is_null_B[None, :, None])
+        F_SBP = self._transform(tokens_SBP, *condition, text_LBD, conditioning.fps_B[None], layout)
         return unpatchify(F_SBP, layout.grid, self.config)
 
     def dense_layout(
@@ -114,23 +126,21 @@ class DiT(nn.Module):
         return DenseLayout(grid, text_mask_BL, device, kept=kept)
 
     def forward_packed(
-        self, tokens_S1P: Tensor, c_noise_G: Tensor, text_L1E: Tensor, fps_G: Tensor, layout: SegmentLayout
+        self, tokens_S1P: Tensor, c_noise_G: Tensor, text_L1E: Tensor, fps_G: Tensor, layout: PackLayout
     ) -> Tensor:
         """Predicts F (S1P) for a pack: row g of `c_noise_G` and `fps_G` belongs to segment g of `layout`.
 
         A part of the network that is not the first takes the activations (S1D) of the part before in place of tokens;
         one that is not the last gives its own.
         """
-        device = text_L1E.device
         for segment in layout.segments:
             if not segment.is_padding:
                 self.config.check_grid(segment.grid)
-        is_null_L11 = layout.cached(("null_text", device), lambda: _null_mask(layout).to(device))
-        first_G = layout.cached(("first_text", device), lambda: _first_slots(layout).to(device))
-        is_null_G = layout.cached(("is_null", device), lambda: _is_null(layout).to(device))
-        condition = self._embed_condition(c_noise_G, fps_G, text_L1E[first_G, 0], is_null_G)
-        text = self._embed_text(text_L1E, is_null_L11)
-        return self._transform(tokens_S1P, condition, text, fps_G[:, None], layout)
+        tensors = layout.on(text_L1E.device)
+        first_text_GE = text_L1E[tensors.first_text_G, 0]
+        condition = self._embed_condition(c_noise_G, fps_G, first_text_GE, tensors.has_no_text_G)
+        text_L1D = self._embed_text(text_L1E, tensors.null_text_L[:, None, None])
+        return self._transform(tokens_S1P, *condition, text_L1D, fps_G[:, None], layout)
 
     def _embed_condition(
         self, c_noise_G: Tensor, fps_G: Tensor, first_text_GE: Tensor, is_null_G: Tensor
@@ -159,95 +169,75 @@ class DiT(nn.Module):
     def _transform(
         self,
         tokens_SBP: Tensor,
-        condition: tuple[Tensor, Tensor | None],
+        condition_GD: Tensor,
+        shared_GM: Tensor | None,
         text_LBD: Tensor | None,
         fps: Tensor,
         layout: Layout,
     ) -> Tensor:
         """`fps` is [1, B] for a dense batch, and [G, 1] for a pack."""
-        condition_GD, shared_GM = condition
-        device, runs = tokens_SBP.device, self.layers.local_runs(layout)
-        rotary, positions = self._rotary(fps, layout, device), self._learned_positions(layout, device)
-        along = (self._along(axis, layout, rotary, device) for axis in ("time", "space"))
-        context = Context(condition_GD, text_LBD, layout, runs, rotary, shared_GM, positions, *along)
-
+        device = tokens_SBP.device
+        rotary = self._rotary(fps, layout, device)
+        inputs = BlockInputs(
+            condition_GD=condition_GD,
+            shared_GM=shared_GM,
+            text_LBD=text_LBD,
+            layout=layout,
+            rotary=rotary,
+            positions_SBD=self._learned_positions(layout, device),
+            **self._axial(layout, rotary, device),
+        )
         x_SBD = self._embed(tokens_SBP, layout) if self.layers.is_first_part else tokens_SBP
-        x_SBD = self.blocks(x_SBD, context)
-        return self.layers.gather_sequence(self.final_layer(x_SBD, context)) if self.layers.is_last_part else x_SBD
+        x_SBD = self.blocks(x_SBD, inputs)
+        return self.layers.gather_sequence(self.final_layer(x_SBD, inputs)) if self.layers.is_last_part else x_SBD
 
     def _embed(self, tokens_SBP: Tensor, layout: Layout) -> Tensor:
         """This rank's tokens, with fixed positions added where the network has them."""
         missing_mask = self.x_embedder.weight.shape[-1] - tokens_SBP.shape[-1]
         x_SBD = self.x_embedder(F.pad(tokens_SBP, (0, missing_mask)) if missing_mask else tokens_SBP)
         if self.config.position_embedding == "sincos":
-            positions_S3 = _positions(layout, x_SBD.device)
-            key = (self.config, x_SBD.device, x_SBD.dtype)
-            x_SBD = x_SBD + layout.cached(key, lambda: sincos_table(positions_S3, self.config, x_SBD.dtype))
+            x_SBD = x_SBD + layout.memo(_sincos, self.config, x_SBD.device, x_SBD.dtype)
         return self.layers.shard_sequence(x_SBD)
 
     def _rotary(self, fps: Tensor, layout: Layout, device: torch.device) -> Rotary | None:
         """The rotation of each token, where positions are rotary."""
         if self.config.position_embedding != "rope":
             return None
-        pace = _pace(fps, layout) if self.config.structure.fps == "rotary" else None
+        if self.config.structure.fps == "rotary":
+            return layout.per_condition(DiT._paced_rotary, self, fps, layout, device)
+        return layout.memo(_rotary, self.config, device, self.dtype)
 
-        def compute() -> Rotary:
-            return rotary_table(_positions(layout, device), self.config, self.dtype, pace)
+    def _paced_rotary(self, fps: Tensor, layout: Layout, device: torch.device) -> Rotary:
+        pace = _pace(fps, layout)
+        return rotary_table(layout.on(device).positions_S3, self.config, self.dtype, pace)
 
-        key = (self.config, device, self.dtype)
-        return layout.cached(key, compute) if pace is None else layout.constant(("paced", *key), compute)
-
-    def _along(self, axis: Axis, layout: Layout, rotary: Rotary | None, device: torch.device) -> Place | None:
-        """What blocks that attend along one axis alone read of it; `rotary` is that of the tokens as they come."""
+    def _axial(self, layout: Layout, rotary: Rotary | None, device: torch.device) -> dict[str, AxialInputs]:
+        """What attention along time and along space reads, in networks that have it."""
         if self.config.structure.block != "st_dit":
-            return None
-        lines = self.layers.lines(layout, axis)
-        if rotary is None or isinstance(layout, DenseLayout):
-            return Place(lines.layout, lines.runs, rotary)
-
-        def compute() -> Rotary:
-            return rotary_table(lines.positions_S3.to(device), self.config, self.dtype)
-
-        return Place(lines.layout, lines.runs, lines.layout.cached((self.config, device, self.dtype), compute))
+            return {}
+        return {axis: axial_inputs(layout, axis, rotary, self.config, device, self.dtype) for axis in ("time", "space")}
 
     def _learned_positions(self, layout: Layout, device: torch.device) -> Tensor | None:
         """What every block adds again, where positions are learned."""
         if self.positions is None:
             return None
+        return layout.per_condition(DiT._look_up_positions, self, layout, device)
 
-        def compute() -> Tensor:
-            largest = torch.tensor(self.config.learned_positions, device=device)
-            # only a pack's padding is beyond the largest grid
-            return self.layers.shard_sequence(self.positions(_positions(layout, device).minimum(largest - 1)))
-
-        return layout.constant("positions", compute)
+    def _look_up_positions(self, layout: Layout, device: torch.device) -> Tensor:
+        largest = torch.tensor(self.config.learned_positions, device=device)
+        # only a pack's padding is beyond the largest grid
+        return self.layers.shard_sequence(self.positions(layout.on(device).positions_S3.minimum(largest - 1)))
 
 
-def _positions(layout: Layout, device: torch.device) -> Tensor:
-    return layout.grid_positions_S3.to(device)
+def _sincos(layout: Layout, config: DiTConfig, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return sincos_table(layout.on(device).positions_S3, config, dtype)
+
+
+def _rotary(layout: Layout, config: DiTConfig, device: torch.device, dtype: torch.dtype) -> Rotary:
+    return rotary_table(layout.on(device).positions_S3, config, dtype)
 
 
 def _pace(fps: Tensor, layout: Layout) -> Tensor:
     """How fast rotary time runs: base rate / frame rate for videos, 1 for images; [1, B], for a pack [S, 1]."""
     pace = torch.where(fps > 0, BASE_FPS / fps.clamp(min=1e-6), torch.ones_like(fps)).float()
-    if isinstance(layout, DenseLayout):
-        return pace
-    segment_S = layout.cached(("segment", fps.device), lambda: layout.segment_of_token_S.to(fps.device))
-    return pace[segment_S]
-
-
-def _null_mask(layout: SegmentLayout) -> Tensor:
-    """bool [L, 1, 1]: the text slots where the null token stands."""
-    mask = torch.zeros(layout.text_capacity, 1, 1, dtype=torch.bool)
-    mask[layout.null_text_slots] = True
-    return mask
-
-
-def _first_slots(layout: SegmentLayout) -> Tensor:
-    """int64 [G]: the first text slot of each segment; padding may have none, and gets any."""
-    return torch.tensor(layout.text_starts).clamp(max=layout.text_capacity - 1)
-
-
-def _is_null(layout: SegmentLayout) -> Tensor:
-    """bool [G]: the segments without text."""
-    return torch.tensor([segment.text_length == 0 or segment.is_padding for segment in layout.segments])
+    return pace if isinstance(layout, DenseLayout) else pace[layout.on(fps.device).segment_of_token_S]

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from megadit.models.config import DiTConfig
 from megadit.models.expert_config import ExpertConfig
+from megadit.models.layout import Layout
 from megadit.models.ops.linear import linear
-from megadit.models.segments import Layout, Run
+from megadit.models.segments import LengthGroup
 
 if TYPE_CHECKING:
     from megadit.models.layers import LayerKit
@@ -76,20 +77,20 @@ def chosen_by_tokens(score_SBE: Tensor, experts: ExpertConfig) -> Tensor:
 
 def chosen_by_experts(score_SBE: Tensor, layout: Layout, *, experts: ExpertConfig) -> Tensor:
     """bool [S, B, E]: the tokens that each expert takes of every sample (arXiv 2410.02098, section 3.2)."""
-    if layout.runs is None:
+    if layout.groups is None:
         best = score_SBE.topk(experts.capacity(score_SBE.shape[0]), dim=0).indices
         return torch.zeros_like(score_SBE, dtype=torch.bool).scatter(0, best, True)
     chosen_SBE = torch.zeros_like(score_SBE, dtype=torch.bool)
-    for run in layout.runs:
-        if not run.is_padding:
-            part_csE, score_csE = (_samples(tensor, run) for tensor in (chosen_SBE, score_SBE))
-            part_csE.scatter_(1, score_csE.topk(experts.capacity(run.length), dim=1).indices, True)
+    for group in layout.groups:
+        if not group.is_padding:
+            part_csE, score_csE = (_samples(tensor, group) for tensor in (chosen_SBE, score_SBE))
+            part_csE.scatter_(1, score_csE.topk(experts.capacity(group.length), dim=1).indices, True)
     return chosen_SBE
 
 
-def _samples(x_S1E: Tensor, run: Run) -> Tensor:
-    """A run's tokens sample by sample: a view [c, s, E]."""
-    return x_S1E[run.start : run.stop, 0].unflatten(0, (run.count, run.length))
+def _samples(x_S1E: Tensor, group: LengthGroup) -> Tensor:
+    """A group's tokens sample by sample: a view [c, s, E]."""
+    return x_S1E[group.start : group.stop, 0].unflatten(0, (group.count, group.length))
 
 
 class ExpertLoad:
@@ -172,21 +173,21 @@ class ExpertMLP(nn.Module):
         self.shared = shared
         self.load = ExpertLoad(self.config.num_experts)
 
-    def forward(self, x_SBD: Tensor, layout: Layout, runs: tuple[Run, ...] | None) -> Tensor:
-        """`layout` and `runs` say which sample each token belongs to (`blocks.Context`); padding has no expert."""
+    def forward(self, x_SBD: Tensor, layout: Layout) -> Tensor:
+        """`layout` says which sample each token belongs to; padding has no expert."""
         score_SBE = self.router(x_SBD)
-        chosen_SBE = self.choose(score_SBE.detach(), layout, runs)
+        chosen_SBE = self.choose(score_SBE.detach(), layout)
         if self.config.routing == "token_choice" and torch.is_grad_enabled():
             score_SBE = _Balance.apply(score_SBE, chosen_SBE, self.load, self.config.balance_coefficient)
         y_SBD = self.layers.through_experts(self.experts, x_SBD, score_SBE, chosen_SBE)
         return y_SBD if self.shared is None else y_SBD + self.shared(x_SBD)
 
-    def choose(self, score_SBE: Tensor, layout: Layout, runs: tuple[Run, ...] | None) -> Tensor:
+    def choose(self, score_SBE: Tensor, layout: Layout) -> Tensor:
         """bool [S, B, E]: which experts compute which tokens."""
         if self.config.routing == "expert_choice":
             return self.layers.choose(partial(chosen_by_experts, experts=self.config), score_SBE, layout)
         chosen_SBE = chosen_by_tokens(score_SBE, self.config)
-        for run in runs or ():
-            if run.is_padding:
-                chosen_SBE[run.start : run.stop] = False
+        for group in () if layout.rows is None else layout.rows.groups:
+            if group.is_padding:
+                chosen_SBE[group.start : group.stop] = False
         return chosen_SBE

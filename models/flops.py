@@ -10,14 +10,15 @@ from functools import lru_cache
 from math import prod
 
 from megadit.models.config import DiTConfig
-from megadit.models.segments import Segment, SegmentLayout
+from megadit.models.layout import PackLayout
+from megadit.models.segments import Segment
 from megadit.models.weights import dit_shapes
 
 _TABLES = ("positions.", "class_embedder.")
 """Rows of these are looked up, not multiplied."""
 
 
-def training_flops(layout: SegmentLayout, model: DiTConfig) -> int:
+def training_flops(layout: PackLayout, model: DiTConfig) -> int:
     """Floating-point operations of forward and backward for the samples of a pack."""
     return 3 * sum(forward_flops(segment, model) for segment in layout.segments if not segment.is_padding)
 

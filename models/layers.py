@@ -14,12 +14,12 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from megadit.models.axial import Arrangement, move
 from megadit.models.experts import Experts, compute_here
-from megadit.models.lines import Arrangement, Axis, Lines, lines, move
+from megadit.models.layout import Layout
 from megadit.models.ops.attention import attention
 from megadit.models.ops.ledger import cheap_values_recomputed
 from megadit.models.ops.linear import Linear
-from megadit.models.segments import Layout, Run
 
 Sequence = Literal["sharded", "replicated"]
 
@@ -74,12 +74,6 @@ class LayerKit(Protocol):
 
     def gather_sequence(self, x_SBD: Tensor) -> Tensor:
         """All tokens, from this rank's slice."""
-
-    def local_runs(self, layout: Layout) -> tuple[Run, ...] | None:
-        """Which segment each of this rank's tokens belongs to; None for a dense batch."""
-
-    def lines(self, layout: Layout, axis: Axis) -> Lines:
-        """This rank's tokens while attention runs along one axis; see `lines.py`."""
 
     def move(self, x_SBD: Tensor, layout: Layout, source: Arrangement, target: Arrangement) -> Tensor:
         """This rank's tokens in another arrangement."""
@@ -138,12 +132,6 @@ class TorchLayers:
 
     def gather_sequence(self, x_SBD: Tensor) -> Tensor:
         return x_SBD
-
-    def local_runs(self, layout: Layout) -> tuple[Run, ...] | None:
-        return layout.runs
-
-    def lines(self, layout: Layout, axis: Axis) -> Lines:
-        return lines(layout, axis)
 
     def move(self, x_SBD: Tensor, layout: Layout, source: Arrangement, target: Arrangement) -> Tensor:
         return move(x_SBD, layout, source, target)

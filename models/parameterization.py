@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
-from megadit.models.segments import DenseLayout, SegmentLayout
+from megadit.models.layout import DenseLayout, PackLayout
 
 DDPM_BETAS = (1e-4, 0.02)
 DDPM_STEPS = 1000
@@ -157,7 +157,7 @@ def denoise_packed(
     sigma_G: Tensor,
     text_L1E: Tensor,
     fps_G: Tensor,
-    layout: SegmentLayout,
+    layout: PackLayout,
     before: Tensor | None = None,
 ) -> Tensor:
     """D(x; sigma), float32 [S, 1, P] (eq. 7), for the samples of a pack with noise added; row g belongs to segment g.
@@ -166,7 +166,7 @@ def denoise_packed(
     last gives its own.
     """
     scalings = parameterization_of(dit.config).scalings
-    sigma_S11 = sigma_G[layout.segment_of_token_S.to(sigma_G.device)][:, None, None]
+    sigma_S11 = sigma_G[layout.on(sigma_G.device).segment_of_token_S][:, None, None]
     c_skip, c_out, c_in, _ = scalings(sigma_S11)
     tokens = (c_in * x_S1P).to(dit.dtype) if dit.layers.is_first_part else before
     F_S1P = dit.forward_packed(tokens, scalings(sigma_G).c_noise, text_L1E, fps_G, layout)

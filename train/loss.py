@@ -62,10 +62,9 @@ def draw_sigma(noise_key_G: Tensor, diffusion: DiffusionConfig, model: DiTConfig
 
 def token_noise(batch: PackedBatch) -> Tensor:
     """Unit normal noise [S, 1, P]; row r of a sample depends on its key and r alone."""
-    layout, device = batch.layout, batch.noise_key_G.device
-    key_S = batch.noise_key_G[layout.segment_of_token_S.to(device)]
-    width = batch.tokens_S1P.shape[-1]
-    return normal(key_S, layout.position_in_segment_S.to(device), width, stream=Stream.NOISE)[:, None]
+    tensors = batch.layout.on(batch.noise_key_G.device)
+    key_S, width = batch.noise_key_G[tensors.segment_of_token_S], batch.tokens_S1P.shape[-1]
+    return normal(key_S, tensors.position_in_segment_S, width, stream=Stream.NOISE)[:, None]
 
 
 def edm_loss(
@@ -80,18 +79,18 @@ def edm_loss(
     lambda(sigma) / exp(u(sigma)) |D - x0|^2 + u(sigma). Of a part of the network: see `denoise_packed`.
     """
     parameterization = parameterization_of(dit.config)
-    segment_S = batch.layout.segment_of_token_S.to(sigma_G.device)
+    tensors = batch.layout.on(sigma_G.device)
+    segment_S = tensors.segment_of_token_S
     x_S1P = batch.tokens_S1P + sigma_G[segment_S][:, None, None] * noise_S1P
     D_S1P = denoise_packed(dit, x_S1P, sigma_G, batch.text_L1E, batch.fps_G, batch.layout, before)
     if not dit.layers.is_last_part:
         return D_S1P
 
-    is_valid_S = batch.layout.token_mask_S.to(sigma_G.device)
-    error_S = (D_S1P - batch.tokens_S1P).square().mean(dim=(1, 2)) * is_valid_S
+    error_S = (D_S1P - batch.tokens_S1P).square().mean(dim=(1, 2)) * tensors.is_sample_S
     weighted_S = parameterization.loss_weight(sigma_G)[segment_S] * error_S
     objective_S = weighted_S
     if uncertainty is not None:
-        u_S = uncertainty(parameterization.scalings(sigma_G).c_noise)[segment_S] * is_valid_S
+        u_S = uncertainty(parameterization.scalings(sigma_G).c_noise)[segment_S] * tensors.is_sample_S
         objective_S = weighted_S / u_S.exp() + u_S
     return LossSums(objective_S.sum(), weighted_S.detach().sum(), error_S.detach().sum())
 

@@ -31,11 +31,11 @@ class ShardedDenoiser:
         x_BCTHW = x_BCTHW.to(self.device, torch.float32)
         batch = self._pack(x_BCTHW, conditioning.to(self.device))
         sigma_G = pad_segments(sigma_B.to(self.device).float(), batch.layout, value=1.0)
-        context = self._training.groups.context
-        mine = batch.shared(context.share)
+        groups = self._training.groups
+        mine = batch.shard(groups.mesh)
         found = evaluate(self._training, lambda part, pack: part(pack, sigma_G, is_noisy=True), [mine])
         D_S1P = from_last_stage(self._training, found[0] if found else None, like=mine.tokens_S1P)
-        return unpack_dense(gather_tokens(D_S1P, mine.layout, context.group), x_BCTHW, self._model)
+        return unpack_dense(gather_tokens(D_S1P, mine.layout, groups.context.group), x_BCTHW, self._model)
 
     def _pack(self, x_BCTHW: Tensor, conditioning: Conditioning) -> PackedBatch:
         multiple = self._training.config.parallel.sizes.sequence_multiple

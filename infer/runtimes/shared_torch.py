@@ -16,17 +16,17 @@ from megadit.models.shared.errors import UserError
 
 
 class ContextParallelDenoiser:
-    """D(x; sigma) by ranks that hold a share of every video's tokens; they call it together and all get the result.
+    """D(x; sigma) by ranks that hold a CP shard of every video's tokens; they call it together and all get the result.
 
-    The batch travels as a pack, whose segments are cut evenly (`models/segments.py`).
+    The batch travels as a pack, whose segments are cut evenly (`TokenMesh.span`).
     """
 
-    def __init__(self, dit: DiT, context, *, multiple: int, device: torch.device, dtype: torch.dtype) -> None:
-        """`context` are Megatron's context-parallel groups; packs have a multiple of `multiple` tokens."""
+    def __init__(self, dit: DiT, groups, *, multiple: int, device: torch.device, dtype: torch.dtype) -> None:
+        """`groups` are Megatron's (`megatron.groups.Groups`); packs have a multiple of `multiple` tokens."""
         self.device = device
         self.dtype = dtype
         self._dit = dit
-        self._context = context
+        self._groups = groups
         self._multiple = multiple
 
     @torch.no_grad()
@@ -36,10 +36,10 @@ class ContextParallelDenoiser:
         conditioning = conditioning.to(self.device, self.dtype)
         tokens_S1P, text_L1E, fps_G, layout = pack_dense(x_BCTHW, conditioning, self._dit.config, self._multiple)
         sigma_G = pad_segments(sigma_B.to(self.device).float(), layout, value=1.0)
-        mine = layout.shared(self._context.share)
-        own_S1P = tokens_S1P[mine.token_index_S.to(self.device)]
+        mine = layout.shard(self._groups.mesh)
+        own_S1P = tokens_S1P[mine.on(self.device).index_S]
         D_S1P = denoise_packed(self._dit, own_S1P, sigma_G, text_L1E, fps_G, mine)
-        return unpack_dense(gather_tokens(D_S1P, mine, self._context.group), x_BCTHW, self._dit.config)
+        return unpack_dense(gather_tokens(D_S1P, mine, self._groups.context.group), x_BCTHW, self._dit.config)
 
 
 def load_shared_denoiser(
@@ -63,4 +63,4 @@ def load_shared_denoiser(
     if context == 1:
         return TorchDenoiser(dit, device=device, dtype=dtype, compile=compile)
     multiple = layout.sequence_multiple
-    return ContextParallelDenoiser(dit, groups.context, multiple=multiple, device=device, dtype=dtype)
+    return ContextParallelDenoiser(dit, groups, multiple=multiple, device=device, dtype=dtype)

@@ -4,7 +4,7 @@
     ring      keys and values go round; each rank adds up its tokens' softmax as they pass (arXiv 2310.01889)
 
 Both at once: ranks that are neighbours exchange heads, as far as there are enough of them, and groups of neighbours
-pass keys and values round. Every rank holds an equal share of every segment (`segments.Share`), so that the work is
+pass keys and values round. Every rank holds an equal shard of every segment (`TokenMesh.span`), so that the work is
 balanced; all of them know all boundaries, and no mask is built.
 
 Shapes: S video tokens of this rank, N heads, K head dim, c segments of a pair, s tokens of each.
@@ -20,9 +20,10 @@ from einops import rearrange
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megadit.models.layout import CPU, PackLayout
 from megadit.models.megatron.block_attention import attend_block, attend_block_backward
 from megadit.models.ops.attention import attention
-from megadit.models.segments import SegmentLayout, Share
+from megadit.models.segments import TokenMesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +45,17 @@ class ContextGroups:
     def rank(self) -> int:
         return self.group.rank()
 
-    @property
-    def share(self) -> Share:
-        """What this rank holds of every segment."""
-        return Share(self.rank, self.rank + 1, self.size)
-
-    def share_of_ring(self, ring_rank: int) -> Share:
-        """What the neighbours at one place of the ring hold together."""
+    def neighbours(self, mesh: TokenMesh, ring_rank: int) -> TokenMesh:
+        """The CP shards of the neighbours with one rank of the ring, taken together."""
         width = self.heads.size()
-        return Share(ring_rank * width, (ring_rank + 1) * width, self.size)
+        return mesh.at(ring_rank * width, width)
 
 
-def attend_shared(q: Tensor, k: Tensor, v: Tensor, layout: SegmentLayout, groups: ContextGroups) -> Tensor:
-    """`ops.attention` of video tokens to one another, [S, 1, N*K], where `layout` is this rank's share."""
+def attend_shared(q: Tensor, k: Tensor, v: Tensor, layout: PackLayout, groups: ContextGroups) -> Tensor:
+    """`ops.attention` of video tokens to one another, [S, 1, N*K], where `layout` is this rank's CP shard."""
     is_exchanged = groups.heads.size() > 1
     if is_exchanged:
-        order_S = _order(layout, groups, q.device)
+        order_S = layout.memo(_order, groups.ring.rank(), groups.heads.size(), q.device)
         q, k, v = _Exchange.apply(torch.cat([q, k, v], dim=-1), order_S, groups.heads, True).chunk(3, dim=-1)
     if groups.ring.size() > 1:
         out_S1NK = _Ring.apply(q, k, v, layout, groups)
@@ -70,15 +66,10 @@ def attend_shared(q: Tensor, k: Tensor, v: Tensor, layout: SegmentLayout, groups
     return out_S1NK.flatten(2)
 
 
-def _order(layout: SegmentLayout, groups: ContextGroups, device: torch.device) -> Tensor:
-    """int64: for each token of the neighbours in the order of the sequence, its place among theirs rank after rank."""
-
-    def compute() -> Tensor:
-        first = groups.ring.rank() * groups.heads.size()
-        shares = [Share(rank, rank + 1, groups.size) for rank in range(first, first + groups.heads.size())]
-        return torch.cat([layout.shared(share).token_index_S for share in shares]).argsort().to(device)
-
-    return layout.cached(("order", groups.rank, groups.heads.size(), device), compute)
+def _order(layout: PackLayout, ring_rank: int, width: int, device: torch.device) -> Tensor:
+    """int64: for each token of the neighbours in the order of the sequence, its index among theirs rank after rank."""
+    shards = [layout.shard(layout.mesh.at(ring_rank * width + rank)) for rank in range(width)]
+    return torch.cat([shard.on(CPU).index_S for shard in shards]).argsort().to(device)
 
 
 class _Exchange(torch.autograd.Function):
@@ -134,8 +125,9 @@ def _rows(x: Tensor, start: int, count: int, length: int) -> Tensor:
     return x[start : start + count * length].unflatten(0, (count, length))
 
 
-def _pairs(queries: SegmentLayout, keys: SegmentLayout) -> list[_Pair]:
-    """What attends to what between two shares of a pack; padding is left out."""
+def _pairs(layout: PackLayout, own: TokenMesh, theirs: TokenMesh) -> list[_Pair]:
+    """Which queries of one shard attend to which keys of another; padding is left out."""
+    queries, keys = layout.shard(own), layout.shard(theirs)
     items = [
         ((num_queries, num_keys), index)
         for index, (num_queries, num_keys) in enumerate(zip(queries.lengths, keys.lengths, strict=True))
@@ -196,9 +188,10 @@ def _join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     lse.copy_(joined)
 
 
-def _pairs_with(source: int, layout: SegmentLayout, groups: ContextGroups) -> list[_Pair]:
-    shares = groups.share_of_ring(groups.ring.rank()), groups.share_of_ring(source)
-    return layout.cached(("pairs", *shares), lambda: _pairs(*(layout.shared(share) for share in shares)))
+def _pairs_with(source: int, layout: PackLayout, groups: ContextGroups) -> list[_Pair]:
+    """Which queries here attend to which keys of rank `source` of the ring."""
+    own, theirs = (groups.neighbours(layout.mesh, rank) for rank in (groups.ring.rank(), source))
+    return layout.memo(_pairs, own, theirs)
 
 
 def _round_trip(kv: Tensor, ring: ProcessGroup):

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megadit.models.experts import Experts
+from megadit.models.layout import CPU, PackLayout
 from megadit.models.megatron import cpu_shim
 from megadit.models.megatron.context_parallel import ContextGroups
-from megadit.models.segments import SegmentLayout, Share
 
 
 class Dispatch:
@@ -47,35 +47,37 @@ class Dispatch:
         return dispatcher.combine_postprocess(dispatcher.token_combine(y_ND))
 
 
-def all_tokens(x_S1E: Tensor, layout: SegmentLayout, context: ContextGroups | None, cut: ProcessGroup | None) -> Tensor:
+def all_tokens(x_S1E: Tensor, layout: PackLayout, context: ContextGroups | None, cut: ProcessGroup | None) -> Tensor:
     """The rows of all tokens of a pack, in its order, from those of this rank.
 
     Args:
         x_S1E: a row for each of this rank's tokens, which has no gradient.
-        layout: this context-parallel rank's share of the pack.
+        layout: this rank's CP shard of the pack.
         context: the ranks that share every sample, None where each has all tokens.
-        cut: the ranks among which that share is cut once more, by sequence parallelism.
+        cut: the ranks among which that shard is cut once more, by sequence parallelism.
     """
-    share = torch.cat(_gather(x_S1E, cut)) if cut is not None else x_S1E
+    shard = torch.cat(_gather(x_S1E, cut)) if cut is not None else x_S1E
     if context is None:
-        return share
-    whole = share.new_empty(layout.whole.capacity, *share.shape[1:])
-    for rank, part in enumerate(_gather(share, context.group)):
-        whole[_places(layout.shared(Share(rank, rank + 1, context.size)), share.device)] = part
+        return shard
+    whole = shard.new_empty(layout.whole.capacity, *shard.shape[1:])
+    for index_S, part in zip(layout.memo(_indices, shard.device), _gather(shard, context.group), strict=True):
+        whole[index_S] = part
     return whole
 
 
-def own_tokens(x_S1E: Tensor, layout: SegmentLayout, cut: ProcessGroup | None) -> Tensor:
+def _indices(layout: PackLayout, device: torch.device) -> list[Tensor]:
+    """int64: the indices in the whole sequence of the tokens of each CP shard."""
+    shards = [layout.shard(layout.mesh.at(rank)) for rank in range(layout.mesh.context)]
+    return [shard.on(CPU).index_S.to(device) for shard in shards]
+
+
+def own_tokens(x_S1E: Tensor, layout: PackLayout, cut: ProcessGroup | None) -> Tensor:
     """The inverse: this rank's rows, of those of all tokens."""
-    share = x_S1E[_places(layout, x_S1E.device)]
-    return share if cut is None else share.chunk(cut.size())[cut.rank()]
+    shard = x_S1E[layout.on(x_S1E.device).index_S]
+    return shard if cut is None else shard.chunk(cut.size())[cut.rank()]
 
 
 def _gather(x: Tensor, group: ProcessGroup) -> list[Tensor]:
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(parts, x.contiguous(), group=group)
     return parts
-
-
-def _places(layout: SegmentLayout, device: torch.device) -> Tensor:
-    return layout.cached(("places", device), lambda: layout.token_index_S.to(device))

@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megadit.models.blocks import Context
+from megadit.models.blocks import BlockInputs
 from megadit.models.embeddings import Rotary
 from megadit.models.layers import BlockStack
-from megadit.models.ops.condition_rows import row_of_token
 from megadit.models.ops.ledger import cheap_values_recomputed
 from megadit.models.shared.errors import UserError
 
@@ -58,21 +58,32 @@ def _others_may_use_the_gpu() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
+class FixedRows:
+    """What modulation reads of `ConditionRows`, as a tensor of the size that every pack has."""
+
+    row_S: Tensor
+    groups = None
+
+    def of_token(self, device: torch.device) -> Tensor:
+        return self.row_S
+
+
+@dataclass(frozen=True, slots=True)
 class FixedLayout:
-    """What a block reads of a `SegmentLayout`, as tensors and sizes that are those of every pack."""
+    """What a block reads of a `PackLayout`, as tensors and sizes that are those of every pack."""
 
-    token_bounds: Tensor
-    """int32 [G + 1]: the first token of each segment, and the number of all."""
+    bounds: Tensor
     text_bounds: Tensor
-    num_tokens: int
-    num_slots: int
+    longest: int
+    """A segment may be as long as a pack."""
+    longest_text: int
+    rows: FixedRows
 
-    def bounds(self, device: torch.device, *, of_text: bool) -> tuple[Tensor, int]:
-        """As `SegmentLayout` has them; a segment may be as long as a pack."""
-        return (self.text_bounds, self.num_slots) if of_text else (self.token_bounds, self.num_tokens)
+    def on(self, device: torch.device) -> "FixedLayout":
+        return self
 
-    def constant(self, key: object, compute: Callable[[], object]) -> object:
-        return compute()
+    def per_condition(self, function: Callable[..., Any], owner: nn.Module, *inputs: Any) -> Any:
+        return function(owner, *inputs)
 
 
 class GraphedBlocks(BlockStack):
@@ -84,11 +95,11 @@ class GraphedBlocks(BlockStack):
         self._record = record
         self._graphs: tuple[Callable[..., Tensor], ...] | None = None
 
-    def forward(self, x_SBD: Tensor, context: Context) -> Tensor:
+    def forward(self, x_SBD: Tensor, inputs: BlockInputs) -> Tensor:
         is_watched = any(block._forward_hooks for block in self.values())
-        if not torch.is_grad_enabled() or is_watched or context.layout.num_segments > self.max_segments:
-            return super().forward(x_SBD, context)
-        tensors = _tensors(context, self.max_segments)
+        if not torch.is_grad_enabled() or is_watched or inputs.layout.num_segments > self.max_segments:
+            return super().forward(x_SBD, inputs)
+        tensors = _tensors(inputs, self.max_segments)
         if self._graphs is None:
             self._graphs = self._recorded(x_SBD, tensors)
         for graph in self._graphs:
@@ -105,24 +116,23 @@ def _place(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def _tensors(context: Context, num_segments: int) -> dict[str, Tensor]:
+def _tensors(inputs: BlockInputs, num_segments: int) -> dict[str, Tensor]:
     """All that a block reads beside its tokens, of the size that it has with `num_segments` segments."""
-    layout, device = context.layout, context.condition_GD.device
+    layout, device = inputs.layout, inputs.condition_GD.device
     missing = num_segments - layout.num_segments
 
-    def bounds(of_text: bool) -> Tensor:
-        bounds, _ = layout.bounds(device, of_text=of_text)
+    def extended(bounds: Tensor) -> Tensor:
         return torch.cat([bounds, bounds[-1:].expand(missing)])
 
     found = {
-        "condition": F.pad(context.condition_GD, (0, 0, 0, missing)),
-        "text": context.text_LBD,
-        "row": row_of_token(context.runs, device),
-        "token_bounds": bounds(of_text=False),
-        "text_bounds": bounds(of_text=True),
-        "shared": None if context.shared_GM is None else F.pad(context.shared_GM, (0, 0, 0, missing)),
-        "positions": context.positions_SBD,
-        **({} if context.rotary is None else context.rotary._asdict()),
+        "condition": F.pad(inputs.condition_GD, (0, 0, 0, missing)),
+        "text": inputs.text_LBD,
+        "row": layout.rows.of_token(device),
+        "token_bounds": extended(layout.on(device).bounds),
+        "text_bounds": extended(layout.on(device).text_bounds),
+        "shared": None if inputs.shared_GM is None else F.pad(inputs.shared_GM, (0, 0, 0, missing)),
+        "positions": inputs.positions_SBD,
+        **({} if inputs.rotary is None else inputs.rotary._asdict()),
     }
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
@@ -138,10 +148,19 @@ class _OfTensors(nn.Module):
         given = dict(zip(self.names, tensors, strict=True))
         text_LBD = given.get("text")
         layout = FixedLayout(
-            given["token_bounds"], given["text_bounds"], len(x_SBD), 0 if text_LBD is None else len(text_LBD)
+            bounds=given["token_bounds"],
+            text_bounds=given["text_bounds"],
+            longest=len(x_SBD),
+            longest_text=0 if text_LBD is None else len(text_LBD),
+            rows=FixedRows(given["row"]),
         )
-        rotary = Rotary(given["cos"], given["sin"]) if "cos" in given else None
-        shared, positions = given.get("shared"), given.get("positions")
-        context = Context(given["condition"], text_LBD, layout, given["row"], rotary, shared, positions)
+        inputs = BlockInputs(
+            condition_GD=given["condition"],
+            text_LBD=text_LBD,
+            layout=layout,
+            rotary=Rotary(given["cos"], given["sin"]) if "cos" in given else None,
+            shared_GM=given.get("shared"),
+            positions_SBD=given.get("positions"),
+        )
         with cheap_values_recomputed():
-            return self.block(x_SBD, context)
+            return self.block(x_SBD, inputs)

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from megadit.models.config import DiTConfig
 from megadit.models.megatron.context_parallel import ContextGroups
 from megadit.models.megatron.parallel_sizes import ParallelSizes
+from megadit.models.segments import TokenMesh
 
 _TIMEOUT = timedelta(minutes=30)  # a rank may wait this long while another reads data or writes a checkpoint
 
@@ -27,6 +28,8 @@ class Groups:
     tensor: ProcessGroup
     pipeline: ProcessGroup
     context: ContextGroups
+    mesh: TokenMesh
+    """The ranks that share the tokens of a pack."""
     data: ProcessGroup
     """Ranks that hold the same parameters: data-parallel copies, and the context-parallel ranks of each."""
     readers: ProcessGroup
@@ -103,10 +106,13 @@ def initialize(layout: ParallelSizes, model: DiTConfig) -> Groups:
         )
     heads, ring = parallel_state.get_hierarchical_context_parallel_groups()
     readers = parallel_state.get_data_parallel_group()
+    tensor = parallel_state.get_tensor_model_parallel_group()
+    context = ContextGroups(parallel_state.get_context_parallel_group(), heads, ring)
     return Groups(
-        tensor=parallel_state.get_tensor_model_parallel_group(),
+        tensor=tensor,
         pipeline=parallel_state.get_pipeline_model_parallel_group(),
-        context=ContextGroups(parallel_state.get_context_parallel_group(), heads, ring),
+        context=context,
+        mesh=_token_mesh(context.group, tensor if layout.sequence_parallel else None),
         data=parallel_state.get_data_parallel_group(with_context_parallel=True),
         readers=readers,
         copy=_copy_group(readers),
@@ -138,6 +144,12 @@ def _shared_by_the_same_ranks() -> Iterator[None]:
         yield
     finally:
         parallel_state.create_group = create
+
+
+def _token_mesh(context: ProcessGroup, sequence: ProcessGroup | None) -> TokenMesh:
+    """Megatron counts the ranks of sequence parallelism first, then those of context parallelism."""
+    slices, place = (1, 0) if sequence is None else (sequence.size(), sequence.rank())
+    return TokenMesh(context=context.size(), slices=slices, rank=context.rank() * slices + place)
 
 
 def _first_rank(ranks: list[int], *split: int | None) -> list[int]:

@@ -29,11 +29,12 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megadit.models.axial import Arrangement, move
 from megadit.models.config import DiTConfig
 from megadit.models.experts import HIDDEN_DIM, Experts, compute_here
 from megadit.models.initialize import Fill, initialize_
-from megadit.models.layers import BlockStack, Layout, Sequence
-from megadit.models.lines import Arrangement, Axis, Lines, Mesh, lines, move
+from megadit.models.layers import BlockStack, Sequence
+from megadit.models.layout import Layout
 from megadit.models.megatron.context_parallel import ContextGroups, attend_shared
 from megadit.models.megatron.expert_parallel import Dispatch, all_tokens, own_tokens
 from megadit.models.megatron.graphed_blocks import GraphedBlocks
@@ -43,7 +44,6 @@ from megadit.models.megatron.parallel_sizes import ParallelSizes
 from megadit.models.ops.attention import attention
 from megadit.models.ops.ledger import cheap_values_recomputed, recomputed
 from megadit.models.ops.linear import Linear
-from megadit.models.segments import Run
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -178,7 +178,7 @@ class McoreLayers:
         return self._attend(q, k, v, layout, cross)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, cross: bool) -> Tensor:
-        if cross or self.context is None or layout.share.size == 1:  # lines are whole on one rank
+        if cross or self.context is None or layout.groups is None or layout.mesh.context == 1:
             return attention(q, k, v, layout, cross)
         return attend_shared(q, k, v, layout, self.context)
 
@@ -209,7 +209,7 @@ class McoreLayers:
         return experts
 
     def choose(self, rule: Callable[[Tensor, Layout], Tensor], score_SBE: Tensor, layout: Layout) -> Tensor:
-        if layout.runs is None:
+        if layout.groups is None:
             return rule(score_SBE, layout)
         cut = self.tensor_group if self.config.sequence_parallel else None
         chosen_SBE = rule(all_tokens(score_SBE, layout, self.context, cut), layout.whole)
@@ -230,28 +230,15 @@ class McoreLayers:
         # every rank computes the loss of all tokens: each keeps its slice of the gradient, nothing is summed
         return gather_from_sequence_parallel_region(x_SBD, tensor_parallel_output_grad=False, group=self.tensor_group)
 
-    def local_runs(self, layout: Layout) -> tuple[Run, ...] | None:
-        if not self.config.sequence_parallel or layout.runs is None:
-            return layout.runs
-        return layout.local_runs(self.tensor_group.rank(), self.tensor_group.size())
-
-    @property
-    def _mesh(self) -> Mesh:
-        """The ranks among which the tokens of a pack are divided; Megatron counts tensor-parallel ranks first."""
-        slices = self.tensor_group.size() if self.config.sequence_parallel else 1
-        place = self.tensor_group.rank() if self.config.sequence_parallel else 0
-        context = (1, 0) if self.context is None else (self.context.size, self.context.rank)
-        return Mesh(context[0], slices, context[1] * slices + place)
-
-    def lines(self, layout: Layout, axis: Axis) -> Lines:
-        return lines(layout, axis, self._mesh)
-
     def move(self, x_SBD: Tensor, layout: Layout, source: Arrangement, target: Arrangement) -> Tensor:
-        mesh, group = self._mesh, None
-        if mesh.size > 1:
-            group = self.context.group if mesh.slices == 1 else parallel_state.get_tensor_and_context_parallel_group()
-            assert (group.size(), group.rank()) == (mesh.size, mesh.rank)
-        return move(x_SBD, layout, source, target, mesh, group)
+        group = None
+        if self.config.sequence_parallel:
+            group = parallel_state.get_tensor_and_context_parallel_group()
+        elif self.context is not None:
+            group = self.context.group
+        if group is not None and layout.groups is not None:
+            assert (group.size(), group.rank()) == (layout.mesh.size, layout.mesh.rank)
+        return move(x_SBD, layout, source, target, group)
 
 
 def mark_expert_(parameter: nn.Parameter, hidden_dim: int) -> None:

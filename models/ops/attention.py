@@ -12,10 +12,10 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from megadit.models.layout import DenseLayout, Layout, PackLayout
 from megadit.models.ops.batch_attention import batch_attention
 from megadit.models.ops.ledger import cheap
 from megadit.models.ops.registry import Op
-from megadit.models.segments import DenseLayout, Layout, SegmentLayout
 
 
 def masked_softmax(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cross: bool) -> Tensor:
@@ -46,11 +46,12 @@ def _attended(layout: Layout, cross: bool, num_queries: int, num_keys: int, devi
         token_S, area = torch.arange(num_queries, device=device), layout.grid[1] * layout.grid[2]
         sample_S = {"sample": token_S * 0, "time": token_S % area, "space": token_S // area}[layout.over]
         return (sample_S[:, None] == sample_S)[None]
+    tensors = layout.on(device)
     segment_S, segment_L = (
         torch.searchsorted(bounds[1:], torch.arange(size, device=device, dtype=bounds.dtype), right=True)
-        for (bounds, _), size in (
-            (layout.bounds(device, of_text=False), num_queries),
-            (layout.bounds(device, of_text=cross), num_keys),
+        for bounds, size in (
+            (tensors.bounds, num_queries),
+            (tensors.text_bounds if cross else tensors.bounds, num_keys),
         )
     )
     return (segment_S[:, None] == segment_L)[None]
@@ -88,26 +89,26 @@ def _suits_varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cross: bool) 
 
 
 @attention.variant("varlen_flash", suits=_suits_varlen)
-def attend_varlen(q: Tensor, k: Tensor, v: Tensor, layout: SegmentLayout, cross: bool) -> Tensor:
+def attend_varlen(q: Tensor, k: Tensor, v: Tensor, layout: PackLayout, cross: bool) -> Tensor:
     """All segments in one flash-attention call (half precision on a GPU); padding attends to itself."""
     from torch.nn.attention.varlen import varlen_attn
 
-    bounds_q, longest_q = layout.bounds(q.device, of_text=False)
-    bounds_k, longest_k = layout.bounds(q.device, of_text=cross)
-    out_SNK = varlen_attn(q[:, 0], k[:, 0], v[:, 0], bounds_q, bounds_k, longest_q, longest_k)
+    tensors = layout.on(q.device)
+    bounds_k, longest_k = (tensors.text_bounds, layout.longest_text) if cross else (tensors.bounds, layout.longest)
+    out_SNK = varlen_attn(q[:, 0], k[:, 0], v[:, 0], tensors.bounds, bounds_k, layout.longest, longest_k)
     return rearrange(out_SNK, "S N K -> S 1 (N K)")
 
 
-@attention.variant("by_length_group", suits=lambda q, k, v, layout, cross: isinstance(layout, SegmentLayout))
-def attend_by_length_group(q: Tensor, k: Tensor, v: Tensor, layout: SegmentLayout, cross: bool) -> Tensor:
+@attention.variant("by_length_group", suits=lambda q, k, v, layout, cross: isinstance(layout, PackLayout))
+def attend_by_length_group(q: Tensor, k: Tensor, v: Tensor, layout: PackLayout, cross: bool) -> Tensor:
     """One dense attention per group of equally long segments; runs anywhere, costs what the segments cost."""
-    shapes = [(group.count, group.length) for group in layout.runs]
+    shapes = [(group.count, group.length) for group in layout.groups]
     if cross:
         keys = _texts_of_groups(k, v, layout)
     else:
         keys = zip(_cut(k.squeeze(1), shapes), _cut(v.squeeze(1), shapes), [None] * len(shapes), strict=True)
     outputs = []
-    for group, q_csNK, keys_of_group in zip(layout.runs, _cut(q.squeeze(1), shapes), keys, strict=True):
+    for group, q_csNK, keys_of_group in zip(layout.groups, _cut(q.squeeze(1), shapes), keys, strict=True):
         is_padding = group.is_padding
         outputs.append(torch.zeros_like(q_csNK).flatten(0, 1) if is_padding else _attend_group(q_csNK, *keys_of_group))
     return _join(*outputs)
@@ -133,14 +134,7 @@ def _cut(x_SNK: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
     return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _texts_of_groups(k: Tensor, v: Tensor, layout: SegmentLayout) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+def _texts_of_groups(k: Tensor, v: Tensor, layout: PackLayout) -> list[tuple[Tensor, Tensor, Tensor | None]]:
     """Keys and values of each group's text, [c, l, N, K], and a mask [c, 1, 1, l] of what is there (None: all)."""
-
-    def compute() -> tuple[Tensor, list[torch.Size], list[Tensor | None]]:
-        slots, are_valid = zip(*map(layout.text_of_run, layout.runs), strict=True)
-        masks = [None if valid.all() else valid[:, None, None].to(k.device, non_blocking=True) for valid in are_valid]
-        flat = torch.cat([slots_cl.flatten() for slots_cl in slots]).to(k.device, non_blocking=True)
-        return flat, [slots_cl.shape for slots_cl in slots], masks
-
-    slots, shapes, masks = layout.cached(("texts", k.device), compute)
+    slots, shapes, masks = layout.on(k.device).texts
     return list(zip(_cut(k[slots, 0], shapes), _cut(v[slots, 0], shapes), masks, strict=True))

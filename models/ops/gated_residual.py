@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from megadit.models.ops.condition_rows import (
-    Rows,
+    are_grouped,
     are_looked_up,
-    rows_by_token,
     rows_of,
     sum_rows,
     sum_tokens,
@@ -17,11 +16,12 @@ from megadit.models.ops.condition_rows import (
 )
 from megadit.models.ops.fusion import fused
 from megadit.models.ops.registry import Op
+from megadit.models.segments import ConditionRows
 
 
-def _reference(x_SBD: Tensor, gate_GD: Tensor, y_SBD: Tensor, rows: Rows = None) -> Tensor:
+def _reference(x_SBD: Tensor, gate_GD: Tensor, y_SBD: Tensor, rows: ConditionRows | None = None) -> Tensor:
     """x + gate * y; `rows` says which gate each token of a pack has, without it batch element b has gate b."""
-    gate = gate_GD if rows is None else gate_GD[rows_by_token(rows, x_SBD.device), None]
+    gate = gate_GD if rows is None else gate_GD[rows.of_token(x_SBD.device), None]
     return torch.addcmul(x_SBD, gate, y_SBD)
 
 
@@ -29,13 +29,13 @@ gated_residual = Op("gated_residual", _reference)
 
 
 @gated_residual.variant("by_token", suits=lambda x, gate, y, rows=None: are_looked_up(x, rows))
-def by_token(x_S1D: Tensor, gate_GD: Tensor, y_S1D: Tensor, rows: Rows) -> Tensor:
-    return _ByToken.apply(x_S1D, gate_GD, y_S1D, rows_by_token(rows, x_S1D.device))
+def by_token(x_S1D: Tensor, gate_GD: Tensor, y_S1D: Tensor, rows: ConditionRows | None) -> Tensor:
+    return _ByToken.apply(x_S1D, gate_GD, y_S1D, rows.of_token(x_S1D.device))
 
 
-@gated_residual.variant("by_length_group", suits=lambda x, gate, y, rows=None: isinstance(rows, tuple))
-def by_length_group(x_S1D: Tensor, gate_GD: Tensor, y_S1D: Tensor, rows: Rows) -> Tensor:
-    return _ByLengthGroup.apply(x_S1D, gate_GD, y_S1D, rows)
+@gated_residual.variant("by_length_group", suits=lambda x, gate, y, rows=None: are_grouped(rows))
+def by_length_group(x_S1D: Tensor, gate_GD: Tensor, y_S1D: Tensor, rows: ConditionRows | None) -> Tensor:
+    return _ByLengthGroup.apply(x_S1D, gate_GD, y_S1D, rows.groups)
 
 
 def _forward(x, gate, y, row_S):
@@ -61,12 +61,12 @@ class _ByToken(torch.autograd.Function):
 
 class _ByLengthGroup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, gate, y, runs):
+    def forward(ctx, x, gate, y, groups):
         out = torch.empty_like(x)
-        for run in runs:
-            torch.addcmul(tokens_of(x, run), rows_of(gate, run), tokens_of(y, run), out=tokens_of(out, run))
+        for group in groups:
+            torch.addcmul(tokens_of(x, group), rows_of(gate, group), tokens_of(y, group), out=tokens_of(out, group))
         ctx.save_for_backward(gate, y)
-        ctx.runs = runs
+        ctx.groups = groups
         return out
 
     @staticmethod
@@ -74,7 +74,7 @@ class _ByLengthGroup(torch.autograd.Function):
         gate, y = ctx.saved_tensors
         grad = grad.contiguous()
         grad_y = torch.mul(grad, y)
-        grad_gate = sum_tokens(grad_y, gate, ctx.runs)
-        for run in ctx.runs:
-            torch.mul(tokens_of(grad, run), rows_of(gate, run), out=tokens_of(grad_y, run))
+        grad_gate = sum_tokens(grad_y, gate, ctx.groups)
+        for group in ctx.groups:
+            torch.mul(tokens_of(grad, group), rows_of(gate, group), out=tokens_of(grad_y, group))
         return grad, grad_gate, grad_y, None

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megadit.models.ops.condition_rows import (
-    Rows,
+    are_grouped,
     are_looked_up,
-    rows_by_token,
     rows_of,
     sum_rows,
     sum_tokens,
@@ -23,6 +22,7 @@ from megadit.models.ops.condition_rows import (
 from megadit.models.ops.fusion import fused
 from megadit.models.ops.ledger import cheap
 from megadit.models.ops.registry import Op
+from megadit.models.segments import ConditionRows
 
 
 def _reference(
@@ -30,7 +30,7 @@ def _reference(
     shift_GD: Tensor,
     scale_GD: Tensor,
     eps: float,
-    rows: Rows = None,
+    rows: ConditionRows | None = None,
     rms_weight_D: Tensor | None = None,
 ) -> Tensor:
     """LayerNorm(x) * (1 + scale) + shift (arXiv 2212.09748, section 3.2).
@@ -40,7 +40,7 @@ def _reference(
     """
     shift, factor = shift_GD, _factor(scale_GD, rms_weight_D)
     if rows is not None:
-        row_S = rows_by_token(rows, x_SBD.device)
+        row_S = rows.of_token(x_SBD.device)
         shift, factor = shift[row_S, None], factor[row_S, None]
     is_rms = rms_weight_D is not None
     y_SBD = _normalize(x_SBD, eps, True)[0] if is_rms else F.layer_norm(x_SBD, x_SBD.shape[-1:], eps=eps)
@@ -74,16 +74,16 @@ def one_sample(x_S1D: Tensor, shift_1D: Tensor, scale_1D: Tensor, eps: float, ro
     "by_token", suits=lambda x, shift, scale, eps, rows=None, rms_weight=None: are_looked_up(x, rows)
 )
 def by_token(x_S1D, shift_GD, scale_GD, eps, rows, rms_weight_D=None) -> Tensor:
-    row_S, is_rms = rows_by_token(rows, x_S1D.device), rms_weight_D is not None
+    row_S, is_rms = rows.of_token(x_S1D.device), rms_weight_D is not None
     return _ByToken.apply(x_S1D, shift_GD, _factor(scale_GD, rms_weight_D), eps, row_S, is_rms)
 
 
 @modulated_norm.variant(
-    "by_length_group", suits=lambda x, shift, scale, eps, rows=None, rms_weight=None: isinstance(rows, tuple)
+    "by_length_group", suits=lambda x, shift, scale, eps, rows=None, rms_weight=None: are_grouped(rows)
 )
 def by_length_group(x_S1D, shift_GD, scale_GD, eps, rows, rms_weight_D=None) -> Tensor:
     factor_GD = _factor(scale_GD, rms_weight_D)
-    return _ByLengthGroup.apply(x_S1D, shift_GD, factor_GD, eps, rows, rms_weight_D is not None)
+    return _ByLengthGroup.apply(x_S1D, shift_GD, factor_GD, eps, rows.groups, rms_weight_D is not None)
 
 
 # --- by length group ----------------------------------------------------------------------------------------------
@@ -110,13 +110,13 @@ def _normalize_backward(grad_y: Tensor, x: Tensor, mean: Tensor | None, root_inv
 
 class _ByLengthGroup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, shift, factor, eps, runs, is_rms):
+    def forward(ctx, x, shift, factor, eps, groups, is_rms):
         y, mean, root_inverse = _normalize(x, eps, is_rms)
-        for run in runs:
-            tokens = tokens_of(y, run)
-            torch.addcmul(rows_of(shift, run), tokens, rows_of(factor, run), out=tokens)
+        for group in groups:
+            tokens = tokens_of(y, group)
+            torch.addcmul(rows_of(shift, group), tokens, rows_of(factor, group), out=tokens)
         ctx.save_for_backward(x, factor, mean, root_inverse)
-        ctx.runs = runs
+        ctx.groups = groups
         return y
 
     @staticmethod
@@ -125,11 +125,11 @@ class _ByLengthGroup(torch.autograd.Function):
         grad = grad.contiguous()
         y = (x if mean is None else x - mean) * root_inverse
         product = y.to(grad.dtype).mul_(grad)
-        grad_factor = sum_tokens(product, factor, ctx.runs)
-        grad_shift = sum_tokens(grad, factor, ctx.runs)
+        grad_factor = sum_tokens(product, factor, ctx.groups)
+        grad_shift = sum_tokens(grad, factor, ctx.groups)
         grad_y = product  # the product is spent: its memory holds the gradient of the normalised activations
-        for run in ctx.runs:
-            torch.mul(tokens_of(grad, run), rows_of(factor, run), out=tokens_of(grad_y, run))
+        for group in ctx.groups:
+            torch.mul(tokens_of(grad, group), rows_of(factor, group), out=tokens_of(grad_y, group))
         grad_x = _normalize_backward(grad_y, x, mean, root_inverse)
         return grad_x, grad_shift, grad_factor, None, None, None
 

@@ -45,9 +45,10 @@ from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.embeddings import patchify
 from megadit.models.initialize import initialize_
-from megadit.models.segments import Segment, SegmentLayout
+from megadit.models.layout import PackLayout
+from megadit.models.segments import Segment
 from megadit.models.shared.command import run_command
-from megadit.models.shared.options import read_options
+from megadit.models.shared.options import read_options, run_command
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.bin_packing import best_fit
 from megadit.train.recipes import load_recipe
@@ -73,7 +74,7 @@ def compare_training(setting: Setting, dtype: torch.dtype, rounds: int) -> list[
     segment = Segment(setting.config.token_grid(*setting.latents), len(text_L1E))
 
     def call_ours() -> Tensor:
-        layout = SegmentLayout.pack([segment], capacity=len(tokens_S1P), text_capacity=len(text_L1E))
+        layout = PackLayout.pack([segment], capacity=len(tokens_S1P), text_capacity=len(text_L1E))
         return ours.forward_packed(tokens_S1P, inputs.c_noise_B, text_L1E, inputs.conditioning.fps_B, layout)
 
     def call_theirs_() -> Tensor:
@@ -115,7 +116,7 @@ def compare_packing(rounds: int) -> Comparison:
 
     def packed() -> None:
         for segments, *inputs in packs:
-            layout = SegmentLayout.pack(segments, capacity=len(inputs[0]), text_capacity=len(segments))
+            layout = PackLayout.pack(segments, capacity=len(inputs[0]), text_capacity=len(segments))
             _backward(dit.forward_packed(*inputs, layout))
 
     def padded() -> None:
@@ -161,7 +162,7 @@ def compare_text_of_others(rounds: int) -> Comparison:
     own = (grid[0] // num_ranks, *grid[1:])
     config = replace(COSMOS.config, num_layers=2, hidden_size=1024)
     dit = randomised(DiT(config))
-    layout = SegmentLayout.pack([Segment(own, text_length)], capacity=math.prod(own), text_capacity=text_length)
+    layout = PackLayout.pack([Segment(own, text_length)], capacity=math.prod(own), text_capacity=text_length)
     tokens_S1P = torch.randn(math.prod(own), 1, config.patch_dim)
     text_L1E = torch.randn(text_length, 1, config.crossattn_emb_size)
     c_noise_G, fps_G = torch.tensor([0.3]), torch.tensor([24.0])

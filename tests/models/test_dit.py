@@ -11,9 +11,10 @@ from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.embeddings import patchify, rotary_table, sincos_table, unpatchify
 from megadit.models.initialize import initialize_
+from megadit.models.layout import PackLayout, grid_positions
 from megadit.models.ops import attention
 from megadit.models.ops.registry import Variant
-from megadit.models.segments import Segment, SegmentLayout, grid_positions
+from megadit.models.segments import Segment, grid_positions
 
 CONFIG = DiTConfig(num_layers=2, hidden_size=48, num_attention_heads=4, in_channels=4, crossattn_emb_size=16)
 SHAPES = ((3, 4, 4), (1, 4, 6), (3, 4, 4), (2, 8, 4), (1, 4, 6))
@@ -38,7 +39,7 @@ class Samples:
         self.text = [torch.randn(1, max(n, 1), config.crossattn_emb_size, dtype=dtype) for n in TEXT_LENGTHS]
         self.c_noise, self.fps = torch.randn(6, dtype=torch.float32), 30 * torch.rand(6)
         segments = [Segment(config.token_grid(*s), n) for s, n in zip(SHAPES, TEXT_LENGTHS, strict=True)]
-        self.layout = SegmentLayout.pack(segments, capacity=80, text_capacity=20)
+        self.layout = PackLayout.pack(segments, capacity=80, text_capacity=20)
         tokens = torch.cat([patchify(x, config) for x in self.latents])
         self.tokens = torch.nn.functional.pad(tokens, (0, 0, 0, 0, 0, 80 - len(tokens)))
         text = torch.cat([t[0] for t in self.text])

@@ -11,7 +11,8 @@ from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.expert_config import ExpertConfig
 from megadit.models.experts import ExpertLoad, Experts, _Balance, chosen_by_experts, chosen_by_tokens, compute_here
-from megadit.models.segments import DenseLayout, Segment, SegmentLayout
+from megadit.models.layout import DenseLayout, PackLayout
+from megadit.models.segments import Segment
 from megadit.models.shared.errors import UserError
 
 TOKENS = ExpertConfig(num_experts=4, top_k=2)
@@ -47,7 +48,7 @@ def test_tokens_choose_their_best_experts():
 
 
 def test_experts_choose_equally_many_tokens_of_every_sample():
-    layout = SegmentLayout.pack(
+    layout = PackLayout.pack(
         [Segment((1, 2, 3), 1), Segment((1, 2, 3), 1), Segment((2, 2, 2), 1)], capacity=24, text_capacity=5
     )
     score = scores(24)

@@ -12,7 +12,8 @@ from megadit.models.dit import DiT
 from megadit.models.embeddings import patchify
 from megadit.models.expert_config import ExpertConfig
 from megadit.models.initialize import initialize_
-from megadit.models.segments import Segment, SegmentLayout
+from megadit.models.layout import PackLayout
+from megadit.models.segments import Segment
 from megadit.models.shared.errors import UserError
 
 COMMON = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 4, "in_channels": 4, "crossattn_emb_size": 2}
@@ -74,7 +75,7 @@ def run_both(dit):
     latents = [torch.randn(1, config.in_channels, *shape, dtype=torch.float64) for shape in SHAPES]
     text = [torch.randint(0, 3, (1, max(n, 1), 2)).double() for n in TEXT_LENGTHS]
     c_noise, fps = torch.randn(5), torch.tensor([*FPS, 0.0])
-    layout = SegmentLayout.pack(
+    layout = PackLayout.pack(
         [Segment(config.token_grid(*shape), n) for shape, n in zip(SHAPES, TEXT_LENGTHS, strict=True)],
         capacity=60,
         text_capacity=7 + 3,

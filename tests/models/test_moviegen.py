@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from einops import rearrange
 
 from megadit import models
-from megadit.models.blocks import Context
+from megadit.models.blocks import BlockInputs
 from megadit.models.bundle.tensor_source import from_state_dict
 from megadit.models.conditioning import Conditioning
 from megadit.models.config import NAMED_CONFIGS, DiTConfig
 from megadit.models.convert import nemo_moviegen
 from megadit.models.convert.converted import to_ours, to_theirs
 from megadit.models.dit import DiT
-from megadit.models.segments import DenseLayout
+from megadit.models.layout import DenseLayout
 from megadit.models.weights import dit_shapes
 
 BILLION = 1e9
@@ -158,8 +158,10 @@ def test_the_block_is_the_described_one(compat):
     expected = reference_block(weights, x, text, emb, positions, is_nemo=compat == "nemo")
 
     layout = DenseLayout(GRID, torch.ones(2, 7, dtype=torch.bool), torch.device("cpu"))
-    context = Context(emb, text.transpose(0, 1), layout, None, None, positions_SBD=positions.transpose(0, 1))
-    found = dit.blocks["0"](x.transpose(0, 1), context).transpose(0, 1)
+    inputs = BlockInputs(
+        condition_GD=emb, text_LBD=text.transpose(0, 1), layout=layout, positions_SBD=positions.transpose(0, 1)
+    )
+    found = dit.blocks["0"](x.transpose(0, 1), inputs).transpose(0, 1)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     other = reference_block(weights | {"text_norm": weights["adaLN.ln.weight"], "mlp_norm": weights["adaLN.ln.weight"]},
                             x, text, emb, positions, is_nemo=compat is None)  # fmt: skip

@@ -5,27 +5,26 @@ import sys
 
 SCRIPT = """
 import random, resource, torch
-from megadit.models.blocks import Context, DiTBlock
+from megadit.models.blocks import BlockInputs, DiTBlock
 from megadit.models.config import DiTConfig
 from megadit.models.embeddings import rotary_table
 from megadit.models.layers import TorchLayers
-from megadit.models.ops.ledger import cheap_values_recomputed
-from megadit.models.segments import Segment, SegmentLayout
+from megadit.models.layout import PackLayout
+from megadit.models.segments import Segment
 
 TOKENS, SEGMENTS, TEXT = 65536, 40, 20
 random.seed(0)
 cuts = [0, *sorted(random.sample(range(1, TOKENS // 16), SEGMENTS - 1)), TOKENS // 16]
 segments = [Segment((b - a, 4, 4), TEXT) for a, b in zip(cuts, cuts[1:])]
-layout = SegmentLayout.pack(segments, capacity=TOKENS, text_capacity=TEXT * SEGMENTS)
+layout = PackLayout.pack(segments, capacity=TOKENS, text_capacity=TEXT * SEGMENTS)
 config = DiTConfig(hidden_size=256, num_attention_heads=4)
 block = DiTBlock(config, TorchLayers())
 for parameter in block.parameters():
     torch.nn.init.normal_(parameter, std=0.05)
 x = torch.randn(TOKENS, 1, 256, requires_grad=True)
 condition, text = torch.randn(SEGMENTS, 256), torch.randn(TEXT * SEGMENTS, 1, 256)
-rotary = rotary_table(layout.grid_positions_S3, config, torch.float32)
-with cheap_values_recomputed():
-    out = block(x, Context(condition, text, layout, layout.runs, rotary))
+rotary = rotary_table(layout.on("cpu").positions_S3, config, torch.float32)
+out = block(x, BlockInputs(condition_GD=condition, text_LBD=text, layout=layout, rotary=rotary))
 out.square().mean().backward()
 assert all(parameter.grad.abs().max() > 0 for parameter in block.parameters())
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)

@@ -5,20 +5,19 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 
-from megadit.models.blocks import Context, Place, STDiTBlock
+from megadit.models.axial import AxialInputs, axial_layout, move
+from megadit.models.blocks import BlockInputs, STDiTBlock
 from megadit.models.config import DiTConfig
 from megadit.models.layers import TorchLayers
-from megadit.models.lines import Mesh, find_move, lines, move
-from megadit.models.ops.attention import attend_by_length_group
-from megadit.models.segments import Segment, SegmentLayout
+from megadit.models.layout import PackLayout
+from megadit.models.segments import Segment
 
 CONFIG = DiTConfig(
     family="st_dit", num_layers=1, hidden_size=24, num_attention_heads=2, ffn_hidden_size=40, qk_layernorm=False
 )
 GRIDS = ((3, 2, 4), (1, 3, 3), (2, 5, 1), (4, 1, 1), (3, 2, 4))
 """Ragged: a video, an image, a column of pixels, one pixel over time, and the first size again."""
-LAYOUT = SegmentLayout.pack([Segment(grid, 2) for grid in GRIDS], capacity=80, text_capacity=12)
-MESHES = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (3, 4)]
+LAYOUT = PackLayout.pack([Segment(grid, 2) for grid in GRIDS], capacity=80, text_capacity=12)
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +36,9 @@ def inputs():
     return {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
 
 
-def context_of(inputs):
-    along = [lines(LAYOUT, axis) for axis in ("time", "space")]
-    places = [Place(one.layout, one.runs, None) for one in along]
-    return Context(inputs["condition"], inputs["text"], LAYOUT, LAYOUT.runs, None, None, None, *places)
+def block_inputs(inputs):
+    along = {axis: AxialInputs(layout=axial_layout(LAYOUT, axis)) for axis in ("time", "space")}
+    return BlockInputs(condition_GD=inputs["condition"], text_LBD=inputs["text"], layout=LAYOUT, **along)
 
 
 def attend(attention, q, kv=None):
@@ -60,7 +58,7 @@ def reference(block, x, condition, text, grid, *, swapped=False):
     forms = [f"1 {order}", "(H W) T d", "T (H W) d"]
     if swapped:
         forms[1:] = forms[:0:-1]
-    m = sum(block.modulation(condition[None]), ())
+    m = block.modulation(condition[None])[:]
 
     def sublayer(x, i, function):
         shift, scale, gate = m[3 * i : 3 * i + 3]
@@ -79,7 +77,7 @@ def reference(block, x, condition, text, grid, *, swapped=False):
 
 
 def test_the_block_is_the_reference_for_ragged_samples(block, inputs):
-    found = block(inputs["x"], context_of(inputs))[:, 0]
+    found = block(inputs["x"], block_inputs(inputs))[:, 0]
     for i, grid in enumerate(GRIDS):
         here = slice(LAYOUT.starts[i], LAYOUT.starts[i] + LAYOUT.lengths[i])
         given = inputs["x"][here, 0], inputs["condition"][i], inputs["text"][2 * i : 2 * i + 2, 0]
@@ -93,70 +91,26 @@ def test_the_block_is_the_reference_for_ragged_samples(block, inputs):
 def test_attention_along_an_axis_sees_its_own_line_alone(block, inputs, axis):
     """Whatever token is disturbed, exactly those of the same pixel (frame) and sample answer."""
     attention = {"time": block.temporal_attention, "space": block.spatial_attention}[axis]
-    along = lines(LAYOUT, axis)
+    along, tensors = axial_layout(LAYOUT, axis), LAYOUT.on("cpu")
 
     def run(x):
         there = move(x, LAYOUT, "home", axis)
-        return move(attention(there, along.layout, None), LAYOUT, axis, "home")[:, 0]
+        return move(attention(there, along, None), LAYOUT, axis, "home")[:, 0]
 
-    before, position = run(inputs["x"]), LAYOUT.grid_positions_S3
+    before, position = run(inputs["x"]), tensors.positions_S3
     kept = [0] if axis == "space" else [1, 2]  # what tokens of one line have in common
     for token in (0, 5, 23, 26, 33, 43, 47, LAYOUT.num_tokens - 1):
         x = inputs["x"].clone()
         x[token] += 1.0
         answers = (run(x) - before).abs().amax(-1) > 1e-9
         is_same_line = (position[:, kept] == position[token, kept]).all(-1)
-        is_same_sample = LAYOUT.segment_of_token_S == LAYOUT.segment_of_token_S[token]
+        is_same_sample = tensors.segment_of_token_S == tensors.segment_of_token_S[token]
         assert torch.equal(answers, is_same_line & is_same_sample), token
-
-
-@pytest.mark.parametrize(("context", "slices"), MESHES)
-@pytest.mark.parametrize("route", ["home time", "time space", "space home"])
-def test_every_token_goes_where_it_belongs(context, slices, route):
-    """All ranks' plans together move each token of a sample once, to the rank and place that has it there."""
-    layout, (source, target) = LAYOUT.whole, route.split()
-    meshes = [Mesh(context, slices, rank) for rank in range(context * slices)]
-    if source == "home" or target == "home":
-        layout = SegmentLayout.pack(list(LAYOUT.segments[:-1]), capacity=84, text_capacity=12)  # 84 divides among all
-    plans = [find_move(layout, source, target, mesh) for mesh in meshes]
-    for rank, plan in enumerate(plans):
-        assert plan.num_received == tuple(other.num_sent[rank] for other in plans)
-        assert len(set(plan.placed_S.tolist())) == len(plan.placed_S) <= plan.size
-    assert sum(sum(plan.num_sent) for plan in plans) == layout.num_tokens
-    back = [find_move(layout, target, source, mesh) for mesh in meshes]
-    for plan, other in zip(plans, back, strict=True):
-        assert plan.num_sent == other.num_received and plan.num_received == other.num_sent
-
-
-def test_lines_are_dealt_out_evenly():
-    """A video of T x H x W gives each of n ranks T columns of H W / n pixels, and T / n frames."""
-    layout = SegmentLayout.pack([Segment((8, 4, 6), 1)], capacity=192, text_capacity=1)
-    for context in (2, 4, 8):
-        for rank in range(context):
-            mesh = Mesh(context, 1, rank)
-            columns, frames = (lines(layout, axis, mesh).layout.segments for axis in ("time", "space"))
-            assert [one.grid for one in columns] == [(8, 1, 1)] * (24 // context)
-            assert [one.grid for one in frames] == [(1, 4, 6)] * (8 // context)
-    images = SegmentLayout.pack([Segment((1, 4, 4), 1)] * 8, capacity=128, text_capacity=8)
-    for rank in range(4):  # whole images go to the ranks in turn
-        assert len(lines(images, "space", Mesh(4, 1, rank)).layout.segments) == 2
-
-
-def test_a_rank_without_a_line_still_has_tokens():
-    """One frame among two ranks: the second attends to padding, of which nothing comes back."""
-    layout = SegmentLayout.pack([Segment((1, 2, 2), 1)], capacity=8, text_capacity=1)
-    second = lines(layout, "space", Mesh(2, 2, 2))
-    assert [one.grid for one in second.layout.segments] == [(1, 1, 2)]
-    qkv = torch.randn(2, 3, 1, 2, 4, requires_grad=True)
-    attend_by_length_group(*qkv.unbind(1), second.layout, False).sum().backward()
-    assert qkv.grad is not None, "DDP waits for every parameter's gradient"
-    assert sum(run.count * run.length for run in second.runs) == 1
-    assert sum(find_move(layout, "home", "space", Mesh(2, 2, 2)).num_received) == 0
 
 
 def test_gradients_flow_back_along_the_same_way(block, inputs):
     x = inputs["x"].clone().requires_grad_()
-    block(x, context_of(inputs))[: LAYOUT.num_tokens].square().sum().backward()
+    block(x, block_inputs(inputs))[: LAYOUT.num_tokens].square().sum().backward()
     plain = inputs["x"].clone().requires_grad_()
     total = 0
     for i, grid in enumerate(GRIDS):

@@ -11,9 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megadit.models.dit import DiT
 from megadit.models.flops import training_flops
+from megadit.models.layout import PackLayout
 from megadit.models.machine import peak_flops
 from megadit.models.megatron.checkpoint import find_checkpoints
-from megadit.models.segments import Segment, SegmentLayout
+from megadit.models.segments import Segment
 from megadit.train.config.load import load_config
 from megadit.train.metrics import Metrics
 from megadit.train.recipes import load_recipe
@@ -95,14 +96,14 @@ def test_metrics_beyond_the_checkpoint_are_cut_off(tmp_path):
 def test_flops_are_those_that_torch_counts():
     config = replace(load_recipe("digits_tiny").model, head_dim=32)
     segment = Segment((2, 4, 3), text_length=5)
-    layout = SegmentLayout.pack([segment], capacity=24, text_capacity=5)
+    layout = PackLayout.pack([segment], capacity=24, text_capacity=5)
     counter = FlopCounterMode(display=False)
     with counter, sdpa_kernel(SDPBackend.MATH):  # so small products are torch's own, which it knows
         tokens = torch.randn(24, 1, config.patch_dim)
         text = torch.randn(5, 1, config.crossattn_emb_size)
         DiT(config).forward_packed(tokens, torch.zeros(1), text, torch.zeros(1), layout)
     assert training_flops(layout, config) == 3 * counter.get_total_flops()
-    padded = SegmentLayout.pack([segment], capacity=96, text_capacity=64)
+    padded = PackLayout.pack([segment], capacity=96, text_capacity=64)
     assert training_flops(padded, config) == training_flops(layout, config)
 
 

@@ -139,7 +139,8 @@ def test_noise_preconditioning_and_loss_are_float32_whatever_the_network_is():
     sigma_G = torch.tensor([0.01, 1.0, 80.0, 1.0])
     noise = token_noise(batch)
     sums = edm_loss(silent, batch, sigma_G, noise)
-    segment_S, valid_S = batch.layout.segment_of_token_S, batch.layout.token_mask_S
+    tensors = batch.layout.on("cpu")
+    segment_S, valid_S = tensors.segment_of_token_S, tensors.is_sample_S
     sigma, x0 = sigma_G.double()[segment_S][:, None, None], batch.tokens_S1P.double()
     variance = MODEL.sigma_data**2
     D = variance / (sigma**2 + variance) * (x0 + sigma * noise.double())

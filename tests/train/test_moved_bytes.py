@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from megadit.models.lines import Mesh, find_move
-from megadit.models.segments import Segment, SegmentLayout
+from megadit.models.axial import find_move
+from megadit.models.layout import PackLayout
+from megadit.models.segments import Segment, TokenMesh
 
 JOB = Path(__file__).parent / "jobs" / "moved_bytes.py"
 GRIDS = {"256 px": (32, 16, 16), "768 px": (32, 48, 48)}
@@ -16,8 +17,8 @@ ROUTES = (("home", "time"), ("time", "space"), ("space", "home"))
 
 def tokens_moved(grid, context):
     """Tokens that the first rank sends to others in the three moves of a forward, counted from their plans."""
-    layout = SegmentLayout.pack([Segment(grid, 1)], capacity=grid[0] * grid[1] * grid[2], text_capacity=1)
-    plans = [find_move(layout, *route, Mesh(context, 1, 0)) for route in ROUTES]
+    layout = PackLayout.pack([Segment(grid, 1)], capacity=grid[0] * grid[1] * grid[2], text_capacity=1)
+    plans = [find_move(layout.shard(TokenMesh(context=context)), *route) for route in ROUTES]
     return [sum(plan.num_sent) - plan.num_sent[0] for plan in plans]
 
 

@@ -1,6 +1,6 @@
 """Micro-batches for every rank: one reader per data-parallel rank, whose batches go to the ranks of its copy.
 
-Each of these takes its share of the tokens (context parallelism).
+Each of these takes its CP shard of the tokens.
 
 Shapes: S video tokens, L text tokens, G segments.
 """
@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megadit.models.layout import PackLayout
 from megadit.models.megatron.groups import Groups
-from megadit.models.segments import Segment, SegmentLayout
+from megadit.models.segments import Segment
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.loader import build_train_loader, build_validation_loader
 from megadit.train.data.packed_batch import PackedBatch
@@ -39,7 +40,7 @@ class SharedBatches:
             batch = _broadcast(batch, self._groups)
         if batch is None:
             raise StopIteration
-        return batch.shared(self._groups.context.share)
+        return batch.shard(self._groups.mesh)
 
 
 def _broadcast(batch: PackedBatch | None, groups: Groups) -> PackedBatch | None:
@@ -52,7 +53,7 @@ def _broadcast(batch: PackedBatch | None, groups: Groups) -> PackedBatch | None:
     segments, sample_ids, refused, shapes = description[0]
     if batch is None:
         empty = {name: torch.empty(shape, dtype=dtype, device=groups.device) for name, (shape, dtype) in shapes.items()}
-        layout = SegmentLayout(tuple(Segment(*segment) for segment in segments))
+        layout = PackLayout(tuple(Segment(*segment) for segment in segments))
         batch = PackedBatch(layout=layout, sample_ids=sample_ids, refused=refused, **empty)
     for name in _TENSORS:
         dist.broadcast(getattr(batch, name), src=source, group=groups.copy)

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from megadit.models.config import DiTConfig
 from megadit.models.embeddings import patchify
+from megadit.models.layout import PackLayout
 from megadit.models.noise import Stream, sample_key, uniform
-from megadit.models.segments import Segment, SegmentLayout, Share
+from megadit.models.segments import Segment, TokenMesh
 
 REFUSALS = (
     "unreadable", "other_channels", "other_text_width", "low_score", "odd_size", "too_long", "long_text",
@@ -54,7 +55,7 @@ class PackedBatch:
     """float32 clean latents, patchified; zero in the padding."""
     text_L1E: Tensor
     """float32 text features, slot by slot; zero where the null token stands and in the padding."""
-    layout: SegmentLayout
+    layout: PackLayout
     fps_G: Tensor
     """float32, 0 for images and padding."""
     noise_key_G: Tensor
@@ -81,12 +82,12 @@ class PackedBatch:
     def _with(self, tokens_S1P: Tensor, text_L1E: Tensor, fps_G: Tensor, noise_key_G: Tensor) -> "PackedBatch":
         return replace(self, tokens_S1P=tokens_S1P, text_L1E=text_L1E, fps_G=fps_G, noise_key_G=noise_key_G)
 
-    def shared(self, share: Share) -> "PackedBatch":
-        """The same samples, with `share` of their tokens."""
-        if share == self.layout.share:
-            return self
-        layout = self.layout.shared(share)
-        tokens_S1P = self.tokens_S1P[layout.token_index_S.to(self.tokens_S1P.device)]
+    def shard(self, mesh: TokenMesh) -> "PackedBatch":
+        """The same samples as `mesh` divides them, with the tokens of this rank's CP shard."""
+        layout = self.layout.shard(mesh)
+        if mesh.context == 1:
+            return replace(self, layout=layout)
+        tokens_S1P = self.tokens_S1P[layout.on(self.tokens_S1P.device).index_S]
         return replace(self, tokens_S1P=tokens_S1P, layout=layout)
 
     @staticmethod
@@ -97,7 +98,7 @@ class PackedBatch:
         return PackedBatch(
             tokens_S1P=torch.cat([pack.tokens_S1P for pack in packs]),
             text_L1E=torch.cat([pack.text_L1E for pack in packs]),
-            layout=SegmentLayout.concatenate([pack.layout for pack in packs]),
+            layout=PackLayout.concatenate([pack.layout for pack in packs]),
             fps_G=torch.cat([pack.fps_G for pack in packs]),
             noise_key_G=torch.cat([pack.noise_key_G for pack in packs]),
             sample_ids=tuple(sample_id for pack in packs for sample_id in pack.sample_ids),
@@ -142,7 +143,7 @@ class PackFormat:
             )
             for sample, keep in zip(samples, is_kept, strict=True)
         ]
-        layout = SegmentLayout.pack(segments, capacity=self.seq_length, text_capacity=self.text_seq_length)
+        layout = PackLayout.pack(segments, capacity=self.seq_length, text_capacity=self.text_seq_length)
         num_padding = layout.num_segments - len(samples)
         return PackedBatch(
             tokens_S1P=self._tokens(samples),

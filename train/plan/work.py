@@ -19,7 +19,8 @@ from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.flops import attention_flops, training_flops
 from megadit.models.layers import TorchLayers
-from megadit.models.segments import Segment, SegmentLayout
+from megadit.models.layout import PackLayout
+from megadit.models.segments import Segment
 from megadit.train.config.schema import RunConfig
 from megadit.train.plan.layout import Layout
 
@@ -98,7 +99,7 @@ def _kind(name: str, parameter: nn.Parameter) -> str:
     return "split" if getattr(parameter, "is_split", False) else "whole"
 
 
-def typical_pack(config: RunConfig) -> SegmentLayout:
+def typical_pack(config: RunConfig) -> PackLayout:
     """One pack filled with the sizes of `data.mock_latent_shapes` in turn, as far as they fit."""
     grids, left = [], config.data.seq_length
     for shape in itertools.cycle(config.data.mock_latent_shapes):
@@ -108,7 +109,7 @@ def typical_pack(config: RunConfig) -> SegmentLayout:
         grids.append(grid)
         left -= prod(grid)
     text = config.data.text_seq_length // max(1, len(grids))
-    return SegmentLayout.pack(
+    return PackLayout.pack(
         [Segment(grid, text) for grid in grids],
         capacity=config.data.seq_length,
         text_capacity=config.data.text_seq_length,
@@ -190,7 +191,7 @@ def upstream_flops(config: RunConfig) -> float:
     return config.data.global_batch_size * upstream_pack_flops(typical_pack(config), config.model)
 
 
-def upstream_pack_flops(pack: SegmentLayout, model: DiTConfig) -> float:
+def upstream_pack_flops(pack: PackLayout, model: DiTConfig) -> float:
     """6 x parameters x tokens, plus self-attention, forward and backward.
 
     It counts the modulation, which is applied once per sample, as if it were applied to every token.
@@ -199,11 +200,11 @@ def upstream_pack_flops(pack: SegmentLayout, model: DiTConfig) -> float:
     return 6 * count_parameters(model).total * sum(s.num_tokens for s in _samples(pack)) + attention
 
 
-def _samples(pack: SegmentLayout) -> list[Segment]:
+def _samples(pack: PackLayout) -> list[Segment]:
     return [segment for segment in pack.segments if not segment.is_padding]
 
 
-def _attention_flops(pack: SegmentLayout, model: DiTConfig) -> float:
+def _attention_flops(pack: PackLayout, model: DiTConfig) -> float:
     """Forward and backward of softmax(q k^T) v over a sample's tokens and over its text."""
     return 3 * sum(attention_flops(segment, model) for segment in _samples(pack))
 

@@ -90,10 +90,11 @@ def test_kinds_of_operations():
 
 
 def test_the_upstream_formula_of_a_pack():
-    from megadit.models.segments import Segment, SegmentLayout
+    from megadit.models.layout import PackLayout
+    from megadit.models.segments import Segment
 
     model = resolve_config("digits_tiny").model
-    pack = SegmentLayout.pack([Segment((1, 4, 4), 2), Segment((3, 4, 4), 0)], capacity=96, text_capacity=8)
+    pack = PackLayout.pack([Segment((1, 4, 4), 2), Segment((3, 4, 4), 0)], capacity=96, text_capacity=8)
     attention = 12 * (16**2 + 48**2) * model.attention_size * model.num_layers
     assert upstream_pack_flops(pack, model) == 6 * count_parameters(model).total * 64 + attention
 

@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 import safetensors.torch  # noqa: E402
 
-from megadit.models import experts, initialize, lines  # noqa: E402
+from megadit.models import axial, experts, initialize, linear  # noqa: E402
 from megadit.models.conditioning import Conditioning  # noqa: E402
 from megadit.models.dit import DiT  # noqa: E402
 from megadit.models.expert_config import ExpertConfig  # noqa: E402
@@ -29,7 +29,6 @@ from megadit.models.megatron import context_parallel, mcore_layers  # noqa: E402
 from megadit.models.megatron import groups as process_groups  # noqa: E402
 from megadit.models.megatron.mcore_layers import is_expert, splits  # noqa: E402
 from megadit.models.noise import latent_noise, seed_key  # noqa: E402
-from megadit.models.ops import linear  # noqa: E402
 from megadit.train import balance  # noqa: E402
 from megadit.train.config.schema import ParallelConfig  # noqa: E402
 from megadit.train.data.distribute import TrainBatches  # noqa: E402
@@ -101,11 +100,10 @@ def break_it(what, training):
             if hasattr(module, "set_gradient_divide_factor"):
                 module.set_gradient_divide_factor(None)
     elif what == "order of tokens":
-        order = context_parallel._order
-        patch(context_parallel, "_order", lambda *args: order(*args).sort().values)
+        patch(context_parallel, "_order", _first_to_last)
     elif what == "moved tokens":
-        find_move = lines.find_move
-        patch(lines, "find_move", lambda *args: _reversed(find_move(*args)))
+        find_move = axial.find_move
+        patch(axial, "find_move", lambda *args: _reversed(find_move(*args)))
     elif what == "scores of others":
         patch(mcore_layers, "all_tokens", lambda score, layout, *groups: score.repeat(4, 1, 1)[: layout.whole.capacity])
     elif what == "loads of others":
@@ -124,6 +122,10 @@ def break_it(what, training):
         patch(context_parallel._Shift, "wait", lambda shift: (wait(shift), shift._sent)[1])
     else:
         raise ValueError(what)
+
+
+def _first_to_last(layout, ring_rank, width, device):
+    return torch.arange(width * layout.capacity, device=device)
 
 
 def _reversed(found):
@@ -183,16 +185,17 @@ def note_decisions(training):
         batch[:] = [packs]
         return forward(model, packs, *args, **kwargs)
 
-    def noted_choose(mlp, score, layout, runs):
-        chosen = choose(mlp, score, layout, runs)
+    def noted_choose(mlp, score, layout):
+        chosen = choose(mlp, score, layout)
         if torch.is_grad_enabled() and training.config.parallel.recompute_granularity != "full":
-            key_S = batch[0].noise_key_G[layout.segment_of_token_S] ^ (layout.position_in_segment_S * 1_000_003)
+            tensors = layout.on("cpu")
+            key_S = batch[0].noise_key_G[tensors.segment_of_token_S] ^ (tensors.position_in_segment_S * 1_000_003)
             if training.config.parallel.sequence_parallel:
                 group = training.groups.tensor
                 key_S = key_S.chunk(group.size())[group.rank()]
             bits_S = (chosen[:, 0] << torch.arange(chosen.shape[-1])).sum(-1)
             found["sum"] += ((key_S ^ (layers[mlp] * 7_919)) * 2_654_435_761 * bits_S).sum()
-            found["margin"] = min(found["margin"], margin(mlp.config, score, runs))
+            found["margin"] = min(found["margin"], margin(mlp.config, score, layout.rows.groups))
         return chosen
 
     patch(TrainingModel, "forward", noted_forward)
@@ -205,15 +208,15 @@ def note_decisions(training):
     return told
 
 
-def margin(config, score, runs):
+def margin(config, score, groups):
     """How far the closest decision was from another one; of all tokens on one rank."""
     smallest = math.inf
-    for run in runs:
-        if run.is_padding:
+    for group in groups:
+        if group.is_padding:
             continue
-        part, dim, count = score[run.start : run.stop, 0].unflatten(0, (run.count, run.length)), 2, config.top_k
+        part, dim, count = score[group.start : group.stop, 0].unflatten(0, (group.count, group.length)), 2, config.top_k
         if config.routing == "expert_choice":
-            dim, count = 1, config.capacity(run.length)
+            dim, count = 1, config.capacity(group.length)
         if count < part.shape[dim]:
             best = part.topk(count + 1, dim=dim).values
             taken, left = best.narrow(dim, count - 1, 1), best.narrow(dim, count, 1)

@@ -11,13 +11,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megadit.models.blocks import Context, Place, STDiTBlock
+from megadit.models.axial import AxialInputs, axial_layout, move
+from megadit.models.blocks import BlockInputs, STDiTBlock
 from megadit.models.config import DiTConfig
 from megadit.models.layers import TorchLayers
-from megadit.models.lines import Mesh, lines, move
+from megadit.models.layout import PackLayout
 from megadit.models.megatron import context_parallel
 from megadit.models.megatron.context_parallel import ContextGroups, attend_shared
-from megadit.models.segments import Segment, SegmentLayout
+from megadit.models.segments import Segment, TokenMesh
 
 GRIDS = {"256 px": (32, 16, 16), "768 px": (32, 48, 48)}
 CONFIG = DiTConfig(family="st_dit", num_layers=1, hidden_size=16, num_attention_heads=2, qk_layernorm=False)
@@ -29,18 +30,15 @@ class HybridLayers(TorchLayers):
     def __init__(self, group):
         alone = [dist.new_group([rank]) for rank in range(group.size())][group.rank()]
         self.groups = ContextGroups(group, alone, group)
-        self.mesh = Mesh(group.size(), 1, group.rank())
+        self.mesh = TokenMesh(context=group.size(), rank=group.rank())
 
-    def attend(self, q, k, v, layout, *, cross):
-        if not cross and layout.share.size > 1:
-            return attend_shared(q, k, v, layout, self.groups)
-        return (q + v.mean() + k.mean()).flatten(2)
-
-    def lines(self, layout, axis):
-        return lines(layout, axis, self.mesh)
+    def attend(self, q, k, v, layout, *, cross, into):
+        if not cross and layout.mesh.context > 1:
+            return attend_shared(q, k, v, layout, self.groups, into)
+        return into((q + v.mean() + k.mean()).flatten(2))
 
     def move(self, x, layout, source, target):
-        return move(x, layout, source, target, self.mesh, self.groups.group)
+        return move(x, layout, source, target, self.groups.group)
 
 
 sent = {"moves": 0, "ring": 0}
@@ -77,12 +75,12 @@ def main():
     found = {}
     for video, grid in GRIDS.items():
         sent.update(moves=0, ring=0)
-        pack = SegmentLayout.pack([Segment(grid, 1)], capacity=grid[0] * grid[1] * grid[2], text_capacity=1)
-        layout = pack.shared(kit.groups.share)
-        along = [Place(one.layout, one.runs, None) for one in (kit.lines(layout, axis) for axis in ("time", "space"))]
-        context = Context(torch.zeros(1, 16), torch.zeros(1, 1, 16), layout, layout.runs, None, None, None, *along)
+        pack = PackLayout.pack([Segment(grid, 1)], capacity=grid[0] * grid[1] * grid[2], text_capacity=1)
+        layout = pack.shard(kit.mesh)
+        along = {axis: AxialInputs(layout=axial_layout(layout, axis)) for axis in ("time", "space")}
+        inputs = BlockInputs(condition_GD=torch.zeros(1, 16), text_LBD=torch.zeros(1, 1, 16), layout=layout, **along)
         x = torch.zeros(layout.capacity, 1, 16, requires_grad=True)
-        block(x, context).sum().backward()
+        block(x, inputs).sum().backward()
         found[video] = dict(sent)
     (out / f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
