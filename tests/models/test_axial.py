@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megadit.models.attention import attend_runs
+from megadit.models.ops.attention import attend_by_length_group
 from megadit.models.axial import axial_layout, find_move
 from megadit.models.layout import PackLayout
 from megadit.models.segments import Segment, TokenMesh
@@ -53,7 +53,7 @@ def test_a_rank_without_a_line_still_has_tokens():
     second = axial_layout(shard, "space")
     assert [one.grid for one in second.segments] == [(1, 1, 2)]
     qkv = torch.randn(2, 3, 1, 2, 4, requires_grad=True)
-    attend_runs(*qkv.unbind(1), second, False, lambda x: x).sum().backward()
+    attend_by_length_group(*qkv.unbind(1), second, False).sum().backward()
     assert qkv.grad is not None, "DDP waits for every parameter's gradient"
     assert sum(group.count * group.length for group in second.rows.groups) == 1
     assert sum(find_move(shard, "home", "space").num_received) == 0

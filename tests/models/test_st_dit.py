@@ -58,10 +58,10 @@ def reference(block, x, condition, text, grid, *, swapped=False):
     forms = [f"1 {order}", "(H W) T d", "T (H W) d"]
     if swapped:
         forms[1:] = forms[:0:-1]
-    m = block.modulation(condition[None])[:]
+    vectors = block.modulation(condition[None])
 
     def sublayer(x, i, function):
-        shift, scale, gate = m[3 * i : 3 * i + 3]
+        shift, scale, gate = vectors[i]
         return x + gate * function(F.layer_norm(x, (24,), eps=CONFIG.layernorm_epsilon) * (1 + scale) + shift)
 
     def along(attention, form):
