@@ -3,7 +3,7 @@
 Shapes: S video tokens, L text tokens, B batch, D width, N heads, K head dim, G groups of heads.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from einops import rearrange, repeat
@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from megadit.models.config import DiTConfig
 from megadit.models.embeddings import Rotary
 from megadit.models.layout import Layout
+from megadit.models.ops.attention import attention
+from megadit.models.ops.linear import Linear
 from megadit.models.ops.qk_norm_rope import qk_norm_rope
 
-if TYPE_CHECKING:
-    from megadit.models.layers import LayerKit
+AttentionCore = Callable[[Tensor, Tensor, Tensor, Layout, bool], Tensor]
+"""What is called like `ops.attention`; `megatron.parallelize` exchanges that of self-attention."""
 
 
 class QKNorm(nn.Module):
@@ -43,19 +45,19 @@ class SelfAttention(nn.Module):
     (groups, [q ... q k v], K), so that any run of them is whole groups. Kernels see keys and values repeated.
     """
 
-    def __init__(self, config: DiTConfig, layers: "LayerKit") -> None:
+    def __init__(self, config: DiTConfig) -> None:
         super().__init__()
-        self.layers = layers
+        self.core: AttentionCore = attention
         self.head_dim = config.dim_per_head
         width, size, bias = config.hidden_size, config.attention_size, config.structure.linear_bias
         self.per_group = config.num_attention_heads // config.key_heads
         rows = size + 2 * config.key_heads * self.head_dim
-        self.qkv = layers.column_linear(width, rows, sequence="sharded", bias=bias)
-        self.proj = layers.row_linear(size, width, bias=bias)
+        self.qkv = Linear(width, rows, bias=bias)
+        self.proj = Linear(size, width, bias=bias)
         self.q_layernorm, self.k_layernorm = QKNorm(config), QKNorm(config)
 
     def forward(self, x_SBD: Tensor, layout: Layout, rotary: Rotary | None) -> Tensor:
-        return self.proj(self.layers.attend(*self._heads(x_SBD, rotary), layout, cross=False))
+        return self.proj(self.core(*self._heads(x_SBD, rotary), layout, False))
 
     def _heads(self, x_SBD: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, [S, B, N, K]."""
@@ -71,19 +73,18 @@ class SelfAttention(nn.Module):
 class CrossAttention(nn.Module):
     """Every video token attends to the text of its own sample, laid out head by head: (N, [k v], K)."""
 
-    def __init__(self, config: DiTConfig, layers: "LayerKit") -> None:
+    def __init__(self, config: DiTConfig) -> None:
         super().__init__()
-        self.layers = layers
         self.head_dim = config.dim_per_head
-        self.q = layers.column_linear(config.hidden_size, config.attention_size, sequence="sharded")
-        self.kv = layers.column_linear(config.text_size, 2 * config.attention_size, sequence="replicated")
-        self.proj = layers.row_linear(config.attention_size, config.hidden_size)
+        self.q = Linear(config.hidden_size, config.attention_size, bias=False)
+        self.kv = Linear(config.text_size, 2 * config.attention_size, bias=False)
+        self.proj = Linear(config.attention_size, config.hidden_size, bias=False)
         self.q_layernorm, self.k_layernorm = QKNorm(config), QKNorm(config)
 
     def forward(self, x_SBD: Tensor, text_LBD: Tensor, layout: Layout) -> Tensor:
         q = self.q_layernorm(rearrange(self.q(x_SBD), "S B (N K) -> S B N K", K=self.head_dim))
         k, v = layout.per_condition(CrossAttention._keys_and_values, self, text_LBD)
-        return self.proj(self.layers.attend(q, k, v, layout, cross=True))
+        return self.proj(attention(q, k, v, layout, True))
 
     def _keys_and_values(self, text_LBD: Tensor) -> tuple[Tensor, Tensor]:
         k, v = rearrange(self.kv(text_LBD), "L B (N kv K) -> kv L B N K", kv=2, K=self.head_dim)

@@ -6,7 +6,6 @@ Shapes: S video tokens, L text tokens, B batch, D width, G condition rows (of a 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -14,22 +13,20 @@ from torch import Tensor, nn
 from torch.utils._pytree import register_dataclass
 
 from megadit.models.attention import CrossAttention, SelfAttention
-from megadit.models.axial import AxialInputs
+from megadit.models.axial import Arrangement, AxialInputs, move
 from megadit.models.config import DiTConfig
 from megadit.models.embeddings import Rotary
 from megadit.models.experts import ExpertMLP
 from megadit.models.layout import Layout
 from megadit.models.modulation import NormWeight, Vectors, build_modulation
 from megadit.models.ops.gated_residual import gated_residual
-from megadit.models.ops.ledger import cheap
-from megadit.models.ops.linear import fuses_gelu, linear
+from megadit.models.ops.ledger import cheap, cheap_values_recomputed
+from megadit.models.ops.linear import Linear, fuses_gelu, linear
 from megadit.models.ops.modulated_norm import modulated_norm, rms_norm
 from megadit.models.segments import ConditionRows
 
-if TYPE_CHECKING:
-    from megadit.models.layers import LayerKit
-
-
+TokenMove = Callable[[Tensor, Layout, Arrangement, Arrangement], Tensor]
+"""What is called like `axial.move`; `megatron.parallelize` gives one that sends tokens between ranks."""
 MLP_SLICE = 8192
 """Most tokens that go through an MLP at once: enough to keep any device busy."""
 
@@ -60,11 +57,11 @@ register_dataclass(BlockInputs)
 class MLP(nn.Module):
     """Two linears around an activation: GELU, or SwiGLU with the rows of both factors in turn, (M, [gate value])."""
 
-    def __init__(self, config: DiTConfig, layers: "LayerKit", hidden: int) -> None:
+    def __init__(self, config: DiTConfig, hidden: int) -> None:
         super().__init__()
         width, bias = config.hidden_size, config.structure.linear_bias
-        self.fc1 = layers.column_linear(width, config.mlp_factors * hidden, sequence="sharded", bias=bias)
-        self.fc2 = layers.row_linear(hidden, width, bias=bias)
+        self.fc1 = Linear(width, config.mlp_factors * hidden, bias=bias)
+        self.fc2 = Linear(hidden, width, bias=bias)
         self.activation = cheap(_activation(config))
         self.gelu_form = _gelu_form(config)
 
@@ -101,13 +98,13 @@ def _gelu_form(config: DiTConfig) -> str | None:
     return "tanh" if config.structure.gelu_tanh else "none"
 
 
-def build_mlp(config: DiTConfig, layers: "LayerKit") -> nn.Module:
+def build_mlp(config: DiTConfig) -> nn.Module:
     """The MLP of a block, or the experts that stand for it."""
     if not config.experts.num_experts:
-        return MLP(config, layers, config.mlp_size)
+        return MLP(config, config.mlp_size)
     shared_size = config.experts.shared_ffn_hidden_size
-    shared = MLP(config, layers, shared_size) if shared_size else None
-    return ExpertMLP(config, layers, _activation(config), shared)
+    shared = MLP(config, shared_size) if shared_size else None
+    return ExpertMLP(config, _activation(config), shared)
 
 
 def norm(
@@ -131,14 +128,14 @@ def with_positions(x_SBD: Tensor, c: BlockInputs) -> Tensor:
 class DiTBlock(nn.Module):
     """Self-attention, cross-attention to text and an MLP, each modulated and gated by the sample's noise level."""
 
-    def __init__(self, config: DiTConfig, layers: "LayerKit") -> None:
+    def __init__(self, config: DiTConfig) -> None:
         super().__init__()
         self.eps = config.layernorm_epsilon
         self.mlp_eps = config.mlp_layernorm_epsilon or config.layernorm_epsilon
-        self.modulation = build_modulation(config, layers, sublayers=3, groups=config.structure.modulation_groups)
-        self.self_attention = SelfAttention(config, layers)
-        self.cross_attention = CrossAttention(config, layers)
-        self.mlp = build_mlp(config, layers)
+        self.modulation = build_modulation(config, sublayers=3, groups=config.structure.modulation_groups)
+        self.self_attention = SelfAttention(config)
+        self.cross_attention = CrossAttention(config)
+        self.mlp = build_mlp(config)
 
     def forward(self, x_SBD: Tensor, c: BlockInputs) -> Tensor:
         # calls are nested: a name for what lies between would keep it in memory
@@ -153,13 +150,13 @@ class DiTBlock(nn.Module):
 class ClassDiTBlock(nn.Module):
     """Self-attention and an MLP: the block of a network conditioned on a class (arXiv 2212.09748)."""
 
-    def __init__(self, config: DiTConfig, layers: "LayerKit") -> None:
+    def __init__(self, config: DiTConfig) -> None:
         super().__init__()
         self.eps = config.layernorm_epsilon
         self.mlp_eps = config.mlp_layernorm_epsilon or config.layernorm_epsilon
-        self.modulation = build_modulation(config, layers, sublayers=2, groups=config.structure.modulation_groups)
-        self.self_attention = SelfAttention(config, layers)
-        self.mlp = build_mlp(config, layers)
+        self.modulation = build_modulation(config, sublayers=2, groups=config.structure.modulation_groups)
+        self.self_attention = SelfAttention(config)
+        self.mlp = build_mlp(config)
 
     def forward(self, x_SBD: Tensor, c: BlockInputs) -> Tensor:
         sa, mlp = self.modulation(c.condition_GD, c.shared_GM)
@@ -180,18 +177,18 @@ class MovieGenBlock(nn.Module):
     With `Structure.text_reaches_only_mlp` as NeMo built it: c = CrossAttention(x, text), x = x + gate MLP(norm(c)).
     """
 
-    def __init__(self, config: DiTConfig, layers: "LayerKit") -> None:
+    def __init__(self, config: DiTConfig) -> None:
         super().__init__()
         width, is_apart = config.hidden_size, not config.structure.text_reaches_only_mlp
         self.eps = config.layernorm_epsilon
         self.mlp_eps = config.mlp_layernorm_epsilon or config.layernorm_epsilon
-        self.modulation = build_modulation(config, layers, sublayers=2)
-        self.attention_layernorm = NormWeight(width, layers)
-        self.self_attention = SelfAttention(config, layers)
-        self.text_layernorm = NormWeight(width, layers) if is_apart else None
-        self.cross_attention = CrossAttention(config, layers)
-        self.mlp_layernorm = NormWeight(width, layers) if is_apart else None
-        self.mlp = build_mlp(config, layers)
+        self.modulation = build_modulation(config, sublayers=2)
+        self.attention_layernorm = NormWeight(width)
+        self.self_attention = SelfAttention(config)
+        self.text_layernorm = NormWeight(width) if is_apart else None
+        self.cross_attention = CrossAttention(config)
+        self.mlp_layernorm = NormWeight(width) if is_apart else None
+        self.mlp = build_mlp(config)
 
     def forward(self, x_SBD: Tensor, c: BlockInputs) -> Tensor:
         sa, mlp = self.modulation(c.condition_GD)
@@ -213,28 +210,28 @@ class STDiTBlock(nn.Module):
     both attentions along one axis send nothing (`axial.py`).
     """
 
-    def __init__(self, config: DiTConfig, layers: "LayerKit") -> None:
+    def __init__(self, config: DiTConfig) -> None:
         super().__init__()
-        self.layers = layers
+        self.move: TokenMove = move
         self.eps = config.layernorm_epsilon
         self.mlp_eps = config.mlp_layernorm_epsilon or config.layernorm_epsilon
-        self.modulation = build_modulation(config, layers, sublayers=5)
-        self.self_attention = SelfAttention(config, layers)
-        self.temporal_attention = SelfAttention(config, layers)
-        self.spatial_attention = SelfAttention(config, layers)
-        self.cross_attention = CrossAttention(config, layers)
-        self.mlp = build_mlp(config, layers)
+        self.modulation = build_modulation(config, sublayers=5)
+        self.self_attention = SelfAttention(config)
+        self.temporal_attention = SelfAttention(config)
+        self.spatial_attention = SelfAttention(config)
+        self.cross_attention = CrossAttention(config)
+        self.mlp = build_mlp(config)
 
     def forward(self, x_SBD: Tensor, c: BlockInputs) -> Tensor:
         sa, time, space, ca, mlp = self.modulation(c.condition_GD)
-        layout, rows, eps, move = c.layout, c.layout.rows, self.eps, self.layers.move
+        layout, rows, eps = c.layout, c.layout.rows, self.eps
         x_SBD = with_positions(x_SBD, c)
         x_SBD = self._attend(self.self_attention, x_SBD, sa, AxialInputs(layout=layout, rotary=c.rotary))
-        x_SBD = move(x_SBD, layout, "home", "time")
+        x_SBD = self.move(x_SBD, layout, "home", "time")
         x_SBD = self._attend(self.temporal_attention, x_SBD, time, c.time)
-        x_SBD = move(x_SBD, layout, "time", "space")
+        x_SBD = self.move(x_SBD, layout, "time", "space")
         x_SBD = self._attend(self.spatial_attention, x_SBD, space, c.space)
-        x_SBD = move(x_SBD, layout, "space", "home")
+        x_SBD = self.move(x_SBD, layout, "space", "home")
         x_SBD = gated(x_SBD, ca, self.cross_attention(norm(x_SBD, ca, eps, rows), c.text_LBD, layout), rows)
         return gated(x_SBD, mlp, self.mlp(norm(x_SBD, mlp, self.mlp_eps, rows), c.layout), rows)
 
@@ -252,23 +249,31 @@ BLOCKS: dict[str, type[nn.Module]] = {
 """`Structure.block` -> what a network is stacked from."""
 
 
+class BlockStack(nn.ModuleDict):
+    """Blocks in order, each under its global index, so that keys do not depend on who holds which."""
+
+    def forward(self, x: Tensor, *context) -> Tensor:
+        for block in self.values():
+            with cheap_values_recomputed():
+                x = block(x, *context)
+        return x
+
+
 class FinalLayer(nn.Module):
     """From tokens of the network's width back to patches of latents."""
 
-    def __init__(self, config: DiTConfig, layers: "LayerKit") -> None:
+    def __init__(self, config: DiTConfig) -> None:
         super().__init__()
         structure = config.structure
         self.eps = config.layernorm_epsilon
         self.in_channels = config.in_channels
         self.modulation = None
         if structure.final_modulation:
-            self.modulation = build_modulation(config, layers, sublayers=1, vectors=2)
-        self.layernorm = NormWeight(config.hidden_size, layers) if structure.final_rms else None
+            self.modulation = build_modulation(config, sublayers=1, vectors=2)
+        self.layernorm = NormWeight(config.hidden_size) if structure.final_rms else None
         self.out_channels = (2 if config.learned_variance else 1) * config.in_channels
         patch = config.patch_dim // config.in_channels
-        self.linear = layers.replicated_linear(
-            config.hidden_size, patch * self.out_channels, sequence="sharded", bias=structure.final_bias
-        )
+        self.linear = Linear(config.hidden_size, patch * self.out_channels, bias=structure.final_bias)
 
     def forward(self, x_SBD: Tensor, c: BlockInputs) -> Tensor:
         if self.modulation is not None:

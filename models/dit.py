@@ -1,19 +1,21 @@
 """The video diffusion transformer: noisy latents, noise level, text and frame rate in; a prediction of their shape out.
 
-Written once, as single-device code; `layers` decides how it is split over ranks, `config.family` which of the
-published structures it has (`families.py`).
+Plain torch on one device; `config.family` decides which of the published structures it has (`families.py`), and
+`megatron.parallelize` how ranks share it.
 
 Shapes: B batch, C latent channels, T/H/W latent frames/height/width, S video tokens, L text tokens, P patch dim,
 D width, E text feature width, F width of the frame rate's embedding, G condition rows (of a pack, or the samples of a
 dense batch), M width of the shared modulation.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megadit.models.axial import AxialInputs, axial_inputs
-from megadit.models.blocks import BLOCKS, BlockInputs, FinalLayer
+from megadit.models.blocks import BLOCKS, BlockInputs, BlockStack, FinalLayer
 from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
 from megadit.models.embeddings import (
@@ -29,11 +31,36 @@ from megadit.models.embeddings import (
     sincos_table,
     unpatchify,
 )
-from megadit.models.layers import LayerKit, TorchLayers
 from megadit.models.layout import DenseLayout, Kept, Layout, PackLayout
+from megadit.models.ops.linear import Linear
 
 BASE_FPS = 24.0
 """With `Structure.fps` = rotary: the frame rate at which rotary time runs at its own pace."""
+
+
+class Part(NamedTuple):
+    """The `index`-th of `count` parts of a network, each of which has equally many blocks."""
+
+    index: int = 0
+    count: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the network begins here: with patches, not with the activations of the part before."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it ends here: in patches."""
+        return self.index == self.count - 1
+
+    def blocks(self, num_layers: int) -> range:
+        """The global indices of its blocks."""
+        size = num_layers // self.count
+        return range(self.index * size, (self.index + 1) * size)
+
+
+WHOLE_NETWORK = Part()
 
 
 class DiT(nn.Module):
@@ -43,34 +70,34 @@ class DiT(nn.Module):
     size (training). Both run the same blocks.
     """
 
-    def __init__(self, config: DiTConfig, layers: LayerKit | None = None) -> None:
+    def __init__(self, config: DiTConfig, part: Part = WHOLE_NETWORK) -> None:
         super().__init__()
-        layers = layers if layers is not None else TorchLayers()
         self.config = config
-        self.layers = layers
+        self.part = part
         structure, width = config.structure, config.hidden_size
 
         self.x_embedder = self.final_layer = None
-        if layers.is_first_part:
-            self.x_embedder = layers.replicated_linear(
-                config.patch_dim + config.mask_dim, width, sequence="replicated", bias=structure.patch_bias
-            )
-        self.sigma_embedder = sigma_embedder(config, layers)
-        self.fps_embedder = fps_embedder(config, layers)
-        self.shared_embedder = shared_embedder(config, layers)
+        if part.is_first:
+            self.x_embedder = Linear(config.patch_dim + config.mask_dim, width, bias=structure.patch_bias)
+        self.sigma_embedder = sigma_embedder(config)
+        self.fps_embedder = fps_embedder(config)
+        self.shared_embedder = shared_embedder(config)
         self.class_embedder = self.condition_layernorm = self.text_embedder = self.null_text = self.positions = None
         if config.num_classes is not None:
-            self.class_embedder = ClassEmbedder(config.num_classes, width, layers)
+            self.class_embedder = ClassEmbedder(config.num_classes, width)
         if structure.condition_layernorm:
-            self.condition_layernorm = RMSNorm(width, layers)
+            self.condition_layernorm = RMSNorm(width)
         if structure.projects_text and structure.cross_attention:
-            self.text_embedder = layers.replicated_linear(config.crossattn_emb_size, width, sequence="replicated")
+            self.text_embedder = Linear(config.crossattn_emb_size, width)
             self.null_text = nn.Parameter(torch.zeros(width))
         if config.learned_positions is not None:
             self.positions = LearnedPositions(config.learned_positions, width, structure.normalized_positions)
-        self.blocks = layers.block_stack(lambda: BLOCKS[structure.block](config, layers), config.num_layers)
-        if layers.is_last_part:
-            self.final_layer = FinalLayer(config, layers)
+        make_block = BLOCKS[structure.block]
+        self.blocks = BlockStack({str(index): make_block(config) for index in part.blocks(config.num_layers)})
+        if part.is_last:
+            self.final_layer = FinalLayer(config)
+        # `megatron.parallelize` exchanges these where ranks share the tokens
+        self.enter, self.leave = nn.Identity(), nn.Identity()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -187,9 +214,9 @@ class DiT(nn.Module):
             positions_SBD=self._learned_positions(layout, device),
             **self._axial(layout, rotary, device),
         )
-        x_SBD = self._embed(tokens_SBP, layout) if self.layers.is_first_part else tokens_SBP
+        x_SBD = self._embed(tokens_SBP, layout) if self.part.is_first else tokens_SBP
         x_SBD = self.blocks(x_SBD, inputs)
-        return self.layers.gather_sequence(self.final_layer(x_SBD, inputs)) if self.layers.is_last_part else x_SBD
+        return self.leave(self.final_layer(x_SBD, inputs)) if self.part.is_last else x_SBD
 
     def _embed(self, tokens_SBP: Tensor, layout: Layout) -> Tensor:
         """This rank's tokens, with fixed positions added where the network has them."""
@@ -197,7 +224,7 @@ class DiT(nn.Module):
         x_SBD = self.x_embedder(F.pad(tokens_SBP, (0, missing_mask)) if missing_mask else tokens_SBP)
         if self.config.position_embedding == "sincos":
             x_SBD = x_SBD + layout.memo(_sincos, self.config, x_SBD.device, x_SBD.dtype)
-        return self.layers.shard_sequence(x_SBD)
+        return self.enter(x_SBD)
 
     def _rotary(self, fps: Tensor, layout: Layout, device: torch.device) -> Rotary | None:
         """The rotation of each token, where positions are rotary."""
@@ -226,7 +253,7 @@ class DiT(nn.Module):
     def _look_up_positions(self, layout: Layout, device: torch.device) -> Tensor:
         largest = torch.tensor(self.config.learned_positions, device=device)
         # only a pack's padding is beyond the largest grid
-        return self.layers.shard_sequence(self.positions(layout.on(device).positions_S3.minimum(largest - 1)))
+        return self.enter(self.positions(layout.on(device).positions_S3.minimum(largest - 1)))
 
 
 def _sincos(layout: Layout, config: DiTConfig, device: torch.device, dtype: torch.dtype) -> Tensor:

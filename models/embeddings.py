@@ -6,7 +6,7 @@ D width, N heads, K head dim, G condition rows (of a pack, or the batch).
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,10 +14,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from megadit.models.config import DiTConfig
-
-if TYPE_CHECKING:
-    from megadit.models.layers import LayerKit
-
+from megadit.models.ops.linear import Linear
 
 FPS_WIDTH = 256
 """Width of NeMo's embedding of the frame rate, before zeros are added."""
@@ -84,15 +81,14 @@ class ScalarEmbedder(nn.Module):
         self,
         sinusoids: Sinusoids,
         width: int,
-        layers: "LayerKit",
         *,
         out_width: int | None = None,
         bias: bool = True,
     ) -> None:
         super().__init__()
         self.sinusoids = sinusoids
-        self.linear_1 = layers.replicated_linear(sinusoids.width, width, sequence="sharded", bias=bias)
-        self.linear_2 = layers.replicated_linear(width, out_width or width, sequence="sharded", bias=bias)
+        self.linear_1 = Linear(sinusoids.width, width, bias=bias)
+        self.linear_2 = Linear(width, out_width or width, bias=bias)
 
     def forward(self, value_G: Tensor, dtype: torch.dtype) -> Tensor:
         """[G] float32 -> [G, out_width]."""
@@ -104,9 +100,9 @@ class RMSNorm(nn.Module):
 
     eps = 1e-6
 
-    def __init__(self, width: int, layers: "LayerKit") -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.weight = layers.replicated_parameter(torch.ones(width))
+        self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x_GD: Tensor) -> Tensor:
         normed = x_GD.float() * torch.rsqrt(x_GD.float().square().mean(-1, keepdim=True) + self.eps)
@@ -116,10 +112,10 @@ class RMSNorm(nn.Module):
 class NormalizedSinusoids(nn.Module):
     """The sinusoids themselves, normalised."""
 
-    def __init__(self, sinusoids: Sinusoids, layers: "LayerKit") -> None:
+    def __init__(self, sinusoids: Sinusoids) -> None:
         super().__init__()
         self.sinusoids = sinusoids
-        self.layernorm = RMSNorm(sinusoids.width, layers)
+        self.layernorm = RMSNorm(sinusoids.width)
 
     def forward(self, value_G: Tensor, dtype: torch.dtype) -> Tensor:
         return self.layernorm(self.sinusoids(value_G, dtype))
@@ -128,10 +124,10 @@ class NormalizedSinusoids(nn.Module):
 class ClassEmbedder(nn.Module):
     """One learned vector for each class, and one for none (arXiv 2212.09748, section 3.2)."""
 
-    def __init__(self, num_classes: int, hidden_size: int, layers: "LayerKit") -> None:
+    def __init__(self, num_classes: int, hidden_size: int) -> None:
         super().__init__()
         self.num_classes = num_classes
-        self.weight = layers.replicated_parameter(torch.zeros(num_classes + 1, hidden_size))
+        self.weight = nn.Parameter(torch.zeros(num_classes + 1, hidden_size))
 
     def forward(self, digits_G2: Tensor, is_null_G: Tensor) -> Tensor:
         high, low = digits_G2.float().round().long().unbind(-1)
@@ -153,25 +149,25 @@ def sigma_sinusoids(config: DiTConfig) -> Sinusoids:
     )
 
 
-def sigma_embedder(config: DiTConfig, layers: "LayerKit") -> nn.Module:
+def sigma_embedder(config: DiTConfig) -> nn.Module:
     if config.structure.shared_modulation:
-        return NormalizedSinusoids(sigma_sinusoids(config), layers)
-    return ScalarEmbedder(sigma_sinusoids(config), config.hidden_size, layers)
+        return NormalizedSinusoids(sigma_sinusoids(config))
+    return ScalarEmbedder(sigma_sinusoids(config), config.hidden_size)
 
 
-def shared_embedder(config: DiTConfig, layers: "LayerKit") -> nn.Module | None:
+def shared_embedder(config: DiTConfig) -> nn.Module | None:
     if not config.structure.shared_modulation:
         return None
     width = config.hidden_size
-    return ScalarEmbedder(sigma_sinusoids(config), width, layers, out_width=3 * width, bias=False)
+    return ScalarEmbedder(sigma_sinusoids(config), width, out_width=3 * width, bias=False)
 
 
-def fps_embedder(config: DiTConfig, layers: "LayerKit") -> nn.Module | None:
+def fps_embedder(config: DiTConfig) -> nn.Module | None:
     match config.structure.fps:
         case "embedded":
-            return ScalarEmbedder(Sinusoids(), config.hidden_size, layers)
+            return ScalarEmbedder(Sinusoids(), config.hidden_size)
         case "padded":
-            return ScalarEmbedder(Sinusoids(shift=1.0), FPS_WIDTH, layers)
+            return ScalarEmbedder(Sinusoids(shift=1.0), FPS_WIDTH)
         case _:
             return None
 

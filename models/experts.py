@@ -10,7 +10,6 @@ Shapes: S video tokens of this rank, B batch, D width, E experts, M width of an 
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -21,12 +20,6 @@ from megadit.models.expert_config import ExpertConfig
 from megadit.models.layout import Layout
 from megadit.models.ops.linear import linear
 from megadit.models.segments import LengthGroup
-
-if TYPE_CHECKING:
-    from megadit.models.layers import LayerKit
-
-HIDDEN_DIM = {"fc1": 1, "fc2": 2}
-"""Which dimension of the experts' tensors is M."""
 
 
 class Experts(nn.Module):
@@ -62,6 +55,8 @@ class Experts(nn.Module):
 
 def compute_here(experts: Experts, x_SBD: Tensor, weight_SBE: Tensor, chosen_SBE: Tensor) -> Tensor:
     """sum of weight_e FFN_e(x) over each token's chosen experts, all of which are here."""
+    if torch.compiler.is_exporting():  # a graph has no tensors whose size depends on values
+        return experts.on_all_tokens(x_SBD, weight_SBE * chosen_SBE)
     x_TD, chosen_ET = x_SBD.flatten(0, 1), chosen_SBE.flatten(0, 1).T
     expert_N, token_N = chosen_ET.nonzero(as_tuple=True)
     weight_N = weight_SBE.flatten(0, 1)[token_N, expert_N]
@@ -91,6 +86,13 @@ def chosen_by_experts(score_SBE: Tensor, layout: Layout, *, experts: ExpertConfi
 def _samples(x_S1E: Tensor, group: LengthGroup) -> Tensor:
     """A group's tokens sample by sample: a view [c, s, E]."""
     return x_S1E[group.start : group.stop, 0].unflatten(0, (group.count, group.length))
+
+
+ExpertCompute = Callable[[Experts, Tensor, Tensor, Tensor], Tensor]
+"""What is called like `compute_here`; `megatron.parallelize` gives one that sends tokens to their experts' ranks."""
+ExpertChoice = Callable[[Tensor, Layout], Tensor]
+"""From scores [S, B, E] of this rank's tokens to those that each expert takes; `megatron.parallelize` gives one that
+chooses among the tokens of all ranks."""
 
 
 class ExpertLoad:
@@ -143,9 +145,9 @@ class _Balance(torch.autograd.Function):
 class Router(nn.Module):
     """softmax(W x), at least in float32."""
 
-    def __init__(self, width: int, num_experts: int, layers: "LayerKit") -> None:
+    def __init__(self, width: int, num_experts: int) -> None:
         super().__init__()
-        self.weight = layers.replicated_parameter(torch.zeros(num_experts, width))
+        self.weight = nn.Parameter(torch.zeros(num_experts, width))
 
     def forward(self, x_SBD: Tensor) -> Tensor:
         precision = torch.promote_types(x_SBD.dtype, torch.float32)
@@ -158,19 +160,17 @@ class ExpertMLP(nn.Module):
     def __init__(
         self,
         config: DiTConfig,
-        layers: "LayerKit",
         activation: Callable[[Tensor], Tensor],
         shared: nn.Module | None,
     ) -> None:
         super().__init__()
-        self.config, self.layers, width = config.experts, layers, config.hidden_size
-
-        def make(num_experts: int, hidden: int) -> Experts:
-            return Experts(num_experts, width, hidden, activation, config.mlp_factors)
-
-        self.router = Router(width, self.config.num_experts, layers)
-        self.experts = layers.experts(make, self.config.num_experts, config.expert_size)
+        self.config, width = config.experts, config.hidden_size
+        num_experts = self.config.num_experts
+        self.router = Router(width, num_experts)
+        self.experts = Experts(num_experts, width, config.expert_size, activation, config.mlp_factors)
         self.shared = shared
+        self.compute: ExpertCompute = compute_here
+        self.expert_choice: ExpertChoice = partial(chosen_by_experts, experts=self.config)
         self.load = ExpertLoad(self.config.num_experts)
 
     def forward(self, x_SBD: Tensor, layout: Layout) -> Tensor:
@@ -179,13 +179,13 @@ class ExpertMLP(nn.Module):
         chosen_SBE = self.choose(score_SBE.detach(), layout)
         if self.config.routing == "token_choice" and torch.is_grad_enabled():
             score_SBE = _Balance.apply(score_SBE, chosen_SBE, self.load, self.config.balance_coefficient)
-        y_SBD = self.layers.through_experts(self.experts, x_SBD, score_SBE, chosen_SBE)
+        y_SBD = self.compute(self.experts, x_SBD, score_SBE, chosen_SBE)
         return y_SBD if self.shared is None else y_SBD + self.shared(x_SBD)
 
     def choose(self, score_SBE: Tensor, layout: Layout) -> Tensor:
         """bool [S, B, E]: which experts compute which tokens."""
         if self.config.routing == "expert_choice":
-            return self.layers.choose(partial(chosen_by_experts, experts=self.config), score_SBE, layout)
+            return self.expert_choice(score_SBE, layout)
         chosen_SBE = chosen_by_tokens(score_SBE, self.config)
         for group in () if layout.rows is None else layout.rows.groups:
             if group.is_padding:

@@ -3,16 +3,12 @@
 Shapes: G rows of conditioning (segments of a pack, or the batch), D width, M width of the shared modulation.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megadit.models.config import DiTConfig
-
-if TYPE_CHECKING:
-    from megadit.models.layers import LayerKit
+from megadit.models.ops.linear import Linear
 
 Vectors = tuple[Tensor, ...]
 """Shift, scale and gate of one sublayer, [G, D] each; the final layer has no gate."""
@@ -21,21 +17,19 @@ Vectors = tuple[Tensor, ...]
 class NormWeight(nn.Module):
     """The learned factors of an RMS norm, [D]."""
 
-    def __init__(self, width: int, layers: "LayerKit") -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.weight = layers.replicated_parameter(torch.ones(width))
+        self.weight = nn.Parameter(torch.ones(width))
 
 
 class Modulation(nn.Module):
     """Linear(SiLU(condition)) in `sublayers` times `vectors` parts (adaLN-Zero, arXiv 2212.09748, section 3.2)."""
 
-    def __init__(self, config: DiTConfig, layers: "LayerKit", sublayers: int, vectors: int) -> None:
+    def __init__(self, config: DiTConfig, sublayers: int, vectors: int) -> None:
         super().__init__()
         self.sublayers, self.vectors = sublayers, vectors
         width = config.hidden_size
-        self.linear = layers.replicated_linear(
-            width, sublayers * vectors * width, sequence="sharded", bias=config.structure.linear_bias
-        )
+        self.linear = Linear(width, sublayers * vectors * width, bias=config.structure.linear_bias)
 
     def forward(self, condition_GD: Tensor, shared_GM: Tensor | None = None) -> tuple[Vectors, ...]:
         """The vectors of each sublayer; nothing is shared."""
@@ -49,15 +43,12 @@ class LowRankModulation(nn.Module):
     Each group adds the beginning of the vector that all modulations share, where there is one.
     """
 
-    def __init__(self, config: DiTConfig, layers: "LayerKit", sublayers: int, vectors: int, groups: int) -> None:
+    def __init__(self, config: DiTConfig, sublayers: int, vectors: int, groups: int) -> None:
         super().__init__()
         rank, width = config.adaln_lora_dim, config.hidden_size
         self.vectors, self.per_group = vectors, sublayers * vectors // groups
-        self.down = layers.replicated_linear(width, groups * rank, sequence="sharded", bias=False)
-        self.up = nn.ModuleList(
-            layers.replicated_linear(rank, self.per_group * width, sequence="sharded", bias=False)
-            for _ in range(groups)
-        )
+        self.down = Linear(width, groups * rank, bias=False)
+        self.up = nn.ModuleList(Linear(rank, self.per_group * width, bias=False) for _ in range(groups))
 
     def forward(self, condition_GD: Tensor, shared_GM: Tensor | None = None) -> tuple[Vectors, ...]:
         """The vectors of each sublayer."""
@@ -74,10 +65,8 @@ def _by_sublayer(parts: "tuple[Tensor, ...] | list[Tensor]", vectors: int) -> tu
     return tuple(tuple(parts[i : i + vectors]) for i in range(0, len(parts), vectors))
 
 
-def build_modulation(
-    config: DiTConfig, layers: "LayerKit", *, sublayers: int, vectors: int = 3, groups: int = 1
-) -> nn.Module:
+def build_modulation(config: DiTConfig, *, sublayers: int, vectors: int = 3, groups: int = 1) -> nn.Module:
     """`Modulation`, or its low-rank form where `config.adaln_lora_dim` is set."""
     if config.adaln_lora_dim is None:
-        return Modulation(config, layers, sublayers, vectors)
-    return LowRankModulation(config, layers, sublayers, vectors, groups)
+        return Modulation(config, sublayers, vectors)
+    return LowRankModulation(config, sublayers, vectors, groups)

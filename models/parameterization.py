@@ -168,6 +168,6 @@ def denoise_packed(
     scalings = parameterization_of(dit.config).scalings
     sigma_S11 = sigma_G[layout.on(sigma_G.device).segment_of_token_S][:, None, None]
     c_skip, c_out, c_in, _ = scalings(sigma_S11)
-    tokens = (c_in * x_S1P).to(dit.dtype) if dit.layers.is_first_part else before
+    tokens = (c_in * x_S1P).to(dit.dtype) if dit.part.is_first else before
     F_S1P = dit.forward_packed(tokens, scalings(sigma_G).c_noise, text_L1E, fps_G, layout)
-    return c_skip * x_S1P + c_out * F_S1P.float() if dit.layers.is_last_part else F_S1P
+    return c_skip * x_S1P + c_out * F_S1P.float() if dit.part.is_last else F_S1P

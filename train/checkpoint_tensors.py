@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megadit.models.megatron.checkpoint import ema_key, model_key, optimizer_key
 from megadit.models.megatron.groups import Groups
-from megadit.models.megatron.mcore_layers import splits
+from megadit.models.megatron.shards import splits
 from megadit.train.background_write import BackgroundWrite
 from megadit.train.ema import WeightAverages
 from megadit.train.optimizer_state import OwnedSlice, Ownership, assemble, assign, is_copy

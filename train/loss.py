@@ -83,7 +83,7 @@ def edm_loss(
     segment_S = tensors.segment_of_token_S
     x_S1P = batch.tokens_S1P + sigma_G[segment_S][:, None, None] * noise_S1P
     D_S1P = denoise_packed(dit, x_S1P, sigma_G, batch.text_L1E, batch.fps_G, batch.layout, before)
-    if not dit.layers.is_last_part:
+    if not dit.part.is_last:
         return D_S1P
 
     error_S = (D_S1P - batch.tokens_S1P).square().mean(dim=(1, 2)) * tensors.is_sample_S
@@ -109,7 +109,7 @@ class TrainingModel(nn.Module):
         self.model_type = model_type
         self.diffusion = diffusion
         self.dit = dit
-        has_uncertainty = diffusion.learned_uncertainty and dit.layers.is_last_part
+        has_uncertainty = diffusion.learned_uncertainty and dit.part.is_last
         self.uncertainty = Uncertainty() if has_uncertainty else None
         self._before: Tensor | None = None
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megadit.models.megatron.mcore_layers import full_shape, shard, splits
+from megadit.models.megatron.shards import full_shape, shard, splits
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic that grows small singular values fastest
 _STEPS = 5

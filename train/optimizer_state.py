@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from megadit.models.megatron.groups import Groups
-from megadit.models.megatron.mcore_layers import is_expert
+from megadit.models.megatron.shards import is_expert
 from megadit.train.adamw import HalfMomentAdamW
 from megadit.train.muon import Muon
 

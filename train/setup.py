@@ -20,13 +20,14 @@ from megadit.models.bundle.bundle import Bundle, is_bundle
 from megadit.models.bundle.components import TENSOR_FILE
 from megadit.models.bundle.tensor_source import open_safetensors
 from megadit.models.config import DiTConfig
-from megadit.models.dit import DiT
+from megadit.models.dit import DiT, Part
 from megadit.models.machine import free_memory
 from megadit.models.megatron import groups as process_groups
 from megadit.models.megatron.checkpoint import CONFIG, read_network
 from megadit.models.megatron.groups import Groups
-from megadit.models.megatron.mcore_layers import McoreLayers, initialize_dit_, mark_conditioning_, transformer_config
-from megadit.models.megatron.te_layers import TELayers
+from megadit.models.megatron.parallelize import parallelize
+from megadit.models.megatron.shards import initialize_dit_
+from megadit.models.megatron.transformer_config import transformer_config
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path
 from megadit.train.checkpoint_tensors import TrainedTensors
@@ -182,8 +183,6 @@ def _initialized(config: RunConfig, groups: Groups, megatron: TransformerConfig,
     """Part `index` of the network, with the weights that it has in any layout."""
     network = _build_network(config, groups, megatron, index, groups.device)
     initialize_dit_(network.dit, config.train.seed, groups.axes, given_weights(config))
-    if config.parallel.sizes.num_parts > 1:
-        mark_conditioning_(network.dit, is_first_part=index == 0)
     return network
 
 
@@ -192,18 +191,18 @@ def _build_network(
 ) -> TrainingModel:
     """Part `index` of the network; of the DiT no values, and on the meta device no memory."""
     parallel = config.parallel
-    kits = {"local": McoreLayers, "transformer_engine": TELayers}
-    kit = kits[parallel.transformer_impl](
+    with torch.device("meta"):
+        dit = DiT(config.model, Part(index, parallel.sizes.num_parts))
+    parallelize(
+        dit,
         megatron,
-        context=groups.context,
-        part=index,
-        num_parts=parallel.sizes.num_parts,
+        groups,
+        device=device,
+        impl=parallel.transformer_impl,
         recompute=parallel.recompute_granularity,
         recompute_num_layers=parallel.recompute_num_layers,
         cuda_graph_max_segments=parallel.cuda_graph_max_segments,
     )
-    with device:
-        dit = DiT(config.model, kit)
     with groups.device:
         return TrainingModel(dit, config.diffusion, megatron, ModelType.encoder_or_decoder)
 

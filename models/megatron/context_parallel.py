@@ -20,7 +20,8 @@ from einops import rearrange
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megadit.models.layout import CPU, PackLayout
+from megadit.models.attention import AttentionCore
+from megadit.models.layout import CPU, Layout, PackLayout
 from megadit.models.megatron.block_attention import attend_block, attend_block_backward
 from megadit.models.ops.attention import attention
 from megadit.models.segments import TokenMesh
@@ -49,6 +50,17 @@ class ContextGroups:
         """The CP shards of the neighbours with one rank of the ring, taken together."""
         width = self.heads.size()
         return mesh.at(ring_rank * width, width)
+
+
+def shared_attention(groups: ContextGroups) -> AttentionCore:
+    """`ops.attention` for self-attention, where context-parallel ranks may share the tokens of a sample."""
+
+    def core(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cross: bool) -> Tensor:
+        if layout.groups is None or layout.mesh.context == 1:  # every segment is whole on one rank
+            return attention(q, k, v, layout, cross)
+        return attend_shared(q, k, v, layout, groups)
+
+    return core
 
 
 def attend_shared(q: Tensor, k: Tensor, v: Tensor, layout: PackLayout, groups: ContextGroups) -> Tensor:

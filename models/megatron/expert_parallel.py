@@ -17,8 +17,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megadit.models.experts import Experts
-from megadit.models.layout import CPU, PackLayout
+from megadit.models.experts import ExpertChoice, Experts
+from megadit.models.layout import CPU, Layout, PackLayout
 from megadit.models.megatron import cpu_shim
 from megadit.models.megatron.context_parallel import ContextGroups
 
@@ -45,6 +45,18 @@ class Dispatch:
         x_ND, counts_E, weight_N = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(*here))
         y_ND = dispatcher.combine_preprocess(experts(x_ND, weight_N, counts_E))
         return dispatcher.combine_postprocess(dispatcher.token_combine(y_ND))
+
+
+def shared_choice(rule: ExpertChoice, context: ContextGroups | None, cut: ProcessGroup | None) -> ExpertChoice:
+    """rule(scores of all tokens of a pack), of which this rank's tokens get their rows; groups as in `all_tokens`."""
+
+    def choose(score_SBE: Tensor, layout: Layout) -> Tensor:
+        if layout.groups is None:
+            return rule(score_SBE, layout)
+        chosen_SBE = rule(all_tokens(score_SBE, layout, context, cut), layout.whole)
+        return own_tokens(chosen_SBE, layout, cut)
+
+    return choose
 
 
 def all_tokens(x_S1E: Tensor, layout: PackLayout, context: ContextGroups | None, cut: ProcessGroup | None) -> Tensor:

@@ -17,9 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megadit.models.blocks import BlockInputs
+from megadit.models.blocks import BlockInputs, BlockStack
 from megadit.models.embeddings import Rotary
-from megadit.models.layers import BlockStack
 from megadit.models.ops.ledger import cheap_values_recomputed
 from megadit.models.shared.errors import UserError
 

@@ -1,7 +1,7 @@
 """Process groups: torch.distributed and Megatron's model-parallel groups, from the sizes of a layout."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,12 +13,10 @@ from torch.distributed import ProcessGroup
 from megadit.models.config import DiTConfig
 from megadit.models.megatron.context_parallel import ContextGroups
 from megadit.models.megatron.parallel_sizes import ParallelSizes
+from megadit.models.megatron.plan import Axes
 from megadit.models.segments import TokenMesh
 
 _TIMEOUT = timedelta(minutes=30)  # a rank may wait this long while another reads data or writes a checkpoint
-
-Axes = Mapping[str, ProcessGroup]
-"""`tensor`, `expert` or `expert_tensor` -> the ranks among which a parameter may be split."""
 
 
 @dataclass(frozen=True, slots=True)

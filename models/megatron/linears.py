@@ -8,13 +8,22 @@ from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     copy_to_tensor_model_parallel_region,
-    set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megadit.models.megatron.plan import COLUMN, ROW, Role
 from megadit.models.ops.linear import linear
+
+
+def split_linear(plain: nn.Linear, role: Role, config: TransformerConfig) -> nn.Module:
+    """Megatron's linear in the place of `plain`, whose matrix ranks share as `role` says."""
+    has_bias = plain.bias is not None
+    if role is ROW:
+        return RowLinear(plain.in_features, plain.out_features, config, bias=has_bias)
+    gathers = role is COLUMN
+    return ColumnLinear(plain.in_features, plain.out_features, config, gathers=gathers, bias=has_bias)
 
 
 class _AddsToSum(torch.autograd.Function):
@@ -55,13 +64,11 @@ class ColumnLinear(_FusedGradient, ColumnParallelLinear):
     set_extra_state = nn.Module.set_extra_state
 
     def __init__(
-        self, in_features: int, out_features: int, config: TransformerConfig, *, is_sharded: bool, bias: bool
+        self, in_features: int, out_features: int, config: TransformerConfig, *, gathers: bool, bias: bool
     ) -> None:
         super().__init__(in_features, out_features, config=config, init_method=_no_init, bias=bias)
         self._load_state_dict_pre_hooks.clear()
-        for parameter in self.parameters():
-            set_split(parameter, 0)
-        self.sequence_parallel = self.sequence_parallel and is_sharded
+        self.sequence_parallel = self.sequence_parallel and gathers
         self.allreduce_dgrad = self.tp_group.size() > 1 and not self.sequence_parallel
         self.is_ordinary = _is_ordinary(self.tp_group, config)
 
@@ -94,7 +101,6 @@ class RowLinear(_FusedGradient, RowParallelLinear):
             skip_bias_add=False,
         )
         self._load_state_dict_pre_hooks.clear()
-        set_split(self.weight, 1)
         self.is_ordinary = _is_ordinary(self.tp_group, config)
 
     def forward(self, x_SBD: Tensor) -> Tensor:
@@ -109,14 +115,6 @@ class RowLinear(_FusedGradient, RowParallelLinear):
 def _is_ordinary(group: ProcessGroup, config: TransformerConfig) -> bool:
     """Whether no other rank has a part of the matrix, and its gradient is an ordinary one."""
     return group.size() == 1 and not config.gradient_accumulation_fusion
-
-
-def set_split(parameter: nn.Parameter, dim: int) -> None:
-    """Marks a parameter as split over tensor-parallel ranks along `dim`."""
-    for name in ("tensor_model_parallel", "partition_dim", "partition_stride"):
-        if hasattr(parameter, name):
-            delattr(parameter, name)  # Megatron sets them where it initialises, and may not set them twice
-    set_tensor_model_parallel_attributes(parameter, True, dim, 1)
 
 
 def _no_init(weight: Tensor) -> None:

@@ -9,8 +9,10 @@ from safetensors import safe_open
 from megadit.models.bundle import components as parts
 from megadit.models.dit import DiT
 from megadit.models.megatron.groups import Groups, initialize
-from megadit.models.megatron.mcore_layers import McoreLayers, full_shape, shard, transformer_config
 from megadit.models.megatron.parallel_sizes import ParallelSizes
+from megadit.models.megatron.parallelize import parallelize
+from megadit.models.megatron.shards import full_shape, shard
+from megadit.models.megatron.transformer_config import transformer_config
 from megadit.models.weights import check_shapes, load_config
 
 
@@ -26,8 +28,9 @@ def load_split_dit(
     """
     config = load_config(directory)
     groups = initialize(layout, config)
-    kit = McoreLayers(transformer_config(config, layout, dtype=dtype), context=groups.context)
-    model = DiT(config, kit)
+    with torch.device("meta"):
+        model = DiT(config)
+    parallelize(model, transformer_config(config, layout, dtype=dtype), groups, device=torch.device("cpu"))
     path = Path(directory) / parts.TENSOR_FILE
     with safe_open(path, framework="pt") as file, torch.no_grad():
         found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}

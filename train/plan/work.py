@@ -13,13 +13,12 @@ from functools import lru_cache
 from math import prod
 
 import torch
-from torch import nn
 
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.flops import attention_flops, training_flops
-from megadit.models.layers import TorchLayers
 from megadit.models.layout import PackLayout
+from megadit.models.megatron.plan import role_of
 from megadit.models.segments import Segment
 from megadit.train.config.schema import RunConfig
 from megadit.train.plan.layout import Layout
@@ -59,44 +58,24 @@ class Parameters:
         return self.of_rank(layout) / (layout.data * layout.context) + self.experts_of_rank(layout) / layout.expert_data
 
 
-class _MarkingLayers(TorchLayers):
-    """TorchLayers that mark the weights which tensor parallelism splits."""
-
-    def column_linear(self, *sizes: int, **settings) -> nn.Module:
-        return _mark(super().column_linear(*sizes, **settings))
-
-    def row_linear(self, *sizes: int, **settings) -> nn.Module:
-        return _mark(super().row_linear(*sizes, **settings))
-
-    def experts(self, *sizes, **settings) -> nn.Module:
-        experts = super().experts(*sizes, **settings)
-        for parameter in experts.parameters():
-            parameter.is_expert = True
-        return experts
-
-
-def _mark(linear: nn.Module) -> nn.Module:
-    linear.weight.is_split = True
-    return linear
-
-
 @lru_cache(maxsize=64)
 def count_parameters(model: DiTConfig) -> Parameters:
     """Counts them on the meta device: the network is built in full and takes no memory."""
     with torch.device("meta"):
-        dit = DiT(model, _MarkingLayers())
+        dit = DiT(model)
     counts = {"split": 0, "whole": 0, "outside": 0, "experts": 0}
     for name, parameter in dit.named_parameters():
-        counts[_kind(name, parameter)] += parameter.numel()
+        counts[_kind(name)] += parameter.numel()
     return Parameters(**counts)
 
 
-def _kind(name: str, parameter: nn.Parameter) -> str:
+def _kind(name: str) -> str:
     if not name.startswith("blocks."):
         return "outside"
-    if getattr(parameter, "is_expert", False):
+    role = role_of(name)
+    if role.is_expert:
         return "experts"
-    return "split" if getattr(parameter, "is_split", False) else "whole"
+    return "split" if role.is_linear and name.endswith("weight") else "whole"
 
 
 def typical_pack(config: RunConfig) -> PackLayout:

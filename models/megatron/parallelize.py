@@ -1,0 +1,149 @@
+"""A plain DiT becomes this rank's part of one: `parallelize` exchanges modules and marks parameters as the plan says.
+
+What is exchanged, and why the rest of the network need not know:
+
+| of the plain network    | becomes, where the layout asks for it                                                |
+|-------------------------|--------------------------------------------------------------------------------------|
+| `Linear` of the plan    | Megatron's or TransformerEngine's, of which ranks hold rows or columns               |
+| other parameters        | the same, whole; an expert's own part                                                |
+| `enter`, `leave`        | scatter and gather of the tokens (sequence parallelism)                              |
+| `SelfAttention.core`    | attention to other ranks' tokens (context parallelism); computed again in backward   |
+| `STDiTBlock.move`       | the exchange of tokens before attention along one axis                               |
+| `ExpertMLP.compute`     | tokens sent to their experts' ranks; `expert_choice` among the tokens of all ranks   |
+| `blocks`                | blocks that are computed again, in eight bits, or replayed as CUDA graphs            |
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Literal, TypeVar
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from megadit.models.attention import SelfAttention
+from megadit.models.axial import move
+from megadit.models.blocks import STDiTBlock
+from megadit.models.dit import DiT
+from megadit.models.experts import ExpertMLP
+from megadit.models.megatron.context_parallel import shared_attention
+from megadit.models.megatron.expert_parallel import Dispatch, shared_choice
+from megadit.models.megatron.graphed_blocks import GraphedBlocks
+from megadit.models.megatron.groups import Groups
+from megadit.models.megatron.linears import split_linear
+from megadit.models.megatron.plan import PLAN, SUM_OVER_HEADS, Axes, Role, Row, local_shape, mark, role_of
+from megadit.models.megatron.recomputed_blocks import RecomputedBlocks
+from megadit.models.megatron.sequence_parallel import GatherTokens, ScatterTokens
+from megadit.models.megatron.te_linears import fp8_arithmetic, te_linear
+from megadit.models.ops.ledger import recomputed
+
+Recompute = Literal["none", "selective", "full"]
+LINEARS: dict[str, Callable[[nn.Linear, Role, TransformerConfig], nn.Module]] = {
+    "local": split_linear,
+    "transformer_engine": te_linear,
+}
+"""Whose linears stand for the plain ones."""
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def parallelize(
+    dit: DiT,
+    config: TransformerConfig,
+    groups: Groups,
+    *,
+    device: torch.device,
+    plan: Sequence[Row] = PLAN,
+    impl: Literal["local", "transformer_engine"] = "local",
+    recompute: Recompute = "none",
+    recompute_num_layers: int | None = None,
+    cuda_graph_max_segments: int | None = None,
+) -> DiT:
+    """Makes of `dit`, built on the meta device, what this rank computes of it, in place; values are yet to be set.
+
+    Names of parameters stay as they are, so that any layout reads and writes the same checkpoints. The whole network is
+    never in memory.
+
+    Args:
+        dit: the network, or one part of it.
+        config: see `transformer_config`.
+        groups: this rank's.
+        device: where parameters get memory; on the meta device they get none.
+        plan: how ranks share each parameter.
+        impl: whose linears.
+        recompute: what is computed again in backward: nothing, attention (`selective`), blocks (`full`).
+        recompute_num_layers: how many blocks of the part; None means all.
+        cuda_graph_max_segments: replay blocks for packs of so many segments at most; None: never.
+
+    Raises:
+        LookupError: if the plan has no row for a parameter.
+        UserError: if `impl` cannot run here.
+    """
+    _hold_own_parts(dit, plan, config, groups.axes, impl, device)
+    _share_tokens(dit, config, groups)
+    _share_attention(dit, groups, recompute)
+    _share_experts(dit, config, groups)
+    if cuda_graph_max_segments is not None:
+        dit.blocks = GraphedBlocks(dict(dit.blocks.items()), cuda_graph_max_segments)
+    else:
+        most = len(dit.blocks) if recompute_num_layers is None else recompute_num_layers
+        arithmetic = fp8_arithmetic(config) if impl == "transformer_engine" else nullcontext
+        dit.blocks = RecomputedBlocks(dict(dit.blocks.items()), most if recompute == "full" else 0, arithmetic)
+    # finalize_model_grads sums the gradients of what is called q_layernorm and k_layernorm
+    config.qk_layernorm = any(role_of(name, plan) is SUM_OVER_HEADS for name, _ in dit.named_parameters())
+    mark(dit, plan, sequence_parallel=config.sequence_parallel)
+    return dit
+
+
+def _hold_own_parts(
+    dit: DiT, plan: Sequence[Row], config: TransformerConfig, axes: Axes, impl: str, device: torch.device
+) -> None:
+    """Every parameter in the shape that this rank holds, on `device`; linears are those that the plan asks for."""
+    roles = {name: role_of(name, plan) for name, _ in dit.named_parameters()}
+    for path, module in list(dit.named_modules()):
+        role = roles.get(f"{path}.weight")
+        if isinstance(module, nn.Linear) and role.is_linear:
+            with device:
+                dit.set_submodule(path, LINEARS[impl](module, role, config))
+            continue
+        for name, parameter in module.named_parameters(path, recurse=False):
+            shape = local_shape(parameter.shape, roles[name], axes)
+            setattr(module, name.rpartition(".")[2], nn.Parameter(torch.empty(shape, device=device)))
+
+
+def _share_tokens(dit: DiT, config: TransformerConfig, groups: Groups) -> None:
+    group = groups.context.group
+    if config.sequence_parallel:
+        group = parallel_state.get_tensor_and_context_parallel_group()
+        dit.enter, dit.leave = ScatterTokens(groups.tensor), GatherTokens(groups.tensor)
+    if groups.mesh.size > 1:
+        assert (group.size(), group.rank()) == (groups.mesh.size, groups.mesh.rank)
+        for block in _all(dit, STDiTBlock):
+            block.move = partial(move, group=group)
+
+
+def _share_attention(dit: DiT, groups: Groups, recompute: Recompute) -> None:
+    for attention in _all(dit, SelfAttention):
+        if groups.context.size > 1:
+            attention.core = shared_attention(groups.context)
+        if recompute == "selective":
+            attention.core = partial(recomputed, attention.core)
+
+
+def _share_experts(dit: DiT, config: TransformerConfig, groups: Groups) -> None:
+    mlps = list(_all(dit, ExpertMLP))
+    context = groups.context if groups.context.size > 1 else None
+    cut = groups.tensor if config.sequence_parallel else None
+    if context is not None or cut is not None:
+        for mlp in mlps:
+            mlp.expert_choice = shared_choice(mlp.expert_choice, context, cut)
+    if mlps and groups.expert.size() * groups.expert_tensor.size() > 1:
+        dispatch = Dispatch(config, dit.config.experts.num_experts)
+        for mlp in mlps:
+            mlp.compute = dispatch
+
+
+def _all(dit: DiT, kind: type[M]) -> Iterator[M]:
+    return (module for module in dit.modules() if isinstance(module, kind))

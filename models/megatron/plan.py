@@ -1,0 +1,130 @@
+"""The parallel plan: one table that says how ranks share each parameter of a DiT.
+
+The first row with a parameter's name gives its role, from which derive the linear that replaces a plain one
+(`parallelize.py`), the shape that a rank holds (`local_shape`) and what Megatron and checkpoints are told (`mark`).
+
+| role             | a rank holds               | its gradient there                                                   |
+|------------------|----------------------------|----------------------------------------------------------------------|
+| `COLUMN`         | some outputs (whole heads) | complete; sequence parallelism gathers the tokens of the input       |
+| `COLUMN_OF_TEXT` | some outputs               | complete; every rank has the whole text, so nothing is gathered      |
+| `ROW`            | some inputs                | complete; outputs are summed over ranks                              |
+| `SUM_OVER_HEADS` | all of it                  | a part, that of the rank's heads: summed over tensor-parallel ranks  |
+| `PARTIAL`        | all of it                  | under sequence parallelism a part, that of the rank's tokens: summed |
+| `WHOLE`          | all of it                  | complete: it meets all tokens, or the whole text                     |
+| `EXPERTS_*`      | some experts, some of each | complete after a sum over the ranks that hold the same               |
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from megadit.models.dit import DiT, Part
+
+Axes = Mapping[str, ProcessGroup]
+"""`tensor`, `expert` or `expert_tensor` -> the ranks among which a parameter may be split."""
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """How ranks share a parameter."""
+
+    name: str
+    split: tuple[tuple[int, str], ...] = ()
+    """(dimension, axis) of each split over ranks (`Axes`); () where each rank holds it whole."""
+
+    @property
+    def is_expert(self) -> bool:
+        return any(axis == "expert" for _, axis in self.split)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it is of a linear that tensor-parallel ranks share."""
+        return any(axis == "tensor" for _, axis in self.split)
+
+
+COLUMN = Role("column", ((0, "tensor"),))
+COLUMN_OF_TEXT = Role("column of text", ((0, "tensor"),))
+ROW = Role("row", ((1, "tensor"),))
+SUM_OVER_HEADS = Role("sum over heads")
+PARTIAL = Role("partial")
+WHOLE = Role("whole")
+EXPERTS_UP = Role("experts, up", ((0, "expert"), (1, "expert_tensor")))
+EXPERTS_DOWN = Role("experts, down", ((0, "expert"), (2, "expert_tensor")))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of the plan."""
+
+    names: str
+    """Patterns of parameters' names, divided by |; * stands for anything."""
+    role: Role
+
+    def has(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.names.split("|"))
+
+
+PLAN = (
+    Row("blocks.*.experts.fc1", EXPERTS_UP),
+    Row("blocks.*.experts.fc2", EXPERTS_DOWN),
+    Row("blocks.*_attention.qkv.*|blocks.*.cross_attention.q.*|blocks.*.fc1.*", COLUMN),
+    Row("blocks.*.cross_attention.kv.*", COLUMN_OF_TEXT),
+    Row("blocks.*_attention.proj.weight|blocks.*.fc2.weight", ROW),
+    Row("blocks.*_attention.proj.bias|blocks.*.fc2.bias", PARTIAL),  # added to a rank's tokens, after the sum
+    Row("blocks.*.[qk]_layernorm.weight", SUM_OVER_HEADS),
+    Row("blocks.*.modulation.*|blocks.*_layernorm.weight|blocks.*.router.weight", PARTIAL),
+    Row("x_embedder.*|text_embedder.*|null_text|positions.*", WHOLE),
+    Row("*_embedder.*|condition_layernorm.weight|final_layer.*", PARTIAL),
+)
+"""The first row that has a parameter's name decides."""
+
+_OF_ONE_PART = ("x_embedder.", "blocks.", "final_layer.")
+"""Beginnings of the names of parameters that one part of a pipeline has; of the others every part has a copy."""
+
+
+def role_of(name: str, plan: Sequence[Row] = PLAN) -> Role:
+    """The role of the parameter `name`.
+
+    Raises:
+        LookupError: if no row of the plan has it.
+    """
+    for row in plan:
+        if row.has(name):
+            return row.role
+    raise LookupError(f"the parallel plan has no row for the parameter {name!r}: add one (models/megatron/plan.py)")
+
+
+def mark(dit: DiT, plan: Sequence[Row], *, sequence_parallel: bool) -> None:
+    """Sets on each parameter the marks from which Megatron and our checkpoints tell how ranks share it."""
+    for name, parameter in dit.named_parameters():
+        role = role_of(name, plan)
+        parameter.splits = role.split
+        # an expert's is its second: no rank of the group over which norms are summed has the same part
+        dims = [dim for dim, axis in role.split if axis != "expert"]
+        parameter.tensor_model_parallel = bool(dims)
+        parameter.partition_dim, parameter.partition_stride = dims[0] if dims else -1, 1
+        parameter.sequence_parallel = sequence_parallel and role is PARTIAL
+        parameter.allreduce = not role.is_expert
+        _mark_copy(parameter, dit.part, is_copy=dit.part.count > 1 and not name.startswith(_OF_ONE_PART))
+
+
+def _mark_copy(parameter: nn.Parameter, part: Part, *, is_copy: bool) -> None:
+    """Marks the copy that every part of a pipeline has of a parameter.
+
+    Gradients are summed over the parts (`pipeline_parallel`), and count once in the norm (`shared`). Each copy has a
+    bucket of its own (`shared_embedding`), so that the distributed optimizer of every part cuts it at the same places.
+    """
+    parameter.pipeline_parallel = parameter.shared_embedding = is_copy
+    parameter.shared = is_copy and not part.is_first
+
+
+def local_shape(full: torch.Size, role: Role, axes: Axes) -> torch.Size:
+    """The shape of a rank's part of a parameter."""
+    shape = list(full)
+    for dim, axis in role.split:
+        shape[dim] //= axes[axis].size()
+    return torch.Size(shape)

@@ -1,0 +1,34 @@
+"""Blocks that keep their inputs alone, and are computed again in backward."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+
+from torch import Tensor, nn
+
+from megadit.models.blocks import BlockStack
+from megadit.models.ops.ledger import cheap_values_recomputed, recomputed
+
+
+class RecomputedBlocks(BlockStack):
+    """Blocks, each within `arithmetic()`; the first `num_recomputed` keep their inputs and nothing else."""
+
+    def __init__(
+        self, blocks: dict[str, nn.Module], num_recomputed: int, arithmetic: Callable[[], AbstractContextManager]
+    ) -> None:
+        super().__init__(blocks)
+        self.num_recomputed = num_recomputed
+        self.arithmetic = arithmetic
+
+    def forward(self, x: Tensor, *context) -> Tensor:
+        for index, block in enumerate(self.values()):
+            if index < self.num_recomputed:
+                x = recomputed(partial(self._compute, block), x, *context)
+            else:
+                with cheap_values_recomputed():
+                    x = self._compute(block, x, *context)
+        return x
+
+    def _compute(self, block: nn.Module, x: Tensor, *context) -> Tensor:
+        with self.arithmetic():
+            return block(x, *context)

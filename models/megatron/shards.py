@@ -1,0 +1,58 @@
+"""Whole tensors and the parts of them that ranks hold, as the marks of `plan.py` say."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from megadit.models.initialize import Fill, initialize_
+from megadit.models.megatron.plan import Axes
+
+
+def splits(parameter: Tensor) -> tuple[tuple[int, str], ...]:
+    """(dimension, axis) of each split of a parameter over ranks (`Axes`); () where each rank holds it whole."""
+    if is_expert(parameter):
+        return parameter.splits
+    # an optimizer's float32 copies of parameters have Megatron's marks alone
+    return ((parameter.partition_dim, "tensor"),) if getattr(parameter, "tensor_model_parallel", False) else ()
+
+
+def is_expert(parameter: Tensor) -> bool:
+    return not getattr(parameter, "allreduce", True)
+
+
+def full_shape(parameter: Tensor, axes: Axes) -> torch.Size:
+    """The shape of a parameter before it was split over ranks."""
+    shape = list(parameter.shape)
+    for dim, axis in splits(parameter):
+        shape[dim] *= axes[axis].size()
+    return torch.Size(shape)
+
+
+def shard(parameter: Tensor, value: Tensor, axes: Axes) -> Tensor:
+    """The part of the whole tensor `value` that this rank's `parameter` holds."""
+    for dim, axis in splits(parameter):
+        size = parameter.shape[dim]
+        value = value.narrow(dim, axes[axis].rank() * size, size)
+    return value
+
+
+def initialize_dit_(
+    model: nn.Module,
+    seed: int,
+    axes: Axes,
+    given: Callable[[str], Tensor] | None = None,
+    *,
+    assign: Fill = Tensor.copy_,
+) -> nn.Module:
+    """`initialize_` for a model split over ranks: the same network in any layout.
+
+    `assign` sets a parameter from the tensor of its shape (of which other data-parallel ranks may hold a part).
+    """
+    return initialize_(
+        model,
+        seed,
+        full_shape=lambda parameter: full_shape(parameter, axes),
+        fill=lambda parameter, whole: assign(parameter, shard(parameter, whole, axes)),
+        given=given,
+    )

@@ -1,0 +1,106 @@
+"""TransformerEngine's linears in the place of Megatron's: the same layout, with NVIDIA's kernels.
+
+With `config.fp8` those of the blocks multiply in eight bits. Scales follow from the numbers at hand (`tensorwise`,
+`blockwise`, `mxfp8`), never from those of earlier steps (`delayed`): there is nothing to save, to exchange between
+ranks or to go wrong when a step is left out or a run resumed.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from megadit.models.megatron.extensions import check_transformer_engine
+from megadit.models.megatron.plan import COLUMN_OF_TEXT, ROW, Role
+from megadit.models.shared.errors import UserError
+
+
+class _TELinear(nn.Module):
+    """A TransformerEngine linear under the canonical keys `weight` and `bias`.
+
+    TransformerEngine's module is kept out of the module tree: its state has more than these, which no checkpoint needs.
+    """
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.weight = linear.weight
+        self.bias = linear.bias if linear.use_bias else None
+        object.__setattr__(self, "linear", linear)
+
+    def forward(self, x_SBD: Tensor) -> Tensor:
+        # casts, moves and FSDP put other tensors in the place of parameters
+        self.linear._parameters["weight"] = self.weight
+        if self.bias is not None:
+            self.linear._parameters["bias"] = self.bias
+        return self.linear(x_SBD)
+
+
+def te_linear(plain: nn.Linear, role: Role, config: TransformerConfig) -> nn.Module:
+    """TransformerEngine's linear in the place of `plain`, whose matrix ranks share as `role` says.
+
+    Raises:
+        UserError: if TransformerEngine is not installed, or there is no GPU.
+    """
+    check_transformer_engine()
+    import transformer_engine.pytorch as te
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    linear = te.Linear(
+        plain.in_features,
+        plain.out_features,
+        bias=plain.bias is not None,
+        parallel_mode="row" if role is ROW else "column",
+        tp_group=group,
+        tp_size=group.size(),
+        sequence_parallel=config.sequence_parallel and role is not COLUMN_OF_TEXT,
+        fuse_wgrad_accumulation=config.gradient_accumulation_fusion,
+        params_dtype=config.params_dtype,
+        device=torch.get_default_device().type,
+    )
+    return _TELinear(linear)
+
+
+def fp8_arithmetic(config: TransformerConfig) -> Callable[[], AbstractContextManager]:
+    """What a block computes within: eight bits where a backward follows, if `config.fp8` asks for them.
+
+    Without a backward (validation, sampling) the network is that of a bundle. Entered anew where a block is computed
+    again in backward: the recipes have no state that this could disturb.
+
+    Raises:
+        UserError: if this GPU cannot compute so.
+    """
+    if config.fp8 is None:
+        return nullcontext
+    recipe = _fp8_recipe(config)
+
+    def arithmetic() -> AbstractContextManager:
+        if not torch.is_grad_enabled():
+            return nullcontext()
+        import transformer_engine.pytorch as te
+
+        return te.autocast(enabled=True, recipe=recipe)
+
+    return arithmetic
+
+
+def _fp8_recipe(config: TransformerConfig) -> object:
+    """TransformerEngine's word for `config.fp8` and `config.fp8_recipe`.
+
+    Raises:
+        UserError: if this GPU cannot compute so.
+    """
+    import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe
+
+    kind, ask = {
+        "tensorwise": (recipe.Float8CurrentScaling, te.is_fp8_available),
+        "blockwise": (recipe.Float8BlockScaling, te.is_fp8_block_scaling_available),
+        "mxfp8": (recipe.MXFP8BlockScaling, te.is_mxfp8_available),
+    }[config.fp8_recipe]
+    is_available, reason = ask(return_reason=True)
+    if not is_available:
+        raise UserError(f"train.fp8_recipe={config.fp8_recipe} cannot run on this GPU: {reason}")
+    return kind(fp8_format=recipe.Format[config.fp8.upper()])
