@@ -17,7 +17,7 @@ from megadit.models.ops.linear import Linear
 from megadit.models.ops.qk_norm_rope import qk_norm_rope
 
 AttentionCore = Callable[[Tensor, Tensor, Tensor, Layout, bool], Tensor]
-"""What is called like `ops.attention`; `megatron.parallelize` exchanges that of self-attention."""
+"""What is called like `ops.attention`; `megatron.parallelize` exchanges those of self-attention."""
 
 
 class QKNorm(nn.Module):
@@ -75,6 +75,7 @@ class CrossAttention(nn.Module):
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
+        self.core: AttentionCore = attention
         self.head_dim = config.dim_per_head
         self.q = Linear(config.hidden_size, config.attention_size, bias=False)
         self.kv = Linear(config.text_size, 2 * config.attention_size, bias=False)
@@ -84,7 +85,7 @@ class CrossAttention(nn.Module):
     def forward(self, x_SBD: Tensor, text_LBD: Tensor, layout: Layout) -> Tensor:
         q = self.q_layernorm(rearrange(self.q(x_SBD), "S B (N K) -> S B N K", K=self.head_dim))
         k, v = layout.per_condition(CrossAttention._keys_and_values, self, text_LBD)
-        return self.proj(attention(q, k, v, layout, True))
+        return self.proj(self.core(q, k, v, layout, True))
 
     def _keys_and_values(self, text_LBD: Tensor) -> tuple[Tensor, Tensor]:
         k, v = rearrange(self.kv(text_LBD), "L B (N kv K) -> kv L B N K", kv=2, K=self.head_dim)

@@ -33,7 +33,7 @@ from megadit.models.megatron.expert_parallel import Dispatch, shared_choice
 from megadit.models.megatron.graphed_blocks import GraphedBlocks
 from megadit.models.megatron.groups import Groups
 from megadit.models.megatron.linears import split_linear
-from megadit.models.megatron.plan import PLAN, SUM_OVER_HEADS, Axes, Role, Row, local_shape, mark, role_of
+from megadit.models.megatron.plan import PLAN, Axes, Role, Row, local_shape, mark, role_of
 from megadit.models.megatron.recomputed_blocks import RecomputedBlocks
 from megadit.models.megatron.sequence_parallel import GatherTokens, ScatterTokens
 from megadit.models.megatron.te_linears import fp8_arithmetic, te_linear
@@ -91,8 +91,6 @@ def parallelize(
         most = len(dit.blocks) if recompute_num_layers is None else recompute_num_layers
         arithmetic = fp8_arithmetic(config) if impl == "transformer_engine" else nullcontext
         dit.blocks = RecomputedBlocks(dict(dit.blocks.items()), most if recompute == "full" else 0, arithmetic)
-    # finalize_model_grads sums the gradients of what is called q_layernorm and k_layernorm
-    config.qk_layernorm = any(role_of(name, plan) is SUM_OVER_HEADS for name, _ in dit.named_parameters())
     mark(dit, plan, sequence_parallel=config.sequence_parallel)
     return dit
 

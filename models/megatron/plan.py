@@ -102,6 +102,8 @@ def mark(dit: DiT, plan: Sequence[Row], *, sequence_parallel: bool) -> None:
     """Sets on each parameter the marks from which Megatron and our checkpoints tell how ranks share it."""
     for name, parameter in dit.named_parameters():
         role = role_of(name, plan)
+        is_summed = "q_layernorm" in name or "k_layernorm" in name
+        assert is_summed == (role is SUM_OVER_HEADS), f"Megatron sums over heads by name, and {name} is {role.name}"
         parameter.splits = role.split
         # an expert's is its second: no rank of the group over which norms are summed has the same part
         dims = [dim for dim, axis in role.split if axis != "expert"]

@@ -34,6 +34,7 @@ def transformer_config(
         context_parallel_size=layout.context,
         sequence_parallel=layout.sequence_parallel,
         add_bias_linear=False,
+        qk_layernorm=model.qk_layernorm,  # finalize_model_grads sums gradients of norms of queries and keys
         layernorm_epsilon=model.layernorm_epsilon,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,

@@ -7,7 +7,7 @@
    length and hence FLOPs.
 2. The same samples, 1 to 64 frames long, as packs and as batches padded to their longest.
 3. One optimizer step of recipe `digits`: Megatron-core (schedule, data-parallel buffers, optimizer, averages) on its
-   layers at tensor-parallel size 1, and the same step written out in plain torch on `TorchLayers`.
+   layers at tensor-parallel size 1, and the same step written out in plain torch on a plain DiT.
 4. What each of eight context-parallel ranks would be spared if they divided the text of 8,192 tokens too: the keys and
    values of the other ranks' text, beside all that the rank computes.
 
@@ -238,7 +238,7 @@ def compare_megatron(rounds: int) -> Comparison:
         made = list(itertools.islice(loader, 8))
         ours = _megatron_step(config, itertools.cycle(made))
         theirs = _torch_step(config, itertools.cycle(made))
-        return compare("one step of recipe digits, Megatron TP1 / TorchLayers", ours, theirs, rounds, limit=1.1)
+        return compare("one step of recipe digits, Megatron TP1 / plain torch", ours, theirs, rounds, limit=1.1)
 
 
 def _run(argv: list[str]) -> None:

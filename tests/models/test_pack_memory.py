@@ -8,7 +8,6 @@ import random, resource, torch
 from megadit.models.blocks import BlockInputs, DiTBlock
 from megadit.models.config import DiTConfig
 from megadit.models.embeddings import rotary_table
-from megadit.models.layers import TorchLayers
 from megadit.models.layout import PackLayout
 from megadit.models.segments import Segment
 
@@ -18,7 +17,7 @@ cuts = [0, *sorted(random.sample(range(1, TOKENS // 16), SEGMENTS - 1)), TOKENS 
 segments = [Segment((b - a, 4, 4), TEXT) for a, b in zip(cuts, cuts[1:])]
 layout = PackLayout.pack(segments, capacity=TOKENS, text_capacity=TEXT * SEGMENTS)
 config = DiTConfig(hidden_size=256, num_attention_heads=4)
-block = DiTBlock(config, TorchLayers())
+block = DiTBlock(config)
 for parameter in block.parameters():
     torch.nn.init.normal_(parameter, std=0.05)
 x = torch.randn(TOKENS, 1, 256, requires_grad=True)

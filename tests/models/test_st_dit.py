@@ -8,7 +8,6 @@ from einops import rearrange
 from megadit.models.axial import AxialInputs, axial_layout, move
 from megadit.models.blocks import BlockInputs, STDiTBlock
 from megadit.models.config import DiTConfig
-from megadit.models.layers import TorchLayers
 from megadit.models.layout import PackLayout
 from megadit.models.segments import Segment
 
@@ -23,7 +22,7 @@ LAYOUT = PackLayout.pack([Segment(grid, 2) for grid in GRIDS], capacity=80, text
 @pytest.fixture(scope="module")
 def block():
     torch.manual_seed(0)
-    block = STDiTBlock(CONFIG, TorchLayers()).double()
+    block = STDiTBlock(CONFIG).double()
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return block

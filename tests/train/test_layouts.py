@@ -1,4 +1,4 @@
-"""Every layout trains the same network: TorchLayers = Megatron on one rank = any of its layouts on 2, 4 and 8 ranks.
+"""Every layout trains the same network: plain torch = Megatron on one rank = any of its layouts on 2, 4 and 8 ranks.
 
 Packs hold images and videos of unequal lengths, that do not divide among ranks; text is dropped from some; all tensors
 are random and every gradient must differ from zero, so that nothing wrong can hide behind adaLN-Zero. Beside what must

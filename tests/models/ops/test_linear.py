@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from megadit.models.blocks import MLP
 from megadit.models.config import DiTConfig
-from megadit.models.layers import TorchLayers
+from megadit.models.linear import Linear
 from megadit.models.ops import ledger, linear
 from megadit.models.ops.linear import Linear, fuses_gelu
 
@@ -178,7 +178,7 @@ def test_an_mlp_in_one_pass(products, family):
     own = {"dit": {"num_classes": 3, "crossattn_emb_size": 2, "preconditioner": "vp", "position_embedding": "sincos"}}
     config = DiTConfig(family=family, num_layers=1, hidden_size=48, num_attention_heads=4, **own.get(family, {}))
     torch.manual_seed(0)
-    mlp, x = MLP(config, TorchLayers(), 96), torch.randn(30, 2, 48)
+    mlp, x = MLP(config, 96), torch.randn(30, 2, 48)
     expected = mlp(x)
     assert products == ["none", "none"], "the activation's own backward reads what lies before it"
     with torch.no_grad():

@@ -25,9 +25,9 @@ from megadit.models import axial, experts, initialize, linear  # noqa: E402
 from megadit.models.conditioning import Conditioning  # noqa: E402
 from megadit.models.dit import DiT  # noqa: E402
 from megadit.models.expert_config import ExpertConfig  # noqa: E402
-from megadit.models.megatron import context_parallel, mcore_layers  # noqa: E402
+from megadit.models.megatron import context_parallel, expert_parallel  # noqa: E402
 from megadit.models.megatron import groups as process_groups  # noqa: E402
-from megadit.models.megatron.mcore_layers import is_expert, splits  # noqa: E402
+from megadit.models.megatron.shards import is_expert, splits  # noqa: E402
 from megadit.models.noise import latent_noise, seed_key  # noqa: E402
 from megadit.train import balance  # noqa: E402
 from megadit.train.config.schema import ParallelConfig  # noqa: E402
@@ -105,7 +105,8 @@ def break_it(what, training):
         find_move = axial.find_move
         patch(axial, "find_move", lambda *args: _reversed(find_move(*args)))
     elif what == "scores of others":
-        patch(mcore_layers, "all_tokens", lambda score, layout, *groups: score.repeat(4, 1, 1)[: layout.whole.capacity])
+        repeated = lambda score, layout, *groups: score.repeat(4, 1, 1)[: layout.whole.capacity]  # noqa: E731
+        patch(expert_parallel, "all_tokens", repeated)
     elif what == "loads of others":
         patch(balance, "dist", SimpleNamespace(all_reduce=lambda counts: None))
     elif what == "sum over holders of an expert":

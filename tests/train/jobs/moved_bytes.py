@@ -6,6 +6,7 @@ backward. Attention itself is left out: its result decides no byte, and on long 
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,7 +15,6 @@ import torch.distributed as dist
 from megadit.models.axial import AxialInputs, axial_layout, move
 from megadit.models.blocks import BlockInputs, STDiTBlock
 from megadit.models.config import DiTConfig
-from megadit.models.layers import TorchLayers
 from megadit.models.layout import PackLayout
 from megadit.models.megatron import context_parallel
 from megadit.models.megatron.context_parallel import ContextGroups, attend_shared
@@ -24,21 +24,20 @@ GRIDS = {"256 px": (32, 16, 16), "768 px": (32, 48, 48)}
 CONFIG = DiTConfig(family="st_dit", num_layers=1, hidden_size=16, num_attention_heads=2, qk_layernorm=False)
 
 
-class HybridLayers(TorchLayers):
-    """Plain linears; the ranks of `group` share the tokens."""
+def shared_block(group):
+    """A block whose tokens the ranks of `group` share."""
+    alone = [dist.new_group([rank]) for rank in range(group.size())][group.rank()]
+    groups, block = ContextGroups(group, alone, group), STDiTBlock(CONFIG)
 
-    def __init__(self, group):
-        alone = [dist.new_group([rank]) for rank in range(group.size())][group.rank()]
-        self.groups = ContextGroups(group, alone, group)
-        self.mesh = TokenMesh(context=group.size(), rank=group.rank())
-
-    def attend(self, q, k, v, layout, *, cross, into):
+    def attend(q, k, v, layout, cross):
         if not cross and layout.mesh.context > 1:
-            return attend_shared(q, k, v, layout, self.groups, into)
-        return into((q + v.mean() + k.mean()).flatten(2))
+            return attend_shared(q, k, v, layout, groups)
+        return (q + v.mean() + k.mean()).flatten(2)
 
-    def move(self, x, layout, source, target):
-        return move(x, layout, source, target, self.groups.group)
+    for attention in (block.self_attention, block.temporal_attention, block.spatial_attention, block.cross_attention):
+        attention.core = attend
+    block.move = partial(move, group=group)
+    return block
 
 
 sent = {"moves": 0, "ring": 0}
@@ -70,13 +69,12 @@ def main():
     dist.init_process_group("gloo")
     count_sent()
     without_attention()
-    kit = HybridLayers(dist.group.WORLD)
-    block = STDiTBlock(CONFIG, kit)
+    block, mesh = shared_block(dist.group.WORLD), TokenMesh(context=dist.get_world_size(), rank=dist.get_rank())
     found = {}
     for video, grid in GRIDS.items():
         sent.update(moves=0, ring=0)
         pack = PackLayout.pack([Segment(grid, 1)], capacity=grid[0] * grid[1] * grid[2], text_capacity=1)
-        layout = pack.shard(kit.mesh)
+        layout = pack.shard(mesh)
         along = {axis: AxialInputs(layout=axial_layout(layout, axis)) for axis in ("time", "space")}
         inputs = BlockInputs(condition_GD=torch.zeros(1, 16), text_LBD=torch.zeros(1, 1, 16), layout=layout, **along)
         x = torch.zeros(layout.capacity, 1, 16, requires_grad=True)

@@ -1,4 +1,4 @@
-"""The kit on one rank, without the shim; test_parity compares layouts."""
+"""A parallelized network on one rank, without the shim; tests/train/test_layouts.py compares layouts."""
 
 import subprocess
 import sys
@@ -10,15 +10,22 @@ from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.initialize import initialize_
 from megadit.models.megatron import groups
-from megadit.models.megatron.mcore_layers import McoreLayers, initialize_dit_, splits, transformer_config
+from megadit.models.megatron.parallelize import parallelize
+from megadit.models.megatron.shards import initialize_dit_, splits
+from megadit.models.megatron.transformer_config import transformer_config
 
 config = DiTConfig(
     num_layers=2, hidden_size=24, num_attention_heads=2, in_channels=3, crossattn_emb_size=8, sigma_data=1.0
 )
 layout = groups.ParallelSizes()
 found = groups.initialize(layout, config)
-kit = McoreLayers(transformer_config(config, layout, dtype=torch.float32))
-plain, megatron = DiT(config), DiT(config, kit)
+def build(impl="local"):
+    with torch.device("meta"):
+        dit = DiT(config)
+    settings = transformer_config(config, layout, dtype=torch.float32)
+    return parallelize(dit, settings, found, device=torch.device("cpu"), impl=impl)
+plain, megatron = DiT(config), build()
+assert [name for name, _ in megatron.named_parameters()] == [name for name, _ in plain.named_parameters()]
 shapes = [{key: value.shape for key, value in model.state_dict().items()} for model in (plain, megatron)]
 assert shapes[0] == shapes[1]
 
@@ -47,19 +54,31 @@ assert split == {
     )
 }
 
-from megadit.models.megatron import extensions, te_layers
+from megadit.models.megatron import extensions
 from megadit.models.shared.errors import UserError
 if not extensions.has_transformer_engine():
     try:
-        te_layers.TELayers(kit.config)
+        build("transformer_engine")
     except UserError as error:
         assert "TransformerEngine" in str(error)
     else:
-        raise AssertionError("TELayers without TransformerEngine")
+        raise AssertionError("built without TransformerEngine")
+
+from megadit.models.megatron.linears import ColumnLinear
+with torch.device("meta"):
+    dit = DiT(config)
+    dit.blocks["0"].mlp.adapter = torch.nn.Linear(2, 2)
+try:
+    parallelize(dit, transformer_config(config, layout, dtype=torch.float32), found, device=torch.device("cpu"))
+except LookupError as error:
+    assert "blocks.0.mlp.adapter.weight" in str(error)
+else:
+    raise AssertionError("a parameter without a row")
+assert not any(isinstance(module, ColumnLinear) for module in dit.modules()), "nothing was exchanged before"
 groups.destroy()
 """
 
 
-def test_one_rank_is_torch_layers():
+def test_one_rank_is_plain_torch():
     result = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megadit.models.megatron import extensions, te_layers
+from megadit.models.megatron import extensions, te_linears
 
-OURS = Path(te_layers.__file__)
+OURS = Path(te_linears.__file__)
 
 
 def te_source() -> Path | None:
@@ -75,7 +75,7 @@ def test_every_call_fits_the_published_source():
             "TransformerEngine's source is not here: install megadit[te], or set MEGADIT_TE_SOURCE to a checkout"
         )
     found = calls(OURS.read_text())
-    assert [call.func.attr for call in found] == ["autocast", "Linear"]
+    assert [call.func.attr for call in found] == ["Linear", "autocast"]
     assert [problem for call in found for problem in problems(call, folder)] == []
     linear = ast.unparse(find_definition(folder, "Linear"))
     written = {name for name in attributes_read(OURS.read_text()) if f"self.{name}" not in linear}
@@ -110,7 +110,7 @@ def test_a_call_that_does_not_fit_is_found(tmp_path):
     module.mkdir(parents=True)
     arguments = "self, in_features, out_features, needed, bias=True, *, parallel_mode=None"
     (module / "linear.py").write_text(f"class Linear:\n    def __init__({arguments}): ...")
-    call = calls(OURS.read_text())[1]
+    call = calls(OURS.read_text())[0]
     assert problems(call, tmp_path) == [
         *(
             f"Linear does not take {name}"
@@ -134,16 +134,17 @@ from megadit.models.conditioning import Conditioning
 from megadit.models.dit import DiT
 from megadit.models.initialize import initialize_
 from megadit.models.megatron import groups
-from megadit.models.megatron.mcore_layers import McoreLayers, transformer_config
-from megadit.models.megatron.te_layers import TELayers
+from megadit.models.megatron.parallelize import parallelize
+from megadit.models.megatron.transformer_config import transformer_config
 
 config = DiTConfig(num_layers=2, hidden_size=64, num_attention_heads=4, in_channels=8, crossattn_emb_size=32)
-groups.initialize(groups.ParallelSizes(), config)
+found = groups.initialize(groups.ParallelSizes(), config)
 megatron = transformer_config(config, groups.ParallelSizes(), dtype=torch.float32)
 outputs = []
-for kit in (McoreLayers, TELayers):
-    with torch.device("cuda"):
-        model = DiT(config, kit(megatron)).cuda().float()
+for impl in ("local", "transformer_engine"):
+    with torch.device("meta"):
+        model = DiT(config)
+    parallelize(model, megatron, found, device=torch.device("cuda"), impl=impl)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             generator = torch.Generator("cpu").manual_seed(len(name) + sum(name.encode()))
@@ -166,6 +167,6 @@ for name in grads:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not extensions.has_transformer_engine(), reason="needs a GPU and TransformerEngine (megadit[te])")
-def test_parity_with_megatrons_layers():
+def test_parity_with_megatrons_linears():
     result = subprocess.run([sys.executable, "-c", PARITY], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr

@@ -1,0 +1,78 @@
+"""The plan marks parameters as commit 82933d8 did, whose marks `marks.json` holds; no change of a row goes unseen."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megadit.models.config import NAMED_CONFIGS
+from megadit.models.dit import DiT
+from megadit.models.megatron.plan import COLUMN, COLUMN_OF_TEXT, PARTIAL, PLAN, ROW, WHOLE, Row, role_of
+
+FOLDER = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    out = tmp_path_factory.mktemp("plan") / "marks.json"
+    command = [sys.executable, FOLDER / "jobs" / "marks.py", out]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr
+    return json.loads(out.read_text())
+
+
+def expected_marks():
+    """{network: {parameter: {case: its marks}}}."""
+    recorded = json.loads((FOLDER / "marks.json").read_text())
+    cases, words = recorded["cases"], recorded["words"]
+
+    def of_parameter(indices):
+        pairs = zip(cases, indices.split(), strict=True)
+        return {case: words[int(index)] for case, index in pairs if index != "-"}
+
+    return {
+        network: {name: of_parameter(indices) for name, indices in parameters.items()}
+        for network, parameters in recorded["marks"].items()
+    }
+
+
+def test_marks_are_those_of_the_layer_kits(found):
+    expected = expected_marks()
+    assert found["marks"].keys() == expected.keys()
+    for network, parameters in expected.items():
+        assert found["marks"][network] == parameters, network
+
+
+def test_every_change_of_a_row_is_seen(found):
+    """Negative control: each row with each other role, in ten networks under sequence parallelism."""
+    assert found["unseen"] == []
+
+
+def test_every_pattern_decides_about_a_parameter(found):
+    assert found["unused"] == []
+
+
+@pytest.mark.parametrize("name", NAMED_CONFIGS)
+def test_every_published_network_is_in_the_plan(name):
+    with torch.device("meta"):
+        names = [parameter for parameter, _ in DiT(NAMED_CONFIGS[name]).named_parameters()]
+    assert all(role_of(parameter) for parameter in names)
+
+
+def test_a_parameter_without_a_row_is_named():
+    with pytest.raises(LookupError, match=r"no row for the parameter 'blocks\.3\.mlp\.adapter\.down\.weight'"):
+        role_of("blocks.3.mlp.adapter.down.weight")
+
+
+def test_the_first_row_decides():
+    plan = (Row("text_embedder.*", WHOLE), Row("*_embedder.*", PARTIAL))
+    assert role_of("text_embedder.weight", plan) is WHOLE
+    assert role_of("sigma_embedder.linear_1.weight", plan) is PARTIAL
+    assert [role_of(f"blocks.0.cross_attention.{name}.weight", PLAN) for name in ("q", "kv", "proj")] == [
+        COLUMN,
+        COLUMN_OF_TEXT,
+        ROW,
+    ]
