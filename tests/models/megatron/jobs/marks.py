@@ -72,13 +72,6 @@ def network(name):
     return DiTConfig(**SIZES | NETWORKS[name])
 
 
-def is_legal(config, sizes):
-    divides_experts = sizes.expert * sizes.expert_tensor > 1
-    return sizes.broken_rule(config, dist.get_world_size()) is None and (
-        config.experts.num_experts or not divides_experts
-    )
-
-
 def marks(config, sizes, table=plan.PLAN):
     """{case: {parameter: its marks}} of each part of the network."""
     groups, found = process_groups.initialize(sizes, config), {}
@@ -118,7 +111,7 @@ def all_marks():
     for layout, (world_size, sizes) in LAYOUTS.items():
         start(world_size)
         for name, parameters in found.items():
-            if not is_legal(network(name), ParallelSizes(**sizes)):
+            if ParallelSizes(**sizes).broken_rule(network(name), world_size) is not None:
                 continue
             for part, marked in marks(network(name), ParallelSizes(**sizes)).items():
                 for parameter, words in marked.items():
