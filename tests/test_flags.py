@@ -213,6 +213,15 @@ def test_every_flag_has_a_test(command):
     assert sorted(named) == flags(parsers()[command])
 
 
+def test_options_are_declared_as_settings_alone():
+    """`add_argument` stands in the engine and nowhere else."""
+    engine = "models/shared/options.py"
+    folders = ("models", "infer", "train", "export", "serve", "tests/benchmarks")
+    files = [file for folder in folders for file in (ROOT.parent / folder).rglob("*.py")]
+    calling = [str(file.relative_to(ROOT.parent)) for file in files if "add_argument(" in file.read_text()]
+    assert calling == [engine]
+
+
 TESTS = sorted({test for tests in SHOWN_BY.values() for test in tests})
 
 
