@@ -30,7 +30,7 @@ serve: $(READY)
 
 # Workers that share the cores, a group of tests at a time (tests/workers.py).
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -q --numprocesses $(WORKERS)
 
 test: $(READY)
 	@$(PYTEST) -m "not slow"

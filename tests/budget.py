@@ -70,7 +70,7 @@ class Meter:
         try:
             return (yield)
         finally:  # a fixture that asks for others by `getfixturevalue` does not pay for them
-            own = processor_seconds() - start - (self._of_fixtures - inner)
+            own = max(0.0, processor_seconds() - start - (self._of_fixtures - inner))
             self._of_fixtures += own
             self._fixtures.append((f"{fixturedef.baseid}::{fixturedef.argname}", own))
 
@@ -90,7 +90,8 @@ class Meter:
 
     def _lap(self) -> tuple[float, float]:
         now = time.monotonic(), processor_seconds()
-        spent = now[0] - self._before[0], now[1] - self._before[1]
+        # less than before where a process that nobody waits for has ended
+        spent = now[0] - self._before[0], max(0.0, now[1] - self._before[1])
         self._before = now
         return spent
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from . import budget, workers
+from . import budget, ranks, workers
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(workers.Workers())
-    config.pluginmanager.register(budget.Meter())
-    if not hasattr(config, "workerinput"):  # of pytest-xdist
-        config.pluginmanager.register(budget.Table())
+    plugins = [ranks, budget.Meter()]
+    plugins += [workers.Worker()] if hasattr(config, "workerinput") else [workers.Dealer(), budget.Table()]
+    for plugin in plugins:
+        config.pluginmanager.register(plugin)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,11 +1,18 @@
 """Which tests one worker of pytest-xdist runs, in which order, and with how many threads.
 
-A file stays with one worker, so that no fixture of a module is made twice. Files whose tests ask for the same costly
-fixture of the session form a group, which stays with one worker too. Groups start in the order of `FIRST`: what takes
+A file stays with one worker, so that no fixture of a module is made twice; its slow tests apart, which are not run with
+the others. Files whose tests ask for the same costly fixture of the session form a group, which stays with one worker
+too, except that slow tests fork ranks from processes of either worker. Groups start in the order of `FIRST`: what takes
 long must not come last.
+
+The workers find the groups, as only they collect tests, and leave them in a file for the process that deals them out.
+(`--dist loadgroup` would, but pytest 9.2 does not show it the names that it gives to tests.)
 """
 
+import json
 import os
+import shutil
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 
@@ -14,44 +21,80 @@ import pytest
 GROUP_OF_FIXTURE = {
     "tritonserver": "triton",
     "exported": "export",
+    "rank_servers": "ranks",
 }
 """Fixture of the session -> the group of the files that use it."""
-FIRST = ("triton", "export")
+FIRST = ("triton", "ranks", "export")
 """Groups and files that start before others, in this order."""
 
 
-class Workers:
-    """Puts tests in groups, and each worker's threads on its part of the processor's cores."""
+class Dealer:
+    """Of the process that starts the workers: deals groups out."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="megadit-tests-"))
+        self._groups: dict[str, str] = {}
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node) -> None:
+        node.workerinput["groups"] = str(self._folder / "groups.json")
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log):
+        from xdist.scheduler import LoadScopeScheduling
+
+        class Groups(LoadScopeScheduling):
+            _split_scope = staticmethod(self._group)
+
+        config.option.loadscopereorder = False
+        return Groups(config, log)
+
+    def _group(self, nodeid: str) -> str:
+        if not self._groups:
+            self._groups = json.loads((self._folder / "groups.json").read_text())
+        return self._groups[nodeid]
+
+    def pytest_unconfigure(self) -> None:
+        shutil.rmtree(self._folder)
+
+
+class Worker:
+    """Of a worker: finds groups, and takes its part of the processor's cores."""
 
     def pytest_configure(self, config: pytest.Config) -> None:
-        if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # before anything imports torch
-            threads = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
+        threads = (os.cpu_count() or 1) // config.workerinput["workercount"]
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))  # before anything imports torch
 
-    @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for marks
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        if "PYTEST_XDIST_WORKER_COUNT" not in os.environ:
-            return
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         names = _names_of_groups(items)
-        for item in items:
-            if item.get_closest_marker("xdist_group") is None:
-                item.add_marker(pytest.mark.xdist_group(names[item.path]))
-        ranks = {name: place for place, name in enumerate(FIRST)}
-        items.sort(key=lambda item: ranks.get(names[item.path], len(FIRST)))
+        file = Path(config.workerinput["groups"])
+        part = file.with_name(config.workerinput["workerid"])
+        part.write_text(json.dumps({item.nodeid: names[_key(item)] for item in items}))
+        part.replace(file)
+        places = {name: place for place, name in enumerate(FIRST)}
+        items.sort(key=lambda item: places.get(names[_key(item)], len(FIRST)))
 
 
-def _names_of_groups(items: list[pytest.Item]) -> dict[Path, str]:
-    """File -> the group of its tests: named by a mark, by a fixture that one of them asks for, or like the file."""
-    fixtures: dict[Path, set[str]] = defaultdict(set)
-    marked: dict[Path, str] = {}
+Key = tuple[Path, bool]
+
+
+def _key(item: pytest.Item) -> Key:
+    """The file of a test, and whether it is one of its slow ones."""
+    return item.path, item.get_closest_marker("slow") is not None
+
+
+def _names_of_groups(items: list[pytest.Item]) -> dict[Key, str]:
+    """The group of a file's tests: named by a mark, by a fixture that one of them asks for, or like the file."""
+    fixtures: dict[Key, set[str]] = defaultdict(set)
+    names: dict[Key, str] = {}
     for item in items:
-        fixtures[item.path].update(item.fixturenames)
-        if mark := item.get_closest_marker("xdist_group"):
-            marked[item.path] = mark.args[0]
+        fixtures[_key(item)].update(item.fixturenames)
+        if mark := item.get_closest_marker("group"):
+            names[_key(item)] = mark.args[0]
     root = Path(__file__).parent
-    return {
-        path: marked.get(path)
-        or next((group for name, group in GROUP_OF_FIXTURE.items() if name in asked), None)
-        or path.relative_to(root).with_suffix("").as_posix()
-        for path, asked in fixtures.items()
-    }
+    for (path, is_slow), asked in fixtures.items():
+        shared = [group for name, group in GROUP_OF_FIXTURE.items() if name in asked]
+        if not shared or (is_slow and shared == ["ranks"]):
+            shared = [path.relative_to(root).with_suffix("").as_posix()]
+        names.setdefault((path, is_slow), shared[0])
+    return names

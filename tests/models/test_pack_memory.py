@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import random, resource, torch
 from megadit.models.blocks import BlockInputs, DiTBlock
@@ -30,6 +32,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
+@pytest.mark.slow
 def test_65536_tokens_in_40_segments_stay_below_2_gib():
     result = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
     peak_kib = int(result.stdout)

@@ -1,4 +1,4 @@
-"""The shim, in processes of its own: it patches torch for good."""
+"""The shim, in processes of their own: it patches torch for good, as it has in those from which ranks are forked."""
 
 import subprocess
 import sys
@@ -9,21 +9,10 @@ import torch
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the shim does nothing where CUDA is present")
 
 
-def run(code):
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-
-
-def test_importing_patches_nothing():
-    run(
-        "import torch; zeros, to = torch.zeros, torch.Tensor.to\n"
-        "from megadit.models.megatron import cpu_shim\n"
-        "assert torch.zeros is zeros and torch.Tensor.to is to"
-    )
-
-
-def test_cuda_means_the_cpu():
-    run(
+def test_cuda_means_the_cpu(run_ranks):
+    run_ranks(
+        1,
+        "-c",
         "import torch; from megadit.models.megatron import cpu_shim; cpu_shim.install()\n"
         "x = torch.zeros(3, device='cuda')\n"
         "assert x.device.type == 'cpu' and x.to('cuda').device.type == 'cpu' and x.cuda() is x\n"
@@ -32,23 +21,32 @@ def test_cuda_means_the_cpu():
         "assert x.type() == 'torch.cuda.FloatTensor' and x.type(torch.float64).dtype == torch.float64\n"
         "assert x.to(torch.float64).dtype == torch.float64\n"
         "with torch.device('meta'): assert torch.zeros(3).is_meta and not torch.empty(3, device='cuda').is_meta\n"
-        "with torch.cuda.stream(torch.cuda.Stream()): torch.cuda.synchronize()"
+        "with torch.cuda.stream(torch.cuda.Stream()): torch.cuda.synchronize()",
     )
 
 
-def test_installing_twice_changes_nothing():
-    run(
+def test_installing_twice_changes_nothing(run_ranks):
+    run_ranks(
+        1,
+        "-c",
         "import torch; from megadit.models.megatron import cpu_shim; cpu_shim.install()\n"
         "before = torch.zeros, torch.Tensor.to, torch.distributed.all_gather\n"
         "cpu_shim.install()\n"
-        "assert before == (torch.zeros, torch.Tensor.to, torch.distributed.all_gather)"
+        "assert before == (torch.zeros, torch.Tensor.to, torch.distributed.all_gather)",
     )
 
 
-def test_optimizers_of_megatron_need_it():
+def run(code):
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
+def test_importing_patches_nothing_and_optimizers_of_megatron_need_it():
     """The control: without the shim Megatron's optimizer does not start on a CPU."""
     run(
-        "import torch\n"
+        "import torch; zeros, to = torch.zeros, torch.Tensor.to\n"
+        "from megadit.models.megatron import cpu_shim\n"
+        "assert torch.zeros is zeros and torch.Tensor.to is to\n"
         "from megatron.core.optimizer.optimizer import FP32Optimizer\n"
         "try: FP32Optimizer(torch.optim.SGD([torch.zeros(1)], lr=1.0), None, None)\n"
         "except (AssertionError, RuntimeError): pass\n"

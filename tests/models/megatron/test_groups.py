@@ -1,6 +1,4 @@
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -8,7 +6,7 @@ from megadit.models.megatron import groups
 from megadit.models.megatron.parallel_sizes import ParallelSizes
 
 
-def test_one_process_needs_no_torchrun():
+def test_one_process_needs_no_torchrun(run_ranks):
     code = (
         "from megadit.models.config import DiTConfig\n"
         "from megadit.models.megatron import groups\n"
@@ -17,8 +15,7 @@ def test_one_process_needs_no_torchrun():
         "groups.destroy()\n"
         "import torch.distributed as dist; assert not dist.is_initialized()"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
+    run_ranks(1, "-c", code)
 
 
 @pytest.mark.parametrize(

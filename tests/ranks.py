@@ -1,0 +1,196 @@
+"""Ranks on this machine: Megatron, and the shim that patches torch for it, stay out of the process that tests.
+
+Ranks are forked from processes that have imported everything (`rank_server.py`): most of the time of a short run is
+that of its imports. Those that torchrun or `--nproc` starts (test_elastic.py, test_launch.py, test_seed_commands.py)
+import for themselves.
+"""
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+TIMEOUT = 240
+RANK_SERVER = Path(__file__).with_name("rank_server.py")
+
+
+class RankServer:
+    """A process that forks ranks."""
+
+    def __init__(self) -> None:
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, RANK_SERVER, str(theirs.fileno())],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        self._codes: dict[int, int] = {}
+
+    def start(self, command: list[str], environment: dict[str, str]) -> "Rank":
+        output = tempfile.TemporaryFile()
+        message = {"command": command, "folder": os.getcwd(), "environment": environment}
+        socket.send_fds(self._channel, [json.dumps(message).encode()], [output.fileno()])
+        while "code" in (answer := self._receive()):
+            self._codes[answer["pid"]] = answer["code"]
+        return Rank(self, answer["pid"], output)
+
+    def exit_code(self, pid: int, timeout: float | None) -> int | None:
+        """That of a rank; None if it has not ended within so many seconds."""
+        deadline = time.monotonic() + (timeout or 0)
+        while pid not in self._codes:
+            left = None if timeout is None else max(0, deadline - time.monotonic())
+            if not select.select([self._channel], [], [], left)[0]:
+                return None
+            ended = self._receive()
+            self._codes[ended["pid"]] = ended["code"]
+        return self._codes.pop(pid)
+
+    def _receive(self) -> dict:
+        message = self._channel.recv(1_000)
+        assert message, f"the process that forks ranks has ended: {self._process.wait()}"
+        return json.loads(message)
+
+    def close(self) -> None:
+        self._channel.close()
+        self._process.wait()
+
+
+class Rank:
+    """A forked process, with what tests use of `subprocess.Popen`."""
+
+    def __init__(self, server: RankServer, pid: int, output: tempfile.TemporaryFile) -> None:
+        self.pid, self.returncode = pid, None
+        self._server, self._output = server, output
+
+    def poll(self) -> int | None:
+        return self._wait(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self._wait(timeout) is None:
+            raise subprocess.TimeoutExpired(f"rank {self.pid}", timeout, self._told().encode())
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        self.wait(timeout)
+        return self._told(), None
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _wait(self, timeout: float | None) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._server.exit_code(self.pid, timeout)
+        return self.returncode
+
+    def _told(self) -> str:
+        size = os.fstat(self._output.fileno()).st_size
+        return os.pread(self._output.fileno(), size, 0).decode(errors="replace")
+
+
+Ranks = list[Rank | subprocess.Popen]
+
+
+@pytest.fixture(scope="session")
+def rank_servers() -> Iterator[Callable[[int], RankServer | None]]:
+    """rank_servers(rank): the process that forks it.
+
+    Two take turns: ranks that share no interpreter do not agree on the order of a set, or an address, by chance. None
+    with CUDA, which does not survive a fork.
+    """
+    import torch
+
+    servers: dict[int, RankServer] = {}
+
+    def get(rank: int) -> RankServer | None:
+        if torch.cuda.is_available():
+            return None
+        if rank % 2 not in servers:
+            servers[rank % 2] = RankServer()
+        return servers[rank % 2]
+
+    yield get
+    for server in servers.values():
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def start_ranks(rank_servers) -> Iterator[Callable[..., Ranks]]:
+    """start_ranks(2, "-m", "megadit.train", ...): the same Python command on several ranks; killed after the module.
+
+    One rank alone is not told that it is one.
+    """
+    started: Ranks = []
+
+    def start(count: int, *command: str | Path) -> Ranks:
+        port = _free_port()
+        servers = [rank_servers(rank) for rank in range(count)]  # all of them, before the first rank waits for others
+        ranks = [_start_rank(servers[rank], rank, count, port, command) for rank in range(count)]
+        started.extend(ranks)
+        return ranks
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def run_ranks(start_ranks) -> Callable[..., list[str]]:
+    """Like `start_ranks`, but waits: what each rank printed, once all have exited with `code`."""
+
+    def run(count: int, *command: str | Path, code: int = 0, timeout: float = TIMEOUT) -> list[str]:
+        return _wait(start_ranks(count, *command), code, timeout)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def wait_for() -> Callable[..., list[str]]:
+    """wait_for(ranks, code=0): what each rank printed (both streams); every exit code must be `code`."""
+    return _wait
+
+
+def _wait(ranks: Ranks, code: int = 0, timeout: float = TIMEOUT) -> list[str]:
+    outputs = [process.communicate(timeout=timeout)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [code] * len(ranks), "\n".join(outputs)[-6000:]
+    return outputs
+
+
+def _start_rank(server: RankServer | None, rank: int, count: int, port: int, command: tuple) -> Rank | subprocess.Popen:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if count > 1:
+        environment |= {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "localhost"}
+    words = list(map(str, command))
+    if server is not None:
+        return server.start(words, environment)
+    return subprocess.Popen(
+        [sys.executable, *words],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
