@@ -3,8 +3,8 @@
 Processor seconds are those of the process that tests and of all its descendants, alive or waited for: unlike seconds
 of a clock they hardly depend on what else the machine does. What a fixture of a module or of the session costs is told
 beside the tests, as which of them pays for it is chance. With `CI` in the environment, a test without the mark `slow`
-that takes more than `LIMIT` processor seconds fails, as does one that makes such a fixture; `costs("why")` marks those
-that may.
+that takes more than `LIMIT` processor seconds fails, as does one that makes such a fixture: but for tests that
+`costs("why")` marks, and for the fixtures of `COSTLY`.
 """
 
 import os
@@ -17,6 +17,11 @@ from pathlib import Path
 import pytest
 
 LIMIT = 10.0
+COSTLY = {
+    "rank_servers": "two processes import torch and Megatron, for the ranks of all tests",
+    "exported": "three networks are exported once, for the tests of export/",
+}
+"""Fixture of the session -> why it may take longer."""
 NUM_TOLD = 10
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -82,7 +87,7 @@ class Meter:
         made, self._fixtures = self._fixtures, []
         item.stash[SPENT] += processor - fixtures
         report.budget = {"seconds": seconds, "processor": processor - fixtures, "fixtures": made}
-        most = max([item.stash[SPENT], *(own for _, own in made)])
+        most = max([item.stash[SPENT], *(own for name, own in made if name.rpartition("::")[2] not in COSTLY)])
         if most > LIMIT and report.passed and report.when != "call" and "CI" in os.environ and _is_limited(item):
             report.outcome = "failed"
             report.longrepr = f"{most:.1f} processor seconds; a fast test, or a fixture, may take {LIMIT:g}"

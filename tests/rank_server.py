@@ -1,9 +1,9 @@
 """Imports what ranks need, once, and then forks a rank for every command it is sent: milliseconds in place of seconds.
 
-Usage: rank_server.py SOCKET, the number of a connected one (SOCK_SEQPACKET). A message {"command", "folder",
-"environment"}, which brings the file that takes both streams, is answered with {"pid"}; {"pid", "code"} follows when
-that rank has ended. A rank is what `python COMMAND` would be, and leaves as one, but for the interpreter's taking apart
-of itself; when the tests close the socket, all leave.
+Usage: rank_server.py SOCKET, the number of a connected one (SOCK_SEQPACKET). It sends {"ready"} once all is imported.
+Each message {"command", "folder", "environment"}, which brings the file that takes both streams, is answered with
+{"pid"}; {"pid", "code"} follows when that rank has ended. A rank is what `python COMMAND` would be, and leaves as one,
+but for the interpreter's taking apart of itself; when the tests close the socket, all leave.
 
 Nothing here may start a thread or a process group: neither survives a fork.
 """
@@ -110,6 +110,7 @@ def leave(code: object) -> None:
 def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     import_all()
+    channel.send(json.dumps({"ready": True}).encode())
     request, output = serve(channel)
     try:
         become(**request, output=output)

@@ -37,6 +37,9 @@ class RankServer:
             )
         self._codes: dict[int, int] = {}
 
+    def wait_until_ready(self) -> None:
+        assert "ready" in self._receive()
+
     def start(self, command: list[str], environment: dict[str, str]) -> "Rank":
         output = tempfile.TemporaryFile()
         message = {"command": command, "folder": os.getcwd(), "environment": environment}
@@ -114,17 +117,11 @@ def rank_servers() -> Iterator[Callable[[int], RankServer | None]]:
     """
     import torch
 
-    servers: dict[int, RankServer] = {}
-
-    def get(rank: int) -> RankServer | None:
-        if torch.cuda.is_available():
-            return None
-        if rank % 2 not in servers:
-            servers[rank % 2] = RankServer()
-        return servers[rank % 2]
-
-    yield get
-    for server in servers.values():
+    servers = [] if torch.cuda.is_available() else [RankServer(), RankServer()]
+    for server in servers:
+        server.wait_until_ready()
+    yield lambda rank: servers[rank % 2] if servers else None
+    for server in servers:
         server.close()
 
 
@@ -138,8 +135,7 @@ def start_ranks(rank_servers) -> Iterator[Callable[..., Ranks]]:
 
     def start(count: int, *command: str | Path) -> Ranks:
         port = _free_port()
-        servers = [rank_servers(rank) for rank in range(count)]  # all of them, before the first rank waits for others
-        ranks = [_start_rank(servers[rank], rank, count, port, command) for rank in range(count)]
+        ranks = [_start_rank(rank_servers(rank), rank, count, port, command) for rank in range(count)]
         started.extend(ranks)
         return ranks
 

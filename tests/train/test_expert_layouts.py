@@ -35,10 +35,6 @@ def ep(size, tensor=1):
     return {"expert_model_parallel_size": size, "expert_tensor_parallel_size": tensor}
 
 
-ROWS = {
-    "cp + tp + sp + pp + distributed optimizer + ep": {**CP, **TP, **PP, **DISTRIBUTED, **ep(2)},
-    "cp + tp + sp + fsdp + ep": {**CP, **TP, **FSDP, **ep(4)},
-}
 LAYOUTS = {
     2: {
         "tokens": {
@@ -63,7 +59,10 @@ LAYOUTS = {
         "experts": {"ep4": ep(4), "tp x ep": {**TP, **ep(2)}},
         "moviegen": {"tp x ep": {**TP, **ep(2)}},
     },
-    8: {"tokens": ROWS, "experts": ROWS, "moviegen": ROWS},
+    8: {
+        "tokens": {"cp + tp + sp + pp + distributed optimizer + ep": {**CP, **TP, **PP, **DISTRIBUTED, **ep(2)}},
+        "experts": {"cp + tp + sp + fsdp + ep": {**CP, **TP, **FSDP, **ep(4)}},
+    },
 }
 """Layouts on so many ranks, of each kind."""
 BROKEN = {
@@ -77,7 +76,7 @@ BROKEN = {
 
 
 def case(kind, parallel=None, **settings):
-    # four layers of eight experts make about 10,000 decisions in three steps
+    # two layers of eight experts make about 3,000 decisions in two steps
     return {"model": KINDS[kind], "parallel": parallel or {}, "train": {"seed": SEEDS[kind]}, **settings}
 
 
@@ -138,7 +137,7 @@ def test_megatron_on_one_rank_is_torch(folder, kind):
     by_torch, by_megatron = (safetensors.torch.load_file(file) for file in files)
     assert distance(by_megatron, by_torch) < 1e-6
     assert all(gradient.norm() > 1e-6 for gradient in by_torch.values()), "every parameter has a gradient"
-    assert "grad.dit.blocks.3.mlp.experts.fc2" in by_torch and "grad.dit.blocks.0.mlp.router.weight" in by_torch
+    assert "grad.dit.blocks.1.mlp.experts.fc2" in by_torch and "grad.dit.blocks.0.mlp.router.weight" in by_torch
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -41,7 +41,7 @@ from megadit.train.setup import build_training, start_processes  # noqa: E402
 from megadit.train.sharded_denoiser import ShardedDenoiser  # noqa: E402
 from megadit.train.step import _forward_backward, train_step  # noqa: E402
 
-NUM_STEPS = 3
+NUM_STEPS = 2  # the first update of Adam hides much, the second does not
 SHAPES = ((1, 4, 4), (3, 4, 4), (2, 3, 5), (1, 2, 3), (2, 5, 5))
 """Images and videos of 16, 48, 30, 6 and 50 tokens."""
 
@@ -57,7 +57,7 @@ def run_config(out, case):
     settings = {"optimizer": "adamw", "lr": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5}
     return replace(
         run,
-        model=replace(run.model, **{"num_layers": 4, "num_attention_heads": 12, "head_dim": 8} | model),
+        model=replace(run.model, **{"num_layers": 2, "num_attention_heads": 12, "head_dim": 8} | model),
         data=replace(run.data, **data | case.get("data", {})),
         train=replace(run.train, **train | case.get("train", {})),
         optimizer=replace(run.optimizer, **settings | case.get("optimizer", {})),
