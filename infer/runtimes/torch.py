@@ -9,7 +9,6 @@ from megadit.models.conditioning import Conditioning
 from megadit.models.dit import DiT
 from megadit.models.layout import DenseLayout, Kept
 from megadit.models.parameterization import EDMDenoiser
-from megadit.models.segments import DenseLayout, Kept
 from megadit.models.shared.errors import UserError, choose_one
 
 DTYPES = {

@@ -4,7 +4,6 @@ from importlib.util import find_spec
 
 import torch
 
-from megadit.models.attention import has_varlen_attention
 from megadit.models.ops.attention import has_varlen_attention
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 
 from megadit.models.bundle import components as parts
-from megadit.models.condition import class_digits
 from megadit.models.embeddings import class_digits
 from megadit.models.shared.errors import UserError, did_you_mean
 from megadit.models.text_encoders.base import TextFeatures

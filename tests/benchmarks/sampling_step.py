@@ -29,7 +29,7 @@ from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.infer.samplers import euler
 from megadit.models.parameterization import parameterization_of
 from megadit.models.shared.command import run_command
-from megadit.models.shared.options import read_options, run_command
+from megadit.models.shared.options import read_options
 
 SIGMAS = torch.tensor([80.0, 60.0], dtype=torch.float64)
 

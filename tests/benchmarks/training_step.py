@@ -48,7 +48,7 @@ from megadit.models.initialize import initialize_
 from megadit.models.layout import PackLayout
 from megadit.models.segments import Segment
 from megadit.models.shared.command import run_command
-from megadit.models.shared.options import read_options, run_command
+from megadit.models.shared.options import read_options
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.bin_packing import best_fit
 from megadit.train.recipes import load_recipe

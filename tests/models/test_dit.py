@@ -14,7 +14,7 @@ from megadit.models.initialize import initialize_
 from megadit.models.layout import PackLayout, grid_positions
 from megadit.models.ops import attention
 from megadit.models.ops.registry import Variant
-from megadit.models.segments import Segment, grid_positions
+from megadit.models.segments import Segment
 
 CONFIG = DiTConfig(num_layers=2, hidden_size=48, num_attention_heads=4, in_channels=4, crossattn_emb_size=16)
 SHAPES = ((3, 4, 4), (1, 4, 6), (3, 4, 4), (2, 8, 4), (1, 4, 6))

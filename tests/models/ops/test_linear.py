@@ -8,7 +8,6 @@ import torch.nn.functional as F
 
 from megadit.models.blocks import MLP
 from megadit.models.config import DiTConfig
-from megadit.models.linear import Linear
 from megadit.models.ops import ledger, linear
 from megadit.models.ops.linear import Linear, fuses_gelu
 

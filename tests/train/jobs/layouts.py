@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 import safetensors.torch  # noqa: E402
 
-from megadit.models import axial, experts, initialize, linear  # noqa: E402
+from megadit.models import axial, experts, initialize  # noqa: E402
 from megadit.models.conditioning import Conditioning  # noqa: E402
 from megadit.models.dit import DiT  # noqa: E402
 from megadit.models.expert_config import ExpertConfig  # noqa: E402
