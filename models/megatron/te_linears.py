@@ -13,7 +13,6 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megadit.models.megatron.extensions import check_transformer_engine
 from megadit.models.megatron.plan import COLUMN_OF_TEXT, ROW, Role
 from megadit.models.shared.errors import UserError
 
@@ -39,12 +38,7 @@ class _TELinear(nn.Module):
 
 
 def te_linear(plain: nn.Linear, role: Role, config: TransformerConfig) -> nn.Module:
-    """TransformerEngine's linear in the place of `plain`, whose matrix ranks share as `role` says.
-
-    Raises:
-        UserError: if TransformerEngine is not installed, or there is no GPU.
-    """
-    check_transformer_engine()
+    """TransformerEngine's linear in the place of `plain`, whose matrix ranks share as `role` says."""
     import transformer_engine.pytorch as te
 
     group = parallel_state.get_tensor_model_parallel_group()
