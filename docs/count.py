@@ -37,6 +37,19 @@ class Question:
 VOCABULARY = ("models/config.py", "models/families.py", "models/expert_config.py", "models/shared/")
 """Fields and errors, which every question meets."""
 
+NETWORK = (
+    *("models/dit.py", "models/blocks.py", "models/attention.py", "models/experts.py", "models/axial.py"),
+    *("models/layout.py", "models/segments.py", "models/ops/"),
+)
+NO_TENSOR_SPLIT = tuple(
+    f"models/megatron/{name}.py"
+    for name in (
+        *("groups", "sequence_parallel", "context_parallel", "expert_parallel"),
+        *("recomputed_blocks", "graphed_blocks", "te_linears"),
+    )
+)
+"""Who moves tokens and when blocks are computed; another library's linears in the same places."""
+
 QUESTIONS = (
     Question(
         asks="What is the loss?",
@@ -63,7 +76,7 @@ QUESTIONS = (
     Question(
         asks="Which tensor is split how over ranks?",
         starts=("models/megatron/parallelize.py:parallelize",),
-        beyond=(*VOCABULARY, "models/dit.py", "models/blocks.py", "models/attention.py", "models/layout.py"),
+        beyond=(*VOCABULARY, *NETWORK, *NO_TENSOR_SPLIT),
         most_files=3,
         most_lines=400,
     ),

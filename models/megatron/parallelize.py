@@ -16,7 +16,7 @@ What is exchanged, and why the rest of the network need not know:
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 from megatron.core import parallel_state
@@ -45,8 +45,6 @@ LINEARS: dict[str, Callable[[nn.Linear, Role, TransformerConfig], nn.Module]] = 
     "transformer_engine": te_linear,
 }
 """Whose linears stand for the plain ones."""
-
-M = TypeVar("M", bound=nn.Module)
 
 
 def parallelize(
@@ -79,7 +77,6 @@ def parallelize(
 
     Raises:
         LookupError: if the plan has no row for a parameter.
-        UserError: if `impl` cannot run here.
     """
     _hold_own_parts(dit, plan, config, groups.axes, impl, device)
     _share_tokens(dit, config, groups)
@@ -143,5 +140,5 @@ def _share_experts(dit: DiT, config: TransformerConfig, groups: Groups) -> None:
             mlp.compute = dispatch
 
 
-def _all(dit: DiT, kind: type[M]) -> Iterator[M]:
+def _all(dit: DiT, kind: type[nn.Module]) -> Iterator[nn.Module]:
     return (module for module in dit.modules() if isinstance(module, kind))

@@ -71,8 +71,10 @@ class Row:
 PLAN = (
     Row("blocks.*.experts.fc1", EXPERTS_UP),
     Row("blocks.*.experts.fc2", EXPERTS_DOWN),
-    Row("blocks.*_attention.qkv.*|blocks.*.cross_attention.q.*|blocks.*.fc1.*", COLUMN),
-    Row("blocks.*.cross_attention.kv.*", COLUMN_OF_TEXT),
+    # of the linears themselves: an adapter inside one needs rows of its own
+    Row("blocks.*_attention.qkv.weight|blocks.*.cross_attention.q.weight|blocks.*.fc1.weight", COLUMN),
+    Row("blocks.*_attention.qkv.bias|blocks.*.fc1.bias", COLUMN),
+    Row("blocks.*.cross_attention.kv.weight", COLUMN_OF_TEXT),
     Row("blocks.*_attention.proj.weight|blocks.*.fc2.weight", ROW),
     Row("blocks.*_attention.proj.bias|blocks.*.fc2.bias", PARTIAL),  # added to a rank's tokens, after the sum
     Row("blocks.*.[qk]_layernorm.weight", SUM_OVER_HEADS),

@@ -29,6 +29,7 @@ from megadit.models.megatron import context_parallel, expert_parallel  # noqa: E
 from megadit.models.megatron import groups as process_groups  # noqa: E402
 from megadit.models.megatron.shards import is_expert, splits  # noqa: E402
 from megadit.models.noise import latent_noise, seed_key  # noqa: E402
+from megadit.models.ops import linear  # noqa: E402
 from megadit.train import balance  # noqa: E402
 from megadit.train.config.schema import ParallelConfig  # noqa: E402
 from megadit.train.data.distribute import TrainBatches  # noqa: E402
