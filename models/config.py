@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 from megadit.models.expert_config import ExpertConfig
 from megadit.models.families import COMPAT, FAMILIES, Structure
 from megadit.models.shared.errors import UserError, choose_one, did_you_mean, nearest_multiples
+from megadit.models.shared.rules import Rule, enforce
 
 PositionEmbedding = Literal["rope", "sincos", "learned"]
 Preconditioner = Literal["edm", "vp"]
@@ -79,12 +80,10 @@ class DiTConfig:
     """Of the norm before the MLP; None means `layernorm_epsilon`."""
 
     def __post_init__(self) -> None:
-        self._check_positive()
-        self._check_family()
-        self._check_positions()
-        self._check_heads()
+        self._check_values()
+        enforce(RULES, self)
 
-    def _check_positive(self) -> None:
+    def _check_values(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -92,54 +91,9 @@ class DiTConfig:
                 raise UserError(f"model.{field.name}={value} must be greater than 0")
             if isinstance(value, tuple) and not min(value) > 0:
                 raise UserError(f"model.{field.name}={list(value)} must be greater than 0")
-
-    def _check_family(self) -> None:
-        for name, known in (("family", FAMILIES), ("preconditioner", get_args(Preconditioner))):
+        kinds = {"preconditioner": get_args(Preconditioner), "position_embedding": get_args(PositionEmbedding)}
+        for name, known in {"family": FAMILIES, **kinds}.items():
             choose_one(getattr(self, name), known, f"model.{name}={getattr(self, name)!r} is unknown")
-        if self.compat is not None and (self.family, self.compat) not in COMPAT:
-            known = ", ".join(f"model.family={family} model.compat={compat}" for family, compat in COMPAT)
-            raise UserError(f"model.compat={self.compat} does not go with model.family={self.family}, only {known}")
-        if self.structure.cross_attention == (self.num_classes is not None):
-            needs = "is conditioned on text: leave" if self.structure.cross_attention else "needs"
-            raise UserError(f"model.family={self.family} {needs} model.num_classes")
-        if self.num_classes is not None and self.crossattn_emb_size != 2:
-            raise UserError(
-                f"model.crossattn_emb_size={self.crossattn_emb_size}: a class is read as two digits, which takes 2"
-            )
-        if self.structure.fps == "padded" and self.hidden_size < 256:
-            raise UserError(f"model.family={self.family} needs model.hidden_size >= 256, got {self.hidden_size}")
-        if self.experts.num_experts and self.structure.linear_bias:
-            raise UserError(f"model.family={self.family} has biases, which experts lack: leave model.experts")
-        if self.structure.modulation_groups > 1 and self.adaln_lora_dim is None:
-            raise UserError(f"model.family={self.family} needs model.adaln_lora_dim")
-
-    def _check_positions(self) -> None:
-        kinds = get_args(PositionEmbedding)
-        choose_one(self.position_embedding, kinds, f"model.position_embedding={self.position_embedding!r} is unknown")
-        if self.position_embedding == "learned" and self.learned_positions is None:
-            raise UserError("model.position_embedding=learned needs model.learned_positions, the largest grid")
-
-    def _check_heads(self) -> None:
-        if self.num_attention_heads % self.key_heads:
-            raise UserError(
-                f"model.num_query_groups={self.num_query_groups} does not divide "
-                f"model.num_attention_heads={self.num_attention_heads}"
-            )
-        must_divide = self.head_dim is None and self.position_embedding != "learned"
-        if must_divide and self.hidden_size % self.num_attention_heads:
-            divisors = [n for n in range(1, self.hidden_size + 1) if self.hidden_size % n == 0]
-            near = min(divisors, key=lambda n: abs(n - self.num_attention_heads))
-            raise UserError(
-                f"model.num_attention_heads={self.num_attention_heads} does not divide "
-                f"model.hidden_size={self.hidden_size}; use {near} heads, or set model.head_dim yourself"
-            )
-        if self.position_embedding == "rope" and (self.dim_per_head % 2 or self.dim_per_head < 6):
-            raise UserError(
-                f"rotary positions need an even head width of at least 6, got {self.dim_per_head} "
-                f"(hidden_size {self.hidden_size}, {self.num_attention_heads} heads); set model.head_dim"
-            )
-        if set(self.rope_scale) != {1} and self.dim_per_head < 12:
-            raise UserError(f"model.rope_scale={list(self.rope_scale)} needs heads at least 12 wide")
 
     @property
     def structure(self) -> Structure:
@@ -231,6 +185,86 @@ class DiTConfig:
         _check_known(values.get("experts", {}), ExpertConfig)
         plain = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
         return cls(**plain | {"experts": ExpertConfig(**values.get("experts", {}))})
+
+
+def _nearest_number_of_heads(config: DiTConfig) -> int:
+    """The divisor of the width that is nearest to the heads asked for."""
+    divisors = [number for number in range(1, config.hidden_size + 1) if config.hidden_size % number == 0]
+    return min(divisors, key=lambda number: abs(number - config.num_attention_heads))
+
+
+RULES: tuple[Rule[DiTConfig], ...] = (
+    # family
+    Rule(
+        when=lambda config: config.compat is not None,
+        needs=lambda config: (config.family, config.compat) in COMPAT,
+        remedy="model.compat={compat} does not go with model.family={family}, only "
+        + ", ".join(f"model.family={family} model.compat={compat}" for family, compat in COMPAT),
+    ),
+    Rule(
+        when=lambda config: config.structure.cross_attention,
+        needs=lambda config: config.num_classes is None,
+        remedy="model.family={family} is conditioned on text: leave model.num_classes",
+    ),
+    Rule(
+        when=lambda config: not config.structure.cross_attention,
+        needs=lambda config: config.num_classes is not None,
+        remedy="model.family={family} needs model.num_classes",
+    ),
+    Rule(
+        when=lambda config: config.num_classes is not None,
+        needs=lambda config: config.crossattn_emb_size == 2,
+        remedy="model.crossattn_emb_size={crossattn_emb_size}: a class is read as two digits, which takes 2",
+    ),
+    Rule(
+        when=lambda config: config.structure.fps == "padded",
+        needs=lambda config: config.hidden_size >= 256,
+        remedy="model.family={family} needs model.hidden_size >= 256, got {hidden_size}",
+    ),
+    Rule(
+        when=lambda config: config.structure.linear_bias,
+        needs=lambda config: not config.experts.num_experts,
+        remedy="model.family={family} has biases, which experts lack: leave model.experts",
+    ),
+    Rule(
+        when=lambda config: config.structure.modulation_groups > 1,
+        needs=lambda config: config.adaln_lora_dim is not None,
+        remedy="model.family={family} needs model.adaln_lora_dim",
+    ),
+    # positions
+    Rule(
+        when=lambda config: config.position_embedding == "learned",
+        needs=lambda config: config.learned_positions is not None,
+        remedy="model.position_embedding=learned needs model.learned_positions, the largest grid",
+    ),
+    # heads
+    Rule(
+        needs=lambda config: config.num_attention_heads % config.key_heads == 0,
+        remedy="model.num_query_groups={num_query_groups} does not divide "
+        "model.num_attention_heads={num_attention_heads}",
+    ),
+    Rule(
+        when=lambda config: config.head_dim is None and config.position_embedding != "learned",
+        needs=lambda config: config.hidden_size % config.num_attention_heads == 0,
+        remedy=lambda config: (
+            f"model.num_attention_heads={config.num_attention_heads} does not divide "
+            f"model.hidden_size={config.hidden_size}; use {_nearest_number_of_heads(config)} heads, or set "
+            "model.head_dim yourself"
+        ),
+    ),
+    Rule(
+        when=lambda config: config.position_embedding == "rope",
+        needs=lambda config: config.dim_per_head % 2 == 0 and config.dim_per_head >= 6,
+        remedy="rotary positions need an even head width of at least 6, got {dim_per_head} (hidden_size "
+        "{hidden_size}, {num_attention_heads} heads); set model.head_dim",
+    ),
+    Rule(
+        when=lambda config: set(config.rope_scale) != {1},
+        needs=lambda config: config.dim_per_head >= 12,
+        remedy="model.rope_scale={rope_scale} needs heads at least 12 wide",
+    ),
+)
+"""What settings of a network must keep together, in the order in which they are checked."""
 
 
 def _check_known(values: dict[str, Any], config_class: type) -> None:

@@ -1,12 +1,14 @@
 """A configuration that cannot work is refused when it is made."""
 
 import dataclasses
+import re
 import types
 import typing
 
 import pytest
 import torch
 
+from megadit.models import config as config_file
 from megadit.models.config import NAMED_CONFIGS, DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.expert_config import ExpertConfig
@@ -19,26 +21,60 @@ from megadit.train.config.schema import RunConfig
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"hidden_size": 100, "num_attention_heads": 7}, "use 5 heads"),
         ({"num_layers": 0}, "model.num_layers=0 must be greater than 0"),
         ({"sigma_data": -1.0}, "sigma_data=-1.0"),
         ({"position_embedding": "learnt"}, "choose one of rope, sincos, learned"),
-        (
-            {"family": "cosmo"},
-            "model.family='cosmo' is unknown; did you mean 'cosmos'",
-        ),
-        ({"family": "dit"}, "model.family=dit needs model.num_classes"),
-        ({"family": "dit", "num_classes": 10}, "model.crossattn_emb_size=1024: a class is read as two digits"),
-        ({"family": "nemo", "hidden_size": 96}, "model.family=nemo needs model.hidden_size >= 256, got 96"),
-        ({"num_classes": 10}, "model.family=megadit is conditioned on text: leave model.num_classes"),
-        ({"family": "cosmos"}, "model.family=cosmos needs model.adaln_lora_dim"),
+        ({"family": "cosmo"}, "model.family='cosmo' is unknown; did you mean 'cosmos'"),
         ({"learned_positions": (4, 0, 4)}, "learned_positions"),
-        ({"hidden_size": 8, "num_attention_heads": 4}, "even head width of at least 6"),
     ],
 )
 def test_impossible_values_are_named(values, message):
     with pytest.raises(UserError, match=message):
         DiTConfig(**values)
+
+
+CLASSES = {"family": "dit", "num_classes": 10, "crossattn_emb_size": 2}
+BREACHES = (
+    ({"compat": "nemo"}, "model.compat=nemo does not go with model.family=megadit, only model.family=moviegen model"),
+    ({"num_classes": 10}, "model.family=megadit is conditioned on text: leave model.num_classes"),
+    ({"family": "dit"}, "model.family=dit needs model.num_classes"),
+    ({"family": "dit", "num_classes": 10}, "model.crossattn_emb_size=1024: a class is read as two digits"),
+    ({"family": "nemo", "hidden_size": 96}, "model.family=nemo needs model.hidden_size >= 256, got 96"),
+    ({**CLASSES, "experts": ExpertConfig(num_experts=4)}, "model.family=dit has biases, which experts lack"),
+    ({"family": "cosmos"}, "model.family=cosmos needs model.adaln_lora_dim"),
+    ({"position_embedding": "learned"}, "needs model.learned_positions, the largest grid"),
+    ({"num_query_groups": 4}, "model.num_query_groups=4 does not divide model.num_attention_heads=6"),
+    ({"hidden_size": 100, "num_attention_heads": 7}, "use 5 heads"),
+    ({"hidden_size": 8, "num_attention_heads": 4}, "even head width of at least 6"),
+    ({"head_dim": 10, "rope_scale": (2.0, 1.0, 1.0)}, r"model.rope_scale=[2.0, 1.0, 1.0] needs heads at least 12"),
+)
+
+
+@pytest.mark.parametrize(("values", "message"), BREACHES)
+def test_values_that_do_not_go_together_are_refused(values, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        DiTConfig(**values)
+
+
+def test_a_rule_left_out_is_missed(monkeypatch):
+    """The control: without a rule, a configuration above is no longer refused as it should be."""
+
+    def unseen() -> list[str]:
+        return [message for values, message in BREACHES if message not in complaint(values)]
+
+    rules = config_file.RULES
+    assert not unseen()
+    for index in range(len(rules)):
+        monkeypatch.setattr(config_file, "RULES", rules[:index] + rules[index + 1 :])
+        assert unseen(), f"rule {index} has no configuration that breaks it"
+
+
+def complaint(values) -> str:
+    try:
+        DiTConfig(**values)
+    except (UserError, KeyError) as error:  # KeyError: of a combination that there is not
+        return str(error)
+    return ""
 
 
 def test_sizes_the_patch_cannot_divide_name_their_neighbours():
