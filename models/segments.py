@@ -104,6 +104,18 @@ class ConditionRows:
 
 
 @dataclass(frozen=True, slots=True)
+class RowsByToken:
+    """Condition rows of which only a tensor is known, not how they are grouped: a recording's, which has any pack's."""
+
+    row_S: Tensor
+    groups = None
+
+    def of_token(self, device: torch.device) -> Tensor:
+        """int64 [S]."""
+        return self.row_S
+
+
+@dataclass(frozen=True, slots=True)
 class TokenMesh:
     """The ranks that share the tokens of a pack, and which of them this is: rank = context_rank * slices + slice.
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megadit.models.blocks import BlockInputs, BlockStack
 from megadit.models.embeddings import Rotary
 from megadit.models.ops.ledger import cheap_values_recomputed
+from megadit.models.segments import RowsByToken
 from megadit.models.shared.errors import UserError
 
 Record = Callable[[tuple[nn.Module, ...], tuple[tuple[Tensor, ...], ...]], tuple[Callable[..., Tensor], ...]]
@@ -57,17 +58,6 @@ def _others_may_use_the_gpu() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class FixedRows:
-    """What modulation reads of `ConditionRows`, as a tensor of the size that every pack has."""
-
-    row_S: Tensor
-    groups = None
-
-    def of_token(self, device: torch.device) -> Tensor:
-        return self.row_S
-
-
-@dataclass(frozen=True, slots=True)
 class FixedLayout:
     """What a block reads of a `PackLayout`, as tensors and sizes that are those of every pack."""
 
@@ -76,7 +66,7 @@ class FixedLayout:
     longest: int
     """A segment may be as long as a pack."""
     longest_text: int
-    rows: FixedRows
+    rows: RowsByToken
 
     def on(self, device: torch.device) -> "FixedLayout":
         return self
@@ -151,7 +141,7 @@ class _OfTensors(nn.Module):
             text_bounds=given["text_bounds"],
             longest=len(x_SBD),
             longest_text=0 if text_LBD is None else len(text_LBD),
-            rows=FixedRows(given["row"]),
+            rows=RowsByToken(given["row"]),
         )
         inputs = BlockInputs(
             condition_GD=given["condition"],

@@ -18,8 +18,9 @@ from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.embeddings import patchify
+from megadit.models.layout import PackLayout
 from megadit.models.ops import ledger
-from megadit.models.segments import Segment, SegmentLayout
+from megadit.models.segments import Segment
 
 CONFIG = DiTConfig(num_layers=1, hidden_size=48, num_attention_heads=2, in_channels=4, crossattn_emb_size=8)
 SIGMAS = (0.002, 80.0, 1e-5, 1e4, 0.5)
@@ -47,7 +48,7 @@ NETWORK_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.1}
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def random_pack(seed: int) -> SegmentLayout:
+def random_pack(seed: int) -> PackLayout:
     """Segments of any lengths, neighbours sometimes equal, with and without padding."""
     chance = random.Random(seed)
     lengths = [chance.choice((1, 2, 7, 7, 30, 64)) for _ in range(chance.randint(1, 9))]
@@ -55,10 +56,10 @@ def random_pack(seed: int) -> SegmentLayout:
     segments = [Segment(grid, chance.randint(0, 3)) for grid in grids]
     spare = chance.choice((0, 5, 40))
     text = sum(segment.text_slots for segment in segments)
-    return SegmentLayout.pack(segments, capacity=sum(lengths) + spare, text_capacity=text)
+    return PackLayout.pack(segments, capacity=sum(lengths) + spare, text_capacity=text)
 
 
-def random_packs(count: int) -> list[SegmentLayout]:
+def random_packs(count: int) -> list[PackLayout]:
     """With a sample of several tokens and frames, and one of several words: else some gradients are zero."""
     packs = (random_pack(seed) for seed in itertools.count())
     return list(itertools.islice((one for one in packs if max(one.lengths) >= 30 and max(one.text_slots) > 1), count))
@@ -167,7 +168,7 @@ def numbers_written(config, count, tokens=1024):
     """By a step, forward and backward, over a pack of `tokens` in `count` samples, no two of equal length."""
     lengths = [tokens // count - count // 2 + index for index in range(count)]
     segments = [Segment((1, 1, length), 64 // count) for length in lengths]
-    layout = SegmentLayout.pack(segments, capacity=tokens, text_capacity=64)
+    layout = PackLayout.pack(segments, capacity=tokens, text_capacity=64)
     dit, text = DiT(config), torch.ones(64, 1, config.crossattn_emb_size)
     x = torch.randn(tokens, 1, config.patch_dim)
     with Written() as written:

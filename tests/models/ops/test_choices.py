@@ -8,13 +8,14 @@ import torch
 from megadit.models.attention import QKNorm
 from megadit.models.config import DiTConfig
 from megadit.models.embeddings import rotary_table
+from megadit.models.layout import DenseLayout, PackLayout, grid_positions
 from megadit.models.ops import batch_attention, linear, tiled_attention
 from megadit.models.ops.attention import attention
 from megadit.models.ops.registry import FORCED, OPS, force_variants, variants_run
-from megadit.models.segments import DenseLayout, Segment, SegmentLayout, grid_positions
+from megadit.models.segments import Segment
 from megadit.models.shared.errors import UserError
 
-PACK = SegmentLayout.pack([Segment((1, 2, 4), 3), Segment((1, 2, 4), 0)], capacity=20, text_capacity=5)
+PACK = PackLayout.pack([Segment((1, 2, 4), 3), Segment((1, 2, 4), 0)], capacity=20, text_capacity=5)
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +42,7 @@ def test_a_forced_variant_computes_every_call():
     force_variants(["attention=reference", "linear=reference"])
     assert FORCED == {"attention": "reference", "linear": "reference"}
     slow = attention(*qkv, PACK, False)
-    torch.testing.assert_close(slow[PACK.token_mask_S], fast[PACK.token_mask_S])
+    torch.testing.assert_close(slow[PACK.on("cpu").is_sample_S], fast[PACK.on("cpu").is_sample_S])
     assert variants_run()["attention"]["reference"] == before + 1
     force_variants(["attention=by_length_group"])
     assert FORCED == {"attention": "by_length_group"}, "a new choice replaces the one before"

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from megadit.models.ops.condition_rows import row_of_token
+from megadit.models.layout import CPU, PackLayout
 from megadit.models.ops.modulated_norm import modulated_norm
-from megadit.models.segments import Segment, SegmentLayout
+from megadit.models.segments import Segment, TokenMesh
 
-LAYOUT = SegmentLayout.pack([Segment((1, 1, n), 1) for n in (5, 5, 3, 8, 8, 8, 1)], capacity=48, text_capacity=8)
+LAYOUT = PackLayout.pack([Segment((1, 1, n), 1) for n in (5, 5, 3, 8, 8, 8, 1)], capacity=48, text_capacity=8)
 WIDTH = 12
 
 
@@ -20,18 +20,18 @@ def inputs(count: int, dtype=torch.float64) -> list[torch.Tensor]:
 def test_a_segment_is_moved_by_its_own_row_alone():
     x, shift, scale = inputs(3)
     with torch.no_grad():
-        before = modulated_norm(x, shift, scale, 1e-6, LAYOUT.runs)
+        before = modulated_norm(x, shift, scale, 1e-6, LAYOUT.rows)
         shift[2] += 1
-        changed = (modulated_norm(x, shift, scale, 1e-6, LAYOUT.runs) != before).any(-1).flatten()
-    assert torch.equal(changed, LAYOUT.segment_of_token_S == 2)
+        changed = (modulated_norm(x, shift, scale, 1e-6, LAYOUT.rows) != before).any(-1).flatten()
+    assert torch.equal(changed, LAYOUT.on("cpu").segment_of_token_S == 2)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_slices_of_the_sequence_add_up(size):
     x, shift, scale = inputs(3)
-    whole = modulated_norm(x, shift, scale, 1e-6, LAYOUT.runs)
+    whole = modulated_norm(x, shift, scale, 1e-6, LAYOUT.rows)
     parts = [
-        modulated_norm(part, shift, scale, 1e-6, LAYOUT.local_runs(rank, size))
+        modulated_norm(part, shift, scale, 1e-6, LAYOUT.shard(TokenMesh(slices=size, rank=rank)).rows)
         for rank, part in enumerate(x.chunk(size))
     ]
     torch.testing.assert_close(torch.cat(parts), whole)
@@ -39,6 +39,6 @@ def test_slices_of_the_sequence_add_up(size):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_rows_are_those_of_the_layout(size):
-    layout = SegmentLayout.pack([Segment((1, 1, n), 1) for n in (5, 5, 3, 8, 8)], capacity=32, text_capacity=5)
-    rows = [row_of_token(layout.local_runs(rank, size), torch.device("cpu")) for rank in range(size)]
-    assert torch.equal(torch.cat(rows), layout.segment_of_token_S)
+    layout = PackLayout.pack([Segment((1, 1, n), 1) for n in (5, 5, 3, 8, 8)], capacity=32, text_capacity=5)
+    rows = [layout.shard(TokenMesh(slices=size, rank=rank)).rows.of_token(CPU) for rank in range(size)]
+    assert torch.equal(torch.cat(rows), layout.on(CPU).segment_of_token_S)

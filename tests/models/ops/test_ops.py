@@ -17,10 +17,10 @@ from torch import Tensor
 
 from megadit.models.config import DiTConfig
 from megadit.models.embeddings import rotary_table
+from megadit.models.layout import CPU, DenseLayout, PackLayout
 from megadit.models.ops import linear, tiled_attention
-from megadit.models.ops.condition_rows import row_of_token
 from megadit.models.ops.registry import OPS, Op, Variant
-from megadit.models.segments import DenseLayout, Segment, SegmentLayout
+from megadit.models.segments import RowsByToken, Segment
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
 """Relative error of a whole tensor: some roundings of 2^-24 or 2^-9, the sum of whose results partly cancels."""
@@ -46,7 +46,7 @@ def numbers(*shape: int, size: float = 1.0) -> Tensor:
     return (size * torch.randn(shape, dtype=torch.float64)).bfloat16().double()
 
 
-def random_pack(seed: int) -> SegmentLayout:
+def random_pack(seed: int) -> PackLayout:
     """Segments of any lengths, neighbours sometimes equal, with and without padding."""
     chance = random.Random(seed)
     lengths = [chance.choice((1, 2, 7, 7, 30, 64)) for _ in range(chance.randint(1, 9))]
@@ -54,10 +54,10 @@ def random_pack(seed: int) -> SegmentLayout:
     segments = [Segment(grid, chance.randint(0, 3)) for grid in grids]
     text = sum(segment.text_slots for segment in segments)
     spare = chance.choice((0, 5, 40))
-    return SegmentLayout.pack(segments, capacity=sum(lengths) + spare, text_capacity=text + min(spare, 2))
+    return PackLayout.pack(segments, capacity=sum(lengths) + spare, text_capacity=text + min(spare, 2))
 
 
-def random_packs(count: int) -> list[SegmentLayout]:
+def random_packs(count: int) -> list[PackLayout]:
     """With a sample of several tokens and frames, and one of several words: else some gradients are zero."""
     packs = (random_pack(seed) for seed in itertools.count())
     return list(itertools.islice((one for one in packs if max(one.lengths) >= 30 and max(one.text_slots) > 1), count))
@@ -98,7 +98,9 @@ def attention_cases() -> Iterator[Case]:
             numbers(keys, 1, 2, 24, size=size),
             numbers(keys, 1, 2, 24),
         )
-        yield Case(f"pack {index // 2}, cross {cross}", (q, k, v, pack, cross), is_meaningful=pack.token_mask_S)
+        yield Case(
+            f"pack {index // 2}, cross {cross}", (q, k, v, pack, cross), is_meaningful=pack.on("cpu").is_sample_S
+        )
     mask = torch.arange(7) < torch.tensor([7, 1, 4])[:, None]
     for over, cross in (("sample", False), ("time", False), ("space", False), ("sample", True)):
         keys = 7 if cross else 24
@@ -126,8 +128,8 @@ def batch_attention_cases() -> Iterator[Case]:
 def rows_of_packs() -> Iterator[tuple[str, int, int, Any]]:
     """(name, tokens, condition rows, what assigns them)."""
     for index, pack in enumerate(PACKS):
-        yield f"pack {index}", pack.capacity, pack.num_segments, pack.runs
-        yield f"pack {index} by token", pack.capacity, pack.num_segments, row_of_token(pack.runs, torch.device("cpu"))
+        yield f"pack {index}", pack.capacity, pack.num_segments, pack.rows
+        yield f"pack {index} by token", pack.capacity, pack.num_segments, RowsByToken(pack.rows.of_token(CPU))
 
 
 def modulated_norm_cases() -> Iterator[Case]:
