@@ -111,7 +111,7 @@ class DiT(nn.Module):
         padding_mask_B1THW: Tensor | None = None,
         layout: DenseLayout | None = None,
     ) -> Tensor:
-        """Predicts F (BCTHW) for a uniform batch; `c_noise_B` is the noise level as the preconditioner gives it.
+        """Predicts F (BCTHW) for a uniform batch; `c_noise_B` is the noise level, scaled as its parameterization says.
 
         `padding_mask_B1THW` is 1 where the video is padding (`config.padding_mask_channel`); None means nowhere.
         `layout` is what `dense_layout` gave for these conditions and this size; None means that they come once.
