@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megadit.models.ops.ledger import note
-from megadit.models.shared.errors import UserError, nearest
+from megadit.models.shared.errors import choose_one
 
 OPS: dict[str, "Op"] = {}
 """Every op under its name."""
@@ -102,19 +102,10 @@ def force_variants(choices: Iterable[str]) -> None:
     forced = {}
     for choice in choices:
         name, _, variant = choice.partition("=")
-        if name not in OPS:
-            raise UserError(f"there is no op {name!r}{_hint(name, OPS)}; ops: {', '.join(OPS)}")
-        known = ("reference", *OPS[name].variants)
-        if variant not in known:
-            raise UserError(f"{name} has no variant {variant!r}{_hint(variant, known)}; variants: {', '.join(known)}")
-        forced[name] = variant
+        op = OPS[choose_one(name, OPS, f"there is no op {name!r}")]
+        forced[name] = choose_one(variant, ("reference", *op.variants), f"{name} has no variant {variant!r}")
     FORCED.clear()
     FORCED.update(forced)
-
-
-def _hint(name: str, choices: Iterable[str]) -> str:
-    guess = nearest(name, choices)
-    return f" (did you mean {guess!r}?)" if guess else ""
 
 
 def variants_run() -> dict[str, dict[str, int]]:

@@ -51,10 +51,10 @@ def test_a_forced_variant_computes_every_call():
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ("atention=reference", "no op 'atention' .did you mean 'attention'"),
-        ("attention=varlen", "attention has no variant 'varlen' .did you mean 'varlen_flash'"),
-        ("attention", "attention has no variant ''; variants: reference, dense, varlen_flash, by_length_group"),
-        ("x=y", "no op 'x'; ops: "),
+        ("atention=reference", "no op 'atention'; did you mean 'attention'"),
+        ("attention=varlen", "attention has no variant 'varlen'; did you mean 'varlen_flash'"),
+        ("attention", "attention has no variant ''; choose one of reference, dense, varlen_flash, by_length_group"),
+        ("x=y", "no op 'x'; choose one of "),
     ],
 )
 def test_what_there_is_not_cannot_be_forced(choice, message):
