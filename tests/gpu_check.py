@@ -243,7 +243,13 @@ def run_benchmarks(run, folder: Path, missing: dict[str, list[str]], *, has_gpu:
         file = folder / "figures.json"
         options = ("--steps", "5", "--json", str(file))
         failure = try_module(run, "megadit.train.benchmarks.train", *arguments, *options, limit=BENCHMARK_TIME_LIMIT)
-        rows.append((name, failure or describe_figures(json.loads(file.read_text())["figures"]), failure is not None))
+        if failure:
+            rows.append((name, failure, True))
+            continue
+        record = json.loads(file.read_text())
+        rows.append((name, describe_figures(record["figures"]), False))
+        for op, calls in record["ops"].items():
+            rows.append((f"  {op}", ", ".join(f"{variant} {count} x" for variant, count in calls.items()), False))
     return rows
 
 

@@ -59,26 +59,6 @@ def fuses_gelu(layer: nn.Module) -> bool:
     return not (layer._forward_pre_hooks or layer._forward_hooks)  # who watches a layer sees it called
 
 
-# --- experts ------------------------------------------------------------------------------------------------------
-
-
-def _suits_grouped_product(x, weight, bias=None, gelu=None, counts_E=None) -> bool:
-    return counts_E is not None and x.is_cuda and x.dtype == torch.bfloat16
-
-
-@linear.variant("grouped_product", suits=_suits_grouped_product)
-def _grouped_product(x_NI, weight_EOI, bias=None, gelu=None, counts_E=None) -> Tensor:
-    ends_E = counts_E.to(x_NI.device).cumsum(0).int()
-    return F.grouped_mm(x_NI, weight_EOI.transpose(1, 2), offs=ends_E)
-
-
-@linear.variant("expert_by_expert", suits=lambda x, weight, bias=None, gelu=None, counts_E=None: counts_E is not None)
-def _expert_by_expert(x_NI, weight_EOI, bias=None, gelu=None, counts_E=None) -> Tensor:
-    """Like the reference, by whichever variant suits each product."""
-    parts = zip(x_NI.split(counts_E.tolist()), weight_EOI.unbind(), strict=True)
-    return torch.cat([linear(x_nI, weight_OI) for x_nI, weight_OI in parts])
-
-
 # --- oneDNN -------------------------------------------------------------------------------------------------------
 
 
@@ -102,7 +82,8 @@ def _suits_inference(x, weight, bias=None, gelu=None, counts_E=None) -> bool:
 
 
 def _suits_training(x, weight, bias=None, gelu=None, counts_E=None) -> bool:
-    return gelu is None and counts_E is None and _suits_onednn(x, weight) and is_mkl_slow()
+    is_plain = torch.is_grad_enabled() and gelu is None and counts_E is None
+    return is_plain and _suits_onednn(x, weight) and is_mkl_slow()
 
 
 @linear.variant("onednn", suits=_suits_inference)
@@ -151,3 +132,23 @@ def is_mkl_slow() -> bool:
     if _BY_ONEDNN is None:
         return False  # by comparison
     return torch.backends.cpu.get_cpu_capability() == "AVX512" and "Intel" not in processor()
+
+
+# --- experts ------------------------------------------------------------------------------------------------------
+
+
+def _suits_grouped_product(x, weight, bias=None, gelu=None, counts_E=None) -> bool:
+    return counts_E is not None and x.is_cuda and x.dtype == torch.bfloat16
+
+
+@linear.variant("grouped_product", suits=_suits_grouped_product)
+def _grouped_product(x_NI, weight_EOI, bias=None, gelu=None, counts_E=None) -> Tensor:
+    ends_E = counts_E.to(x_NI.device).cumsum(0).int()
+    return F.grouped_mm(x_NI, weight_EOI.transpose(1, 2), offs=ends_E)
+
+
+@linear.variant("expert_by_expert", suits=lambda x, weight, bias=None, gelu=None, counts_E=None: counts_E is not None)
+def _expert_by_expert(x_NI, weight_EOI, bias=None, gelu=None, counts_E=None) -> Tensor:
+    """Like the reference, by whichever variant suits each product."""
+    parts = zip(x_NI.split(counts_E.tolist()), weight_EOI.unbind(), strict=True)
+    return torch.cat([linear(x_nI, weight_OI) for x_nI, weight_OI in parts])

@@ -111,3 +111,8 @@ def force_variants(choices: Iterable[str]) -> None:
 def variants_run() -> dict[str, dict[str, int]]:
     """Op -> variant -> calls, of what this process has computed."""
     return {name: dict(op.calls) for name, op in OPS.items() if op.calls}
+
+
+def describe_variants(calls: dict[str, dict[str, int]]) -> str:
+    """`variants_run` in a line: the variants of each op, the most frequent first."""
+    return "; ".join(f"{op} {', '.join(sorted(by, key=by.get, reverse=True))}" for op, by in calls.items())

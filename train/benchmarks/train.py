@@ -36,6 +36,9 @@ class BenchmarkTrainOptions:
     steps: int = setting(10, "steps timed (default: {default})", low=1, metavar="N")
     warmup: int = setting(3, "steps before, not counted (default: {default})", low=0, metavar="N")
     trace: str | None = setting(None, "also write a Chrome trace of one step (https://ui.perfetto.dev)", metavar="FILE")
+    ops: tuple[str, ...] = setting(
+        (), "compute an op by one variant, as in attention=reference", repeated=True, metavar="OP=VARIANT"
+    )
     json: str = setting("", "also write the figures here", metavar="FILE")
     debug: bool = setting(False, "show the traceback of user errors")
     overrides: tuple[str, ...] = setting((), "change single values", positional=True, metavar="section.key=value")
@@ -60,6 +63,10 @@ def _run(argv: list[str], *, debug: bool) -> int:
         return launch("megadit.train.benchmarks.train", rank_argv, num_processes=options.nproc)
     import torch
 
+    from megadit.models.ops.registry import force_variants
+
+    with told_once():
+        force_variants(options.ops)
     if not torch.cuda.is_available():
         from megadit.models.megatron import cpu_shim
 
@@ -100,13 +107,16 @@ def _config(options: BenchmarkTrainOptions) -> RunConfig:
 
 def _tell(config: RunConfig, figures: StepFigures, about: dict[str, Any], options: BenchmarkTrainOptions) -> None:
     from megadit.models.machine import describe_in_words
+    from megadit.models.ops.registry import describe_variants, variants_run
 
     console = Console()
     console.print(table_of(config, figures))
     console.print(shares_of(figures))
+    console.print(f"ops: {describe_variants(variants_run())}", soft_wrap=True, highlight=False)
     console.print(describe_in_words(about), soft_wrap=True)
     if options.json:
         record = {"recipe": config.recipe, "overrides": options.overrides, "machine": about, "figures": asdict(figures)}
+        record["ops"] = variants_run()
         write_json(options.json, record)
         print(options.json)
 

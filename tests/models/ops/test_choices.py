@@ -11,7 +11,7 @@ from megadit.models.embeddings import rotary_table
 from megadit.models.layout import DenseLayout, PackLayout, grid_positions
 from megadit.models.ops import batch_attention, linear, tiled_attention
 from megadit.models.ops.attention import attention
-from megadit.models.ops.registry import FORCED, OPS, force_variants, variants_run
+from megadit.models.ops.registry import FORCED, OPS, describe_variants, force_variants, variants_run
 from megadit.models.segments import Segment
 from megadit.models.shared.errors import UserError
 
@@ -62,6 +62,11 @@ def test_what_there_is_not_cannot_be_forced(choice, message):
     with pytest.raises(UserError, match=message):
         force_variants(["attention=reference", choice])
     assert FORCED == {"linear": "reference"}, "nothing is changed by half"
+
+
+def test_what_ran_is_described():
+    calls = {"linear": {"reference": 2, "onednn": 7}, "attention": {"dense": 1}}
+    assert describe_variants(calls) == "linear onednn, reference; attention dense"
 
 
 def test_compilers_see_one_variant_whatever_is_forced(monkeypatch):

@@ -21,7 +21,18 @@ def measured(tmp_path_factory):
     """(what the command printed, its JSON, its trace)."""
     folder = tmp_path_factory.mktemp("benchmark")
     command = [sys.executable, "-m", "megadit.train.benchmarks.train", "--recipe", "digits_tiny", "train.num_threads=1"]
-    command += ["--steps", "3", "--warmup", "1", "--json", folder / "figures.json", "--trace", folder / "trace.json"]
+    command += [
+        "--ops",
+        "gated_residual=reference",
+        "--steps",
+        "3",
+        "--warmup",
+        "1",
+        "--json",
+        folder / "figures.json",
+        "--trace",
+        folder / "trace.json",
+    ]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=400, cwd=folder, env=os.environ | {"COLUMNS": "150"}
     )
@@ -43,6 +54,12 @@ def test_figures_agree_with_each_other(measured):
         assert sum(shares.values()) == pytest.approx(1) and min(shares.values()) >= 0
     assert {"computing losses and gradients", "updating the weights"} <= set(figures["parts"])
     assert {"attention", "matrix products", ELEMENTWISE} <= set(figures["operations"])
+
+
+def test_the_variants_that_ran_are_told(measured):
+    printed, record, _ = measured
+    assert set(record["ops"]["gated_residual"]) == {"reference"} and "gated_residual reference" in printed
+    assert set(record["ops"]["modulated_norm"]) == {"by_length_group"} and "modulated_norm by_length_group" in printed
 
 
 def test_the_published_formula_counts_modulation_for_every_token(measured):
@@ -70,6 +87,7 @@ def test_the_machine_and_versions_stand_beside_the_figures(measured):
         ([], "no recipe"),
         (["--recipe", "digts"], "did you mean 'digits'"),
         (["--recipe", "digits", "--steps", "0"], "--steps=0 must be at least 1"),
+        (["--recipe", "digits", "--ops", "atention=reference"], "did you mean 'attention'"),
         (["--recipe", "digits", "optimizer.leer=1"], "optimizer.lr"),
         (["--recipe", "digits", "data.path=/nowhere"], "data.path=/nowhere"),
     ],
