@@ -145,7 +145,7 @@ def test_calibrating_again_replaces_the_plan(calibrated):
     ("command", "arguments", "message"),
     [
         (generate, ["--cache_budget", "0.02"], "was not calibrated for these settings; run: megadit calibrate-cache"),
-        (generate, ["--cache_budget", "-1"], "cache_budget=-1.0 must lie between 0 and 1"),
+        (generate, ["--cache_budget", "-1"], "cache_budget=-1 must lie between 0 and 1"),
         (generate, ["--cache_budget", "0.02", "--cache_measure", "lpips"], "was not calibrated for these settings"),
         (calibrate_cache.main, [], "give --cache_budget"),
         (calibrate_cache.main, ["--cache_budget", "0.02", "--cache_measure", "lpips"], "go together"),
