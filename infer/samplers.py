@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megadit.models.noise import Stream, latent_noise
+from megadit.models.settings import SAMPLERS as TRAITS
 from megadit.models.settings import SamplingSettings
 
 Denoise = Callable[[Tensor, Tensor], Tensor]
@@ -59,6 +60,8 @@ def settings_randomness(
 
 Sampler = Callable[[Denoise, Tensor, Tensor], Tensor]
 """(denoise, x, sigmas) -> the state at sigmas[-1], float64; who watches or cancels wraps `denoise`."""
+SAMPLERS: dict[str, Sampler] = {}
+"""The function of each row of `settings.SAMPLERS`."""
 
 
 History = list[tuple[float, Tensor]]
@@ -67,6 +70,14 @@ Step = Callable[[Denoise, Tensor, float, float, History], Tensor]
 """(denoise, x, sigma, sigma_next, history) -> x at sigma_next."""
 
 
+def sampler(function: Sampler) -> Sampler:
+    """Registers a sampler under the function's name, which has a row in `settings.SAMPLERS`."""
+    assert function.__name__ in TRAITS, f"models/settings.py has no row for {function.__name__}"
+    SAMPLERS[function.__name__] = function
+    return function
+
+
+@sampler
 def euler(denoise: Denoise, x: Tensor, sigmas: Tensor, randomness: Randomness | None = None) -> Tensor:
     """First order, one denoiser call a step: x_next = x + (sigma_next - sigma) d, d = (x - D(x; sigma)) / sigma."""
 
@@ -77,6 +88,7 @@ def euler(denoise: Denoise, x: Tensor, sigmas: Tensor, randomness: Randomness | 
     return _integrate(step, denoise, x, sigmas, randomness)
 
 
+@sampler
 def heun(denoise: Denoise, x: Tensor, sigmas: Tensor, randomness: Randomness | None = None) -> Tensor:
     """Second order, two denoiser calls a step and one on a last step to 0 (arXiv 2206.00364, algorithms 1 and 2)."""
 
@@ -92,6 +104,7 @@ def heun(denoise: Denoise, x: Tensor, sigmas: Tensor, randomness: Randomness | N
     return _integrate(step, denoise, x, sigmas, randomness)
 
 
+@sampler
 def dpm2(denoise: Denoise, x: Tensor, sigmas: Tensor, randomness: Randomness | None = None) -> Tensor:
     """DPM-Solver-2 (arXiv 2206.00927, algorithm 1): second order, the derivative taken halfway in ln sigma.
 
@@ -110,6 +123,7 @@ def dpm2(denoise: Denoise, x: Tensor, sigmas: Tensor, randomness: Randomness | N
     return _integrate(step, denoise, x, sigmas, randomness)
 
 
+@sampler
 def dpmpp_2m(denoise: Denoise, x: Tensor, sigmas: Tensor) -> Tensor:
     """DPM-Solver++(2M): second order, multistep, one denoiser call a step (arXiv 2211.01095, algorithm 2).
 
@@ -129,6 +143,7 @@ def dpmpp_2m(denoise: Denoise, x: Tensor, sigmas: Tensor) -> Tensor:
     return _integrate(step, denoise, x, sigmas)
 
 
+@sampler
 def dpmpp_3m(denoise: Denoise, x: Tensor, sigmas: Tensor) -> Tensor:
     """DPM-Solver++(3M): third order, multistep, one denoiser call a step (arXiv 2211.01095, appendix B).
 
@@ -138,6 +153,7 @@ def dpmpp_3m(denoise: Denoise, x: Tensor, sigmas: Tensor) -> Tensor:
     return _integrate(_exponential_multistep(3), denoise, x, sigmas)
 
 
+@sampler
 def res_2ab(denoise: Denoise, x: Tensor, sigmas: Tensor) -> Tensor:
     """RES, "2ab": second order, one denoiser call a step: exponential Adams-Bashforth (arXiv 2308.02157).
 
@@ -146,6 +162,7 @@ def res_2ab(denoise: Denoise, x: Tensor, sigmas: Tensor) -> Tensor:
     return _integrate(_exponential_multistep(2), denoise, x, sigmas)
 
 
+@sampler
 def unipc(denoise: Denoise, x: Tensor, sigmas: Tensor) -> Tensor:
     """UniPC (arXiv 2302.04867) of order 2, corrected to 3: multistep, one denoiser call a step.
 
@@ -164,24 +181,10 @@ def unipc(denoise: Denoise, x: Tensor, sigmas: Tensor) -> Tensor:
     return x
 
 
-SAMPLERS: dict[str, Sampler] = {
-    "euler": euler,
-    "heun": heun,
-    "dpm2": dpm2,
-    "dpmpp_2m": dpmpp_2m,
-    "dpmpp_3m": dpmpp_3m,
-    "res_2ab": res_2ab,
-    "unipc": unipc,
-}
-_TWO_CALLS = ("heun", "dpm2")
-
-
 def num_denoiser_calls(name: str, sigmas: Tensor) -> int:
     """How often the sampler of this name calls the denoiser on the way through `sigmas`."""
-    num_steps = len(sigmas) - 1
-    if name not in _TWO_CALLS:
-        return num_steps
-    return 2 * num_steps - int(sigmas[-1] == 0)
+    num_steps, calls = len(sigmas) - 1, TRAITS[name].calls
+    return calls * num_steps - int(calls == 2 and sigmas[-1] == 0)
 
 
 # ------------------------------------------------------------------------------------------------ integration

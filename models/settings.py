@@ -13,11 +13,29 @@ from typing import Any, Literal
 from megadit.models.shared.errors import UserError, choose_one, did_you_mean
 from megadit.models.shared.options import check_json, check_settings, check_value, given_class, setting, settings_of
 
-SAMPLERS = ("euler", "heun", "dpm2", "dpmpp_2m", "dpmpp_3m", "res_2ab", "unipc")
-SAMPLER_ALIASES = {"res": "res_2ab", "edm": "heun", "2ab": "res_2ab"}
-"""Names that other programs gave them."""
-STOCHASTIC = ("euler", "heun", "dpm2")
-"""Samplers that can add noise. The others remember earlier D, which noise added since makes wrong."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplerTraits:
+    """What is known of a sampler without running it; its function stands in `infer/samplers.py`."""
+
+    calls: int = 1
+    """Denoiser calls in a step (of two, the second is left out on a last step to 0)."""
+    adds_noise: bool = False
+    """Whether it can. A sampler that remembers earlier D cannot: noise added since makes them wrong."""
+    aliases: tuple[str, ...] = ()
+    """Names that other programs gave it."""
+
+
+SAMPLERS: dict[str, SamplerTraits] = {
+    "euler": SamplerTraits(adds_noise=True),
+    "heun": SamplerTraits(calls=2, adds_noise=True, aliases=("edm",)),
+    "dpm2": SamplerTraits(calls=2, adds_noise=True),
+    "dpmpp_2m": SamplerTraits(),
+    "dpmpp_3m": SamplerTraits(),
+    "res_2ab": SamplerTraits(aliases=("res", "2ab")),
+    "unipc": SamplerTraits(),
+}
+STOCHASTIC = tuple(name for name, traits in SAMPLERS.items() if traits.adds_noise)
 SCHEDULES = ("karras", "log_linear", "exponential", "linear", "ddpm")
 AUTO = "auto"
 """As `shift`: the one that suits the resolution (see `resolution_shift`)."""
@@ -166,7 +184,7 @@ def check_together(settings: SamplingSettings) -> None:
     """Raises UserError for settings that exclude each other, or need one another."""
     if settings.num_frames > 1 and not settings.fps > 0:
         raise UserError(f"fps={settings.fps} must be greater than 0")
-    if any(getattr(settings, name) for name in _ADDED_NOISE) and settings.sampler not in STOCHASTIC:
+    if any(getattr(settings, name) for name in _ADDED_NOISE) and not SAMPLERS[settings.sampler].adds_noise:
         raise UserError(
             f"sampler {settings.sampler} cannot add noise: leave out {' and '.join(_ADDED_NOISE)}, or choose one of "
             f"{', '.join(STOCHASTIC)}"
@@ -204,7 +222,8 @@ def resolution_shift(pixels: int, reference_pixels: int) -> float:
 
 
 def _sampler_key(name: str) -> str:
-    return SAMPLER_ALIASES.get(_key(name), _key(name))
+    key = _key(name)
+    return next((sampler for sampler, traits in SAMPLERS.items() if key in traits.aliases), key)
 
 
 def _key(name: str) -> str:

@@ -17,7 +17,7 @@ from megadit.infer.checkpoints import open_bundle
 from megadit.infer.runtimes.load import check_runtime, open_exported
 from megadit.infer.runtimes.torch import find_dtype
 from megadit.models.bundle.bundle import Bundle
-from megadit.models.settings import SAMPLER_ALIASES, SAMPLERS, STOCHASTIC, SamplingSettings
+from megadit.models.settings import SAMPLERS, STOCHASTIC, SamplingSettings
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory
@@ -112,7 +112,7 @@ def service_info(bundle: Bundle, defaults: SamplingSettings, limits: dict[str, i
         samplers=SAMPLERS,
         size_multiple=multiple,
         examples=EXAMPLES.get((bundle.manifest.get("training") or {}).get("recipe"), ()),
-        eta_samplers=(*STOCHASTIC, *(alias for alias, name in SAMPLER_ALIASES.items() if name in STOCHASTIC)),
+        eta_samplers=(*STOCHASTIC, *(alias for name in STOCHASTIC for alias in SAMPLERS[name].aliases)),
     )
 
 
