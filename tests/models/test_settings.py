@@ -19,7 +19,7 @@ DEFAULTS = SamplingSettings(num_steps=4, guidance=3.0, num_frames=3, height=8, w
 
 
 def test_the_names_are_those_of_the_functions():
-    assert SAMPLERS == tuple(SAMPLER_FUNCTIONS) and SCHEDULES == tuple(SCHEDULE_FUNCTIONS)
+    assert tuple(SAMPLERS) == tuple(SAMPLER_FUNCTIONS) and SCHEDULES == tuple(SCHEDULE_FUNCTIONS)
 
 
 def test_every_setting_says_what_it_means():
