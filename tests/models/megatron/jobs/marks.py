@@ -111,7 +111,7 @@ def all_marks():
     for layout, (world_size, sizes) in LAYOUTS.items():
         start(world_size)
         for name, parameters in found.items():
-            if ParallelSizes(**sizes).broken_rule(network(name), world_size) is not None:
+            if not ParallelSizes(**sizes).is_legal(network(name), world_size):
                 continue
             for part, marked in marks(network(name), ParallelSizes(**sizes)).items():
                 for parameter, words in marked.items():
