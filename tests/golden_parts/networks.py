@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.node import Node, map_arg
 
 from golden_parts.digests import digest, digest_tensor, digest_tensors
 from golden_parts.names import make_conditioning, make_config, make_dit, make_pack
@@ -122,7 +123,16 @@ class Plain(nn.Module):
 
 
 def traced(dit: nn.Module) -> str:
-    """The operations that torch's exporter sees, in order."""
+    """The operations that torch's exporter sees, in order, and what each reads; without those that nobody reads."""
     inputs = (normal(2, 4, 2, 4, 4), normal(2), text_features(2, 3, 2), torch.tensor([3, 0]), torch.tensor([8.0, 0.0]))
     with torch.no_grad():
-        return torch.export.export(Plain(dit), inputs, strict=False).graph_module.code
+        graph = torch.export.export(Plain(dit), inputs, strict=False).graph_module.graph
+    graph.eliminate_dead_code()
+    numbers: dict[Node, str] = {}
+    for node in graph.nodes:
+        numbers[node] = node.name if node.op == "placeholder" else f"%{len(numbers)}"
+    return "\n".join(f"{numbers[node]} = {node.target}{_arguments(node, numbers)}" for node in graph.nodes)
+
+
+def _arguments(node: Node, numbers: dict[Node, str]) -> str:
+    return str(map_arg((node.args, dict(node.kwargs)), lambda read: numbers[read]))
