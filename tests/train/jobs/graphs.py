@@ -95,9 +95,10 @@ def run(out, max_segments, *, num_steps=0):
     precision = "bf16" if torch.cuda.is_available() else "fp32"
     case = {"precision": precision, "model": {"num_layers": 2}, "data": {"global_batch_size": 8}}
     config = run_config(out, case)
-    parallel = replace(config.parallel, cuda_graph_max_segments=max_segments)
-    object.__setattr__(config, "parallel", parallel)  # float32 lets all differences be seen; a GPU's kernel refuses it
-    training = build_training(config, start_processes(config))
+    groups = start_processes(config)
+    # after the rules were checked: float32, which a GPU's kernel refuses, lets all differences be seen
+    object.__setattr__(config, "parallel", replace(config.parallel, cuda_graph_max_segments=max_segments))
+    training = build_training(config, groups)
     batches = TrainBatches(config, training.groups)
     segments = [next(batches).layout.num_segments for _ in range(training.num_micro_batches)]
     found = gradients(training)
