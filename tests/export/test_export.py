@@ -3,6 +3,7 @@
 import json
 import resource
 import shutil
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -17,6 +18,7 @@ from megadit.export.to_onnx import export_onnx
 from megadit.infer import generate
 from megadit.infer.benchmarks import generate as benchmark_generate
 from megadit.infer.pipeline import TextToVideo
+from megadit.infer.runtimes import load
 from megadit.infer.runtimes.load import load_denoiser, open_exported, with_exported_networks
 from megadit.infer.runtimes.onnx import OnnxNetwork, tensorrt_options
 from megadit.models.bundle.bundle import Bundle
@@ -62,6 +64,14 @@ def test_tokenizer_is_torchs(exported):
     torch.testing.assert_close(by_onnx.encode(video), latents, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(by_onnx.decode(latents), video, atol=1e-5, rtol=1e-5)
     assert by_onnx.latent_shape(9, 12, 20) == tokenizer.latent_shape(9, 12, 20)
+
+
+def test_the_documented_runtime_runs(exported, monkeypatch):
+    """The worked example of docs/extend.md."""
+    monkeypatch.setattr(load, "EXPORTED", dict(load.EXPORTED))
+    page = Path(load.__file__).parents[2] / "docs" / "extend.md"
+    example = page.read_text(encoding="utf-8").split("```python runtime\n")[1].split("```")[0]
+    exec(compile(example, page.name, "exec"), {"__name__": "example", "exported": exported})
 
 
 def test_generate_gives_torchs_video(exported, tmp_path):

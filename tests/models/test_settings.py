@@ -72,7 +72,8 @@ def test_nothing_here_brings_torch():
 # ------------------------------------------------------------------------------------- one line adds a setting
 
 
-ADDED = '    swirl: float = setting(0.5, "how much the video turns", low=0, high=2, served=True)\n'
+PAGE = Path(settings.__file__).parents[1] / "docs" / "extend.md"
+ADDED = PAGE.read_text(encoding="utf-8").split("```python setting\n")[1].split("```")[0]
 SHOW = """
 import importlib.abc, importlib.util, json, sys
 from contextlib import suppress

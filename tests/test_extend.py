@@ -1,0 +1,41 @@
+"""The worked examples of docs/extend.md run as they stand there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megadit.infer.samplers import SAMPLERS
+from megadit.models import settings
+from megadit.models.families import FAMILIES
+from megadit.models.ops.registry import OPS
+from megadit.train.recipes import RECIPES
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "extend.md"
+EXAMPLES = dict(re.findall(r"^```python (\w+)\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL))
+
+
+@pytest.fixture(autouse=True)
+def tables_stay_as_they_are():
+    tables = [SAMPLERS, settings.SAMPLERS, FAMILIES, RECIPES, *(op.variants for op in OPS.values())]
+    before = [dict(table) for table in tables]
+    yield
+    for table, rows in zip(tables, before, strict=True):
+        table.clear()
+        table.update(rows)
+
+
+@pytest.mark.parametrize("name", ["sampler", "family", "variant", "recipe"])
+def test_the_example_runs(name):
+    exec(compile(EXAMPLES[name], f"{PAGE.name}, {name}", "exec"), {"__name__": f"example_{name}"})
+
+
+def test_every_chapter_has_an_example_that_runs():
+    """A setting's runs in tests/models/test_settings.py, a runtime's in tests/export/test_export.py."""
+    assert set(EXAMPLES) == {"setting", "sampler", "family", "variant", "recipe", "runtime"}
+    assert len(EXAMPLES) == PAGE.read_text(encoding="utf-8").count("\n## ")
+
+
+def test_an_example_that_is_wrong_is_seen():
+    with pytest.raises(AssertionError):
+        exec(EXAMPLES["sampler"].replace("(sigma + sigma_next) / 2", "sigma_next"), {"__name__": "wrong"})
