@@ -72,8 +72,8 @@ PLAN = (
     Row("blocks.*.experts.fc1", EXPERTS_UP),
     Row("blocks.*.experts.fc2", EXPERTS_DOWN),
     # of the linears themselves: an adapter inside one needs rows of its own
-    Row("blocks.*_attention.qkv.weight|blocks.*.cross_attention.q.weight|blocks.*.fc1.weight", COLUMN),
-    Row("blocks.*_attention.qkv.bias|blocks.*.fc1.bias", COLUMN),
+    Row("blocks.*_attention.qkv.weight|blocks.*.cross_attention.q.weight|blocks.*_attention.qkv.bias", COLUMN),
+    Row("blocks.*.fc1.weight|blocks.*.fc1.bias", COLUMN),
     Row("blocks.*.cross_attention.kv.weight", COLUMN_OF_TEXT),
     Row("blocks.*_attention.proj.weight|blocks.*.fc2.weight", ROW),
     Row("blocks.*_attention.proj.bias|blocks.*.fc2.bias", PARTIAL),  # added to a rank's tokens, after the sum
