@@ -10,6 +10,7 @@ Nothing here may start a thread or a process group: neither survives a fork.
 
 import atexit
 import ctypes
+import functools
 import gc
 import importlib
 import json
@@ -36,8 +37,20 @@ def import_all() -> None:
     cpu_shim.install()
     for name in IMPORTED:
         importlib.import_module(name)
+    measure_speed()
     gc.collect()
     gc.freeze()  # a collection in a rank would write to, and so copy, every page
+
+
+def measure_speed() -> None:
+    """Once for all ranks, which else take a quarter of a second each for it."""
+    import torch
+
+    from megadit.models import machine
+
+    machine.matmul_flops = functools.cache(machine.matmul_flops)
+    for dtype in (torch.float32, torch.bfloat16):
+        machine.peak_flops(torch.device("cpu"), dtype)
 
 
 def serve(channel: socket.socket) -> tuple[dict, int]:

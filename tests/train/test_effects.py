@@ -5,9 +5,6 @@ fails. One rank has to refuse what needs several; what that does there is tested
 """
 
 import json
-import os
-import subprocess
-import sys
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -224,7 +221,7 @@ def test_every_field_has_an_entry():
 
 def before(given):
     """The name of the run without the change."""
-    return f"given-{zlib.crc32(repr(given).encode()):08x}"
+    return FINISHED if not given else f"given-{zlib.crc32(repr(given).encode()):08x}"
 
 
 def runs():
@@ -232,13 +229,13 @@ def runs():
     planned = {"first": BASE, FINISHED: BASE, "finished-again": BASE}  # the first one of a process may warn of things
     for key, effect in EFFECTS.items():
         arguments = (*BASE, *effect.given)
-        planned[before(effect.given)] = arguments
+        planned.setdefault(before(effect.given), arguments)
         planned[key] = (*arguments, f"{key}={effect.value}")
     return planned
 
 
 @pytest.fixture(scope="module")
-def observed(tiny_dataset, tmp_path_factory):
+def observed(run_ranks, tiny_dataset, tmp_path_factory):
     """observed(name): what was seen of one run."""
     from megadit.train.data.writer import DatasetInfo
 
@@ -247,9 +244,7 @@ def observed(tiny_dataset, tmp_path_factory):
     places |= {"{sigma_data}": info.sigma_data, "{finished}": folder / FINISHED}
     planned = {name: [fill(word, places) for word in words] for name, words in runs().items()}
     (folder / "runs.json").write_text(json.dumps(planned))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, JOB, folder], env=environment, capture_output=True, text=True, timeout=1500)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    run_ranks(1, JOB, folder, timeout=1500)
     return lambda name: json.loads((folder / f"{name}.json").read_text())
 
 
