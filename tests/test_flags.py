@@ -113,7 +113,7 @@ SHOWN_BY = {
     },
     "benchmark train": {
         "train/benchmarks/test_train.py::test_figures_agree_with_each_other": (
-            "--recipe --steps --warmup --trace --json"
+            "--recipe --steps --warmup --ops --trace --json"
         ),
         "train/benchmarks/test_train.py::test_options_of_the_steps_reach_them": "--config-file --nproc",
     }

@@ -97,7 +97,7 @@ def test_the_showcase_has_both_kinds_of_combination(demo, monkeypatch):
 
 
 def test_no_ranks(tmp_path):
-    with pytest.raises(UserError, match="--ranks 0"):
+    with pytest.raises(UserError, match="--ranks=0 must be at least 1"):
         demo_module.main(["--out", str(tmp_path), "--ranks", "0", "--debug"])
     assert not list(Path(tmp_path).iterdir())
 
