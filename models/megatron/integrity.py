@@ -14,6 +14,7 @@ import io
 import pickle
 import re
 from collections.abc import Iterable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -147,12 +148,21 @@ def read_description(directory: Path, *, only_tensors: bool = True) -> Metadata:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if (module, name) not in _CLASSES:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no description of tensors needs")
         return super().find_class(module, name)
 
     def persistent_load(self, pid: Any) -> Any:
         raise pickle.UnpicklingError("it refers to something outside itself")
+
+
+def _member(kind: Any, name: Any) -> Enum:
+    """`getattr` as Python before 3.11.4 writes it into a description: a member of an enumeration, and nothing else."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
+        raise pickle.UnpicklingError(f"it names the attribute {name!r}, which no description of tensors needs")
+    return kind[name]
 
 
 class SafeReader(dcp.FileSystemReader):

@@ -1,6 +1,7 @@
 """Whatever happens to the files of a checkpoint is noticed before anything in them is believed."""
 
 import contextlib
+import enum
 import pickle
 import random
 import re
@@ -206,3 +207,29 @@ def test_what_is_wrong_is_said(copies, damage, message):
     damage(path)
     with pytest.raises(DamagedCheckpointError, match=re.escape(message)):
         check_checkpoint(path)
+
+
+@pytest.fixture
+def members_by_getattr(monkeypatch):
+    """Pickles members of enumerations as Python before 3.11.4 does."""
+    monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self._name_)))
+
+
+def test_descriptions_written_by_python_before_3_11_4_are_read(members_by_getattr, tmp_path):
+    written = {"w": torch.arange(6.0)}
+    dcp.save(written, checkpoint_id=tmp_path)
+    assert b"getattr" in (tmp_path / ".metadata").read_bytes()
+    assert list(read_description(tmp_path).state_dict_metadata) == ["w"]
+
+
+class AnyAttribute:
+    """Unpickled, it is a method of a class that descriptions name."""
+
+    def __reduce__(self):
+        return getattr, (torch.Size, "numel")
+
+
+def test_other_attributes_are_refused(tmp_path):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(AnyAttribute()))
+    with pytest.raises(DamagedCheckpointError, match="names the attribute 'numel'"):
+        read_description(tmp_path)
