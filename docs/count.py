@@ -50,6 +50,14 @@ NO_TENSOR_SPLIT = tuple(
 )
 """Who moves tokens and when blocks are computed; another library's linears in the same places."""
 
+POSITIONS = ("models/layout.py", "models/segments.py", "models/axial.py", "models/embeddings.py")
+"""Who is where: a block hands it on to its operations."""
+OTHER_OPS = tuple(
+    f"models/ops/{name}.py"
+    for name in ("batch_attention", "gated_residual", "ledger", "linear", "modulated_norm", "qk_norm_rope")
+)
+"""Operations that are called by names that say what they compute; each has its own page."""
+
 QUESTIONS = (
     Question(
         asks="What is the loss?",
@@ -61,7 +69,7 @@ QUESTIONS = (
     Question(
         asks="How does Heun's solver step?",
         starts=("infer/samplers.py:heun",),
-        beyond=(*VOCABULARY, "models/noise.py"),
+        beyond=(*VOCABULARY, "models/noise.py", "models/settings.py"),
         by_definition=True,
         most_files=1,
         most_lines=60,
@@ -69,7 +77,7 @@ QUESTIONS = (
     Question(
         asks="What does a block compute, down to its attention?",
         starts=("models/blocks.py:DiTBlock",),
-        beyond=(*VOCABULARY, "models/layout.py", "models/experts.py", "models/ops/linear.py"),
+        beyond=(*VOCABULARY, *POSITIONS, *OTHER_OPS, "models/experts.py"),
         most_files=5,
         most_lines=950,
     ),
@@ -92,6 +100,28 @@ class Source:
     definitions: dict[str, ast.AST]
     imports: dict[str, tuple[str, str]]
     """Name here -> (file of ours, name there); "" for the module itself."""
+
+
+SHORT = {
+    "infer/background.py": "one thread, used by two",
+    "infer/inference_dit_model.py": "a name that users of NeMo type",
+    "models/denoiser.py": "the dense twin of denoise_packed, which training need not read",
+    "models/megatron/extensions.py": "asked for by rules, without Megatron",
+    "models/megatron/launch.py": "torchrun's launcher, called by several commands",
+    "models/megatron/recomputed_blocks.py": "one of two block stacks of parallelize",
+    "models/megatron/sequence_parallel.py": "two modules of parallelize",
+    "models/ops/fusion.py": "shared by the ops",
+    "models/text_encoders/feature_files.py": "a file format",
+    "models/tokenizers/sizes.py": "shared by tokenizers, free of torch",
+    "serve/gateway/process.py": "what starts the gateway, without the gateway",
+    "serve/examples/with_megadit.py": "a program to copy",
+    "train/cpu_memory.py": "a switch of the allocator",
+    "train/pretrain_dit_model.py": "a name that users of DFM type",
+    "train/recipes/experts.py": "the recipes of a family",
+    "train/recipes/registry.py": "recipes register without importing one another",
+    "train/sampling_defaults.py": "shared by validation and bundles",
+}
+"""Why a file has fewer than 40 lines."""
 
 
 def files() -> list[str]:
@@ -167,7 +197,10 @@ def closure(question: Question) -> set[tuple[str, str]]:
 
 def _named(here: Source, definition: ast.AST) -> Iterator[tuple[str, str]]:
     """(file, name) of the definitions of ours that a definition names."""
+    decorators = {part for above in getattr(definition, "decorator_list", ()) for part in ast.walk(above)}
     for node in ast.walk(definition):
+        if node in decorators:  # where it is registered
+            continue
         if isinstance(node, ast.Name):
             if node.id in here.definitions:
                 yield here.path, node.id

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megadit.export.quantize import round_linears
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.conditioning import Conditioning
-from megadit.models.parameterization import EDMDenoiser
+from megadit.models.denoiser import EDMDenoiser
 from megadit.models.text_encoders import T5TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
 from megadit.models.tokenizers.tiling import Tiles

@@ -6,11 +6,12 @@ Users speak of videos (`--profile frames=1,49,121`); graphs speak of latents. `P
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megadit.infer.runtimes.network_spec import Axis, NetworkSpec, Shape, TensorSpec
+from megadit.infer.runtimes.network_spec import INPUTS, OUTPUTS, Axis, NetworkSpec, Shape, TensorSpec
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.config import DiTConfig
 from megadit.models.shared.errors import UserError, choose_one
@@ -115,38 +116,33 @@ def specs(
     latent = (config.in_channels, time, height, width)
     texts = {"text_encoder": _text_encoder(text_encoder, one, text)} if isinstance(text_encoder, T5TextEncoder) else {}
     return texts | {
-        "denoiser": NetworkSpec(
-            name="denoiser",
-            inputs=(
-                TensorSpec(name="x", dtype="float32", axes=(batch, *latent)),
-                TensorSpec(name="sigma", dtype="float32", axes=(batch,)),
-                TensorSpec(name="text", dtype="float32", axes=(batch, text, config.crossattn_emb_size)),
-                TensorSpec(name="text_length", dtype="int64", axes=(batch,)),
-                TensorSpec(name="fps", dtype="float32", axes=(batch,)),
-            ),
-            output="x0",
+        "denoiser": _network(
+            "denoiser",
+            {"dtype": "float32", "axes": (batch, *latent)},
+            {"dtype": "float32", "axes": (batch,)},
+            {"dtype": "float32", "axes": (batch, text, config.crossattn_emb_size)},
+            {"dtype": "int64", "axes": (batch,)},
+            {"dtype": "float32", "axes": (batch,)},
         ),
-        "video_decoder": NetworkSpec(
-            name="video_decoder",
-            inputs=(TensorSpec(name="latents", dtype="float32", axes=(one, config.in_channels, *_free(latent[1:]))),),
-            output="video",
+        "video_decoder": _network(
+            "video_decoder", {"dtype": "float32", "axes": (one, config.in_channels, *_free(latent[1:]))}
         ),
-        "video_encoder": NetworkSpec(
-            name="video_encoder",
-            inputs=(TensorSpec(name="video", dtype="float32", axes=(one, 3, *video)),),
-            output="latents",
-        ),
+        "video_encoder": _network("video_encoder", {"dtype": "float32", "axes": (one, 3, *video)}),
     }
 
 
+def _network(name: str, *inputs: dict[str, Any]) -> NetworkSpec:
+    """The signature of a network from what its inputs are beside their names, in their order."""
+    named = zip(INPUTS[name], inputs, strict=True)
+    tensors = tuple(TensorSpec(name=input_name, **about) for input_name, about in named)
+    return NetworkSpec(name=name, inputs=tensors, output=OUTPUTS[name])
+
+
 def _text_encoder(text_encoder: T5TextEncoder, batch: Axis, text: Axis) -> NetworkSpec:
-    return NetworkSpec(
-        name="text_encoder",
-        inputs=(
-            TensorSpec(name="tokens", dtype="int64", axes=(batch, text), below=text_encoder.vocabulary_size),
-            TensorSpec(name="mask", dtype="int64", axes=(batch, text), below=2),
-        ),
-        output="features",
+    return _network(
+        "text_encoder",
+        {"dtype": "int64", "axes": (batch, text), "below": text_encoder.vocabulary_size},
+        {"dtype": "int64", "axes": (batch, text), "below": 2},
     )
 
 

@@ -1,7 +1,6 @@
-"""What a network predicts at a noise level, and the denoiser that this makes of it. The only copy.
+"""What a network predicts at a noise level, and the denoiser of a pack that this makes of it.
 
-Shapes: B batch, C channels, T/H/W frames, height, width; S video tokens, P patch dim, L text tokens, E text feature
-width, G segments of a pack.
+Shapes: S video tokens, P patch dim, L text tokens, E text feature width, G segments of a pack.
 """
 
 from dataclasses import dataclass
@@ -9,12 +8,11 @@ from functools import cache
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
-from megadit.models.layout import DenseLayout, PackLayout
+from megadit.models.layout import PackLayout
 
 DDPM_BETAS = (1e-4, 0.02)
 DDPM_STEPS = 1000
@@ -126,29 +124,6 @@ def _ddpm_steps(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`ddpm_sigmas` in this precision, and the logarithm of the ratio of each to the next."""
     sigmas = ddpm_sigmas().to(dtype)
     return sigmas, sigmas.double().log().diff().to(dtype)
-
-
-class EDMDenoiser(nn.Module):
-    """D(x; sigma) = c_skip x + c_out F(c_in x; c_noise) (eq. 7), in float32 whatever the network's precision."""
-
-    def __init__(self, dit: DiT) -> None:
-        super().__init__()
-        self.dit = dit
-        self.parameterization = parameterization_of(dit.config)
-
-    def forward(
-        self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning, layout: DenseLayout | None = None
-    ) -> Tensor:
-        """Estimates the clean latents x0 (BCTHW, float32) in `x_BCTHW`, whose noise has standard deviation sigma.
-
-        `layout`: see `DiT.forward`.
-        """
-        x_BCTHW = x_BCTHW.float()
-        sigma_B1111 = sigma_B.float().reshape(-1, 1, 1, 1, 1)
-        c_skip, c_out, c_in, c_noise = self.parameterization.scalings(sigma_B1111)
-        dtype = self.dit.dtype
-        F_BCTHW = self.dit((c_in * x_BCTHW).to(dtype), c_noise.flatten(), conditioning, layout=layout)
-        return torch.addcmul(c_skip * x_BCTHW, c_out, F_BCTHW.float())
 
 
 def denoise_packed(

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from megadit.models.blocks import BLOCKS
 from megadit.models.experts import Experts
 from megadit.models.megatron.groups import Groups
-from megadit.train.loss import TrainingModel
 from megadit.train.optimizer_state import assign
+from megadit.train.training_model import TrainingModel
 
 
 class FullySharded(_BaseDataParallel):

@@ -37,11 +37,11 @@ from megadit.train.config.schema import MatmulPrecision, RunConfig
 from megadit.train.cpu_memory import keep_freed_memory
 from megadit.train.ema import WeightAverages
 from megadit.train.fully_sharded import FullySharded
-from megadit.train.loss import TrainingModel
 from megadit.train.optimizer import build_optimizer, build_scheduler, uses_distributed_optimizer
 from megadit.train.optimizer_state import DataParallel, assign, find_ownership, named_parameters
 from megadit.train.plan.recompute import choice_in_words, needed_memory, with_recompute
 from megadit.train.to_bundle import find_checkpoint
+from megadit.train.training_model import TrainingModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megadit.infer.runtimes.network_spec import Shape
+from megadit.infer.runtimes.network_spec import INPUTS, Shape
 from megadit.models.conditioning import Conditioning
 from megadit.models.text_encoders import T5TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
@@ -41,13 +41,9 @@ class ExportedDenoiser:
 
 def denoiser_inputs(x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> dict[str, Tensor]:
     """The inputs of an exported denoiser, by name."""
-    return {
-        "x": x_BCTHW,
-        "sigma": sigma_B.float(),
-        "text": conditioning.text_BLE,
-        "text_length": conditioning.text_length_B,
-        "fps": conditioning.fps_B,
-    }
+    c = conditioning
+    values = (x_BCTHW, sigma_B.float(), c.text_BLE, c.text_length_B, c.fps_B)
+    return dict(zip(INPUTS["denoiser"], values, strict=True))
 
 
 class ExportedTokenizer:
@@ -65,12 +61,16 @@ class ExportedTokenizer:
     def encode(self, video_BCTHW: Tensor) -> Tensor:
         """Latents BCTHW of a video in -1..1."""
         shape = self._tokenizer.latent_shape(*video_BCTHW.shape[2:])
-        return self._networks["video_encoder"]({"video": video_BCTHW}, (len(video_BCTHW), *shape))
+        return self._run("video_encoder", video_BCTHW, (len(video_BCTHW), *shape))
 
     def decode(self, latents_BCTHW: Tensor) -> Tensor:
         """The video, in -1..1, of latents BCTHW."""
         batch, _, *size = latents_BCTHW.shape
-        return self._networks["video_decoder"]({"latents": latents_BCTHW}, (batch, 3, *video_size(self, *size)))
+        return self._run("video_decoder", latents_BCTHW, (batch, 3, *video_size(self, *size)))
+
+    def _run(self, name: str, value: Tensor, output_shape: Shape) -> Tensor:
+        (input_name,) = INPUTS[name]
+        return self._networks[name]({input_name: value}, output_shape)
 
 
 def video_size(tokenizer: VideoTokenizer, frames: int, height: int, width: int) -> tuple[int, int, int]:
@@ -97,5 +97,6 @@ class _ExportedT5:
     def __call__(self, tokens_BL: Tensor, *, attention_mask: Tensor) -> SimpleNamespace:
         if self._run is None:
             self._run = self._load()["text_encoder"]
-        features_BLE = self._run({"tokens": tokens_BL, "mask": attention_mask}, (*tokens_BL.shape, self._dim))
+        inputs = dict(zip(INPUTS["text_encoder"], (tokens_BL, attention_mask), strict=True))
+        features_BLE = self._run(inputs, (*tokens_BL.shape, self._dim))
         return SimpleNamespace(last_hidden_state=features_BLE)

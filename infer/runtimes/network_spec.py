@@ -13,6 +13,14 @@ from megadit.models.shared.files import read_json
 
 SETTINGS_FILE = "settings.json"
 SETTINGS_VERSION = 1
+INPUTS: dict[str, tuple[str, ...]] = {
+    "text_encoder": ("tokens", "mask"),
+    "denoiser": ("x", "sigma", "text", "text_length", "fps"),
+    "video_decoder": ("latents",),
+    "video_encoder": ("video",),
+}
+"""What the inputs of each exported network are called, in order."""
+OUTPUTS = {"text_encoder": "features", "denoiser": "x0", "video_decoder": "video", "video_encoder": "latents"}
 Extreme = Literal["min", "opt", "max"]
 Shape = tuple[int, ...]
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from megadit.models.conditioning import Conditioning
+from megadit.models.denoiser import EDMDenoiser
 from megadit.models.dit import DiT
 from megadit.models.layout import DenseLayout, Kept
-from megadit.models.parameterization import EDMDenoiser
 from megadit.models.shared.errors import UserError, choose_one
 
 DTYPES = {

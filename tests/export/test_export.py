@@ -99,6 +99,7 @@ def test_generate_gives_torchs_video(exported, tmp_path):
     assert json.loads((tmp_path / "again.json").read_text())["runtime"] == "onnx"
 
 
+@pytest.mark.slow
 def test_same_bytes_for_the_same_network_and_none_of_this_machine(exported, specs, tmp_path):
     for name in ("video_decoder", "denoiser"):
         network = build_network(name, exported, exported.load_tokenizer(), torch.float32)

@@ -7,9 +7,10 @@ import torch
 
 from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig, Preconditioner
+from megadit.models.denoiser import EDMDenoiser
 from megadit.models.dit import DiT
 from megadit.models.initialize import initialize_
-from megadit.models.parameterization import EDM, VP, EDMDenoiser, ddpm_sigmas, parameterization_of
+from megadit.models.parameterization import EDM, VP, ddpm_sigmas, parameterization_of
 
 SIGMAS = torch.logspace(-3, 2, 11, dtype=torch.float64)
 

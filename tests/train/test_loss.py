@@ -8,15 +8,16 @@ import torch
 from einops import rearrange
 
 from megadit.models.conditioning import Conditioning
+from megadit.models.denoiser import EDMDenoiser
 from megadit.models.dit import DiT
 from megadit.models.embeddings import patchify, unpatchify
 from megadit.models.initialize import initialize_
 from megadit.models.noise import Stream, normal
-from megadit.models.parameterization import EDMDenoiser
 from megadit.train.config.schema import DiffusionConfig
 from megadit.train.data.packed_batch import PackFormat, TrainingSample
-from megadit.train.loss import TrainingModel, Uncertainty, draw_sigma, edm_loss, token_noise
+from megadit.train.loss import Uncertainty, draw_sigma, edm_loss, token_noise
 from megadit.train.recipes import load_recipe
+from megadit.train.training_model import TrainingModel
 
 MODEL = replace(load_recipe("digits_tiny").model, in_channels=4, patch_spatial=2, sigma_data=0.7)
 SHAPES = ((1, 4, 4), (2, 4, 6), (2, 2, 2))

@@ -9,8 +9,8 @@ from megadit.infer.runtimes.torch import DTYPES, TorchDenoiser, find_device, fin
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
+from megadit.models.denoiser import EDMDenoiser
 from megadit.models.dit import DiT
-from megadit.models.parameterization import EDMDenoiser
 from megadit.models.shared.errors import UserError
 
 

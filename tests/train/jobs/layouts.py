@@ -34,13 +34,13 @@ from megadit.train import balance  # noqa: E402
 from megadit.train.config.schema import ParallelConfig  # noqa: E402
 from megadit.train.data.distribute import TrainBatches  # noqa: E402
 from megadit.train.data.loader import build_train_loader  # noqa: E402
-from megadit.train.loss import TrainingModel  # noqa: E402
 from megadit.train.optimizer_state import held  # noqa: E402
 from megadit.train.recipes import load_recipe  # noqa: E402
 from megadit.train.schedule import evaluation  # noqa: E402
 from megadit.train.setup import build_training, start_processes  # noqa: E402
 from megadit.train.sharded_denoiser import ShardedDenoiser  # noqa: E402
 from megadit.train.step import _forward_backward, train_step  # noqa: E402
+from megadit.train.training_model import TrainingModel  # noqa: E402
 
 NUM_STEPS = 2  # the first update of Adam hides much, the second does not
 SHAPES = ((1, 4, 4), (3, 4, 4), (2, 3, 5), (1, 2, 3), (2, 5, 5))

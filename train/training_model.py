@@ -1,0 +1,60 @@
+"""What Megatron's schedules call: the loss of a pack, or the activations of a part of the network.
+
+Shapes: G segments of a pack (padding included).
+"""
+
+from torch import Tensor, nn
+
+from megadit.models.dit import DiT
+from megadit.models.parameterization import denoise_packed
+from megadit.train.config.schema import DiffusionConfig
+from megadit.train.data.packed_batch import PackedBatch
+from megadit.train.loss import LossSums, Uncertainty, draw_sigma, edm_loss, token_noise
+
+
+class TrainingModel(nn.Module):
+    """What Megatron's schedules call: from a pack to sums of losses, or to the activations of a part of the network.
+
+    `config` is Megatron's TransformerConfig; the other attributes are those that its schedules look for.
+    """
+
+    share_embeddings_and_output_weights = False
+
+    def __init__(self, dit: DiT, diffusion: DiffusionConfig, config, model_type) -> None:
+        super().__init__()
+        self.config = config
+        self.model_type = model_type
+        self.diffusion = diffusion
+        self.dit = dit
+        has_uncertainty = diffusion.learned_uncertainty and dit.part.is_last
+        self.uncertainty = Uncertainty() if has_uncertainty else None
+        self._before: Tensor | None = None
+
+    def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
+        """Takes the activations of the part before, None where there is none."""
+        self._before = input_tensor[0]
+
+    def forward(
+        self, batch: PackedBatch, sigma_G: Tensor | None = None, *, is_noisy: bool = False
+    ) -> LossSums | Tensor:
+        """The sums of losses of this step's noise and noise levels; with `sigma_G`, those of these noise levels,
+        without uncertainty; with `is_noisy`, D(tokens; sigma). Activations, where this is not the last part.
+        """
+        self._announce_direct_reads()
+        if is_noisy:
+            conditions = batch.text_L1E, batch.fps_G, batch.layout
+            return denoise_packed(self.dit, batch.tokens_S1P, sigma_G, *conditions, self._before)
+        uncertainty = self.uncertainty if sigma_G is None else None
+        sigma_G = draw_sigma(batch.noise_key_G, self.diffusion, self.dit.config) if sigma_G is None else sigma_G
+        return edm_loss(self.dit, batch, sigma_G, token_noise(batch), uncertainty, self._before)
+
+    def _announce_direct_reads(self) -> None:
+        """Runs the hooks of modules whose parameters are read without a call of the module.
+
+        Megatron's distributed optimizer gathers updated parameters while the forward goes on, and waits for those of a
+        module where the module is called.
+        """
+        readers = [self.dit] if self.uncertainty is None else [self.dit, self.uncertainty.linear]
+        for module in readers:
+            for hook in module._forward_pre_hooks.values():
+                hook(module, ())
