@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Conditioning:
-    """The conditions of a batch of videos; each object stands for itself."""
+    """The conditions of a batch of videos, compared by identity."""
 
     text_BLE: Tensor
     """Text features, L >= 1; rows beyond each length are ignored."""

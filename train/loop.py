@@ -41,7 +41,7 @@ def train(config: RunConfig) -> None:
             try:
                 _Run(build_training(config, groups), watchdog.mark).to_the_end(stop)
             except UserError:
-                if process_groups.is_first_to_tell("error"):
+                if process_groups.claims_report("error"):
                     raise
                 raise SystemExit(2) from None
             except RuntimeError:  # so a collective fails whose peer is gone

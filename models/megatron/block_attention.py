@@ -54,7 +54,7 @@ def _flash_forward(q, k, v):
 
 
 def _flash_backward(grad, q, k, v, out, lse):
-    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of a dropout that there is not
+    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # random state of dropout, which is 0
     return _aten._scaled_dot_product_flash_attention_backward(
         grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, False, unused, unused[:0]
     )

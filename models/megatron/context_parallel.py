@@ -188,7 +188,7 @@ class _Ring(torch.autograd.Function):
                 totals = pair.queries(grad_q), pair.keys(grad_kv[0]), pair.keys(grad_kv[1])
                 for total, part in zip(totals, parts, strict=True):
                     total += part
-            grad_kv = _Shift(grad_kv, ring).wait()  # with the keys and values that it belongs to, and home at last
+            grad_kv = _Shift(grad_kv, ring).wait()  # travels with its keys and values; the last shift brings it back
         grad_k, grad_v = grad_kv.to(kv.dtype)
         return grad_q.to(q.dtype)[:, None], grad_k[:, None], grad_v[:, None], None, None
 

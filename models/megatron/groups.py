@@ -62,11 +62,11 @@ class Groups:
         return dist.get_rank() == 0
 
 
-def is_first_to_tell(what: str) -> bool:
-    """Whether no other rank has asked this: of a mistake that every rank finds, one of them tells."""
+def claims_report(what: str) -> bool:
+    """True on exactly one rank, the first that asks, so that an error which all ranks find is printed once."""
     try:
         return dist.distributed_c10d._get_default_store().add(f"told/{what}", 1) == 1
-    except RuntimeError:  # the rank that holds the store told it, and has left
+    except RuntimeError:  # the rank that holds the store has printed it, and has left
         return False
 
 

@@ -42,7 +42,7 @@ class _AddsToSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         ctx.weight.grad_added_to_main_grad = True
-        return torch.empty_like(ctx.weight)  # of no meaning: it starts the exchange with other ranks
+        return torch.empty_like(ctx.weight)  # its values are never read: autograd needs a gradient to go on
 
 
 class _FusedGradient:
