@@ -129,7 +129,7 @@ _end_unwanted = engine._end_unwanted
 
 def counted(rows, clock):
     with (Path(__file__).parent / "steps").open("a") as file:
-        file.write("".join(f"{row.job.request.prompt}\\n" for row in rows))
+        file.write("".join(f"{row.owner.request.prompt}\\n" for row in rows))
     time.sleep(STEP_SECONDS)
     _end_unwanted(rows, clock)
 
