@@ -46,6 +46,7 @@ lint: $(READY)
 format: $(READY)
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+	@$(BIN)/python docs/count.py --write
 
 # No virtual environment, no network: whatever torch and Python are there (GPU_PYTHON=... to choose).
 GPU_PYTHON ?= python3

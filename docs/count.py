@@ -272,9 +272,6 @@ def table() -> str:
         where = ", ".join(f"`{path}`" for path in paths)
         most = f"{question.most_files} / {question.most_lines}"
         rows.append(f"| {question.asks} | {num_files} | {num_lines} | {most} | {where} |")
-    every = files()
-    total = sum(source(path).num_lines for path in every)
-    rows += ["", f"In all {len(every)} files with {total:,} lines; {len(cycles())} import cycles between files."]
     return "\n".join(rows)
 
 
@@ -286,5 +283,8 @@ def page(text: str) -> str:
 
 if __name__ == "__main__":
     print(table())
+    print(
+        f"{len(files())} files, {sum(source(path).num_lines for path in files()):,} lines, {len(cycles())} import cycles"
+    )
     if "--write" in sys.argv:
         PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

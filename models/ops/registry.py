@@ -72,8 +72,9 @@ class Op:
 
     def choose(self, *inputs) -> Variant:
         """The variant that computes `inputs`: the only rule by which one is selected."""
-        if torch.compiler.is_compiling():
-            return self.traceable
+        return self.traceable if torch.compiler.is_compiling() else self._choose_eager(*inputs)
+
+    def _choose_eager(self, *inputs) -> Variant:
         if (forced := FORCED.get(self.name)) is not None:
             return self.variants.get(forced, self.reference)
         for variant in self.variants.values():
@@ -82,12 +83,13 @@ class Op:
         return self.reference
 
     def __call__(self, *inputs) -> Tensor:
-        variant = self.choose(*inputs)
+        if torch.compiler.is_compiling():  # asked once: of a small network's step, these calls are a share
+            return self.traceable.compute(*inputs)
+        variant = self._choose_eager(*inputs)
         value = variant.compute(*inputs)
-        if not torch.compiler.is_compiling():
-            self.calls[variant.name] += 1
-            if self.cheap:
-                note(value, variant.compute, inputs)
+        self.calls[variant.name] += 1
+        if self.cheap:
+            note(value, variant.compute, inputs)
         return value
 
 
