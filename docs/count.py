@@ -283,8 +283,7 @@ def page(text: str) -> str:
 
 if __name__ == "__main__":
     print(table())
-    print(
-        f"{len(files())} files, {sum(source(path).num_lines for path in files()):,} lines, {len(cycles())} import cycles"
-    )
+    total = sum(source(path).num_lines for path in files())
+    print(f"{len(files())} files, {total:,} lines, {len(cycles())} import cycles")
     if "--write" in sys.argv:
         PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
