@@ -13,10 +13,10 @@ import torch
 from side_by_side import (
     DTYPES,
     SETTINGS,
-    BenchmarkOptions,
     Comparison,
     Inputs,
     Setting,
+    begin,
     block_call,
     call_theirs,
     compare,
@@ -29,7 +29,6 @@ from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.infer.samplers import euler
 from megadit.models.parameterization import parameterization_of
 from megadit.models.shared.command import run_command
-from megadit.models.shared.options import read_options
 
 SIGMAS = torch.tensor([80.0, 60.0], dtype=torch.float64)
 
@@ -71,14 +70,7 @@ def compare_sampling(setting: Setting, dtype: torch.dtype, rounds: int) -> list[
 
 
 def _run(argv: list[str]) -> None:
-    options = read_options(
-        BenchmarkOptions,
-        argv,
-        prog="python tests/benchmarks/sampling_step.py",
-        description="Times sampling beside diffusers' transformers.",
-    )
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    options = begin(argv, "sampling_step.py", "Times sampling beside diffusers' transformers.")
     comparisons = [
         one for setting in SETTINGS for dtype in DTYPES for one in compare_sampling(setting, dtype, options.rounds)
     ]

@@ -17,7 +17,7 @@ from megadit.models.dit import DiT
 from megadit.models.machine import describe, describe_in_words
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
-from megadit.models.shared.options import setting
+from megadit.models.shared.options import read_options, setting
 
 DTYPES = (torch.float32, torch.bfloat16)
 TEXT_LENGTH = 64
@@ -125,6 +125,14 @@ class BenchmarkOptions:
     rounds: int = setting(9, "pairs timed, after one that is not counted (default: {default})")
     threads: int | None = setting(None, "threads of torch (default: torch's own choice)")
     json: str = setting("", "also write the figures here", metavar="FILE")
+
+
+def begin(argv: list[str], script: str, description: str) -> BenchmarkOptions:
+    """The options of a script of this folder; torch computes with as many threads as they say."""
+    options = read_options(BenchmarkOptions, argv, prog=f"python tests/benchmarks/{script}", description=description)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    return options
 
 
 # -------------------------------------------------------------------------------------------------- networks

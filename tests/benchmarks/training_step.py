@@ -26,11 +26,11 @@ from side_by_side import (
     COSMOS,
     DTYPES,
     SETTINGS,
-    BenchmarkOptions,
     BlockCall,
     Comparison,
     Inputs,
     Setting,
+    begin,
     block_call,
     call_theirs,
     compare,
@@ -48,7 +48,6 @@ from megadit.models.initialize import initialize_
 from megadit.models.layout import PackLayout
 from megadit.models.segments import Segment
 from megadit.models.shared.command import run_command
-from megadit.models.shared.options import read_options
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.bin_packing import best_fit
 from megadit.train.recipes import load_recipe
@@ -242,14 +241,7 @@ def compare_megatron(rounds: int) -> Comparison:
 
 
 def _run(argv: list[str]) -> None:
-    options = read_options(
-        BenchmarkOptions,
-        argv,
-        prog="python tests/benchmarks/training_step.py",
-        description="Times training beside other ways to do it.",
-    )
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    options = begin(argv, "training_step.py", "Times training beside other ways to do it.")
     comparisons = [
         one for setting in SETTINGS for dtype in DTYPES for one in compare_training(setting, dtype, options.rounds)
     ]
