@@ -92,7 +92,7 @@ def calibrate(trial: Trial, bar: Progress) -> CachePlan:
 
 
 def relative_errors(latents_BCTHW: Tensor, exact_BCTHW: Tensor) -> Tensor:
-    """||latents - exact|| / ||exact|| of each video, for as many as there are."""
+    """||latents - exact|| / ||exact|| of each video, [B], for as many as there are."""
     exact_BCTHW = exact_BCTHW[: len(latents_BCTHW)]
     return (latents_BCTHW - exact_BCTHW).flatten(1).norm(dim=1) / exact_BCTHW.flatten(1).norm(dim=1)
 

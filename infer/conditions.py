@@ -53,7 +53,7 @@ class Start:
     """Latent frames, the first ones, that stay as they are; 0 where all are made again."""
 
     def initial_state(self, sigma: float, noise_BCTHW: Tensor) -> Tensor:
-        """x = known latents + sigma noise, float64; zeros are known of the frames to come."""
+        """x = known latents + sigma noise, float64 BCTHW; zeros are known of the frames to come."""
         T = noise_BCTHW.shape[2]
         latents = F.pad(self.latents_1CTHW, (0, 0, 0, 0, 0, T - self.latents_1CTHW.shape[2]))
         return latents.double() + sigma * noise_BCTHW.double()
@@ -75,7 +75,7 @@ class Start:
 
 
 def remaining_sigmas(sigmas: Tensor, strength: float | None) -> Tensor:
-    """The last levels of a schedule: the share `strength` of its steps, and at least one."""
+    """The last levels of a schedule [steps + 1]: the share `strength` of its steps, and at least one."""
     if strength is None:
         return sigmas
     num_steps = len(sigmas) - 1

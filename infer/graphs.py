@@ -32,6 +32,8 @@ Record = Callable[[Compute], tuple[Tensor, Callable[[], None]]]
 def record_cuda_graph(compute: Compute) -> tuple[Tensor, Callable[[], None]]:
     """Records `compute` on the GPU.
 
+    (output, replay): what `compute` gives, whose shape stays, and a function that computes it anew.
+
     Raises:
         UserError: if it asks the device for anything meanwhile, which no recording can.
     """

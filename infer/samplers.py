@@ -1,8 +1,8 @@
 """Solvers of the probability-flow ODE  dx/dsigma = (x - D(x; sigma)) / sigma  (arXiv 2206.00364, eqs. 1 and 3).
 
 A sampler is a function of (denoise, x, sigmas): `x` holds the noise at sigmas[0] (BCTHW, or any shape whose first
-axis is the batch), `sigmas` decreases and may end in 0. The state is float64, because a video is the small difference
-of large noises; the network is asked, and answers, in float32.
+axis is the batch), `sigmas` [steps + 1] decreases and may end in 0; x at sigmas[-1] is given back. The state is
+float64, because a video is the small difference of large noises; the network is asked, and answers, in float32.
 
 Over lambda = -ln sigma the ODE is linear but for D: d(x / sigma)/dlambda = D / sigma. The exponential solvers integrate
 the linear part exactly, and a polynomial through the D that they know in place of D:
@@ -182,7 +182,7 @@ def unipc(denoise: Denoise, x: Tensor, sigmas: Tensor) -> Tensor:
 
 
 def num_denoiser_calls(name: str, sigmas: Tensor) -> int:
-    """How often the sampler of this name calls the denoiser on the way through `sigmas`."""
+    """How often the sampler of this name calls the denoiser on the way through `sigmas`, [steps + 1]."""
     num_steps, calls = len(sigmas) - 1, TRAITS[name].calls
     return calls * num_steps - int(calls == 2 and sigmas[-1] == 0)
 

@@ -30,19 +30,19 @@ def karras_sigmas(num_steps: int, sigma_min: float = 0.002, sigma_max: float = 8
 
 
 def log_linear_sigmas(num_steps: int, sigma_min: float = 0.002, sigma_max: float = 80.0, rho: float = 7.0) -> Tensor:
-    """A geometric sequence, sigma_i = sigma_max (sigma_min / sigma_max)^(i / (N - 1)), then 0; `rho` does nothing."""
+    """A geometric sequence, sigma_i = sigma_max (sigma_min / sigma_max)^(i / (N - 1)), then 0, [N + 1]; no `rho`."""
     _check(num_steps, sigma_min, sigma_max, rho)
     return _then_zero(sigma_max * (sigma_min / sigma_max) ** _fractions(num_steps), sigma_max)
 
 
 def linear_sigmas(num_steps: int, sigma_min: float = 0.002, sigma_max: float = 80.0, rho: float = 7.0) -> Tensor:
-    """An arithmetic sequence from sigma_max to sigma_min, then 0; `rho` does nothing."""
+    """An arithmetic sequence from sigma_max to sigma_min, then 0, [num_steps + 1]; `rho` does nothing."""
     _check(num_steps, sigma_min, sigma_max, rho)
     return _then_zero(sigma_max + _fractions(num_steps) * (sigma_min - sigma_max), sigma_max)
 
 
 def ddpm_leading_sigmas(num_steps: int, sigma_min: float = 0.0, sigma_max: float = 0.0, rho: float = 0.0) -> Tensor:
-    """The noise levels of every (1000 / N)-th of DDPM's steps, from 0 on, then 0; the other arguments do nothing.
+    """The noise levels of every (1000 / N)-th of DDPM's steps, from 0 on, then 0, [N + 1]; N alone counts.
 
     With Euler steps through them, a network with DDPM's preconditioner samples as DDIM does (arXiv 2010.02502, eq. 12).
 
@@ -65,7 +65,7 @@ SCHEDULES = {
 
 
 def given_sigmas(levels: Sequence[float]) -> Tensor:
-    """The levels themselves, float64, with a 0 at the end where there is none.
+    """The levels themselves, float64 [steps + 1], with a 0 at the end where there is none.
 
     Raises:
         UserError: unless they are positive, finite and decrease.
@@ -79,7 +79,7 @@ def given_sigmas(levels: Sequence[float]) -> Tensor:
 
 
 def settings_sigmas(settings: SamplingSettings) -> Tensor:
-    """The noise levels of a generation: given ones, or those of its schedule; all multiplied by its shift.
+    """The noise levels of a generation, [steps + 1]: given ones, or those of its schedule; multiplied by its shift.
 
     With t = sigma / (1 + sigma), s sigma is what flow models call a shift: t -> s t / (1 + (s - 1) t).
     """

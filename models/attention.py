@@ -32,6 +32,7 @@ class QKNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(config.dim_per_head)) if config.qk_layernorm else None
 
     def forward(self, x_SBNK: Tensor, rotary: Rotary | None = None) -> Tensor:
+        """Normed and rotated heads, shaped like `x_SBNK`."""
         cos, sin = rotary if rotary is not None else (None, None)
         if self.weight is None and cos is None:
             return x_SBNK

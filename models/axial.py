@@ -135,7 +135,10 @@ class Move(NamedTuple):
 def move(
     x_SBD: Tensor, layout: Layout, source: Arrangement, target: Arrangement, group: ProcessGroup | None = None
 ) -> Tensor:
-    """This rank's tokens in another arrangement; `group` has the ranks of `layout.mesh` in order, None of one rank."""
+    """This rank's tokens [S', B', D] in another arrangement.
+
+    `group` has the ranks of `layout.mesh` in order, None of one rank.
+    """
     if isinstance(layout, DenseLayout):
         return x_SBD
     there, back = (layout.memo(_move_on, *ends, x_SBD.device) for ends in ((source, target), (target, source)))

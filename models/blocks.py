@@ -116,12 +116,12 @@ def norm(
 
 
 def gated(x_SBD: Tensor, vectors: Vectors, y_SBD: Tensor, rows: ConditionRows | None) -> Tensor:
-    """x + gate * y."""
+    """x + gate * y, [S, B, D]."""
     return gated_residual(x_SBD, vectors[2], y_SBD, rows)
 
 
 def with_positions(x_SBD: Tensor, c: BlockInputs) -> Tensor:
-    """x + positions, where a network adds them in every block."""
+    """x + positions, [S, B, D], where a network adds them in every block."""
     return x_SBD if c.positions_SBD is None else x_SBD + c.positions_SBD
 
 
@@ -139,6 +139,7 @@ class DiTBlock(nn.Module):
 
     def forward(self, x_SBD: Tensor, c: BlockInputs) -> Tensor:
         # calls are nested: a name for what lies between would keep it in memory
+        """Tokens after this block, [S, B, D]."""
         sa, ca, mlp = self.modulation(c.condition_GD, c.shared_GM)
         rows, eps = c.layout.rows, self.eps
         x_SBD = with_positions(x_SBD, c)
@@ -159,6 +160,7 @@ class ClassDiTBlock(nn.Module):
         self.mlp = build_mlp(config)
 
     def forward(self, x_SBD: Tensor, c: BlockInputs) -> Tensor:
+        """Tokens after this block, [S, B, D]."""
         sa, mlp = self.modulation(c.condition_GD, c.shared_GM)
         rows = c.layout.rows
         x_SBD = with_positions(x_SBD, c)
@@ -191,6 +193,7 @@ class MovieGenBlock(nn.Module):
         self.mlp = build_mlp(config)
 
     def forward(self, x_SBD: Tensor, c: BlockInputs) -> Tensor:
+        """Tokens after this block, [S, B, D]."""
         sa, mlp = self.modulation(c.condition_GD)
         rows, eps, weight = c.layout.rows, self.eps, self.attention_layernorm.weight
         x_SBD = with_positions(x_SBD, c)
@@ -223,6 +226,7 @@ class STDiTBlock(nn.Module):
         self.mlp = build_mlp(config)
 
     def forward(self, x_SBD: Tensor, c: BlockInputs) -> Tensor:
+        """Tokens after this block, [S, B, D]."""
         sa, time, space, ca, mlp = self.modulation(c.condition_GD)
         layout, rows, eps = c.layout, c.layout.rows, self.eps
         x_SBD = with_positions(x_SBD, c)
@@ -253,6 +257,7 @@ class BlockStack(nn.ModuleDict):
     """Blocks in order, each under its global index, so that keys do not depend on who holds which."""
 
     def forward(self, x: Tensor, *context) -> Tensor:
+        """Tokens [S, B, D] after all blocks, of tokens [S, B, D]."""
         for block in self.values():
             with cheap_values_recomputed():
                 x = block(x, *context)
@@ -276,6 +281,7 @@ class FinalLayer(nn.Module):
         self.linear = Linear(config.hidden_size, patch * self.out_channels, bias=structure.final_bias)
 
     def forward(self, x_SBD: Tensor, c: BlockInputs) -> Tensor:
+        """Patches of each token, [S, B, P]."""
         if self.modulation is not None:
             (vectors,) = self.modulation(c.condition_GD, c.shared_GM)
             weight_D = None if self.layernorm is None else self.layernorm.weight

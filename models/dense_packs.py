@@ -59,7 +59,7 @@ def pad_segments(values_B: Tensor, layout: PackLayout, value: float = 0.0) -> Te
 
 
 def gather_tokens(tokens_S1P: Tensor, layout: PackLayout, group: dist.ProcessGroup) -> Tensor:
-    """All tokens of a pack, from the CP shard that each rank of `group` has (`layout` says which)."""
+    """All tokens of a pack, [S, 1, P], from the CP shard that each rank of `group` has (`layout` says which)."""
     if group.size() == 1:
         return tokens_S1P
     whole = tokens_S1P.new_zeros(layout.whole.capacity, *tokens_S1P.shape[1:])

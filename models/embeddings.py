@@ -35,7 +35,7 @@ def patchify(x_BCTHW: Tensor, config: DiTConfig) -> Tensor:
 
 
 def unpatchify(x_SBP: Tensor, grid: tuple[int, int, int], config: DiTConfig) -> Tensor:
-    """The inverse of `patchify`; `grid` counts tokens along time, height and width."""
+    """The inverse of `patchify`: BCTHW; `grid` counts tokens along time, height and width."""
     frames, height, width = grid
     return rearrange(
         x_SBP,
@@ -105,6 +105,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x_GD: Tensor) -> Tensor:
+        """Normed vectors, [G, D]."""
         normed = x_GD.float() * torch.rsqrt(x_GD.float().square().mean(-1, keepdim=True) + self.eps)
         return normed.to(x_GD.dtype) * self.weight
 
@@ -118,6 +119,7 @@ class NormalizedSinusoids(nn.Module):
         self.layernorm = RMSNorm(sinusoids.width)
 
     def forward(self, value_G: Tensor, dtype: torch.dtype) -> Tensor:
+        """[G] -> [G, D]."""
         return self.layernorm(self.sinusoids(value_G, dtype))
 
 
@@ -130,6 +132,7 @@ class ClassEmbedder(nn.Module):
         self.weight = nn.Parameter(torch.zeros(num_classes + 1, hidden_size))
 
     def forward(self, digits_G2: Tensor, is_null_G: Tensor) -> Tensor:
+        """Embeddings [G, D] of class labels, kept in two numbers each."""
         high, low = digits_G2.float().round().long().unbind(-1)
         index_G = (CLASS_BASE * high + low).clamp(0, self.num_classes - 1)
         return F.embedding(index_G.masked_fill(is_null_G, self.num_classes), self.weight)

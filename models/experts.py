@@ -54,7 +54,7 @@ class Experts(nn.Module):
 
 
 def compute_here(experts: Experts, x_SBD: Tensor, weight_SBE: Tensor, chosen_SBE: Tensor) -> Tensor:
-    """sum of weight_e FFN_e(x) over each token's chosen experts, all of which are here."""
+    """sum of weight_e FFN_e(x), [S, B, D], over each token's chosen experts, all of which are here."""
     if torch.compiler.is_exporting():  # a graph has no tensors whose size depends on values
         return experts.on_all_tokens(x_SBD, weight_SBE * chosen_SBE)
     x_TD, chosen_ET = x_SBD.flatten(0, 1), chosen_SBE.flatten(0, 1).T
@@ -150,6 +150,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.zeros(num_experts, width))
 
     def forward(self, x_SBD: Tensor) -> Tensor:
+        """Each expert's weight, [S, B, E]."""
         precision = torch.promote_types(x_SBD.dtype, torch.float32)
         return F.linear(x_SBD.to(precision), self.weight.to(precision)).softmax(-1)
 
@@ -174,7 +175,7 @@ class ExpertMLP(nn.Module):
         self.load = ExpertLoad(self.config.num_experts)
 
     def forward(self, x_SBD: Tensor, layout: Layout) -> Tensor:
-        """`layout` says which sample each token belongs to; padding has no expert."""
+        """[S, B, D] of tokens; `layout` says which sample each belongs to. Padding has no expert."""
         score_SBE = self.router(x_SBD)
         chosen_SBE = self.choose(score_SBE.detach(), layout)
         if self.config.routing == "token_choice" and torch.is_grad_enabled():

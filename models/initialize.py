@@ -24,7 +24,7 @@ def is_zero_initialised(name: str) -> bool:
 
 
 def initial_value(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """The whole float32 tensor `name`: zeros, ones for norms, a normal of variance 1 / fan_in for the rest."""
+    """The whole float32 tensor `name`, of this `shape`: zeros, ones for norms, else normal of variance 1 / fan_in."""
     if is_zero_initialised(name):
         return torch.zeros(shape)
     if name.endswith("layernorm.weight"):

@@ -82,7 +82,7 @@ def latent_noise(key_B: Tensor, shape: tuple[int, int, int, int], *, stream: int
 
 
 def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Four 32-bit words from a counter of four and a key of two, all held in int64 tensors that broadcast."""
+    """Four 32-bit words from a counter of four and a key of two, all held in int64 tensors of shapes that broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):

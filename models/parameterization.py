@@ -35,13 +35,13 @@ class Parameterization(Protocol):
     """What F predicts."""
 
     def scalings(self, sigma: Tensor) -> Scalings:
-        """Computes the scalings of these noise levels, in their precision."""
+        """Computes the scalings of noise levels of any shape, in their precision."""
 
     def loss_weight(self, sigma: Tensor) -> Tensor:
-        """lambda(sigma), the factor of |D - x0|^2 in the loss."""
+        """lambda(sigma), the factor of |D - x0|^2 in the loss, shaped like sigma (any shape)."""
 
     def draw(self, normal: Tensor, mean: float, std: float) -> Tensor:
-        """Noise levels to train on, from unit normal numbers; `mean` and `std` set where they lie."""
+        """Noise levels to train on, shaped like `normal`, unit normal numbers; `mean` and `std` set where they lie."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,7 @@ class EDM:
     target_name = "a mixture of x0 and noise"
 
     def scalings(self, sigma: Tensor) -> Scalings:
+        """Equation 7's, of noise levels of any shape."""
         variance = sigma**2 + self.sigma_data**2
         return Scalings(
             c_skip=self.sigma_data**2 / variance,
@@ -62,10 +63,11 @@ class EDM:
         )
 
     def loss_weight(self, sigma: Tensor) -> Tensor:
-        """lambda(sigma) = (sigma^2 + sigma_data^2) / (sigma sigma_data)^2 = 1 / c_out^2."""
+        """lambda(sigma) = (sigma^2 + sigma_data^2) / (sigma sigma_data)^2 = 1 / c_out^2, shaped like sigma."""
         return (sigma**2 + self.sigma_data**2) / (sigma * self.sigma_data) ** 2
 
     def draw(self, normal: Tensor, mean: float, std: float) -> Tensor:
+        """`log_normal`, shaped like `normal` (any shape)."""
         return log_normal(normal, mean, std)
 
 
@@ -79,6 +81,7 @@ class VP:
     target_name = "noise"
 
     def scalings(self, sigma: Tensor) -> Scalings:
+        """Those of the nearest of DDPM's steps, of noise levels of any shape."""
         sigmas, log_ratios = (table.to(sigma.device) for table in _ddpm_steps(sigma.dtype))
         within = sigma.clamp(sigmas[0], sigmas[-1])
         # the step below, found by comparisons: exporters have no searchsorted
@@ -90,10 +93,11 @@ class VP:
         )
 
     def loss_weight(self, sigma: Tensor) -> Tensor:
-        """lambda(sigma) = 1 / sigma^2 = 1 / c_out^2: DDPM's L_simple (arXiv 2006.11239, eq. 14)."""
+        """lambda(sigma) = 1 / sigma^2 = 1 / c_out^2, shaped like sigma: DDPM's L_simple (arXiv 2006.11239, eq. 14)."""
         return 1 / sigma**2
 
     def draw(self, normal: Tensor, mean: float, std: float) -> Tensor:
+        """`log_normal`, shaped like `normal` (any shape)."""
         return log_normal(normal, mean, std)
 
 
@@ -103,7 +107,7 @@ def parameterization_of(config: DiTConfig) -> Parameterization:
 
 
 def log_normal(normal: Tensor, mean: float, std: float) -> Tensor:
-    """ln sigma ~ N(mean, std^2) (arXiv 2206.00364, table 1, "Noise distribution")."""
+    """ln sigma ~ N(mean, std^2), shaped like `normal` (arXiv 2206.00364, table 1, "Noise distribution")."""
     return (mean + std * normal).exp()
 
 
@@ -137,8 +141,8 @@ def denoise_packed(
 ) -> Tensor:
     """D(x; sigma), float32 [S, 1, P] (eq. 7), for the samples of a pack with noise added; row g belongs to segment g.
 
-    A part of the network that is not the first starts from the activations of the part `before`; one that is not the
-    last gives its own.
+    A part of the network that is not the first starts from the activations of the part `before`, [S, 1, D]; one that
+    is not the last gives its own.
     """
     scalings = parameterization_of(dit.config).scalings
     sigma_S11 = sigma_G[layout.on(sigma_G.device).segment_of_token_S][:, None, None]

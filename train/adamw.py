@@ -73,7 +73,10 @@ def _adamw_(p, grad, exp_avg, exp_avg_sq, factors, seed, beta1, beta2, eps):
 
 
 def round_at_random(x: Tensor, bits: Tensor) -> Tensor:
-    """bfloat16, up with the probability of the part cut off; `x` is float32, the low 16 of `bits` uniform (int32)."""
+    """bfloat16, up with the probability of the part cut off, shaped like `x`.
+
+    `x` is float32 of any shape, the low 16 of `bits`, of the same shape, are uniform (int32).
+    """
     cut = ((x.view(torch.int32) + (bits & _LOW_BITS)) & ~_LOW_BITS).view(torch.float32)
     return torch.where(x.isfinite(), cut, x).to(torch.bfloat16)
 

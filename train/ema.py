@@ -54,7 +54,7 @@ class WeightAverages:
 
     @torch.no_grad()
     def restore(self, sigma_rel: float, parameter: nn.Parameter, whole: Tensor) -> None:
-        """Sets this rank's share of the average of one parameter from the whole tensor."""
+        """Sets this rank's share of the average of one parameter from the whole tensor, of its shape."""
         for start, values in self.parts(sigma_rel, parameter):
             values.copy_(whole.reshape(-1)[start : start + values.numel()])
 

@@ -56,6 +56,7 @@ class FullySharded(_BaseDataParallel):
         """Nothing: the backward has reduced the gradients."""
 
     def scale_gradients(self, scaling_factor: Tensor) -> None:
+        """Multiplies all gradients by `scaling_factor`, one number."""
         for parameter in self.module.parameters():
             if parameter.grad is not None:
                 parameter.grad.to_local().mul_(scaling_factor)

@@ -76,7 +76,8 @@ def edm_loss(
     before: Tensor | None = None,
 ) -> LossSums | Tensor:
     """lambda(sigma) |D(x0 + sigma n; sigma) - x0|^2 (eq. 2 and table 1); with `uncertainty`, EDM2's eq. 21:
-    lambda(sigma) / exp(u(sigma)) |D - x0|^2 + u(sigma). Of a part of the network: see `denoise_packed`.
+    lambda(sigma) / exp(u(sigma)) |D - x0|^2 + u(sigma). Of a part of the network, which takes
+    activations (`before` [S, 1, D]) and gives its own: see `denoise_packed`.
     """
     parameterization = parameterization_of(dit.config)
     tensors = batch.layout.on(sigma_G.device)

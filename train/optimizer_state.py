@@ -54,7 +54,7 @@ def held(parameter: Tensor) -> tuple[int, Tensor]:
 
 @torch.no_grad()
 def assign(parameter: nn.Parameter, whole: Tensor) -> None:
-    """Sets what this rank holds of a parameter from the whole tensor."""
+    """Sets what this rank holds of a parameter from the whole tensor, of its shape."""
     start, values = held(parameter)
     values.copy_(whole.reshape(-1)[start : start + values.numel()].view_as(values))
 
@@ -188,7 +188,7 @@ def assemble(
 
     Args:
         shape: of the whole tensor.
-        parts: this rank's; those of all ranks cover the tensor without overlap.
+        parts: this rank's, flat; those of all ranks cover the tensor without overlap.
         group: every rank calls this for the same tensor.
         destination: the only rank of `group` that gets the result; None gives it to all.
     """

@@ -73,7 +73,7 @@ def evaluation(training: Training) -> Iterator[None]:
 
 
 def from_last_stage(training: Training, tensor: Tensor | None, like: Tensor) -> Tensor:
-    """A tensor of the last stage (of `like`'s shape and type), on all stages."""
+    """A tensor of the last stage (of `like`'s shape, which is any shape, and type), on all stages."""
     pipeline = training.groups.pipeline
     if pipeline.size() == 1:
         return tensor

@@ -31,7 +31,7 @@ class TrainingModel(nn.Module):
         self._before: Tensor | None = None
 
     def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
-        """Takes the activations of the part before, None where there is none."""
+        """Takes the activations [S, B, D] of the part before, None where there is none."""
         self._before = input_tensor[0]
 
     def forward(

@@ -41,7 +41,7 @@ class Engines:
         return self._engines[name]
 
     def memory(self) -> Tensor:
-        """The block that the engines work in."""
+        """The block that the engines work in, uint8 [bytes]."""
         return self._memory
 
     def new_context(self, engine):

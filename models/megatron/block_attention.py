@@ -17,7 +17,7 @@ _aten = torch.ops.aten
 
 
 def attend_block(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """out [c, s, N, K] and lse [c, s, N] (float32) of attention to these keys."""
+    """out [c, s, N, K] and lse [c, s, N] (float32) of attention: q [c, s, N, K] to keys k and values v [c, l, M, K]."""
     q, k, v = (rearrange(x, "c s N K -> c N s K") for x in (q, k, v))
     out, lse = _kernel(q)[0](q, k, v)
     return rearrange(out, "c N s K -> c s N K"), rearrange(lse, "c N s -> c s N")
@@ -26,7 +26,10 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def attend_block_backward(
     grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q (that part of it which comes through these keys), k and v; out and lse are over all keys."""
+    """Gradients, as shaped, of q (the part which comes through these keys) [c, s, N, K], k and v [c, l, M, K].
+
+    `grad` and `out` [c, s, N, K] and `lse` [c, s, N] are those of all keys.
+    """
     grad, q, out, k, v = (rearrange(x, "c s N K -> c N s K") for x in (grad, q, out, k, v))
     lse = rearrange(lse, "c s N -> c N s").contiguous()
     grads = _kernel(q)[1](grad, q, k, v, out, lse)

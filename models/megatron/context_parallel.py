@@ -64,7 +64,10 @@ def shared_attention(groups: ContextGroups) -> AttentionCore:
 
 
 def attend_shared(q: Tensor, k: Tensor, v: Tensor, layout: PackLayout, groups: ContextGroups) -> Tensor:
-    """`ops.attention` of video tokens to one another, [S, 1, N*K], where `layout` is this rank's CP shard."""
+    """`ops.attention` [S, 1, N*K] of video tokens to one another: q [S, 1, N, K], k and v [S, 1, M, K].
+
+    `layout` is this rank's CP shard.
+    """
     is_exchanged = groups.heads.size() > 1
     if is_exchanged:
         order_S = layout.memo(_order, groups.ring.rank(), groups.heads.size(), q.device)

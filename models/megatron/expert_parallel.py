@@ -84,7 +84,7 @@ def _indices(layout: PackLayout, device: torch.device) -> list[Tensor]:
 
 
 def own_tokens(x_S1E: Tensor, layout: PackLayout, cut: ProcessGroup | None) -> Tensor:
-    """The inverse: this rank's rows, of those of all tokens."""
+    """The inverse: this rank's rows [S', 1, E], of those of all tokens."""
     shard = x_S1E[layout.on(x_S1E.device).index_S]
     return shard if cut is None else shard.chunk(cut.size())[cut.rank()]
 

@@ -33,6 +33,8 @@ def record_cuda_graphs(
 ) -> tuple[Callable[..., Tensor], ...]:
     """Records the forwards and backwards of `modules` on the GPU.
 
+    `samples` are the inputs of each module, whose shapes a recording keeps.
+
     Raises:
         UserError: if one asks the device for anything meanwhile, which no recording can.
     """
@@ -85,6 +87,7 @@ class GraphedBlocks(BlockStack):
         self._graphs: tuple[Callable[..., Tensor], ...] | None = None
 
     def forward(self, x_SBD: Tensor, inputs: BlockInputs) -> Tensor:
+        """Tokens [S, B, D] after all blocks."""
         is_watched = any(block._forward_hooks for block in self.values())
         if not torch.is_grad_enabled() or is_watched or inputs.layout.num_segments > self.max_segments:
             return super().forward(x_SBD, inputs)

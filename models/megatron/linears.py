@@ -73,6 +73,7 @@ class ColumnLinear(_FusedGradient, ColumnParallelLinear):
         self.is_ordinary = _is_ordinary(self.tp_group, config)
 
     def forward(self, x_SBD: Tensor) -> Tensor:
+        """This rank's outputs, [S, B, out / ranks]."""
         return linear(x_SBD, self.weight, self.bias) if self.is_ordinary else super().forward(x_SBD)[0]
 
     def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **how) -> Tensor:
@@ -104,6 +105,7 @@ class RowLinear(_FusedGradient, RowParallelLinear):
         self.is_ordinary = _is_ordinary(self.tp_group, config)
 
     def forward(self, x_SBD: Tensor) -> Tensor:
+        """Outputs of this rank's tokens, [S, B, out]."""
         return linear(x_SBD, self.weight, self.bias) if self.is_ordinary else super().forward(x_SBD)[0]
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **how) -> Tensor:

@@ -21,6 +21,7 @@ class RecomputedBlocks(BlockStack):
         self.arithmetic = arithmetic
 
     def forward(self, x: Tensor, *context) -> Tensor:
+        """Tokens [S, B, D] after all blocks, of tokens [S, B, D]."""
         for index, block in enumerate(self.values()):
             if index < self.num_recomputed:
                 x = recomputed(partial(self._compute, block), x, *context)

@@ -19,6 +19,7 @@ class ScatterTokens(nn.Module):
         self.group = group
 
     def forward(self, x_SBD: Tensor) -> Tensor:
+        """This rank's slice, [S / ranks, B, D]."""
         return scatter_to_sequence_parallel_region(x_SBD, group=self.group)
 
 
@@ -31,4 +32,5 @@ class GatherTokens(nn.Module):
 
     def forward(self, x_SBD: Tensor) -> Tensor:
         # every rank computes the loss of all tokens: each keeps its slice of the gradient, nothing is summed
+        """The tokens of all ranks, [S * ranks, B, D]."""
         return gather_from_sequence_parallel_region(x_SBD, tensor_parallel_output_grad=False, group=self.group)

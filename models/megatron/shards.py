@@ -10,7 +10,7 @@ from megadit.models.megatron.plan import Axes
 
 
 def splits(parameter: Tensor) -> tuple[tuple[int, str], ...]:
-    """(dimension, axis) of each split of a parameter over ranks (`Axes`); () where each rank holds it whole."""
+    """(dimension, axis) of each split of a `parameter` (of any shape) over ranks; () where each holds it whole."""
     if is_expert(parameter):
         return parameter.splits
     # an optimizer's float32 copies of parameters have Megatron's marks alone
@@ -18,11 +18,12 @@ def splits(parameter: Tensor) -> tuple[tuple[int, str], ...]:
 
 
 def is_expert(parameter: Tensor) -> bool:
+    """Whether a parameter (of any shape) is one of experts, which are divided among ranks."""
     return not getattr(parameter, "allreduce", True)
 
 
 def full_shape(parameter: Tensor, axes: Axes) -> torch.Size:
-    """The shape of a parameter before it was split over ranks."""
+    """The shape of a `parameter` (of any shape) before it was split over ranks."""
     shape = list(parameter.shape)
     for dim, axis in splits(parameter):
         shape[dim] *= axes[axis].size()
@@ -30,7 +31,7 @@ def full_shape(parameter: Tensor, axes: Axes) -> torch.Size:
 
 
 def shard(parameter: Tensor, value: Tensor, axes: Axes) -> Tensor:
-    """The part of the whole tensor `value` that this rank's `parameter` holds."""
+    """The part of the whole tensor `value` (of any shape) that this rank's `parameter` holds, in its shape."""
     for dim, axis in splits(parameter):
         size = parameter.shape[dim]
         value = value.narrow(dim, axes[axis].rank() * size, size)

@@ -69,6 +69,7 @@ _DENSE = {
 
 @attention.variant("dense", suits=lambda q, k, v, layout, cross: isinstance(layout, DenseLayout), traceable=True)
 def attend_dense(q: Tensor, k: Tensor, v: Tensor, layout: DenseLayout, cross: bool) -> Tensor:
+    """One dense attention of a batch, [S, B, N*K]: q [S, B, N, K], k and v [L, B, M, K]."""
     order, by_kernel = _DENSE["sample" if cross else layout.over]
     sizes = {axis: size for axis, size in zip("THW", layout.grid, strict=True) if axis in order}
     mask = layout.text_mask_BL[:, None, None] if cross else None
@@ -90,7 +91,10 @@ def _suits_varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cross: bool) 
 
 @attention.variant("varlen_flash", suits=_suits_varlen)
 def attend_varlen(q: Tensor, k: Tensor, v: Tensor, layout: PackLayout, cross: bool) -> Tensor:
-    """All segments in one flash-attention call (half precision on a GPU); padding attends to itself."""
+    """All segments in one flash-attention call (half precision on a GPU); padding attends to itself.
+
+    q [S, 1, N, K], k and v [L, 1, M, K] -> [S, 1, N*K].
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     tensors = layout.on(q.device)
@@ -101,7 +105,10 @@ def attend_varlen(q: Tensor, k: Tensor, v: Tensor, layout: PackLayout, cross: bo
 
 @attention.variant("by_length_group", suits=lambda q, k, v, layout, cross: isinstance(layout, PackLayout))
 def attend_by_length_group(q: Tensor, k: Tensor, v: Tensor, layout: PackLayout, cross: bool) -> Tensor:
-    """One dense attention per group of equally long segments; runs anywhere, costs what the segments cost."""
+    """One dense attention per group of equally long segments; runs anywhere, costs what the segments cost.
+
+    q [S, 1, N, K], k and v [L, 1, M, K] -> [S, 1, N*K].
+    """
     shapes = [(group.count, group.length) for group in layout.groups]
     if cross:
         keys = _texts_of_groups(k, v, layout)

@@ -10,7 +10,7 @@ from megadit.models.segments import ConditionRows, LengthGroup
 
 
 def are_looked_up(x: Tensor, rows: ConditionRows | None) -> bool:
-    """Whether each token looks its row up: on a GPU, inside one compiled kernel."""
+    """Whether each token of x [S, 1, D] looks its row up: on a GPU, inside one compiled kernel."""
     return rows is not None and (rows.groups is None or x.is_cuda)
 
 
@@ -30,7 +30,7 @@ def rows_of(x_GD: Tensor, group: LengthGroup) -> Tensor:
 
 
 def sum_tokens(x_S1D: Tensor, like_GD: Tensor, groups: tuple[LengthGroup, ...]) -> Tensor:
-    """Sums the tokens of each row: in float32, whatever precision the sum is rounded to."""
+    """Sums the tokens of each row, [G, D]: in float32, whatever precision the sum is rounded to."""
     total_GD = torch.zeros_like(like_GD)
     for group in groups:
         # a segment cut by sequence parallelism never appears twice in one rank's groups, so rows are written once

@@ -30,11 +30,13 @@ gated_residual = Op("gated_residual", _reference)
 
 @gated_residual.variant("by_token", suits=lambda x, gate, y, rows=None: are_looked_up(x, rows))
 def by_token(x_S1D: Tensor, gate_GD: Tensor, y_S1D: Tensor, rows: ConditionRows | None) -> Tensor:
+    """x + gate * y, [S, 1, D]; each token looks its gate up."""
     return _ByToken.apply(x_S1D, gate_GD, y_S1D, rows.of_token(x_S1D.device))
 
 
 @gated_residual.variant("by_length_group", suits=lambda x, gate, y, rows=None: are_grouped(rows))
 def by_length_group(x_S1D: Tensor, gate_GD: Tensor, y_S1D: Tensor, rows: ConditionRows | None) -> Tensor:
+    """x + gate * y, [S, 1, D], one group of equally long segments after the other."""
     return _ByLengthGroup.apply(x_S1D, gate_GD, y_S1D, rows.groups)
 
 

@@ -32,6 +32,7 @@ class Recipe(NamedTuple):
     inputs: tuple
 
     def compute(self) -> Tensor:
+        """The value again, in the shape that it had."""
         with torch.no_grad():
             return self.function(*self.inputs)
 
@@ -113,7 +114,7 @@ def _open_ledger() -> Iterator[None]:
 
 
 def note(value: Tensor, function: Callable[..., Tensor], inputs: tuple) -> None:
-    """Lets backward compute `value` = function(*inputs) again, where a ledger is open and that is worth it.
+    """Lets backward compute `value` (of any shape) = function(*inputs) again, if a ledger is open and it is worth it.
 
     The function must be deterministic. Its inputs should be kept by someone else anyway (its own backward, usually),
     and must not change in place before the backward: autograd does not watch them here. A value that is not contiguous

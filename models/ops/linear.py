@@ -49,6 +49,7 @@ class Linear(nn.Linear):
     """`torch.nn.Linear` by the op."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
         return linear(x, self.weight, self.bias)
 
 
@@ -88,7 +89,10 @@ def _suits_training(x, weight, bias=None, gelu=None, counts_E=None) -> bool:
 
 @linear.variant("onednn", suits=_suits_inference)
 def onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, gelu: str | None = None, _=None) -> Tensor:
-    """x W^T + b, or its GELU in the same pass, of any sizes; no gradients. W is contiguous, or its transpose is."""
+    """x [..., in] -> x W^T + b [..., out], or its GELU in the same pass, of any sizes; no gradients.
+
+    W [out, in] is contiguous, or its transpose is.
+    """
     return _BY_ONEDNN(x, weight, bias, "none" if gelu is None else "gelu", [], gelu or "")
 
 

@@ -56,7 +56,7 @@ modulated_norm = Op("modulated_norm", _reference, cheap=True)
 
 @cheap
 def rms_norm(x_SBD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight, the same for every sample."""
+    """x / rms(x) * weight, [S, B, D], the same for every sample."""
     return _normalize(x_SBD, eps, True)[0] * weight_D
 
 
@@ -66,7 +66,7 @@ def _is_one_sample(x, shift, scale, eps, rows=None, rms_weight=None) -> bool:
 
 @modulated_norm.variant("one_sample", suits=_is_one_sample)
 def one_sample(x_S1D: Tensor, shift_1D: Tensor, scale_1D: Tensor, eps: float, rows=None, rms_weight=None) -> Tensor:
-    """torch's own norm with weight and bias, in one pass."""
+    """torch's own norm with weight and bias, in one pass: [S, 1, D]."""
     return F.layer_norm(x_S1D, x_S1D.shape[-1:], _factor(scale_1D, None)[0], shift_1D[0], eps)
 
 
@@ -74,6 +74,7 @@ def one_sample(x_S1D: Tensor, shift_1D: Tensor, scale_1D: Tensor, eps: float, ro
     "by_token", suits=lambda x, shift, scale, eps, rows=None, rms_weight=None: are_looked_up(x, rows)
 )
 def by_token(x_S1D, shift_GD, scale_GD, eps, rows, rms_weight_D=None) -> Tensor:
+    """norm(x) (1 + scale) + shift, [S, 1, D]; each token looks its row up."""
     row_S, is_rms = rows.of_token(x_S1D.device), rms_weight_D is not None
     return _ByToken.apply(x_S1D, shift_GD, _factor(scale_GD, rms_weight_D), eps, row_S, is_rms)
 
@@ -82,6 +83,7 @@ def by_token(x_S1D, shift_GD, scale_GD, eps, rows, rms_weight_D=None) -> Tensor:
     "by_length_group", suits=lambda x, shift, scale, eps, rows=None, rms_weight=None: are_grouped(rows)
 )
 def by_length_group(x_S1D, shift_GD, scale_GD, eps, rows, rms_weight_D=None) -> Tensor:
+    """norm(x) (1 + scale) + shift, [S, 1, D], one group of equally long segments after the other."""
     factor_GD = _factor(scale_GD, rms_weight_D)
     return _ByLengthGroup.apply(x_S1D, shift_GD, factor_GD, eps, rows.groups, rms_weight_D is not None)
 

@@ -37,11 +37,13 @@ class CosmosImageNetwork(nn.Module):
         self.post_quant_conv = nn.Conv2d(latent_channels, z_channels, 1)
 
     def encode(self, x_BCHW: Tensor) -> Tensor:
+        """Moments of the latents, BCHW."""
         for _ in range(self.num_wavelets):
             x_BCHW = to_wavelets(x_BCHW)
         return self.quant_conv(self.encoder(x_BCHW))
 
     def decode(self, z_BCHW: Tensor) -> Tensor:
+        """Pictures, BCHW."""
         x_BCHW = self.decoder(self.post_quant_conv(z_BCHW))
         for _ in range(self.num_wavelets):
             x_BCHW = from_wavelets(x_BCHW)
@@ -49,7 +51,7 @@ class CosmosImageNetwork(nn.Module):
 
 
 def to_wavelets(x_BCHW: Tensor) -> Tensor:
-    """Mean, vertical, horizontal and diagonal difference of each 2x2 pixels: four times the channels, half the sides.
+    """Mean, vertical, horizontal and diagonal difference of each 2x2 pixels: BCHW -> [B, 4 C, H / 2, W / 2].
 
     a b     (a + b + c + d) / 4    (a + b - c - d) / 4
     c d     (a - b + c - d) / 4    (a - b - c + d) / 4
@@ -59,7 +61,7 @@ def to_wavelets(x_BCHW: Tensor) -> Tensor:
 
 
 def from_wavelets(x_BCHW: Tensor) -> Tensor:
-    """The inverse of `to_wavelets`."""
+    """The inverse of `to_wavelets`: [B, 4 C, H, W] -> [B, C, 2 H, 2 W]."""
     mean, vertical, horizontal, diagonal = x_BCHW.chunk(4, dim=1)
     a, b = mean + vertical + horizontal + diagonal, mean + vertical - horizontal - diagonal
     c, d = mean - vertical + horizontal - diagonal, mean - vertical - horizontal + diagonal

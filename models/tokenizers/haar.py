@@ -34,9 +34,11 @@ class LinearBasis:
     scale_C: Tensor
 
     def project(self, x: Tensor) -> Tensor:
+        """x [..., R] -> [..., C]."""
         return (x - self.mean_R.to(x.device)) @ self.basis_RC.to(x.device) / self.scale_C.to(x.device)
 
     def restore(self, z: Tensor) -> Tensor:
+        """z [..., C] -> [..., R]."""
         return (z * self.scale_C.to(z.device)) @ self.basis_RC.to(z.device).T + self.mean_R.to(z.device)
 
 
@@ -227,7 +229,7 @@ def haar_matrix(size: int) -> Tensor:
 
 
 def psnr(tokenizer: HaarTokenizer, videos: Iterable[Tensor]) -> float:
-    """Peak signal-to-noise ratio of decode(encode(video)) over all pixels, in decibels: 10 log10(2^2 / MSE)."""
+    """Peak signal-to-noise ratio of decode(encode(video)), BCTHW, over all pixels, in decibels: 10 log10(2^2 / MSE)."""
     error, count = 0.0, 0
     for video in videos:
         error += (tokenizer.decode(tokenizer.encode(video)) - video).double().square().sum().item()

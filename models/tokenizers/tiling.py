@@ -46,7 +46,7 @@ class Tiles:
 
 
 def encode_in_tiles(encode: Transform, video_BCTHW: Tensor, tiles: Tiles, temporal: int, spatial: int) -> Tensor:
-    """encode(video) piece by piece; `temporal` and `spatial` are the compression factors."""
+    """Latents BCTHW: encode(video) piece by piece; `temporal` and `spatial` are the compression factors."""
     num_latents = 1 + (video_BCTHW.shape[2] - 1) // temporal
     pieces = []
     for first, last, skip in _pieces(num_latents, tiles):
@@ -57,7 +57,7 @@ def encode_in_tiles(encode: Transform, video_BCTHW: Tensor, tiles: Tiles, tempor
 
 
 def decode_in_tiles(decode: Transform, latents_BCTHW: Tensor, tiles: Tiles, temporal: int, spatial: int) -> Tensor:
-    """decode(latents) piece by piece."""
+    """Video BCTHW: decode(latents) piece by piece."""
     pieces = []
     for first, last, skip in _pieces(latents_BCTHW.shape[2], tiles):
         piece = _in_space(decode, latents_BCTHW[:, :, first:last], tiles, spatial, 1)
@@ -124,7 +124,7 @@ def _weight(tile: Tensor, ramp: int, above: bool, left: bool, below: bool, right
 
 
 def reconstruct(tokenizer: VideoTokenizer, video_BCTHW: Tensor) -> Tensor:
-    """decode(encode(video)) at any size: edges are repeated to a size that can be encoded, and cut off again."""
+    """decode(encode(video)), BCTHW of any size: edges are repeated to a size that can be encoded, and cut off again."""
     frames, height, width = video_BCTHW.shape[2:]
     side = tokenizer.spatial_compression
     missing = (

@@ -151,7 +151,7 @@ def _on(model: Any, device: torch.device) -> Any:
 
 
 def fit_haar(videos: Iterable[Tensor], channels: int) -> HaarTokenizer:
-    """A tokenizer of `channels` channels for these videos, always by the same arithmetic."""
+    """A tokenizer of `channels` channels for these videos (batches BCTHW), always by the same arithmetic."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # sums in another order would give other bytes
     try:

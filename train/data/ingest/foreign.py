@@ -99,7 +99,7 @@ def read_pth(content: bytes) -> Any:
 
 
 def as_tensor(value: Any, num_dimensions: int) -> Tensor:
-    """The tensor in `value`, leading dimensions of one element removed.
+    """The tensor in `value`, of any shape, leading dimensions of one element removed.
 
     Raises:
         UnreadableTensorError: if it is none, or has another number of dimensions.
