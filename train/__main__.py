@@ -6,6 +6,7 @@ import os
 import sys
 from dataclasses import dataclass
 
+from megadit.models.megatron.launch import launch, rank_arguments
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError, told_once
 from megadit.models.shared.options import read_options, setting
@@ -44,16 +45,14 @@ def _run(argv: list[str], *, debug: bool) -> int:
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     with told_once():
         options = _parse(argv)
+        for_ranks = rank_arguments(argv, debug=debug) if options.nproc else []
         config = _config(options)
         if options.print_config or options.dry_run or options.plan:
             return _tell(config, options) if rank == 0 else 0
         check_layout(config, options.nproc or world_size)
         check_inputs(config)
     if options.nproc:
-        from megadit.models.megatron.launch import launch
-
-        rank_argv = without_nproc(argv) + (["--debug"] if debug else [])
-        return launch("megadit.train", rank_argv, num_processes=options.nproc)
+        return launch("megadit.train", for_ranks, num_processes=options.nproc)
     if rank == 0:
         _warn_of_shared_store()
     return _train(config)
@@ -124,23 +123,11 @@ def _parse(argv: list[str]) -> TrainOptions:
         epilog=f"recipes:\n{recipes}\n\nSeveral ranks: --nproc N, or torchrun ... -m megadit.train (the same options).",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    if options.nproc and "RANK" in os.environ:
-        raise UserError("--nproc starts ranks itself; leave it out under torchrun")
     if options.plan and not (options.gpus and options.gpu):
         raise UserError("--plan needs --gpus N and --gpu NAME, such as --gpus 64 --gpu h100-80gb")
     if (options.gpus or options.gpu) and not (options.plan or options.dry_run):
         raise UserError("--gpus and --gpu belong to --plan and --dry-run; --nproc N or torchrun start ranks")
     return options
-
-
-def without_nproc(argv: list[str]) -> list[str]:
-    """The same command line for one of the ranks."""
-    kept, skip = [], False
-    for argument in argv:
-        if not skip and argument != "--nproc" and not argument.startswith("--nproc="):
-            kept.append(argument)
-        skip = argument == "--nproc"
-    return kept
 
 
 if __name__ == "__main__":

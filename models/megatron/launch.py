@@ -1,8 +1,28 @@
 """Several ranks on this machine from one command: torchrun's own launcher, without its report on failures."""
 
 import logging
+import os
 import sys
 import uuid
+from collections.abc import Sequence
+
+from megadit.models.shared.errors import UserError
+
+
+def rank_arguments(argv: Sequence[str], *, debug: bool) -> list[str]:
+    """The command line of each rank: this process's, without --nproc, and with --debug where it was given.
+
+    Raises:
+        UserError: if this process is a rank itself.
+    """
+    if "RANK" in os.environ:
+        raise UserError("--nproc starts ranks itself; leave it out under torchrun")
+    kept, skip = [], False
+    for argument in argv:
+        if not skip and argument != "--nproc" and not argument.startswith("--nproc="):
+            kept.append(argument)
+        skip = argument == "--nproc"
+    return [*kept, "--debug"] if debug else kept
 
 
 def launch(module: str, argv: list[str], *, num_processes: int) -> int:

@@ -8,8 +8,9 @@ import time
 
 import pytest
 
-from megadit.models.megatron.launch import launch
-from megadit.train.__main__ import _warn_of_shared_store, without_nproc
+from megadit.models.megatron.launch import launch, rank_arguments
+from megadit.models.shared.errors import UserError
+from megadit.train.__main__ import _warn_of_shared_store
 
 RANK_PROGRAM = """
 import os, pathlib, signal, sys, time
@@ -70,8 +71,12 @@ def test_sigterm_reaches_every_rank(module, tmp_path):
         (["--recipe", "digits"], ["--recipe", "digits"]),
     ],
 )
-def test_ranks_get_the_command_linewithout_nproc(argv, expected):
-    assert without_nproc(argv) == expected
+def test_ranks_get_the_command_line_without_nproc(argv, expected, monkeypatch):
+    assert rank_arguments(argv, debug=False) == expected
+    assert rank_arguments(argv, debug=True) == [*expected, "--debug"]
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UserError, match="leave it out under torchrun"):
+        rank_arguments(argv, debug=False)
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,18 @@ import functools
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
 
+from megadit.models.megatron.launch import launch, rank_arguments
 from megadit.models.shared.command import run_command
-from megadit.models.shared.errors import UserError, told_once
+from megadit.models.shared.errors import told_once
 from megadit.models.shared.files import write_json
 from megadit.models.shared.options import read_options, setting
 from megadit.models.shared.progress import Progress
-from megadit.train.__main__ import without_nproc
 from megadit.train.config.load import resolve_config
 from megadit.train.config.rules import check_inputs, check_layout
 from megadit.train.config.schema import RunConfig
@@ -53,20 +54,15 @@ def _run(argv: list[str], *, debug: bool) -> int:
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     with told_once():
         options = _parse(argv)
+        for_ranks = rank_arguments(argv, debug=debug) if options.nproc else []
+        _force(options.ops)
         config = _config(options)
         check_layout(config, options.nproc or world_size)
         check_inputs(config)
     if options.nproc:
-        from megadit.models.megatron.launch import launch
-
-        rank_argv = without_nproc(argv) + (["--debug"] if debug else [])
-        return launch("megadit.train.benchmarks.train", rank_argv, num_processes=options.nproc)
+        return launch("megadit.train.benchmarks.train", for_ranks, num_processes=options.nproc)
     import torch
 
-    from megadit.models.ops.registry import force_variants
-
-    with told_once():
-        force_variants(options.ops)
     if not torch.cuda.is_available():
         from megadit.models.megatron import cpu_shim
 
@@ -77,6 +73,13 @@ def _run(argv: list[str], *, debug: bool) -> int:
     if rank == 0:
         _tell(config, figures, about, options)
     return 0
+
+
+def _force(variants: Sequence[str]) -> None:
+    if variants:  # torch comes with the ops
+        from megadit.models.ops.registry import force_variants
+
+        force_variants(variants)
 
 
 def _measure(config: RunConfig, options: BenchmarkTrainOptions) -> tuple[StepFigures, dict[str, Any]]:
@@ -131,8 +134,6 @@ def _parse(argv: list[str]) -> BenchmarkTrainOptions:
         "section.key=value.",
         epilog=f"recipes: {', '.join(RECIPES)}",
     )
-    if options.nproc and "RANK" in os.environ:
-        raise UserError("--nproc starts ranks itself; leave it out under torchrun")
     return options
 
 

@@ -147,9 +147,7 @@ def test_options_of_the_steps_reach_them(tmp_path, monkeypatch):
     options = benchmark_train._parse(["--recipe", "digits", "--config-file", str(tmp_path / "run.yaml")])
     assert benchmark_train._config(options).train.seed == 77
     started = []
-    monkeypatch.setattr(
-        "megadit.models.megatron.launch.launch", lambda *asked, num_processes: started.append(num_processes) or 0
-    )
+    monkeypatch.setattr(benchmark_train, "launch", lambda *asked, num_processes: started.append(num_processes) or 0)
     assert benchmark_train.main(["--recipe", "digits", "--nproc", "2"]) == 0 and started == [2]
 
 
