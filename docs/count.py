@@ -107,7 +107,6 @@ SHORT = {
     "infer/inference_dit_model.py": "a name that users of NeMo type",
     "models/denoiser.py": "the dense twin of denoise_packed, which training need not read",
     "models/megatron/extensions.py": "asked for by rules, without Megatron",
-    "models/megatron/launch.py": "torchrun's launcher, called by several commands",
     "models/megatron/recomputed_blocks.py": "one of two block stacks of parallelize",
     "models/megatron/sequence_parallel.py": "two modules of parallelize",
     "models/ops/fusion.py": "shared by the ops",

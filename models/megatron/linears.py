@@ -45,8 +45,12 @@ class _AddsToSum(torch.autograd.Function):
         return torch.empty_like(ctx.weight)  # its values are never read: autograd needs a gradient to go on
 
 
-class _FusedGradient:
-    """What both of Megatron's layers do with `gradient_accumulation_fusion`."""
+class _CanonicalLinear:
+    """What both of Megatron's layers are here: canonical state dicts, and sums of gradients where they are kept."""
+
+    # Megatron adds an empty extra state for TransformerEngine's sake; canonical state dicts have no such key
+    get_extra_state = nn.Module.get_extra_state
+    set_extra_state = nn.Module.set_extra_state
 
     def _forward_impl(self, input: Tensor, weight: nn.Parameter, *args, **options) -> Tensor:
         if self.gradient_accumulation_fusion and torch.is_grad_enabled():
@@ -56,12 +60,8 @@ class _FusedGradient:
         return super()._forward_impl(input, weight, *args, **options)
 
 
-class ColumnLinear(_FusedGradient, ColumnParallelLinear):
+class ColumnLinear(_CanonicalLinear, ColumnParallelLinear):
     """Megatron's layer, returning a tensor; where it has nothing to add it is called as an ordinary linear."""
-
-    # Megatron adds an empty extra state for TransformerEngine's sake; canonical state dicts have no such key
-    get_extra_state = nn.Module.get_extra_state
-    set_extra_state = nn.Module.set_extra_state
 
     def __init__(
         self, in_features: int, out_features: int, config: TransformerConfig, *, gathers: bool, bias: bool
@@ -85,11 +85,8 @@ class ColumnLinear(_FusedGradient, ColumnParallelLinear):
         return linear(input, weight, bias)
 
 
-class RowLinear(_FusedGradient, RowParallelLinear):
+class RowLinear(_CanonicalLinear, RowParallelLinear):
     """Megatron's layer, returning a tensor; where it has nothing to add it is called as an ordinary linear."""
-
-    get_extra_state = nn.Module.get_extra_state
-    set_extra_state = nn.Module.set_extra_state
 
     def __init__(self, in_features: int, out_features: int, config: TransformerConfig, *, bias: bool) -> None:
         super().__init__(
