@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megadit.models.shared.documents import MAX_BYTES, parse_json
 from megadit.models.shared.errors import UserError
 
 
@@ -88,17 +89,17 @@ def write_json(path: str | os.PathLike, obj: Any) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def read_json(path: str | os.PathLike) -> Any:
-    """The contents of a JSON file.
+def read_json(path: str | os.PathLike, *, max_bytes: int = MAX_BYTES, is_finite: bool = True) -> Any:
+    """The contents of a JSON file, within the limits of `parse_json`.
 
     Raises:
-        UserError: if the file is missing, cannot be read or is not JSON.
+        UserError: if the file is missing, cannot be read, is not JSON or goes beyond the limits.
     """
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        with open(path, "rb") as file:
+            content = file.read(max_bytes + 1)
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path} does not exist") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from None
+    return parse_json(content, str(path), max_bytes=max_bytes, is_finite=is_finite)
