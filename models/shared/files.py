@@ -7,7 +7,7 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megadit.models.shared.documents import MAX_BYTES, parse_json
@@ -19,6 +19,24 @@ def _temporary_sibling(path: Path) -> Path:
     such as imageio read the format from)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")
+
+
+def inner_path(root: str | os.PathLike, name: str) -> Path:
+    """`root / name`, for a name that comes from outside: of a bucket, an archive, a manifest, a table.
+
+    Raises:
+        UserError: if it leads out of `root`, by itself or through a link that stands there.
+    """
+    path = Path(root, name)
+    if not is_inner_name(name) or not path.resolve().is_relative_to(Path(root).resolve()):
+        raise UserError(f"{name!r} is not the name of a file in {root}: it leads elsewhere; do not trust its source")
+    return path
+
+
+def is_inner_name(name: str) -> bool:
+    """Whether a path, with slashes, stays in its folder, links aside."""
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
 
 
 @contextmanager
