@@ -283,7 +283,7 @@ def test_what_nemo_and_dfm_wrote_becomes_a_data_set(tmp_path, caplog):
     more = ["--fps", "12", "--val_every", "2", "--shard_size", "1"]
     assert prepare.main(["nemo", str(source), str(tmp_path / "other"), *parts, *more, "--debug"]) == 0
     described = [each for split in ("train", "val") for each in iter_descriptions(tmp_path / "other", split)]
-    assert {each["fps"] for each in described} == {0, 12, 30}
+    assert {each.fps for each in described} == {0, 12, 30}
     assert DatasetInfo.read(tmp_path / "other").num_samples["val"] >= 2
     assert (tmp_path / "other" / "train-000001.tar").is_file()
     again = ["nemo", str(source), str(tmp_path / "other"), *parts]
