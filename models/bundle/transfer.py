@@ -17,7 +17,7 @@ from typing import Any
 from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle, check_replaceable
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import atomic_directory
+from megadit.models.shared.files import atomic_directory, inner_path
 from megadit.models.shared.options import read_options, setting
 from megadit.models.shared.progress import Progress
 
@@ -106,10 +106,9 @@ def _pull_from_store(url: str, directory: Path) -> None:
         names = [found.removeprefix(root.rstrip("/") + "/") for found in store.find(root)]
         with Progress(len(names), "fetching") as bar:
             for name in names:
-                if not (directory / name).resolve().is_relative_to(directory.resolve()):
-                    raise UserError(f"{url} is damaged or hostile: it names the file {name!r}")
-                (directory / name).parent.mkdir(parents=True, exist_ok=True)
-                store.get_file(f"{root}/{name}", str(directory / name))
+                target = inner_path(directory, name)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                store.get_file(f"{root}/{name}", str(target))
                 bar.advance()
     except UserError:
         raise

@@ -1,13 +1,15 @@
-"""JSON, YAML and headers that come from outside, read within limits of size and depth.
+"""JSON, YAML, pickles, archives and headers that come from outside, read within limits of size and depth.
 
 Parsers recurse, and build many times what they read: without limits a file of a megabyte ends a process.
 """
 
 import json
 import math
+import pickletools
 import re
+import zipfile
 from collections.abc import Iterable
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -69,6 +71,39 @@ def parse_yaml(text: str | bytes, where: str, *, max_bytes: int = MAX_BYTES) -> 
 def check_tensor_header(head: bytes, where: str, *, max_bytes: int = MAX_BYTES) -> None:
     """Raises UserError if a safetensors file, which begins with `head`, has a longer header of JSON."""
     check_size(int.from_bytes(head[:8], "little"), f"the header of {where}", max_bytes)
+
+
+def check_pickle(content: bytes, where: str) -> None:
+    """Raises UserError for a pickle that numbers its values by leaps: Python makes room for all numbers below.
+
+    It says nothing of what the pickle names and calls.
+    """
+    try:
+        for number, (code, argument, _) in enumerate(pickletools.genops(content)):
+            if code.name in ("PUT", "BINPUT", "LONG_BINPUT") and not 0 <= argument <= number + 1:
+                raise UserError(f"{where} is hostile: its value {number} is numbered {argument}")
+    except UserError:
+        raise
+    except Exception as error:  # a broken pickle fails in any way it likes
+        raise UserError(f"{where} is not a pickle: {_in_short(error)}") from None
+
+
+def check_archive(file: IO[bytes], where: str) -> None:
+    """Raises UserError for a zip file whose members take more memory than the file, as torch never writes them.
+
+    Other files pass: whoever reads them finds that they are none.
+    """
+    size = file.seek(0, 2)
+    file.seek(0)
+    if not zipfile.is_zipfile(file):
+        return
+    try:
+        members = zipfile.ZipFile(file).infolist()
+    except (zipfile.BadZipFile, ValueError, OSError) as error:
+        raise UserError(f"{where} is not a zip file: {_in_short(error)}") from None
+    if sum(member.file_size for member in members) > size:
+        raise UserError(f"{where} is hostile: unpacked, it is larger than its {size:,} bytes; torch compresses nothing")
+    file.seek(0)
 
 
 def check_size(num_bytes: int, where: str, max_bytes: int) -> None:

@@ -21,14 +21,16 @@ def _temporary_sibling(path: Path) -> Path:
     return path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")
 
 
-def inner_path(root: str | os.PathLike, name: str) -> Path:
+def inner_path(root: str | os.PathLike, name: str, *, follow_links: bool = False) -> Path:
     """`root / name`, for a name that comes from outside: of a bucket, an archive, a manifest, a table.
 
+    Links that stand in `root` may lead out of it with `follow_links`: the caches of hubs consist of them.
+
     Raises:
-        UserError: if it leads out of `root`, by itself or through a link that stands there.
+        UserError: if the name leads out of `root`.
     """
     path = Path(root, name)
-    if not is_inner_name(name) or not path.resolve().is_relative_to(Path(root).resolve()):
+    if not is_inner_name(name) or not (follow_links or path.resolve().is_relative_to(Path(root).resolve())):
         raise UserError(f"{name!r} is not the name of a file in {root}: it leads elsewhere; do not trust its source")
     return path
 

@@ -19,6 +19,7 @@ from megadit.train.data.description import (
 )
 from megadit.train.data.energon_files import CRUDE, FOLDER, check_blend, check_data_set
 from megadit.train.data.places import is_url, local_copy, place
+from megadit.train.data.tar_files import ForeignTarFile
 
 if TYPE_CHECKING:
     from megatron.energon.epathlib import EPath
@@ -115,7 +116,7 @@ def _store_of(root: "Path | EPath") -> Store | None:
         return None
     found: set[Store] = set()
     try:
-        with first.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as shard:
+        with first.open("rb") as file, ForeignTarFile.open(fileobj=file, mode="r:") as shard:
             name = None
             for member in shard:
                 key, _, suffix = member.name.partition(".")
@@ -181,9 +182,9 @@ def _read_blend(path: "Path | EPath") -> DatasetInfo:
 def iter_descriptions(root: "Path | EPath", split: str) -> Iterator[Description]:
     """What is known of each sample of a split, in the order of its shards; broken ones are left out, as in training."""
     for path in sorted(root.glob(f"{split}-*.tar")):
-        with path.open("rb") as file, suppress(tarfile.TarError), tarfile.open(fileobj=file, mode="r:") as shard:
+        with path.open("rb") as file, suppress(tarfile.TarError), ForeignTarFile.open(fileobj=file, mode="r:") as shard:
             for member in shard:
-                if member.name.endswith(".json") and member.isreg() and 0 <= member.size <= MAX_DESCRIPTION_BYTES:
+                if member.name.endswith(".json") and member.isreg() and member.size <= MAX_DESCRIPTION_BYTES:
                     with suppress(UnreadableSampleError):
                         yield read_description(shard.extractfile(member).read())
 

@@ -76,8 +76,6 @@ class Rules:
             num_tokens, text_slots = self.format.lengths(sample)
         except UserError:
             return "odd_size", "its size is not a multiple of the patch"
-        if not num_tokens:
-            return "odd_size", "its latent is empty"
         if num_tokens > self.format.seq_length:
             return "too_long", f"it has more tokens than data.seq_length, {self.format.seq_length}"
         if text_slots > self.format.text_seq_length:

@@ -14,6 +14,7 @@ from megatron.energon.flavors.webdataset.structs import FilteredSample
 from megatron.energon.source_info import SourceInfo
 
 from megadit.models.shared.errors import UserError
+from megadit.train.data.tar_files import checked
 
 BROKEN = "__broken__"
 """Field of a crude sample that could not be read: why."""
@@ -96,9 +97,9 @@ class _Shard(ITarFile):
         """The next member.
 
         Raises:
-            ReadError: for a negative size, which leads back, or a huge one; files with holes may announce any.
+            ReadError: for one that is too large, or see `checked`.
         """
-        member = super().next()
-        if member is not None and (member.sparse is not None or not 0 <= member.size <= MAX_MEMBER_BYTES):
-            raise tarfile.ReadError(f"the member {member.name!r} announces {member.size} bytes")
+        member = checked(super().next())
+        if member is not None and member.size > MAX_MEMBER_BYTES:
+            raise tarfile.ReadError(f"the member {member.name!r} has {member.size} bytes, more than any sample")
         return member

@@ -153,9 +153,18 @@ def test_a_store_writes_nowhere_else(bundle, url, tmp_path, monkeypatch):
     store, root = fsspec.core.url_to_fs(url)
     store.pipe_file(f"{root}/trap", b"x")
     monkeypatch.setattr(type(store), "find", lambda self, path: [f"{path}/trap", f"{path}/../../trap"])
-    with pytest.raises(UserError, match="damaged or hostile"):
+    with pytest.raises(UserError, match="'../../trap' is not the name of a file in .*: it leads elsewhere"):
         pull_bundle(url, tmp_path / "a/b/pulled")
     assert not list(tmp_path.rglob("trap"))
+
+
+def test_what_the_manifest_does_not_list_is_not_taken_along(bundle, url, tmp_path):
+    push_bundle(bundle, url)
+    store, root = fsspec.core.url_to_fs(url)
+    store.pipe_file(f"{root}/text_encoder/tokenizer.py", b"import os")
+    with pytest.raises(UserError, match=r"tokenizer.py is not in megadit.json: it was added by somebody"):
+        pull_bundle(url, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
 
 
 def test_mistakes_are_told_in_one_line(bundle, tmp_path):

@@ -22,11 +22,12 @@ from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
 from megadit.train.data import on_the_fly, prepare
 from megadit.train.data.dataset_info import DatasetInfo, iter_captions, iter_descriptions
+from megadit.train.data.description import UnreadableSampleError
 from megadit.train.data.ingest.foreign import UnreadableTensorError, read_pickle, read_pth
 from megadit.train.data.ingest.plan import Settings, Source
 from megadit.train.data.ingest.scan import scan
 from megadit.train.data.ingest.sources import list_webdataset
-from megadit.train.data.samples import OCCURRENCE, UnreadableSampleError
+from megadit.train.data.samples import OCCURRENCE
 
 OPTIONS = ["--sizes", "64x64", "--num_frames", "1", "--num_workers", "0", "--channels", "16", "--debug"]
 
