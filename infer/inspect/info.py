@@ -3,6 +3,8 @@
 import json
 import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,16 +119,28 @@ def describe_run(path: Path) -> Facts:
         "training run": str(path),
         "checkpoints": ", ".join(folder.name for folder in checkpoints) or "none",
     }
-    if checkpoints:
-        facts |= _progress_facts(checkpoints[-1], config)
-    facts |= {f"last {name}": last[name] for name in ("step", "loss", "lr", "seconds") if name in last}
-    return facts | _config_facts(config)
+    with _as_a_run_says(path):
+        if checkpoints:
+            facts |= _progress_facts(checkpoints[-1], config)
+        facts |= {f"last {name}": last[name] for name in ("step", "loss", "lr", "seconds") if name in last}
+        return facts | _config_facts(config)
 
 
 def describe_checkpoint(path: Path) -> Facts:
     """Progress, averages and recipe of one checkpoint."""
     config = _read_run_config(path / CONFIG)
-    return {"checkpoint": str(path)} | _progress_facts(path, config) | _config_facts(config)
+    with _as_a_run_says(path):
+        return {"checkpoint": str(path)} | _progress_facts(path, config) | _config_facts(config)
+
+
+@contextmanager
+def _as_a_run_says(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise UserError(f"{path} does not describe itself as a training run does: {error!r}") from error
 
 
 def _progress_facts(checkpoint: Path, config: dict[str, Any]) -> Facts:

@@ -1,9 +1,13 @@
 """A data set runs no code and reads no file but its own, whichever of Energon's files asks for it."""
 
 import contextlib
+import io
 import json
 import os
+import random
+import resource
 import shutil
+from collections import Counter
 
 import pytest
 import yaml
@@ -13,9 +17,10 @@ from megatron.energon.metadataset import load_dataset
 
 from megadit.models.shared.errors import UserError
 from megadit.train.data.dataset_info import DatasetInfo
-from megadit.train.data.energon_files import MOST_SHARDS, check_blend, check_data_set
+from megadit.train.data.energon_files import _FILES, MOST_SHARDS, check_blend, check_data_set
 from megadit.train.data.loader import build_train_loader
 from megadit.train.data.task_encoder import LatentTaskEncoder
+from tests.mutations import mutated
 
 CRUDE = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}
 
@@ -210,6 +215,36 @@ def test_most_shards_may_stand_in_one_pattern(copy):
         changed("split.yaml", split_parts={"train": [f"a-{{0..{last}}}.tar"]})(copy)
         with contextlib.nullcontext() if is_allowed else pytest.raises(UserError, match="split_parts"):
             check_data_set(copy)
+
+
+def test_mutated_files_run_nothing_and_end_in_one_line(new_writer, toy, make_config, tmp_path, request):
+    """`--cases N` files of Energon's, each changed by chance, are read as a data set, or refused as one."""
+    with new_writer() as writer:
+        for index in range(8):
+            toy.add_sample(writer, "train", index)
+    root, found, marker = writer.root, Counter(), tmp_path / "marker"
+    program(root, marker)
+    (tmp_path / "inner.yaml").write_text(yaml.safe_dump(blend_of(root, subflavors={"a": "b"})))
+    outer = tmp_path / "outer.yaml"
+    outer.write_text(yaml.safe_dump(blend_of("inner.yaml")))
+    names = (*_FILES, "../megadit.json", "../../inner.yaml", "../../outer.yaml")
+    files = [path for name in names if (path := root / ".nv-meta" / name).is_file()]
+    for case in range(request.config.getoption("--cases") or 60):
+        draw = random.Random(case)
+        file, path = draw.choice(files), draw.choice([root, outer])
+        whole = file.read_bytes()
+        file.write_bytes(mutated(whole, draw))
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                read(make_config(path=str(path)))
+            found["read"] += 1
+        except UserError as error:
+            assert "\n" not in str(error), (case, file)
+            found[file.name] += 1
+        finally:
+            file.write_bytes(whole)
+    print(dict(found), f"at most {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MiB")
+    assert found["read"] and found.total() > found["read"] and not marker.exists()
 
 
 def test_a_blend_in_a_store_names_nothing_on_this_machine(s3, dataset):

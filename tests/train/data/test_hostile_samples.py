@@ -21,6 +21,7 @@ from megadit.train.data.samples import OCCURRENCE, decode
 from megadit.train.data.shards import ShardReader
 from megadit.train.data.writer import prepare_for_energon, sample_members
 from megadit.train.sampling_defaults import sampling_defaults
+from tests.mutations import mutated
 
 DESCRIPTION = b'{"caption": "a", "fps": 8, "num_frames": 1, "height": 32, "width": 32}'
 
@@ -223,29 +224,6 @@ def test_the_log_shows_nothing_that_a_terminal_obeys(new_writer, toy, make_confi
 
 
 # --- mutations ----------------------------------------------------------------------------------------------------
-
-TOKENS = [b"Infinity", b"NaN", b"1e999", b"-1", b"9" * 400, b"[" * 200, b'{"a":' * 200, rb"\ud800", b"null", b"true"]
-TOKENS += [b"F8_E4M3", b"U16", b"BOOL", b"F64", b"I64", b"C64", b"\x00", b"\xff" * 8, b'"', b"latent", b"0"]
-
-
-def mutated(content: bytes, draw: random.Random) -> bytes:
-    """One to four changes: a bit, a cut, a stretch twice, or a token of `TOKENS`."""
-    changed = bytearray(content)
-    for _ in range(draw.randint(1, 4)):
-        start = draw.randrange(len(changed) + 1)
-        end = min(len(changed), start + draw.choice([1, 2, 8, 50]))
-        match draw.randrange(5):
-            case 0 if start < len(changed):
-                changed[start] ^= 1 << draw.randrange(8)
-            case 1:
-                del changed[start:end]
-            case 2:
-                changed[start:start] = changed[start:end]
-            case 3:
-                del changed[start:]
-            case _:
-                changed[start:end] = draw.choice(TOKENS)
-    return bytes(changed)
 
 
 def test_mutated_samples_end_nothing(make_config, toy, request):

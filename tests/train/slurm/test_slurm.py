@@ -53,7 +53,7 @@ def test_the_resolved_configuration_is_shown_and_nothing_written(tmp_path, capsy
 )
 def test_no_setting_becomes_a_line_of_a_script(setting, tmp_path):
     value = "--x=a\ntouch trapped"
-    override = f"{setting}=['{value}']" if setting.endswith("options") else f"{setting}={json.dumps(value)}"
+    override = f"{setting}={json.dumps([value] if setting.endswith('options') else value)}"
     with pytest.raises(UserError, match=r"touch trapped.*(more than one line of a script|write H:MM:SS)"):
         scripts(chain(override, example=True))
 
