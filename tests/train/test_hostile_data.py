@@ -23,7 +23,7 @@ def train(run_ranks, tiny_arguments, tiny_dataset, tmp_path):
     return start
 
 
-def hostile_samples(channels: int) -> list[tuple[str, bytes]]:
+def hostile_samples(channels: int, split: str) -> list[tuple[str, bytes]]:
     latent = torch.zeros(channels, 1, 4, 4)
     good = dict(sample_members("x", {"caption": "a", "fps": 0}, {"latent": latent}))["x.safetensors"]
     descriptions = {
@@ -36,18 +36,18 @@ def hostile_samples(channels: int) -> list[tuple[str, bytes]]:
     }
     members = []
     for name, description in descriptions.items():
-        members += [(f"{name}.json", description), (f"{name}.safetensors", good)]
+        members += [(f"{split}-{name}.json", description), (f"{split}-{name}.safetensors", good)]
     for dtype in (torch.bool, torch.float8_e4m3fn, torch.uint16):
-        name = str(dtype).rpartition(".")[2]
+        name = f"{split}-{str(dtype).rpartition('.')[2]}"
         members += sample_members(name, {"caption": "a", "fps": 0}, {"latent": latent.to(dtype)})
     return members
 
 
 def test_a_run_goes_on_past_every_hostile_sample(train, tiny_dataset, read_metrics, tmp_path):
     root = shutil.copytree(tiny_dataset, tmp_path / "data")
-    members = hostile_samples(DatasetInfo.read(root).latent_channels)
-    write_members(root / "train-000001.tar", members)
-    write_members(root / "val-000001.tar", members)
+    channels = DatasetInfo.read(root).latent_channels
+    for split in ("train", "val"):
+        write_members(root / f"{split}-000001.tar", hostile_samples(channels, split))
     prepare_for_energon(root, ["train", "val"])
     train(root)
     metrics = read_metrics(tmp_path / "run")

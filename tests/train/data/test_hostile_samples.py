@@ -3,6 +3,7 @@
 import io
 import json
 import random
+import resource
 import struct
 import tarfile
 from collections import Counter
@@ -253,5 +254,5 @@ def test_mutated_samples_end_nothing(make_config, toy, request):
         batch = pack_format.pack([sample])
         assert batch.tokens_S1P.isfinite().all() and batch.text_L1E.isfinite().all() and batch.fps_G.isfinite().all()
         found["packed"] += 1
-    print(dict(found))
+    print(dict(found), f"at most {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MiB")
     assert found["unreadable"] and found["packed"]
