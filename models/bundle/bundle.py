@@ -54,8 +54,7 @@ class Bundle:
 
     @classmethod
     def open(cls, path: str | os.PathLike, *, verify: bool = False) -> "Bundle":
-        """Reads the manifest and checks that every file is there in its full size; `verify` compares checksums too, and
-        allows no others.
+        """Reads the manifest and checks that every file is there in its full size; `verify` compares checksums too.
 
         Raises:
             UserError: if `path` is no bundle, a newer version wrote it, or a file is missing or was changed.
@@ -64,8 +63,6 @@ class Bundle:
         manifest = _read_manifest(path)
         for name, expected in manifest["files"].items():
             _check_file(inner_path(path, name, follow_links=True), expected, verify=verify)
-        if verify and (unlisted := set(_file_names(path)) - manifest["files"].keys() - {MANIFEST_FILE}):
-            raise UserError(f"{path / min(unlisted)} is not in {MANIFEST_FILE}: it was added by somebody; remove it")
         return cls(
             path=path,
             manifest=manifest,

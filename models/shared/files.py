@@ -1,4 +1,4 @@
-"""Files that are never half written."""
+"""Files that are never half written, and names from outside that lead nowhere else."""
 
 import fcntl
 import json
@@ -12,6 +12,8 @@ from typing import Any
 
 from megadit.models.shared.documents import MAX_BYTES, parse_json
 from megadit.models.shared.errors import UserError
+
+LONGEST_NAME, LONGEST_PATH = 255, 1024
 
 
 def _temporary_sibling(path: Path) -> Path:
@@ -36,9 +38,15 @@ def inner_path(root: str | os.PathLike, name: str, *, follow_links: bool = False
 
 
 def is_inner_name(name: str) -> bool:
-    """Whether a path, with slashes, stays in its folder, links aside."""
+    """Whether a path, with slashes, can be one and stays in its folder, links aside."""
     path = PurePosixPath(name)
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and is_possible_name(name)
+
+
+def is_possible_name(name: str) -> bool:
+    """Whether a path, with slashes, can be one: no system takes a name of more than 255 bytes."""
+    parts = (part.encode("utf-8", "surrogatepass") for part in PurePosixPath(name).parts)
+    return "\0" not in name and len(name) <= LONGEST_PATH and all(len(part) <= LONGEST_NAME for part in parts)
 
 
 @contextmanager

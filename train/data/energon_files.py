@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megadit.models.shared.documents import parse_json, parse_yaml
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import is_inner_name
+from megadit.models.shared.files import is_inner_name, is_possible_name
 from megadit.train.data.places import STORES, energon_url, is_url
 
 if TYPE_CHECKING:
@@ -55,6 +55,10 @@ def _is_word(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _is_place(value: Any) -> bool:
+    return isinstance(value, str) and is_possible_name(value)
+
+
 def _is_sample_type(value: Any) -> bool:
     return isinstance(value, str) and value.isidentifier() and value.endswith("Sample")
 
@@ -83,7 +87,7 @@ def _one_of(*names: str) -> Callable[[Any], bool]:
 
 
 _REFERENCE: Schema = {
-    "path": _is_word,
+    "path": _is_place,
     "weight": _is_number,
     "repetitions": _is_number,
     "split_part": _is_word,
