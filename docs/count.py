@@ -115,6 +115,7 @@ SHORT = {
     "serve/gateway/process.py": "what starts the gateway, without the gateway",
     "serve/examples/with_megadit.py": "a program to copy",
     "train/cpu_memory.py": "a switch of the allocator",
+    "train/data/tar_files.py": "shared by training and preparation, free of Energon",
     "train/pretrain_dit_model.py": "a name that users of DFM type",
     "train/recipes/experts.py": "the recipes of a family",
     "train/recipes/registry.py": "recipes register without importing one another",

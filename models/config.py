@@ -2,13 +2,15 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megadit.models.expert_config import ExpertConfig
 from megadit.models.families import COMPAT, FAMILIES, Structure
 from megadit.models.shared.errors import UserError, choose_one, did_you_mean, nearest_multiples
 from megadit.models.shared.rules import Rule, enforce
 
+MOST_LAYERS = 1000
+"""Of a network that is built: a description may come from anywhere, and each layer takes its time."""
 PositionEmbedding = Literal["rope", "sincos", "learned"]
 Preconditioner = Literal["edm", "vp"]
 
@@ -179,12 +181,10 @@ class DiTConfig:
         """The inverse of `to_dict`.
 
         Raises:
-            UserError: for a key this version does not know.
+            UserError: for a key this version does not know, or a value of another kind.
         """
-        _check_known(values, cls)
-        _check_known(values.get("experts", {}), ExpertConfig)
-        plain = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-        return cls(**plain | {"experts": ExpertConfig(**values.get("experts", {}))})
+        experts = _checked(values.get("experts", {}), ExpertConfig)
+        return cls(**_checked({**values, "experts": ExpertConfig(**experts)}, cls))
 
 
 def _nearest_number_of_heads(config: DiTConfig) -> int:
@@ -194,6 +194,10 @@ def _nearest_number_of_heads(config: DiTConfig) -> int:
 
 
 RULES: tuple[Rule[DiTConfig], ...] = (
+    Rule(
+        needs=lambda config: config.num_layers <= MOST_LAYERS,
+        remedy="model.num_layers={num_layers} are more than any network has; at most " + str(MOST_LAYERS),
+    ),
     # family
     Rule(
         when=lambda config: config.compat is not None,
@@ -267,12 +271,33 @@ RULES: tuple[Rule[DiTConfig], ...] = (
 """What settings of a network must keep together, in the order in which they are checked."""
 
 
-def _check_known(values: dict[str, Any], config_class: type) -> None:
-    known = [field.name for field in dataclasses.fields(config_class)]
-    for key in values:
-        if key not in known:
-            hint = did_you_mean(key, known, "was it written by a newer version?")
-            raise UserError(f"unknown model setting {key!r}{hint}")
+def _checked(values: Any, config_class: type) -> dict[str, Any]:
+    """Settings as JSON has them, lists as tuples: each of them known, and of its field's kind."""
+    if not isinstance(values, dict):
+        raise UserError(f"model settings are {values!r:.60}, not names and values")
+    kinds = get_type_hints(config_class)
+    checked = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    for name, value in checked.items():
+        if name not in kinds:
+            hint = did_you_mean(name, kinds, "was it written by a newer version?")
+            raise UserError(f"unknown model setting {name!r}{hint}")
+        if not _is_of(kinds[name], value):
+            raise UserError(f"model.{name}={value!r:.60} is of another kind than {kinds[name]}")
+    return checked
+
+
+def _is_of(kind: Any, value: Any) -> bool:
+    """Whether a value is of an annotated kind; whole numbers stand for others."""
+    match get_origin(kind):
+        case None:
+            allowed = {float: (float, int), None: type(None)}.get(kind, kind)
+            return isinstance(value, allowed) and (kind is bool or not isinstance(value, bool))
+        case origin if origin is Literal:
+            return value in get_args(kind)
+        case origin if origin is tuple:
+            kinds = get_args(kind)
+            return isinstance(value, tuple) and len(value) == len(kinds) and all(map(_is_of, kinds, value))
+    return any(_is_of(choice, value) for choice in get_args(kind))
 
 
 def _moviegen(**sizes: int) -> DiTConfig:

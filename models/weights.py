@@ -58,13 +58,12 @@ def load_dit(
     """
     config = load_config(directory)
     path = Path(directory) / parts.TENSOR_FILE
+    parts.check_header(path)
     try:
         with safe_open(path, framework="pt") as file:
             found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
             check_shapes(found, dit_shapes(config), f"the tensors of {path}")
             tensors = {name: file.get_tensor(name).to(device, dtype) for name in found}
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist") from None
     except SafetensorError as error:
         raise UserError(f"{path} is not a safetensors file: {error}") from None
     model = _build_without_memory(config)

@@ -35,6 +35,7 @@ from megadit.models.megatron.checkpoint import (
     checkpoint_name,
     find_checkpoints,
     named_checkpoints,
+    read_state,
 )
 from megadit.models.megatron.groups import Groups
 from megadit.models.megatron.integrity import DamagedCheckpointError, checksums, file_names, write_sums
@@ -83,6 +84,10 @@ class RunState:
     """Tokens of each expert of each layer in the last step, which the next one balances."""
 
 
+MAX_READER_BYTES = 1 << 28
+"""Of one reader's state: its buffers hold the keys of many thousand samples."""
+
+
 class SavedReaders:
     """Where the reader of each data-parallel rank stood."""
 
@@ -95,7 +100,7 @@ class SavedReaders:
     def __getitem__(self, data_rank: int) -> Any:
         if not 0 <= data_rank < len(self):
             raise IndexError(data_rank)
-        return read_json(self._folder / _loader_file(data_rank))
+        return read_json(self._folder / _loader_file(data_rank), max_bytes=MAX_READER_BYTES)
 
 
 class CheckpointStore:
@@ -205,9 +210,12 @@ class CheckpointStore:
         Raises:
             UserError: if the checkpoint was written by a newer version, or under settings that cannot be continued.
         """
-        description = read_json(path / STATE)
-        self._check(path, description)
-        state = RunState(**description["run"])
+        description = read_state(path)
+        try:
+            self._check(path, description)
+            state = RunState(**description["run"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise DamagedCheckpointError(f"{path / STATE} is damaged or hostile: {error!r}") from error
         try:
             tensors.load(path / TENSORS, step=state.iteration - state.skipped_steps)
         except (CheckpointException, CheckpointingException, pickle.UnpicklingError) as error:

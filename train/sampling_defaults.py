@@ -14,8 +14,8 @@ _SAMPLES_LOOKED_AT = 256
 def sampling_defaults(config: RunConfig, info: DatasetInfo) -> SamplingSettings:
     """What `validation.sampling` sets, and otherwise the size of the longest of the first training samples, cropped."""
     samples = islice(iter_descriptions(info.root, "train"), _SAMPLES_LOOKED_AT)
-    longest = max(samples, key=lambda sample: (sample["num_frames"], sample["height"] * sample["width"]))
-    usual = {name: longest[name] for name in ("num_frames", "height", "width", "fps")}
+    longest = max(samples, key=lambda sample: (sample.num_frames, sample.height * sample.width))
+    usual = {name: getattr(longest, name) for name in ("num_frames", "height", "width", "fps")}
     if config.data.max_frames is not None:
         latent_frames = config.data.max_frames - 1
         most_frames = 1 + latent_frames * load_tokenizer(info.tokenizer_folder).temporal_compression

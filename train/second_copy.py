@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from megadit.models.megatron.integrity import SUMS, file_names
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import inner_path
 
 Checkpoint = TypeVar("Checkpoint")
 
@@ -89,7 +90,7 @@ class SecondCopy:
         source = str(self._root / name)
         try:
             for file in self._files.find(source):
-                target = unfinished / PurePosixPath(file).relative_to(source)
+                target = inner_path(unfinished, file.removeprefix(f"{source}/"))
                 target.parent.mkdir(parents=True, exist_ok=True)
                 self._files.get_file(file, str(target))
         except OSError as error:

@@ -15,16 +15,15 @@ from typing import Any
 from megadit.models.bundle.bundle import write_bundle
 from megadit.models.megatron.checkpoint import (
     CONFIG,
-    STATE,
     checkpoint_name,
     ema_profiles,
     find_checkpoints,
     is_complete,
     read_network,
+    read_state,
 )
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import read_json
 from megadit.models.shared.options import read_options, setting
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import load_tokenizer
@@ -96,7 +95,7 @@ def choose_average(checkpoint: Path, name: str) -> float | None:
     """
     profiles = ema_profiles(checkpoint)
     if name == "best":
-        best = read_json(checkpoint / STATE)["run"]["validation"].get("best")
+        best = read_state(checkpoint)["run"]["validation"].get("best")
         name = best or (f"{min(profiles):g}" if profiles else "none")
     if name == "none":
         return None
@@ -137,7 +136,7 @@ def _dataset(config: RunConfig, given: str | Path | None) -> DatasetInfo:
 
 def _origin(config: RunConfig, checkpoint: Path, ema: float | None) -> dict[str, Any]:
     """Where the weights come from, for the manifest."""
-    run = read_json(checkpoint / STATE)["run"]
+    run = read_state(checkpoint)["run"]
     return {
         "recipe": config.recipe,
         "step": run["iteration"],

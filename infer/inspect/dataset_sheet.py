@@ -4,20 +4,18 @@ Frames are uint8 THWC, RGB, 0..255.
 """
 
 import io
-import json
 import tarfile
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import imageio.v3 as iio
 import numpy as np
-import safetensors
 import safetensors.torch
 import torch
 from PIL import Image, ImageDraw
 
+from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
@@ -76,18 +74,17 @@ def _members(shard: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
 
 def _row(key: str, members: dict[str, bytes], tokenizer: VideoTokenizer) -> Image.Image:
     """One sample: two lines of text above its frames."""
-    description: dict[str, Any] = {}
+    caption, fps = "(no caption)", 0.0
     try:
-        description = json.loads(members["json"])
+        description = parse_json(members["json"], "its description")
+        caption, fps = str(description.get("caption") or "(no caption)"), float(description.get("fps") or 0)
         frames_THWC, facts = _decoded(members, tokenizer)
-    except (KeyError, ValueError, OSError, safetensors.SafetensorError) as error:
+    except Exception as error:  # whatever a sample provokes in decoders
         frames_THWC, facts = np.zeros((1, 64, 64, 3), np.uint8), f"cannot be decoded: {error}"
     height, width = frames_THWC.shape[1:3]
     places = np.linspace(0, len(frames_THWC) - 1, min(FRAMES_OF_A_ROW, len(frames_THWC))).round().astype(int)
     size = max(1, round(width * THUMBNAIL_HEIGHT / height)), THUMBNAIL_HEIGHT
     thumbnails = [Image.fromarray(frames_THWC[place]).resize(size) for place in places]
-    caption = str(description.get("caption") or "(no caption)")
-    fps = description.get("fps")
     line = f"{key}: {len(frames_THWC)} frames of {height}x{width}" + (f" at {fps:g} fps" if fps else "") + f"; {facts}"
     pictures_width = MARGIN + len(thumbnails) * (size[0] + MARGIN)
     row_width = min(MAX_WIDTH, max(pictures_width, 8 * max(len(caption), len(line)) + 2 * MARGIN))

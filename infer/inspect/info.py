@@ -3,19 +3,21 @@
 import json
 import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle, is_bundle
 from megadit.models.config import DiTConfig
-from megadit.models.megatron.checkpoint import CONFIG, STATE, is_complete
+from megadit.models.megatron.checkpoint import CONFIG, STATE, is_complete, read_state
 from megadit.models.shared.command import run_command
+from megadit.models.shared.documents import parse_json, parse_yaml
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
 from megadit.models.shared.options import read_options, setting
@@ -117,20 +119,32 @@ def describe_run(path: Path) -> Facts:
         "training run": str(path),
         "checkpoints": ", ".join(folder.name for folder in checkpoints) or "none",
     }
-    if checkpoints:
-        facts |= _progress_facts(checkpoints[-1], config)
-    facts |= {f"last {name}": last[name] for name in ("step", "loss", "lr", "seconds") if name in last}
-    return facts | _config_facts(config)
+    with _as_a_run_says(path):
+        if checkpoints:
+            facts |= _progress_facts(checkpoints[-1], config)
+        facts |= {f"last {name}": last[name] for name in ("step", "loss", "lr", "seconds") if name in last}
+        return facts | _config_facts(config)
 
 
 def describe_checkpoint(path: Path) -> Facts:
     """Progress, averages and recipe of one checkpoint."""
     config = _read_run_config(path / CONFIG)
-    return {"checkpoint": str(path)} | _progress_facts(path, config) | _config_facts(config)
+    with _as_a_run_says(path):
+        return {"checkpoint": str(path)} | _progress_facts(path, config) | _config_facts(config)
+
+
+@contextmanager
+def _as_a_run_says(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise UserError(f"{path} does not describe itself as a training run does: {error!r}") from error
 
 
 def _progress_facts(checkpoint: Path, config: dict[str, Any]) -> Facts:
-    state = read_json(checkpoint / STATE)
+    state = read_state(checkpoint)
     run = state["run"]
     return {
         "step": f"{run['iteration']} of {config['train']['train_iters']}",
@@ -158,9 +172,9 @@ def _is_run(folder: Path) -> bool:
 
 def _read_run_config(path: Path) -> dict[str, Any]:
     try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        config = parse_yaml(path.read_bytes(), str(path))
         missing = {"model", "data", "train", "parallel"} - config.keys()
-    except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
+    except (UserError, AttributeError) as error:
         raise UserError(f"{path} is not the configuration of a training run") from error
     if missing:
         raise UserError(f"{path} lacks {', '.join(sorted(missing))}")
@@ -172,8 +186,8 @@ def _last_record(metrics: Path) -> dict[str, Any]:
     lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else []
     for line in reversed(lines):
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
+            record = parse_json(line, str(metrics), is_finite=False)
+        except UserError:
             continue
         if "loss" in record:
             return record

@@ -26,7 +26,7 @@ from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import atomic_directory, read_json, write_json
+from megadit.models.shared.files import atomic_directory, inner_path, read_json, write_json
 from megadit.models.text_encoders import TextEncoder, load_text_encoder
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
 
@@ -62,7 +62,7 @@ class Bundle:
         path = Path(path)
         manifest = _read_manifest(path)
         for name, expected in manifest["files"].items():
-            _check_file(path / name, expected, verify=verify)
+            _check_file(inner_path(path, name, follow_links=True), expected, verify=verify)
         return cls(
             path=path,
             manifest=manifest,
@@ -171,6 +171,12 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     missing = {"parts", "fingerprints", "defaults", "files"} - manifest.keys()
     if missing:
         raise UserError(f"{file} lacks {', '.join(sorted(missing))}")
+    for name in ("parts", "fingerprints", "defaults", "files"):
+        if not isinstance(manifest[name], dict):
+            raise UserError(f"{file}: {name} is {manifest[name]!r:.60}, not names and values")
+    for name, expected in manifest["files"].items():
+        if not isinstance(expected, dict) or not {"bytes", "sha256"} <= expected.keys():
+            raise UserError(f"{file} gives no size and checksum of {name!r:.60}")
     return manifest
 
 

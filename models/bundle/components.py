@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megadit.models.shared.documents import check_tensor_header
 from megadit.models.shared.errors import UserError, did_you_mean
 from megadit.models.shared.files import atomic_path, read_json, write_json
 
@@ -50,7 +51,10 @@ def read_settings(directory: str | os.PathLike, names: Collection[str]) -> dict[
         UserError: for a setting that is missing or unknown.
     """
     path = Path(directory) / CONFIG_FILE
-    settings = {name: value for name, value in read_json(path).items() if name != "type"}
+    config = read_json(path)
+    if not isinstance(config, dict):
+        raise UserError(f"{path} is {config!r:.60}, not names and values")
+    settings = {name: value for name, value in config.items() if name != "type"}
     for name in sorted(settings.keys() - set(names)):
         hint = did_you_mean(name, names, "was it written by a newer version?")
         raise UserError(f"{path}: unknown setting {name!r}{hint}")
@@ -66,12 +70,20 @@ def read_tensors(directory: str | os.PathLike) -> dict[str, Tensor]:
         UserError: if the file is missing or broken.
     """
     path = Path(directory) / TENSOR_FILE
+    check_header(path)
     try:
         return load_file(path)
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist") from None
     except SafetensorError as error:
         raise UserError(f"{path} is not a safetensors file: {error}") from None
+
+
+def check_header(path: Path) -> None:
+    """Raises UserError for a safetensors file that is missing, or whose header is longer than any network's."""
+    try:
+        with open(path, "rb") as file:
+            check_tensor_header(file.read(8), str(path))
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist") from None
 
 
 def fingerprint(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megadit.models.bundle.components import check_header
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path
 
@@ -81,16 +82,17 @@ def open_safetensors(*paths: str | os.PathLike) -> TensorSource:
     def opened(path: str):
         try:
             return safe_open(path, framework="pt")
-        except FileNotFoundError:
-            raise UserError(f"{path} does not exist") from None
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path} is not a readable safetensors file: {error}") from None
 
     where, stored = {}, {}
     for path in map(str, paths):
+        check_header(Path(path))
         file = opened(path)
         for name in file.keys():
             part = file.get_slice(name)
+            if part.get_dtype() not in DTYPES:
+                raise UserError(f"{path}: the tensor {name} is of the kind {part.get_dtype()}, which is not read")
             where[name], stored[name] = path, Stored(tuple(part.get_shape()), DTYPES[part.get_dtype()])
     label = str(paths[0]) if len(paths) == 1 else f"{Path(paths[0]).parent} ({len(paths)} files)"
     return TensorSource(label, stored, lambda name: opened(where[name]).get_tensor(name))

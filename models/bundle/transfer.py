@@ -7,6 +7,7 @@ A hub's model is `hf://OWNER/NAME`; other places are URLs of fsspec (file://, s3
 manifest is sent last and checked first, so that a copy that was cut short is no bundle.
 """
 
+import glob
 import os
 import shutil
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle, check_replaceable
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import atomic_directory
+from megadit.models.shared.files import atomic_directory, inner_path, read_json
 from megadit.models.shared.options import read_options, setting
 from megadit.models.shared.progress import Progress
 
@@ -85,6 +86,8 @@ def push_bundle(bundle: str | os.PathLike, url: str) -> None:
 def pull_bundle(url: str, out: str | os.PathLike) -> None:
     """Fetches a bundle; it appears at `out` whole, with every checksum right, or not at all.
 
+    What the manifest does not list, be it a model card or what somebody slipped in, stays where it is.
+
     Raises:
         UserError: if there is none, it is damaged, or `out` holds something else.
     """
@@ -103,18 +106,27 @@ def _pull_from_store(url: str, directory: Path) -> None:
     if not store.exists(f"{root}/{MANIFEST_FILE}"):
         raise UserError(f"{url} is no bundle: it has no {MANIFEST_FILE}")
     try:
-        names = [found.removeprefix(root.rstrip("/") + "/") for found in store.find(root)]
+        store.get_file(f"{root}/{MANIFEST_FILE}", str(directory / MANIFEST_FILE))
+        names = _listed(directory)
         with Progress(len(names), "fetching") as bar:
             for name in names:
-                if not (directory / name).resolve().is_relative_to(directory.resolve()):
-                    raise UserError(f"{url} is damaged or hostile: it names the file {name!r}")
-                (directory / name).parent.mkdir(parents=True, exist_ok=True)
-                store.get_file(f"{root}/{name}", str(directory / name))
+                target = inner_path(directory, name)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                store.get_file(f"{root}/{name}", str(target))
                 bar.advance()
     except UserError:
         raise
     except Exception as error:  # each store has exceptions of its own
         raise UserError(f"{url} cannot be read: {error}") from error
+
+
+def _listed(directory: Path) -> list[str]:
+    """The files that a manifest, which is fetched first, lists."""
+    manifest = read_json(directory / MANIFEST_FILE)
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    if not isinstance(files, dict):
+        raise UserError(f"{MANIFEST_FILE} lists no files: it is not that of a bundle")
+    return sorted(files)
 
 
 def _store(url: str) -> tuple[Any, str]:
@@ -156,8 +168,12 @@ def _pull_from_hub(name: str, directory: Path) -> None:
         newest = hub.HfApi().model_info(name)
         is_there = any(file.rfilename == MANIFEST_FILE for file in newest.siblings)
         if is_there:
-            hub.snapshot_download(name, revision=newest.sha, local_dir=directory, ignore_patterns=[".*"])
+            hub.hf_hub_download(name, MANIFEST_FILE, revision=newest.sha, local_dir=directory)
+            listed = [glob.escape(file) for file in _listed(directory)]
+            hub.snapshot_download(name, revision=newest.sha, local_dir=directory, allow_patterns=listed)
             shutil.rmtree(directory / ".cache", ignore_errors=True)  # what the library notes for itself
+    except UserError:
+        raise
     except Exception as error:  # no network, no such model
         raise UserError(f"{HUB}{name} cannot be read: {_one_line(error)}") from error
     if not is_there:

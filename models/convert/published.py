@@ -13,8 +13,9 @@ from megadit.models.convert import class_dit, cosmos, nemo, nemo_moviegen
 from megadit.models.convert.converted import to_ours, to_theirs
 from megadit.models.convert.distributed import is_distributed, open_distributed
 from megadit.models.convert.tensor_map import Entry
+from megadit.models.shared.documents import check_archive
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import read_json, write_json
+from megadit.models.shared.files import inner_path, read_json, write_json
 
 WEIGHTS = "diffusion_pytorch_model"
 
@@ -157,7 +158,8 @@ def _from_diffusers(path: Path) -> Published:
 def _shards(path: Path) -> list[Path]:
     index = path / f"{WEIGHTS}.safetensors.index.json"
     if index.is_file():
-        return sorted({path / name for name in read_json(index)["weight_map"].values()})
+        names = read_json(index)["weight_map"].values()
+        return sorted({inner_path(path, name, follow_links=True) for name in names})
     if (path / f"{WEIGHTS}.safetensors").is_file():
         return [path / f"{WEIGHTS}.safetensors"]
     raise UserError(f"{path} has no {WEIGHTS}.safetensors, nor an index of several")
@@ -184,6 +186,8 @@ def _from_tensors(source: TensorSource) -> Published:
 def _open_file(path: Path) -> TensorSource:
     if path.suffix == ".safetensors":
         return open_safetensors(path)
+    with path.open("rb") as file:
+        check_archive(file, str(path))
     try:
         values: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises many kinds for a damaged file, or one that is more than tensors

@@ -6,6 +6,7 @@ nothing that could act.
 """
 
 import io
+import math
 import pickle
 import zipfile
 from collections import OrderedDict
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megadit.models.bundle.tensor_source import Stored, TensorSource
+from megadit.models.shared.documents import check_archive, check_pickle
 from megadit.models.shared.errors import UserError
 
 LARGEST_PICKLE = 64 * 2**20
@@ -107,12 +109,16 @@ def read_archive(path: str | Path) -> TensorSource:
     """
     path = Path(path)
     try:
+        with path.open("rb") as file:
+            check_archive(file, str(path))
         archive = zipfile.ZipFile(path)
         pickles = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
         if len(pickles) != 1 or pickles[0].file_size > LARGEST_PICKLE:
             raise UserError(f"{path} is not a TorchScript archive: it has no data.pkl of a usual size")
         root = pickles[0].filename.removesuffix("data.pkl")
-        records = dict(_tensors(_Unpickler(io.BytesIO(archive.read(pickles[0]))).load()))
+        content = archive.read(pickles[0])
+        check_pickle(content, f"{path}: data.pkl")
+        records = dict(_tensors(_Unpickler(io.BytesIO(content)).load()))
         _check_storages(archive, root, records)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
@@ -152,3 +158,5 @@ def _check_storages(archive: zipfile.ZipFile, root: str, records: dict[str, _Ten
         found = sizes.get(f"{root}data/{storage.key}")
         if found != expected:
             raise UserError(f"the tensor {name} needs {expected} bytes, and the archive has {found or 0}: it was cut")
+        if math.prod(record.shape) > storage.count:
+            raise UserError(f"the tensor {name} of shape {list(record.shape)} is larger than its {expected} bytes")

@@ -16,6 +16,7 @@ import pickle
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -61,10 +62,28 @@ def named_checkpoints(root: Path) -> list[Path]:
     return sorted(named, key=lambda path: int(path.name.removeprefix("iter_")))
 
 
+def read_state(path: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself (`state.json`): `run` with its `iteration`, `ema_sigma_rels`, settings.
+
+    Raises:
+        UserError: if it cannot be read, or is something else.
+    """
+    state = read_json(path / STATE, is_finite=False)  # losses may be infinite
+    run = state.get("run") if isinstance(state, dict) else None
+    if not (isinstance(run, dict) and isinstance(run.get("iteration"), int) and _are_numbers(state, "ema_sigma_rels")):
+        raise UserError(f"{path / STATE} is not the state of a run")
+    return state
+
+
+def _are_numbers(values: dict[str, Any], name: str) -> bool:
+    found = values.get(name)
+    return isinstance(found, list) and all(isinstance(value, int | float) for value in found)
+
+
 def is_complete(path: Path) -> bool:
     """Whether `path` is a checkpoint with all its parts; one being written has another name."""
     try:
-        read_json(path / STATE)
+        read_state(path)
     except UserError:
         return False
     return all((path / part).is_file() for part in (CONFIG, SUMS, f"{TENSORS}/{DESCRIPTION}"))
@@ -79,14 +98,14 @@ def check_checkpoint(path: Path, found: dict[str, str] | None = None) -> None:
         DamagedCheckpointError: naming what is not as it was written.
     """
     check(path, found)
-    step = read_json(path / STATE)["run"]["iteration"]
+    step = read_state(path)["run"]["iteration"]
     if _NAME.fullmatch(path.resolve().name) and path.resolve().name != checkpoint_name(step):
         raise DamagedCheckpointError(f"{path} is not what its name says: it is of step {step}")
 
 
 def ema_profiles(path: Path) -> tuple[float, ...]:
     """The sigma_rel of each average in a checkpoint."""
-    return tuple(read_json(path / STATE)["ema_sigma_rels"])
+    return tuple(read_state(path)["ema_sigma_rels"])
 
 
 def read_network(path: Path, *, ema: float | None = None) -> dict[str, Tensor]:

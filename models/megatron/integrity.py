@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
+from megadit.models.shared.documents import check_pickle
 from megadit.models.shared.errors import UserError
 
 SUMS = "SHA256SUMS"
@@ -130,8 +131,10 @@ def read_description(directory: Path, *, only_tensors: bool = True) -> Metadata:
     """
     path = directory / DESCRIPTION
     try:
-        description = _Unpickler(io.BytesIO(path.read_bytes())).load()
-    except pickle.UnpicklingError as error:
+        content = path.read_bytes()
+        check_pickle(content, DESCRIPTION)
+        description = _Unpickler(io.BytesIO(content)).load()
+    except (UserError, pickle.UnpicklingError) as error:
         raise DamagedCheckpointError(f"{path} is damaged or hostile: {error}") from None
     except Exception as error:  # a broken pickle fails in any way it likes
         raise DamagedCheckpointError(f"{path} is damaged: {type(error).__name__} {error}") from None

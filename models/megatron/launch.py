@@ -36,6 +36,8 @@ def launch(module: str, argv: list[str], *, num_processes: int) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for library in ("GLOO", "NCCL"):  # what ranks of one machine say to each other no network needs to carry
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -1,4 +1,4 @@
-"""Files that are never half written."""
+"""Files that are never half written, and names from outside that lead nowhere else."""
 
 import fcntl
 import json
@@ -7,10 +7,13 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from megadit.models.shared.documents import MAX_BYTES, parse_json
 from megadit.models.shared.errors import UserError
+
+LONGEST_NAME, LONGEST_PATH = 255, 1024
 
 
 def _temporary_sibling(path: Path) -> Path:
@@ -18,6 +21,32 @@ def _temporary_sibling(path: Path) -> Path:
     such as imageio read the format from)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")
+
+
+def inner_path(root: str | os.PathLike, name: str, *, follow_links: bool = False) -> Path:
+    """`root / name`, for a name that comes from outside: of a bucket, an archive, a manifest, a table.
+
+    Links that stand in `root` may lead out of it with `follow_links`: the caches of hubs consist of them.
+
+    Raises:
+        UserError: if the name leads out of `root`.
+    """
+    path = Path(root, name)
+    if not is_inner_name(name) or not (follow_links or path.resolve().is_relative_to(Path(root).resolve())):
+        raise UserError(f"{name!r} is not the name of a file in {root}: it leads elsewhere; do not trust its source")
+    return path
+
+
+def is_inner_name(name: str) -> bool:
+    """Whether a path, with slashes, can be one and stays in its folder, links aside."""
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and is_possible_name(name)
+
+
+def is_possible_name(name: str) -> bool:
+    """Whether a path, with slashes, can be one: no system takes a name of more than 255 bytes."""
+    parts = (part.encode("utf-8", "surrogatepass") for part in PurePosixPath(name).parts)
+    return "\0" not in name and len(name) <= LONGEST_PATH and all(len(part) <= LONGEST_NAME for part in parts)
 
 
 @contextmanager
@@ -88,17 +117,17 @@ def write_json(path: str | os.PathLike, obj: Any) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def read_json(path: str | os.PathLike) -> Any:
-    """The contents of a JSON file.
+def read_json(path: str | os.PathLike, *, max_bytes: int = MAX_BYTES, is_finite: bool = True) -> Any:
+    """The contents of a JSON file, within the limits of `parse_json`.
 
     Raises:
-        UserError: if the file is missing, cannot be read or is not JSON.
+        UserError: if the file is missing, cannot be read, is not JSON or goes beyond the limits.
     """
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        with open(path, "rb") as file:
+            content = file.read(max_bytes + 1)
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path} does not exist") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from None
+    return parse_json(content, str(path), max_bytes=max_bytes, is_finite=is_finite)

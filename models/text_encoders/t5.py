@@ -5,7 +5,6 @@ Shapes: B batch, L text tokens, E text feature width.
 
 import dataclasses
 import hashlib
-import json
 import os
 import warnings
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from torch import Tensor
 from megadit.models.bundle import components as parts
 from megadit.models.bundle import hub
 from megadit.models.shared.errors import UserError, choose_one
-from megadit.models.shared.files import read_json
+from megadit.models.shared.files import inner_path, read_json
 from megadit.models.text_encoders.base import TextFeatures
 from megadit.models.text_encoders.feature_files import FeatureFiles
 
@@ -249,7 +248,7 @@ def _read_tensor(directory: Path, name: str) -> Tensor:
     shards = directory / "model.safetensors.index.json"
     try:
         if shards.exists():
-            path = directory / json.loads(shards.read_text())["weight_map"][name]
+            path = inner_path(directory, read_json(shards)["weight_map"][name], follow_links=True)
         else:
             path = directory / "model.safetensors"
         if path.exists():

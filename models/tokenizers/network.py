@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from megadit.models.bundle.components import check_header
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
 from megadit.models.tokenizers.cosmos_image import CosmosImageNetwork
@@ -117,6 +118,7 @@ def read_diffusers(directory: Path, known: Collection[str]) -> tuple[str, dict[s
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
+    check_header(path)
     try:
         return load_file(path)
     except Exception as error:  # safetensors raises its own for a damaged file, OSError for an unreadable one

@@ -36,7 +36,8 @@ from megadit.models.shared.command import run_command
 from megadit.models.shared.options import read_options, setting
 from megadit.train.config.schema import DataConfig
 from megadit.train.data.bin_packing import best_fit
-from megadit.train.data.dataset_info import CRUDE, iter_captions
+from megadit.train.data.dataset_info import iter_captions
+from megadit.train.data.energon_files import CRUDE
 from megadit.train.data.loader import MAX_SAMPLES_PER_SEQUENCE, savable_loader
 from megadit.train.data.packed_batch import PackFormat
 from megadit.train.data.rules import Rules

@@ -35,6 +35,7 @@ def test_impossible_values_are_named(values, message):
 
 CLASSES = {"family": "dit", "num_classes": 10, "crossattn_emb_size": 2}
 BREACHES = (
+    ({"num_layers": 10**6}, "model.num_layers=1000000 are more than any network has; at most 1000"),
     ({"compat": "nemo"}, "model.compat=nemo does not go with model.family=megadit, only model.family=moviegen model"),
     ({"num_classes": 10}, "model.family=megadit is conditioned on text: leave model.num_classes"),
     ({"family": "dit"}, "model.family=dit needs model.num_classes"),
@@ -54,6 +55,31 @@ BREACHES = (
 def test_values_that_do_not_go_together_are_refused(values, message):
     with pytest.raises(UserError, match=re.escape(message)):
         DiTConfig(**values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"num_layers": "12"},
+        {"num_layers": 2.0},
+        {"hidden_size": True},
+        {"qk_layernorm": 1},
+        {"rope_scale": [1, 2]},
+        {"rope_scale": 1},
+        {"learned_positions": [4, 5, "6"]},
+        {"compat": "other"},
+        {"head_dim": {}},
+        {"experts": {"num_experts": [4]}},
+        {"experts": 4},
+    ],
+)
+def test_a_description_of_other_kinds_of_values_is_refused(values):
+    with pytest.raises(UserError, match="is of another kind than|model settings are 4"):
+        DiTConfig.from_dict(values)
+
+
+def test_whole_numbers_stand_for_others():
+    assert DiTConfig.from_dict({"sigma_data": 1, "head_dim": None, "rope_scale": [1, 2, 3]}).sigma_data == 1
 
 
 def test_a_rule_left_out_is_missed(monkeypatch):

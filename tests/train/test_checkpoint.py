@@ -41,7 +41,7 @@ def test_another_failure_is_told_as_it_is(tmp_path):
 def complete(root, step):
     path = root / f"iter_{step:07d}"
     (path / TENSORS).mkdir(parents=True)
-    write_json(path / STATE, {})
+    write_json(path / STATE, {"run": {"iteration": step}, "ema_sigma_rels": []})
     for part in (CONFIG, SUMS, f"{TENSORS}/{DESCRIPTION}"):
         (path / part).touch()
     return path

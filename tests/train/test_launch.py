@@ -28,6 +28,25 @@ if behaviour in ("fail", "wait"):
 """
 
 
+LISTENING_PROGRAM = """
+import os, pathlib, sys
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+mine = {os.readlink(path) for path in pathlib.Path("/proc/self/fd").iterdir() if os.path.islink(path)}
+found = []
+for table in ("tcp", "tcp6"):
+    for line in pathlib.Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+        local, state, inode = (line.split()[column] for column in (1, 3, 9))
+        if state == "0A" and f"socket:[{inode}]" in mine:
+            found.append(local.partition(":")[0])
+(pathlib.Path(sys.argv[1]) / f"rank{os.environ['RANK']}").write_text(" ".join(found))
+dist.barrier()
+"""
+LOOPBACK = {"0100007F", "0" * 24 + "01000000"}
+"""As the kernel writes 127.0.0.1 and ::1."""
+
+
 @pytest.fixture
 def module(tmp_path, monkeypatch):
     (tmp_path / "rank_program.py").write_text(RANK_PROGRAM)
@@ -39,6 +58,16 @@ def module(tmp_path, monkeypatch):
 def test_every_rank_runs(module, tmp_path):
     assert launch(module, [str(tmp_path), "succeed"], num_processes=2) == 0
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["2", "2"]
+
+
+@pytest.mark.slow
+def test_ranks_of_one_machine_listen_to_it_alone(tmp_path, monkeypatch):
+    (tmp_path / "listening_program.py").write_text(LISTENING_PROGRAM)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert launch("listening_program", [str(tmp_path)], num_processes=2) == 0
+    listening = [set((tmp_path / f"rank{rank}").read_text().split()) for rank in range(2)]
+    assert listening[1] and listening[1] <= LOOPBACK  # rank 0 may hold the store as well, which torch opens to all
 
 
 @pytest.mark.slow

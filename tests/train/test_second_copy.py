@@ -52,6 +52,24 @@ def test_a_run_that_went_back_keeps_the_copies_it_makes(url, tmp_path):
     assert copy.names() == ["iter_0000004", "iter_0000009"]
 
 
+def test_a_bucket_writes_nowhere_but_into_its_run(s3, tmp_path):
+    """Keys are whatever somebody with a key to the bucket wrote."""
+    import boto3
+
+    url = s3()
+    copy = SecondCopy(f"{url}/run")
+    copy.start(checkpoint(tmp_path, 1), keep_last=2)
+    copy.finish()
+    boto3.client("s3").put_object(
+        Bucket=url.removeprefix("s3://"), Key="run/iter_0000001/../../../escaped", Body=b"ssh-rsa"
+    )
+    inside = tmp_path / "a" / "b" / "run"
+    inside.mkdir(parents=True)
+    with pytest.raises(UserError, match=r"'../../../escaped' is not the name of a file in .*: it leads elsewhere"):
+        SecondCopy(f"{url}/run").fetch("iter_0000001", inside, inside / "iter_0000001.unfinished")
+    assert not list(tmp_path.rglob("escaped")) and not (inside / "iter_0000001").exists()
+
+
 def test_a_copy_without_its_checksums_is_none(url, tmp_path):
     copy = SecondCopy(url)
     copy.start(checkpoint(tmp_path, 1), keep_last=2)

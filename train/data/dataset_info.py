@@ -1,33 +1,31 @@
 """What a data set says of itself: the contents of its `megadit.json`, alone or as part of a blend."""
 
-import json
+import re
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import yaml
-
+from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
-from megadit.train.data.places import STORES, energon_url, is_url, local_copy, place
+from megadit.train.data.description import (
+    MAX_DESCRIPTION_BYTES,
+    Description,
+    UnreadableSampleError,
+    read_description,
+)
+from megadit.train.data.energon_files import CRUDE, FOLDER, check_blend, check_data_set
+from megadit.train.data.places import is_url, local_copy, place
+from megadit.train.data.tar_files import ForeignTarFile
 
 if TYPE_CHECKING:
     from megatron.energon.epathlib import EPath
 
 FORMAT_VERSION = 1
 INFO_FILE = "megadit.json"
-ENERGON_FOLDER = ".nv-meta"
-CRUDE = "crude.yaml"
-DEFINITIONS = {
-    "dataset.yaml": (
-        "sample_type:\n  __module__: megatron.energon\n  __class__: TextSample\nfield_map:\n  text: json[caption]\n"
-    ),
-    CRUDE: "__module__: megatron.energon\n__class__: CrudeWebdataset\n",
-}
-"""What the shards are to Energon: their captions, or crude samples. Its tools (info, lint, preview; 7.4) know no crude
-samples and look into dataset.yaml; loaders are told to take the other (`dataset_config="crude.yaml"`)."""
 REMEDY = "write it with `megadit prepare`"
 Store = Literal["latents", "raw"]
 STORES_BY_SUFFIX: dict[str, Store] = {"safetensors": "latents", "mp4": "raw", "png": "raw"}
@@ -85,10 +83,30 @@ class DatasetInfo:
             raise UserError(
                 f"{root / INFO_FILE} has format_version {version}, this megadit reads up to {FORMAT_VERSION}; update it"
             )
-        try:
-            return cls(root=root, **values)
-        except TypeError as error:
-            raise UserError(f"{root / INFO_FILE} is not the description of a data set ({error}); {REMEDY}") from None
+        for name, is_valid in _VALUES.items():
+            if not is_valid(values.get(name)):
+                raise UserError(f"{root / INFO_FILE} is not the description of a data set (its {name}); {REMEDY}")
+        return cls(root=root, **{name: values[name] for name in _VALUES})
+
+
+def _is_fingerprint(value: Any) -> bool:
+    """A word that may stand in the name of a folder."""
+    return isinstance(value, str) and re.fullmatch(r"[\w-]{1,64}", value) is not None
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 40
+
+
+_VALUES: dict[str, Callable[[Any], bool]] = {
+    "tokenizer_fingerprint": _is_fingerprint,
+    "text_encoder_fingerprint": _is_fingerprint,
+    "sigma_data": lambda value: isinstance(value, int | float) and 0 < value < 1e6,
+    "latent_channels": _is_count,
+    "text_width": _is_count,
+    "num_samples": lambda value: isinstance(value, dict) and all(map(_is_count, value.values())),
+}
+"""What `megadit.json` says, and what it may say."""
 
 
 def _store_of(root: "Path | EPath") -> Store | None:
@@ -98,7 +116,7 @@ def _store_of(root: "Path | EPath") -> Store | None:
         return None
     found: set[Store] = set()
     try:
-        with first.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as shard:
+        with first.open("rb") as file, ForeignTarFile.open(fileobj=file, mode="r:") as shard:
             name = None
             for member in shard:
                 key, _, suffix = member.name.partition(".")
@@ -112,19 +130,16 @@ def _store_of(root: "Path | EPath") -> Store | None:
 
 
 def _read_info(root: "Path | EPath") -> dict[str, Any]:
-    for name in (INFO_FILE, f"{ENERGON_FOLDER}/{CRUDE}"):
+    for name in (INFO_FILE, f"{FOLDER}/{CRUDE}"):
         try:
             is_there = (root / name).is_file()
         except Exception as error:  # each store has exceptions of its own
             raise UserError(f"data.path={root} cannot be read: {error}") from None
         if not is_there:
             raise UserError(f"data.path={root} has no {name}; {REMEDY}")
-    for name in DEFINITIONS:
-        _read_definition(root / ENERGON_FOLDER / name)
-    try:
-        values = json.loads(_content(root / INFO_FILE))
-    except ValueError as error:
-        raise UserError(f"{root / INFO_FILE} is not valid JSON: {error}") from None
+    check_data_set(root)
+    with (root / INFO_FILE).open("rb") as file:
+        values = parse_json(file.read(), str(root / INFO_FILE))
     if not isinstance(values, dict):
         raise UserError(f"{root / INFO_FILE} is not the description of a data set; {REMEDY}")
     return values
@@ -136,7 +151,7 @@ def _read_blend(path: "Path | EPath") -> DatasetInfo:
 
     if not path.is_file():
         raise UserError(f"data.path={path} does not exist")
-    _read_definition(path)
+    check_blend(path)
     splits: dict[str, list[tuple[DatasetInfo, str]]] = {}
     for split in ("train", "val"):
         try:
@@ -164,46 +179,16 @@ def _read_blend(path: "Path | EPath") -> DatasetInfo:
     return replace(first, num_samples=counts)
 
 
-def _read_definition(path: "Path | EPath") -> None:
-    """Checks a file of Energon's: it builds any object that such a file names; one from elsewhere must name none but
-    Energon's, and places that Energon knows.
-
-    Raises:
-        UserError: if it does not.
-    """
-
-    def values(content: Any) -> Iterator[tuple[str, Any]]:
-        if isinstance(content, dict):
-            yield from content.items()
-        if isinstance(content, dict | list):
-            for item in content.values() if isinstance(content, dict) else content:
-                yield from values(item)
-
-    try:
-        content = yaml.safe_load(_content(path))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-    for name, value in values(content):
-        if name in ("__module__", "__function__") and str(value) != "megatron.energon":
-            raise UserError(f"{path} names {value}, and only megatron.energon is let build objects; remove it")
-        if name == "path" and str(value).startswith(tuple(f"{kind}://" for kind in STORES)):
-            raise UserError(f"{path}: to Energon, the place {value} is called {energon_url(value)}; write that")
-
-
-def _content(path: "Path | EPath") -> str:
-    with path.open("rb") as file:
-        return file.read().decode("utf-8")
-
-
-def iter_descriptions(root: "Path | EPath", split: str) -> Iterator[dict[str, Any]]:
-    """What is known of each sample of a split, in the order of its shards."""
+def iter_descriptions(root: "Path | EPath", split: str) -> Iterator[Description]:
+    """What is known of each sample of a split, in the order of its shards; broken ones are left out, as in training."""
     for path in sorted(root.glob(f"{split}-*.tar")):
-        with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as shard:
+        with path.open("rb") as file, suppress(tarfile.TarError), ForeignTarFile.open(fileobj=file, mode="r:") as shard:
             for member in shard:
-                if member.name.endswith(".json"):
-                    yield json.load(shard.extractfile(member))
+                if member.name.endswith(".json") and member.isreg() and member.size <= MAX_DESCRIPTION_BYTES:
+                    with suppress(UnreadableSampleError):
+                        yield read_description(shard.extractfile(member).read())
 
 
 def iter_captions(root: "Path | EPath", split: str) -> Iterator[str]:
     """Captions of a split in the order of its shards."""
-    return (description["caption"] for description in iter_descriptions(root, split))
+    return (description.caption for description in iter_descriptions(root, split))

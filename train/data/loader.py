@@ -27,7 +27,8 @@ from megatron.energon.wrappers.gc_dataset import GC_DEFAULT_EVERY_N_ITER
 from megadit.models.shared.errors import UserError
 from megadit.train.config.rules import check_dataset
 from megadit.train.config.schema import RunConfig
-from megadit.train.data.dataset_info import CRUDE, DatasetInfo, iter_captions
+from megadit.train.data.dataset_info import DatasetInfo, iter_captions
+from megadit.train.data.energon_files import CRUDE
 from megadit.train.data.mock import MockLoader
 from megadit.train.data.on_the_fly import FrozenEncoders
 from megadit.train.data.packed_batch import PackedBatch, PackFormat, TrainingSample
@@ -242,14 +243,18 @@ def _reader(config: RunConfig, info: DatasetInfo) -> Callable[[dict[str, Any]], 
 
 
 def _read_split(config: RunConfig, split: str, worker_config: WorkerConfig, *, training: bool) -> LoadedDatasetList:
-    return load_dataset(place(config.data.path)).get_datasets(
-        dataset_config=CRUDE,
-        training=training,
-        split_part=split,
-        worker_config=worker_config,
-        max_samples_per_sequence=MAX_SAMPLES_PER_SEQUENCE,
-        decoder=LatentTaskEncoder.decoder,
-    )
+    try:
+        return load_dataset(place(config.data.path)).get_datasets(
+            dataset_config=CRUDE,
+            training=training,
+            split_part=split,
+            worker_config=worker_config,
+            max_samples_per_sequence=MAX_SAMPLES_PER_SEQUENCE,
+            decoder=LatentTaskEncoder.decoder,
+        )
+    except Exception as error:  # Energon has no errors of its own for metadata that do not fit each other
+        reason = f"{type(error).__name__} {error}".splitlines()[0]
+        raise UserError(f"data.path={config.data.path} is not for Energon ({reason}); prepare it anew") from error
 
 
 def _order(config: RunConfig, info: DatasetInfo, rank: int, world_size: int) -> dict[str, Any]:

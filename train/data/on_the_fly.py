@@ -5,7 +5,6 @@ the CPU. Shapes: C latent channels, T/H/W frames, height, width, L text tokens, 
 """
 
 import io
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +18,9 @@ from torch import Tensor
 
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import load_tokenizer
+from megadit.train.data.description import UnreadableSampleError, read_description
 from megadit.train.data.packed_batch import TrainingSample
-from megadit.train.data.samples import OCCURRENCE, UnreadableSampleError, read_description
+from megadit.train.data.samples import member, training_sample
 
 MAX_PIXELS = 1 << 28
 """Of a picture; a header may announce any number."""
@@ -49,21 +49,13 @@ class FrozenEncoders:
         Raises:
             UnreadableSampleError: naming what is wrong.
         """
+        description = read_description(member(crude, "json"))
+        read, content = (read_mp4, crude["mp4"]) if "mp4" in crude else (read_png, member(crude, "png"))
         try:
-            description = json.loads(crude["json"])
-            described, caption = read_description(description), str(description.get("caption") or "")
-            frames_THWC = read_mp4(crude["mp4"]) if "mp4" in crude else read_png(crude["png"])
-        except KeyError as error:
-            raise UnreadableSampleError(f"no {error}") from None
-        except (ValueError, TypeError, AttributeError, OSError, av.FFmpegError, Image.DecompressionBombError) as error:
-            raise UnreadableSampleError(str(error)) from None
-        return TrainingSample(
-            sample_id=crude["__key__"],
-            occurrence=crude[OCCURRENCE],
-            latent_CTHW=self._latent(frames_THWC),
-            text_LE=self._text(caption),
-            **described,
-        )
+            frames_THWC = read(content)
+        except Exception as error:  # decoders raise whatever they like
+            raise UnreadableSampleError(f"{type(error).__name__}: {error}") from None
+        return training_sample(crude, description, self._latent(frames_THWC), self._text(description.caption))
 
     @torch.inference_mode()
     def _latent(self, frames_THWC: np.ndarray) -> Tensor:

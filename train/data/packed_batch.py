@@ -19,7 +19,7 @@ from megadit.models.noise import Stream, sample_key, uniform
 from megadit.models.segments import Segment, TokenMesh
 
 REFUSALS = (
-    "unreadable", "other_channels", "other_text_width", "low_score", "odd_size", "too_long", "long_text",
+    "unreadable", "other_dtype", "other_channels", "other_text_width", "low_score", "odd_size", "too_long", "long_text",
     "not_finite", "too_large",
 )  # fmt: skip
 """Why samples are left out; `rules` says it in words."""

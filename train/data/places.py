@@ -5,12 +5,13 @@ configuration file); `s3://BUCKET/PATH` and `gs://BUCKET/PATH` are its URLs with
 environment.
 """
 
+import hashlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import atomic_directory, held_alone
+from megadit.models.shared.files import atomic_directory, held_alone, inner_path
 
 if TYPE_CHECKING:
     from megatron.energon.epathlib import EPath
@@ -53,7 +54,8 @@ def local_copy(folder: "Path | EPath", name: str) -> Path:
     """The folder itself, or a copy in the user's cache, under a name that says what is in it."""
     if isinstance(folder, Path):
         return folder
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megadit" / name
+    of_place = hashlib.blake2b(str(folder).encode(), digest_size=8).hexdigest()  # names are what its owner says
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megadit" / of_place / name
     if not cache.is_dir():
         with held_alone(cache.with_name(f".{name}.lock")):
             if not cache.is_dir():  # no other rank fetched it meanwhile
@@ -64,7 +66,7 @@ def local_copy(folder: "Path | EPath", name: str) -> Path:
 def _fetch(folder: "EPath", out: Path) -> None:
     with atomic_directory(out) as temporary:
         for file in folder.walk():
-            target = temporary / file.relative_to(folder)
+            target = inner_path(temporary, str(file.relative_to(folder)))
             target.parent.mkdir(parents=True, exist_ok=True)
             with file.open("rb") as source:
                 target.write_bytes(source.read())

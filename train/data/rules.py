@@ -11,6 +11,9 @@ from megadit.models.shared.errors import UserError
 from megadit.train.config.schema import DataConfig
 from megadit.train.data.packed_batch import PackFormat, TrainingSample
 
+DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+"""That sums and differences are known for; the 8-bit ones have none."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
@@ -59,6 +62,8 @@ class Rules:
     def reason_against(self, sample: TrainingSample) -> tuple[str, str] | None:
         """Why a sample cannot be trained on, one of `REFUSALS` and in words; or None."""
         model, latent_CTHW, text_LE = self.format.model, sample.latent_CTHW, sample.text_LE
+        if not {latent_CTHW.dtype, text_LE.dtype} <= DTYPES:
+            return "other_dtype", "its latent or text is not of floating-point numbers of 16 to 64 bits"
         if latent_CTHW.shape[0] != model.in_channels:
             return "other_channels", f"its latent has not the {model.in_channels} channels of model.in_channels"
         if len(text_LE) and text_LE.shape[1] != model.crossattn_emb_size:

@@ -3,21 +3,24 @@
 Shapes: C latent channels, T/H/W latent frames, height, width, L text tokens, E text feature width.
 """
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
-import safetensors
 import safetensors.torch
 from megatron.energon import Sample, WorkerConfig, edataclass
 from megatron.energon.flavors import SavableDataset
 from megatron.energon.flavors.base_dataset import add_sample_restore_key
 from megatron.energon.wrappers.base import BaseWrapperDataset
+from torch import Tensor
 
+from megadit.models.shared.documents import check_tensor_header
+from megadit.train.data.description import Description, UnreadableSampleError, read_description
 from megadit.train.data.packed_batch import PackedBatch, TrainingSample
 
 OCCURRENCE = "__occurrence__"
 """Field of a crude sample: the pass over the data set that it was read in."""
+MAX_HEADER_BYTES = 1 << 16
+"""Of a sample's safetensors: some hundred tensors."""
 
 
 @edataclass
@@ -34,46 +37,56 @@ class LatentPack(Sample):
     content: PackedBatch
 
 
-class UnreadableSampleError(ValueError):
-    """A sample whose members are missing or broken."""
-
-
 def decode(crude: dict[str, Any]) -> TrainingSample:
     """A sample from the raw bytes of its members (see `writer`): JSON and safetensors, never pickles.
 
     Raises:
         UnreadableSampleError: naming what is wrong.
     """
+    description = read_description(member(crude, "json"))
     try:
-        description = json.loads(crude["json"])
-        tensors = safetensors.torch.load(crude["safetensors"])
-        latent_CTHW = tensors["latent"]
-        described = read_description(description)
-    except KeyError as error:
-        raise UnreadableSampleError(f"no {error}") from None
-    except (ValueError, TypeError, AttributeError, safetensors.SafetensorError) as error:
-        raise UnreadableSampleError(str(error)) from None
-    text_LE = tensors.get("text")
+        content = member(crude, "safetensors")
+        check_tensor_header(content, "its safetensors", max_bytes=MAX_HEADER_BYTES)
+        tensors = safetensors.torch.load(content)
+    except UnreadableSampleError:
+        raise
+    except Exception as error:  # safetensors and torch have many kinds for what they do not know
+        raise UnreadableSampleError(f"its safetensors cannot be read: {type(error).__name__} {error}") from None
+    latent_CTHW, text_LE = tensors.get("latent"), tensors.get("text")
+    if latent_CTHW is None:
+        raise UnreadableSampleError("its safetensors holds no latent")
     if latent_CTHW.ndim != 4 or (text_LE is not None and text_LE.ndim != 2):
         raise UnreadableSampleError("the latent has not four dimensions, or the text not two")
+    return training_sample(
+        crude, description, latent_CTHW, text_LE if text_LE is not None else latent_CTHW.new_empty(0, 0)
+    )
+
+
+def training_sample(
+    crude: dict[str, Any], description: Description, latent_CTHW: Tensor, text_LE: Tensor
+) -> TrainingSample:
+    """The sample of these tensors, which `crude` was read of."""
     return TrainingSample(
         sample_id=crude["__key__"],
         occurrence=crude[OCCURRENCE],
         latent_CTHW=latent_CTHW,
-        text_LE=text_LE if text_LE is not None else latent_CTHW.new_empty(0, 0),
-        **described,
+        text_LE=text_LE,
+        fps=description.fps,
+        height=description.height,
+        width=description.width,
+        aesthetic_score=description.aesthetic_score,
     )
 
 
-def read_description(description: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a `TrainingSample` that stand in the JSON of a sample; fails on others."""
-    score = description.get("aesthetic_score")
-    return {
-        "fps": float(description["fps"]),
-        "height": int(description.get("height", 0)),
-        "width": int(description.get("width", 0)),
-        "aesthetic_score": None if score is None else float(score),
-    }
+def member(crude: dict[str, Any], suffix: str) -> bytes:
+    """The bytes of one member.
+
+    Raises:
+        UnreadableSampleError: if there is none.
+    """
+    if suffix not in crude:
+        raise UnreadableSampleError(f"no {suffix!r}")
+    return crude[suffix]
 
 
 class PassCounter(BaseWrapperDataset[dict, dict]):

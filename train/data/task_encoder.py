@@ -17,17 +17,15 @@ from megatron.energon.wrappers import BatchDataset, PackingDataset
 from megadit.models.noise import sample_key
 from megadit.models.shared.errors import UserError
 from megadit.train.data.bin_packing import best_fit
+from megadit.train.data.description import UnreadableSampleError
 from megadit.train.data.packed_batch import REFUSALS, PackedBatch, TrainingSample
 from megadit.train.data.rules import Rules
-from megadit.train.data.samples import (
-    LatentPack,
-    LatentSample,
-    PassCounter,
-    UnreadableSampleError,
-    decode,
-)
+from megadit.train.data.samples import LatentPack, LatentSample, PassCounter, decode
+from megadit.train.data.shards import BROKEN, ShardReader
 
 MAX_REFUSED_IN_A_ROW = 1000
+LONGEST_DETAIL = 200
+"""Characters, in the log."""
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +53,8 @@ class RefusedSamples:
         self._in_a_row += 1
         count = self.counts[reason]
         if str(count).strip("0") == "1":
-            logger.warning("skipped sample %s: %s %s(%d so far)", sample_id, reason, detail and f"[{detail}] ", count)
+            detail = detail and f"[{ascii(detail[:LONGEST_DETAIL])[1:-1]}] "  # it may quote what a stranger wrote
+            logger.warning("skipped sample %s: %s %s(%d so far)", sample_id, reason, detail, count)
         if self._in_a_row >= MAX_REFUSED_IN_A_ROW:
             reasons = ", ".join(f"{count} x {reason}" for reason, count in self.counts.most_common())
             raise UserError(
@@ -84,12 +83,15 @@ class LatentTaskEncoder(TaskEncoder):
     def build_cook_crude_sample(
         self, dataset: SavableDataset, *, worker_config: WorkerConfig, **kwargs: Any
     ) -> SavableDataset:
-        counted = PassCounter(dataset, worker_config=worker_config, first_pass=self.first_pass)
+        samples = ShardReader.in_place_of(dataset)
+        counted = PassCounter(samples, worker_config=worker_config, first_pass=self.first_pass)
         return super().build_cook_crude_sample(counted, worker_config=worker_config, **kwargs)
 
     @stateless
     def cook(self, crude: dict[str, Any]) -> LatentSample:
         try:
+            if BROKEN in crude:
+                raise UnreadableSampleError(crude[BROKEN])
             content = self.read(crude)
         except UnreadableSampleError as error:
             self.refused.refuse(crude["__key__"], "unreadable", "unreadable", str(error))

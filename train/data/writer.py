@@ -28,7 +28,8 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, atomic_path
 from megadit.models.text_encoders.base import TextEncoder
 from megadit.models.tokenizers.base import VideoTokenizer
-from megadit.train.data.dataset_info import CRUDE, DEFINITIONS, ENERGON_FOLDER, INFO_FILE, DatasetInfo
+from megadit.train.data.dataset_info import INFO_FILE, DatasetInfo
+from megadit.train.data.energon_files import CRUDE, DEFINITIONS, FOLDER
 
 LATENT_DTYPES = (torch.float16, torch.float32)
 _LONGEST_NAME = 100
@@ -196,7 +197,7 @@ def prepare_for_energon(folder: Path, splits: Sequence[str]) -> None:
     """Indexes the shards and writes `.nv-meta/`, as `energon prepare` does, asking nothing."""
     from megatron.energon.flavors.webdataset import BaseWebdatasetFactory  # takes a second to import
 
-    shutil.rmtree(folder / ENERGON_FOLDER, ignore_errors=True)  # half an index, if a process was killed here
+    shutil.rmtree(folder / FOLDER, ignore_errors=True)  # half an index, if a process was killed here
     shards = sorted(path.name for path in folder.glob("[!.]*.tar") if _has_members(path))
     chatter = io.StringIO()
     with contextlib.redirect_stdout(chatter):
@@ -207,7 +208,7 @@ def prepare_for_energon(folder: Path, splits: Sequence[str]) -> None:
             workers=min(16, 1 + len(shards) // 32),  # a process takes longer to start than to index a shard
         )
     logger.debug(chatter.getvalue())
-    split_file = folder / ENERGON_FOLDER / "split.yaml"
+    split_file = folder / FOLDER / "split.yaml"
     split_config = yaml.safe_load(split_file.read_text())
     parts = split_config["split_parts"]
     # Energon's lint stumbles over a split that is not named, and passes over one without shards
@@ -216,7 +217,7 @@ def prepare_for_energon(folder: Path, splits: Sequence[str]) -> None:
     }
     split_file.write_text(yaml.safe_dump(split_config, sort_keys=False))
     for name, definition in DEFINITIONS.items():
-        (folder / ENERGON_FOLDER / name).write_text(definition)
+        (folder / FOLDER / name).write_text(definition)
 
 
 def _has_members(shard: Path) -> bool:
@@ -239,7 +240,7 @@ def _add_member(shard: tarfile.TarFile, name: str, content: bytes) -> None:
 
 def is_prepared(folder: Path) -> bool:
     """Whether a finished data set lies there."""
-    return (folder / INFO_FILE).is_file() and (folder / ENERGON_FOLDER / CRUDE).is_file()
+    return (folder / INFO_FILE).is_file() and (folder / FOLDER / CRUDE).is_file()
 
 
 def is_done(out: Path, *, overwrite: bool = False) -> bool:

@@ -56,7 +56,7 @@ class ClusterConfig:
             if not _ASSIGNMENT.fullmatch(assignment):
                 raise UserError(f"cluster.environment={assignment!r}: write NAME=value")
         for option in self.sbatch_options:
-            if not option.startswith("-") or "\n" in option:
+            if not option.startswith("-"):
                 raise UserError(f"cluster.sbatch_options={option!r}: write an option of sbatch, such as --qos=high")
 
 

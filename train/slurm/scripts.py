@@ -6,6 +6,7 @@ import sys
 from importlib.resources import files
 from pathlib import Path
 
+from megadit.models.shared.errors import UserError
 from megadit.train.slurm.config import ChainConfig, ClusterConfig, StageConfig
 
 
@@ -26,7 +27,7 @@ def _stage_script(chain: ChainConfig, name: str, stage: StageConfig) -> str:
     cluster = chain.cluster
     values = {
         "title": f"{chain.name}: {name}",
-        "header": "\n".join(f"#SBATCH {option}" for option in _sbatch_options(chain, name, stage)),
+        "header": "\n".join(map(_header_line, _sbatch_options(chain, name, stage))),
         "preamble": "\n".join(_preamble(cluster)),
         "srun_options": " ".join(_container_options(cluster)),
         "nodes": stage.nodes,
@@ -58,6 +59,13 @@ def _sbatch_options(chain: ChainConfig, name: str, stage: StageConfig) -> list[s
     options += [f"--account={cluster.account}"] if cluster.account else []
     options += [f"--partition={cluster.partition}"] if cluster.partition else []
     return options + list(cluster.sbatch_options)
+
+
+def _header_line(option: str) -> str:
+    """A line that only Slurm reads; what follows a line break, the shell would run."""
+    if not option.isprintable():
+        raise UserError(f"{option!r} is more than one line of a script; mend the setting that it comes from")
+    return f"#SBATCH {option}"
 
 
 def _preamble(cluster: ClusterConfig) -> list[str]:

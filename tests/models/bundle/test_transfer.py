@@ -1,5 +1,7 @@
 """Bundles come back from a store as they were sent, or not at all."""
 
+import json
+
 import fsspec
 import pytest
 import torch
@@ -148,14 +150,32 @@ def test_damage_on_the_way_is_noticed(bundle, url, tmp_path):
     assert not (tmp_path / "again").exists()
 
 
-def test_a_store_writes_nowhere_else(bundle, url, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["../../trap", "/tmp/trap", "a/../../trap"])
+def test_a_manifest_writes_nowhere_else(bundle, url, tmp_path, name):
     push_bundle(bundle, url)
     store, root = fsspec.core.url_to_fs(url)
-    store.pipe_file(f"{root}/trap", b"x")
-    monkeypatch.setattr(type(store), "find", lambda self, path: [f"{path}/trap", f"{path}/../../trap"])
-    with pytest.raises(UserError, match="damaged or hostile"):
+    manifest = json.loads(store.cat_file(f"{root}/megadit.json"))
+    manifest["files"][name] = {"bytes": 1, "sha256": "0"}
+    store.pipe_file(f"{root}/megadit.json", json.dumps(manifest).encode())
+    with pytest.raises(UserError, match=f"'{name}' is not the name of a file in .*: it leads elsewhere"):
         pull_bundle(url, tmp_path / "a/b/pulled")
-    assert not list(tmp_path.rglob("trap"))
+    assert not list(tmp_path.rglob("trap")) and not (tmp_path / "a/b/pulled").exists()
+
+
+def test_what_the_manifest_does_not_list_is_not_taken_along(bundle, url, tmp_path):
+    push_bundle(bundle, url)
+    store, root = fsspec.core.url_to_fs(url)
+    store.pipe_file(f"{root}/text_encoder/tokenizer.py", b"import os")
+    pull_bundle(url, tmp_path / "again")
+    assert contents(tmp_path / "again") == contents(bundle)
+
+
+def test_a_hub_too_gives_only_what_the_manifest_lists(bundle, hub, tmp_path):
+    (bundle / "notes.txt").write_text("A card.")
+    push_bundle(bundle, "hf://somebody/tiny")
+    pull_bundle("hf://somebody/tiny", tmp_path / "again")
+    (bundle / "notes.txt").unlink()
+    assert contents(tmp_path / "again") == contents(bundle)
 
 
 def test_mistakes_are_told_in_one_line(bundle, tmp_path):

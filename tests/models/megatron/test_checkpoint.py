@@ -8,6 +8,7 @@ from megadit.models.megatron.checkpoint import (
     CONFIG,
     STATE,
     TENSORS,
+    check_checkpoint,
     checkpoint_name,
     ema_key,
     ema_profiles,
@@ -56,6 +57,31 @@ def test_only_complete_checkpoints_are_found_in_the_order_of_their_steps(tmp_pat
     (tmp_path / "iter_notes").mkdir()
     assert [path.name for path in find_checkpoints(tmp_path)] == ["iter_0000003", "iter_0000012", "iter_10000000"]
     assert find_checkpoints(tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[" * 100_000, "lists and objects within one another"),
+        ("[]", "is not the state of a run"),
+        ('{"run": {"iteration": "four"}, "ema_sigma_rels": []}', "is not the state of a run"),
+        ('{"run": {"iteration": 4}, "ema_sigma_rels": 1}', "is not the state of a run"),
+    ],
+    ids=["deep", "no object", "no number", "no profiles"],
+)
+def test_a_hostile_state_is_a_damaged_checkpoint(tmp_path, text, complaint):
+    path = write_checkpoint(tmp_path, 4)
+    (path / STATE).write_text(text)
+    write_sums(path, checksums(path, file_names(path)))
+    with pytest.raises(UserError, match=complaint):
+        check_checkpoint(path)
+    assert find_checkpoints(tmp_path) == []
+
+
+def test_a_loss_may_be_infinite(tmp_path):
+    path = write_checkpoint(tmp_path, 4)
+    write_json(path / STATE, {"ema_sigma_rels": [0.1], "run": {"iteration": 4, "recent_losses": [float("inf")]}})
+    assert find_checkpoints(tmp_path) == [path]
 
 
 def test_what_is_not_there(tmp_path):

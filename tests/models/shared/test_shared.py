@@ -9,7 +9,7 @@ import pytest
 
 from megadit.models.shared.command import CommandParser, run_command
 from megadit.models.shared.errors import UserError, choose_one, did_you_mean, nearest, nearest_multiples
-from megadit.models.shared.files import atomic_directory, atomic_path, held_alone, read_json, write_json
+from megadit.models.shared.files import atomic_directory, atomic_path, held_alone, inner_path, read_json, write_json
 from megadit.models.shared.progress import Progress, duration
 
 
@@ -35,6 +35,23 @@ def test_one_of_the_choices_or_all_of_them():
         choose_one("hein", ("heun", "euler"), "--sampler=hein is unknown")
     with pytest.raises(UserError, match=r"^--sampler=x is unknown; choose one of heun, euler$"):
         choose_one("x", ("heun", "euler"), "--sampler=x is unknown")
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../a", "a/../../b", "a/..", "/etc/passwd", "a\0b", "link/a", "out", 256 * "a"]
+)
+def test_names_from_outside_do_not_lead_out_of_their_folder(tmp_path, name):
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "link").symlink_to(tmp_path)
+    (tmp_path / "root" / "out").symlink_to("/etc/passwd")
+    with pytest.raises(UserError, match="is not the name of a file in .*root: it leads elsewhere"):
+        inner_path(tmp_path / "root", name)
+
+
+@pytest.mark.parametrize("name", ["a", "a/b.c", "./a", "a..b/..c", "within/a", "~", "a b\n"])
+def test_names_within_a_folder_are_paths_in_it(tmp_path, name):
+    (tmp_path / "within").symlink_to(tmp_path / "elsewhere_within")
+    assert inner_path(tmp_path, name) == tmp_path / name
 
 
 @pytest.mark.parametrize(

@@ -79,27 +79,11 @@ def test_data_of_different_encoders_do_not_blend(blend, module_writer, toy, tmp_
         DatasetInfo.read(path)
 
 
-@pytest.mark.parametrize("place", ["blend", "dataset"])
-def test_a_definition_builds_nothing_but_energons_objects(blend, module_writer, toy, tmp_path, place):
-    trap = f"__module__: os\n__function__: system\ncommand: touch {tmp_path}/trapped\n"
-    if place == "blend":
-        path = tmp_path / "blend.yaml"
-        path.write_text(trap)
-    else:
-        with module_writer(tmp_path / "other") as writer:
-            toy.add_sample(writer, "train", 0)
-        path = writer.root
-        (path / ".nv-meta" / "dataset.yaml").write_text(trap)
-    with pytest.raises(UserError, match="names os, and only megatron.energon"):
-        DatasetInfo.read(path)
-    assert not (tmp_path / "trapped").exists()
-
-
 def test_a_blend_that_is_none_is_told(tmp_path):
     with pytest.raises(UserError, match="does not exist"):
         DatasetInfo.read(tmp_path / "nowhere.yaml")
     (tmp_path / "other.yaml").write_text("splits: 3\n")
-    with pytest.raises(UserError, match="other.yaml is not a blend"):
+    with pytest.raises(UserError, match="other.yaml: 'splits' is 3, not names and values"):
         DatasetInfo.read(tmp_path / "other.yaml")
 
 

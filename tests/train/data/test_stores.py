@@ -1,5 +1,6 @@
 """Data sets in S3 (a server that speaks it, on this machine) are read, described and resumed like folders."""
 
+import contextlib
 import io
 import json
 import threading
@@ -56,6 +57,45 @@ def test_a_data_set_in_s3_is_read_and_resumed_like_its_folder(stored, dataset, m
         assert (folder / "config.json").read_text() == "{}"
 
 
+def test_a_bucket_writes_nowhere_but_into_the_cache(stored, tmp_path):
+    """The copy of the encoders is made of keys that somebody else wrote."""
+    import boto3
+
+    bucket, _, key = stored.removeprefix("s3://").partition("/")
+    client = boto3.client("s3")
+    client.put_object(Bucket=bucket, Key=f"{key}/tokenizer/../../../../escaped", Body=b"x")
+    with contextlib.suppress(UserError, ValueError):
+        DatasetInfo.read(stored).tokenizer_folder  # noqa: B018  (it is fetched)
+    assert not list(tmp_path.rglob("escaped")) and not list(tmp_path.parent.glob("escaped"))
+
+
+def test_two_places_share_no_copy(tmp_path, monkeypatch):
+    """What a data set calls its tokenizer may be the name of another's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first, second = (places.local_copy(OneFile(content), "tokenizer-1") for content in (b"{}", b"[]"))
+    assert [(path / "config.json").read_bytes() for path in (first, second)] == [b"{}", b"[]"]
+
+
+class OneFile:
+    """A file of a store, and the folder around it, as far as they are asked."""
+
+    def __init__(self, content, fetched=None):
+        self.content, self.fetched = content, [] if fetched is None else fetched
+
+    def __str__(self):
+        return f"msc://somewhere/{self.content!r}"
+
+    def walk(self):
+        self.fetched.append(self)
+        return [self]
+
+    def relative_to(self, folder):
+        return "config.json"
+
+    def open(self, mode):
+        return io.BytesIO(self.content)
+
+
 def test_worker_processes_read_from_s3_and_go_on(stored, make_config):
     config = make_config(path=stored, num_workers=1)
     loader = build_train_loader(config, rank=0, world_size=1)
@@ -104,19 +144,6 @@ def test_of_all_ranks_of_a_machine_one_fetches_the_encoders(tmp_path, monkeypatc
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     fetched, seen, all_have_looked = [], [], threading.Barrier(4)
 
-    class Stored:
-        """A file of a store, and the folder around it, as far as they are asked."""
-
-        def walk(self):
-            fetched.append(self)
-            return [self]
-
-        def relative_to(self, folder):
-            return "config.json"
-
-        def open(self, mode):
-            return io.BytesIO(b"{}")
-
     def is_dir(path, look=Path.is_dir):
         found = look(path)
         if path.name == "tokenizer-1" and threading.get_ident() not in seen:
@@ -126,5 +153,5 @@ def test_of_all_ranks_of_a_machine_one_fetches_the_encoders(tmp_path, monkeypatc
 
     monkeypatch.setattr(Path, "is_dir", is_dir)
     with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(lambda _: places.local_copy(Stored(), "tokenizer-1"), range(4)))
+        found = list(threads.map(lambda _: places.local_copy(OneFile(b"{}", fetched), "tokenizer-1"), range(4)))
     assert len(fetched) == 1 and [(path / "config.json").read_text() for path in found] == ["{}"] * 4

@@ -48,6 +48,16 @@ def test_the_resolved_configuration_is_shown_and_nothing_written(tmp_path, capsy
     assert "account: physics" in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    "setting", ["cluster.account", "cluster.partition", "folder", "cluster.sbatch_options", "train.time"]
+)
+def test_no_setting_becomes_a_line_of_a_script(setting, tmp_path):
+    value = "--x=a\ntouch trapped"
+    override = f"{setting}={json.dumps([value] if setting.endswith('options') else value)}"
+    with pytest.raises(UserError, match=r"touch trapped.*(more than one line of a script|write H:MM:SS)"):
+        scripts(chain(override, example=True))
+
+
 def test_sbatch_lines_come_before_the_first_command():
     text = scripts(chain(example=True))["train.sh"].splitlines()
     asked = [number for number, line in enumerate(text) if line.startswith("#SBATCH")]

@@ -105,6 +105,7 @@ def read_image(source: Source, settings: Settings) -> Image.Image:
     """
     with open_source(source) as file:
         try:
+            _check_canvas(file.peek(30)[:30], settings)
             image = Image.open(file, formats=IMAGE_FORMATS)
             _check_pixels(image.width, image.height, settings)
             return ImageOps.exif_transpose(image).convert("RGB")
@@ -112,6 +113,21 @@ def read_image(source: Source, settings: Settings) -> Image.Image:
             raise
         except Exception as error:  # decoders raise whatever they like
             raise UnusableSourceError("broken", f"{type(error).__name__}: {error}") from None
+
+
+def _check_canvas(head: bytes, settings: Settings) -> None:
+    """The size that the header of a WebP announces: its decoder makes room for it before anybody can ask how large."""
+    if head[:4] != b"RIFF" or head[8:12] != b"WEBP":
+        return
+    match head[12:16]:
+        case b"VP8X":
+            width, height = (1 + int.from_bytes(head[start : start + 3], "little") for start in (24, 27))
+        case b"VP8L":
+            bits = int.from_bytes(head[21:25], "little")
+            width, height = 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+        case _:
+            width, height = (int.from_bytes(head[start : start + 2], "little") & 0x3FFF for start in (26, 28))
+    _check_pixels(width, height, settings)
 
 
 def fit_image(image: Image.Image, height: int, width: int) -> np.ndarray:

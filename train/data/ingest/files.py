@@ -6,6 +6,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Protocol
 
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import inner_path, is_inner_name
 from megadit.train.data.places import is_url
 
 BLOCK_BYTES = 1 << 22
@@ -47,7 +48,10 @@ class LocalFolder:
         return (path.relative_to(self._root).as_posix() for path in self._root.rglob("*") if path.is_file())
 
     def holds(self, name: str) -> bool:
-        return (self._root / name).resolve().is_relative_to(self._root)
+        try:
+            return bool(inner_path(self._root, name))
+        except UserError:
+            return False
 
     def path(self, name: str) -> str | None:
         path = self._root / name
@@ -71,7 +75,7 @@ class StoredFolder:
         return iter(self._paths)
 
     def holds(self, name: str) -> bool:
-        return not name.startswith("/") and ".." not in PurePosixPath(name).parts
+        return is_inner_name(name)
 
     def path(self, name: str) -> str | None:
         return self._paths.get(str(PurePosixPath(name)))

@@ -8,7 +8,6 @@ Shapes: C latent channels, T/H/W latent frames, height, width, L text tokens, E 
 """
 
 import io
-import json
 import logging
 import pickle
 import tarfile
@@ -22,11 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megadit.models.shared.documents import check_archive, check_pickle, parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.options import read_options, setting
 from megadit.models.shared.progress import Progress
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import load_tokenizer
+from megadit.train.data.tar_files import ForeignTarFile
 from megadit.train.data.writer import DatasetWriter, is_done
 
 logger = logging.getLogger(__name__)
@@ -44,19 +45,24 @@ def _array_of(content: Any, dtype: np.dtype, shape: tuple[int, ...], order: str)
     return np.frombuffer(content, dtype=dtype).reshape(shape, order=order)
 
 
+class _EmptyArray(np.ndarray):
+    """What an array is before its state, which brings shape and data; numpy's own would make room for any shape."""
+
+    def __new__(cls, *_: Any) -> "_EmptyArray":
+        return super().__new__(cls, (0,), np.uint8)
+
+
 class _TensorUnpickler(pickle.Unpickler):
     """Builds tensors and arrays, and lists, tuples, dictionaries and numbers around them."""
 
     _ALLOWED = {
         ("collections", "OrderedDict"): OrderedDict,
         ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
-        ("numpy", "ndarray"): np.ndarray,
+        ("numpy", "ndarray"): _EmptyArray,
         ("numpy", "dtype"): np.dtype,
         **{(f"numpy.{core}.numeric", "_frombuffer"): _array_of for core in ("core", "_core")},
-        ("_codecs", "encode"): lambda text, encoding: text.encode(encoding),
-        **{
-            (f"numpy.{core}.multiarray", "_reconstruct"): np._core.multiarray._reconstruct for core in ("core", "_core")
-        },
+        ("_codecs", "encode"): lambda text, encoding: text.encode("latin1"),
+        **{(f"numpy.{core}.multiarray", "_reconstruct"): _EmptyArray for core in ("core", "_core")},
         **{
             ("torch", name): getattr(torch, name)
             for name in ("float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "bool")
@@ -65,7 +71,7 @@ class _TensorUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch.storage", "_load_from_bytes"):
-            return lambda content: torch.load(io.BytesIO(content), weights_only=True)
+            return read_pth
         if (module, name) not in self._ALLOWED:
             raise UnreadableTensorError(f"it would call {module}.{name}")
         return self._ALLOWED[module, name]
@@ -78,6 +84,7 @@ def read_pickle(content: bytes) -> Any:
         UnreadableTensorError: for any other pickle; nothing that it names was imported or called.
     """
     try:
+        check_pickle(content, "it")
         return _TensorUnpickler(io.BytesIO(content)).load()
     except UnreadableTensorError:
         raise
@@ -92,6 +99,7 @@ def read_pth(content: bytes) -> Any:
         UnreadableTensorError: for anything else.
     """
     try:
+        check_archive(io.BytesIO(content), "it")
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
@@ -108,6 +116,8 @@ def as_tensor(value: Any, num_dimensions: int) -> Tensor:
         value = value[0]
     if isinstance(value, np.ndarray) and value.dtype.kind in "fiu":
         value = torch.from_numpy(value.copy())
+    if isinstance(value, Tensor) and value.numel() * value.element_size() > value.untyped_storage().nbytes():
+        raise UnreadableTensorError(f"its shape is {list(value.shape)}, larger than its data")
     if not isinstance(value, Tensor):
         raise UnreadableTensorError(f"it holds a {type(value).__name__}, not a tensor")
     while value.ndim > num_dimensions and value.shape[0] == 1:
@@ -124,14 +134,14 @@ def read_sample(members: dict[str, bytes]) -> tuple[Tensor, Tensor, dict[str, An
         UnreadableTensorError: naming the member.
     """
     try:
-        description = json.loads(members["json"])
+        description = parse_json(members["json"], "json")
         if not isinstance(description, dict):
             raise UnreadableTensorError("json: not a dictionary")
         latent_CTHW = as_tensor(read_pth(members["pth"]), 4)
         text_LE = as_tensor(read_pickle(members["pickle"]), 2)
     except KeyError as error:
         raise UnreadableTensorError(f"no {error}") from None
-    except (ValueError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise UnreadableTensorError(str(error)) from None
     return latent_CTHW, _without_padding(text_LE), description
 
@@ -151,7 +161,7 @@ def iter_samples(root: Path, refuse: Any) -> Iterator[tuple[str, dict[str, bytes
         current, members = None, {}
         place = shard.relative_to(root).with_suffix("").as_posix()  # folders may hold shards of the same name
         try:
-            with tarfile.open(shard, "r:") as tar:
+            with ForeignTarFile.open(shard, "r:") as tar:
                 for member in tar:
                     key, _, suffix = member.name.rpartition(".")
                     key = key.rstrip(".")  # NeMo's keys end in a dot

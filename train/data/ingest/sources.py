@@ -6,18 +6,21 @@ inside archives and tables are names and nothing more: no path is made from them
 
 import csv
 import json
+import math
 import tarfile
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.progress import Progress
+from megadit.train.data.ingest.download import download
 from megadit.train.data.ingest.files import Folder, file_size, open_file, open_folder, open_text
 from megadit.train.data.ingest.plan import Kind, Skip, Source, write_lines
 from megadit.train.data.places import is_url
+from megadit.train.data.tar_files import ForeignTarFile
 
 SUFFIXES: dict[Kind, tuple[str, ...]] = {
     "video": tuple(".mp4 .m4v .mov .mkv .webm .avi .mpg .mpeg .ts .flv .ogv .wmv .gif".split()),
@@ -29,7 +32,6 @@ CAPTION_COLUMNS = ("caption", "text", "prompt", "name")
 IMAGE_COLUMNS = ("image", "jpg", "png", "img")
 URL_COLUMNS = ("image_url", "url", "URL")
 MAX_CAPTION_BYTES = 1 << 20
-MAX_DOWNLOAD_BYTES = 1 << 28
 ROWS_OF_A_SHARD = 1000
 
 
@@ -40,13 +42,25 @@ class Listing:
     sources: list[Source] = field(default_factory=list)
     skips: list[Skip] = field(default_factory=list)
 
+    def add(self, source: Source) -> None:
+        """Notes a source, or leaves it out for a name that is no text, which no file of ours can hold."""
+        if _as_text(source.name) == source.name and _as_text(source.path) == source.path:
+            self.sources.append(source)
+        else:
+            self.skip(source.name, "unreadable name")
+
     def skip(self, name: str, reason: str, detail: str = "") -> None:
-        self.skips.append(Skip(source=name, reason=reason, detail=detail))
+        self.skips.append(Skip(source=_as_text(name), reason=reason, detail=_as_text(detail)))
 
     def sorted(self) -> "Listing":
         return Listing(
             sorted(self.sources, key=lambda s: s.name), sorted(self.skips, key=lambda s: (s.source, s.detail))
         )
+
+
+def _as_text(name: str) -> str:
+    """The name with the bytes that are not UTF-8 written out."""
+    return name.encode("utf-8", "backslashreplace").decode()
 
 
 # --- folders ------------------------------------------------------------------------------------------------------
@@ -70,7 +84,7 @@ def list_folder(root: str | Path, kind: Kind, table: str | None = None) -> Listi
         for name in folder.names():
             if PurePosixPath(name).suffix.lower() in SUFFIXES[kind]:
                 caption = _side_caption(folder, name, listing)
-                listing.sources.append(Source(name=name, kind=kind, path=folder.path(name), **caption))
+                listing.add(Source(name=name, kind=kind, path=folder.path(name), **caption))
     if not listing.sources:
         raise UserError(f"{root} holds no {kind}s ({', '.join(SUFFIXES[kind])})")
     return listing.sorted()
@@ -87,7 +101,7 @@ def _list_table(folder: Folder, kind: Kind, table: str, listing: Listing) -> Non
         elif (path := folder.path(name)) is None:
             listing.skip(name, "missing file", f"row {number} of {PurePosixPath(table).name}")
         else:
-            listing.sources.append(Source(name=name, kind=kind, path=path, **_described(row)))
+            listing.add(Source(name=name, kind=kind, path=path, **_described(row)))
     if len({source.name for source in listing.sources}) < len(listing.sources):
         raise UserError(f"{table} names a file twice; give each of them one row")
 
@@ -107,11 +121,19 @@ def read_table(path: str) -> Iterator[dict[str, Any]]:
                 yield from csv.DictReader(file)
         elif suffix == ".jsonl":
             with open_text(path) as file:
-                yield from map(json.loads, filter(str.strip, file))
+                for number, line in enumerate(file, 1):
+                    if line.strip():
+                        yield _row(parse_json(line, f"line {number} of {path}"), path)
         else:
             raise UserError(f"{path} is no table; give a name that ends in {', '.join(TABLES)}")
-    except (OSError, csv.Error, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, csv.Error, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
+
+
+def _row(value: Any, path: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UserError(f"{path} cannot be read: a line is {ascii(value)[:60]}, not names and values")
+    return value
 
 
 def _read_parquet(path: str) -> Iterator[dict[str, Any]]:
@@ -133,14 +155,31 @@ def _side_caption(folder: Folder, name: str, listing: Listing) -> dict[str, Any]
     text, description = (folder.path(str(PurePosixPath(name).with_suffix(suffix))) for suffix in (".txt", ".json"))
     try:
         if description is not None:
-            with open_text(description) as file:
-                return _described(json.load(file))
+            return _caption(".json", _beginning(description))
         if text is not None:
-            with open_text(text) as file:
-                return {"caption": file.read().strip()}
-    except (OSError, ValueError, AttributeError) as error:
+            return _caption(".txt", _beginning(text))
+    except (OSError, ValueError) as error:
         listing.skip(PurePosixPath(name).name, "unreadable caption", str(error))
     return {}
+
+
+def _beginning(path: str) -> bytes:
+    with open_file(path) as file:
+        return file.read(MAX_CAPTION_BYTES)
+
+
+def _caption(suffix: str, content: bytes) -> dict[str, Any]:
+    """Caption and score in a file beside a picture.
+
+    Raises:
+        ValueError: if it is not UTF-8, or as JSON not an object.
+    """
+    if suffix != ".json":
+        return {"caption": content.decode("utf-8").strip()}
+    values = parse_json(content, "it")
+    if not isinstance(values, dict):
+        raise ValueError("it is not names and values")
+    return _described(values)
 
 
 def _described(row: dict[str, Any]) -> dict[str, Any]:
@@ -149,9 +188,11 @@ def _described(row: dict[str, Any]) -> dict[str, Any]:
     score = row.get("aesthetic_score")
     try:
         score = None if score in (None, "") else float(score)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         score = None
-    return {"caption": str(row[column] or "").strip() if column else "", "aesthetic_score": score}
+    if score is not None and not math.isfinite(score):
+        score = None
+    return {"caption": _as_text(str(row[column] or "")).strip() if column else "", "aesthetic_score": score}
 
 
 def _column(row: dict[str, Any], names: Iterable[str]) -> str | None:
@@ -197,10 +238,13 @@ def _list_shard(path: str, shard: str, kind: Kind | None, listing: Listing) -> N
             listing.skip(f"{shard}/{member.name}", "second picture of a sample")
         elif kinds:
             media[key] = (member, kinds[0])
-        elif suffix in (".txt", ".caption", ".json") and (described := _member_caption(suffix, content())) is not None:
-            captions[key] = {**captions.get(key, {}), **described}
+        elif suffix in (".txt", ".caption", ".json"):
+            try:
+                captions[key] = {**captions.get(key, {}), **_caption(suffix, content())}
+            except ValueError as error:
+                listing.skip(f"{shard}/{member.name}", "unreadable caption", str(error))
     for key, (member, found) in media.items():
-        listing.sources.append(
+        listing.add(
             Source(
                 name=f"{shard}/{key}",
                 kind=found,
@@ -217,7 +261,7 @@ def _members(path: str, shard: str, listing: Listing) -> Iterator[tuple[tarfile.
     try:
         with open_file(path) as file:
             length = file_size(file)
-            tar = tarfile.open(fileobj=file, mode="r:")  # noqa: SIM115  (it holds nothing but the file)
+            tar = ForeignTarFile.open(fileobj=file, mode="r:")  # noqa: SIM115  (it holds nothing but the file)
             for member in tar:
                 if not member.isfile():
                     listing.skip(f"{shard}/{member.name}", "not a file", "a link, folder or device in a tar file")
@@ -228,14 +272,6 @@ def _members(path: str, shard: str, listing: Listing) -> Iterator[tuple[tarfile.
                     yield member, lambda tar=tar, member=member: tar.extractfile(member).read(MAX_CAPTION_BYTES)
     except (tarfile.TarError, OSError, ValueError, EOFError) as error:
         listing.skip(shard, "broken tar file", str(error))
-
-
-def _member_caption(suffix: str, content: bytes) -> dict[str, Any] | None:
-    try:
-        text = content.decode("utf-8")
-        return _described(json.loads(text)) if suffix == ".json" else {"caption": text.strip()}
-    except (ValueError, TypeError, AttributeError):
-        return None
 
 
 # --- tables with pictures inside, or their addresses -------------------------------------------------------------
@@ -341,20 +377,3 @@ def _picture(row: dict[str, Any]) -> bytes:
             f"(bytes) or {', '.join(URL_COLUMNS)}"
         )
     return download(str(row[column]))
-
-
-def download(url: str) -> bytes:
-    """The file at an http(s) address.
-
-    Raises:
-        OSError: if it cannot be had.
-        ValueError: for another kind of address, or a very large file.
-    """
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"{url!r} is not an http address")
-    request = urllib.request.Request(url, headers={"User-Agent": "megadit"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        content = answer.read(MAX_DOWNLOAD_BYTES + 1)
-    if len(content) > MAX_DOWNLOAD_BYTES:
-        raise ValueError(f"{url} is larger than {MAX_DOWNLOAD_BYTES >> 20} MiB")
-    return content

@@ -22,11 +22,12 @@ from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
 from megadit.train.data import on_the_fly, prepare
 from megadit.train.data.dataset_info import DatasetInfo, iter_captions, iter_descriptions
+from megadit.train.data.description import UnreadableSampleError
 from megadit.train.data.ingest.foreign import UnreadableTensorError, read_pickle, read_pth
 from megadit.train.data.ingest.plan import Settings, Source
 from megadit.train.data.ingest.scan import scan
 from megadit.train.data.ingest.sources import list_webdataset
-from megadit.train.data.samples import OCCURRENCE, UnreadableSampleError
+from megadit.train.data.samples import OCCURRENCE
 
 OPTIONS = ["--sizes", "64x64", "--num_frames", "1", "--num_workers", "0", "--channels", "16", "--debug"]
 
@@ -283,7 +284,7 @@ def test_what_nemo_and_dfm_wrote_becomes_a_data_set(tmp_path, caplog):
     more = ["--fps", "12", "--val_every", "2", "--shard_size", "1"]
     assert prepare.main(["nemo", str(source), str(tmp_path / "other"), *parts, *more, "--debug"]) == 0
     described = [each for split in ("train", "val") for each in iter_descriptions(tmp_path / "other", split)]
-    assert {each["fps"] for each in described} == {0, 12, 30}
+    assert {each.fps for each in described} == {0, 12, 30}
     assert DatasetInfo.read(tmp_path / "other").num_samples["val"] >= 2
     assert (tmp_path / "other" / "train-000001.tar").is_file()
     again = ["nemo", str(source), str(tmp_path / "other"), *parts]

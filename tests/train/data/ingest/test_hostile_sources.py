@@ -1,0 +1,239 @@
+"""What strangers put beside, into and around pictures does not end a preparation, nor fill memory."""
+
+import io
+import json
+import pickle
+import resource
+import socket
+import struct
+import tarfile
+import threading
+import zipfile
+
+import pytest
+import torch
+from PIL import Image
+
+from megadit.models.convert.tensor_archive import read_archive
+from megadit.models.shared.errors import UserError
+from megadit.train.data import prepare
+from megadit.train.data.dataset_info import DatasetInfo, iter_descriptions
+from megadit.train.data.ingest.decode import UnusableSourceError, read_image
+from megadit.train.data.ingest.download import download
+from megadit.train.data.ingest.foreign import UnreadableTensorError, as_tensor, read_pickle, read_pth
+from megadit.train.data.ingest.plan import Settings, Source
+from megadit.train.data.ingest.sources import list_folder, list_webdataset, read_table
+
+OPTIONS = ["--sizes", "64x64", "--num_frames", "1", "--num_workers", "0", "--channels", "16", "--debug"]
+
+CAPTIONS = {
+    "half": rb'{"caption": "\ud800 a"}',
+    "infinite": b'{"caption": "a", "aesthetic_score": Infinity}',
+    "nan": b'{"caption": "a", "aesthetic_score": NaN}',
+    "beyond": b'{"caption": "a", "aesthetic_score": 1e999}',
+    "digits": b'{"caption": "a", "aesthetic_score": ' + b"9" * 400 + b"}",
+    "as text": b'{"caption": "a", "aesthetic_score": "inf"}',
+    "digits as text": b'{"caption": "a", "aesthetic_score": "' + b"9" * 400 + b'"}',
+    "deep": b"[" * 100_000,
+    "listed": b"[1]",
+    "nothing": b"",
+    "bytes": b"\xff\xfe",
+    "long": b'{"caption": "' + b"a" * (1 << 20) + b'"}',
+}
+"""Captions and scores that no file of ours can hold."""
+
+
+@pytest.fixture(scope="module")
+def picture(make_pan) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(make_pan("china.jpg", 1, 96, 128, start=(40, 10))[0]).save(buffer, format="jpeg", quality=95)
+    return buffer.getvalue()
+
+
+def add(tar, name, content) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    tar.addfile(member, io.BytesIO(content))
+
+
+def test_no_caption_and_no_score_ends_a_preparation(tmp_path, make_pan, picture):
+    (tmp_path / "shards").mkdir()
+    with tarfile.open(tmp_path / "shards" / "a.tar", "w") as tar:
+        for number, (name, content) in enumerate(CAPTIONS.items()):
+            buffer = io.BytesIO()
+            Image.fromarray(make_pan("flower.jpg", 1, 96, 128, start=(30 + 11 * number, 12 * number))[0]).save(
+                buffer, "png"
+            )
+            add(tar, f"{name}.png", buffer.getvalue())
+            add(tar, f"{name}.json", content)
+        add(tar, "bad\udcff.jpg", picture)
+    assert prepare.main(["webdataset", str(tmp_path / "shards"), str(tmp_path / "out"), *OPTIONS]) == 0
+    info = DatasetInfo.read(tmp_path / "out")
+    described = [each for split in info.num_samples for each in iter_descriptions(tmp_path / "out", split)]
+    assert len(described) == sum(info.num_samples.values()) >= len(CAPTIONS) // 2
+    assert all(each.aesthetic_score is None and each.caption in ("", "a") for each in described)
+    skips = json.loads((tmp_path / "out" / "report.json").read_text())["skips"]
+    assert skips["unreadable caption"] >= 9 and skips["unreadable name"] == 1
+
+
+def test_the_same_captions_beside_files(tmp_path, picture):
+    for name, content in CAPTIONS.items():
+        (tmp_path / f"{name}.jpg").write_bytes(picture)
+        (tmp_path / f"{name}.json").write_bytes(content)
+    listing = list_folder(tmp_path, "image")
+    assert len(listing.sources) == len(CAPTIONS) and len(listing.skips) >= 9
+    assert all(source.aesthetic_score is None for source in listing.sources)
+
+
+@pytest.mark.parametrize("line", ['{"file_name": "\\ud800"}', "[" * 5000, '{"score": 1e999}', "[1]", "{"])
+def test_a_hostile_line_of_a_table_is_named(tmp_path, line):
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.jpg"}\n' + line + "\n")
+    with pytest.raises(UserError, match="line 2 of .*metadata.jsonl|a line is"):
+        list(read_table(str(tmp_path / "metadata.jsonl")))
+
+
+def test_an_archive_that_leads_back_ends(tmp_path, picture):
+    """A member of negative size would be read again and again."""
+    member = tarfile.TarInfo("a.jpg")
+    block = bytearray(member.tobuf(format=tarfile.GNU_FORMAT))
+    block[124:136] = b"\xff" * 10 + struct.pack(">h", -512)
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block[:512])
+    good = io.BytesIO()
+    with tarfile.open(fileobj=good, mode="w") as tar:
+        add(tar, "good.jpg", picture)
+    content = good.getvalue().rstrip(b"\0")
+    content += bytes(-len(content) % 512)
+    (tmp_path / "a.tar").write_bytes(content + bytes(block) + bytes(1024))
+    listing = list_webdataset(tmp_path / "a.tar")
+    assert [source.name for source in listing.sources] == ["a.tar/good"]
+    assert [skip.reason for skip in listing.skips] == ["broken tar file"]
+
+
+# --- small files that ask for much memory -----------------------------------------------------------------------------
+
+
+def webp(kind: bytes, body: bytes) -> bytes:
+    chunk = kind + struct.pack("<I", len(body)) + body
+    return b"RIFF" + struct.pack("<I", 4 + len(chunk)) + b"WEBP" + chunk
+
+
+HUGE = {
+    "extended": webp(b"VP8X", bytes([2, 0, 0, 0]) + b"\xff\xff\x00" + b"\xff\xff\x00" + bytes(100)),
+    "lossless": webp(b"VP8L", b"\x2f" + struct.pack("<I", 16383 | 16383 << 14) + bytes(100)),
+    "lossy": webp(b"VP8 ", b"\x10\x00\x00\x9d\x01\x2a" + struct.pack("<HH", 16383, 16383) + bytes(100)),
+}
+
+
+@pytest.mark.parametrize("content", HUGE.values(), ids=HUGE)
+def test_a_small_webp_is_asked_for_its_size_before_it_is_opened(tmp_path, content, monkeypatch):
+    def opened(*_, **__):
+        raise AssertionError("its decoder was given the file")
+
+    (tmp_path / "a.webp").write_bytes(content)
+    monkeypatch.setattr(Image, "open", opened)
+    with pytest.raises(UnusableSourceError, match="too large: .* pixels; at most 100 megapixels"):
+        read_image(Source(name="a", kind="image", path=str(tmp_path / "a.webp")), Settings())
+
+
+def leaping_pickle() -> bytes:
+    """A value numbered two to the thirtieth: Python makes room for as many."""
+    return b"\x80\x02N" + b"r" + (1 << 30).to_bytes(4, "little") + b"."
+
+
+def large_array() -> bytes:
+    """An array of 16 GiB without its data."""
+    return b"\x80\x02cnumpy\nndarray\n\x8a\x05\x00\x00\x00\x00\x04\x85\x85R."
+
+
+def repeated_tensor() -> bytes:
+    """A tensor of four bytes as 4 TiB."""
+    buffer = io.BytesIO()
+    torch.save(torch.zeros(1).expand(1 << 20, 1 << 20), buffer)
+    return buffer.getvalue()
+
+
+def compressed(content: bytes, size: int) -> bytes:
+    """A file of torch's with a member of zeros that is compressed."""
+    buffer = io.BytesIO(content)
+    with zipfile.ZipFile(buffer, "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(f"{archive.namelist()[0].partition('/')[0]}/data/9", bytes(size))
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("read", "content"),
+    [
+        (read_pickle, leaping_pickle),
+        (read_pickle, large_array),
+        (read_pth, repeated_tensor),
+        (read_pickle, lambda: pickle.dumps(torch.zeros(1).expand(1 << 20, 1 << 20))),
+        (read_pth, lambda: compressed(repeated_tensor(), 1 << 28)),
+    ],
+    ids=["numbers", "array", "strides", "pickled strides", "compressed"],
+)
+def test_a_small_file_does_not_become_a_large_tensor(read, content):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(UnreadableTensorError, match="hostile|larger than its data|its shape is"):
+        as_tensor(read(content()), 2)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 19  # KiB
+
+
+def test_a_jit_is_not_unpacked_beyond_its_size(tmp_path):
+    torch.jit.script(torch.nn.Linear(3, 2)).save(tmp_path / "a.jit")
+    assert read_archive(tmp_path / "a.jit").shapes == {"weight": (2, 3), "bias": (2,)}
+    (tmp_path / "b.jit").write_bytes(compressed((tmp_path / "a.jit").read_bytes(), 1 << 28))
+    with pytest.raises(UserError, match="b.jit is hostile: unpacked, it is larger than its"):
+        read_archive(tmp_path / "b.jit")
+
+
+# --- addresses --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def serve():
+    """serve(beginning, drips=True): the address of a server that sends that, and then a byte at a time."""
+    stopped, servers = threading.Event(), []
+
+    def start(beginning: bytes, *, drips: bool = False) -> str:
+        server = socket.create_server(("127.0.0.1", 0))
+        servers.append(server)
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                try:
+                    connection.sendall(beginning)
+                    while drips and not stopped.wait(0.02):
+                        connection.sendall(b"x")
+                except OSError:
+                    pass  # the other side has had enough
+
+        threading.Thread(target=answer, daemon=True).start()
+        return f"http://127.0.0.1:{server.getsockname()[1]}/picture.jpg"
+
+    yield start
+    stopped.set()
+    for server in servers:
+        server.close()
+
+
+@pytest.mark.parametrize("beginning", [b"", b"HTTP/1.0 200 OK\r\nA: ", b"HTTP/1.0 200 OK\r\n\r\n"])
+def test_a_server_that_drips_is_left(serve, beginning):
+    """Each byte comes in time; the whole never does."""
+    with pytest.raises(TimeoutError, match="was not sent whole within 0.5 seconds"):
+        download(serve(beginning, drips=True), seconds=0.5)
+
+
+@pytest.mark.parametrize(
+    "beginning",
+    [b"nonsense\r\n\r\n", b"HTTP/1.0 200 OK\r\nA: " + b"x" * 70_000, b"HTTP/1.0 302 x\r\nLocation: ftp://a/b\r\n\r\n"],
+)
+def test_an_answer_that_is_none_is_an_error_like_others(serve, beginning):
+    with pytest.raises(OSError):
+        download(serve(beginning))
+
+
+def test_an_answer_is_taken(serve):
+    assert download(serve(b"HTTP/1.0 200 OK\r\nContent-Length: 5\r\n\r\nhello")) == b"hello"

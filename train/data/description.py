@@ -1,0 +1,69 @@
+"""What is known of a sample beside its pixels or latents: the JSON in its shard, which anybody may have written."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megadit.models.shared.documents import parse_json
+from megadit.models.shared.errors import UserError
+
+MAX_DESCRIPTION_BYTES = 1 << 20
+SLOWEST_FPS, FASTEST_FPS = 0.01, 10_000.0
+"""Of videos: the time between frames is divided by."""
+LARGEST_SIDE = 1 << 20
+
+
+class UnreadableSampleError(ValueError):
+    """A sample whose members are missing, broken or beyond what a sample can be."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Description:
+    caption: str
+    num_frames: int
+    """0 where it is not said, like height and width."""
+    height: int
+    width: int
+    """In pixels, of the decoded video."""
+    fps: float
+    """0 for images."""
+    aesthetic_score: float | None
+
+
+def read_description(content: bytes) -> Description:
+    """The description in the `.json` of a sample.
+
+    Raises:
+        UnreadableSampleError: naming what is missing or wrong.
+    """
+    try:
+        values = parse_json(content, "its description", max_bytes=MAX_DESCRIPTION_BYTES)
+    except UserError as error:
+        raise UnreadableSampleError(str(error)) from None
+    if not isinstance(values, dict):
+        raise UnreadableSampleError("its description is not one of names and values")
+    fps = _number(values, "fps")
+    if fps is None or fps and not SLOWEST_FPS <= fps <= FASTEST_FPS:
+        raise UnreadableSampleError(f"its fps is {fps}, not 0 or {SLOWEST_FPS:g} to {FASTEST_FPS:g}")
+    return Description(
+        caption=str(values.get("caption") or ""),
+        num_frames=_count(values, "num_frames"),
+        height=_count(values, "height"),
+        width=_count(values, "width"),
+        fps=fps,
+        aesthetic_score=_number(values, "aesthetic_score"),
+    )
+
+
+def _number(values: dict[str, Any], name: str) -> float | None:
+    value = values.get(name)
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError):
+        raise UnreadableSampleError(f"its {name} is no number") from None
+
+
+def _count(values: dict[str, Any], name: str) -> int:
+    number = _number(values, name) or 0
+    if not 0 <= number <= LARGEST_SIDE:
+        raise UnreadableSampleError(f"its {name} is {number:g}, not 0 to {LARGEST_SIDE}")
+    return int(number)

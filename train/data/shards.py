@@ -1,0 +1,105 @@
+"""Shards that anybody may have written: a sample that cannot be read is given out as such, not as the end of training.
+
+Energon's reader raises for a broken header in a tar file or a wrong offset in its index, outside of every handler of
+errors. Storage that fails is another matter: its errors are raised as before.
+"""
+
+import tarfile
+from typing import Any
+
+from megatron.energon.flavors import SavableDataset
+from megatron.energon.flavors.webdataset.itar import ITarFile, ITarSamplePointer
+from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
+from megatron.energon.flavors.webdataset.structs import FilteredSample
+from megatron.energon.source_info import SourceInfo
+
+from megadit.models.shared.errors import UserError
+from megadit.train.data.tar_files import checked
+
+BROKEN = "__broken__"
+"""Field of a crude sample that could not be read: why."""
+SUFFIXES = ("json", "safetensors", "mp4", "png")
+"""Of the members that training reads."""
+MAX_MEMBER_BYTES = 1 << 30
+LONGEST_KEY = 255
+
+
+class ShardReader(ShardInfosITarReader):
+    """Energon's reader of tar files and their indices; what it cannot read has a field `BROKEN` and no members."""
+
+    @classmethod
+    def in_place_of(cls, dataset: SavableDataset[dict]) -> SavableDataset[dict]:
+        """The dataset that Energon built of one folder, reading in this way."""
+        samples: Any = dataset.dataset
+        samples.join_readers = [
+            cls(
+                reader.base_path,
+                reader.shard_infos,
+                part_filter=SUFFIXES.__contains__,
+                sample_filter=reader.sample_filter,
+                itar_cache_size=reader.itar_cache_size,
+            )
+            for reader in samples.join_readers
+        ]
+        return dataset
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._sizes: dict[int, int] = {}
+
+    def __getitem__(self, idx: int) -> FilteredSample | None:
+        try:
+            sample = super().__getitem__(idx)
+            if sample is not None and not (sample["__key__"].isprintable() and len(sample["__key__"]) <= LONGEST_KEY):
+                raise ValueError("its key is not printable, or too long")
+            return sample
+        except FileNotFoundError as error:
+            raise UserError(f"{self.base_path} is incomplete: {error}; copy or prepare it anew") from error
+        except (OSError, UserError):
+            raise
+        except Exception as error:  # whatever a header or an offset provokes in readers of tar files
+            return self._broken(idx, f"{type(error).__name__}: {error}")
+
+    def _broken(self, idx: int, reason: str) -> FilteredSample:
+        source = SourceInfo(dataset_path=self.base_path, index=idx, shard_name="", file_names=())
+        fields: Any = {BROKEN: reason}
+        return FilteredSample(
+            __key__=f"number {idx}",
+            __shard__="",
+            __restore_key__=("Webdataset", idx),
+            __sources__=(source,),
+            **fields,
+        )
+
+    def _get_itar_sample_pointer(self, idx: int) -> ITarSamplePointer:
+        pointer = super()._get_itar_sample_pointer(idx)
+        size = self._size(pointer.tar_file_id)
+        if not (0 < pointer.byte_size and 0 <= pointer.byte_offset <= size - pointer.byte_size):
+            raise tarfile.ReadError("the index leads out of its shard")
+        return pointer
+
+    def _size(self, tar_file_id: int) -> int:
+        if tar_file_id not in self._sizes:
+            self._sizes[tar_file_id] = self.tar_filepaths[tar_file_id].size()
+        return self._sizes[tar_file_id]
+
+    def _get_itarfile_cached(self, tar_file_id: int) -> ITarFile:
+        if tar_file_id not in self.itar_files_cache:
+            file = self.tar_filepaths[tar_file_id].open(mode="rb")
+            self.itar_files_cache[tar_file_id] = _Shard.open(fileobj=file, mode="r:")
+        return super()._get_itarfile_cached(tar_file_id)
+
+
+class _Shard(ITarFile):
+    """A tar file whose members are of a size that they can have."""
+
+    def next(self) -> tarfile.TarInfo | None:
+        """The next member.
+
+        Raises:
+            ReadError: for one that is too large, or see `checked`.
+        """
+        member = checked(super().next())
+        if member is not None and member.size > MAX_MEMBER_BYTES:
+            raise tarfile.ReadError(f"the member {member.name!r} has {member.size} bytes, more than any sample")
+        return member
