@@ -136,13 +136,14 @@ SHOWN_BY = {
     },
     "serve run": {
         "serve/test_flags.py::test_every_option_reaches_the_server": (
-            "--model --host --http_port --grpc_port --metrics_port"
+            "--model --host --http_port --grpc_port --metrics_port --control_secret"
         ),
         "serve/test_flags.py::test_every_option_reaches_the_container": "--docker --image --gpus",
     },
     "serve up": {
         "serve/test_flags.py::test_every_option_reaches_what_is_kept_up": """
             --model --host --port --drain_seconds --hang_seconds --http_port --grpc_port --triton_metrics_port
+            --control_secret
         """
     },
     "serve gateway": {

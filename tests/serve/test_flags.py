@@ -93,7 +93,8 @@ def test_every_option_reaches_the_server(tmp_path, note, monkeypatch):
         assert verbs.main(["serve", "run", str(tmp_path), *more]) == 0
         return list(note.all)
 
-    assert differing(seen, RUN) == [flag for flag, *_ in RUN]
+    flags = (*RUN, ("--control_secret", str(tmp_path / "secret")))
+    assert differing(seen, flags) == [flag for flag, *_ in flags]
 
 
 def test_every_option_reaches_the_container(tmp_path, capsys):
@@ -123,7 +124,8 @@ def test_every_option_reaches_what_is_kept_up(tmp_path, note, monkeypatch):
         assert verbs.main(["serve", "up", str(tmp_path), *more]) == 0
         return list(note.all)
 
-    assert differing(seen, UP) == [flag for flag, *_ in UP]
+    flags = (("--control_secret", str(tmp_path / "secret")), *UP)
+    assert differing(seen, flags) == [flag for flag, *_ in flags]
 
 
 GATEWAY = (
