@@ -236,7 +236,9 @@ def secret_in(path: str | os.PathLike) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot hold a secret: {error}") from error
     if len(text) < _LEAST_SECRET or not text.isalnum():
-        raise UserError(f"{path} holds no secret of at least {_LEAST_SECRET} letters and digits; remove it for a new one")
+        raise UserError(
+            f"{path} holds no secret of at least {_LEAST_SECRET} letters and digits; remove it for a new one"
+        )
     return text
 
 

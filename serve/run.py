@@ -58,9 +58,7 @@ def _run(argv: list[str]) -> int:
             os.execvp(command[0], command)
         return 0
     secret = None if options.control_secret is None else secret_in(options.control_secret)
-    server = LocalServer(
-        options.repository, host=options.host, ports=ports, models=models, control_secret=secret
-    )
+    server = LocalServer(options.repository, host=options.host, ports=ports, models=models, control_secret=secret)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         return keep_running(server.process, tell=tell_on_stderr)

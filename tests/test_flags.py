@@ -150,12 +150,12 @@ SHOWN_BY = {
         "serve/test_flags.py::test_every_option_reaches_the_gateway": """
             --server --model --store --results --result_seconds --host --port --metrics_host --metrics_port --name
             --slots --job_seconds --hang_seconds --max_body_bytes --max_streams --min_free_bytes --history_seconds
-            --drain_seconds
+            --drain_seconds --max_connections
         """
     },
     "serve keys": {
         "serve/test_flags.py::test_every_option_of_a_key_is_written_down": (
-            "--store --requests_per_minute --max_active --videos_per_day --webhook"
+            "--store --requests_per_minute --max_active --videos_per_day --max_stored_bytes --webhook"
         )
     },
     "serve ask": {

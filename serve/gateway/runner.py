@@ -21,11 +21,13 @@ from megadit.serve.contract import (
     ServiceError,
     VideoResult,
 )
+from megadit.serve.gateway.database import in_a_line
+from megadit.serve.gateway.jobs import Job
 from megadit.serve.gateway.logs import log
 from megadit.serve.gateway.metrics import Metrics
 from megadit.serve.gateway.results import Results
 from megadit.serve.gateway.servers import Server, Servers
-from megadit.serve.gateway.store import MAX_ATTEMPTS, Job, JobStore
+from megadit.serve.gateway.store import MAX_ATTEMPTS, JobStore
 
 _SECONDS_BETWEEN_LOOKS = 0.2
 """At the queue; a job that this gateway was given is seen at once."""
@@ -151,7 +153,7 @@ class Runner:
             try:
                 is_given = server.is_healthy and self._begin_next(server)
             except SQLAlchemyError as error:
-                log("store failed", reason=str(error).splitlines()[0])
+                log("store failed", reason=in_a_line(error))
                 is_given = False
             if not is_given:
                 server.free.release()
@@ -243,7 +245,7 @@ class Runner:
         if self._persist(lambda: self._store.complete(run.job, result, seconds_to_live=seconds)):
             self._end(run, "completed")
         else:
-            self._results.remove(run.job.id)  # deleted in the meantime
+            self._results.remove(result.name)  # deleted in the meantime, or another gateway's by now
 
     def _settle_stopped(self, run: _Run, error: CancelledError) -> None:
         if run.stopped_for == _CANCELLED:
@@ -277,6 +279,6 @@ class Runner:
             try:
                 return write()
             except SQLAlchemyError as error:
-                log("store failed", reason=str(error).splitlines()[0])
+                log("store failed", reason=in_a_line(error))
                 if self._ended.wait(1.0):
                     raise

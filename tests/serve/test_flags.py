@@ -134,6 +134,7 @@ GATEWAY = (
     *(("--metrics_host", "0.0.0.0"), ("--metrics_port", "9004"), ("--name", "mine"), ("--slots", "3")),
     *(("--job_seconds", "2"), ("--hang_seconds", "3"), ("--max_body_bytes", "99"), ("--max_streams", "4")),
     *(("--min_free_bytes", "5"), ("--history_seconds", "6"), ("--drain_seconds", "7")),
+    ("--max_connections", "20"),
 )
 
 
@@ -141,7 +142,7 @@ def test_every_option_reaches_the_gateway(note, monkeypatch):
     gateway = SimpleNamespace(metrics=SimpleNamespace(registry=None), start=lambda: None)
     gateway.store = SimpleNamespace(owner="")
     monkeypatch.setattr(command, "Gateway", note(lambda: gateway))
-    for name in ("_listen", "start_http_server"):
+    for name in ("_listen", "serve_metrics", "most_connections"):
         monkeypatch.setattr(command, name, note())
     monkeypatch.setattr(command, "serve", note(0))
     monkeypatch.setattr(command, "log_as_json", lambda: None)
@@ -163,6 +164,7 @@ def test_every_option_of_a_key_is_written_down(tmp_path, capsys):
         return capsys.readouterr().out
 
     limits = (("--requests_per_minute", "7"), ("--max_active", "8"), ("--videos_per_day", "9"))
+    limits += (("--max_stored_bytes", "10"),)
     for number, (flag, value) in enumerate((*limits, ("--webhook", "https://example.org/told"))):
         store = f"--store={tmp_path / str(number)}.sqlite"
         keys("add", "alice", store, flag, value)
