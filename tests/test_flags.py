@@ -130,7 +130,7 @@ SHOWN_BY = {
     "serve build-repository": {
         "serve/test_flags.py::test_every_option_changes_the_repository": """
             --images --dtype --device --instances --max_batch_size --max_queue_size --queue_seconds --batching_seconds
-            --max_prompt_characters --max_videos --max_frames --max_pixels --max_work
+            --max_prompt_characters --max_text_tokens --max_videos --max_frames --max_pixels --max_work
         """,
         "serve/test_flags.py::test_exported_networks_and_runtimes_are_asked_for": "--networks --runtime",
     },
@@ -165,7 +165,7 @@ SHOWN_BY = {
         """
     },
     "serve demo": {
-        "serve/test_flags.py::test_every_option_reaches_the_page": "--url --bundle --key --host --port",
+        "serve/test_flags.py::test_every_option_reaches_the_page": "--url --bundle --key_file --host --port",
     },
     "info": {
         "infer/inspect/test_info.py::test_command_prints_a_table_or_json": "--json",

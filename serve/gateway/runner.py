@@ -1,7 +1,8 @@
 """Takes jobs from the store to Triton and their videos to the results, whatever fails on the way.
 
 Each server has a thread that watches its health and one that hands it jobs while it has free slots: work goes where
-servers are healthy and idle. A job whose server fails is put back into the queue once, and then ends.
+servers are healthy and idle. A job whose server fails is put back into the queue once, and then ends. The second time
+it has a server for itself: a job that brings servers down takes others along once and not twice.
 """
 
 import threading
@@ -56,6 +57,8 @@ class _Run:
     job: Job
     server: Server
     generation: Generation
+    num_slots: int = 1
+    """Of the server, that it holds."""
     began: float = field(default_factory=time.monotonic)
     stopped_for: str | None = None
     has_ended: threading.Event = field(default_factory=threading.Event)
@@ -167,14 +170,31 @@ class Runner:
         job = self._store.claim(frozenset(server.models))
         if job is None:
             return False
+        is_alone = job.attempts > 1
+        if is_alone and not self._empty(server):
+            self._persist(lambda: self._store.give_back(job))
+            return False
         generation = server.client(job.model).stream(job.request, timeout=self._settings.job_seconds)
-        run = _Run(job=job, server=server, generation=generation)
+        run = _Run(job=job, server=server, generation=generation, num_slots=server.slots if is_alone else 1)
         with self._lock:
             self._runs[job.id] = run
         self._metrics.stages.labels("queue", job.key_id).observe(max(0.0, job.started_at - job.created_at))
         log("job started", job=job.id, key=job.key_id, server=server.url, attempt=job.attempts)
         self._pool.submit(self._work, run)
         return True
+
+    def _empty(self, server: Server) -> bool:
+        """Waits until a server, of which one slot is held, has no other job; whether all slots are held then.
+
+        False if this gateway is about to end, or the server answers no more.
+        """
+        held = 0
+        while held < server.slots - 1 and not self._draining.is_set():
+            held += server.free.acquire(timeout=_SECONDS_BETWEEN_LOOKS)
+        is_ours = held == server.slots - 1 and not self._draining.is_set() and server.probe()
+        if not is_ours and held:
+            server.free.release(held)
+        return is_ours
 
     # ------------------------------------------------------------------------------------------ one job
 
@@ -187,7 +207,7 @@ class Runner:
             with self._lock:
                 del self._runs[run.job.id]
             run.has_ended.set()
-            run.server.free.release()
+            run.server.free.release(run.num_slots)
             self._news.set()
 
     def _settle(self, run: _Run) -> None:

@@ -51,6 +51,7 @@ REPOSITORY = (
     *(("--images",), ("--dtype", "bfloat16"), ("--device", "0,3"), ("--instances", "2"), ("--max_batch_size", "3")),
     *(("--max_queue_size", "5"), ("--queue_seconds", "7"), ("--batching_seconds", "0.5"), ("--max_videos", "2")),
     *(("--max_prompt_characters", "9"), ("--max_frames", "6"), ("--max_pixels", "5000"), ("--max_work", "90000")),
+    ("--max_text_tokens", "7"),
 )
 
 
@@ -210,7 +211,7 @@ def test_every_option_reaches_the_service(tmp_path, note, monkeypatch, capsys):
     assert json.loads((tmp_path / "elsewhere.json").read_text())["seed"] == 1
 
 
-def test_every_option_reaches_the_page(note, monkeypatch, capsys):
+def test_every_option_reaches_the_page(tmp_path, note, monkeypatch, capsys):
     monkeypatch.setattr(demo.signal, "signal", lambda *_: None)
     monkeypatch.setattr(demo, "VideoClient", note(lambda: SimpleNamespace(info=dict)))
     monkeypatch.setattr(demo, "GatewayClient", note(lambda: SimpleNamespace(info=dict)))
@@ -222,7 +223,9 @@ def test_every_option_reaches_the_page(note, monkeypatch, capsys):
         code = verbs.main(["serve", "demo", *more])
         return code, list(note.all), capsys.readouterr().err
 
-    flags = (("--url", "grpc://elsewhere:1"), ("--host", "0.0.0.0"), ("--port", "9005"), ("--key", "secret"))
+    (tmp_path / "key").write_text("secret")
+    flags = (("--url", "grpc://elsewhere:1"), ("--host", "0.0.0.0"), ("--port", "9005"))
+    flags += (("--key_file", str(tmp_path / "key")),)
     flags += (("--bundle", "no/such/bundle"),)
     assert differing(seen, flags) == [flag for flag, *_ in flags]
     assert "no/such/bundle does not exist" in seen("--bundle", "no/such/bundle")[2]
