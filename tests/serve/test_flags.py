@@ -143,7 +143,7 @@ def test_every_option_reaches_the_gateway(note, monkeypatch):
     gateway = SimpleNamespace(metrics=SimpleNamespace(registry=None), start=lambda: None)
     gateway.store = SimpleNamespace(owner="")
     monkeypatch.setattr(command, "Gateway", note(lambda: gateway))
-    for name in ("_listen", "serve_metrics", "most_connections"):
+    for name in ("_listen", "serve_metrics", "most_connections", "Door"):
         monkeypatch.setattr(command, name, note())
     monkeypatch.setattr(command, "serve", note(0))
     monkeypatch.setattr(command, "log_as_json", lambda: None)
