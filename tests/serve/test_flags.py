@@ -156,7 +156,7 @@ def test_every_option_reaches_the_gateway(note, monkeypatch):
 
     assert differing(seen, GATEWAY) == [flag for flag, *_ in GATEWAY]
     settings = GatewaySettings()
-    assert seen()[1][0] == (settings,) and replace(settings, slots=3) == seen("--slots", "3")[1][0][0]
+    assert seen()[3][0] == (settings,) and replace(settings, slots=3) == seen("--slots", "3")[3][0][0]
 
 
 def test_every_option_of_a_key_is_written_down(tmp_path, capsys):
