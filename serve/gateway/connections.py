@@ -55,7 +55,7 @@ class Door:
             if waiting is None:
                 return False
             self.leave(waiting)
-            waiting.transport.abort()
+            waiting.transport.close()
         self._all.add(connection)
         self._strangers[connection] = None
         return True
@@ -87,9 +87,9 @@ class Connection(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         if self._door.enter(self):
-            self._end = self.loop.call_later(_SECONDS_TO_ASK, transport.abort)
+            self._end = self.loop.call_later(_SECONDS_TO_ASK, transport.close)
         else:
-            transport.abort()
+            transport.close()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -112,5 +112,5 @@ class Connection(H11Protocol):
             self._end = None
             self._door.begin(self)
         elif is_answered and self._end is None and not self.transport.is_closing():
-            self._end = self.loop.call_later(_SECONDS_TO_ASK, self.transport.abort)
+            self._end = self.loop.call_later(_SECONDS_TO_ASK, self.transport.close)
             self._door.rest(self)

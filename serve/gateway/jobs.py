@@ -31,6 +31,7 @@ class Job:
     attempts: int
     owner: str | None
     error_code: str | None
+    """Of its failure; of a job that has not ended, what its server suffered under it."""
     error_message: str | None
     created_at: float
     started_at: float | None

@@ -1,8 +1,8 @@
 """Takes jobs from the store to Triton and their videos to the results, whatever fails on the way.
 
 Each server has a thread that watches its health and one that hands it jobs while it has free slots: work goes where
-servers are healthy and idle. A job whose server fails is put back into the queue once, and then ends. The second time
-it has a server for itself: a job that brings servers down takes others along once and not twice.
+servers are healthy and idle. A job whose server fails is put back into the queue once, where it then has a server for
+itself, and then ends: one that brings servers down takes others along once and not twice.
 """
 
 import threading
@@ -170,7 +170,7 @@ class Runner:
         job = self._store.claim(frozenset(server.models))
         if job is None:
             return False
-        is_alone = job.attempts > 1
+        is_alone = job.error_code is not None
         if is_alone and not self._empty(server):
             self._persist(lambda: self._store.give_back(job))
             return False
@@ -280,7 +280,10 @@ class Runner:
         run.server.suspect()
         self._metrics.interruptions.labels(run.server.url).inc()
         log("job interrupted", job=run.job.id, server=run.server.url, attempt=run.job.attempts, reason=reason)
-        if self._persist(lambda: self._store.interrupt(run.job, reason)) and run.job.attempts >= MAX_ATTEMPTS:
+        if (
+            self._persist(lambda: self._store.interrupt(run.job, reason, suspicion="server_failed"))
+            and run.job.attempts >= MAX_ATTEMPTS
+        ):
             self._end(run, "failed", "server_failed")
 
     def _fail(self, run: _Run, code: str, message: str) -> None:

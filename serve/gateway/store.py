@@ -204,6 +204,7 @@ class JobStore:
         def values(now: float) -> dict[str, Any]:
             return {
                 "status": COMPLETED,
+                "error_code": None,
                 "step": job.request.num_steps or 0,
                 "result_name": result.name,
                 "media_type": result.media_type,
@@ -229,11 +230,14 @@ class JobStore:
         """Puts it back into the queue as if it had never been begun."""
         return self._change(job, lambda now: {"status": QUEUED, "owner": None, "step": 0, "attempts": job.attempts - 1})
 
-    def interrupt(self, job: Job, reason: str) -> bool:
-        """Puts it back into the queue, or ends it where it has been begun often enough."""
+    def interrupt(self, job: Job, reason: str, *, suspicion: str | None = None) -> bool:
+        """Puts it back into the queue, or ends it where it has been begun often enough.
+
+        `suspicion` is the code of what it may have done to its server, and is kept with it.
+        """
         if job.attempts >= MAX_ATTEMPTS:
             return self.fail(job, "server_failed", f"interrupted {job.attempts} times, last because {reason}")
-        return self._change(job, lambda now: {"status": QUEUED, "owner": None, "step": 0})
+        return self._change(job, lambda now: {"status": QUEUED, "owner": None, "step": 0, "error_code": suspicion})
 
     def interrupt_all(self, owner: str) -> list[Job]:
         """What a gateway ran that is no more; as `interrupt` does it."""

@@ -14,6 +14,7 @@ from megadit.serve.local_server import LocalServer
 from megadit.serve.supervise import keep_running
 
 LONG = {"prompt": "a long one", "num_steps": 600, "num_frames": 1}
+SHORTER = LONG | {"num_steps": 300}
 
 
 @pytest.fixture
@@ -118,7 +119,7 @@ def a_job_is_cancelled_at_the_other_gateway(visitor, gateways, eventually) -> No
 
 
 def work_goes_round_a_triton_that_stands_still(visitor, gateways, triton, eventually) -> None:
-    ids = [visitor.create(index % 2, **LONG | {"seed": index}) for index in range(8)]
+    ids = [visitor.create(index % 2, **SHORTER | {"seed": index}) for index in range(8)]
     eventually(lambda: sum(visitor.owners_of_running().values()) > 4)  # more than one Triton is given
     os.killpg(triton.process.pid, signal.SIGSTOP)
     visitor.finish(*ids, visitor.create(0, prompt="after"), visitor.create(1, prompt="after"))
@@ -137,7 +138,7 @@ def state(gateway, triton) -> str:
 
 
 def a_gateway_that_dies_leaves_its_jobs_to_the_other(visitor, gateways, eventually) -> None:
-    ids = [visitor.create(0, **LONG | {"seed": index}) for index in range(8)]
+    ids = [visitor.create(0, **SHORTER | {"seed": index}) for index in range(8)]
     eventually(lambda: visitor.owners_of_running()["one"] > 0)
     gateways[0].process.kill()
     gateways[0].process.wait()
