@@ -170,7 +170,7 @@ async def _read(request: Request) -> CreateVideo:
     except ValidationError as error:
         raise of_validation(error) from None
     except ValueError as error:  # of what is no JSON, or is nested too deep
-        raise ApiError(400, "invalid_request", f"the body is no JSON: {error}"[:500]) from None
+        raise ApiError(400, "invalid_request", f"the body cannot be read: {error}"[:500]) from None
     raise ApiError(415, "unsupported_media_type", "send application/json or multipart/form-data")
 
 

@@ -156,6 +156,14 @@ def test_a_sweep_removes_what_nobody_wants_and_nothing_else(url):
     assert left == {kept, f"of_{of_others}.mp4"}
 
 
+def test_any_place_belongs_to_one_store(url):
+    for _ in range(2):
+        Results(url).claim("a" * 32, lambda _: False)
+    with pytest.raises(UserError, match="another job store"):
+        Results(url).claim("b" * 32, lambda _: True)
+    assert Results(url).sweep(lambda *_: False) == 0, "who owns it is no video"
+
+
 def test_a_video_whose_time_is_over_is_removed_and_no_other(visit, gateway, eventually):
     client = visit()
     jobs = []
