@@ -170,20 +170,21 @@ class LocalServer:
         if self._control_secret is not None:
             loaded = [f"--load-model={name}" for name in self._models]
             return [f"--model-repository={self.repository}", "--model-control-mode=explicit", *loaded]
-        repository = self.repository if "*" in self._models else self._chosen_models
-        return [f"--model-repository={repository}", "--model-control-mode=none"]
+        return [f"--model-repository={self._chosen_models or self.repository}", "--model-control-mode=none"]
 
     @property
-    def _chosen_models(self) -> Path:
-        """A repository of the chosen models alone: a server that loads none later loads all that are there."""
+    def _chosen_models(self) -> Path | None:
+        """A repository of the chosen models alone, where only some are chosen and none is loaded later."""
+        if "*" in self._models or self._control_secret is not None:
+            return None
         return Path(tempfile.gettempdir()) / f"{self._prefix}models"
 
     def _prepare(self) -> None:
         self.ports.check_free(self.host)
         self._clean_up()  # after a start that failed
-        self._chosen_models.mkdir(mode=0o700)
-        for name in self._models:
-            if name != "*":
+        if self._chosen_models is not None:
+            self._chosen_models.mkdir(mode=0o700)
+            for name in self._models:
                 (self._chosen_models / name).symlink_to(self.repository / name)
 
     def _is_ready(self) -> bool:
@@ -201,7 +202,8 @@ class LocalServer:
         return None
 
     def _clean_up(self) -> None:
-        shutil.rmtree(self._chosen_models, ignore_errors=True)
+        if self._chosen_models is not None:
+            shutil.rmtree(self._chosen_models, ignore_errors=True)
         for region in SHARED_MEMORY.glob(f"{self._prefix}*"):
             region.unlink(missing_ok=True)
 
