@@ -102,6 +102,8 @@ class Limits:
     """What one request may ask for; more is refused before any work."""
 
     max_prompt_characters: int = setting(2000, "of a prompt (default: {default})", low=1, metavar="N")
+    max_text_tokens: int = setting(512, "that a prompt may become (default: {default})", low=1, metavar="N")
+    """Each costs the network as much, however few characters it has."""
     max_videos: int = setting(4, "videos of a request (default: {default})", low=1, metavar="N")
     max_frames: int = setting(help="frames of a video", low=1, metavar="N")
     max_pixels: int = setting(help="frames x height x width of a video", low=1, metavar="N")
@@ -127,6 +129,16 @@ class Limits:
         control = next((character for character in text if ord(character) < 32 and character not in "\t\n\r"), None)
         if control is not None:
             raise UserError(f"{name} holds the control character U+{ord(control):04X}; leave it out")
+
+    def check_tokens(self, num_tokens: int) -> None:
+        """Raises:
+        UserError: if a text of a request has more tokens than this.
+        """
+        if num_tokens > self.max_text_tokens:
+            raise UserError(
+                f"a text of this request has {num_tokens:,} tokens; shorten it to the {self.max_text_tokens:,} that "
+                "this service takes"
+            )
 
     def check_size(
         self, *, num_videos: int, num_frames: int, height: int, width: int, fps: float, num_steps: int

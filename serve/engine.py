@@ -4,8 +4,7 @@ import json
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
@@ -44,6 +43,8 @@ class OpenRequest:
     seconds: float | None = None
     """How long the work may take."""
     has_ended: bool = False
+    made: set[int] = field(default_factory=set)
+    """Which of its videos are done."""
 
     def finish(self, error: ServiceError | None = None) -> None:
         if not self.has_ended:
@@ -58,7 +59,10 @@ class _Row:
     owner: OpenRequest
     index: int
     seed: int
-    is_done: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        return self.index in self.owner.made
 
 
 @dataclass(kw_only=True, slots=True)
@@ -86,14 +90,30 @@ class Engine:
         self.defaults = SamplingSettings.from_dict(info.defaults)
 
     def run(self, open_requests: Sequence[OpenRequest]) -> None:
-        """Ends every request. Those of equal settings are made together; an error ends only its own group."""
+        """Ends every request. Those of equal settings are made together; an error ends only its own request."""
         groups: dict[SamplingSettings, list[OpenRequest]] = defaultdict(list)
         for open_request in open_requests:
-            with _failures_of([open_request]):
+            try:
                 groups[self.check(open_request.request)].append(open_request)
+            except Exception as error:
+                _fail(open_request, error)
         for settings, group in groups.items():
-            with _failures_of(group):
-                self._generate(group, settings)
+            self._serve(group, settings, _Clock())
+
+    def _serve(self, open_requests: list[OpenRequest], settings: SamplingSettings, clock: _Clock) -> None:
+        """Makes the videos of requests together, or each request's alone where that fails.
+
+        Nothing that one request does may end the service or a request beside it, and what an error says of one is told
+        to nobody else.
+        """
+        try:
+            self._generate(open_requests, settings, clock)
+        except Exception as error:
+            if len(open_requests) == 1:
+                _fail(open_requests[0], error)
+                return
+            for open_request in open_requests:
+                self._serve([open_request], settings, clock)
 
     def check(self, request: VideoRequest) -> SamplingSettings:
         """The settings that a request resolves to.
@@ -114,15 +134,16 @@ class Engine:
             num_steps=settings.num_steps,
         )
         latent_size(settings, self.pipeline.config, self.pipeline.tokenizer)
+        texts = [request.prompt, settings.negative_prompt, settings.second_prompt]
+        self.info.limits.check_tokens(int(self.pipeline.text_encoder.encode(texts).length_B.max()))
         return settings
 
-    def _generate(self, open_requests: list[OpenRequest], settings: SamplingSettings) -> None:
+    def _generate(self, open_requests: list[OpenRequest], settings: SamplingSettings, clock: _Clock) -> None:
         rows = [
             _Row(owner=open_request, index=index, seed=(open_request.request.seed or 0) + index)
             for open_request in open_requests
             for index in range(_num_videos(open_request.request))
         ]
-        clock = _Clock()
         while waiting := [row for row in rows if not row.is_done and not row.owner.has_ended]:
             try:
                 self._run(waiting, settings, clock)
@@ -150,7 +171,7 @@ class Engine:
             on_step=on_step,
         )
         for row, video in zip(rows, videos, strict=True):
-            row.is_done = True
+            row.owner.made.add(row.index)
             if not row.owner.has_ended:
                 row.owner.send(_result(row, video, seconds=clock.seconds(), batch_size=len(batch)))
                 if all(other.is_done for other in rows if other.owner is row.owner):
@@ -231,18 +252,9 @@ def _num_videos(request: VideoRequest) -> int:
     return 1 if request.num_videos is None else request.num_videos
 
 
-@contextmanager
-def _failures_of(open_requests: list[OpenRequest]) -> Iterator[None]:
-    """Ends these requests with whatever goes wrong inside; nothing that one request does may end the service."""
-    try:
-        yield
-    except UserError as error:
-        _fail(open_requests, InvalidRequestError(str(error)))
-    except Exception as error:
-        traceback.print_exc()
-        _fail(open_requests, ServiceError(f"{type(error).__name__}: {error}"))
-
-
-def _fail(open_requests: list[OpenRequest], error: ServiceError) -> None:
-    for open_request in open_requests:
-        open_request.finish(error)
+def _fail(open_request: OpenRequest, error: Exception) -> None:
+    if isinstance(error, UserError):
+        open_request.finish(InvalidRequestError(str(error)))
+        return
+    traceback.print_exception(error)
+    open_request.finish(ServiceError(f"{type(error).__name__}: {error}"))

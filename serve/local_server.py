@@ -1,8 +1,15 @@
-"""A tritonserver of our own: started, watched and stopped so that nothing of it is left behind."""
+"""A tritonserver of our own: started, watched and stopped so that nothing of it is left behind.
+
+Triton checks nobody. What it would do for whoever asks, beyond making videos, is behind a secret: loading models (a
+request to load one may bring code of its own), shared memory, and the files of traces and logs. Unless models are to be
+replaced at run time, it loads none at all after its start and nobody learns the secret.
+"""
 
 import os
 import secrets
+import shutil
 import socket
+import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +28,14 @@ START_SECONDS = 600
 """How long loading the models may take; engines of large networks take minutes."""
 HANG_SECONDS = 12.0
 """How long a server may answer nothing before it counts as hanging."""
+SECRET_HEADER = "megadit-secret"
+"""Of a request over HTTP; over gRPC the metadata is `triton-grpc-protocol-` and this."""
+_RESTRICTED = "model-repository,shared-memory,trace,logging"
+"""What asks for the secret, as Triton names its protocols."""
+_LEAST_SECRET = 32
+"""Characters."""
+_RESPONSES_IN_MEMORY = 256
+"""Of a stream whose client does not read; where there are more, the model waits for it."""
 _DEAD_STUB_SECONDS = 2.0
 """How long a stub may be dead: Triton buries those that it ends itself, and serves no more once one died on its own."""
 
@@ -68,6 +83,7 @@ class LocalServer:
         host: str = "127.0.0.1",
         ports: Ports | None = None,
         models: tuple[str, ...] = ("*",),
+        control_secret: str | None = None,
         log: Path | None = None,
         stop_seconds: int = STOP_SECONDS,
         hang_seconds: float = HANG_SECONDS,
@@ -75,17 +91,22 @@ class LocalServer:
     ) -> None:
         """`models` are loaded at start (none: an empty tuple); `log` takes the server's output (None: our own).
 
+        Whoever has `control_secret` may load and unload models while the server runs; None: nobody may.
         `arguments` are passed to tritonserver as they are.
 
         Raises:
-            UserError: if `repository` is no directory or there is no tritonserver.
+            UserError: if `repository` is no directory, lacks one of the models, or there is no tritonserver.
         """
         self.repository = Path(repository).absolute()
         if not self.repository.is_dir():
             raise UserError(f"{repository} is not a model repository; `megadit serve build-repository` makes one")
         self.host = host
         self.ports = ports or Ports.free()
-        self._models, self._arguments = models, arguments
+        for name in models:
+            if name != "*" and not (self.repository / name).is_dir():
+                have = ", ".join(sorted(folder.name for folder in self.repository.iterdir()))
+                raise UserError(f"{repository} has no model {name!r}, only {have}")
+        self._models, self._control_secret, self._arguments = models, control_secret, arguments
         self._log, self._stop_seconds, self._hang_seconds = log, stop_seconds, hang_seconds
         self._prefix = f"megadit_{os.getpid()}_{secrets.token_hex(4)}_"
         triton = find_triton()
@@ -99,8 +120,8 @@ class LocalServer:
             stop_seconds=stop_seconds + 5,  # after a crash of a stub it can outlive its own time limit
             environment=triton.environment,
             log=log,
-            prepare=lambda: self.ports.check_free(self.host),
-            clean_up=self._remove_shared_memory,
+            prepare=self._prepare,
+            clean_up=self._clean_up,
             complaint=self._last_complaint,
         )
 
@@ -124,13 +145,15 @@ class LocalServer:
 
     def _command(self, triton: TritonBinary) -> list[str]:
         """The command line of the server."""
+        secret = self._control_secret or secrets.token_hex(_LEAST_SECRET)
         python_backend = {"shm-region-prefix-name": self._prefix, "stub-timeout-seconds": START_SECONDS}
         return [
             str(triton.path),
             *triton.arguments,
-            f"--model-repository={self.repository}",
-            "--model-control-mode=explicit",
-            *(f"--load-model={name}" for name in self._models),
+            *self._model_arguments(),
+            f"--http-restricted-api={_RESTRICTED}:{SECRET_HEADER}={secret}",
+            f"--grpc-restricted-protocol={_RESTRICTED}:{SECRET_HEADER}={secret}",
+            *triton.where_known(f"--grpc-max-response-pool-size={_RESPONSES_IN_MEMORY}"),
             "--disable-auto-complete-config",
             f"--http-address={self.host}",
             f"--grpc-address={self.host}",
@@ -142,6 +165,27 @@ class LocalServer:
             *(f"--backend-config=python,{name}={value}" for name, value in python_backend.items()),
             *self._arguments,
         ]
+
+    def _model_arguments(self) -> list[str]:
+        if self._control_secret is not None:
+            loaded = [f"--load-model={name}" for name in self._models]
+            return [f"--model-repository={self.repository}", "--model-control-mode=explicit", *loaded]
+        return [f"--model-repository={self._chosen_models or self.repository}", "--model-control-mode=none"]
+
+    @property
+    def _chosen_models(self) -> Path | None:
+        """A repository of the chosen models alone, where only some are chosen and none is loaded later."""
+        if "*" in self._models or self._control_secret is not None:
+            return None
+        return Path(tempfile.gettempdir()) / f"{self._prefix}models"
+
+    def _prepare(self) -> None:
+        self.ports.check_free(self.host)
+        self._clean_up()  # after a start that failed
+        if self._chosen_models is not None:
+            self._chosen_models.mkdir(mode=0o700)
+            for name in self._models:
+                (self._chosen_models / name).symlink_to(self.repository / name)
 
     def _is_ready(self) -> bool:
         """Whether the server answers and every model that was asked for is loaded."""
@@ -157,7 +201,9 @@ class LocalServer:
             return Ailment(reason="it answers nothing", patience=self._hang_seconds)
         return None
 
-    def _remove_shared_memory(self) -> None:
+    def _clean_up(self) -> None:
+        if self._chosen_models is not None:
+            shutil.rmtree(self._chosen_models, ignore_errors=True)
         for region in SHARED_MEMORY.glob(f"{self._prefix}*"):
             region.unlink(missing_ok=True)
 
@@ -172,6 +218,30 @@ class LocalServer:
                 break
         message = told[0].partition("\\n\\nAt:")[0].partition("] ")[2] or told[0] if told else "it said nothing useful"
         return f"{message.strip()[:500]} (all of it: {self._log})"
+
+
+def secret_in(path: str | os.PathLike) -> str:
+    """The secret that a file holds; where it is missing it is made, with a new secret, for its owner alone.
+
+    Raises:
+        UserError: if the file cannot be read or written, or holds too short a text.
+    """
+    try:
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            pass
+        else:
+            with open(descriptor, "w") as file:
+                file.write(f"{secrets.token_hex(_LEAST_SECRET)}\n")
+        text = Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot hold a secret: {error}") from error
+    if len(text) < _LEAST_SECRET or not text.isalnum():
+        raise UserError(
+            f"{path} holds no secret of at least {_LEAST_SECRET} letters and digits; remove it for a new one"
+        )
+    return text
 
 
 def _states_of_stubs(group: int) -> set[str]:

@@ -11,7 +11,7 @@ from typing import Literal
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.options import read_options, setting
-from megadit.serve.local_server import LocalServer, Ports
+from megadit.serve.local_server import LocalServer, Ports, secret_in
 from megadit.serve.supervise import keep_running, tell_on_stderr
 
 IMAGE = "megadit-serve"
@@ -28,6 +28,9 @@ class RunOptions:
     http_port: int = setting(8000, "(default: {default})", metavar="PORT")
     grpc_port: int = setting(8001, "(default: {default})", metavar="PORT")
     metrics_port: int = setting(8002, "(default: {default})", metavar="PORT")
+    control_secret: Path | None = setting(
+        None, "models may be replaced at run time with the secret in this file, which is made (default: never)"
+    )
     docker: Literal["print", "run"] | None = setting(
         None, "print, or run, the command of the production container instead"
     )
@@ -45,12 +48,17 @@ def _run(argv: list[str]) -> int:
     ports = Ports(http=options.http_port, grpc=options.grpc_port, metrics=options.metrics_port)
     models = options.models or ("*",)
     if options.docker:
-        command = docker_command(options.repository, ports, models=models, image=options.image, gpus=options.gpus)
+        if options.control_secret is not None:
+            raise UserError("--control_secret is of a server on this machine; add it to the container's own command")
+        command = docker_command(
+            options.repository, ports, host=options.host, models=models, image=options.image, gpus=options.gpus
+        )
         print(shlex.join(command), flush=True)
         if options.docker == "run":
             os.execvp(command[0], command)
         return 0
-    server = LocalServer(options.repository, host=options.host, ports=ports, models=models)
+    secret = None if options.control_secret is None else secret_in(options.control_secret)
+    server = LocalServer(options.repository, host=options.host, ports=ports, models=models, control_secret=secret)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         return keep_running(server.process, tell=tell_on_stderr)
@@ -59,9 +67,17 @@ def _run(argv: list[str]) -> int:
 
 
 def docker_command(
-    repository: str | Path, ports: Ports, *, models: tuple[str, ...] = ("*",), image: str = IMAGE, gpus: str = "all"
+    repository: str | Path,
+    ports: Ports,
+    *,
+    host: str = "127.0.0.1",
+    models: tuple[str, ...] = ("*",),
+    image: str = IMAGE,
+    gpus: str = "all",
 ) -> list[str]:
     """The production command: the vendor's server, with memory to pass videos in, and a restart when it fails.
+
+    `host` is the address of this machine on which its ports are published.
 
     Raises:
         UserError: if `repository` is no directory.
@@ -70,7 +86,7 @@ def docker_command(
     if not path.is_dir():
         raise UserError(f"{repository} is not a model repository; `megadit serve build-repository` makes one")
     inside = Ports()
-    published = [f"{getattr(ports, name)}:{getattr(inside, name)}" for name in ("http", "grpc", "metrics")]
+    published = [f"{host}:{getattr(ports, name)}:{getattr(inside, name)}" for name in ("http", "grpc", "metrics")]
     return [
         *("docker", "run", "--detach", "--restart=on-failure", "--init"),
         *(["--gpus", gpus] if gpus != "none" else []),

@@ -3,6 +3,7 @@
 import ctypes
 import http.client
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -59,7 +60,7 @@ class Child:
                 stdout=output,
                 stderr=subprocess.STDOUT if output else None,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=_prepare_child,
             )
         finally:
             if output:
@@ -243,6 +244,14 @@ def tell_on_stderr(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def _end_with_parent() -> None:
+def raise_descriptor_limit() -> int:
+    """Lets this process, and what it starts, have as many open files and connections as it may; returns how many."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
+def _prepare_child() -> None:
     """Asks the kernel to stop this process when its parent is gone, however that came about."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    raise_descriptor_limit()

@@ -33,6 +33,11 @@ class TritonBinary:
     arguments: tuple[str, ...] = ()
     environment: dict[str, str]
 
+    def where_known(self, argument: str) -> list[str]:
+        """The argument, if this release of Triton has its option."""
+        told = subprocess.run([str(self.path), "--help"], env=self.environment, capture_output=True, text=True)
+        return [argument] if argument.partition("=")[0] in told.stdout + told.stderr else []
+
 
 def find_triton() -> TritonBinary:
     """The vendor's tritonserver where it is on the PATH, else the one inside `nvidia-pytriton`.

@@ -8,11 +8,12 @@ import signal
 import sys
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 
 from megadit.models.shared.command import run_command
 from megadit.models.shared.options import read_options, setting
 from megadit.serve.gateway.process import gateway_process
-from megadit.serve.local_server import HANG_SECONDS, LocalServer, Ports
+from megadit.serve.local_server import HANG_SECONDS, LocalServer, Ports, secret_in
 from megadit.serve.supervise import OwnedProcess, keep_running, tell_on_stderr
 
 _SECONDS_TO_ANSWER = 15
@@ -34,6 +35,7 @@ class UpOptions:
     http_port: int = setting(8000, "Triton's (default: {default})", metavar="PORT")
     grpc_port: int = setting(8001, "Triton's (default: {default})", metavar="PORT")
     triton_metrics_port: int = setting(8002, "(default: {default})", metavar="PORT")
+    control_secret: Path | None = setting(None, "as of `megadit serve run`")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,7 +54,10 @@ def _run(argv: list[str]) -> int:
     of_the_gateway = argv[place + 1 :]
     ports = Ports(http=options.http_port, grpc=options.grpc_port, metrics=options.triton_metrics_port)
     models = options.models or ("*",)
-    triton = LocalServer(options.repository, ports=ports, models=models, hang_seconds=options.hang_seconds)
+    secret = None if options.control_secret is None else secret_in(options.control_secret)
+    triton = LocalServer(
+        options.repository, ports=ports, models=models, control_secret=secret, hang_seconds=options.hang_seconds
+    )
     arguments = [f"--server=grpc://{triton.grpc_url}", f"--drain_seconds={options.drain_seconds}", *of_the_gateway]
     gateway = gateway_process(
         arguments + [f"--model={name}" for name in options.models],

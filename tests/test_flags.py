@@ -130,31 +130,32 @@ SHOWN_BY = {
     "serve build-repository": {
         "serve/test_flags.py::test_every_option_changes_the_repository": """
             --images --dtype --device --instances --max_batch_size --max_queue_size --queue_seconds --batching_seconds
-            --max_prompt_characters --max_videos --max_frames --max_pixels --max_work
+            --max_prompt_characters --max_text_tokens --max_videos --max_frames --max_pixels --max_work
         """,
         "serve/test_flags.py::test_exported_networks_and_runtimes_are_asked_for": "--networks --runtime",
     },
     "serve run": {
         "serve/test_flags.py::test_every_option_reaches_the_server": (
-            "--model --host --http_port --grpc_port --metrics_port"
+            "--model --host --http_port --grpc_port --metrics_port --control_secret"
         ),
         "serve/test_flags.py::test_every_option_reaches_the_container": "--docker --image --gpus",
     },
     "serve up": {
         "serve/test_flags.py::test_every_option_reaches_what_is_kept_up": """
             --model --host --port --drain_seconds --hang_seconds --http_port --grpc_port --triton_metrics_port
+            --control_secret
         """
     },
     "serve gateway": {
         "serve/test_flags.py::test_every_option_reaches_the_gateway": """
             --server --model --store --results --result_seconds --host --port --metrics_host --metrics_port --name
             --slots --job_seconds --hang_seconds --max_body_bytes --max_streams --min_free_bytes --history_seconds
-            --drain_seconds
+            --drain_seconds --max_connections
         """
     },
     "serve keys": {
         "serve/test_flags.py::test_every_option_of_a_key_is_written_down": (
-            "--store --requests_per_minute --max_active --videos_per_day --webhook"
+            "--store --requests_per_minute --max_active --videos_per_day --max_stored_bytes --webhook"
         )
     },
     "serve ask": {
@@ -164,7 +165,7 @@ SHOWN_BY = {
         """
     },
     "serve demo": {
-        "serve/test_flags.py::test_every_option_reaches_the_page": "--url --bundle --key --host --port",
+        "serve/test_flags.py::test_every_option_reaches_the_page": "--url --bundle --key_file --host --port",
     },
     "info": {
         "infer/inspect/test_info.py::test_command_prints_a_table_or_json": "--json",

@@ -67,9 +67,9 @@ def _add_health(app: FastAPI, gateway: Gateway) -> None:
         return Health(status="ok")
 
     @app.get("/health/ready", tags=["health"], response_model=Health, responses={503: {"model": Health}})
-    def ready(response: Response) -> Health:
+    async def ready(response: Response) -> Health:
         """Whether videos can be made: the store answers, a server is healthy, and this gateway is not about to end."""
-        if gateway.is_ready():
+        if await gateway.is_ready():
             return Health(status="ok")
         response.status_code = 503
         return Health(status="not ready")

@@ -1,5 +1,6 @@
 """`megadit serve gateway` and `megadit serve keys`: the video API in front of Triton servers, and who may use it."""
 
+import functools
 import signal
 import socket
 import sys
@@ -8,15 +9,16 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 import uvicorn
-from prometheus_client import start_http_server
 
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.options import group, read_options, setting
 from megadit.serve.gateway.app import create_app
+from megadit.serve.gateway.connections import BACKLOG, Connection, Door, most_connections
 from megadit.serve.gateway.database import Database
 from megadit.serve.gateway.keys import KeyLimits, KeyRing
 from megadit.serve.gateway.logs import log, log_as_json
+from megadit.serve.gateway.metrics import serve_metrics
 from megadit.serve.gateway.service import Gateway, GatewaySettings
 
 _SECONDS_UNTIL_GONE = 120.0
@@ -32,6 +34,8 @@ class GatewayOptions:
     port: int = setting(8080, "(default: {default})", metavar="PORT")
     metrics_host: str = setting("127.0.0.1", "(default: {default})", metavar="HOST")
     metrics_port: int = setting(9090, "0 is none (default: {default})", metavar="PORT")
+    max_connections: int = setting(1024, "of clients (default: {default})", low=1, metavar="N")
+    """Or as many as the process may have, if these are fewer."""
     drain_seconds: float = setting(30.0, "to finish jobs (default: 30)", metavar="S")
 
 
@@ -47,20 +51,25 @@ def _run(argv: list[str]) -> int:
         prog="megadit serve gateway",
         description="The video API (/v1/videos) in front of one or several Triton servers.",
     )
+    slots = options.gateway.slots * len(options.gateway.servers)
+    door = Door(most_connections(options.max_connections, slots=slots))
     listening = _listen(options.host, options.port)
     gateway = Gateway(options.gateway, port=options.port)
     log_as_json()
     if options.metrics_port:
-        start_http_server(options.metrics_port, addr=options.metrics_host, registry=gateway.metrics.registry)
+        serve_metrics(gateway.metrics, options.metrics_host, options.metrics_port)
     gateway.start()
     log("gateway started", name=gateway.store.owner, port=options.port, servers=options.gateway.servers)
-    return serve(gateway, listening, drain_seconds=options.drain_seconds)
+    return serve(gateway, listening, door, drain_seconds=options.drain_seconds)
 
 
-def serve(gateway: Gateway, listening: socket.socket, *, drain_seconds: float) -> int:
+def serve(gateway: Gateway, listening: socket.socket, door: Door, *, drain_seconds: float) -> int:
     """Answers until a signal, drains while it still answers, and returns the exit code."""
     config = uvicorn.Config(
         create_app(gateway),
+        http=functools.partial(Connection, door=door),
+        ws="none",
+        backlog=BACKLOG,
         log_config=None,
         access_log=False,
         server_header=False,

@@ -8,9 +8,9 @@ from fastapi import Response
 from fastapi.responses import StreamingResponse
 
 from megadit.serve.gateway.errors import ApiError, answer, unavailable
+from megadit.serve.gateway.jobs import COMPLETED, Job
 from megadit.serve.gateway.logs import log
 from megadit.serve.gateway.results import SUFFIXES, Results
-from megadit.serve.gateway.store import COMPLETED, Job
 
 _RANGE = re.compile(r"bytes=[ \t]*(?:([0-9]{1,18})-([0-9]{0,18})|-([0-9]{1,18}))[ \t]*", re.IGNORECASE)
 _PIECE = 1 << 20

@@ -4,11 +4,15 @@ Durations are measured on the store's own clock (`clock.seconds`, see `clock.py`
 touches. Times named `*_at` are wall-clock seconds since 1970, for people to read; nothing is decided by them.
 """
 
+import re
+import secrets
 import sqlite3
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy import (
     BigInteger,
@@ -34,15 +38,23 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from megadit.models.shared.errors import UserError
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 _SECONDS_TO_WAIT_FOR_A_LOCK = 30
 _SECONDS_TO_STAND_STILL = 10.0
 """Of a gateway in the midst of a transaction, before the others go on without it."""
+_SECONDS_TO_CONNECT = 5
+_SECONDS_OF_A_STATEMENT = 15.0
+_SECONDS_TO_ANSWER = 20.0
+"""For a database that would have ended the statement by itself, were it there: its network is silent."""
+_SECONDS_FOR_A_PLACE = 10.0
+"""Until one of so many connections is free."""
 MIGRATING, CLAIMING = 0x6D656761, 0x6D656762
 """What one gateway does while the others wait; numbers of PostgreSQL's advisory locks."""
 
 _metadata = MetaData()
-VERSION = Table("schema_version", _metadata, Column("version", Integer, primary_key=True))
+VERSION = Table(
+    "schema_version", _metadata, Column("version", Integer, primary_key=True), Column("store_id", String(32))
+)
 CLOCK = Table(
     "clock",
     _metadata,
@@ -91,6 +103,7 @@ JOBS = Table(
     Column("media_type", String(64)),
     Column("num_bytes", BigInteger),
     Column("sha256", String(64)),
+    Column("result_name", String(80)),
     Column("idempotency_key", String(255)),
     Column("fingerprint", String(64)),
     Column("webhook", String(16)),
@@ -99,6 +112,7 @@ JOBS = Table(
     Index("jobs_of_a_key", "key_id", "number"),
     Index("results_by_end", "expires_tick"),
     Index("jobs_by_webhook", "webhook"),
+    Index("kept_by_a_key", "key_id", "status", "num_bytes"),
     sqlite_autoincrement=True,
 )
 PREVIEWS = Table(
@@ -125,7 +139,21 @@ def _add_rates(connection: Connection) -> None:
         connection.exec_driver_sql(f"ALTER TABLE keys ADD COLUMN {column} FLOAT")
 
 
-MIGRATIONS: dict[int, Callable[[Connection], None]] = {2: _add_webhooks, 3: _add_previews, 4: _add_rates}
+def _name_results(connection: Connection) -> None:
+    connection.exec_driver_sql("ALTER TABLE jobs ADD COLUMN result_name VARCHAR(80)")
+    suffix = "CASE media_type WHEN 'image/png' THEN '.png' ELSE '.mp4' END"
+    connection.exec_driver_sql(f"UPDATE jobs SET result_name = id || {suffix} WHERE num_bytes IS NOT NULL")
+    connection.exec_driver_sql("CREATE INDEX kept_by_a_key ON jobs (key_id, status, num_bytes)")
+    connection.exec_driver_sql("ALTER TABLE schema_version ADD COLUMN store_id VARCHAR(32)")
+    connection.execute(VERSION.update().values(store_id=secrets.token_hex(16)))
+
+
+MIGRATIONS: dict[int, Callable[[Connection], None]] = {
+    2: _add_webhooks,
+    3: _add_previews,
+    4: _add_rates,
+    5: _name_results,
+}
 """Version -> what turns the tables of the version before it into its own."""
 
 
@@ -142,7 +170,10 @@ class Database:
         try:
             _bring_up_to_date(self)
         except SQLAlchemyError as error:
-            raise UserError(f"the job store {_shown(url)} cannot be opened: {_reason(error)}") from error
+            raise UserError(f"the job store {shown(url)} cannot be opened: {in_a_line(error)}") from error
+        with self.reading() as connection:
+            self.store_id: str = connection.execute(select(VERSION.c.store_id)).scalar_one()
+            """Of this store and no other, however often it moves."""
 
     def reading(self) -> AbstractContextManager[Connection]:
         return self._engine.execution_options(read_only=True).begin()
@@ -168,6 +199,30 @@ def store_url(store: str) -> str:
     return store if "://" in store else f"sqlite:///{Path(store).absolute()}"
 
 
+def shown(url: str) -> str:
+    """A URL as messages and logs may have it: without user and password, however malformed it is."""
+    url = re.sub(r":/+.*@", "://***@", url, flags=re.DOTALL)
+    return re.sub(r"(?i)(password|secret|token)=[^&]*", r"\1=***", url)
+
+
+def holds_password(url: str) -> bool:
+    """Whether a store's URL holds one, which would stand in the process list."""
+    try:
+        parsed = make_url(store_url(url))
+    except (ArgumentError, ValueError):
+        return False  # it is complained of where it is opened
+    return parsed.password is not None or "password" in parsed.query
+
+
+def in_a_line(error: SQLAlchemyError) -> str:
+    """What the database complained of, in one line, without the values that it was given."""
+    return str(getattr(error, "orig", None) or error).partition("\n")[0]
+
+
+_POOL: dict[str, Any] = {"pool_size": 48, "pool_timeout": _SECONDS_FOR_A_PLACE, "hide_parameters": True}
+"""Of connections to a store; the parameters of statements hold prompts."""
+
+
 def _engine(url: str) -> Engine:
     try:
         parsed = make_url(store_url(url))
@@ -176,20 +231,24 @@ def _engine(url: str) -> Engine:
                 raise ArgumentError("it has no file")
             Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
             Path(parsed.database).touch(mode=0o600)  # it holds what webhooks are signed with
-            engine = create_engine(parsed, pool_size=48, connect_args={"timeout": _SECONDS_TO_WAIT_FOR_A_LOCK})
+            waiting = {"timeout": _SECONDS_TO_WAIT_FOR_A_LOCK}
+            engine = create_engine(parsed, **_POOL, connect_args=waiting)
             event.listen(engine, "connect", _prepare_sqlite)
             event.listen(engine, "begin", _begin_sqlite)
             return engine
-        engine = create_engine(parsed, pool_size=48, pool_pre_ping=True)
+        engine = create_engine(parsed, **_POOL, pool_pre_ping=True)
         if parsed.get_backend_name() == "postgresql":
+            event.listen(engine, "do_connect", _connect_postgresql)
             event.listen(engine, "connect", _prepare_postgresql)
         return engine
-    except ArgumentError as error:
-        raise UserError(f"{url!r} is no job store; give a file, or a URL such as postgresql+psycopg://...") from error
+    except (ArgumentError, ValueError):  # whose own words hold the URL
+        raise UserError(
+            f"{shown(url)!r} is no job store; give a file, or a URL such as postgresql+psycopg://..."
+        ) from None
     except ModuleNotFoundError as error:
-        raise UserError(f"the job store {_shown(url)} needs {error.name}, which is not installed") from error
+        raise UserError(f"the job store {shown(url)} needs {error.name}, which is not installed") from error
     except OSError as error:
-        raise UserError(f"the job store {_shown(url)} cannot be opened: {error.strerror}") from error
+        raise UserError(f"the job store {shown(url)} cannot be opened: {error.strerror}") from error
 
 
 def _prepare_sqlite(connection, _record) -> None:
@@ -199,10 +258,37 @@ def _prepare_sqlite(connection, _record) -> None:
         connection.execute(f"PRAGMA {setting}").close()
 
 
+def _connect_postgresql(_dialect, _record, arguments: list, settings: dict[str, Any]) -> Any:
+    settings = {"connect_timeout": _SECONDS_TO_CONNECT} | settings
+    return _impatient_connection().connect(*arguments, **settings)
+
+
+@cache
+def _impatient_connection() -> Any:
+    """psycopg's connection, which gives up waiting for an answer; by itself it waits for ever where none comes."""
+    import psycopg
+
+    class Impatient(psycopg.Connection):
+        def wait(self, *arguments: Any, **settings: Any) -> Any:
+            try:
+                return super().wait(*arguments, **{"timeout": _SECONDS_TO_ANSWER} | settings)
+            except psycopg.OperationalError:
+                if self.info.transaction_status == psycopg.pq.TransactionStatus.ACTIVE:
+                    self.close()  # the answer may come after all, and would be taken for that to another question
+                raise
+
+    return Impatient
+
+
 def _prepare_postgresql(connection, _record) -> None:
     """A gateway that stands still inside a transaction loses it, and with it what all others wait for."""
+    limits = {
+        "idle_in_transaction_session_timeout": _SECONDS_TO_STAND_STILL,
+        "statement_timeout": _SECONDS_OF_A_STATEMENT,
+    }
     cursor = connection.cursor()
-    cursor.execute(f"SET idle_in_transaction_session_timeout = '{_SECONDS_TO_STAND_STILL * 1000:.0f}ms'")
+    for name, seconds in limits.items():
+        cursor.execute(f"SET {name} = '{seconds * 1000:.0f}ms'")
     cursor.close()
     connection.commit()
 
@@ -230,7 +316,7 @@ def _bring_up_to_date(database: Database) -> None:
         database.alone(connection, MIGRATING)
         if not inspect(connection).has_table(VERSION.name):
             _metadata.create_all(connection)
-            connection.execute(VERSION.insert().values(version=SCHEMA_VERSION))
+            connection.execute(VERSION.insert().values(version=SCHEMA_VERSION, store_id=secrets.token_hex(16)))
             connection.execute(CLOCK.insert().values(id=1, seconds=0.0))
             return
         version = connection.execute(select(VERSION.c.version)).scalar_one()
@@ -242,12 +328,3 @@ def _bring_up_to_date(database: Database) -> None:
         for step in range(version + 1, SCHEMA_VERSION + 1):
             MIGRATIONS[step](connection)
         connection.execute(VERSION.update().values(version=SCHEMA_VERSION))
-
-
-def _shown(url: str) -> str:
-    """The URL without its password."""
-    return make_url(store_url(url)).render_as_string(hide_password=True)
-
-
-def _reason(error: SQLAlchemyError) -> str:
-    return str(getattr(error, "orig", None) or error).splitlines()[0]

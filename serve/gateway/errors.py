@@ -7,6 +7,7 @@ from pydantic import ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 
+from megadit.serve.gateway.database import in_a_line
 from megadit.serve.gateway.logs import log
 
 _RETRY_SECONDS = 2
@@ -54,7 +55,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(SQLAlchemyError)
     def store_failed(request: Request, error: SQLAlchemyError) -> JSONResponse:
-        log("store failed", error=error)
+        log("store failed", reason=in_a_line(error))
         return answer(unavailable("store_unavailable", "the job store cannot be used at the moment"))
 
 

@@ -13,11 +13,13 @@ import secrets
 import time
 from dataclasses import asdict, dataclass, fields
 
-from sqlalchemy import Row, func, select, update
+from sqlalchemy import Row, delete, func, select, update
 
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.options import check_settings, setting
-from megadit.serve.gateway.database import KEYS, Database
+from megadit.serve.gateway.clock import store_seconds
+from megadit.serve.gateway.database import JOBS, KEYS, PREVIEWS, Database
+from megadit.serve.gateway.jobs import IN_PROGRESS, QUEUED, failure
 
 _FORM = re.compile(r"mdk_([0-9a-f]{12})_([0-9A-Za-z_-]{43})")
 _NOBODY = "0" * 64
@@ -31,6 +33,7 @@ class KeyLimits:
     requests_per_minute: int = setting(600, "(default: {default})", low=1, metavar="N")
     max_active: int = setting(64, "videos waiting or running (default: {default})", low=1, metavar="N")
     videos_per_day: int = setting(10_000, "(default: {default})", low=1, metavar="N")
+    max_stored_bytes: int = setting(10 << 30, "of finished videos (default: 10 GiB)", low=1, metavar="N")
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -88,13 +91,19 @@ class KeyRing:
         return f"mdk_{key_id}_{secret}", key
 
     def revoke(self, key_id: str) -> None:
-        """Raises:
-        UserError: if there is no such key.
+        """Ends a key and all that it waits for: its jobs fail, whoever runs them, and with them their streams end.
+
+        Raises:
+            UserError: if there is no such key.
         """
         with self._database.writing() as connection:
             changed = connection.execute(update(KEYS).where(KEYS.c.id == key_id).values(revoked_at=time.time()))
             if not changed.rowcount:
                 raise UserError(f"there is no key {key_id!r}; `megadit serve keys list` shows them")
+            active = (JOBS.c.key_id == key_id) & JOBS.c.status.in_((QUEUED, IN_PROGRESS))
+            connection.execute(delete(PREVIEWS).where(PREVIEWS.c.number.in_(select(JOBS.c.number).where(active))))
+            ended = failure(store_seconds(connection), "key_revoked", "its key was revoked")
+            connection.execute(update(JOBS).where(active).values(**ended))
 
     def all(self) -> list[Key]:
         with self._database.reading() as connection:

@@ -1,16 +1,24 @@
 """What Prometheus is told: the queue, how long each stage takes, and what became of every video."""
 
+import threading
 from collections.abc import Callable, Iterable
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_wsgi_app
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 from sqlalchemy.exc import SQLAlchemyError
 
+from megadit.models.shared.errors import UserError
+from megadit.serve.gateway.database import in_a_line
 from megadit.serve.gateway.logs import log
 
 _NOBODYS = {("", "queued"): 0, ("", "in_progress"): 0}
 """What a sum over keys finds when no key has any: autoscaling takes a metric that is not there for a fault."""
+_ASKED_AT_ONCE = 8
+"""Connections to the metrics; further ones are closed."""
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 
 
@@ -58,7 +66,7 @@ class _Queue(Collector):
             for labels, count in (_NOBODYS | self._counts()).items():
                 jobs.add_metric(labels, count)
         except SQLAlchemyError as error:  # all else is still told
-            log("store failed", reason=str(error).splitlines()[0])
+            log("store failed", reason=in_a_line(error))
         up = GaugeMetricFamily("megadit_server_up", "whether a Triton server takes work", labels=["server"])
         for url, is_healthy in self._health().items():
             up.add_metric([url], is_healthy)
@@ -66,3 +74,42 @@ class _Queue(Collector):
 
     def describe(self) -> Iterable[GaugeMetricFamily]:
         return []  # nothing is asked of the store when it is registered
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """A thread for each connection, of which there are few."""
+
+    daemon_threads = True
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._places = threading.Semaphore(_ASKED_AT_ONCE)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = 5
+    """Seconds of silence."""
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing: Prometheus asks every few seconds."""
+
+
+def serve_metrics(metrics: Metrics, host: str, port: int) -> None:
+    """Answers Prometheus from a thread of its own until the process ends."""
+    try:
+        server = make_server(host, port, make_wsgi_app(metrics.registry), _Server, _Handler)
+    except OSError as error:
+        raise UserError(f"{host}:{port} (metrics) cannot be used: {error.strerror}") from error
+    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()

@@ -1,5 +1,6 @@
-"""Around every request: an id, a line in the log, a count, and a limit of the body's size."""
+"""Around every request: an id, a line in the log, a count, and limits of the body's size and time."""
 
+import asyncio
 import re
 import secrets
 import time
@@ -17,7 +18,15 @@ _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 """What is counted under its name; clients can make up any number of others."""
 
 
+_SECONDS_OF_A_BODY = 30.0
+"""How long the whole of it may take, however it comes."""
+
+
 class _BodyTooLargeError(Exception):
+    pass
+
+
+class _BodyTooSlowError(Exception):
     pass
 
 
@@ -45,7 +54,7 @@ class Surroundings:
         try:
             await self._app(scope, self._limited(receive), sending)
         except Exception as error:
-            if not isinstance(error, _BodyTooLargeError):
+            if not isinstance(error, (_BodyTooLargeError, _BodyTooSlowError)):
                 log("request failed", error=error)
             if not status:
                 await answer(self._told(error))(scope, receive, sending)
@@ -54,11 +63,17 @@ class Surroundings:
             REQUEST_ID.reset(token)
 
     def _limited(self, receive: Receive) -> Receive:
-        received = 0
+        received, deadline = 0, asyncio.get_running_loop().time() + _SECONDS_OF_A_BODY
 
         async def receiving() -> Message:
-            nonlocal received
-            message = await receive()
+            nonlocal received, deadline
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise _BodyTooSlowError from None
+            if not message.get("more_body", False):
+                deadline = None  # what follows, however late, is that the client is gone
             received += len(message.get("body", b""))
             if received > self._max_body_bytes:
                 raise _BodyTooLargeError
@@ -69,6 +84,8 @@ class Surroundings:
     def _told(self, error: Exception) -> ApiError:
         if isinstance(error, _BodyTooLargeError):
             return ApiError(413, "too_large", f"the body is larger than {self._max_body_bytes:,} bytes")
+        if isinstance(error, _BodyTooSlowError):
+            return ApiError(408, "too_slow", f"the body did not come within {_SECONDS_OF_A_BODY:g} s")
         return ApiError(500, "internal_error", "the gateway failed; its log says how")
 
     def _note(self, scope: Scope, status: int, seconds: float) -> None:

@@ -11,7 +11,7 @@ from sqlalchemy import select, update
 from sqlalchemy.exc import SQLAlchemyError
 
 from megadit.serve.gateway.clock import store_seconds
-from megadit.serve.gateway.database import KEYS, Database
+from megadit.serve.gateway.database import KEYS, Database, in_a_line
 from megadit.serve.gateway.logs import log
 
 
@@ -35,7 +35,7 @@ class Rates:
         try:
             taken, seconds = self._fetch(key_id, per_minute)
         except SQLAlchemyError as error:
-            log("store failed", reason=str(error).splitlines()[0])
+            log("store failed", reason=in_a_line(error))
             return 0.0
         if taken:
             with self._lock:

@@ -13,12 +13,15 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 from starlette.concurrency import run_in_threadpool
+from starlette.types import Receive, Scope, Send
 
 from megadit.models.shared.errors import UserError
 from megadit.serve.contract import InvalidRequestError
 from megadit.serve.gateway.content import content_of
 from megadit.serve.gateway.errors import ApiError, not_found, of_validation, unavailable
+from megadit.serve.gateway.jobs import QUEUED, Job, NewJob
 from megadit.serve.gateway.keys import Key
 from megadit.serve.gateway.logs import log
 from megadit.serve.gateway.results import SUFFIXES
@@ -35,10 +38,8 @@ from megadit.serve.gateway.schemas import (
 )
 from megadit.serve.gateway.service import Gateway
 from megadit.serve.gateway.store import (
-    QUEUED,
     IdempotencyMismatchError,
-    Job,
-    NewJob,
+    KeyRevokedError,
     QuotaExceededError,
     TooManyActiveError,
 )
@@ -46,6 +47,8 @@ from megadit.serve.gateway.store import (
 _ID = re.compile(r"video_[0-9a-f]{32}")
 _SECONDS_BETWEEN_LOOKS = 0.2
 _SECONDS_BETWEEN_SIGNS_OF_LIFE = 15.0
+_MOST_FIELDS = 64
+"""Of a body; to complain of each of a hundred thousand would hold everybody up."""
 _BODY = {
     "requestBody": {
         "required": True,
@@ -102,7 +105,7 @@ def video_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRoute
         """
         await run_in_threadpool(_find, gateway, key, video_id)
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-        return StreamingResponse(streams.open(key, video_id), media_type="text/event-stream", headers=headers)
+        return streams.open(key, video_id, headers)
 
     @router.get(
         "/videos/{video_id}/content", response_class=Response, responses=_content(*SUFFIXES, statuses=(200, 206))
@@ -127,7 +130,7 @@ def video_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRoute
         if job.status == QUEUED:  # the end of one that runs is counted by who runs it
             gateway.metrics.videos.labels(key.id, job.model, "cancelled").inc()
         try:
-            gateway.results.remove(video_id)
+            gateway.results.remove(job.result_name)
         except Exception as error:  # whatever a file system raises; the next start sweeps the video away
             log("result not removed", error=error, job=video_id)
         return VideoDeleted(id=video_id)
@@ -160,13 +163,21 @@ async def _read(request: Request) -> CreateVideo:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     try:
         if kind == "application/json":
-            return CreateVideo.model_validate_json(await request.body())
+            return CreateVideo.model_validate(_few(from_json(await request.body(), allow_inf_nan=False)))
         if kind in ("multipart/form-data", "application/x-www-form-urlencoded"):
-            async with request.form(max_files=1, max_fields=64) as form:
+            async with request.form(max_files=1, max_fields=_MOST_FIELDS) as form:
                 return CreateVideo.model_validate(dict(form))
     except ValidationError as error:
         raise of_validation(error) from None
+    except ValueError as error:  # of what is no JSON, or is nested too deep
+        raise ApiError(400, "invalid_request", f"the body cannot be read: {error}"[:500]) from None
     raise ApiError(415, "unsupported_media_type", "send application/json or multipart/form-data")
+
+
+def _few(body: Any) -> Any:
+    if isinstance(body, dict) and len(body) > _MOST_FIELDS:
+        raise ApiError(400, "invalid_request", f"the body has {len(body):,} fields; {_MOST_FIELDS} is the most")
+    return body
 
 
 def _create(gateway: Gateway, key: Key, body: CreateVideo, idempotency_key: str | None) -> Video:
@@ -201,6 +212,8 @@ def _stored(gateway: Gateway, key: Key, new: NewJob) -> Job:
         return gateway.store.create(key, new)[0]
     except IdempotencyMismatchError as error:
         raise ApiError(422, "idempotency_mismatch", str(error)) from None
+    except KeyRevokedError as error:
+        raise ApiError(401, "invalid_api_key", str(error)) from None
     except TooManyActiveError as error:
         code, seconds, message = "too_many_active", 5.0, str(error)
     except QuotaExceededError as error:
@@ -222,6 +235,20 @@ def _model(gateway: Gateway, name: str) -> Model:
     return Model(id=name, service=None if info is None else info.to_dict())
 
 
+class _Stream(StreamingResponse):
+    """An answer that says when it has ended, however that came about."""
+
+    def __init__(self, *arguments: Any, on_end: Callable[[], None], **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_end()
+
+
 class _Streams:
     """Progress streams, of which each key may read a few at once."""
 
@@ -230,39 +257,47 @@ class _Streams:
         self._open: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def open(self, key: Key, video_id: str) -> AsyncIterator[str]:
-        """Raises:
-        ApiError: if this key reads as many as it may.
+    def open(self, key: Key, video_id: str, headers: dict[str, str]) -> _Stream:
+        """The stream, which counts from now until its answer has ended.
+
+        Raises:
+            ApiError: if this key reads as many as it may.
         """
         with self._lock:
             if self._open[key.id] >= self._gateway.settings.max_streams:
                 message = f"this key may read {self._gateway.settings.max_streams} streams at once"
                 raise ApiError(429, "too_many_streams", message, retry_after=5)
-        return self._events(key, video_id)
+            self._count(key, 1)
+        return _Stream(
+            self._events(key, video_id),
+            on_end=lambda: self._end(key),
+            headers=headers,
+            media_type="text/event-stream",
+        )
+
+    def _end(self, key: Key) -> None:
+        with self._lock:
+            self._count(key, -1)
 
     async def _events(self, key: Key, video_id: str) -> AsyncIterator[str]:
-        self._count(key, 1)
-        try:
-            last, shown, told_at = None, 0, time.monotonic()
-            while not self._gateway.runner.is_draining:
-                job, preview = await run_in_threadpool(self._look, key, video_id, shown)
-                if job is None:
-                    yield "event: video.deleted\ndata: {}\n\n"
-                    return
-                if preview is not None:
-                    shown = preview.step
-                    yield _event("video.preview", preview)
-                if (job.status, job.step) != last:
-                    last, told_at = (job.status, job.step), time.monotonic()
-                    yield _event(f"video.{job.status}", Video.of(job, now=time.time()))
-                elif time.monotonic() - told_at > _SECONDS_BETWEEN_SIGNS_OF_LIFE:
-                    told_at = time.monotonic()
-                    yield ": still here\n\n"
-                if job.has_ended:
-                    return
-                await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
-        finally:
-            self._count(key, -1)
+        last, shown, told_at = None, 0, time.monotonic()
+        while not self._gateway.runner.is_draining:
+            job, preview = await run_in_threadpool(self._look, key, video_id, shown)
+            if job is None:
+                yield "event: video.deleted\ndata: {}\n\n"
+                return
+            if preview is not None:
+                shown = preview.step
+                yield _event("video.preview", preview)
+            if (job.status, job.step) != last:
+                last, told_at = (job.status, job.step), time.monotonic()
+                yield _event(f"video.{job.status}", Video.of(job, now=time.time()))
+            elif time.monotonic() - told_at > _SECONDS_BETWEEN_SIGNS_OF_LIFE:
+                told_at = time.monotonic()
+                yield ": still here\n\n"
+            if job.has_ended:
+                return
+            await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
 
     def _look(self, key: Key, video_id: str, shown: int) -> tuple[Job | None, VideoPreview | None]:
         """How far a video is, and its preview if that is of another step than the one shown last."""
@@ -273,9 +308,8 @@ class _Streams:
         return job, VideoPreview(id=video_id, step=found[0], data=base64.b64encode(found[1]).decode())
 
     def _count(self, key: Key, change: int) -> None:
-        with self._lock:
-            self._open[key.id] += change
-            self._gateway.metrics.streams.inc(change)
+        self._open[key.id] += change
+        self._gateway.metrics.streams.inc(change)
 
 
 def _event(kind: str, data: BaseModel) -> str:

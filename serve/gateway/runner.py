@@ -1,7 +1,8 @@
 """Takes jobs from the store to Triton and their videos to the results, whatever fails on the way.
 
 Each server has a thread that watches its health and one that hands it jobs while it has free slots: work goes where
-servers are healthy and idle. A job whose server fails is put back into the queue once, and then ends.
+servers are healthy and idle. A job whose server fails is put back into the queue once, where it then has a server for
+itself, and then ends: one that brings servers down takes others along once and not twice.
 """
 
 import threading
@@ -21,11 +22,13 @@ from megadit.serve.contract import (
     ServiceError,
     VideoResult,
 )
+from megadit.serve.gateway.database import in_a_line
+from megadit.serve.gateway.jobs import Job
 from megadit.serve.gateway.logs import log
 from megadit.serve.gateway.metrics import Metrics
 from megadit.serve.gateway.results import Results
 from megadit.serve.gateway.servers import Server, Servers
-from megadit.serve.gateway.store import MAX_ATTEMPTS, Job, JobStore
+from megadit.serve.gateway.store import MAX_ATTEMPTS, JobStore
 
 _SECONDS_BETWEEN_LOOKS = 0.2
 """At the queue; a job that this gateway was given is seen at once."""
@@ -54,6 +57,8 @@ class _Run:
     job: Job
     server: Server
     generation: Generation
+    num_slots: int = 1
+    """Of the server, that it holds."""
     began: float = field(default_factory=time.monotonic)
     stopped_for: str | None = None
     has_ended: threading.Event = field(default_factory=threading.Event)
@@ -151,7 +156,7 @@ class Runner:
             try:
                 is_given = server.is_healthy and self._begin_next(server)
             except SQLAlchemyError as error:
-                log("store failed", reason=str(error).splitlines()[0])
+                log("store failed", reason=in_a_line(error))
                 is_given = False
             if not is_given:
                 server.free.release()
@@ -165,14 +170,31 @@ class Runner:
         job = self._store.claim(frozenset(server.models))
         if job is None:
             return False
+        is_alone = job.error_code is not None
+        if is_alone and not self._empty(server):
+            self._persist(lambda: self._store.give_back(job))
+            return False
         generation = server.client(job.model).stream(job.request, timeout=self._settings.job_seconds)
-        run = _Run(job=job, server=server, generation=generation)
+        run = _Run(job=job, server=server, generation=generation, num_slots=server.slots if is_alone else 1)
         with self._lock:
             self._runs[job.id] = run
         self._metrics.stages.labels("queue", job.key_id).observe(max(0.0, job.started_at - job.created_at))
         log("job started", job=job.id, key=job.key_id, server=server.url, attempt=job.attempts)
         self._pool.submit(self._work, run)
         return True
+
+    def _empty(self, server: Server) -> bool:
+        """Waits until a server, of which one slot is held, has no other job; whether all slots are held then.
+
+        False if this gateway is about to end, or the server answers no more.
+        """
+        held = 0
+        while held < server.slots - 1 and not self._draining.is_set():
+            held += server.free.acquire(timeout=_SECONDS_BETWEEN_LOOKS)
+        is_ours = held == server.slots - 1 and not self._draining.is_set() and server.probe()
+        if not is_ours and held:
+            server.free.release(held)
+        return is_ours
 
     # ------------------------------------------------------------------------------------------ one job
 
@@ -185,7 +207,7 @@ class Runner:
             with self._lock:
                 del self._runs[run.job.id]
             run.has_ended.set()
-            run.server.free.release()
+            run.server.free.release(run.num_slots)
             self._news.set()
 
     def _settle(self, run: _Run) -> None:
@@ -243,7 +265,7 @@ class Runner:
         if self._persist(lambda: self._store.complete(run.job, result, seconds_to_live=seconds)):
             self._end(run, "completed")
         else:
-            self._results.remove(run.job.id)  # deleted in the meantime
+            self._results.remove(result.name)  # deleted in the meantime, or another gateway's by now
 
     def _settle_stopped(self, run: _Run, error: CancelledError) -> None:
         if run.stopped_for == _CANCELLED:
@@ -258,7 +280,10 @@ class Runner:
         run.server.suspect()
         self._metrics.interruptions.labels(run.server.url).inc()
         log("job interrupted", job=run.job.id, server=run.server.url, attempt=run.job.attempts, reason=reason)
-        if self._persist(lambda: self._store.interrupt(run.job, reason)) and run.job.attempts >= MAX_ATTEMPTS:
+        if (
+            self._persist(lambda: self._store.interrupt(run.job, reason, suspicion="server_failed"))
+            and run.job.attempts >= MAX_ATTEMPTS
+        ):
             self._end(run, "failed", "server_failed")
 
     def _fail(self, run: _Run, code: str, message: str) -> None:
@@ -277,6 +302,6 @@ class Runner:
             try:
                 return write()
             except SQLAlchemyError as error:
-                log("store failed", reason=str(error).splitlines()[0])
+                log("store failed", reason=in_a_line(error))
                 if self._ended.wait(1.0):
                     raise

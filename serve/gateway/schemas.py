@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from megadit.models.settings import SERVED
 from megadit.models.shared.options import Setting
 from megadit.serve.contract import InvalidRequestError, ServiceInfo, VideoRequest
-from megadit.serve.gateway.store import COMPLETED, FAILED, Job
+from megadit.serve.gateway.jobs import COMPLETED, FAILED, Job
 
 _INT32, _INT64 = 2**31 - 1, 2**63 - 1
 

@@ -1,9 +1,11 @@
 """The gateway put together: store, keys, servers, runner, results; and the house-keeping that never ends."""
 
+import asyncio
 import itertools
 import shutil
 import socket
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.options import check_settings, group, setting
 from megadit.serve.contract import MODEL
 from megadit.serve.gateway.clock import Heart
-from megadit.serve.gateway.database import Database, store_url
+from megadit.serve.gateway.database import Database, holds_password, in_a_line, store_url
 from megadit.serve.gateway.keys import KeyRing
 from megadit.serve.gateway.logs import log
 from megadit.serve.gateway.metrics import Metrics
@@ -26,6 +28,7 @@ from megadit.serve.gateway.webhooks import Webhooks
 
 _SECONDS_BETWEEN_BEATS = 1.0
 _BEATS_BETWEEN_PURGES = 60
+_SECONDS_FOR_READINESS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +64,11 @@ class GatewaySettings:
         check_settings(self)
         if not self.servers:
             raise UserError("give at least one server, such as grpc://127.0.0.1:8001")
+        if holds_password(self.store):
+            raise UserError(
+                "the store's URL holds a password, which every user of this machine would see in the process list; "
+                "give postgresql+psycopg://USER@HOST/DB?passfile=FILE (a password file of PostgreSQL's)"
+            )
 
 
 class Gateway:
@@ -77,6 +85,7 @@ class Gateway:
         self.keys = KeyRing(self.database)
         self.store = JobStore(self.database, owner=settings.name or f"{socket.gethostname()}:{port}")
         self.results = Results(settings.results)
+        self.results.claim(self.database.store_id, self.store.knows)
         self.metrics = Metrics()
         self.rates = Rates(self.database)
         self.servers = Servers.of(settings.servers, settings.models, slots=settings.slots)
@@ -90,6 +99,8 @@ class Gateway:
         self.metrics.watch(self.store.counts, lambda: {server.url: server.is_healthy for server in self.servers.all})
         self._webhooks = Webhooks(self.store, self.keys, self.metrics)
         self._heart = Heart(self.database, self.store.owner)
+        self._asker = ThreadPoolExecutor(1, thread_name_prefix="readiness")
+        self._asked: Future | None = None
         self._stopping = threading.Event()
         self._housekeeper = threading.Thread(target=self._keep_house, name="housekeeper", daemon=True)
 
@@ -105,15 +116,17 @@ class Gateway:
         self._webhooks.stop()
         self._stopping.set()
         self._housekeeper.join()
+        self._asker.shutdown()
         self.database.close()
 
-    def is_ready(self) -> bool:
-        """Whether the store answers, a server is healthy and this gateway is not about to end."""
-        try:
-            self.store.has_queued()
-        except SQLAlchemyError:
+    async def is_ready(self) -> bool:
+        """Whether the store answers, a server is healthy and this gateway is not about to end; soon in any case."""
+        if self.runner.is_draining or not self.servers.num_healthy:
             return False
-        return self.servers.num_healthy > 0 and not self.runner.is_draining
+        if self._asked is None or self._asked.done():  # a store that has not answered yet is asked nothing else
+            self._asked = self._asker.submit(self.store.has_queued)
+        answers, _ = await asyncio.wait([asyncio.wrap_future(self._asked)], timeout=_SECONDS_FOR_READINESS)
+        return any(answer.exception() is None for answer in answers)
 
     def has_room(self) -> bool:
         """Whether the disks of the store and of the results have room for more."""
@@ -131,11 +144,11 @@ class Gateway:
                     for job in self.store.interrupt_all(dead):
                         log("job interrupted", job=job.id, reason=f"the gateway {dead} ended")
                 for job in self.store.expired():
-                    self.results.remove(job.id)
+                    self.results.remove(job.result_name)
                     self.store.forget_result(job)
                 if beat % _BEATS_BETWEEN_PURGES == 0:
                     self.store.purge(self.settings.history_seconds)
             except SQLAlchemyError as error:
-                log("store failed", reason=str(error).splitlines()[0])
+                log("store failed", reason=in_a_line(error))
             except Exception as error:  # a place of results that does not answer; the next round tries again
                 log("housekeeping failed", error=error)

@@ -1,6 +1,4 @@
-"""Jobs, from the request to the end of their history, in a store that survives whatever happens to the gateway.
-
-    queued -> in_progress -> completed | failed        (and from any of them: deleted)
+"""Jobs in a store that survives whatever happens to the gateway.
 
 A change of a running job names its owner and attempt: a gateway that was thought dead and comes back changes nothing.
 """
@@ -9,17 +7,26 @@ import json
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, select, update
+from sqlalchemy import ColumnElement, Connection, and_, delete, func, select, update
 
-from megadit.serve.contract import VideoRequest
 from megadit.serve.gateway.clock import store_seconds
 from megadit.serve.gateway.database import CLAIMING, JOBS, KEYS, PREVIEWS, Database
+from megadit.serve.gateway.jobs import (
+    COMPLETED,
+    DELETED,
+    FAILED,
+    IN_PROGRESS,
+    QUEUED,
+    Job,
+    NewJob,
+    Result,
+    failure,
+    job_of,
+)
 from megadit.serve.gateway.keys import Key
 
-QUEUED, IN_PROGRESS, COMPLETED, FAILED, DELETED = "queued", "in_progress", "completed", "failed", "deleted"
 MAX_ATTEMPTS = 2
 """How often a job is begun: a server that fails under it costs it its place once."""
 _DAY = 86_400.0
@@ -28,71 +35,16 @@ _WANTED = "wanted"
 _AT_ONCE = 500
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """One row."""
-
-    number: int
-    id: str
-    key_id: str
-    model: str
-    request: VideoRequest
-    priority: int
-    status: str
-    step: int
-    attempts: int
-    owner: str | None
-    error_code: str | None
-    error_message: str | None
-    created_at: float
-    started_at: float | None
-    completed_at: float | None
-    seconds_to_live: float | None
-    """Of the result; negative once it is gone."""
-    media_type: str | None
-    num_bytes: int | None
-    sha256: str | None
-
-    @property
-    def progress(self) -> int:
-        """Percent of the steps; 100 only once the video is there."""
-        if self.status == COMPLETED:
-            return 100
-        return min(99, 100 * self.step // max(1, self.request.num_steps or 1))
-
-    @property
-    def has_ended(self) -> bool:
-        return self.status not in (QUEUED, IN_PROGRESS)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NewJob:
-    """What a client asks for."""
-
-    model: str
-    request: VideoRequest
-    priority: int = 2
-    """Among the jobs of its key: 1 is made first, then 2 and 3."""
-    idempotency_key: str | None = None
-    fingerprint: str = ""
-    """Of the request's body; the same idempotency key with another body is a mistake."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Result:
-    """A video that was stored."""
-
-    media_type: str
-    num_bytes: int
-    sha256: str
-
-
 class TooManyActiveError(Exception):
     """The key has as many jobs as it may have at once."""
 
 
 class QuotaExceededError(Exception):
-    """The key has asked for as many videos as it may in a day."""
+    """The key has asked for as many videos as it may in a day, or keeps as many bytes of them as it may."""
+
+
+class KeyRevokedError(Exception):
+    """The key was revoked while it asked."""
 
 
 class IdempotencyMismatchError(Exception):
@@ -113,10 +65,12 @@ class JobStore:
         """The job, and whether it is new; an idempotency key that was seen gives the job that it made.
 
         Raises:
-            IdempotencyMismatchError, TooManyActiveError, QuotaExceededError
+            IdempotencyMismatchError, KeyRevokedError, TooManyActiveError, QuotaExceededError
         """
         with self._database.writing() as connection:
-            connection.execute(select(KEYS.c.id).where(KEYS.c.id == key.id).with_for_update())  # one at a time
+            one_at_a_time = select(KEYS.c.revoked_at).where(KEYS.c.id == key.id).with_for_update()
+            if connection.execute(one_at_a_time).scalar_one() is not None:
+                raise KeyRevokedError("this key was revoked")
             now = store_seconds(connection)
             if new.idempotency_key is not None:
                 known = _one(connection, now, JOBS.c.key_id == key.id, JOBS.c.idempotency_key == new.idempotency_key)
@@ -177,7 +131,7 @@ class JobStore:
                 conditions.append(JOBS.c.number < last.number if newest_first else JOBS.c.number > last.number)
             order = JOBS.c.number.desc() if newest_first else JOBS.c.number
             rows = connection.execute(select(JOBS).where(*conditions).order_by(order).limit(limit + 1)).all()
-        return [_job(row, now) for row in rows[:limit]], len(rows) > limit
+        return [job_of(row, now) for row in rows[:limit]], len(rows) > limit
 
     def delete(self, key_id: str, job_id: str) -> Job | None:
         """The job as it was before; None where there was none."""
@@ -245,10 +199,14 @@ class JobStore:
         return self._change(job, lambda now: {"step": step}, preview)
 
     def complete(self, job: Job, result: Result, *, seconds_to_live: float) -> bool:
+        """False if the job is not ours to run any more, and its result therefore nobody's."""
+
         def values(now: float) -> dict[str, Any]:
             return {
                 "status": COMPLETED,
+                "error_code": None,
                 "step": job.request.num_steps or 0,
+                "result_name": result.name,
                 "media_type": result.media_type,
                 "num_bytes": result.num_bytes,
                 "sha256": result.sha256,
@@ -257,27 +215,36 @@ class JobStore:
                 "expires_tick": now + seconds_to_live,
             }
 
-        return self._change(job, values)
+        return self._change(job, values) or self._has(job, result)
+
+    def _has(self, job: Job, result: Result) -> bool:
+        """Whether the job was completed with this very result by a transaction whose answer was lost."""
+        with self._database.reading() as connection:
+            same = select(JOBS.c.number).where(JOBS.c.number == job.number, JOBS.c.result_name == result.name)
+            return connection.execute(same.where(JOBS.c.status == COMPLETED)).first() is not None
 
     def fail(self, job: Job, code: str, message: str) -> bool:
-        return self._change(job, lambda now: _failure(now, code, message))
+        return self._change(job, lambda now: failure(now, code, message))
 
     def give_back(self, job: Job) -> bool:
         """Puts it back into the queue as if it had never been begun."""
         return self._change(job, lambda now: {"status": QUEUED, "owner": None, "step": 0, "attempts": job.attempts - 1})
 
-    def interrupt(self, job: Job, reason: str) -> bool:
-        """Puts it back into the queue, or ends it where it has been begun often enough."""
+    def interrupt(self, job: Job, reason: str, *, suspicion: str | None = None) -> bool:
+        """Puts it back into the queue, or ends it where it has been begun often enough.
+
+        `suspicion` is the code of what it may have done to its server, and is kept with it.
+        """
         if job.attempts >= MAX_ATTEMPTS:
             return self.fail(job, "server_failed", f"interrupted {job.attempts} times, last because {reason}")
-        return self._change(job, lambda now: {"status": QUEUED, "owner": None, "step": 0})
+        return self._change(job, lambda now: {"status": QUEUED, "owner": None, "step": 0, "error_code": suspicion})
 
     def interrupt_all(self, owner: str) -> list[Job]:
         """What a gateway ran that is no more; as `interrupt` does it."""
         with self._database.reading() as connection:
             now = store_seconds(connection)
             rows = connection.execute(select(JOBS).where(JOBS.c.status == IN_PROGRESS, JOBS.c.owner == owner)).all()
-        jobs = [job for row in rows if self.interrupt(job := _job(row, now), "its gateway ended")]
+        jobs = [job for row in rows if self.interrupt(job := job_of(row, now), "its gateway ended")]
         with self._database.writing() as connection:  # what it had to tell is ours to tell
             untold = and_(JOBS.c.webhook == _WANTED, JOBS.c.status != IN_PROGRESS, JOBS.c.owner == owner)
             connection.execute(update(JOBS).where(untold).values(owner=self.owner))
@@ -310,7 +277,7 @@ class JobStore:
         with self._database.reading() as connection:
             now = store_seconds(connection)
             untold = select(JOBS).where(self._is_untold(), JOBS.c.key_id == key_id).order_by(JOBS.c.number)
-            return [_job(row, now) for row in connection.execute(untold.limit(_AT_ONCE))]
+            return [job_of(row, now) for row in connection.execute(untold.limit(_AT_ONCE))]
 
     def _is_untold(self) -> ColumnElement[bool]:
         return and_(JOBS.c.webhook == _WANTED, JOBS.c.status.in_((COMPLETED, FAILED)), JOBS.c.owner == self.owner)
@@ -326,7 +293,7 @@ class JobStore:
         with self._database.reading() as connection:
             now = store_seconds(connection)
             gone = select(JOBS).where(JOBS.c.num_bytes.is_not(None), JOBS.c.expires_tick < now).limit(_AT_ONCE)
-            return [_job(row, now) for row in connection.execute(gone)]
+            return [job_of(row, now) for row in connection.execute(gone)]
 
     def forget_result(self, job: Job) -> None:
         with self._database.writing() as connection:
@@ -343,12 +310,17 @@ class JobStore:
             )
             return connection.execute(delete(JOBS).where(old)).rowcount
 
-    def has_result(self, job_id: str) -> bool:
-        """Whether a stored result belongs to a job that has, or may yet get, one."""
-        wanted = JOBS.c.status.in_((QUEUED, IN_PROGRESS)) | JOBS.c.num_bytes.is_not(None)
+    def has_result(self, job_id: str, name: str) -> bool:
+        """Whether a stored file is the result of its job, or may yet become it."""
+        is_result = and_(JOBS.c.status == COMPLETED, JOBS.c.num_bytes.is_not(None), JOBS.c.result_name == name)
         with self._database.reading() as connection:
-            found = select(JOBS.c.number).where(JOBS.c.id == job_id, JOBS.c.status != DELETED, wanted)
-            return connection.execute(found).scalar_one_or_none() is not None
+            wanted = JOBS.c.status.in_((QUEUED, IN_PROGRESS)) | is_result
+            return connection.execute(select(JOBS.c.number).where(JOBS.c.id == job_id, wanted)).first() is not None
+
+    def knows(self, job_id: str) -> bool:
+        """Whether there is, or was, such a job."""
+        with self._database.reading() as connection:
+            return connection.execute(select(JOBS.c.number).where(JOBS.c.id == job_id)).first() is not None
 
     def counts(self) -> dict[tuple[str, str], int]:
         """(key, status) -> jobs, of those that wait or run."""
@@ -369,16 +341,12 @@ def _check_room(connection: Connection, key: Key, now: float) -> None:
     so_many_ago = connection.execute(ticks.offset(key.limits.videos_per_day - 1).limit(1)).scalar_one_or_none()
     if so_many_ago is not None and so_many_ago > now - _DAY:
         raise QuotaExceededError(f"this key may ask for {key.limits.videos_per_day} videos a day")
-
-
-def _failure(now: float, code: str, message: str) -> dict[str, Any]:
-    return {
-        "status": FAILED,
-        "error_code": code,
-        "error_message": message.encode(errors="replace").decode().replace("\0", " ")[:1000],
-        "completed_at": time.time(),
-        "ended_tick": now,
-    }
+    kept = select(func.coalesce(func.sum(JOBS.c.num_bytes), 0)).where(
+        JOBS.c.key_id == key.id, JOBS.c.status == COMPLETED, JOBS.c.num_bytes > 0
+    )
+    if connection.execute(kept).scalar_one() >= key.limits.max_stored_bytes:
+        most = f"{key.limits.max_stored_bytes:,} bytes"
+        raise QuotaExceededError(f"this key may keep {most} of videos: delete some, or wait until they expire")
 
 
 def _of_key(key_id: str) -> tuple[ColumnElement[bool], ...]:
@@ -387,13 +355,4 @@ def _of_key(key_id: str) -> tuple[ColumnElement[bool], ...]:
 
 def _one(connection: Connection, now: float, *conditions: ColumnElement[bool]) -> Job | None:
     row = connection.execute(select(JOBS).where(*conditions)).one_or_none()
-    return None if row is None else _job(row, now)
-
-
-def _job(row: Row, now: float) -> Job:
-    plain = {name: getattr(row, name) for name in Job.__dataclass_fields__ if name in JOBS.c and name != "request"}
-    return Job(
-        **plain,
-        request=VideoRequest(**json.loads(row.request)),
-        seconds_to_live=None if row.expires_tick is None else row.expires_tick - now,
-    )
+    return None if row is None else job_of(row, now)

@@ -3,6 +3,7 @@
 The address belongs to the key and is set by who runs the gateway: no request makes the gateway call anybody.
 """
 
+import asyncio
 import base64
 import hashlib
 import hmac
@@ -14,13 +15,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import httpx
 from sqlalchemy.exc import SQLAlchemyError
 
+from megadit.serve.gateway.database import in_a_line
+from megadit.serve.gateway.jobs import Job
 from megadit.serve.gateway.keys import Key, KeyRing
 from megadit.serve.gateway.logs import log
 from megadit.serve.gateway.metrics import Metrics
-from megadit.serve.gateway.store import Job, JobStore
+from megadit.serve.gateway.store import JobStore
 
 _SECONDS_BETWEEN_LOOKS = 0.5
 _SECONDS_TO_ANSWER = 10.0
+"""For the whole exchange, however slowly an address answers."""
+_SECONDS_OF_A_TURN = 10.0
+"""After which a key with more to tell waits for its next turn."""
 _FIRST_PAUSE, _MOST_TRIES = 1.0, 10
 _AT_ONCE = 8
 
@@ -55,19 +61,21 @@ class Webhooks:
                         if key_id not in calls or calls[key_id].done():
                             calls[key_id] = pool.submit(self._tell, key_id)
                 except SQLAlchemyError as error:
-                    log("store failed", reason=str(error).splitlines()[0])
+                    log("store failed", reason=in_a_line(error))
 
     def _tell(self, key_id: str) -> None:
-        """Tells one key what is due, until a call fails."""
+        """Tells one key what is due, until a call fails or its turn is over."""
+        end = time.monotonic() + _SECONDS_OF_A_TURN
         try:
             key, jobs, known = self._keys.find(key_id), self._store.untold(key_id), self._tries.pop(key_id, {})
             tries = self._tries[key_id] = {job.id: known[job.id] for job in jobs if job.id in known}
             for job in jobs:
                 is_due = tries.get(job.id, (0, 0.0))[1] <= time.monotonic()
-                if self._stopping.is_set() or (is_due and not self._try(key, job, tries)):
+                is_over = self._stopping.is_set() or time.monotonic() > end
+                if is_over or (is_due and not self._try(key, job, tries)):
                     return
         except SQLAlchemyError as error:
-            log("store failed", reason=str(error).splitlines()[0])
+            log("store failed", reason=in_a_line(error))
 
     def _try(self, key: Key | None, job: Job, tries: dict[str, tuple[int, float]]) -> bool:
         is_wanted = key is not None and not key.is_revoked
@@ -93,13 +101,18 @@ def _send(key: Key, job: Job) -> bool:
         "data": {"id": job.id},
     }
     body = json.dumps(event).encode()
+    headers = {"content-type": "application/json", **signature(key.webhook_secret, event["id"], body)}
     try:
-        headers = {"content-type": "application/json", **signature(key.webhook_secret, event["id"], body)}
-        call = httpx.stream("POST", key.webhook_url, content=body, headers=headers, timeout=_SECONDS_TO_ANSWER)
-        with call as answer:  # whose body is not read, however long it is
-            return answer.is_success
-    except (httpx.HTTPError, httpx.InvalidURL):
+        return asyncio.run(asyncio.wait_for(_post(key.webhook_url, body, headers), _SECONDS_TO_ANSWER))
+    except (httpx.HTTPError, httpx.InvalidURL, TimeoutError):
         return False
+
+
+async def _post(url: str, body: bytes, headers: dict[str, str]) -> bool:
+    """Whether the address takes it; httpx's own times begin anew with every byte."""
+    async with httpx.AsyncClient(timeout=None) as client:
+        async with client.stream("POST", url, content=body, headers=headers) as answer:  # whose body is not read
+            return answer.is_success
 
 
 def signature(secret: str, event_id: str, body: bytes) -> dict[str, str]:

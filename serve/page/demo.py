@@ -3,10 +3,10 @@
 Where no service runs, one is started on the bundle of `make demo`, and stopped with the page.
 """
 
-import itertools
 import os
 import queue
 import random
+import secrets
 import shutil
 import signal
 import sys
@@ -43,7 +43,10 @@ class PageOptions:
     bundle: str | None = setting(
         None, f"start a service on this bundle (default, where none runs: {DEMO_BUNDLE})", metavar="PATH"
     )
-    key: str | None = setting(None, f"the page talks to a gateway (--url, default: {GATEWAY}) with this key")
+    key_file: Path | None = setting(
+        None, f"the page talks to a gateway (--url, default: {GATEWAY}) with the key in this file"
+    )
+    """Not the key itself, which would stand in the process list."""
     host: str = setting("127.0.0.1", "address of the page (default: {default}; 0.0.0.0: all)")
     port: int = setting(7860, "of the page (default: {default})", metavar="PORT")
 
@@ -58,7 +61,7 @@ def _run(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     with ExitStack() as stack:
-        client = stack.enter_context(_client(options.url, options.bundle, options.key))
+        client = stack.enter_context(_client(options.url, options.bundle, options.key_file))
         from megadit.serve.page.layout import show  # gradio takes seconds to import: a mistake is told before
 
         try:
@@ -70,12 +73,16 @@ def _run(argv: list[str]) -> int:
     return 0
 
 
-def _client(url: str | None, bundle: str | None, key: str | None) -> AbstractContextManager[Client]:
+def _client(url: str | None, bundle: str | None, key_file: Path | None) -> AbstractContextManager[Client]:
     """A client of a gateway where there is a key, else of a service."""
-    if key is None:
+    if key_file is None:
         return service(url, bundle)
     if bundle is not None:
-        raise UserError("--key is of a gateway, and --bundle starts a service without one; give one of them")
+        raise UserError("--key_file is of a gateway, and --bundle starts a service without one; give one of them")
+    try:
+        key = key_file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{key_file} cannot be read; `megadit serve keys add NAME > {key_file}` writes one") from error
     try:
         return nullcontext(GatewayClient(url or GATEWAY, key))
     except UnavailableError as error:
@@ -114,7 +121,9 @@ class Take:
     """A finished video, and all it takes to make it again."""
 
     request: VideoRequest
-    result: VideoResult
+    media_type: str
+    seconds: float
+    """That it took."""
     path: Path
     picture: Path
     """A small animation of it, for the gallery."""
@@ -129,7 +138,6 @@ class Studio:
         self._folder = tempfile.TemporaryDirectory(prefix="megadit_videos_")
         self._kept: deque[Path] = deque()
         self._max_kept = max_kept
-        self._count = itertools.count()
         self._running: dict[str, list[Generation]] = {}
         self._lock = threading.Lock()
         self._seconds_per_work = self._measure()
@@ -196,12 +204,16 @@ class Studio:
                 generation.cancel()
 
     def keep(self, request: VideoRequest, result: VideoResult) -> Take:
-        """Writes a video where the page can serve it; the oldest go when there are too many."""
-        folder = self.folder / f"{next(self._count):06d}"
+        """Writes a video where the page can serve it; the oldest go when there are too many.
+
+        Who knows a path may read it: no visitor can guess another's.
+        """
+        folder = self.folder / secrets.token_urlsafe(16)
         folder.mkdir()
         take = Take(
             request=request,
-            result=result,
+            media_type=result.media_type,
+            seconds=result.seconds,
             path=folder / f"seed{result.seed}{result.suffix}",
             picture=folder / "picture.webp",
         )

@@ -242,7 +242,7 @@ class _VideoTab:
     def _finished(self, take: Take, note: str = "") -> dict:
         return {
             self.stage: _finished_stage(take),
-            self.facts: view.facts(take.request, take.result.seconds, note),
+            self.facts: view.facts(take.request, take.seconds, note),
             self.again: gr.Button(interactive=True),
             self.download: gr.DownloadButton(value=str(take.path), interactive=True),
             self.seed.number: take.request.seed,
@@ -298,7 +298,7 @@ class _CompareTab:
                 yield {self.stages[side]: view.progress_stage(_size(first), event)}
             else:
                 take = self.studio.keep(requests[side], event)
-                facts = view.facts(take.request, take.result.seconds)
+                facts = view.facts(take.request, take.seconds)
                 yield {self.stages[side]: _finished_stage(take), self.facts[side]: facts}
         yield {self.make: gr.Button(interactive=True)}
 
@@ -315,7 +315,7 @@ def _size(request: VideoRequest) -> view.Preset:
 
 
 def _finished_stage(take: Take) -> str:
-    return view.finished_stage(_size(take.request), f"/gradio_api/file={take.path}", take.result.media_type)
+    return view.finished_stage(_size(take.request), f"/gradio_api/file={take.path}", take.media_type)
 
 
 def _failed_stage(request: VideoRequest, error: ServiceError) -> str:

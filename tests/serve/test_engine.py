@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass, field, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from megadit.infer.video_io import encode_mp4
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.errors import UserError
+from megadit.models.text_encoders import ClassLabels
 from megadit.serve.build_repository import service_info
 from megadit.serve.contract import (
     CancelledError,
@@ -248,3 +250,62 @@ def test_frames_of_the_video_are_those_asked_for(engine):
 
     frames = iio.imread(asker.videos[0].data, plugin="pyav", extension=".mp4")
     assert np.shape(frames) == (3, 8, 16, 3)
+
+
+# ------------------------------------------------------------------------------------- strangers in one batch
+
+
+def test_a_request_at_fault_fails_alone_and_its_text_reaches_nobody_else(engine, pipeline, monkeypatch):
+    """As the latents of one prompt that are no finite numbers end the whole batch, in which they are found."""
+    sample = pipeline._sample
+
+    def faulty(batch, *arguments):
+        found = next((prompt for prompt in batch.prompts if "secret" in prompt), None)
+        if found is not None:
+            raise UserError(f"the latents of {found!r} are not finite numbers")
+        return sample(batch, *arguments)
+
+    monkeypatch.setattr(pipeline, "_sample", faulty)
+    bad, *good = (Asker(VideoRequest(prompt=prompt, seed=1)) for prompt in ("a secret", "b", "c"))
+    run(engine, good[0], bad, good[1])
+    assert isinstance(bad.endings[0], InvalidRequestError) and "a secret" in str(bad.endings[0])
+    assert [asker.endings for asker in good] == [[None]] * 2
+    assert [len(asker.videos) for asker in good] == [1, 1]
+    assert not any("secret" in repr(event) for asker in good for event in asker.events)
+
+
+def test_an_unknown_class_is_told_to_who_asked_for_it(engine, pipeline, monkeypatch):
+    labels = ClassLabels(names=("red", "blue"))
+    encoder = SimpleNamespace(encode=lambda texts: labels.encode(texts))
+    monkeypatch.setattr(pipeline, "text_encoder", encoder)
+    monkeypatch.setattr(Engine, "_generate", lambda self, group, *_: [each.finish() for each in group])
+    bad, good = Asker(VideoRequest(prompt="a secret class")), Asker(VideoRequest(prompt="red"))
+    run(engine, bad, good)
+    assert isinstance(bad.endings[0], InvalidRequestError) and good.endings == [None]
+
+
+def test_videos_that_were_sent_before_a_fault_are_not_sent_again(engine, pipeline, monkeypatch):
+    monkeypatch.setattr("megadit.infer.pipeline.TOKENS_PER_BATCH", 1)
+    sample, calls = pipeline._sample, []
+
+    def faulty(batch, *arguments):
+        calls.append(batch.prompts)
+        if len(calls) == 2:
+            raise RuntimeError("once")
+        return sample(batch, *arguments)
+
+    monkeypatch.setattr(pipeline, "_sample", faulty)
+    askers = [Asker(VideoRequest(prompt=prompt, num_videos=2)) for prompt in "ab"]
+    run(engine, *askers)
+    assert [[video.index for video in asker.videos] for asker in askers] == [[0, 1]] * 2
+    assert calls == [["a"], ["a"], ["a"], ["b"], ["b"]], "the first of them was made once"
+
+
+def test_a_text_is_measured_by_what_it_costs(engine, pipeline):
+    limits = replace(engine.info.limits, max_text_tokens=3)
+    strict = Engine(pipeline, replace(engine.info, limits=limits))
+    askers = [Asker(VideoRequest(prompt="a b c")), Asker(VideoRequest(prompt="a b c d"))]
+    askers.append(Asker(VideoRequest(prompt="a", negative_prompt="a b c d")))
+    run(strict, *askers)
+    assert askers[0].endings == [None]
+    assert all("4 tokens" in str(asker.endings[0]) for asker in askers[1:])

@@ -51,6 +51,7 @@ REPOSITORY = (
     *(("--images",), ("--dtype", "bfloat16"), ("--device", "0,3"), ("--instances", "2"), ("--max_batch_size", "3")),
     *(("--max_queue_size", "5"), ("--queue_seconds", "7"), ("--batching_seconds", "0.5"), ("--max_videos", "2")),
     *(("--max_prompt_characters", "9"), ("--max_frames", "6"), ("--max_pixels", "5000"), ("--max_work", "90000")),
+    ("--max_text_tokens", "7"),
 )
 
 
@@ -93,7 +94,8 @@ def test_every_option_reaches_the_server(tmp_path, note, monkeypatch):
         assert verbs.main(["serve", "run", str(tmp_path), *more]) == 0
         return list(note.all)
 
-    assert differing(seen, RUN) == [flag for flag, *_ in RUN]
+    flags = (*RUN, ("--control_secret", str(tmp_path / "secret")))
+    assert differing(seen, flags) == [flag for flag, *_ in flags]
 
 
 def test_every_option_reaches_the_container(tmp_path, capsys):
@@ -123,7 +125,8 @@ def test_every_option_reaches_what_is_kept_up(tmp_path, note, monkeypatch):
         assert verbs.main(["serve", "up", str(tmp_path), *more]) == 0
         return list(note.all)
 
-    assert differing(seen, UP) == [flag for flag, *_ in UP]
+    flags = (("--control_secret", str(tmp_path / "secret")), *UP)
+    assert differing(seen, flags) == [flag for flag, *_ in flags]
 
 
 GATEWAY = (
@@ -132,6 +135,7 @@ GATEWAY = (
     *(("--metrics_host", "0.0.0.0"), ("--metrics_port", "9004"), ("--name", "mine"), ("--slots", "3")),
     *(("--job_seconds", "2"), ("--hang_seconds", "3"), ("--max_body_bytes", "99"), ("--max_streams", "4")),
     *(("--min_free_bytes", "5"), ("--history_seconds", "6"), ("--drain_seconds", "7")),
+    ("--max_connections", "20"),
 )
 
 
@@ -139,7 +143,7 @@ def test_every_option_reaches_the_gateway(note, monkeypatch):
     gateway = SimpleNamespace(metrics=SimpleNamespace(registry=None), start=lambda: None)
     gateway.store = SimpleNamespace(owner="")
     monkeypatch.setattr(command, "Gateway", note(lambda: gateway))
-    for name in ("_listen", "start_http_server"):
+    for name in ("_listen", "serve_metrics", "most_connections", "Door"):
         monkeypatch.setattr(command, name, note())
     monkeypatch.setattr(command, "serve", note(0))
     monkeypatch.setattr(command, "log_as_json", lambda: None)
@@ -152,7 +156,7 @@ def test_every_option_reaches_the_gateway(note, monkeypatch):
 
     assert differing(seen, GATEWAY) == [flag for flag, *_ in GATEWAY]
     settings = GatewaySettings()
-    assert seen()[1][0] == (settings,) and replace(settings, slots=3) == seen("--slots", "3")[1][0][0]
+    assert seen()[3][0] == (settings,) and replace(settings, slots=3) == seen("--slots", "3")[3][0][0]
 
 
 def test_every_option_of_a_key_is_written_down(tmp_path, capsys):
@@ -161,6 +165,7 @@ def test_every_option_of_a_key_is_written_down(tmp_path, capsys):
         return capsys.readouterr().out
 
     limits = (("--requests_per_minute", "7"), ("--max_active", "8"), ("--videos_per_day", "9"))
+    limits += (("--max_stored_bytes", "10"),)
     for number, (flag, value) in enumerate((*limits, ("--webhook", "https://example.org/told"))):
         store = f"--store={tmp_path / str(number)}.sqlite"
         keys("add", "alice", store, flag, value)
@@ -206,7 +211,7 @@ def test_every_option_reaches_the_service(tmp_path, note, monkeypatch, capsys):
     assert json.loads((tmp_path / "elsewhere.json").read_text())["seed"] == 1
 
 
-def test_every_option_reaches_the_page(note, monkeypatch, capsys):
+def test_every_option_reaches_the_page(tmp_path, note, monkeypatch, capsys):
     monkeypatch.setattr(demo.signal, "signal", lambda *_: None)
     monkeypatch.setattr(demo, "VideoClient", note(lambda: SimpleNamespace(info=dict)))
     monkeypatch.setattr(demo, "GatewayClient", note(lambda: SimpleNamespace(info=dict)))
@@ -218,7 +223,9 @@ def test_every_option_reaches_the_page(note, monkeypatch, capsys):
         code = verbs.main(["serve", "demo", *more])
         return code, list(note.all), capsys.readouterr().err
 
-    flags = (("--url", "grpc://elsewhere:1"), ("--host", "0.0.0.0"), ("--port", "9005"), ("--key", "secret"))
+    (tmp_path / "key").write_text("secret")
+    flags = (("--url", "grpc://elsewhere:1"), ("--host", "0.0.0.0"), ("--port", "9005"))
+    flags += (("--key_file", str(tmp_path / "key")),)
     flags += (("--bundle", "no/such/bundle"),)
     assert differing(seen, flags) == [flag for flag, *_ in flags]
     assert "no/such/bundle does not exist" in seen("--bundle", "no/such/bundle")[2]

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -19,7 +20,7 @@ from megadit.models.shared.errors import UserError
 from megadit.serve import triton_binary
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import ServiceError, VideoRequest
-from megadit.serve.local_server import SHARED_MEMORY, LocalServer, Ports
+from megadit.serve.local_server import SECRET_HEADER, SHARED_MEMORY, LocalServer, Ports, secret_in
 from megadit.serve.run import docker_command
 
 
@@ -37,7 +38,8 @@ def processes_of(group: int) -> list[int]:
 
 
 def leftovers(server: LocalServer) -> dict:
-    regions = [region.name for region in SHARED_MEMORY.glob(f"{server._prefix}*")]
+    places = (SHARED_MEMORY, Path(tempfile.gettempdir()))
+    regions = [path.name for place in places for path in place.glob(f"{server._prefix}*")]
     server.ports.check_free("127.0.0.1")
     return {"processes": processes_of(server.process.pid), "shared memory": regions}
 
@@ -52,10 +54,12 @@ def wait_for(condition, seconds: float = 60) -> None:
         time.sleep(0.1)
 
 
+SECRET = "0123456789abcdef" * 2
+
+
 def control(server: LocalServer, action: str, model: str) -> int:
-    return httpx.post(
-        f"http://{server.http_url}/v2/repository/models/{model}/{action}", json={}, timeout=60
-    ).status_code
+    url = f"http://{server.http_url}/v2/repository/models/{model}/{action}"
+    return httpx.post(url, json={}, headers={SECRET_HEADER: SECRET}, timeout=60).status_code
 
 
 @pytest.fixture
@@ -68,11 +72,12 @@ def lonely(tritonserver, repository, tmp_path):
 def test_start_load_unload_reload_stop_leave_nothing(tritonserver, repository, tmp_path, request):
     before = set(os.listdir(SHARED_MEMORY))
     for cycle in range(request.config.getoption("--cases") or 1):
-        with LocalServer(repository, models=("text_to_image",), log=tmp_path / f"{cycle}.log") as server:
+        started = {"models": ("text_to_image",), "control_secret": SECRET, "log": tmp_path / f"{cycle}.log"}
+        with LocalServer(repository, **started) as server:
             client = VideoClient(f"grpc://{server.grpc_url}")
             assert not client.is_ready()
             for action in ("load", "unload", "load", "load"):
-                control(server, action, "text_to_video")
+                assert control(server, action, "text_to_video") == 200
             assert len(client.generate(VideoRequest(prompt="a"))) == 1
         assert leftovers(server) == NOTHING
     assert set(os.listdir(SHARED_MEMORY)) <= before
@@ -213,6 +218,22 @@ def test_the_docker_command_is_what_production_needs(repository, capsys):
     assert verbs.main(["serve", "run", str(repository), "--docker", "print", "--http_port", "9000"]) == 0
     command = shlex.split(capsys.readouterr().out)
     assert command == docker_command(repository, Ports(http=9000))
-    assert {"--shm-size=1g", "9000:8000", f"{repository}:/models:ro"} <= set(command)
+    assert {"--shm-size=1g", "127.0.0.1:9000:8000", f"{repository}:/models:ro"} <= set(command)
     assert command[-6:] == ["megadit", "serve", "run", "/models", "--host", "0.0.0.0"]
+    assert "0.0.0.0:8001:8001" in docker_command(repository, Ports(), host="0.0.0.0"), "as it was asked to"
     assert "--gpus" not in docker_command(repository, Ports(), gpus="none")
+
+
+def test_a_model_that_is_not_there_is_told(tritonserver, repository):
+    with pytest.raises(UserError, match="has no model 'text_to_song', only text_to_image, text_to_video"):
+        LocalServer(repository, models=("text_to_song",))
+
+
+def test_a_secret_is_made_once_for_its_owner_alone(tmp_path):
+    path = tmp_path / "secret"
+    first = secret_in(path)
+    assert len(first) == 64 and secret_in(path) == first and path.stat().st_mode & 0o777 == 0o600
+    path.write_text("short")
+    for bad in (path, tmp_path / "no" / "such" / "folder", tmp_path):
+        with pytest.raises(UserError):
+            secret_in(bad)

@@ -110,8 +110,9 @@ def test_every_key_check_does_the_same_work(gateway, new_key, monkeypatch):
 
 
 def test_keys_are_kept_as_hashes(gateway, new_key, tmp_path):
-    text, _ = new_key()
-    secret = text.rpartition("_")[2].encode()
+    text, key = new_key()
+    secret = text.removeprefix(f"mdk_{key.id}_").encode()
+    assert len(secret) == 43
     with gateway.database.writing() as connection:
         connection.exec_driver_sql("SELECT 1")
     assert not [file for file in tmp_path.rglob("*") if file.is_file() and secret in file.read_bytes()]

@@ -1,5 +1,6 @@
 """Manifests: by the schemas of Kubernetes and of docker compose, and by the options that our commands know."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import yaml
 
 from megadit.models.shared.options import read_options
 from megadit.serve.gateway import command
+from megadit.serve.page.demo import PageOptions
 from megadit.serve.run import RunOptions
 
 SERVE = Path(__file__).resolve().parents[3] / "serve"
@@ -50,12 +52,33 @@ def test_claims_and_servers_are_those_that_exist():
     assert sum(argument.startswith("--server=") for argument in arguments) == autoscaler["maxReplicas"]
 
 
+def test_the_gateway_alone_may_ask_triton():
+    """In the cluster and in compose, where what is published is published to the machine itself."""
+    (asked, watched) = find("NetworkPolicy", "megadit-triton")["spec"]["ingress"]
+    assert asked == {"from": [{"podSelector": {"matchLabels": {"app": "megadit-gateway"}}}], "ports": [{"port": 8001}]}
+    assert watched["ports"] == [{"port": 8002}]
+    pods = {each["metadata"]["name"]: each["spec"] for each in DOCUMENTS if "template" in each["spec"]}
+    for name in ("megadit-triton", "megadit-gateway"):
+        chosen = find("NetworkPolicy", name)["spec"]["podSelector"]["matchLabels"]
+        assert chosen.items() <= pods[name]["template"]["metadata"]["labels"].items()
+    services = compose()["services"]
+    assert [name for name, each in services.items() if "inside" in each["networks"]] == ["triton", "gateway"]
+    assert "ports" not in services["triton"] and compose()["networks"]["inside"] == {"internal": True}
+    published = [port for each in services.values() for port in each.get("ports", [])]
+    assert len(published) == 3 and all(port.startswith("127.0.0.1:") for port in published)
+
+
+def test_the_image_is_newer_than_those_that_tiny_chunks_end():
+    year, month = re.search(r"^ARG TRITON=(\d+)\.(\d+)$", (SERVE / "Dockerfile").read_text(), re.MULTILINE).groups()
+    assert (int(year), int(month)) >= (25, 7)
+
+
 def test_our_commands_know_every_option():
     """In the manifests and in the compose file."""
-    options = {"gateway": command.GatewayOptions, "run": RunOptions}
+    options = {"gateway": command.GatewayOptions, "run": RunOptions, "demo": PageOptions}
     commands = [find("Deployment", "megadit-gateway"), find("StatefulSet", "megadit-triton")]
     commands = [each["spec"]["template"]["spec"]["containers"][0]["args"] for each in commands]
-    commands.append(compose()["services"]["gateway"]["command"])
+    commands += [compose()["services"][name]["command"] for name in ("gateway", "demo")]
     for megadit, serve, verb, *arguments in commands:
         assert (megadit, serve) == ("megadit", "serve")
         read_options(options[verb], arguments)

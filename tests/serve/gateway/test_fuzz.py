@@ -28,7 +28,7 @@ grpcclient = pytest.importorskip("tritonclient.grpc")
 
 MODELS = frozenset({"text_to_video"})
 STORE = {"jobs.sqlite", "jobs.sqlite-wal", "jobs.sqlite-shm", "videos"}
-VIDEO_FILE = re.compile(r"videos/(video_[0-9a-f]{32}|\.video_[0-9a-f]{32}\.[0-9a-f]{8})\.(mp4|png)")
+VIDEO_FILE = re.compile(r"videos/(video_[0-9a-f]{32}\.[0-9a-f]{16}|\.video_[0-9a-f]{32}(\.[0-9a-f]+){2})\.(mp4|png)")
 """Finished, or being written."""
 
 

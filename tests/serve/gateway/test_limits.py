@@ -13,10 +13,11 @@ from megadit.serve.gateway import clock
 from megadit.serve.gateway.app import create_app
 from megadit.serve.gateway.clock import Heart
 from megadit.serve.gateway.database import Database
+from megadit.serve.gateway.jobs import NewJob
 from megadit.serve.gateway.keys import KeyLimits, KeyRing
 from megadit.serve.gateway.rates import Rates
 from megadit.serve.gateway.service import Gateway
-from megadit.serve.gateway.store import JobStore, NewJob, QuotaExceededError, TooManyActiveError
+from megadit.serve.gateway.store import JobStore, QuotaExceededError, TooManyActiveError
 
 NEW = NewJob(
     model="text_to_video", request=VideoRequest(prompt="a", num_steps=4, num_frames=5, height=8, width=8, fps=8)

@@ -1,4 +1,4 @@
-"""The demo page of `megadit serve demo --key ...`, in headless chromium: its videos are made through a gateway."""
+"""The demo page of `megadit serve demo --key_file ...`, in headless chromium: its videos are made through a gateway."""
 
 import hashlib
 

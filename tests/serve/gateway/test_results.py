@@ -114,7 +114,7 @@ def test_a_video_that_is_deleted_while_it_is_read_is_read_to_its_end(visit, gate
     gateway.store.complete(job, gateway.results.put(job.id, DATA, "video/mp4"), seconds_to_live=1000)
     job = gateway.store.get(job.key_id, job.id)
     answer = content_of(gateway.results, job, asked=None, if_range=None)
-    gateway.results.remove(job.id)
+    gateway.results.remove(job.result_name)
 
     async def read() -> bytes:
         return b"".join([piece async for piece in answer.body_iterator])
@@ -127,34 +127,41 @@ def test_a_video_that_is_deleted_while_it_is_read_is_read_to_its_end(visit, gate
 def test_what_is_lost_or_half_there_is_not_served(completed, url):
     client, job = completed
     files, root = fsspec.core.url_to_fs(url)
-    files.pipe_file(f"{root}/{job.id}.mp4", DATA[:-1])
+    files.pipe_file(f"{root}/{job.result_name}", DATA[:-1])
     assert client.get(f"/v1/videos/{job.id}/content").json()["error"]["code"] == "lost"
-    files.rm_file(f"{root}/{job.id}.mp4")
+    files.rm_file(f"{root}/{job.result_name}")
     assert client.get(f"/v1/videos/{job.id}/content").json()["error"]["code"] == "lost"
 
 
 def test_a_deleted_video_leaves_nothing(completed, url):
     client, job = completed
     files, root = fsspec.core.url_to_fs(url)
-    assert files.exists(f"{root}/{job.id}.mp4")
+    assert files.exists(f"{root}/{job.result_name}")
     assert client.delete(f"/v1/videos/{job.id}").status_code == 200
     files.invalidate_cache()
-    assert not files.exists(f"{root}/{job.id}.mp4")
+    assert not files.exists(f"{root}/{job.result_name}")
 
 
 def test_a_sweep_removes_what_nobody_wants_and_nothing_else(url):
     results = Results(url)
-    assert results.sweep(lambda _: False) == 0, "where nothing was kept yet, there is nothing to sweep"
+    assert results.sweep(lambda *_: False) == 0, "where nothing was kept yet, there is nothing to sweep"
     wanted, unwanted, of_others = (f"video_{digit * 32}" for digit in "012")
-    for job_id in (wanted, unwanted):
-        results.put(job_id, DATA, "video/mp4")
+    kept, *_ = [results.put(job_id, DATA, "video/mp4").name for job_id in (wanted, wanted, unwanted)]
     files, root = fsspec.core.url_to_fs(url)
     files.pipe_file(f"{root}/.{unwanted}.0123abcd.mp4", DATA)
     files.pipe_file(f"{root}/of_{of_others}.mp4", DATA)
-    assert results.sweep(lambda job_id: job_id == wanted) == 2
+    assert results.sweep(lambda job_id, name: (job_id, name) == (wanted, kept)) == 3
     files.invalidate_cache()
     left = {path.rpartition("/")[2] for path in files.ls(root, detail=False)}
-    assert left == {f"{wanted}.mp4", f"of_{of_others}.mp4"}
+    assert left == {kept, f"of_{of_others}.mp4"}
+
+
+def test_any_place_belongs_to_one_store(url):
+    for _ in range(2):
+        Results(url).claim("a" * 32, lambda _: False)
+    with pytest.raises(UserError, match="another job store"):
+        Results(url).claim("b" * 32, lambda _: True)
+    assert Results(url).sweep(lambda *_: False) == 0, "who owns it is no video"
 
 
 def test_a_video_whose_time_is_over_is_removed_and_no_other(visit, gateway, eventually):
@@ -175,7 +182,8 @@ def test_a_video_whose_time_is_over_is_removed_and_no_other(visit, gateway, even
     videos = [client.get(url).json() for url in urls]
     assert [video["status"] for video in videos] == ["completed"] * 2
     assert videos[0]["expires_at"] is None and videos[1]["expires_at"] > videos[1]["completed_at"]
-    assert [file.name for file in Path(gateway.settings.results).iterdir()] == [f"{jobs[1].id}.mp4"]
+    left = gateway.store.get(jobs[1].key_id, jobs[1].id).result_name
+    assert [file.name for file in Path(gateway.settings.results).glob("video_*")] == [left]
     assert client.get(f"{urls[1]}/content").content == DATA
 
 
@@ -200,7 +208,8 @@ def test_a_place_that_does_not_answer_is_told_and_loses_nothing(gateway, visit, 
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "storage_unavailable")
         assert "secret" not in answer.text
     assert client.get(f"/v1/videos/{job.id}/content").content == DATA
-    monkeypatch.setattr(gateway.results, "remove", no_answer)
-    assert client.delete(f"/v1/videos/{job.id}").status_code == 200
+    with monkeypatch.context() as broken:
+        broken.setattr(gateway.results, "remove", no_answer)
+        assert client.delete(f"/v1/videos/{job.id}").status_code == 200
     assert client.get(f"/v1/videos/{job.id}").status_code == 404
     assert gateway.results.sweep(gateway.store.has_result) == 1

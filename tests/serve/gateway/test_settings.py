@@ -1,5 +1,6 @@
 """How long a job may take, a server be silent, and a key read: as the gateway's settings say, and no other number."""
 
+import asyncio
 import re
 import time
 from dataclasses import replace
@@ -12,11 +13,11 @@ from megadit.models.shared.errors import UserError
 from megadit.serve.contract import DeadlineExceededError, UnavailableError, VideoRequest, VideoResult
 from megadit.serve.gateway import runner
 from megadit.serve.gateway.errors import ApiError
+from megadit.serve.gateway.jobs import NewJob
 from megadit.serve.gateway.routes import _Streams
 from megadit.serve.gateway.runner import RunnerSettings, _Run
 from megadit.serve.gateway.servers import Server
 from megadit.serve.gateway.service import Gateway
-from megadit.serve.gateway.store import NewJob
 
 SIZES = {"num_steps": 4, "num_frames": 5, "height": 8, "width": 8, "fps": 8.0}
 MODEL = "text_to_video"
@@ -115,11 +116,18 @@ def raise_(error):
 
 
 def test_a_key_reads_so_many_streams(gateway, new_key):
-    _, key = new_key()
+    """Counted from the moment that one is opened, however many are opened before the first is read."""
+    (_, key), (_, other) = new_key(), new_key()
     gateway.settings = replace(gateway.settings, max_streams=2)
     streams = _Streams(gateway)
-    streams._count(key, 1)
-    streams.open(key, "video")
-    streams._count(key, 1)
+    first, _ = (streams.open(key, "video", {}) for _ in range(2))
     with pytest.raises(ApiError, match="2 streams at once"):
-        streams.open(key, "video")
+        streams.open(key, "video", {})
+    streams.open(other, "video", {})
+
+    async def gone(*_):
+        raise OSError("the client is gone")
+
+    with pytest.raises(Exception, match=""):
+        asyncio.run(first({"type": "http"}, gone, gone))
+    streams.open(key, "video", {})

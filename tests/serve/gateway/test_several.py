@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import threading
 from collections import Counter
 
 import pytest
@@ -10,17 +11,34 @@ from sqlalchemy import select
 
 from megadit.serve.gateway.database import JOBS, Database
 from megadit.serve.local_server import LocalServer
+from megadit.serve.supervise import keep_running
 
 LONG = {"prompt": "a long one", "num_steps": 600, "num_frames": 1}
+SHORTER = LONG | {"num_steps": 300}
 
 
 @pytest.fixture
-def tritons(server, repository, tmp_path):
-    """That of the other tests, and one that may be stopped."""
-    with LocalServer(repository, models=("text_to_video",), log=tmp_path / "triton.log", stop_seconds=3) as another:
+def tritons(server, repository, tmp_path, eventually):
+    """That of the other tests, and one that may be stopped.
+
+    The latter is kept running as `serve run` does it: Triton 2.51 may crash when it continues after its clients have
+    cancelled what it was doing.
+    """
+    settings = {"stop_seconds": 3, "hang_seconds": 1e6, "log": tmp_path / "triton.log"}
+    another, stopping = LocalServer(repository, models=("text_to_video",), **settings), threading.Event()
+    keep = {"tell": print, "stopping": stopping}
+    thread = threading.Thread(target=keep_running, args=[another.process], kwargs=keep)
+    thread.start()
+    try:
+        eventually(another.process.is_ready, thread.is_alive)
         yield [server, another]
+    finally:
+        stopping.set()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(another.process.pid, signal.SIGCONT)
+        while thread.is_alive():
+            another.process.stop()
+            thread.join(0.1)
 
 
 @pytest.fixture
@@ -101,7 +119,7 @@ def a_job_is_cancelled_at_the_other_gateway(visitor, gateways, eventually) -> No
 
 
 def work_goes_round_a_triton_that_stands_still(visitor, gateways, triton, eventually) -> None:
-    ids = [visitor.create(index % 2, **LONG | {"seed": index}) for index in range(8)]
+    ids = [visitor.create(index % 2, **SHORTER | {"seed": index}) for index in range(8)]
     eventually(lambda: sum(visitor.owners_of_running().values()) > 4)  # more than one Triton is given
     os.killpg(triton.process.pid, signal.SIGSTOP)
     visitor.finish(*ids, visitor.create(0, prompt="after"), visitor.create(1, prompt="after"))
@@ -120,7 +138,7 @@ def state(gateway, triton) -> str:
 
 
 def a_gateway_that_dies_leaves_its_jobs_to_the_other(visitor, gateways, eventually) -> None:
-    ids = [visitor.create(0, **LONG | {"seed": index}) for index in range(8)]
+    ids = [visitor.create(0, **SHORTER | {"seed": index}) for index in range(8)]
     eventually(lambda: visitor.owners_of_running()["one"] > 0)
     gateways[0].process.kill()
     gateways[0].process.wait()

@@ -18,15 +18,16 @@ from megadit.serve.gateway import clock, store
 from megadit.serve.gateway import database as databases
 from megadit.serve.gateway.clock import Heart
 from megadit.serve.gateway.database import Database
+from megadit.serve.gateway.jobs import NewJob, Result
 from megadit.serve.gateway.keys import KeyRing
 from megadit.serve.gateway.rates import Rates
-from megadit.serve.gateway.store import JobStore, NewJob, Result
+from megadit.serve.gateway.store import JobStore
 
 MODELS = frozenset({"text_to_video"})
 NEW = NewJob(
     model="text_to_video", request=VideoRequest(prompt="a", num_steps=4, num_frames=5, height=8, width=8, fps=8)
 )
-RESULT = Result(media_type="video/mp4", num_bytes=3, sha256="0" * 64)
+RESULT = Result(name="a.mp4", media_type="video/mp4", num_bytes=3, sha256="0" * 64)
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
@@ -217,7 +218,7 @@ def test_results_expire_by_the_time_that_passed_and_not_by_the_wall_clock(
     heart.beat()
     assert [job.id for job in jobs.expired()] == [done.id]
     jobs.forget_result(done)
-    assert jobs.expired() == [] and not jobs.has_result(done.id)
+    assert jobs.expired() == [] and not jobs.has_result(done.id, RESULT.name)
     time_passes(1000)
     heart.beat()
     assert jobs.purge(500) == 0, "it still counts for its key"
@@ -254,7 +255,8 @@ def test_an_accepted_job_survives_a_kill(tmp_path):
 import os, signal
 from megadit.serve.gateway.database import Database
 from megadit.serve.gateway.keys import KeyRing
-from megadit.serve.gateway.store import JobStore, NewJob
+from megadit.serve.gateway.jobs import NewJob
+from megadit.serve.gateway.store import JobStore
 from megadit.serve.contract import VideoRequest
 database = Database({str(tmp_path / "jobs.sqlite")!r})
 key = KeyRing(database).add("a")[1]
@@ -345,6 +347,7 @@ def test_a_store_of_the_release_before_opens_with_everything_in_it(old_store, tm
         found, _ = jobs.page(key.id, after=None, limit=10, newest_first=False)
         assert [job.status for job in found] == ["completed", "failed", "in_progress", "queued"]
         assert found[0].num_bytes == 5 and found[0].request.prompt == "a red seven"
+        assert found[0].result_name == f"{found[0].id}.mp4" and len(database.store_id) == 32
         known, is_new = jobs.create(key, replace(NEW, idempotency_key="order-0", fingerprint="f" * 64))
         assert known.id == found[0].id and not is_new
         assert [job.id for job in jobs.interrupt_all("old:8080")] == [found[2].id]
@@ -364,6 +367,9 @@ def test_a_postgresql_of_the_release_before_opens_too(postgres):
                 "ALTER TABLE jobs DROP COLUMN webhook",
                 "DROP TABLE previews",
                 "ALTER TABLE keys DROP COLUMN tokens, DROP COLUMN tokens_tick",
+                "DROP INDEX kept_by_a_key",
+                "ALTER TABLE jobs DROP COLUMN result_name",
+                "ALTER TABLE schema_version DROP COLUMN store_id",
                 "UPDATE schema_version SET version = 1",
             ):
                 connection.exec_driver_sql(change)

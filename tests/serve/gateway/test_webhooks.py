@@ -10,12 +10,13 @@ import pytest
 
 from megadit.serve.contract import VideoRequest
 from megadit.serve.gateway import webhooks
+from megadit.serve.gateway.jobs import NewJob, Result
 from megadit.serve.gateway.keys import KeyLimits
-from megadit.serve.gateway.store import JobStore, NewJob, Result
+from megadit.serve.gateway.store import JobStore
 from megadit.serve.gateway.webhooks import Webhooks, signature
 
 MODELS = frozenset({"text_to_video"})
-RESULT = Result(media_type="video/mp4", num_bytes=3, sha256="0" * 64)
+RESULT = Result(name="a.mp4", media_type="video/mp4", num_bytes=3, sha256="0" * 64)
 
 
 @pytest.fixture

@@ -1,8 +1,10 @@
 """The demo: its work without a page, and the page as a visitor meets it, in headless chromium."""
 
+import pickle
 import re
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -93,6 +95,10 @@ def test_a_take_is_kept_with_a_picture_and_the_oldest_goes(server):
     assert takes[1].path.read_bytes() == takes[2].path.read_bytes(), "the same request gives the same video"
     assert read_video(takes[2].path)[0].shape == (5, 16, 24, 3)
     assert takes[2].picture.exists()
+    assert len({take.path.parent.name for take in takes}) == 3, "another visitor's cannot be guessed"
+    assert min(len(take.path.parent.name) for take in takes) > 20
+    size = len(pickle.dumps(replace(takes[2], request=None)))
+    assert size < 1000 < len(takes[2].path.read_bytes()), "a page keeps paths and not videos"
 
 
 def is_video(event) -> bool:

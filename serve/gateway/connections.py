@@ -1,0 +1,116 @@
+"""How many connections a gateway keeps, and for how long: who asks for nothing makes room for who does.
+
+Every connection is a descriptor of the process. gRPC, over which Triton is asked, ends a process that has none left.
+"""
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from megadit.models.shared.errors import UserError
+from megadit.serve.supervise import raise_descriptor_limit
+
+_SECONDS_TO_ASK = 10.0
+"""From the beginning of a connection, or the end of an answer, until the whole head of the next request is there."""
+_OF_OURS = 512
+"""Descriptors of the store, the log, the metrics and what waits to be accepted."""
+_OF_A_SLOT = 8
+"""Descriptors of a job at Triton."""
+_FEWEST = 16
+BACKLOG = 128
+"""Connections that the kernel holds, and that are accepted in one go, before any has to make room."""
+
+
+def most_connections(wanted: int, *, slots: int) -> int:
+    """How many connections fit beside what `slots` jobs need; the process is let have as many files as it may.
+
+    Raises:
+        UserError: if hardly any do.
+    """
+    limit = raise_descriptor_limit()
+    room = (limit - _OF_OURS - slots * _OF_A_SLOT) // 2  # one that fetches a video holds its file open, too
+    if room < _FEWEST:
+        raise UserError(
+            f"this process may have {limit} files open, and needs {limit + 2 * (_FEWEST - room)}: raise `ulimit -n`"
+        )
+    return min(wanted, room)
+
+
+class Door:
+    """The connections of one process; all of it happens in the thread of its event loop."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._all: set[Connection] = set()
+        self._strangers: dict[Connection, None] = {}
+        """Those that have never asked for anything, the oldest first."""
+        self._idle: dict[Connection, None] = {}
+        """Those that have, and ask for nothing now, the longest silent first."""
+
+    def enter(self, connection: "Connection") -> bool:
+        """Whether it may stay; where all places are taken, one that asks for nothing goes instead."""
+        if len(self._all) >= self._most:
+            waiting = next(iter(self._strangers or self._idle), None)
+            if waiting is None:
+                return False
+            self.leave(waiting)
+            waiting.transport.close()
+        self._all.add(connection)
+        self._strangers[connection] = None
+        return True
+
+    def begin(self, connection: "Connection") -> None:
+        """It asks for something."""
+        self._strangers.pop(connection, None)
+        self._idle.pop(connection, None)
+
+    def rest(self, connection: "Connection") -> None:
+        """What it asked for is answered."""
+        if connection in self._all:
+            self._idle[connection] = None
+
+    def leave(self, connection: "Connection") -> None:
+        self._all.discard(connection)
+        self.begin(connection)
+
+
+class Connection(H11Protocol):
+    """uvicorn's, which has to ask within a time that single bytes do not prolong."""
+
+    def __init__(self, *arguments: Any, door: Door, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._door = door
+        self._end: asyncio.TimerHandle | None = None
+        """Of its patience; None while it is being answered."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if self._door.enter(self):
+            self._end = self.loop.call_later(_SECONDS_TO_ASK, transport.close)
+        else:
+            transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._follow()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._follow()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._end is not None:
+            self._end.cancel()
+        self._door.leave(self)
+        super().connection_lost(exc)
+
+    def _follow(self) -> None:
+        is_answered = self.cycle is None or self.cycle.response_complete
+        if not is_answered and self._end is not None:
+            self._end.cancel()
+            self._end = None
+            self._door.begin(self)
+        elif is_answered and self._end is None and not self.transport.is_closing():
+            self._end = self.loop.call_later(_SECONDS_TO_ASK, self.transport.close)
+            self._door.rest(self)

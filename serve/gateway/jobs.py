@@ -1,0 +1,101 @@
+"""What a job is, from the request to the end of its history.
+
+queued -> in_progress -> completed | failed        (and from any of them: deleted)
+"""
+
+import json
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Row
+
+from megadit.serve.contract import VideoRequest
+from megadit.serve.gateway.database import JOBS
+
+QUEUED, IN_PROGRESS, COMPLETED, FAILED, DELETED = "queued", "in_progress", "completed", "failed", "deleted"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One row."""
+
+    number: int
+    id: str
+    key_id: str
+    model: str
+    request: VideoRequest
+    priority: int
+    status: str
+    step: int
+    attempts: int
+    owner: str | None
+    error_code: str | None
+    """Of its failure; of a job that has not ended, what its server suffered under it."""
+    error_message: str | None
+    created_at: float
+    started_at: float | None
+    completed_at: float | None
+    seconds_to_live: float | None
+    """Of the result; negative once it is gone."""
+    media_type: str | None
+    num_bytes: int | None
+    sha256: str | None
+    result_name: str | None
+    """Of the file of its video."""
+
+    @property
+    def progress(self) -> int:
+        """Percent of the steps; 100 only once the video is there."""
+        if self.status == COMPLETED:
+            return 100
+        return min(99, 100 * self.step // max(1, self.request.num_steps or 1))
+
+    @property
+    def has_ended(self) -> bool:
+        return self.status not in (QUEUED, IN_PROGRESS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NewJob:
+    """What a client asks for."""
+
+    model: str
+    request: VideoRequest
+    priority: int = 2
+    """Among the jobs of its key: 1 is made first, then 2 and 3."""
+    idempotency_key: str | None = None
+    fingerprint: str = ""
+    """Of the request's body; the same idempotency key with another body is a mistake."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """A video that was stored."""
+
+    name: str
+    """Of its file: no two writes share one."""
+    media_type: str
+    num_bytes: int
+    sha256: str
+
+
+def failure(now: float, code: str, message: str) -> dict[str, Any]:
+    """The columns of a job that has failed; `now` is of the store's clock."""
+    return {
+        "status": FAILED,
+        "error_code": code,
+        "error_message": message.encode(errors="replace").decode().replace("\0", " ")[:1000],
+        "completed_at": time.time(),
+        "ended_tick": now,
+    }
+
+
+def job_of(row: Row, now: float) -> Job:
+    """The job that a row of the table is; `now` is of the store's clock."""
+    plain = {name: getattr(row, name) for name in Job.__dataclass_fields__ if name in JOBS.c and name != "request"}
+    return Job(
+        **plain,
+        request=VideoRequest(**json.loads(row.request)),
+        seconds_to_live=None if row.expires_tick is None else row.expires_tick - now,
+    )

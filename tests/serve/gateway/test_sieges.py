@@ -1,0 +1,151 @@
+"""Real gateways under siege: connections that ask for nothing, and a gateway that stands still at random moments.
+
+`--cases N` is the number of idle connections (2,000 in all its size), or of stops (100).
+"""
+
+import contextlib
+import hashlib
+import random
+import signal
+import socket
+import statistics
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from sqlalchemy import select
+
+from megadit.serve.gateway.database import JOBS, Database
+
+JOB = {"prompt": "an honest one", "num_steps": 2, "num_frames": 1}
+RUNNING = {"prompt": "a long one", "num_steps": 60, "num_frames": 1}
+HALF = b"POST /v1/videos HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n"
+FEW_FILES = ("sh", "-c", 'ulimit -n 1024 && exec "$@"', "sh")
+
+
+@pytest.fixture
+def besieged():
+    """besieged(port, idle, half): keeps so many connections open that say nothing, or half of something."""
+
+    def connect(port: int, said: bytes) -> socket.socket | None:
+        with contextlib.suppress(OSError):
+            connection = socket.create_connection(("127.0.0.1", port), timeout=10)
+            connection.sendall(said)
+            connection.setblocking(False)
+            return connection
+        return None
+
+    def is_open(connection: socket.socket | None) -> bool:
+        if connection is None:
+            return False
+        try:
+            return connection.recv(1 << 16) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    @contextlib.contextmanager
+    def keep(port: int, idle: int, half: int):
+        says, is_over = [b""] * idle + [HALF] * half, threading.Event()
+        connections: list[socket.socket | None] = [None] * len(says)
+
+        def besiege() -> None:
+            while not is_over.wait(0.1):
+                for place, said in enumerate(says):
+                    if not is_open(connections[place]) and not is_over.is_set():
+                        if connections[place] is not None:
+                            connections[place].close()
+                        connections[place] = connect(port, said)
+
+        thread = threading.Thread(target=besiege)
+        thread.start()
+        try:
+            yield connections
+        finally:
+            is_over.set()
+            thread.join()
+            for connection in filter(None, connections):
+                connection.close()
+
+    return keep
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_connections_that_ask_for_nothing_end_no_job(start_gateway, server, besieged, eventually, request):
+    """More of them than the gateway may have files, who come back as often as they are sent away."""
+    idle = request.config.getoption("--cases") or 1200
+    count = 50 if idle >= 2000 else 8
+    gateway = start_gateway(f"grpc://{server.grpc_url}", prefix=FEW_FILES)
+    client = gateway.client()
+
+    def make(seed: int) -> float:
+        began = time.monotonic()
+        video_id = client.post("/v1/videos", json=JOB | {"seed": seed}).json()["id"]
+        while (video := client.get(f"/v1/videos/{video_id}").json())["status"] not in ("completed", "failed"):
+            time.sleep(0.1)
+        assert video["status"] == "completed", video
+        assert client.get(f"/v1/videos/{video_id}/content").status_code == 200
+        return time.monotonic() - began
+
+    def make_all() -> list[float]:
+        with ThreadPoolExecutor(4) as threads:
+            return sorted(threads.map(make, range(count)))
+
+    make_all()  # the first ones are slower
+    quiet = make_all()
+    with besieged(gateway.port, idle, idle // 10) as connections:
+        eventually(lambda: None not in connections[: idle // 2])
+        under_siege = make_all()
+    for name, seconds in (("quiet", quiet), ("under siege", under_siege)):
+        p95 = seconds[int(0.95 * (count - 1))]
+        print(f"\n{name}: {count} jobs, median {statistics.median(seconds):.2f} s, p95 {p95:.2f} s", end="")
+    with contextlib.closing(Database(gateway.store)) as database, database.reading() as connection:
+        attempts = list(connection.execute(select(JOBS.c.attempts)).scalars())
+    assert attempts == [1] * 3 * count, "none was interrupted"
+    assert gateway.process.poll() is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(14_400)
+def test_a_gateway_that_stands_still_at_any_moment_loses_and_doubles_no_video(
+    start_gateway, server, postgres, eventually, tmp_path, request
+):
+    """Two on one store and one folder; what the one that stands still was doing the other does, and then both do."""
+    chance, cases = random.Random(0), request.config.getoption("--cases") or 2
+    gateways = [
+        start_gateway(
+            f"grpc://{server.grpc_url}", store=postgres, log=tmp_path / f"{name}.log",
+            arguments=(f"--name={name}", "--slots=2"),
+        )
+        for name in ("one", "two")
+    ]  # fmt: skip
+    key = gateways[0].new_key()
+    clients = [gateway.client(key) for gateway in gateways]
+    ids: list[str] = []
+    for case in range(cases):
+        for seed in range(6):
+            ids.append(clients[1].post("/v1/videos", json=RUNNING | {"seed": 100 * case + seed}).json()["id"])
+        time.sleep(3 * chance.random())
+        gateways[0].process.send_signal(signal.SIGSTOP)
+        time.sleep(chance.choice((1, 17)))  # dead to the other after 15
+        gateways[0].process.send_signal(signal.SIGCONT)
+    videos = {video_id: clients[1].get(f"/v1/videos/{video_id}").json() for video_id in ids}
+    for video_id in ids:
+        while videos[video_id]["status"] not in ("completed", "failed"):
+            time.sleep(0.2)
+            videos[video_id] = clients[1].get(f"/v1/videos/{video_id}").json()
+    failed = [video for video in videos.values() if video["status"] == "failed"]
+    assert {video["error"]["code"] for video in failed} <= {"server_failed"}, "those that stood still twice"
+    completed = [video_id for video_id in ids if videos[video_id]["status"] == "completed"]
+    for client in clients:
+        for video_id in completed:
+            answer = client.get(f"/v1/videos/{video_id}/content")
+            assert answer.status_code == 200, answer.text
+            assert hashlib.sha256(answer.content).hexdigest() == videos[video_id]["sha256"]
+    eventually(lambda: len(list((tmp_path / "videos").glob("[!.]*"))) == len(completed))
+    with contextlib.closing(Database(postgres)) as database, database.reading() as connection:
+        again = sum(attempts > 1 for attempts in connection.execute(select(JOBS.c.attempts)).scalars())
+    print(f"\n{cases} stops, {len(ids)} jobs, {again} of them begun again, {len(failed)} twice in vain")
