@@ -105,6 +105,7 @@ class Source:
 SHORT = {
     "infer/background.py": "one thread, used by two",
     "infer/inference_dit_model.py": "a name that users of NeMo type",
+    "models/adapter_config.py": "settings, free of torch",
     "models/denoiser.py": "the dense twin of denoise_packed, which training need not read",
     "models/megatron/extensions.py": "asked for by rules, without Megatron",
     "models/megatron/recomputed_blocks.py": "one of two block stacks of parallelize",
