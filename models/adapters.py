@@ -238,25 +238,23 @@ def train_adapter_only(dit: DiT, dtype: torch.dtype) -> None:
             parameter.requires_grad_(False).data = parameter.data.to(dtype)
 
 
-def initial_state(
-    config: DiTConfig, seed: int, base: Callable[[str], Tensor], dtype: torch.dtype
-) -> Callable[[str, torch.Size], Tensor]:
-    """value(key, shape) of an adapter before its first step, float32 and whole: the same in any layout.
+def initial_adapter_value(
+    key: str, config: DiTConfig, rank: int, *, seed: int, base: Callable[[str], Tensor], dtype: torch.dtype
+) -> Tensor:
+    """A tensor of an adapter state before the first step, float32 and whole: the same in any layout.
 
     `down` is normal with variance 1 / in, `up` zero, and a magnitude the norms of the rows of the weights that `base`
-    gives, in the precision in which they compute.
+    gives by their names, which compute in `dtype`.
     """
-
-    def value(key: str, shape: torch.Size) -> Tensor:
-        name, _, kind = key.rpartition(".")
-        if kind == "down":
-            return normal_values(key, shape, seed)
-        if kind == "up":
-            return torch.zeros(shape)
-        target = targets_of(config)[name]
-        return squared_norms(target.rows.of(base(f"{target.linear}.weight").to(dtype))).sqrt()
-
-    return value
+    name, _, kind = key.rpartition(".")
+    target = targets_of(config)[name]
+    match kind:
+        case "down":
+            return normal_values(key, torch.Size((rank, target.in_features)), seed)
+        case "up":
+            return torch.zeros(target.out_features, rank)
+        case _:
+            return squared_norms(target.rows.of(base(f"{target.linear}.weight").to(dtype))).sqrt()
 
 
 def draw_dropout(dit: DiT, dropout: float, *, seed: int, step: int) -> None:

@@ -69,6 +69,7 @@ def train_step(
     seen = [next(batches) for _ in range(training.num_micro_batches)]
     reading_seconds = time.perf_counter() - start
     mark(step, "computing losses and gradients")
+    training.begin_step(step)
     sums = _forward_backward(training, seen)
     expert_counts = exchange_counts(training)
     mark(step, "adding up the losses of all ranks")
