@@ -122,8 +122,9 @@ class LowRank(nn.ModuleDict):
         changes = []
         for factors in self.values():
             if factors.magnitude is not None:
-                norm = self._norm(factors.rows.of(weight_OI), factors)
-                change = factors.magnitude.float() / norm - 1
+                # rounded as the magnitudes are, which begin as these norms
+                norm = self._norm(factors.rows.of(weight_OI), factors).to(factors.magnitude.dtype)
+                change = factors.magnitude.float() / norm.float() - 1
                 changes.append(factors.rows.spread(change[:, None])[:, 0])
         return 1 + sum(changes) if changes else None
 
