@@ -65,7 +65,8 @@ def _parts(linear: str, config: DiTConfig) -> dict[str, Rows]:
             return {linear: Rows()}
 
 
-def chosen_targets(config: DiTConfig, patterns: Iterable[str]) -> dict[str, Target]:
+@lru_cache(maxsize=64)
+def chosen_targets(config: DiTConfig, patterns: tuple[str, ...]) -> Mapping[str, Target]:
     """The targets that any of the patterns names.
 
     Raises:

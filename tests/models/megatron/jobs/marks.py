@@ -147,7 +147,9 @@ def unseen_changes():
     for index, row in enumerate(plan.PLAN):
         for role in ROLES:
             changed = (*plan.PLAN[:index], replace(row, role=role), *plan.PLAN[index + 1 :])
-            if role is not row.role and not is_seen(changed):
+            # how the linear is shared, not its adapter, says whether tokens are gathered
+            is_same = "adapters" in row.names and {role, row.role} == {plan.COLUMN, plan.COLUMN_OF_TEXT}
+            if role is not row.role and not is_same and not is_seen(changed):
                 found.append((row.names, role.name))
     dist.destroy_process_group()
     return found
