@@ -13,6 +13,7 @@ that is no longer what was written is named, and passed over for the one before 
 
 import dataclasses
 import errno
+import json
 import pickle
 import shutil
 from collections.abc import Iterator, Mapping
@@ -357,7 +358,7 @@ def _kept_settings(config: RunConfig) -> dict[str, Any]:
             kept[name] = values[section][field_name]
         else:
             kept |= {f"{section}.{key}": value for key, value in values[section].items()}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}  # as in JSON
+    return json.loads(json.dumps(kept))  # as they are read back
 
 
 def _next_or_error(iterator: Iterator[Path]) -> Path | UserError | None:
