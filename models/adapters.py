@@ -242,7 +242,7 @@ def train_adapter_only(dit: DiT, dtype: torch.dtype) -> None:
 def initial_adapter_value(
     key: str, config: DiTConfig, rank: int, *, seed: int, base: Callable[[str], Tensor], dtype: torch.dtype
 ) -> Tensor:
-    """A tensor of an adapter state before the first step, float32 and whole: the same in any layout.
+    """The whole tensor of an adapter state before the first step, float32: the same in any layout.
 
     `down` is normal with variance 1 / in, `up` zero, and a magnitude the norms of the rows of the weights that `base`
     gives by their names, which compute in `dtype`.

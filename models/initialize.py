@@ -33,7 +33,7 @@ def initial_value(name: str, shape: torch.Size, seed: int) -> Tensor:
 
 
 def normal_values(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """float32 of variance 1 / fan_in."""
+    """float32 of this shape and of variance 1 / fan_in."""
     return torch.randn(shape, generator=generator_of(name, seed), device="cpu") / math.sqrt(shape[-1])
 
 

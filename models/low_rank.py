@@ -137,7 +137,10 @@ class LowRank(nn.ModuleDict):
 
 
 class Adapters(nn.ModuleDict):
-    """The adapters of a linear by their names; `forward` is the linear's output with all of their changes."""
+    """The adapters of a linear by their names; `forward` is its output with all of their changes.
+
+    x is [..., I], y = base(x) and the result [..., O].
+    """
 
     def stand_beside(self, base: nn.Module) -> None:
         """From now on `base` gives what `forward` makes of its output."""
