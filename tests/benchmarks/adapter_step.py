@@ -2,8 +2,8 @@
 
     python tests/benchmarks/adapter_step.py [--rounds 9] [--threads 1] [--json FILE]
 
-8 blocks 512 wide, one pack of 1,024 tokens, float32, AdamW; the adapter has rank 16 beside attention and MLP. The longer
-the samples, the more of a step is attention, whose backward stays whole.
+8 blocks 512 wide, one pack of 1,024 tokens, float32, AdamW; the adapter has rank 16 beside attention and MLP. The
+longer the samples, the more of a step is attention, whose backward stays whole.
 """
 
 import itertools
