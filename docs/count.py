@@ -39,12 +39,12 @@ VOCABULARY = ("models/config.py", "models/families.py", "models/expert_config.py
 
 NETWORK = (
     *("models/dit.py", "models/blocks.py", "models/attention.py", "models/experts.py", "models/axial.py"),
-    *("models/layout.py", "models/segments.py", "models/ops/"),
+    *("models/layout.py", "models/segments.py", "models/ops/", "models/adapters.py", "models/low_rank.py"),
 )
 NO_TENSOR_SPLIT = tuple(
     f"models/megatron/{name}.py"
     for name in (
-        *("groups", "sequence_parallel", "context_parallel", "expert_parallel"),
+        *("groups", "sequence_parallel", "context_parallel", "expert_parallel", "adapter_parallel"),
         *("recomputed_blocks", "graphed_blocks", "te_linears"),
     )
 )
@@ -86,7 +86,7 @@ QUESTIONS = (
         starts=("models/megatron/parallelize.py:parallelize",),
         beyond=(*VOCABULARY, *NETWORK, *NO_TENSOR_SPLIT),
         most_files=3,
-        most_lines=400,
+        most_lines=420,
     ),
 )
 
@@ -105,6 +105,7 @@ class Source:
 SHORT = {
     "infer/background.py": "one thread, used by two",
     "infer/inference_dit_model.py": "a name that users of NeMo type",
+    "models/adapter_config.py": "settings, free of torch",
     "models/denoiser.py": "the dense twin of denoise_packed, which training need not read",
     "models/megatron/extensions.py": "asked for by rules, without Megatron",
     "models/megatron/recomputed_blocks.py": "one of two block stacks of parallelize",

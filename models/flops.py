@@ -3,12 +3,15 @@
 Counted are the multiplications and additions (two operations) of matrix products: all linears of the network as it is,
 once for each video token, word or sample that they read, of experts those that are chosen; self-attention, whose cost
 is the square of each sample's tokens (or, along one axis, its tokens times those of a line); cross-attention, its
-tokens times its text. Padding, norms and activations count nothing. The backward takes twice the forward.
+tokens times its text. Padding, norms and activations count nothing. The backward takes twice the forward; where an
+adapter alone is trained, the network's linears take in it as much as forward, for the gradients of what they read.
 """
 
 from functools import lru_cache
 from math import prod
 
+from megadit.models.adapter_config import AdapterConfig
+from megadit.models.adapters import chosen_targets
 from megadit.models.config import DiTConfig
 from megadit.models.layout import PackLayout
 from megadit.models.segments import Segment
@@ -18,16 +21,26 @@ _TABLES = ("positions.", "class_embedder.")
 """Rows of these are looked up, not multiplied."""
 
 
-def training_flops(layout: PackLayout, model: DiTConfig) -> int:
-    """Floating-point operations of forward and backward for the samples of a pack."""
-    return 3 * sum(forward_flops(segment, model) for segment in layout.segments if not segment.is_padding)
+def training_flops(layout: PackLayout, model: DiTConfig, adapter: AdapterConfig | None = None) -> int:
+    """Floating-point operations of forward and backward for the samples of a pack; of `adapter` alone, if given."""
+    segments = [segment for segment in layout.segments if not segment.is_padding]
+    forward = sum(forward_flops(segment, model) for segment in segments)
+    if adapter is None:
+        return 3 * forward
+    attention = sum(attention_flops(segment, model) for segment in segments)
+    return 2 * forward + attention + 3 * sum(adapter_flops(segment, model, adapter) for segment in segments)
+
+
+def adapter_flops(segment: Segment, model: DiTConfig, adapter: AdapterConfig) -> int:
+    """Of one sample, of what an adapter computes beside the linears."""
+    sizes = _adapter_readers(model, adapter)
+    return 2 * sum(rows * sizes[reader] for reader, rows in _rows(segment).items())
 
 
 def forward_flops(segment: Segment, model: DiTConfig) -> int:
     """Of one sample."""
-    readers = _readers(model)
-    rows = {"token": segment.num_tokens, "word": segment.text_slots, "sample": 1}
-    linears = 2 * sum(rows[reader] * size for reader, size in readers.items())
+    sizes = _readers(model)
+    linears = 2 * sum(rows * sizes[reader] for reader, rows in _rows(segment).items())
     return linears + _expert_flops(segment.num_tokens, model) + attention_flops(segment, model)
 
 
@@ -42,6 +55,11 @@ def attention_flops(segment: Segment, model: DiTConfig) -> int:
     return 4 * segment.num_tokens * keys * model.attention_size * model.num_layers
 
 
+def _rows(segment: Segment) -> dict[str, int]:
+    """How often each reader of matrices comes in a sample."""
+    return {"token": segment.num_tokens, "word": segment.text_slots, "sample": 1}
+
+
 @lru_cache(maxsize=64)
 def _readers(model: DiTConfig) -> dict[str, int]:
     """Numbers in the matrices that every video token, every word or every sample is multiplied with."""
@@ -49,6 +67,15 @@ def _readers(model: DiTConfig) -> dict[str, int]:
     for name, shape in dit_shapes(model).items():
         if len(shape) == 2 and not name.startswith(_TABLES):
             sizes[_reader(name)] += prod(shape)
+    return sizes
+
+
+@lru_cache(maxsize=64)
+def _adapter_readers(model: DiTConfig, adapter: AdapterConfig) -> dict[str, int]:
+    """The same of an adapter: those of one linear are multiplied together, [R, I] and [O, R]."""
+    shapes, sizes = dit_shapes(model), {"token": 0, "word": 0, "sample": 0}
+    for target in chosen_targets(model, adapter.targets).values():
+        sizes[_reader(f"{target.linear}.weight")] += adapter.rank * sum(shapes[f"{target.linear}.weight"])
     return sizes
 
 

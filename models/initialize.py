@@ -29,9 +29,18 @@ def initial_value(name: str, shape: torch.Size, seed: int) -> Tensor:
         return torch.zeros(shape)
     if name.endswith("layernorm.weight"):
         return torch.ones(shape)
+    return normal_values(name, shape, seed)
+
+
+def normal_values(name: str, shape: torch.Size, seed: int) -> Tensor:
+    """float32 of this shape and of variance 1 / fan_in."""
+    return torch.randn(shape, generator=generator_of(name, seed), device="cpu") / math.sqrt(shape[-1])
+
+
+def generator_of(name: str, seed: int) -> torch.Generator:
+    """One on the CPU that gives each name numbers of its own."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little"))
-    return torch.randn(shape, generator=generator, device="cpu") / math.sqrt(shape[-1])
+    return torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little"))
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ that is no longer what was written is named, and passed over for the one before 
 
 import dataclasses
 import errno
+import json
 import pickle
 import shutil
 from collections.abc import Iterator, Mapping
@@ -54,6 +55,7 @@ _UNFINISHED = ".unfinished"
 
 KEPT_SETTINGS = (
     *("model", "optimizer.optimizer", "diffusion.learned_uncertainty", "ema.sigma_rels"),  # which tensors there are
+    "train.adapter",  # which of them are trained
     *("train.seed", "data.mock"),  # which noise a sample gets, and which samples there are
 )
 """What a run cannot change on its way; the reader adds what decides the order of samples."""
@@ -106,10 +108,12 @@ class SavedReaders:
 class CheckpointStore:
     """Writes and finds the checkpoints of one run; every rank calls the same methods."""
 
-    def __init__(self, config: RunConfig, groups: Groups) -> None:
+    def __init__(self, config: RunConfig, groups: Groups, base: str | None = None) -> None:
+        """`base` is what an adapter is trained beside (`adapters.fingerprint`)."""
         self.root = Path(config.train.output_dir) / "checkpoints"
         self._config = config
         self._groups = groups
+        self._base = base
         self._copy = None
         self._pending: tuple[Path, BackgroundWrite] | None = None
         if groups.is_first:
@@ -330,6 +334,7 @@ class CheckpointStore:
             "ema_sigma_rels": list(self._config.ema.sigma_rels),
             "data_parallel_size": self._groups.readers.size(),
             "settings": _kept_settings(self._config),
+            "base": self._base,
         }
 
     def _check(self, path: Path, description: dict[str, Any]) -> None:
@@ -345,6 +350,11 @@ class CheckpointStore:
                     f"{path} was written with {name}={before}, which is {now.get(name)} now; "
                     "set it back, or start another train.output_dir from its weights with checkpoint.init_from"
                 )
+        if (base := description.get("base")) != self._base:
+            raise UserError(
+                f"{path} has an adapter of a base whose fingerprint is {base}, and that of "
+                f"checkpoint.init_from={self._config.checkpoint.init_from} is {self._base}; give the base it began with"
+            )
 
 
 def _kept_settings(config: RunConfig) -> dict[str, Any]:
@@ -356,7 +366,7 @@ def _kept_settings(config: RunConfig) -> dict[str, Any]:
             kept[name] = values[section][field_name]
         else:
             kept |= {f"{section}.{key}": value for key, value in values[section].items()}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}  # as in JSON
+    return json.loads(json.dumps(kept))  # as they are read back
 
 
 def _next_or_error(iterator: Iterator[Path]) -> Path | UserError | None:

@@ -93,7 +93,7 @@ class _Run:
         self.training = training
         self.mark = mark
         self.config = training.config
-        self.store = CheckpointStore(training.config, training.groups)
+        self.store = CheckpointStore(training.config, training.groups, training.base)
         self.batches = TrainBatches(training.config, training.groups)
         self.state = RunState()
         if self.config.validation.interval:

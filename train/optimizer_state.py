@@ -31,12 +31,12 @@ DataParallel = _BaseDataParallel
 
 
 def named_parameters(parts: Sequence[DataParallel]) -> Iterator[tuple[str, nn.Parameter]]:
-    """All parameters of the parts of the network on this rank, under their canonical names.
+    """All parameters that are trained, of the parts of the network on this rank, under their canonical names.
 
     The conditioning comes once with every part.
     """
     for part in parts:
-        yield from part.module.named_parameters()
+        yield from ((name, value) for name, value in part.module.named_parameters() if value.requires_grad)
 
 
 def is_copy(parameter: nn.Parameter) -> bool:

@@ -16,6 +16,15 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megadit.models import initialize
+from megadit.models.adapters import (
+    adapter_key,
+    attach,
+    draw_dropout,
+    fingerprint,
+    initial_adapter_value,
+    train_adapter_only,
+)
 from megadit.models.bundle.bundle import Bundle, is_bundle
 from megadit.models.bundle.components import TENSOR_FILE
 from megadit.models.bundle.tensor_source import open_safetensors
@@ -30,6 +39,7 @@ from megadit.models.megatron.shards import initialize_dit_
 from megadit.models.megatron.transformer_config import transformer_config
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path
+from megadit.models.weights import dit_shapes
 from megadit.train.checkpoint_tensors import TrainedTensors
 from megadit.train.config.load import load_config, to_yaml
 from megadit.train.config.rules import check_layout
@@ -42,6 +52,9 @@ from megadit.train.optimizer_state import DataParallel, assign, find_ownership, 
 from megadit.train.plan.recompute import choice_in_words, needed_memory, with_recompute
 from megadit.train.to_bundle import find_checkpoint
 from megadit.train.training_model import TrainingModel
+
+Weights = Callable[[str], Tensor]
+"""Gives a whole tensor of the network by its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +69,8 @@ class Training:
     scheduler: OptimizerParamScheduler
     averages: WeightAverages
     tensors: TrainedTensors
+    base: str | None
+    """`adapters.fingerprint` of the weights beside which an adapter is trained."""
 
     @property
     def network(self) -> TrainingModel:
@@ -63,11 +78,17 @@ class Training:
         return self.parts[0].module
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """All parameters on this rank, under their canonical names."""
+        """All parameters on this rank that are trained, under their canonical names."""
         return named_parameters(self.parts)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for _, parameter in self.named_parameters())
+
+    def begin_step(self, step: int) -> None:
+        """Draws what a step draws for all of its samples: the dropout of an adapter."""
+        adapter = self.config.train.adapter
+        for part in self.parts if adapter is not None else ():
+            draw_dropout(part.module.dit, adapter.dropout, seed=self.config.train.seed, step=step)
 
     @property
     def num_micro_batches(self) -> int:
@@ -115,7 +136,8 @@ def _quieten_megatron() -> None:
 
 def build_training(config: RunConfig, groups: Groups) -> Training:
     """The network with its initial weights, wrapped for data parallelism, its optimizer and its averages."""
-    parts = build_parts(config, groups)
+    given = given_weights(config)
+    parts = build_parts(config, groups, _starting_weights(config, given))
     optimizer = build_optimizer(config, parts)
     ownership = find_ownership(optimizer, named_parameters(parts), groups)
     averages = WeightAverages(config.ema.sigma_rels, ownership)
@@ -127,10 +149,33 @@ def build_training(config: RunConfig, groups: Groups) -> Training:
         scheduler=build_scheduler(config, optimizer),
         averages=averages,
         tensors=TrainedTensors(tuple(named_parameters(parts)), ownership, averages, groups),
+        base=_fingerprint(config, given),
     )
 
 
-def build_parts(config: RunConfig, groups: Groups) -> tuple[DataParallel, ...]:
+def _fingerprint(config: RunConfig, given: Weights | None) -> str | None:
+    if config.train.adapter is None or given is None:
+        return None
+    return fingerprint(dit_shapes(config.model), given)
+
+
+def _starting_weights(config: RunConfig, given: Weights | None) -> Weights:
+    """What gives each parameter of the network its first value, whole: `given`, or drawn from the seed."""
+    model, seed, adapter = config.model, config.train.seed, config.train.adapter
+    shapes = dit_shapes(model)
+
+    def base(name: str) -> Tensor:
+        return initialize.initial_value(name, torch.Size(shapes[name]), seed) if given is None else given(name)
+
+    def value(name: str) -> Tensor:
+        if (key := adapter_key(name)) is None:
+            return base(name)
+        return initial_adapter_value(key, model, adapter.rank, seed=seed, base=base, dtype=precision(config))
+
+    return value
+
+
+def build_parts(config: RunConfig, groups: Groups, weights: Weights) -> tuple[DataParallel, ...]:
     """This rank's parts of the network, ready for Megatron's schedules: gradients are summed in float32."""
     config = _with_recompute(config, groups)
     sizes, is_sharded = config.parallel.sizes, config.parallel.data_parallel == "fsdp"
@@ -145,10 +190,12 @@ def build_parts(config: RunConfig, groups: Groups) -> tuple[DataParallel, ...]:
         fp8_recipe=config.train.fp8_recipe,
     )
     if is_sharded:
-        parts = (_shard(config, groups, megatron),)
+        parts = (_shard(config, groups, megatron, weights),)
     else:
         indices = [turn * sizes.pipeline + groups.pipeline.rank() for turn in range(sizes.virtual_pipeline)]
-        networks = [_initialized(config, groups, megatron, index).to(groups.device, dtype) for index in indices]
+        networks = [
+            _initialized(config, groups, megatron, index, weights).to(groups.device, dtype) for index in indices
+        ]
         parts = tuple(_replicate(config, megatron, network, turn) for turn, network in enumerate(networks))
     megatron.finalize_model_grads_func = finalize_model_grads
     megatron.no_sync_func = parts[0].no_sync if len(parts) == 1 else [part.no_sync for part in parts]
@@ -171,18 +218,20 @@ def _with_recompute(config: RunConfig, groups: Groups) -> RunConfig:
     return decided
 
 
-def _shard(config: RunConfig, groups: Groups, megatron: TransformerConfig) -> FullySharded:
+def _shard(config: RunConfig, groups: Groups, megatron: TransformerConfig, weights: Weights) -> FullySharded:
     """The network divided among the ranks, none of which ever holds more than its share and one whole tensor."""
     network = _build_network(config, groups, megatron, 0, torch.device("meta"))
     part = FullySharded(megatron, network, groups, precision(config))
-    initialize_dit_(network.dit, config.train.seed, groups.axes, given_weights(config), assign=assign)
+    initialize_dit_(network.dit, config.train.seed, groups.axes, weights, assign=assign)
     return part
 
 
-def _initialized(config: RunConfig, groups: Groups, megatron: TransformerConfig, index: int) -> TrainingModel:
+def _initialized(
+    config: RunConfig, groups: Groups, megatron: TransformerConfig, index: int, weights: Weights
+) -> TrainingModel:
     """Part `index` of the network, with the weights that it has in any layout."""
     network = _build_network(config, groups, megatron, index, groups.device)
-    initialize_dit_(network.dit, config.train.seed, groups.axes, given_weights(config))
+    initialize_dit_(network.dit, config.train.seed, groups.axes, weights)
     return network
 
 
@@ -193,6 +242,8 @@ def _build_network(
     parallel = config.parallel
     with torch.device("meta"):
         dit = DiT(config.model, Part(index, parallel.sizes.num_parts))
+        if config.train.adapter is not None:
+            attach(dit, config.train.adapter)
     parallelize(
         dit,
         megatron,
@@ -203,11 +254,13 @@ def _build_network(
         recompute_num_layers=parallel.recompute_num_layers,
         cuda_graph_max_segments=parallel.cuda_graph_max_segments,
     )
+    if config.train.adapter is not None:
+        train_adapter_only(dit, precision(config))
     with groups.device:
         return TrainingModel(dit, config.diffusion, megatron, ModelType.encoder_or_decoder)
 
 
-def given_weights(config: RunConfig) -> Callable[[str], Tensor] | None:
+def given_weights(config: RunConfig) -> Weights | None:
     """Reads one of the tensors that training starts from, whole; None where it starts from nothing.
 
     Raises:

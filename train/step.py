@@ -69,6 +69,7 @@ def train_step(
     seen = [next(batches) for _ in range(training.num_micro_batches)]
     reading_seconds = time.perf_counter() - start
     mark(step, "computing losses and gradients")
+    training.begin_step(step)
     sums = _forward_backward(training, seen)
     expert_counts = exchange_counts(training)
     mark(step, "adding up the losses of all ranks")
@@ -140,7 +141,7 @@ def _loss(batch: PackedBatch, sums: LossSums) -> tuple[Tensor, Tensor, Tensor]:
 
 def _reduce(training: Training, sums: Tensor, seen: Sequence[PackedBatch], must_stop: bool) -> dict[str, float]:
     """Sums over all ranks, in one collective; ranks that computed the same count once."""
-    groups = training.groups
+    groups, config = training.groups, training.config
     objective, weighted, squared_error = sums.double().sum(0)
     bad_rank = (~sums.isfinite()).any().double()
     losses = torch.stack([objective, weighted, squared_error, bad_rank]).nan_to_num(0.0)
@@ -148,7 +149,7 @@ def _reduce(training: Training, sums: Tensor, seen: Sequence[PackedBatch], must_
     counts = [
         groups.is_last_stage * sum(batch.num_tokens for batch in seen),
         share * sum(not segment.is_padding for batch in seen for segment in batch.layout.segments),
-        share * sum(training_flops(batch.layout, training.config.model) for batch in seen),
+        share * sum(training_flops(batch.layout, config.model, config.train.adapter) for batch in seen),
         float(must_stop),
         share * sum(_checksum(batch) for batch in seen),
         *(share * sum(counts) for counts in zip(*(batch.refused for batch in seen), strict=True)),

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megadit.models.adapters import adapter_key
 from megadit.models.megatron.integrity import DESCRIPTION, SUMS, DamagedCheckpointError, SafeReader, check
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
@@ -108,6 +109,11 @@ def ema_profiles(path: Path) -> tuple[float, ...]:
     return tuple(read_state(path)["ema_sigma_rels"])
 
 
+def base_of(path: Path) -> str | None:
+    """The fingerprint of the weights beside which a checkpoint's adapter is trained; None for a whole network."""
+    return read_json(path / STATE).get("base")
+
+
 def read_network(path: Path, *, ema: float | None = None) -> dict[str, Tensor]:
     """The network's canonical state dict, float32 on the CPU, from any checkpoint.
 
@@ -116,8 +122,28 @@ def read_network(path: Path, *, ema: float | None = None) -> dict[str, Tensor]:
         ema: sigma_rel of the average to read; None reads the weights themselves.
 
     Raises:
-        UserError: if it is no complete checkpoint, is damaged, or has no such average.
+        UserError: if it is no complete checkpoint, is damaged, has no such average, or is one of an adapter.
     """
+    tensors = _read_trained(path, ema)
+    if base_of(path) is not None:
+        raise UserError(f"{path} has an adapter alone, without the network beside which it is trained")
+    return tensors
+
+
+def read_adapter(path: Path, *, ema: float | None = None) -> dict[str, Tensor]:
+    """The adapter state (`models.adapters`), float32 on the CPU, of a checkpoint; arguments as of `read_network`.
+
+    Raises:
+        UserError: as `read_network`, for a checkpoint of a whole network.
+    """
+    tensors = _read_trained(path, ema)
+    if base_of(path) is None:
+        raise UserError(f"{path} has a whole network, no adapter; train one with train.adapter.rank=8")
+    return {adapter_key(name): tensor for name, tensor in tensors.items()}
+
+
+def _read_trained(path: Path, ema: float | None) -> dict[str, Tensor]:
+    """What training changes of the network."""
     if not is_complete(path):
         raise UserError(f"{path} is not a complete checkpoint; give a directory such as checkpoints/iter_0000100")
     check_checkpoint(path)

@@ -10,6 +10,7 @@ What is exchanged, and why the rest of the network need not know:
 | `SelfAttention.core`    | attention to other ranks' tokens (context parallelism); computed again in backward   |
 | `STDiTBlock.move`       | the exchange of tokens before attention along one axis                               |
 | `ExpertMLP.compute`     | tokens sent to their experts' ranks; `expert_choice` among the tokens of all ranks   |
+| `LowRank.exchange`      | what ranks that share a linear exchange for the adapters beside it                    |
 | `blocks`                | blocks that are computed again, in eight bits, or replayed as CUDA graphs            |
 """
 
@@ -23,11 +24,14 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
+from megadit.models.adapters import move_adapters
 from megadit.models.attention import SelfAttention
 from megadit.models.axial import move
 from megadit.models.blocks import STDiTBlock
 from megadit.models.dit import DiT
 from megadit.models.experts import ExpertMLP
+from megadit.models.low_rank import adapters_of
+from megadit.models.megatron.adapter_parallel import share_adapter
 from megadit.models.megatron.context_parallel import shared_attention
 from megadit.models.megatron.expert_parallel import Dispatch, shared_choice
 from megadit.models.megatron.graphed_blocks import GraphedBlocks
@@ -82,6 +86,7 @@ def parallelize(
     _share_tokens(dit, config, groups)
     _share_attention(dit, groups, recompute)
     _share_experts(dit, config, groups)
+    _share_adapters(dit, plan, config, groups)
     if cuda_graph_max_segments is not None:
         dit.blocks = GraphedBlocks(dict(dit.blocks.items()), cuda_graph_max_segments)
     else:
@@ -101,7 +106,9 @@ def _hold_own_parts(
         role = roles.get(f"{path}.weight")
         if isinstance(module, nn.Linear) and role.is_linear:
             with device:
-                dit.set_submodule(path, LINEARS[impl](module, role, config))
+                split = LINEARS[impl](module, role, config)
+            dit.set_submodule(path, split)
+            move_adapters(module, split)
             continue
         for name, parameter in module.named_parameters(path, recurse=False):
             shape = local_shape(parameter.shape, roles[name], axes)
@@ -138,6 +145,13 @@ def _share_experts(dit: DiT, config: TransformerConfig, groups: Groups) -> None:
         dispatch = Dispatch(config, dit.config.experts.num_experts)
         for mlp in mlps:
             mlp.compute = dispatch
+
+
+def _share_adapters(dit: DiT, plan: Sequence[Row], config: TransformerConfig, groups: Groups) -> None:
+    for path, module in dit.named_modules():
+        if adapters_of(module) and (role := role_of(f"{path}.weight", plan)).is_linear and groups.tensor.size() > 1:
+            for adapter in module.adapters.values():
+                share_adapter(adapter, role, groups.tensor, sequence_parallel=config.sequence_parallel)
 
 
 def _all(dit: DiT, kind: type[nn.Module]) -> Iterator[nn.Module]:

@@ -71,7 +71,13 @@ class Row:
 PLAN = (
     Row("blocks.*.experts.fc1", EXPERTS_UP),
     Row("blocks.*.experts.fc2", EXPERTS_DOWN),
-    # of the linears themselves: an adapter inside one needs rows of its own
+    # adapters beside linears (`low_rank.py`), then the linears; beside a whole linear they are whole as it is
+    Row("blocks.*_attention.qkv.*.down|blocks.*.cross_attention.q.*.down|blocks.*.fc1.*.down", PARTIAL),
+    Row("blocks.*_attention.qkv.adapters.*|blocks.*.cross_attention.q.adapters.*|blocks.*.fc1.adapters.*", COLUMN),
+    Row("blocks.*.cross_attention.kv.*.down", WHOLE),
+    Row("blocks.*.cross_attention.kv.adapters.*", COLUMN_OF_TEXT),
+    Row("blocks.*_attention.proj.*.down|blocks.*.fc2.*.down", ROW),
+    Row("blocks.*_attention.proj.adapters.*|blocks.*.fc2.adapters.*", PARTIAL),
     Row("blocks.*_attention.qkv.weight|blocks.*.cross_attention.q.weight|blocks.*_attention.qkv.bias", COLUMN),
     Row("blocks.*.fc1.weight|blocks.*.fc1.bias", COLUMN),
     Row("blocks.*.cross_attention.kv.weight", COLUMN_OF_TEXT),

@@ -45,14 +45,20 @@ def _forward(x, gate, y, row_S):
 
 
 def _backward(grad, gate, y, row_S):
-    """Gradients of gate and y."""
-    return sum_rows(grad * y, row_S, len(gate)).to(gate.dtype), grad * gate[row_S, None]
+    """Gradients of gate (None without y) and y."""
+    grad_gate = None if y is None else sum_rows(grad * y, row_S, len(gate)).to(gate.dtype)
+    return grad_gate, grad * gate[row_S, None]
+
+
+def _if_gate_learns(ctx, y):
+    """y, which nothing but the gradient of the gate needs."""
+    return y if ctx.needs_input_grad[1] else None
 
 
 class _ByToken(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gate, y, row_S):
-        ctx.save_for_backward(gate, y, row_S)
+        ctx.save_for_backward(gate, _if_gate_learns(ctx, y), row_S)
         return fused(_forward, x, gate, y, row_S)
 
     @staticmethod
@@ -67,7 +73,7 @@ class _ByLengthGroup(torch.autograd.Function):
         out = torch.empty_like(x)
         for group in groups:
             torch.addcmul(tokens_of(x, group), rows_of(gate, group), tokens_of(y, group), out=tokens_of(out, group))
-        ctx.save_for_backward(gate, y)
+        ctx.save_for_backward(gate, _if_gate_learns(ctx, y))
         ctx.groups = groups
         return out
 
@@ -75,8 +81,9 @@ class _ByLengthGroup(torch.autograd.Function):
     def backward(ctx, grad):
         gate, y = ctx.saved_tensors
         grad = grad.contiguous()
-        grad_y = torch.mul(grad, y)
-        grad_gate = sum_tokens(grad_y, gate, ctx.groups)
+        grad_y, grad_gate = torch.empty_like(grad), None
+        if y is not None:
+            grad_gate = sum_tokens(torch.mul(grad, y, out=grad_y), gate, ctx.groups)
         for group in ctx.groups:
             torch.mul(tokens_of(grad, group), rows_of(gate, group), out=tokens_of(grad_y, group))
         return grad, grad_gate, grad_y, None

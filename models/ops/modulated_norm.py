@@ -125,11 +125,13 @@ class _ByLengthGroup(torch.autograd.Function):
     def backward(ctx, grad):
         x, factor, mean, root_inverse = ctx.saved_tensors
         grad = grad.contiguous()
-        y = (x if mean is None else x - mean) * root_inverse
-        product = y.to(grad.dtype).mul_(grad)
-        grad_factor = sum_tokens(product, factor, ctx.groups)
-        grad_shift = sum_tokens(grad, factor, ctx.groups)
-        grad_y = product  # the product is spent: its memory holds the gradient of the normalised activations
+        grad_y, grad_factor, grad_shift = torch.empty_like(grad), None, None
+        if any(ctx.needs_input_grad[1:3]):
+            y = (x if mean is None else x - mean) * root_inverse
+            product = y.to(grad.dtype).mul_(grad)
+            grad_factor = sum_tokens(product, factor, ctx.groups)
+            grad_shift = sum_tokens(grad, factor, ctx.groups)
+            grad_y = product  # the product is spent: its memory holds the gradient of the normalised activations
         for group in ctx.groups:
             torch.mul(tokens_of(grad, group), rows_of(factor, group), out=tokens_of(grad_y, group))
         grad_x = _normalize_backward(grad_y, x, mean, root_inverse)

@@ -19,7 +19,7 @@ def test_a_file_changes_nothing_but_places(path):
 
     def value(values, key):
         for part in key.split("."):
-            values = values[part]
+            values = None if values is None else values[part]
         return values
 
     assert {key for key in known_keys() if value(ours, key) != value(theirs, key)} <= PLACES

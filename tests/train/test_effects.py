@@ -36,6 +36,7 @@ SPIKES = ("train.train_iters=6", "health.on_spike=skip", "health.spike_window=2"
 EXPERTS = ("model.experts.num_experts=4", "optimizer.optimizer=adamw")
 CHOOSING = (*EXPERTS, "model.experts.routing=expert_choice")
 EIGHT_BITS = ("parallel.transformer_impl=transformer_engine", "train.precision=bf16", "train.fp8=hybrid")
+ADAPTER = ("checkpoint.init_from={finished}", "optimizer.optimizer=adamw", "train.adapter.rank=4")
 LOGGED = ("logger.wandb_exp_name=first",)
 
 
@@ -126,6 +127,11 @@ EFFECTS = {
     "train.fp8_recipe": ends("hidden_size=48 is not a multiple of 32", "mxfp8", *EIGHT_BITS),
     "train.log_interval": seen("printed", "2"),
     "train.num_threads": seen("threads", "2"),
+    "train.adapter.rank": told("2", *ADAPTER),
+    "train.adapter.alpha": told("8.0", *ADAPTER),
+    "train.adapter.targets": seen("names", "[blocks.*.fc1]", *ADAPTER),
+    "train.adapter.dropout": told("0.5", *ADAPTER),
+    "train.adapter.kind": seen("names", "dora", *ADAPTER),
     "optimizer.optimizer": told("adamw"),
     "optimizer.lr": told("0.01"),
     "optimizer.min_lr": told("0.01"),

@@ -63,6 +63,21 @@ class Run:
         """Rows of the matrix of queries, keys and values."""
         return self.model.attention_size + 2 * self.model.key_heads * self.model.dim_per_head
 
+    @property
+    def has_adapter(self) -> bool:
+        return self.train.adapter is not None
+
+    @property
+    def adapted_parts(self) -> tuple[bool, ...]:
+        """Whether each part of the network has a linear that `train.adapter.targets` names."""
+        from megadit.models.adapters import chosen_targets
+
+        paths = [target.linear.split(".") for target in chosen_targets(self.model, self.train.adapter.targets).values()]
+        size = self.model.num_layers // self.sizes.num_parts
+        of_blocks = {int(path[1]) // size for path in paths if path[0] == "blocks"}
+        everywhere = any(path[0] not in ("x_embedder", "blocks", "final_layer") for path in paths)
+        return tuple(everywhere or part in of_blocks for part in range(self.sizes.num_parts))
+
     # -------------------------------------------------------------------------------------------- data
 
     @property

@@ -106,8 +106,9 @@ def known_keys(config_class: type = RunConfig, prefix: str = "") -> list[str]:
     """The dotted names of all values, such as `optimizer.lr`."""
     keys = []
     for name, hint in get_type_hints(config_class).items():
-        if dataclasses.is_dataclass(hint):
-            keys += known_keys(hint, f"{prefix}{name}.")
+        section = next((part for part in (hint, *get_args(hint)) if dataclasses.is_dataclass(part)), None)
+        if section is not None:
+            keys += known_keys(section, f"{prefix}{name}.")
         else:
             keys.append(prefix + name)
     return keys

@@ -160,6 +160,13 @@ def _check_copy_url(run: Run) -> None:
     check_url(run.checkpoint.copy_to)
 
 
+def _check_targets(run: Run) -> None:
+    """Raises UserError for a pattern of `train.adapter.targets` that names no linear of the network."""
+    from megadit.models.adapters import chosen_targets
+
+    chosen_targets(run.model, run.train.adapter.targets)
+
+
 def _check_sampling(run: Run) -> None:
     """Raises UserError for a sampler or schedule that does not exist, or settings that exclude each other."""
     resolve(SINGLE_IMAGE, **run.given_sampling)
@@ -206,6 +213,20 @@ RULES: tuple[Rule[Run], ...] = (
     Rule(
         needs=lambda run: len(set(run.ema.sigma_rels)) == len(run.ema.sigma_rels),
         remedy="{ema.sigma_rels=} names one profile twice",
+    ),
+    # adapter
+    accepted_by(_check_targets, where="train.adapter.targets: ", when=attrgetter("has_adapter")),
+    Rule(
+        when=attrgetter("has_adapter"),
+        needs=lambda run: not run.parallel.gradient_accumulation_fusion,
+        remedy="parallel.gradient_accumulation_fusion=true adds up gradients of matrices that train.adapter leaves as "
+        "they are; leave it out",
+    ),
+    Rule(
+        when=lambda run: run.has_adapter and run.sizes.num_parts > 1,
+        needs=lambda run: all(run.adapted_parts),
+        remedy="{train.adapter.targets=} leaves nothing to train in one of the {sizes.num_parts} parts of the network "
+        "that pipeline stages hold; name linears of blocks in each, or take fewer stages",
     ),
     # layout
     Rule(
@@ -298,6 +319,7 @@ RULES: tuple[Rule[Run], ...] = (
         lambda run: run.parallel.recompute_granularity == "none",
         "blocks computed again: parallel.recompute_granularity=none",
     ),
+    _graphs(lambda run: not run.has_adapter, "train.adapter: leave that out"),
     _graphs(lambda run: not run.has_experts, "experts, whose tokens are others each time"),
     _graphs(lambda run: run.model.structure.block != "st_dit", "attention along one axis (st_dit)"),
     _graphs(lambda run: run.train.precision == "bf16", "float32: train.precision=bf16"),
@@ -362,6 +384,11 @@ RULES: tuple[Rule[Run], ...] = (
         needs=lambda run: run.extensions.has_cuda_graphs(),
         remedy="parallel.cuda_graph_max_segments needs a GPU (Ampere or newer) and torch 2.10 with its attention of "
         "variable length; leave it out",
+    ),
+    Rule(
+        when=lambda run: run.starts_here and run.has_adapter,
+        needs=lambda run: run.checkpoint.init_from is not None,
+        remedy="train.adapter is trained beside weights that exist; give checkpoint.init_from=BUNDLE, or a run",
     ),
     accepted_by(_check_schedule, where="validation.sampling: ", when=attrgetter("starts_here")),
     accepted_by(_check_copy_url, when=attrgetter("starts_here")),

@@ -8,6 +8,7 @@ value and a remedy.
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megadit.models.adapter_config import AdapterConfig
 from megadit.models.config import DiTConfig
 from megadit.models.megatron.parallel_sizes import ContextComm, ParallelSizes
 from megadit.models.shared.options import check_settings, setting
@@ -95,6 +96,8 @@ class TrainConfig:
     """Steps between printed lines; metrics.jsonl has every step."""
     num_threads: int | None = setting(None, above=0)
     """CPU threads of one rank; None divides the machine's cores among its ranks."""
+    adapter: AdapterConfig | None = None
+    """What is trained in place of the network, whose weights stay those of `checkpoint.init_from`; None: all of it."""
 
     def __post_init__(self) -> None:
         check_settings(self, "train.")

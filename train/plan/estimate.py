@@ -14,7 +14,7 @@ from megadit.train.config.schema import RunConfig
 from megadit.train.plan.hardware import Gpu
 from megadit.train.plan.layout import Layout
 from megadit.train.plan.memory import spreads_optimizer
-from megadit.train.plan.work import Work, count_parameters, work_of
+from megadit.train.plan.work import Work, count_trained, work_of
 
 HALF_RATE_WIDTH = 1024
 """Width D / t at which matrix products reach half of their best rate."""
@@ -99,9 +99,10 @@ def _compute_seconds(
 ) -> tuple[float, float, float]:
     """Of one micro-batch: matrix products, attention, the rest."""
     again = 1 + work.recompute / 3  # forward and backward are three forwards
+    products_again = 1 + work.recompute * work.linear_share
     width = config.model.hidden_size / layout.tensor
     rate = gpu.bf16_flops * (1 if config.train.precision == "bf16" else 0.5)
-    products = again * work.linear_flops / (rate * calibration.matmul * width / (width + HALF_RATE_WIDTH))
+    products = products_again * work.linear_flops / (rate * calibration.matmul * width / (width + HALF_RATE_WIDTH))
     attention = (1 + work.recompute_attention / 3) * work.attention_flops / (rate * calibration.attention)
     elementwise = again * work.elementwise_bytes / (gpu.memory_bandwidth * MEMORY_EFFICIENCY)
     launches = LAUNCH_SECONDS_PER_LAYER * config.model.num_layers / layout.pipeline
@@ -148,7 +149,7 @@ def _exposed_data(work: Work, layout: Layout, gpu: Gpu, micro: float) -> float:
 
 
 def _update_seconds(config: RunConfig, layout: Layout, gpu: Gpu) -> float:
-    count = count_parameters(config.model)
+    count = count_trained(config)
     owned = count.share(layout)
     updated = owned if spreads_optimizer(config, layout) else count.of_rank(layout) + count.experts_of_rank(layout)
     return (UPDATE_BYTES * updated + 12 * len(config.ema.sigma_rels) * owned) / gpu.memory_bandwidth

@@ -5,11 +5,13 @@ token in the MLP (of both factors of SwiGLU).
 """
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
+from megadit.models.adapters import chosen_targets
 from megadit.models.ops.ledger import SMALL
 from megadit.train.config.schema import RunConfig
 from megadit.train.plan.layout import Layout
-from megadit.train.plan.work import count_parameters, num_self_attentions, num_sublayers
+from megadit.train.plan.work import Parameters, count_parameters, count_trained, num_self_attentions, num_sublayers
 
 RESERVE = 0.06
 """Share of a GPU's memory that CUDA, NCCL and the gaps between tensors take."""
@@ -35,19 +37,29 @@ class Memory:
 
 def memory_of(config: RunConfig, layout: Layout) -> Memory:
     """What a rank of the first pipeline stage holds, which keeps the most micro-batches."""
-    parameters = count_parameters(config.model)
-    owned = parameters.share(layout)
-    whole = parameters.of_rank(layout) + parameters.experts_of_rank(layout)
-    stored = owned if layout.data_parallel == "fsdp" else whole
+    trained = count_trained(config)
+    owned = trained.share(layout)
+    whole = _whole(trained, layout)
+    stored = _stored(trained, layout)
+    base = _stored(count_parameters(config.model), layout) if config.train.adapter is not None else 0
     kept_per_layer = _layer_bytes(config, layout)
     return Memory(
-        parameters=_size(config) * stored,
+        parameters=_size(config) * (base + stored),
         gradients=4 * stored,
         optimizer=_optimizer_bytes(config) * (owned if spreads_optimizer(config, layout) else whole),
         averages=4 * len(config.ema.sigma_rels) * owned,
         activations=_kept_activations(config, layout, kept_per_layer),
         passing=_passing(config, layout, kept_per_layer),
     )
+
+
+def _whole(parameters: Parameters, layout: Layout) -> float:
+    return parameters.of_rank(layout) + parameters.experts_of_rank(layout)
+
+
+def _stored(parameters: Parameters, layout: Layout) -> float:
+    """Parameters that a rank keeps between steps."""
+    return parameters.share(layout) if layout.data_parallel == "fsdp" else _whole(parameters, layout)
 
 
 def spreads_optimizer(config: RunConfig, layout: Layout) -> bool:
@@ -82,18 +94,30 @@ def _layer_bytes(config: RunConfig, layout: Layout) -> float:
     v as projected, q and k as normalised, and the result (6 A); of cross-attention q twice and the result (3 A); the
     MLP's hidden values (M). What is cheap is computed again, unless it is small: the norms' outputs, the
     attentions' results side by side, the activated hidden values (3 D + 2 A + M). Per text slot: k twice and v (3 A).
+
+    Beside an adapter no gate learns, and nothing is kept for its gradient: the outputs of the sublayers (3 D).
     """
     (S, L), model, t = _tokens(config, layout), config.model, layout.tensor
     cut = t if layout.sequence_parallel else 1
     D, A, M = model.hidden_size / cut, model.attention_size / t, _hidden_values(config, layout)
     own, sublayers = num_self_attentions(model), num_sublayers(model)
-    numbers = S * (2 * sublayers * D + (6 * own + 3) * A + M) + L * 3 * A
+    of_sublayer = 2 if _gates_learn(config) else 1
+    numbers = S * (of_sublayer * sublayers * D + (6 * own + 3) * A + M) + L * 3 * A
     for count, width in ((sublayers, D), (own + 1, A), (1, M)):
         if S * width < SMALL:
             numbers += count * S * width
     # means and roots of norms, sums of softmax
     statistics = 4 * S * (2 * sublayers / cut + (3 * own + 2) * model.num_attention_heads / t)
     return _size(config) * numbers + statistics
+
+
+def _gates_learn(config: RunConfig) -> bool:
+    """Whether gradients reach the modulation of blocks."""
+    if config.train.adapter is None:
+        return True
+    of_condition = ("blocks.*.modulation.*", "sigma_embedder.*", "fps_embedder.*", "shared_embedder.*")
+    targets = chosen_targets(config.model, config.train.adapter.targets)
+    return any(fnmatchcase(name, pattern) for name in targets for pattern in of_condition)
 
 
 def _hidden_values(config: RunConfig, layout: Layout) -> float:
@@ -144,8 +168,12 @@ def _passing(config: RunConfig, layout: Layout, layer_bytes: float) -> float:
     if layout.recompute == "full":
         backward += layer_bytes
     if layout.data_parallel == "fsdp":  # two blocks gathered, the gradients of one before they are scattered
-        parameters = count_parameters(model)
-        experts = parameters.experts / (layout.expert * layout.expert_tensor)
-        block = (parameters.split / layout.tensor + parameters.whole + experts) / model.num_layers
-        backward += block * (2 * _size(config) + 4)
+        backward += 2 * _size(config) * _of_block(count_parameters(model), config, layout)
+        backward += 4 * _of_block(count_trained(config), config, layout)
     return backward
+
+
+def _of_block(parameters: Parameters, config: RunConfig, layout: Layout) -> float:
+    """Parameters of one block that a rank computes with."""
+    experts = parameters.experts / (layout.expert * layout.expert_tensor)
+    return (parameters.split / layout.tensor + parameters.whole + experts) / config.model.num_layers

@@ -14,7 +14,7 @@ from megadit.train.plan.layout import Layout
 from megadit.train.plan.memory import Memory, memory_of
 from megadit.train.plan.recompute import choice_in_words, with_recompute
 from megadit.train.plan.search import Choice, assess, rank_layouts, usable_memory
-from megadit.train.plan.work import count_parameters, typical_pack, upstream_flops, work_of
+from megadit.train.plan.work import count_parameters, count_trained, typical_pack, upstream_flops, work_of
 
 NUM_SHOWN = 12
 
@@ -65,8 +65,9 @@ def plan(config: RunConfig, gpus: int, gpu: Gpu) -> None:
 
 def _size_lines(config: RunConfig) -> list[str]:
     tokens = config.data.global_batch_size * config.data.seq_length
+    trained = f", of which none learns; of the adapter: {count_trained(config).total:,}"
     return [
-        f"parameters: {count_parameters(config.model).total:,}",
+        f"parameters: {count_parameters(config.model).total:,}" + trained * (config.train.adapter is not None),
         f"video tokens: {tokens:,} a step, {tokens * config.train.train_iters:,} in all (at most: packs have a tail)",
     ]
 

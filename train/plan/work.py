@@ -14,6 +14,8 @@ from math import prod
 
 import torch
 
+from megadit.models.adapter_config import AdapterConfig
+from megadit.models.adapters import adapter_key, attach
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.flops import attention_flops, training_flops
@@ -59,14 +61,25 @@ class Parameters:
 
 
 @lru_cache(maxsize=64)
-def count_parameters(model: DiTConfig) -> Parameters:
-    """Counts them on the meta device: the network is built in full and takes no memory."""
+def count_parameters(model: DiTConfig, adapter: AdapterConfig | None = None) -> Parameters:
+    """Those of a network, or of the `adapter` beside it.
+
+    Counted on the meta device: the network is built in full and takes no memory.
+    """
     with torch.device("meta"):
         dit = DiT(model)
+    if adapter is not None:
+        attach(dit, adapter)
     counts = {"split": 0, "whole": 0, "outside": 0, "experts": 0}
     for name, parameter in dit.named_parameters():
-        counts[_kind(name)] += parameter.numel()
+        if adapter is None or adapter_key(name) is not None:
+            counts[_kind(name)] += parameter.numel()
     return Parameters(**counts)
+
+
+def count_trained(config: RunConfig) -> Parameters:
+    """What has gradients, optimizer state and averages: the network's, or those of `train.adapter`."""
+    return count_parameters(config.model, config.train.adapter)
 
 
 def _kind(name: str) -> str:
@@ -75,7 +88,8 @@ def _kind(name: str) -> str:
     role = role_of(name)
     if role.is_expert:
         return "experts"
-    return "split" if role.is_linear and name.endswith("weight") else "whole"
+    is_matrix = name.endswith(("weight", ".down", ".up"))
+    return "split" if role.is_linear and is_matrix else "whole"
 
 
 def typical_pack(config: RunConfig) -> PackLayout:
@@ -101,6 +115,8 @@ class Work:
 
     linear_flops: float
     """Of the matrix products with weights, forward and backward."""
+    linear_share: float
+    """Of these, the share of the forward: a third where all weights learn."""
     attention_flops: float
     elementwise_bytes: float
     """Through the device's memory, outside matrix products."""
@@ -135,8 +151,10 @@ def work_of(config: RunConfig, layout: Layout) -> Work:
     attention = _attention_flops(pack, model) * packs / share
     tokens = packs * config.data.seq_length / layout.context  # of one context-parallel rank
     layers = model.num_layers / layout.pipeline
+    linears = training_flops(pack, model, config.train.adapter) * packs / share - attention
     return Work(
-        linear_flops=training_flops(pack, model) * packs / share - attention,
+        linear_flops=linears,
+        linear_share=(training_flops(pack, model) * packs / share - attention) / 3 / linears,
         attention_flops=attention,
         elementwise_bytes=_bytes_per_number(config)
         * ELEMENTWISE_ACCESSES
@@ -194,9 +212,10 @@ def _bytes_per_number(config: RunConfig) -> int:
 
 def _tensor_bytes(config: RunConfig, layout: Layout, tokens: float) -> float:
     """Per layer: attentions and the MLP gather their tokens and scatter their sums, forward and backward, and gather
-    once more for the gradients of the weights. All-reduces move the same without the last."""
+    once more for the gradients of the weights, where these learn. All-reduces move the same without the last."""
     t = layout.tensor
-    collectives = (5 if layout.sequence_parallel else 4) * num_sublayers(config.model)
+    gathers_again = layout.sequence_parallel and config.train.adapter is None
+    collectives = (5 if gathers_again else 4) * num_sublayers(config.model)
     return collectives * tokens * config.model.hidden_size * _bytes_per_number(config) * (t - 1) / t
 
 
@@ -232,11 +251,15 @@ def _pipeline_bytes(config: RunConfig, layout: Layout, tokens: float) -> float:
 
 def _data_bytes(config: RunConfig, layout: Layout) -> dict[str, float]:
     """Gradients and weights over the d x c ranks that hold the same parameters."""
-    count = count_parameters(config.model)
-    share = count.of_rank(layout) + count.experts_of_rank(layout) - count.share(layout)  # what it does not own
+    share = _owned_by_others(count_trained(config), layout)
     size = _bytes_per_number(config)
     if layout.data_parallel == "fsdp":  # weights are gathered forward and backward, for every micro-batch
-        times = layout.num_micro_batches
-        return {"data_reduce_bytes": 4 * share * times, "data_gather_bytes": 2 * size * share * times}
+        times, gathered = layout.num_micro_batches, _owned_by_others(count_parameters(config.model), layout)
+        return {"data_reduce_bytes": 4 * share * times, "data_gather_bytes": 2 * size * gathered * times}
     gather = size if layout.data_parallel == "distributed_optimizer" else 4  # an all-reduce: twice the gradients
     return {"data_reduce_bytes": 4 * share, "data_gather_bytes": gather * share}
+
+
+def _owned_by_others(count: Parameters, layout: Layout) -> float:
+    """Parameters that a rank computes with and other ranks own."""
+    return count.of_rank(layout) + count.experts_of_rank(layout) - count.share(layout)

@@ -46,6 +46,26 @@ def test_marks_are_those_of_the_layer_kits(found):
         assert found["marks"][network] == parameters, network
 
 
+@pytest.mark.parametrize(
+    ("linear", "down", "up"),
+    [
+        ("self_attention.qkv", "3x48, partial", "24x3, split 0 tensor, dim 0/1"),
+        ("cross_attention.q", "3x48, partial", "24x3, split 0 tensor, dim 0/1"),
+        ("cross_attention.kv", "3x48", "24x3, split 0 tensor, dim 0/1"),
+        ("self_attention.proj", "3x24, split 1 tensor, dim 1/1", "48x3, partial"),
+        ("mlp.fc1", "3x48, partial", "96x3, split 0 tensor, dim 0/1"),
+        ("mlp.fc2", "3x96, split 1 tensor, dim 1/1", "48x3, partial"),
+        ("modulation.linear", "3x48, partial", "432x3, partial"),
+    ],
+)
+def test_no_rank_of_an_adapter_is_split(found, linear, down, up):
+    """Under sequence parallelism on two ranks."""
+    inside = f"blocks.0.{linear}.adapters."
+    of_linear = {name: words for name, words in found["adapter"].items() if name.startswith(inside)}
+    assert {words for name, words in of_linear.items() if name.endswith(".down")} == {down}
+    assert {words for name, words in of_linear.items() if name.endswith(".up")} == {up}
+
+
 def test_every_change_of_a_row_is_seen(found):
     """Negative control: each row with each other role, in ten networks under sequence parallelism."""
     assert found["unseen"] == []

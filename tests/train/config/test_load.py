@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import types
+from dataclasses import is_dataclass
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
@@ -136,6 +137,7 @@ SPECIAL = {
     "model.head_dim": 12,
     "data.mock_latent_shapes": [[2, 4, 4]],
     "ema.sigma_rels": [0.2],
+    "train.adapter.targets": ["blocks.*.fc1"],
 }
 """Another legal value where it cannot be guessed."""
 EXPERTS = ["optimizer.optimizer=adamw", "model.experts.num_experts=4"]
@@ -152,6 +154,7 @@ NEEDS = {
     "parallel.sequence_parallel": ["parallel.tensor_model_parallel_size=2"],
     "parallel.recompute_num_layers": ["parallel.recompute_granularity=full"],
     "parallel.cuda_graph_max_segments": ["train.precision=bf16", "parallel.overlap_param_gather=false"],
+    **{f"train.adapter.{name}": ["train.adapter.rank=4"] for name in ("rank", "alpha", "targets", "dropout", "kind")},
     "train.fp8": ["train.precision=bf16", "parallel.transformer_impl=transformer_engine", "model.hidden_size=128"],
     "optimizer.moments": ["optimizer.optimizer=adamw"],
     "model.family": ["model.hidden_size=256", "model.position_embedding=sincos"],
@@ -169,7 +172,8 @@ SETTINGS = [key for key in known_keys() if key not in ("recipe", *REFUSED)]  # t
 def hint_of(key: str):
     hint = RunConfig
     for name in key.split("."):
-        hint = get_type_hints(hint)[name]
+        section = next((part for part in (hint, *get_args(hint)) if is_dataclass(part)), hint)
+        hint = get_type_hints(section)[name]
     return hint
 
 
@@ -206,7 +210,7 @@ def new_value(run: RunConfig, key: str):
 def read_key(run: RunConfig, key: str):
     value = run
     for name in key.split("."):
-        value = getattr(value, name)
+        value = getattr(value, name, None)  # of a section that is left out
     return value
 
 

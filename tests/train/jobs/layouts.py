@@ -22,9 +22,11 @@ if __name__ == "__main__":
 import safetensors.torch  # noqa: E402
 
 from megadit.models import axial, experts, initialize  # noqa: E402
+from megadit.models.adapter_config import AdapterConfig  # noqa: E402
 from megadit.models.conditioning import Conditioning  # noqa: E402
 from megadit.models.dit import DiT  # noqa: E402
 from megadit.models.expert_config import ExpertConfig  # noqa: E402
+from megadit.models.low_rank import LowRank, _identity  # noqa: E402
 from megadit.models.megatron import context_parallel, expert_parallel  # noqa: E402
 from megadit.models.megatron import groups as process_groups  # noqa: E402
 from megadit.models.megatron.shards import is_expert, splits  # noqa: E402
@@ -55,6 +57,8 @@ def run_config(out, case):
     if "experts" in model:
         model["experts"] = ExpertConfig(**model["experts"])
     train = {"output_dir": str(out), "precision": case.get("precision", "fp32"), "num_threads": 1}
+    if "adapter" in case:
+        train["adapter"] = AdapterConfig(**case["adapter"])
     settings = {"optimizer": "adamw", "lr": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5}
     return replace(
         run,
@@ -102,6 +106,10 @@ def break_it(what, training):
                 module.set_gradient_divide_factor(None)
     elif what == "order of tokens":
         patch(context_parallel, "_order", _first_to_last)
+    elif what == "exchange of adapters":
+        for module in training.network.modules():
+            if isinstance(module, LowRank):
+                module.exchange = _identity
     elif what == "moved tokens":
         find_move = axial.find_move
         patch(axial, "find_move", lambda *args: _reversed(find_move(*args)))
@@ -242,6 +250,12 @@ def gradients(training):
     return {f"grad.{name}": parameter.main_grad.clone() for name, parameter in training.named_parameters()}
 
 
+def frozen(training):
+    """What this rank holds of the parameters that are not trained."""
+    named = (pair for part in training.parts for pair in part.module.named_parameters())
+    return {name: held(parameter)[1].clone() for name, parameter in named if not parameter.requires_grad}
+
+
 def bytes_held(training):
     """Bytes of parameters, gradients and optimizer state on this rank, and of the whole network in float32."""
     local = sum(held(parameter)[1].nbytes for parameter in training.parameters())
@@ -292,13 +306,16 @@ def run(out, case):
         safetensors.torch.save_file(gradients(training), out / "gradients.safetensors")
     decisions = note_decisions(training)
     batches = TrainBatches(config, processes)
-    results = [train_step(training, batches, step + 1, must_stop=False) for step in range(NUM_STEPS)]
+    before = frozen(training)
+    steps = range(case.get("steps", NUM_STEPS))
+    results = [train_step(training, batches, step + 1, must_stop=False) for step in steps]
     numbers = {
         "loss": [result.loss for result in results],
         "grad_norm": [result.grad_norm for result in results],
         "tokens": [result.tokens for result in results],
         "samples": [result.samples for result in results],
         "flops": [result.flops for result in results],
+        "changed": [name for name, value in frozen(training).items() if not torch.equal(value, before[name])],
         "num_bytes": 4 * sum(parameter.numel() for parameter in training.parameters()),
     }
     numbers |= decisions()

@@ -43,7 +43,7 @@ def tensor_bytes(training) -> dict[str, int]:
     masters = {owned.master.untyped_storage().data_ptr(): owned.master for owned in training.tensors.ownership.slices}
     weights = {p.untyped_storage().data_ptr() for p in training.parameters()}
     return {
-        "parameters": sum(p.numel() * p.element_size() for p in training.parameters()),
+        "parameters": sum(p.numel() * p.element_size() for part in training.parts for p in part.module.parameters()),
         "gradients": sum(buffer.grad_data.numel() * buffer.grad_data.element_size() for buffer in buffers),
         "optimizer": sum(value.numel() * value.element_size() for value in states if value.ndim)
         + sum(m.numel() * m.element_size() for place, m in masters.items() if place not in weights),

@@ -15,6 +15,7 @@ from megadit.train.config.load import resolve_config
 from megadit.train.plan.hardware import GIB, GPUS, find_gpu
 from megadit.train.plan.layout import Layout
 from megadit.train.plan.memory import memory_of
+from megadit.train.plan.recompute import with_recompute
 from megadit.train.plan.report import plan
 from megadit.train.plan.search import assess, rank_layouts, usable_memory
 from megadit.train.plan.work import count_parameters, typical_pack, upstream_flops, work_of
@@ -156,3 +157,57 @@ def test_shorter_steps_where_the_machine_is_faster():
 def test_names_of_gpus_say_their_memory():
     for name, gpu in GPUS.items():
         assert name.endswith(f"-{gpu.memory / GIB:.0f}gb")
+
+
+ADAPTER = (
+    *("data.mock=true", "train.adapter.rank=16", "data.seq_length=8192", "data.text_seq_length=512"),
+    *("data.global_batch_size=1", "data.micro_batch_size=1", "data.mock_latent_shapes=[[4,32,32],[1,32,32]]"),
+    *("parallel.tensor_model_parallel_size=1", "parallel.context_parallel_size=1", "parallel.sequence_parallel=false"),
+    *("parallel.data_parallel=ddp", "parallel.recompute_granularity=auto"),
+)
+
+
+def adapter_run(model="dit_7b", *more):
+    return replace(resolve_config("pretrain_7b", overrides=[*ADAPTER, *more]), model=NAMED_CONFIGS[model])
+
+
+@pytest.mark.parametrize(("model", "gpu"), [("dit_7b", "h100-80gb"), ("cosmos_14b", "h200-141gb")])
+def test_an_adapter_of_a_large_network_fits_one_gpu_with_nothing_recomputed(model, gpu):
+    run, gpu = adapter_run(model), find_gpu(gpu)
+    decided = with_recompute(run, 1, gpu.memory)
+    assert decided.parallel.recompute_granularity == "none"
+    assert assess(decided, Layout.of(decided, 1), gpu).fits
+    whole = replace(run, train=replace(run.train, adapter=None))
+    assert not assess(whole, Layout.of(whole, 1), gpu).fits
+
+
+def test_a_step_of_an_adapter_costs_less_than_a_step_of_its_network():
+    """Of many samples; of a single one of 8,192 tokens attention, whose backward stays, is a quarter of all."""
+    run = adapter_run()
+    pack = typical_pack(run)
+    share = training_flops(pack, run.model, run.train.adapter) / training_flops(pack, run.model)
+    assert 2 / 3 < share < 0.72
+    whole = replace(run, train=replace(run.train, adapter=None))
+    ours, theirs = (work_of(one, Layout.of(one, 1)) for one in (run, whole))
+    assert ours.flops == pytest.approx(share * theirs.flops)
+    assert theirs.linear_share == pytest.approx(1 / 3) and 0.48 < ours.linear_share < 0.5
+    assert ours.data_reduce_bytes == theirs.data_reduce_bytes == 0
+
+
+def test_an_adapter_is_divided_as_its_linears_are():
+    run = adapter_run()
+    model, adapter = run.model, run.train.adapter
+    count = count_parameters(model, adapter)
+    D, M, r = model.hidden_size, model.mlp_size, adapter.rank
+    # with q, k and v of two attentions and two projections, four times D; fc1 and fc2
+    assert count.total == model.num_layers * r * (8 * 2 * D + 2 * (D + M))
+    # of the columns up, of the rows down
+    assert count.split == model.num_layers * r * (6 * D + M + 2 * D + M)
+    assert count.of_rank(layout(tensor=2)) == count.total - count.split / 2
+
+
+def test_a_dry_run_says_what_learns(capsys):
+    assert main([*("--recipe", "pretrain_7b", "--dry-run", "--gpus", "1", "--gpu", "h100-80gb"), *ADAPTER]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"parameters: 7,\d{3},\d{3},\d{3}, of which none learns; of the adapter: 40,894,464", shown)
+    assert re.search(r"recomputed: 0 of 32 blocks", shown)

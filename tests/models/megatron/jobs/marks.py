@@ -20,6 +20,8 @@ cpu_shim.install()
 from megatron.core import parallel_state  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
+from megadit.models.adapter_config import AdapterConfig  # noqa: E402
+from megadit.models.adapters import adapter_key, attach  # noqa: E402
 from megadit.models.config import DiTConfig  # noqa: E402
 from megadit.models.dit import DiT, Part  # noqa: E402
 from megadit.models.expert_config import ExpertConfig  # noqa: E402
@@ -48,6 +50,8 @@ NETWORKS = {
     "experts": {"experts": ExpertConfig(**EXPERTS, shared_ffn_hidden_size=20)},
     "experts of moviegen": MOVIEGEN | {"experts": ExpertConfig(**EXPERTS, routing="expert_choice")},
 }
+ADAPTER = AdapterConfig(rank=3, targets=("*",), kind="dora")
+"""Beside every linear of a network."""
 SP = {"tensor": 2, "sequence_parallel": True}
 LAYOUTS = {
     "one": (1, {}),
@@ -72,13 +76,15 @@ def network(name):
     return DiTConfig(**SIZES | NETWORKS[name])
 
 
-def marks(config, sizes, table=plan.PLAN):
+def marks(config, sizes, table=plan.PLAN, adapter=None):
     """{case: {parameter: its marks}} of each part of the network."""
     groups, found = process_groups.initialize(sizes, config), {}
     try:
         for index in range(sizes.num_parts):
             with torch.device("meta"):
                 dit = DiT(config, Part(index, sizes.num_parts))
+            if adapter is not None:
+                attach(dit, adapter)
             megatron = transformer_config(config, sizes, dtype=torch.float32)
             parallelize(dit, megatron, groups, device=torch.device("cpu"), plan=table)
             found[f" {index}" if sizes.num_parts > 1 else ""] = {
@@ -125,13 +131,13 @@ def unseen_changes():
     """(row, role) of each change of one row under which every network is marked as before; an error is seen."""
     start(2)
     sizes = ParallelSizes(**SP)
-    networks = [network(name) for name in NETWORKS]
-    before = [marks(config, sizes) for config in networks]
+    networks = [(network(name), None) for name in NETWORKS] + [(network("megadit"), ADAPTER)]
+    before = [marks(config, sizes, adapter=adapter) for config, adapter in networks]
 
     def is_seen(table):
-        for config, expected in zip(networks, before, strict=True):
+        for (config, adapter), expected in zip(networks, before, strict=True):
             try:
-                if marks(config, sizes, table) != expected:
+                if marks(config, sizes, table, adapter) != expected:
                     return True
             except (AssertionError, IndexError, RuntimeError, LookupError):
                 return True
@@ -141,14 +147,24 @@ def unseen_changes():
     for index, row in enumerate(plan.PLAN):
         for role in ROLES:
             changed = (*plan.PLAN[:index], replace(row, role=role), *plan.PLAN[index + 1 :])
-            if role is not row.role and not is_seen(changed):
+            # how the linear is shared, not its adapter, says whether tokens are gathered
+            is_same = "adapters" in row.names and {role, row.role} == {plan.COLUMN, plan.COLUMN_OF_TEXT}
+            if role is not row.role and not is_same and not is_seen(changed):
                 found.append((row.names, role.name))
     dist.destroy_process_group()
     return found
 
 
-def unused_patterns(found):
-    names = {name for parameters in found.values() for name in parameters}
+def adapter_marks():
+    """{key of an adapter state: its marks} under sequence parallelism."""
+    start(2)
+    (found,) = marks(network("megadit"), ParallelSizes(**SP), adapter=ADAPTER).values()
+    dist.destroy_process_group()
+    return {name: words for name, words in found.items() if adapter_key(name)}
+
+
+def unused_patterns(found, adapted):
+    names = {name for parameters in found.values() for name in parameters} | set(adapted)
     decided = {name: next(row for row in plan.PLAN if row.has(name)) for name in names}
     patterns = [(row, pattern) for row in plan.PLAN for pattern in row.names.split("|")]
     return [
@@ -159,6 +175,7 @@ def unused_patterns(found):
 
 
 if __name__ == "__main__":
-    found = all_marks()
-    result = {"marks": found, "unseen": unseen_changes(), "unused": unused_patterns(found)}
+    found, adapted = all_marks(), adapter_marks()
+    unused = unused_patterns(found, adapted)
+    result = {"marks": found, "adapter": adapted, "unseen": unseen_changes(), "unused": unused}
     Path(sys.argv[1]).write_text(json.dumps(result))

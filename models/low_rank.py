@@ -1,0 +1,178 @@
+"""What an adapter is beside a linear: factors of low rank, whose product changes the linear's output.
+
+    y = W x + b + scale (alpha / rank) up down x                                  LoRA (arXiv 2106.09685, eq. 3)
+    y = m (W + (alpha / rank) up down) x / ||W + (alpha / rank) up down|| + b     DoRA (arXiv 2402.09353, eq. 5)
+
+where the norms are those of rows and carry no gradient (section 4.3), and `scale` multiplies the difference that DoRA
+makes. `up` begins at zero and m as the norms of W: the output is then the base's to the last bit.
+
+Shapes: I and O input and output features of the linear, R rank (of several targets of a fused linear, the sum of
+theirs), B batch.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megadit.models.ops.linear import linear
+
+ATTRIBUTE = "adapters"
+"""Of a linear that has some."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Which rows of a matrix belong to a target: of every `period` in turn those from `start` to `stop`."""
+
+    period: int = 1
+    start: int = 0
+    stop: int = 1
+
+    def of(self, matrix_OI: Tensor) -> Tensor:
+        """These rows, [rows, I]."""
+        return matrix_OI.unflatten(0, (-1, self.period))[:, self.start : self.stop].flatten(0, 1)
+
+    def spread(self, matrix_OR: Tensor) -> Tensor:
+        """A matrix of all rows that has these, and zeros in the others: [rows, R] -> [O, R]."""
+        turns = matrix_OR.unflatten(0, (-1, self.stop - self.start))
+        return F.pad(turns, (0, 0, self.start, self.period - self.stop)).flatten(0, 1)
+
+
+class Target(NamedTuple):
+    """What an adapter may change: a linear, or of a fused one the part that queries, keys or values have."""
+
+    linear: str
+    """Path of the module."""
+    rows: Rows
+    in_features: int
+    out_features: int
+    """Of the target; a fused linear has more."""
+
+
+class Factors(nn.Module):
+    """What an adapter has of one target."""
+
+    def __init__(self, target: Target, rank: int, *, has_magnitude: bool, like: Tensor) -> None:
+        super().__init__()
+        self.rows = target.rows
+        self.down = nn.Parameter(like.new_zeros(rank, target.in_features))
+        self.up = nn.Parameter(like.new_zeros(target.out_features, rank))
+        self.magnitude = nn.Parameter(like.new_zeros(target.out_features)) if has_magnitude else None
+
+    def forward(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(down, up), the rows of `up` those of the linear: [R, I], [O, R]."""
+        return self.down.to(dtype), self.rows.spread(self.up.to(dtype))
+
+
+class LowRank(nn.ModuleDict):
+    """One adapter beside one linear: the change of its output.
+
+    The `Factors` are those of the linear's targets. Their products are computed together: the rows of every `down` one
+    below the other, each `up` in the rows of its target.
+    """
+
+    def __init__(self, factors: Mapping[str, Factors], scaling: float) -> None:
+        super().__init__(factors)
+        self.scaling = scaling
+        self.in_features = next(iter(factors.values())).down.shape[1]
+        """Of the linear, over all ranks."""
+        self.scale: float | Tensor = 1.0
+        """How much of the change is added; of a uniform batch also [B, 1], one for each sample."""
+        self.kept_I: Tensor | None = None
+        """What multiplies the input where a backward follows, with dropout: 0, or 1 / (1 - dropout)."""
+        # `megatron.parallelize` exchanges these where ranks share the linear
+        self.exchange: Callable[[Tensor], Tensor] = _identity
+        """Of what lies between `down` and `up`."""
+        self.sum_inputs: Callable[[Tensor], Tensor] = _identity
+        """Over ranks of which each has some input features."""
+        self.own_inputs = slice(None)
+        """The input features that this rank has."""
+
+    def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
+        """The change of y = base(x), [..., O]."""
+        pairs = [factors(x.dtype) for factors in self.values()]
+        down_RI, up_OR = torch.cat([down for down, _ in pairs]), torch.cat([up for _, up in pairs], dim=1)
+        if self.kept_I is not None and torch.is_grad_enabled():
+            down_RI = down_RI * self.kept_I.to(down_RI)  # as if the input had been multiplied
+        h = self.exchange(linear(x, down_RI)) * self.scaling
+        ratio_O = self._ratio(base.weight)
+        if ratio_O is None:
+            return linear(h * self.scale, up_OR)
+        ratio_O = ratio_O.to(x.dtype)
+        product = y if base.bias is None else y - base.bias
+        return self.scale * ((ratio_O - 1) * product + ratio_O * linear(h, up_OR))
+
+    def change_of(self, weight_OI: Tensor) -> Tensor:
+        """What the adapter adds to a matrix at scale 1, [O, I] in the matrix's precision; all of it must be here."""
+        change_OI = torch.zeros_like(weight_OI)
+        for factors in self.values():
+            own = factors.rows.of(weight_OI)
+            changed = own + self.scaling * (factors.up.to(own) @ factors.down.to(own))
+            if factors.magnitude is not None:
+                changed = changed * (factors.magnitude.to(own) / changed.norm(dim=1))[:, None]
+            change_OI += factors.rows.spread(changed - own)
+        return change_OI
+
+    def _ratio(self, weight_OI: Tensor) -> Tensor | None:
+        """DoRA's m / ||W + scaling up down||, float32, 1 in the rows of no target; None without magnitudes."""
+        changes = []
+        for factors in self.values():
+            if factors.magnitude is not None:
+                # rounded as the magnitudes are, which begin as these norms
+                norm = self._norm(factors.rows.of(weight_OI), factors).to(factors.magnitude.dtype)
+                change = factors.magnitude.float() / norm.float() - 1
+                changes.append(factors.rows.spread(change[:, None])[:, 0])
+        return 1 + sum(changes) if changes else None
+
+    @torch.no_grad()
+    def _norm(self, weight_OI: Tensor, factors: Factors) -> Tensor:
+        """||W + scaling up down|| of each row, in float32, without the matrix itself."""
+        W, down, up = weight_OI.float(), factors.down.float(), factors.up.float() * self.scaling
+        squares = squared_norms(W) + 2 * (up * (W @ down.T)).sum(1) + (up * (up @ (down @ down.T))).sum(1)
+        return self.sum_inputs(squares).sqrt()
+
+
+class Adapters(nn.ModuleDict):
+    """The adapters of a linear by their names; `forward` is its output with all of their changes.
+
+    x is [..., I], y = base(x) and the result [..., O].
+    """
+
+    def stand_beside(self, base: nn.Module) -> None:
+        """From now on `base` gives what `forward` makes of its output."""
+        base.adapters = self
+        self._hook = base.register_forward_hook(_with_changes)
+
+    def leave(self, base: nn.Module) -> None:
+        """Undoes `stand_beside`."""
+        self._hook.remove()
+        del base.adapters
+
+    def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
+        changed = y
+        for adapter in self.values():
+            if isinstance(adapter.scale, Tensor) or adapter.scale != 0:  # to the last bit: -0 + 0 is 0
+                changed = changed + adapter(x, y, base)
+        return changed
+
+
+def adapters_of(base: nn.Module) -> "Adapters | dict":
+    """Those beside a module, by their names; {} where there are none."""
+    return getattr(base, ATTRIBUTE, {})
+
+
+def squared_norms(weight_OI: Tensor) -> Tensor:
+    """Of the rows, in float32: [O]."""
+    return weight_OI.float().square().sum(1)
+
+
+def _with_changes(base: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> Tensor:
+    return base.adapters(inputs[0], y, base)
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x

@@ -1,0 +1,44 @@
+"""Adapters beside linears that tensor-parallel ranks share: what the ranks exchange between `down` and `up`.
+
+| linear           | `down`    | exchanged, of rank features            | `up`      |
+|------------------|-----------|----------------------------------------|-----------|
+| `COLUMN`         | all of it | the tokens, with sequence parallelism  | own rows  |
+| `COLUMN_OF_TEXT` | all of it | nothing: every rank has the whole text | own rows  |
+| `ROW`            | own part  | the sum over ranks                     | all of it |
+
+Forward and backward send as many times less than the linear's own exchange as the rank is smaller than its width.
+"""
+
+from functools import partial
+
+import torch.distributed as dist
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megadit.models.low_rank import LowRank
+from megadit.models.megatron.plan import COLUMN, ROW, Role
+
+
+def share_adapter(adapter: LowRank, role: Role, group: ProcessGroup, *, sequence_parallel: bool) -> None:
+    """Tells an adapter how the ranks of `group` share the linear beside it, whose weight has this role."""
+    if role is ROW:
+        size = adapter.in_features // group.size()
+        adapter.own_inputs = slice(group.rank() * size, (group.rank() + 1) * size)
+        adapter.sum_inputs = partial(_sum, group=group)
+        cut, whole = reduce_scatter_to_sequence_parallel_region, reduce_from_tensor_model_parallel_region
+        adapter.exchange = partial(cut if sequence_parallel else whole, group=group)
+    elif role is COLUMN and sequence_parallel:
+        adapter.exchange = partial(gather_from_sequence_parallel_region, group=group)
+    else:  # nothing is sent forward; each rank has a part of the gradient
+        adapter.exchange = partial(copy_to_tensor_model_parallel_region, group=group)
+
+
+def _sum(x: Tensor, group: ProcessGroup) -> Tensor:
+    dist.all_reduce(x, group=group)
+    return x

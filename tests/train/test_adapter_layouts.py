@@ -1,0 +1,150 @@
+"""An adapter is trained in any layout as on one rank: losses, its tensors, moments and averages; its base stays."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megadit.models.adapters import adapter_key, targets_of
+from megadit.models.config import DiTConfig
+from megadit.models.megatron.checkpoint import NETWORK, _read, model_key
+
+from .conftest import MOVIEGEN
+
+JOB = Path(__file__).parent / "jobs" / "layouts.py"
+
+pytestmark = pytest.mark.slow
+
+TWO_PACKS = {"data": {"global_batch_size": 2}}
+LORA = {"adapter": {"rank": 3, "alpha": 6.0, "targets": ["*"]}, **TWO_PACKS}
+"""Three divides over no two ranks: an adapter is never cut along its rank."""
+DORA = {"adapter": {"rank": 3, "targets": ["*"], "kind": "dora"}, **TWO_PACKS}
+DROPPED = {"adapter": {"rank": 3, "targets": ["blocks.*"], "dropout": 0.3}, **TWO_PACKS}
+DEEP = {"model": {"num_layers": 4}}
+EXPERTS = {"model": {"experts": {"num_experts": 4, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 20}}}
+GROUPED = {"model": MOVIEGEN}
+LONG, SHORT = {"steps": 20}, {"steps": 3}
+
+TP = {"tensor_model_parallel_size": 2}
+SP = {**TP, "sequence_parallel": True}
+CP = {"context_parallel_size": 2}
+PP = {"pipeline_model_parallel_size": 2}
+VPP = {**PP, "virtual_pipeline_model_parallel_size": 2}
+FSDP = {"data_parallel": "fsdp"}
+
+ONE_RANK = {
+    "lora": LORA | LONG,
+    "deep": LORA | DEEP | LONG,
+    "experts": LORA | EXPERTS | LONG,
+    "dora": DORA | SHORT,
+    "dropped": DROPPED | SHORT,
+    "grouped": LORA | GROUPED | SHORT,
+    "base": TWO_PACKS | {"steps": 1},
+}
+LAYOUTS = {
+    "lora sp": SP,
+    "lora cp": CP,
+    "lora pp": PP,
+    "lora fsdp": FSDP,
+    "lora distributed optimizer": {"data_parallel": "distributed_optimizer"},
+    "deep vpp": VPP,
+    "experts ep": {"expert_model_parallel_size": 2},
+    "dora tp": TP,
+    "dora sp": SP,
+    "dora fsdp, recomputed": {**FSDP, "recompute_granularity": "full"},
+    "dropped sp, attention recomputed": {**SP, "recompute_granularity": "selective"},
+    "grouped sp": SP,
+}
+"""The first word is that of the counterpart on one rank."""
+BROKEN = {"exchange of adapters": TP, "sequence parallel mark": SP}
+
+
+def two_ranks():
+    found = {name: {**ONE_RANK[name.split()[0]], "parallel": parallel} for name, parallel in LAYOUTS.items()}
+    broken = {
+        f"without {what}": {**ONE_RANK["lora"], **SHORT, "parallel": BROKEN[what], "broken": what} for what in BROKEN
+    }
+    half = {"half fsdp": {**ONE_RANK["lora"], **SHORT, "parallel": FSDP, "precision": "bf16"}}
+    return found | broken | half
+
+
+@pytest.fixture(scope="module")
+def folder(run_ranks, tmp_path_factory):
+    """folder(ranks): where the results of their cases are."""
+    made = {}
+
+    def get(ranks):
+        if ranks not in made:
+            made[ranks] = tmp_path_factory.mktemp(f"ranks{ranks}")
+            (made[ranks] / "cases.json").write_text(json.dumps(ONE_RANK if ranks == 1 else two_ranks()))
+            run_ranks(ranks, JOB, made[ranks], timeout=560)
+        return made[ranks]
+
+    return get
+
+
+def numbers(folder, name):
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def tensors(folder, name, prefix):
+    return _read(folder / name / "tensors", prefix)
+
+
+def relative(ours, theirs):
+    return max(abs(x - y) / abs(y) for x, y in zip(ours, theirs, strict=False))  # one may have done fewer steps
+
+
+def distance(ours, theirs):
+    """The largest relative distance of two layouts' tensors, over the tensors."""
+    assert ours and set(ours) == set(theirs)
+    return max(((ours[key] - theirs[key]).norm() / theirs[key].norm()).item() for key in theirs)
+
+
+def deviations(ours, one):
+    """As multiples of what is allowed."""
+    return {"loss": relative(ours["loss"], one["loss"]) / 1e-6, "spread": ours["spread"] / 1e-30}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_trains_an_adapter_as_one_rank_does(folder, name):
+    one_rank = name.split()[0]
+    ours, one = numbers(folder(2), name), numbers(folder(1), one_rank)
+    assert max(deviations(ours, one).values()) < 1, deviations(ours, one)
+    for prefix, allowed in (("model.", 1e-5), ("ema.", 1e-5), ("optimizer.", 1e-4)):
+        expected = tensors(folder(1), one_rank, prefix)
+        assert distance(tensors(folder(2), name, prefix), expected) < allowed, prefix
+    assert ours["changed"] == []
+
+
+@pytest.mark.parametrize("name", [name for name in ONE_RANK if name != "base"])
+def test_every_tensor_of_an_adapter_learns_and_nothing_else_is_kept(folder, name):
+    found = tensors(folder(1), name, model_key(NETWORK))
+    assert found and all(adapter_key(key.removeprefix(model_key(NETWORK))) for key in found)
+    moments = tensors(folder(1), name, "optimizer.exp_avg.dit")
+    assert len(moments) == len(found) and all(moment.norm() > 0 for moment in moments.values())
+    assert numbers(folder(1), name)["changed"] == []
+
+
+def test_it_begins_where_its_base_is(folder):
+    lora, dora, base = (numbers(folder(1), name)["loss"][0] for name in ("lora", "dora", "base"))
+    assert lora == dora == base
+
+
+def test_its_targets_are_all_linears(folder):
+    config = DiTConfig(num_layers=2, hidden_size=48, num_attention_heads=12, head_dim=8)
+    keys = [adapter_key(key.removeprefix(model_key(NETWORK))) for key in tensors(folder(1), "lora", "model.dit.")]
+    assert {key.rpartition(".")[0] for key in keys} == set(targets_of(config))
+
+
+def test_fsdp_in_half_precision_is_near(folder):
+    """The base in bfloat16, the adapter in float32, gathered together."""
+    ours, one = numbers(folder(2), "half fsdp"), numbers(folder(1), "lora")
+    assert relative(ours["loss"], one["loss"]) < 2e-2
+    assert ours["changed"] == [] and ours["spread"] == 0
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_what_is_left_out_is_seen(folder, what):
+    found = deviations(numbers(folder(2), f"without {what}"), numbers(folder(1), "lora"))
+    assert max(found.values()) > 2, found

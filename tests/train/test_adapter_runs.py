@@ -1,0 +1,142 @@
+"""`megadit train train.adapter.rank=N`: beside a bundle, killed and continued in another layout, or refused."""
+
+import shutil
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megadit.models.adapter_config import AdapterConfig
+from megadit.models.adapters import adapter_state, attach, check_state, fingerprint
+from megadit.models.bundle.bundle import Bundle, write_bundle
+from megadit.models.dit import DiT
+from megadit.models.megatron.checkpoint import _read, base_of, find_checkpoints, read_adapter, read_network
+from megadit.models.settings import SamplingSettings
+from megadit.models.shared.errors import UserError
+from megadit.models.text_encoders import HashedWordEncoder
+from megadit.models.tokenizers import HaarTokenizer
+from megadit.train.config.load import resolve_config
+from megadit.train.config.rules import check_inputs
+from megadit.train.recipes import load_recipe
+
+MODEL = replace(load_recipe("digits_tiny").model, in_channels=24, crossattn_emb_size=64)
+STEPS = 24
+COMMAND = (
+    *("-m", "megadit.train", "--recipe", "digits_tiny", "--mock", "train.precision=fp32", "optimizer.optimizer=adamw"),
+    *("model.in_channels=24", "model.crossattn_emb_size=64", "optimizer.lr=0.002", "train.adapter.rank=3"),
+    *(
+        "validation.interval=0",
+        "logger.tensorboard=false",
+        "ema.sigma_rels=[0.1]",
+    ),
+    *("data.global_batch_size=2", "data.text_dropout=0.1", "checkpoint.save_interval=4", f"train.train_iters={STEPS}"),
+)
+SP = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
+FSDP = ("parallel.data_parallel=fsdp",)
+ADAPTER = AdapterConfig(rank=3)
+
+
+def write(path, seed):
+    generator = torch.Generator().manual_seed(seed)
+    state = {name: 0.1 * torch.randn(t.shape, generator=generator) for name, t in DiT(MODEL).state_dict().items()}
+    write_bundle(
+        path,
+        config=MODEL,
+        state_dict=state,
+        tokenizer=HaarTokenizer(temporal_compression=2, spatial_compression=2, sigma_data=MODEL.sigma_data),
+        text_encoder=HashedWordEncoder(dim=64),
+        defaults=SamplingSettings(num_steps=4, guidance=3.0, num_frames=3, height=8, width=8, fps=8.0),
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("base") / "bundle", 0)
+
+
+@pytest.fixture(scope="module")
+def finished(base, run_ranks, tmp_path_factory):
+    """A run on one rank."""
+    out = tmp_path_factory.mktemp("finished")
+    run_ranks(1, *COMMAND, f"checkpoint.init_from={base}", f"train.output_dir={out}")
+    return out
+
+
+@pytest.mark.slow
+def test_a_killed_run_continues_in_another_layout(base, finished, start_ranks, run_ranks, tmp_path, read_metrics):
+    command = (*COMMAND, f"checkpoint.init_from={base}", f"train.output_dir={tmp_path}")
+    ranks = start_ranks(2, *command, *SP)
+    while not find_checkpoints(tmp_path / "checkpoints"):
+        assert all(rank.poll() is None for rank in ranks), ranks[0].communicate()[0]
+        time.sleep(0.005)
+    for rank in ranks:
+        rank.kill()
+        rank.wait()
+    assert len(read_metrics(tmp_path)) < STEPS, "it must be killed in the middle"
+    assert "continuing from" in run_ranks(2, *command, *FSDP)[0]
+    found, expected = read_metrics(tmp_path), read_metrics(finished)
+    assert [line["step"] for line in found] == list(range(1, STEPS + 1))
+    assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in expected], rel=1e-6)
+    ours, theirs = (read_adapter(find_checkpoints(out / "checkpoints")[-1]) for out in (tmp_path, finished))
+    assert all((ours[key] - value).norm() < 1e-5 * value.norm() for key, value in theirs.items())
+
+
+def test_a_checkpoint_has_the_adapter_alone_and_names_its_base(base, finished):
+    checkpoint = find_checkpoints(finished / "checkpoints")[-1]
+    weights = Bundle.open(base).load_dit()
+    assert base_of(checkpoint) == fingerprint(weights.state_dict(), weights.state_dict().__getitem__)
+    attach(weights, ADAPTER)
+    state, average = read_adapter(checkpoint), read_adapter(checkpoint, ema=0.1)
+    check_state(state, ADAPTER, MODEL)
+    assert state.keys() == average.keys() == adapter_state(weights).keys()
+    assert all(value.any() for value in state.values())
+    kept = [key for key in _read(checkpoint / "tensors", "") if ".uncertainty." not in key]
+    assert len(kept) == 4 * len(state), "weights, an average and two moments"
+    assert all(".adapters." in key for key in kept)
+    with pytest.raises(UserError, match="has an adapter alone, without the network"):
+        read_network(checkpoint)
+
+
+def test_another_base_is_refused(base, finished, run_ranks, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    other = write(tmp_path / "other", 1)
+    (told,) = run_ranks(1, *COMMAND, f"checkpoint.init_from={other}", f"train.output_dir={tmp_path / 'run'}", code=2)
+    assert f"checkpoint.init_from={other} is " in told and "give the base it began with" in told
+    assert "Traceback" not in told
+
+
+def run(base, *overrides):
+    given = ("data.mock=true", "train.adapter.rank=3", f"checkpoint.init_from={base}", "train.output_dir=out")
+    return resolve_config("digits_tiny", overrides=[*given, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.adapter.rank=0"], r"train\.adapter\.rank=0 must be greater than 0"),
+        (
+            ["train.adapter.targets=[blocks.*.self_atention.q]"],
+            r"train\.adapter\.targets: no linear .* did you mean 'blocks\.1\.self_attention\.q'\?",
+        ),
+        (["parallel.gradient_accumulation_fusion=true"], "gradients of matrices that train.adapter leaves as they are"),
+        (
+            ["parallel.pipeline_model_parallel_size=2", "train.adapter.targets=[blocks.1.*]"],
+            "leaves nothing to train in one of the 2 parts",
+        ),
+        (["parallel.cuda_graph_max_segments=4"], "does not go with"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_begins(overrides, message):
+    with pytest.raises(UserError, match=message):
+        run("base", *overrides)
+
+
+def test_an_adapter_needs_a_base():
+    with pytest.raises(UserError, match=r"weights that exist; give checkpoint\.init_from=BUNDLE"):
+        check_inputs(replace(run("base"), checkpoint=load_recipe("digits_tiny").checkpoint))
+
+
+def test_every_part_of_a_pipeline_may_share_what_is_outside_of_blocks():
+    run("base", "parallel.pipeline_model_parallel_size=2", "train.adapter.targets=[text_embedder]")
