@@ -9,28 +9,21 @@ as diffusers calls them, where it has such a network. Nothing of a file is ever 
 """
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from megadit.models.adapter_config import AdapterConfig, AdapterKind
 from megadit.models.adapters import fingerprint, targets_of
 from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle, check_files, write_manifest
 from megadit.models.bundle.components import TENSOR_FILE
 from megadit.models.bundle.tensor_source import TensorSource, from_state_dict, open_safetensors, write_safetensors
 from megadit.models.config import DiTConfig
+from megadit.models.convert.adapter import ALPHA, DOWN, MAGNITUDE, UP, Adapter, Change
 from megadit.models.convert.adapter_names import (
-    ALPHA,
-    DOWN,
-    MAGNITUDE,
-    UP,
-    Change,
     NamedRows,
     diffusers_linears,
     known_linears,
@@ -54,62 +47,6 @@ MOST_HEADER = 1 << 24
 """Bytes of a file's header, and of its settings."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Adapter:
-    """An adapter, whole, float32, as it stands in a file."""
-
-    config: DiTConfig
-    """Of the network that it belongs to."""
-    kind: AdapterKind
-    changes: Mapping[str, Change]
-    """By target, as `targets_of` lists them."""
-    base: str | None = None
-    """`fingerprint` of the weights that it was trained with; None: the file does not say."""
-    training: Mapping[str, Any] = field(default_factory=dict)
-    """Where it comes from, such as recipe and step."""
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(tensor.numel() for tensor in self.to_state()[0].values())
-
-    def to_state(self) -> tuple[dict[str, Tensor], AdapterConfig]:
-        """The adapter state, and what `load_adapter` asks beside it: a scaling that is the most usual one here.
-
-        Another scaling that a target has is in its `up`.
-        """
-        scalings = {name: change.alpha / change.rank for name, change in self.changes.items()}
-        usual, _ = Counter(scalings.values()).most_common(1)[0]
-        rank = max(change.rank for change in self.changes.values())
-        state = {}
-        for name, change in self.changes.items():
-            ratio = scalings[name] / usual
-            state[f"{name}.{DOWN}"] = change.down_RI
-            state[f"{name}.{UP}"] = change.up_OR if ratio == 1 else change.up_OR * ratio
-            if change.magnitude_O is not None:
-                state[f"{name}.{MAGNITUDE}"] = change.magnitude_O
-        return state, AdapterConfig(rank=rank, alpha=usual * rank, targets=tuple(self.changes), kind=self.kind)
-
-    @classmethod
-    def from_state(
-        cls,
-        state: Mapping[str, Tensor],
-        adapter: AdapterConfig,
-        config: DiTConfig,
-        *,
-        base: str | None = None,
-        training: Mapping[str, Any] | None = None,
-    ) -> "Adapter":
-        """Of an adapter state, as `adapter_state` gives it."""
-        changes = {}
-        for name in sorted({key.rpartition(".")[0] for key in state}):
-            down_RI, up_OR = (state[f"{name}.{kind}"].detach().float().cpu() for kind in (DOWN, UP))
-            magnitude_O = state.get(f"{name}.{MAGNITUDE}")
-            if magnitude_O is not None:
-                magnitude_O = magnitude_O.detach().float().cpu()
-            changes[name] = Change(down_RI, up_OR, adapter.scaling * len(down_RI), magnitude_O)
-        return cls(config=config, kind=adapter.kind, changes=changes, base=base, training=dict(training or {}))
-
-
 def is_adapter(path: Path) -> bool:
     """Whether `path` is the folder or the file of an adapter."""
     if path.is_dir():
@@ -118,6 +55,11 @@ def is_adapter(path: Path) -> bool:
         return False
     _check_header(path)
     return any(split_key(key) for key in open_safetensors(path).stored)
+
+
+def check_adapter(path: Path) -> None:
+    """Raises UserError if a file of an adapter's folder is missing or changed, or the folder is none of ours."""
+    check_files(path, _manifest(path), verify=True)
 
 
 def bundle_fingerprint(bundle: Bundle) -> str:
@@ -129,12 +71,23 @@ def bundle_fingerprint(bundle: Bundle) -> str:
 # --------------------------------------------------------------------------------------------------------- reading
 
 
-def read_adapter(path: str | Path, config: DiTConfig | None = None) -> Adapter:
-    """The adapter at `path`, a folder or a file, for a network of this configuration (None: the one it names itself).
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class OpenedAdapter:
+    """An adapter whose tensors are not read yet."""
+
+    source: TensorSource
+    settings: LoraSettings
+    config: DiTConfig | None
+    """Of the network that it belongs to; None: it does not say."""
+    base: str | None
+    training: Mapping[str, Any]
+
+
+def open_adapter(path: str | Path) -> OpenedAdapter:
+    """What stands in the adapter at `path`, a folder or a file, beside the values of its tensors.
 
     Raises:
-        UserError: if it is none, belongs to another family, or does not fit, listing what does not by name and shape;
-            for numbers that are not finite, and settings that would change what is computed.
+        UserError: if it is none, or has settings that would change what is computed.
     """
     path = Path(path)
     file = tensor_file(path)
@@ -142,29 +95,42 @@ def read_adapter(path: str | Path, config: DiTConfig | None = None) -> Adapter:
     source = open_safetensors(file)
     origin = _origin(path, source)
     base, training = (origin.get(name) or {} for name in ("base", "training"))
-    own = base.get("config")
-    if config is None and own is None:
+    return OpenedAdapter(
+        source=source,
+        settings=_settings(path, file, source),
+        config=DiTConfig.from_dict(base["config"]) if base.get("config") else None,
+        base=base.get("fingerprint"),
+        training=training,
+    )
+
+
+def read_adapter(path: str | Path, config: DiTConfig | None = None) -> Adapter:
+    """The adapter at `path`, for a network of this configuration (None: the one that it names itself).
+
+    Raises:
+        UserError: as `open_adapter`; if it belongs to another family, or does not fit, listing what does not by name
+            and shape; for numbers that are not finite.
+    """
+    opened = open_adapter(path)
+    config = opened.config if config is None else config
+    if config is None:
         raise UserError(f"{path} does not say which network it belongs to: name a bundle of it with --base BUNDLE")
-    own = config if own is None else DiTConfig.from_dict(own)
-    config = own if config is None else config
-    if own.family != config.family:
+    if opened.config is not None and opened.config.family != config.family:
         raise UserError(
-            f"{path} was trained on a network of the family {own.family}, and this one is of {config.family}"
+            f"{path} was trained on a network of the family {opened.config.family}, and this one is of {config.family}"
         )
-    linears = known_linears(config)
+    source, settings, linears = opened.source, opened.settings, known_linears(config)
     keys = _keys_of_linears(source, linears)
-    settings = _settings(path, file, source)
     problems = _problems(source, keys, linears, settings)
     if any(problems.values()):
         raise UserError(f"the adapter {path} does not fit the network; {listed(problems)}")
     changes = {name: _read_change(source, name, of, settings) for name, of in keys.items()}
-    kind: AdapterKind = "dora" if any(MAGNITUDE in of for of in keys.values()) else "lora"
     return Adapter(
         config=config,
-        kind=kind,
+        kind="dora" if any(MAGNITUDE in of for of in keys.values()) else "lora",
         changes=regroup(changes, [linears[name] for name in keys], our_linears(config)),
-        base=base.get("fingerprint"),
-        training=training,
+        base=opened.base,
+        training=opened.training,
     )
 
 
@@ -215,9 +181,7 @@ def _check_header(file: Path) -> None:
 def _origin(path: Path, source: TensorSource) -> dict[str, Any]:
     """What only we write: network, weights and training."""
     if (path / MANIFEST_FILE).is_file():
-        origin = read_json(path / MANIFEST_FILE)
-        if not isinstance(origin, dict) or not isinstance(origin.get("files"), dict):
-            raise UserError(f"{path / MANIFEST_FILE} is not that of an adapter")
+        origin = _manifest(path)
         check_files(path, origin)
     else:
         origin = parsed(source.metadata.get(HEADER_ORIGIN, "{}"), f"{HEADER_ORIGIN} in the header of {source.label}")
@@ -227,6 +191,13 @@ def _origin(path: Path, source: TensorSource) -> dict[str, Any]:
     if version > FORMAT_VERSION:
         raise UserError(f"{path} was written by a newer version of megadit: upgrade")
     return origin
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    manifest = read_json(path / MANIFEST_FILE)
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+        raise UserError(f"{path / MANIFEST_FILE} is not that of an adapter")
+    return manifest
 
 
 def _settings(path: Path, file: Path, source: TensorSource) -> LoraSettings:

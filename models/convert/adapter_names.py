@@ -10,7 +10,7 @@
 A linear of theirs may be some rows of one of ours, or the other way round: both are named by the rows of our fused
 weight that they compute, and `regroup` makes the factors of some rows from those of others.
 
-Shapes: R rank, I and O input and output features.
+Shapes: R rank, I and O input and output features, as in `adapter.py`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megadit.models.adapters import targets_of
 from megadit.models.config import DiTConfig
+from megadit.models.convert.adapter import ALPHA, DOWN, MAGNITUDE, UP, Change
 from megadit.models.convert.published import diffusers_entries, original_entries
 from megadit.models.convert.tensor_map import Entry
 from megadit.models.shared.errors import UserError
@@ -28,7 +29,6 @@ from megadit.models.weights import dit_shapes
 
 PREFIXES = ("base_model.model.", "transformer.", "diffusion_model.", "lora_unet_", "lora_transformer_")
 """What stands before the name of a linear; removed in this order."""
-DOWN, UP, MAGNITUDE, ALPHA = "down", "up", "magnitude", "alpha"
 ENDINGS = {
     ".lora_A.weight": DOWN,
     ".lora_A.default.weight": DOWN,
@@ -57,20 +57,6 @@ class NamedRows:
     rows_O: Tensor
     """int64, in the order of its outputs."""
     in_features: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Change:
-    """What an adapter adds to a linear: (alpha / R) up down, or DoRA's form of it."""
-
-    down_RI: Tensor
-    up_OR: Tensor
-    alpha: float
-    magnitude_O: Tensor | None = None
-
-    @property
-    def rank(self) -> int:
-        return len(self.down_RI)
 
 
 def our_linears(config: DiTConfig) -> list[NamedRows]:

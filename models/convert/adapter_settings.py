@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megadit.models.convert.adapter_names import Change
+from megadit.models.convert.adapter import Change
 from megadit.models.shared.errors import UserError
 
 _WITHOUT_EFFECT = {

@@ -13,7 +13,8 @@ from megadit.models.bundle.tensor_source import from_state_dict
 from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
 from megadit.models.convert import cosmos
-from megadit.models.convert.adapter_files import Adapter, is_adapter, read_adapter, write_adapter
+from megadit.models.convert.adapter import Adapter
+from megadit.models.convert.adapter_files import is_adapter, read_adapter, write_adapter
 from megadit.models.convert.converted import to_ours
 from megadit.models.convert.published import diffusers_entries, original_entries
 from megadit.models.dit import DiT
