@@ -16,7 +16,6 @@ from typing import Any
 
 from megadit.infer.adapters import parse_adapters
 from megadit.infer.checkpoints import open_bundle
-from megadit.models.adapters import adapter_key
 from megadit.models.bundle.bundle import write_bundle
 from megadit.models.convert.adapter import Adapter
 from megadit.models.convert.adapter_files import write_adapter
@@ -24,10 +23,12 @@ from megadit.models.convert.merge import merge_bundle
 from megadit.models.megatron.checkpoint import (
     CONFIG,
     STATE,
+    base_of,
     checkpoint_name,
     ema_profiles,
     find_checkpoints,
     is_complete,
+    read_adapter,
     read_network,
 )
 from megadit.models.shared.command import run_command
@@ -157,12 +158,11 @@ def convert(checkpoint: Path, out: Path, *, ema: float | None, dataset: str | Pa
 
 def trained_adapter(config: RunConfig, checkpoint: Path, ema: float | None) -> Adapter:
     """The adapter of a checkpoint of a run with `train.adapter`."""
-    state = {adapter_key(name): tensor for name, tensor in read_network(checkpoint, ema=ema).items()}
     return Adapter.from_state(
-        {key: tensor for key, tensor in state.items() if key is not None},
+        read_adapter(checkpoint, ema=ema),
         config.train.adapter,
         config.model,
-        base=read_json(checkpoint / STATE)["base"],
+        base=base_of(checkpoint),
         training=_origin(config, checkpoint, ema),
     )
 

@@ -11,35 +11,20 @@ from megadit.infer import adapters as shelf
 from megadit.infer.generate import main
 from megadit.infer.inspect.info import describe
 from megadit.infer.pipeline import TextToVideo
-from megadit.models.adapter_config import AdapterConfig
-from megadit.models.adapters import adapter_names, chosen_targets
+from megadit.models.adapters import adapter_names
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.bundle.transfer import pull_bundle, push_bundle
-from megadit.models.convert.adapter import Adapter
-from megadit.models.convert.adapter_files import bundle_fingerprint, read_adapter, write_adapter
+from megadit.models.convert.adapter_files import bundle_fingerprint, read_adapter
 from megadit.models.convert.cli import main as convert
 from megadit.models.convert.merge import merge_bundle
 from megadit.models.shared.errors import UserError
 from megadit.train.to_bundle import main as bundle_command
 
-from .conftest import CONFIG
+from .conftest import make_adapter
 
 PROMPTS, SEEDS = ["a red seven", "a blue two", "waves"], [3, 4, 5]
 TOLERANCE = 1e-5
 """Relative, float32: other sizes of a batch add up in another order."""
-
-
-def make_adapter(path, bundle_dir, seed, *, kind="lora", rank=2, patterns=("blocks.*", "final_layer.*"), base=True):
-    config = AdapterConfig(rank=rank, alpha=2.0 * rank, targets=patterns, kind=kind)
-    generator, state = torch.Generator().manual_seed(seed), {}
-    for name, target in chosen_targets(CONFIG, patterns).items():
-        state[f"{name}.down"] = 0.3 * torch.randn(rank, target.in_features, generator=generator)
-        state[f"{name}.up"] = 0.3 * torch.randn(target.out_features, rank, generator=generator)
-        if kind == "dora":
-            state[f"{name}.magnitude"] = 0.5 + torch.rand(target.out_features, generator=generator)
-    fingerprint = bundle_fingerprint(Bundle.open(bundle_dir)) if base else None
-    write_adapter(path, Adapter.from_state(state, config, CONFIG, base=fingerprint, training={"step": seed}))
-    return str(path)
 
 
 @pytest.fixture(scope="module")
