@@ -31,7 +31,8 @@ from megadit.models.convert.adapter_names import (
     regroup,
     split_key,
 )
-from megadit.models.convert.adapter_settings import LoraSettings, lora_config, parsed
+from megadit.models.convert.adapter_settings import LoraSettings, lora_config
+from megadit.models.shared.documents import check_tensor_header, parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, read_json, write_json
 from megadit.models.weights import listed
@@ -43,8 +44,6 @@ PIPELINE_TENSORS = "pytorch_lora_weights.safetensors"
 HEADER_SETTINGS, HEADER_ORIGIN = "lora_adapter_metadata", "megadit"
 FORMAT_VERSION = 1
 MOST_RANK = 4096
-MOST_HEADER = 1 << 24
-"""Bytes of a file's header, and of its settings."""
 
 
 def is_adapter(path: Path) -> bool:
@@ -173,9 +172,7 @@ def tensor_file(path: Path) -> Path:
 def _check_header(file: Path) -> None:
     """Before anything of it is parsed."""
     with file.open("rb") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-    if size > MOST_HEADER:
-        raise UserError(f"{file} is no adapter: its header has {size:,} bytes, more than {MOST_HEADER:,}")
+        check_tensor_header(stream.read(8), str(file))
 
 
 def _origin(path: Path, source: TensorSource) -> dict[str, Any]:
@@ -184,7 +181,7 @@ def _origin(path: Path, source: TensorSource) -> dict[str, Any]:
         origin = _manifest(path)
         check_files(path, origin)
     else:
-        origin = parsed(source.metadata.get(HEADER_ORIGIN, "{}"), f"{HEADER_ORIGIN} in the header of {source.label}")
+        origin = _of_header(source, HEADER_ORIGIN)
     version, parts = origin.get("format_version", 0), [origin.get(name) or {} for name in ("base", "training")]
     if not isinstance(version, int) or not all(isinstance(part, dict) for part in parts):
         raise UserError(f"{path} does not say in a known form which network it belongs to")
@@ -200,16 +197,25 @@ def _manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
+def _of_header(source: TensorSource, name: str) -> dict[str, Any]:
+    """The JSON object under a name in a file's header, which may have none."""
+    where = f"{name} in the header of {source.label}"
+    return _object(parse_json(source.metadata.get(name, "{}"), where), where)
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UserError(f"{where} is not a JSON object")
+    return value
+
+
 def _settings(path: Path, file: Path, source: TensorSource) -> LoraSettings:
     """Those of a folder, or of a file's header; none where there are none."""
     beside = file.with_name(SETTINGS_FILE)
-    if not (path.is_dir() and beside.is_file()):
-        where = f"{HEADER_SETTINGS} in the header of {file}"
-        values = parsed(source.metadata.get(HEADER_SETTINGS, "{}"), where)
-        return LoraSettings.from_dict({key.removeprefix("transformer."): value for key, value in values.items()}, path)
-    if beside.stat().st_size > MOST_HEADER:
-        raise UserError(f"{beside} has more than {MOST_HEADER:,} bytes")
-    return LoraSettings.from_dict(parsed(beside.read_text(encoding="utf-8", errors="replace"), str(beside)), path)
+    if path.is_dir() and beside.is_file():
+        return LoraSettings.from_dict(_object(read_json(beside), str(beside)), path)
+    values = _of_header(source, HEADER_SETTINGS)
+    return LoraSettings.from_dict({key.removeprefix("transformer."): value for key, value in values.items()}, path)
 
 
 _Keys = dict[str, dict[str, str]]

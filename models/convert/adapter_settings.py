@@ -1,6 +1,5 @@
 """PEFT's settings of an adapter, `LoraConfig`: what they say beside the tensors, and what stands there of ours."""
 
-import json
 import math
 import re
 from collections import Counter
@@ -21,21 +20,6 @@ _WITHOUT_EFFECT = {
 """Settings of PEFT's that are read here, or that the tensors already say; any other changes what is computed."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Beginnings of `init_lora_weights` with which training took a part out of the base's own weights."""
-
-
-def parsed(text: str, where: str) -> dict[str, Any]:
-    """The JSON object that `text` is.
-
-    Raises:
-        UserError: if it is none.
-    """
-    try:
-        values = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"{where} is not valid JSON: {type(error).__name__}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{where} is not a JSON object")
-    return values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -314,7 +314,8 @@ def test_what_does_not_fit_is_listed(change, message, tmp_path):
         ({"init_lora_weights": "pissa_niter_4"}, "changed its base"),
         ({"r": 0}, "r=0"),
         ({"r": 4}, "has rank 3, not 4"),
-        ({"lora_alpha": float("nan")}, "lora_alpha=nan"),
+        ({"lora_alpha": float("nan")}, "number"),
+        ({"lora_alpha": True}, "lora_alpha=True"),
         ({"lora_alpha": "8"}, "lora_alpha='8'"),
         ({"alpha_pattern": {"(a+)+b": 3}}, "no regular expressions"),
         ({"rank_pattern": [1]}, "rank_pattern"),
@@ -338,12 +339,12 @@ def test_hostile_files(tmp_path):
     deep = {"lora_adapter_metadata": "[" * 100_000}
     write_changed(tmp_path, lambda tensors: None, metadata=deep)
     for name, message in [
-        ("huge.safetensors", "header has 1,099,511,627,776 bytes"),
+        ("huge.safetensors", "the header of .* is longer than"),
         ("cut.safetensors", "not a readable safetensors"),
         ("pickle.bin", "ends in .safetensors"),
         ("empty", "other files than safetensors are not read"),
         ("nowhere", "does not exist"),
-        ("bad.safetensors", "not valid JSON"),
+        ("bad.safetensors", "lists and objects within one another"),
     ]:
         with pytest.raises(UserError, match=message):
             read_adapter(tmp_path / name, COSMOS)

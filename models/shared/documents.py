@@ -1,0 +1,147 @@
+"""JSON, YAML, pickles, archives and headers that come from outside, read within limits of size and depth.
+
+Parsers recurse, and build many times what they read: without limits a file of a megabyte ends a process.
+"""
+
+import json
+import math
+import pickletools
+import re
+import zipfile
+from collections.abc import Iterable
+from typing import IO, Any
+
+import yaml
+
+from megadit.models.shared.errors import UserError
+
+MAX_BYTES = 1 << 24
+"""Of a document, unless its reader allows more or less; parsed, it takes up to thirty times as much memory."""
+MAX_DEPTH = 100
+"""Of lists and objects within one another."""
+
+_BRACKETS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[][{}]', re.DOTALL)
+"""Brackets, and strings, which may hold some; possessive, so that no text takes quadratic time."""
+_STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
+
+
+def parse_json(text: str | bytes, where: str, *, max_bytes: int = MAX_BYTES, is_finite: bool = True) -> Any:
+    """The value of a JSON document that anybody may have written; `where` begins the messages: "the body".
+
+    With `is_finite` every number fits a float64: neither NaN nor Infinity, which are not JSON, nor 1e999.
+
+    Raises:
+        UserError: if it is not valid JSON (half a surrogate pair in a string, which nothing can store as UTF-8,
+            included), or is longer or deeper than the limits.
+    """
+    check_size(len(text), where, max_bytes)
+    try:
+        text = text.decode("utf-8") if isinstance(text, bytes) else text
+        _check_depth((_STEPS.get(found[0], 0) for found in _BRACKETS.finditer(text)), where)
+        if not is_finite:
+            return json.loads(text)
+        value = json.loads(text, parse_constant=_refused, parse_float=_finite_float, parse_int=_finite_int)
+        if "\\ud" in text.lower():
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{where} is not valid JSON: {_in_short(error)}") from None
+
+
+def parse_yaml(text: str | bytes, where: str, *, max_bytes: int = MAX_BYTES) -> Any:
+    """The value of a YAML document that anybody may have written, of plain values only.
+
+    Aliases (`*name`) are refused: a few lines of them stand for more values than memory holds.
+
+    Raises:
+        UserError: if it is not valid YAML, or is longer or deeper than the limits.
+    """
+    check_size(len(text), where, max_bytes)
+    try:
+        _check_depth((_step(event, where) for event in yaml.parse(text, Loader=_LOADER)), where)
+        return yaml.load(text, Loader=_LOADER)
+    except UserError:
+        raise
+    except (ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{where} is not valid YAML: {_in_short(error)}") from None
+
+
+def check_tensor_header(head: bytes, where: str, *, max_bytes: int = MAX_BYTES) -> None:
+    """Raises UserError if a safetensors file, which begins with `head`, has a longer header of JSON."""
+    check_size(int.from_bytes(head[:8], "little"), f"the header of {where}", max_bytes)
+
+
+def check_pickle(content: bytes, where: str) -> None:
+    """Raises UserError for a pickle that numbers its values by leaps: Python makes room for all numbers below.
+
+    It says nothing of what the pickle names and calls.
+    """
+    try:
+        for number, (code, argument, _) in enumerate(pickletools.genops(content)):
+            if code.name in ("PUT", "BINPUT", "LONG_BINPUT") and not 0 <= argument <= number + 1:
+                raise UserError(f"{where} is hostile: its value {number} is numbered {argument}")
+    except UserError:
+        raise
+    except Exception as error:  # a broken pickle fails in any way it likes
+        raise UserError(f"{where} is not a pickle: {_in_short(error)}") from None
+
+
+def check_archive(file: IO[bytes], where: str) -> None:
+    """Raises UserError for a zip file whose members take more memory than the file, as torch never writes them.
+
+    Other files pass: whoever reads them finds that they are none.
+    """
+    size = file.seek(0, 2)
+    file.seek(0)
+    if not zipfile.is_zipfile(file):
+        return
+    try:
+        members = zipfile.ZipFile(file).infolist()
+    except (zipfile.BadZipFile, ValueError, OSError) as error:
+        raise UserError(f"{where} is not a zip file: {_in_short(error)}") from None
+    if sum(member.file_size for member in members) > size:
+        raise UserError(f"{where} is hostile: unpacked, it is larger than its {size:,} bytes; torch compresses nothing")
+    file.seek(0)
+
+
+def check_size(num_bytes: int, where: str, max_bytes: int) -> None:
+    """Raises UserError if what stands at `where` is larger than `max_bytes`."""
+    if num_bytes > max_bytes:
+        raise UserError(f"{where} is longer than {max_bytes:,} bytes, the most that is read")
+
+
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def _check_depth(steps: Iterable[int], where: str) -> None:
+    depth = 0
+    for step in steps:
+        depth += step
+        if depth > MAX_DEPTH:
+            raise UserError(f"{where} has more than {MAX_DEPTH} lists and objects within one another")
+
+
+def _step(event: yaml.Event, where: str) -> int:
+    if isinstance(event, yaml.AliasEvent):
+        raise UserError(f"{where} has aliases (*name); write the values out")
+    return isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _refused(text)
+
+
+def _finite_int(text: str) -> int:
+    _finite_float(text)
+    return int(text)
+
+
+def _refused(text: str) -> Any:
+    raise ValueError(f"the number {text[:20]}{'...' if len(text) > 20 else ''} is not one that float64 holds")
+
+
+def _in_short(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
