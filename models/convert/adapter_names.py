@@ -13,8 +13,9 @@ weight that they compute, and `regroup` makes the factors of some rows from thos
 Shapes: R rank, I and O input and output features, as in `adapter.py`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -59,23 +60,25 @@ class NamedRows:
     in_features: int
 
 
-def our_linears(config: DiTConfig) -> list[NamedRows]:
+@lru_cache(maxsize=16)
+def our_linears(config: DiTConfig) -> tuple[NamedRows, ...]:
     """The targets of `DiT(config)`, as the network calls them."""
     sizes, found = dit_shapes(config), []
     for name, target in targets_of(config).items():
         every_row = torch.arange(sizes[f"{target.linear}.weight"][0])
         rows_O = target.rows.of(every_row[:, None])[:, 0]
         found.append(NamedRows(name, target.linear, rows_O, target.in_features))
-    return found
+    return tuple(found)
 
 
-def diffusers_linears(config: DiTConfig) -> list[NamedRows]:
+def diffusers_linears(config: DiTConfig) -> Sequence[NamedRows]:
     """The same as diffusers calls them; of a network that diffusers has not, as we do."""
     entries = diffusers_entries(config)
     return our_linears(config) if entries is None else _linears(entries, config)
 
 
-def known_linears(config: DiTConfig) -> dict[str, NamedRows]:
+@lru_cache(maxsize=16)
+def known_linears(config: DiTConfig) -> Mapping[str, NamedRows]:
     """By every name that a file may have for them, those with _ for each dot included."""
     known: dict[str, NamedRows] = {}
     published = [entries for entries in (diffusers_entries(config), original_entries(config)) if entries is not None]
