@@ -42,16 +42,12 @@ class Conditioning:
 
     @staticmethod
     def concatenate(parts: "list[Conditioning]") -> "Conditioning":
-        """One batch from several, whose text may differ in length."""
+        """One batch from several with the same adapters, whose text may differ in length."""
         longest = max(part.text_BLE.shape[1] for part in parts)
-        names = dict.fromkeys(name for part in parts for name in part.adapter_scale_B)
         padded = [F.pad(part.text_BLE, (0, 0, 0, longest - part.text_BLE.shape[1])) for part in parts]
         return Conditioning(
             torch.cat(padded),
             torch.cat([part.text_length_B for part in parts]),
             torch.cat([part.fps_B for part in parts]),
-            {
-                name: torch.cat([part.adapter_scale_B.get(name, torch.zeros_like(part.fps_B)) for part in parts])
-                for name in names
-            },
+            {name: torch.cat([part.adapter_scale_B[name] for part in parts]) for name in parts[0].adapter_scale_B},
         )

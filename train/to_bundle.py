@@ -9,6 +9,7 @@
 The tokenizer and the text encoder come from the folder of the data set.
 """
 
+import re
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 from megadit.infer.adapters import parse_adapters
 from megadit.infer.checkpoints import open_bundle
-from megadit.models.bundle.bundle import write_bundle
+from megadit.models.bundle.bundle import Bundle, is_bundle, write_bundle
 from megadit.models.convert.adapter import Adapter
 from megadit.models.convert.adapter_files import write_adapter
 from megadit.models.convert.merge import merge_bundle
@@ -41,6 +42,9 @@ from megadit.train.config.load import load_config
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.dataset_info import DatasetInfo
 from megadit.train.sampling_defaults import sampling_defaults
+
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+"""OWNER/NAME."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,8 +167,16 @@ def trained_adapter(config: RunConfig, checkpoint: Path, ema: float | None) -> A
         config.train.adapter,
         config.model,
         base=base_of(checkpoint),
-        training=_origin(config, checkpoint, ema),
+        training={**_origin(config, checkpoint, ema), "base_model": _base_model(config)},
     )
+
+
+def _base_model(config: RunConfig) -> str | None:
+    """The name on the hub of the published weights that the base was made of, for PEFT's settings; None: it was not."""
+    base = config.checkpoint.init_from
+    training = (Bundle.open(base).manifest.get("training") or {}) if base and is_bundle(base) else {}
+    name = str(training.get("converted_from", ""))
+    return name if _HUB_NAME.fullmatch(name) and not Path(name).exists() else None
 
 
 def _dataset(config: RunConfig, given: str | Path | None) -> DatasetInfo:
