@@ -19,8 +19,8 @@ from megadit.models.shared.errors import UserError
 
 Measure = Literal["latents", "lpips"]
 """What a budget is a share of: the relative L2 error of the latents, or LPIPS of the frames (`lpips.py`)."""
-_IRRELEVANT = ("negative_prompt", "fps", "cache_budget")
-"""Settings that a plan does not depend on: like prompts, they are what its margin is for."""
+_IRRELEVANT = ("negative_prompt", "fps", "cache_budget", "adapter_interval")
+"""Settings that a plan does not depend on: like prompts, they are what its margin is for; adapters have no plan."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -131,6 +131,7 @@ def open_trial(argv: list[str], verb: str, *, fewest_videos: int = 1) -> Trial:
     refuse(options.repeat or options.input_video or options.continue_video, "calibration starts from prompts alone")
     bundle = open_bundle(options.checkpoint_path)
     specs = video_grid(options, bundle.defaults).specs
+    refuse(any(spec.adapters for spec in specs), "calibration starts from prompts alone: leave out --adapter")
     settings = specs[0].settings
     refuse(any(spec.settings != settings for spec in specs), "a plan is made for one set of settings, the same for all")
     refuse(

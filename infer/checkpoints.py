@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle
+from megadit.models.convert.adapter_files import is_adapter
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import held_alone
 from megadit.models.text_encoders import TextEncoder
@@ -23,7 +24,13 @@ def open_bundle(path: str | Path) -> Bundle:
     """
     path = Path(path)
     if (path / "checkpoints").is_dir():
-        return Bundle.open(_converted(path))
+        converted = _converted(path)
+        if is_adapter(converted):
+            raise UserError(
+                f"{path} has trained an adapter, which is in {converted} now: give the bundle that it began with, and "
+                f"--adapter {converted}"
+            )
+        return Bundle.open(converted)
     if path.is_dir() and not (path / "megadit.json").exists():
         raise UserError(
             f"{path} is neither a bundle (no megadit.json) nor a training directory (no checkpoints/); to choose one "

@@ -23,6 +23,7 @@ from megadit.infer.resolve import far_from_training, latent_size
 from megadit.infer.specs import Grid, VideoSpec, video_grid
 from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, write_video
 from megadit.models.bundle.bundle import Bundle
+from megadit.models.convert.adapter_files import read_adapter_of
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import told_once
 from megadit.models.shared.progress import Progress
@@ -112,6 +113,8 @@ def _check_videos(
                 loaded[spec.given] = spec.given.load()
             given[spec] = loaded[spec.given]
             check_given(given[spec], spec.settings, tokenizer)
+    for path in dict.fromkeys(adapter.path for spec in specs for adapter in spec.adapters):
+        read_adapter_of(path, bundle)
     suffix, names = Path(options.contact_sheet).suffix.lower(), (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES)
     is_picture = not options.contact_sheet or suffix in names
     refuse(not is_picture, f"--contact_sheet={options.contact_sheet}: use a name that ends in {', '.join(names)}")
@@ -142,6 +145,7 @@ def _videos(
                 seeds=[spec.seed for spec in group],
                 batch_size=options.batch_size,
                 given=given.get(group[0]),
+                adapters=[{adapter.path: adapter.scale for adapter in spec.adapters} for spec in group],
                 on_step=lambda step: bar.advance(),
             )
 

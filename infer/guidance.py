@@ -111,6 +111,12 @@ def guided(
     return denoise
 
 
+def within(interval: tuple[float, float], inside: Denoise, outside: Denoise) -> Denoise:
+    """The first at the noise levels of `interval`, the second at all others."""
+    low, high = interval
+    return lambda x, sigma_B: (inside if low <= sigma_B[0].item() <= high else outside)(x, sigma_B)
+
+
 def classifier_free_guidance(
     denoiser: Denoiser, conditioning: Conditioning, *, scale: float, negative: Conditioning | None = None, **options
 ) -> Denoise:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megadit.infer.adapters import MERGE_FIRST
 from megadit.infer.cache import Measure
 from megadit.infer.guidance import GuidanceConvention
 from megadit.infer.pipeline import TOKENS_PER_BATCH
@@ -43,6 +44,13 @@ class GenerateOptions:
     prompt_file: str = _path(
         'prompts after those of --prompt: a text file, one a line; or .jsonl, each line an object with "prompt" and '
         "the settings of that prompt alone"
+    )
+    adapter: Sequence[str] = setting(
+        (),
+        "an adapter to add, and how much of it (default: 1); repeat for several. A line of a .jsonl prompt file may "
+        "have a list of its own",
+        repeated=True,
+        metavar="PATH[:SCALE]",
     )
     subject_name: str = setting(
         "",
@@ -186,6 +194,11 @@ def check(options: GenerateOptions) -> None:
 
 
 def _check_machine(options: GenerateOptions) -> None:
+    takes_adapters = options.runtime in (None, "torch") and options.tp_size == options.cp_size == 1
+    refuse(
+        options.adapter and (not takes_adapters or options.compile or options.cuda_graphs),
+        f"--adapter needs the torch runtime on one rank, neither compiled nor recorded; {MERGE_FIRST}",
+    )
     for name in ("tp_size", "cp_size"):
         value = getattr(options, name)
         refuse(

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from megadit.infer.animations import encode_image
 from megadit.infer.options import DEFAULT_DTYPE, DEFAULT_RUNTIME, GenerateOptions, check, refuse
 from megadit.infer.pipeline import GeneratedVideo
-from megadit.infer.specs import GivenFile, VideoSpec, sha256
+from megadit.infer.specs import AdapterUse, GivenFile, VideoSpec, adapter_uses, sha256
 from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, check_fps, read_comment, write_video
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.settings import SamplingSettings
@@ -122,6 +122,7 @@ def make_record(result: GeneratedVideo, spec: VideoSpec, options: GenerateOption
         "runtime": options.runtime or DEFAULT_RUNTIME,
         "cache_measure": options.cache_measure,
         "given": asdict(spec.given) if spec.given else None,
+        "adapters": [asdict(adapter) for adapter in spec.adapters],
     }
 
 
@@ -174,11 +175,21 @@ def repeated(options: GenerateOptions, record: Mapping[str, Any]) -> tuple[Gener
             filled["cache_measure"] = record.get("cache_measure", options.cache_measure)
         if record["given"] and not (options.input_video or options.continue_video):
             filled |= _repeated_source(GivenFile(**record["given"]), options)
+        if not options.adapter:
+            filled["adapter"] = _repeated_adapters([AdapterUse(**use) for use in record.get("adapters", ())], options)
     except (KeyError, TypeError) as error:
         raise UserError(f"--repeat={options.repeat}: its record is incomplete ({error})") from error
     options = replace(options, **filled)
     check(options)
     return options, settings
+
+
+def _repeated_adapters(uses: Sequence[AdapterUse], options: GenerateOptions) -> tuple[str, ...]:
+    texts = tuple(f"{use.path}:{use.scale!r}" for use in uses)
+    for use, now in zip(uses, adapter_uses(texts), strict=True):
+        if use.sha256 != now.sha256:
+            raise UserError(f"--repeat={options.repeat}: the adapter {use.path} was changed since")
+    return texts
 
 
 def _repeated_source(given: GivenFile, options: GenerateOptions) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """`TextToVideo`: prompts in, videos out."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ from einops import rearrange
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megadit.infer.adapters import NO_ADAPTERS, AdapterShelf, Scales, hold_adapters
 from megadit.infer.background import one_behind
+from megadit.infer.batches import Batch, Videos
 from megadit.infer.cache import CachePlan, Measure, bundle_plans, cached, find_plan
 from megadit.infer.callbacks import StepCallback, StepTeller
 from megadit.infer.checkpoints import check_part, open_bundle, weaker_bundle
@@ -28,13 +30,14 @@ from megadit.infer.guidance import (
     guided,
     in_one_batch,
     in_turn,
+    within,
 )
 from megadit.infer.preview import LinearPreview, fit_preview
 from megadit.infer.ranks import split_over_ranks
 from megadit.infer.resolve import latent_size, resolve_settings
 from megadit.infer.runtimes.load import check_runtime, load_denoiser, with_exported_networks, with_exported_text_network
 from megadit.infer.runtimes.shared_torch import load_shared_denoiser
-from megadit.infer.runtimes.torch import find_device, find_dtype
+from megadit.infer.runtimes.torch import TorchDenoiser, find_device, find_dtype
 from megadit.infer.samplers import SAMPLERS, Denoise, num_denoiser_calls, settings_randomness
 from megadit.infer.schedules import settings_sigmas
 from megadit.infer.text_features import TextFeaturesCache
@@ -64,16 +67,6 @@ class GeneratedVideo:
     num_denoiser_calls: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """The videos that are sampled together."""
-
-    places: range
-    """Of them among all prompts of the generation."""
-    prompts: list[str]
-    seeds: list[int]
-
-
 class TextToVideo:
     """Generates videos from prompts; see `load` and `generate`.
 
@@ -94,12 +87,14 @@ class TextToVideo:
         load_weaker: Callable[[str], Denoiser] | None = None,
         reload_text_encoder: Callable[[], TextEncoder] | None = None,
         guardrail: Guardrail | None = None,
+        adapters: AdapterShelf | None = None,
         cache_plans: Sequence[CachePlan] = (),
         overlap_decoding: bool = False,
     ) -> None:
         """`evaluate` asks for the halves of guidance; `load_weaker` gives the denoiser of a checkpoint for
-        autoguidance; with `reload_text_encoder` the encoder is not kept in memory while sampling; `cache_plans` are
-        those that `cache_budget` chooses from; with `overlap_decoding` a batch is decoded while the next is sampled."""
+        autoguidance; with `reload_text_encoder` the encoder is not kept in memory while sampling; `adapters` holds
+        those of the denoiser, where it takes any; `cache_plans` are those that `cache_budget` chooses from; with
+        `overlap_decoding` a batch is decoded while the next is sampled."""
         self.denoiser = denoiser
         self.tokenizer = tokenizer
         self.text_encoder = TextFeaturesCache(text_encoder, reload_text_encoder)
@@ -108,6 +103,7 @@ class TextToVideo:
         self.device = torch.device(device)
         self.evaluate = evaluate
         self.guardrail = guardrail
+        self._adapters = adapters
         self._cache_plans = cache_plans
         self._overlap_decoding = overlap_decoding
         self._load_weaker = load_weaker
@@ -175,8 +171,11 @@ class TextToVideo:
         evaluate = in_one_batch if batch_guidance else in_turn
         if split_guidance is not None:
             evaluate = split_over_ranks(split_guidance)
+        denoiser = load(bundle)
+        takes_adapters = isinstance(denoiser, TorchDenoiser) and not compile and tensor_parallel == 1
         return cls(
-            denoiser=load(bundle),
+            denoiser=denoiser,
+            adapters=AdapterShelf(denoiser, bundle) if takes_adapters else None,
             tokenizer=with_exported_networks(tokenizer, bundle, runtime, place),
             text_encoder=with_exported_text_network(text_encoder, bundle, runtime, place),
             config=bundle.config,
@@ -199,6 +198,7 @@ class TextToVideo:
         guidance_convention: GuidanceConvention = "standard",
         batch_size: int | None = None,
         given: GivenVideo | None = None,
+        adapters: Scales | Sequence[Scales] = NO_ADAPTERS,
         on_step: StepCallback | None = None,
         **settings: Any,
     ) -> list[GeneratedVideo]:
@@ -208,7 +208,8 @@ class TextToVideo:
         left out, or None, comes from the bundle's defaults. One seed serves every prompt; a list gives each its own.
         `num_frames` may be any number: more are generated where the tokenizer needs them, and the tail is cut. One
         frame is an image. `batch_size` videos are made at once (None: as many as `TOKENS_PER_BATCH` allows).
-        `given` is a video to start from. `on_step` is told of every denoiser call, may look at a preview, and cancels
+        `given` is a video to start from. `adapters` gives the paths of adapters with their scales, {path: scale}, or a
+        list of these, one for each prompt. `on_step` is told of every denoiser call, may look at a preview, and cancels
         by returning False.
 
         Raises:
@@ -218,7 +219,8 @@ class TextToVideo:
         if guidance is not None:
             settings["guidance"] = guidance_scale(guidance, guidance_convention)
         resolved = resolve_settings(self.defaults, **settings)
-        return list(self.stream(prompts, resolved, seeds=seeds, batch_size=batch_size, given=given, on_step=on_step))
+        per_video = {"seeds": seeds, "adapters": adapters, "given": given}
+        return list(self.stream(prompts, resolved, **per_video, batch_size=batch_size, on_step=on_step))
 
     def stream(
         self,
@@ -228,6 +230,7 @@ class TextToVideo:
         seeds: int | Sequence[int] = 0,
         batch_size: int | None = None,
         given: GivenVideo | None = None,
+        adapters: Scales | Sequence[Scales] = NO_ADAPTERS,
         on_step: StepCallback | None = None,
         skipped: Sequence[int] | None = None,
     ) -> Iterator[GeneratedVideo]:
@@ -237,25 +240,26 @@ class TextToVideo:
         place of those that `cache_budget` chooses.
         """
         settings = resolve_settings(self.defaults if settings is None else settings)
-        prompts, seeds = _paired(prompts, seeds)
+        videos = Videos.read(prompts, seeds, adapters)
         if self.guardrail is not None:
-            self.guardrail.admit([*prompts, *filter(None, [settings.second_prompt])])
+            self.guardrail.admit([*videos.prompts, *filter(None, [settings.second_prompt])])
         batch_size = self._batch_size(settings, batch_size)
         frames, shape = latent_size(settings, self.config, self.tokenizer)
         start = None if given is None else encode_start(given, settings, self.tokenizer, frames, self.device)
         sigmas = self._sigmas(settings, given)
-        skipped = self._skipped(settings, given) if skipped is None else skipped
-        self.text_encoder.prepare([*prompts, settings.negative_prompt, settings.second_prompt])
-        teller = StepTeller(on_step, self.num_denoiser_calls(len(prompts), settings, batch_size, given), self.preview)
+        is_more_than_prompts = given is not None or any(videos.adapters)
+        skipped = self._skipped(settings, is_more_than_prompts) if skipped is None else skipped
+        self.text_encoder.prepare([*videos.prompts, settings.negative_prompt, settings.second_prompt])
+        num_videos = len(videos.prompts)
+        teller = StepTeller(on_step, self.num_denoiser_calls(num_videos, settings, batch_size, given), self.preview)
         num_calls = num_denoiser_calls(settings.sampler, sigmas) - len(skipped)
 
-        def sampled() -> Iterator[tuple[_Batch, Tensor]]:
-            for first in range(0, len(prompts), batch_size):
-                places = range(len(prompts))[first : first + batch_size]
-                batch = _Batch(places, prompts[places.start : places.stop], seeds[places.start : places.stop])
-                yield batch, self._sample(batch, settings, sigmas, shape, start, skipped, teller)
+        def sampled() -> Iterator[tuple[Batch, Tensor]]:
+            with hold_adapters(self._adapters, videos.adapters) as names:
+                for batch in videos.batches(batch_size, names):
+                    yield batch, self._sample(batch, settings, sigmas, shape, start, skipped, teller)
 
-        def decoded(sample: tuple[_Batch, Tensor]) -> Iterator[GeneratedVideo]:
+        def decoded(sample: tuple[Batch, Tensor]) -> Iterator[GeneratedVideo]:
             batch, latents_BCTHW = sample
             for latents_CTHW, prompt, seed in zip(latents_BCTHW, batch.prompts, batch.seeds, strict=True):
                 yield GeneratedVideo(
@@ -267,8 +271,8 @@ class TextToVideo:
                     num_denoiser_calls=num_calls,
                 )
 
-        for videos in self._decoded_aside(decoded, sampled()) if self._overlap_decoding else map(decoded, sampled()):
-            yield from videos
+        for done in self._decoded_aside(decoded, sampled()) if self._overlap_decoding else map(decoded, sampled()):
+            yield from done
 
     def _decoded_aside(
         self, decode: Callable[[Any], Iterator[GeneratedVideo]], samples: Iterator[Any]
@@ -310,15 +314,18 @@ class TextToVideo:
     def _sigmas(self, settings: SamplingSettings, given: GivenVideo | None) -> Tensor:
         return remaining_sigmas(settings_sigmas(settings), None if given is None else given.strength)
 
-    def _skipped(self, settings: SamplingSettings, given: GivenVideo | None) -> Sequence[int]:
+    def _skipped(self, settings: SamplingSettings, is_more_than_prompts: bool) -> Sequence[int]:
         plan = find_plan(self._cache_plans, settings)
-        if plan is not None and given is not None:
-            raise UserError(f"cache_budget={settings.cache_budget} is calibrated for prompts alone: leave out one")
+        if plan is not None and is_more_than_prompts:
+            raise UserError(
+                f"cache_budget={settings.cache_budget} is calibrated for prompts alone: leave it out with a given "
+                "video or an adapter"
+            )
         return () if plan is None else plan.skipped
 
     def _sample(
         self,
-        batch: _Batch,
+        batch: Batch,
         settings: SamplingSettings,
         sigmas: Tensor,
         shape: tuple[int, int, int, int],
@@ -328,7 +335,7 @@ class TextToVideo:
     ) -> Tensor:
         """Latents BCTHW, float32, of one batch."""
         key_B = torch.tensor([seed_key(seed) for seed in batch.seeds], device=self.device)
-        denoise = cached(self._guided(batch, settings), skipped, self.config.sigma_data)
+        denoise = cached(self._adapted(batch, settings), skipped, self.config.sigma_data)
         sigma, noise_BCTHW = sigmas[0].item(), latent_noise(key_B, shape)
         x = sigma * noise_BCTHW.double() if start is None else start.initial_state(sigma, noise_BCTHW)
         denoise = denoise if start is None else start.replaces(denoise)
@@ -338,11 +345,21 @@ class TextToVideo:
             raise UserError("the latents are not finite numbers; try dtype float32 or bfloat16, or less guidance")
         return latents_BCTHW
 
-    def _guided(self, batch: _Batch, settings: SamplingSettings) -> Denoise:
+    def _adapted(self, batch: Batch, settings: SamplingSettings) -> Denoise:
+        """The guided denoiser with the adapters of a batch, at the noise levels at which they act."""
+        adapted = self._guided(batch, settings, batch.adapter_scale_B)
+        if not (settings.adapter_interval and batch.adapter_scale_B):
+            return adapted
+        return within(settings.adapter_interval, adapted, self._guided(batch, settings, {}))
+
+    def _guided(self, batch: Batch, settings: SamplingSettings, adapter_scale_B: Mapping[str, Tensor]) -> Denoise:
         """The denoiser under the guidance that the settings ask for."""
 
-        def branch(texts: list[str], denoiser: Denoiser = self.denoiser) -> Branch:
-            return Branch(denoiser, self._conditioning(texts, settings))
+        def branch(texts: list[str], weaker: Denoiser | None = None) -> Branch:
+            conditioning = self._conditioning(texts, settings)
+            if weaker is not None:  # it has no adapters
+                return Branch(weaker, conditioning)
+            return Branch(self.denoiser, replace(conditioning, adapter_scale_B=adapter_scale_B))
 
         count = len(batch.prompts)
         conditions, scales = [branch(batch.prompts)], [settings.guidance]
@@ -375,14 +392,3 @@ class TextToVideo:
         frames_THWC = rearrange(video_1CTHW, "1 C T H W -> T H W C")[:num_frames]
         video_THWC = ((frames_THWC.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).cpu().numpy()
         return video_THWC if self.guardrail is None else self.guardrail.screen(video_THWC)
-
-
-def _paired(prompts: Sequence[str], seeds: int | Sequence[int]) -> tuple[list[str], list[int]]:
-    if isinstance(prompts, str):
-        raise UserError(f"prompts must be a list; got the text {prompts!r}: write [prompt]")
-    if not prompts:
-        raise UserError("there is no prompt; give at least one")
-    seeds = [seeds] * len(prompts) if isinstance(seeds, int) else list(seeds)
-    if len(seeds) != len(prompts):
-        raise UserError(f"got {len(seeds)} seeds for {len(prompts)} prompts; give one seed, or one for each prompt")
-    return list(prompts), seeds

@@ -2,16 +2,18 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megadit.infer.adapters import parse_adapters
 from megadit.infer.conditions import GivenVideo
 from megadit.infer.guidance import guidance_scale
 from megadit.infer.options import GenerateOptions, check_path, refuse
 from megadit.infer.resolve import resolve_settings
 from megadit.infer.video_io import read_video
+from megadit.models.convert.adapter_files import tensor_file
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.options import check_json, settings_of
@@ -36,6 +38,16 @@ class GivenFile:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterUse:
+    """An adapter, and how much of it a video gets."""
+
+    path: str
+    scale: float
+    sha256: str
+    """Of its tensors."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class VideoSpec:
     """One video to make."""
 
@@ -43,6 +55,7 @@ class VideoSpec:
     seed: int
     settings: SamplingSettings
     given: GivenFile | None = None
+    adapters: tuple[AdapterUse, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +77,10 @@ def video_grid(options: GenerateOptions, defaults: SamplingSettings, trained: Sa
     refuse(not lines, "there is no prompt; give --prompt TEXT or --prompt_file FILE")
     _check_subject([line["prompt"] for line in lines], options.subject_name)
     rows = [row for line in lines for row in _rows(line, options, defaults, trained)]
-    return Grid(specs=[spec for row in rows for spec in row], num_columns=max(map(len, rows)))
+    specs = [spec for row in rows for spec in row]
+    has_interval = any(spec.settings.adapter_interval for spec in specs)
+    refuse(has_interval and not any(spec.adapters for spec in specs), "adapter_interval needs an adapter")
+    return Grid(specs=specs, num_columns=max(map(len, rows)))
 
 
 def _rows(
@@ -81,11 +97,27 @@ def _rows(
     scales = [line["guidance"]] if "guidance" in line else list(options.guidances) or [options.guidance]
     seeds = [line["seed"]] if "seed" in line else line.get("seeds") or options.seeds or [options.seed or 0]
     prompt = line["prompt"].replace(SUBJECT, options.subject_name)
+    adapters = adapter_uses(line.get("adapter", options.adapter))
     for scale in scales:
         guidance = None if scale is None else guidance_scale(scale, options.guidance_convention)
         settings = resolve_settings(defaults, trained=trained, **values | {"guidance": guidance})
         given = _given_file(line, options, settings)
-        yield [VideoSpec(prompt=prompt, seed=seed, settings=settings, given=given) for seed in seeds]
+        yield [VideoSpec(prompt=prompt, seed=seed, settings=settings, given=given, adapters=adapters) for seed in seeds]
+
+
+def adapter_uses(texts: Sequence[str]) -> tuple[AdapterUse, ...]:
+    """What texts of the form PATH:SCALE ask for.
+
+    Raises:
+        UserError: for a scale that is no number, a path that is no adapter's, or one given twice.
+    """
+    scales = parse_adapters(texts)
+    for path in scales:
+        check_path("adapter", path)
+    return tuple(
+        AdapterUse(path=str(Path(path).resolve()), scale=scale, sha256=sha256(str(tensor_file(Path(path)))))
+        for path, scale in scales.items()
+    )
 
 
 def _given_file(line: Mapping[str, Any], options: GenerateOptions, settings: SamplingSettings) -> GivenFile | None:
@@ -132,7 +164,7 @@ def _check_subject(prompts: list[str], subject: str) -> None:
 
 _SETTINGS = settings_of(SamplingSettings)
 _GIVEN = ("input_video", "strength", "continue_video", "keep_frames")
-_KEYS = (*_SETTINGS, "seed", "seeds", *_GIVEN)
+_KEYS = (*_SETTINGS, "seed", "seeds", "adapter", *_GIVEN)
 """What a line of a .jsonl prompt file may say beside its prompt: each as the option of that name."""
 _OTHER_KEYS = {
     other.removeprefix("--"): name for name, about in _SETTINGS.items() for other in about.names if other != f"--{name}"

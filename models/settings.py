@@ -87,6 +87,8 @@ class SamplingSettings:
     )
     guidance_interval: tuple[float, ...] = setting((), "lowest and highest noise level at which guidance acts", nargs=2)
     """arXiv 2404.07724; empty: all levels."""
+    adapter_interval: tuple[float, ...] = setting((), "lowest and highest noise level at which adapters act", nargs=2)
+    """Empty: all levels."""
     guidance_rescale: float = setting(
         0.0, "0 to 1: how far guided latents get their unguided deviation back", low=0, high=1
     )
@@ -112,7 +114,7 @@ class SamplingSettings:
             raise UserError(f"shift={AUTO} must be a number here: there is no resolution to suit")
         if self.sigma_min >= self.sigma_max:
             raise UserError(f"sigma_min={self.sigma_min} must be smaller than sigma_max={self.sigma_max}")
-        for name in ("churn_interval", "guidance_interval"):
+        for name in ("churn_interval", "guidance_interval", "adapter_interval"):
             interval = getattr(self, name)
             if interval and not (len(interval) == 2 and 0 <= interval[0] < interval[1]):
                 raise UserError(f"{name}={list(interval)} must be two noise levels, the lower first")

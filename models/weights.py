@@ -1,7 +1,7 @@
 """A DiT on disk: config.json and model.safetensors, under the names that plain torch layers give the tensors."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -92,11 +92,15 @@ def check_shapes(found: dict[str, tuple[int, ...]], expected: dict[str, tuple[in
             if found[name] != expected[name]
         ),
     }
-    told = [f"{kind}: {_shorten(names)}" for kind, names in problems.items() if names]
-    if told:
-        raise UserError(f"{where} do not fit config.json; " + "; ".join(told))
+    if any(problems.values()):
+        raise UserError(f"{where} do not fit config.json; {listed(problems)}")
 
 
-def _shorten(names: list[str]) -> str:
+def listed(problems: Mapping[str, Sequence[str]]) -> str:
+    """The tensors that are wrong in each way, as far as there is room: "missing: a, b; misshapen: c"."""
+    return "; ".join(f"{kind}: {_shorten(names)}" for kind, names in problems.items() if names)
+
+
+def _shorten(names: Sequence[str]) -> str:
     rest = len(names) - _MAX_LISTED
     return ", ".join(names[:_MAX_LISTED]) + (f" and {rest} more" if rest > 0 else "")

@@ -34,7 +34,7 @@ GENERATE = """
     --cache_budget --cache_measure --lpips_weights --video_save_path --format --contact_sheet --batch_size --device
     --dtype --runtime --sequential_guidance --offload_text_encoder --compile --cuda_graphs --overlap_decoding
     --tokenizer_model --tokenizer_cache_dir --t5_cache_dir --num_devices --tp_size --cp_size --cfg_parallel
-    --guardrail_dir
+    --guardrail_dir --adapter --adapter_interval
 """
 INGEST = {
     SELECTED: """
@@ -91,11 +91,13 @@ SHOWN_BY = {
     "bundle": {
         "train/test_to_bundle.py::test_averages_and_steps_are_chosen": "--ema --step",
         "train/test_to_bundle.py::test_the_data_set_may_lie_elsewhere": "--dataset",
+        "infer/test_adapters.py::test_merged_equals_unmerged": "--merge",
     },
     "convert": {
         "models/convert/test_pipelines.py::test_licences_travel_and_a_bundle_becomes_a_pipeline_again": "--to",
         "models/convert/test_sources.py::test_parts_that_do_not_fit_name_both_sides": "--tokenizer --text_encoder",
         "models/convert/test_sources.py::test_the_precision_is_chosen": "--dtype",
+        "infer/test_adapters.py::test_convert_there_and_back": "--base",
         "models/test_cosmos_tokenizer.py::test_a_compression_is_taken_if_it_fits": "--compression",
     },
     "push": {},

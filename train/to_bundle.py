@@ -1,24 +1,34 @@
-"""`megadit bundle CHECKPOINT OUT`: a training checkpoint, written by any layout, as a bundle.
+"""`megadit bundle CHECKPOINT OUT`: a training checkpoint, written by any layout, as a bundle; of an adapter, as one.
 
     megadit bundle runs/digits bundle                  # the newest checkpoint, the average that validation found best
     megadit bundle runs/digits bundle --ema 0.05 --step 2000
     megadit bundle runs/digits/checkpoints/iter_0002000 bundle --ema none
+    megadit bundle runs/subject adapter                # of a run with train.adapter: a folder of PEFT's
+    megadit bundle bundle merged --merge adapter:0.8   # the bundle's weights with the adapter in them
 
 The tokenizer and the text encoder come from the folder of the data set.
 """
 
+import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megadit.models.bundle.bundle import write_bundle
+from megadit.infer.adapters import parse_adapters
+from megadit.infer.checkpoints import open_bundle
+from megadit.models.bundle.bundle import Bundle, is_bundle, write_bundle
+from megadit.models.convert.adapter import Adapter
+from megadit.models.convert.adapter_files import write_adapter
+from megadit.models.convert.merge import merge_bundle
 from megadit.models.megatron.checkpoint import (
     CONFIG,
+    base_of,
     checkpoint_name,
     ema_profiles,
     find_checkpoints,
     is_complete,
+    read_adapter,
     read_network,
     read_state,
 )
@@ -32,11 +42,16 @@ from megadit.train.config.schema import RunConfig
 from megadit.train.data.dataset_info import DatasetInfo
 from megadit.train.sampling_defaults import sampling_defaults
 
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+"""OWNER/NAME."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BundleOptions:
-    checkpoint: Path = setting(help="folder of a run, or one of its checkpoints/iter_*", positional=True)
-    out: Path = setting(help="the bundle to write; a bundle already there is replaced", positional=True)
+    checkpoint: Path = setting(
+        help="folder of a run, or one of its checkpoints/iter_*; with --merge a bundle", positional=True
+    )
+    out: Path = setting(help="the bundle to write, or the adapter; one already there is replaced", positional=True)
     ema: str = setting(
         "best",
         "average of the weights: the one with the lowest validation loss (default), none, or a sigma_rel",
@@ -44,6 +59,12 @@ class BundleOptions:
     )
     step: int | None = setting(None, "step of the run; default: its newest checkpoint", metavar="N")
     dataset: str | None = setting(None, "the data set, if it is no longer at data.path", metavar="PLACE")
+    merge: tuple[str, ...] = setting(
+        (),
+        "an adapter to add to the weights of a bundle, and how much of it (default: 1); repeat for several",
+        repeated=True,
+        metavar="PATH[:SCALE]",
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,12 +76,22 @@ def _run(argv: list[str]) -> int:
     options = read_options(
         BundleOptions, argv, prog="megadit bundle", description="Turns a training checkpoint into a bundle."
     )
+    if options.merge:
+        _merge(options)
+        return 0
     checkpoint = find_checkpoint(options.checkpoint, options.step)
     ema = choose_average(checkpoint, options.ema)
     convert(checkpoint, options.out, ema=ema, dataset=options.dataset)
     average = "the weights themselves" if ema is None else f"their average of sigma_rel {ema:g}"
     print(f"{options.out}: {average} from {checkpoint}")
     return 0
+
+
+def _merge(options: BundleOptions) -> None:
+    if options != replace(BundleOptions(checkpoint=options.checkpoint, out=options.out), merge=options.merge):
+        raise UserError("--merge takes a bundle as it is: leave out --ema, --step and --dataset")
+    merge_bundle(open_bundle(options.checkpoint), parse_adapters(options.merge), options.out)
+    print(f"{options.out}: {options.checkpoint} with {', '.join(options.merge)}")
 
 
 def find_checkpoint(path: Path, step: int | None = None) -> Path:
@@ -107,12 +138,15 @@ def choose_average(checkpoint: Path, name: str) -> float | None:
 
 
 def convert(checkpoint: Path, out: Path, *, ema: float | None, dataset: str | Path | None = None) -> None:
-    """Writes the bundle of a checkpoint.
+    """Writes the bundle of a checkpoint, or its adapter where it has one.
 
     Raises:
         UserError: if the data set is not there, or `out` holds something else.
     """
     config = load_config(checkpoint / CONFIG)
+    if config.train.adapter is not None:
+        write_adapter(out, trained_adapter(config, checkpoint, ema))
+        return
     info = _dataset(config, dataset)
     write_bundle(
         out,
@@ -123,6 +157,25 @@ def convert(checkpoint: Path, out: Path, *, ema: float | None, dataset: str | Pa
         defaults=sampling_defaults(config, info),
         training=_origin(config, checkpoint, ema),
     )
+
+
+def trained_adapter(config: RunConfig, checkpoint: Path, ema: float | None) -> Adapter:
+    """The adapter of a checkpoint of a run with `train.adapter`."""
+    return Adapter.from_state(
+        read_adapter(checkpoint, ema=ema),
+        config.train.adapter,
+        config.model,
+        base=base_of(checkpoint),
+        training={**_origin(config, checkpoint, ema), "base_model": _base_model(config)},
+    )
+
+
+def _base_model(config: RunConfig) -> str | None:
+    """The name on the hub of the published weights that the base was made of, for PEFT's settings; None: it was not."""
+    base = config.checkpoint.init_from
+    training = (Bundle.open(base).manifest.get("training") or {}) if base and is_bundle(base) else {}
+    name = str(training.get("converted_from", ""))
+    return name if _HUB_NAME.fullmatch(name) and not Path(name).exists() else None
 
 
 def _dataset(config: RunConfig, given: str | Path | None) -> DatasetInfo:

@@ -1,4 +1,4 @@
-"""`megadit info PATH`: what a bundle, a training run or a dataset is, from its files alone."""
+"""`megadit info PATH`: what a bundle, an adapter, a training run or a dataset is, from its files alone."""
 
 import json
 import math
@@ -15,6 +15,9 @@ from rich.table import Table
 
 from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle, is_bundle
 from megadit.models.config import DiTConfig
+from megadit.models.convert.adapter import DOWN
+from megadit.models.convert.adapter_files import is_adapter, open_adapter, read_adapter, tensor_file
+from megadit.models.convert.adapter_names import split_key
 from megadit.models.megatron.checkpoint import CONFIG, STATE, is_complete, read_state
 from megadit.models.shared.command import run_command
 from megadit.models.shared.documents import parse_json, parse_yaml
@@ -31,7 +34,9 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InfoOptions:
-    path: Path = setting(help="a bundle, a run's folder or checkpoint, or a dataset", positional=True, metavar="PATH")
+    path: Path = setting(
+        help="a bundle, an adapter, a run's folder or checkpoint, or a dataset", positional=True, metavar="PATH"
+    )
     json: bool = setting(False, "print JSON instead of a table")
     sheet: Path | None = setting(None, "draw samples of a dataset into this picture")
 
@@ -67,6 +72,8 @@ def describe(path: Path) -> Facts:
         raise UserError(f"{path} does not exist")
     if is_bundle(path):
         return describe_bundle(path)
+    if is_adapter(path):
+        return describe_adapter(path)
     if (path / MANIFEST_FILE).is_file():
         return describe_dataset(path)
     if is_complete(path):
@@ -75,7 +82,7 @@ def describe(path: Path) -> Facts:
         return describe_run(path)
     raise UserError(
         f"{path} is neither a bundle nor a dataset (no {MANIFEST_FILE}), neither a training run (no {CONFIG} beside "
-        f"{CHECKPOINTS}/) nor a complete checkpoint (no {STATE})"
+        f"{CHECKPOINTS}/) nor a complete checkpoint (no {STATE}), nor an adapter"
     )
 
 
@@ -92,6 +99,36 @@ def describe_bundle(path: Path) -> Facts:
     for name, value in (bundle.manifest.get("training") or {}).items():
         facts[f"training {name}"] = value
     return facts
+
+
+def describe_adapter(path: Path) -> Facts:
+    """Rank, linears and base of an adapter; of a file that does not say its base, what the names of its tensors say."""
+    opened, size = open_adapter(path), tensor_file(path).stat().st_size
+    if opened.config is None:
+        names = {key: split_key(key) for key in opened.source.stored}
+        ranks = {opened.source.shapes[key][0] for key, name in names.items() if name and name[1] == DOWN}
+        return {
+            "adapter": str(path),
+            "rank": ", ".join(map(str, sorted(ranks))),
+            "linears": len({name[0] for name in names.values() if name}),
+            "bytes": _bytes(size),
+            "family": "not said; `megadit convert ADAPTER OUT --base BUNDLE` finds out whether it fits",
+        }
+    adapter = read_adapter(path)
+    ranks = sorted({change.rank for change in adapter.changes.values()})
+    scalings = sorted({change.alpha / change.rank for change in adapter.changes.values()})
+    return {
+        "adapter": str(path),
+        "kind": adapter.kind,
+        "rank": ", ".join(map(str, ranks)),
+        "alpha / rank": ", ".join(f"{scaling:g}" for scaling in scalings),
+        "linears": len(adapter.changes),
+        "parameters": f"{adapter.num_parameters:,}, {_bytes(size)}",
+        "family": adapter.config.family,
+        "layers x width": f"{adapter.config.num_layers} x {adapter.config.hidden_size}",
+        "weights of its base": adapter.base or "not said",
+        **{f"training {name}": value for name, value in adapter.training.items()},
+    }
 
 
 def describe_dataset(path: Path) -> Facts:

@@ -1,10 +1,14 @@
 """The denoiser in torch, on the CPU or a GPU."""
 
+from collections.abc import Mapping
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from megadit.models.adapter_config import AdapterConfig
+from megadit.models.adapters import load_adapter, remove, set_scale
 from megadit.models.conditioning import Conditioning
 from megadit.models.denoiser import EDMDenoiser
 from megadit.models.dit import DiT
@@ -19,12 +23,19 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-Prepared = tuple[Conditioning, DenseLayout | None]
-"""Conditions where and in what precision the network takes them; the layout that keeps what is computed of them."""
-
-
 KEPT_BYTES = 2**28
 """Memory for what is computed once for all noise levels of a batch: most of it are keys and values of the text."""
+
+
+class Prepared(NamedTuple):
+    """Conditions, ready for the network."""
+
+    conditioning: Conditioning
+    """Where and in what precision it takes them."""
+    layout: DenseLayout | None
+    """Keeps what is computed of them."""
+    scales: dict[str, float | Tensor]
+    """Of its adapters, as `set_scale` takes them."""
 
 
 class TorchDenoiser:
@@ -47,6 +58,7 @@ class TorchDenoiser:
         self.dtype = dtype
         self._denoiser = EDMDenoiser(dit).to(self.device, dtype).eval()
         self._is_compiled = compile
+        self._adapters: list[str] = []
         self._seen: WeakKeyDictionary[Conditioning, dict[torch.Size, Prepared]] = WeakKeyDictionary()
         if compile:
             self._denoiser.compile(dynamic=True)
@@ -54,18 +66,40 @@ class TorchDenoiser:
     @torch.no_grad()  # not inference_mode: what the network caches for a layout must stay usable in training
     def __call__(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
         """Clean latents x0 (float32, on `device`); the inputs may lie anywhere."""
-        here, layout = self._prepared(conditioning, x_BCTHW.shape[2:])
+        here, layout, scales = self._prepared(conditioning, x_BCTHW.shape[2:])
+        for name in self._adapters:
+            set_scale(self._denoiser.dit, scales.get(name, 0.0), name)
         return self._denoiser(x_BCTHW.to(self.device), sigma_B.to(self.device), here, layout)
+
+    def load_adapter(self, name: str, state: Mapping[str, Tensor], adapter: AdapterConfig) -> None:
+        """Puts an adapter beside the network; conditions say how much of it each video gets.
+
+        Raises:
+            UserError: for one that does not fit the network.
+        """
+        load_adapter(self._denoiser.dit, state, adapter, name)
+        self._adapters.append(name)
+
+    def remove_adapter(self, name: str) -> None:
+        """Takes an adapter away."""
+        remove(self._denoiser.dit, name)
+        self._adapters.remove(name)
 
     def _prepared(self, conditioning: Conditioning, size: torch.Size) -> Prepared:
         if self._is_compiled:
-            return conditioning.to(self.device, self.dtype), None
+            return Prepared(conditioning.to(self.device, self.dtype), None, {})
         by_size = self._seen.setdefault(conditioning, {})
         if size not in by_size:
             here = conditioning.to(self.device, self.dtype)
             layout = self._denoiser.dit.dense_layout(here, size, self.device, Kept(KEPT_BYTES))
-            by_size[size] = here, layout
+            scales = {name: _scale(scale_B) for name, scale_B in here.adapter_scale_B.items()}
+            by_size[size] = Prepared(here, layout, scales)
         return by_size[size]
+
+
+def _scale(scale_B: Tensor) -> float | Tensor:
+    """A number where all videos of a batch have the same: 0 is then the base to the last bit."""
+    return scale_B[0].item() if (scale_B == scale_B[0]).all() else scale_B
 
 
 def find_device(name: str) -> torch.device:

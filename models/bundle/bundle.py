@@ -61,8 +61,7 @@ class Bundle:
         """
         path = Path(path)
         manifest = _read_manifest(path)
-        for name, expected in manifest["files"].items():
-            _check_file(inner_path(path, name, follow_links=True), expected, verify=verify)
+        check_files(path, manifest, verify=verify)
         return cls(
             path=path,
             manifest=manifest,
@@ -126,6 +125,16 @@ def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
     names = [name for name in _file_names(directory) if name != MANIFEST_FILE]
     files = {name: _describe_file(directory / name) for name in names}
     write_json(directory / MANIFEST_FILE, {**manifest, "files": files})
+
+
+def check_files(path: Path, manifest: Mapping[str, Any], *, verify: bool = False) -> None:
+    """Checks that every file that the manifest of a folder names is there in its full size, by `verify` unchanged.
+
+    Raises:
+        UserError: names the file that is not.
+    """
+    for name, expected in manifest["files"].items():
+        _check_file(inner_path(path, name, follow_links=True), expected, verify=verify)
 
 
 def check_replaceable(out: Path) -> None:
@@ -204,7 +213,7 @@ def _describe_file(file: Path) -> dict[str, Any]:
 
 def _check_file(file: Path, expected: Mapping[str, Any], *, verify: bool) -> None:
     if not file.is_file():
-        raise UserError(f"{file} is missing: the bundle was copied incompletely")
+        raise UserError(f"{file} is missing: it was copied incompletely")
     if file.stat().st_size != expected["bytes"]:
         raise UserError(f"{file} has {file.stat().st_size} bytes instead of {expected['bytes']}: it was cut or changed")
     if verify and _sha256(file) != expected["sha256"]:

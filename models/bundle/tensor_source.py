@@ -3,9 +3,10 @@
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -50,6 +51,8 @@ class TensorSource:
     """Names where they are, in messages."""
     stored: Mapping[str, Stored]
     read: Callable[[str], Tensor]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """The texts of a file's header."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -75,7 +78,7 @@ def open_safetensors(*paths: str | os.PathLike) -> TensorSource:
     """The tensors of one safetensors file, or of several that are one checkpoint.
 
     Raises:
-        UserError: if a file is missing or damaged.
+        UserError: if a file is missing or damaged, or holds numbers of a type that is not known.
     """
 
     @lru_cache(maxsize=OPEN_FILES)
@@ -85,23 +88,33 @@ def open_safetensors(*paths: str | os.PathLike) -> TensorSource:
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path} is not a readable safetensors file: {error}") from None
 
-    where, stored = {}, {}
+    where, stored, metadata = {}, {}, {}
     for path in map(str, paths):
         check_header(Path(path))
         file = opened(path)
+        metadata |= file.metadata() or {}
         for name in file.keys():
             part = file.get_slice(name)
             if part.get_dtype() not in DTYPES:
                 raise UserError(f"{path}: the tensor {name} is of the kind {part.get_dtype()}, which is not read")
             where[name], stored[name] = path, Stored(tuple(part.get_shape()), DTYPES[part.get_dtype()])
     label = str(paths[0]) if len(paths) == 1 else f"{Path(paths[0]).parent} ({len(paths)} files)"
-    return TensorSource(label, stored, lambda name: opened(where[name]).get_tensor(name))
+    return TensorSource(label, stored, lambda name: opened(where[name]).get_tensor(name), metadata)
 
 
-def write_safetensors(path: str | os.PathLike, source: TensorSource, dtype: torch.dtype | None = None) -> None:
-    """Writes all tensors, converted to `dtype` if one is given, reading one at a time; whole or not at all."""
+def write_safetensors(
+    path: str | os.PathLike,
+    source: TensorSource,
+    dtype: torch.dtype | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Writes all tensors, converted to `dtype` if one is given, reading one at a time; whole or not at all.
+
+    `metadata` are the texts of the file's header.
+    """
     names = {number: name for name, number in DTYPES.items()}
-    header, offset = {}, 0
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
     for name, tensor in source.stored.items():
         stored_dtype = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
         size = stored_dtype.itemsize * int(torch.Size(tensor.shape).numel())
@@ -115,8 +128,8 @@ def write_safetensors(path: str | os.PathLike, source: TensorSource, dtype: torc
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight
     with atomic_path(path) as temporary, temporary.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name, entry in header.items():
-            tensor = source.read(name)
+        for name in source.stored:
+            entry, tensor = header[name], source.read(name)
             assert list(tensor.shape) == entry["shape"], f"{name} changed its shape while it was written"
             data = tensor.detach().to("cpu", DTYPES[entry["dtype"]]).contiguous().flatten().view(torch.uint8)
             file.write(data.numpy().data)

@@ -1,10 +1,11 @@
-"""`megadit push` and `megadit pull`: bundles to and from a hub, or any store that fsspec reaches.
+"""`megadit push` and `megadit pull`: bundles and adapters to and from a hub, or any store that fsspec reaches.
 
     megadit push runs/digits/bundle s3://models/digits
     megadit pull hf://somebody/digits digits
+    megadit push adapter hf://somebody/subject
 
 A hub's model is `hf://OWNER/NAME`; other places are URLs of fsspec (file://, s3://, gs://, memory:// ...). The
-manifest is sent last and checked first, so that a copy that was cut short is no bundle.
+manifest is sent last and checked first, so that a copy that was cut short is none.
 """
 
 import glob
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle, check_replaceable
+from megadit.models.convert.adapter_files import check_adapter, is_adapter
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, inner_path, read_json
@@ -28,14 +30,14 @@ _URL = "hf://OWNER/NAME, or a URL of fsspec such as s3://BUCKET/PATH"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PushOptions:
-    bundle: Path = setting(positional=True)
+    bundle: Path = setting(help="a bundle, or the folder of an adapter", positional=True)
     url: str = setting(help=_URL, positional=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PullOptions:
     url: str = setting(help=_URL, positional=True)
-    out: Path = setting(help="a bundle already there is replaced", positional=True)
+    out: Path = setting(help="a bundle or adapter already there is replaced", positional=True)
 
 
 def push(argv: list[str] | None = None) -> int:
@@ -49,24 +51,27 @@ def pull(argv: list[str] | None = None) -> int:
 
 
 def _push(argv: list[str]) -> None:
-    options = read_options(PushOptions, argv, prog="megadit push", description="Copies a bundle to a hub or a store.")
+    about = "Copies a bundle or an adapter to a hub or a store."
+    options = read_options(PushOptions, argv, prog="megadit push", description=about)
     push_bundle(options.bundle, options.url)
     print(options.url)
 
 
 def _pull(argv: list[str]) -> None:
-    options = read_options(PullOptions, argv, prog="megadit pull", description="Copies a bundle from a hub or a store.")
+    about = "Copies a bundle or an adapter from a hub or a store."
+    options = read_options(PullOptions, argv, prog="megadit pull", description=about)
     pull_bundle(options.url, options.out)
     print(options.out)
 
 
 def push_bundle(bundle: str | os.PathLike, url: str) -> None:
-    """Sends a bundle, after a check that it is whole.
+    """Sends a bundle or an adapter, after a check that it is whole.
 
     Raises:
         UserError: if it is not, or the place cannot be written to.
     """
-    path = Bundle.open(bundle, verify=True).path
+    path = Path(bundle)
+    _check_whole(path)
     files = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
     files.sort(key=lambda name: name == MANIFEST_FILE)
     if url.startswith(HUB):
@@ -84,7 +89,7 @@ def push_bundle(bundle: str | os.PathLike, url: str) -> None:
 
 
 def pull_bundle(url: str, out: str | os.PathLike) -> None:
-    """Fetches a bundle; it appears at `out` whole, with every checksum right, or not at all.
+    """Fetches a bundle or an adapter; it appears at `out` whole, with every checksum right, or not at all.
 
     What the manifest does not list, be it a model card or what somebody slipped in, stays where it is.
 
@@ -92,19 +97,28 @@ def pull_bundle(url: str, out: str | os.PathLike) -> None:
         UserError: if there is none, it is damaged, or `out` holds something else.
     """
     out = Path(out)
-    check_replaceable(out)
+    if not is_adapter(out):
+        check_replaceable(out)
     with atomic_directory(out) as directory:
         if url.startswith(HUB):
             _pull_from_hub(url.removeprefix(HUB), directory)
         else:
             _pull_from_store(url, directory)
-        Bundle.open(directory, verify=True)
+        _check_whole(directory)
+
+
+def _check_whole(path: Path) -> None:
+    """Raises UserError for what is neither a whole bundle nor a whole adapter of ours."""
+    if is_adapter(path):
+        check_adapter(path)
+    else:
+        Bundle.open(path, verify=True)
 
 
 def _pull_from_store(url: str, directory: Path) -> None:
     store, root = _store(url)
     if not store.exists(f"{root}/{MANIFEST_FILE}"):
-        raise UserError(f"{url} is no bundle: it has no {MANIFEST_FILE}")
+        raise UserError(f"{url} is neither a bundle nor an adapter: it has no {MANIFEST_FILE}")
     try:
         store.get_file(f"{root}/{MANIFEST_FILE}", str(directory / MANIFEST_FILE))
         names = _listed(directory)
@@ -157,7 +171,7 @@ def _push_to_hub(path: Path, files: list[str], name: str) -> None:
     try:
         hub.HfApi().create_repo(name, exist_ok=True)
         # one commit, all of it or nothing; `upload_folder` may make several
-        hub.HfApi().create_commit(name, add, commit_message="A bundle of megadit")
+        hub.HfApi().create_commit(name, add, commit_message="From megadit")
     except Exception as error:  # no network, no permission, no such owner
         raise UserError(f"{HUB}{name} cannot be written to: {_one_line(error)}") from error
 
@@ -177,7 +191,7 @@ def _pull_from_hub(name: str, directory: Path) -> None:
     except Exception as error:  # no network, no such model
         raise UserError(f"{HUB}{name} cannot be read: {_one_line(error)}") from error
     if not is_there:
-        raise UserError(f"{HUB}{name} is no bundle: it has no {MANIFEST_FILE}")
+        raise UserError(f"{HUB}{name} is neither a bundle nor an adapter: it has no {MANIFEST_FILE}")
 
 
 def _one_line(error: Exception) -> str:

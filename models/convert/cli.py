@@ -5,12 +5,14 @@
     megadit convert iter_0010000/ bundle --tokenizer CV4x8x8/ --text_encoder t5-11b/
     megadit convert Cosmos-Tokenizer-CV4x8x8/autoencoder.jit tokenizer      # one part alone
     megadit convert bundle out --to diffusers
+    megadit convert lora.safetensors adapter --base bundle                  # an adapter as a folder of PEFT's
+    megadit convert adapter lora.safetensors                                # and as one file with diffusers' keys
 
 Tensors are read, changed and written one at a time.
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +22,7 @@ from megadit.models.bundle.bundle import Bundle, is_bundle, write_bundle
 from megadit.models.bundle.licence import Licence, find_licence
 from megadit.models.bundle.tensor_source import DTYPES, from_state_dict, open_safetensors, write_safetensors
 from megadit.models.config import DiTConfig
+from megadit.models.convert.adapter_files import is_adapter, read_adapter, with_base, write_adapter
 from megadit.models.convert.published import WEIGHTS, Published, open_published, write_diffusers, write_original
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.command import run_command
@@ -54,6 +57,9 @@ class ConvertOptions:
         None, f"directory or name of a T5; default: that of the pipeline, or {T5}", metavar="PATH"
     )
     dtype: str | None = setting(None, "of the network's weights; default: as they are", choices=tuple(PRECISIONS))
+    base: str | None = setting(
+        None, "of an adapter: a bundle of the weights that it is for; default: what it says itself", metavar="BUNDLE"
+    )
     compression: str = setting("", "of a .jit tokenizer that does not tell it", metavar="TxHxW")
 
 
@@ -64,7 +70,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> int:
     options = read_options(ConvertOptions, argv, prog="megadit convert", description="Published weights in and out.")
-    if options.to != "bundle":
+    if is_adapter(Path(options.source)):
+        _convert_adapter(options)
+    elif options.base is not None:
+        raise UserError(f"--base is for an adapter, which {options.source} is not")
+    elif options.to != "bundle":
         _export(Path(options.source), options.out, options.to)
     else:
         source = _locate(options.source)
@@ -76,6 +86,21 @@ def _run(argv: list[str]) -> int:
         else:
             _import(source, options)
     return 0
+
+
+def _convert_adapter(options: ConvertOptions) -> None:
+    """The name of `out` decides the form."""
+    if options != replace(
+        ConvertOptions(source=options.source, out=options.out), dtype=options.dtype, base=options.base
+    ):
+        raise UserError(
+            "an adapter becomes one file with diffusers' keys where OUT ends in .safetensors, else a folder of PEFT's: "
+            "leave out all options but --base and --dtype"
+        )
+    bundle = None if options.base is None else Bundle.open(options.base)
+    adapter = read_adapter(options.source, None if bundle is None else bundle.config)
+    write_adapter(options.out, adapter if bundle is None else with_base(adapter, bundle), PRECISIONS.get(options.dtype))
+    print(f"{options.out}: a {adapter.kind} of {len(adapter.changes)} linears, {adapter.num_parameters:,} numbers")
 
 
 def _locate(source: str) -> Path:

@@ -209,18 +209,39 @@ def _class_names(index: Mapping[str, Any], config: DiTConfig) -> tuple[str, ...]
     return tuple(named.get(str(i), f"class {i}") for i in range(config.num_classes))
 
 
+def diffusers_entries(config: DiTConfig) -> list[Entry] | None:
+    """How diffusers holds the tensors of a network; None where it has no such network."""
+    entries_of = {"cosmos": cosmos.diffusers_entries, "dit": class_dit.diffusers_entries}
+    return entries_of[config.family](config) if config.family in entries_of else None
+
+
+def original_entries(config: DiTConfig) -> list[Entry] | None:
+    """How their first publication held the tensors of a network; None where there was none."""
+    entries_of = {
+        ("cosmos", None): cosmos.released_entries,
+        ("dit", None): class_dit.original_entries,
+        ("nemo", None): nemo.entries,
+        ("dfm", None): nemo.entries,
+        ("moviegen", "nemo"): nemo_moviegen.entries,
+    }
+    form = config.family, config.compat
+    return entries_of[form](config) if form in entries_of else None
+
+
 def write_diffusers(out: Path, config: DiTConfig, tensors: TensorSource, sample_size: int) -> None:
     """config.json and weights of our network as diffusers reads them.
 
     Raises:
         UserError: if diffusers has no such network.
     """
-    if config.family == "cosmos":
-        values, entries = cosmos.config_to_diffusers(config), cosmos.diffusers_entries(config)
-    elif config.family == "dit":
-        values, entries = class_dit.config_to_diffusers(config, sample_size), class_dit.diffusers_entries(config)
-    else:
+    entries = diffusers_entries(config)
+    if entries is None:
         raise UserError(f"diffusers has no network of the family {config.family}; only of cosmos and dit")
+    values = (
+        cosmos.config_to_diffusers(config)
+        if config.family == "cosmos"
+        else class_dit.config_to_diffusers(config, sample_size)
+    )
     write_json(out / "config.json", values)
     write_safetensors(out / f"{WEIGHTS}.safetensors", to_theirs(tensors, entries))
 
@@ -231,14 +252,7 @@ def write_original(out: Path, config: DiTConfig, tensors: TensorSource) -> None:
     Raises:
         UserError: if there was none.
     """
-    entries_of = {
-        ("cosmos", None): cosmos.released_entries,
-        ("dit", None): class_dit.original_entries,
-        ("nemo", None): nemo.entries,
-        ("dfm", None): nemo.entries,
-        ("moviegen", "nemo"): nemo_moviegen.entries,
-    }
-    form = config.family, config.compat
-    if form not in entries_of:
+    entries = original_entries(config)
+    if entries is None:
         raise UserError(f"the family {config.family} was never published otherwise; it is ours")
-    write_safetensors(out / "model.safetensors", to_theirs(tensors, entries_of[form](config)))
+    write_safetensors(out / "model.safetensors", to_theirs(tensors, entries))

@@ -21,6 +21,8 @@ class Entry:
     theirs: tuple[str, ...]
     join: Callable[[Sequence[Tensor]], Tensor]
     split: Callable[[Tensor], Sequence[Tensor]]
+    moves_inputs: bool = False
+    """Whether the columns of their matrix have another order, or it is no matrix."""
 
 
 def rename(name: str, theirs: str) -> Entry:
@@ -67,6 +69,7 @@ def permute_axis(name: str, theirs: str, pattern: str, config: DiTConfig, *, cha
         (theirs,),
         lambda parts: rearrange(parts[0], pattern, **patch),
         lambda whole: (rearrange(whole, f"{after} -> {before}", **patch),),
+        moves_inputs=before.split()[-1] != after.split()[-1],
     )
 
 
@@ -86,7 +89,7 @@ def patches_with_mask(name: str, theirs: str, config: DiTConfig) -> Entry:
         both = torch.cat(by_channel[: 1 + mask_channels], dim=-1)
         return (rearrange(both, "D (pt ph pw) C -> D (C pt ph pw)", **patch),)
 
-    return Entry(name, (theirs,), join, split)
+    return Entry(name, (theirs,), join, split, moves_inputs=True)
 
 
 def copies(name: str, theirs: Sequence[str]) -> Entry:

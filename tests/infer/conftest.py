@@ -2,8 +2,12 @@ import pytest
 import torch
 
 from megadit.infer.pipeline import TextToVideo
-from megadit.models.bundle.bundle import write_bundle
+from megadit.models.adapter_config import AdapterConfig
+from megadit.models.adapters import chosen_targets
+from megadit.models.bundle.bundle import Bundle, write_bundle
 from megadit.models.config import DiTConfig
+from megadit.models.convert.adapter import Adapter
+from megadit.models.convert.adapter_files import bundle_fingerprint, write_adapter
 from megadit.models.dit import DiT
 from megadit.models.settings import SamplingSettings
 from megadit.models.text_encoders import HashedWordEncoder
@@ -46,6 +50,20 @@ def bundle_dir(tmp_path_factory):
         training={"step": 7},
     )
     return path
+
+
+def make_adapter(path, bundle_dir, seed, *, kind="lora", rank=2, patterns=("blocks.*", "final_layer.*"), base=True):
+    """Writes a random adapter of the bundle (with `base`; else one that does not say of which weights)."""
+    config = AdapterConfig(rank=rank, alpha=2.0 * rank, targets=patterns, kind=kind)
+    generator, state = torch.Generator().manual_seed(seed), {}
+    for name, target in chosen_targets(CONFIG, patterns).items():
+        state[f"{name}.down"] = 0.3 * torch.randn(rank, target.in_features, generator=generator)
+        state[f"{name}.up"] = 0.3 * torch.randn(target.out_features, rank, generator=generator)
+        if kind == "dora":
+            state[f"{name}.magnitude"] = 0.5 + torch.rand(target.out_features, generator=generator)
+    fingerprint = bundle_fingerprint(Bundle.open(bundle_dir)) if base else None
+    write_adapter(path, Adapter.from_state(state, config, CONFIG, base=fingerprint, training={"step": seed}))
+    return str(path)
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,8 @@ from megadit.models.dit import DiT
 from megadit.models.settings import GivenSettings
 from megadit.models.shared.options import settings_of
 
+from .conftest import make_adapter
+
 BASE = ("--checkpoint_path", "{bundle}", "--device", "cpu", "--num_steps", "2", "--num_video_frames", "1")
 LATENTS = ("--format", "safetensors")
 PROMPT = ("--prompt", "a red seven")
@@ -58,6 +60,8 @@ EFFECTS = {
     "--repeat": other("{room}/made.safetensors"),
     "--prompt": other("a blue two"),
     "--prompt_file": other("{room}/prompts.txt"),
+    "--adapter": other("{room}/adapter"),
+    "--adapter_interval": other("0.1", "5", given=(*LATENTS, *PROMPT, "--adapter", "{room}/adapter")),
     "--subject_name": other("seven", given=(*LATENTS, *SUBJECT)),
     "--seed": other("3"),
     "--seeds": other("0", "1"),
@@ -149,6 +153,7 @@ def room(bundle_dir, tmp_path_factory):
     """A folder with all that options name."""
     folder = tmp_path_factory.mktemp("room")
     (folder / "prompts.txt").write_text("a green three\n")
+    make_adapter(folder / "adapter", bundle_dir, 1)
     shades = np.arange(9, dtype=np.uint8)[:, None, None, None]
     write_video(folder / "given.gif", shades * np.full((16, 24, 3), 20, np.uint8), 8)
     made = [*filled((*BASE, *PROMPT), bundle_dir, folder), "--seed", "9", "--video_save_path"]
@@ -244,7 +249,7 @@ REFUSED = (
     *("--checkpoint_path", "--repeat", "--input_video", "--strength", "--continue_video", "--keep_frames", "--runtime"),
     *("--sequential_guidance", "--offload_text_encoder", "--cuda_graphs", "--overlap_decoding", "--tokenizer_model"),
     *("--tokenizer_cache_dir", "--t5_cache_dir", "--num_devices", "--tp_size", "--cp_size", "--cfg_parallel"),
-    *("--guardrail_dir", "--cache_measure"),
+    *("--guardrail_dir", "--cache_measure", "--adapter", "--adapter_interval"),
 )
 
 

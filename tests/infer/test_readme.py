@@ -5,6 +5,8 @@ from pathlib import Path
 
 import megadit.infer
 
+from .conftest import make_adapter
+
 README = Path(megadit.infer.__file__).parent / "README.md"
 
 
@@ -13,7 +15,9 @@ def test_the_python_examples_run(bundle_dir, tmp_path, monkeypatch):
     (tmp_path / "runs/demo").mkdir(parents=True)
     (tmp_path / "runs/demo/bundle").symlink_to(bundle_dir)
     examples = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(examples) == 4
+    assert len(examples) == 5
+    make_adapter(tmp_path / "zog", bundle_dir, 1)
+    make_adapter(tmp_path / "other", bundle_dir, 2)
     names: dict = {}
     for example in examples:
         exec(compile(example, str(README), "exec"), names)

@@ -42,7 +42,9 @@ def test_every_setting_changes_the_video(pipeline):
     assert (video(churn=3.0) != video(**TOGETHER["churn_interval"])).any()
     assert (video(**TOGETHER["second_prompt"]) != plain).any()
     assert (video(**TOGETHER["second_prompt"] | {"second_guidance": 2.0}) != video(**TOGETHER["second_prompt"])).any()
-    tried = set(CHANGES) | set(TOGETHER) | {"autoguidance", "cache_budget"}  # which have tests of their own
+    tried = (
+        set(CHANGES) | set(TOGETHER) | {"autoguidance", "cache_budget", "adapter_interval"}
+    )  # which have tests of their own
     assert tried == {field.name for field in fields(pipeline.defaults)}
 
 

@@ -6,7 +6,11 @@ import shutil
 import pytest
 import torch
 
+from megadit.infer.checkpoints import open_bundle
+from megadit.infer.pipeline import TextToVideo
 from megadit.models.bundle.bundle import Bundle
+from megadit.models.convert.adapter_files import read_adapter_of
+from megadit.models.megatron.checkpoint import read_adapter as read_trained
 from megadit.models.megatron.checkpoint import read_network
 from megadit.models.shared.errors import UserError
 from megadit.train.to_bundle import choose_average, find_checkpoint, main
@@ -79,3 +83,49 @@ def test_the_data_set_may_lie_elsewhere(trained, tiny_dataset, tmp_path, capsys)
     assert "/nowhere is not a folder" in capsys.readouterr().err and not (tmp_path / "bundle").exists()
     shutil.copytree(tiny_dataset, tmp_path / "moved")
     assert main([str(trained), str(tmp_path / "bundle"), "--dataset", str(tmp_path / "moved")]) == 0
+
+
+# --------------------------------------------------------------------------------------------- of a run with an adapter
+
+
+@pytest.fixture(scope="module")
+def adapted(trained, run_ranks, tiny_arguments, tmp_path_factory):
+    """(the bundle that an adapter began with, the folder of its run)."""
+    folder = tmp_path_factory.mktemp("adapted")
+    assert main([str(trained), str(folder / "base")]) == 0
+    adapter = ("train.adapter.rank=2", "train.adapter.alpha=6", f"checkpoint.init_from={folder / 'base'}")
+    run_ranks(2, *tiny_arguments, *adapter, "parallel.tensor_model_parallel_size=2", f"train.output_dir={folder}/run")
+    return folder / "base", folder / "run"
+
+
+def test_the_adapter_of_a_run(adapted, tmp_path):
+    base, run = adapted
+    assert main([str(run), str(tmp_path / "adapter"), "--ema", "none"]) == 0
+    adapter = read_adapter_of(tmp_path / "adapter", Bundle.open(base))
+    state, settings = adapter.to_state()
+    expected = read_trained(run / "checkpoints" / "iter_0000004")
+    assert state.keys() == expected.keys() and all(torch.equal(state[key], expected[key]) for key in state)
+    assert settings.scaling == 3 and adapter.training["step"] == 4
+    assert any(tensor.any() for key, tensor in state.items() if key.endswith(".up")), "it has learnt something"
+    assert sum(file.stat().st_size for file in (tmp_path / "adapter").iterdir()) < 100_000
+
+
+def test_an_adapter_needs_its_base(adapted, tmp_path):
+    base, run = adapted
+    with pytest.raises(UserError, match="has trained an adapter, .* give the bundle that it began with"):
+        open_bundle(run)
+    pipeline = TextToVideo.load(base, device="cpu")
+    plain, changed = (pipeline.generate(["a"], adapters=use)[0] for use in ({}, {str(run / "bundle"): 1.0}))
+    assert not torch.equal(plain.latents_CTHW, changed.latents_CTHW)
+    assert main([str(base), str(tmp_path / "merged"), "--merge", str(run / "bundle")]) == 0
+    merged = TextToVideo.load(tmp_path / "merged", device="cpu").generate(["a"])[0]
+    torch.testing.assert_close(merged.latents_CTHW, changed.latents_CTHW)
+    assert main([str(run), str(tmp_path / "other"), "--merge", str(run / "bundle")]) == 2
+
+
+def test_weights_that_were_trained_on_are_another_base(trained, adapted, tmp_path):
+    _, run = adapted
+    assert main([str(run), str(tmp_path / "adapter")]) == 0
+    assert main([str(trained), str(tmp_path / "earlier"), "--step", "2", "--ema", "none"]) == 0
+    with pytest.raises(UserError, match="was trained with other weights"):
+        read_adapter_of(tmp_path / "adapter", Bundle.open(tmp_path / "earlier"))

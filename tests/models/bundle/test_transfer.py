@@ -109,7 +109,7 @@ def test_a_hub_that_refuses_has_no_half_bundle(bundle, hub, tmp_path, monkeypatc
     hub.is_full = True
     with pytest.raises(UserError, match="^hf://somebody/tiny cannot be written to: .*model.safetensors"):
         push_bundle(bundle, "hf://somebody/tiny")
-    with pytest.raises(UserError, match="^hf://somebody/tiny is no bundle: it has no megadit.json$"):
+    with pytest.raises(UserError, match="^hf://somebody/tiny is neither a bundle nor an adapter: it has no "):
         pull_bundle("hf://somebody/tiny", tmp_path / "again")
     with pytest.raises(UserError, match="^hf://somebody/other cannot be read: .*Repository Not Found"):
         pull_bundle("hf://somebody/other", tmp_path / "again")
@@ -134,7 +134,7 @@ def test_a_copy_that_was_cut_short_is_no_bundle(bundle, url, tmp_path, monkeypat
     with pytest.raises(UserError, match=r"cannot be written to: no space left"):
         push_bundle(bundle, url)
     assert len(sent) == 3 and not any(name.endswith("megadit.json") for name in sent), "the manifest goes last"
-    with pytest.raises(UserError, match=r"is no bundle: it has no megadit.json"):
+    with pytest.raises(UserError, match=r"is neither a bundle nor an adapter: it has no megadit.json"):
         pull_bundle(url, tmp_path / "again")
     assert not (tmp_path / "again").exists()
 

@@ -86,21 +86,6 @@ def random_cosmos(seed):
     )
 
 
-def nearest_resize(mask, size, interpolation=None):
-    return torch.nn.functional.interpolate(mask, size, mode="nearest")
-
-
-@pytest.fixture
-def without_torchvision(monkeypatch):
-    """diffusers resizes the padding mask with torchvision, which need not be installed."""
-    from types import SimpleNamespace
-
-    stand_in = SimpleNamespace(
-        functional=SimpleNamespace(resize=nearest_resize), InterpolationMode=SimpleNamespace(NEAREST="nearest")
-    )
-    monkeypatch.setattr("diffusers.models.transformers.transformer_cosmos.transforms", stand_in, raising=False)
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_cosmos_equals_diffusers(seed, without_torchvision):
     published, model = in_random_type(randomised(random_cosmos(seed)), seed)

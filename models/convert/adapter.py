@@ -1,0 +1,86 @@
+"""An adapter by itself: what it adds to each linear, whole, as files hold it.
+
+Shapes: R rank, I and O input and output features.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from megadit.models.adapter_config import AdapterConfig, AdapterKind
+from megadit.models.config import DiTConfig
+
+DOWN, UP, MAGNITUDE, ALPHA = "down", "up", "magnitude", "alpha"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Change:
+    """What an adapter adds to a linear: (alpha / R) up down, or DoRA's form of it."""
+
+    down_RI: Tensor
+    up_OR: Tensor
+    alpha: float
+    magnitude_O: Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        return len(self.down_RI)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Adapter:
+    """An adapter, whole, float32, as it stands in a file."""
+
+    config: DiTConfig
+    """Of the network that it belongs to."""
+    kind: AdapterKind
+    changes: Mapping[str, Change]
+    """By target, as `targets_of` lists them."""
+    base: str | None = None
+    """`fingerprint` of the weights that it was trained with; None: the file does not say."""
+    training: Mapping[str, Any] = field(default_factory=dict)
+    """Where it comes from, such as recipe and step."""
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(tensor.numel() for tensor in self.to_state()[0].values())
+
+    def to_state(self) -> tuple[dict[str, Tensor], AdapterConfig]:
+        """The adapter state, and what `load_adapter` asks beside it: a scaling that is the most usual one here.
+
+        Another scaling that a target has is in its `up`.
+        """
+        scalings = {name: change.alpha / change.rank for name, change in self.changes.items()}
+        usual, _ = Counter(scalings.values()).most_common(1)[0]
+        rank = max(change.rank for change in self.changes.values())
+        state = {}
+        for name, change in self.changes.items():
+            ratio = scalings[name] / usual
+            state[f"{name}.{DOWN}"] = change.down_RI
+            state[f"{name}.{UP}"] = change.up_OR if ratio == 1 else change.up_OR * ratio
+            if change.magnitude_O is not None:
+                state[f"{name}.{MAGNITUDE}"] = change.magnitude_O
+        return state, AdapterConfig(rank=rank, alpha=usual * rank, targets=tuple(self.changes), kind=self.kind)
+
+    @classmethod
+    def from_state(
+        cls,
+        state: Mapping[str, Tensor],
+        adapter: AdapterConfig,
+        config: DiTConfig,
+        *,
+        base: str | None = None,
+        training: Mapping[str, Any] | None = None,
+    ) -> "Adapter":
+        """Of an adapter state, as `adapter_state` gives it."""
+        changes = {}
+        for name in sorted({key.rpartition(".")[0] for key in state}):
+            down_RI, up_OR = (state[f"{name}.{kind}"].detach().float().cpu() for kind in (DOWN, UP))
+            magnitude_O = state.get(f"{name}.{MAGNITUDE}")
+            if magnitude_O is not None:
+                magnitude_O = magnitude_O.detach().float().cpu()
+            changes[name] = Change(down_RI, up_OR, adapter.scaling * len(down_RI), magnitude_O)
+        return cls(config=config, kind=adapter.kind, changes=changes, base=base, training=dict(training or {}))

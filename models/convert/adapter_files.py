@@ -1,0 +1,350 @@
+"""Adapters on disk: a folder of PEFT's or one safetensors file with diffusers' keys; ComfyUI's and kohya's are read.
+
+adapter_config.json          of a folder: rank, alpha and linears, as PEFT says them
+adapter_model.safetensors    the tensors, float32
+megadit.json                 the network and the weights that it belongs to, how it was trained, checksums
+
+A file of ours has the same in its header, under `lora_adapter_metadata` (diffusers') and `megadit`. Linears are called
+as diffusers calls them, where it has such a network. Nothing of a file is ever executed: only safetensors are read.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megadit.models.adapters import fingerprint, targets_of
+from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle, check_files, write_manifest
+from megadit.models.bundle.components import TENSOR_FILE
+from megadit.models.bundle.tensor_source import TensorSource, from_state_dict, open_safetensors, write_safetensors
+from megadit.models.config import DiTConfig
+from megadit.models.convert.adapter import ALPHA, DOWN, MAGNITUDE, UP, Adapter, Change
+from megadit.models.convert.adapter_names import (
+    NamedRows,
+    diffusers_linears,
+    known_linears,
+    our_linears,
+    regroup,
+    split_key,
+)
+from megadit.models.convert.adapter_settings import LoraSettings, lora_config
+from megadit.models.shared.documents import check_tensor_header, parse_json
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import atomic_directory, read_json, write_json
+from megadit.models.weights import listed
+
+SETTINGS_FILE = "adapter_config.json"
+FOLDER_TENSORS = "adapter_model.safetensors"
+PIPELINE_TENSORS = "pytorch_lora_weights.safetensors"
+"""What diffusers calls the file in a folder of its own."""
+HEADER_SETTINGS, HEADER_ORIGIN = "lora_adapter_metadata", "megadit"
+FORMAT_VERSION = 1
+MOST_RANK = 4096
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether `path` is the folder or the file of an adapter."""
+    if path.is_dir():
+        return any((path / name).is_file() for name in (SETTINGS_FILE, PIPELINE_TENSORS))
+    if path.suffix != ".safetensors" or not path.is_file():
+        return False
+    _check_header(path)
+    return any(split_key(key) for key in open_safetensors(path).stored)
+
+
+def check_adapter(path: Path) -> None:
+    """Raises UserError if a file of an adapter's folder is missing or changed, or the folder is none of ours."""
+    check_files(path, _manifest(path), verify=True)
+
+
+def bundle_fingerprint(bundle: Bundle) -> str:
+    """`fingerprint` of the weights of a bundle's network."""
+    source = open_safetensors(bundle.path / "transformer" / TENSOR_FILE)
+    return fingerprint(source.stored, source.read)
+
+
+# --------------------------------------------------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class OpenedAdapter:
+    """An adapter whose tensors are not read yet."""
+
+    source: TensorSource
+    settings: LoraSettings
+    config: DiTConfig | None
+    """Of the network that it belongs to; None: it does not say."""
+    base: str | None
+    training: Mapping[str, Any]
+
+
+def open_adapter(path: str | Path) -> OpenedAdapter:
+    """What stands in the adapter at `path`, a folder or a file, beside the values of its tensors.
+
+    Raises:
+        UserError: if it is none, or has settings that would change what is computed.
+    """
+    path = Path(path)
+    file = tensor_file(path)
+    _check_header(file)
+    source = open_safetensors(file)
+    origin = _origin(path, source)
+    base, training = (origin.get(name) or {} for name in ("base", "training"))
+    return OpenedAdapter(
+        source=source,
+        settings=_settings(path, file, source),
+        config=DiTConfig.from_dict(base["config"]) if base.get("config") else None,
+        base=base.get("fingerprint"),
+        training=training,
+    )
+
+
+def read_adapter(path: str | Path, config: DiTConfig | None = None) -> Adapter:
+    """The adapter at `path`, for a network of this configuration (None: the one that it names itself).
+
+    Raises:
+        UserError: as `open_adapter`; if it belongs to another family, or does not fit, listing what does not by name
+            and shape; for numbers that are not finite.
+    """
+    opened = open_adapter(path)
+    config = opened.config if config is None else config
+    if config is None:
+        raise UserError(f"{path} does not say which network it belongs to: name a bundle of it with --base BUNDLE")
+    if opened.config is not None and opened.config.family != config.family:
+        raise UserError(
+            f"{path} was trained on a network of the family {opened.config.family}, and this one is of {config.family}"
+        )
+    source, settings, linears = opened.source, opened.settings, known_linears(config)
+    keys = _keys_of_linears(source, linears)
+    problems = _problems(source, keys, linears, settings)
+    if any(problems.values()):
+        raise UserError(f"the adapter {path} does not fit the network; {listed(problems)}")
+    changes = {name: _read_change(source, name, of, settings) for name, of in keys.items()}
+    return Adapter(
+        config=config,
+        kind="dora" if any(MAGNITUDE in of for of in keys.values()) else "lora",
+        changes=regroup(changes, [linears[name] for name in keys], our_linears(config)),
+        base=opened.base,
+        training=opened.training,
+    )
+
+
+def read_adapter_of(path: str | Path, bundle: Bundle) -> Adapter:
+    """The adapter at `path`, for the network of a bundle.
+
+    Raises:
+        UserError: as `read_adapter`, and if it was trained with other weights than the bundle's.
+    """
+    adapter = read_adapter(path, bundle.config)
+    if adapter.base is not None and adapter.base != (found := bundle_fingerprint(bundle)):
+        raise UserError(
+            f"{path} was trained with other weights ({adapter.base}) than those of {bundle.path} ({found}); to use it "
+            f"with these: megadit convert {path} OUT --base {bundle.path}"
+        )
+    return adapter
+
+
+def tensor_file(path: Path) -> Path:
+    """The file with the tensors of the adapter at `path`.
+
+    Raises:
+        UserError: if there is none, or it is no safetensors file.
+    """
+    if path.is_dir():
+        for name in (FOLDER_TENSORS, PIPELINE_TENSORS):
+            if (path / name).is_file():
+                return path / name
+        raise UserError(
+            f"{path} holds no adapter: expected {SETTINGS_FILE} and {FOLDER_TENSORS}, or {PIPELINE_TENSORS}; other "
+            "files than safetensors are not read"
+        )
+    if not path.exists():
+        raise UserError(f"{path} does not exist")
+    if path.suffix != ".safetensors":
+        raise UserError(f"{path} is not read: an adapter is a folder, or a file that ends in .safetensors")
+    return path
+
+
+def _check_header(file: Path) -> None:
+    """Before anything of it is parsed."""
+    with file.open("rb") as stream:
+        check_tensor_header(stream.read(8), str(file))
+
+
+def _origin(path: Path, source: TensorSource) -> dict[str, Any]:
+    """What only we write: network, weights and training."""
+    if (path / MANIFEST_FILE).is_file():
+        origin = _manifest(path)
+        check_files(path, origin)
+    else:
+        origin = _of_header(source, HEADER_ORIGIN)
+    version, parts = origin.get("format_version", 0), [origin.get(name) or {} for name in ("base", "training")]
+    if not isinstance(version, int) or not all(isinstance(part, dict) for part in parts):
+        raise UserError(f"{path} does not say in a known form which network it belongs to")
+    if version > FORMAT_VERSION:
+        raise UserError(f"{path} was written by a newer version of megadit: upgrade")
+    return origin
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    manifest = read_json(path / MANIFEST_FILE)
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+        raise UserError(f"{path / MANIFEST_FILE} is not that of an adapter")
+    return manifest
+
+
+def _of_header(source: TensorSource, name: str) -> dict[str, Any]:
+    """The JSON object under a name in a file's header, which may have none."""
+    where = f"{name} in the header of {source.label}"
+    return _object(parse_json(source.metadata.get(name, "{}"), where), where)
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UserError(f"{where} is not a JSON object")
+    return value
+
+
+def _settings(path: Path, file: Path, source: TensorSource) -> LoraSettings:
+    """Those of a folder, or of a file's header; none where there are none."""
+    beside = file.with_name(SETTINGS_FILE)
+    if path.is_dir() and beside.is_file():
+        return LoraSettings.from_dict(_object(read_json(beside), str(beside)), path)
+    values = _of_header(source, HEADER_SETTINGS)
+    return LoraSettings.from_dict({key.removeprefix("transformer."): value for key, value in values.items()}, path)
+
+
+_Keys = dict[str, dict[str, str]]
+"""Name of a linear -> which of its factors -> its key in the file."""
+
+
+def _keys_of_linears(source: TensorSource, linears: Mapping[str, NamedRows]) -> _Keys:
+    keys: _Keys = {}
+    for key in source.stored:
+        linear, factor = split_key(key) or ("", "")
+        if linear in linears:
+            keys.setdefault(linears[linear].name, {}).setdefault(factor, key)
+    return keys
+
+
+def _problems(
+    source: TensorSource, keys: _Keys, linears: Mapping[str, NamedRows], settings: LoraSettings
+) -> dict[str, list[str]]:
+    """What is wrong with the tensors of a file, seen from their names and shapes alone."""
+    known, shapes = {key for of in keys.values() for key in of.values()}, source.shapes
+    problems: dict[str, list[str]] = {
+        "unexpected": [f"{key} {list(shapes[key])}" for key in shapes if key not in known],
+        "missing": [],
+        "misshapen": [] if keys else ["it changes no linear"],
+    }
+    is_dora = any(MAGNITUDE in of for of in keys.values())
+    for name, of in keys.items():
+        needed = {DOWN, UP, MAGNITUDE} if is_dora else {DOWN, UP}
+        problems["missing"] += [f"{factor} of {name}" for factor in sorted(needed - of.keys())]
+        if needed <= of.keys():
+            problems["misshapen"] += _misshapen(source, of, linears[name], settings.rank_of(name))
+    return problems
+
+
+def _misshapen(
+    source: TensorSource, of: Mapping[str, str], linear: NamedRows, expected_rank: float | None
+) -> Iterable[str]:
+    shapes, num_rows = {factor: source.shapes[key] for factor, key in of.items()}, len(linear.rows_O)
+    rank = shapes[DOWN][0] if shapes[DOWN] else 0
+    if not 0 < rank <= MOST_RANK or expected_rank not in (None, rank):
+        wanted = f"{expected_rank:g}" if expected_rank is not None else f"1 to {MOST_RANK}"
+        yield f"{of[DOWN]} {list(shapes[DOWN])} has rank {rank}, not {wanted}"
+        return
+    fitting = {
+        DOWN: [(rank, linear.in_features)],
+        UP: [(num_rows, rank)],
+        MAGNITUDE: [(num_rows,), (num_rows, 1)],
+        ALPHA: [(), (1,)],
+    }
+    for factor, shape in shapes.items():
+        if shape not in fitting[factor]:
+            yield f"{of[factor]} {list(shape)}, not {list(fitting[factor][0])}"
+        elif not source.stored[of[factor]].dtype.is_floating_point:
+            yield f"{of[factor]} holds no floating-point numbers"
+
+
+def _read_change(source: TensorSource, name: str, of: Mapping[str, str], settings: LoraSettings) -> Change:
+    values = {}
+    for factor, key in of.items():
+        values[factor] = source.read(key).float()
+        if not values[factor].isfinite().all():
+            raise UserError(f"{source.label} is damaged: {key} has numbers that are not finite")
+    rank = len(values[DOWN])
+    alpha = values[ALPHA].item() if ALPHA in values else settings.alpha_of(name, rank)
+    if alpha <= 0:
+        raise UserError(f"{source.label} has the alpha {alpha:g} for {name}, which must be greater than 0")
+    magnitude_O = values[MAGNITUDE].flatten() if MAGNITUDE in values else None
+    return Change(values[DOWN], values[UP], alpha, magnitude_O)
+
+
+# --------------------------------------------------------------------------------------------------------- writing
+
+
+def write_adapter(out: str | Path, adapter: Adapter, dtype: torch.dtype | None = None) -> None:
+    """Writes an adapter, whole or not at all: one file where `out` ends in .safetensors, else a folder of PEFT's.
+
+    `dtype` converts its tensors, which are float32. What is at `out` is replaced if it is an adapter.
+
+    Raises:
+        UserError: if `out` is something else, or the form has no place for a linear that the adapter changes.
+    """
+    out = Path(out)
+    is_empty = out.is_dir() and not any(out.iterdir())
+    if out.exists() and not is_empty and not is_adapter(out):
+        raise UserError(f"{out} holds something else, and would be replaced; choose another name")
+    changes = regroup(adapter.changes, our_linears(adapter.config), diffusers_linears(adapter.config))
+    _check_places(adapter, changes)
+    origin, base_model = _origin_of(adapter), adapter.training.get("base_model")
+    settings = lora_config(changes, is_dora=adapter.kind == "dora", base_model=base_model)
+    if out.suffix == ".safetensors":
+        header = {"format": "pt", HEADER_ORIGIN: json.dumps(origin, sort_keys=True)}
+        header[HEADER_SETTINGS] = json.dumps(
+            {f"transformer.{name}": value for name, value in settings.items()}, indent=2, sort_keys=True
+        )
+        write_safetensors(out, _named(changes, "transformer."), dtype, header)
+        return
+    with atomic_directory(out) as directory:
+        write_safetensors(directory / FOLDER_TENSORS, _named(changes, "base_model.model."), dtype, {"format": "pt"})
+        write_json(directory / SETTINGS_FILE, settings)
+        write_manifest(directory, origin)
+
+
+def _check_places(adapter: Adapter, changes: Mapping[str, Change]) -> None:
+    targets, theirs = targets_of(adapter.config), {linear.name: linear for linear in diffusers_linears(adapter.config)}
+    written = {theirs[name].linear for name in changes}
+    lost = [name for name in adapter.changes if targets[name].linear not in written]
+    if lost:
+        raise UserError(f"diffusers has no linear in the place of {', '.join(lost)}: train without it")
+
+
+def _named(changes: Mapping[str, Change], prefix: str) -> TensorSource:
+    tensors = {}
+    for name, change in changes.items():
+        tensors[f"{prefix}{name}.lora_A.weight"] = change.down_RI
+        tensors[f"{prefix}{name}.lora_B.weight"] = change.up_OR
+        if change.magnitude_O is not None:
+            tensors[f"{prefix}{name}.lora_magnitude_vector"] = change.magnitude_O
+    return from_state_dict(dict(sorted(tensors.items())))
+
+
+def _origin_of(adapter: Adapter) -> dict[str, Any]:
+    return {
+        "format_version": FORMAT_VERSION,
+        "megadit_version": metadata.version("megadit"),
+        "base": {"config": adapter.config.to_dict(), "fingerprint": adapter.base},
+        "training": dict(adapter.training),
+    }
+
+
+def with_base(adapter: Adapter, bundle: Bundle) -> Adapter:
+    """The same adapter, as one of a bundle's weights."""
+    return replace(adapter, base=bundle_fingerprint(bundle))

@@ -1,0 +1,171 @@
+"""How files name the linears that an adapter changes, and what it adds to each: ours, and those of other programs.
+
+| written by      | a key                                                                           |
+|-----------------|---------------------------------------------------------------------------------|
+| PEFT            | `base_model.model.transformer_blocks.0.attn1.to_q.lora_A.weight`                |
+| diffusers       | `transformer.transformer_blocks.0.attn1.to_q.lora_A.weight`                     |
+| ComfyUI         | `diffusion_model.blocks.block0.blocks.0.block.attn.to_q.0.lora_A.weight`        |
+| kohya's scripts | `lora_unet_transformer_blocks_0_attn1_to_q.lora_down.weight`, and its `.alpha`  |
+
+A linear of theirs may be some rows of one of ours, or the other way round: both are named by the rows of our fused
+weight that they compute, and `regroup` makes the factors of some rows from those of others.
+
+Shapes: R rank, I and O input and output features, as in `adapter.py`.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from megadit.models.adapters import targets_of
+from megadit.models.config import DiTConfig
+from megadit.models.convert.adapter import ALPHA, DOWN, MAGNITUDE, UP, Change
+from megadit.models.convert.published import diffusers_entries, original_entries
+from megadit.models.convert.tensor_map import Entry
+from megadit.models.shared.errors import UserError
+from megadit.models.weights import dit_shapes
+
+PREFIXES = ("base_model.model.", "transformer.", "diffusion_model.", "lora_unet_", "lora_transformer_")
+"""What stands before the name of a linear; removed in this order."""
+ENDINGS = {
+    ".lora_A.weight": DOWN,
+    ".lora_A.default.weight": DOWN,
+    ".lora_down.weight": DOWN,
+    ".lora.down.weight": DOWN,
+    ".lora_B.weight": UP,
+    ".lora_B.default.weight": UP,
+    ".lora_up.weight": UP,
+    ".lora.up.weight": UP,
+    ".lora_magnitude_vector": MAGNITUDE,
+    ".lora_magnitude_vector.weight": MAGNITUDE,
+    ".lora_magnitude_vector.default.weight": MAGNITUDE,
+    ".dora_scale": MAGNITUDE,
+    ".alpha": ALPHA,
+}
+"""What stands behind it -> which of the factors it is."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NamedRows:
+    """A linear under some name: the rows of one of our linears that it computes."""
+
+    name: str
+    linear: str
+    """Ours, such as blocks.0.self_attention.qkv."""
+    rows_O: Tensor
+    """int64, in the order of its outputs."""
+    in_features: int
+
+
+@lru_cache(maxsize=16)
+def our_linears(config: DiTConfig) -> tuple[NamedRows, ...]:
+    """The targets of `DiT(config)`, as the network calls them."""
+    sizes, found = dit_shapes(config), []
+    for name, target in targets_of(config).items():
+        every_row = torch.arange(sizes[f"{target.linear}.weight"][0])
+        rows_O = target.rows.of(every_row[:, None])[:, 0]
+        found.append(NamedRows(name, target.linear, rows_O, target.in_features))
+    return tuple(found)
+
+
+def diffusers_linears(config: DiTConfig) -> Sequence[NamedRows]:
+    """The same as diffusers calls them; of a network that diffusers has not, as we do."""
+    entries = diffusers_entries(config)
+    return our_linears(config) if entries is None else _linears(entries, config)
+
+
+@lru_cache(maxsize=16)
+def known_linears(config: DiTConfig) -> Mapping[str, NamedRows]:
+    """By every name that a file may have for them, those with _ for each dot included."""
+    known: dict[str, NamedRows] = {}
+    published = [entries for entries in (diffusers_entries(config), original_entries(config)) if entries is not None]
+    for linears in (our_linears(config), *(_linears(entries, config) for entries in published)):
+        for linear in linears:
+            known.setdefault(linear.name, linear)
+            known.setdefault(linear.name.replace(".", "_"), linear)
+    return known
+
+
+def split_key(key: str) -> tuple[str, str] | None:
+    """(name of the linear, which of its factors) of a file's key; None for what no adapter has."""
+    for prefix in PREFIXES:
+        key = key.removeprefix(prefix)
+    for ending, factor in ENDINGS.items():
+        if key.endswith(ending):
+            return key.removesuffix(ending), factor
+    return None
+
+
+def _linears(entries: Iterable[Entry], config: DiTConfig) -> list[NamedRows]:
+    """Their linears that compute rows of ours; one whose inputs have another order is none of them, nor is a copy."""
+    sizes = dit_shapes(config)
+    widths = {target.linear: target.in_features for target in targets_of(config).values()}
+    found = []
+    for entry in entries:
+        linear, num_rows = entry.name.removesuffix(".weight"), sizes[entry.name][0]
+        if linear not in widths or entry.moves_inputs:
+            continue
+        parts = entry.split(torch.arange(num_rows)[:, None])
+        if sum(map(len, parts)) == num_rows:
+            for name, rows in zip(entry.theirs, parts, strict=True):
+                found.append(NamedRows(name.removesuffix(".weight"), linear, rows[:, 0], widths[linear]))
+    return found
+
+
+def regroup(
+    changes: Mapping[str, Change], given: Iterable[NamedRows], wanted: Iterable[NamedRows]
+) -> dict[str, Change]:
+    """The changes of the linears `wanted`, from those (by name) of the linears `given`.
+
+    A linear that computes some of the rows of another takes these of `up`; one that computes the rows of several has
+    the sum of their ranks, unless they share `down`. Rows that are not given do not change.
+
+    Raises:
+        UserError: where DoRA's magnitudes of some rows are not given.
+    """
+    origins: dict[str, list[NamedRows]] = {}
+    for linear in given:
+        if linear.name in changes:
+            origins.setdefault(linear.linear, []).append(linear)
+    made = {}
+    for linear in wanted:
+        parts = []
+        for origin in origins.get(linear.linear, []):
+            to, at = _shared_rows(linear.rows_O, origin.rows_O)
+            if len(to):
+                parts.append((changes[origin.name], to, at))
+        if parts:
+            made[linear.name] = _joined(parts, linear)
+    return made
+
+
+def _shared_rows(wanted_O: Tensor, given_O: Tensor) -> tuple[Tensor, Tensor]:
+    """Where rows that both have stand in each."""
+    place = torch.full((1 + int(max(wanted_O.max(), given_O.max())),), -1)
+    place[given_O] = torch.arange(len(given_O))
+    (to,) = torch.where(place[wanted_O] >= 0)
+    return to, place[wanted_O[to]]
+
+
+def _joined(parts: list[tuple[Change, Tensor, Tensor]], linear: NamedRows) -> Change:
+    """The change of a linear, of whose rows each part gives those numbered `to` from its own numbered `at`."""
+    first, num_rows = parts[0][0], len(linear.rows_O)
+    shares = all(part.alpha == first.alpha and torch.equal(part.down_RI, first.down_RI) for part, _, _ in parts)
+    rank = first.rank if shares else sum(part.rank for part, _, _ in parts)
+    alpha = first.alpha if shares else float(rank)  # then each part's own scale is in `up`
+    up_OR = first.up_OR.new_zeros(num_rows, rank)
+    magnitude_O = None if first.magnitude_O is None else first.magnitude_O.new_zeros(num_rows)
+    if magnitude_O is not None and sum(len(to) for _, to, _ in parts) < num_rows:
+        raise UserError(f"only some rows of {linear.name} have a magnitude; of the others it is not known")
+    begin = 0
+    for part, to, at in parts:
+        scale = 1.0 if shares else part.alpha / part.rank
+        up_OR[to, begin : begin + part.rank] = scale * part.up_OR[at]
+        begin += 0 if shares else part.rank
+        if magnitude_O is not None:
+            magnitude_O[to] = part.magnitude_O[at]
+    down_RI = first.down_RI if shares else torch.cat([part.down_RI for part, _, _ in parts])
+    return Change(down_RI, up_OR, alpha, magnitude_O)

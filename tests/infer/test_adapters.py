@@ -1,0 +1,285 @@
+"""Adapters while sampling: several to a batch, at noise levels, merged, loaded and dropped; what is refused."""
+
+import gc
+import json
+import weakref
+
+import pytest
+import torch
+
+from megadit.infer import adapters as shelf
+from megadit.infer.generate import main
+from megadit.infer.inspect.info import describe
+from megadit.infer.pipeline import TextToVideo
+from megadit.models.adapters import adapter_names
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.bundle.transfer import pull_bundle, push_bundle
+from megadit.models.convert.adapter_files import bundle_fingerprint, read_adapter
+from megadit.models.convert.cli import main as convert
+from megadit.models.convert.merge import merge_bundle
+from megadit.models.shared.errors import UserError
+from megadit.train.to_bundle import main as bundle_command
+
+from .conftest import make_adapter
+
+PROMPTS, SEEDS = ["a red seven", "a blue two", "waves"], [3, 4, 5]
+TOLERANCE = 1e-5
+"""Relative, float32: other sizes of a batch add up in another order."""
+
+
+@pytest.fixture(scope="module")
+def one(bundle_dir, tmp_path_factory):
+    return make_adapter(tmp_path_factory.mktemp("adapters") / "one", bundle_dir, 1)
+
+
+@pytest.fixture(scope="module")
+def two(bundle_dir, tmp_path_factory):
+    return make_adapter(tmp_path_factory.mktemp("adapters") / "two", bundle_dir, 2, kind="dora", rank=3)
+
+
+def latents(pipeline, prompts=PROMPTS, seeds=SEEDS, **options):
+    return torch.stack([video.latents_CTHW for video in pipeline.generate(prompts, seeds=seeds, **options)])
+
+
+def distance(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+def test_several_in_one_batch_equal_each_alone(pipeline, one, two):
+    asked = [{one: 0.8}, {two: 0.5}, {one: -0.3, two: 1.0}]
+    together = latents(pipeline, adapters=asked, second_prompt="moving left", second_guidance=1.5)
+    for number, adapters in enumerate(asked):
+        alone = latents(
+            pipeline,
+            PROMPTS[number : number + 1],
+            SEEDS[number : number + 1],
+            adapters=adapters,
+            second_prompt="moving left",
+            second_guidance=1.5,
+        )
+        assert distance(together[number], alone[0]) <= TOLERANCE
+    swapped = latents(pipeline, adapters=asked[::-1], second_prompt="moving left", second_guidance=1.5)
+    assert all(distance(swapped[number], together[number]) > 0.01 for number in (0, 2)), "negative control"
+
+
+def test_scaled_by_zero_and_taken_away_is_the_base_bit_for_bit(bundle_dir, one, two):
+    fresh = TextToVideo.load(bundle_dir, device="cpu")
+    base = latents(fresh)
+    assert not torch.equal(latents(fresh, adapters={one: 1.0, two: 1.0}), base)
+    assert torch.equal(latents(fresh, adapters={one: 0.0, two: 0.0}), base)
+    assert torch.equal(latents(fresh), base)
+    others = latents(fresh, adapters=[{}, {one: 1.0}, {}])
+    assert distance(others[0], base[0]) <= TOLERANCE and distance(others[1], base[1]) > 0.01
+
+
+def test_an_interval_of_noise_levels(pipeline, one):
+    base, always = latents(pipeline), latents(pipeline, adapters={one: 1.0})
+    assert torch.equal(latents(pipeline, adapters={one: 1.0}, adapter_interval=(0.0, 1e3)), always)
+    assert torch.equal(latents(pipeline, adapters={one: 1.0}, adapter_interval=(200.0, 300.0)), base)
+    some = latents(pipeline, adapters={one: 1.0}, adapter_interval=(0.5, 10.0))
+    assert distance(some, base) > 0.01 and distance(some, always) > 0.01
+    with pytest.raises(UserError, match="adapter_interval"):
+        latents(pipeline, adapters={one: 1.0}, adapter_interval=(3.0, 1.0))
+
+
+def test_merged_equals_unmerged(pipeline, bundle_dir, one, two, tmp_path, capsys):
+    before = (bundle_dir / "transformer" / "model.safetensors").read_bytes()
+    merged = [str(bundle_dir), str(tmp_path / "merged"), "--merge", f"{one}:0.8", "--merge", f"{two}:0.5"]
+    assert bundle_command(merged) == 0, capsys.readouterr().err
+    found = latents(TextToVideo.load(tmp_path / "merged", device="cpu"))
+    expected = latents(pipeline, adapters={one: 0.8, two: 0.5})
+    assert distance(found, expected) <= TOLERANCE, "three steps of guided sampling"
+    assert distance(found, latents(pipeline)) > 0.01, "negative control"
+    bundle = Bundle.open(tmp_path / "merged", verify=True)
+    merged = [{"scale": 0.8, "step": 1}, {"scale": 0.5, "step": 2}]
+    assert bundle.manifest["training"] == {"step": 7, "merged": merged}
+    assert (bundle_dir / "transformer" / "model.safetensors").read_bytes() == before
+    with pytest.raises(UserError, match="give another directory"):
+        merge_bundle(Bundle.open(bundle_dir), {one: 1.0}, bundle_dir)
+
+
+def test_merged_is_the_same_function(bundle_dir, one, two, tmp_path):
+    """One call of the network, without what sampling makes of rounding."""
+    merge_bundle(Bundle.open(bundle_dir), {one: 0.8, two: 0.5}, tmp_path / "merged")
+    merged, plain = (TextToVideo.load(path, device="cpu") for path in (tmp_path / "merged", bundle_dir))
+    asked = {"num_steps": 1, "guidance": 1.0}
+    assert distance(latents(merged, **asked), latents(plain, adapters={one: 0.8, two: 0.5}, **asked)) <= 1e-6
+
+
+def test_a_hundred_come_and_go(bundle_dir, tmp_path):
+    pipeline = TextToVideo.load(bundle_dir, device="cpu")
+    dit = pipeline.denoiser._denoiser.dit
+    alive, counts = weakref.WeakSet(), set()
+    for number in range(100):
+        path = make_adapter(tmp_path / "one", bundle_dir, number, patterns=("blocks.0.mlp.*",))
+        (tmp_path / "one").rename(tmp_path / f"{number}")
+        path = str(tmp_path / f"{number}")
+        with pipeline._adapters.held([path]) as names:
+            assert names[path] in adapter_names(dit)
+            alive.update(module for name, module in dit.named_modules() if name.endswith(f".adapters.{names[path]}"))
+        if number >= shelf.KEPT:
+            counts.add(sum(parameter.numel() for parameter in dit.parameters()))
+    assert len(counts) == 1 and len(adapter_names(dit)) == shelf.KEPT
+    gc.collect()
+    assert len(alive) == 2 * shelf.KEPT, "two linears have each"
+
+
+def test_one_that_is_used_is_not_dropped(bundle_dir, one, two, monkeypatch):
+    monkeypatch.setattr(shelf, "KEPT", 0)
+    pipeline = TextToVideo.load(bundle_dir, device="cpu")
+    dit = pipeline.denoiser._denoiser.dit
+    first = pipeline.stream(PROMPTS, adapters={one: 1.0}, seeds=SEEDS, batch_size=1)
+    video = next(first)
+    assert latents(pipeline, adapters={two: 1.0}) is not None and len(adapter_names(dit)) == 1
+    rest = [video, *first]
+    assert adapter_names(dit) == []
+    expected = latents(pipeline, adapters={one: 1.0}, batch_size=1)
+    assert torch.equal(torch.stack([each.latents_CTHW for each in rest]), expected)
+
+
+def test_a_changed_file_is_read_again(bundle_dir, tmp_path):
+    pipeline = TextToVideo.load(bundle_dir, device="cpu")
+    path = make_adapter(tmp_path / "it", bundle_dir, 1)
+    before = latents(pipeline, adapters={path: 1.0})
+    make_adapter(tmp_path / "it", bundle_dir, 2)
+    assert distance(latents(pipeline, adapters={path: 1.0}), before) > 0.01
+
+
+# ----------------------------------------------------------------------------------------------------- the command line
+
+
+def run(bundle_dir, out, *options):
+    return main(["--checkpoint_path", str(bundle_dir), "--video_save_path", str(out), "--device", "cpu", *options])
+
+
+def saved(path):
+    from safetensors.torch import load_file
+
+    return load_file(path)["latents_CTHW"]
+
+
+def test_generate(pipeline, bundle_dir, one, two, tmp_path, capsys):
+    out = tmp_path / "a.safetensors"
+    options = ["--prompt", PROMPTS[0], "--seed", "3", "--adapter_interval", "0.1", "30"]
+    assert run(bundle_dir, out, *options, "--adapter", f"{one}:0.8", "--adapter", two) == 0, capsys.readouterr().err
+    expected = latents(pipeline, PROMPTS[:1], [3], adapters={one: 0.8, two: 1.0}, adapter_interval=(0.1, 30.0))[0]
+    assert torch.equal(saved(out), expected)
+    record = json.loads(out.with_suffix(".json").read_text())
+    assert [(use["path"], use["scale"]) for use in record["adapters"]] == [(one, 0.8), (two, 1.0)]
+    assert main(["--repeat", str(out), "--video_save_path", str(tmp_path / "b.safetensors"), "--device", "cpu"]) == 0
+    assert torch.equal(saved(tmp_path / "b.safetensors"), expected)
+
+
+def test_each_line_of_a_prompt_file_has_its_own(pipeline, bundle_dir, one, two, tmp_path, capsys):
+    lines = [
+        {"prompt": PROMPTS[0], "seed": 3, "adapter": [f"{one}:0.8"]},
+        {"prompt": PROMPTS[1], "seed": 4, "adapter": [f"{one}:0.5", two]},
+        {"prompt": PROMPTS[2], "seed": 5, "adapter": []},
+        {"prompt": PROMPTS[2], "seed": 6},
+    ]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    file, out = str(tmp_path / "prompts.jsonl"), tmp_path / "v.safetensors"
+    assert run(bundle_dir, out, "--prompt_file", file, "--adapter", two) == 0, capsys.readouterr().err
+    adapters = [{one: 0.8}, {one: 0.5, two: 1.0}, {}, {two: 1.0}]
+    expected = latents(pipeline, [*PROMPTS, PROMPTS[2]], [3, 4, 5, 6], adapters=adapters)
+    for number in range(4):
+        assert torch.equal(saved(tmp_path / f"v_{number:04d}.safetensors"), expected[number])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--adapter", "{one}", "--runtime", "onnx"], "merge it into its base first"),
+        (["--adapter", "{one}", "--compile"], "merge it into its base first"),
+        (["--adapter", "{one}", "--tp_size", "2"], "merge it into its base first"),
+        (["--adapter", "{one}:nan"], "the scale must be a finite number"),
+        (["--adapter", "{one}", "--adapter", "{one}:2"], "given twice"),
+        (["--adapter", "nowhere:0.5"], "nowhere does not exist"),
+        (["--adapter", "{bundle}"], "holds no adapter"),
+        (["--adapter_interval", "0.5", "3"], "adapter_interval needs an adapter"),
+        (["--adapter", "{wrong}"], "was trained with other weights"),
+        (["--adapter", "{misfit}"], r"blocks.1.mlp.fc1.lora_A.weight \[2, 31\], not \[2, 32\]"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(options, message, bundle_dir, one, tmp_path, capsys):
+    import re
+
+    make_adapter(tmp_path / "wrong", bundle_dir, 1)
+    manifest = json.loads((tmp_path / "wrong" / "megadit.json").read_text())
+    manifest["base"]["fingerprint"] = "0" * 16
+    (tmp_path / "wrong" / "megadit.json").write_text(json.dumps(manifest))
+    misfit(tmp_path / "misfit.safetensors", bundle_dir)
+    places = {"one": one, "bundle": bundle_dir, "wrong": tmp_path / "wrong", "misfit": tmp_path / "misfit.safetensors"}
+    options = [option.format(**places) for option in options]
+    assert run(bundle_dir, tmp_path / "out.mp4", "--prompt", "a seven", *options) == 2
+    stderr = capsys.readouterr().err
+    assert stderr.count("\n") == 1 and re.search(message, stderr), stderr
+    assert not (tmp_path / "out.mp4").exists()
+
+
+def misfit(path, bundle_dir):
+    from safetensors.torch import load_file, save_file
+
+    make_adapter(path, bundle_dir, 1, patterns=("blocks.1.mlp.*",), base=False)
+    tensors = load_file(path)
+    tensors["transformer.blocks.1.mlp.fc1.lora_A.weight"] = torch.ones(2, 31)
+    save_file(tensors, path)
+
+
+def test_a_step_cache_was_not_measured_with_adapters(pipeline, one):
+    from megadit.infer.cache import CachePlan, plan_key
+    from megadit.infer.resolve import resolve_settings
+
+    settings = resolve_settings(pipeline.defaults, cache_budget=0.1)
+    plan = CachePlan(
+        budget=0.1, skipped=(1,), num_calls=3, largest_error=0.0, num_videos=1, settings=plan_key(settings)
+    )
+    cached = TextToVideo(
+        denoiser=pipeline.denoiser,
+        tokenizer=pipeline.tokenizer,
+        text_encoder=pipeline.text_encoder,
+        config=pipeline.config,
+        defaults=pipeline.defaults,
+        adapters=pipeline._adapters,
+        cache_plans=[plan],
+    )
+    with pytest.raises(UserError, match="leave it out with a given video or an adapter"):
+        cached.generate(PROMPTS, adapters={one: 1.0}, cache_budget=0.1)
+
+
+# ------------------------------------------------------------------------------------------------------ other commands
+
+
+def test_convert_there_and_back(bundle_dir, one, tmp_path, capsys):
+    single, again = tmp_path / "single.safetensors", tmp_path / "again"
+    assert convert([one, str(single)]) == 0 and convert([str(single), str(again)]) == 0, capsys.readouterr().err
+    assert {file.name: file.read_bytes() for file in again.iterdir()} == {
+        file.name: file.read_bytes() for file in Bundle.open(bundle_dir).path.parent.joinpath(one).iterdir()
+    }
+    assert convert([one, str(tmp_path / "half.safetensors"), "--dtype", "bfloat16", "--base", str(bundle_dir)]) == 0
+    assert read_adapter(tmp_path / "half.safetensors").base == read_adapter(one).base
+    assert convert([one, str(tmp_path / "x"), "--to", "diffusers"]) == 2
+    assert "leave out all options but --base and --dtype" in capsys.readouterr().err
+    assert convert([str(bundle_dir), str(tmp_path / "x"), "--base", str(bundle_dir)]) == 2
+
+
+def test_info(bundle_dir, one, tmp_path):
+    facts = describe(tmp_path / one)
+    assert facts["kind"] == "lora" and facts["rank"] == "2" and facts["alpha / rank"] == "2"
+    assert facts["linears"] == len(read_adapter(one).changes) and facts["training step"] == 1
+    assert facts["weights of its base"] == bundle_fingerprint(Bundle.open(bundle_dir))
+    misfit(tmp_path / "foreign.safetensors", bundle_dir)
+    facts = describe(tmp_path / "foreign.safetensors")
+    assert facts["linears"] == 2 and facts["rank"] == "2" and facts["family"].startswith("not said")
+
+
+def test_push_and_pull(one, tmp_path):
+    push_bundle(one, f"file://{tmp_path}/store/one")
+    pull_bundle(f"file://{tmp_path}/store/one", tmp_path / "here")
+    pull_bundle(f"file://{tmp_path}/store/one", tmp_path / "here")
+    assert read_adapter(tmp_path / "here").to_state()[1] == read_adapter(one).to_state()[1]
+    file = tmp_path / "store" / "one" / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x07")
+    with pytest.raises(UserError, match="differs from its checksum"):
+        pull_bundle(f"file://{tmp_path}/store/one", tmp_path / "there")
+    assert not (tmp_path / "there").exists()
