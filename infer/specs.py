@@ -73,7 +73,7 @@ def video_grid(options: GenerateOptions, defaults: SamplingSettings, trained: Sa
     Raises:
         UserError: for a prompt file that cannot be read, and for settings that no video can have.
     """
-    lines = [*({"prompt": prompt} for prompt in options.prompt), *_prompt_file(options.prompt_file)]
+    lines = [*({"prompt": prompt} for prompt in options.prompt), *prompt_lines(options.prompt_file)]
     refuse(not lines, "there is no prompt; give --prompt TEXT or --prompt_file FILE")
     _check_subject([line["prompt"] for line in lines], options.subject_name)
     rows = [row for line in lines for row in _rows(line, options, defaults, trained)]
@@ -172,7 +172,7 @@ _OTHER_KEYS = {
 """Second names of settings, such as num_video_frames."""
 
 
-def _prompt_file(path: str) -> list[dict[str, Any]]:
+def prompt_lines(path: str) -> list[dict[str, Any]]:
     """The lines of a prompt file, as objects that have a "prompt"."""
     if not path:
         return []

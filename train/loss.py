@@ -93,4 +93,5 @@ def edm_loss(
     if uncertainty is not None:
         u_S = uncertainty(parameterization.scalings(sigma_G).c_noise)[segment_S] * tensors.is_sample_S
         objective_S = weighted_S / u_S.exp() + u_S
+    objective_S = batch.loss_weight_G[segment_S] * objective_S
     return LossSums(objective_S.sum(), weighted_S.detach().sum(), error_S.detach().sum())

@@ -46,5 +46,6 @@ class ShardedDenoiser:
             layout=layout,
             fps_G=fps_G,
             noise_key_G=torch.zeros(layout.num_segments, dtype=torch.long, device=self.device),
+            loss_weight_G=torch.ones_like(fps_G),
             sample_ids=("",) * layout.num_segments,
         )

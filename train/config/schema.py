@@ -53,6 +53,9 @@ class DataConfig:
     """Samples from which the next one is drawn at random."""
     text_dropout: float = setting(0.1, low=0, high=1)
     """Share of samples trained without their text, 0..1; classifier-free guidance needs some (arXiv 2207.12598)."""
+    prior_weight: float = setting(1.0, low=0)
+    """What the loss of samples that `megadit prepare prior` made counts beside 1 of others: DreamBooth's prior
+    preservation (arXiv 2208.12242, eq. 2)."""
     mock_latent_shapes: tuple[tuple[int, int, int], ...] = ((1, 32, 32), (4, 32, 32))
     """(T, H, W) of mock samples, in latent frames and latent pixels, taken in turn."""
     use_train_split_for_val: bool = False

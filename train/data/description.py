@@ -27,6 +27,8 @@ class Description:
     fps: float
     """0 for images."""
     aesthetic_score: float | None
+    is_prior: bool = False
+    """Whether a model made it (`megadit prepare prior`)."""
 
 
 def read_description(content: bytes) -> Description:
@@ -51,7 +53,15 @@ def read_description(content: bytes) -> Description:
         width=_count(values, "width"),
         fps=fps,
         aesthetic_score=_number(values, "aesthetic_score"),
+        is_prior=_truth(values, "prior"),
     )
+
+
+def _truth(values: dict[str, Any], name: str) -> bool:
+    value = values.get(name, False)
+    if not isinstance(value, bool):
+        raise UnreadableSampleError(f"its {name} is {str(value)[:20]!r}, not true or false")
+    return value
 
 
 def _number(values: dict[str, Any], name: str) -> float | None:

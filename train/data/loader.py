@@ -222,6 +222,7 @@ def _pack_format(config: RunConfig, text_dropout: float) -> PackFormat:
         text_seq_length=config.data.text_seq_length,
         seed=config.train.seed,
         text_dropout=text_dropout,
+        prior_weight=config.data.prior_weight,
     )
 
 

@@ -4,7 +4,7 @@ Shapes: B samples of one size, C latent channels, T/H/W latent frames, height, w
 E text feature width, P patch dim (pt*ph*pw*C), G segments of a pack (padding included).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -23,6 +23,8 @@ REFUSALS = (
     "not_finite", "too_large",
 )  # fmt: skip
 """Why samples are left out; `rules` says it in words."""
+BATCH_TENSORS = ("tokens_S1P", "text_L1E", "fps_G", "noise_key_G", "loss_weight_G")
+"""The fields of a `PackedBatch` that are tensors."""
 
 
 @dataclass(slots=True)
@@ -41,6 +43,8 @@ class TrainingSample:
     width: int = 0
     """Of the decoded video, in pixels."""
     aesthetic_score: float | None = None
+    is_prior: bool = False
+    """Whether a model made it, to keep what it can do while it learns something else (`megadit prepare prior`)."""
 
     @property
     def kind(self) -> str:
@@ -60,6 +64,8 @@ class PackedBatch:
     """float32, 0 for images and padding."""
     noise_key_G: Tensor
     """int64 keys of `models.noise`, which decide noise, sigma and text dropout of each sample; 0 for padding."""
+    loss_weight_G: Tensor
+    """float32, what the loss of each sample counts; 1 but for prior samples."""
     sample_ids: tuple[str, ...]
     """One for each segment, "" for padding."""
     refused: tuple[int, ...] = (0,) * len(REFUSALS)
@@ -72,15 +78,13 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """On another device, without waiting for the copy (pinned memory makes that possible)."""
-        tensors = (self.tokens_S1P, self.text_L1E, self.fps_G, self.noise_key_G)
-        return self._with(*(tensor.to(device, non_blocking=True) for tensor in tensors))
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "PackedBatch":
-        tensors = (self.tokens_S1P, self.text_L1E, self.fps_G, self.noise_key_G)
-        return self._with(*(tensor.pin_memory() for tensor in tensors))
+        return self._each(Tensor.pin_memory)
 
-    def _with(self, tokens_S1P: Tensor, text_L1E: Tensor, fps_G: Tensor, noise_key_G: Tensor) -> "PackedBatch":
-        return replace(self, tokens_S1P=tokens_S1P, text_L1E=text_L1E, fps_G=fps_G, noise_key_G=noise_key_G)
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "PackedBatch":
+        return replace(self, **{name: change(getattr(self, name)) for name in BATCH_TENSORS})
 
     def shard(self, mesh: TokenMesh) -> "PackedBatch":
         """The same samples as `mesh` divides them, with the tokens of this rank's CP shard."""
@@ -101,6 +105,7 @@ class PackedBatch:
             layout=PackLayout.concatenate([pack.layout for pack in packs]),
             fps_G=torch.cat([pack.fps_G for pack in packs]),
             noise_key_G=torch.cat([pack.noise_key_G for pack in packs]),
+            loss_weight_G=torch.cat([pack.loss_weight_G for pack in packs]),
             sample_ids=tuple(sample_id for pack in packs for sample_id in pack.sample_ids),
             refused=tuple(map(sum, zip(*(pack.refused for pack in packs), strict=True))),
         )
@@ -118,6 +123,8 @@ class PackFormat:
     seed: int
     text_dropout: float
     """Share of samples whose text is dropped, 0..1."""
+    prior_weight: float = 1.0
+    """What the loss of a prior sample counts."""
 
     def lengths(self, sample: TrainingSample) -> tuple[int, int]:
         """Video tokens and text slots that a sample needs, its text dropped or not.
@@ -151,6 +158,9 @@ class PackFormat:
             layout=layout,
             fps_G=torch.tensor([sample.fps for sample in samples] + [0.0] * num_padding, dtype=torch.float32),
             noise_key_G=torch.tensor(keys + [0] * num_padding, dtype=torch.long),
+            loss_weight_G=torch.tensor(
+                [self.prior_weight if sample.is_prior else 1.0 for sample in samples] + [1.0] * num_padding
+            ),
             sample_ids=(*(sample.sample_id for sample in samples), *[""] * num_padding),
         )
 

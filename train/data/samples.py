@@ -75,6 +75,7 @@ def training_sample(
         height=description.height,
         width=description.width,
         aesthetic_score=description.aesthetic_score,
+        is_prior=description.is_prior,
     )
 
 

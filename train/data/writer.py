@@ -91,6 +91,7 @@ class DatasetWriter:
         width: int,
         fps: float,
         aesthetic_score: float | None = None,
+        is_prior: bool = False,
     ) -> None:
         """Appends one sample.
 
@@ -115,6 +116,8 @@ class DatasetWriter:
         }
         if aesthetic_score is not None:
             description["aesthetic_score"] = aesthetic_score
+        if is_prior:
+            description["prior"] = True
         shard = self._shard(split)
         for name, content in sample_members(key, description, tensors):
             _add_member(shard, name, content)
@@ -154,11 +157,16 @@ class DatasetWriter:
     def _finish(self) -> None:
         if not self._counts[self.splits[0]]:
             raise UserError(f"{self.root}: no sample was written to the split {self.splits[0]!r}")
-        self.tokenizer.save(self._folder / "tokenizer")
-        self.text_encoder.save(self._folder / "text_encoder")
+        write_encoders(self._folder, self.tokenizer, self.text_encoder)
         num_samples = {split: self._counts[split] for split in self.splits}
         describe_dataset(self._folder, self.tokenizer, self.text_encoder, num_samples)
         logger.info("%s: %s", self.root, ", ".join(f"{n} {split}" for split, n in self._counts.items()))
+
+
+def write_encoders(folder: Path, tokenizer: VideoTokenizer, text_encoder: TextEncoder) -> None:
+    """Puts the encoders beside the shards that they made."""
+    tokenizer.save(folder / "tokenizer")
+    text_encoder.save(folder / "text_encoder")
 
 
 def describe_dataset(

@@ -6,7 +6,7 @@ measured: mean colour of the strokes, and motion of their centre of mass.
 Shapes: B clips or frames, C colour channels, T/H/W frames, height, width.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megadit.models.shared.files import atomic_path
 from megadit.models.shared.progress import Progress
-from megadit.train.digits.data import COLOURS, DIGITS, DIRECTIONS, FRAME_SIZE, draw_clips, random_attributes
+from megadit.train.digits.data import COLOURS, DIGITS, DIRECTIONS, FRAME_SIZE, Attributes, draw_clips, random_attributes
 
 NONE = -1
 """The verdict where a frame shows no ink, a colour that has no name here, or a clip that goes nowhere."""
@@ -49,9 +49,12 @@ class Verdicts:
 
 
 class DigitReader(nn.Module):
-    """Reads the digit of single frames from their strokes, whatever the colour and place."""
+    """Reads the digit of single frames from their strokes, whatever the colour and place.
 
-    def __init__(self) -> None:
+    With more classes than there are digits it reads other shapes too.
+    """
+
+    def __init__(self, num_classes: int = len(DIGITS)) -> None:
         super().__init__()
         self.network = nn.Sequential(
             nn.Conv2d(1, 16, 3, padding=1),
@@ -64,11 +67,11 @@ class DigitReader(nn.Module):
             nn.ReLU(),
             nn.Flatten(),
             nn.Dropout(0.3),
-            nn.Linear(32 * (CROP_SIZE // 4) ** 2, len(DIGITS)),
+            nn.Linear(32 * (CROP_SIZE // 4) ** 2, num_classes),
         )
 
     def forward(self, crop_BHW: Tensor) -> Tensor:
-        """Logits [B, 10] of crops made by `centred_crops`."""
+        """Logits [B, classes] of crops made by `centred_crops`."""
         return self.network(crop_BHW[:, None])
 
 
@@ -114,6 +117,7 @@ def train_reader(
     seed: int = 0,
     num_clips: int = NUM_TRAINING_CLIPS,
     num_steps: int = NUM_TRAINING_STEPS,
+    draw_other: Callable[[Sequence[Attributes], torch.Generator], Tensor] | None = None,
     show_progress: bool = True,
 ) -> DigitReader:
     """Trains the network on frames of real clips of training glyphs.
@@ -121,15 +125,21 @@ def train_reader(
     Args:
         round_trip: encodes and decodes clips (BCTHW in [-1, 1]) as generated ones are decoded, so that the judge
             reads digits and not the traces of compression. Half of the clips go through it.
+        draw_other: draws clips (BCTHW) of a shape that is no digit, in the colours and directions of attributes: one
+            more class, of one clip in eleven.
     """
     generator = torch.Generator().manual_seed(seed)
     attributes = random_attributes(num_clips, images=False, generator=generator)
     clips = draw_clips(attributes, "train", generator)
+    digit_B = torch.tensor([a.digit for a in attributes])
+    if draw_other is not None:
+        others = slice(None, None, len(DIGITS) + 1)
+        clips[others], digit_B[others] = draw_other(attributes[others], generator), len(DIGITS)
     clips[num_clips // 2 :] = round_trip(clips[num_clips // 2 :])
-    stroke_BTHW, digit_B = strokes(clips), torch.tensor([a.digit for a in attributes])
+    stroke_BTHW = strokes(clips)
     with torch.random.fork_rng(devices=[]), _one_thread():
         torch.manual_seed(seed)  # the initial weights and dropout, which take no generator
-        reader = DigitReader().train()
+        reader = DigitReader(len(DIGITS) + (draw_other is not None)).train()
         _fit(reader, stroke_BTHW, digit_B, num_steps, generator, show_progress)
     return reader.eval().requires_grad_(False)
 

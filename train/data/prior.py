@@ -1,0 +1,182 @@
+"""`megadit prepare prior BUNDLE OUT`: what a model makes of a class, kept as a data set of its own.
+
+    megadit prepare prior BUNDLE data/dogs --prompt "a dog" --count 200 --guidance 1
+
+A model that is taught one subject forgets what the subject's class looks like, unless it also sees what it made before
+(DreamBooth, arXiv 2208.12242, section 3.3). `data.prior_weight` says what these samples count; blend them with those of
+the subject (README.md, "Mixing"). Videos are sampled straight to latents, prompt after prompt, sample n from seed n.
+
+Under torchrun the ranks share the shards; killed at any moment, the same command goes on and leaves the same bytes.
+"""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megadit.infer.checkpoints import open_bundle
+from megadit.infer.outputs import checkpoint_fingerprint
+from megadit.infer.pipeline import TextToVideo
+from megadit.infer.resolve import latent_size, resolve_settings
+from megadit.infer.specs import prompt_lines
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.settings import GivenSettings, SamplingSettings
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import read_json, write_json
+from megadit.models.shared.options import group, read_options, setting
+from megadit.models.shared.progress import Progress
+from megadit.train.data.ingest.team import Team, join_team
+from megadit.train.data.writer import describe_dataset, is_prepared, sample_members, write_encoders, write_members
+
+SHARD_SIZE = 64
+"""Samples of a shard, the unit that ranks share and a killed run loses."""
+REQUEST_FILE = "prior.json"
+"""What was asked for: shards of another request are never mixed in."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PriorOptions:
+    bundle: str = setting(help="the model: a bundle, or a training directory", positional=True, metavar="BUNDLE")
+    out: Path = setting(help="folder to write", positional=True, metavar="OUT")
+    prompt: Sequence[str] = setting((), "names the class; several take turns", nargs="+", repeated=True, metavar="TEXT")
+    prompt_file: str = setting("", "more prompts, one a line", metavar="PATH")
+    count: int = setting(200, "samples to make (default: {default})", above=0)
+    seed: int = setting(0, "of the first sample; the others count on from it (default: {default})", low=0)
+    batch_size: int | None = setting(None, "videos made at once", above=0)
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N (default: auto)", metavar="NAME")
+    dtype: str = setting("float32", "of the network (default: {default})", metavar="NAME")
+    overwrite: bool = setting(False, "replace a finished folder")
+    settings: GivenSettings = group(GivenSettings, "settings of sampling (default: those of the checkpoint)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prior:
+    """The samples of a class that a model makes."""
+
+    prompts: Sequence[str]
+    settings: SamplingSettings
+    count: int
+    seed: int
+    batch_size: int | None = None
+
+    @property
+    def num_shards(self) -> int:
+        return -(-self.count // SHARD_SIZE)
+
+    def request(self, bundle: Bundle) -> dict[str, Any]:
+        """What decides the bytes of the data set, as JSON has it."""
+        settings = {
+            name: list(value) if isinstance(value, tuple) else value for name, value in self.settings.to_dict().items()
+        }
+        return {
+            "model": checkpoint_fingerprint(bundle),
+            "prompts": list(self.prompts),
+            "count": self.count,
+            "seed": self.seed,
+            "settings": settings,
+        }
+
+    def numbers(self, shard: int) -> range:
+        """The samples of one shard."""
+        return range(shard * SHARD_SIZE, min(self.count, (shard + 1) * SHARD_SIZE))
+
+
+def command(argv: list[str]) -> int:
+    """Runs `megadit prepare prior`."""
+    options = read_options(
+        PriorOptions, argv, prog="megadit prepare prior", description="Samples of a class, made by the model itself."
+    )
+    bundle = open_bundle(options.bundle)
+    prior = Prior(
+        prompts=_prompts(options),
+        settings=resolve_settings(bundle.defaults, **asdict(options.settings)),
+        count=options.count,
+        seed=options.seed,
+        batch_size=options.batch_size,
+    )
+    tokenizer, text_encoder = bundle.load_tokenizer(), bundle.load_text_encoder()
+    latent_size(prior.settings, bundle.config, tokenizer)  # refuses sizes before anything is written
+    with join_team() as team:
+        if team.is_first:
+            _begin(options.out, prior.request(bundle), overwrite=options.overwrite)
+        team.wait()
+        if not is_prepared(options.out):
+            pipeline = TextToVideo.load(
+                bundle,
+                device=str(team.device) if options.device == "auto" else options.device,
+                dtype=options.dtype,
+                tokenizer=tokenizer,
+                text_encoder=text_encoder,
+            )
+            write_shards(options.out, pipeline, prior, team)
+            team.wait()
+            if team.is_first:
+                write_encoders(options.out, tokenizer, text_encoder)
+                describe_dataset(options.out, tokenizer, text_encoder, {"train": prior.count, "val": 0})
+        if team.is_first:
+            print(f"{options.out}: {prior.count} samples; blend them with those of the subject, see data.prior_weight")
+    return 0
+
+
+def _prompts(options: PriorOptions) -> list[str]:
+    lines = prompt_lines(options.prompt_file)
+    if any(len(line) > 1 for line in lines):
+        raise UserError(f"{options.prompt_file} may hold prompts alone: all samples of a prior share their settings")
+    prompts = [*options.prompt, *(line["prompt"] for line in lines)]
+    if not prompts:
+        raise UserError('there is no prompt; name the class with --prompt "a dog" or --prompt_file FILE')
+    return prompts
+
+
+def _begin(out: Path, request: dict[str, Any], *, overwrite: bool) -> None:
+    """Notes what is asked for, unless it was asked for before.
+
+    Raises:
+        UserError: if something else lies there.
+    """
+    path = out / REQUEST_FILE
+    if overwrite and path.is_file():
+        shutil.rmtree(out)
+    if path.is_file():
+        if read_json(path) != request:
+            raise UserError(f"{out} holds samples of another request; give another folder, or --overwrite")
+    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is no prior; give another folder, or remove it")
+    else:
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(path, request)
+
+
+def write_shards(out: Path, pipeline: TextToVideo, prior: Prior, team: Team) -> None:
+    """Writes the shards of this rank that are not there yet, each whole or not at all."""
+    paths = {
+        out / f"train-{shard:06d}.tar": prior.numbers(shard) for shard in range(team.rank, prior.num_shards, team.size)
+    }
+    missing = {path: numbers for path, numbers in paths.items() if not path.exists()}
+    with Progress(sum(map(len, missing.values())), "making samples", enabled=team.is_first) as bar:
+        for path, numbers in missing.items():
+            write_members(path, _members(pipeline, prior, numbers, bar))
+
+
+def _members(pipeline: TextToVideo, prior: Prior, numbers: range, bar: Progress) -> Iterator[tuple[str, bytes]]:
+    prompts = [prior.prompts[number % len(prior.prompts)] for number in numbers]
+    seeds = [prior.seed + number for number in numbers]
+    settings = prior.settings
+    videos = pipeline.stream(prompts, settings, seeds=seeds, batch_size=prior.batch_size)
+    for number, video in zip(numbers, videos, strict=True):
+        text = pipeline.text_encoder.encode([video.prompt])
+        description = {
+            "caption": video.prompt,
+            "num_frames": settings.num_frames,
+            "height": settings.height,
+            "width": settings.width,
+            "fps": settings.fps if settings.num_frames > 1 else 0.0,
+            "prior": True,
+        }
+        tensors = {
+            "latent": video.latents_CTHW.half(),
+            "text": text.features_BLE[0, : text.length_B[0]].cpu().half(),
+        }
+        yield from sample_members(f"prior-{prior.seed + number:08d}", description, tensors)
+        bar.advance(1)
