@@ -1,5 +1,6 @@
 # The only thing needed beforehand is Python 3.11 or newer.
 #   make demo        prepare, train, generate and score handwritten digits on the CPU, in minutes
+#   make demo-adapter  teach that model a shape it never saw, from ten clips
 #   make serve       Triton and a page in the browser, on what `make demo` made
 #   make test        the fast tests            make test-slow   the others
 #   make lint        ruff and the import rules  make gpu-check  what a GPU machine needs to prove
@@ -8,7 +9,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup demo serve test test-slow lint format gpu-check clean
+.PHONY: setup demo demo-adapter serve test test-slow lint format gpu-check clean
 
 setup: $(READY)
 
@@ -24,6 +25,10 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)
 	@$(BIN)/megadit demo
+
+demo-adapter: $(READY)
+	@test -d runs/demo/bundle || $(BIN)/megadit demo
+	@$(BIN)/megadit demo-adapter
 
 serve: $(READY)
 	@$(BIN)/megadit serve demo

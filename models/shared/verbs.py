@@ -41,6 +41,7 @@ VERBS: dict[str, tuple[str, str]] = {
         "megadit.train.digits.demo:main",
         "prepare, train, generate and score handwritten digits, in minutes on a CPU",
     ),
+    "demo-adapter": ("megadit.train.digits.adapter_demo:main", "teach the demo's model a new shape, from ten clips"),
 }
 """Verb, of one word or two -> (module:function, one line of help)."""
 

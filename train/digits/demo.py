@@ -8,10 +8,7 @@ continues where it stopped, the training in the middle of it included.
 """
 
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,14 +20,14 @@ from megadit.infer.pipeline import TextToVideo
 from megadit.infer.video_io import write_video
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.command import run_command
-from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, atomic_path, read_json, write_json
 from megadit.models.shared.options import read_options, setting
-from megadit.models.shared.progress import Progress, duration
+from megadit.models.shared.progress import Progress
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.data import prepare
 from megadit.train.digits import figures, judge, score
 from megadit.train.digits.data import FPS, Attributes
+from megadit.train.digits.stages import Stage, run_module, run_stages, summary_of_seconds
 
 BATCH_SIZE = 48
 MP4_ZOOM = 8
@@ -104,16 +101,6 @@ class Demo:
         return seen[:: self.size.clip_stride], unseen[:: self.size.clip_stride]
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
-    name: str
-    """Under which its seconds stand in score.json."""
-    purpose: str
-    run: Callable[[Demo], None]
-    results: Callable[[Demo], Sequence[Path]]
-    """Complete once they exist: each is written under a temporary name and renamed."""
-
-
 # --- stages -------------------------------------------------------------------------------------------------------
 
 
@@ -124,12 +111,12 @@ def _prepare(demo: Demo) -> None:
 
 def _train(demo: Demo) -> None:
     arguments = [f"data.path={demo.dataset}", f"train.output_dir={demo.training}", *demo.size.overrides]
-    _run_module("megadit.train", "--recipe", "digits", "--nproc", str(demo.num_ranks), *arguments)
+    run_module("megadit.train", "--recipe", "digits", "--nproc", str(demo.num_ranks), *arguments)
     (demo.training / "finished").touch()
 
 
 def _bundle(demo: Demo) -> None:
-    _run_module("megadit.train.to_bundle", str(demo.training), str(demo.bundle))
+    run_module("megadit.train.to_bundle", str(demo.training), str(demo.bundle))
 
 
 def _generate(demo: Demo) -> None:
@@ -217,28 +204,6 @@ STAGES = (
 # --- what stages share --------------------------------------------------------------------------------------------
 
 
-def _run_module(module: str, *arguments: str) -> None:
-    """Runs `python -m module` in a process of its own: training patches torch and starts ranks.
-
-    On Ctrl-C the terminal interrupts that process too; it is given the time to save what it has.
-
-    Raises:
-        UserError: if it fails; it has said why.
-    """
-    process = subprocess.Popen([sys.executable, "-m", module, *arguments])
-    try:
-        code = process.wait()
-    except KeyboardInterrupt:
-        process.wait(timeout=60)
-        raise
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait()
-    if code:
-        raise UserError(f"`python -m {module} {' '.join(arguments)}` ended with exit code {code}; see above")
-
-
 def _generated_clips(demo: Demo) -> Tensor:
     """BCTHW in [-1, 1]."""
     return load_file(demo.generated)["video_BCTHW"].float() / 127.5 - 1
@@ -304,30 +269,8 @@ def _run(argv: list[str]) -> int:
 
 def run_demo(demo: Demo) -> None:
     """Runs every stage whose results are missing, and says how long each took."""
-    demo.out.mkdir(parents=True, exist_ok=True)
-    for number, stage in enumerate(STAGES, start=1):
-        heading = f"[{number}/{len(STAGES)}] {stage.name}: {stage.purpose}"
-        if all(path.exists() for path in stage.results(demo)):
-            print(f"{heading} -- already done", flush=True)
-            continue
-        print(heading, flush=True)
-        start = time.monotonic()
-        stage.run(demo)
-        seconds = time.monotonic() - start
-        _keep_seconds(demo, stage.name, seconds)
-        print(f"      {duration(seconds)}", flush=True)
-    _summarise(demo)
-
-
-def _keep_seconds(demo: Demo, stage: str, seconds: float) -> None:
-    """Remembers how long a stage took; an interrupted stage counts its last run."""
-    path = demo.out / "seconds.json"
-    known = read_json(path) if path.exists() else {}
-    write_json(path, {**known, stage: round(seconds, 1)})
-
-
-def _summarise(demo: Demo) -> None:
-    result = {**read_json(demo.out / "score.json"), "seconds": read_json(demo.out / "seconds.json")}
+    seconds = run_stages(demo, STAGES)
+    result = {**read_json(demo.out / "score.json"), "seconds": seconds}
     write_json(demo.out / "score.json", result)
     print(summary_table(result))
     print(f"\nLook at {demo.out / 'contact_sheet.png'}, {demo.videos / 'all.mp4'} and {demo.out / 'curves.png'}.")
@@ -345,8 +288,7 @@ def summary_table(result: dict) -> str:
     lines = [f"{'':22}{'clips':>7}" + "".join(f"{name.replace('_', ' '):>13}" for name in names)]
     for kind, values in kinds.items():
         lines.append(f"{kind:22}{values['num_clips']:>7}" + "".join(f"{values[name]:>13.1%}" for name in names))
-    times = ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in result["seconds"].items())
-    return "\n".join([*lines, f"in all {duration(sum(result['seconds'].values()))}: {times}"])
+    return "\n".join([*lines, summary_of_seconds(result["seconds"])])
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from megadit.models.adapter_config import AdapterConfig
 from megadit.models.config import NAMED_CONFIGS
 from megadit.train.config.schema import (
     CheckpointConfig,
@@ -59,6 +60,44 @@ def digits() -> RunConfig:
             num_batches=4,
             sampling=SamplingConfig(sampler="euler", num_steps=10, guidance=4.0, eta=1.0),
         ),
+    )
+
+
+@recipe
+def digits_dreambooth() -> RunConfig:
+    """An adapter of rank 8 beside the demo's network, for a subject of ten clips: a minute on two CPU cores.
+
+    Command: megadit train --recipe digits_dreambooth data.path=BLEND checkpoint.init_from=BUNDLE
+    Hardware: 1 CPU core.
+    Tokens: 1,536 a step in one pack (32 clips), 461 thousand in all.
+    Memory: 0.1 GiB, beside what Python and torch take.
+    """
+    run = digits()
+    return replace(
+        run,
+        recipe="digits_dreambooth",
+        data=replace(
+            run.data,
+            seq_length=1536,
+            text_seq_length=512,
+            global_batch_size=1,
+            packing_buffer_size=64,
+            shuffle_buffer_size=64,
+            text_dropout=0.0,  # without its words the subject would be what every prompt is led away from
+        ),
+        train=replace(run.train, train_iters=300, output_dir="runs/digits_dreambooth", adapter=AdapterConfig(rank=8)),
+        diffusion=replace(run.diffusion, learned_uncertainty=False),
+        optimizer=OptimizerConfig(
+            optimizer="adamw",
+            lr=1.5e-2,
+            adam_beta2=0.99,
+            weight_decay=0.0,
+            lr_warmup_iters=10,
+            lr_decay_style="linear",
+        ),
+        ema=EmaConfig(sigma_rels=()),
+        checkpoint=replace(run.checkpoint, save_interval=150),
+        validation=replace(run.validation, interval=0),
     )
 
 

@@ -9,7 +9,8 @@ import torch
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
 from megadit.train.digits import demo as demo_module
-from megadit.train.digits.demo import QUICK, Demo, Stage
+from megadit.train.digits.demo import QUICK, Demo
+from megadit.train.digits.stages import Stage, run_module
 
 SCORES = {"digit": 0.9, "colour": 1.0, "direction": 1.0, "all": 0.9, "every_frame": 0.5, "num_clips": 3}
 
@@ -69,7 +70,7 @@ def test_a_failing_stage_stops_the_demo(demo, log, monkeypatch):
 
 def test_a_child_that_fails_is_told_with_its_command():
     with pytest.raises(UserError, match="ended with exit code 2"):
-        demo_module._run_module("megadit.train", "--recipe", "no_such_recipe")
+        run_module("megadit.train", "--recipe", "no_such_recipe")
 
 
 def test_mp4s_play_every_pixel_several_times():

@@ -1,0 +1,80 @@
+"""Stages of a demo: each leaves its result in a folder and is skipped where that is there already."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import read_json, write_json
+from megadit.models.shared.progress import duration
+
+
+class HasFolder(Protocol):
+    """What the stages of a demo are told."""
+
+    @property
+    def out(self) -> Path: ...
+
+
+Demo = TypeVar("Demo", bound=HasFolder)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage(Generic[Demo]):
+    name: str
+    """Under which its seconds are kept."""
+    purpose: str
+    run: Callable[[Demo], None]
+    results: Callable[[Demo], Sequence[Path]]
+    """Complete once they exist: each is written under a temporary name and renamed."""
+
+
+def run_stages(demo: Demo, stages: Sequence[Stage[Demo]]) -> dict[str, float]:
+    """Runs every stage whose results are missing; the seconds that each took in its last run."""
+    demo.out.mkdir(parents=True, exist_ok=True)
+    file = demo.out / "seconds.json"
+    for number, stage in enumerate(stages, start=1):
+        heading = f"[{number}/{len(stages)}] {stage.name}: {stage.purpose}"
+        if all(path.exists() for path in stage.results(demo)):
+            print(f"{heading} -- already done", flush=True)
+            continue
+        print(heading, flush=True)
+        start = time.monotonic()
+        stage.run(demo)
+        seconds = time.monotonic() - start
+        known = read_json(file) if file.exists() else {}
+        write_json(file, {**known, stage.name: round(seconds, 1)})
+        print(f"      {duration(seconds)}", flush=True)
+    return read_json(file)
+
+
+def summary_of_seconds(seconds: dict[str, float]) -> str:
+    """How long all took, and each stage, in a line."""
+    times = ", ".join(f"{stage} {duration(value)}" for stage, value in seconds.items())
+    return f"in all {duration(sum(seconds.values()))}: {times}"
+
+
+def run_module(module: str, *arguments: str) -> None:
+    """Runs `python -m module` in a process of its own: training patches torch and starts ranks.
+
+    On Ctrl-C the terminal interrupts that process too; it is given the time to save what it has.
+
+    Raises:
+        UserError: if it fails; it has said why.
+    """
+    process = subprocess.Popen([sys.executable, "-m", module, *arguments])
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:
+        process.wait(timeout=60)
+        raise
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+    if code:
+        raise UserError(f"`python -m {module} {' '.join(arguments)}` ended with exit code {code}; see above")
