@@ -76,6 +76,12 @@ SHOWN_BY = {
             "--tokenizer --text_encoder --fps --val_every --shard_size --overwrite"
         )
     },
+    "prepare prior": {
+        "train/data/test_prior.py::test_every_option_reaches_the_samples": """
+            --prompt --prompt_file --count --seed --batch_size --device --dtype --overwrite --sampler --num_steps
+            --guidance --num_video_frames --height --width --fps --negative_prompt --eta
+        """
+    },
     "train": {
         "train/test_flags.py::test_options_reach_the_run": (
             "--recipe --config-file --mock --dataset-path --yes --print-config"
@@ -177,6 +183,11 @@ SHOWN_BY = {
         f"{RANKS}::test_command_starts_its_own_ranks_and_finds_them_healthy_enough": "--distributed --nproc",
     },
     "demo": {"train/digits/test_demo.py::test_every_option_reaches_the_demo": "--out --ranks --quick"},
+    "demo-adapter": {
+        "train/digits/test_subject.py::test_every_option_reaches_the_demo": (
+            "--out --bundle --word --ranks --steps --seed"
+        )
+    },
 }
 """Command -> test -> the flags that it shows. Of a flag with several names, the first long one."""
 

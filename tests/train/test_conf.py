@@ -9,7 +9,7 @@ from megadit.train.config.load import known_keys, resolve_config, to_plain_value
 from megadit.train.recipes import RECIPES, load_recipe
 
 FILES = sorted((Path(megadit.train.__file__).parent / "conf").glob("*.yaml"))
-PLACES = {"data.path", "train.output_dir", "validation.prompts"}
+PLACES = {"data.path", "train.output_dir", "checkpoint.init_from", "validation.prompts"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

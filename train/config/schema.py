@@ -56,6 +56,9 @@ class DataConfig:
     prior_weight: float = setting(1.0, low=0)
     """What the loss of samples that `megadit prepare prior` made counts beside 1 of others: DreamBooth's prior
     preservation (arXiv 2208.12242, eq. 2)."""
+    prior_text_dropout: float | None = setting(None, low=0, high=1)
+    """As `text_dropout`, of these samples; None is the same. A subject that loses its words becomes what every prompt
+    is led away from: let it keep them, and the prior lose some."""
     mock_latent_shapes: tuple[tuple[int, int, int], ...] = ((1, 32, 32), (4, 32, 32))
     """(T, H, W) of mock samples, in latent frames and latent pixels, taken in turn."""
     use_train_split_for_val: bool = False

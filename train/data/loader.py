@@ -128,7 +128,7 @@ def build_train_loader(config: RunConfig, *, rank: int, world_size: int, group: 
         UserError: if `data.path` is no prepared data set, or does not fit the model.
     """
     data = config.data
-    pack_format = _pack_format(config, text_dropout=data.text_dropout)
+    pack_format = _pack_format(config, training=True)
     if data.mock:
         return MockLoader(
             pack_format,
@@ -170,7 +170,7 @@ def build_validation_loader(
     Raises:
         UserError: if `data.path` is no prepared data set, does not fit the model, or has no validation samples.
     """
-    pack_format = _pack_format(config, text_dropout=0.0)
+    pack_format = _pack_format(config, training=False)
     num_packs = config.validation.num_batches
     if config.data.mock:
         return MockLoader(
@@ -215,14 +215,17 @@ def _validation_split(config: RunConfig, info: DatasetInfo) -> str:
     return split
 
 
-def _pack_format(config: RunConfig, text_dropout: float) -> PackFormat:
+def _pack_format(config: RunConfig, *, training: bool) -> PackFormat:
+    """Validation keeps every text."""
+    data = config.data
     return PackFormat(
         model=config.model,
-        seq_length=config.data.seq_length,
-        text_seq_length=config.data.text_seq_length,
+        seq_length=data.seq_length,
+        text_seq_length=data.text_seq_length,
         seed=config.train.seed,
-        text_dropout=text_dropout,
-        prior_weight=config.data.prior_weight,
+        text_dropout=data.text_dropout if training else 0.0,
+        prior_text_dropout=data.prior_text_dropout if training else None,
+        prior_weight=data.prior_weight,
     )
 
 

@@ -125,6 +125,8 @@ class PackFormat:
     """Share of samples whose text is dropped, 0..1."""
     prior_weight: float = 1.0
     """What the loss of a prior sample counts."""
+    prior_text_dropout: float | None = None
+    """Share of prior samples whose text is dropped; None is `text_dropout`."""
 
     def lengths(self, sample: TrainingSample) -> tuple[int, int]:
         """Video tokens and text slots that a sample needs, its text dropped or not.
@@ -142,7 +144,7 @@ class PackFormat:
         nothing but (seed, sample id, occurrence).
         """
         keys = [sample_key(self.seed, sample.sample_id, sample.occurrence) for sample in samples]
-        is_kept = self._keeps_text(keys)
+        is_kept = self._keeps_text(samples, keys)
         segments = [
             Segment(
                 self.model.token_grid(*sample.latent_CTHW.shape[1:]),
@@ -164,10 +166,12 @@ class PackFormat:
             sample_ids=(*(sample.sample_id for sample in samples), *[""] * num_padding),
         )
 
-    def _keeps_text(self, keys: list[int]) -> list[bool]:
+    def _keeps_text(self, samples: Sequence[TrainingSample], keys: list[int]) -> list[bool]:
         key_R = torch.tensor(keys, dtype=torch.long)
         number_R = uniform(key_R, torch.zeros_like(key_R), 1, stream=Stream.TEXT_DROPOUT)[:, 0]
-        return (number_R >= self.text_dropout).tolist()
+        of_prior = self.text_dropout if self.prior_text_dropout is None else self.prior_text_dropout
+        share_R = torch.tensor([of_prior if sample.is_prior else self.text_dropout for sample in samples])
+        return (number_R >= share_R).tolist()
 
     def _tokens(self, samples: Sequence[TrainingSample]) -> Tensor:
         """Neighbours of equal size are patchified together."""

@@ -21,7 +21,7 @@ from megadit.infer.pipeline import TextToVideo
 from megadit.infer.resolve import latent_size, resolve_settings
 from megadit.infer.specs import prompt_lines
 from megadit.models.bundle.bundle import Bundle
-from megadit.models.settings import GivenSettings, SamplingSettings
+from megadit.models.settings import SERVED, GivenSettings, SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
 from megadit.models.shared.options import group, read_options, setting
@@ -47,7 +47,9 @@ class PriorOptions:
     device: str = setting("auto", "auto, cpu, cuda or cuda:N (default: auto)", metavar="NAME")
     dtype: str = setting("float32", "of the network (default: {default})", metavar="NAME")
     overwrite: bool = setting(False, "replace a finished folder")
-    settings: GivenSettings = group(GivenSettings, "settings of sampling (default: those of the checkpoint)")
+    settings: GivenSettings = group(
+        GivenSettings, "settings of sampling (default: those of the checkpoint)", only=SERVED
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,6 +168,7 @@ def _members(pipeline: TextToVideo, prior: Prior, numbers: range, bar: Progress)
     videos = pipeline.stream(prompts, settings, seeds=seeds, batch_size=prior.batch_size)
     for number, video in zip(numbers, videos, strict=True):
         text = pipeline.text_encoder.encode([video.prompt])
+        text_LE = text.features_BLE[0, : text.length_B[0]]
         description = {
             "caption": video.prompt,
             "num_frames": settings.num_frames,
@@ -174,9 +177,6 @@ def _members(pipeline: TextToVideo, prior: Prior, numbers: range, bar: Progress)
             "fps": settings.fps if settings.num_frames > 1 else 0.0,
             "prior": True,
         }
-        tensors = {
-            "latent": video.latents_CTHW.half(),
-            "text": text.features_BLE[0, : text.length_B[0]].cpu().half(),
-        }
+        tensors = {"latent": video.latents_CTHW.half()} | ({"text": text_LE.cpu().half()} if len(text_LE) else {})
         yield from sample_members(f"prior-{prior.seed + number:08d}", description, tensors)
         bar.advance(1)

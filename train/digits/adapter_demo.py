@@ -48,7 +48,7 @@ class AdapterDemo:
     out: Path
     bundle: Path
     word: str = "zog"
-    num_ranks: int = 1
+    num_ranks: int = 2
     steps: int = 300
     seed: int = 1234
 
@@ -177,10 +177,10 @@ def _draw(demo: AdapterDemo) -> None:
             for model in MODELS:
                 clip_CTHW = load_file(demo.clips(model))[name][place].float() / 127.5 - 1
                 rows.append((prompt, model, clip_CTHW))
-    kept, lost = (result[name]["class"]["all"] for name in ADAPTERS)
+    before, kept, lost = (result[model]["class"]["all"] for model in MODELS)
     title = (
         f'ten clips of a "{demo.word}": {result["with prior"]["unseen"]["right"]:.0%} right in colours and directions '
-        f"they never showed; digits kept: {kept:.0%} with the prior, {lost:.0%} without ({result['before']['class']['all']:.0%} before)"
+        f"they never showed; digits kept: {kept:.0%} with the prior, {lost:.0%} without ({before:.0%} before)"
     )
     sheet = [
         figures.SheetRow(caption=prompt if model == "before" else "", video_CTHW=clip, is_right={}, note=model)
@@ -231,7 +231,7 @@ class AdapterDemoOptions:
     out: Path = setting(Path("runs/demo-adapter"), "folder for everything ({default})")
     bundle: Path = setting(Path("runs/demo/bundle"), "the model to teach ({default})")
     word: str = setting("zog", "what the subject is called ({default})")
-    ranks: int = setting(1, "training processes ({default})", low=1)
+    ranks: int = setting(2, "training processes ({default})", low=1)
     steps: int = setting(300, "steps of training ({default})", low=1)
     seed: int = setting(1234, "of training ({default})", low=0)
 

@@ -5,6 +5,7 @@ Sizes count 512-slot texts and the latents of an 8x spatial tokenizer, so that a
 
 from dataclasses import replace
 
+from megadit.models.adapter_config import AdapterConfig
 from megadit.models.config import NAMED_CONFIGS
 from megadit.train.config.schema import (
     CheckpointConfig,
@@ -240,11 +241,13 @@ def stage3_7b_74k() -> RunConfig:
 
 @recipe
 def dreambooth() -> RunConfig:
-    """A trained DiT-S taught one subject, with the numbers of NeMo's `dreambooth`, from the weights of a run.
+    """A trained DiT-S taught one subject by an adapter, in packs as NeMo's `dreambooth` has them.
 
-    NeMo asks for eight tensor-parallel ranks, which cannot share the six heads of DiT-S; two do.
+    NeMo trains all weights; so does train.adapter=null optimizer.lr=1e-6, its learning rate. It asks for eight
+    tensor-parallel ranks, which cannot share the six heads of DiT-S; two do. BLEND mixes clips of the subject with a
+    prior (`megadit prepare prior`); train/conf/dreambooth.yaml shows all of it.
 
-    Command: torchrun --nproc-per-node 8 -m megadit.train --recipe dreambooth data.path=FOLDER
+    Command: torchrun --nproc-per-node 8 -m megadit.train --recipe dreambooth data.path=BLEND
         checkpoint.init_from=RUN
     Hardware: one node of 8 GPUs with 24 GB.
     Tokens: 65,536 a step (32 packs of 2,048), 1,000 steps.
@@ -255,8 +258,9 @@ def dreambooth() -> RunConfig:
         run,
         recipe="dreambooth",
         model=NAMED_CONFIGS["dit_s"],
-        train=replace(run.train, train_iters=1000, output_dir="runs/dreambooth"),
-        optimizer=replace(run.optimizer, lr=1e-6),
+        # without its words the subject would be what every prompt is led away from
+        data=replace(run.data, text_dropout=0.0, prior_text_dropout=0.1),
+        train=replace(run.train, train_iters=1000, output_dir="runs/dreambooth", adapter=AdapterConfig(rank=16)),
         parallel=TP2,
     )
 

@@ -1,0 +1,219 @@
+"""`megadit prepare prior`: a model's own samples as a data set, and what their loss counts."""
+
+import json
+import tarfile
+from dataclasses import asdict, replace
+
+import pytest
+import safetensors.torch
+import torch
+
+from megadit.infer.pipeline import TextToVideo
+from megadit.models.bundle.bundle import write_bundle
+from megadit.models.config import DiTConfig
+from megadit.models.dit import DiT
+from megadit.models.initialize import initialize_
+from megadit.models.settings import SamplingSettings
+from megadit.models.text_encoders import HashedWordEncoder
+from megadit.models.tokenizers import HaarTokenizer
+from megadit.train.data import prepare, prior
+from megadit.train.data.dataset_info import DatasetInfo
+from megadit.train.data.ingest.team import Team
+from megadit.train.data.packed_batch import PackFormat, TrainingSample
+from megadit.train.data.samples import UnreadableSampleError, decode
+from megadit.train.loss import edm_loss, token_noise
+
+MODEL = DiTConfig(
+    num_layers=1, hidden_size=32, num_attention_heads=2, in_channels=48, patch_spatial=2, crossattn_emb_size=16
+)
+PROMPTS = ("a dog", "a small dog", "")
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    path = tmp_path_factory.mktemp("bundle") / "tiny"
+    write_bundle(
+        path,
+        config=MODEL,
+        state_dict=initialize_(DiT(MODEL), seed=0).state_dict(),
+        tokenizer=HaarTokenizer(temporal_compression=4, spatial_compression=2, sigma_data=MODEL.sigma_data),
+        text_encoder=HashedWordEncoder(dim=MODEL.crossattn_emb_size),
+        defaults=SamplingSettings(num_steps=2, guidance=2.0, num_frames=5, height=16, width=16, fps=8),
+    )
+    return path
+
+
+@pytest.fixture
+def make(bundle, tmp_path, monkeypatch):
+    """Runs the command; shards of four samples."""
+    monkeypatch.setattr(prior, "SHARD_SIZE", 4)
+
+    def run(*more, out="out", count=10):
+        argv = ["prior", str(bundle), str(tmp_path / out), "--prompt", *PROMPTS, "--count", str(count), *more]
+        assert prepare.main(argv) == 0
+        return tmp_path / out
+
+    return run
+
+
+def shards(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.tar"))}
+
+
+def members(folder):
+    found = {}
+    for path in sorted(folder.glob("*.tar")):
+        with tarfile.open(path) as tar:
+            found |= {member.name: tar.extractfile(member).read() for member in tar}
+    return found
+
+
+def test_samples_are_what_the_model_makes(make, bundle):
+    folder = make("--seed", "5", "--guidance", "1")
+    assert DatasetInfo.read(folder).num_samples == {"train": 10, "val": 0}
+    found = members(folder)
+    video = TextToVideo.load(bundle).generate([PROMPTS[1]], seeds=[9], guidance=1.0)[0]
+    crude = {name: found[f"prior-00000009.{name}"] for name in ("json", "safetensors")}
+    sample = decode(crude | {"__key__": "prior-00000009", "__occurrence__": 0})
+    torch.testing.assert_close(sample.latent_CTHW, video.latents_CTHW.half())
+    assert sample.is_prior and sample.fps == 8 and json.loads(crude["json"])["caption"] == PROMPTS[1]
+    assert "text" not in safetensors.torch.load(found["prior-00000007.safetensors"]), "an empty caption has no text"
+
+
+def test_a_killed_run_goes_on(make, bundle, monkeypatch, tmp_path):
+    whole = shards(make())
+    assert len(whole) == 3
+    argv = ["prior", str(bundle), str(tmp_path / "killed"), "--prompt", *PROMPTS, "--count", "10"]
+
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(prior, "describe_dataset", stop)
+        assert prepare.main(argv) == 130
+    first, second, _ = sorted((tmp_path / "killed").glob("*.tar"))
+    second.unlink()
+    kept = first.stat().st_mtime_ns
+    assert prepare.main(argv) == 0
+    assert shards(tmp_path / "killed") == whole and first.stat().st_mtime_ns == kept
+
+
+def test_each_rank_writes_its_share(bundle, make, tmp_path):
+    whole = make()
+    options = json.loads((whole / prior.REQUEST_FILE).read_text())
+    settings = SamplingSettings.from_dict(options["settings"])
+    wanted = prior.Prior(prompts=PROMPTS, settings=settings, count=10, seed=0)
+    pipeline, halves = TextToVideo.load(bundle), tmp_path / "halves"
+    halves.mkdir()
+    for rank in (1, 0):
+        prior.write_shards(halves, pipeline, wanted, Team(rank=rank, size=2))
+    assert shards(halves) == shards(whole)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--count", "11"], "samples of another request"),
+        (["--guidance", "3"], "samples of another request"),
+        (["--height", "17"], "height=17"),
+        (["--count", "0"], "must be"),
+    ],
+)
+def test_what_is_refused(make, more, message, capsys):
+    folder = make()
+    before = shards(folder)
+    with pytest.raises(AssertionError):
+        make(*more)
+    assert message in capsys.readouterr().err and shards(folder) == before
+
+
+def test_no_prompt_and_foreign_folders_are_refused(bundle, tmp_path, capsys):
+    assert prepare.main(["prior", str(bundle), str(tmp_path / "out")]) == 2
+    assert "--prompt" in capsys.readouterr().err
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").touch()
+    assert prepare.main(["prior", str(bundle), str(tmp_path / "mine"), "--prompt", "a dog"]) == 2
+    assert "is no prior" in capsys.readouterr().err
+
+
+def test_every_option_reaches_the_samples(bundle, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(prior, "write_shards", lambda out, pipeline, wanted, team: asked.append((pipeline, wanted)))
+    monkeypatch.setattr(prior, "describe_dataset", lambda *_: None)
+    (tmp_path / "prompts.txt").write_text("a small dog")
+    out = ["prior", str(bundle), str(tmp_path / "out")]
+
+    def wanted(*more):
+        assert prepare.main([*out, *more, "--overwrite"]) == 0
+        return asked[-1]
+
+    pipeline, plain = wanted("--prompt", "a dog")
+    assert (plain.prompts, plain.count, plain.seed, plain.batch_size) == (["a dog"], 200, 0, None)
+    assert pipeline.device.type == "cpu" and pipeline.denoiser.dtype == torch.float32
+    file = ["--prompt_file", str(tmp_path / "prompts.txt")]
+    pipeline, other = wanted(*file, "--count", "3", "--seed", "4", "--batch_size", "2", "--dtype", "bfloat16")
+    assert (other.prompts, other.count, other.seed, other.batch_size) == (["a small dog"], 3, 4, 2)
+    assert pipeline.denoiser.dtype == torch.bfloat16
+    assert prepare.main([*out, *file, "--overwrite", "--device", "nothing"]) == 2
+    settings = {
+        **{"--sampler": "heun", "--num_steps": "5", "--guidance": "3", "--num_video_frames": "9", "--height": "24"},
+        **{"--width": "32", "--fps": "4", "--negative_prompt": "a cat", "--eta": "0"},
+    }
+    _, other = wanted(*file, *(word for pair in settings.items() for word in pair))
+    assert asdict(other.settings) == asdict(plain.settings) | {
+        **{"sampler": "heun", "num_steps": 5, "guidance": 3, "num_frames": 9, "height": 24},
+        **{"width": 32, "fps": 4, "negative_prompt": "a cat", "eta": 0},
+    }
+
+
+# --- what they count ----------------------------------------------------------------------------------------------
+
+
+def sample(name, *, is_prior=False):
+    generator = torch.Generator().manual_seed(len(name))
+    return TrainingSample(
+        sample_id=name,
+        occurrence=0,
+        latent_CTHW=torch.randn(48, 1, 4, 4, generator=generator),
+        text_LE=torch.randn(2, 16, generator=generator),
+        fps=8.0,
+        is_prior=is_prior,
+    )
+
+
+def objective(samples, prior_weight):
+    pack = PackFormat(
+        model=MODEL, seq_length=12, text_seq_length=8, seed=3, text_dropout=0.0, prior_weight=prior_weight
+    ).pack(samples)
+    dit = initialize_(DiT(MODEL), seed=0)
+    with torch.no_grad():
+        sums = edm_loss(dit, pack, torch.full((len(pack.fps_G),), 0.7), token_noise(pack))
+    return sums
+
+
+def test_a_prior_sample_counts_by_its_weight():
+    subject, other = sample("a"), sample("bb", is_prior=True)
+    alone, of_prior = objective([subject], 0.25), objective([other], 1.0)
+    both = objective([subject, other], 0.25)
+    torch.testing.assert_close(both.objective, alone.objective + 0.25 * of_prior.objective)
+    torch.testing.assert_close(both.weighted, alone.weighted + of_prior.weighted)  # what is reported is unweighted
+    ordinary = objective([subject, replace(other, is_prior=False)], 0.25)
+    torch.testing.assert_close(ordinary.objective, alone.objective + of_prior.objective)
+
+
+def test_a_prior_loses_its_text_by_its_own_share():
+    samples = [sample(str(number), is_prior=number % 2 == 0) for number in range(4)]
+
+    def kept(**shares):
+        pack = PackFormat(model=MODEL, seq_length=16, text_seq_length=8, seed=3, **shares).pack(samples)
+        return [segment.text_length > 0 for segment in pack.layout.segments]
+
+    assert kept(text_dropout=0.0, prior_text_dropout=1.0) == [False, True] * 2
+    assert kept(text_dropout=1.0) == [False] * 4 and kept(text_dropout=1.0, prior_text_dropout=0.0) == [True, False] * 2
+
+
+def test_prior_is_true_or_false():
+    tensors = safetensors.torch.save({"latent": torch.zeros(1, 1, 1, 1)})
+    crude = {"json": b'{"fps": 8, "prior": "yes"}', "safetensors": tensors, "__key__": "a", "__occurrence__": 0}
+    with pytest.raises(UnreadableSampleError, match="prior is 'yes'"):
+        decode(crude)
