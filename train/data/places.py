@@ -64,9 +64,13 @@ def local_copy(folder: "Path | EPath", name: str) -> Path:
 
 
 def _fetch(folder: "EPath", out: Path) -> None:
+    try:
+        files = {str(file.relative_to(folder)): file for file in folder.walk()}
+    except ValueError as error:
+        raise UserError(f"{folder} holds files whose names lead elsewhere ({error}); do not trust its source") from None
     with atomic_directory(out) as temporary:
-        for file in folder.walk():
-            target = inner_path(temporary, str(file.relative_to(folder)))
+        for name, file in files.items():
+            target = inner_path(temporary, name)
             target.parent.mkdir(parents=True, exist_ok=True)
             with file.open("rb") as source:
                 target.write_bytes(source.read())

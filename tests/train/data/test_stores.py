@@ -1,6 +1,5 @@
 """Data sets in S3 (a server that speaks it, on this machine) are read, described and resumed like folders."""
 
-import contextlib
 import io
 import json
 import threading
@@ -64,9 +63,16 @@ def test_a_bucket_writes_nowhere_but_into_the_cache(stored, tmp_path):
     bucket, _, key = stored.removeprefix("s3://").partition("/")
     client = boto3.client("s3")
     client.put_object(Bucket=bucket, Key=f"{key}/tokenizer/../../../../escaped", Body=b"x")
-    with contextlib.suppress(UserError, ValueError):
+    with pytest.raises(UserError, match="whose names lead elsewhere"):
         DatasetInfo.read(stored).tokenizer_folder  # noqa: B018  (it is fetched)
     assert not list(tmp_path.rglob("escaped")) and not list(tmp_path.parent.glob("escaped"))
+
+
+def test_a_store_that_names_files_by_other_ways_writes_nowhere_else(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a" / "b"))
+    with pytest.raises(UserError, match="'../../../escaped' is not the name of a file in .*: it leads elsewhere"):
+        places.local_copy(OneFile(b"x", name="../../../escaped"), "tokenizer-1")
+    assert not list(tmp_path.rglob("escaped"))
 
 
 def test_two_places_share_no_copy(tmp_path, monkeypatch):
@@ -79,8 +85,8 @@ def test_two_places_share_no_copy(tmp_path, monkeypatch):
 class OneFile:
     """A file of a store, and the folder around it, as far as they are asked."""
 
-    def __init__(self, content, fetched=None):
-        self.content, self.fetched = content, [] if fetched is None else fetched
+    def __init__(self, content, fetched=None, name="config.json"):
+        self.content, self.fetched, self.name = content, [] if fetched is None else fetched, name
 
     def __str__(self):
         return f"msc://somewhere/{self.content!r}"
@@ -90,7 +96,7 @@ class OneFile:
         return [self]
 
     def relative_to(self, folder):
-        return "config.json"
+        return self.name
 
     def open(self, mode):
         return io.BytesIO(self.content)
