@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megadit.models import tokenizers
+from megadit.models.adapter_config import AdapterConfig
 from megadit.models.expert_config import ExpertConfig
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.rules import first_broken
@@ -66,6 +67,7 @@ def of_sampling(says: str, **sampling: Any) -> Breach:
 
 ST_DIT = {"family": "st_dit", "adaln_lora_dim": 16}
 MUON = {"optimizer": "muon"}
+ADAPTER = {"adapter": AdapterConfig(rank=2)}
 BREACHES = (
     breach(
         "global_batch_size=8 is not a multiple of data.micro_batch_size=3; use 6 or 9", data={"micro_batch_size": 3}
@@ -78,6 +80,20 @@ BREACHES = (
         optimizer={"lr_warmup_iters": 5, "lr_decay_iters": 5},
     ),
     breach("ema.sigma_rels=[0.1, 0.1] names one profile twice", ema={"sigma_rels": (0.1, 0.1)}),
+    breach(
+        "train.adapter.targets: no linear of the network is named 'mlp'",
+        train={"adapter": AdapterConfig(rank=2, targets=("mlp",))},
+    ),
+    breach(
+        "gradient_accumulation_fusion=true adds up gradients of matrices that train.adapter leaves as they are",
+        train=ADAPTER,
+        parallel={"gradient_accumulation_fusion": True},
+    ),
+    breach(
+        "train.adapter.targets=['blocks.0.*'] leaves nothing to train in one of the 2 parts",
+        train={"adapter": AdapterConfig(rank=2, targets=("blocks.0.*",))},
+        parallel={"pipeline_model_parallel_size": 2},
+    ),
     breach(
         "gradient_accumulation_fusion=true adds to sums that parallel.data_parallel=fsdp has not",
         parallel={"gradient_accumulation_fusion": True, "data_parallel": "fsdp"},
@@ -156,6 +172,7 @@ BREACHES = (
     ),
     of_graphs("gradient_accumulation_fusion: leave that out", parallel={"gradient_accumulation_fusion": True}),
     of_graphs("blocks computed again", parallel={"recompute_granularity": "full"}),
+    of_graphs("train.adapter: leave that out", train=ADAPTER),
     of_graphs("experts, whose tokens are others each time", model=EXPERTS),
     of_graphs("attention along one axis", model=ST_DIT),
     of_graphs("float32: train.precision=bf16", train={"precision": "fp32"}),
@@ -181,6 +198,10 @@ BREACHES = (
         "needs a GPU and the module fused_weight_gradient_mlp_cuda", parallel={"gradient_accumulation_fusion": True}
     ),
     on_start("needs a GPU (Ampere or newer) and torch 2.10", parallel={"cuda_graph_max_segments": 8}),
+    on_start(
+        "train.adapter is trained beside weights that exist; give checkpoint.init_from",
+        train={"output_dir": "runs/x", **ADAPTER},
+    ),
     on_start("validation.sampling: sigmas=[1.0, 2.0] must decrease", validation={"sampling": {"sigmas": (1.0, 2.0)}}),
     on_start("checkpoint.copy_to=nowhere://x cannot be used", checkpoint={"copy_to": "nowhere://x"}),
     on_start("train.output_dir is not set; give train.output_dir=FOLDER", train={}),
