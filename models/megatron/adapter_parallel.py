@@ -9,6 +9,7 @@
 Forward and backward send as many times less than the linear's own exchange as the rank is smaller than its width.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch.distributed as dist
@@ -21,8 +22,9 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megadit.models.low_rank import LowRank
-from megadit.models.megatron.plan import COLUMN, ROW, Role
+from megadit.models.dit import DiT
+from megadit.models.low_rank import LowRank, adapters_of
+from megadit.models.megatron.plan import COLUMN, ROW, Role, Row, role_of
 
 
 def share_adapter(adapter: LowRank, role: Role, group: ProcessGroup, *, sequence_parallel: bool) -> None:
@@ -37,6 +39,14 @@ def share_adapter(adapter: LowRank, role: Role, group: ProcessGroup, *, sequence
         adapter.exchange = partial(gather_from_sequence_parallel_region, group=group)
     else:  # nothing is sent forward; each rank has a part of the gradient
         adapter.exchange = partial(copy_to_tensor_model_parallel_region, group=group)
+
+
+def share_adapters(dit: DiT, plan: Sequence[Row], group: ProcessGroup, *, sequence_parallel: bool) -> None:
+    """Does so for the adapters beside all linears that the ranks of `group` share by the plan."""
+    for path, module in dit.named_modules():
+        if adapters_of(module) and (role := role_of(f"{path}.weight", plan)).is_linear and group.size() > 1:
+            for adapter in module.adapters.values():
+                share_adapter(adapter, role, group, sequence_parallel=sequence_parallel)
 
 
 def _sum(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -89,15 +89,8 @@ class RowLinear(_CanonicalLinear, RowParallelLinear):
     """Megatron's layer, returning a tensor; where it has nothing to add it is called as an ordinary linear."""
 
     def __init__(self, in_features: int, out_features: int, config: TransformerConfig, *, bias: bool) -> None:
-        super().__init__(
-            in_features,
-            out_features,
-            config=config,
-            init_method=_no_init,
-            bias=bias,
-            input_is_parallel=True,
-            skip_bias_add=False,
-        )
+        how = {"input_is_parallel": True, "skip_bias_add": False}
+        super().__init__(in_features, out_features, config=config, init_method=_no_init, bias=bias, **how)
         self._load_state_dict_pre_hooks.clear()
         self.is_ordinary = _is_ordinary(self.tp_group, config)
 

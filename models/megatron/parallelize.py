@@ -30,8 +30,7 @@ from megadit.models.axial import move
 from megadit.models.blocks import STDiTBlock
 from megadit.models.dit import DiT
 from megadit.models.experts import ExpertMLP
-from megadit.models.low_rank import adapters_of
-from megadit.models.megatron.adapter_parallel import share_adapter
+from megadit.models.megatron.adapter_parallel import share_adapters
 from megadit.models.megatron.context_parallel import shared_attention
 from megadit.models.megatron.expert_parallel import Dispatch, shared_choice
 from megadit.models.megatron.graphed_blocks import GraphedBlocks
@@ -86,7 +85,7 @@ def parallelize(
     _share_tokens(dit, config, groups)
     _share_attention(dit, groups, recompute)
     _share_experts(dit, config, groups)
-    _share_adapters(dit, plan, config, groups)
+    share_adapters(dit, plan, groups.tensor, sequence_parallel=config.sequence_parallel)
     if cuda_graph_max_segments is not None:
         dit.blocks = GraphedBlocks(dict(dit.blocks.items()), cuda_graph_max_segments)
     else:
@@ -145,13 +144,6 @@ def _share_experts(dit: DiT, config: TransformerConfig, groups: Groups) -> None:
         dispatch = Dispatch(config, dit.config.experts.num_experts)
         for mlp in mlps:
             mlp.compute = dispatch
-
-
-def _share_adapters(dit: DiT, plan: Sequence[Row], config: TransformerConfig, groups: Groups) -> None:
-    for path, module in dit.named_modules():
-        if adapters_of(module) and (role := role_of(f"{path}.weight", plan)).is_linear and groups.tensor.size() > 1:
-            for adapter in module.adapters.values():
-                share_adapter(adapter, role, groups.tensor, sequence_parallel=config.sequence_parallel)
 
 
 def _all(dit: DiT, kind: type[nn.Module]) -> Iterator[nn.Module]:

@@ -71,18 +71,14 @@ class Row:
 PLAN = (
     Row("blocks.*.experts.fc1", EXPERTS_UP),
     Row("blocks.*.experts.fc2", EXPERTS_DOWN),
-    # adapters beside linears (`low_rank.py`), then the linears; beside a whole linear they are whole as it is
+    # `down` of adapters (`low_rank.py`); their other parts are split as the outputs of the linear beside them
     Row("blocks.*_attention.qkv.*.down|blocks.*.cross_attention.q.*.down|blocks.*.fc1.*.down", PARTIAL),
-    Row("blocks.*_attention.qkv.adapters.*|blocks.*.cross_attention.q.adapters.*|blocks.*.fc1.adapters.*", COLUMN),
     Row("blocks.*.cross_attention.kv.*.down", WHOLE),
-    Row("blocks.*.cross_attention.kv.adapters.*", COLUMN_OF_TEXT),
-    Row("blocks.*_attention.proj.*.down|blocks.*.fc2.*.down", ROW),
-    Row("blocks.*_attention.proj.adapters.*|blocks.*.fc2.adapters.*", PARTIAL),
-    Row("blocks.*_attention.qkv.weight|blocks.*.cross_attention.q.weight|blocks.*_attention.qkv.bias", COLUMN),
-    Row("blocks.*.fc1.weight|blocks.*.fc1.bias", COLUMN),
-    Row("blocks.*.cross_attention.kv.weight", COLUMN_OF_TEXT),
-    Row("blocks.*_attention.proj.weight|blocks.*.fc2.weight", ROW),
-    Row("blocks.*_attention.proj.bias|blocks.*.fc2.bias", PARTIAL),  # added to a rank's tokens, after the sum
+    Row("blocks.*_attention.qkv.[wba]*|blocks.*.cross_attention.q.[wba]*|blocks.*.fc1.[wba]*", COLUMN),
+    Row("blocks.*.cross_attention.kv.[wa]*", COLUMN_OF_TEXT),
+    Row("blocks.*_attention.proj.weight|blocks.*_attention.proj.*.down|blocks.*.fc2.weight|blocks.*.fc2.*.down", ROW),
+    # with the linear's bias, added to a rank's tokens after the sum
+    Row("blocks.*_attention.proj.[ba]*|blocks.*.fc2.[ba]*", PARTIAL),
     Row("blocks.*.[qk]_layernorm.weight", SUM_OVER_HEADS),
     Row("blocks.*.modulation.*|blocks.*_layernorm.weight|blocks.*.router.weight", PARTIAL),
     Row("x_embedder.*|text_embedder.*|null_text|positions.*", WHOLE),

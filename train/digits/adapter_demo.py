@@ -30,8 +30,8 @@ from megadit.train.digits.data import Attributes, random_attributes, random_capt
 from megadit.train.digits.stages import Stage, run_module, run_stages, summary_of_seconds
 
 NUM_PRIOR = 256
-CLASS_STRIDE = 2
-"""The class is scored on every so-manyth of the demo's captions."""
+CLASS_STRIDE = 3
+"""The class is scored on every so-manyth of the demo's captions, of which every second is slow."""
 SUBJECT_CLIPS = 4
 """Clips of each colour and direction that the subject is scored on, each from another seed."""
 GUIDANCE = {"right": 4.0, "strict": 2.0}

@@ -44,7 +44,7 @@ _GLYPH = (
 
 
 def glyph() -> Tensor:
-    """The subject's ink, 0..1, IJ."""
+    """The subject's ink, 0..1, [I, J]."""
     return torch.tensor([[float(cell) for cell in row.replace(".", "0")] for row in _GLYPH])
 
 
