@@ -215,6 +215,10 @@ def test_loading_tells_what_is_wrong(fitted, tmp_path):
     with pytest.raises(UserError, match="'sigma_data' is missing"):
         load_tokenizer(tmp_path)
     write_json(tmp_path / "config.json", config)
-    (tmp_path / "model.safetensors").write_bytes(b"nonsense")
-    with pytest.raises(UserError, match="is not a safetensors file"):
-        load_tokenizer(tmp_path)
+    for content, message in (
+        (b"nonsense", "is longer than"),
+        (b"\x08" + bytes(7) + b"nonsense", "is not a safetensors"),
+    ):
+        (tmp_path / "model.safetensors").write_bytes(content)
+        with pytest.raises(UserError, match=message):
+            load_tokenizer(tmp_path)

@@ -30,8 +30,20 @@ def same() -> Callable[[list[dict], list[dict]], bool]:
 
 
 @pytest.fixture(scope="session")
-def tiny_dataset(tmp_path_factory) -> Path:
+def tiny_dataset(tmp_path_factory, write_tiny_dataset) -> Path:
     """Captioned noise, 3 frames of 8 x 8, and images of that size, prepared with real parts."""
+    root = tmp_path_factory.mktemp("data") / "tiny"
+    write_tiny_dataset(root)
+    return root
+
+
+@pytest.fixture(scope="session")
+def write_tiny_dataset() -> Callable[..., None]:
+    """write_tiny_dataset(root): the data set above; with `is_prior`, as a model's own samples."""
+    return _write_tiny_dataset
+
+
+def _write_tiny_dataset(root: Path, *, is_prior: bool = False) -> None:
     import torch
 
     from megadit.models.text_encoders.hashed_words import HashedWordEncoder
@@ -40,7 +52,6 @@ def tiny_dataset(tmp_path_factory) -> Path:
 
     tokenizer = HaarTokenizer(temporal_compression=2, spatial_compression=2)
     text_encoder = HashedWordEncoder(dim=16)
-    root = tmp_path_factory.mktemp("data") / "tiny"
     generator = torch.Generator().manual_seed(0)
     with DatasetWriter(root, tokenizer=tokenizer, text_encoder=text_encoder) as writer:
         for index in range(40):
@@ -59,8 +70,8 @@ def tiny_dataset(tmp_path_factory) -> Path:
                 width=8,
                 fps=8 if frames > 1 else 0,
                 aesthetic_score=index / 10,
+                is_prior=is_prior,
             )
-    return root
 
 
 @pytest.fixture(scope="session")

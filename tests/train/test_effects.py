@@ -25,6 +25,7 @@ REAL = (
     *("data.mock=false", "data.path={data}", "data.num_workers=0", "data.seq_length=64"),
     *("model.in_channels={channels}", "model.crossattn_emb_size={text_width}", "model.sigma_data={sigma_data}"),
 )
+PRIOR = (*REAL, "data.path={prior}")
 VALIDATED = (
     *(*REAL, "validation.interval=3", "validation.num_batches=1", "validation.sigmas=[1.0]"),
     *("validation.prompts=[a red seven]", "validation.sampling.num_steps=2"),
@@ -111,6 +112,8 @@ EFFECTS = {
     "data.packing_buffer_size": told("2", *REAL),
     "data.shuffle_buffer_size": told("1", *REAL),
     "data.text_dropout": told("0.9"),
+    "data.prior_weight": told("0.5", *PRIOR),
+    "data.prior_text_dropout": told("0.9", *PRIOR),
     "data.mock_latent_shapes": told("[[2,3,4]]"),
     "data.use_train_split_for_val": told("true", *VALIDATED),
     "data.encode": ends("which holds latents", "on_the_fly", *REAL),
@@ -202,6 +205,7 @@ EFFECTS = {
     "validation.sampling.second_prompt": seen("videos", "a green one", *TWO_PROMPTS),
     "validation.sampling.second_guidance": seen("videos", "50.0", *TWO_PROMPTS),
     "validation.sampling.cache_budget": ends("needs a bundle", "0.1"),
+    "validation.sampling.adapter_interval": ends("needs a bundle", "[0.5,2.0]"),
     "validation.tokenizer_folder": ends("/nowhere", "/nowhere", *VALIDATED),
     "health.on_not_finite": seen("events", "skip", "optimizer.optimizer=adamw", "optimizer.lr=1e30"),
     "health.on_spike": seen("events", "rollback", *SPIKES),
@@ -241,13 +245,14 @@ def runs():
 
 
 @pytest.fixture(scope="module")
-def observed(run_ranks, tiny_dataset, tmp_path_factory):
+def observed(run_ranks, tiny_dataset, write_tiny_dataset, tmp_path_factory):
     """observed(name): what was seen of one run."""
     from megadit.train.data.writer import DatasetInfo
 
     info, folder = DatasetInfo.read(tiny_dataset), tmp_path_factory.mktemp("effects")
     places = {"{data}": info.root, "{channels}": info.latent_channels, "{text_width}": info.text_width}
-    places |= {"{sigma_data}": info.sigma_data, "{finished}": folder / FINISHED}
+    places |= {"{sigma_data}": info.sigma_data, "{finished}": folder / FINISHED, "{prior}": folder / "prior"}
+    write_tiny_dataset(folder / "prior", is_prior=True)
     planned = {name: [fill(word, places) for word in words] for name, words in runs().items()}
     (folder / "runs.json").write_text(json.dumps(planned))
     run_ranks(1, JOB, folder, timeout=1500)

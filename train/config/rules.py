@@ -358,6 +358,11 @@ RULES: tuple[Rule[Run], ...] = (
         "`megadit generate`",
     ),
     Rule(
+        needs=lambda run: not run.validation.sampling.adapter_interval,
+        remedy="{validation.sampling.adapter_interval=} needs a bundle and an adapter beside it; give it to "
+        "`megadit generate`",
+    ),
+    Rule(
         needs=lambda run: not run.validation.sampling.cache_budget,
         remedy="{validation.sampling.cache_budget=} needs a bundle and `megadit calibrate-cache`; give it to "
         "`megadit generate`",

@@ -65,9 +65,10 @@ def plan(config: RunConfig, gpus: int, gpu: Gpu) -> None:
 
 def _size_lines(config: RunConfig) -> list[str]:
     tokens = config.data.global_batch_size * config.data.seq_length
-    trained = f", of which none learns; of the adapter: {count_trained(config).total:,}"
+    adapter = [f"parameters of the adapter, which alone learn: {count_trained(config).total:,}"]
     return [
-        f"parameters: {count_parameters(config.model).total:,}" + trained * (config.train.adapter is not None),
+        f"parameters: {count_parameters(config.model).total:,}",
+        *(adapter if config.train.adapter is not None else []),
         f"video tokens: {tokens:,} a step, {tokens * config.train.train_iters:,} in all (at most: packs have a tail)",
     ]
 

@@ -71,7 +71,7 @@ def digits_dreambooth() -> RunConfig:
         checkpoint.init_from=BUNDLE
     Hardware: 2 CPU cores.
     Tokens: 1,536 a step in two packs (32 clips), 461 thousand in all.
-    Memory: 0.1 GiB, beside what Python and torch take.
+    Memory: 0.038 GiB a rank, beside what Python and torch take.
     """
     run = digits()
     return replace(

@@ -129,6 +129,7 @@ SPECIAL = {
     "validation.sampling.schedule": "linear",
     "validation.sampling.churn_interval": [0.5, 2.0],
     "validation.sampling.guidance_interval": [0.5, 2.0],
+    "validation.sampling.adapter_interval": [0.5, 2.0],
     "validation.sigmas": [2.0],
     "model.family": "nemo",
     "model.num_query_groups": 1,
@@ -164,7 +165,7 @@ NEEDS = {
     "model.compat": ["model.family=moviegen", "model.hidden_size=256"],
 }
 """What has to be set first."""
-REFUSED = ["validation.sampling.autoguidance", "validation.sampling.cache_budget"]
+REFUSED = [f"validation.sampling.{name}" for name in ("autoguidance", "cache_budget", "adapter_interval")]
 """Said of a bundle alone; a run refuses them by name (test_rules.py)."""
 SETTINGS = [key for key in known_keys() if key not in ("recipe", *REFUSED)]  # the recipe is chosen by --recipe
 

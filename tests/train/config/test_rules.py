@@ -188,6 +188,7 @@ BREACHES = (
     breach("validation.sigmas=[] leaves nothing to measure", validation={"sigmas": ()}),
     of_sampling("validation.sampling: sampler dpmpp_2m cannot add noise", eta=1.0),
     of_sampling("validation.sampling.autoguidance=elsewhere is a second network", autoguidance="elsewhere"),
+    of_sampling("validation.sampling.adapter_interval=[1, 2] needs a bundle", adapter_interval=(1, 2)),
     of_sampling("validation.sampling.cache_budget=0.1 needs a bundle", cache_budget=0.1),
     # this machine
     on_start(
