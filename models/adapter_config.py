@@ -27,6 +27,7 @@ class AdapterConfig:
     kind: AdapterKind = setting("lora")
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "targets", tuple(self.targets))  # a list would not do as the key of a cache
         check_settings(self, "train.adapter.")
 
     @property

@@ -32,7 +32,7 @@ from megadit.models.convert.adapter_names import (
     split_key,
 )
 from megadit.models.convert.adapter_settings import LoraSettings, lora_config
-from megadit.models.shared.documents import check_tensor_header, parse_json
+from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, read_json, write_json
 from megadit.models.weights import listed
@@ -52,7 +52,6 @@ def is_adapter(path: Path) -> bool:
         return any((path / name).is_file() for name in (SETTINGS_FILE, PIPELINE_TENSORS))
     if path.suffix != ".safetensors" or not path.is_file():
         return False
-    _check_header(path)
     return any(split_key(key) for key in open_safetensors(path).stored)
 
 
@@ -90,7 +89,6 @@ def open_adapter(path: str | Path) -> OpenedAdapter:
     """
     path = Path(path)
     file = tensor_file(path)
-    _check_header(file)
     source = open_safetensors(file)
     origin = _origin(path, source)
     base, training = (origin.get(name) or {} for name in ("base", "training"))
@@ -167,12 +165,6 @@ def tensor_file(path: Path) -> Path:
     if path.suffix != ".safetensors":
         raise UserError(f"{path} is not read: an adapter is a folder, or a file that ends in .safetensors")
     return path
-
-
-def _check_header(file: Path) -> None:
-    """Before anything of it is parsed."""
-    with file.open("rb") as stream:
-        check_tensor_header(stream.read(8), str(file))
 
 
 def _origin(path: Path, source: TensorSource) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from megadit.models.shared.documents import parse_yaml
 from megadit.models.shared.errors import UserError, choose_one, nearest
 from megadit.train.config.compat import expand_braces, translate
 from megadit.train.config.schema import RunConfig
@@ -89,7 +90,14 @@ def load_config(path: str | Path) -> RunConfig:
     Raises:
         UserError: if the file is missing, broken or incomplete.
     """
-    return config_from_dict(_plain(_read_yaml(path)))
+    # whoever wrote the checkpoint wrote this: nothing in it is looked up elsewhere, as OmegaConf would ${oc.env:NAME}
+    try:
+        values = parse_yaml(Path(path).read_bytes(), str(path))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path} must hold keys such as `train:` and `model:`, not a list")
+    return config_from_dict(values)
 
 
 def to_yaml(config: Any) -> str:

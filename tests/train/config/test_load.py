@@ -114,6 +114,23 @@ def test_saved_configuration_reads_back(tmp_path):
     assert resolve_config(config_file=tmp_path / "config.yaml") == run
 
 
+def test_a_saved_configuration_looks_nothing_up(tmp_path, monkeypatch):
+    monkeypatch.setenv("SECRET", "seen")
+    text = to_yaml(resolve_config("digits", overrides=["train.output_dir=here"]))
+    path = write(tmp_path / "config.yaml", text.replace("output_dir: here", "output_dir: ${oc.env:SECRET}"))
+    assert load_config(path).train.output_dir == "${oc.env:SECRET}"
+    assert resolve_config(config_file=path).train.output_dir == "seen"  # the user's own file may
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("- 1", "not a list"), ("a: &b [1]\nc: *b", "valid YAML|aliases|\\*b"), ("a: {", "not valid YAML")],
+)
+def test_a_damaged_saved_configuration_is_told(tmp_path, text, message):
+    with pytest.raises(UserError, match=message):
+        load_config(write(tmp_path / "config.yaml", text))
+
+
 def test_incomplete_dictionary_names_what_is_missing():
     values = dataclasses.asdict(resolve_config("digits"))
     del values["train"]["train_iters"]
