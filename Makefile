@@ -33,15 +33,17 @@ demo-adapter: $(READY)
 serve: $(READY)
 	@$(BIN)/megadit serve demo
 
-# Workers that share the cores, a group of tests at a time (tests/workers.py).
-WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest -q --numprocesses $(WORKERS)
+# Workers share the cores, a group of tests at a time (tests/workers.py). Fast tests wait often: three keep two cores
+# busy; slow ones start ranks of their own.
+WORKERS ?= 3
+SLOW_WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -q
 
 test: $(READY)
-	@$(PYTEST) -m "not slow"
+	@$(PYTEST) --numprocesses $(WORKERS) -m "not slow"
 
 test-slow: $(READY)
-	@$(PYTEST) -m slow
+	@$(PYTEST) --numprocesses $(SLOW_WORKERS) -m slow
 
 lint: $(READY)
 	@$(BIN)/ruff check .

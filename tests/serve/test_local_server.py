@@ -47,7 +47,7 @@ def leftovers(server: LocalServer) -> dict:
 NOTHING = {"processes": [], "shared memory": []}
 
 
-def wait_for(condition, seconds: float = 60) -> None:
+def wait_for(condition, seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"
