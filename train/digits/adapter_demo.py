@@ -49,7 +49,7 @@ class AdapterDemo:
     bundle: Path
     word: str = "zog"
     num_ranks: int = 2
-    steps: int = 300
+    steps: int = 200
     seed: int = 1234
 
     @property
@@ -232,7 +232,7 @@ class AdapterDemoOptions:
     bundle: Path = setting(Path("runs/demo/bundle"), "the model to teach ({default})")
     word: str = setting("zog", "what the subject is called ({default})")
     ranks: int = setting(2, "training processes ({default})", low=1)
-    steps: int = setting(300, "steps of training ({default})", low=1)
+    steps: int = setting(200, "steps of training ({default})", low=1)
     seed: int = setting(1234, "of training ({default})", low=0)
 
 
