@@ -142,7 +142,8 @@ def test_the_command_restarts_what_dies_and_ends_when_told(tritonserver, reposit
             return False
 
     try:
-        wait_for(is_ready)
+        # until the command has seen it too: a server that ends before is one that cannot start
+        wait_for(lambda: "is ready" in (tmp_path / "out").read_text() and is_ready())
         children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
         os.kill(int(children[0]), signal.SIGKILL)
         wait_for(lambda: not is_ready())
