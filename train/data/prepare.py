@@ -72,7 +72,7 @@ def prepare_digits(
     ):
         for chunk in draw_chunks(num_clips, num_images, num_val, seed):
             latents_BCTHW = tokenizer.encode(chunk.video_BCTHW).half()
-            _write(writer, chunk, latents_BCTHW)
+            write_chunk(writer, chunk, latents_BCTHW)
             if not preview and chunk.fps:
                 preview.append(_side_by_side(chunk.video_BCTHW, tokenizer.decode(latents_BCTHW[:8])))
             bar.advance(len(chunk.keys))
@@ -122,7 +122,8 @@ def _draw(split: str, kind: str, numbers: range, generator: torch.Generator) -> 
     )
 
 
-def _write(writer: DatasetWriter, chunk: Chunk, latents_BCTHW: Tensor) -> None:
+def write_chunk(writer: DatasetWriter, chunk: Chunk, latents_BCTHW: Tensor) -> None:
+    """Adds samples of one size, whose latents are these, with the features of their captions."""
     text = writer.text_encoder.encode(chunk.captions)
     _, _, num_frames, height, width = chunk.video_BCTHW.shape
     rows = zip(chunk.keys, latents_BCTHW, text.features_BLE, text.length_B.tolist(), chunk.captions, strict=True)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from megadit.infer.pipeline import TextToVideo
 from megadit.models.bundle.bundle import Bundle
@@ -27,6 +26,7 @@ from megadit.models.shared.options import read_options, setting
 from megadit.models.shared.progress import Progress
 from megadit.train.digits import figures, judge, score, subject
 from megadit.train.digits.data import Attributes, random_attributes, random_captions
+from megadit.train.digits.figures import spread
 from megadit.train.digits.stages import Stage, run_module, run_stages, summary_of_seconds
 
 NUM_PRIOR = 256
@@ -143,10 +143,7 @@ def _generate(demo: AdapterDemo) -> None:
 
 def _score(demo: AdapterDemo) -> None:
     tokenizer = Bundle.open(demo.bundle).load_tokenizer()
-
-    def round_trip(video_BCTHW: Tensor) -> Tensor:
-        return torch.cat([tokenizer.decode(tokenizer.encode(chunk)) for chunk in video_BCTHW.split(250)])
-
+    round_trip = judge.round_trip(tokenizer)
     reader = judge.load_or_train_reader(demo.out / "judge.safetensors", round_trip, tokenizer.fingerprint())
     knows_subject = subject.train_subject_reader(round_trip)
     result: dict[str, Any] = {"word": demo.word, "guidance": GUIDANCE}
@@ -165,18 +162,15 @@ def _score(demo: AdapterDemo) -> None:
 
 def _draw(demo: AdapterDemo) -> None:
     """The same prompts and seeds by every model: the subject above, the class below."""
+    words = [subject.caption(each, demo.word) for each in demo.subject_attributes]
     captions = score.heldout_captions(demo.class_attributes)
     result = read_json(demo.out / "score.json")
+    clips = {model: load_file(demo.clips(model)) for model in MODELS}
     rows = []
-    for name, places in (
-        ("subject_right", _spread(len(demo.subject_attributes), 5)),
-        ("class", _spread(len(captions), 4)),
-    ):
-        for place in places:
-            prompt = captions[place] if name == "class" else subject.caption(demo.subject_attributes[place], demo.word)
+    for name, prompts, count in (("subject_right", words, 5), ("class", captions, 4)):
+        for place in spread(range(len(prompts)), count):
             for model in MODELS:
-                clip_CTHW = load_file(demo.clips(model))[name][place].float() / 127.5 - 1
-                rows.append((prompt, model, clip_CTHW))
+                rows.append((prompts[place], model, clips[model][name][place].float() / 127.5 - 1))
     before, kept, lost = (result[model]["class"]["all"] for model in MODELS)
     title = (
         f'ten clips of a "{demo.word}": {result["with prior"]["unseen"]["right"]:.0%} right in colours and directions '
@@ -188,11 +182,6 @@ def _draw(demo: AdapterDemo) -> None:
     ]
     by_model = [row for model in MODELS for row in sheet if row.note == model]
     figures.contact_sheet(demo.out / "before_and_after.png", by_model, title=title, columns=len(MODELS))
-
-
-def _spread(length: int, count: int) -> list[int]:
-    """`count` indices at equal distances."""
-    return [index * length // count for index in range(count)]
 
 
 STAGES = (

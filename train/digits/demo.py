@@ -146,10 +146,7 @@ def _write_videos(demo: Demo) -> None:
 
 def _score(demo: Demo) -> None:
     tokenizer = load_tokenizer(demo.dataset / "tokenizer")
-
-    def round_trip(video_BCTHW: Tensor) -> Tensor:
-        return torch.cat([tokenizer.decode(tokenizer.encode(chunk)) for chunk in video_BCTHW.split(250)])
-
+    round_trip = judge.round_trip(tokenizer)
     reader = judge.load_or_train_reader(demo.out / "judge.safetensors", round_trip, tokenizer.fingerprint())
     seen, unseen = demo.attributes
     clips = _generated_clips(demo)
@@ -212,15 +209,9 @@ def _generated_clips(demo: Demo) -> Tensor:
 def _showcase(demo: Demo) -> tuple[Tensor, list[Attributes], list[str]]:
     """Up to 24 clips to look at, evenly spread over those that are scored: 18 seen combinations, 6 unseen."""
     seen, unseen = demo.attributes
-    chosen = [*_spread(range(len(seen)), 18), *_spread(range(len(seen), len(seen) + len(unseen)), 6)]
+    chosen = [*figures.spread(range(len(seen)), 18), *figures.spread(range(len(seen), len(seen) + len(unseen)), 6)]
     attributes, captions = seen + unseen, score.heldout_captions(seen + unseen)
     return _generated_clips(demo)[chosen], [attributes[i] for i in chosen], [captions[i] for i in chosen]
-
-
-def _spread(numbers: range, count: int) -> list[int]:
-    """`count` of the numbers at equal distances, or all where there are fewer."""
-    count = min(count, len(numbers))
-    return [numbers[i * len(numbers) // count] for i in range(count)]
 
 
 def _wall(clips_BCTHW: Tensor, columns: int = 6) -> Tensor:

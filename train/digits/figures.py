@@ -47,6 +47,12 @@ def contact_sheet(path: Path, rows: Sequence[SheetRow], *, title: str, columns: 
         figure.savefig(temporary, dpi=110, facecolor=BACKGROUND)
 
 
+def spread(numbers: range, count: int) -> list[int]:
+    """`count` of the numbers at equal distances, or all where there are fewer."""
+    count = min(count, len(numbers))
+    return [numbers[i * len(numbers) // count] for i in range(count)]
+
+
 def _draw_row(axis, row: SheetRow) -> None:
     axis.imshow(_strip(row.video_CTHW), interpolation="nearest")
     axis.text(0, 1.05, row.caption, transform=axis.transAxes, color=TEXT, fontsize=10, va="bottom")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from megadit.models.shared.files import atomic_path
 from megadit.models.shared.progress import Progress
+from megadit.models.tokenizers import VideoTokenizer
 from megadit.train.digits.data import COLOURS, DIGITS, DIRECTIONS, FRAME_SIZE, Attributes, draw_clips, random_attributes
 
 NONE = -1
@@ -177,6 +178,11 @@ def _fit(
             optimizer.step()
             schedule.step()
             bar.advance(1, loss=loss.item())
+
+
+def round_trip(tokenizer: VideoTokenizer) -> Callable[[Tensor], Tensor]:
+    """Encodes and decodes clips (BCTHW in [-1, 1]), a few at a time."""
+    return lambda video_BCTHW: torch.cat([tokenizer.decode(tokenizer.encode(part)) for part in video_BCTHW.split(250)])
 
 
 def load_or_train_reader(path: Path, round_trip: Callable[[Tensor], Tensor], fingerprint: str) -> DigitReader:

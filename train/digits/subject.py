@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megadit.models.bundle.bundle import Bundle
+from megadit.train.data.prepare import Chunk, write_chunk
 from megadit.train.data.writer import DatasetWriter
 from megadit.train.digits.data import (
     COLOURS,
@@ -75,23 +76,12 @@ def write_subject(out: Path, bundle: Bundle, word: str, *, seed: int = 0) -> Non
     clips = draw_subject(shown, torch.Generator().manual_seed(seed))
     tokenizer, text_encoder = bundle.load_tokenizer(), bundle.load_text_encoder()
     captions = [caption(each, word) for each in shown]
-    text = text_encoder.encode(captions)
-    _, _, num_frames, height, width = clips.shape
-    with DatasetWriter(out, tokenizer=tokenizer, text_encoder=text_encoder, splits=("train", "val")) as writer:
-        rows = zip(tokenizer.encode(clips).half(), text.features_BLE, text.length_B.tolist(), captions, strict=True)
-        for number, (latent_CTHW, text_LE, length, words) in enumerate(rows):
-            for split in writer.splits:  # so few that they are validated on too
-                writer.add(
-                    split,
-                    f"{split}-{word}-{number:02d}",
-                    latent_CTHW=latent_CTHW,
-                    text_LE=text_LE[:length],
-                    caption=words,
-                    num_frames=num_frames,
-                    height=height,
-                    width=width,
-                    fps=FPS,
-                )
+    latents_BCTHW = tokenizer.encode(clips).half()
+    with DatasetWriter(out, tokenizer=tokenizer, text_encoder=text_encoder) as writer:
+        for split in writer.splits:  # so few that they are validated on too
+            keys = [f"{split}-{word}-{number:02d}" for number in range(len(captions))]
+            chunk = Chunk(split=split, keys=keys, video_BCTHW=clips, captions=captions, fps=FPS)
+            write_chunk(writer, chunk, latents_BCTHW)
 
 
 # --- judging ------------------------------------------------------------------------------------------------------
