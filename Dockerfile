@@ -12,7 +12,7 @@ WORKDIR /opt/megadit
 COPY . .
 # The image's own torch and TransformerEngine stay: pip may not replace what it finds installed.
 RUN pip list --format=freeze | grep -iE '^(torch|torchvision|transformer[-_]engine|triton)==' > /tmp/vendor.txt \
-    && pip install --no-cache-dir --constraint /tmp/vendor.txt '.[train,export,serve,t5,wandb]' \
+    && pip install --no-cache-dir --constraint /tmp/vendor.txt '.[train,export,serve,t5,diffusers,wandb]' \
     && megadit --help > /dev/null
 
 WORKDIR /workspace

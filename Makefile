@@ -1,6 +1,7 @@
 # The only thing needed beforehand is Python 3.11 or newer.
 #   make demo        prepare, train, generate and score handwritten digits on the CPU, in minutes
 #   make demo-adapter  teach that model a shape it never saw, from ten clips
+#   make demo-given  teach it to take first and last frames, clips, masks and instructions
 #   make serve       Triton and a page in the browser, on what `make demo` made
 #   make test        the fast tests            make test-slow   the others
 #   make lint        ruff and the import rules  make gpu-check  what a GPU machine needs to prove
@@ -9,7 +10,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup demo demo-adapter serve test test-slow lint format gpu-check clean
+.PHONY: setup demo demo-adapter demo-given serve test test-slow lint format gpu-check gpu-wheels clean
 
 setup: $(READY)
 
@@ -25,6 +26,10 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)
 	@$(BIN)/megadit demo
+
+demo-given: $(READY)
+	@test -d runs/demo/bundle || $(BIN)/megadit demo
+	@$(BIN)/megadit demo-given
 
 demo-adapter: $(READY)
 	@test -d runs/demo/bundle || $(BIN)/megadit demo
@@ -55,10 +60,20 @@ format: $(READY)
 	@$(BIN)/ruff format .
 	@$(BIN)/python docs/count.py --write
 
-# No virtual environment, no network: whatever torch and Python are there (GPU_PYTHON=... to choose).
+# No virtual environment, no network: whatever torch and Python are there (GPU_PYTHON=... to choose). GPU_CHECK="--only
+# layers,7b --budget 500 --out FOLDER" takes a part of it; tests/gpu_check.py says more.
 GPU_PYTHON ?= python3
 gpu-check:
-	@$(GPU_PYTHON) tests/gpu_check.py
+	@$(GPU_PYTHON) tests/gpu_check.py $(GPU_CHECK)
+
+# What a GPU machine without a network lacks beside torch, for the Python that it has.
+GPU_PYTHON_VERSION ?= 3.12
+GPU_WHEELS := av braceexpand bracex cffi deprecation filetype jsonschema jsonschema-specifications lark \
+	megatron-core==0.16.1 megatron-energon mfusepy multi-storage-client omegaconf opentelemetry-api pycparser rapidyaml \
+	referencing rpds-py wcmatch==10.2.1 webdataset xattr
+gpu-wheels:
+	@$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \
+		--platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --dest dist/gpu $(GPU_WHEELS)
 
 clean:
 	rm -rf build dist/*.whl *.egg-info .pytest_cache .ruff_cache .import_linter_cache

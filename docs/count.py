@@ -39,7 +39,8 @@ VOCABULARY = ("models/config.py", "models/families.py", "models/expert_config.py
 
 NETWORK = (
     *("models/dit.py", "models/blocks.py", "models/attention.py", "models/experts.py", "models/axial.py"),
-    *("models/layout.py", "models/segments.py", "models/ops/", "models/adapters.py", "models/low_rank.py"),
+    *("models/layout.py", "models/dense_layout.py", "models/segments.py", "models/ops/"),
+    *("models/adapters.py", "models/low_rank.py"),
 )
 NO_TENSOR_SPLIT = tuple(
     f"models/megatron/{name}.py"
@@ -50,7 +51,7 @@ NO_TENSOR_SPLIT = tuple(
 )
 """Who moves tokens and when blocks are computed; another library's linears in the same places."""
 
-POSITIONS = ("models/layout.py", "models/segments.py", "models/axial.py", "models/embeddings.py")
+POSITIONS = tuple(f"models/{name}.py" for name in ("layout", "dense_layout", "segments", "axial", "embeddings"))
 """Who is where: a block hands it on to its operations."""
 OTHER_OPS = tuple(
     f"models/ops/{name}.py"
@@ -103,16 +104,13 @@ class Source:
 
 
 SHORT = {
-    "infer/background.py": "one thread, used by two",
+    "infer/evaluate/compare.py": "a command of its own",
     "infer/inference_dit_model.py": "a name that users of NeMo type",
     "models/adapter_config.py": "settings, free of torch",
-    "models/denoiser.py": "the dense twin of denoise_packed, which training need not read",
-    "models/megatron/extensions.py": "asked for by rules, without Megatron",
     "models/megatron/recomputed_blocks.py": "one of two block stacks of parallelize",
-    "models/megatron/sequence_parallel.py": "two modules of parallelize",
-    "models/ops/fusion.py": "shared by the ops",
     "models/text_encoders/feature_files.py": "a file format",
     "models/tokenizers/sizes.py": "shared by tokenizers, free of torch",
+    "models/transfer.py": "shared by packs, layouts and optimizers",
     "serve/gateway/process.py": "what starts the gateway, without the gateway",
     "serve/examples/with_megadit.py": "a program to copy",
     "train/cpu_memory.py": "a switch of the allocator",

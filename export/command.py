@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from megadit.export.build import ExportSettings, export_bundle
-from megadit.export.engines import add_engines, find_refittable
+from megadit.export.engines import add_engines, find_refittable, prepared_for_engines
 from megadit.export.to_tensorrt import EngineSettings
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
@@ -47,6 +47,8 @@ def _export(argv: list[str]) -> None:
     if options.refit is not None and (not wants_engines or options.engines != EngineSettings()):
         raise UserError("--refit takes engines as they were built: give --format tensorrt and no other engine options")
     before = None if options.refit is None else find_refittable(options.refit)
+    if wants_engines:
+        settings = prepared_for_engines(settings, options.engines, before)
     export_bundle(options.bundle, out, settings)
     if wants_engines:
         try:

@@ -1,18 +1,24 @@
 """`plan/`: the engines of a bundle whose graphs were exported, built on this machine and compared with torch."""
 
 import shutil
+from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megadit.export import verify
+from megadit.export.build import ExportSettings
 from megadit.export.networks import PRECISIONS, build_network
+from megadit.export.operators import reads_attention
 from megadit.export.quantize import FORMATS, round_linears
+from megadit.export.to_onnx import ATTENTION_OPSET
 from megadit.export.to_tensorrt import (
     EngineSettings,
     Libraries,
     build_engine,
+    check_refittable,
     engine_record,
     load_libraries,
     refit_engine,
@@ -36,6 +42,28 @@ def find_refittable(path: str | Path) -> ExportedNetworks:
     if not before.settings["engine"]["refittable"]:
         raise UserError(f"the engines of {path} keep the weights they have: they were built without --refittable")
     return before
+
+
+def prepared_for_engines(
+    settings: ExportSettings, engines: EngineSettings, before: ExportedNetworks | None
+) -> ExportSettings:
+    """The settings of graphs for this machine's TensorRT, where they leave the opset open: that of the engines that
+    are to be refitted, or the one in which attention is one operator if it reads that.
+
+    Raises:
+        UserError: for engines that it would build wrongly, before anything is exported.
+    """
+    try:
+        version = metadata.version("tensorrt")
+    except metadata.PackageNotFoundError:  # told when the graphs are there, for another machine to use
+        return settings
+    check_refittable(engines, version)
+    if settings.opset is not None:
+        return settings
+    if before is not None:
+        return replace(settings, opset=before.settings["opset"])
+    is_eight_bits = settings.precision in FORMATS
+    return replace(settings, opset=ATTENTION_OPSET) if reads_attention(version) and not is_eight_bits else settings
 
 
 def add_engines(path: Path, settings: EngineSettings, before: ExportedNetworks | None = None) -> dict[str, Any]:

@@ -42,6 +42,11 @@ def check_operators(path: Path, version: str = "10.1") -> None:
     _check_values(path, model.graph, known)
 
 
+def reads_attention(version: str) -> bool:
+    """Whether TensorRT `version` reads what takes the place of many operators in the newest opset: attention as one."""
+    return _number(version) >= max(map(_number, known_operators()["since"].values()))
+
+
 def _check_values(path: Path, graph: onnx.GraphProto, known: dict[str, Any]) -> None:
     makers = {name: node for node in graph.node for name in node.output}
     for value in (*graph.input, *graph.value_info, *graph.output):

@@ -115,7 +115,7 @@ def specs(
     text = _axis("text", profiles.text) if config.structure.cross_attention else 1
     latent = (config.in_channels, time, height, width)
     texts = {"text_encoder": _text_encoder(text_encoder, one, text)} if isinstance(text_encoder, T5TextEncoder) else {}
-    return texts | {
+    networks = texts | {
         "denoiser": _network(
             "denoiser",
             {"dtype": "float32", "axes": (batch, *latent)},
@@ -129,6 +129,10 @@ def specs(
         ),
         "video_encoder": _network("video_encoder", {"dtype": "float32", "axes": (one, 3, *video)}),
     }
+    if not getattr(tokenizer, "streams", False):
+        return networks
+    # a tokenizer that streams takes as many calls as there are frames, which no graph has: torch runs it
+    return {name: network for name, network in networks.items() if not name.startswith("video_")}
 
 
 def _network(name: str, *inputs: dict[str, Any]) -> NetworkSpec:

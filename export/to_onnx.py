@@ -21,7 +21,7 @@ from megadit.models.shared.errors import choose_one
 OPSETS = (18, 20, 23)
 """18 is read by any TensorRT; 20 has 8-bit numbers of half precision; 23 has attention and RMS norms as one operator,
 which TensorRT reads from 10.15 on."""
-DEFAULT_OPSET, EIGHT_BIT_OPSET = 18, 20
+DEFAULT_OPSET, EIGHT_BIT_OPSET, ATTENTION_OPSET = 18, 20, 23
 EXTERNAL_DATA_FROM = 2**27
 """Bytes of weights from which they lie in a file of their own: inside, each is held several times while writing, and an
 ONNX file holds less than 2 GB."""
@@ -58,6 +58,7 @@ def export_onnx(
             verbose=False,
         )
     _expand_masks(program.model.graph)
+    _trust_masks(program.model.graph)
     _clean(program.model, spec, metadata)
     size = sum(parameter.nbytes for parameter in network.parameters())
     external = f"{path.name}.data" if size >= EXTERNAL_DATA_FROM else None
@@ -99,6 +100,22 @@ def _expand_masks(graph) -> None:
         num_queries = insert("Shape", [attention.inputs[0]], start=2, end=3)
         shape = insert("Concat", [one, one, num_queries, one], axis=0)
         attention.replace_input_with(3, insert("Expand", [attention.inputs[3], shape]))
+
+
+def _trust_masks(graph) -> None:
+    """Removes what stands behind a softmax in case that nothing may be attended to: every mask keeps a key.
+
+    In its place TensorRT would not see that the products around are an attention.
+    """
+    for node in list(graph):
+        condition = node.inputs[0].producer() if node.op_type == "Where" else None
+        if condition is None or condition.op_type != "IsNaN":
+            continue
+        probabilities = node.inputs[2]
+        is_softmax = probabilities.producer() is not None and probabilities.producer().op_type == "Softmax"
+        if is_softmax and condition.inputs[0] is probabilities:
+            node.outputs[0].replace_all_uses_with(probabilities)
+            graph.remove([node, condition], safe=True)
 
 
 def _select_parts(traced: torch.fx.GraphModule) -> None:

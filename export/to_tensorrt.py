@@ -13,6 +13,8 @@ from megadit.infer.runtimes.network_spec import NetworkSpec
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.options import check_settings, setting
 
+LOSES_BIASES = "11.3."
+"""Of TensorRT: engines of refittable kind may lack the bias of a product (its release notes), refitted or not."""
 INSTALL = "pip install 'megadit[trt]' (an NVIDIA GPU and its driver are needed too)"
 GIGABYTE = 2**30
 
@@ -64,6 +66,7 @@ def build_engine(onnx: Path, spec: NetworkSpec, settings: EngineSettings, plan: 
         UserError: if TensorRT does not read the graph, or cannot build it.
     """
     trt, backend = libraries
+    check_refittable(settings, trt.__version__)
     check_operators(onnx, trt.__version__)
     config = backend.CreateConfig(profiles=[_profile(spec, backend)], **_options(settings, trt))
     # what polygraphy's own command sets too: engines of compatible kinds need TensorRT's own normalisation
@@ -76,6 +79,14 @@ def build_engine(onnx: Path, spec: NetworkSpec, settings: EngineSettings, plan: 
     except Exception as error:  # polygraphy raises its own, TensorRT any
         raise UserError(f"TensorRT cannot build {onnx.name}: {str(error).strip().splitlines()[-1]}") from error
     plan.write_bytes(memoryview(engine))
+
+
+def check_refittable(settings: EngineSettings, version: str) -> None:
+    """Raises UserError for weights that can be exchanged with a TensorRT that loses some of them."""
+    if settings.refittable and version.startswith(LOSES_BIASES):
+        raise UserError(
+            f"--refittable: TensorRT {version} may drop biases of such engines; use 11.4 or newer, or leave it out"
+        )
 
 
 def refit_engine(before: Path, onnx: Path, plan: Path, trt: ModuleType, *, host_code: bool = False) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megadit.infer.cache import CachePlan, Measure, bundle_plans, find_plan, plan_key
 from megadit.infer.checkpoints import open_bundle
+from megadit.infer.given_files import MEDIA
 from megadit.infer.lpips import LPIPS
 from megadit.infer.options import DEFAULT_DTYPE, GenerateOptions, parse, refuse
 from megadit.infer.pipeline import TextToVideo
@@ -28,8 +29,8 @@ MARGIN = 0.85
 """Share of the budget within which every video of the calibration stays, for the sake of those to come."""
 FEWEST_VIDEOS = 16
 _OF_GENERATING = (
-    *("runtime", "sequential_guidance", "offload_text_encoder", "cuda_graphs", "overlap_decoding", "tokenizer_model"),
-    *("t5_cache_dir", "tp_size", "cp_size", "cfg_parallel", "guardrail_dir"),
+    *("runtime", "sequential_guidance", "offload_text_encoder", "cuda_graphs", "resident_blocks", "overlap_decoding"),
+    *("tokenizer_model", "t5_cache_dir", "tp_size", "cp_size", "cfg_parallel", "guardrail_dir"),
 )
 """Options that would have other parts, or other processes, make the videos that are measured."""
 
@@ -128,7 +129,8 @@ def open_trial(argv: list[str], verb: str, *, fewest_videos: int = 1) -> Trial:
     for name in _OF_GENERATING:
         is_given = getattr(options, name) != getattr(GenerateOptions(), name)
         refuse(is_given, f"--{name} is for `megadit generate`: the bundle's own parts are measured; leave it out")
-    refuse(options.repeat or options.input_video or options.continue_video, "calibration starts from prompts alone")
+    given = (*MEDIA, "keyframe", "mask", "instruction", "repeat", "total_frames", "story")
+    refuse(any(getattr(options, name) for name in given), "calibration starts from prompts alone")
     bundle = open_bundle(options.checkpoint_path)
     specs = video_grid(options, bundle.defaults).specs
     refuse(any(spec.adapters for spec in specs), "calibration starts from prompts alone: leave out --adapter")

@@ -13,8 +13,10 @@ import numpy as np
 
 from megadit.infer.cache import bundle_plans, find_plan
 from megadit.infer.checkpoints import open_bundle, weaker_bundle
-from megadit.infer.conditions import GivenVideo, check_given
 from megadit.infer.contact_sheet import contact_sheet, middle_frame
+from megadit.infer.given import GivenVideo, Target, check_given
+from megadit.infer.given_files import GivenFile
+from megadit.infer.long_videos import stories, write_long_videos
 from megadit.infer.options import DEFAULT_DTYPE, DEFAULT_RUNTIME, GenerateOptions, parse, refuse
 from megadit.infer.outputs import checkpoint_fingerprint, make_record, output_paths, read_record, repeated, save
 from megadit.infer.pipeline import GeneratedVideo, TextToVideo
@@ -40,7 +42,9 @@ def _generate(argv: list[str]) -> None:
     with told_once():
         options, bundle, grid = _plan(parse(argv))
         tokenizer = _tokenizer(options, bundle)
-        given = _check_videos(grid.specs, options, bundle, tokenizer)
+        media = _check_videos(grid.specs, options, bundle, tokenizer)
+        if options.total_frames:
+            grid = stories(grid, options)
         paths = output_paths(options.video_save_path, grid.specs, options.format)
         ranks = start(tensor=options.tp_size, context=options.cp_size, split_guidance=options.cfg_parallel)
         pipeline = TextToVideo.load(
@@ -53,6 +57,7 @@ def _generate(argv: list[str]) -> None:
             offload_text_encoder=options.offload_text_encoder,
             compile=options.compile,
             cuda_graphs=options.cuda_graphs,
+            resident_blocks=options.resident_blocks,
             overlap_decoding=options.overlap_decoding,
             cache_measure=options.cache_measure,
             guardrail_dir=options.guardrail_dir,
@@ -61,8 +66,12 @@ def _generate(argv: list[str]) -> None:
             context_parallel=options.cp_size,
             split_guidance=ranks.halves,
         )
+    if options.total_frames:
+        write_long_videos(pipeline, ranks.mine(grid.specs), ranks.mine(paths), media, options, bundle)
+        finish()
+        return
     specs, videos = ranks.mine(grid.specs), []
-    for path, spec, result in zip(ranks.mine(paths), specs, _videos(pipeline, specs, given, options), strict=True):
+    for path, spec, result in zip(ranks.mine(paths), specs, _videos(pipeline, specs, media, options), strict=True):
         if ranks.writes:
             save(path, result, make_record(result, spec, options, bundle), options.format)
             print(f"{path}\n", end="", flush=True)  # in one write: several ranks share the output
@@ -95,9 +104,8 @@ def _plan(options: GenerateOptions) -> tuple[GenerateOptions, Bundle, Grid]:
 
 def _check_videos(
     specs: Sequence[VideoSpec], options: GenerateOptions, bundle: Bundle, tokenizer: VideoTokenizer
-) -> dict[VideoSpec, GivenVideo]:
-    """Refuses what cannot be made before the network is loaded; returns the video that each one starts from."""
-    given: dict[VideoSpec, GivenVideo] = {}
+) -> dict[GivenFile, GivenVideo]:
+    """Refuses what cannot be made before the network is loaded; returns what the files hold that are given."""
     for settings in dict.fromkeys(spec.settings for spec in specs):
         latent_size(settings, bundle.config, tokenizer)
         warning = far_from_training(settings, bundle.defaults, bundle.config, tokenizer)
@@ -106,19 +114,15 @@ def _check_videos(
         find_plan(bundle_plans(bundle, options.cache_measure), settings)
         if settings.autoguidance:
             weaker_bundle(settings.autoguidance, bundle)
-    loaded = {}
-    for spec in specs:
-        if spec.given is not None:
-            if spec.given not in loaded:
-                loaded[spec.given] = spec.given.load()
-            given[spec] = loaded[spec.given]
-            check_given(given[spec], spec.settings, tokenizer)
+    media = {file: file.load() for file in dict.fromkeys(file for spec in specs for file in spec.given)}
+    for given, settings in dict.fromkeys((spec.given, spec.settings) for spec in specs if spec.given):
+        check_given([media[file] for file in given], bundle.takes, Target.of(settings, bundle.config, tokenizer))
     for path in dict.fromkeys(adapter.path for spec in specs for adapter in spec.adapters):
         read_adapter_of(path, bundle)
     suffix, names = Path(options.contact_sheet).suffix.lower(), (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES)
     is_picture = not options.contact_sheet or suffix in names
     refuse(not is_picture, f"--contact_sheet={options.contact_sheet}: use a name that ends in {', '.join(names)}")
-    return given
+    return media
 
 
 def _tokenizer(options: GenerateOptions, bundle: Bundle) -> VideoTokenizer:
@@ -128,14 +132,16 @@ def _tokenizer(options: GenerateOptions, bundle: Bundle) -> VideoTokenizer:
 
 
 def _videos(
-    pipeline: TextToVideo, specs: Sequence[VideoSpec], given: dict[VideoSpec, GivenVideo], options: GenerateOptions
+    pipeline: TextToVideo, specs: Sequence[VideoSpec], media: dict[GivenFile, GivenVideo], options: GenerateOptions
 ) -> Iterator[GeneratedVideo]:
     """The video of each spec, in order: neighbours with the same settings share batches."""
     groups = [list(group) for _, group in groupby(specs, key=lambda spec: (spec.settings, spec.given))]
 
+    def given(group: list[VideoSpec]) -> tuple[GivenVideo, ...]:
+        return tuple(media[file] for file in group[0].given)
+
     def num_calls(group: list[VideoSpec]) -> int:
-        source = given.get(group[0])
-        return pipeline.num_denoiser_calls(len(group), group[0].settings, options.batch_size, source)
+        return pipeline.num_denoiser_calls(len(group), group[0].settings, options.batch_size, given(group))
 
     with Progress(sum(map(num_calls, groups)), "sampling", enabled=is_first()) as bar:
         for group in groups:
@@ -144,7 +150,7 @@ def _videos(
                 group[0].settings,
                 seeds=[spec.seed for spec in group],
                 batch_size=options.batch_size,
-                given=given.get(group[0]),
+                given=given(group),
                 adapters=[{adapter.path: adapter.scale for adapter in spec.adapters} for spec in group],
                 on_step=lambda step: bar.advance(),
             )

@@ -5,8 +5,10 @@ Small videos leave a GPU waiting for Python, which starts a call's kernels one b
 Shapes: B batch, C latent channels, T/H/W latent frames, height, width, L text tokens, E text feature width.
 """
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +17,6 @@ from torch import Tensor
 
 from megadit.infer.guidance import Denoiser
 from megadit.models.conditioning import Conditioning
-from megadit.models.shared.errors import UserError
 
 TEXT_MULTIPLE = 64
 """Texts are padded to a multiple of so many tokens (which nothing reads), so that few lengths are recorded."""
@@ -30,12 +31,10 @@ Record = Callable[[Compute], tuple[Tensor, Callable[[], None]]]
 
 
 def record_cuda_graph(compute: Compute) -> tuple[Tensor, Callable[[], None]]:
-    """Records `compute` on the GPU.
+    """Records `compute` on the current GPU.
 
-    (output, replay): what `compute` gives, whose shape stays, and a function that computes it anew.
-
-    Raises:
-        UserError: if it asks the device for anything meanwhile, which no recording can.
+    (output, replay): what `compute` gives, whose shape stays, and a function that computes it anew: without a recording
+    where none can be made, because `compute` asks the device for something meanwhile.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -45,11 +44,14 @@ def record_cuda_graph(compute: Compute) -> tuple[Tensor, Callable[[], None]]:
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        # another thread decodes meanwhile: what it does must not end the recording
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             output = compute()
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"this network cannot be recorded as a CUDA graph ({reason}); leave out cuda_graphs") from error
+        warnings.warn(f"no CUDA graph, which is slower: this network cannot be recorded ({reason})", stacklevel=2)
+        output = compute()
+        return output, lambda: output.copy_(compute())
     return output, graph.replay
 
 
@@ -78,6 +80,11 @@ class RecordedDenoiser:
     @torch.no_grad()
     def __call__(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
         """Clean latents x0 (float32, on the device); the inputs may lie anywhere."""
+        # streams and graphs are those of the current device, of which every thread has its own
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            return self._replayed(x_BCTHW, sigma_B, conditioning)
+
+    def _replayed(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
         text_BLE = conditioning.text_BLE
         text_BLE = F.pad(text_BLE, (0, 0, 0, -text_BLE.shape[1] % TEXT_MULTIPLE))
         inputs = (x_BCTHW.float(), sigma_B.float(), text_BLE, conditioning.text_length_B, conditioning.fps_B)

@@ -6,11 +6,12 @@ answer, and differ in which these are:
     classifier-free (arXiv 2207.12598)   base: no text, or the negative prompt;  D_1: the prompt
     autoguidance (arXiv 2406.02507)      base: a weaker network, same prompt;    D_1: the prompt
     two conditions (arXiv 2206.01714)    base: no text, or the negative prompt;  D_1, D_2: one prompt each
+    text and image (arXiv 2211.09800)    base: neither;  D_1: both, scale s_text;  D_2: image, scale s_image - s_text
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from megadit.infer.samplers import Denoise
 from megadit.models.conditioning import Conditioning
+from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import choose_one
 
 GuidanceConvention = Literal["standard", "nemo"]
@@ -56,16 +58,20 @@ def guidance_scale(guidance: float, convention: GuidanceConvention = "standard")
 
 
 def in_one_batch(branches: Sequence[Branch]) -> Ask:
-    """Branches of one denoiser share a call of several times the batch; different denoisers take turns."""
+    """Branches of one denoiser share a call of several times the batch; different denoisers take turns, and those to
+    which something of the video is given and those to which nothing is."""
     calls: list[tuple[Denoiser, list[int], Conditioning]] = []
-    for denoiser in {id(branch.denoiser): branch.denoiser for branch in branches}.values():
-        places = [place for place, branch in enumerate(branches) if branch.denoiser is denoiser]
-        calls.append((denoiser, places, Conditioning.concatenate([branches[place].conditioning for place in places])))
+    together: dict[tuple[int, bool], list[int]] = {}
+    for place, branch in enumerate(branches):
+        together.setdefault((id(branch.denoiser), branch.conditioning.given is None), []).append(place)
+    for places in together.values():
+        conditioning = Conditioning.concatenate([branches[place].conditioning for place in places])
+        calls.append((branches[places[0]].denoiser, places, conditioning))
 
     def ask(x: Tensor, sigma_B: Tensor) -> list[Tensor]:
         answers: dict[int, Tensor] = {}
-        for denoiser, places, together in calls:
-            answer = denoiser(torch.cat([x] * len(places)), torch.cat([sigma_B] * len(places)), together)
+        for denoiser, places, conditioning in calls:
+            answer = denoiser(torch.cat([x] * len(places)), torch.cat([sigma_B] * len(places)), conditioning)
             answers.update(zip(places, answer.chunk(len(places)), strict=True))
         return [answers[place] for place in range(len(branches))]
 
@@ -85,21 +91,24 @@ def guided(
     interval: tuple[float, ...] = (),
     rescale: float = 0.0,
     evaluate: Evaluate = in_one_batch,
+    num_wanted: int | None = None,
 ) -> Denoise:
     """D = base + sum_k scale_k (D_k - base).
 
     Outside the noise levels of `interval` (arXiv 2404.07724), and where the scales add up to 1, the base has no part:
-    the result is the mean of the conditions, weighted by their scales, and costs that much less. `rescale` mixes in
-    the result with the per-sample deviation of that mean (arXiv 2305.08891, eqs. 15 and 16), which high scales inflate.
+    the result is the mean of the first `num_wanted` conditions (None: all), weighted by their scales, and costs that
+    much less. `rescale` mixes in the result with the per-sample deviation of that mean (arXiv 2305.08891, eqs. 15 and
+    16), which high scales inflate.
     """
-    total = sum(scales)
+    total, total_wanted = sum(scales), sum(scales[:num_wanted])
     low, high = interval or (0.0, math.inf)
-    ask_conditions, ask_all = evaluate(conditions), evaluate([*conditions, base])
+    ask_conditions, ask_all = evaluate(conditions[:num_wanted]), evaluate([*conditions, base])
 
     def unguided(x0_K: Sequence[Tensor]) -> Tensor:
-        if len(x0_K) == 1 or total == 0:
+        x0_K = x0_K[:num_wanted]
+        if len(x0_K) == 1 or total_wanted == 0:
             return x0_K[0]
-        return sum(scale / total * x0 for scale, x0 in zip(scales, x0_K, strict=True))
+        return sum(scale / total_wanted * x0 for scale, x0 in zip(scales, x0_K, strict=False))
 
     def denoise(x: Tensor, sigma_B: Tensor) -> Tensor:
         if total == 1 or not low <= sigma_B[0].item() <= high:
@@ -109,6 +118,48 @@ def guided(
         return _rescaled(x0, unguided(x0_K), rescale) if rescale else x0
 
     return denoise
+
+
+def guided_by_settings(
+    settings: SamplingSettings,
+    denoiser: Denoiser,
+    condition: Callable[[list[str]], Conditioning],
+    prompts: list[str],
+    adapter_scale_B: Mapping[str, Tensor],
+    *,
+    weaker: Denoiser | None = None,
+    evaluate: Evaluate = in_one_batch,
+) -> Denoise:
+    """The denoiser of some prompts under the guidance that the settings ask for.
+
+    `condition` gives the conditions of texts, with all that is given of the videos; `weaker` is the network of
+    autoguidance, which has no adapters.
+    """
+
+    def branch(texts: list[str]) -> Branch:
+        return Branch(denoiser, replace(condition(texts), adapter_scale_B=adapter_scale_B))
+
+    count = len(prompts)
+    conditions, scales = [branch(prompts)], [settings.guidance]
+    if settings.second_prompt:
+        conditions.append(branch([settings.second_prompt] * count))
+        scales.append(settings.second_guidance)
+    num_wanted = len(conditions)
+    base = branch([settings.negative_prompt] * count) if weaker is None else Branch(weaker, condition(prompts))
+    if base.conditioning.given is not None and settings.image_guidance != 1:
+        # D = D(0, 0) + s_image (D(i, 0) - D(0, 0)) + s_text (D(i, t) - D(i, 0)) (arXiv 2211.09800, eq. 3)
+        conditions.append(base)
+        scales.append(settings.image_guidance - sum(scales))
+        base = Branch(base.denoiser, replace(base.conditioning, given=None))
+    return guided(
+        conditions,
+        scales,
+        base,
+        interval=settings.guidance_interval,
+        rescale=settings.guidance_rescale,
+        evaluate=evaluate,
+        num_wanted=num_wanted,
+    )
 
 
 def within(interval: tuple[float, float], inside: Denoise, outside: Denoise) -> Denoise:

@@ -70,7 +70,31 @@ class GenerateOptions:
         None, "share of the steps, 0 to 1, that is done again on --input_video (default: 0.6)"
     )
     continue_video: str = _path("a video or image to continue: its last frames become the first ones")
-    keep_frames: int | None = setting(None, "how many frames of --continue_video to keep (default: half of the video)")
+    lead_to_video: str = _path("a video to lead up to: its first frames become the last ones")
+    keep_frames: int | None = setting(
+        None, "how many frames of --continue_video or --lead_to_video to keep (default: half of the video)"
+    )
+    total_frames: int | None = setting(
+        None,
+        "frames of a longer video, an mp4: made in windows of --num_frames, each of which begins with the last "
+        "--keep_frames (default: 1) of the one before",
+        above=0,
+    )
+    story: bool = setting(
+        False, "with --total_frames: the prompts are of one video, a window each, the last one of all others"
+    )
+    image: str = setting(
+        "", "the first frame", metavar="PATH", names=("--image", "--first_frame", "--conditioned_image_or_video_path")
+    )
+    last_image: str = setting("", "the last frame", metavar="PATH", names=("--last_image", "--last_frame"))
+    keyframe: Sequence[str] = setting(
+        (), "a frame by its number, from 0; repeat for several", repeated=True, metavar="NUMBER:PATH"
+    )
+    video: str = _path("a video to make anew in the places of --mask, or to change as --instruction says")
+    mask: str = _path("an image or video of --video's frames: white is made anew, black stays")
+    instruction: str = setting(
+        "", "what to change in --video, in place of a prompt: --instruction 'make it red'", metavar="TEXT"
+    )
     cache_measure: Measure = setting(
         "latents",
         "what --cache_budget is a share of: the relative error of the latents (default), or lpips, how different the "
@@ -112,6 +136,12 @@ class GenerateOptions:
     compile: bool = setting(False, "compile the network (torch.compile), with sizes left open")
     cuda_graphs: bool = setting(
         False, "record the network's kernels once for each size and launch them all at once (GPU)"
+    )
+    resident_blocks: int | None = setting(
+        None,
+        "keep so many blocks of the network and one more in memory, and fetch the others for their turn: much less "
+        "memory, slower (default: all stay)",
+        above=0,
     )
     overlap_decoding: bool = setting(False, "decode a batch while the next one is sampled")
     tokenizer_model: str = _path(
@@ -177,15 +207,20 @@ def check(options: GenerateOptions) -> None:
         options.guidance is None and not options.guidances and options.guidance_convention != "standard",
         f"--guidance_convention={options.guidance_convention} says what --guidance means; give that too",
     )
-    refuse(options.input_video and options.continue_video, "give --input_video or --continue_video, not both")
     for name, needed in (
-        ("strength", "input_video"),
-        ("keep_frames", "continue_video"),
-        ("tokenizer_cache_dir", "tokenizer_model"),
+        ("strength", ("input_video",)),
+        ("keep_frames", ("continue_video", "lead_to_video", "total_frames")),
+        ("story", ("total_frames",)),
+        ("mask", ("video",)),
+        ("instruction", ("video",)),
+        ("tokenizer_cache_dir", ("tokenizer_model",)),
     ):
         value = getattr(options, name)
-        missing = value not in (None, "") and not (getattr(options, needed) or options.repeat)
-        refuse(missing, f"--{name}={value} needs --{needed}")
+        missing = value not in (None, "", False) and not (
+            any(getattr(options, one) for one in needed) or options.repeat
+        )
+        refuse(missing, f"--{name}={value} needs --{' or --'.join(needed)}")
+    refuse(options.instruction and options.prompt, "--instruction stands for the prompt: give one of them")
     for one in (options, options.settings):
         for name, about in settings_of(type(one)).items():
             if about.metavar == "PATH":
@@ -196,8 +231,13 @@ def check(options: GenerateOptions) -> None:
 def _check_machine(options: GenerateOptions) -> None:
     takes_adapters = options.runtime in (None, "torch") and options.tp_size == options.cp_size == 1
     refuse(
-        options.adapter and (not takes_adapters or options.compile or options.cuda_graphs),
-        f"--adapter needs the torch runtime on one rank, neither compiled nor recorded; {MERGE_FIRST}",
+        options.adapter and (not takes_adapters or options.compile or options.cuda_graphs or options.resident_blocks),
+        f"--adapter needs the torch runtime on one rank, neither compiled nor recorded, with all blocks; {MERGE_FIRST}",
+    )
+    refuse(
+        options.resident_blocks and (not takes_adapters or options.compile or options.cuda_graphs),
+        f"--resident_blocks={options.resident_blocks} needs the torch runtime on one rank, neither compiled nor "
+        "recorded: leave it out",
     )
     for name in ("tp_size", "cp_size"):
         value = getattr(options, name)

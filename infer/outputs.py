@@ -4,18 +4,20 @@ import json
 import mimetypes
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors.torch import save_file
 
 from megadit.infer.animations import encode_image
+from megadit.infer.given_files import MEDIA, as_record, options_of
 from megadit.infer.options import DEFAULT_DTYPE, DEFAULT_RUNTIME, GenerateOptions, check, refuse
 from megadit.infer.pipeline import GeneratedVideo
-from megadit.infer.specs import AdapterUse, GivenFile, VideoSpec, adapter_uses, sha256
-from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, check_fps, read_comment, write_video
+from megadit.infer.specs import AdapterUse, VideoSpec, adapter_uses
+from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, check_fps, read_comment, stream_mp4, write_video
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
@@ -108,20 +110,49 @@ def save(path: Path, result: GeneratedVideo, record: Mapping[str, Any], format: 
     write_json(path.with_suffix(".json"), record)
 
 
+def save_long(
+    path: Path,
+    parts: Iterable[np.ndarray],
+    spec: VideoSpec,
+    story: Sequence[str],
+    options: GenerateOptions,
+    bundle: Bundle,
+) -> None:
+    """Writes a video whose frames come part by part, with its record inside and beside it."""
+    record = {
+        **_record(spec, options, bundle),
+        "prompt": story[0],
+        "seed": spec.seed,
+        **asdict(spec.settings),
+        "total_frames": options.total_frames,
+        "keep_frames": options.keep_frames,
+        "story": list(story),
+    }
+    comment = {"comment": json.dumps(record), "title": story[0]}
+    stream_mp4(path, parts, spec.settings.fps, metadata=comment)
+    write_json(path.with_suffix(".json"), record)
+
+
 def make_record(result: GeneratedVideo, spec: VideoSpec, options: GenerateOptions, bundle: Bundle) -> dict[str, Any]:
     """All that made a video; `--repeat` reads it."""
     return {
-        "megadit_record": _RECORD_VERSION,
         "prompt": result.prompt,
         "seed": result.seed,
         **asdict(result.settings),
         "num_denoiser_calls": result.num_denoiser_calls,
+        **_record(spec, options, bundle),
+    }
+
+
+def _record(spec: VideoSpec, options: GenerateOptions, bundle: Bundle) -> dict[str, Any]:
+    return {
+        "megadit_record": _RECORD_VERSION,
         "checkpoint_path": str(bundle.path.resolve()),
         "checkpoint": checkpoint_fingerprint(bundle),
         "dtype": options.dtype or DEFAULT_DTYPE,
         "runtime": options.runtime or DEFAULT_RUNTIME,
         "cache_measure": options.cache_measure,
-        "given": asdict(spec.given) if spec.given else None,
+        "given": as_record(spec.given),
         "adapters": [asdict(adapter) for adapter in spec.adapters],
     }
 
@@ -173,8 +204,11 @@ def repeated(options: GenerateOptions, record: Mapping[str, Any]) -> tuple[Gener
         filled["runtime"] = options.runtime or record["runtime"]
         if options.cache_measure == GenerateOptions().cache_measure:
             filled["cache_measure"] = record.get("cache_measure", options.cache_measure)
-        if record["given"] and not (options.input_video or options.continue_video):
-            filled |= _repeated_source(GivenFile(**record["given"]), options)
+        if "total_frames" in record and options.total_frames is None:
+            filled |= _repeated_length(options, record)
+        if not any(getattr(options, name) for name in (*MEDIA, "keyframe")):
+            found = options_of(record["given"])
+            filled |= {name: value for name, value in found.items() if getattr(options, name) in (None, "", ())}
         if not options.adapter:
             filled["adapter"] = _repeated_adapters([AdapterUse(**use) for use in record.get("adapters", ())], options)
     except (KeyError, TypeError) as error:
@@ -184,17 +218,16 @@ def repeated(options: GenerateOptions, record: Mapping[str, Any]) -> tuple[Gener
     return options, settings
 
 
+def _repeated_length(options: GenerateOptions, record: Mapping[str, Any]) -> dict[str, Any]:
+    found = {"total_frames": record["total_frames"], "keep_frames": options.keep_frames or record["keep_frames"]}
+    if len(record["story"]) > 1 and not options.prompt and not options.prompt_file:
+        found |= {"prompt": tuple(record["story"]), "story": True}
+    return found
+
+
 def _repeated_adapters(uses: Sequence[AdapterUse], options: GenerateOptions) -> tuple[str, ...]:
     texts = tuple(f"{use.path}:{use.scale!r}" for use in uses)
     for use, now in zip(uses, adapter_uses(texts), strict=True):
         if use.sha256 != now.sha256:
             raise UserError(f"--repeat={options.repeat}: the adapter {use.path} was changed since")
     return texts
-
-
-def _repeated_source(given: GivenFile, options: GenerateOptions) -> dict[str, Any]:
-    if sha256(given.path) != given.sha256:
-        raise UserError(f"--repeat={options.repeat}: {given.path}, from which it started, was changed since")
-    if given.strength is not None:
-        return {"input_video": given.path, "strength": options.strength or given.strength}
-    return {"continue_video": given.path, "keep_frames": options.keep_frames or given.keep_frames}

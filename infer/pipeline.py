@@ -1,8 +1,9 @@
 """`TextToVideo`: prompts in, videos out."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,27 @@ from megadit.infer.batches import Batch, Videos
 from megadit.infer.cache import CachePlan, Measure, bundle_plans, cached, find_plan
 from megadit.infer.callbacks import StepCallback, StepTeller
 from megadit.infer.checkpoints import check_part, open_bundle, weaker_bundle
-from megadit.infer.conditions import GivenVideo, Start, encode_start, remaining_sigmas
+from megadit.infer.given import (
+    AnyGiven,
+    Known,
+    Media,
+    Target,
+    check_given,
+    common_strength,
+    encode_batch,
+    encode_given,
+    media_of,
+    remaining_sigmas,
+    structure_of,
+)
 from megadit.infer.graphs import RecordedDenoiser
 from megadit.infer.guardrail import Guardrail, load_guardrail
 from megadit.infer.guidance import (
-    Branch,
     Denoiser,
     Evaluate,
     GuidanceConvention,
     guidance_scale,
-    guided,
+    guided_by_settings,
     in_one_batch,
     in_turn,
     within,
@@ -42,7 +54,7 @@ from megadit.infer.samplers import SAMPLERS, Denoise, num_denoiser_calls, settin
 from megadit.infer.schedules import settings_sigmas
 from megadit.infer.text_features import TextFeaturesCache
 from megadit.models.bundle.bundle import Bundle
-from megadit.models.conditioning import Conditioning
+from megadit.models.conditioning import Conditioning, Given
 from megadit.models.config import DiTConfig
 from megadit.models.noise import latent_noise, seed_key
 from megadit.models.settings import SamplingSettings
@@ -88,12 +100,14 @@ class TextToVideo:
         reload_text_encoder: Callable[[], TextEncoder] | None = None,
         guardrail: Guardrail | None = None,
         adapters: AdapterShelf | None = None,
+        takes: Collection[str] = (),
         cache_plans: Sequence[CachePlan] = (),
         overlap_decoding: bool = False,
     ) -> None:
         """`evaluate` asks for the halves of guidance; `load_weaker` gives the denoiser of a checkpoint for
         autoguidance; with `reload_text_encoder` the encoder is not kept in memory while sampling; `adapters` holds
-        those of the denoiser, where it takes any; `cache_plans` are those that `cache_budget` chooses from; with
+        those of the denoiser, where it takes any; `takes` are the uses of given videos that it was trained for
+        (`Bundle.takes`); `cache_plans` are those that `cache_budget` chooses from; with
         `overlap_decoding` a batch is decoded while the next is sampled."""
         self.denoiser = denoiser
         self.tokenizer = tokenizer
@@ -103,6 +117,7 @@ class TextToVideo:
         self.device = torch.device(device)
         self.evaluate = evaluate
         self.guardrail = guardrail
+        self.takes = takes
         self._adapters = adapters
         self._cache_plans = cache_plans
         self._overlap_decoding = overlap_decoding
@@ -123,6 +138,7 @@ class TextToVideo:
         offload_text_encoder: bool = False,
         compile: bool = False,
         cuda_graphs: bool = False,
+        resident_blocks: int | None = None,
         overlap_decoding: bool = False,
         cache_measure: Measure = "latents",
         guardrail_dir: str | None = None,
@@ -137,12 +153,13 @@ class TextToVideo:
         that of the network; preconditioning is float32 and the sampler's state float64 in any case. Without
         `batch_guidance` the network is asked twice instead of for two halves of a batch; `offload_text_encoder`
         frees its memory while sampling; `compile` compiles the network (torch.compile), with sizes left open;
-        `cuda_graphs` records its kernels for each size (on a GPU); `overlap_decoding` decodes a batch, which may be in
-        tiles (`models/tokenizers/tiling.py`), while the next one is sampled; `cache_measure` says what `cache_budget`
-        is a share of (`cache.py`); `guardrail_dir` names a content filter (`megadit.infer.guardrail`); `runtime` is
-        torch, or onnx or tensorrt for a bundle that `megadit export` made. Processes of torchrun can share the
-        network's matrices (`tensor_parallel` of them), the tokens of a video (`context_parallel`) and, in groups, the
-        halves of guidance; all of them then generate the same prompts.
+        `cuda_graphs` records its kernels for each size (on a GPU); with `resident_blocks` K at most K + 1 blocks are in
+        memory (`runtimes/streamed.py`); `overlap_decoding` decodes a batch, maybe in tiles (`tokenizers/tiling.py`),
+        while the next one is sampled; `cache_measure` says what `cache_budget` is a share of (`cache.py`);
+        `guardrail_dir` names a content filter (`megadit.infer.guardrail`); `runtime` is torch, or onnx or tensorrt for
+        a bundle that `megadit export` made. Processes of torchrun can share the network's matrices (`tensor_parallel`
+        of them), the tokens of a video (`context_parallel`) and, in groups, the halves of guidance; all of them then
+        generate the same prompts.
 
         Raises:
             UserError: if there is no such checkpoint, device or dtype, or a part is not the one trained with.
@@ -151,6 +168,8 @@ class TextToVideo:
         runtime = check_runtime(runtime, dtype=dtype, compile=compile)
         if cuda_graphs and (place.type != "cuda" or runtime != "torch" or tensor_parallel * context_parallel > 1):
             raise UserError("cuda_graphs needs a GPU with the whole of torch's network: leave it out")
+        if resident_blocks and (runtime != "torch" or compile or cuda_graphs or tensor_parallel * context_parallel > 1):
+            raise UserError("resident_blocks needs the torch runtime on one rank, neither compiled nor recorded")
         bundle = path if isinstance(path, Bundle) else open_bundle(path)
         guardrail = load_guardrail(guardrail_dir, bundle)
         tokenizer = tokenizer or bundle.load_tokenizer()
@@ -161,7 +180,7 @@ class TextToVideo:
         def load(bundle: Bundle) -> Denoiser:
             options = {"device": place, "dtype": number_type, "compile": compile}
             if tensor_parallel * context_parallel == 1:
-                denoiser = load_denoiser(bundle, runtime, **options)
+                denoiser = load_denoiser(bundle, runtime, **options, resident_blocks=resident_blocks)
                 return RecordedDenoiser(denoiser, place) if cuda_graphs else denoiser
             return load_shared_denoiser(bundle, tensor=tensor_parallel, context=context_parallel, **options)
 
@@ -172,7 +191,9 @@ class TextToVideo:
         if split_guidance is not None:
             evaluate = split_over_ranks(split_guidance)
         denoiser = load(bundle)
-        takes_adapters = isinstance(denoiser, TorchDenoiser) and not compile and tensor_parallel == 1
+        takes_adapters = (
+            isinstance(denoiser, TorchDenoiser) and not (compile or resident_blocks) and tensor_parallel == 1
+        )
         return cls(
             denoiser=denoiser,
             adapters=AdapterShelf(denoiser, bundle) if takes_adapters else None,
@@ -185,6 +206,7 @@ class TextToVideo:
             load_weaker=lambda path: load(weaker_bundle(path, bundle)),
             reload_text_encoder=reload_text_encoder if offload_text_encoder else None,
             guardrail=guardrail,
+            takes=bundle.takes if runtime == "torch" else (),  # exported networks take nothing given
             cache_plans=bundle_plans(bundle, cache_measure),
             overlap_decoding=overlap_decoding,
         )
@@ -197,7 +219,7 @@ class TextToVideo:
         guidance: float | None = None,
         guidance_convention: GuidanceConvention = "standard",
         batch_size: int | None = None,
-        given: GivenVideo | None = None,
+        given: AnyGiven = None,
         adapters: Scales | Sequence[Scales] = NO_ADAPTERS,
         on_step: StepCallback | None = None,
         **settings: Any,
@@ -208,9 +230,10 @@ class TextToVideo:
         left out, or None, comes from the bundle's defaults. One seed serves every prompt; a list gives each its own.
         `num_frames` may be any number: more are generated where the tokenizer needs them, and the tail is cut. One
         frame is an image. `batch_size` videos are made at once (None: as many as `TOKENS_PER_BATCH` allows).
-        `given` is a video to start from. `adapters` gives the paths of adapters with their scales, {path: scale}, or a
-        list of these, one for each prompt. `on_step` is told of every denoiser call, may look at a preview, and cancels
-        by returning False.
+        `given` is what is known of the videos (frames, a clip, a mask): one `GivenVideo`, a tuple of several, or a list
+        with either, or None, for each prompt. `adapters` gives the paths of adapters with their scales, {path: scale},
+        or a list of these, one for each prompt. `on_step` is told of every denoiser call, may look at a preview, and
+        cancels by returning False.
 
         Raises:
             UserError: for anything that cannot be generated, before the network is asked.
@@ -229,7 +252,7 @@ class TextToVideo:
         *,
         seeds: int | Sequence[int] = 0,
         batch_size: int | None = None,
-        given: GivenVideo | None = None,
+        given: AnyGiven = None,
         adapters: Scales | Sequence[Scales] = NO_ADAPTERS,
         on_step: StepCallback | None = None,
         skipped: Sequence[int] | None = None,
@@ -240,24 +263,29 @@ class TextToVideo:
         place of those that `cache_budget` chooses.
         """
         settings = resolve_settings(self.defaults if settings is None else settings)
-        videos = Videos.read(prompts, seeds, adapters)
+        videos = Videos.read(prompts, seeds, adapters, media_of(given, len(prompts)))
         if self.guardrail is not None:
             self.guardrail.admit([*videos.prompts, *filter(None, [settings.second_prompt])])
         batch_size = self._batch_size(settings, batch_size)
-        frames, shape = latent_size(settings, self.config, self.tokenizer)
-        start = None if given is None else encode_start(given, settings, self.tokenizer, frames, self.device)
-        sigmas = self._sigmas(settings, given)
-        is_more_than_prompts = given is not None or any(videos.adapters)
+        target = Target.of(settings, self.config, self.tokenizer)
+        for media in dict.fromkeys(videos.given):
+            check_given(media, self.takes, target)
+        sigmas = self._sigmas(settings, videos.given)
+        is_more_than_prompts = any(videos.given) or any(videos.adapters)
         skipped = self._skipped(settings, is_more_than_prompts) if skipped is None else skipped
         self.text_encoder.prepare([*videos.prompts, settings.negative_prompt, settings.second_prompt])
         num_videos = len(videos.prompts)
         teller = StepTeller(on_step, self.num_denoiser_calls(num_videos, settings, batch_size, given), self.preview)
         num_calls = num_denoiser_calls(settings.sampler, sigmas) - len(skipped)
 
+        def known_of(media: Media) -> Known | None:
+            return encode_given(media, self.takes, target, self.device)
+
         def sampled() -> Iterator[tuple[Batch, Tensor]]:
             with hold_adapters(self._adapters, videos.adapters) as names:
-                for batch in videos.batches(batch_size, names):
-                    yield batch, self._sample(batch, settings, sigmas, shape, start, skipped, teller)
+                for batch in videos.batches(batch_size, names, lambda media: structure_of(media, target)):
+                    known = encode_batch(batch.given, known_of)
+                    yield batch, self._sample(batch, settings, sigmas, target.shape, known, skipped, teller)
 
         def decoded(sample: tuple[Batch, Tensor]) -> Iterator[GeneratedVideo]:
             batch, latents_BCTHW = sample
@@ -271,31 +299,23 @@ class TextToVideo:
                     num_denoiser_calls=num_calls,
                 )
 
-        for done in self._decoded_aside(decoded, sampled()) if self._overlap_decoding else map(decoded, sampled()):
-            yield from done
-
-    def _decoded_aside(
-        self, decode: Callable[[Any], Iterator[GeneratedVideo]], samples: Iterator[Any]
-    ) -> Iterator[list[GeneratedVideo]]:
-        """The videos of each batch, decoded by a thread (on a GPU, in its own stream) while the next is sampled."""
-        stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-
-        def decode_all(sample: Any) -> list[GeneratedVideo]:
-            with torch.cuda.stream(stream):  # the latents are there: they were looked at after sampling
-                return list(decode(sample))
-
-        return one_behind(decode_all, samples)
+        aside = self._overlap_decoding
+        for videos in one_behind(decoded, sampled(), self.device) if aside else map(decoded, sampled()):
+            yield from videos
 
     def num_denoiser_calls(
         self,
         num_videos: int,
         settings: SamplingSettings,
         batch_size: int | None = None,
-        given: GivenVideo | None = None,
+        given: AnyGiven = None,
     ) -> int:
         """Denoiser calls that `num_videos` take: what `on_step` is told as `num_steps`, and counts if spared too."""
-        num_batches = math.ceil(num_videos / self._batch_size(settings, batch_size))
-        return num_batches * num_denoiser_calls(settings.sampler, self._sigmas(settings, given))
+        media, target = media_of(given, num_videos), Target.of(settings, self.config, self.tokenizer)
+        size = self._batch_size(settings, batch_size)
+        alike = [len(list(group)) for _, group in groupby(structure_of(each, target) for each in media)]
+        num_batches = sum(math.ceil(count / size) for count in alike)
+        return num_batches * num_denoiser_calls(settings.sampler, self._sigmas(settings, media))
 
     def preview(self, latents_BCTHW: Tensor) -> np.ndarray:
         """What latents look like, without decoding them: see `LinearPreview`, which the first call fits."""
@@ -311,8 +331,8 @@ class TextToVideo:
             raise UserError(f"batch_size={batch_size} must be at least 1")
         return batch_size
 
-    def _sigmas(self, settings: SamplingSettings, given: GivenVideo | None) -> Tensor:
-        return remaining_sigmas(settings_sigmas(settings), None if given is None else given.strength)
+    def _sigmas(self, settings: SamplingSettings, all_media: Sequence[Media]) -> Tensor:
+        return remaining_sigmas(settings_sigmas(settings), common_strength(all_media))
 
     def _skipped(self, settings: SamplingSettings, is_more_than_prompts: bool) -> Sequence[int]:
         plan = find_plan(self._cache_plans, settings)
@@ -329,49 +349,46 @@ class TextToVideo:
         settings: SamplingSettings,
         sigmas: Tensor,
         shape: tuple[int, int, int, int],
-        start: Start | None,
+        known: Known | None,
         skipped: Sequence[int],
         teller: StepTeller,
     ) -> Tensor:
         """Latents BCTHW, float32, of one batch."""
         key_B = torch.tensor([seed_key(seed) for seed in batch.seeds], device=self.device)
-        denoise = cached(self._adapted(batch, settings), skipped, self.config.sigma_data)
+        given = None if known is None else known.given
+        denoise = cached(self._adapted(batch, settings, given), skipped, self.config.sigma_data)
         sigma, noise_BCTHW = sigmas[0].item(), latent_noise(key_B, shape)
-        x = sigma * noise_BCTHW.double() if start is None else start.initial_state(sigma, noise_BCTHW)
-        denoise = denoise if start is None else start.replaces(denoise)
+        x = sigma * noise_BCTHW.double() if known is None else known.initial_state(sigma, noise_BCTHW)
+        denoise = denoise if known is None else known.replaces(denoise)
         noise = settings_randomness(settings, key_B, shape)
         latents_BCTHW = SAMPLERS[settings.sampler](teller.around(denoise, batch.places), x, sigmas, *noise).float()
         if not latents_BCTHW.isfinite().all():
             raise UserError("the latents are not finite numbers; try dtype float32 or bfloat16, or less guidance")
         return latents_BCTHW
 
-    def _adapted(self, batch: Batch, settings: SamplingSettings) -> Denoise:
+    def _adapted(self, batch: Batch, settings: SamplingSettings, given: Given | None) -> Denoise:
         """The guided denoiser with the adapters of a batch, at the noise levels at which they act."""
-        adapted = self._guided(batch, settings, batch.adapter_scale_B)
+        adapted = self._guided(batch, settings, given, batch.adapter_scale_B)
         if not (settings.adapter_interval and batch.adapter_scale_B):
             return adapted
-        return within(settings.adapter_interval, adapted, self._guided(batch, settings, {}))
+        return within(settings.adapter_interval, adapted, self._guided(batch, settings, given, {}))
 
-    def _guided(self, batch: Batch, settings: SamplingSettings, adapter_scale_B: Mapping[str, Tensor]) -> Denoise:
+    def _guided(
+        self,
+        batch: Batch,
+        settings: SamplingSettings,
+        given: Given | None,
+        adapter_scale_B: Mapping[str, Tensor],
+    ) -> Denoise:
         """The denoiser under the guidance that the settings ask for."""
 
-        def branch(texts: list[str], weaker: Denoiser | None = None) -> Branch:
-            conditioning = self._conditioning(texts, settings)
-            if weaker is not None:  # it has no adapters
-                return Branch(weaker, conditioning)
-            return Branch(self.denoiser, replace(conditioning, adapter_scale_B=adapter_scale_B))
+        def condition(texts: list[str]) -> Conditioning:
+            return replace(self._conditioning(texts, settings), given=given)
 
-        count = len(batch.prompts)
-        conditions, scales = [branch(batch.prompts)], [settings.guidance]
-        if settings.second_prompt:
-            conditions.append(branch([settings.second_prompt] * count))
-            scales.append(settings.second_guidance)
-        if settings.autoguidance:
-            base = branch(batch.prompts, self._weaker_denoiser(settings.autoguidance))
-        else:
-            base = branch([settings.negative_prompt] * count)
-        interval, rescale = settings.guidance_interval, settings.guidance_rescale
-        return guided(conditions, scales, base, interval=interval, rescale=rescale, evaluate=self.evaluate)
+        weaker = self._weaker_denoiser(settings.autoguidance) if settings.autoguidance else None
+        return guided_by_settings(
+            settings, self.denoiser, condition, batch.prompts, adapter_scale_B, weaker=weaker, evaluate=self.evaluate
+        )
 
     def _weaker_denoiser(self, path: str) -> Denoiser:
         if path not in self._weaker:

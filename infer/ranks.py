@@ -57,6 +57,10 @@ class Ranks:
         return [dealt[place % self.num_replicas][place // self.num_replicas] for place in range(count)]
 
 
+ALONE = Ranks(replica=0, num_replicas=1, writes=True, halves=None)
+"""A process without others, or one that works for all of them."""
+
+
 def start(*, tensor: int, context: int, split_guidance: bool) -> Ranks:
     """Joins the processes that torchrun started, and finds this one's place among them.
 
@@ -72,7 +76,7 @@ def start(*, tensor: int, context: int, split_guidance: bool) -> Ranks:
             f"--nproc-per-node {per_replica} -m megadit.infer.generate ..."
         )
     if world == 1:
-        return Ranks(replica=0, num_replicas=1, writes=True, halves=None)
+        return ALONE
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     rank = dist.get_rank()

@@ -41,6 +41,16 @@ def linear_sigmas(num_steps: int, sigma_min: float = 0.002, sigma_max: float = 8
     return _then_zero(sigma_max + _fractions(num_steps) * (sigma_min - sigma_max), sigma_max)
 
 
+def flow_sigmas(num_steps: int, sigma_min: float = 0.002, sigma_max: float = 999.0, rho: float = 7.0) -> Tensor:
+    """sigma = t / (1 - t) for t evenly from that of sigma_max to 0, [N + 1]; `sigma_min` and `rho` do nothing.
+
+    Flow models step so (arXiv 2209.03003); a shift then multiplies sigma. 999 is t = 0.999, where Wan begins.
+    """
+    _check(num_steps, sigma_min, sigma_max, rho)
+    t = sigma_max / (1 + sigma_max) * (1 - torch.arange(int(num_steps), dtype=torch.float64) / int(num_steps))
+    return _then_zero(t / (1 - t), sigma_max)
+
+
 def ddpm_leading_sigmas(num_steps: int, sigma_min: float = 0.0, sigma_max: float = 0.0, rho: float = 0.0) -> Tensor:
     """The noise levels of every (1000 / N)-th of DDPM's steps, from 0 on, then 0, [N + 1]; N alone counts.
 
@@ -60,6 +70,7 @@ SCHEDULES = {
     "log_linear": log_linear_sigmas,
     "exponential": log_linear_sigmas,  # as k-diffusion and diffusers call it
     "linear": linear_sigmas,
+    "flow": flow_sigmas,
     "ddpm": ddpm_leading_sigmas,
 }
 

@@ -1,6 +1,5 @@
 """The videos that `megadit generate` is asked for: one for each prompt, guidance scale and seed, with its settings."""
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -8,33 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from megadit.infer.adapters import parse_adapters
-from megadit.infer.conditions import GivenVideo
+from megadit.infer.given_files import OPTIONS as GIVEN
+from megadit.infer.given_files import GivenFile, given_files
 from megadit.infer.guidance import guidance_scale
 from megadit.infer.options import GenerateOptions, check_path, refuse
 from megadit.infer.resolve import resolve_settings
-from megadit.infer.video_io import read_video
 from megadit.models.convert.adapter_files import tensor_file
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import sha256_of
 from megadit.models.shared.options import check_json, settings_of
 
 SUBJECT = "{subject}"
 """The place in a prompt that --subject_name fills."""
-DEFAULT_STRENGTH = 0.6
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GivenFile:
-    """A file that a generation starts from; see `GivenVideo`."""
-
-    path: str
-    sha256: str
-    strength: float | None
-    keep_frames: int | None
-
-    def load(self) -> GivenVideo:
-        frames, _ = read_video(self.path)
-        return GivenVideo(frames=frames, strength=self.strength, keep_frames=self.keep_frames)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +39,7 @@ class VideoSpec:
     prompt: str
     seed: int
     settings: SamplingSettings
-    given: GivenFile | None = None
+    given: tuple[GivenFile, ...] = ()
     adapters: tuple[AdapterUse, ...] = ()
 
 
@@ -73,7 +58,8 @@ def video_grid(options: GenerateOptions, defaults: SamplingSettings, trained: Sa
     Raises:
         UserError: for a prompt file that cannot be read, and for settings that no video can have.
     """
-    lines = [*({"prompt": prompt} for prompt in options.prompt), *prompt_lines(options.prompt_file)]
+    prompts = (*options.prompt, *filter(None, [options.instruction]))
+    lines = [*({"prompt": prompt} for prompt in prompts), *prompt_lines(options.prompt_file)]
     refuse(not lines, "there is no prompt; give --prompt TEXT or --prompt_file FILE")
     _check_subject([line["prompt"] for line in lines], options.subject_name)
     rows = [row for line in lines for row in _rows(line, options, defaults, trained)]
@@ -101,7 +87,7 @@ def _rows(
     for scale in scales:
         guidance = None if scale is None else guidance_scale(scale, options.guidance_convention)
         settings = resolve_settings(defaults, trained=trained, **values | {"guidance": guidance})
-        given = _given_file(line, options, settings)
+        given = given_files(line, options, settings.num_frames)
         yield [VideoSpec(prompt=prompt, seed=seed, settings=settings, given=given, adapters=adapters) for seed in seeds]
 
 
@@ -115,39 +101,9 @@ def adapter_uses(texts: Sequence[str]) -> tuple[AdapterUse, ...]:
     for path in scales:
         check_path("adapter", path)
     return tuple(
-        AdapterUse(path=str(Path(path).resolve()), scale=scale, sha256=sha256(str(tensor_file(Path(path)))))
+        AdapterUse(path=str(Path(path).resolve()), scale=scale, sha256=sha256_of(tensor_file(Path(path))))
         for path, scale in scales.items()
     )
-
-
-def _given_file(line: Mapping[str, Any], options: GenerateOptions, settings: SamplingSettings) -> GivenFile | None:
-    source = line if "input_video" in line or "continue_video" in line else {**_given_options(options), **line}
-    input_video, strength, continue_video, keep_frames = (source.get(name) for name in _GIVEN)
-    refuse(input_video and continue_video, "give input_video or continue_video, not both")
-    if input_video:
-        strength = DEFAULT_STRENGTH if strength is None else strength
-        return GivenFile(path=input_video, sha256=sha256(input_video), strength=strength, keep_frames=None)
-    if continue_video:
-        keep_frames = max(1, settings.num_frames // 2) if keep_frames is None else keep_frames
-        return GivenFile(path=continue_video, sha256=sha256(continue_video), strength=None, keep_frames=keep_frames)
-    return None
-
-
-def _given_options(options: GenerateOptions) -> dict[str, Any]:
-    return {name: getattr(options, name) for name in _GIVEN}
-
-
-def sha256(path: str) -> str:
-    """The checksum of a file.
-
-    Raises:
-        UserError: if it cannot be read.
-    """
-    try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
 
 
 def _check_subject(prompts: list[str], subject: str) -> None:
@@ -163,8 +119,7 @@ def _check_subject(prompts: list[str], subject: str) -> None:
 
 
 _SETTINGS = settings_of(SamplingSettings)
-_GIVEN = ("input_video", "strength", "continue_video", "keep_frames")
-_KEYS = (*_SETTINGS, "seed", "seeds", "adapter", *_GIVEN)
+_KEYS = (*_SETTINGS, "seed", "seeds", "adapter", *GIVEN)
 """What a line of a .jsonl prompt file may say beside its prompt: each as the option of that name."""
 _OTHER_KEYS = {
     other.removeprefix("--"): name for name, about in _SETTINGS.items() for other in about.names if other != f"--{name}"

@@ -3,10 +3,11 @@
 import gc
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
+from typing import BinaryIO
 
 import av
 import imageio.v3 as iio
@@ -54,21 +55,39 @@ def encode_mp4(frames: np.ndarray, fps: float, *, metadata: dict[str, str] | Non
     Raises:
         UserError: unless `frames` are uint8 THWC with three channels, and fps lies within what an mp4 can tell.
     """
-    _check_frames(frames)
-    check_fps(".mp4", fps)
-    rate = Fraction(fps).limit_denominator(1001)
-    height, width = frames.shape[1:3]
-    frames = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
     buffer = io.BytesIO()
-    with av.open(buffer, "w", format="mp4") as container:
-        container.metadata.update(metadata or {})
-        stream = container.add_stream("libx264", rate=rate, options=_X264_OPTIONS)
-        stream.height, stream.width = frames.shape[1:3]
-        stream.pix_fmt = "yuv420p"
-        for frame in frames:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-        container.mux(stream.encode())
+    _write_mp4(buffer, [frames], fps, metadata)
     return buffer.getvalue()
+
+
+def stream_mp4(
+    path: str | Path, parts: Iterable[np.ndarray], fps: float, *, metadata: dict[str, str] | None = None
+) -> None:
+    """Writes an mp4 of frames (uint8 THWC) that come part by part, whole or not at all; see `encode_mp4`.
+
+    No more than a part of it is in memory.
+    """
+    with atomic_path(path) as temporary, temporary.open("wb") as file:
+        _write_mp4(file, parts, fps, metadata)
+
+
+def _write_mp4(file: BinaryIO, parts: Iterable[np.ndarray], fps: float, metadata: dict[str, str] | None) -> None:
+    check_fps(".mp4", fps)
+    stream = None
+    with av.open(file, "w", format="mp4") as container:
+        container.metadata.update(metadata or {})
+        for frames in parts:
+            _check_frames(frames)
+            height, width = frames.shape[1:3]
+            frames = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
+            if stream is None:
+                rate = Fraction(fps).limit_denominator(1001)
+                stream = container.add_stream("libx264", rate=rate, options=_X264_OPTIONS)
+                stream.height, stream.width = frames.shape[1:3]
+                stream.pix_fmt = "yuv420p"
+            for frame in frames:
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
 
 
 def check_fps(suffix: str, fps: float) -> None:

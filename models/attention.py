@@ -29,7 +29,8 @@ class QKNorm(nn.Module):
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
         self.eps = config.qk_layernorm_epsilon or config.layernorm_epsilon
-        self.weight = nn.Parameter(torch.ones(config.dim_per_head)) if config.qk_layernorm else None
+        has_weight = config.qk_layernorm and not config.structure.norm_across_heads
+        self.weight = nn.Parameter(torch.ones(config.dim_per_head)) if has_weight else None
 
     def forward(self, x_SBNK: Tensor, rotary: Rotary | None = None) -> Tensor:
         """Normed and rotated heads, shaped like `x_SBNK`."""
@@ -37,6 +38,36 @@ class QKNorm(nn.Module):
         if self.weight is None and cos is None:
             return x_SBNK
         return qk_norm_rope(x_SBNK, self.weight, cos, sin, self.eps)
+
+
+class WidthNorm(nn.Module):
+    """x / rms(x) * weight over all heads of a token together, in float32."""
+
+    def __init__(self, config: DiTConfig, num_heads: int) -> None:
+        super().__init__()
+        self.eps = config.qk_layernorm_epsilon or config.layernorm_epsilon
+        self.width = num_heads * config.dim_per_head
+        self.weight = nn.Parameter(torch.ones(self.width))
+        self.sum_over_ranks: Callable[[Tensor], Tensor] = _of_all_heads
+        """`megatron.parallelize` exchanges it where ranks share the heads."""
+
+    def forward(self, x_SBNK: Tensor) -> Tensor:
+        """Normed heads, shaped like `x_SBNK`."""
+        y = x_SBNK.to(torch.promote_types(x_SBNK.dtype, torch.float32))
+        squares = self.sum_over_ranks(y.square().sum((-2, -1), keepdim=True))
+        y = y * torch.rsqrt(squares / self.width + self.eps) * self.weight.view(x_SBNK.shape[-2:])
+        return y.to(x_SBNK.dtype)
+
+
+def _of_all_heads(squares: Tensor) -> Tensor:
+    """The sum as it is, where all heads are here."""
+    return squares
+
+
+def width_norm(config: DiTConfig, num_heads: int) -> nn.Module:
+    """The norm of queries or keys over all heads, in networks that have it."""
+    is_across = config.qk_layernorm and config.structure.norm_across_heads
+    return WidthNorm(config, num_heads) if is_across else nn.Identity()
 
 
 class SelfAttention(nn.Module):
@@ -55,6 +86,8 @@ class SelfAttention(nn.Module):
         rows = size + 2 * config.key_heads * self.head_dim
         self.qkv = Linear(width, rows, bias=bias)
         self.proj = Linear(size, width, bias=bias)
+        self.q_norm = width_norm(config, config.num_attention_heads)
+        self.k_norm = width_norm(config, config.key_heads)
         self.q_layernorm, self.k_layernorm = QKNorm(config), QKNorm(config)
 
     def forward(self, x_SBD: Tensor, layout: Layout, rotary: Rotary | None) -> Tensor:
@@ -65,7 +98,7 @@ class SelfAttention(nn.Module):
         grouped = rearrange(self.qkv(x_SBD), "S B (G j K) -> S B G j K", j=self.per_group + 2, K=self.head_dim)
         q, k, v = grouped.split([self.per_group, 1, 1], dim=-2)
         q, k, v = q.flatten(2, 3), k.squeeze(-2), v.squeeze(-2)
-        q, k = self.q_layernorm(q, rotary), self.k_layernorm(k, rotary)
+        q, k = self.q_layernorm(self.q_norm(q), rotary), self.k_layernorm(self.k_norm(k), rotary)
         if self.per_group > 1:
             k, v = (repeat(x, "S B G K -> S B (G n) K", n=self.per_group) for x in (k, v))
         return q, k, v
@@ -78,16 +111,18 @@ class CrossAttention(nn.Module):
         super().__init__()
         self.core: AttentionCore = attention
         self.head_dim = config.dim_per_head
-        self.q = Linear(config.hidden_size, config.attention_size, bias=False)
-        self.kv = Linear(config.text_size, 2 * config.attention_size, bias=False)
-        self.proj = Linear(config.attention_size, config.hidden_size, bias=False)
+        width, size, bias = config.hidden_size, config.attention_size, config.structure.linear_bias
+        self.q = Linear(width, size, bias=bias)
+        self.kv = Linear(config.text_size, 2 * size, bias=bias)
+        self.proj = Linear(size, width, bias=bias)
+        self.q_norm, self.k_norm = (width_norm(config, config.num_attention_heads) for _ in "qk")
         self.q_layernorm, self.k_layernorm = QKNorm(config), QKNorm(config)
 
     def forward(self, x_SBD: Tensor, text_LBD: Tensor, layout: Layout) -> Tensor:
-        q = self.q_layernorm(rearrange(self.q(x_SBD), "S B (N K) -> S B N K", K=self.head_dim))
+        q = self.q_layernorm(self.q_norm(rearrange(self.q(x_SBD), "S B (N K) -> S B N K", K=self.head_dim)))
         k, v = layout.per_condition(CrossAttention._keys_and_values, self, text_LBD)
         return self.proj(self.core(q, k, v, layout, True))
 
     def _keys_and_values(self, text_LBD: Tensor) -> tuple[Tensor, Tensor]:
         k, v = rearrange(self.kv(text_LBD), "L B (N kv K) -> kv L B N K", kv=2, K=self.head_dim)
-        return self.k_layernorm(k), v
+        return self.k_layernorm(self.k_norm(k)), v

@@ -15,12 +15,14 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megadit.models.config import DiTConfig
+from megadit.models.dense_layout import DenseLayout
 from megadit.models.embeddings import Rotary, rotary_table
-from megadit.models.layout import CPU, DenseLayout, Layout, PackLayout
+from megadit.models.layout import CPU, Layout, PackLayout
 from megadit.models.segments import Piece, Segment, TokenMesh
 
 Axis = Literal["time", "space"]
@@ -76,7 +78,7 @@ class _Lines(NamedTuple):
     segments: tuple[Segment, ...]
     """Every line."""
     pieces: tuple[Piece, ...]
-    """The tokens of each sample."""
+    """The tokens of each condition row."""
 
 
 def _lines(layout: PackLayout, axis: Axis) -> _Lines:
@@ -95,8 +97,8 @@ def _gather_lines(whole: PackLayout, axis: Axis, mesh: TokenMesh) -> _Lines:
     condition row of the last sample, to which they send no gradient, and attend to one another, so that a rank without
     lines has gradients, too (of zero).
     """
-    tokens, segments, pieces, dealt = [], [], [], 0
-    for row, (segment, start) in enumerate(zip(whole.segments, whole.starts, strict=True)):
+    tokens, segments, dealt = [torch.empty(0, dtype=torch.long)], [], 0
+    for segment, start in zip(whole.segments, whole.starts, strict=True):
         if segment.is_padding:
             continue
         T, H, W = segment.grid
@@ -107,15 +109,16 @@ def _gather_lines(whole: PackLayout, axis: Axis, mesh: TokenMesh) -> _Lines:
             index = start + torch.arange(segment.num_tokens).view(T, H * W)
             tokens.append((index[:, first:stop].T if axis == "time" else index[first:stop]).flatten())
             segments += [line] * (stop - first)
-            pieces.append(Piece(row, len(tokens[-1])))
-    total = sum(map(len, tokens))
-    missing = -total % mesh.slices if total else mesh.slices
+    index_S = torch.cat(tokens)
+    row_S = whole.on(CPU).row_of_token_S[index_S]
+    missing = -len(index_S) % mesh.slices if len(index_S) else mesh.slices
     if missing:
-        tokens.append(torch.full((missing,), -1))
+        index_S = F.pad(index_S, (0, missing), value=-1)
+        row_S = F.pad(row_S, (0, missing), value=int(row_S[-1]) if len(row_S) else 0)
         segments.append(Segment((1, 1, missing), 0))
-        last = pieces.pop() if pieces else Piece(0, 0)
-        pieces.append(last._replace(num_tokens=last.num_tokens + missing))
-    return _Lines(torch.cat(tokens), tuple(segments), tuple(pieces))
+    rows, lengths = row_S.unique_consecutive(return_counts=True)
+    pieces = tuple(map(Piece, rows.tolist(), lengths.tolist()))
+    return _Lines(index_S, tuple(segments), pieces)
 
 
 class Move(NamedTuple):

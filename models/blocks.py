@@ -206,6 +206,34 @@ class MovieGenBlock(nn.Module):
         return gated(x_SBD, mlp, self.mlp(norm(x_SBD, mlp, self.mlp_eps, rows, weight), c.layout), rows)
 
 
+class WanBlock(nn.Module):
+    """Self-attention, text and an MLP (arXiv 2503.20314, section 4.2):
+
+    x = x + gate SelfAttention(modulated norm(x))
+    x = x + CrossAttention(norm(x), text)
+    x = x + gate MLP(modulated norm(x))
+    """
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.eps = config.layernorm_epsilon
+        self.mlp_eps = config.mlp_layernorm_epsilon or config.layernorm_epsilon
+        self.modulation = build_modulation(config, sublayers=2)
+        self.self_attention = SelfAttention(config)
+        self.text_layernorm = nn.LayerNorm(config.hidden_size, self.eps)
+        self.cross_attention = CrossAttention(config)
+        self.mlp = build_mlp(config)
+
+    def forward(self, x_SBD: Tensor, c: BlockInputs) -> Tensor:
+        """Tokens after this block, [S, B, D]."""
+        sa, mlp = self.modulation(c.condition_GD, c.shared_GM)
+        rows = c.layout.rows
+        x_SBD = with_positions(x_SBD, c)
+        x_SBD = gated(x_SBD, sa, self.self_attention(norm(x_SBD, sa, self.eps, rows), c.layout, c.rotary), rows)
+        x_SBD = x_SBD + self.cross_attention(self.text_layernorm(x_SBD), c.text_LBD, c.layout)
+        return gated(x_SBD, mlp, self.mlp(norm(x_SBD, mlp, self.mlp_eps, rows), c.layout), rows)
+
+
 class STDiTBlock(nn.Module):
     """Self-attention over all tokens, along time and along space, then text and an MLP, each modulated and gated.
 
@@ -249,6 +277,7 @@ BLOCKS: dict[str, type[nn.Module]] = {
     "class_dit": ClassDiTBlock,
     "moviegen": MovieGenBlock,
     "st_dit": STDiTBlock,
+    "wan": WanBlock,
 }
 """`Structure.block` -> what a network is stacked from."""
 

@@ -1,6 +1,6 @@
 """What a video is made from, beside noise.
 
-Shapes: B batch, L text tokens, E text feature width.
+Shapes: B batch, C latent channels, T/H/W latent frames/height/width, L text tokens, E text feature width.
 """
 
 from collections.abc import Mapping
@@ -8,7 +8,61 @@ from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
+from einops import reduce
 from torch import Tensor
+
+from megadit.models.config import DiTConfig
+from megadit.models.segments import Segment, Span
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Given:
+    """What is given of each video of a batch: clean latents among the noisy ones, in the same places of all."""
+
+    latents_BCTHW: Tensor
+    """float32: of the video, then of frames that are only given. Where nothing is given they are not read."""
+    is_given_THW: Tensor
+    """bool: True where the latents are given."""
+    times: tuple[float, ...] = ()
+    """When each latent frame is, in latent frames; empty: 0, 1, 2, ..."""
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """(T, H, W) of the video and of what is only given."""
+        return tuple(self.is_given_THW.shape)
+
+    def among(self, x_BCTHW: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+        """`x_BCTHW` of the video with what is given in its places and after it, times `scale`, a number or
+        [1 or B, 1, 1, 1, 1]."""
+        extra = self.size[0] - x_BCTHW.shape[2]
+        return torch.where(self.is_given_THW, scale * self.latents_BCTHW, F.pad(x_BCTHW, (0, 0, 0, 0, 0, extra)))
+
+    def segment(self, config: DiTConfig, text_length: int = 0) -> Segment:
+        """One of the samples; a token is given if all of its latents are.
+
+        Raises:
+            UserError: if the latents are not a whole number of patches.
+        """
+        grid = config.token_grid(*self.size)
+        given = token_spans(self.is_given_THW, config)
+        return Segment(grid, text_length, given=given, times=self.times[:: config.patch_temporal])
+
+    def to(self, device: torch.device | str) -> "Given":
+        return replace(self, latents_BCTHW=self.latents_BCTHW.to(device), is_given_THW=self.is_given_THW.to(device))
+
+    @staticmethod
+    def concatenate(parts: "list[Given | None]") -> "Given | None":
+        """One batch from several in which the same places are given, or nothing in any."""
+        first, *_ = parts
+        return first and replace(first, latents_BCTHW=torch.cat([part.latents_BCTHW for part in parts]))
+
+
+def token_spans(is_given_THW: Tensor, config: DiTConfig) -> tuple[Span, ...]:
+    """The runs of tokens all of whose latents are given."""
+    patch = {"pt": config.patch_temporal, "ph": config.patch_spatial, "pw": config.patch_spatial}
+    is_given_S = reduce(is_given_THW.int().cpu(), "(T pt) (H ph) (W pw) -> (T H W)", "min", **patch)
+    edges = F.pad(is_given_S, (1, 1)).diff().nonzero()[:, 0].tolist()
+    return tuple(zip(edges[::2], edges[1::2], strict=True))
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -23,6 +77,8 @@ class Conditioning:
     """float32, frames per second of the decoded video; 0 for images."""
     adapter_scale_B: Mapping[str, Tensor] = field(default_factory=dict)
     """float32, how much each video gets of an adapter of this name; nothing of one that is not named."""
+    given: Given | None = None
+    """What is known of the videos."""
 
     def __len__(self) -> int:
         return self.text_BLE.shape[0]
@@ -38,11 +94,12 @@ class Conditioning:
             self.text_length_B.to(device),
             self.fps_B.to(device),
             {name: scale_B.to(device) for name, scale_B in self.adapter_scale_B.items()},
+            self.given and self.given.to(device),
         )
 
     @staticmethod
     def concatenate(parts: "list[Conditioning]") -> "Conditioning":
-        """One batch from several with the same adapters, whose text may differ in length."""
+        """One batch from several with the same adapters and places given, whose text may differ in length."""
         longest = max(part.text_BLE.shape[1] for part in parts)
         padded = [F.pad(part.text_BLE, (0, 0, 0, longest - part.text_BLE.shape[1])) for part in parts]
         return Conditioning(
@@ -50,4 +107,5 @@ class Conditioning:
             torch.cat([part.text_length_B for part in parts]),
             torch.cat([part.fps_B for part in parts]),
             {name: torch.cat([part.adapter_scale_B[name] for part in parts]) for name in parts[0].adapter_scale_B},
+            Given.concatenate([part.given for part in parts]),
         )

@@ -1,4 +1,4 @@
-"""The shape of a video DiT, and the sizes that have names."""
+"""The shape of a video DiT; sizes that have names are in `named_configs.py`."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from megadit.models.shared.rules import Rule, enforce
 MOST_LAYERS = 1000
 """Of a network that is built: a description may come from anywhere, and each layer takes its time."""
 PositionEmbedding = Literal["rope", "sincos", "learned"]
-Preconditioner = Literal["edm", "vp"]
+Preconditioner = Literal["edm", "vp", "flow"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +60,11 @@ class DiTConfig:
     sigma_data: float = 0.5
     """Standard deviation of the latents that the network is trained on (arXiv 2206.00364, table 1)."""
     preconditioner: Preconditioner = "edm"
-    """`edm`: sigma and F as in arXiv 2206.00364; `vp`: F predicts the noise of DDPM's schedule (arXiv 2006.11239)."""
+    """The objective: `edm`, sigma and F as in arXiv 2206.00364; `vp`, F predicts the noise of DDPM's schedule (arXiv
+    2006.11239); `flow`, the velocity of rectified flow (arXiv 2209.03003)."""
+    given_sigma: float | None = None
+    """The noise level that the network is told of what is given of a video (first frames, a clip to edit, ...), which
+    it sees clean. None: trained without, it takes nothing."""
 
     family: str = "megadit"
     """Whose structure: ours, or that of published weights. `families.py` lists what differs."""
@@ -235,6 +239,11 @@ RULES: tuple[Rule[DiTConfig], ...] = (
         needs=lambda config: config.adaln_lora_dim is not None,
         remedy="model.family={family} needs model.adaln_lora_dim",
     ),
+    Rule(
+        when=lambda config: config.structure.single_modulation,
+        needs=lambda config: config.adaln_lora_dim is None,
+        remedy="model.family={family} has one modulation for all blocks: leave model.adaln_lora_dim",
+    ),
     # positions
     Rule(
         when=lambda config: config.position_embedding == "learned",
@@ -298,86 +307,3 @@ def _is_of(kind: Any, value: Any) -> bool:
             kinds = get_args(kind)
             return isinstance(value, tuple) and len(value) == len(kinds) and all(map(_is_of, kinds, value))
     return any(_is_of(choice, value) for choice in get_args(kind))
-
-
-def _moviegen(**sizes: int) -> DiTConfig:
-    return DiTConfig(
-        family="moviegen",
-        num_query_groups=8,
-        position_embedding="learned",
-        learned_positions=(128, 120, 120),
-        qk_layernorm=False,
-        layernorm_epsilon=1e-5,
-        **sizes,
-    )
-
-
-def _st_dit(*, adaln_lora_dim: int = 256, **sizes: int) -> DiTConfig:
-    """Five sublayers are modulated: without a bottleneck, modulation would be a third of the network."""
-    return DiTConfig(family="st_dit", adaln_lora_dim=adaln_lora_dim, **sizes)
-
-
-NAMED_CONFIGS: dict[str, DiTConfig] = {
-    "dit_s": DiTConfig(num_layers=12, hidden_size=384, num_attention_heads=6),
-    "dit_b": DiTConfig(num_layers=12, hidden_size=768, num_attention_heads=12),
-    "dit_l": DiTConfig(num_layers=24, hidden_size=1024, num_attention_heads=16),
-    "dit_xl": DiTConfig(num_layers=28, hidden_size=1152, num_attention_heads=16),
-    "dit_7b": DiTConfig(num_layers=32, hidden_size=3072, num_attention_heads=24),
-    "dit_28b": DiTConfig(num_layers=32, hidden_size=6144, num_attention_heads=48),
-    "cosmos_7b": DiTConfig(
-        family="cosmos",
-        num_layers=28,
-        hidden_size=4096,
-        num_attention_heads=32,
-        adaln_lora_dim=256,
-        rope_scale=(2.0, 1.0, 1.0),
-        learned_positions=(128, 120, 120),
-        padding_mask_channel=True,
-        qk_layernorm_epsilon=1e-5,
-    ),
-    "cosmos_14b": DiTConfig(
-        family="cosmos",
-        num_layers=36,
-        hidden_size=5120,
-        num_attention_heads=40,
-        adaln_lora_dim=256,
-        rope_scale=(2.0, 2.0, 2.0),
-        learned_positions=(128, 120, 120),
-        padding_mask_channel=True,
-        qk_layernorm_epsilon=1e-5,
-    ),
-    "moviegen_1b": _moviegen(num_layers=16, hidden_size=2048, num_attention_heads=32, ffn_hidden_size=8192),
-    "moviegen_3b": _moviegen(num_layers=28, hidden_size=3072, num_attention_heads=24, ffn_hidden_size=8192),
-    "moviegen_5b": _moviegen(num_layers=32, hidden_size=3072, num_attention_heads=24, ffn_hidden_size=8192),
-    "moviegen_30b": _moviegen(num_layers=48, hidden_size=6144, num_attention_heads=48, ffn_hidden_size=16384),
-    "st_dit_s": _st_dit(num_layers=12, hidden_size=384, num_attention_heads=6),
-    "st_dit_b": _st_dit(num_layers=12, hidden_size=768, num_attention_heads=12),
-    "st_dit_l": _st_dit(num_layers=24, hidden_size=1024, num_attention_heads=16),
-    "st_dit_xl": _st_dit(num_layers=28, hidden_size=1152, num_attention_heads=16),
-    "st_dit_3b": _st_dit(num_layers=24, hidden_size=2048, num_attention_heads=16, adaln_lora_dim=512),
-    "dit_xl_2": DiTConfig(
-        family="dit",
-        num_layers=28,
-        hidden_size=1152,
-        num_attention_heads=16,
-        in_channels=4,
-        crossattn_emb_size=2,
-        position_embedding="sincos",
-        qk_layernorm=False,
-        sigma_data=1.0,
-        preconditioner="vp",
-        num_classes=1000,
-        learned_variance=True,
-    ),
-    "digits": DiTConfig(
-        num_layers=4,
-        hidden_size=96,
-        num_attention_heads=2,
-        in_channels=32,
-        patch_spatial=1,
-        crossattn_emb_size=64,
-        sigma_data=1.0,
-    ),
-}
-"""The published sizes (L, XL and 7B as trained upstream on text and video; MovieGen's are those of NeMo's `DiTLlama*`),
-published networks (Cosmos text-to-world, the class-conditional DiT-XL/2) and the one that `make demo` trains."""

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from megadit.models.conditioning import Conditioning
+from megadit.models.dense_layout import DenseLayout
 from megadit.models.dit import DiT
-from megadit.models.layout import DenseLayout
 from megadit.models.parameterization import parameterization_of
 
 
@@ -25,11 +25,16 @@ class EDMDenoiser(nn.Module):
     ) -> Tensor:
         """Estimates the clean latents x0 (BCTHW, float32) in `x_BCTHW`, whose noise has standard deviation sigma.
 
+        The network sees what is given clean, at a noise level of its own (`config.given_sigma`); in these places the
+        estimate has no meaning.
         `layout`: see `DiT.forward`.
         """
         x_BCTHW = x_BCTHW.float()
         sigma_B1111 = sigma_B.float().reshape(-1, 1, 1, 1, 1)
         c_skip, c_out, c_in, c_noise = self.parameterization.scalings(sigma_B1111)
-        dtype = self.dit.dtype
-        F_BCTHW = self.dit((c_in * x_BCTHW).to(dtype), c_noise.flatten(), conditioning, layout=layout)
-        return torch.addcmul(c_skip * x_BCTHW, c_out, F_BCTHW.float())
+        x_in, given = c_in * x_BCTHW, conditioning.given
+        if given is not None:
+            of_given = self.parameterization.scalings(torch.full_like(sigma_B1111, self.dit.config.given_sigma))
+            x_in, c_noise = given.among(x_in, of_given.c_in), torch.cat([c_noise, of_given.c_noise])
+        F_BCTHW = self.dit(x_in.to(self.dit.dtype), c_noise.flatten(), conditioning, layout=layout)
+        return torch.addcmul(c_skip * x_BCTHW, c_out, F_BCTHW[:, :, : x_BCTHW.shape[2]].float())

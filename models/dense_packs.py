@@ -4,6 +4,8 @@ Shapes: B batch, C latent channels, T/H/W latent frames, height, width, S video 
 E text feature width, G segments.
 """
 
+from dataclasses import replace
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -29,10 +31,11 @@ class DensePack(NamedTuple):
 
 def pack_dense(x_BCTHW: Tensor, conditioning: Conditioning, config: DiTConfig, multiple: int) -> DensePack:
     """All samples of a uniform batch as one pack of a multiple of `multiple` tokens."""
-    grid = config.token_grid(*x_BCTHW.shape[2:])
+    given, lengths = conditioning.given, conditioning.text_length_B.tolist()
+    sample = Segment(config.token_grid(*x_BCTHW.shape[2:]), 0) if given is None else given.segment(config)
+    x_BCTHW = x_BCTHW if given is None else given.among(x_BCTHW)
     tokens_S1P = rearrange(patchify(x_BCTHW, config), "S B P -> (B S) 1 P")
-    lengths = conditioning.text_length_B.tolist()
-    segments = [Segment(grid, length) for length in lengths]
+    segments = [replace(sample, text_length=length) for length in lengths]
     text_capacity = sum(segment.text_slots for segment in segments)
     capacity = -(-len(tokens_S1P) // multiple) * multiple
     layout = PackLayout.pack(segments, capacity=capacity, text_capacity=text_capacity)
@@ -45,11 +48,12 @@ def pack_dense(x_BCTHW: Tensor, conditioning: Conditioning, config: DiTConfig, m
     )
 
 
-def unpack_dense(tokens_S1P: Tensor, like_BCTHW: Tensor, config: DiTConfig) -> Tensor:
-    """The latents, BCTHW, of the tokens of such a pack; the inverse of `pack_dense`."""
+def unpack_dense(tokens_S1P: Tensor, layout: PackLayout, like_BCTHW: Tensor, config: DiTConfig) -> Tensor:
+    """The latents, BCTHW, of the tokens of such a pack, without those only given; the inverse of `pack_dense`."""
     grid, batch = config.token_grid(*like_BCTHW.shape[2:]), len(like_BCTHW)
-    num_tokens = batch * grid[0] * grid[1] * grid[2]
-    return unpatchify(rearrange(tokens_S1P[:num_tokens], "(B S) 1 P -> S B P", B=batch), grid, config)
+    samples = [segment.num_tokens for segment in layout.segments[:batch]]
+    tokens_SBP = rearrange(tokens_S1P[: sum(samples)], "(B S) 1 P -> S B P", B=batch)
+    return unpatchify(tokens_SBP[: prod(grid)], grid, config)
 
 
 def pad_segments(values_B: Tensor, layout: PackLayout, value: float = 0.0) -> Tensor:

@@ -4,8 +4,9 @@ Plain torch on one device; `config.family` decides which of the published struct
 `megatron.parallelize` how ranks share it.
 
 Shapes: B batch, C latent channels, T/H/W latent frames/height/width, S video tokens, L text tokens, P patch dim,
-D width, E text feature width, F width of the frame rate's embedding, G condition rows (of a pack, or the samples of a
-dense batch), M width of the shared modulation.
+D width, E text feature width, F width of the frame rate's embedding, G segments of a pack, or the samples of a dense
+batch, R condition rows (those of G, then one for each of them of which a part is given), M width of the shared
+modulation.
 """
 
 from typing import NamedTuple
@@ -18,11 +19,13 @@ from megadit.models.axial import AxialInputs, axial_inputs
 from megadit.models.blocks import BLOCKS, BlockInputs, BlockStack, FinalLayer
 from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
+from megadit.models.dense_layout import DenseLayout
 from megadit.models.embeddings import (
     ClassEmbedder,
     LearnedPositions,
     RMSNorm,
     Rotary,
+    TextMLP,
     fps_embedder,
     patchify,
     rotary_table,
@@ -31,8 +34,11 @@ from megadit.models.embeddings import (
     sincos_table,
     unpatchify,
 )
-from megadit.models.layout import DenseLayout, Kept, Layout, PackLayout
+from megadit.models.kept import Kept
+from megadit.models.layout import Layout, PackLayout
+from megadit.models.modulation import SharedModulation
 from megadit.models.ops.linear import Linear
+from megadit.models.segments import Segment
 
 BASE_FPS = 24.0
 """With `Structure.fps` = rotary: the frame rate at which rotary time runs at its own pace."""
@@ -82,12 +88,15 @@ class DiT(nn.Module):
         self.sigma_embedder = sigma_embedder(config)
         self.fps_embedder = fps_embedder(config)
         self.shared_embedder = shared_embedder(config)
+        self.shared_modulation = SharedModulation(config) if structure.single_modulation else None
         self.class_embedder = self.condition_layernorm = self.text_embedder = self.null_text = self.positions = None
         if config.num_classes is not None:
             self.class_embedder = ClassEmbedder(config.num_classes, width)
         if structure.condition_layernorm:
             self.condition_layernorm = RMSNorm(width)
-        if structure.projects_text and structure.cross_attention:
+        if structure.text_mlp:
+            self.text_embedder = TextMLP(config)
+        elif structure.projects_text and structure.cross_attention:
             self.text_embedder = Linear(config.crossattn_emb_size, width)
             self.null_text = nn.Parameter(torch.zeros(width))
         if config.learned_positions is not None:
@@ -113,6 +122,8 @@ class DiT(nn.Module):
     ) -> Tensor:
         """Predicts F (BCTHW) for a uniform batch; `c_noise_B` is the noise level, scaled as its parameterization says.
 
+        Where parts of the samples are given, `x_BCTHW` has them in their places (`Given.among`), and `c_noise_B` is
+        [2 B]: their noise level, after that of what is wanted.
         `padding_mask_B1THW` is 1 where the video is padding (`config.padding_mask_channel`); None means nowhere.
         `layout` is what `dense_layout` gave for these conditions and this size; None means that they come once.
 
@@ -126,7 +137,10 @@ class DiT(nn.Module):
         tokens_SBP = patchify(x_BCTHW, self.config)
         if padding_mask_B1THW is not None and self.config.padding_mask_channel:
             tokens_SBP = torch.cat([tokens_SBP, patchify(padding_mask_B1THW.to(x_BCTHW), self.config)], dim=-1)
-        condition = self._embed_condition(c_noise_B, conditioning.fps_B, text_LBE[0], is_null_B)
+        of_samples = (conditioning.fps_B, text_LBE[0], is_null_B)
+        if conditioning.given is not None:
+            of_samples = (torch.cat([values_B, values_B]) for values_B in of_samples)
+        condition = self._embed_condition(c_noise_B, *of_samples)
         text_LBD = layout.per_condition(DiT._embed_text, self, text_LBE, is_null_B[None, :, None])
         F_SBP = self._transform(tokens_SBP, *condition, text_LBD, conditioning.fps_B[None], layout)
         return unpatchify(F_SBP, layout.grid, self.config)
@@ -138,7 +152,7 @@ class DiT(nn.Module):
         device: torch.device,
         kept: Kept | None = None,
     ) -> DenseLayout:
-        """Of a uniform batch of latents of `size` (T, H, W).
+        """Of a uniform batch of latents of `size` (T, H, W), to which what is only given is added.
 
         With `kept`, what is the same at every noise level (positions, keys and values of the text) is computed by the
         first call of `forward` with it, as long as this network's parameters stay as they are.
@@ -146,51 +160,58 @@ class DiT(nn.Module):
         Raises:
             UserError: if the latents are not a whole number of patches, or more than the network has positions for.
         """
-        grid = self.config.token_grid(*size)
-        self.config.check_grid(grid)
+        given = conditioning.given
+        sample = Segment(self.config.token_grid(*size), 0) if given is None else given.segment(self.config)
+        self.config.check_grid(sample.reach)
         slot_L = torch.arange(conditioning.text_BLE.shape[1], device=conditioning.text_BLE.device)
         text_mask_BL = slot_L < conditioning.text_length_B.clamp(min=1)[:, None]
-        return DenseLayout(grid, text_mask_BL, device, kept=kept)
+        return DenseLayout(sample.grid, text_mask_BL, device, given=sample.given, times=sample.times, kept=kept)
 
     def forward_packed(
-        self, tokens_S1P: Tensor, c_noise_G: Tensor, text_L1E: Tensor, fps_G: Tensor, layout: PackLayout
+        self, tokens_S1P: Tensor, c_noise_R: Tensor, text_L1E: Tensor, fps_G: Tensor, layout: PackLayout
     ) -> Tensor:
-        """Predicts F (S1P) for a pack: row g of `c_noise_G` and `fps_G` belongs to segment g of `layout`.
+        """Predicts F (S1P) for a pack: row g of `fps_G` belongs to segment g of `layout`.
 
+        `c_noise_R` is of the condition rows: of the segments, then of what is given in some of them.
         A part of the network that is not the first takes the activations (S1D) of the part before in place of tokens;
         one that is not the last gives its own.
         """
         for segment in layout.segments:
             if not segment.is_padding:
-                self.config.check_grid(segment.grid)
+                self.config.check_grid(segment.reach)
         tensors = layout.on(text_L1E.device)
-        first_text_GE = text_L1E[tensors.first_text_G, 0]
-        condition = self._embed_condition(c_noise_G, fps_G, first_text_GE, tensors.has_no_text_G)
+        of_segments = (fps_G, text_L1E[tensors.first_text_G, 0], tensors.has_no_text_G)
+        if layout.has_given:
+            of_segments = (values_G[tensors.segment_of_row_R] for values_G in of_segments)
+        condition = self._embed_condition(c_noise_R, *of_segments)
         text_L1D = self._embed_text(text_L1E, tensors.null_text_L[:, None, None])
         return self._transform(tokens_S1P, *condition, text_L1D, fps_G[:, None], layout)
 
     def _embed_condition(
-        self, c_noise_G: Tensor, fps_G: Tensor, first_text_GE: Tensor, is_null_G: Tensor
+        self, c_noise_R: Tensor, fps_R: Tensor, first_text_RE: Tensor, is_null_R: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """(condition_GD, shared_GM or None); the first text token is read where it stands for a class."""
-        condition_GD = self.sigma_embedder(c_noise_G, self.dtype)
+        """(condition_RD, shared_RM or None); the first text token is read where it stands for a class."""
+        condition_RD = self.sigma_embedder(c_noise_R, self.dtype)
         if self.fps_embedder is not None:
-            fps_GF = self.fps_embedder(fps_G, self.dtype)
-            condition_GD = condition_GD + F.pad(fps_GF, (0, self.config.hidden_size - fps_GF.shape[-1]))
+            fps_RF = self.fps_embedder(fps_R, self.dtype)
+            condition_RD = condition_RD + F.pad(fps_RF, (0, self.config.hidden_size - fps_RF.shape[-1]))
         if self.class_embedder is not None:
-            condition_GD = condition_GD + self.class_embedder(first_text_GE, is_null_G)
+            condition_RD = condition_RD + self.class_embedder(first_text_RE, is_null_R)
         if self.condition_layernorm is not None:
-            condition_GD = self.condition_layernorm(condition_GD)
-        shared_GM = None if self.shared_embedder is None else self.shared_embedder(c_noise_G, self.dtype)
-        return condition_GD, shared_GM
+            condition_RD = self.condition_layernorm(condition_RD)
+        if self.shared_modulation is not None:
+            return condition_RD, self.shared_modulation(condition_RD)
+        shared_RM = None if self.shared_embedder is None else self.shared_embedder(c_noise_R, self.dtype)
+        return condition_RD, shared_RM
 
     def _embed_text(self, text_LBE: Tensor, is_null: Tensor) -> Tensor | None:
-        """What keys and values read, with the null token where `is_null` says; None without cross-attention."""
+        """What keys and values read, without text where `is_null` says; None without cross-attention."""
         if not self.config.structure.cross_attention:
             return None
         text_LBE = text_LBE.to(self.dtype)
-        if self.text_embedder is None:
-            return text_LBE.masked_fill(is_null, 0.0)
+        if self.null_text is None:
+            text_LBE = text_LBE.masked_fill(is_null, 0.0)
+            return text_LBE if self.text_embedder is None else self.text_embedder(text_LBE)
         return torch.where(is_null, self.null_text, self.text_embedder(text_LBE))
 
     def _transform(
@@ -251,9 +272,12 @@ class DiT(nn.Module):
         return layout.per_condition(DiT._look_up_positions, self, layout, device)
 
     def _look_up_positions(self, layout: Layout, device: torch.device) -> Tensor:
-        largest = torch.tensor(self.config.learned_positions, device=device)
         # only a pack's padding is beyond the largest grid
-        return self.enter(self.positions(layout.on(device).positions_S3.minimum(largest - 1)))
+        axes = zip(layout.on(device).positions_S3.unbind(-1), self.config.learned_positions, strict=True)
+        position_S3 = torch.stack([at.clamp(max=size - 1) for at, size in axes], dim=-1)
+        if position_S3.is_floating_point():  # frames between two positions take the nearest
+            position_S3 = position_S3.round().long()
+        return self.enter(self.positions(position_S3))
 
 
 def _sincos(layout: Layout, config: DiTConfig, device: torch.device, dtype: torch.dtype) -> Tensor:

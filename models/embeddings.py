@@ -110,6 +110,19 @@ class RMSNorm(nn.Module):
         return normed.to(x_GD.dtype) * self.weight
 
 
+class TextMLP(nn.Module):
+    """Text features in the network's width: two linears around GELU in its tanh form."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.linear_1 = Linear(config.crossattn_emb_size, config.hidden_size)
+        self.linear_2 = Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, text_LBE: Tensor) -> Tensor:
+        """[L, B, E] -> [L, B, D]."""
+        return self.linear_2(F.gelu(self.linear_1(text_LBE), approximate="tanh"))
+
+
 class NormalizedSinusoids(nn.Module):
     """The sinusoids themselves, normalised."""
 
@@ -159,6 +172,7 @@ def sigma_embedder(config: DiTConfig) -> nn.Module:
 
 
 def shared_embedder(config: DiTConfig) -> nn.Module | None:
+    """Of the noise level, what every modulation adds; None where nothing is, or all of it comes from the condition."""
     if not config.structure.shared_modulation:
         return None
     width = config.hidden_size

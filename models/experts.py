@@ -19,7 +19,7 @@ from megadit.models.config import DiTConfig
 from megadit.models.expert_config import ExpertConfig
 from megadit.models.layout import Layout
 from megadit.models.ops.linear import linear
-from megadit.models.segments import LengthGroup
+from megadit.models.segments import ConditionRows, LengthGroup
 
 
 class Experts(nn.Module):
@@ -188,7 +188,7 @@ class ExpertMLP(nn.Module):
         if self.config.routing == "expert_choice":
             return self.expert_choice(score_SBE, layout)
         chosen_SBE = chosen_by_tokens(score_SBE, self.config)
-        for group in () if layout.rows is None else layout.rows.groups:
+        for group in layout.rows.groups if isinstance(layout.rows, ConditionRows) else ():
             if group.is_padding:
                 chosen_SBE[group.start : group.stop] = False
         return chosen_SBE

@@ -10,7 +10,8 @@ Sizes, and what differs between the networks of one family, are fields of `DiTCo
 | `nemo`    | the cross-attention DiT of NeMo's diffusion collection    | NeMo 2.x, `DiTConfig`  |
 | `dfm`     | the same as its successor DFM trains it, with adaLN-LoRA  | DFM, `DiTModelProvider`|
 | `moviegen`| MovieGen: blocks of Llama, grouped queries, text beside   | arXiv 2410.13720       |
-| `st_dit`  | attention along time and space beside that over all       | `blocks.py`, `lines.py`|
+| `st_dit`  | attention along time and space beside that over all       | `blocks.py`, `axial.py`|
+| `wan`     | Wan 2.1 and 2.2 text-to-video                             | arXiv 2503.20314       |
 """
 
 from dataclasses import dataclass
@@ -30,12 +31,16 @@ class Structure:
     projects_text: bool = True
     """Text is projected to the network's width and a learned token stands for no text. False: keys and values read the
     text features themselves, and a row of zeros stands for no text."""
+    text_mlp: bool = False
+    """The projection has two layers, and no text is the projection of zeros instead of a learned token."""
     linear_bias: bool = False
     """In attention, MLP and modulation."""
     patch_bias: bool = True
     """In the first linear, that reads patches."""
     gated_mlp: bool = False
     """The MLP is SwiGLU (arXiv 2002.05202): two products up, one down."""
+    norm_across_heads: bool = False
+    """Queries and keys are normalised over all heads together, not each by itself."""
     text_reaches_only_mlp: bool = False
     """In a MovieGen block: cross-attention reads tokens that are not normalised, and its result replaces what the MLP
     reads instead of being added to the tokens; both modulated norms share their weights."""
@@ -58,6 +63,8 @@ class Structure:
     shared_modulation: bool = False
     """The condition is the normalised sinusoids alone; their MLP gives a vector that is added to every modulation."""
 
+    single_modulation: bool = False
+    """One linear modulates all blocks, each of which adds a table of its own (adaLN-single, arXiv 2310.00426)."""
     modulation_groups: int = 1
     """Into how many modulations, each with a low-rank bottleneck of its own, a block's is split."""
     final_modulation: bool = True
@@ -107,6 +114,17 @@ FAMILIES: dict[str, Structure] = {
         block="moviegen", gated_mlp=True, normalized_positions=False, sigma_scale=100.0, final_rms=True
     ),
     "st_dit": Structure(block="st_dit", sigma_scale=100.0),
+    "wan": Structure(
+        block="wan",
+        text_mlp=True,
+        linear_bias=True,
+        norm_across_heads=True,
+        gelu_tanh=True,
+        sigma_scale=1000.0,
+        cos_first=True,
+        fps="absent",
+        single_modulation=True,
+    ),
 }
 
 COMPAT: dict[tuple[str, str], Structure] = {

@@ -19,6 +19,8 @@ from megadit.models.weights import dit_shapes
 
 _TABLES = ("positions.", "class_embedder.")
 """Rows of these are looked up, not multiplied."""
+_OF_CONDITION = ("sigma_embedder.", "fps_embedder.", "shared_embedder.", "shared_modulation.")
+"""What reads the condition of a sample."""
 
 
 def training_flops(layout: PackLayout, model: DiTConfig, adapter: AdapterConfig | None = None) -> int:
@@ -82,7 +84,7 @@ def _adapter_readers(model: DiTConfig, adapter: AdapterConfig) -> dict[str, int]
 def _reader(name: str) -> str:
     if name.startswith("text_embedder.") or ".cross_attention.kv." in name:
         return "word"
-    is_of_sample = ".modulation." in name or name.startswith(("sigma_embedder.", "fps_embedder.", "shared_embedder."))
+    is_of_sample = ".modulation." in name or name.startswith(_OF_CONDITION)
     return "sample" if is_of_sample else "token"
 
 

@@ -19,7 +19,7 @@ def is_zero_initialised(name: str) -> bool:
     """adaLN-Zero (arXiv 2212.09748, section 3.2): modulation and output start at zero, every block as identity."""
     if name.endswith("modulation.down.weight"):  # of a product of two matrices, one must not be zero
         return False
-    zero_prefixes = ("final_layer.linear.", "shared_embedder.linear_2.")
+    zero_prefixes = ("final_layer.linear.", "shared_embedder.linear_2.", "shared_modulation.")
     return "modulation." in name or name.startswith(zero_prefixes) or name.endswith("bias")
 
 
@@ -27,7 +27,7 @@ def initial_value(name: str, shape: torch.Size, seed: int) -> Tensor:
     """The whole float32 tensor `name`, of this `shape`: zeros, ones for norms, else normal of variance 1 / fan_in."""
     if is_zero_initialised(name):
         return torch.zeros(shape)
-    if name.endswith("layernorm.weight"):
+    if name.endswith("norm.weight"):
         return torch.ones(shape)
     return normal_values(name, shape, seed)
 

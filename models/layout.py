@@ -3,122 +3,26 @@
 Everything a kernel reads about boundaries is computed here, once per pack and on the CPU; nothing asks the device for
 it again and nothing builds an S x S mask.
 
-Shapes: S video tokens, L text slots, B batch, G segments of a pack (padding included), c segments of a length group,
-l slots of their longest text.
+Shapes: S video tokens, L text slots, G segments of a pack (padding included), R condition rows, c segments of a length
+group, l slots of their longest text.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megadit.models.segments import ONE_RANK, ConditionRows, Grid, LengthGroup, Piece, Segment, TokenMesh, length_groups
+from megadit.models.dense_layout import DenseLayout
+from megadit.models.kept import memo_key
+from megadit.models.segments import ONE_RANK, ConditionRows, LengthGroup, Piece, Segment, TokenMesh, length_groups
 from megadit.models.shared.errors import UserError
+from megadit.models.transfer import sent_together
 
 CPU = torch.device("cpu")
-
-
-def memo_key(function: Callable[..., Any], args: tuple[Hashable, ...]) -> Hashable:
-    """(function, args), by which two different values can never be found.
-
-    Raises:
-        TypeError: for a function that may capture what `args` does not say, and for arguments that are not hashable or
-            compared by identity.
-    """
-    name = getattr(function, "__qualname__", "<unnamed>")
-    if "<" in name:
-        raise TypeError(f"{name} cannot be a key: give a function of the module or class, and its arguments")
-    if any(isinstance(arg, Tensor) for arg in args):
-        raise TypeError(f"a tensor cannot be a key of {name}: another one would be computed anew, or mistaken for it")
-    hash(args)
-    return function, args, tuple(map(type, args))  # 1 == 1.0 == True
-
-
-class Kept:
-    """What was computed for a dense batch, as long as there is room for it."""
-
-    def __init__(self, room: int) -> None:
-        """`room` is in bytes."""
-        self._values: dict[Hashable, Any] = {}
-        self._room = room
-
-    def cached(self, key: Hashable, compute: Callable[..., Any], *args: Any) -> Any:
-        """compute(*args), a tensor, a tuple of them or None: computed once if it fits, else at each call."""
-        if key in self._values:
-            return self._values[key]
-        value = compute(*args)
-        parts = value if isinstance(value, tuple) else (value,)
-        size = sum(part.untyped_storage().nbytes() for part in parts if part is not None)
-        if size <= self._room:
-            self._room -= size
-            self._values[key] = value
-        return value
-
-
-def grid_positions(grid: Grid, device: torch.device | str | None = None) -> Tensor:
-    """int64 [T*H*W, 3]: the (t, h, w) of each token of one grid, in order."""
-    axes = [torch.arange(size, device=device) for size in grid]
-    return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, 2)
-
-
-class DenseTensors(NamedTuple):
-    """Tensors of a dense layout on one device."""
-
-    layout: "DenseLayout"
-    device: torch.device
-
-    @property
-    def positions_S3(self) -> Tensor:
-        """int64: each token's (t, h, w)."""
-        return grid_positions(self.layout.grid, self.layout.device).to(self.device)
-
-
-@dataclass(frozen=True, slots=True)
-class DenseLayout:
-    """A uniform batch: every sample has the same grid. The form in which sampling and export run."""
-
-    grid: Grid
-    """Tokens along time, height and width."""
-    text_mask_BL: Tensor
-    """bool: True where a text token may be attended."""
-    device: torch.device
-    over: Literal["sample", "time", "space"] = "sample"
-    """What self-attention sees: all tokens of a sample, those of the same pixel, or those of the same frame."""
-    kept: Kept | None = None
-    """Where the same conditions come at many noise levels: what depends on them and on sizes alone. None: seen once."""
-
-    @property
-    def groups(self) -> None:
-        """No length groups: attention batches over all samples."""
-        return None
-
-    @property
-    def rows(self) -> None:
-        """No condition rows: modulation broadcasts over the batch."""
-        return None
-
-    def on(self, device: torch.device) -> DenseTensors:
-        return DenseTensors(self, device)
-
-    def memo(self, function: Callable[..., Any], *args: Hashable) -> Any:
-        """function(self, *args); see `PackLayout.memo`. Computed again where the batch is seen once."""
-        if self.kept is None:
-            return function(self, *args)
-        return self.kept.cached(memo_key(function, args), function, self, *args)
-
-    def per_condition(self, function: Callable[..., Any], owner: Hashable, *inputs: Any) -> Any:
-        """function(owner, *inputs), which the parameters of `owner`, sizes and conditions decide: the same at every
-        noise level.
-
-        For one layout `inputs` must always be the same values: they are not part of the key.
-        """
-        if self.kept is None:
-            return function(owner, *inputs)
-        return self.kept.cached(("per condition", memo_key(function, (owner,))), function, owner, *inputs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +36,8 @@ class PackLayout:
     segments: tuple[Segment, ...]
     mesh: TokenMesh = ONE_RANK
     pieces: tuple[Piece, ...] = ()
-    """The condition rows of the tokens; empty means that every segment is one piece, with its own index as row."""
+    """The condition rows of the tokens; empty: those of the segments. Segment g has row g; what is given of the j-th
+    segment that has given tokens has row G + j."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leaves behind, when sent to another process, what was computed here."""
@@ -219,9 +124,26 @@ class PackLayout:
         return len(self.segments)
 
     @cached_property
+    def segment_of_row(self) -> tuple[int, ...]:
+        """The segment of each condition row."""
+        return (*range(self.num_segments), *(index for index, segment in enumerate(self.segments) if segment.given))
+
+    @property
+    def has_given(self) -> bool:
+        return len(self.segment_of_row) > self.num_segments
+
+    @cached_property
     def num_tokens(self) -> int:
         """Tokens in this shard that belong to samples."""
-        return sum(piece.num_tokens for piece in self._segment_pieces if not piece.is_padding)
+        return sum(
+            length for length, segment in zip(self.lengths, self.segments, strict=True) if not segment.is_padding
+        )
+
+    @cached_property
+    def num_wanted(self) -> int:
+        """Those of them that are not given."""
+        pieces = (piece for pieces in self._segment_pieces for piece in pieces)
+        return sum(num for row, num, is_padding in pieces if row < self.num_segments and not is_padding)
 
     @property
     def longest(self) -> int:
@@ -235,20 +157,22 @@ class PackLayout:
     @cached_property
     def groups(self) -> tuple[LengthGroup, ...]:
         """The segments as length groups: what attention batches."""
-        return length_groups(self._segment_pieces)
+        items = enumerate(zip(self.lengths, self.segments, strict=True))
+        return length_groups([(Piece(index, length, segment.is_padding),) for index, (length, segment) in items])
 
     @cached_property
     def rows(self) -> ConditionRows:
         """The condition rows of the tokens of this rank's SP shard: what modulation reads."""
-        pieces = self.pieces or self._segment_pieces
-        length, rest = divmod(sum(piece.num_tokens for piece in pieces), self.mesh.slices)
+        length, rest = divmod(self.capacity, self.mesh.slices)
         assert rest == 0, f"{self.capacity} tokens do not split over {self.mesh.slices} ranks"
+        pieces = [(piece,) for piece in self.pieces] or self._segment_pieces
         return ConditionRows(length_groups(_cut(pieces, self.mesh.slice * length, (self.mesh.slice + 1) * length)))
 
     @cached_property
-    def _segment_pieces(self) -> tuple[Piece, ...]:
-        items = enumerate(zip(self.lengths, self.segments, strict=True))
-        return tuple(Piece(index, length, segment.is_padding) for index, (length, segment) in items)
+    def _segment_pieces(self) -> tuple[tuple[Piece, ...], ...]:
+        given_row = {index: row for row, index in enumerate(self.segment_of_row)}  # the last row is of what is given
+        items = enumerate(zip(self.segments, self.spans, strict=True))
+        return tuple(segment.pieces(span, index, given_row[index]) for index, (segment, span) in items)
 
     def text_of_group(self, group: LengthGroup) -> tuple[Tensor, Tensor]:
         """A group's text slots, made rectangular: (indices int64, is valid bool), [c, l]; none of padding."""
@@ -290,10 +214,17 @@ def _offsets(lengths: Sequence[int]) -> tuple[int, ...]:
     return tuple(accumulate(lengths, initial=0))[:-1]
 
 
-def _cut(pieces: Sequence[Piece], first: int, last: int) -> Iterator[Piece]:
+def _cut(segments: Sequence[Sequence[Piece]], first: int, last: int) -> Iterator[tuple[Piece, ...]]:
     """The pieces of the tokens `first` to `last` (excluded); others have no tokens left."""
-    for piece, start in zip(pieces, _offsets([piece.num_tokens for piece in pieces]), strict=True):
-        yield piece._replace(num_tokens=min(start + piece.num_tokens, last) - max(start, first))
+    stop = 0
+
+    def cut(piece: Piece) -> Piece:
+        nonlocal stop
+        start, stop = stop, stop + piece.num_tokens
+        return piece._replace(num_tokens=min(stop, last) - max(start, first))
+
+    for pieces in segments:
+        yield tuple(map(cut, pieces))
 
 
 class GroupTexts(NamedTuple):
@@ -307,15 +238,26 @@ class GroupTexts(NamedTuple):
     """bool [c, 1, 1, l] of each group: which of its slots have text; None: all."""
 
 
+_COMPUTED: list[Callable[["LayoutTensors"], Tensor]] = []
+"""The methods of `LayoutTensors` that compute a tensor."""
+
+
 def _tensor(compute: Callable[["LayoutTensors"], Tensor]) -> property:
     """Makes a method that computes a tensor on the CPU a property: computed once, copied to each device once."""
-    return property(lambda tensors: tensors.layout.memo(_copy, compute, tensors.device), doc=compute.__doc__)
+    _COMPUTED.append(compute)
+    return property(lambda tensors: tensors.layout.memo(_on, compute, tensors.device), doc=compute.__doc__)
 
 
-def _copy(layout: PackLayout, compute: Callable[["LayoutTensors"], Tensor], device: torch.device) -> Tensor:
-    if device == CPU:
-        return compute(layout.on(CPU))
-    return layout.memo(_copy, compute, CPU).to(device, non_blocking=True)
+def _on(layout: PackLayout, compute: Callable[["LayoutTensors"], Tensor], device: torch.device) -> Tensor:
+    return compute(layout.on(CPU)) if device == CPU else layout.memo(_all_on, device)[_COMPUTED.index(compute)]
+
+
+def _all_on(layout: PackLayout, device: torch.device) -> list[Tensor]:
+    """All tensors of a layout on a GPU, those of its condition rows too, by one copy."""
+    made = [layout.memo(_on, compute, CPU) for compute in _COMPUTED]
+    *tensors, row_S = sent_together([*made, layout.rows.of_token(CPU)], device)
+    layout.rows.keep(device, row_S)
+    return tensors
 
 
 class LayoutTensors(NamedTuple):
@@ -328,6 +270,23 @@ class LayoutTensors(NamedTuple):
     def segment_of_token_S(self) -> Tensor:
         """int64: the index of each token's segment."""
         return torch.repeat_interleave(torch.tensor(self.layout.lengths, dtype=torch.long))
+
+    @_tensor
+    def segment_of_row_R(self) -> Tensor:
+        """int64: the segment of each condition row."""
+        return torch.tensor(self.layout.segment_of_row)
+
+    @_tensor
+    def row_of_token_S(self) -> Tensor:
+        """int64: each token's condition row."""
+        pieces = [piece for pieces in self.layout._segment_pieces for piece in pieces]
+        rows, lengths, _ = torch.tensor(pieces).unbind(-1)
+        return rows.repeat_interleave(lengths)
+
+    @_tensor
+    def is_wanted_S(self) -> Tensor:
+        """bool: True for the tokens of samples that are not given."""
+        return self.is_sample_S & (self.row_of_token_S < self.layout.num_segments)
 
     @_tensor
     def position_in_segment_S(self) -> Tensor:
@@ -350,12 +309,17 @@ class LayoutTensors(NamedTuple):
 
     @_tensor
     def positions_S3(self) -> Tensor:
-        """int64: each token's (t, h, w) in the grid of its segment."""
+        """Each token's (t, h, w) in the grid of its segment: int64, or float32 where frames have times of their own."""
         grids = [segment.grid for segment in self.layout.segments]
         _, height_G, width_G = torch.tensor(grids, dtype=torch.long).unbind(-1)
         segment_S, index_S = self.segment_of_token_S, self.position_in_segment_S
         width_S, area_S = width_G[segment_S], (height_G * width_G)[segment_S]
-        return torch.stack([index_S // area_S, index_S % area_S // width_S, index_S % width_S], dim=-1)
+        time_S = index_S // area_S
+        if any(segment.times for segment in self.layout.segments):
+            times = [segment.times or range(segment.grid[0]) for segment in self.layout.segments]
+            first_G = torch.tensor(_offsets(list(map(len, times))))
+            time_S = torch.tensor([float(time) for frames in times for time in frames])[first_G[segment_S] + time_S]
+        return torch.stack([time_S, index_S % area_S // width_S, index_S % width_S], dim=-1)
 
     @_tensor
     def null_text_L(self) -> Tensor:
@@ -393,8 +357,9 @@ class LayoutTensors(NamedTuple):
 
 def _group_texts(layout: PackLayout, device: torch.device) -> GroupTexts:
     slots, are_valid = zip(*map(layout.text_of_group, layout.groups), strict=True)
-    return GroupTexts(
-        torch.cat([slots_cl.flatten() for slots_cl in slots]).to(device, non_blocking=True),
-        tuple(slots_cl.shape for slots_cl in slots),
-        tuple(None if valid.all() else valid[:, None, None].to(device, non_blocking=True) for valid in are_valid),
-    )
+    masks = [None if valid.all() else valid[:, None, None] for valid in are_valid]
+    made = [torch.cat([slots_cl.flatten() for slots_cl in slots]), *(mask for mask in masks if mask is not None)]
+    slots_L, *there = sent_together(made, device)
+    sent = iter(there)
+    shapes = tuple(slots_cl.shape for slots_cl in slots)
+    return GroupTexts(slots_L, shapes, tuple(None if mask is None else next(sent) for mask in masks))

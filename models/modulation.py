@@ -61,12 +61,44 @@ class LowRankModulation(nn.Module):
         return _by_sublayer(parts, self.vectors)
 
 
+class TableModulation(nn.Module):
+    """A learned table, added to what one linear makes for all blocks (adaLN-single, arXiv 2310.00426, section 2.3).
+
+    The last layer, whose vectors are shift and scale alone, adds its table to the condition itself.
+    """
+
+    def __init__(self, config: DiTConfig, sublayers: int, vectors: int) -> None:
+        super().__init__()
+        self.sublayers, self.vectors = sublayers, vectors
+        self.table = nn.Parameter(torch.zeros(sublayers * vectors * config.hidden_size))
+
+    def forward(self, condition_GD: Tensor, shared_GM: Tensor) -> tuple[Vectors, ...]:
+        """The vectors of each sublayer."""
+        count = self.sublayers * self.vectors
+        common_GM = condition_GD.repeat(1, count) if count == 2 else shared_GM
+        return _by_sublayer((common_GM + self.table).chunk(count, dim=-1), self.vectors)
+
+
+class SharedModulation(nn.Module):
+    """Linear(SiLU(condition)), [G, M]: what `TableModulation` of every block adds to."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.linear = Linear(config.hidden_size, 6 * config.hidden_size, bias=config.structure.linear_bias)
+
+    def forward(self, condition_GD: Tensor) -> Tensor:
+        """Shift, scale and gate of two sublayers."""
+        return self.linear(F.silu(condition_GD))
+
+
 def _by_sublayer(parts: "tuple[Tensor, ...] | list[Tensor]", vectors: int) -> tuple[Vectors, ...]:
     return tuple(tuple(parts[i : i + vectors]) for i in range(0, len(parts), vectors))
 
 
 def build_modulation(config: DiTConfig, *, sublayers: int, vectors: int = 3, groups: int = 1) -> nn.Module:
-    """`Modulation`, or its low-rank form where `config.adaln_lora_dim` is set."""
+    """`Modulation`; its low-rank form where `config.adaln_lora_dim` is set; a table where all blocks share the rest."""
+    if config.structure.single_modulation:
+        return TableModulation(config, sublayers, vectors)
     if config.adaln_lora_dim is None:
         return Modulation(config, sublayers, vectors)
     return LowRankModulation(config, sublayers, vectors, groups)

@@ -34,6 +34,8 @@ class Stream(IntEnum):
     """Vectors of words (hashed text features)."""
     KEEP = 4
     """Whether a pass over the data reads a sample."""
+    GIVEN = 5
+    """Which part of a sample is given."""
     STEP = 1 << 16
     """The first of the streams of noise that sampling adds on its way: its n-th use of noise takes STEP + n."""
 

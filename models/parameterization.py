@@ -8,6 +8,7 @@ from functools import cache
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megadit.models.config import DiTConfig
@@ -40,9 +41,6 @@ class Parameterization(Protocol):
     def loss_weight(self, sigma: Tensor) -> Tensor:
         """lambda(sigma), the factor of |D - x0|^2 in the loss, shaped like sigma (any shape)."""
 
-    def draw(self, normal: Tensor, mean: float, std: float) -> Tensor:
-        """Noise levels to train on, shaped like `normal`, unit normal numbers; `mean` and `std` set where they lie."""
-
 
 @dataclass(frozen=True, slots=True)
 class EDM:
@@ -66,10 +64,6 @@ class EDM:
         """lambda(sigma) = (sigma^2 + sigma_data^2) / (sigma sigma_data)^2 = 1 / c_out^2, shaped like sigma."""
         return (sigma**2 + self.sigma_data**2) / (sigma * self.sigma_data) ** 2
 
-    def draw(self, normal: Tensor, mean: float, std: float) -> Tensor:
-        """`log_normal`, shaped like `normal` (any shape)."""
-        return log_normal(normal, mean, std)
-
 
 @dataclass(frozen=True, slots=True)
 class VP:
@@ -82,7 +76,7 @@ class VP:
 
     def scalings(self, sigma: Tensor) -> Scalings:
         """Those of the nearest of DDPM's steps, of noise levels of any shape."""
-        sigmas, log_ratios = (table.to(sigma.device) for table in _ddpm_steps(sigma.dtype))
+        sigmas, log_ratios = _ddpm_steps(sigma.dtype, sigma.device)
         within = sigma.clamp(sigmas[0], sigmas[-1])
         # the step below, found by comparisons: exporters have no searchsorted
         low = (sigmas < within[..., None]).sum(-1).clamp(1, DDPM_STEPS - 1) - 1
@@ -96,19 +90,31 @@ class VP:
         """lambda(sigma) = 1 / sigma^2 = 1 / c_out^2, shaped like sigma: DDPM's L_simple (arXiv 2006.11239, eq. 14)."""
         return 1 / sigma**2
 
-    def draw(self, normal: Tensor, mean: float, std: float) -> Tensor:
-        """`log_normal`, shaped like `normal` (any shape)."""
-        return log_normal(normal, mean, std)
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Rectified flow (arXiv 2209.03003; 2403.03206, section 2): F predicts the velocity n - x0 of (1 - t) x0 + t n.
+
+    With t = sigma / (1 + sigma) that state is x / (1 + sigma), and Euler's step in t is Euler's step in sigma: every
+    solver, schedule and cache takes such a network. A logit-normal t is a log-normal sigma; a shift multiplies sigma.
+    """
+
+    target_name = "noise minus x0"
+
+    def scalings(self, sigma: Tensor) -> Scalings:
+        """c_noise is t, from 0 to 1; of noise levels of any shape."""
+        return Scalings(
+            c_skip=1 / (1 + sigma), c_out=-sigma / (1 + sigma), c_in=1 / (1 + sigma), c_noise=sigma / (1 + sigma)
+        )
+
+    def loss_weight(self, sigma: Tensor) -> Tensor:
+        """lambda(sigma) = ((1 + sigma) / sigma)^2 = 1 / c_out^2, shaped like sigma: |F - (n - x0)|^2 counts once."""
+        return ((1 + sigma) / sigma) ** 2
 
 
 def parameterization_of(config: DiTConfig) -> Parameterization:
     """The parameterization that `config.preconditioner` names."""
-    return {"edm": EDM(config.sigma_data), "vp": VP()}[config.preconditioner]
-
-
-def log_normal(normal: Tensor, mean: float, std: float) -> Tensor:
-    """ln sigma ~ N(mean, std^2), shaped like `normal` (arXiv 2206.00364, table 1, "Noise distribution")."""
-    return (mean + std * normal).exp()
+    return {"edm": EDM(config.sigma_data), "vp": VP(), "flow": Flow()}[config.preconditioner]
 
 
 @cache
@@ -124,10 +130,10 @@ def ddpm_sigmas() -> Tensor:
 
 
 @cache
-def _ddpm_steps(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`ddpm_sigmas` in this precision, and the logarithm of the ratio of each to the next."""
+def _ddpm_steps(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """`ddpm_sigmas` in this precision, and the logarithm of the ratio of each to the next; sent to a device once."""
     sigmas = ddpm_sigmas().to(dtype)
-    return sigmas, sigmas.double().log().diff().to(dtype)
+    return sigmas.to(device), sigmas.double().log().diff().to(device, dtype)
 
 
 def denoise_packed(
@@ -141,12 +147,14 @@ def denoise_packed(
 ) -> Tensor:
     """D(x; sigma), float32 [S, 1, P] (eq. 7), for the samples of a pack with noise added; row g belongs to segment g.
 
-    A part of the network that is not the first starts from the activations of the part `before`, [S, 1, D]; one that
-    is not the last gives its own.
+    Tokens that are given are clean, at the network's `given_sigma`. A part of the network that is not the first starts
+    from the activations of the part `before`, [S, 1, D]; one that is not the last gives its own.
     """
     scalings = parameterization_of(dit.config).scalings
-    sigma_S11 = sigma_G[layout.on(sigma_G.device).segment_of_token_S][:, None, None]
+    num_given = len(layout.segment_of_row) - len(sigma_G)
+    sigma_R = F.pad(sigma_G, (0, num_given), value=dit.config.given_sigma) if num_given else sigma_G
+    sigma_S11 = sigma_R[layout.on(sigma_G.device).row_of_token_S][:, None, None]
     c_skip, c_out, c_in, _ = scalings(sigma_S11)
     tokens = (c_in * x_S1P).to(dit.dtype) if dit.part.is_first else before
-    F_S1P = dit.forward_packed(tokens, scalings(sigma_G).c_noise, text_L1E, fps_G, layout)
+    F_S1P = dit.forward_packed(tokens, scalings(sigma_R).c_noise, text_L1E, fps_G, layout)
     return c_skip * x_S1P + c_out * F_S1P.float() if dit.part.is_last else F_S1P

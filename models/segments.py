@@ -6,17 +6,19 @@ change from step to step.
 Shapes: S video tokens of a rank.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
-from math import prod
+from itertools import accumulate, groupby
+from math import ceil, prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 Grid = tuple[int, int, int]
+Span = tuple[int, int]
+"""First and last (excluded)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +26,14 @@ class Segment:
     """One sample of a pack: a grid of video tokens and the text it is conditioned on."""
 
     grid: Grid
-    """Tokens along time, height and width."""
+    """Tokens along time, height and width; frames that are only given come after those of the video."""
     text_length: int
     """Text tokens; 0 means no text, and one learned null token stands in."""
     is_padding: bool = False
+    given: tuple[Span, ...] = ()
+    """The tokens that are given, clean among the noisy ones: runs in order, that do not touch."""
+    times: tuple[float, ...] = ()
+    """When each frame of tokens is; empty: 0, 1, 2, ..."""
 
     @property
     def num_tokens(self) -> int:
@@ -37,6 +43,19 @@ class Segment:
     def text_slots(self) -> int:
         """Places this segment takes in the text of the pack."""
         return max(1, self.text_length)
+
+    @property
+    def reach(self) -> Grid:
+        """The smallest grid, from 0, that holds the positions of its tokens."""
+        return self.grid if not self.times else (ceil(max(self.times)) + 1, *self.grid[1:])
+
+    def pieces(self, span: Span, row: int, given_row: int) -> "tuple[Piece, ...]":
+        """Its tokens within `span`: those wanted have one condition row, those given another."""
+        edges = [0, *(edge for run in self.given for edge in run), self.num_tokens]
+        inner = [min(max(edge, span[0]), span[1]) for edge in edges]
+        rows = [given_row if index % 2 else row for index in range(len(inner) - 1)]
+        runs = zip(rows, inner, inner[1:], strict=False)
+        return tuple(Piece(row, stop - first, self.is_padding) for row, first, stop in runs)
 
 
 class Piece(NamedTuple):
@@ -59,28 +78,43 @@ class LengthGroup:
     length: int
     """Tokens of each."""
     is_padding: bool = False
+    gap: int = 0
+    """Tokens between one and the next, which are other pieces of the same segments."""
 
     @property
     def stop(self) -> int:
         """Last token (excluded)."""
-        return self.start + self.count * self.length
+        return self.start + self.count * (self.length + self.gap) - self.gap
 
     @property
     def members(self) -> slice:
         """The segments, or the condition rows."""
         return slice(self.first, self.first + self.count)
 
+    def tokens_of(self, x_S: Tensor) -> Tensor:
+        """Their tokens as a uniform batch: a view [count, length, ...] of [S, ...]."""
+        return x_S[self.start : self.stop].unfold(0, self.length, self.length + self.gap).movedim(-1, 1)
 
-def length_groups(pieces: Iterable[Piece]) -> tuple[LengthGroup, ...]:
-    """Groups neighbouring pieces of equally many tokens whose rows follow one another; leaves out empty ones."""
+
+def length_groups(segments: Iterable[Sequence[Piece]]) -> tuple[LengthGroup, ...]:
+    """Groups the pieces of neighbouring segments that are cut alike and whose rows follow one another.
+
+    Pieces without tokens are left out.
+    """
     groups, start = [], 0
-    filled = [piece for piece in pieces if piece.num_tokens > 0]
-    # rows that follow one another are at the same distance from their index in the list
-    keyed = [((piece.num_tokens, piece.is_padding, piece.row - index), piece) for index, piece in enumerate(filled)]
-    for (length, is_padding, _), group in groupby(keyed, key=lambda item: item[0]):
-        members = [piece.row for _, piece in group]
-        groups.append(LengthGroup(start, members[0], len(members), length, is_padding))
-        start = groups[-1].stop
+    filled = [tuple(piece for piece in pieces if piece.num_tokens > 0) for pieces in segments]
+    # rows that follow one another are at the same distance from their segment's index in the list
+    keyed = [
+        (tuple((piece.num_tokens, piece.is_padding, piece.row - index) for piece in pieces), pieces)
+        for index, pieces in enumerate(filter(None, filled))
+    ]
+    for _, group in groupby(keyed, key=lambda item: item[0]):
+        members = [pieces for _, pieces in group]
+        size, before = sum(piece.num_tokens for piece in members[0]), 0
+        for row, length, is_padding in members[0]:
+            groups.append(LengthGroup(start + before, row, len(members), length, is_padding, size - length))
+            before += length
+        start += size * len(members)
     return tuple(groups)
 
 
@@ -92,11 +126,18 @@ class ConditionRows:
 
     def of_token(self, device: torch.device) -> Tensor:
         """int64 [S]."""
+        if device not in self._of_token and device.type != "cpu":
+            self.keep(device, self.of_token(torch.device("cpu")).to(device, non_blocking=True))
         if device not in self._of_token:
-            rows = torch.tensor([row for group in self.groups for row in range(group.first, group.first + group.count)])
-            lengths = torch.tensor([group.length for group in self.groups for _ in range(group.count)])
-            self._of_token[device] = rows.repeat_interleave(lengths).to(device, non_blocking=True)
+            row_S = torch.empty(sum(group.count * group.length for group in self.groups), dtype=torch.long)
+            for group in self.groups:
+                group.tokens_of(row_S).copy_(torch.arange(group.first, group.first + group.count)[:, None])
+            self.keep(device, row_S)
         return self._of_token[device]
+
+    def keep(self, device: torch.device, row_S: Tensor) -> None:
+        """Takes what `of_token` gives for a device, int64 [S]."""
+        self._of_token[device] = row_S
 
     @cached_property
     def _of_token(self) -> dict[torch.device, Tensor]:
@@ -104,11 +145,33 @@ class ConditionRows:
 
 
 @dataclass(frozen=True, slots=True)
+class DenseRows:
+    """The condition rows of a uniform batch of which some tokens are given: of sample b, those have row B + b, the
+    others row b."""
+
+    num_tokens: int
+    given: tuple[Span, ...]
+    batch: int
+
+    @property
+    def runs(self) -> tuple[tuple[Span, slice], ...]:
+        """Tokens in order, and the rows that they have in the samples of the batch."""
+        pieces = Segment((1, 1, self.num_tokens), 0, given=self.given).pieces((0, self.num_tokens), 0, self.batch)
+        stops = list(accumulate(piece.num_tokens for piece in pieces))
+        runs = zip((0, *stops), stops, pieces, strict=False)
+        return tuple(((first, stop), slice(row, row + self.batch)) for first, stop, (row, *_) in runs if stop > first)
+
+    def of_token(self, device: torch.device) -> Tensor:
+        """int64 [S, B]."""
+        parts = [torch.arange(rows.start, rows.stop).expand(stop - first, -1) for (first, stop), rows in self.runs]
+        return torch.cat(parts).to(device)
+
+
+@dataclass(frozen=True, slots=True)
 class RowsByToken:
     """Condition rows of which only a tensor is known, not how they are grouped: a recording's, which has any pack's."""
 
     row_S: Tensor
-    groups = None
 
     def of_token(self, device: torch.device) -> Tensor:
         """int64 [S]."""
@@ -161,3 +224,5 @@ class TokenMesh:
 
 
 ONE_RANK = TokenMesh()
+
+Rows = ConditionRows | DenseRows | RowsByToken

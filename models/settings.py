@@ -36,9 +36,9 @@ SAMPLERS: dict[str, SamplerTraits] = {
     "unipc": SamplerTraits(),
 }
 STOCHASTIC = tuple(name for name, traits in SAMPLERS.items() if traits.adds_noise)
-SCHEDULES = ("karras", "log_linear", "exponential", "linear", "ddpm")
-AUTO = "auto"
-"""As `shift`: the one that suits the resolution (see `resolution_shift`)."""
+SCHEDULES = ("karras", "log_linear", "exponential", "linear", "flow", "ddpm")
+AUTO_SHIFTS = ("auto", "auto_video")
+"""As `shift`: the one that suits the pixels of a frame, or those of all frames (see `fitting_shift`)."""
 _ADDED_NOISE = {"churn": 0.0, "eta": 0.0}
 """Settings of the noise that a sampler adds, and the values that switch it off."""
 _OF_SCHEDULE = ("num_steps", "schedule", "sigma_min", "sigma_max", "rho")
@@ -74,8 +74,10 @@ class SamplingSettings:
     )
     schedule: str = setting("karras", "noise levels: " + ", ".join(SCHEDULES), metavar="NAME")
     sigmas: tuple[float, ...] = setting((), "the noise levels themselves, decreasing, in place of a schedule")
-    shift: float | Literal["auto"] = setting(
-        1.0, "multiplies all noise levels; auto: what suits the resolution", above=0
+    shift: float | Literal["auto", "auto_video"] = setting(
+        1.0,
+        "multiplies all noise levels; auto: what suits the resolution; auto_video: and the number of frames",
+        above=0,
     )
     """More than 1 suits more pixels than were trained on (arXiv 2403.03206, section 5.3.2)."""
     churn: float = setting(0.0, f"S_churn: noise added before steps ({', '.join(STOCHASTIC)})", low=0)
@@ -89,6 +91,10 @@ class SamplingSettings:
     """arXiv 2404.07724; empty: all levels."""
     adapter_interval: tuple[float, ...] = setting((), "lowest and highest noise level at which adapters act", nargs=2)
     """Empty: all levels."""
+    image_guidance: float = setting(
+        1.0, "scale of guidance by what is given of the video (--image, --video, ...); 1 is none", low=0
+    )
+    """arXiv 2211.09800, eq. 3."""
     guidance_rescale: float = setting(
         0.0, "0 to 1: how far guided latents get their unguided deviation back", low=0, high=1
     )
@@ -110,8 +116,8 @@ class SamplingSettings:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        if self.shift == AUTO:
-            raise UserError(f"shift={AUTO} must be a number here: there is no resolution to suit")
+        if self.shift in AUTO_SHIFTS:
+            raise UserError(f"shift={self.shift} must be a number here: there is no resolution to suit")
         if self.sigma_min >= self.sigma_max:
             raise UserError(f"sigma_min={self.sigma_min} must be smaller than sigma_max={self.sigma_max}")
         for name in ("churn_interval", "guidance_interval", "adapter_interval"):
@@ -146,7 +152,8 @@ ServedSettings = given_class("ServedSettings", SamplingSettings, only=SERVED)
 def resolve(defaults: SamplingSettings, *, trained: SamplingSettings | None = None, **given: Any) -> SamplingSettings:
     """The defaults with what is given (and not None) in their place.
 
-    `trained` are the checkpoint's defaults, where `defaults` are others (a record's): `shift="auto"` starts from them.
+    `trained` are the checkpoint's defaults, where `defaults` are others (a record's): a shift that fits itself starts
+    from them.
 
     Raises:
         UserError: for an unknown name, a value outside its range, and settings that exclude each other.
@@ -156,9 +163,8 @@ def resolve(defaults: SamplingSettings, *, trained: SamplingSettings | None = No
     for name in given.keys() - known.keys():
         raise UserError(f"unknown setting {name!r}{did_you_mean(name, known)}")
     given = {name: check_value(known[name], name, value) for name, value in given.items()}
-    if given.get("shift") == AUTO:
-        size, usual = {"height": defaults.height, "width": defaults.width} | given, trained or defaults
-        given["shift"] = resolution_shift(size["height"] * size["width"], usual.height * usual.width)
+    if given.get("shift") in AUTO_SHIFTS:
+        given["shift"] = fitting_shift(given["shift"], asdict(defaults) | given, asdict(trained or defaults))
     settings = replace(defaults, **switched_off(asdict(defaults), given) | given)
     settings = replace(settings, sampler=find_sampler(settings.sampler), schedule=find_schedule(settings.schedule))
     check_together(settings)
@@ -195,6 +201,8 @@ def check_together(settings: SamplingSettings) -> None:
         raise UserError("second_prompt and second_guidance go together: give both, or neither")
     if settings.autoguidance and settings.negative_prompt:
         raise UserError("autoguidance takes the place of the negative prompt: give one of them")
+    if settings.autoguidance and settings.image_guidance != 1:
+        raise UserError("autoguidance leads away from a weaker network, image_guidance from nothing given: choose one")
     if settings.autoguidance and settings.guidance == 1:
         raise UserError("autoguidance needs a guidance other than 1, which is none")
 
@@ -217,9 +225,17 @@ def find_schedule(name: str) -> str:
     return choose_one(_key(name), SCHEDULES, f"schedule {name!r} is not available")
 
 
+def fitting_shift(kind: str, size: Mapping[str, Any], usual: Mapping[str, Any]) -> float:
+    """The shift of one of `AUTO_SHIFTS` for a size (num_frames, height, width) where `usual` was trained on."""
+    wanted, trained = (
+        of["height"] * of["width"] * (of["num_frames"] if kind == "auto_video" else 1) for of in (size, usual)
+    )
+    return resolution_shift(wanted, trained)
+
+
 def resolution_shift(pixels: int, reference_pixels: int) -> float:
     """sqrt(pixels / reference_pixels): the noise that hides as much of a picture with more pixels (arXiv 2403.03206,
-    eq. 23), for pixels in a frame and in a frame of the training resolution."""
+    eq. 23), for pixels in a frame (or in all frames) and in one of the training resolution."""
     return math.sqrt(pixels / reference_pixels)
 
 

@@ -84,11 +84,12 @@ def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
 WORDS = tuple("a red seven blue three moving left right on the beach robot waves digit".split())
 
 
-def _write_t5(directory: Path, *, dim: int = 16, words: Sequence[str] = WORDS) -> Path:
-    """config.json, tokenizer.json, model.safetensors."""
+def _write_t5(directory: Path, *, dim: int = 16, words: Sequence[str] = WORDS, kind: str = "T5") -> Path:
+    """config.json, tokenizer.json, model.safetensors; `kind` is what the name of its class begins with."""
     import torch
+    import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
+    from transformers import PreTrainedTokenizerFast
 
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -9.0), ("▁", -8.0), *((f"▁{word}", -2.0) for word in words)]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=2))
@@ -98,8 +99,10 @@ def _write_t5(directory: Path, *, dim: int = 16, words: Sequence[str] = WORDS) -
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
     ).save_pretrained(directory)
     torch.manual_seed(0)
-    config = T5Config(vocab_size=len(pieces), d_model=dim, d_kv=4, d_ff=32, num_layers=2, num_heads=4)
-    T5EncoderModel(config).save_pretrained(directory)
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=len(pieces), d_model=dim, d_kv=4, d_ff=32, num_layers=2, num_heads=4
+    )
+    getattr(transformers, f"{kind}EncoderModel")(config).save_pretrained(directory)
     return directory
 
 

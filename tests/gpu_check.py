@@ -1,79 +1,206 @@
 """`make gpu-check`: what a GPU machine proves, with the Python and torch that are there, no venv and no network.
 
-Makes the package importable from a temporary folder (wheels of dist/gpu/, a link to this repository), runs the tests
-marked `gpu`, a short training run on digits and benchmarks of larger networks, and prints one table. Only the standard
-library is needed to start; what is missing is named in the table. The exit code is 1 if any of it failed.
+Makes the package importable from a temporary folder: a link to this repository, and wheels of dist/gpu/, which
+`make gpu-wheels` fetches where there is a network. Then each of `MEASUREMENTS` in turn, a process of its own with a
+limit of its own: a row is printed, and written to OUT/rows.jsonl, when it is known, so that nothing is lost where the
+machine is taken away. What a process says on its way is in OUT/NAME.log. Only the standard library is needed to start;
+what is missing is named. The exit code is 1 if any of it failed.
 """
 
+import argparse
 import functools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import tomllib
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import NamedTuple
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 WHEELS = REPOSITORY / "dist" / "gpu"
 OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 9)
 MODULES = {
     "base": ("torch", "numpy", "einops", "safetensors", "omegaconf", "yaml", "rich", "imageio", "av", "PIL"),
+    "training on random samples": ("megatron.core",),
     "training": ("megatron.core", "megatron.energon", "sklearn", "tensorboard", "matplotlib"),
     "tests": ("pytest", "pytest_timeout"),
 }
+NEEDED = ("torch", "numpy", "einops", "safetensors", "omegaconf", "yaml", "rich", "PIL", "megatron.core")
+"""Without which nothing of megadit computes."""
 TRAIN_ITERS = 100
 DATASET_SIZE = ("--num_clips", "2000", "--num_images", "4000", "--num_val", "48")
-TIME_LIMIT = 150
-"""Seconds for the tests, and again for the run."""
+PROGRAMS = REPOSITORY / "tests" / "gpu"
+TEST_LIMIT = 120
+"""Seconds for the tests of one file."""
 
-BENCHMARK_TIME_LIMIT = 120
-_ONE_PACK = (
-    "data.mock=true",
-    "data.global_batch_size=1",
-    "data.micro_batch_size=1",
-    "optimizer.optimizer=adamw",
-    "ema.sigma_rels=[]",
-)
-_7B = ("--recipe", "performance_7b_8k_baseline", *_ONE_PACK, "optimizer.moments=bf16")
-_XL = ("--recipe", "pretrain_xl", *_ONE_PACK, "data.seq_length=8192", "data.text_seq_length=512")
-_MIXED = "data.mock_latent_shapes=[[1,32,32],[4,32,32],[9,32,32]]"
-BENCHMARKS = {
-    "DiT-XL, one clip of 8,192 tokens": (*_XL, "data.mock_latent_shapes=[[32,32,32]]"),
-    "DiT-XL, 8,192 tokens of mixed sizes": (*_XL, _MIXED),
-    "the same as CUDA graphs": (*_XL, _MIXED, "parallel.cuda_graph_max_segments=16"),
-    "DiT-7B, one clip of 8,192 tokens": _7B,
+
+class Measurement(NamedTuple):
+    """A program of tests/gpu/, which prints its rows as JSON."""
+
+    arguments: tuple[str, ...]
+    limit: int
+    """Seconds."""
+    needs_gpu: bool = False
+    needs: str = "base"
+    """A use in `MODULES`."""
+
+
+MEASUREMENTS = {
+    "products": Measurement(("products.py",), 30),
+    "attention": Measurement(("attention.py",), 75),
+    "chains": Measurement(("chains.py",), 60),
+    "layers": Measurement(("layers.py",), 75),
+    "7b": Measurement(("steps.py", "7b"), 120, True, "training on random samples"),
+    "7b-fused": Measurement(("steps.py", "7b-fused"), 120, True, "training on random samples"),
+    "7b-four": Measurement(("steps.py", "7b-four"), 120, True, "training on random samples"),
+    "xl": Measurement(("steps.py", "xl"), 60, True, "training on random samples"),
+    "xl-mixed": Measurement(("steps.py", "xl-mixed"), 60, True, "training on random samples"),
+    "xl-graphs": Measurement(("steps.py", "xl-graphs"), 60, True, "training on random samples"),
+    "behaviour": Measurement(("behaviour.py",), 90),
+    "tiny": Measurement(("steps.py", "tiny"), 90, False, "training on random samples"),
 }
-"""Training steps that a GPU is timed with; without one they are not measured."""
+"""In the order in which they matter; `digits` and `tests` follow."""
 
 Row = tuple[str, str, bool]
 """What, what was found, and whether that is a failure."""
 
 
-def main() -> int:
+class Report:
+    """Rows, told and written down one by one."""
+
+    def __init__(self, out: Path, budget: float) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        self.out, self.rows = out, []
+        self._end = time.monotonic() + budget
+        (out / "rows.jsonl").write_text("")
+
+    def tell(self, part: str, name: str, found: str, failed: bool = False, figures: dict | None = None) -> None:
+        row = {"part": part, "name": name, "found": found, "failed": failed, "figures": figures or {}}
+        self.rows.append(row)
+        with (self.out / "rows.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(f"{'FAIL' if failed else 'ok  '}  {name:40}  {found}", flush=True)
+
+    def add(self, part: str, rows: list[Row]) -> None:
+        for row in rows:
+            self.tell(part, *row)
+
+    def seconds_left(self, limit: float) -> float:
+        return min(limit, self._end - time.monotonic())
+
+    def finish(self) -> int:
+        """Writes report.json; the exit code."""
+        temporary = self.out / "report.json.part"
+        temporary.write_text(json.dumps(self.rows, indent=1))
+        temporary.replace(self.out / "report.json")
+        failed = sum(row["failed"] for row in self.rows)
+        print(f"\n{len(self.rows)} rows, {failed} failed; all of it is in {self.out}")
+        return int(failed > 0)
+
+
+def main(argv: list[str] | None = None) -> int:
     if sys.version_info < OLDEST_PYTHON:
         print(f"Python {sys.version.split()[0]} is too old; needed: 3.11 or newer (make gpu-check GPU_PYTHON=...)")
         return 1
-    rows: list[Row] = [("python", sys.version.split()[0], False)]
+    parser = argparse.ArgumentParser(prog="gpu_check.py", allow_abbrev=False)
+    parser.add_argument(
+        "--out", type=Path, default=REPOSITORY / "runs" / "gpu-check", help="a folder for rows and logs"
+    )
+    known = (*MEASUREMENTS, "digits", "tests")
+    parser.add_argument("--only", default="", metavar="NAME,...", help=f"some of {', '.join(known)}")
+    parser.add_argument("--budget", type=float, default=1e9, metavar="SECONDS", help="nothing begins after so many")
+    options = parser.parse_args(argv)
+    wanted = options.only.split(",") if options.only else list(known)
+    if unknown := set(wanted) - set(known):
+        parser.error(f"there is no {sorted(unknown)[0]!r}; choose of {', '.join(known)}")
+    report = Report(options.out.resolve(), options.budget)
+    report.tell("machine", "python", sys.version.split()[0])
     with tempfile.TemporaryDirectory(prefix="megadit-gpu-check-") as folder:
         site = Path(folder, "site")
-        rows += install_wheels(site)
+        report.add("machine", install_wheels(site))
         expose_package(site)
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])}
+        path = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
+        memory = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        environment = {**os.environ, "PYTHONPATH": path, "PYTORCH_CUDA_ALLOC_CONF": memory}
         run = functools.partial(subprocess.run, env=environment, cwd=folder, capture_output=True, text=True)
         missing = missing_modules(run)
-        rows += [(f"missing for {use}", ", ".join(names), False) for use, names in missing.items() if names]
+        report.add(
+            "machine", [(f"missing for {use}", ", ".join(names), False) for use, names in missing.items() if names]
+        )
         if "torch" in missing["base"]:
-            rows.append(("torch", f"not installed: install {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} or newer", True))
-        else:
-            rows += describe_torch(run)
-            rows += run_tests(run, Path(folder), missing["tests"])
-            rows += run_digits(run, Path(folder), missing)
-            rows += run_benchmarks(run, Path(folder), missing, has_gpu=has_gpu(run))
-    print_table(rows)
-    return int(any(failed for *_, failed in rows))
+            report.tell(
+                "machine", "torch", f"not installed: install {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} or newer", True
+            )
+            return report.finish()
+        report.add("machine", describe_torch(run))
+        gpu = has_gpu(run)
+        for name in wanted:
+            if name in MEASUREMENTS:
+                measurement = MEASUREMENTS[name]._replace(limit=MEASUREMENTS[name].limit * (1 if gpu else 10))
+                measure(report, name, measurement, environment, missing, has_gpu=gpu)
+        if "digits" in wanted:
+            report.add("digits", run_digits(report, environment, Path(folder), missing))
+        if "tests" in wanted:
+            run_tests(report, environment, missing["tests"], has_gpu=gpu)
+    return report.finish()
+
+
+def measure(
+    report: Report, name: str, measurement: Measurement, environment: dict, missing: dict, *, has_gpu: bool
+) -> None:
+    """Runs a program, and tells its rows as they come."""
+    lacking = [*missing["base"], *(missing[measurement.needs] if measurement.needs != "base" else [])]
+    lacking = [module for module in lacking if module in NEEDED]
+    if lacking or (measurement.needs_gpu and not has_gpu):
+        report.tell(name, name, f"not measured: {'missing ' + ', '.join(lacking) if lacking else 'no GPU'}")
+        return
+    program, *arguments = measurement.arguments
+
+    def row(line: str) -> None:
+        try:
+            found = json.loads(line)
+            report.tell(name, found["name"], found["found"], found["failed"], found["figures"])
+        except (ValueError, KeyError, TypeError):
+            print(f"      {line}", flush=True)
+
+    failure = watched(report, name, [str(PROGRAMS / program), *arguments], environment, measurement.limit, row)
+    if failure:
+        report.tell(name, name, failure, True)
+
+
+def watched(report: Report, name: str, arguments: list[str], environment: dict, limit: float, tell=print) -> str | None:
+    """Runs `python arguments`, told each line of its output; None, or what went wrong. Its errors are in NAME.log."""
+    left = report.seconds_left(limit)
+    if left < min(limit, 10):
+        return "not begun: the budget is spent"
+    log = report.out / f"{name}.log"
+    with log.open("a") as errors:
+        command = [sys.executable, *arguments]
+        options = {"env": environment, "cwd": report.out, "stdout": subprocess.PIPE, "stderr": errors, "text": True}
+        process = subprocess.Popen(command, start_new_session=True, **options)
+        ended_by_us = threading.Event()
+
+        def end() -> None:
+            ended_by_us.set()
+            os.killpg(process.pid, signal.SIGKILL)
+
+        timer = threading.Timer(left, end)
+        timer.start()
+        try:
+            for line in process.stdout:
+                tell(line.rstrip("\n"))
+        finally:
+            timer.cancel()
+            code = process.wait()
+    if ended_by_us.is_set():
+        return f"not done after {left:.0f} s"
+    return f"exit code {code}: {last_line(log.read_text())} (all of it in {log.name})" if code else None
 
 
 def install_wheels(site: Path) -> list[Row]:
@@ -140,76 +267,41 @@ def describe_torch(run) -> list[Row]:
     ]
 
 
-def run_tests(run, folder: Path, missing: list[str]) -> list[Row]:
-    """The tests marked `gpu`, from the files that have any, so that other tests' libraries need not be there."""
-    if "pytest" in missing:
-        return [("tests marked gpu", "skipped: pytest is not installed", False)]
-    files = [str(file) for file in (REPOSITORY / "tests").rglob("test_*.py") if "pytest.mark.gpu" in file.read_text()]
-    if not files:
-        return [("tests marked gpu", "there are none", False)]
-    print(f"Running the tests marked gpu in {len(files)} files.", flush=True)
-    report = folder / "report.xml"
-    # The project's own addopts are strict about options of plugins that may be missing here.
-    options = [
-        "-q",
-        "-m",
-        "gpu",
-        "-p",
-        "no:cacheprovider",
-        "-o",
-        "addopts=--import-mode=importlib",
-        f"--junitxml={report}",
-    ]
-    try:
-        done = run([sys.executable, "-m", "pytest", *options, f"--rootdir={REPOSITORY}", *files], timeout=TIME_LIMIT)
-    except subprocess.TimeoutExpired:
-        return [("tests marked gpu", f"not done after {TIME_LIMIT} s", True)]
-    if not report.is_file():
-        return [("tests marked gpu", last_line(done.stderr or done.stdout), True)]
-    return summarize_tests(report)
+def run_tests(report: Report, environment: dict, missing: list[str], *, has_gpu: bool) -> None:
+    """The tests marked `gpu`, file by file: one that hangs, or lacks a library, costs its own alone."""
+    if "pytest" in missing or not has_gpu:
+        report.tell("tests", "tests marked gpu", f"not run: {'no GPU' if not has_gpu else 'pytest is not installed'}")
+        return
+    # the project's own addopts are strict about options of plugins that may be missing here
+    options = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib", "-o", "timeout=0"]
+    files = [file for file in (REPOSITORY / "tests").rglob("test_*.py") if "pytest.mark.gpu" in file.read_text()]
+    for file in sorted(files):
+        name, lines = f"tests {file.relative_to(REPOSITORY / 'tests')}", []
+        arguments = ["-m", "pytest", *options, f"--rootdir={REPOSITORY}", str(file)]
+        failure = watched(report, "tests", arguments, environment, TEST_LIMIT, lines.append)
+        report.tell("tests", name, (lines or [failure or ""])[-1], failure is not None)
+        report.add("tests", [(f"  {line.split(' - ')[0]}", line, True) for line in lines if line.startswith("FAILED")])
 
 
-def summarize_tests(report: Path) -> list[Row]:
-    """Counts, then a row for each failure and each reason to skip."""
-    cases = list(ElementTree.parse(report).iter("testcase"))
-    failures = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
-    reasons = [skipped.get("message", "") for case in cases if (skipped := case.find("skipped")) is not None]
-    passed = len(cases) - len(failures) - len(reasons)
-    rows = [("tests marked gpu", f"{passed} passed, {len(failures)} failed, {len(reasons)} skipped", bool(failures))]
-    rows += [("  skipped", f"{reasons.count(reason)} x {reason}", False) for reason in dict.fromkeys(reasons)]
-    return rows + [("  failed", f"{case.get('classname')}::{case.get('name')}", True) for case in failures]
-
-
-def run_digits(run, folder: Path, missing: dict[str, list[str]]) -> list[Row]:
+def run_digits(report: Report, environment: dict, folder: Path, missing: dict[str, list[str]]) -> list[Row]:
     """A short run of the recipe `digits`: on the digits themselves where Energon and scikit-learn are there."""
     needed = [name for name in (*missing["base"], *missing["training"]) if name not in ("av", "imageio", "matplotlib")]
     if any(name not in ("megatron.energon", "sklearn", "tensorboard") for name in needed):
         return [("digits run", f"skipped: missing {', '.join(needed)}", False)]
     output, source = folder / "train", ["--mock"]
     if not needed:
-        print("Preparing a few digits.", flush=True)
         dataset = folder / "dataset"
-        failure = try_module(run, "megadit.models.shared.verbs", "prepare", "digits", str(dataset), *DATASET_SIZE)
-        if failure:
+        prepare = ["-m", "megadit.models.shared.verbs", "prepare", "digits", str(dataset), *DATASET_SIZE]
+        if failure := watched(report, "digits", prepare, environment, 90):
             return [("prepare digits", failure, True)]
         source = [f"data.path={dataset}"]
     overrides = [f"train.train_iters={TRAIN_ITERS}", f"train.output_dir={output}", "validation.interval=0"]
     if "tensorboard" in needed:
         overrides.append("logger.tensorboard=false")
-    print(f"Training {TRAIN_ITERS} steps of the recipe digits.", flush=True)
-    failure = try_module(run, "megadit.train", "--recipe", "digits", *source, *overrides)
-    if failure:
+    command = ["-m", "megadit.train", "--recipe", "digits", *source, *overrides]
+    if failure := watched(report, "digits", command, environment, 150):
         return [("digits run", failure, True)]
     return summarize_run(output / "metrics.jsonl", mock="--mock" in source)
-
-
-def try_module(run, module: str, *arguments: str, limit: int = TIME_LIMIT) -> str | None:
-    """Runs `python -m module arguments`; None, or what went wrong."""
-    try:
-        done = run([sys.executable, "-m", module, *arguments], timeout=limit)
-    except subprocess.TimeoutExpired:
-        return f"not done after {limit} s"
-    return last_line(done.stderr) if done.returncode else None
 
 
 def summarize_run(metrics: Path, *, mock: bool) -> list[Row]:
@@ -229,44 +321,6 @@ def summarize_run(metrics: Path, *, mock: bool) -> list[Row]:
 def has_gpu(run) -> bool:
     done = run([sys.executable, "-c", "import torch; print(torch.cuda.is_available())"])
     return done.stdout.strip() == "True"
-
-
-def run_benchmarks(run, folder: Path, missing: dict[str, list[str]], *, has_gpu: bool) -> list[Row]:
-    """A row for each of `BENCHMARKS`."""
-    if not has_gpu:
-        return [(name, "not measured: no GPU", False) for name in BENCHMARKS]
-    if "megatron.core" in missing["training"]:
-        return [(name, "not measured: megatron.core is not installed", False) for name in BENCHMARKS]
-    rows = []
-    for name, arguments in BENCHMARKS.items():
-        print(f"Timing {name}.", flush=True)
-        file = folder / "figures.json"
-        options = ("--steps", "5", "--json", str(file))
-        failure = try_module(run, "megadit.train.benchmarks.train", *arguments, *options, limit=BENCHMARK_TIME_LIMIT)
-        if failure:
-            rows.append((name, failure, True))
-            continue
-        record = json.loads(file.read_text())
-        rows.append((name, describe_figures(record["figures"]), False))
-        for op, calls in record["ops"].items():
-            rows.append((f"  {op}", ", ".join(f"{variant} {count} x" for variant, count in calls.items()), False))
-    return rows
-
-
-def describe_figures(figures: dict) -> str:
-    share = figures["tflops"] / figures["matmul_tflops"]
-    return (
-        f"{figures['tokens_per_second']:,.0f} tokens/s, {figures['tflops']:.0f} TFLOP/s computed "
-        f"({share:.0%} of the matmul rate, {figures['upstream_tflops']:.0f} by the upstream formula), "
-        f"{figures['peak_memory_gb']:.0f} GB, fill {figures['fill']:.0%}"
-    )
-
-
-def print_table(rows: list[Row]) -> None:
-    width = max(len(name) for name, *_ in rows)
-    print()
-    for name, found, failed in rows:
-        print(f"{'FAIL' if failed else 'ok  '}  {name:{width}}  {found}")
 
 
 def last_line(text: str) -> str:

@@ -65,6 +65,7 @@ class RankServer:
         return json.loads(message)
 
     def close(self) -> None:
+        self._channel.shutdown(socket.SHUT_RDWR)  # processes that were forked meanwhile hold it too
         self._channel.close()
         self._process.wait()
 

@@ -4,8 +4,10 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).resolve().parent.parent
-DOCKERFILE = (REPOSITORY / "Dockerfile").read_text()
+DOCKERFILE, SERVED = ((REPOSITORY / name).read_text() for name in ("Dockerfile", "serve/Dockerfile"))
 
 
 def test_it_starts_from_the_vendor_s_image():
@@ -13,10 +15,17 @@ def test_it_starts_from_the_vendor_s_image():
     assert "FROM ${PYTORCH_IMAGE}" in DOCKERFILE
 
 
-def test_extras_exist():
-    extras = re.search(r"'\.\[([\w,]+)\]'", DOCKERFILE)[1].split(",")
+@pytest.mark.parametrize("dockerfile", [DOCKERFILE, SERVED], ids=["train", "serve"])
+def test_extras_exist_and_decode_what_tokenizers_need(dockerfile):
+    extras = set(re.search(r"'[./\w]+\[([\w,]+)\]'", dockerfile)[1].split(","))
     known = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(extras) <= set(known)
+    assert extras <= set(known)
+    assert {"diffusers", "t5"} <= extras, "Cosmos' decoder is diffusers', the text encoder transformers'"
+
+
+def test_the_server_has_every_runtime_and_one_torch():
+    assert "onnxruntime-gpu" in SERVED and "tensorrt==" in SERVED and re.search(r'"torch==\$\{TORCH\}"', SERVED)
+    assert re.search(r"^ARG TORCH=\d+\.\d+\.\d+$", SERVED, re.MULTILINE)
 
 
 def test_torch_is_pinned_to_what_the_image_brings():

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megadit.infer.evaluate.metrics import METRICS
 from megadit.infer.samplers import SAMPLERS
 from megadit.models import settings
 from megadit.models.families import FAMILIES
@@ -17,7 +18,7 @@ EXAMPLES = dict(re.findall(r"^```python (\w+)\n(.*?)^```$", PAGE.read_text(encod
 
 @pytest.fixture(autouse=True)
 def tables_stay_as_they_are():
-    tables = [SAMPLERS, settings.SAMPLERS, FAMILIES, RECIPES, *(op.variants for op in OPS.values())]
+    tables = [SAMPLERS, settings.SAMPLERS, FAMILIES, RECIPES, METRICS, *(op.variants for op in OPS.values())]
     before = [dict(table) for table in tables]
     yield
     for table, rows in zip(tables, before, strict=True):
@@ -25,14 +26,14 @@ def tables_stay_as_they_are():
         table.update(rows)
 
 
-@pytest.mark.parametrize("name", ["sampler", "family", "variant", "recipe"])
+@pytest.mark.parametrize("name", ["sampler", "family", "variant", "recipe", "metric"])
 def test_the_example_runs(name):
     exec(compile(EXAMPLES[name], f"{PAGE.name}, {name}", "exec"), {"__name__": f"example_{name}"})
 
 
 def test_every_chapter_has_an_example_that_runs():
     """A setting's runs in tests/models/test_settings.py, a runtime's in tests/export/test_export.py."""
-    assert set(EXAMPLES) == {"setting", "sampler", "family", "variant", "recipe", "runtime"}
+    assert set(EXAMPLES) == {"setting", "sampler", "family", "variant", "recipe", "runtime", "metric"}
     assert len(EXAMPLES) == PAGE.read_text(encoding="utf-8").count("\n## ")
 
 

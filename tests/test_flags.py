@@ -21,7 +21,9 @@ MADE = "infer/test_flags.py::test_an_option_changes_what_is_made"
 CALIBRATED = "infer/test_flags.py::test_an_option_changes_what_is_calibrated"
 SELECTED = "train/data/ingest/test_flags.py::test_an_option_changes_what_is_selected"
 FOLDER = "train/data/ingest/test_flags.py::test_given_encoders_and_processes"
+DOWNLOAD = "train/data/ingest/test_download.py"
 VIDEOS = "train/data/ingest/test_videos.py"
+EVALUATE = "infer/evaluate/test_command.py"
 RANKS = "infer/inspect/test_interconnect.py"
 REQUEST = "serve/test_flags.py::test_every_option_reaches_the_service"
 DEBUG = {"models/shared/test_verbs.py::test_debug_shows_the_traceback": "--debug"}
@@ -32,9 +34,11 @@ GENERATE = """
     --guidance_convention --guidance_interval --guidance_rescale --autoguidance --second_prompt --second_guidance
     --sampler --num_steps --schedule --sigmas --sigma_min --sigma_max --rho --shift --churn --churn_interval --eta
     --cache_budget --cache_measure --lpips_weights --video_save_path --format --contact_sheet --batch_size --device
-    --dtype --runtime --sequential_guidance --offload_text_encoder --compile --cuda_graphs --overlap_decoding
+    --dtype --runtime --sequential_guidance --offload_text_encoder --compile --cuda_graphs --resident_blocks
+    --overlap_decoding
     --tokenizer_model --tokenizer_cache_dir --t5_cache_dir --num_devices --tp_size --cp_size --cfg_parallel
-    --guardrail_dir --adapter --adapter_interval
+    --guardrail_dir --adapter --adapter_interval --lead_to_video --image --last_image --keyframe --video --mask
+    --instruction --image_guidance --total_frames --story
 """
 INGEST = {
     SELECTED: """
@@ -48,9 +52,11 @@ INGEST = {
     f"{VIDEOS}::test_an_image_is_a_video_of_one_frame": "--channels --min_aesthetic_score",
     f"{VIDEOS}::test_stages_run_alone_and_name_the_one_before": "--stages",
     f"{VIDEOS}::test_a_second_run_does_nothing_and_a_shard_can_be_made_again": "--redo",
+    f"{DOWNLOAD}::test_parts_in_any_order_leave_what_one_process_leaves": "--part",
     "train/data/ingest/test_encodings.py::test_all_encodings_of_the_file_are_stored": "--encodings",
     "train/data/ingest/test_flags.py::test_a_preparation_is_begun_anew": "--overwrite",
 }
+FETCHED = {f"{DOWNLOAD}::test_downloads_obey_their_options": "--downloads --download_seconds --private_addresses"}
 CAPTIONED = {SELECTED: f"{INGEST[SELECTED]} --captions"}
 TABLES = "train/data/ingest/test_flags.py::test_tables_of_a_split_into_a_folder_of_its_own"
 COLUMN = "train/data/ingest/test_sources.py::test_images_inside_tables_and_a_chosen_column_of_captions"
@@ -69,8 +75,8 @@ SHOWN_BY = {
     "prepare videos": INGEST | CAPTIONED,
     "prepare images": INGEST | CAPTIONED,
     "prepare webdataset": INGEST,
-    "prepare hf": INGEST | {TABLES: "--split", COLUMN: "--caption_column"},
-    "prepare butterfly": INGEST | {TABLES: "--split --source --output_dir", COLUMN: "--caption_column"},
+    "prepare hf": INGEST | FETCHED | {TABLES: "--split", COLUMN: "--caption_column"},
+    "prepare butterfly": INGEST | FETCHED | {TABLES: "--split --source --output_dir", COLUMN: "--caption_column"},
     "prepare nemo": {
         "train/data/ingest/test_sources.py::test_what_nemo_and_dfm_wrote_becomes_a_data_set": (
             "--tokenizer --text_encoder --fps --val_every --shard_size --overwrite"
@@ -82,17 +88,33 @@ SHOWN_BY = {
             --guidance --num_video_frames --height --width --fps --negative_prompt --eta
         """
     },
+    "prepare edits": {
+        "train/data/test_edits.py::test_videos_are_cut_alike": "--fps --num_frames",
+        "train/data/test_edits.py::test_a_second_run_goes_on_and_another_is_refused": (
+            "--tokenizer --text_encoder --size --val_share --overwrite"
+        ),
+    },
     "train": {
         "train/test_flags.py::test_options_reach_the_run": (
             "--recipe --config-file --mock --dataset-path --yes --print-config"
         ),
         "train/test_flags.py::test_options_of_the_command": "--nproc --dry-run",
         "train/plan/test_plan.py::test_plan_says_the_best_layout_why_and_what_does_not_fit": "--plan --gpus --gpu",
+        "train/plan/test_tune.py::test_the_fastest_of_four_on_two_ranks_trains": (
+            "--tune --top --tune_steps --tune_seconds"
+        ),
+        "train/plan/test_budget.py::test_it_is_printed": "--explain",
     }
     | DEBUG,
     "slurm": {
         "train/slurm/test_slurm.py::test_dry_run_submits_nothing": "--config-file --dry-run",
         "train/slurm/test_slurm.py::test_the_resolved_configuration_is_shown_and_nothing_written": "--print-config",
+        "train/slurm/test_stages.py::test_a_stage_alone_waits_for_what_is_in_the_queue": "--stages",
+        "train/slurm/test_stages.py::test_only_what_failed_runs_again": "--failed",
+        "train/slurm/test_stages.py::test_the_same_chain_runs_here": "--local --at_once",
+        "train/slurm/test_validate.py::test_a_bad_node_is_excluded_from_the_next_stage": (
+            "--nodes --nodelist --partition"
+        ),
     },
     "bundle": {
         "train/test_to_bundle.py::test_averages_and_steps_are_chosen": "--ema --step",
@@ -111,6 +133,21 @@ SHOWN_BY = {
     "generate": {MADE: GENERATE},
     "calibrate-cache": {CALIBRATED: GENERATE},
     "check-cache": {CALIBRATED: GENERATE},
+    "evaluate": {
+        f"{EVALUATE}::evaluated": "--real --out --extractors --metrics --guidances",
+        f"{EVALUATE}::test_two_folders_against_each_other": "--videos --against",
+        f"{EVALUATE}::test_a_model_against_a_folder_with_a_shared_cache": """
+            --prompts --count --seed --frames --size --features --export_for --device --dtype --guidance --num_steps
+            --num_video_frames
+        """,
+        f"{EVALUATE}::test_settings_reach_the_videos": "--sampler --height --width --negative_prompt --eta",
+        f"{EVALUATE}::test_mistakes_are_one_line_that_says_what_to_do": "--fps",
+    },
+    "evaluate tokenizer": {
+        f"{EVALUATE}::test_a_tokenizer_is_measured": "--out --frames --size --count --lpips_weights",
+    },
+    "evaluate compare": {},
+    "evaluate convert": {},
     "export": {
         "export/test_export.py::test_every_option_reaches_the_export": """
             --format --precision --profile --opset --calibration_prompts --no_text_encoder --video_steps --workspace_gb
@@ -183,6 +220,11 @@ SHOWN_BY = {
         f"{RANKS}::test_command_starts_its_own_ranks_and_finds_them_healthy_enough": "--distributed --nproc",
     },
     "demo": {"train/digits/test_demo.py::test_every_option_reaches_the_demo": "--out --ranks --quick"},
+    "demo-given": {
+        "train/digits/test_given_demo.py::test_every_option_reaches_the_demo": (
+            "--out --bundle --ranks --steps --stride --seed"
+        )
+    },
     "demo-adapter": {
         "train/digits/test_subject.py::test_every_option_reaches_the_demo": (
             "--out --bundle --word --ranks --steps --seed"

@@ -29,8 +29,13 @@ class TrainOptions:
     print_config: bool = setting(False, "print the resolved configuration and stop", names=("--print-config",))
     dry_run: bool = setting(False, "also groups, memory, FLOPs, traffic; train nothing", names=("--dry-run",))
     plan: bool = setting(False, "rank all layouts of --gpus N --gpu NAME; train nothing")
+    tune: bool = setting(False, "measure the planner's best layouts on --nproc N ranks; write the fastest as YAML")
+    top: int = setting(5, "for --tune: so many layouts (default: {default})", low=1, metavar="N")
+    tune_steps: int = setting(10, "for --tune: steps timed of each (default: {default})", low=1, metavar="N")
+    tune_seconds: float = setting(900.0, "for --tune: a layout hangs after (default: {default})", above=0)
+    explain: bool = setting(False, "with --plan: what a step of the layout as configured is spent on, part by part")
     gpus: int | None = setting(None, "for --plan and --dry-run: so many GPUs", low=1, metavar="N")
-    gpu: str | None = setting(None, "for --plan and --dry-run: such as h100-80gb", metavar="NAME")
+    gpu: str | None = setting(None, "for --plan, --dry-run, --tune: such as h100-80gb", metavar="NAME")
     debug: bool = setting(False, "show the traceback of user errors")
     overrides: tuple[str, ...] = setting((), "change single values", positional=True, metavar="section.key=value")
 
@@ -49,6 +54,8 @@ def _run(argv: list[str], *, debug: bool) -> int:
         config = _config(options)
         if options.print_config or options.dry_run or options.plan:
             return _tell(config, options) if rank == 0 else 0
+        if options.tune:
+            return _tune(config, options)
         check_layout(config, options.nproc or world_size)
         check_inputs(config)
     if options.nproc:
@@ -90,10 +97,26 @@ def _tell(config: RunConfig, options: TrainOptions) -> int:
     gpu = find_gpu(options.gpu) if options.gpu else None
     gpus = options.gpus or options.nproc or int(os.environ.get("WORLD_SIZE", 0))
     if options.plan:
-        report.plan(config, gpus, gpu)
+        (report.explain if options.explain else report.plan)(config, gpus, gpu)
         return 0
     told = report.dry_run(config, gpus or config.parallel.sizes.smallest_world, gpu)
     print(f"{to_yaml(config)}{told}")
+    return 0
+
+
+def _tune(config: RunConfig, options: TrainOptions) -> int:
+    from megadit.train.plan.hardware import find_gpu, this_device
+    from megadit.train.plan.tune import tune
+
+    gpu = find_gpu(options.gpu) if options.gpu else this_device(options.nproc)
+    tune(
+        config,
+        gpu,
+        ranks=options.nproc,
+        top=options.top,
+        steps=options.tune_steps,
+        seconds=options.tune_seconds,
+    )
     return 0
 
 
@@ -125,9 +148,17 @@ def _parse(argv: list[str]) -> TrainOptions:
     )
     if options.plan and not (options.gpus and options.gpu):
         raise UserError("--plan needs --gpus N and --gpu NAME, such as --gpus 64 --gpu h100-80gb")
-    if (options.gpus or options.gpu) and not (options.plan or options.dry_run):
+    if options.explain and not options.plan:
+        raise UserError("--explain belongs to --plan --gpus N --gpu NAME")
+    if options.tune and not options.nproc:
+        raise UserError("--tune needs --nproc N: the ranks of this machine that it measures with")
+    if options.gpus and not (options.plan or options.dry_run) or options.gpu and not _asks_planner(options):
         raise UserError("--gpus and --gpu belong to --plan and --dry-run; --nproc N or torchrun start ranks")
     return options
+
+
+def _asks_planner(options: TrainOptions) -> bool:
+    return options.plan or options.dry_run or options.tune
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megadit.models.ops.fusion import fused
+from megadit.models.transfer import sent_together
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _LOW_BITS = 0xFFFF  # of a float32, those that bfloat16 has not
@@ -28,45 +29,60 @@ class HalfMomentAdamW(torch.optim.Optimizer):
         self, params: Iterable[dict], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.gradient_factor: Tensor | None = None
+        """Multiplies all gradients as they are read; one number, on their device. None: 1."""
+        self.rounded: dict[Tensor, Tensor] = {}
+        """Parameter -> what else its new values are written to, in that tensor's precision, of its shape."""
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
         assert closure is None
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
-            for place, parameter in enumerate(group["params"]):
-                if parameter.grad is not None and parameter.numel():
-                    self._update(parameter, group, place)
+            updated = [(place, p) for place, p in enumerate(group["params"]) if p.grad is not None and p.numel()]
+            if not updated:
+                continue
+            factors, seeds = self._factors(group, updated[0][1].device)
+            for place, parameter in updated:
+                self._update(parameter, group, factors, seeds[place])
 
-    def _update(self, parameter: Tensor, group: dict, place: int) -> None:
-        state, step, (beta1, beta2) = self.state[parameter], group["step"], group["betas"]
+    def _factors(self, group: dict, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Decay, rate, correction and gradient factor, and the seed of each parameter.
+
+        Tensors on the device: a number would be compiled in, and these change with every step. Once for a group: what
+        is sent for each parameter by itself takes longer than its update.
+        """
+        step, (beta1, beta2) = group["step"], group["betas"]
+        numbers = [1 - group["lr"] * group["weight_decay"], group["lr"] / (1 - beta1**step), 1 / (1 - beta2**step), 1.0]
+        [factors] = sent_together([torch.tensor(numbers, dtype=torch.float32)], device)
+        if self.gradient_factor is not None:
+            factors = torch.cat([factors[:3], self.gradient_factor.float().view(1)])
+        place = torch.arange(len(group["params"]), device=device)
+        return factors, ((step * 7919 + place) & 0x7FFFFFFF).int()
+
+    def _update(self, parameter: Tensor, group: dict, factors: Tensor, seed: Tensor) -> None:
+        state = self.state[parameter]
         if not state:
             state.update({name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in MOMENTS})
         tensors = [_local(x) for x in (parameter, parameter.grad, *(state[name] for name in MOMENTS))]
-        # tensors on the device: a number would be compiled in, and this changes with every step
-        factors = torch.tensor(
-            [
-                1 - group["lr"] * group["weight_decay"],
-                group["lr"] / (1 - beta1**step),
-                1 / (1 - beta2**step),
-            ],
-            dtype=torch.float32,
-        ).to(parameter.device, non_blocking=True)
-        seed = torch.tensor((step * 7919 + place) & 0x7FFFFFFF, dtype=torch.int32).to(parameter.device)
-        fused(_adamw_, *(x.view(-1) for x in tensors), factors, seed, beta1, beta2, group["eps"])
+        rounded = self.rounded.get(parameter)
+        other = None if rounded is None else rounded.view(-1)
+        fused(_adamw_, *(x.view(-1) for x in tensors), other, factors, seed, *group["betas"], group["eps"])
 
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _adamw_(p, grad, exp_avg, exp_avg_sq, factors, seed, beta1, beta2, eps):
+def _adamw_(p, grad, exp_avg, exp_avg_sq, rounded, factors, seed, beta1, beta2, eps):
     """One step of flat tensors, in place; the update reads the moments before they are rounded."""
-    decay, rate, correction = factors.unbind()
-    grad = grad.float()
+    decay, rate, correction, of_grad = factors.unbind()
+    grad = grad.float() * of_grad
     m = torch.lerp(grad, exp_avg.float(), beta1)
     v = torch.lerp(grad.square(), exp_avg_sq.float(), beta2)
     p.copy_(decay * p - rate * m / ((v * correction).sqrt() + eps))
+    if rounded is not None:
+        rounded.copy_(p)
     bits = _hash(torch.arange(p.numel(), device=p.device, dtype=torch.int32), seed)
     exp_avg.copy_(round_at_random(m, bits))
     exp_avg_sq.copy_(round_at_random(v, bits >> 16))

@@ -2,12 +2,15 @@
 
 Whatever an optimizer shards, tensors are put together one by one and written whole (see
 `models.megatron.checkpoint`), each by one data-parallel rank: the rank next in turn, so that memory and writing are
-spread. Reading needs no such care: every rank reads the tensors of its tensor-parallel share and keeps its slices.
+spread. Every rank reads the tensors of its tensor-parallel share, some at a time into the host's memory, and keeps its
+slices: a GPU that a run fills has no room for more.
 """
 
 import queue
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 
 import torch
@@ -24,6 +27,13 @@ from megadit.models.megatron.shards import splits
 from megadit.train.background_write import BackgroundWrite
 from megadit.train.ema import WeightAverages
 from megadit.train.optimizer_state import OwnedSlice, Ownership, assemble, assign, is_copy
+
+READ_AT_ONCE = 2**31
+"""Bytes of whole tensors that a rank holds while it reads (or one tensor, and its optimizer state)."""
+Keys = Mapping[str, Mapping[str, str]]
+"""Parameter -> what of it -> the key in a checkpoint."""
+OWN_WRITER = {"async_strategy": "mcore"} if "async_strategy" in signature(dist_checkpointing.save).parameters else {}
+"""From 0.17 on Megatron asks by default for nvidia-resiliency-ext, which writes in other processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,34 +57,37 @@ class TrainedTensors:
         # Megatron's writer reports through a queue of a manager process that it spawns; no other process is involved
         filesystem_async._results_queue = queue.SimpleQueue()
         strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
-        request = dist_checkpointing.save(shards, str(directory), strategy, async_sharded_save=True)
+        request = dist_checkpointing.save(shards, str(directory), strategy, async_sharded_save=True, **OWN_WRITER)
         return BackgroundWrite(request, directory, prefix=f"__{dist.get_rank()}_")
 
     def save(self, directory: Path) -> None:
         """Writes all tensors into an existing directory; every rank calls this."""
         self.start_save(directory).finish()
 
+    @torch.no_grad()
     def load(self, directory: Path, *, step: int) -> None:
         """Reads all tensors as they were after optimizer step `step`; every rank calls this."""
-        weights = self._read(directory, model_key)
+        slices, parameters = defaultdict(list), defaultdict(list)
+        for owned in self.ownership.slices:
+            slices[owned.name].append(owned)
         for name, parameter in self.parameters:
-            assign(parameter, weights[name])  # also those whose masters other ranks own
-        with torch.no_grad():
-            for owned in self.ownership.slices:
-                owned.master.view(-1).copy_(owned.cut(weights[owned.name]))
-        for sigma_rel in self.averages.sigma_rels:
-            averages = self._read(directory, lambda name, sigma_rel=sigma_rel: ema_key(sigma_rel, name))
-            for name, parameter in self.parameters:
-                self.averages.restore(sigma_rel, parameter, averages[name])
-        self._load_optimizer(directory, step)
-
-    def _load_optimizer(self, directory: Path, step: int) -> None:
-        slices = self.ownership.slices
-        keys = {optimizer_key(state, owned.name): owned.name for owned in slices for state in owned.state_names}
-        tensors = self._read_keys(directory, keys)
-        for owned in slices:
-            values = {state: owned.cut(tensors[optimizer_key(state, owned.name)]) for state in owned.state_names}
-            owned.restore_state(values, step)
+            parameters[name].append(parameter)  # several, where parts of the network have copies
+        sigma_rels = self.averages.sigma_rels
+        keys = {
+            name: {"weight": model_key(name)} | {sigma_rel: ema_key(sigma_rel, name) for sigma_rel in sigma_rels}
+            for name in parameters
+        }
+        for name, found in self._read(directory, keys):
+            for parameter in parameters[name]:
+                assign(parameter, found["weight"])  # also those whose masters other ranks own
+                for sigma_rel in sigma_rels:
+                    self.averages.restore(sigma_rel, parameter, found[sigma_rel])
+            for owned in slices.get(name, ()):
+                owned.master.view(-1).copy_(owned.cut(found["weight"]))
+        kept = {name: {state: optimizer_key(state, name) for state in of[0].state_names} for name, of in slices.items()}
+        for name, found in self._read(directory, {name: states for name, states in kept.items() if states}):
+            for owned in slices[name]:
+                owned.restore_state({state: owned.cut(whole) for state, whole in found.items()}, step)
 
     def _parts(self) -> Iterator[tuple[str, nn.Parameter, list[tuple[int, Tensor]]]]:
         """(key, parameter, this rank's parts of it) of every tensor, in the same order on every data-parallel rank."""
@@ -91,10 +104,15 @@ class TrainedTensors:
             for state in self.ownership.state_names[name]:
                 yield optimizer_key(state, name), parameter, [_part(o, o.state(state), i, j) for o, i, j in mine]
 
-    def _read(self, directory: Path, key_of) -> dict[str, Tensor]:
-        """One kind of tensor for every parameter, by the parameter's name."""
-        names = {key_of(name): name for name, _ in self.parameters}
-        return {names[key]: tensor for key, tensor in self._read_keys(directory, names).items()}
+    def _read(self, directory: Path, keys: Keys) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """(parameter, {what: whole tensor}), float32 on the CPU; every rank goes through all of its own."""
+        parts = _some_at_a_time(keys, dict(self.parameters))
+        counts = [0] * dist.get_world_size()
+        dist.all_gather_object(counts, len(parts))  # reading is a matter of all ranks
+        for names in [*parts, *[[]] * (max(counts) - len(parts))]:
+            found = self._read_keys(directory, {key: name for name in names for key in keys[name].values()})
+            for name in names:
+                yield name, {what: found.pop(key) for what, key in keys[name].items()}
 
     def _read_keys(self, directory: Path, names: dict[str, str]) -> dict[str, Tensor]:
         parameters = dict(self.parameters)
@@ -102,7 +120,7 @@ class TrainedTensors:
             key: self._sharded(
                 key,
                 parameters[name],
-                torch.empty(parameters[name].shape, dtype=torch.float32, device=self.groups.device),
+                torch.empty(parameters[name].shape, dtype=torch.float32),
                 replica=self.ownership.group_of(parameters[name]).rank(),
             )
             for key, name in names.items()
@@ -115,6 +133,19 @@ class TrainedTensors:
         offsets = [(dim, axes[axis].rank(), axes[axis].size()) for dim, axis in splits(parameter)]
         copy = 0 if offsets else self.groups.tensor.rank()
         return ShardedTensor.from_rank_offsets(key, tensor, *offsets, replica_id=(0, copy, replica))
+
+
+def _some_at_a_time(keys: Keys, parameters: Mapping[str, Tensor]) -> list[list[str]]:
+    """The parameters in parts, of which each has at most `READ_AT_ONCE` bytes, or one parameter."""
+    parts, size = [[]], 0
+    for name in keys:
+        more = 4 * len(keys[name]) * parameters[name].numel()
+        if parts[-1] and size + more > READ_AT_ONCE:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += more
+    return parts
 
 
 def _part(owned: OwnedSlice, values: Tensor, start: int, stop: int) -> tuple[int, Tensor]:

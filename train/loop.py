@@ -23,7 +23,7 @@ from megadit.train.metrics import Metrics
 from megadit.train.setup import Training, build_training, precision, start_processes
 from megadit.train.statistics import Statistics
 from megadit.train.step import Mark, StepResult, train_step
-from megadit.train.validation import validate
+from megadit.train.validation import RAW, evaluate_videos, validate
 from megadit.train.watchdog import EXIT_CODE, Watchdog
 
 
@@ -147,6 +147,12 @@ class _Run:
             self.state.refused_samples[reason] = self.state.refused_samples.get(reason, 0) + count
         if result.anomaly is not None and not self._get_over(result.anomaly, metrics):
             return result
+        if step == 1 and self.training.trained_as not in (None, self.config.model.preconditioner):
+            self._say(
+                f"the weights of {self.config.checkpoint.init_from} were trained with model.preconditioner="
+                f"{self.training.trained_as} and go on with {self.config.model.preconditioner}: "
+                f"the first loss is {result.loss:.4g}"
+            )
         if (warning := self.reading.warning(reading=result.reading_seconds, whole=result.seconds)) is not None:
             self._say(f"{warning}; raise data.num_workers (now {self.config.data.num_workers}), or look at the storage")
         values = self._values(result) | ({"statistics": sizes.found} if sizes.found else {})
@@ -157,17 +163,20 @@ class _Run:
         return result
 
     def _tell(self, values: dict[str, Any], metrics: Metrics, *, may_validate: bool) -> None:
-        """Reports the last step, with its validation where one is due; a run that stops does both when continued."""
-        step = self.state.iteration
+        """Reports the last step, with what is measured where that is due; a run that stops does both when continued."""
+        step, asked = self.state.iteration, self.config.validation
         self.state.untold = None
-        if self._is_due(self.config.validation.interval):
-            if not may_validate:
-                self.state.untold = values
-                return
+        if not may_validate and (self._is_due(asked.interval) or self._is_due(asked.evaluate_interval)):
+            self.state.untold = values
+            return
+        if self._is_due(asked.interval):
             self.mark(step, "validating")
             self.state.validation, videos = validate(self.training, step)
             values["validation"] = self.state.validation["losses"]
             metrics.show(step, videos)
+        if self._is_due(asked.evaluate_interval):
+            self.mark(step, "evaluating")
+            values["evaluation"] = evaluate_videos(self.training, self.state.validation.get("best", RAW))
         metrics.log(values)
 
     def _tell_what_was_put_off(self, metrics: Metrics) -> None:

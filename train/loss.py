@@ -1,4 +1,4 @@
-"""The EDM training objective on packs (Karras et al., arXiv 2206.00364, table 1), in float32.
+"""The training objective on packs (Karras et al., arXiv 2206.00364, eq. 2), in float32, of any parameterization.
 
 Every sample of a pack has its own noise level. Noise and noise level are functions of the sample's key alone, so that
 the same sample is trained in the same way in any pack, on any rank and after any resume.
@@ -12,16 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.noise import Stream, normal
 from megadit.models.parameterization import denoise_packed, parameterization_of
-from megadit.train.config.schema import DiffusionConfig
 from megadit.train.data.packed_batch import PackedBatch
 
 
 class LossSums(NamedTuple):
-    """Sums over the tokens of a micro-batch, padding excluded; a mean over P within each token. Scalars, float32."""
+    """Sums over the tokens of a micro-batch that are to be predicted, of a mean over P. Scalars, float32."""
 
     objective: Tensor
     """What is minimised: the weighted loss, divided by the learned uncertainty where there is one."""
@@ -47,17 +45,11 @@ class Uncertainty(nn.Module):
         nn.init.zeros_(self.linear.weight)
 
     def forward(self, c_noise_G: Tensor) -> Tensor:
-        frequency, phase = (constant.to(c_noise_G.device) for constant in (self._frequency, self._phase))
+        self._frequency, self._phase = (x.to(c_noise_G.device) for x in (self._frequency, self._phase))  # sent once
+        frequency, phase = self._frequency, self._phase
         features = math.sqrt(2) * torch.cos(c_noise_G.float()[:, None] * frequency + phase)
         # divided by sqrt(features), or one step of Adam at a large rate would move u by more than its range
         return (features @ self.linear.weight.float().T)[:, 0] / math.sqrt(len(frequency))
-
-
-def draw_sigma(noise_key_G: Tensor, diffusion: DiffusionConfig, model: DiTConfig) -> Tensor:
-    """Each sample's noise level, float32 [G], as its key and the network's parameterization decide."""
-    position_G = torch.zeros_like(noise_key_G)
-    normal_G = normal(noise_key_G, position_G, 1, stream=Stream.SIGMA)[:, 0]
-    return parameterization_of(model).draw(normal_G, diffusion.p_mean, diffusion.p_std)
 
 
 def token_noise(batch: PackedBatch) -> Tensor:
@@ -81,17 +73,18 @@ def edm_loss(
     """
     parameterization = parameterization_of(dit.config)
     tensors = batch.layout.on(sigma_G.device)
-    segment_S = tensors.segment_of_token_S
-    x_S1P = batch.tokens_S1P + sigma_G[segment_S][:, None, None] * noise_S1P
+    segment_S, is_wanted_S = tensors.segment_of_token_S, tensors.is_wanted_S
+    sigma_S = sigma_G[segment_S] * is_wanted_S if batch.layout.has_given else sigma_G[segment_S]
+    x_S1P = batch.tokens_S1P + sigma_S[:, None, None] * noise_S1P
     D_S1P = denoise_packed(dit, x_S1P, sigma_G, batch.text_L1E, batch.fps_G, batch.layout, before)
     if not dit.part.is_last:
         return D_S1P
 
-    error_S = (D_S1P - batch.tokens_S1P).square().mean(dim=(1, 2)) * tensors.is_sample_S
+    error_S = (D_S1P - batch.tokens_S1P).square().mean(dim=(1, 2)) * is_wanted_S
     weighted_S = parameterization.loss_weight(sigma_G)[segment_S] * error_S
     objective_S = weighted_S
     if uncertainty is not None:
-        u_S = uncertainty(parameterization.scalings(sigma_G).c_noise)[segment_S] * tensors.is_sample_S
+        u_S = uncertainty(parameterization.scalings(sigma_G).c_noise)[segment_S] * is_wanted_S
         objective_S = weighted_S / u_S.exp() + u_S
     objective_S = batch.loss_weight_G[segment_S] * objective_S
     return LossSums(objective_S.sum(), weighted_S.detach().sum(), error_S.detach().sum())

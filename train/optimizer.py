@@ -26,21 +26,31 @@ def build_optimizer(config: RunConfig, parts: Sequence[DataParallel]) -> Megatro
     if config.optimizer.optimizer == "muon":
         return _muon(config, parts)
     optimizer = get_megatron_optimizer(_megatron_config(config), list(parts), use_gloo_process_groups=False)
-    if config.optimizer.moments == "bf16":
-        _halve_moments(optimizer, config.optimizer)
+    for part in optimizer.chained_optimizers:
+        if config.optimizer.moments == "bf16":
+            _halve_moments(part, config.optimizer)
+        else:
+            fuse_updates(part.optimizer)
     return optimizer
 
 
-def _halve_moments(optimizer: MegatronOptimizer, settings: OptimizerConfig) -> None:
+def fuse_updates(optimizer: torch.optim.Optimizer) -> None:
+    """Lets torch's AdamW update each parameter of a GPU in one kernel; tensor by tensor it would take as much memory
+    again as all gradients have. Megatron chooses torch's where TransformerEngine and apex are missing."""
+    if isinstance(optimizer, torch.optim.AdamW) and all(p.is_cuda for g in optimizer.param_groups for p in g["params"]):
+        for group in optimizer.param_groups:
+            group.update(fused=True, foreach=False)
+
+
+def _halve_moments(part: MegatronOptimizer, settings: OptimizerConfig) -> None:
     """Puts our AdamW in the place of the one that Megatron chose, with the same groups, before anything has state."""
-    for part in optimizer.chained_optimizers:
-        part.optimizer = HalfMomentAdamW(
-            part.optimizer.param_groups,
-            lr=settings.lr,
-            betas=(settings.adam_beta1, settings.adam_beta2),
-            eps=settings.adam_eps,
-            weight_decay=settings.weight_decay,
-        )
+    part.optimizer = HalfMomentAdamW(
+        part.optimizer.param_groups,
+        lr=settings.lr,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        eps=settings.adam_eps,
+        weight_decay=settings.weight_decay,
+    )
 
 
 def uses_distributed_optimizer(config: RunConfig) -> bool:

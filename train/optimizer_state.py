@@ -92,10 +92,14 @@ class OwnedSlice:
         """Sets the state as it was after `step` updates, from flat tensors."""
         dtype = torch.bfloat16 if isinstance(self.optimizer, HalfMomentAdamW) else torch.float32
         state = {
-            name: self._like_key(value.to(dtype, copy=True).view_as(self.master)) for name, value in values.items()
+            name: self._like_key(value.to(self.master.device, dtype, copy=True).view_as(self.master))
+            for name, value in values.items()
         }
         if isinstance(self.optimizer, torch.optim.AdamW):
-            state["step"] = torch.tensor(float(step))  # one tensor for each: torch adds to it in place
+            # one tensor for each, as torch adds to it in place; a fused kernel reads it where the parameter is
+            [of_group] = [group for group in self.optimizer.param_groups if any(p is self.key for p in group["params"])]
+            device = self.master.device if of_group["fused"] else None
+            state["step"] = torch.tensor(float(step), device=device)
         elif not isinstance(self.optimizer, Muon):  # ours and TransformerEngine's count once per group
             for group in self.optimizer.param_groups:
                 group["step"] = step

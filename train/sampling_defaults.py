@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from itertools import islice
 
-from megadit.models.settings import AUTO, SamplingSettings, resolution_shift
+from megadit.models.settings import AUTO_SHIFTS, SamplingSettings, fitting_shift
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.dataset_info import DatasetInfo, iter_descriptions
@@ -22,7 +22,6 @@ def sampling_defaults(config: RunConfig, info: DatasetInfo) -> SamplingSettings:
         usual["num_frames"] = min(usual["num_frames"], most_frames)
     given = {name: value for name, value in asdict(config.validation.sampling).items() if value is not None}
     settings = usual | given
-    if settings["shift"] == AUTO:
-        pixels, usual_pixels = (size["height"] * size["width"] for size in (settings, usual))
-        settings["shift"] = resolution_shift(pixels, usual_pixels)
+    if settings["shift"] in AUTO_SHIFTS:
+        settings["shift"] = fitting_shift(settings["shift"], settings, usual)
     return SamplingSettings(**settings)

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ from megadit.models.dit import DiT, Part
 from megadit.models.machine import free_memory
 from megadit.models.megatron import groups as process_groups
 from megadit.models.megatron.checkpoint import CONFIG, read_network
+from megadit.models.megatron.extensions import give_megatron_a_product
 from megadit.models.megatron.groups import Groups
 from megadit.models.megatron.parallelize import parallelize
 from megadit.models.megatron.shards import initialize_dit_
@@ -45,6 +47,7 @@ from megadit.train.config.load import load_config, to_yaml
 from megadit.train.config.rules import check_layout
 from megadit.train.config.schema import MatmulPrecision, RunConfig
 from megadit.train.cpu_memory import keep_freed_memory
+from megadit.train.device_update import DeviceUpdate, device_update
 from megadit.train.ema import WeightAverages
 from megadit.train.fully_sharded import FullySharded
 from megadit.train.optimizer import build_optimizer, build_scheduler, uses_distributed_optimizer
@@ -71,6 +74,10 @@ class Training:
     tensors: TrainedTensors
     base: str | None
     """`adapters.fingerprint` of the weights beside which an adapter is trained."""
+    device_update: DeviceUpdate | None
+    """What updates the weights in Megatron's place, on a GPU."""
+    trained_as: str | None = None
+    """`model.preconditioner` of the weights that training starts from."""
 
     @property
     def network(self) -> TrainingModel:
@@ -136,9 +143,13 @@ def _quieten_megatron() -> None:
 
 def build_training(config: RunConfig, groups: Groups) -> Training:
     """The network with its initial weights, wrapped for data parallelism, its optimizer and its averages."""
-    given = given_weights(config)
-    parts = build_parts(config, groups, _starting_weights(config, given))
+    given = given_network(config)
+    weights = None if given is None else given.read
+    parts = build_parts(config, groups, _starting_weights(config, weights))
     optimizer = build_optimizer(config, parts)
+    update = device_update(optimizer, parts)
+    if update is not None:
+        parts[0].config.finalize_model_grads_func = update.finalize
     ownership = find_ownership(optimizer, named_parameters(parts), groups)
     averages = WeightAverages(config.ema.sigma_rels, ownership)
     return Training(
@@ -149,7 +160,9 @@ def build_training(config: RunConfig, groups: Groups) -> Training:
         scheduler=build_scheduler(config, optimizer),
         averages=averages,
         tensors=TrainedTensors(tuple(named_parameters(parts)), ownership, averages, groups),
-        base=_fingerprint(config, given),
+        base=_fingerprint(config, weights),
+        device_update=update,
+        trained_as=None if given is None else given.config.preconditioner,
     )
 
 
@@ -179,6 +192,8 @@ def build_parts(config: RunConfig, groups: Groups, weights: Weights) -> tuple[Da
     """This rank's parts of the network, ready for Megatron's schedules: gradients are summed in float32."""
     config = _with_recompute(config, groups)
     sizes, is_sharded = config.parallel.sizes, config.parallel.data_parallel == "fsdp"
+    if config.parallel.gradient_accumulation_fusion and config.parallel.transformer_impl == "local":
+        give_megatron_a_product()
     # what FSDP shards is float32: it gathers weights in the precision of the computation
     dtype = torch.float32 if is_sharded else precision(config)
     megatron = transformer_config(
@@ -260,27 +275,40 @@ def _build_network(
         return TrainingModel(dit, config.diffusion, megatron, ModelType.encoder_or_decoder)
 
 
-def given_weights(config: RunConfig) -> Weights | None:
-    """Reads one of the tensors that training starts from, whole; None where it starts from nothing.
+MAY_CHANGE = ("given_sigma", "preconditioner")
+"""Settings of a network that no tensor depends on: it can go on with others."""
+
+
+class GivenNetwork(NamedTuple):
+    """What `checkpoint.init_from` names."""
+
+    config: DiTConfig
+    read: Weights
+
+
+def given_network(config: RunConfig) -> GivenNetwork | None:
+    """The network whose tensors training starts from; None where it starts from nothing.
 
     Raises:
-        UserError: if `checkpoint.init_from` is neither a bundle nor a checkpoint, or one of another network.
+        UserError: if `checkpoint.init_from` is neither a bundle nor a checkpoint, or one of another network; another
+            objective is none, for it changes no tensor.
     """
     source = config.checkpoint.init_from
     if source is None:
         return None
     if not is_bundle(source):
         checkpoint = find_checkpoint(Path(source))
-        _check_same_network(config, load_config(checkpoint / CONFIG).model)
-        return read_network(checkpoint).__getitem__
+        model = load_config(checkpoint / CONFIG).model
+        _check_same_network(config, model)
+        return GivenNetwork(model, read_network(checkpoint).__getitem__)
     bundle = Bundle.open(source)
     _check_same_network(config, bundle.config)
-    return open_safetensors(bundle.path / "transformer" / TENSOR_FILE).read
+    return GivenNetwork(bundle.config, open_safetensors(bundle.path / "transformer" / TENSOR_FILE).read)
 
 
 def _check_same_network(config: RunConfig, model: DiTConfig) -> None:
     ours, theirs = config.model.to_dict(), model.to_dict()
-    if differing := [name for name in ours if ours[name] != theirs[name]]:
+    if differing := [name for name in ours if ours[name] != theirs[name] and name not in MAY_CHANGE]:
         told = ", ".join(f"model.{name}={theirs[name]} (not {ours[name]})" for name in differing[:6])
         source = config.checkpoint.init_from
         raise UserError(f"the network of checkpoint.init_from={source} has {told}; give the run the same")

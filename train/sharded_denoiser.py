@@ -35,7 +35,8 @@ class ShardedDenoiser:
         mine = batch.shard(groups.mesh)
         found = evaluate(self._training, lambda part, pack: part(pack, sigma_G, is_noisy=True), [mine])
         D_S1P = from_last_stage(self._training, found[0] if found else None, like=mine.tokens_S1P)
-        return unpack_dense(gather_tokens(D_S1P, mine.layout, groups.context.group), x_BCTHW, self._model)
+        D_S1P = gather_tokens(D_S1P, mine.layout, groups.context.group)
+        return unpack_dense(D_S1P, batch.layout, x_BCTHW, self._model)
 
     def _pack(self, x_BCTHW: Tensor, conditioning: Conditioning) -> PackedBatch:
         multiple = self._training.config.parallel.sizes.sequence_multiple

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megadit.models.flops import training_flops
+from megadit.models.transfer import sent_together
 from megadit.train.balance import Counts, exchange_counts
 from megadit.train.data.packed_batch import REFUSALS, PackedBatch
 from megadit.train.health import Anomaly, Judge
@@ -73,12 +74,13 @@ def train_step(
     sums = _forward_backward(training, seen)
     expert_counts = exchange_counts(training)
     mark(step, "adding up the losses of all ranks")
-    totals = _reduce(training, sums, seen, must_stop)
+    norm = None if training.device_update is None else training.device_update.prepare()
+    totals = _reduce(training, sums, seen, must_stop, norm)
     loss = math.nan if totals["bad_ranks"] else totals["weighted"] / totals["tokens"]
     mark(step, "updating the weights")
     grad_norm, anomaly = math.nan, judge.loss(step, loss)
     if anomaly is None:
-        grad_norm, anomaly = _update(training, step, judge)
+        grad_norm, anomaly = _update(training, step, judge, totals["norm"])
     training.scheduler.step(1)
     if anomaly is not None:
         anomaly = replace(anomaly, samples=_samples(sums, seen))
@@ -104,9 +106,14 @@ def train_step(
     )
 
 
-def _update(training: Training, step: int, judge: Judge) -> tuple[float, Anomaly | None]:
-    """The norm of the gradient, and what is wrong with it."""
+def _update(training: Training, step: int, judge: Judge, norm: float) -> tuple[float, Anomaly | None]:
+    """The norm of the gradient (`norm`, where it is known), and what is wrong with it."""
     optimizer = training.optimizer
+    if training.device_update is not None:
+        anomaly = judge.gradient(step, norm)
+        if anomaly is None:
+            training.device_update.step()
+        return norm, anomaly
     if judge.looks_before_update:
         optimizer.prepare_grads()
         norm = float(optimizer.get_grad_norm())
@@ -135,36 +142,41 @@ def _forward_backward(training: Training, batches: Sequence[PackedBatch]) -> Ten
 
 def _loss(batch: PackedBatch, sums: LossSums) -> tuple[Tensor, Tensor, Tensor]:
     """Megatron sums the first over ranks and micro-batches and divides it by the sum of the second."""
-    num_tokens = torch.tensor(batch.num_tokens, dtype=torch.int, device=sums.objective.device)
+    num_tokens = torch.full((), batch.num_tokens, dtype=torch.int, device=sums.objective.device)  # nothing is sent
     return sums.objective, num_tokens, torch.stack([value.detach() for value in sums])
 
 
-def _reduce(training: Training, sums: Tensor, seen: Sequence[PackedBatch], must_stop: bool) -> dict[str, float]:
-    """Sums over all ranks, in one collective; ranks that computed the same count once."""
+def _reduce(
+    training: Training, sums: Tensor, seen: Sequence[PackedBatch], must_stop: bool, norm: Tensor | None
+) -> dict[str, float]:
+    """Sums over all ranks, in one collective; ranks that computed the same count once.
+
+    With `norm`, which all ranks have: what the host asks a GPU for in a step, it asks for here, once.
+    """
     groups, config = training.groups, training.config
     objective, weighted, squared_error = sums.double().sum(0)
     bad_rank = (~sums.isfinite()).any().double()
-    losses = torch.stack([objective, weighted, squared_error, bad_rank]).nan_to_num(0.0)
     share = groups.is_last_stage / groups.context.size  # of samples that all ranks of a copy know whole
+    checksum = share * torch.stack([_checksum(batch) for batch in seen]).sum().double()  # float32 would round it
+    losses = torch.stack([objective, weighted, squared_error, bad_rank, checksum]).nan_to_num(0.0)
     counts = [
         groups.is_last_stage * sum(batch.num_tokens for batch in seen),
         share * sum(not segment.is_padding for batch in seen for segment in batch.layout.segments),
         share * sum(training_flops(batch.layout, config.model, config.train.adapter) for batch in seen),
         float(must_stop),
-        share * sum(_checksum(batch) for batch in seen),
         *(share * sum(counts) for counts in zip(*(batch.refused for batch in seen), strict=True)),
     ]
-    values = torch.cat([losses, torch.tensor(counts, dtype=torch.float64, device=losses.device)])
+    values = torch.cat([losses, *sent_together([torch.tensor(counts, dtype=torch.float64)], losses.device)])
     dist.all_reduce(values)
-    names = ("objective", "weighted", "squared_error", "bad_ranks", "tokens", "samples", "flops", "must_stop")
-    names = (*names, "sample_checksum", *REFUSALS)
-    return dict(zip(names, (values / groups.tensor.size()).tolist(), strict=True))
+    names = ("objective", "weighted", "squared_error", "bad_ranks", "sample_checksum")
+    names = (*names, "tokens", "samples", "flops", "must_stop", *REFUSALS, "norm")
+    last = torch.full((1,), math.nan, device=losses.device) if norm is None else norm.view(1)
+    return dict(zip(names, torch.cat([values / groups.tensor.size(), last.double()]).tolist(), strict=True))
 
 
-def _checksum(batch: PackedBatch) -> int:
+def _checksum(batch: PackedBatch) -> Tensor:
     """A sum over the keys of samples, which their seed, id and occurrence decide; exact in float64."""
-    pairs = zip(batch.sample_ids, batch.noise_key_G.tolist(), strict=True)
-    return sum(key & 0xFFFFFFFF for name, key in pairs if name)
+    return (batch.noise_key_G & 0xFFFFFFFF).sum()  # padding has key 0
 
 
 def _samples(sums: Tensor, seen: Sequence[PackedBatch]) -> tuple[str, ...]:

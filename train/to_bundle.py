@@ -40,6 +40,7 @@ from megadit.models.tokenizers import load_tokenizer
 from megadit.train.config.load import load_config
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.dataset_info import DatasetInfo
+from megadit.train.data.given import parse_uses
 from megadit.train.sampling_defaults import sampling_defaults
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -197,6 +198,7 @@ def _origin(config: RunConfig, checkpoint: Path, ema: float | None) -> dict[str,
         "consumed_samples": run["consumed_samples"],
         "consumed_tokens": run["consumed_tokens"],
         "validation": run["validation"],
+        **({"given": dict(parse_uses(config.data.given))} if config.data.given else {}),
     }
 
 

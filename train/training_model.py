@@ -9,7 +9,8 @@ from megadit.models.dit import DiT
 from megadit.models.parameterization import denoise_packed
 from megadit.train.config.schema import DiffusionConfig
 from megadit.train.data.packed_batch import PackedBatch
-from megadit.train.loss import LossSums, Uncertainty, draw_sigma, edm_loss, token_noise
+from megadit.train.loss import LossSums, Uncertainty, edm_loss, token_noise
+from megadit.train.noise_levels import draw_sigma
 
 
 class TrainingModel(nn.Module):
@@ -45,7 +46,7 @@ class TrainingModel(nn.Module):
             conditions = batch.text_L1E, batch.fps_G, batch.layout
             return denoise_packed(self.dit, batch.tokens_S1P, sigma_G, *conditions, self._before)
         uncertainty = self.uncertainty if sigma_G is None else None
-        sigma_G = draw_sigma(batch.noise_key_G, self.diffusion, self.dit.config) if sigma_G is None else sigma_G
+        sigma_G = draw_sigma(batch.noise_key_G, self.diffusion, batch.layout) if sigma_G is None else sigma_G
         return edm_loss(self.dit, batch, sigma_G, token_noise(batch), uncertainty, self._before)
 
     def _announce_direct_reads(self) -> None:

@@ -1,13 +1,23 @@
 """How good the weights and each of their averages are: losses at fixed noise levels, and videos to look at."""
 
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from megadit.infer.evaluate.evaluation import Candidate, Evaluation
+from megadit.infer.evaluate.extractors import Extractor, open_extractors
+from megadit.infer.evaluate.features import FeatureStore
+from megadit.infer.evaluate.motion import MotionClips
+from megadit.infer.evaluate.report import interval_of
+from megadit.infer.evaluate.videos import VideoSet, open_videos, videos_in_memory
+from megadit.infer.evaluate.window import window_of
 from megadit.infer.pipeline import GeneratedVideo, TextToVideo
+from megadit.infer.ranks import ALONE
 from megadit.infer.text_features import TextFeaturesCache
 from megadit.infer.video_io import write_video
 from megadit.models.shared.errors import UserError
@@ -121,6 +131,63 @@ def _sample_videos(training: Training, step: int, sigma_rel: float | None) -> li
     everyones: list[list[SampledVideo]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyones, written)
     return sorted((video for part in everyones for video in part), key=lambda video: video.path)
+
+
+def evaluate_videos(training: Training, best: str) -> dict[str, dict[str, float]]:
+    """Figures of the weights, or of the average `best`: {"kid (inception)": {"value", "low", "high"}, ...}.
+
+    All ranks make the videos; the first looks at them, and alone has the figures.
+    """
+    config, groups = training.config, training.groups
+    real = _real_videos(config.data.path, config.validation.evaluate_count, config.data.use_train_split_for_val)
+    prompts = list(enumerate(real.prompts))
+    is_together = config.parallel.sizes.copies_work_together
+    mine = prompts if is_together else prompts[groups.readers.rank() :: groups.readers.size()]
+    with training.averages.swapped_in(None if best == RAW else float(best), training.parameters()):
+        try:
+            videos = _generate(training, mine)
+        except UserError as error:
+            print(f"no figures: {error}", flush=True)
+            videos = []
+    speaks = groups.copy.rank() == 0 and not (is_together and groups.readers.rank())
+    own = [(number, video.video) for (number, _), video in zip(mine, videos, strict=False)] if speaks else []
+    everyones: list[list] | None = [[] for _ in range(dist.get_world_size())] if groups.is_first else None
+    dist.gather_object(own, everyones)
+    if everyones is None:
+        return {}
+    made = dict(pair for part in everyones for pair in part)
+    try:
+        return _figures(training, [made[number] for number, _ in prompts], real)
+    except (UserError, KeyError) as error:  # a run of days does not end over a figure
+        print(f"no figures: {error}", flush=True)
+        return {}
+
+
+def _figures(training: Training, videos: list[np.ndarray], real: VideoSet) -> dict[str, dict[str, float]]:
+    """Those of videos THWC of the captions of real ones."""
+    config = training.config
+    fps = float(sampling_defaults(config, check_dataset(config)).fps)
+    made = videos_in_memory("in training", np.stack(videos), real.prompts, fps)
+    store = FeatureStore(Path(config.train.output_dir) / "evaluation", window_of(made.parts[0].read()[0], None, None))
+    evaluation = Evaluation(
+        store=store, real=real, extractors=_extractors(config.validation.extractors, training.groups.device)
+    )
+    evaluation = replace(evaluation, metrics=evaluation.possible(made.count))
+    store.fill([made, real], evaluation.extractors, ALONE, told=False)
+    figures = evaluation.figures([Candidate(model="in training", guidance=None, videos=made)], told=False)
+    return {f"{each.metric} ({each.of})": interval_of(each) for each in figures}
+
+
+@lru_cache(maxsize=1)
+def _real_videos(path: str, count: int, from_train: bool) -> VideoSet:
+    """Found once for all evaluations."""
+    return open_videos(Path(path), count, "train" if from_train else None)
+
+
+@lru_cache(maxsize=1)
+def _extractors(paths: tuple[str, ...], device: torch.device) -> list[Extractor]:
+    """Read once for all evaluations."""
+    return [*(each for path in paths for each in open_extractors(Path(path), device)), MotionClips()]
 
 
 def _generate(training: Training, prompts: list[tuple[int, str]]) -> list[GeneratedVideo]:

@@ -8,6 +8,7 @@ import torch
 from megadit.infer.guidance import Denoiser
 from megadit.infer.runtimes.exported import ExportedDenoiser, ExportedTokenizer, Networks, with_exported_network
 from megadit.infer.runtimes.network_spec import ExportedNetworks
+from megadit.infer.runtimes.streamed import load_streamed_dit
 from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.errors import UserError, choose_one
@@ -85,15 +86,24 @@ def weights_checksum(bundle: Bundle) -> str:
 
 
 def load_denoiser(
-    bundle: Bundle, runtime: str, *, device: torch.device, dtype: torch.dtype, compile: bool = False
+    bundle: Bundle,
+    runtime: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    compile: bool = False,
+    resident_blocks: int | None = None,
 ) -> Denoiser:
-    """The denoiser of a bundle.
+    """The denoiser of a bundle; with `resident_blocks`, so many and one more have their weights in memory at once.
 
     Raises:
         UserError: if it was not exported for `runtime`, or `runtime` does not run here.
     """
     if runtime == TORCH:
-        dit = bundle.load_dit(device=device, dtype=dtype)
+        if resident_blocks is None or resident_blocks + 1 >= bundle.config.num_layers:
+            dit = bundle.load_dit(device=device, dtype=dtype)
+        else:
+            dit = load_streamed_dit(bundle.path / "transformer", device=device, dtype=dtype, resident=resident_blocks)
         return TorchDenoiser(dit, device=device, dtype=dtype, compile=compile)
     return ExportedDenoiser(_open(bundle, runtime, device))
 
@@ -101,8 +111,10 @@ def load_denoiser(
 def with_exported_networks(
     tokenizer: VideoTokenizer, bundle: Bundle, runtime: str, device: torch.device
 ) -> VideoTokenizer:
-    """`tokenizer`, its networks under `runtime`."""
-    return tokenizer if runtime == TORCH else ExportedTokenizer(_open(bundle, runtime, device), tokenizer)
+    """`tokenizer`, its networks under `runtime` where they were exported."""
+    if runtime == TORCH or "video_decoder" not in open_exported(bundle, runtime).settings["networks"]:
+        return tokenizer
+    return ExportedTokenizer(_open(bundle, runtime, device), tokenizer)
 
 
 def with_exported_text_network(

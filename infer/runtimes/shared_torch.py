@@ -39,7 +39,8 @@ class ContextParallelDenoiser:
         mine = layout.shard(self._groups.mesh)
         own_S1P = tokens_S1P[mine.on(self.device).index_S]
         D_S1P = denoise_packed(self._dit, own_S1P, sigma_G, text_L1E, fps_G, mine)
-        return unpack_dense(gather_tokens(D_S1P, mine, self._groups.context.group), x_BCTHW, self._dit.config)
+        D_S1P = gather_tokens(D_S1P, mine, self._groups.context.group)
+        return unpack_dense(D_S1P, layout, x_BCTHW, self._dit.config)
 
 
 def load_shared_denoiser(

@@ -1,5 +1,7 @@
 """Exported networks as TensorRT engines: one stream, one block of memory for all, CUDA graphs for repeated shapes."""
 
+import threading
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -15,7 +17,8 @@ Shapes = tuple[Shape, ...]
 
 
 class Engines:
-    """The engines of a folder `plan/`. They run one after another, and so share their working memory."""
+    """The engines of a folder `plan/`. They run one after another, and so share their working memory and their stream:
+    a thread that decodes waits for one that samples."""
 
     def __init__(self, exported: ExportedNetworks, device: torch.device) -> None:
         import tensorrt as trt
@@ -27,8 +30,13 @@ class Engines:
         self._runtime.engine_host_code_allowed = exported.settings["engine"]["version_compatible"]
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
         self._engines: dict[str, Engine] = {}
+        self.lock = threading.RLock()
 
     def __getitem__(self, name: str) -> "Engine":
+        with self.lock, torch.cuda.device(self.device):
+            return self._load(name)
+
+    def _load(self, name: str) -> "Engine":
         if name not in self._engines:
             path = self._exported.directory / f"{name}.plan"
             engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
@@ -61,6 +69,7 @@ class Engine:
         self.engine = engine
         self._engines, self._spec, self._rebuild = engines, spec, rebuild
         self._context = engines.new_context(engine)
+        self._can_be_captured = True
         self.forget()
 
     def forget(self) -> None:
@@ -78,6 +87,10 @@ class Engine:
         """
         shapes = {tensor.name: tuple(inputs[tensor.name].shape) for tensor in self._spec.inputs}
         self._spec.check(shapes, self._rebuild)
+        with self._engines.lock, torch.cuda.device(self._engines.device):
+            return self._run(shapes, inputs, output_shape)
+
+    def _run(self, shapes: Mapping[str, Shape], inputs: Mapping[str, Tensor], output_shape: Shape) -> Tensor:
         stream = self._engines.stream
         stream.wait_stream(torch.cuda.current_stream(self._engines.device))
         with torch.cuda.stream(stream):
@@ -111,11 +124,20 @@ class Engine:
             self._buffers[tensor.name].copy_(inputs[tensor.name], non_blocking=True)
 
     def _replay(self) -> None:
-        if self._graph is None:
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, stream=self._engines.stream):
+        if self._graph is None and self._can_be_captured:
+            self._graph = self._captured()
+        self._execute() if self._graph is None else self._graph.replay()
+
+    def _captured(self) -> torch.cuda.CUDAGraph | None:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=self._engines.stream, capture_error_mode="thread_local"):
                 self._execute()
-        self._graph.replay()
+        except RuntimeError as error:
+            self._can_be_captured = False
+            warnings.warn(f"{self._spec.name} runs without a CUDA graph: {str(error).splitlines()[0]}", stacklevel=2)
+            return None
+        return graph
 
     def _execute(self) -> None:
         if not self._context.execute_async_v3(torch.cuda.current_stream(self._engines.device).cuda_stream):

@@ -11,8 +11,9 @@ from megadit.models.adapter_config import AdapterConfig
 from megadit.models.adapters import load_adapter, remove, set_scale
 from megadit.models.conditioning import Conditioning
 from megadit.models.denoiser import EDMDenoiser
+from megadit.models.dense_layout import DenseLayout
 from megadit.models.dit import DiT
-from megadit.models.layout import DenseLayout, Kept
+from megadit.models.kept import Kept
 from megadit.models.shared.errors import UserError, choose_one
 
 DTYPES = {
@@ -66,7 +67,8 @@ class TorchDenoiser:
     @torch.no_grad()  # not inference_mode: what the network caches for a layout must stay usable in training
     def __call__(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
         """Clean latents x0 (float32, on `device`); the inputs may lie anywhere."""
-        here, layout, scales = self._prepared(conditioning, x_BCTHW.shape[2:])
+        size = x_BCTHW.shape[2:] if conditioning.given is None else conditioning.given.size
+        here, layout, scales = self._prepared(conditioning, size)
         for name in self._adapters:
             set_scale(self._denoiser.dit, scales.get(name, 0.0), name)
         return self._denoiser(x_BCTHW.to(self.device), sigma_B.to(self.device), here, layout)

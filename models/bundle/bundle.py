@@ -47,6 +47,11 @@ class Bundle:
     config: DiTConfig
 
     @property
+    def takes(self) -> tuple[str, ...]:
+        """What it was trained to be given of a video (`data.given`)."""
+        return tuple((self.manifest.get("training") or {}).get("given") or ())
+
+    @property
     def licence(self) -> Licence | None:
         """That of the published weights it was made of, if it was."""
         values = self.manifest.get("licence")

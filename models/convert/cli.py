@@ -24,7 +24,7 @@ from megadit.models.bundle.tensor_source import DTYPES, from_state_dict, open_sa
 from megadit.models.config import DiTConfig
 from megadit.models.convert.adapter_files import is_adapter, read_adapter, with_base, write_adapter
 from megadit.models.convert.published import WEIGHTS, Published, open_published, write_diffusers, write_original
-from megadit.models.settings import SamplingSettings
+from megadit.models.convert.published_defaults import published_defaults
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, read_json, write_json
@@ -40,6 +40,7 @@ from megadit.models.tokenizers import (
 from megadit.models.tokenizers.network import OURS
 
 T5 = "google-t5/t5-11b"
+UMT5 = "google/umt5-xxl"
 PRECISIONS = {"float32": DTYPES["F32"], "bfloat16": DTYPES["BF16"], "float16": DTYPES["F16"]}
 
 
@@ -54,7 +55,7 @@ class ConvertOptions:
     )
     tokenizer: str | None = setting(None, "the video tokenizer; default: that of the pipeline", metavar="PATH")
     text_encoder: str | None = setting(
-        None, f"directory or name of a T5; default: that of the pipeline, or {T5}", metavar="PATH"
+        None, f"directory or name of a T5; default: that of the pipeline, or {T5} (Wan: {UMT5})", metavar="PATH"
     )
     dtype: str | None = setting(None, "of the network's weights; default: as they are", choices=tuple(PRECISIONS))
     base: str | None = setting(
@@ -131,7 +132,7 @@ def _import(source: Path, options: ConvertOptions) -> None:
     if tokenizer is None:
         raise UserError(
             f"{source} is a network without its tokenizer: give --tokenizer (a Cosmos tokenizer, or a directory of "
-            f"diffusers' AutoencoderKL)"
+            f"diffusers' AutoencoderKL or AutoencoderKLWan)"
         )
     write_bundle(
         options.out,
@@ -139,7 +140,7 @@ def _import(source: Path, options: ConvertOptions) -> None:
         state_dict=published.tensors,
         tokenizer=tokenizer,
         text_encoder=_choose_text_encoder(source, published, options.text_encoder),
-        defaults=_defaults(published, tokenizer),
+        defaults=published_defaults(published, tokenizer),
         training={"converted_from": str(options.source)},
         dtype=PRECISIONS.get(options.dtype),
         licence=licence,
@@ -174,31 +175,13 @@ def _choose_text_encoder(source: Path, published: Published, given: str | None) 
         if "type" in read_json(Path(given) / parts.CONFIG_FILE):
             return load_text_encoder(given)
     of_pipeline = str(source) if (source / "text_encoder" / parts.CONFIG_FILE).is_file() else None
-    return T5TextEncoder(model=given or of_pipeline or T5, text_padding=_padding(published.config))
+    usual = UMT5 if published.config.family == "wan" else T5
+    return T5TextEncoder(model=given or of_pipeline or usual, text_padding=_padding(published.config))
 
 
 def _padding(config: DiTConfig) -> str:
-    return "none" if config.structure.projects_text else "zeros"
-
-
-def _defaults(published: Published, tokenizer: VideoTokenizer) -> SamplingSettings:
-    """What the publishers' own commands do when they are not told otherwise."""
-    if published.config.num_classes is not None:
-        side = (published.sample_size or 32) * tokenizer.spatial_compression
-        return SamplingSettings(
-            sampler="euler",
-            schedule="ddpm",
-            num_steps=50,
-            guidance=4.0,
-            num_frames=1,
-            height=side,
-            width=side,
-            fps=0.0,
-            sigma_min=0.01,
-            sigma_max=157.4,
-        )
-    # their guidance of 7 means cond + 7 (cond - uncond)
-    return SamplingSettings(num_steps=35, guidance=8.0, num_frames=121, height=704, width=1280, fps=24.0)
+    """Published networks attend to 512 places, zeros behind the text; ours to the text alone."""
+    return "none" if config.structure.projects_text and not config.structure.text_mlp else "zeros"
 
 
 # ------------------------------------------------------------------------------------------------------ out

@@ -1,10 +1,11 @@
-"""Cosmos-Predict1 / Cosmos-1.0 text-to-world: names in diffusers' `CosmosTransformer3DModel`, and the released ones.
+"""Cosmos-1.0 (Predict1) text-to-world and Predict2 text-to-image: names in diffusers' `CosmosTransformer3DModel`, and
+the released ones.
 
 (arXiv 2501.03575, section 5.2.1; the names are those of the published checkpoints.)
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megadit.models.config import DiTConfig
@@ -37,21 +38,30 @@ def config_from_diffusers(values: Mapping[str, Any]) -> DiTConfig:
     """The configuration that diffusers' config.json stands for.
 
     Raises:
-        UserError: for a network of this class with parts that we do not have (video-to-world, Cosmos 2 and newer).
+        UserError: for a network of this class with parts that we do not have (video-to-world, Predict2.5).
     """
     for name in ("use_crossattn_projection", "controlnet_block_every_n", "img_context_dim_in"):
         if values.get(name):
-            raise UserError(f"{DIFFUSERS_CLASS} with {name}={values[name]} is not supported: only Cosmos 1.0 is")
+            raise UserError(
+                f"{DIFFUSERS_CLASS} with {name}={values[name]} is not supported: only Cosmos 1.0 and Predict2 are"
+            )
     channels, out_channels = values["in_channels"], values["out_channels"]
     if channels != out_channels:
-        raise UserError(f"in_channels={channels} but out_channels={out_channels}: only text-to-world is supported")
+        raise UserError(
+            f"in_channels={channels} but out_channels={out_channels}: only text-to-world and text-to-image are "
+            "supported"
+        )
     patch_temporal, patch_spatial, patch_width = values["patch_size"]
     if patch_spatial != patch_width:
         raise UserError(f"patch_size={list(values['patch_size'])} is not square")
     sizes = [size // patch for size, patch in zip(values["max_size"], values["patch_size"], strict=True)]
     heads, head_dim = values["num_attention_heads"], values["attention_head_dim"]
+    has_positions = values["extra_pos_embed_type"] == "learnable"
     return DiTConfig(
         family="cosmos",
+        # Predict2 dropped learned positions and EDM together; no setting says which objective it is
+        preconditioner="edm" if has_positions else "flow",
+        sigma_data=0.5 if has_positions else 1.0,
         num_layers=values["num_layers"],
         hidden_size=heads * head_dim,
         num_attention_heads=heads,
@@ -61,7 +71,7 @@ def config_from_diffusers(values: Mapping[str, Any]) -> DiTConfig:
         patch_temporal=patch_temporal,
         crossattn_emb_size=values["text_embed_dim"],
         rope_scale=tuple(map(float, values["rope_scale"])),
-        learned_positions=tuple(sizes) if values["extra_pos_embed_type"] == "learnable" else None,
+        learned_positions=tuple(sizes) if has_positions else None,
         adaln_lora_dim=values["adaln_lora_dim"],
         padding_mask_channel=values["concat_padding_mask"],
         qk_layernorm_epsilon=QK_EPSILON,
@@ -152,12 +162,33 @@ _RELEASED_NAMES = (
 )
 
 
-def released_name(diffusers_name: str) -> str:
-    """The name in the released `model.pt`, without its prefix `net.`."""
-    for pattern, replacement in _RELEASED_NAMES:
+_RELEASED_NAMES_2 = (
+    (r"^patch_embed\.proj", "x_embedder.proj.1"),
+    (r"^time_embed\.t_embedder", "t_embedder.1"),
+    (r"^time_embed\.norm", "t_embedding_norm"),
+    (r"^norm_out\.linear_", "final_layer.adaln_modulation."),
+    (r"^proj_out", "final_layer.linear"),
+    (r"^transformer_blocks", "blocks"),
+    (r"\.norm1\.linear_", ".adaln_modulation_self_attn."),
+    (r"\.norm2\.linear_", ".adaln_modulation_cross_attn."),
+    (r"\.norm3\.linear_", ".adaln_modulation_mlp."),
+    (r"\.attn1\.", ".self_attn."),
+    (r"\.attn2\.", ".cross_attn."),
+    (r"\.to_([qkv])\.", r".\1_proj."),
+    (r"\.to_out\.0\.", ".output_proj."),
+    (r"\.norm_([qk])\.", r".\1_norm."),
+    (r"\.ff\.net\.0\.proj", ".mlp.layer1"),
+    (r"\.ff\.net\.2", ".mlp.layer2"),
+)
+
+
+def released_name(diffusers_name: str, names: Sequence[tuple[str, Any]] = _RELEASED_NAMES) -> str:
+    """The name in the released `model.pt`, without its prefix `net.`; `names` are those of the release."""
+    for pattern, replacement in names:
         diffusers_name = re.sub(pattern, replacement, diffusers_name)
     return diffusers_name
 
 
 def released_entries(config: DiTConfig) -> list[Entry]:
-    return renamed(diffusers_entries(config), released_name)
+    names = _RELEASED_NAMES_2 if config.preconditioner == "flow" else _RELEASED_NAMES
+    return renamed(diffusers_entries(config), lambda name: released_name(name, names))

@@ -9,7 +9,7 @@ import torch
 
 from megadit.models.bundle.tensor_source import TensorSource, from_state_dict, open_safetensors, write_safetensors
 from megadit.models.config import DiTConfig
-from megadit.models.convert import class_dit, cosmos, nemo, nemo_moviegen
+from megadit.models.convert import class_dit, cosmos, nemo, nemo_moviegen, wan
 from megadit.models.convert.converted import to_ours, to_theirs
 from megadit.models.convert.distributed import is_distributed, open_distributed
 from megadit.models.convert.tensor_map import Entry
@@ -71,6 +71,30 @@ def _cosmos_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> DiTConfig:
     )
 
 
+def _cosmos2_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> DiTConfig:
+    """Predict2 text-to-image, 2B and 14B."""
+    width, block = shapes["t_embedding_norm.weight"][0], "blocks.0"
+    head_dim, rows = shapes[f"{block}.self_attn.q_norm.weight"][0], shapes["final_layer.linear.weight"][0]
+    columns = shapes["x_embedder.proj.1.weight"][1]
+    return cosmos.config_from_diffusers(
+        {
+            "in_channels": columns // 4 - 1,
+            "out_channels": rows // 4,
+            "num_attention_heads": width // head_dim,
+            "attention_head_dim": head_dim,
+            "num_layers": len({name.split(".")[1] for name in shapes if name.startswith("blocks.")}),
+            "mlp_ratio": shapes[f"{block}.mlp.layer1.weight"][0] / width,
+            "text_embed_dim": shapes[f"{block}.cross_attn.k_proj.weight"][1],
+            "adaln_lora_dim": shapes["final_layer.adaln_modulation.1.weight"][0],
+            "max_size": (128, 240, 240),
+            "patch_size": (1, 2, 2),
+            "rope_scale": (1.0, 4.0, 4.0),
+            "concat_padding_mask": True,
+            "extra_pos_embed_type": None,
+        }
+    )
+
+
 FORMS = (
     _Form(
         "Cosmos 1.0 (model.pt)",
@@ -78,6 +102,20 @@ FORMS = (
         _cosmos_from_shapes,
         cosmos.released_entries,
         lambda config: cosmos.IGNORED,
+    ),
+    _Form(
+        "Cosmos-Predict2 (model.pt)",
+        "blocks.0.adaln_modulation_self_attn.1.weight",
+        _cosmos2_from_shapes,
+        cosmos.released_entries,
+        lambda config: cosmos.IGNORED,
+    ),
+    _Form(
+        "Wan (as released)",
+        "blocks.0.self_attn.norm_q.weight",
+        wan.config_from_shapes,
+        wan.released_entries,
+        lambda config: "$^",
     ),
     _Form(
         "DiT (the original .pt)",
@@ -103,8 +141,9 @@ FORMS = (
 )
 """Those that have no configuration beside their tensors."""
 
-DIFFUSERS = {cosmos.DIFFUSERS_CLASS: cosmos, class_dit.DIFFUSERS_CLASS: class_dit}
+DIFFUSERS = {known.DIFFUSERS_CLASS: known for known in (cosmos, class_dit, wan)}
 """Class -> the module that knows its settings and tensors."""
+_OF_FAMILY = {"cosmos": cosmos, "dit": class_dit, "wan": wan}
 
 
 def open_published(path: Path) -> Published:
@@ -116,19 +155,30 @@ def open_published(path: Path) -> Published:
     """
     if not path.exists():
         raise UserError(f"{path} does not exist")
+    if (path / "transformer_2").is_dir():
+        raise UserError(
+            f"{path} has two networks, for high and for low noise (Wan 2.2 14B), and a bundle has one: convert "
+            f"{path / 'transformer'} or {path / 'transformer_2'} with --tokenizer {path / 'vae'}"
+        )
     if (path / "model_index.json").is_file():
         published = open_published(path / "transformer")
         return replace(published, class_names=_class_names(read_json(path / "model_index.json"), published.config))
     if (path / "config.json").is_file():
-        return _from_diffusers(path)
+        return _from_tensors(open_safetensors(*_shards(path))) if _is_released(path) else _from_diffusers(path)
     if is_distributed(path):
         return _from_tensors(open_distributed(path))
     if path.is_file():
-        return _from_tensors(_open_file(path))
+        return _from_tensors(open_tensor_file(path))
     raise UserError(
         f"{path} is no published checkpoint: expected a directory of diffusers (config.json or model_index.json), a "
         f".pt or .safetensors file, or a distributed checkpoint of Megatron (metadata.json and .distcp files)"
     )
+
+
+def _is_released(path: Path) -> bool:
+    """Whether a directory in diffusers' form holds the tensors of the first publication (Wan's)."""
+    values = read_json(path / "config.json")
+    return isinstance(values, dict) and values.get("_class_name") == "WanModel"
 
 
 def _from_diffusers(path: Path) -> Published:
@@ -183,7 +233,12 @@ def _from_tensors(source: TensorSource) -> Published:
     raise UserError(f"{source.label} holds tensors of another network ({some} ...); known are {known}")
 
 
-def _open_file(path: Path) -> TensorSource:
+def open_tensor_file(path: Path) -> TensorSource:
+    """The tensors of a .safetensors file, or of one that torch has pickled, of which nothing else is read.
+
+    Raises:
+        UserError: if there are none.
+    """
     if path.suffix == ".safetensors":
         return open_safetensors(path)
     with path.open("rb") as file:
@@ -211,8 +266,7 @@ def _class_names(index: Mapping[str, Any], config: DiTConfig) -> tuple[str, ...]
 
 def diffusers_entries(config: DiTConfig) -> list[Entry] | None:
     """How diffusers holds the tensors of a network; None where it has no such network."""
-    entries_of = {"cosmos": cosmos.diffusers_entries, "dit": class_dit.diffusers_entries}
-    return entries_of[config.family](config) if config.family in entries_of else None
+    return _OF_FAMILY[config.family].diffusers_entries(config) if config.family in _OF_FAMILY else None
 
 
 def original_entries(config: DiTConfig) -> list[Entry] | None:
@@ -220,6 +274,7 @@ def original_entries(config: DiTConfig) -> list[Entry] | None:
     entries_of = {
         ("cosmos", None): cosmos.released_entries,
         ("dit", None): class_dit.original_entries,
+        ("wan", None): wan.released_entries,
         ("nemo", None): nemo.entries,
         ("dfm", None): nemo.entries,
         ("moviegen", "nemo"): nemo_moviegen.entries,
@@ -236,12 +291,9 @@ def write_diffusers(out: Path, config: DiTConfig, tensors: TensorSource, sample_
     """
     entries = diffusers_entries(config)
     if entries is None:
-        raise UserError(f"diffusers has no network of the family {config.family}; only of cosmos and dit")
-    values = (
-        cosmos.config_to_diffusers(config)
-        if config.family == "cosmos"
-        else class_dit.config_to_diffusers(config, sample_size)
-    )
+        raise UserError(f"diffusers has no network of the family {config.family}; only of {', '.join(_OF_FAMILY)}")
+    sizes = (sample_size,) if config.family == "dit" else ()
+    values = _OF_FAMILY[config.family].config_to_diffusers(config, *sizes)
     write_json(out / "config.json", values)
     write_safetensors(out / f"{WEIGHTS}.safetensors", to_theirs(tensors, entries))
 

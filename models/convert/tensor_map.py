@@ -59,6 +59,32 @@ def reorder_heads(name: str, theirs: str, head_dim: int, *, count: int = 3) -> E
     )
 
 
+def turned(entry: Entry, head_dim: int, *, count: int) -> Entry:
+    """The first `count` of their tensors have channels 2 i and 2 i + 1 of a head where ours have i and i + K / 2.
+
+    So they are paired where rotary positions turn neighbours (arXiv 2104.09864, eq. 34).
+    """
+
+    def to_halves(part: Tensor) -> Tensor:
+        return rearrange(part, "(N K two) ... -> (N two K) ...", K=head_dim // 2, two=2)
+
+    def to_pairs(part: Tensor) -> Tensor:
+        return rearrange(part, "(N two K) ... -> (N K two) ...", K=head_dim // 2, two=2)
+
+    def join(parts: Sequence[Tensor]) -> Tensor:
+        return entry.join([to_halves(part) if i < count else part for i, part in enumerate(parts)])
+
+    def split(whole: Tensor) -> list[Tensor]:
+        return [to_pairs(part) if i < count else part for i, part in enumerate(entry.split(whole))]
+
+    return replace(entry, join=join, split=split)
+
+
+def flattened(name: str, theirs: str, sizes: tuple[int, ...]) -> Entry:
+    """A vector that they hold as a table of these sizes, and what each place has."""
+    return Entry(name, (theirs,), lambda parts: parts[0].flatten(), lambda whole: (whole.reshape(*sizes, -1),))
+
+
 def permute_axis(name: str, theirs: str, pattern: str, config: DiTConfig, *, channels: int) -> Entry:
     """A patch whose numbers have another order along one axis: `pattern` is einops', from theirs to ours."""
     patch = {"pt": config.patch_temporal, "ph": config.patch_spatial, "pw": config.patch_spatial, "C": channels}

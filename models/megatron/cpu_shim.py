@@ -1,4 +1,4 @@
-"""Lets Megatron-core 0.16.1 run on a machine without CUDA, over gloo. Does nothing where CUDA is present.
+"""Lets Megatron-core (0.16.1 to 0.19.2) run on a machine without CUDA, over gloo. Does nothing where CUDA is present.
 
 Megatron names the device "cuda" and asks `torch.cuda` for the current one throughout. `install` answers with the CPU.
 It patches torch for the whole process, so only entry points call it, before anything imports `megatron.core`.

@@ -89,7 +89,7 @@ class GraphedBlocks(BlockStack):
     def forward(self, x_SBD: Tensor, inputs: BlockInputs) -> Tensor:
         """Tokens [S, B, D] after all blocks."""
         is_watched = any(block._forward_hooks for block in self.values())
-        if not torch.is_grad_enabled() or is_watched or inputs.layout.num_segments > self.max_segments:
+        if not torch.is_grad_enabled() or is_watched or len(inputs.condition_GD) > self.max_segments:
             return super().forward(x_SBD, inputs)
         tensors = _tensors(inputs, self.max_segments)
         if self._graphs is None:
@@ -112,17 +112,18 @@ def _tensors(inputs: BlockInputs, num_segments: int) -> dict[str, Tensor]:
     """All that a block reads beside its tokens, of the size that it has with `num_segments` segments."""
     layout, device = inputs.layout, inputs.condition_GD.device
     missing = num_segments - layout.num_segments
+    missing_rows = num_segments - len(inputs.condition_GD)
 
     def extended(bounds: Tensor) -> Tensor:
         return torch.cat([bounds, bounds[-1:].expand(missing)])
 
     found = {
-        "condition": F.pad(inputs.condition_GD, (0, 0, 0, missing)),
+        "condition": F.pad(inputs.condition_GD, (0, 0, 0, missing_rows)),
         "text": inputs.text_LBD,
         "row": layout.rows.of_token(device),
         "token_bounds": extended(layout.on(device).bounds),
         "text_bounds": extended(layout.on(device).text_bounds),
-        "shared": None if inputs.shared_GM is None else F.pad(inputs.shared_GM, (0, 0, 0, missing)),
+        "shared": None if inputs.shared_GM is None else F.pad(inputs.shared_GM, (0, 0, 0, missing_rows)),
         "positions": inputs.positions_SBD,
         **({} if inputs.rotary is None else inputs.rotary._asdict()),
     }

@@ -10,7 +10,7 @@ What is exchanged, and why the rest of the network need not know:
 | `SelfAttention.core`    | attention to other ranks' tokens (context parallelism); computed again in backward   |
 | `STDiTBlock.move`       | the exchange of tokens before attention along one axis                               |
 | `ExpertMLP.compute`     | tokens sent to their experts' ranks; `expert_choice` among the tokens of all ranks   |
-| `LowRank.exchange`      | what ranks that share a linear exchange for the adapters beside it                    |
+| `LowRank.exchange`, `WidthNorm.sum_over_ranks` | what ranks that share linears and heads exchange               |
 | `blocks`                | blocks that are computed again, in eight bits, or replayed as CUDA graphs            |
 """
 
@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from megadit.models.adapters import move_adapters
-from megadit.models.attention import SelfAttention
+from megadit.models.attention import SelfAttention, WidthNorm
 from megadit.models.axial import move
 from megadit.models.blocks import STDiTBlock
 from megadit.models.dit import DiT
@@ -38,7 +38,7 @@ from megadit.models.megatron.groups import Groups
 from megadit.models.megatron.linears import split_linear
 from megadit.models.megatron.plan import PLAN, Axes, Role, Row, local_shape, mark, role_of
 from megadit.models.megatron.recomputed_blocks import RecomputedBlocks
-from megadit.models.megatron.sequence_parallel import GatherTokens, ScatterTokens
+from megadit.models.megatron.sequence_parallel import GatherTokens, ScatterTokens, sum_of_parts
 from megadit.models.megatron.te_linears import fp8_arithmetic, te_linear
 from megadit.models.ops.ledger import recomputed
 
@@ -126,6 +126,8 @@ def _share_tokens(dit: DiT, config: TransformerConfig, groups: Groups) -> None:
 
 
 def _share_attention(dit: DiT, groups: Groups, recompute: Recompute) -> None:
+    for norm in _all(dit, WidthNorm):
+        norm.sum_over_ranks = partial(sum_of_parts, group=groups.tensor)
     for attention in _all(dit, SelfAttention):
         if groups.context.size > 1:
             attention.core = shared_attention(groups.context)

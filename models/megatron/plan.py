@@ -74,13 +74,12 @@ PLAN = (
     # `down` of adapters (`low_rank.py`); their other parts are split as the outputs of the linear beside them
     Row("blocks.*_attention.qkv.*.down|blocks.*.cross_attention.q.*.down|blocks.*.fc1.*.down", PARTIAL),
     Row("blocks.*.cross_attention.kv.*.down", WHOLE),
-    Row("blocks.*_attention.qkv.[wba]*|blocks.*.cross_attention.q.[wba]*|blocks.*.fc1.[wba]*", COLUMN),
-    Row("blocks.*.cross_attention.kv.[wa]*", COLUMN_OF_TEXT),
+    Row("blocks.*_attention.qkv.[wba]*|blocks.*.cross_attention.q.[wba]*|blocks.*.fc1.[wba]*|*.[qk]_norm.*", COLUMN),
+    Row("blocks.*.cross_attention.kv.[wba]*", COLUMN_OF_TEXT),
     Row("blocks.*_attention.proj.weight|blocks.*_attention.proj.*.down|blocks.*.fc2.weight|blocks.*.fc2.*.down", ROW),
-    # with the linear's bias, added to a rank's tokens after the sum
     Row("blocks.*_attention.proj.[ba]*|blocks.*.fc2.[ba]*", PARTIAL),
     Row("blocks.*.[qk]_layernorm.weight", SUM_OVER_HEADS),
-    Row("blocks.*.modulation.*|blocks.*_layernorm.weight|blocks.*.router.weight", PARTIAL),
+    Row("blocks.*.modulation.*|blocks.*_layernorm.*|blocks.*.router.weight|shared_modulation.*", PARTIAL),
     Row("x_embedder.*|text_embedder.*|null_text|positions.*", WHOLE),
     Row("*_embedder.*|condition_layernorm.weight|final_layer.*", PARTIAL),
 )

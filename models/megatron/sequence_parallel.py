@@ -1,10 +1,13 @@
-"""Sequence parallelism (arXiv 2205.05198): between the linears that tensor-parallel ranks share, each has some tokens.
+"""Sequence parallelism (arXiv 2205.05198): between the linears that tensor-parallel ranks share, each has some tokens;
+within them some heads, of which some sums are over all.
 
 Shapes: S video tokens, B batch, D width.
 """
 
 from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
 from torch import Tensor, nn
@@ -34,3 +37,8 @@ class GatherTokens(nn.Module):
         # every rank computes the loss of all tokens: each keeps its slice of the gradient, nothing is summed
         """The tokens of all ranks, [S * ranks, B, D]."""
         return gather_from_sequence_parallel_region(x_SBD, tensor_parallel_output_grad=False, group=self.group)
+
+
+def sum_of_parts(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum of `x`, of any shape, over ranks, with which each goes on by itself: gradients are summed, too."""
+    return copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(x, group=group), group=group)

@@ -12,7 +12,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from megadit.models.layout import DenseLayout, Layout, PackLayout
+from megadit.models.dense_layout import DenseLayout
+from megadit.models.layout import Layout, PackLayout
 from megadit.models.ops.batch_attention import batch_attention
 from megadit.models.ops.ledger import cheap
 from megadit.models.ops.registry import Op
@@ -84,9 +85,28 @@ def has_varlen_attention() -> bool:
     return find_spec("torch.nn.attention.varlen") is not None and torch.cuda.get_device_capability() >= (8, 0)
 
 
+FEWEST_TOKENS, MOST_GROUPS = 512, 4
+"""Tokens of the shortest sample, and length groups, with which cuDNN's attention of each group, at nearly twice the
+rate of varlen's kernel on a Hopper GPU, makes up for several launches. Set without a GPU: `make gpu-check` measures
+both."""
+
+
+@cache
+def _has_fast_dense_attention() -> bool:
+    """Whether torch takes cuDNN's kernel for dense attention on this GPU."""
+    return torch.cuda.get_device_capability() >= (9, 0) and torch.backends.cudnn.is_available()
+
+
+def has_few_long_groups(layout: Layout) -> bool:
+    """Whether dense attention of each length group is the faster one where both kernels are there."""
+    groups = [group for group in getattr(layout, "groups", None) or () if not group.is_padding]
+    return 0 < len(groups) <= MOST_GROUPS and min(group.length for group in groups) >= FEWEST_TOKENS
+
+
 def _suits_varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cross: bool) -> bool:
-    is_half = q.dtype in (torch.float16, torch.bfloat16)
-    return q.is_cuda and is_half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and has_varlen_attention()
+    if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] % 8 or q.shape[-1] > 256:
+        return False
+    return has_varlen_attention() and not (_has_fast_dense_attention() and has_few_long_groups(layout))
 
 
 @attention.variant("varlen_flash", suits=_suits_varlen)
@@ -124,6 +144,8 @@ def attend_by_length_group(q: Tensor, k: Tensor, v: Tensor, layout: PackLayout, 
 @cheap
 def _join(*outputs: Tensor) -> Tensor:
     """One sequence from the tokens of all length groups, heads side by side: [S, 1, N*K]."""
+    if len(outputs) == 1:  # nothing is copied
+        return rearrange(outputs[0], "S N K -> S 1 (N K)")
     return rearrange(torch.cat(outputs), "S N K -> S 1 (N K)")
 
 

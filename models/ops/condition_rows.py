@@ -1,27 +1,46 @@
 """Which condition row each token of a pack has, by length group and token by token: what the modulation ops share.
 
-Shapes: S video tokens, D width, G condition rows, c segments of a length group, s tokens of each.
+Shapes: S video tokens, B batch, D width, G condition rows, c pieces of a length group, s tokens of each.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from megadit.models.segments import ConditionRows, LengthGroup
+from megadit.models.ops.fusion import is_compiled
+from megadit.models.segments import ConditionRows, DenseRows, LengthGroup, Rows, RowsByToken
 
 
-def are_looked_up(x: Tensor, rows: ConditionRows | None) -> bool:
+def are_looked_up(x: Tensor, rows: Rows | None) -> bool:
     """Whether each token of x [S, 1, D] looks its row up: on a GPU, inside one compiled kernel."""
-    return rows is not None and (rows.groups is None or x.is_cuda)
+    return isinstance(rows, RowsByToken) or (isinstance(rows, ConditionRows) and is_compiled(x))
 
 
-def are_grouped(rows: ConditionRows | None) -> bool:
+def are_grouped(rows: Rows | None) -> bool:
     """Whether rows come as length groups, which can be viewed as batches."""
-    return rows is not None and rows.groups is not None
+    return isinstance(rows, ConditionRows)
+
+
+def are_dense(rows: Rows | None) -> bool:
+    """Whether they are those of a uniform batch, some of whose tokens are given."""
+    return isinstance(rows, DenseRows)
+
+
+def of_each_token(x_GD: Tensor, rows: Rows) -> Tensor:
+    """The row of each token, [S, B, D]; B is 1 for a pack."""
+    row = rows.of_token(x_GD.device)
+    return x_GD[row if row.ndim == 2 else row[:, None]]
+
+
+def two_or_more(x_GD: Tensor) -> Tensor:
+    """The rows [G, D], and one that no token has where there is but one: compiled kernels would take its number, 1,
+    for a constant, and packs of one segment for another kind."""
+    return x_GD if len(x_GD) > 1 else F.pad(x_GD, (0, 0, 0, 1))
 
 
 def tokens_of(x_S1D: Tensor, group: LengthGroup) -> Tensor:
     """A length group's tokens as a uniform batch: a view [c, s, D]."""
-    return x_S1D[group.start : group.stop].view(group.count, group.length, x_S1D.shape[-1])
+    return group.tokens_of(x_S1D[:, 0])
 
 
 def rows_of(x_GD: Tensor, group: LengthGroup) -> Tensor:
@@ -33,8 +52,7 @@ def sum_tokens(x_S1D: Tensor, like_GD: Tensor, groups: tuple[LengthGroup, ...]) 
     """Sums the tokens of each row, [G, D]: in float32, whatever precision the sum is rounded to."""
     total_GD = torch.zeros_like(like_GD)
     for group in groups:
-        # a segment cut by sequence parallelism never appears twice in one rank's groups, so rows are written once
-        total_GD[group.members] = tokens_of(x_S1D, group).sum(1, dtype=like_GD.dtype)
+        total_GD[group.members] += tokens_of(x_S1D, group).sum(1, dtype=like_GD.dtype)
     return total_GD
 
 

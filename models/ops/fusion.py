@@ -1,30 +1,92 @@
-"""Chains of small operations as few kernels, where that pays."""
+"""Chains of small operations as few kernels, where that pays.
 
-from collections.abc import Callable
+A compiler makes a kernel anew for whatever it takes for another kind of inputs: gradients, views, sides of length 1.
+Chains are therefore called with tensors of one form, and one that still meets too many kinds, or that the compiler
+cannot make, runs as it is written.
+"""
+
+import warnings
+from collections.abc import Callable, Hashable
 from functools import cache
 from importlib.util import find_spec
+from types import FunctionType
 from typing import Any
 
 import torch
+from torch import Tensor
+
+COMPILED_ON = frozenset({"cuda"} if find_spec("triton") else ())
+"""Devices where a pass over memory costs more than what is computed in it; on a CPU it is already in the caches."""
+BACKEND: str | Callable = "inductor"
+MOST_VARIANTS = 64
+"""Kinds of inputs that one chain is compiled for."""
+_AS_WRITTEN: set[Callable] = set()
+"""Chains that the compiler failed with."""
+
+
+def is_compiled(x: Tensor) -> bool:
+    """Whether chains of operations on `x`, of any shape, are compiled."""
+    return x.device.type in COMPILED_ON and not torch.compiler.is_compiling()
 
 
 def fused(function: Callable[..., Any], *inputs: Any) -> Any:
     """function(*inputs); the first input is a tensor, and says where.
 
-    On a GPU the function is compiled, once for all sizes: its operations become one or two passes over memory, and
-    nothing between them is stored. On a CPU, where each pass is already in its caches, it runs as it is written.
-    `function` takes no gradients (call it within an autograd function); it may change its inputs in place.
+    Where `is_compiled` says so the function is compiled, once for each width and for all other sizes: its operations
+    become one or two passes over memory, and nothing between them is stored. `function` takes no gradients (call it
+    within an autograd function); it may change its inputs in place.
     """
-    if inputs[0].is_cuda and not torch.compiler.is_compiling() and _has_triton():
-        return compiled(function)(*inputs)
-    return function(*inputs)
+    if not is_compiled(inputs[0]) or function in _AS_WRITTEN:
+        return function(*inputs)
+    plain = tuple(_plain(x) for x in inputs)
+    try:
+        return compiled(function, tuple(_kind(x) for x in plain))(*plain)
+    except Exception as error:
+        if not _is_the_compilers(error):
+            raise
+        _AS_WRITTEN.add(function)
+        reason = (str(error).strip().splitlines() or [""])[0]
+        warnings.warn(f"{function.__name__} runs uncompiled, more slowly: {reason}", stacklevel=2)
+        return function(*inputs)
 
 
 @cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, fullgraph=True, dynamic=True)
+def compiled(function: Callable[..., Any], kinds: tuple[Hashable, ...]) -> Callable[..., Any]:
+    """The compiled function for inputs of these `kinds`."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_VARIANTS)
+    # the limit counts all variants of one code object: each kind has its own
+    copy = FunctionType(function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__)
+    return torch.compile(copy, fullgraph=True, dynamic=True, backend=BACKEND)
 
 
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+def _plain(x: Any) -> Any:
+    """The same numbers in a tensor without a history, at the start of its storage, whose width is a constant.
+
+    With the width left open a kernel would divide for every number, and could not keep a row in its registers.
+    """
+    if not isinstance(x, Tensor):
+        return x
+    x = x.detach()
+    if x.storage_offset():
+        x = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(x))
+    if _has_width(x):
+        torch._dynamo.mark_static(x, x.ndim - 1)
+    return x
+
+
+def _has_width(x: Tensor) -> bool:
+    return x.ndim > 1 and x.is_floating_point()
+
+
+def _kind(x: Any) -> Hashable:
+    """What a compiled function is made for."""
+    if not isinstance(x, Tensor):
+        return type(x), x
+    return x.ndim, x.dtype, x.shape[-1] if _has_width(x) else None
+
+
+def _is_the_compilers(error: Exception) -> bool:
+    """Whether it comes from compiling, before anything was computed."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+    return isinstance(error, FailOnRecompileLimitHit | TorchDynamoException)

@@ -7,35 +7,45 @@ import torch
 from torch import Tensor
 
 from megadit.models.ops.condition_rows import (
+    are_dense,
     are_grouped,
     are_looked_up,
+    of_each_token,
     rows_of,
     sum_rows,
     sum_tokens,
     tokens_of,
+    two_or_more,
 )
 from megadit.models.ops.fusion import fused
 from megadit.models.ops.registry import Op
-from megadit.models.segments import ConditionRows
+from megadit.models.segments import Rows
 
 
-def _reference(x_SBD: Tensor, gate_GD: Tensor, y_SBD: Tensor, rows: ConditionRows | None = None) -> Tensor:
-    """x + gate * y; `rows` says which gate each token of a pack has, without it batch element b has gate b."""
-    gate = gate_GD if rows is None else gate_GD[rows.of_token(x_SBD.device), None]
+def _reference(x_SBD: Tensor, gate_GD: Tensor, y_SBD: Tensor, rows: Rows | None = None) -> Tensor:
+    """x + gate * y; `rows` says which gate each token has, without it batch element b has gate b."""
+    gate = gate_GD if rows is None else of_each_token(gate_GD, rows)
     return torch.addcmul(x_SBD, gate, y_SBD)
 
 
 gated_residual = Op("gated_residual", _reference)
 
 
+@gated_residual.variant("by_run", suits=lambda x, gate, y, rows=None: are_dense(rows))
+def by_run(x_SBD: Tensor, gate_GD: Tensor, y_SBD: Tensor, rows: Rows | None) -> Tensor:
+    """x + gate * y, [S, B, D]; tokens that are given, and those that are not, broadcast theirs."""
+    runs = [torch.addcmul(x_SBD[a:b], gate_GD[own], y_SBD[a:b]) for (a, b), own in rows.runs]
+    return torch.cat(runs)
+
+
 @gated_residual.variant("by_token", suits=lambda x, gate, y, rows=None: are_looked_up(x, rows))
-def by_token(x_S1D: Tensor, gate_GD: Tensor, y_S1D: Tensor, rows: ConditionRows | None) -> Tensor:
+def by_token(x_S1D: Tensor, gate_GD: Tensor, y_S1D: Tensor, rows: Rows | None) -> Tensor:
     """x + gate * y, [S, 1, D]; each token looks its gate up."""
     return _ByToken.apply(x_S1D, gate_GD, y_S1D, rows.of_token(x_S1D.device))
 
 
 @gated_residual.variant("by_length_group", suits=lambda x, gate, y, rows=None: are_grouped(rows))
-def by_length_group(x_S1D: Tensor, gate_GD: Tensor, y_S1D: Tensor, rows: ConditionRows | None) -> Tensor:
+def by_length_group(x_S1D: Tensor, gate_GD: Tensor, y_S1D: Tensor, rows: Rows | None) -> Tensor:
     """x + gate * y, [S, 1, D], one group of equally long segments after the other."""
     return _ByLengthGroup.apply(x_S1D, gate_GD, y_S1D, rows.groups)
 
@@ -59,12 +69,13 @@ class _ByToken(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gate, y, row_S):
         ctx.save_for_backward(gate, _if_gate_learns(ctx, y), row_S)
-        return fused(_forward, x, gate, y, row_S)
+        return fused(_forward, x, two_or_more(gate), y, row_S)
 
     @staticmethod
     def backward(ctx, grad):
-        grad_gate, grad_y = fused(_backward, grad.contiguous(), *ctx.saved_tensors)
-        return grad, grad_gate, grad_y, None
+        gate, *others = ctx.saved_tensors
+        grad_gate, grad_y = fused(_backward, grad.contiguous(), two_or_more(gate), *others)
+        return grad, None if grad_gate is None else grad_gate[: len(gate)], grad_y, None
 
 
 class _ByLengthGroup(torch.autograd.Function):

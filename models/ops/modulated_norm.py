@@ -12,17 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megadit.models.ops.condition_rows import (
+    are_dense,
     are_grouped,
     are_looked_up,
+    of_each_token,
     rows_of,
     sum_rows,
     sum_tokens,
     tokens_of,
+    two_or_more,
 )
 from megadit.models.ops.fusion import fused
 from megadit.models.ops.ledger import cheap
 from megadit.models.ops.registry import Op
-from megadit.models.segments import ConditionRows
+from megadit.models.segments import Rows
 
 
 def _reference(
@@ -30,7 +33,7 @@ def _reference(
     shift_GD: Tensor,
     scale_GD: Tensor,
     eps: float,
-    rows: ConditionRows | None = None,
+    rows: Rows | None = None,
     rms_weight_D: Tensor | None = None,
 ) -> Tensor:
     """LayerNorm(x) * (1 + scale) + shift (arXiv 2212.09748, section 3.2).
@@ -40,8 +43,7 @@ def _reference(
     """
     shift, factor = shift_GD, _factor(scale_GD, rms_weight_D)
     if rows is not None:
-        row_S = rows.of_token(x_SBD.device)
-        shift, factor = shift[row_S, None], factor[row_S, None]
+        shift, factor = of_each_token(shift, rows), of_each_token(factor, rows)
     is_rms = rms_weight_D is not None
     y_SBD = _normalize(x_SBD, eps, True)[0] if is_rms else F.layer_norm(x_SBD, x_SBD.shape[-1:], eps=eps)
     return torch.addcmul(shift, y_SBD, factor)
@@ -68,6 +70,15 @@ def _is_one_sample(x, shift, scale, eps, rows=None, rms_weight=None) -> bool:
 def one_sample(x_S1D: Tensor, shift_1D: Tensor, scale_1D: Tensor, eps: float, rows=None, rms_weight=None) -> Tensor:
     """torch's own norm with weight and bias, in one pass: [S, 1, D]."""
     return F.layer_norm(x_S1D, x_S1D.shape[-1:], _factor(scale_1D, None)[0], shift_1D[0], eps)
+
+
+@modulated_norm.variant("by_run", suits=lambda x, shift, scale, eps, rows=None, rms_weight=None: are_dense(rows))
+def by_run(x_SBD, shift_GD, scale_GD, eps, rows, rms_weight_D=None) -> Tensor:
+    """norm(x) (1 + scale) + shift, [S, B, D]; tokens that are given, and those that are not, broadcast theirs."""
+    factor_GD = _factor(scale_GD, rms_weight_D)
+    y_SBD = _normalize(x_SBD, eps, rms_weight_D is not None)[0]
+    runs = [torch.addcmul(shift_GD[own], y_SBD[first:stop], factor_GD[own]) for (first, stop), own in rows.runs]
+    return torch.cat(runs)
 
 
 @modulated_norm.variant(
@@ -165,12 +176,13 @@ def _backward(grad, x, factor, mean, root_inverse, row_S, is_rms):
 class _ByToken(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, shift, factor, eps, row_S, is_rms):
-        y, mean, root_inverse = fused(_forward, x, shift, factor, eps, row_S, is_rms)
+        y, mean, root_inverse = fused(_forward, x, two_or_more(shift), two_or_more(factor), eps, row_S, is_rms)
         ctx.save_for_backward(x, factor, mean, root_inverse, row_S)
         ctx.is_rms = is_rms
         return y
 
     @staticmethod
     def backward(ctx, grad):
-        gradients = fused(_backward, grad.contiguous(), *ctx.saved_tensors, ctx.is_rms)
-        return *gradients, None, None, None
+        x, factor, *others = ctx.saved_tensors
+        grad_x, *of_rows = fused(_backward, grad.contiguous(), x, two_or_more(factor), *others, ctx.is_rms)
+        return grad_x, *(gradient[: len(factor)] for gradient in of_rows), None, None, None

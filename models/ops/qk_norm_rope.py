@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megadit.models.ops.fusion import fused
+from megadit.models.ops.fusion import fused, is_compiled
 from megadit.models.ops.registry import Op
 
 
@@ -31,14 +31,42 @@ def _reference(
 qk_norm_rope = Op("qk_norm_rope", _reference)
 
 
-@qk_norm_rope.variant("saves_input", suits=lambda x, *_: x.requires_grad)
+def _learns(x, weight, *_) -> bool:
+    return torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad))
+
+
+@qk_norm_rope.variant("saves_input", suits=_learns)
 def _saves_input(x, weight, cos, sin, eps) -> Tensor:
     return _NormRotate.apply(x, weight, cos, sin, eps)
 
 
 @qk_norm_rope.variant("one_pass", suits=lambda *_: True, traceable=True)
 def _one_pass(x, weight, cos, sin, eps) -> Tensor:
-    return fused(_norm_rotate, x, weight, cos, sin, eps)[0]
+    return _fused_norm_rotate(x, weight, cos, sin, eps)[0]
+
+
+def _fused_norm_rotate(x, weight, cos, sin, eps):
+    y, rms_inverse = fused(_norm_rotate, _rows(x, cos), weight, _rows_of(cos, x), _rows_of(sin, x), eps)
+    return _shaped(y, x), rms_inverse
+
+
+def _rows(x: Tensor, cos: Tensor | None) -> Tensor:
+    """For a compiled kernel [rows, 1, N, K], where it rotates nothing [rows, 1, 1, K]: one form for any batch.
+
+    Elsewhere x as it is, [S, B, N, K]; a view but for grouped heads.
+    """
+    return x.reshape(-1, 1, *(x.shape[2:] if cos is not None else (1, x.shape[-1]))) if is_compiled(x) else x
+
+
+def _shaped(rows: Tensor, x: Tensor) -> Tensor:
+    return rows.view(x.shape) if is_compiled(x) else rows
+
+
+def _rows_of(table: Tensor | None, x: Tensor) -> Tensor | None:
+    """What each row of `_rows` turns by, from [S, 1 or B, 1, K]."""
+    if table is None or not is_compiled(x):
+        return table
+    return table.expand(-1, x.shape[1], -1, -1).reshape(-1, 1, 1, table.shape[-1])
 
 
 def _norm_rotate(x, weight, cos, sin, eps):
@@ -74,9 +102,16 @@ def _norm_rotate_backward(grad, x, weight, cos, sin, rms_inverse):
     product = grad * normed
     grad_weight = product.sum((0, 1, 2)).to(weight.dtype)
     # d(x / rms) = (g - y mean(g y)) / rms, y = x / rms, g = grad * weight
-    projection = (product @ _wide(weight) / x.shape[-1])[..., None]
+    projection = _weighted_sums(product, _wide(weight)) / x.shape[-1]
     grad_x = (grad * _wide(weight)).addcmul_(normed, projection, value=-1).mul_(rms_inverse)
     return grad_x.to(x.dtype), grad_weight
+
+
+def _weighted_sums(product: Tensor, weight_K: Tensor) -> Tensor:
+    """product @ weight, [..., 1]; compiled as a sum, for which the products need not be in memory."""
+    if torch.compiler.is_compiling():
+        return (product * weight_K).sum(-1, keepdim=True)
+    return (product @ weight_K)[..., None]
 
 
 class _NormRotate(torch.autograd.Function):
@@ -84,11 +119,14 @@ class _NormRotate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, cos, sin, eps):
-        y, rms_inverse = fused(_norm_rotate, x, weight, cos, sin, eps)
+        y, rms_inverse = _fused_norm_rotate(x, weight, cos, sin, eps)
         ctx.save_for_backward(x, weight, cos, sin, rms_inverse)
         return y
 
     @staticmethod
     def backward(ctx, grad):
-        grad_x, grad_weight = fused(_norm_rotate_backward, grad, *ctx.saved_tensors)
-        return grad_x, grad_weight, None, None, None
+        x, weight, cos, sin, rms_inverse = ctx.saved_tensors
+        turn = _rows_of(cos, x), _rows_of(sin, x)
+        inputs = _rows(grad, cos), _rows(x, cos), weight, *turn, rms_inverse
+        grad_x, grad_weight = fused(_norm_rotate_backward, *inputs)
+        return _shaped(grad_x, x), grad_weight, None, None, None

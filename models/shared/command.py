@@ -54,6 +54,8 @@ def run_command(function: Callable[[list[str]], int | None], argv: list[str]) ->
     always show theirs.
     """
     debug = "--debug" in argv
+    # before torch is there: a GPU that a run fills has no room for gaps between blocks of fixed sizes
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     try:
         code = function([argument for argument in argv if argument != "--debug"]) or 0
         sys.stdout.flush()

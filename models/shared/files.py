@@ -1,6 +1,7 @@
 """Files that are never half written, and names from outside that lead nowhere else."""
 
 import fcntl
+import hashlib
 import json
 import os
 import secrets
@@ -21,6 +22,19 @@ def _temporary_sibling(path: Path) -> Path:
     such as imageio read the format from)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")
+
+
+def sha256_of(path: str | os.PathLike) -> str:
+    """The checksum of a file.
+
+    Raises:
+        UserError: if it cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
 
 
 def inner_path(root: str | os.PathLike, name: str, *, follow_links: bool = False) -> Path:

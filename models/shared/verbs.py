@@ -19,6 +19,13 @@ VERBS: dict[str, tuple[str, str]] = {
     "push": ("megadit.models.bundle.transfer:push", "copy a bundle to a hub or a store"),
     "pull": ("megadit.models.bundle.transfer:pull", "copy a bundle from a hub or a store"),
     "generate": ("megadit.infer.generate:main", "make videos from prompts"),
+    "evaluate": ("megadit.infer.evaluate.command:main", "measure how good videos are: figures with intervals, a page"),
+    "evaluate tokenizer": ("megadit.infer.evaluate.tokenizer:main", "measure what a tokenizer loses of videos"),
+    "evaluate compare": ("megadit.infer.evaluate.compare:main", "put the figures of several evaluations side by side"),
+    "evaluate convert": (
+        "megadit.infer.evaluate.convert:main",
+        "turn public weights of Inception and I3D into extractors that nothing runs from",
+    ),
     "export": ("megadit.export.command:main", "turn a bundle into verified ONNX graphs and TensorRT engines"),
     "benchmark train": ("megadit.train.benchmarks.train:main", "time optimizer steps of a recipe on this machine"),
     "benchmark growth": ("megadit.train.benchmarks.growth:main", "how the cost of a training step grows, as a picture"),
@@ -40,6 +47,10 @@ VERBS: dict[str, tuple[str, str]] = {
     "demo": (
         "megadit.train.digits.demo:main",
         "prepare, train, generate and score handwritten digits, in minutes on a CPU",
+    ),
+    "demo-given": (
+        "megadit.train.digits.given_demo:main",
+        "teach the demo's model to take given frames, clips, masks and instructions",
     ),
     "demo-adapter": ("megadit.train.digits.adapter_demo:main", "teach the demo's model a new shape, from ten clips"),
 }
@@ -63,10 +74,10 @@ def _dispatch(argv: list[str]) -> int:
     if rest and f"{verb} {rest[0]}" in VERBS:
         verb, rest = f"{verb} {rest[0]}", rest[1:]
     seconds = [known.removeprefix(f"{verb} ") for known in VERBS if known.startswith(f"{verb} ")]
-    if seconds and rest in (["-h"], ["--help"]):
+    if seconds and verb not in VERBS and rest in (["-h"], ["--help"]):
         print(_help(f"{verb} "))
         return 0
-    if seconds:
+    if seconds and verb not in VERBS:
         choose_one(rest[0] if rest else "", seconds, f"`megadit {' '.join([verb, *rest[:1]])}` is no command")
     if verb not in VERBS:
         raise UserError(f"unknown command {verb!r}{did_you_mean(verb, VERBS, 'see `megadit --help`')}")

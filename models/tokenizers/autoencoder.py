@@ -4,7 +4,7 @@ Shapes: B batch, C channels, T/H/W frames, height, width (of the video, or of it
 """
 
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class Autoencoder:
 
     @property
     def latent_channels(self) -> int:
-        return self.network.config["latent_channels"]
+        return self.kind.latent_channels(self.network.config)
 
     @property
     def temporal_compression(self) -> int:
@@ -51,6 +51,16 @@ class Autoencoder:
     @property
     def causal(self) -> bool:
         return True
+
+    @property
+    def streams(self) -> bool:
+        """Whether the network goes through time by itself, one latent frame after the other."""
+        return self.kind.streams
+
+    @property
+    def _tiles(self) -> Tiles:
+        """In space alone where the network itself goes through time."""
+        return replace(self.tiles, frames=2**30, context=1) if self.streams else self.tiles
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         """(C, T, H, W) of the latents of such a video.
@@ -78,7 +88,7 @@ class Autoencoder:
         def encode(video: Tensor) -> Tensor:
             return self.kind.encode(module, video.to(dtype)).float()
 
-        z_BCTHW = encode_in_tiles(encode, video_BCTHW, self.tiles, self.temporal_compression, self.spatial_compression)
+        z_BCTHW = encode_in_tiles(encode, video_BCTHW, self._tiles, self.temporal_compression, self.spatial_compression)
         mean, std = self.kind.statistics(self.network.config, z_BCTHW)
         return self.sigma_data * (z_BCTHW - mean) / std
 
@@ -92,7 +102,7 @@ class Autoencoder:
         def decode(z: Tensor) -> Tensor:
             return self.kind.decode(module, z.to(dtype)).float()
 
-        return decode_in_tiles(decode, z_BCTHW, self.tiles, self.temporal_compression, self.spatial_compression)
+        return decode_in_tiles(decode, z_BCTHW, self._tiles, self.temporal_compression, self.spatial_compression)
 
     def save(self, directory: str | os.PathLike) -> None:
         settings: dict[str, Any] = {"sigma_data": self.sigma_data, "dtype": self.dtype, "tiles": asdict(self.tiles)}

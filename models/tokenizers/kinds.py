@@ -5,6 +5,7 @@
 | `cosmos`         | Cosmos tokenizers CV4x8x8, CV8x8x8 (arXiv 2501.03575) | diffusers' `AutoencoderKLCosmos`         |
 | `cosmos_image`   | Cosmos tokenizers CI8x8, CI16x16                      | `CosmosImageNetwork`: each frame alone   |
 | `autoencoder_kl` | Stable Diffusion's and others of images               | diffusers' `AutoencoderKL`: likewise     |
+| `wan`            | Wan 2.1's (4x8x8) and 2.2's (4x16x16), Predict2's     | diffusers' `AutoencoderKLWan`: streams   |
 
 Shapes: B batch, C channels, T/H/W frames, height, width (of the video, or of its latents).
 """
@@ -37,6 +38,10 @@ class Kind:
     """Latents (BCTHW) to video."""
     statistics: Callable[[Config, Tensor], tuple[Tensor, Tensor]]
     """Mean and standard deviation of latents like those given, in shapes that go with theirs."""
+    latent_channels: Callable[[Config], int] = lambda config: config["latent_channels"]
+    streams: bool = False
+    """It takes one latent frame after the other by itself and remembers what the next one needs: any length in the
+    memory of a frame, with nothing approximated. A graph of fixed size it has not."""
 
 
 def _of_each_frame(call: Callable[[nn.Module, Tensor], Tensor]) -> Callable[[nn.Module, Tensor], Tensor]:
@@ -81,6 +86,12 @@ def _shift_and_scale(config: Config, like_BCTHW: Tensor) -> tuple[Tensor, Tensor
     return torch.tensor(shift, device=like_BCTHW.device), torch.tensor(1 / scale, device=like_BCTHW.device)
 
 
+def _statistics_of_channels(config: Config, like_BCTHW: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each channel, [1, C, 1, 1, 1]."""
+    mean, std = (torch.tensor(config[name], device=like_BCTHW.device) for name in ("latents_mean", "latents_std"))
+    return mean.reshape(1, -1, 1, 1, 1), std.reshape(1, -1, 1, 1, 1)
+
+
 _ALL = (
     Kind(
         name="cosmos",
@@ -111,6 +122,18 @@ _ALL = (
         encode=_of_each_frame(_posterior_mean),
         decode=_of_each_frame(_decoded),
         statistics=_shift_and_scale,
+    ),
+    Kind(
+        name="wan",
+        class_name="AutoencoderKLWan",
+        sigma_data=1.0,
+        temporal_compression=lambda config: config["scale_factor_temporal"],
+        spatial_compression=lambda config: config["scale_factor_spatial"],
+        encode=_posterior_mean,
+        decode=_decoded,
+        statistics=_statistics_of_channels,
+        latent_channels=lambda config: config["z_dim"],
+        streams=True,
     ),
 )
 KINDS = {kind.name: kind for kind in _ALL}

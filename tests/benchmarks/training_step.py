@@ -199,7 +199,8 @@ def _megatron_step(config: RunConfig, batches: Callable) -> Callable[[], object]
 
 
 def _torch_step(config: RunConfig, batches) -> Callable[[], object]:
-    from megadit.train.loss import Uncertainty, draw_sigma, edm_loss, token_noise
+    from megadit.train.loss import Uncertainty, edm_loss, token_noise
+    from megadit.train.noise_levels import draw_sigma
 
     dit, uncertainty, settings = initialize_(DiT(config.model), config.train.seed), Uncertainty(), config.optimizer
     named = dict(dit.named_parameters())
@@ -214,7 +215,7 @@ def _torch_step(config: RunConfig, batches) -> Callable[[], object]:
 
     def step() -> None:
         batch = next(batches)
-        sigma_G = draw_sigma(batch.noise_key_G, config.diffusion, config.model)
+        sigma_G = draw_sigma(batch.noise_key_G, config.diffusion, batch.layout)
         sums = edm_loss(dit, batch, sigma_G, token_noise(batch), uncertainty)
         (sums.objective / batch.num_tokens).backward()
         torch.nn.utils.clip_grad_norm_(parameters, settings.clip_grad)

@@ -1,3 +1,6 @@
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -64,6 +67,28 @@ def make_adapter(path, bundle_dir, seed, *, kind="lora", rank=2, patterns=("bloc
     fingerprint = bundle_fingerprint(Bundle.open(bundle_dir)) if base else None
     write_adapter(path, Adapter.from_state(state, config, CONFIG, base=fingerprint, training={"step": seed}))
     return str(path)
+
+
+@pytest.fixture(scope="session")
+def able_dir(bundle_dir, tmp_path_factory) -> Path:
+    """The same network, as if it had been trained to be given parts of every kind."""
+    bundle, out = Bundle.open(bundle_dir), tmp_path_factory.mktemp("able") / "bundle"
+    write_bundle(
+        out,
+        config=replace(bundle.config, given_sigma=0.02),
+        state_dict=bundle.load_dit().state_dict(),
+        tokenizer=bundle.load_tokenizer(),
+        text_encoder=bundle.load_text_encoder(),
+        defaults=bundle.defaults,
+        training={"given": {"first_frame": 0.2, "last_frame": 0.1, "keyframes": 0.1, "prefix": 0.1, "suffix": 0.1,
+                            "inpaint": 0.1, "edit": 1.0}},
+    )  # fmt: skip
+    return out
+
+
+@pytest.fixture(scope="session")
+def able(able_dir) -> TextToVideo:
+    return TextToVideo.load(able_dir, device="cpu")
 
 
 @pytest.fixture(scope="session")

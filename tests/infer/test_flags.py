@@ -28,6 +28,7 @@ PROMPT = ("--prompt", "a red seven")
 TWO = (*PROMPT, "a blue two")
 SUBJECT = ("--prompt", "a {subject}", "--subject_name", "two")
 VIDEO = ("--num_video_frames", "9")
+ABLE = ("--checkpoint_path", "{room}/able")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,19 @@ EFFECTS = {
     "--strength": other("0.9", given=(*LATENTS, *PROMPT, "--input_video", "{room}/given.gif")),
     "--continue_video": other("{room}/given.gif", given=(*LATENTS, *PROMPT, *VIDEO)),
     "--keep_frames": other("5", given=(*LATENTS, *PROMPT, *VIDEO, "--continue_video", "{room}/given.gif")),
+    "--lead_to_video": other("{room}/given.gif", given=(*LATENTS, *PROMPT, *VIDEO)),
+    "--image": other("{room}/given.gif", given=(*LATENTS, *PROMPT, *VIDEO)),
+    "--first_frame": other("{room}/given.gif", given=(*LATENTS, *PROMPT, *VIDEO)),
+    "--conditioned_image_or_video_path": other("{room}/given.gif", given=(*LATENTS, *PROMPT, *VIDEO)),
+    "--last_image": other("{room}/given.gif", given=(*LATENTS, *PROMPT, *VIDEO, *ABLE)),
+    "--last_frame": other("{room}/given.gif", given=(*LATENTS, *PROMPT, *VIDEO, *ABLE)),
+    "--keyframe": other("5:{room}/given.gif", given=(*LATENTS, *PROMPT, *VIDEO, *ABLE)),
+    "--video": other("{room}/given.gif", given=(*LATENTS, *PROMPT, *VIDEO, *ABLE)),
+    "--mask": other("{room}/mask.png", given=(*LATENTS, *PROMPT, *VIDEO, *ABLE, "--video", "{room}/given.gif")),
+    "--instruction": ends("the prompt: give one", "make it red", given=(*PROMPT, *ABLE, "--video", "{room}/mask.png")),
+    "--image_guidance": other("3", given=(*LATENTS, *PROMPT, *VIDEO, *ABLE, "--video", "{room}/given.gif")),
+    "--total_frames": seen("calls", "25", given=(*PROMPT, *VIDEO)),
+    "--story": seen("files", given=(*TWO, *VIDEO, "--total_frames", "25")),
     "--negative_prompt": other("blue"),
     "--guidance": other("5"),
     "--guidances": other("2", "5"),
@@ -108,6 +122,7 @@ EFFECTS = {
     "--offload_text_encoder": seen("loaded"),
     "--compile": seen("loaded"),
     "--cuda_graphs": seen("loaded"),
+    "--resident_blocks": seen("loaded", "1"),
     "--overlap_decoding": seen("loaded"),
     "--tokenizer_model": ends("nowhere/config.json", "nowhere"),
     "--tokenizer_cache_dir": ends("", "{bundle}", given=(*PROMPT, "--tokenizer_model", "tokenizer")),
@@ -149,13 +164,18 @@ def watched(notes, *, loads):
 
 
 @pytest.fixture(scope="module")
-def room(bundle_dir, tmp_path_factory):
+def room(bundle_dir, able_dir, tmp_path_factory):
     """A folder with all that options name."""
     folder = tmp_path_factory.mktemp("room")
     (folder / "prompts.txt").write_text("a green three\n")
     make_adapter(folder / "adapter", bundle_dir, 1)
     shades = np.arange(9, dtype=np.uint8)[:, None, None, None]
     write_video(folder / "given.gif", shades * np.full((16, 24, 3), 20, np.uint8), 8)
+    write_video(
+        folder / "mask.png",
+        np.repeat([0, 255], 12).astype(np.uint8)[None, None, :, None] * np.ones((1, 16, 1, 3), np.uint8),
+    )
+    (folder / "able").symlink_to(able_dir)
     made = [*filled((*BASE, *PROMPT), bundle_dir, folder), "--seed", "9", "--video_save_path"]
     assert generate.main([*made, str(folder / "made.safetensors")]) == 0
     return folder
@@ -249,7 +269,9 @@ REFUSED = (
     *("--checkpoint_path", "--repeat", "--input_video", "--strength", "--continue_video", "--keep_frames", "--runtime"),
     *("--sequential_guidance", "--offload_text_encoder", "--cuda_graphs", "--overlap_decoding", "--tokenizer_model"),
     *("--tokenizer_cache_dir", "--t5_cache_dir", "--num_devices", "--tp_size", "--cp_size", "--cfg_parallel"),
-    *("--guardrail_dir", "--cache_measure", "--adapter", "--adapter_interval"),
+    *("--guardrail_dir", "--cache_measure", "--adapter", "--adapter_interval", "--lead_to_video", "--image"),
+    *("--first_frame", "--conditioned_image_or_video_path", "--last_image", "--last_frame", "--keyframe", "--video"),
+    *("--mask", "--instruction", "--total_frames", "--story", "--resident_blocks"),
 )
 
 

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from megadit.infer import generate
-from megadit.infer.conditions import GivenVideo
 from megadit.infer.generate import main
+from megadit.infer.given import GivenVideo
 from megadit.infer.outputs import output_paths
 from megadit.infer.specs import VideoSpec
 from megadit.infer.video_io import read_video, write_video
@@ -139,7 +139,7 @@ MISTAKES = [
     (["--prompt", "a", "--video_save_path", "a.gif", "--format", "mp4"], "says .gif, --format says mp4"),
     (["--prompt", "a", "--contact_sheet", "a.txt"], "--contact_sheet=a.txt"),
     (["--prompt", "a", "--guidance", "1", "--guidances", "2"], "not both"),
-    (["--prompt", "a", "--shift", "wide"], "argument --shift: invalid float or auto value: 'wide'"),
+    (["--prompt", "a", "--shift", "wide"], "argument --shift: invalid float or auto or auto_video value: 'wide'"),
     (["--prompt", "a", "--schedule", "cosine"], "schedule 'cosine' is not available"),
     (["--prompt", "a", "--eta", "1", "--sampler", "unipc"], "cannot add noise"),
     (["--prompt", "a", "--autoguidance", "nowhere"], "nowhere"),

@@ -1,5 +1,8 @@
 """Recorded denoiser calls give what the network gives, for every size, and call it no more."""
 
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -65,6 +68,62 @@ def test_whole_videos_are_the_same(pipeline, bundle_dir):
 def test_without_a_gpu_it_is_refused(bundle_dir):
     with pytest.raises(UserError, match="cuda_graphs needs a GPU"):
         TextToVideo.load(bundle_dir, device="cpu", cuda_graphs=True)
+
+
+class FakeCuda:
+    """Records nothing: says in what mode it was asked to, and on which device."""
+
+    def __init__(self, monkeypatch, *, refuses=False):
+        self.modes, self.devices, self.replays, self.refuses = [], [], 0, refuses
+        stream = SimpleNamespace(wait_stream=lambda other: None)
+        for name, value in {
+            "Stream": lambda: stream,
+            "current_stream": lambda: stream,
+            "stream": lambda stream: nullcontext(),
+            "CUDAGraph": lambda: SimpleNamespace(replay=self.replay),
+            "graph": self.graph,
+            "device": self.device,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    def replay(self):
+        self.replays += 1
+
+    @contextmanager
+    def graph(self, graph, capture_error_mode="global"):
+        self.modes.append(capture_error_mode)
+        if self.refuses:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        yield
+
+    @contextmanager
+    def device(self, device):
+        self.devices.append(device)
+        yield
+
+
+def test_another_thread_may_work_while_a_graph_is_recorded(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    calls = []
+    _, replay = graphs.record_cuda_graph(lambda: calls.append(1))
+    replay()
+    assert cuda.modes == ["thread_local"] and cuda.replays == 1 and len(calls) == graphs.WARM_UP + 1
+
+
+def test_what_cannot_be_recorded_is_computed_each_time(monkeypatch):
+    FakeCuda(monkeypatch, refuses=True)
+    x = torch.zeros(3)
+    with pytest.warns(UserWarning, match="no CUDA graph, .*operation not permitted when stream is capturing"):
+        output, replay = graphs.record_cuda_graph(lambda: x + 1)
+    x.fill_(4)
+    replay()
+    assert torch.equal(output, torch.full((3,), 5.0))
+
+
+def test_calls_are_made_on_the_device_that_was_asked_for(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    monkeypatch.setattr(RecordedDenoiser, "_replayed", lambda self, *inputs: list(cuda.devices))
+    assert RecordedDenoiser(None, torch.device("cuda", 1))(*inputs(1)) == [torch.device("cuda", 1)]
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ def test_the_python_examples_run(bundle_dir, tmp_path, monkeypatch):
     (tmp_path / "runs/demo").mkdir(parents=True)
     (tmp_path / "runs/demo/bundle").symlink_to(bundle_dir)
     examples = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(examples) == 5
+    assert len(examples) == 6
     make_adapter(tmp_path / "zog", bundle_dir, 1)
     make_adapter(tmp_path / "other", bundle_dir, 2)
     names: dict = {}

@@ -18,6 +18,7 @@ from megadit.infer.samplers import (
     num_denoiser_calls,
 )
 from megadit.infer.schedules import karras_sigmas
+from megadit.models.parameterization import Flow
 from megadit.models.settings import STOCHASTIC, find_sampler
 from megadit.models.shared.errors import UserError
 
@@ -93,6 +94,22 @@ def test_order_of_convergence_on_a_mixture(name):
     exact = MIXTURE.solution(initial_state(), SIGMA_MIN)
     order = order_of_convergence(SAMPLERS[name], MIXTURE.denoise, exact, num_steps=(128, 256, 512))
     assert order == pytest.approx(ORDERS[name], abs=0.25)
+
+
+def denoiser_of_a_flow_network(x, sigma_B):
+    """The ideal velocity v(x_t, t) = E[n - x0 | x_t] of these data, as a network gives it, in `Flow`'s scalings."""
+    c_skip, c_out, c_in, t = Flow().scalings(sigma_B.double().reshape(-1, *[1] * (x.ndim - 1)))
+    x_t = c_in * x.double()
+    x0 = MU + (1 - t) * S**2 / ((1 - t) ** 2 * S**2 + t**2) * (x_t - (1 - t) * MU)
+    return c_skip * x.double() + c_out * (x_t - x0) / t
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_solvers_keep_their_orders_with_a_flow_network(name):
+    exact = exact_solution(initial_state(), SIGMA_MIN)
+    assert order_of_convergence(SAMPLERS[name], denoiser_of_a_flow_network, exact) == pytest.approx(
+        ORDERS[name], abs=0.15
+    )
 
 
 def test_the_mixtures_solution_solves_its_ode():

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ import torch
 from megadit.infer.resolve import resolve_settings
 from megadit.infer.schedules import (
     SCHEDULES,
+    flow_sigmas,
     given_sigmas,
     karras_sigmas,
     linear_sigmas,
@@ -71,7 +73,9 @@ def test_ddpm_has_the_levels_of_its_steps():
 def test_every_schedule_starts_ends_and_decreases(name):
     sigmas = SCHEDULES[name](9, 0.01, 50.0)
     assert sigmas.dtype == torch.float64 and len(sigmas) == 10
-    assert (sigmas[0], sigmas[-1]) == (50, 0) and sigmas[-2].item() == pytest.approx(0.01)
+    assert (sigmas[0], sigmas[-1]) == (50, 0)
+    if name != "flow":  # it goes to 0 in even steps of t
+        assert sigmas[-2].item() == pytest.approx(0.01)
     assert (sigmas.diff() < 0).all()
     assert SCHEDULES[name](1, 0.01, 50.0).tolist() == [50, 0]
 
@@ -104,6 +108,8 @@ def test_the_shift_of_a_resolution():
     assert resolution_shift(64 * 64, 32 * 32) == 2
     assert resolve_settings(DEFAULTS, shift="auto").shift == 1
     assert resolve_settings(DEFAULTS, shift="auto", height=32, width=48).shift == 2
+    assert resolve_settings(DEFAULTS, shift="auto", num_frames=20).shift == 1
+    assert resolve_settings(DEFAULTS, shift="auto_video", num_frames=20, height=32, width=48).shift == 4
     # s sigma is the flow models' shift of t = sigma / (1 + sigma).
     t, s = 0.3, 3.0
     shifted = s * t / (1 - t)
@@ -114,3 +120,13 @@ def test_names_of_schedules():
     assert find_schedule("Karras") == "karras" and find_schedule("log-linear") == "log_linear"
     with pytest.raises(UserError, match="'karas' is not available; did you mean 'karras'. choose one of karras,"):
         find_schedule("karas")
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_flow_levels_are_even_in_t(shift):
+    """As Wan and UniPC of diffusers step: t from 0.999 down, then shifted: s t / (1 + (s - 1) t)."""
+    settings = replace(DEFAULTS, schedule="flow", sigma_max=999.0, num_steps=10, shift=shift)
+    sigma = settings_sigmas(settings)
+    even = torch.linspace(0.999, 0, 11, dtype=torch.float64)
+    torch.testing.assert_close(sigma / (1 + sigma), shift * even / (1 + (shift - 1) * even))
+    assert flow_sigmas(1, sigma_max=80.0).tolist() == [80.0, 0.0]

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from megadit.models import config as config_file
-from megadit.models.config import NAMED_CONFIGS, DiTConfig
+from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.expert_config import ExpertConfig
 from megadit.models.families import Structure
+from megadit.models.named_configs import NAMED_CONFIGS
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.train.config.schema import RunConfig
@@ -43,6 +44,10 @@ BREACHES = (
     ({"family": "nemo", "hidden_size": 96}, "model.family=nemo needs model.hidden_size >= 256, got 96"),
     ({**CLASSES, "experts": ExpertConfig(num_experts=4)}, "model.family=dit has biases, which experts lack"),
     ({"family": "cosmos"}, "model.family=cosmos needs model.adaln_lora_dim"),
+    (
+        {"family": "wan", "adaln_lora_dim": 8},
+        "model.family=wan has one modulation for all blocks: leave model.adaln_lora",
+    ),
     ({"position_embedding": "learned"}, "needs model.learned_positions, the largest grid"),
     ({"num_query_groups": 4}, "model.num_query_groups=4 does not divide model.num_attention_heads=6"),
     ({"hidden_size": 100, "num_attention_heads": 7}, "use 5 heads"),

@@ -8,10 +8,11 @@ import torch
 from megadit.models import blocks
 from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
+from megadit.models.dense_layout import grid_positions
 from megadit.models.dit import DiT
 from megadit.models.embeddings import patchify, rotary_table, sincos_table, unpatchify
 from megadit.models.initialize import initialize_
-from megadit.models.layout import PackLayout, grid_positions
+from megadit.models.layout import PackLayout
 from megadit.models.ops import attention
 from megadit.models.ops.registry import Variant
 from megadit.models.segments import Segment

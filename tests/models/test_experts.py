@@ -8,10 +8,11 @@ import torch.nn.functional as F
 
 from megadit.models.blocks import swiglu
 from megadit.models.config import DiTConfig
+from megadit.models.dense_layout import DenseLayout
 from megadit.models.dit import DiT
 from megadit.models.expert_config import ExpertConfig
 from megadit.models.experts import ExpertLoad, Experts, _Balance, chosen_by_experts, chosen_by_tokens, compute_here
-from megadit.models.layout import DenseLayout, PackLayout
+from megadit.models.layout import PackLayout
 from megadit.models.segments import Segment
 from megadit.models.shared.errors import UserError
 

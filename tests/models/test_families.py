@@ -51,6 +51,7 @@ FAMILIES = {
     "moviegen": MOVIEGEN,
     "moviegen of nemo": MOVIEGEN_OF_NEMO,
     "st_dit": DiTConfig(**COMMON, family="st_dit", adaln_lora_dim=6, learned_positions=(4, 5, 4)),
+    "wan": DiTConfig(**COMMON, family="wan", preconditioner="flow"),
     "tokens": TOKENS,
     "experts": CHOICE,
 }

@@ -11,7 +11,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from megadit.models.blocks import BlockInputs
-from megadit.models.layout import CPU, DenseLayout, Kept, PackLayout
+from megadit.models.dense_layout import DenseLayout
+from megadit.models.kept import Kept
+from megadit.models.layout import CPU, PackLayout
 from megadit.models.segments import LengthGroup, Piece, Segment, TokenMesh
 from megadit.models.shared.errors import UserError
 

@@ -12,11 +12,12 @@ from megadit import models
 from megadit.models.blocks import BlockInputs
 from megadit.models.bundle.tensor_source import from_state_dict
 from megadit.models.conditioning import Conditioning
-from megadit.models.config import NAMED_CONFIGS, DiTConfig
+from megadit.models.config import DiTConfig
 from megadit.models.convert import nemo_moviegen
 from megadit.models.convert.converted import to_ours, to_theirs
+from megadit.models.dense_layout import DenseLayout
 from megadit.models.dit import DiT
-from megadit.models.layout import DenseLayout
+from megadit.models.named_configs import NAMED_CONFIGS
 from megadit.models.weights import dit_shapes
 
 BILLION = 1e9

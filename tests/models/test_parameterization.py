@@ -10,7 +10,7 @@ from megadit.models.config import DiTConfig, Preconditioner
 from megadit.models.denoiser import EDMDenoiser
 from megadit.models.dit import DiT
 from megadit.models.initialize import initialize_
-from megadit.models.parameterization import EDM, VP, ddpm_sigmas, parameterization_of
+from megadit.models.parameterization import EDM, VP, Flow, ddpm_sigmas, parameterization_of
 
 SIGMAS = torch.logspace(-3, 2, 11, dtype=torch.float64)
 
@@ -67,7 +67,7 @@ def test_vp_scalings_invert_the_schedule():
 
 
 def test_the_loss_weight_makes_errors_of_the_network_weigh_one():
-    for preconditioner in ("edm", "vp"):
+    for preconditioner in get_args(Preconditioner):
         found = parameterization_of(DiTConfig(preconditioner=preconditioner))
         torch.testing.assert_close(found.loss_weight(SIGMAS), found.scalings(SIGMAS).c_out ** -2)
 
@@ -76,13 +76,7 @@ def test_every_preconditioner_of_the_config_has_its_parameterization():
     found = {
         name: parameterization_of(DiTConfig(preconditioner=name, sigma_data=0.7)) for name in get_args(Preconditioner)
     }
-    assert found == {"edm": EDM(0.7), "vp": VP()}
-
-
-@pytest.mark.parametrize("found", [EDM(0.5), VP()])
-def test_noise_levels_to_train_on_are_log_normal(found):
-    normal = torch.linspace(-3, 3, 7, dtype=torch.float64)
-    torch.testing.assert_close(found.draw(normal, -0.4, 1.3).log(), -0.4 + 1.3 * normal)
+    assert found == {"edm": EDM(0.7), "vp": VP(), "flow": Flow()}
 
 
 def test_a_target_is_what_its_name_says():
@@ -91,6 +85,22 @@ def test_a_target_is_what_its_name_says():
         c_skip, c_out, _, _ = found.scalings(SIGMAS)
         target = (x0 - c_skip * (x0 + SIGMAS * noise)) / c_out
         assert torch.allclose(target, noise, rtol=1e-6) == (found.target_name == "noise")
+
+
+def test_flow_in_sigma_is_flow_in_t():
+    """The network sees (1 - t) x0 + t n at t, predicts n - x0, and a step of Euler in sigma is one in t."""
+    x0, noise = torch.randn(2, len(SIGMAS), dtype=torch.float64)
+    x, t = x0 + SIGMAS * noise, SIGMAS / (1 + SIGMAS)
+    c_skip, c_out, c_in, c_noise = Flow().scalings(SIGMAS)
+    torch.testing.assert_close(c_in * x, (1 - t) * x0 + t * noise)
+    torch.testing.assert_close(c_noise, t)
+    torch.testing.assert_close((x0 - c_skip * x) / c_out, noise - x0)
+
+    F, after = torch.randn(len(SIGMAS), dtype=torch.float64), SIGMAS / 3
+    D = c_skip * x + c_out * F
+    stepped = x + (after - SIGMAS) * (x - D) / SIGMAS
+    t_after = after / (1 + after)
+    torch.testing.assert_close(stepped / (1 + after), c_in * x + (t_after - t) * F)
 
 
 def test_vp_steps_are_whole_in_float32():

@@ -41,10 +41,13 @@ FAMILIES = {
         "cosmos": {"adaln_lora_dim": 6},
         "moviegen": {"position_embedding": "learned", "learned_positions": (2, 1, 64), "qk_layernorm": False},
         "st_dit": {},
+        "wan": {"preconditioner": "flow"},
     }.items()
 }
 NETWORK_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.1}
 """Of a network: dozens of roundings, one after another."""
+MORE = {"wan": 3}
+"""Norms over all heads add up more numbers, and tables of modulation are added to what every block shares."""
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -147,7 +150,7 @@ def packed_and_single(config, layout, dtype):
 def test_a_random_pack_equals_its_samples_one_by_one(family, dtype, nothing_is_small):
     for layout in random_packs(3):
         ours, theirs = packed_and_single(FAMILIES[family], layout, dtype)
-        assert largest_error(ours, theirs) < NETWORK_TOLERANCE[dtype], layout
+        assert largest_error(ours, theirs) < NETWORK_TOLERANCE[dtype] * MORE.get(family, 1), layout
 
 
 class Written(TorchDispatchMode):

@@ -30,6 +30,10 @@ VALIDATED = (
     *(*REAL, "validation.interval=3", "validation.num_batches=1", "validation.sigmas=[1.0]"),
     *("validation.prompts=[a red seven]", "validation.sampling.num_steps=2"),
 )
+EVALUATED = (
+    *(*REAL, "validation.evaluate_interval=3", "validation.evaluate_count=8", "data.use_train_split_for_val=true"),
+    "validation.sampling.num_steps=2",
+)
 GUIDED = (*VALIDATED, "validation.sampling.num_steps=3", "validation.sampling.guidance=500.0")
 TWO_PROMPTS = (*GUIDED, "validation.sampling.second_prompt=a blue two", "validation.sampling.second_guidance=500.0")
 CLASSES = ("model.family=dit", "model.num_classes=5", "model.crossattn_emb_size=2", "model.position_embedding=sincos")
@@ -86,6 +90,7 @@ EFFECTS = {
     "model.layernorm_epsilon": told("0.1"),
     "model.sigma_data": told("0.7"),
     "model.preconditioner": told("vp"),
+    "model.given_sigma": told("0.2", "data.given=[first_frame:0.9]", "model.given_sigma=0.02"),
     "model.family": told("nemo", "model.hidden_size=256", "model.position_embedding=sincos"),
     "model.compat": told("nemo", "model.family=moviegen", "model.hidden_size=256"),
     "model.adaln_lora_dim": told("4"),
@@ -114,6 +119,8 @@ EFFECTS = {
     "data.text_dropout": told("0.9"),
     "data.prior_weight": told("0.5", *PRIOR),
     "data.prior_text_dropout": told("0.9", *PRIOR),
+    "data.given": told("[first_frame:0.9]", "model.given_sigma=0.02"),
+    "data.given_dropout": told("[0.9,0.0,0.0]", "data.given=[first_frame:0.9]", "model.given_sigma=0.02"),
     "data.mock_latent_shapes": told("[[2,3,4]]"),
     "data.use_train_split_for_val": told("true", *VALIDATED),
     "data.encode": ends("which holds latents", "on_the_fly", *REAL),
@@ -148,8 +155,10 @@ EFFECTS = {
     "optimizer.lr_warmup_iters": told("2"),
     "optimizer.lr_decay_style": told("constant"),
     "optimizer.lr_decay_iters": told("9"),
+    "diffusion.noise_levels": told("uniform"),
     "diffusion.p_mean": told("1.0"),
     "diffusion.p_std": told("0.5"),
+    "diffusion.shift_tokens": told("4"),
     "diffusion.learned_uncertainty": seen("names", "false"),
     "ema.sigma_rels": seen("names", "[0.2]"),
     "parallel.tensor_model_parallel_size": ends("start 2 ranks", "2"),
@@ -206,6 +215,10 @@ EFFECTS = {
     "validation.sampling.second_guidance": seen("videos", "50.0", *TWO_PROMPTS),
     "validation.sampling.cache_budget": ends("needs a bundle", "0.1"),
     "validation.sampling.adapter_interval": ends("needs a bundle", "[0.5,2.0]"),
+    "validation.sampling.image_guidance": ends("needs something given", "2.0"),
+    "validation.evaluate_interval": told("2", *EVALUATED),
+    "validation.evaluate_count": told("9", *EVALUATED),
+    "validation.extractors": told("[{reader}]", *EVALUATED),
     "validation.tokenizer_folder": ends("/nowhere", "/nowhere", *VALIDATED),
     "health.on_not_finite": seen("events", "skip", "optimizer.optimizer=adamw", "optimizer.lr=1e30"),
     "health.on_spike": seen("events", "rollback", *SPIKES),
@@ -247,12 +260,18 @@ def runs():
 @pytest.fixture(scope="module")
 def observed(run_ranks, tiny_dataset, write_tiny_dataset, tmp_path_factory):
     """observed(name): what was seen of one run."""
+    from safetensors.torch import save_file
+
+    from megadit.infer.evaluate.extractors.digits import DigitReader
+    from megadit.infer.evaluate.extractors.files import KIND
     from megadit.train.data.writer import DatasetInfo
 
     info, folder = DatasetInfo.read(tiny_dataset), tmp_path_factory.mktemp("effects")
     places = {"{data}": info.root, "{channels}": info.latent_channels, "{text_width}": info.text_width}
     places |= {"{sigma_data}": info.sigma_data, "{finished}": folder / FINISHED, "{prior}": folder / "prior"}
     write_tiny_dataset(folder / "prior", is_prior=True)
+    save_file(DigitReader().state_dict(), folder / "reader.safetensors", metadata={KIND: "digits"})
+    places["{reader}"] = folder / "reader.safetensors"
     planned = {name: [fill(word, places) for word in words] for name, words in runs().items()}
     (folder / "runs.json").write_text(json.dumps(planned))
     run_ranks(1, JOB, folder, timeout=1500)

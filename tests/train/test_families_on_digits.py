@@ -42,6 +42,7 @@ FAMILIES = {
         *("model.qk_layernorm=false", *LEARNED),
     ),
     "st_dit": ("model.family=st_dit", "model.adaln_lora_dim=24"),
+    "wan": ("model.family=wan", "model.preconditioner=flow"),
     "token choice": (*EXPERTS, "optimizer.lr=4e-3", "model.experts.shared_ffn_hidden_size=96"),
     "expert choice": (*EXPERTS, "optimizer.lr=4e-3", "model.experts.routing=expert_choice"),
     "classes": (

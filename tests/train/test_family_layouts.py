@@ -35,6 +35,7 @@ CLASSES = {
 NEMO = {"family": "nemo", "position_embedding": "sincos", "hidden_size": 256}
 DFM = {"family": "dfm", "hidden_size": 256, "adaln_lora_dim": 4}
 MOVIEGEN_NEMO = MOVIEGEN | {"compat": "nemo", "hidden_size": 256}
+WAN = {"family": "wan", "preconditioner": "flow"}
 ST_DIT = {"family": "st_dit", "adaln_lora_dim": 4}
 FAMILIES = {
     "cosmos": COSMOS,
@@ -44,6 +45,7 @@ FAMILIES = {
     "moviegen": MOVIEGEN,
     "moviegen_nemo": MOVIEGEN_NEMO,
     "st_dit": ST_DIT,
+    "wan": WAN,
 }
 LAYOUTS = {
     "sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
@@ -64,10 +66,10 @@ WIDE = {
 }
 ON_TWO = {
     "sp": FAMILIES,
-    "cp": ("cosmos", "dit", "moviegen", "st_dit"),
+    "cp": ("cosmos", "dit", "moviegen", "st_dit", "wan"),
     "ring": ("st_dit",),
-    "pp": ("cosmos", "dit", "dfm", "moviegen", "st_dit"),
-    "fsdp": ("cosmos", "moviegen", "st_dit"),
+    "pp": ("cosmos", "dit", "dfm", "moviegen", "st_dit", "wan"),
+    "fsdp": ("cosmos", "moviegen", "st_dit", "wan"),
 }
 """Each family's own parameters have marks; each kind of positions, of copies and of blocks is divided once."""
 ON_EIGHT = {
@@ -88,6 +90,8 @@ BROKEN = {
     "moviegen without its marks": broken("moviegen", "sequence parallel mark", "sp"),
     "moviegen without the sum over stages": broken("moviegen", "sum over stages", "pp"),
     "st_dit without its marks": broken("st_dit", "sequence parallel mark", "sp"),
+    "wan without the norm over all heads": broken("wan", "norm over the heads of all ranks", "sp"),
+    "wan without its marks": broken("wan", "sequence parallel mark", "sp"),
     "st_dit with moved tokens": broken("st_dit", "moved tokens", "ring"),
 }
 

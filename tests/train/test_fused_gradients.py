@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import layers
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megadit.models.megatron import extensions
 from megadit.models.shared.errors import UserError
@@ -63,13 +65,38 @@ def with_fusion(**parallel):
 def test_refused_where_the_extension_is_not_installed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(extensions, "find_spec", lambda name: None)
+    monkeypatch.setattr(extensions, "has_torch_product", lambda: False)
     with pytest.raises(UserError, match=r"gradient_accumulation_fusion=true needs .*fused_weight_gradient_mlp_cuda"):
         check_inputs(with_fusion())
     monkeypatch.setattr(extensions, "find_spec", lambda name: name)
     assert extensions.has_gradient_accumulation_fusion()
+    monkeypatch.setattr(extensions, "find_spec", lambda name: None)
+    monkeypatch.setattr(extensions, "has_torch_product", lambda: True)
+    assert extensions.has_gradient_accumulation_fusion()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="needs a GPU"):
         check_inputs(with_fusion())
+
+
+def test_torch_takes_the_product_s_place_where_apex_is_missing(monkeypatch):
+    monkeypatch.setattr(layers, "_grad_accum_fusion_available", False)
+    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", None, raising=False)
+    extensions.give_megatron_a_product()
+    assert layers._grad_accum_fusion_available
+    x, grad, total = torch.randn(7, 5), torch.randn(7, 3), torch.ones(3, 5)
+    layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(x, grad, total)
+    torch.testing.assert_close(total, 1 + grad.t() @ x)
+
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs a torch that was built for CUDA")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_torch_has_such_a_product_for_gpus(dtype):
+    """Of tensors that a GPU would hold: types and shapes are checked, nothing is computed."""
+    with FakeTensorMode():
+        x, grad = (torch.empty(16, width, dtype=dtype, device="cuda") for width in (32, 48))
+        total = torch.empty(48, 32, device="cuda")
+        extensions.add_weight_gradient(x, grad, total)
+    assert total.shape == (48, 32) and total.dtype == torch.float32 and extensions.has_torch_product()
 
 
 def test_refused_with_fsdp():

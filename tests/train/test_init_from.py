@@ -14,7 +14,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
 from megadit.train.config.load import to_yaml
 from megadit.train.recipes import load_recipe
-from megadit.train.setup import given_weights
+from megadit.train.setup import given_network
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -42,18 +42,22 @@ def run_from(source, **model):
 @pytest.mark.parametrize("name", [".", "checkpoints/iter_0000007"])
 def test_a_run_or_one_of_its_checkpoints(other_run, name):
     root, weights = other_run
-    read = given_weights(run_from(root / name))
+    read = given_network(run_from(root / name)).read
     assert all(torch.equal(read(key), weight) for key, weight in weights.items())
 
 
 def test_another_network_is_refused_with_both_values(other_run):
     with pytest.raises(UserError, match=r"has model\.num_layers=2 \(not 3\)"):
-        given_weights(run_from(other_run[0], num_layers=3))
+        given_network(run_from(other_run[0], num_layers=3))
+
+
+def test_another_objective_is_the_same_network(other_run):
+    assert given_network(run_from(other_run[0], preconditioner="flow")).config.preconditioner == "edm"
 
 
 def test_what_is_neither(tmp_path):
     with pytest.raises(UserError, match="holds no complete checkpoint"):
-        given_weights(run_from(tmp_path))
+        given_network(run_from(tmp_path))
 
 
 def test_a_damaged_checkpoint_is_refused(other_run, tmp_path):
@@ -61,4 +65,4 @@ def test_a_damaged_checkpoint_is_refused(other_run, tmp_path):
     file = next((tmp_path / "copy").rglob("*.distcp"))
     file.write_bytes(file.read_bytes()[:-5])
     with pytest.raises(DamagedCheckpointError, match="is not what was written"):
-        given_weights(run_from(tmp_path / "copy"))
+        given_network(run_from(tmp_path / "copy"))

@@ -14,8 +14,9 @@ from megadit.models.embeddings import patchify, unpatchify
 from megadit.models.initialize import initialize_
 from megadit.models.noise import Stream, normal
 from megadit.train.config.schema import DiffusionConfig
-from megadit.train.data.packed_batch import PackFormat, TrainingSample
-from megadit.train.loss import Uncertainty, draw_sigma, edm_loss, token_noise
+from megadit.train.data.packed_batch import PackFormat
+from megadit.train.data.training_sample import TrainingSample
+from megadit.train.loss import Uncertainty, edm_loss, token_noise
 from megadit.train.recipes import load_recipe
 from megadit.train.training_model import TrainingModel
 
@@ -112,14 +113,6 @@ def test_noise_belongs_to_the_sample():
     assert torch.equal(token_noise(pack([b]))[: lengths[1]], one[lengths[0] : lengths[0] + lengths[1]])
 
 
-def test_noise_levels_are_log_normal():
-    key_G = torch.arange(20_000) * 7919
-    logarithms = draw_sigma(key_G, DiffusionConfig(p_mean=-0.4, p_std=1.3), MODEL).log()
-    # standard errors: 1.3 / sqrt(20000) = 0.009 of the mean, 0.0065 of the deviation
-    assert logarithms.mean().item() == pytest.approx(-0.4, abs=0.04)
-    assert logarithms.std().item() == pytest.approx(1.3, abs=0.03)
-
-
 @torch.no_grad()
 def test_a_network_that_knows_nothing_has_loss_one():
     silent = initialize_(DiT(MODEL), seed=0)  # its final layer is zero, so that D = c_skip x
@@ -149,6 +142,23 @@ def test_noise_preconditioning_and_loss_are_float32_whatever_the_network_is():
     expected = (weight * (D - x0) ** 2).mean((1, 2))[valid_S].sum().item()
     assert noise.dtype == sums.weighted.dtype == torch.float32
     assert sums.weighted.item() == pytest.approx(expected, rel=1e-4)
+
+
+@torch.no_grad()
+def test_the_flow_loss_is_that_of_the_velocity(dit):
+    """|F - (n - x0)|^2 with F read from x_t = (1 - t) x0 + t n at t (arXiv 2403.03206, eq. 13 and 14), written out."""
+    flow = DiT(replace(MODEL, preconditioner="flow"))
+    flow.load_state_dict(dit.state_dict())
+    batch, sigma_G = pack(samples()), torch.tensor([0.02, 1.0, 30.0, 1.0])
+    noise = token_noise(batch)
+    sums = edm_loss(flow, batch, sigma_G, noise)
+    tensors, t_G = batch.layout.on("cpu"), sigma_G / (1 + sigma_G)
+    t_S = t_G[tensors.segment_of_token_S][:, None, None]
+    F_S1P = flow.forward_packed(
+        (1 - t_S) * batch.tokens_S1P + t_S * noise, t_G, batch.text_L1E, batch.fps_G, batch.layout
+    )
+    error_S = (F_S1P - (noise - batch.tokens_S1P)).square().mean((1, 2))
+    assert sums.weighted.item() == pytest.approx(error_S[tensors.is_sample_S].sum().item(), rel=1e-4)
 
 
 def test_uncertainty_divides_and_adds(dit):

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from megadit.train.muon import Muon, orthogonalize
-from megadit.train.optimizer import build_scheduler, takes_muon
+from megadit.train.optimizer import build_scheduler, fuse_updates, takes_muon
+from megadit.train.optimizer_state import OwnedSlice
 from megadit.train.recipes import load_recipe
 
 
@@ -86,3 +87,49 @@ def test_muon_takes_the_matrices_of_the_blocks():
     assert not takes_muon("module.dit.blocks.3.self_attention.q_layernorm.weight", vector)
     assert not takes_muon("module.dit.x_embedder.weight", matrix)
     assert not takes_muon("module.uncertainty.linear.weight", matrix)
+
+
+def owned_by_adamw(parameter, **options):
+    optimizer = torch.optim.AdamW([{"params": [nn.Parameter(torch.zeros(2))]}, {"params": [parameter]}], **options)
+    whole = {"name": "x", "parameter": parameter, "start": 0, "stop": parameter.numel()}
+    return OwnedSlice(**whole, master=parameter.detach(), key=parameter, optimizer=optimizer), optimizer
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_restored_step_is_where_the_kernel_reads_it(fused):
+    """The meta device stands for a GPU, whose fused kernel would follow a pointer into the host's memory."""
+    parameter = nn.Parameter(torch.zeros(4, 3, device="meta"))
+    owned, optimizer = owned_by_adamw(parameter, fused=fused)
+    owned.restore_state({"exp_avg": torch.ones(12), "exp_avg_sq": torch.ones(12)}, step=7)
+    state = optimizer.state[parameter]
+    assert state["step"].device.type == ("meta" if fused else "cpu")
+    assert state["exp_avg"].device.type == "meta" and state["exp_avg"].shape == (4, 3)
+
+
+def test_a_restored_state_goes_on_as_if_it_had_never_been_saved():
+    torch.manual_seed(0)
+    parameter, gradients = nn.Parameter(torch.randn(4, 3)), torch.randn(4, 4, 3)
+    other = nn.Parameter(parameter.detach().clone())
+    owned, optimizer = owned_by_adamw(parameter, fused=True)
+    resumed, second = owned_by_adamw(other, fused=True)
+    for turn, gradient in enumerate(gradients):
+        if turn == 2:
+            other.data.copy_(parameter.detach())
+            resumed.restore_state({name: owned.state(name) for name in owned.state_names}, step=2)
+        for one, of in ((parameter, optimizer), (other, second)):
+            one.grad = gradient.clone()
+            if one is parameter or turn >= 2:
+                of.step()
+    assert torch.equal(parameter, other)
+
+
+def test_updates_of_a_gpu_are_fused_and_those_of_a_cpu_stay(monkeypatch):
+    on_cpu, on_gpu = (torch.optim.AdamW([nn.Parameter(torch.zeros(3))]) for _ in range(2))
+    fuse_updates(on_cpu)
+    assert not on_cpu.param_groups[0]["fused"]
+    monkeypatch.setattr(nn.Parameter, "is_cuda", True, raising=False)
+    fuse_updates(on_gpu)
+    assert on_gpu.param_groups[0]["fused"] and not on_gpu.param_groups[0]["foreach"]
+    muon = torch.optim.SGD([nn.Parameter(torch.zeros(3))])
+    fuse_updates(muon)
+    assert not muon.param_groups[0]["fused"]

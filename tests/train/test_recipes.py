@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from megadit.models.config import NAMED_CONFIGS
 from megadit.models.expert_config import ExpertConfig
+from megadit.models.named_configs import NAMED_CONFIGS
 from megadit.models.shared.errors import UserError
 from megadit.train.__main__ import main
 from megadit.train.config.load import config_from_dict, resolve_config
@@ -126,7 +126,7 @@ NEMO = {
 }
 """Factories of NeMo 2.1's `train.py`: network, tokens of a pack, packs of a micro-batch and of a batch, layout (of
 `dreambooth`, whose heads its 8 ranks cannot share, ours). ST-DiT's, of a branch never merged, is tested apart."""
-CHANGED = {"train_mock": {"num_layers": 16, "learned_positions": (1, 120, 120)}}
+CHANGED = {"mock_dit7b_8k": {"family": "nemo"}, "train_mock": {"num_layers": 16, "learned_positions": (1, 120, 120)}}
 """Of the named network."""
 
 

@@ -54,6 +54,7 @@ KEYS = {
     **{f"model.config.{theirs}": f"model.experts.{ours}" for theirs, ours in _EXPERTS.items()},
     **{f"model.{name}": f"parallel.{name}" for name in (*_LAYOUT, *_RECOMPUTE)},
     **{f"model.config.{name}": f"parallel.{name}" for name in _RECOMPUTE},
+    "diffusion.objective": "model.preconditioner",
     "model.seq_length": "data.seq_length",
     "model.config.seq_length": "data.seq_length",
     "model.vae_cache_folder": "validation.tokenizer_folder",

@@ -61,6 +61,8 @@ def _changed(config: Config, from_file: DictConfig, overrides: list[str]) -> Con
         updates = [OmegaConf.create(_in_our_names(OmegaConf.to_container(update))) for update in updates]
     merged = _mapping(config)
     OmegaConf.set_struct(merged, True)
+    for name in _named_by_the_user(type(config)):
+        OmegaConf.set_struct(merged[name], False)
     for update in updates:
         merged = _merge(merged, update, type(config))
     return _build(type(config), _plain(merged), path="", root=type(config))
@@ -116,10 +118,15 @@ def known_keys(config_class: type = RunConfig, prefix: str = "") -> list[str]:
     for name, hint in get_type_hints(config_class).items():
         section = next((part for part in (hint, *get_args(hint)) if dataclasses.is_dataclass(part)), None)
         if section is not None:
-            keys += known_keys(section, f"{prefix}{name}.")
+            keys += known_keys(section, f"{prefix}{name}.NAME." if get_origin(hint) is dict else f"{prefix}{name}.")
         else:
             keys.append(prefix + name)
     return keys
+
+
+def _named_by_the_user(config_class: type) -> list[str]:
+    """Fields that map names of the user's own to sections."""
+    return [name for name, hint in get_type_hints(config_class).items() if get_origin(hint) is dict]
 
 
 def _mapping(config: Any) -> DictConfig:
@@ -242,6 +249,8 @@ def _convert(value: Any, hint: Any, path: str, root: type) -> Any:
         words = [word for part in arguments if get_origin(part) is Literal for word in get_args(part)]
         is_whole = value in words or (value is None and types.NoneType in arguments)
         return value if is_whole else _convert(value, arguments[0], path, root)
+    if origin is dict and isinstance(value, dict):
+        return {name: _build(arguments[1], section, f"{path}.{name}", root) for name, section in value.items()}
     if origin is tuple and isinstance(value, list | tuple):
         return _convert_items(value, arguments, hint, path, root)
     if origin is Literal:

@@ -7,6 +7,7 @@ Bounds of single values stand with their fields (`schema.py`, `upkeep.py`). Rule
 import math
 from collections.abc import Callable
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from megadit.models.megatron import parallel_sizes
@@ -20,6 +21,8 @@ SINGLE_IMAGE = SamplingSettings(num_steps=1, guidance=1.0, num_frames=1, height=
 """Stands for the sizes that `validation.sampling` leaves to the data set."""
 FP8_MULTIPLE = {"tensorwise": 16, "blockwise": 16, "mxfp8": 32}
 """`train.fp8_recipe` -> what rows and columns of every matrix are a multiple of, on each rank."""
+MOST_MODE = 1.75
+"""2 / (pi - 2) = 1.7519 is where t stops to fall with u (arXiv 2403.03206, eq. 20)."""
 
 Condition = Callable[[Run], Any]
 
@@ -167,6 +170,13 @@ def _check_targets(run: Run) -> None:
     chosen_targets(run.model, run.train.adapter.targets)
 
 
+def _check_uses(run: Run) -> None:
+    """Raises UserError for a use of `data.given` that does not exist, or shares that cannot be."""
+    from megadit.train.data.given import parse_uses
+
+    parse_uses(run.data.given)
+
+
 def _check_sampling(run: Run) -> None:
     """Raises UserError for a sampler or schedule that does not exist, or settings that exclude each other."""
     resolve(SINGLE_IMAGE, **run.given_sampling)
@@ -213,6 +223,18 @@ RULES: tuple[Rule[Run], ...] = (
     Rule(
         needs=lambda run: len(set(run.ema.sigma_rels)) == len(run.ema.sigma_rels),
         remedy="{ema.sigma_rels=} names one profile twice",
+    ),
+    # what is given
+    accepted_by(_check_uses, when=lambda run: bool(run.data.given)),
+    Rule(
+        when=lambda run: bool(run.data.given),
+        needs=lambda run: run.model.given_sigma is not None,
+        remedy="data.given needs model.given_sigma, the noise level that the network is told of what is given; 0.02 "
+        "served digits best",
+    ),
+    Rule(
+        needs=lambda run: min(run.data.given_dropout) >= 0 and sum(run.data.given_dropout) < 1,
+        remedy="{data.given_dropout=} must be three shares from 0 that leave some: what is given, the text, both",
     ),
     # adapter
     accepted_by(_check_targets, where="train.adapter.targets: ", when=attrgetter("has_adapter")),
@@ -340,6 +362,15 @@ RULES: tuple[Rule[Run], ...] = (
         remedy="optimizer.optimizer=muon knows no experts, which are stacks of matrices on ranks of their own; use "
         "optimizer.optimizer=adamw",
     ),
+    # noise levels
+    Rule(
+        when=lambda run: run.diffusion.noise_levels == "mode",
+        needs=lambda run: run.diffusion.p_std <= MOST_MODE,
+        remedy="{diffusion.p_std=} is the scale of diffusion.noise_levels=mode, at most "
+        + str(MOST_MODE)
+        + ": beyond, "
+        "two draws would give one noise level",
+    ),
     # mock samples
     Rule(
         when=attrgetter("data.mock"),
@@ -363,9 +394,27 @@ RULES: tuple[Rule[Run], ...] = (
         "`megadit generate`",
     ),
     Rule(
+        needs=lambda run: run.validation.sampling.image_guidance in (None, 1.0),
+        remedy="{validation.sampling.image_guidance=} needs something given, and validation makes videos of prompts "
+        "alone; give it to `megadit generate`",
+    ),
+    Rule(
         needs=lambda run: not run.validation.sampling.cache_budget,
         remedy="{validation.sampling.cache_budget=} needs a bundle and `megadit calibrate-cache`; give it to "
         "`megadit generate`",
+    ),
+    Rule(
+        when=lambda run: run.validation.evaluate_interval > 0,
+        needs=lambda run: (
+            not run.data.mock and "://" not in str(run.data.path) and not str(run.data.path).endswith((".yaml", ".yml"))
+        ),
+        remedy="{validation.evaluate_interval=} compares with the videos of a data set in a folder; a blend, a store "
+        "and mock samples have none: leave it out, or evaluate the bundle with `megadit evaluate`",
+    ),
+    Rule(
+        when=lambda run: run.starts_here and run.validation.evaluate_interval > 0,
+        needs=lambda run: all(Path(path).exists() for path in run.validation.extractors),
+        remedy="{validation.extractors=} names weights that do not exist; see `megadit evaluate --help`",
     ),
     # this machine
     Rule(
@@ -381,8 +430,8 @@ RULES: tuple[Rule[Run], ...] = (
             and run.parallel.transformer_impl != "transformer_engine"
         ),
         needs=lambda run: run.extensions.has_gradient_accumulation_fusion(),
-        remedy="parallel.gradient_accumulation_fusion=true needs a GPU and the module fused_weight_gradient_mlp_cuda "
-        "of NVIDIA's apex (built with --cuda_ext), or parallel.transformer_impl=transformer_engine; leave it out",
+        remedy="parallel.gradient_accumulation_fusion=true needs a GPU, and torch 2.8 or the module "
+        "fused_weight_gradient_mlp_cuda of NVIDIA's apex, or transformer_impl=transformer_engine; leave it out",
     ),
     Rule(
         when=lambda run: run.starts_here and run.parallel.cuda_graph_max_segments is not None,

@@ -16,6 +16,7 @@ from megadit.train.config.rules import check_config
 from megadit.train.config.upkeep import CheckpointConfig, HealthConfig, LoggerConfig, ValidationConfig
 
 Precision = Literal["fp32", "bf16"]
+NoiseLevels = Literal["log_normal", "uniform", "mode"]
 Fp8 = Literal["none", "e4m3", "hybrid"]
 Fp8Recipe = Literal["tensorwise", "blockwise", "mxfp8"]
 MatmulPrecision = Literal["ieee", "tf32", "bf16"]
@@ -59,6 +60,12 @@ class DataConfig:
     prior_text_dropout: float | None = setting(None, low=0, high=1)
     """As `text_dropout`, of these samples; None is the same. A subject that loses its words becomes what every prompt
     is led away from: let it keep them, and the prior lose some."""
+    given: tuple[str, ...] = ()
+    """Shares of samples of which a part is given, by use: `[first_frame:0.2, prefix:0.1]`; the others learn from text
+    alone. Uses are first_frame, last_frame, keyframes, prefix, suffix, inpaint and edit (`train/data/given.py`)."""
+    given_dropout: tuple[float, float, float] = (0.05, 0.05, 0.05)
+    """Shares of those samples that lose what is given, their text, or both: guidance by either needs some (arXiv
+    2211.09800, section 3.2.1)."""
     mock_latent_shapes: tuple[tuple[int, int, int], ...] = ((1, 32, 32), (4, 32, 32))
     """(T, H, W) of mock samples, in latent frames and latent pixels, taken in turn."""
     use_train_split_for_val: bool = False
@@ -111,12 +118,21 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiffusionConfig:
-    """The distribution of noise levels in training and the weighting of their losses (EDM, arXiv 2206.00364)."""
+    """The distribution of noise levels in training and the weighting of their losses, of any `model.preconditioner`.
 
+    A flow model's t is sigma / (1 + sigma), and its shift multiplies sigma.
+    """
+
+    noise_levels: NoiseLevels = setting("log_normal")
+    """How sigma is distributed: `log_normal`, which is a logit-normal t; `uniform` or by its `mode` (arXiv 2403.03206,
+    section 3.1), as t is."""
     p_mean: float = 0.0
-    """Mean of ln sigma."""
+    """Mean of ln sigma; of `uniform` and `mode` the logarithm of the shift."""
     p_std: float = setting(1.0, above=0)
-    """Standard deviation of ln sigma."""
+    """Standard deviation of ln sigma; of `mode` its scale s, at most 1.75; nothing to `uniform`."""
+    shift_tokens: int | None = setting(None, above=0)
+    """Noise levels are multiplied by sqrt(video tokens of a sample / these): more pixels or frames need more noise to
+    hide as much (arXiv 2403.03206, eq. 23). None: the same for all sizes."""
     learned_uncertainty: bool = False
     """Divide each loss by a learned function of sigma, plus its logarithm (EDM2, arXiv 2312.02696, eq. 21)."""
 

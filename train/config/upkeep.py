@@ -50,6 +50,14 @@ class ValidationConfig:
     """How these videos are sampled, and the defaults of the bundles made from this run."""
     tokenizer_folder: str | None = None
     """The tokenizer that decodes these videos, if not the data set's copy; it must be the same one."""
+    evaluate_interval: int = setting(0, low=0)
+    """Steps between evaluations: videos of captions of the validation split, measured against its videos as
+    `megadit evaluate` does; 0 never evaluates."""
+    evaluate_count: int = setting(64, low=8)
+    """Videos of an evaluation. Of few, `kid` and `kvd` say more than Fréchet distances, which are left out where there
+    are too few for them."""
+    extractors: tuple[str, ...] = ()
+    """Networks of `megadit evaluate --extractors` through which they are seen; motion takes none."""
 
     def __post_init__(self) -> None:
         check_settings(self, "validation.")

@@ -10,6 +10,8 @@ MAX_DESCRIPTION_BYTES = 1 << 20
 SLOWEST_FPS, FASTEST_FPS = 0.01, 10_000.0
 """Of videos: the time between frames is divided by."""
 LARGEST_SIDE = 1 << 20
+MOST_FRAMES = 64
+"""Encoded as images, of one clip."""
 
 
 class UnreadableSampleError(ValueError):
@@ -29,6 +31,8 @@ class Description:
     aesthetic_score: float | None
     is_prior: bool = False
     """Whether a model made it (`megadit prepare prior`)."""
+    frame_times: tuple[float, ...] = ()
+    """When the frames are that were encoded as images, in latent frames."""
 
 
 def read_description(content: bytes) -> Description:
@@ -54,6 +58,7 @@ def read_description(content: bytes) -> Description:
         fps=fps,
         aesthetic_score=_number(values, "aesthetic_score"),
         is_prior=_truth(values, "prior"),
+        frame_times=_times(values, "frame_times"),
     )
 
 
@@ -62,6 +67,14 @@ def _truth(values: dict[str, Any], name: str) -> bool:
     if not isinstance(value, bool):
         raise UnreadableSampleError(f"its {name} is {str(value)[:20]!r}, not true or false")
     return value
+
+
+def _times(values: dict[str, Any], name: str) -> tuple[float, ...]:
+    found = values.get(name) or []
+    is_list = isinstance(found, list) and len(found) <= MOST_FRAMES
+    if not is_list or not all(isinstance(time, int | float) and 0 <= time <= LARGEST_SIDE for time in found):
+        raise UnreadableSampleError(f"its {name} is not a list of at most {MOST_FRAMES} times from 0")
+    return tuple(map(float, found))
 
 
 def _number(values: dict[str, Any], name: str) -> float | None:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from megadit.models.layout import PackLayout
 from megadit.models.megatron.groups import Groups
-from megadit.models.segments import Segment
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.loader import build_train_loader, build_validation_loader
 from megadit.train.data.packed_batch import BATCH_TENSORS, PackedBatch
@@ -51,17 +50,15 @@ def _broadcast(batch: PackedBatch | None, groups: Groups) -> PackedBatch | None:
     segments, sample_ids, refused, shapes = description[0]
     if batch is None:
         empty = {name: torch.empty(shape, dtype=dtype, device=groups.device) for name, (shape, dtype) in shapes.items()}
-        layout = PackLayout(tuple(Segment(*segment) for segment in segments))
-        batch = PackedBatch(layout=layout, sample_ids=sample_ids, refused=refused, **empty)
+        batch = PackedBatch(layout=PackLayout(segments), sample_ids=sample_ids, refused=refused, **empty)
     for name in BATCH_TENSORS:
         dist.broadcast(getattr(batch, name), src=source, group=groups.copy)
     return batch
 
 
 def _describe(batch: PackedBatch) -> tuple[Any, ...]:
-    segments = [(segment.grid, segment.text_length, segment.is_padding) for segment in batch.layout.segments]
     shapes = {name: (getattr(batch, name).shape, getattr(batch, name).dtype) for name in BATCH_TENSORS}
-    return segments, batch.sample_ids, batch.refused, shapes
+    return batch.layout.segments, batch.sample_ids, batch.refused, shapes
 
 
 class TrainBatches(SharedBatches):

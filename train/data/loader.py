@@ -14,30 +14,25 @@ order of samples is an error, never a silent restart. `redistribute` makes the s
 import gc
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any
-
-import torch
-from megatron.energon import SavableDataLoader, WorkerConfig, get_savable_loader
-from megatron.energon.errors import reraise_exception
-from megatron.energon.flavors import SavableDataset
-from megatron.energon.metadataset import load_dataset
-from megatron.energon.metadataset.loader_interface import LoadedDatasetList
-from megatron.energon.wrappers.gc_dataset import GC_DEFAULT_EVERY_N_ITER
+from typing import TYPE_CHECKING, Any
 
 from megadit.models.shared.errors import UserError
 from megadit.train.config.rules import check_dataset
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.dataset_info import DatasetInfo, iter_captions
 from megadit.train.data.energon_files import CRUDE
+from megadit.train.data.given import parse_uses
 from megadit.train.data.mock import MockLoader
-from megadit.train.data.on_the_fly import FrozenEncoders
-from megadit.train.data.packed_batch import PackedBatch, PackFormat, TrainingSample
+from megadit.train.data.packed_batch import PackedBatch, PackFormat
 from megadit.train.data.places import place
 from megadit.train.data.redistribute import RANK, RANKS, WORKERS
 from megadit.train.data.rules import Rules
-from megadit.train.data.samples import decode
-from megadit.train.data.state import from_plain, to_plain
-from megadit.train.data.task_encoder import LatentTaskEncoder
+from megadit.train.data.training_sample import TrainingSample
+
+if TYPE_CHECKING:  # a run on mock data needs no Energon
+    from megatron.energon import SavableDataLoader, WorkerConfig
+    from megatron.energon.flavors import SavableDataset
+    from megatron.energon.metadataset.loader_interface import LoadedDatasetList
 
 MAX_SAMPLES_PER_SEQUENCE = 100
 """Samples read in a row from one place of a shard, before jumping elsewhere."""
@@ -48,7 +43,7 @@ CHECKPOINT_INTERVAL = 10.0
 class TrainLoader:
     """Endless micro-batches of one data-parallel rank."""
 
-    def __init__(self, build_dataset: Callable[[int], SavableDataset], order: dict[str, Any]) -> None:
+    def __init__(self, build_dataset: "Callable[[int], SavableDataset]", order: dict[str, Any]) -> None:
         """`build_dataset` takes the number of the first pass over the data."""
         self._build_dataset = build_dataset
         self._loader = savable_loader(build_dataset(0))
@@ -71,6 +66,8 @@ class TrainLoader:
 
     def save_state(self) -> dict[str, Any]:
         """Where this rank's reader stands, as plain JSON values."""
+        from megadit.train.data.state import to_plain
+
         reader = to_plain(self._loader.save_state_rank())
         return {"order": self._order, "first_pass": self._first_pass, "reader": reader}
 
@@ -80,6 +77,8 @@ class TrainLoader:
         Raises:
             UserError: if a setting that decides the order of samples has changed.
         """
+        from megadit.train.data.state import from_plain
+
         if "order" not in state:
             raise UserError("cannot resume the data reader: the state is that of mock data; set data.mock=true")
         for name, value in self._order.items():
@@ -105,7 +104,7 @@ class ValidationLoader:
     """
 
     def __init__(
-        self, build_dataset: Callable[[], SavableDataset], *, num_packs: int, rank: int, world_size: int
+        self, build_dataset: "Callable[[], SavableDataset]", *, num_packs: int, rank: int, world_size: int
     ) -> None:
         self._build_dataset = build_dataset
         self.num_packs = num_packs
@@ -137,6 +136,8 @@ def build_train_loader(config: RunConfig, *, rank: int, world_size: int, group: 
             rank=rank,
             world_size=world_size,
         )
+    from megadit.train.data.task_encoder import LatentTaskEncoder
+
     info = check_dataset(config)
     num_readers = world_size * max(1, data.num_workers)
     if info.num_samples["train"] < num_readers:
@@ -148,7 +149,7 @@ def build_train_loader(config: RunConfig, *, rank: int, world_size: int, group: 
 
     rules, read = Rules.of(data, pack_format, training=True), _reader(config, info)
 
-    def build_dataset(first_pass: int) -> SavableDataset:
+    def build_dataset(first_pass: int) -> "SavableDataset":
         split = _read_split(config, "train", worker_config, training=True)
         return LatentTaskEncoder(rules, read=read, first_pass=first_pass).build_train_datasets(
             datasets=split.datasets,
@@ -182,12 +183,14 @@ def build_validation_loader(
             name="mock-validation",
             num_batches=num_packs,
         )
+    from megadit.train.data.task_encoder import LatentTaskEncoder
+
     info = check_dataset(config)
     split = _validation_split(config, info)
 
     rules, read = Rules.of(config.data, pack_format, training=False), _reader(config, info)
 
-    def build_dataset() -> SavableDataset:
+    def build_dataset() -> "SavableDataset":
         # every rank reads all of it, as one reader: the packs must not depend on the number of ranks
         worker_config = _worker_config(config, rank=0, world_size=1, num_workers=0, group=None)
         return LatentTaskEncoder(rules, read=read).build_val_datasets(
@@ -226,10 +229,15 @@ def _pack_format(config: RunConfig, *, training: bool) -> PackFormat:
         text_dropout=data.text_dropout if training else 0.0,
         prior_text_dropout=data.prior_text_dropout if training else None,
         prior_weight=data.prior_weight,
+        given=parse_uses(data.given),
+        given_dropout=data.given_dropout,
     )
 
 
-def _worker_config(config: RunConfig, rank: int, world_size: int, num_workers: int, group: Any) -> WorkerConfig:
+def _worker_config(config: RunConfig, rank: int, world_size: int, num_workers: int, group: Any) -> "WorkerConfig":
+    from megatron.energon import WorkerConfig
+    from megatron.energon.errors import reraise_exception
+
     return WorkerConfig(
         rank=rank,
         world_size=world_size,
@@ -241,12 +249,19 @@ def _worker_config(config: RunConfig, rank: int, world_size: int, num_workers: i
 
 
 def _reader(config: RunConfig, info: DatasetInfo) -> Callable[[dict[str, Any]], TrainingSample]:
+    from megadit.train.data.on_the_fly import FrozenEncoders
+    from megadit.train.data.samples import decode
+
     if config.data.encode == "on_the_fly":
         return FrozenEncoders(info.tokenizer_folder, info.text_encoder_folder)
     return decode
 
 
-def _read_split(config: RunConfig, split: str, worker_config: WorkerConfig, *, training: bool) -> LoadedDatasetList:
+def _read_split(config: RunConfig, split: str, worker_config: "WorkerConfig", *, training: bool) -> "LoadedDatasetList":
+    from megatron.energon.metadataset import load_dataset
+
+    from megadit.train.data.task_encoder import LatentTaskEncoder
+
     try:
         return load_dataset(place(config.data.path)).get_datasets(
             dataset_config=CRUDE,
@@ -284,13 +299,16 @@ def _order(config: RunConfig, info: DatasetInfo, rank: int, world_size: int) -> 
     }
 
 
-def savable_loader(dataset: SavableDataset) -> SavableDataLoader:
+def savable_loader(dataset: "SavableDataset") -> "SavableDataLoader":
     """Energon's loader as training uses it."""
+    from megatron.energon import get_savable_loader
+    from megatron.energon.wrappers.gc_dataset import GC_DEFAULT_EVERY_N_ITER
+
     loader = get_savable_loader(
         dataset,
         checkpoint_every_sec=CHECKPOINT_INTERVAL,
         gc_collect_every_n_steps=GC_DEFAULT_EVERY_N_ITER if dataset.worker_config.num_workers else 0,
         watchdog_timeout_seconds=None,  # the first buffers of a large run may take minutes
     )
-    loader.pin_memory = torch.cuda.is_available()  # without a GPU, torch would warn
+    loader.pin_memory = False  # packs go through pinned memory when they are sent
     return loader

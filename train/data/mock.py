@@ -4,6 +4,7 @@ Shapes: C latent channels, T/H/W latent frames, height, width, L text tokens, E 
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 
 from megadit.models.noise import sample_key
 from megadit.models.shared.errors import UserError
-from megadit.train.data.packed_batch import PackedBatch, PackFormat, TrainingSample
+from megadit.train.data.packed_batch import PackedBatch, PackFormat
+from megadit.train.data.training_sample import Frames, TrainingSample
 
 MAX_TEXT_LENGTH = 16
 FPS = 24.0
@@ -99,10 +101,23 @@ class MockLoader:
         for index in count():
             T, H, W = self.latent_shapes[(number + index) % len(self.latent_shapes)]
             text_length = int(torch.randint(1, longest_text + 1, (), generator=generator))
-            yield TrainingSample(
+            sample = TrainingSample(
                 sample_id=f"{self.name}-{number}-{index}",
                 occurrence=0,
                 latent_CTHW=model.sigma_data * torch.randn(model.in_channels, T, H, W, generator=generator),
                 text_LE=torch.randn(text_length, model.crossattn_emb_size, generator=generator),
                 fps=FPS if T > 1 else 0.0,
             )
+            yield self._with_given(sample, number + index) if self.format.given else sample
+
+    def _with_given(self, sample: TrainingSample, number: int) -> TrainingSample:
+        """A clip with its last frame as an image, and every third one with a clip to edit; drawn by its own key."""
+        generator = torch.Generator().manual_seed(sample_key(self.format.seed, sample.sample_id, 1))
+        C, T, H, W = sample.latent_CTHW.shape
+        if T == 1:
+            return sample
+        deviation = self.format.model.sigma_data
+        frames = Frames(deviation * torch.randn(C, 1, H, W, generator=generator), (float(T - 1),))
+        is_edit = "edit" in dict(self.format.given) and number % 3 == 0
+        reference = deviation * torch.randn(C, T, H, W, generator=generator) if is_edit else None
+        return replace(sample, frames=frames, reference_CTHW=reference)

@@ -19,8 +19,8 @@ from torch import Tensor
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.data.description import UnreadableSampleError, read_description
-from megadit.train.data.packed_batch import TrainingSample
 from megadit.train.data.samples import member, training_sample
+from megadit.train.data.training_sample import TrainingSample
 
 MAX_PIXELS = 1 << 28
 """Of a picture; a header may announce any number."""

@@ -4,7 +4,7 @@ Shapes: B samples of one size, C latent channels, T/H/W latent frames, height, w
 E text feature width, P patch dim (pt*ph*pw*C), G segments of a pack (padding included).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -17,6 +17,9 @@ from megadit.models.embeddings import patchify
 from megadit.models.layout import PackLayout
 from megadit.models.noise import Stream, sample_key, uniform
 from megadit.models.segments import Segment, TokenMesh
+from megadit.models.transfer import sent_together
+from megadit.train.data.given import Drawn, GivenPart, draw
+from megadit.train.data.training_sample import TrainingSample
 
 REFUSALS = (
     "unreadable", "other_dtype", "other_channels", "other_text_width", "low_score", "odd_size", "too_long", "long_text",
@@ -25,30 +28,6 @@ REFUSALS = (
 """Why samples are left out; `rules` says it in words."""
 BATCH_TENSORS = ("tokens_S1P", "text_L1E", "fps_G", "noise_key_G", "loss_weight_G")
 """The fields of a `PackedBatch` that are tensors."""
-
-
-@dataclass(slots=True)
-class TrainingSample:
-    """One clip or image, encoded."""
-
-    sample_id: str
-    occurrence: int
-    """How often this sample was read before: the passes over the data that came earlier."""
-    latent_CTHW: Tensor
-    text_LE: Tensor
-    """Text features, [0, E] without a caption."""
-    fps: float
-    """Frames per second of the decoded video; 0 for images."""
-    height: int = 0
-    width: int = 0
-    """Of the decoded video, in pixels."""
-    aesthetic_score: float | None = None
-    is_prior: bool = False
-    """Whether a model made it, to keep what it can do while it learns something else (`megadit prepare prior`)."""
-
-    @property
-    def kind(self) -> str:
-        return "video" if self.fps else "image"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +52,13 @@ class PackedBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Video tokens of samples at hand, padding excluded."""
-        return self.layout.num_tokens
+        """Video tokens of samples at hand that are to be predicted."""
+        return self.layout.num_wanted
 
     def to(self, device: torch.device | str) -> "PackedBatch":
-        """On another device, without waiting for the copy (pinned memory makes that possible)."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def pin_memory(self) -> "PackedBatch":
-        return self._each(Tensor.pin_memory)
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "PackedBatch":
-        return replace(self, **{name: change(getattr(self, name)) for name in BATCH_TENSORS})
+        """On another device, by one copy that nobody waits for."""
+        tensors = sent_together([getattr(self, name) for name in BATCH_TENSORS], device)
+        return replace(self, **dict(zip(BATCH_TENSORS, tensors, strict=True)))
 
     def shard(self, mesh: TokenMesh) -> "PackedBatch":
         """The same samples as `mesh` divides them, with the tokens of this rank's CP shard."""
@@ -127,6 +101,9 @@ class PackFormat:
     """What the loss of a prior sample counts."""
     prior_text_dropout: float | None = None
     """Share of prior samples whose text is dropped; None is `text_dropout`."""
+    given: tuple[tuple[str, float], ...] = ()
+    """(use, share of samples) of what is given; see `given.draw`, which also says what `given_dropout` means."""
+    given_dropout: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def lengths(self, sample: TrainingSample) -> tuple[int, int]:
         """Video tokens and text slots that a sample needs, its text dropped or not.
@@ -134,8 +111,8 @@ class PackFormat:
         Raises:
             UserError: if a side of the latent is not a multiple of the patch.
         """
-        frames, height, width = self.model.token_grid(*sample.latent_CTHW.shape[1:])
-        return frames * height * width, max(1, len(sample.text_LE))
+        drawn = self._draw(sample, sample_key(self.seed, sample.sample_id, sample.occurrence))
+        return self._segment(sample, drawn, keeps_text=True).num_tokens, max(1, len(drawn.text_LE))
 
     def pack(self, samples: Sequence[TrainingSample]) -> PackedBatch:
         """Lays samples out one after another, in the given order, and pads the tail.
@@ -144,19 +121,20 @@ class PackFormat:
         nothing but (seed, sample id, occurrence).
         """
         keys = [sample_key(self.seed, sample.sample_id, sample.occurrence) for sample in samples]
-        is_kept = self._keeps_text(samples, keys)
+        drawn = [self._draw(sample, key) for sample, key in zip(samples, keys, strict=True)]
+        is_kept = [
+            keep if one.keeps_text is None else one.keeps_text
+            for one, keep in zip(drawn, self._keeps_text(samples, keys), strict=True)
+        ]
         segments = [
-            Segment(
-                self.model.token_grid(*sample.latent_CTHW.shape[1:]),
-                len(sample.text_LE) if keep else 0,
-            )
-            for sample, keep in zip(samples, is_kept, strict=True)
+            self._segment(sample, one, keeps_text=keep)
+            for sample, one, keep in zip(samples, drawn, is_kept, strict=True)
         ]
         layout = PackLayout.pack(segments, capacity=self.seq_length, text_capacity=self.text_seq_length)
         num_padding = layout.num_segments - len(samples)
         return PackedBatch(
-            tokens_S1P=self._tokens(samples),
-            text_L1E=self._text(samples, is_kept),
+            tokens_S1P=self._tokens([_latents(sample, one.part) for sample, one in zip(samples, drawn, strict=True)]),
+            text_L1E=self._text([one.text_LE for one in drawn], is_kept),
             layout=layout,
             fps_G=torch.tensor([sample.fps for sample in samples] + [0.0] * num_padding, dtype=torch.float32),
             noise_key_G=torch.tensor(keys + [0] * num_padding, dtype=torch.long),
@@ -166,6 +144,17 @@ class PackFormat:
             sample_ids=(*(sample.sample_id for sample in samples), *[""] * num_padding),
         )
 
+    def _draw(self, sample: TrainingSample, key: int) -> Drawn:
+        if not self.given:
+            return Drawn(None, sample.text_LE, None)
+        return draw(sample, key, self.given, self.given_dropout, self.model)
+
+    def _segment(self, sample: TrainingSample, drawn: Drawn, *, keeps_text: bool) -> Segment:
+        text_length = len(drawn.text_LE) if keeps_text else 0
+        if drawn.part is not None:
+            return drawn.part.segment(self.model, text_length)
+        return Segment(self.model.token_grid(*sample.latent_CTHW.shape[1:]), text_length)
+
     def _keeps_text(self, samples: Sequence[TrainingSample], keys: list[int]) -> list[bool]:
         key_R = torch.tensor(keys, dtype=torch.long)
         number_R = uniform(key_R, torch.zeros_like(key_R), 1, stream=Stream.TEXT_DROPOUT)[:, 0]
@@ -173,25 +162,26 @@ class PackFormat:
         share_R = torch.tensor([of_prior if sample.is_prior else self.text_dropout for sample in samples])
         return (number_R >= share_R).tolist()
 
-    def _tokens(self, samples: Sequence[TrainingSample]) -> Tensor:
+    def _tokens(self, latents: Sequence[Tensor]) -> Tensor:
         """Neighbours of equal size are patchified together."""
         tokens_S1P = torch.zeros(self.seq_length, 1, self.model.patch_dim)
         start = 0
-        for _, group in groupby((sample.latent_CTHW for sample in samples), key=lambda latent: latent.shape):
+        for _, group in groupby(latents, key=lambda latent: latent.shape):
             x_SBP = patchify(torch.stack(list(group)), self.model)
             x_RP = rearrange(x_SBP, "S B P -> (B S) P")
             tokens_S1P[start : start + len(x_RP), 0] = x_RP
             start += len(x_RP)
         return tokens_S1P
 
-    def _text(self, samples: Sequence[TrainingSample], is_kept: Sequence[bool]) -> Tensor:
+    def _text(self, texts: Sequence[Tensor], is_kept: Sequence[bool]) -> Tensor:
         text_L1E = torch.zeros(self.text_seq_length, 1, self.model.crossattn_emb_size)
-        null_1E = samples[0].text_LE.new_zeros(1, self.model.crossattn_emb_size)
+        null_1E = texts[0].new_zeros(1, self.model.crossattn_emb_size)
         rows_LE = torch.cat(
-            [
-                sample.text_LE if keep and len(sample.text_LE) else null_1E
-                for sample, keep in zip(samples, is_kept, strict=True)
-            ]
+            [text_LE if keep and len(text_LE) else null_1E for text_LE, keep in zip(texts, is_kept, strict=True)]
         )
         text_L1E[: len(rows_LE), 0] = rows_LE
         return text_L1E
+
+
+def _latents(sample: TrainingSample, part: GivenPart | None) -> Tensor:
+    return sample.latent_CTHW if part is None else part.latents(sample)

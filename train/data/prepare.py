@@ -20,7 +20,7 @@ from megadit.models.shared.options import read_options, setting
 from megadit.models.shared.progress import Progress, duration
 from megadit.models.text_encoders.hashed_words import HashedWordEncoder
 from megadit.models.tokenizers.haar import HaarTokenizer
-from megadit.train.data import dummy_images, prior
+from megadit.train.data import dummy_images, edits, prior
 from megadit.train.data.dataset_info import DatasetInfo
 from megadit.train.data.ingest import command as ingest
 from megadit.train.data.ingest.foreign import nemo_command
@@ -198,6 +198,7 @@ SOURCES: dict[str, Callable[[list[str]], int]] = {
     **ingest.commands(),
     "nemo": nemo_command,
     "prior": prior.command,
+    "edits": edits.command,
 }
 """Source -> its command, which takes the arguments after the source's name."""
 

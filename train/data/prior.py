@@ -9,7 +9,6 @@ the subject (README.md, "Mixing"). Videos are sampled straight to latents, promp
 Under torchrun the ranks share the shards; killed at any moment, the same command goes on and leaves the same bytes.
 """
 
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,10 +22,10 @@ from megadit.infer.specs import prompt_lines
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.settings import SERVED, GivenSettings, SamplingSettings
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import read_json, write_json
 from megadit.models.shared.options import group, read_options, setting
 from megadit.models.shared.progress import Progress
-from megadit.train.data.ingest.team import Team, join_team
+from megadit.train.data.ingest.team import Part, Team, join_team
+from megadit.train.data.requests import begin, missing_shards
 from megadit.train.data.writer import describe_dataset, is_prepared, sample_members, write_encoders, write_members
 
 SHARD_SIZE = 64
@@ -62,10 +61,6 @@ class Prior:
     seed: int
     batch_size: int | None = None
 
-    @property
-    def num_shards(self) -> int:
-        return -(-self.count // SHARD_SIZE)
-
     def request(self, bundle: Bundle) -> dict[str, Any]:
         """What decides the bytes of the data set, as JSON has it."""
         settings = {
@@ -78,10 +73,6 @@ class Prior:
             "seed": self.seed,
             "settings": settings,
         }
-
-    def numbers(self, shard: int) -> range:
-        """The samples of one shard."""
-        return range(shard * SHARD_SIZE, min(self.count, (shard + 1) * SHARD_SIZE))
 
 
 def command(argv: list[str]) -> int:
@@ -99,9 +90,9 @@ def command(argv: list[str]) -> int:
     )
     tokenizer, text_encoder = bundle.load_tokenizer(), bundle.load_text_encoder()
     latent_size(prior.settings, bundle.config, tokenizer)  # refuses sizes before anything is written
-    with join_team() as team:
+    with join_team(Part()) as team:
         if team.is_first:
-            _begin(options.out, prior.request(bundle), overwrite=options.overwrite)
+            begin(options.out, REQUEST_FILE, prior.request(bundle), overwrite=options.overwrite)
         team.wait()
         if not is_prepared(options.out):
             pipeline = TextToVideo.load(
@@ -131,31 +122,9 @@ def _prompts(options: PriorOptions) -> list[str]:
     return prompts
 
 
-def _begin(out: Path, request: dict[str, Any], *, overwrite: bool) -> None:
-    """Notes what is asked for, unless it was asked for before.
-
-    Raises:
-        UserError: if something else lies there.
-    """
-    path = out / REQUEST_FILE
-    if overwrite and path.is_file():
-        shutil.rmtree(out)
-    if path.is_file():
-        if read_json(path) != request:
-            raise UserError(f"{out} holds samples of another request; give another folder, or --overwrite")
-    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists and is no prior; give another folder, or remove it")
-    else:
-        out.mkdir(parents=True, exist_ok=True)
-        write_json(path, request)
-
-
 def write_shards(out: Path, pipeline: TextToVideo, prior: Prior, team: Team) -> None:
     """Writes the shards of this rank that are not there yet, each whole or not at all."""
-    paths = {
-        out / f"train-{shard:06d}.tar": prior.numbers(shard) for shard in range(team.rank, prior.num_shards, team.size)
-    }
-    missing = {path: numbers for path, numbers in paths.items() if not path.exists()}
+    missing = missing_shards(out, "train", prior.count, SHARD_SIZE, team)
     with Progress(sum(map(len, missing.values())), "making samples", enabled=team.is_first) as bar:
         for path, numbers in missing.items():
             write_members(path, _members(pipeline, prior, numbers, bar))

@@ -9,7 +9,8 @@ from torch import Tensor
 from megadit.models.noise import Stream, sample_key, uniform
 from megadit.models.shared.errors import UserError
 from megadit.train.config.schema import DataConfig
-from megadit.train.data.packed_batch import PackFormat, TrainingSample
+from megadit.train.data.packed_batch import PackFormat
+from megadit.train.data.training_sample import Frames, TrainingSample
 
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 """That sums and differences are known for; the 8-bit ones have none."""
@@ -43,9 +44,21 @@ class Rules:
 
     def crop(self, sample: TrainingSample) -> TrainingSample:
         """Its first `max_frames` latent frames: before anything is measured, so that all lengths are the cropped."""
-        if self.max_frames is None or sample.latent_CTHW.shape[1] <= self.max_frames:
+        most = self.max_frames
+        if most is None or max(latent.shape[1] for latent in (sample.latent_CTHW, *_others(sample)[:1])) <= most:
             return sample
-        return replace(sample, latent_CTHW=sample.latent_CTHW[:, : self.max_frames])
+        reference, frames = sample.reference_CTHW, sample.frames
+        if frames is not None:
+            kept = [index for index, time in enumerate(frames.times) if time <= most - 1]
+            frames = (
+                Frames(frames.latents_CTHW[:, kept], tuple(frames.times[index] for index in kept)) if kept else None
+            )
+        return replace(
+            sample,
+            latent_CTHW=sample.latent_CTHW[:, :most],
+            reference_CTHW=None if reference is None else reference[:, :most],
+            frames=frames,
+        )
 
     def is_kept(self, sample: TrainingSample) -> bool:
         """Whether this pass reads the sample: decided by (seed, sample id, occurrence) alone, so that mixing by ratio
@@ -62,11 +75,13 @@ class Rules:
     def reason_against(self, sample: TrainingSample) -> tuple[str, str] | None:
         """Why a sample cannot be trained on, one of `REFUSALS` and in words; or None."""
         model, latent_CTHW, text_LE = self.format.model, sample.latent_CTHW, sample.text_LE
-        if not {latent_CTHW.dtype, text_LE.dtype} <= DTYPES:
+        latents = (latent_CTHW, *_others(sample))
+        texts = (text_LE, *([] if sample.given_text_LE is None else [sample.given_text_LE]))
+        if not {tensor.dtype for tensor in (*latents, *texts)} <= DTYPES:
             return "other_dtype", "its latent or text is not of floating-point numbers of 16 to 64 bits"
         if latent_CTHW.shape[0] != model.in_channels:
             return "other_channels", f"its latent has not the {model.in_channels} channels of model.in_channels"
-        if len(text_LE) and text_LE.shape[1] != model.crossattn_emb_size:
+        if any(len(text) and text.shape[1] != model.crossattn_emb_size for text in texts):
             width = model.crossattn_emb_size
             return "other_text_width", f"its text is not as wide as model.crossattn_emb_size, {width}"
         if self.min_aesthetic_score is not None and not (sample.aesthetic_score or 0) >= self.min_aesthetic_score:
@@ -80,11 +95,17 @@ class Rules:
             return "too_long", f"it has more tokens than data.seq_length, {self.format.seq_length}"
         if text_slots > self.format.text_seq_length:
             return "long_text", f"its text has more tokens than data.text_seq_length, {self.format.text_seq_length}"
-        if not (_is_finite(latent_CTHW) and _is_finite(text_LE)):
+        if not all(map(_is_finite, (*latents, *texts))):
             return "not_finite", "it holds NaN or infinite values"
-        if latent_CTHW.numel() and latent_CTHW.abs().max() > self.max_latent:
+        if any(latent.numel() and latent.abs().max() > self.max_latent for latent in latents):
             return "too_large", f"its latent exceeds data.max_latent, {self.max_latent:g}"
         return None
+
+
+def _others(sample: TrainingSample) -> list[Tensor]:
+    """The latents that it holds beside its own: the clip to edit, and frames encoded as images."""
+    found = (sample.reference_CTHW, None if sample.frames is None else sample.frames.latents_CTHW)
+    return [latent for latent in found if latent is not None]
 
 
 def _share(text: str) -> tuple[str, float]:

@@ -4,6 +4,7 @@ Shapes: C latent channels, T/H/W latent frames, height, width, L text tokens, E 
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import safetensors.torch
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from megadit.models.shared.documents import check_tensor_header
 from megadit.train.data.description import Description, UnreadableSampleError, read_description
-from megadit.train.data.packed_batch import PackedBatch, TrainingSample
+from megadit.train.data.packed_batch import PackedBatch
+from megadit.train.data.training_sample import Frames, TrainingSample
 
 OCCURRENCE = "__occurrence__"
 """Field of a crude sample: the pass over the data set that it was read in."""
@@ -57,9 +59,41 @@ def decode(crude: dict[str, Any]) -> TrainingSample:
         raise UnreadableSampleError("its safetensors holds no latent")
     if latent_CTHW.ndim != 4 or (text_LE is not None and text_LE.ndim != 2):
         raise UnreadableSampleError("the latent has not four dimensions, or the text not two")
-    return training_sample(
+    sample = training_sample(
         crude, description, latent_CTHW, text_LE if text_LE is not None else latent_CTHW.new_empty(0, 0)
     )
+    given_text_LE = tensors.get("given_text")
+    if given_text_LE is not None and given_text_LE.ndim != 2:
+        raise UnreadableSampleError("its given_text has not two dimensions")
+    return replace(
+        sample,
+        reference_CTHW=_reference(tensors),
+        given_text_LE=given_text_LE,
+        frames=_frames(tensors, description),
+    )
+
+
+def _reference(tensors: dict[str, Tensor]) -> Tensor | None:
+    """The clip to edit."""
+    reference_CTHW = tensors.get("reference")
+    if reference_CTHW is not None and _sides(reference_CTHW) != _sides(tensors["latent"]):
+        raise UnreadableSampleError("its reference is not of the latent's channels, height and width")
+    return reference_CTHW
+
+
+def _frames(tensors: dict[str, Tensor], description: Description) -> Frames | None:
+    """The frames that were encoded as images."""
+    latents_CTHW, times = tensors.get("frames"), description.frame_times
+    if latents_CTHW is None and not times:
+        return None
+    if latents_CTHW is None or _sides(latents_CTHW) != _sides(tensors["latent"]) or latents_CTHW.shape[1] != len(times):
+        raise UnreadableSampleError("its frames are not as many as frame_times, of the latent's sides")
+    return Frames(latents_CTHW, times)
+
+
+def _sides(latent_CTHW: Tensor) -> tuple[int, ...]:
+    """Channels, height and width; () of what is no latent."""
+    return () if latent_CTHW.ndim != 4 else (latent_CTHW.shape[0], *latent_CTHW.shape[2:])
 
 
 def training_sample(

@@ -18,10 +18,11 @@ from megadit.models.noise import sample_key
 from megadit.models.shared.errors import UserError
 from megadit.train.data.bin_packing import best_fit
 from megadit.train.data.description import UnreadableSampleError
-from megadit.train.data.packed_batch import REFUSALS, PackedBatch, TrainingSample
+from megadit.train.data.packed_batch import REFUSALS, PackedBatch
 from megadit.train.data.rules import Rules
 from megadit.train.data.samples import LatentPack, LatentSample, PassCounter, decode
 from megadit.train.data.shards import BROKEN, ShardReader
+from megadit.train.data.training_sample import TrainingSample
 
 MAX_REFUSED_IN_A_ROW = 1000
 LONGEST_DETAIL = 200

@@ -1,7 +1,8 @@
 """Writes data sets of latents and text features as WebDataset shards that Energon reads as they are.
 
 On disk: `train-000000.tar`, ... with two members per sample, `<key>.json` (caption and sizes) and
-`<key>.safetensors` (`latent` [C, T, H, W], and `text` [L, E] unless the caption is empty); `megadit.json`
+`<key>.safetensors` (`latent` [C, T, H, W]; `text` [L, E] unless the caption is empty; where the sample has them, the
+`reference` clip that it is an edit of and `frames` encoded as images); `megadit.json`
 (`DatasetInfo`); `tokenizer/` and `text_encoder/`, so that a run needs nothing else to turn its weights into a bundle;
 and Energon's own `.nv-meta/`.
 
@@ -30,6 +31,7 @@ from megadit.models.text_encoders.base import TextEncoder
 from megadit.models.tokenizers.base import VideoTokenizer
 from megadit.train.data.dataset_info import INFO_FILE, DatasetInfo
 from megadit.train.data.energon_files import CRUDE, DEFINITIONS, FOLDER
+from megadit.train.data.training_sample import Frames
 
 LATENT_DTYPES = (torch.float16, torch.float32)
 _LONGEST_NAME = 100
@@ -92,12 +94,17 @@ class DatasetWriter:
         fps: float,
         aesthetic_score: float | None = None,
         is_prior: bool = False,
+        reference_CTHW: Tensor | None = None,
+        given_text_LE: Tensor | None = None,
+        frames: Frames | None = None,
     ) -> None:
         """Appends one sample.
 
         `key` names it for good: the noise of training is drawn from it. `num_frames`, `height` and `width` are those
         of the decoded video in pixels, `fps` its frames per second, 0 for images. Latents keep their dtype (float16 or
-        float32); text features become float16 where the latents are.
+        float32); text features become float16 where the latents are. `reference_CTHW` is the clip that the caption, an
+        instruction, changes into this one; `given_text_LE` are the features of another caption, for when a part is
+        given that shows what the first one says; `frames` are some of its frames, encoded as images.
 
         Raises:
             UserError: for a key used twice, or tensors that do not fit the tokenizer and the text encoder.
@@ -105,6 +112,15 @@ class DatasetWriter:
         text_LE = text_LE.to(latent_CTHW.dtype)
         self._check(split, key, latent_CTHW, text_LE)
         tensors = {"latent": latent_CTHW}
+        if reference_CTHW is not None:
+            tensors["reference"] = reference_CTHW.to(latent_CTHW.dtype)
+        if frames is not None:
+            tensors["frames"] = frames.latents_CTHW.to(latent_CTHW.dtype)
+        for name in tensors.keys() - {"latent"}:
+            self._check(split, key, tensors[name], text_LE)
+        if given_text_LE is not None:
+            tensors["given_text"] = given_text_LE.to(latent_CTHW.dtype)
+            self._check(split, key, latent_CTHW, tensors["given_text"])
         if len(text_LE):
             tensors["text"] = text_LE
         description = {
@@ -118,6 +134,8 @@ class DatasetWriter:
             description["aesthetic_score"] = aesthetic_score
         if is_prior:
             description["prior"] = True
+        if frames is not None:
+            description["frame_times"] = list(frames.times)
         shard = self._shard(split)
         for name, content in sample_members(key, description, tensors):
             _add_member(shard, name, content)
@@ -194,8 +212,8 @@ def sample_members(key: str, description: dict[str, Any], tensors: dict[str, Ten
     ]
 
 
-def write_members(path: Path, members: Iterable[tuple[str, bytes]]) -> None:
-    """A tar file of (name, content), whole or not at all."""
+def write_members(path: Path, members: Iterable[tuple[str, bytes | Path]]) -> None:
+    """A tar file of (name, content, or the file that holds it), whole or not at all."""
     with atomic_path(path) as temporary, tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as shard:
         for name, content in members:
             _add_member(shard, name, content)
@@ -240,10 +258,12 @@ def _has_members(shard: Path) -> bool:
     return False
 
 
-def _add_member(shard: tarfile.TarFile, name: str, content: bytes) -> None:
+def _add_member(shard: tarfile.TarFile, name: str, content: bytes | Path) -> None:
     member = tarfile.TarInfo(name)  # no time, owner or mode of this machine: equal data give equal files
-    member.size = len(content)
-    shard.addfile(member, io.BytesIO(content))
+    with open(content, "rb") if isinstance(content, Path) else io.BytesIO(content) as file:
+        member.size = file.seek(0, io.SEEK_END)
+        file.seek(0)
+        shard.addfile(member, file)
 
 
 def is_prepared(folder: Path) -> bool:

@@ -27,6 +27,7 @@ from megadit.models.tokenizers import load_tokenizer
 from megadit.train.data import prepare
 from megadit.train.digits import figures, judge, score
 from megadit.train.digits.data import FPS, Attributes
+from megadit.train.digits.evaluation import evaluate_bundle
 from megadit.train.digits.stages import Stage, run_module, run_stages, summary_of_seconds
 
 BATCH_SIZE = 48
@@ -95,6 +96,10 @@ class Demo:
         return self.out / "generated.safetensors"
 
     @property
+    def evaluation(self) -> Path:
+        return self.out / "evaluation"
+
+    @property
     def attributes(self) -> tuple[list[Attributes], list[Attributes]]:
         """What the scored clips are asked to show: combinations that training saw, and ones that it did not."""
         seen, unseen = score.scored_attributes()
@@ -157,6 +162,12 @@ def _score(demo: Demo) -> None:
     write_json(demo.out / "score.json", {**result, "sampling": Bundle.open(demo.bundle).defaults.to_dict()})
 
 
+def _evaluate(demo: Demo) -> None:
+    seen, _ = demo.attributes
+    clips = load_file(demo.generated)["video_BCTHW"][: len(seen)]
+    evaluate_bundle(demo.evaluation, Bundle.open(demo.bundle), demo.out / "judge.safetensors", clips, seen)
+
+
 def _draw_figures(demo: Demo) -> None:
     clips, attributes, captions = _showcase(demo)
     reader = judge.DigitReader().eval()
@@ -189,6 +200,12 @@ STAGES = (
     Stage("generate", "make a clip of each held-out caption", _generate, lambda demo: [demo.generated]),
     Stage("videos", "write mp4 files", _write_videos, lambda demo: [demo.videos]),
     Stage("score", "judge every frame", _score, lambda demo: [demo.out / "score.json"]),
+    Stage(
+        "evaluate",
+        "measure distances from real clips, at several guidances",
+        _evaluate,
+        lambda demo: [demo.evaluation / "report.json"],
+    ),
     Stage(
         "figures",
         "draw the contact sheet and the curves",
@@ -264,7 +281,10 @@ def run_demo(demo: Demo) -> None:
     result = {**read_json(demo.out / "score.json"), "seconds": seconds}
     write_json(demo.out / "score.json", result)
     print(summary_table(result))
-    print(f"\nLook at {demo.out / 'contact_sheet.png'}, {demo.videos / 'all.mp4'} and {demo.out / 'curves.png'}.")
+    print(
+        f"\nLook at {demo.out / 'contact_sheet.png'}, {demo.videos / 'all.mp4'}, {demo.out / 'curves.png'} and "
+        f"{demo.evaluation / 'report.html'}."
+    )
     print(f'Make your own: megadit generate --checkpoint_path {demo.bundle} --prompt "a red seven moving left"')
 
 

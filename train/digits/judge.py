@@ -15,19 +15,18 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
+from megadit.infer.evaluate.extractors.digits import CROP_SIZE, DigitReader, centred_crops, centres_of_mass, strokes
+from megadit.infer.evaluate.extractors.files import KIND
 from megadit.models.shared.files import atomic_path
 from megadit.models.shared.progress import Progress
 from megadit.models.tokenizers import VideoTokenizer
-from megadit.train.digits.data import COLOURS, DIGITS, DIRECTIONS, FRAME_SIZE, Attributes, draw_clips, random_attributes
+from megadit.train.digits.data import COLOURS, DIGITS, DIRECTIONS, Attributes, draw_clips, random_attributes
 
 NONE = -1
 """The verdict where a frame shows no ink, a colour that has no name here, or a clip that goes nowhere."""
 
-CROP_SIZE = 16
-CROP_EXTENT = 0.75
-"""Side of the square around the centre of mass that the network reads, as a share of the frame."""
 NUM_TRAINING_CLIPS = 4000
 NUM_TRAINING_STEPS = 700
 BATCH_SIZE = 128
@@ -47,60 +46,6 @@ class Verdicts:
     digit_BT: Tensor
     colour_BT: Tensor
     direction_B: Tensor
-
-
-class DigitReader(nn.Module):
-    """Reads the digit of single frames from their strokes, whatever the colour and place.
-
-    With more classes than there are digits it reads other shapes too.
-    """
-
-    def __init__(self, num_classes: int = len(DIGITS)) -> None:
-        super().__init__()
-        self.network = nn.Sequential(
-            nn.Conv2d(1, 16, 3, padding=1),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Conv2d(16, 32, 3, padding=1),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Conv2d(32, 32, 3, padding=1),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Dropout(0.3),
-            nn.Linear(32 * (CROP_SIZE // 4) ** 2, num_classes),
-        )
-
-    def forward(self, crop_BHW: Tensor) -> Tensor:
-        """Logits [B, classes] of crops made by `centred_crops`."""
-        return self.network(crop_BHW[:, None])
-
-
-def strokes(video_BCTHW: Tensor) -> Tensor:
-    """Brightness of the strokes, 0..1, BTHW: the largest channel, which the palette draws at nearly full strength."""
-    return ((video_BCTHW.amax(1) + 1) / 2).clamp(0, 1)
-
-
-def centres_of_mass(stroke_BHW: Tensor) -> Tensor:
-    """Centre (height, width) of the ink in pixels from the middle of the frame, [B, 2]; zero where there is none."""
-    pixel = torch.arange(FRAME_SIZE) - (FRAME_SIZE - 1) / 2
-    mass_B = stroke_BHW.sum((1, 2)).clamp_min(1e-6)
-    return torch.stack([(stroke_BHW.sum(2) @ pixel) / mass_B, (stroke_BHW.sum(1) @ pixel) / mass_B], dim=1)
-
-
-def centred_crops(stroke_BHW: Tensor, linear_B22: Tensor | None = None, shift_B2: Tensor | None = None) -> Tensor:
-    """Squares around the ink, resampled to CROP_SIZE; optionally distorted by a linear map and a shift (augmentation).
-
-    Args:
-        linear_B22: maps (width, height) in the crop to (width, height) in the frame; identity by default.
-        shift_B2: (height, width) in pixels.
-    """
-    centre_B2 = centres_of_mass(stroke_BHW) if shift_B2 is None else centres_of_mass(stroke_BHW) + shift_B2
-    linear_B22 = torch.eye(2).expand(len(stroke_BHW), 2, 2) if linear_B22 is None else linear_B22
-    translation_B21 = centre_B2.flip(1)[:, :, None] / (FRAME_SIZE / 2)
-    affine_B23 = torch.cat([CROP_EXTENT * linear_B22, translation_B21], dim=2)
-    grid = F.affine_grid(affine_B23, [len(stroke_BHW), 1, CROP_SIZE, CROP_SIZE], align_corners=False)
-    return F.grid_sample(stroke_BHW[:, None], grid, align_corners=False)[:, 0]
 
 
 def _random_handwriting(count: int, generator: torch.Generator) -> Tensor:
@@ -191,13 +136,14 @@ def load_or_train_reader(path: Path, round_trip: Callable[[Tensor], Tensor], fin
     recipe = f"{fingerprint} clips={NUM_TRAINING_CLIPS} steps={NUM_TRAINING_STEPS} crop={CROP_SIZE}"
     if path.exists():
         with safe_open(path, framework="pt") as stored:
-            if (stored.metadata() or {}).get("recipe") == recipe:
+            about = stored.metadata() or {}
+            if about.get("recipe") == recipe and KIND in about:
                 reader.load_state_dict({name: stored.get_tensor(name) for name in stored.keys()})
                 return reader
     reader = train_reader(round_trip)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as temporary:
-        save_file(reader.state_dict(), temporary, metadata={"recipe": recipe})
+        save_file(reader.state_dict(), temporary, metadata={"recipe": recipe, KIND: "digits"})
     return reader
 
 

@@ -59,6 +59,11 @@ def frames_and_clips_right(verdicts: Verdicts, attributes: Sequence[Attributes])
     return {"digit": digit_BT, "colour": colour_BT, "direction": direction_B, "all": all_B}
 
 
+def right_in_every_frame(right: dict[str, Tensor]) -> Tensor:
+    """Of what `frames_and_clips_right` gives: digit and colour in every single frame, and the direction, bool [B]."""
+    return (right["digit"] & right["colour"]).all(1) & right["direction"]
+
+
 def _in_most_frames(right_BT: Tensor) -> Tensor:
     return right_BT.float().mean(1) > 0.5
 
@@ -70,13 +75,12 @@ def score(reader: DigitReader, video_BCTHW: Tensor, attributes: Sequence[Attribu
     whose digit and colour are right in every single frame, and their direction: what a clip that morphs fails.
     """
     right = frames_and_clips_right(judge(reader, video_BCTHW), attributes)
-    every_frame_B = (right["digit"] & right["colour"]).all(1) & right["direction"]
     shares = {
         "digit": right["digit"],
         "colour": _in_most_frames(right["colour"]),
         "direction": right["direction"],
         "all": right["all"],
-        "every_frame": every_frame_B,
+        "every_frame": right_in_every_frame(right),
     }
     return {
         **{name: round(share.float().mean().item(), 4) for name, share in shares.items()},

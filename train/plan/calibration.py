@@ -4,7 +4,11 @@ The measurements are those that NeMo's documentation publishes for DiT on 32 DGX
 mock data. It does not say how large the global batch was; 256 packs, that of its example command, is assumed.
 """
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from megadit.train.plan.estimate import Calibration, estimate_step, tokens_per_second
 from megadit.train.plan.hardware import find_gpu
@@ -47,6 +51,32 @@ def fit(short: Measurement, long: Measurement) -> Calibration:
         calibration = _solve(short, calibration, "matmul")
         calibration = _solve(long, calibration, "attention")
     return calibration
+
+
+def fit_measured(predict: Callable[[Calibration], Sequence[float]], measured: Sequence[float]) -> Calibration:
+    """The constants with the least squared error of log seconds (Gauss-Newton in their logarithms).
+    Where what was measured cannot tell them apart, both change alike.
+
+    Args:
+        predict: the seconds of all that was measured, by these constants.
+    """
+
+    def errors(logs: np.ndarray) -> np.ndarray:
+        return np.log(predict(_constants(logs))) - np.log(measured)
+
+    logs = np.log([0.5, 0.5])
+    for _ in range(10):
+        now = errors(logs)
+        slopes = np.stack([(errors(logs + step) - now) / 1e-3 for step in 1e-3 * np.eye(2)], axis=1)
+        change = np.linalg.lstsq(slopes, -now, rcond=1e-2)[0]
+        logs = np.clip(logs + np.clip(change, -1, 1), math.log(1e-4), math.log(2.0))
+        if np.abs(change).max() < 1e-4:
+            break
+    return _constants(logs)
+
+
+def _constants(logs: np.ndarray) -> Calibration:
+    return Calibration(matmul=math.exp(logs[0]), attention=math.exp(logs[1]))
 
 
 def _solve(measurement: Measurement, calibration: Calibration, name: str) -> Calibration:

@@ -92,6 +92,28 @@ GPUS: dict[str, Gpu] = {
 """By name. Network: one 400 Gb/s port per GPU from Hopper on, 200 Gb/s before."""
 
 
+def this_device(ranks: int) -> Gpu:
+    """What one of `ranks` ranks of this machine has: its GPU as the table knows it, or as far as torch can tell."""
+    import torch
+
+    from megadit.models.machine import free_memory, matmul_flops
+
+    if torch.cuda.is_available():
+        found = torch.cuda.get_device_properties(0)
+        alike = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in found.name.lower()]
+        if alike:
+            return min(alike, key=lambda gpu: abs(gpu.memory - found.total_memory))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return Gpu(
+        name=f"this machine's {device.type}",
+        memory=free_memory(device) / (1 if device.type == "cuda" else ranks),
+        bf16_flops=matmul_flops(device, torch.bfloat16 if device.type == "cuda" else torch.float32),
+        memory_bandwidth=10 * GB,  # of a CPU's core; loopback carries about as much
+        link_bandwidth=2 * GB,
+        network_bandwidth=2 * GB,
+    )
+
+
 def find_gpu(name: str) -> Gpu:
     """The GPU called `name`.
 

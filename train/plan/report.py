@@ -8,6 +8,7 @@ from rich.table import Table
 
 from megadit.models.shared.errors import UserError
 from megadit.train.config.schema import RunConfig
+from megadit.train.plan.budget import budget
 from megadit.train.plan.estimate import tokens_per_second
 from megadit.train.plan.hardware import GIB, Gpu
 from megadit.train.plan.layout import Layout
@@ -61,6 +62,33 @@ def plan(config: RunConfig, gpus: int, gpu: Gpu) -> None:
     console.print(_table(config, fitting[:NUM_SHOWN]))
     for line in _explanation(fitting[0], choices):
         console.print(line)
+
+
+def explain(config: RunConfig, gpus: int, gpu: Gpu) -> None:
+    """Prints the budget of a step of the layout that the configuration asks for, part by part.
+
+    Raises:
+        UserError: if it cannot have this layout on so many GPUs.
+    """
+    decided = with_recompute(config, gpus, gpu.memory)
+    layout = Layout.of(decided, gpus)
+    parts = budget(decided, layout, gpu)
+    total = sum(part.seconds for part in parts)
+    table = Table(box=None)
+    for name, justify in {"part": "left", "TFLOP": "right", "GB": "right", "ms": "right", "at least": "right"}.items():
+        table.add_column(name, justify=justify)
+    for part in parts:
+        flops, moved = (f"{value:,.1f}" if value else "" for value in (part.flops / 1e12, part.bytes / 1e9))
+        table.add_row(part.name, flops, moved, f"{part.seconds * 1e3:,.1f}", f"{part.least * 1e3:,.1f}")
+    table.add_row("sum", "", "", f"{total * 1e3:,.1f}", f"{sum(part.least for part in parts) * 1e3:,.1f}")
+    console = Console(width=140)
+    console.print(f"one step of {config.recipe} on {gpu.name} ({layout})")
+    console.print(table)
+    console.print(
+        f"{tokens_per_second(decided, layout, total):,.0f} tokens/s/GPU; no rate in this table was measured by it: "
+        "`make gpu-check` says what a GPU takes",
+        highlight=False,
+    )
 
 
 def _size_lines(config: RunConfig) -> list[str]:

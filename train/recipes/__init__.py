@@ -7,10 +7,18 @@ at full size, hardware, tokens, and the memory of a GPU as the planner estimates
 
 from megadit.models.shared.errors import choose_one
 from megadit.train.config.schema import RunConfig
-from megadit.train.recipes import digits, experts, moviegen, performance, pretrain, st_dit  # they register themselves
+from megadit.train.recipes import (
+    digits,
+    experts,
+    moviegen,
+    performance,
+    pretrain,
+    st_dit,
+    wan,
+)  # they register themselves
 from megadit.train.recipes.registry import RECIPES
 
-__all__ = ["RECIPES", "digits", "experts", "load_recipe", "moviegen", "performance", "pretrain", "st_dit"]
+__all__ = ["RECIPES", "digits", "experts", "load_recipe", "moviegen", "performance", "pretrain", "st_dit", "wan"]
 
 
 def load_recipe(name: str) -> RunConfig:

@@ -6,7 +6,7 @@ Sizes count 512-slot texts and the latents of an 8x spatial tokenizer, so that a
 from dataclasses import replace
 
 from megadit.models.adapter_config import AdapterConfig
-from megadit.models.config import NAMED_CONFIGS
+from megadit.models.named_configs import NAMED_CONFIGS
 from megadit.train.config.schema import (
     CheckpointConfig,
     DataConfig,

@@ -1,8 +1,12 @@
-"""`megadit slurm`: writes the scripts of a chain of Slurm jobs and submits them.
+"""`megadit slurm`: writes the scripts of a chain of jobs and submits them, or runs them here.
 
-    megadit slurm --config-file chain.yaml --dry-run                  # writes the scripts, submits nothing
-    megadit slurm --config-file chain.yaml train.nodes=16             # writes and submits
-    megadit slurm train.nodes=4 train.torchrun='-m megadit.train --recipe pretrain_7b_pack data.path=FOLDER'
+    megadit slurm --config-file chain.yaml --dry-run                  # writes scripts and a picture, submits nothing
+    megadit slurm --config-file chain.yaml stages.train.nodes=16      # writes and submits
+    megadit slurm --config-file chain.yaml --stages bundle,export     # these; what they wait for is done, or queued
+    megadit slurm status --config-file chain.yaml                     # how each stage stands
+    megadit slurm --config-file chain.yaml --failed                   # again what did not end well, and no more
+    megadit slurm --config-file chain.yaml --local                    # the same stages on this machine, without Slurm
+    megadit slurm validate --config-file chain.yaml --nodes 32        # tries nodes; bad ones are left out from then on
 
 train/slurm/chain.yaml is an example to copy.
 """
@@ -15,12 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megadit.models.shared.command import run_command
-from megadit.models.shared.errors import UserError
+from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import atomic_path
 from megadit.models.shared.options import read_options, setting
 from megadit.train.config.load import change, to_yaml
 from megadit.train.slurm.config import ChainConfig
-from megadit.train.slurm.scripts import scripts
+from megadit.train.slurm.graph import describe, draw
+from megadit.train.slurm.local import run_here
+from megadit.train.slurm.scripts import scripts, validation_script
+from megadit.train.slurm.state import read_tasks, status, unfinished
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,9 +35,18 @@ class SlurmOptions:
     config_file: str | None = setting(
         None, "YAML with the cluster and the stages", names=("--config-file",), metavar="FILE"
     )
+    stages: str | None = setting(None, "only these, such as bundle,export")
+    failed: bool = setting(False, "only what did not end well")
+    local: bool = setting(False, "run the stages on this machine")
+    at_once: int = setting(1, "processes of --local at a time (default: {default})", low=1)
+    nodes: int | None = setting(None, "for validate: so many nodes", low=1)
+    nodelist: str | None = setting(None, "for validate: these nodes, as Slurm writes them")
+    partition: str | None = setting(None, "for validate: of this partition")
     dry_run: bool = setting(False, "write the scripts and submit nothing", names=("--dry-run",))
     print_config: bool = setting(False, "print the resolved configuration and stop", names=("--print-config",))
-    overrides: tuple[str, ...] = setting((), "change single values", positional=True, metavar="section.key=value")
+    overrides: tuple[str, ...] = setting(
+        (), "change single values", positional=True, metavar="[status|validate] section.key=value"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,34 +62,85 @@ def _run(argv: list[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    chain = change(ChainConfig(), config_file=options.config_file, overrides=options.overrides)
+    verb = options.overrides[0] if options.overrides[:1] in (("status",), ("validate",)) else ""
+    overrides = list(options.overrides[bool(verb) :])
+    chain = change(ChainConfig(), config_file=options.config_file, overrides=overrides)
+    if verb == "validate":
+        return _validate(chain, options)
     chain.check()
     if options.print_config:
         print(to_yaml(chain), end="")
         return 0
+    if verb == "status":
+        print(status(read_tasks(chain)))
+        return 0
+    words = _chosen(chain, options)
     folder = write(chain)
-    print(f"{folder}: {', '.join(path.name for path in sorted(folder.glob('*.sh')))}")
+    print(f"{folder}: {', '.join(path.name for path in sorted(folder.glob('*.sh')))}, chain.svg")
+    for name, stage in chain.stages.items():
+        print(f"  {name}: {describe(chain, stage)}; after {', '.join(chain.before(name)) or 'nothing'}")
     if options.dry_run:
         return 0
-    return submit(folder)
+    if not words:
+        print("nothing has failed; nothing to do")
+        return 0
+    if options.local:
+        return run_here(chain, words, at_once=options.at_once)
+    return submit(folder, words)
+
+
+def _validate(chain: ChainConfig, options: SlurmOptions) -> int:
+    """Submits the trial of nodes; those that fail it stand in `exclude` of the chain's folder."""
+    if options.nodes is None:
+        raise UserError("validate needs --nodes N: how many are tried together")
+    text = validation_script(chain, nodes=options.nodes, nodelist=options.nodelist, partition=options.partition)
+    path = Path(chain.folder) / "validate.sh"
+    _write(path, text)
+    (path.parent / "logs").mkdir(exist_ok=True)
+    print(f"{path}: results will be in {path.parent / 'validate'}, bad nodes in {path.parent / 'exclude'}")
+    if options.dry_run:
+        return 0
+    _require_slurm()
+    return subprocess.run(["sbatch", path]).returncode
+
+
+def _chosen(chain: ChainConfig, options: SlurmOptions) -> list[str]:
+    """What is to run, in the words of submit.sh."""
+    names = list(chain.stages)
+    if options.stages is not None:
+        names = [choose_one(name, names, f"--stages: unknown stage {name!r}") for name in options.stages.split(",")]
+    if not options.failed:
+        return names
+    return [word for word in unfinished(read_tasks(chain)) if word.partition(":")[0] in names]
 
 
 def write(chain: ChainConfig) -> Path:
     """Writes the scripts and the configuration they were made from; returns their folder."""
     folder = Path(chain.folder)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    for name, text in {**scripts(chain), "chain.yaml": to_yaml(chain)}.items():
-        with atomic_path(folder / name) as temporary:
-            temporary.write_text(text, encoding="utf-8")
-            temporary.chmod(0o755 if name.endswith(".sh") else 0o644)
+    for name, text in {**scripts(chain), "chain.yaml": to_yaml(chain), "chain.svg": draw(chain)}.items():
+        _write(folder / name, text)
     return folder
 
 
-def submit(folder: Path) -> int:
-    """Submits the stages; the exit code is sbatch's."""
+def _write(path: Path, text: str) -> None:
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.chmod(0o755 if path.suffix == ".sh" else 0o644)
+
+
+def submit(folder: Path, words: list[str]) -> int:
+    """Submits stages, or tasks of one (`encode:3,17`); the exit code is sbatch's."""
+    _require_slurm()
+    return subprocess.run([folder / "submit.sh", *words]).returncode
+
+
+def _require_slurm() -> None:
     if shutil.which("sbatch") is None:
-        raise UserError("sbatch is not on this machine; --dry-run writes the scripts to take to one where it is")
-    return subprocess.run([folder / "submit.sh"]).returncode
+        raise UserError(
+            "sbatch is not on this machine; --dry-run writes the scripts to take to one where it is, "
+            "--local runs them here"
+        )
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 @@{header}
 set -uo pipefail
 
+@@{begin}
 @@{preamble}
 
 srun --nodes=1 --ntasks=1 @@{srun_options} bash -c @@{program}

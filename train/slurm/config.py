@@ -1,15 +1,17 @@
-"""What a chain of Slurm jobs is: the cluster, and the stages from data to an exported model."""
+"""What a chain of jobs is: the cluster, and stages with names of the user's own, each after those it needs."""
 
 import re
 import subprocess
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal
 
-from megadit.models.shared.errors import UserError
+from megadit.models.shared.errors import UserError, choose_one
 
 NumaBinding = Literal["node", "socket", "exclusive", "core-complex", "none"]
 
 _TIME = re.compile(r"(\d+-)?\d{1,2}(:\d{2}){1,2}")
+_ARRAY = re.compile(r"0-(\d{1,6})(%[1-9]\d*)?")
+_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
 
 
@@ -62,12 +64,17 @@ class ClusterConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageConfig:
-    """One job. Neither `command` nor `torchrun`: the stage is left out."""
+    """One job, or an array of them: any command of `megadit`, or any other."""
 
     command: str = ""
     """A shell command, run once on one node."""
     torchrun: str = ""
     """What every rank runs, as it stands behind torchrun's own options: `-m megadit.train --recipe NAME a.b=c`."""
+    after: tuple[str, ...] | None = None
+    """Stages that must have ended well; None: the one above, []: none."""
+    array: str = ""
+    """0-99: a hundred tasks, 0-99%8: no more than 8 at once. Each has its number in $TASK and their count in $TASKS,
+    as `megadit prepare ... --part $TASK/$TASKS` takes them."""
     nodes: int = 1
     ranks_per_node: int | None = None
     """None: one for each GPU."""
@@ -80,6 +87,8 @@ class StageConfig:
 
     def check(self, name: str, cluster: ClusterConfig) -> None:
         """Raises UserError for values that no job can have."""
+        if not (self.command or self.torchrun):
+            raise UserError(f"{name} has nothing to run; give {name}.command or {name}.torchrun")
         if self.command and self.torchrun:
             raise UserError(f"{name}.command and {name}.torchrun are both set; give one of them")
         if self.command and self.nodes != 1:
@@ -88,6 +97,8 @@ class StageConfig:
             raise UserError(
                 f"{name}.nodes={self.nodes}, .max_restarts={self.max_restarts}, .notice={self.notice}: at least 1, 0, 1"
             )
+        if self.array and not _ARRAY.fullmatch(self.array):
+            raise UserError(f"{name}.array={self.array!r}: write 0-99, or 0-99%8 for 8 at once")
         if not _TIME.fullmatch(self.time):
             raise UserError(f"{name}.time={self.time!r}: write H:MM:SS or D-HH:MM:SS")
         if self.torchrun and self.ranks(cluster) < 1:
@@ -101,41 +112,45 @@ class StageConfig:
         return cluster.gpus_per_node if self.ranks_per_node is None else self.ranks_per_node
 
     @property
-    def is_left_out(self) -> bool:
-        return not (self.command or self.torchrun)
+    def tasks(self) -> list[int] | None:
+        """The numbers of an array's tasks; None of a single job."""
+        return list(range(int(_ARRAY.fullmatch(self.array)[1]) + 1)) if self.array else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChainConfig:
-    """Stages in order; each starts when the one before has ended well."""
+    """Stages, each of which starts when those it is `after` have ended well."""
 
     name: str = "megadit"
     """Prefix of the jobs' names."""
     folder: str = "runs/slurm"
-    """For the scripts and the jobs' output (logs/)."""
+    """For the scripts, the jobs' output (logs/) and how each ended (state/)."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    prepare: StageConfig = field(default_factory=StageConfig)
-    train: StageConfig = field(default_factory=lambda: StageConfig(time="24:00:00"))
-    bundle: StageConfig = field(default_factory=StageConfig)
-    export: StageConfig = field(default_factory=StageConfig)
+    stages: dict[str, StageConfig] = field(default_factory=dict)
 
     def check(self) -> None:
         """Raises UserError for what cannot be a chain of jobs."""
-        if not re.fullmatch(r"[\w.-]+", self.name):
+        if not _NAME.fullmatch(self.name.replace(".", "")):
             raise UserError(f"name={self.name!r}: use letters, digits, dots and dashes")
-        if not self.stages():
-            raise UserError("no stage has anything to run; set train.torchrun='-m megadit.train --recipe NAME ...'")
-        for name, stage in self.stages().items():
-            stage.check(name, self.cluster)
+        if not self.stages:
+            raise UserError("no stage has anything to run; set stages.NAME.torchrun='-m megadit.train --recipe ...'")
+        above: list[str] = []
+        for name, stage in self.stages.items():
+            if not _NAME.fullmatch(name):
+                raise UserError(f"stages.{name}: use letters, digits and dashes for the name of a stage")
+            stage.check(f"stages.{name}", self.cluster)
+            for needed in stage.after or ():
+                choose_one(needed, above, f"stages.{name}.after={needed!r} is no stage above it")
+            above.append(name)
         for line in self.cluster.setup:
             check_shell(line, "cluster.setup")
 
-    def stages(self) -> dict[str, StageConfig]:
-        """Those that have something to run, in order."""
-        every = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {
-            name: stage for name, stage in every.items() if isinstance(stage, StageConfig) and not stage.is_left_out
-        }
+    def before(self, name: str) -> list[str]:
+        """The stages that this one waits for."""
+        names = list(self.stages)
+        above = names[: names.index(name)]
+        after = self.stages[name].after
+        return above[-1:] if after is None else list(after)
 
 
 def check_shell(text: str, name: str) -> None:

@@ -6,6 +6,7 @@
 #SBATCH --signal=B:USR1@@{notice}
 set -uo pipefail
 
+@@{begin}
 @@{preamble}
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=@@{grace} # seconds that ranks have for a last checkpoint
@@ -40,7 +41,9 @@ if [ "$code" != 0 ] && scontrol show job "$SLURM_JOB_ID" 2>/dev/null | grep -q '
 fi
 if [ "$told" = 1 ]; then
   echo "told to stop; the job goes back to the queue and continues from its checkpoint"
+  outcome="waiting $SLURM_JOB_ID"
   scontrol requeue "$SLURM_JOB_ID" && exit 0
+  outcome=
   echo "it cannot be requeued; run this script again to continue" >&2
 fi
 exit "$code"

@@ -1,4 +1,4 @@
-"""From a chain's configuration to the scripts that run it."""
+"""From a chain's configuration to the scripts that run it, and the commands of a stage on this machine."""
 
 import shlex
 import string
@@ -9,6 +9,11 @@ from pathlib import Path
 from megadit.models.shared.errors import UserError
 from megadit.train.slurm.config import ChainConfig, ClusterConfig, StageConfig
 
+VALIDATION_SECONDS = 900
+"""For each part of a node's trial."""
+DIAGNOSIS_LEVEL = 2
+"""Of `dcgmi diag`: two minutes a node."""
+
 
 class _Template(string.Template):
     """`@@{name}` is filled in; what bash means by `$` stays."""
@@ -17,9 +22,21 @@ class _Template(string.Template):
 
 
 def scripts(chain: ChainConfig) -> dict[str, str]:
-    """File name -> text: one script for each stage, and submit.sh, which submits them one after another."""
-    texts = {f"{name}.sh": _stage_script(chain, name, stage) for name, stage in chain.stages().items()}
+    """File name -> text: one script for each stage, and submit.sh, which submits them."""
+    texts = {f"{name}.sh": _stage_script(chain, name, stage) for name, stage in chain.stages.items()}
     return {**texts, "submit.sh": _submit_script(chain)}
+
+
+def local_script(chain: ChainConfig, name: str) -> str:
+    """The shell text that runs a task of a stage on this machine."""
+    stage = chain.stages[name]
+    program = stage.command
+    if stage.torchrun:
+        ranks = max(1, stage.nodes * stage.ranks(chain.cluster))
+        program = (
+            f"exec torchrun --standalone --nproc-per-node={ranks} --max-restarts={stage.max_restarts} {stage.torchrun}"
+        )
+    return "\n".join([*_preamble(chain.cluster), program])
 
 
 def _stage_script(chain: ChainConfig, name: str, stage: StageConfig) -> str:
@@ -29,6 +46,8 @@ def _stage_script(chain: ChainConfig, name: str, stage: StageConfig) -> str:
         "title": f"{chain.name}: {name}",
         "header": "\n".join(map(_header_line, _sbatch_options(chain, name, stage))),
         "preamble": "\n".join(_preamble(cluster)),
+        "state": shlex.quote(f"{Path(chain.folder).absolute()}/state/{name}"),
+        "num_tasks": len(stage.tasks or ()),
         "srun_options": " ".join(_container_options(cluster)),
         "nodes": stage.nodes,
         "ranks": stage.ranks(cluster),
@@ -38,7 +57,33 @@ def _stage_script(chain: ChainConfig, name: str, stage: StageConfig) -> str:
         "numa_binding": _numa_option(cluster),
         "program": stage.torchrun or shlex.quote(stage.command),
     }
-    text = _Template((files("megadit.train.slurm") / kind).read_text(encoding="utf-8")).substitute(values)
+    return _filled(kind, {**values, "begin": _filled("begin.sh", values).rstrip()})
+
+
+def validation_script(chain: ChainConfig, *, nodes: int, nodelist: str | None, partition: str | None) -> str:
+    """The batch script that tries so many nodes, or those of `nodelist`."""
+    cluster, folder = chain.cluster, Path(chain.folder).absolute()
+    stage = StageConfig(nodes=nodes, time="1:00:00")
+    options = [*_sbatch_options(chain, "validate", stage), "--exclusive"]
+    options += [f"--nodelist={nodelist}"] if nodelist else []
+    options += [f"--partition={partition}"] if partition else []  # the last one counts
+    values = {
+        "title": f"{chain.name}: are the nodes sound?",
+        "header": "\n".join(map(_header_line, options)),
+        "preamble": "\n".join(_preamble(cluster)),
+        "srun_options": " ".join(_container_options(cluster)),
+        "ranks": max(2, cluster.gpus_per_node),
+        "results": shlex.quote(f"{folder}/validate"),
+        "exclude": shlex.quote(f"{folder}/exclude"),
+        "seconds": VALIDATION_SECONDS,
+        "level": DIAGNOSIS_LEVEL,
+    }
+    on_node = shlex.quote(_filled("validate_node.sh", values))
+    return _filled("validate.sh", {**values, "on_node": on_node})
+
+
+def _filled(template: str, values: dict[str, object]) -> str:
+    text = _Template((files("megadit.train.slurm") / template).read_text(encoding="utf-8")).substitute(values)
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
 
@@ -49,9 +94,11 @@ def _sbatch_options(chain: ChainConfig, name: str, stage: StageConfig) -> list[s
         f"--nodes={stage.nodes}",
         "--ntasks-per-node=1",
         f"--time={stage.time}",
-        f"--output={Path(chain.folder).absolute()}/logs/%x-%j.log",
+        f"--output={Path(chain.folder).absolute()}/logs/%x-{'%A_%a' if stage.array else '%j'}.log",
         "--open-mode=append",
     ]
+    if stage.array:
+        options.append(f"--array={stage.array}")
     if stage.torchrun:
         options += ["--exclusive", "--mem=0"]
     if cluster.gpus_per_node:
@@ -94,17 +141,5 @@ def _numa_option(cluster: ClusterConfig) -> str:
 
 
 def _submit_script(chain: ChainConfig) -> str:
-    """Each stage waits for the one before (`afterok`), and is taken out of the queue when that one fails."""
-    lines = [
-        "#!/usr/bin/env bash",
-        f"# {chain.name}: submits its stages; each starts when the one before has ended well.",
-        "set -euo pipefail",
-        'here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)',
-        'mkdir -p "$here/logs"',
-    ]
-    before = ""
-    for name in chain.stages():
-        wait = f'--dependency="afterok:${{job_{before}%%;*}}" --kill-on-invalid-dep=yes ' if before else ""
-        lines += [f'job_{name}=$(sbatch --parsable {wait}"$here/{name}.sh")', f'echo "{name}: job ${{job_{name}%%;*}}"']
-        before = name
-    return "\n".join(lines) + "\n"
+    stages = "\n".join(" ".join(["submit", name, *chain.before(name)]) for name in chain.stages)
+    return _filled("submit.sh", {"name": chain.name, "stages": stages})

@@ -8,8 +8,8 @@ import torch
 
 from megadit.infer.inspect import info
 from megadit.models.bundle.bundle import write_bundle
-from megadit.models.config import NAMED_CONFIGS
 from megadit.models.dit import DiT
+from megadit.models.named_configs import NAMED_CONFIGS
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders.hashed_words import HashedWordEncoder

@@ -31,6 +31,7 @@ COSMOS = DiTConfig(
     in_channels=4,
     crossattn_emb_size=16,
     adaln_lora_dim=4,
+    learned_positions=(4, 8, 8),
     qk_layernorm_epsilon=cosmos.QK_EPSILON,
 )
 
@@ -71,8 +72,8 @@ def test_streamed_files_are_safetensors(tmp_path):
             {"_class_name": "FluxTransformer2DModel"},
             "holds a FluxTransformer2DModel; known are Cosmos",
         ),
-        ({"use_crossattn_projection": True}, "only Cosmos 1.0 is"),
-        ({"in_channels": 5}, "only text-to-world is supported"),
+        ({"use_crossattn_projection": True}, "only Cosmos 1.0 and Predict2 are"),
+        ({"in_channels": 5}, "only text-to-world and text-to-image are"),
         ({"use_time_travel": True}, "has the setting 'use_time_travel', which no Cosmos.* known to this version has"),
         ({"num_layers": 2}, r"missing: transformer_blocks.1.attn1"),
         ({"attention_head_dim": 12}, r"misshapen: .*patch_embed.proj.weight|misshapen: "),

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megadit.models.config import NAMED_CONFIGS
 from megadit.models.dit import DiT
 from megadit.models.megatron.plan import COLUMN, COLUMN_OF_TEXT, PARTIAL, PLAN, ROW, WHOLE, Row, role_of
+from megadit.models.named_configs import NAMED_CONFIGS
 
 FOLDER = Path(__file__).parent
 
@@ -67,7 +67,7 @@ def test_no_rank_of_an_adapter_is_split(found, linear, down, up):
 
 
 def test_every_change_of_a_row_is_seen(found):
-    """Negative control: each row with each other role, in ten networks under sequence parallelism."""
+    """Negative control: each row with each other role, in eleven networks under sequence parallelism."""
     assert found["unseen"] == []
 
 

@@ -7,8 +7,9 @@ import torch
 
 from megadit.models.attention import QKNorm
 from megadit.models.config import DiTConfig
+from megadit.models.dense_layout import DenseLayout, grid_positions
 from megadit.models.embeddings import rotary_table
-from megadit.models.layout import DenseLayout, PackLayout, grid_positions
+from megadit.models.layout import PackLayout
 from megadit.models.ops import batch_attention, linear, tiled_attention
 from megadit.models.ops.attention import attention
 from megadit.models.ops.registry import FORCED, OPS, describe_variants, force_variants, variants_run

@@ -1,9 +1,176 @@
-"""What a GPU compiles of the ops: each chain of operations one graph, for all sizes."""
+"""What a GPU compiles of the ops: few kinds of each chain of operations, whatever packs and batches come.
 
+Compiled as on a GPU, by a compiler that counts what it is asked for and changes nothing.
+"""
+
+import random
+import warnings
+from collections import Counter
+from functools import cache
+from itertools import product
+
+import pytest
 import torch
 
-from megadit.models.ops import gated_residual, modulated_norm, qk_norm_rope
-from megadit.models.segments import RowsByToken
+from megadit.models.conditioning import Conditioning
+from megadit.models.config import DiTConfig
+from megadit.models.dit import DiT
+from megadit.models.layout import PackLayout
+from megadit.models.ops import condition_rows, fusion, gated_residual, modulated_norm, qk_norm_rope
+from megadit.models.ops.fusion import fused
+from megadit.models.segments import RowsByToken, Segment
+from megadit.train.adamw import HalfMomentAdamW
+
+CONFIG = DiTConfig(num_layers=1, hidden_size=32, num_attention_heads=2, in_channels=4, crossattn_emb_size=16)
+CAPACITY, TEXT_CAPACITY = 96, 24
+MOST = 2
+"""Kinds of one chain: heads that lie side by side, and those of a fused projection, which lie apart."""
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Chain -> how many kinds of it were compiled."""
+    counts, plain = Counter(), fusion.compiled.__wrapped__
+
+    @cache
+    def compiled(function, kinds):
+        def backend(graph, inputs):
+            counts[function.__module__, function.__name__, kinds] += 1
+            return graph.forward
+
+        with monkeypatch.context() as patch:
+            patch.setattr(fusion, "BACKEND", backend)
+            return plain(function, kinds)
+
+    monkeypatch.setattr(fusion, "COMPILED_ON", {"cpu"})
+    monkeypatch.setattr(fusion, "compiled", compiled)
+    monkeypatch.setattr(fusion, "_AS_WRITTEN", set())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*runs uncompiled")
+        yield counts
+
+
+def network():
+    torch.manual_seed(0)
+    dit = DiT(CONFIG)
+    for parameter in dit.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return dit
+
+
+def pack(chance):
+    """Of one segment that fills it, of one and padding, or of many; clips and images, with text or without."""
+    most = chance.choice((1, 1, 2, 7))
+    if most == 1 and chance.random() < 0.5:
+        return PackLayout.pack([Segment((6, 4, 4), TEXT_CAPACITY)], capacity=CAPACITY, text_capacity=TEXT_CAPACITY)
+    segments, left, text_left = [], CAPACITY, TEXT_CAPACITY
+    while left and len(segments) < most:
+        num_tokens, text = chance.choice((1, 2, 6, 12, 48)), chance.choice((0, 0, 1, 5))
+        if num_tokens > left or max(text, 1) > text_left:
+            break
+        grid = (1, 1, num_tokens) if num_tokens % 2 else (2, 1, num_tokens // 2)
+        segments.append(Segment(grid, text))
+        left, text_left = left - num_tokens, text_left - max(text, 1)
+    return PackLayout.pack(segments, capacity=CAPACITY, text_capacity=TEXT_CAPACITY)
+
+
+def run_pack(dit, chance, *, is_training=True):
+    layout = pack(chance)
+    text = torch.randn(TEXT_CAPACITY, 1, 16)
+    tokens = torch.randn(CAPACITY, 1, 16)
+    with torch.set_grad_enabled(is_training):
+        out = dit.forward_packed(
+            tokens, torch.zeros(layout.num_segments), text, torch.full((layout.num_segments,), 8.0), layout
+        )
+    if is_training:
+        out.square().mean().backward()
+
+
+def run_batch(dit, chance):
+    """As a sampler asks: videos and images, several at once, with guidance (twice as many) or without."""
+    batch, length = chance.choice((1, 2, 3, 4)) * chance.choice((1, 2)), chance.choice((1, 2, 9, 20))
+    size = chance.choice(((1, 2, 4), (1, 4, 4), (2, 4, 6), (3, 4, 4)))
+    lengths = torch.tensor([chance.randint(0, length) for _ in range(batch)])
+    conditioning = Conditioning(torch.randn(batch, length, 16), lengths, torch.full((batch,), 8.0))
+    with torch.no_grad():
+        dit(torch.randn(batch, 4, *size), torch.zeros(batch), conditioning)
+
+
+@pytest.mark.costs("compiles about twenty graphs, and runs five hundred packs and batches through a network")
+def test_five_hundred_packs_and_batches_meet_two_kinds_of_a_chain_at_most(made):
+    dit, chance = network(), random.Random(0)
+    for _ in range(2):
+        run_pack(dit, chance)
+    after_two_steps = Counter(made)
+    for _ in range(200):
+        run_pack(dit, chance)
+    assert made == after_two_steps, "a run compiles nothing after its second step"
+    for _ in range(100):
+        run_pack(dit, chance, is_training=False)
+    assert made == after_two_steps, "nor in its validation"
+    for _ in range(200):
+        run_batch(dit, chance)
+    assert made and max(made.values()) <= MOST, made
+    assert len({chain[:2] for chain in made}) == 6
+
+
+@pytest.mark.parametrize("remedy", ["_plain", "two_or_more"])
+def test_without_its_remedies_there_are_more(made, monkeypatch, remedy):
+    if remedy == "_plain":
+        monkeypatch.setattr(fusion, "_plain", lambda x: x)
+    else:
+        for module in (condition_rows, gated_residual, modulated_norm):
+            monkeypatch.setattr(module, remedy, lambda x: x)
+    dit, chance = network(), random.Random(0)
+    for _ in range(2):
+        run_pack(dit, chance)
+    after_two_steps = Counter(made)
+    for _ in range(10):
+        run_pack(dit, chance)
+        run_pack(dit, chance, is_training=False)
+    assert made != after_two_steps
+
+
+def test_the_optimizer_is_one_kind_for_each_form_of_its_weights(made):
+    """Gradients are views of one buffer, at any place of it; weights are written beside, or not."""
+    sizes = ((8, 4), (3, 5), (7,), (16, 16))
+    buffer = torch.randn(sum(torch.Size(size).numel() for size in sizes))
+    parameters = [torch.nn.Parameter(torch.randn(size)) for size in sizes]
+    for parameter, grad in zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad = grad.view(parameter.shape)
+    optimizer = HalfMomentAdamW([{"params": parameters}], lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+    for _ in range(3):
+        optimizer.step()
+    assert list(made.values()) == [1]
+
+
+def chained(x, y):
+    return (x + 1).relu() * y
+
+
+def test_what_is_too_much_for_the_compiler_runs_as_it_is_written(made, monkeypatch):
+    monkeypatch.setattr(fusion, "MOST_VARIANTS", 1)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        fused(chained, torch.randn(3), torch.randn(3))
+        with pytest.warns(UserWarning, match="chained runs uncompiled, more slowly"):
+            found = fused(chained, torch.ones(1), torch.ones(3))
+        assert torch.equal(found, torch.full((3,), 2.0))
+        assert torch.equal(fused(chained, torch.ones(1), torch.ones(4)), torch.full((4,), 2.0)), "told once"
+    assert sum(made.values()) == 1
+
+
+def failing(x):
+    torch._assert_async(x.sum() > 1e9)
+    return x
+
+
+def test_errors_of_the_chain_itself_are_raised(made):
+    with pytest.raises(RuntimeError, match="nonzero"):
+        fused(failing, torch.ones(3))
+    assert made and not fusion._AS_WRITTEN
+
+
+# --- what is compiled computes the same ---------------------------------------------------------------------------
 
 ROWS = [torch.tensor([0, 0, 1, 2, 2, 2]), torch.tensor([1, 0, 0])]
 
@@ -24,17 +191,16 @@ def numbers(row_S, *, is_rms):
 
 def test_chains_compile_whole_and_stay_what_they_are(monkeypatch):
     """As on a GPU; the compiled operations still run one by one."""
-    compiled, plain = {}, [numbers(row_S, is_rms=is_rms) for row_S in ROWS for is_rms in (False, True)]
-
-    def as_on_a_gpu(function, *inputs):
-        if function not in compiled:
-            compiled[function] = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
-        return compiled[function](*inputs)
-
-    for module in (modulated_norm, gated_residual, qk_norm_rope):
-        monkeypatch.setattr(module, "fused", as_on_a_gpu)
-    found = [numbers(row_S, is_rms=is_rms) for row_S in ROWS for is_rms in (False, True)]
+    cases = list(product(ROWS, (False, True)))
+    plain = [numbers(row_S, is_rms=is_rms) for row_S, is_rms in cases]
+    monkeypatch.setattr(fusion, "COMPILED_ON", {"cpu"})
+    monkeypatch.setattr(fusion, "BACKEND", "aot_eager")
+    fusion.compiled.cache_clear()
+    try:
+        found = [numbers(row_S, is_rms=is_rms) for row_S, is_rms in cases]
+        assert fusion.compiled.cache_info().currsize >= 6 and not fusion._AS_WRITTEN
+    finally:
+        fusion.compiled.cache_clear()
     for ours, theirs in zip(found, plain, strict=True):
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
-    assert len(compiled) == 6

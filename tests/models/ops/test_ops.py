@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megadit.models.config import DiTConfig
+from megadit.models.dense_layout import DenseLayout
 from megadit.models.embeddings import rotary_table
-from megadit.models.layout import CPU, DenseLayout, PackLayout
+from megadit.models.layout import CPU, PackLayout
 from megadit.models.ops import linear, tiled_attention
 from megadit.models.ops.registry import OPS, Op, Variant
-from megadit.models.segments import RowsByToken, Segment
+from megadit.models.segments import DenseRows, RowsByToken, Segment
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
 """Relative error of a whole tensor: some roundings of 2^-24 or 2^-9, the sum of whose results partly cancels."""
@@ -125,11 +126,21 @@ def batch_attention_cases() -> Iterator[Case]:
             yield Case(f"{sizes} of {size} {within.__name__}", (size * q, size * k, v, None), within=within)
 
 
+GIVEN = PackLayout.pack(
+    [Segment((3, 2, 2), 1, given=((0, 4),))] * 2
+    + [Segment((3, 2, 2), 1), Segment((2, 2, 2), 1, given=((0, 2), (5, 8))), Segment((2, 1, 2), 1, given=((1, 3),))],
+    capacity=52,
+    text_capacity=6,
+)
+"""Parts of some segments are given: they have rows of their own."""
+
+
 def rows_of_packs() -> Iterator[tuple[str, int, int, Any]]:
     """(name, tokens, condition rows, what assigns them)."""
-    for index, pack in enumerate(PACKS):
-        yield f"pack {index}", pack.capacity, pack.num_segments, pack.rows
-        yield f"pack {index} by token", pack.capacity, pack.num_segments, RowsByToken(pack.rows.of_token(CPU))
+    for index, pack in enumerate((*PACKS, GIVEN)):
+        count = len(pack.segment_of_row)
+        yield f"pack {index}", pack.capacity, count, pack.rows
+        yield f"pack {index} by token", pack.capacity, count, RowsByToken(pack.rows.of_token(CPU))
 
 
 def modulated_norm_cases() -> Iterator[Case]:
@@ -141,12 +152,17 @@ def modulated_norm_cases() -> Iterator[Case]:
         for count in (1, 3):
             vectors = numbers(count, 48), numbers(count, 48)
             yield Case(f"{name}, batch of {count}", (5 + numbers(30, count, 48), *vectors, EPS, None, weight))
+        rows = DenseRows(30, ((0, 6), (20, 30)), 3)
+        vectors = numbers(6, 48), numbers(6, 48)
+        yield Case(f"{name}, given in a batch", (5 + numbers(30, 3, 48), *vectors, EPS, rows, weight))
 
 
 def gated_residual_cases() -> Iterator[Case]:
     for of, tokens, count, rows in rows_of_packs():
         yield Case(of, (numbers(tokens, 1, 48), numbers(count, 48), numbers(tokens, 1, 48), rows))
     yield Case("batch", (numbers(30, 3, 48), numbers(3, 48), numbers(30, 3, 48)))
+    rows = DenseRows(30, ((4, 6),), 3)
+    yield Case("given in a batch", (numbers(30, 3, 48), numbers(6, 48), numbers(30, 3, 48), rows))
 
 
 def qk_norm_rope_cases() -> Iterator[Case]:

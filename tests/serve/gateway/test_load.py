@@ -49,7 +49,7 @@ def make(client: httpx.Client, body: dict) -> tuple[dict, bytes, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3000)
+@pytest.mark.timeout(900)
 def test_many_requests_of_sixteen_clients(start_gateway, server, request, eventually):
     """None lost, none mixed up, every key its turn, memory flat."""
     count = request.config.getoption("--cases") or 64

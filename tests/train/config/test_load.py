@@ -147,7 +147,10 @@ SPECIAL = {
     "validation.sampling.churn_interval": [0.5, 2.0],
     "validation.sampling.guidance_interval": [0.5, 2.0],
     "validation.sampling.adapter_interval": [0.5, 2.0],
+    "validation.sampling.image_guidance": 2.0,
+    "data.given": ["first_frame:0.5"],
     "validation.sigmas": [2.0],
+    "validation.extractors": ["judge.safetensors"],
     "model.family": "nemo",
     "model.num_query_groups": 1,
     "model.hidden_size": 192,
@@ -174,6 +177,7 @@ NEEDS = {
     "parallel.cuda_graph_max_segments": ["train.precision=bf16", "parallel.overlap_param_gather=false"],
     **{f"train.adapter.{name}": ["train.adapter.rank=4"] for name in ("rank", "alpha", "targets", "dropout", "kind")},
     "train.fp8": ["train.precision=bf16", "parallel.transformer_impl=transformer_engine", "model.hidden_size=128"],
+    "data.given": ["model.given_sigma=0.02"],
     "optimizer.moments": ["optimizer.optimizer=adamw"],
     "model.family": ["model.hidden_size=256", "model.position_embedding=sincos"],
     "model.num_classes": ["model.family=dit", "model.num_classes=5", "model.crossattn_emb_size=2"],
@@ -182,7 +186,9 @@ NEEDS = {
     "model.compat": ["model.family=moviegen", "model.hidden_size=256"],
 }
 """What has to be set first."""
-REFUSED = [f"validation.sampling.{name}" for name in ("autoguidance", "cache_budget", "adapter_interval")]
+REFUSED = [
+    f"validation.sampling.{name}" for name in ("autoguidance", "cache_budget", "adapter_interval", "image_guidance")
+]
 """Said of a bundle alone; a run refuses them by name (test_rules.py)."""
 SETTINGS = [key for key in known_keys() if key not in ("recipe", *REFUSED)]  # the recipe is chosen by --recipe
 

@@ -73,6 +73,10 @@ BREACHES = (
         "global_batch_size=8 is not a multiple of data.micro_batch_size=3; use 6 or 9", data={"micro_batch_size": 3}
     ),
     breach("data.mock_latent_shapes=[] needs at least one (T, H, W)", data={"mock_latent_shapes": ()}),
+    breach(
+        "diffusion.p_std=2.0 is the scale of diffusion.noise_levels=mode, at most 1.75",
+        diffusion={"noise_levels": "mode", "p_std": 2.0},
+    ),
     breach("optimizer.moments=bf16 is for optimizer.optimizer=adamw", optimizer={**MUON, "moments": "bf16"}),
     breach("optimizer.min_lr=0.01 exceeds optimizer.lr=0.001; lower it", optimizer={"min_lr": 0.01}),
     breach(
@@ -80,6 +84,9 @@ BREACHES = (
         optimizer={"lr_warmup_iters": 5, "lr_decay_iters": 5},
     ),
     breach("ema.sigma_rels=[0.1, 0.1] names one profile twice", ema={"sigma_rels": (0.1, 0.1)}),
+    breach("did you mean 'first_frame'", data={"given": ("first_fame:0.2",)}, model={"given_sigma": 0.02}),
+    breach("data.given needs model.given_sigma", data={"given": ("first_frame:0.2",)}),
+    breach("data.given_dropout=[0.5, 0.3, 0.2] must be three shares", data={"given_dropout": (0.5, 0.3, 0.2)}),
     breach(
         "train.adapter.targets: no linear of the network is named 'mlp'",
         train={"adapter": AdapterConfig(rank=2, targets=("mlp",))},
@@ -186,9 +193,15 @@ BREACHES = (
         data={"mock_latent_shapes": ((1, 8, 8), (1, 64, 64)), "mock": True},
     ),
     breach("validation.sigmas=[] leaves nothing to measure", validation={"sigmas": ()}),
+    breach(
+        "validation.evaluate_interval=5 compares with the videos of a data set in a folder",
+        data={"path": "s3://bucket/clips"},
+        validation={"evaluate_interval": 5},
+    ),
     of_sampling("validation.sampling: sampler dpmpp_2m cannot add noise", eta=1.0),
     of_sampling("validation.sampling.autoguidance=elsewhere is a second network", autoguidance="elsewhere"),
     of_sampling("validation.sampling.adapter_interval=[1, 2] needs a bundle", adapter_interval=(1, 2)),
+    of_sampling("validation.sampling.image_guidance=2.0 needs something given", image_guidance=2.0),
     of_sampling("validation.sampling.cache_budget=0.1 needs a bundle", cache_budget=0.1),
     # this machine
     on_start(
@@ -196,7 +209,7 @@ BREACHES = (
         parallel={"transformer_impl": "transformer_engine"},
     ),
     on_start(
-        "needs a GPU and the module fused_weight_gradient_mlp_cuda", parallel={"gradient_accumulation_fusion": True}
+        "gradient_accumulation_fusion=true needs a GPU, and torch 2.8", parallel={"gradient_accumulation_fusion": True}
     ),
     on_start("needs a GPU (Ampere or newer) and torch 2.10", parallel={"cuda_graph_max_segments": 8}),
     on_start(
@@ -204,6 +217,10 @@ BREACHES = (
         train={"output_dir": "runs/x", **ADAPTER},
     ),
     on_start("validation.sampling: sigmas=[1.0, 2.0] must decrease", validation={"sampling": {"sigmas": (1.0, 2.0)}}),
+    on_start(
+        "validation.extractors=['nowhere.safetensors'] names weights that do not exist",
+        validation={"evaluate_interval": 5, "extractors": ("nowhere.safetensors",)},
+    ),
     on_start("checkpoint.copy_to=nowhere://x cannot be used", checkpoint={"copy_to": "nowhere://x"}),
     on_start("train.output_dir is not set; give train.output_dir=FOLDER", train={}),
     # the data set

@@ -7,6 +7,7 @@ from megadit.models.shared.errors import UserError
 from megadit.train.config.schema import (
     CheckpointConfig,
     DataConfig,
+    DiffusionConfig,
     EmaConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -19,7 +20,9 @@ from megadit.train.config.upkeep import SamplingConfig
 DATA = {"seq_length": 256, "text_seq_length": 64, "global_batch_size": 8, "mock_latent_shapes": ((1, 8, 8),)}
 
 
-def make_run(*, data=None, parallel=None, model=None, train=None, optimizer=None, validation=None) -> RunConfig:
+def make_run(
+    *, data=None, parallel=None, model=None, train=None, optimizer=None, diffusion=None, validation=None
+) -> RunConfig:
     validation = dict(validation or {})
     return RunConfig(
         recipe="test",
@@ -28,6 +31,7 @@ def make_run(*, data=None, parallel=None, model=None, train=None, optimizer=None
         train=TrainConfig(**{"train_iters": 10, **(train or {})}),
         optimizer=OptimizerConfig(**{"lr": 1e-3, **(optimizer or {})}),
         parallel=ParallelConfig(**(parallel or {})),
+        diffusion=DiffusionConfig(**(diffusion or {})),
         validation=ValidationConfig(**{**validation, "sampling": SamplingConfig(**validation.pop("sampling", {}))}),
     )
 

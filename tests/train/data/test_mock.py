@@ -1,5 +1,7 @@
 """Mock data: endless, the same packs for every number of ranks, resumable."""
 
+import subprocess
+import sys
 from itertools import islice
 
 import pytest
@@ -103,3 +105,18 @@ def test_validation_is_finite_and_repeats(make_config):
             assert_same(batch, expected)
     train = next(iter(build(config)))
     assert not torch.equal(train.tokens_S1P, alone[0].tokens_S1P)
+
+
+def test_random_packs_are_made_where_energon_is_not_installed():
+    program = """
+import sys
+sys.modules["megatron.energon"] = None
+from megadit.train.data.loader import build_train_loader
+from megadit.train.recipes import load_recipe
+from dataclasses import replace
+run = load_recipe("digits_tiny")
+run = replace(run, data=replace(run.data, mock=True, path=None))
+print(len(next(iter(build_train_loader(run, rank=0, world_size=1))).sample_ids) > 0)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr

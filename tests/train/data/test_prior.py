@@ -19,8 +19,9 @@ from megadit.models.tokenizers import HaarTokenizer
 from megadit.train.data import prepare, prior
 from megadit.train.data.dataset_info import DatasetInfo
 from megadit.train.data.ingest.team import Team
-from megadit.train.data.packed_batch import PackFormat, TrainingSample
+from megadit.train.data.packed_batch import PackFormat
 from megadit.train.data.samples import UnreadableSampleError, decode
+from megadit.train.data.training_sample import TrainingSample
 from megadit.train.loss import edm_loss, token_noise
 
 MODEL = DiTConfig(
@@ -133,7 +134,7 @@ def test_no_prompt_and_foreign_folders_are_refused(bundle, tmp_path, capsys):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").touch()
     assert prepare.main(["prior", str(bundle), str(tmp_path / "mine"), "--prompt", "a dog"]) == 2
-    assert "is no prior" in capsys.readouterr().err
+    assert "was not begun by this command" in capsys.readouterr().err
 
 
 def test_every_option_reaches_the_samples(bundle, tmp_path, monkeypatch):

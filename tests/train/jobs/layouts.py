@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,10 @@ if __name__ == "__main__":
 
 import safetensors.torch  # noqa: E402
 
-from megadit.models import axial, experts, initialize  # noqa: E402
+from megadit.models import axial, experts, initialize, layout, parameterization  # noqa: E402
 from megadit.models.adapter_config import AdapterConfig  # noqa: E402
-from megadit.models.conditioning import Conditioning  # noqa: E402
+from megadit.models.attention import WidthNorm  # noqa: E402
+from megadit.models.conditioning import Conditioning, Given  # noqa: E402
 from megadit.models.dit import DiT  # noqa: E402
 from megadit.models.expert_config import ExpertConfig  # noqa: E402
 from megadit.models.low_rank import LowRank, _identity  # noqa: E402
@@ -32,7 +34,7 @@ from megadit.models.megatron import groups as process_groups  # noqa: E402
 from megadit.models.megatron.shards import is_expert, splits  # noqa: E402
 from megadit.models.noise import latent_noise, seed_key  # noqa: E402
 from megadit.models.ops import linear  # noqa: E402
-from megadit.train import balance  # noqa: E402
+from megadit.train import balance, loss  # noqa: E402
 from megadit.train.config.schema import ParallelConfig  # noqa: E402
 from megadit.train.data.distribute import TrainBatches  # noqa: E402
 from megadit.train.data.loader import build_train_loader  # noqa: E402
@@ -59,6 +61,9 @@ def run_config(out, case):
     train = {"output_dir": str(out), "precision": case.get("precision", "fp32"), "num_threads": 1}
     if "adapter" in case:
         train["adapter"] = AdapterConfig(**case["adapter"])
+    if "given" in case:
+        data |= {"given": tuple(case["given"]), "seq_length": 128, "text_seq_length": 96}
+        model["given_sigma"] = 0.02
     settings = {"optimizer": "adamw", "lr": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5}
     return replace(
         run,
@@ -79,6 +84,11 @@ def random_value(name, shape, seed=0):
 def randomise_initial_values():
     initialize.initial_value = random_value
     torch.nn.init.zeros_ = lambda tensor: tensor.data.copy_(random_value("uncertainty", tensor.shape))
+
+
+def _twice(squares):
+    """As if the other rank's heads were as large as this one's."""
+    return 2 * squares
 
 
 def break_it(what, training):
@@ -110,6 +120,10 @@ def break_it(what, training):
         for module in training.network.modules():
             if isinstance(module, LowRank):
                 module.exchange = _identity
+    elif what == "norm over the heads of all ranks":
+        for module in training.network.modules():
+            if isinstance(module, WidthNorm):
+                module.sum_over_ranks = _twice
     elif what == "moved tokens":
         find_move = axial.find_move
         patch(axial, "find_move", lambda *args: _reversed(find_move(*args)))
@@ -127,11 +141,25 @@ def break_it(what, training):
     elif what == "norm of experts":
         for parameter in filter(is_expert, parameters):
             parameter.shared = True
+    elif what == "no loss on what is given":
+        is_sample = property(lambda tensors: tensors.is_sample_S)
+        patch(layout.LayoutTensors, "is_wanted_S", is_sample)
+        patch(layout.PackLayout, "num_wanted", property(lambda pack: pack.num_tokens))
+    elif what == "a noise level of its own":
+        patch(loss, "denoise_packed", _at_the_level_of_the_sample)
     elif what == "keys of others":
         wait = context_parallel._Shift.wait
         patch(context_parallel._Shift, "wait", lambda shift: (wait(shift), shift._sent)[1])
     else:
         raise ValueError(what)
+
+
+def _at_the_level_of_the_sample(dit, x, sigma_G, text, fps, pack, before=None):
+    def pad(sigma, *_, **__):
+        return sigma[pack.on(sigma.device).segment_of_row_R]
+
+    with mock.patch.object(parameterization, "F", SimpleNamespace(pad=pad)):
+        return parameterization.denoise_packed(dit, x, sigma_G, text, fps, pack, before)
 
 
 def _first_to_last(layout, ring_rank, width, device):
@@ -239,7 +267,12 @@ def sampled(training):
     model = training.config.model
     noise_BCTHW = latent_noise(torch.tensor([seed_key(1), seed_key(2)]), (model.in_channels, 2, 3, 5))
     text_BLE = torch.randn(2, 4, model.crossattn_emb_size, generator=torch.Generator().manual_seed(0))
-    conditioning = Conditioning(text_BLE, torch.tensor([4, 0]), torch.tensor([8.0, 0.0]))
+    given = None
+    if model.given_sigma is not None:
+        is_given = torch.zeros(3, 3, 5, dtype=torch.bool)
+        is_given[0, :2], is_given[2] = True, True
+        given = Given(noise_BCTHW[:, :, [1, 0, 1]], is_given, (0.0, 1.0, 0.5))
+    conditioning = Conditioning(text_BLE, torch.tensor([4, 0]), torch.tensor([8.0, 0.0]), given=given)
     return ShardedDenoiser(training)(3 * noise_BCTHW, torch.tensor([3.0, 0.5]), conditioning)
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megadit.models.config import NAMED_CONFIGS
 from megadit.models.flops import training_flops
+from megadit.models.named_configs import NAMED_CONFIGS
 from megadit.models.shared.errors import UserError
 from megadit.models.weights import dit_shapes
 from megadit.train.__main__ import main
@@ -50,7 +50,7 @@ def test_work_of_all_ranks_is_the_work_of_the_run():
 
 
 def test_published_formula_gives_the_published_figure():
-    """519 TFLOP/s at 10,052 tokens/s/GPU, 439 at 3,409, 468 at 2,510, 445 at 1,386: their own text width is ours."""
+    """519 TFLOP/s at 10,052 tokens/s/GPU, 439 at 3,409, 468 at 2,510, 445 at 1,386."""
     for name, tflops, tokens in (
         ("performance_7b_8k", 519, 10_052),
         ("performance_7b_74k", 439, 3_409),
@@ -59,7 +59,7 @@ def test_published_formula_gives_the_published_figure():
     ):
         run = load_recipe(name)
         flops_of_token = upstream_flops(run) / (run.data.global_batch_size * run.data.seq_length)
-        assert flops_of_token * tokens / 1e12 == pytest.approx(tflops, rel=0.09)
+        assert flops_of_token * tokens / 1e12 == pytest.approx(tflops, rel=0.025)
 
 
 def test_groups_are_disjoint_and_whole():
@@ -125,7 +125,7 @@ def test_plan_says_the_best_layout_why_and_what_does_not_fit(capsys):
     command = ["--recipe", "performance_7b_8k_baseline", "--plan", "--gpus", "64", "--gpu", "h100-80gb"]
     assert main(command) == 0
     told = capsys.readouterr().out
-    assert "refused: it needs 157 GiB" in told
+    assert "refused: it needs 150 GiB" in told
     assert "tokens/s/GPU" in told
     assert "why data_parallel=" in told
     best = re.findall(r"^    ([a-z_.]+=\S+)$", told, re.MULTILINE)

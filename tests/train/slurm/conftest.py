@@ -14,7 +14,7 @@ options, script = sys.argv[1:-1], Path(sys.argv[-1])
 job = str(1001 + len(list(state.glob("job*.code"))))
 with (state / "sbatch.log").open("a") as log:
     print(job, script.stem, *options, file=log)
-before = [option.rpartition(":")[2] for option in options if option.startswith("--dependency=afterok:")]
+before = [job for option in options if option.startswith("--dependency=afterok:") for job in option.split(":")[1:]]
 if any((state / f"job{other}.code").read_text() != "0" for other in before):
     (state / f"job{job}.code").write_text("cancelled")
     print(job)
@@ -22,6 +22,7 @@ if any((state / f"job{other}.code").read_text() != "0" for other in before):
 text = script.read_text()
 nodes = re.search(r"^#SBATCH --nodes=(\d+)$", text, re.M)[1]
 output = re.search(r"^#SBATCH --output=(.*)$", text, re.M)[1].replace("%x", script.stem).replace("%j", job)
+array = [option for option in [*re.findall(r"^#SBATCH (--array=.*)$", text, re.M), *options] if "--array=" in option]
 environment = {**os.environ, "SLURM_JOB_ID": job, "SLURM_JOB_NUM_NODES": nodes, "SLURM_JOB_NODELIST": "local[1-2]"}
 
 def preempt(process):
@@ -36,6 +37,16 @@ def preempt(process):
             return subprocess.run(["scancel", "--signal=" + name, job])
         time.sleep(0.01)
 
+if array:  # its tasks one after another; how many may run at once is Slurm's to see to
+    numbers, codes = array[-1].partition("=")[2].partition("%")[0], []
+    first, dash, last = numbers.partition("-")
+    for task in range(int(first), int(last) + 1) if dash else map(int, numbers.split(",")):
+        with open(output.replace("%A", job).replace("%a", str(task)), "ab") as log:
+            own = {**environment, "SLURM_ARRAY_TASK_ID": str(task), "SLURM_ARRAY_JOB_ID": job}
+            codes.append(subprocess.run(["bash", script], env=own, stdout=log, stderr=log).returncode)
+    (state / f"job{job}.code").write_text(str(max(codes)))
+    print(job)
+    raise SystemExit(0)
 for restarts in range(5):
     with open(output, "ab") as log:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # or the script could not hear what whoever started this ignores
@@ -90,6 +101,17 @@ else:
     (state / f"requeue{sys.argv[2]}").touch()
 """
 
+SQUEUE = r"""
+import os, sys
+from pathlib import Path
+state = Path(os.environ["FAKE_SLURM"])
+with (state / "squeue.log").open("a") as log:
+    print(*sys.argv[1:], file=log)
+queued = (state / "queued").read_text().split() if (state / "queued").exists() else []
+asked = next(option for option in sys.argv if option.startswith("--jobs=")).partition("=")[2].split(",")
+print(*(f"{job} {job}" for job in queued if job in asked), sep="\n")
+"""
+
 RANKS = r"""#!/usr/bin/env bash
 [ "$SLURM_RESTART_COUNT" = 0 ] || exit 0
 trap 'echo >> "$FAKE_SLURM/saved"; exit 1' TERM
@@ -101,11 +123,18 @@ for _ in {1..2000}; do sleep 0.05; done
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch) -> Path:
-    """The folder in which the commands leave what they were asked: sbatch.log, srun.log, job*.code, requeued*."""
+    """Where the commands leave what they were asked: sbatch.log, srun.log, job*.code, requeued*. Jobs that
+    a test names in `queued` are in the queue."""
     programs, state = tmp_path / "bin", tmp_path / "slurm"
     programs.mkdir()
     state.mkdir()
-    for name, text in {"sbatch": SBATCH, "srun": SRUN, "scancel": SCANCEL, "scontrol": SCONTROL}.items():
+    for name, text in {
+        "sbatch": SBATCH,
+        "srun": SRUN,
+        "scancel": SCANCEL,
+        "scontrol": SCONTROL,
+        "squeue": SQUEUE,
+    }.items():
         (programs / name).write_text(f"#!{sys.executable}\n{text}")
         (programs / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")

@@ -22,10 +22,11 @@ def chain(*overrides, example=False) -> ChainConfig:
     return made
 
 
-def test_example_is_a_chain_of_four_stages_that_bash_can_read(tmp_path):
+def test_example_is_a_chain_of_stages_that_bash_can_read(tmp_path):
     assert main(["--config-file", str(EXAMPLE), "--dry-run", f"folder={tmp_path}"]) == 0
     written = {path.name for path in tmp_path.glob("*.sh")}
-    assert written == {"prepare.sh", "train.sh", "bundle.sh", "export.sh", "submit.sh"}
+    names = ("scan", "encode", "index", "train", "bundle", "export", "generate", "submit")
+    assert written == {f"{name}.sh" for name in names}
     for path in tmp_path.glob("*.sh"):
         subprocess.run(["bash", "-n", path], check=True)
         assert path.stat().st_mode & 0o100
@@ -49,7 +50,7 @@ def test_the_resolved_configuration_is_shown_and_nothing_written(tmp_path, capsy
 
 
 @pytest.mark.parametrize(
-    "setting", ["cluster.account", "cluster.partition", "folder", "cluster.sbatch_options", "train.time"]
+    "setting", ["cluster.account", "cluster.partition", "folder", "cluster.sbatch_options", "stages.train.time"]
 )
 def test_no_setting_becomes_a_line_of_a_script(setting, tmp_path):
     value = "--x=a\ntouch trapped"
@@ -68,14 +69,14 @@ def test_sbatch_lines_come_before_the_first_command():
 @pytest.mark.parametrize(
     ("overrides", "script", "expected"),
     [
-        (["train.nodes=16"], "train.sh", "#SBATCH --nodes=16"),
-        (["train.time=1-12:00:00"], "train.sh", "#SBATCH --time=1-12:00:00"),
-        (["train.notice=120"], "train.sh", "#SBATCH --signal=B:USR1@120"),
-        (["train.notice=120"], "train.sh", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=60"),
-        (["train.max_restarts=7"], "train.sh", "--max-restarts=7"),
-        (["train.ranks_per_node=3"], "train.sh", "--nproc-per-node=3"),
+        (["stages.train.nodes=16"], "train.sh", "#SBATCH --nodes=16"),
+        (["stages.train.time=1-12:00:00"], "train.sh", "#SBATCH --time=1-12:00:00"),
+        (["stages.train.notice=120"], "train.sh", "#SBATCH --signal=B:USR1@120"),
+        (["stages.train.notice=120"], "train.sh", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=60"),
+        (["stages.train.max_restarts=7"], "train.sh", "--max-restarts=7"),
+        (["stages.train.ranks_per_node=3"], "train.sh", "--nproc-per-node=3"),
         (["cluster.account=physics"], "bundle.sh", "#SBATCH --account=physics"),
-        (["cluster.partition=big"], "prepare.sh", "#SBATCH --partition=big"),
+        (["cluster.partition=big"], "scan.sh", "#SBATCH --partition=big"),
         (["cluster.sbatch_options=[--qos=high]"], "train.sh", "#SBATCH --qos=high"),
         (["cluster.gpus_per_node=4"], "train.sh", "#SBATCH --gpus-per-node=4"),
         (["cluster.numa_binding=socket"], "train.sh", "--numa-binding=socket"),
@@ -84,7 +85,7 @@ def test_sbatch_lines_come_before_the_first_command():
         (["cluster.container.image=lab/megadit:1"], "train.sh", "--container-image=lab/megadit:1"),
         (
             ["cluster.container.image=x", "cluster.container.mounts=[/data:/data:ro,/runs:/runs]"],
-            "prepare.sh",
+            "scan.sh",
             "--container-mounts=/data:/data:ro,/runs:/runs",
         ),
         (["cluster.container.image=x", "cluster.container.workdir=/runs"], "train.sh", "--container-workdir=/runs"),
@@ -97,7 +98,7 @@ def test_every_setting_reaches_its_script(overrides, script, expected):
 
 
 def test_no_gpus_asks_for_none_and_binds_nothing():
-    text = scripts(chain("cluster.gpus_per_node=0", "train.ranks_per_node=2", example=True))["train.sh"]
+    text = scripts(chain("cluster.gpus_per_node=0", "stages.train.ranks_per_node=2", example=True))["train.sh"]
     assert "--gpus-per-node" not in text
     assert "--numa-binding" not in text
 
@@ -106,19 +107,19 @@ def test_no_gpus_asks_for_none_and_binds_nothing():
     ("overrides", "message"),
     [
         ([], "no stage has anything to run"),
-        (["train.command=a", "train.torchrun=b"], "both set"),
-        (["prepare.command=megadit", "prepare.nodes=2"], "runs on 1 node"),
-        (["train.torchrun=x", "train.time=soon"], "train.time='soon'"),
-        (["train.torchrun=x", "train.nodes=0"], "train.nodes=0"),
-        (["train.torchrun=x", "cluster.gpus_per_node=0"], "train.ranks_per_node is not set"),
-        (["train.torchrun='-m x \"y'"], "is not shell"),
-        (["train.torchrun=x", "cluster.numa_binding=left"], "choose one of node"),
-        (["train.torchrun=x", "cluster.environment=[1]"], "str"),
-        (["train.torchrun=x", "cluster.environment=['two words']"], "write NAME=value"),
-        (["train.torchrun=x", "cluster.sbatch_options=[qos]"], "write an option of sbatch"),
-        (["train.torchrun=x", "cluster.container.mounts=[/a:/b]"], "need cluster.container.image"),
-        (["train.torchrun=x", "cluster.container.image=i", "cluster.container.mounts=[/a]"], "HOST:CONTAINER"),
-        (["train.torchrun=x", "name=a b"], "name='a b'"),
+        (["stages.train.command=a", "stages.train.torchrun=b"], "both set"),
+        (["stages.prepare.command=megadit", "stages.prepare.nodes=2"], "runs on 1 node"),
+        (["stages.train.torchrun=x", "stages.train.time=soon"], "stages.train.time='soon'"),
+        (["stages.train.torchrun=x", "stages.train.nodes=0"], "stages.train.nodes=0"),
+        (["stages.train.torchrun=x", "cluster.gpus_per_node=0"], "stages.train.ranks_per_node is not set"),
+        (["stages.train.torchrun='-m x \"y'"], "is not shell"),
+        (["stages.train.torchrun=x", "cluster.numa_binding=left"], "choose one of node"),
+        (["stages.train.torchrun=x", "cluster.environment=[1]"], "str"),
+        (["stages.train.torchrun=x", "cluster.environment=['two words']"], "write NAME=value"),
+        (["stages.train.torchrun=x", "cluster.sbatch_options=[qos]"], "write an option of sbatch"),
+        (["stages.train.torchrun=x", "cluster.container.mounts=[/a:/b]"], "need cluster.container.image"),
+        (["stages.train.torchrun=x", "cluster.container.image=i", "cluster.container.mounts=[/a]"], "HOST:CONTAINER"),
+        (["stages.train.torchrun=x", "name=a b"], "name='a b'"),
         (["trian.torchrun=x"], "unknown key trian"),
     ],
 )
@@ -129,12 +130,15 @@ def test_a_mistake_is_told_before_anything_is_written(overrides, message):
 
 def test_without_sbatch_the_scripts_are_written_and_the_command_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("shutil.which", lambda name: None)
-    assert main(["train.torchrun=-m x", f"folder={tmp_path}"]) == 2
+    assert main(["stages.train.torchrun=-m x", f"folder={tmp_path}"]) == 2
     assert "--dry-run" in capsys.readouterr().err
 
 
 def test_a_stage_that_fails_keeps_the_next_from_starting(slurm, tmp_path):
-    arguments = ["prepare.command=touch $FAKE_SLURM/prepared; exit 3", "bundle.command=touch $FAKE_SLURM/bundled"]
+    arguments = [
+        "stages.prepare.command=touch $FAKE_SLURM/prepared; exit 3",
+        "stages.bundle.command=touch $FAKE_SLURM/bundled",
+    ]
     assert main([*arguments, f"folder={tmp_path / 'out'}", "cluster.gpus_per_node=0"]) == 0
     assert (slurm / "job1001.code").read_text() == "3"
     assert (slurm / "prepared").exists()
@@ -153,7 +157,14 @@ def test_a_stage_that_fails_keeps_the_next_from_starting(slurm, tmp_path):
 def test_ranks_save_whoever_is_told_to_stop(ranks, tmp_path, monkeypatch, tells, is_requeued):
     """A signal to srun itself would kill them: it makes SIGKILL of SIGTERM."""
     monkeypatch.setenv("FAKE_SLURM_TELLS", tells)
-    main(["train.torchrun=-m x", "train.nodes=2", "train.ranks_per_node=1", f"folder={tmp_path / 'out'}"])
+    main(
+        [
+            "stages.train.torchrun=-m x",
+            "stages.train.nodes=2",
+            "stages.train.ranks_per_node=1",
+            f"folder={tmp_path / 'out'}",
+        ]
+    )
     assert (ranks / "saved").read_text().count("\n") == 2
     assert len(list(ranks.glob("requeued1001.*"))) == is_requeued
     assert ((ranks / "job1001.code").read_text() == "0") == is_requeued
@@ -171,11 +182,11 @@ def test_a_preempted_training_is_requeued_continues_and_is_bundled(slurm, tmp_pa
         [
             "cluster.gpus_per_node=0",
             f"folder={tmp_path / 'scripts'}",
-            f"prepare.command=megadit prepare digits {dataset} --num_clips 32 --num_images 32 --num_val 4",
-            f"train.torchrun={train} data.path={dataset} train.output_dir={run}",
-            *("train.nodes=2", "train.ranks_per_node=1"),
-            f"bundle.command=megadit bundle {run} {tmp_path}/bundle --ema none",
-            f"export.command=megadit info {tmp_path}/bundle > {tmp_path}/info.txt",
+            f"stages.prepare.command=megadit prepare digits {dataset} --num_clips 32 --num_images 32 --num_val 4",
+            f"stages.train.torchrun={train} data.path={dataset} train.output_dir={run}",
+            *("stages.train.nodes=2", "stages.train.ranks_per_node=1"),
+            f"stages.bundle.command=megadit bundle {run} {tmp_path}/bundle --ema none",
+            f"stages.export.command=megadit info {tmp_path}/bundle > {tmp_path}/info.txt",
         ]
     )
     logs = "\n".join(path.read_text() for path in (tmp_path / "scripts" / "logs").iterdir())

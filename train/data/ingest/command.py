@@ -10,14 +10,17 @@ from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.options import group, read_options, setting
 from megadit.train.data.dataset_info import INFO_FILE
 from megadit.train.data.ingest import stages
+from megadit.train.data.ingest.download import Downloads
 from megadit.train.data.ingest.encodings import default_encodings, read_encodings
 from megadit.train.data.ingest.plan import Notes, Settings
 from megadit.train.data.ingest.pool import default_workers
-from megadit.train.data.ingest.sources import Listing, list_folder, list_tables, list_webdataset
-from megadit.train.data.ingest.team import join_team
+from megadit.train.data.ingest.sources import Listing, list_folder, list_webdataset
+from megadit.train.data.ingest.tables import Tables
+from megadit.train.data.ingest.team import Part, join_team
 from megadit.train.data.writer import is_prepared
 
 BUTTERFLIES = "huggan/smithsonian_butterflies_subset"
+FAILED = "failed"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +41,9 @@ class PrepareOptions:
     )
     encodings: Path | None = setting(None, "YAML list of encodings in place of these two")
     num_workers: int | None = setting(None, "decoding processes of a rank")
+    part: str = setting("0/1", f"this job's part of {', '.join(stages.SHARED_STAGES)}: 3/100 is the fourth of 100")
     stages: str | None = setting(None, f"only these of {','.join(stages.STAGES)}")
-    redo: str | None = setting(None, "shards to make again: 7, or 3:8 for 3 to 7")
+    redo: str | None = setting(None, "shards to make again (7, or 3:8 for 3 to 7), or failed: downloads that failed")
     overwrite: bool = setting(False, "start anew")
 
 
@@ -54,7 +58,9 @@ class FolderOptions:
     source: str = setting(help=_SOURCE, positional=True, metavar="SRC")
     out: Path = setting(help=_OUT, positional=True, metavar="OUT")
     common: PrepareOptions = group(PrepareOptions)
-    captions: str | None = setting(None, "table (.csv, .jsonl, .parquet) of files and captions")
+    captions: str | None = setting(
+        None, "table (.csv, .jsonl, .parquet) of files and captions; folders: their names are labels"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +77,7 @@ class TableOptions:
     common: PrepareOptions = group(PrepareOptions)
     split: str = setting("train", _SPLIT)
     caption_column: str | None = setting(None, _CAPTION_COLUMN)
+    downloads: Downloads = group(Downloads)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +88,7 @@ class ButterflyOptions:
     common: PrepareOptions = group(PrepareOptions)
     split: str = setting("train", _SPLIT)
     caption_column: str | None = setting(None, _CAPTION_COLUMN)
+    downloads: Downloads = group(Downloads)
 
     @property
     def out(self) -> Path:
@@ -109,7 +117,11 @@ def prepare_command(kind: str, argv: list[str]) -> int:
     of, description = KINDS[kind]
     options = read_options(of, argv, prog=f"megadit prepare {kind}", description=description)
     common, notes = options.common, Notes(root=options.out)
-    with join_team() as team:
+    with join_team(Part.parse(common.part)) as team:
+        names = _stages(common)
+        if not team.is_whole and (alone := [name for name in names if name not in stages.SHARED_STAGES]):
+            raise UserError(f"--part divides {', '.join(stages.SHARED_STAGES)}; give --stages without {alone[0]}")
+        tables = _tables(options, notes)
         preparation = stages.Preparation(
             notes=notes,
             settings=_settings(common),
@@ -119,10 +131,12 @@ def prepare_command(kind: str, argv: list[str]) -> int:
                 else default_encodings(common.tokenizer, common.text_encoder)
             ),
             channels=common.channels,
-            list_sources=_listing(kind, options, notes),
+            list_sources=tables.listing if tables else _listing(kind, options),
+            tables=tables,
             num_workers=default_workers() if common.num_workers is None else common.num_workers,
             team=team,
-            redo=_range(common.redo),
+            redo=None if common.redo in (None, FAILED) else _range(common.redo),
+            redo_failed=common.redo == FAILED,
         )
         stages.check_sizes(preparation)
         if team.is_first:
@@ -133,9 +147,8 @@ def prepare_command(kind: str, argv: list[str]) -> int:
                 "encodings": [_plain(encoding) for encoding in preparation.encodings],
                 "channels": common.channels,
             }
-            notes.begin(preparation.settings, request)
+            notes.begin(preparation.settings, request, is_alone=team.is_whole)
         team.wait()
-        names = _stages(common)
         if (options.out / INFO_FILE).is_file() and common.redo is None and common.stages is None:
             if team.is_first:
                 print(f"{options.out} is already prepared; nothing to do (--overwrite replaces it)")
@@ -162,13 +175,22 @@ def _settings(options: PrepareOptions) -> Settings:
     )
 
 
-def _listing(kind: str, options: Options, notes: Notes) -> Callable[[], Listing]:
-    source = options.source
+def _listing(kind: str, options: FolderOptions | WebDatasetOptions) -> Callable[[], Listing]:
     if isinstance(options, FolderOptions):
-        return partial(list_folder, source, "video" if kind == "videos" else "image", options.captions)
-    if isinstance(options, WebDatasetOptions):
-        return partial(list_webdataset, source)
-    return partial(list_tables, source, notes.fetched, split=options.split, caption_column=options.caption_column)
+        return partial(list_folder, options.source, "video" if kind == "videos" else "image", options.captions)
+    return partial(list_webdataset, options.source)
+
+
+def _tables(options: Options, notes: Notes) -> Tables | None:
+    if not isinstance(options, TableOptions | ButterflyOptions):
+        return None
+    return Tables(
+        root=options.source,
+        fetched=notes.fetched,
+        split=options.split,
+        caption_column=options.caption_column,
+        downloads=options.downloads,
+    )
 
 
 def _plain(encoding) -> dict[str, object]:
@@ -177,14 +199,12 @@ def _plain(encoding) -> dict[str, object]:
 
 def _stages(options: PrepareOptions) -> list[str]:
     if options.stages is None:
-        return ["encode", "index"] if options.redo else list(stages.STAGES)
+        return ["encode", "index"] if options.redo not in (None, FAILED) else list(stages.STAGES)
     names = options.stages.split(",")
     return [choose_one(name, stages.STAGES, f"--stages: unknown stage {name!r}") for name in names]
 
 
-def _range(text: str | None) -> range | None:
-    if text is None:
-        return None
+def _range(text: str) -> range:
     first, colon, last = text.partition(":")
     start = _whole("redo", first)
     return range(start, _whole("redo", last) if colon else start + 1)

@@ -16,6 +16,7 @@ import av
 import numpy as np
 from PIL import Image, ImageOps
 
+from megadit.train.data.ingest.animations import WebpVideo, is_webp
 from megadit.train.data.ingest.files import file_size, open_file
 from megadit.train.data.ingest.plan import Settings, Source
 from megadit.train.data.ingest.pool import still_alive
@@ -24,7 +25,7 @@ THUMBNAIL = 32
 """Side of the grey pictures that clips are judged by."""
 MAX_GAP_SECONDS = 10.0
 """Between two frames; a longer one is a broken timestamp."""
-CONTAINERS = "mov,mp4,m4a,matroska,webm,avi,mpeg,mpegts,mpegvideo,flv,ogg,asf,m4v,gif,h264,hevc,ivf"
+CONTAINERS = "mov,mp4,m4a,matroska,webm,avi,mpeg,mpegts,mpegvideo,flv,ogg,asf,m4v,gif,apng,h264,hevc,ivf"
 """None of them names other files, as playlists do."""
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM")
 
@@ -117,7 +118,7 @@ def read_image(source: Source, settings: Settings) -> Image.Image:
 
 def _check_canvas(head: bytes, settings: Settings) -> None:
     """The size that the header of a WebP announces: its decoder makes room for it before anybody can ask how large."""
-    if head[:4] != b"RIFF" or head[8:12] != b"WEBP":
+    if not is_webp(head):
         return
     match head[12:16]:
         case b"VP8X":
@@ -153,10 +154,10 @@ def read_timeline(source: Source, settings: Settings) -> Timeline:
     Raises:
         UnusableSourceError: if nothing can be decoded, or the video is too large to try.
     """
-    with _open_video(source, settings) as (container, stream):
-        fps = min(settings.fps, _native_fps(stream))
+    with _open_video(source, settings) as video:
+        fps = min(settings.fps, video.fps)
         pts, thumbnails, shown = [], [], None
-        for frame in _sampled(_frames(container, stream), stream.time_base, fps, settings):
+        for frame in _sampled(video.frames(), video.time_base, fps, settings):
             if not pts or frame.pts != pts[-1]:
                 shown = frame.reformat(THUMBNAIL, THUMBNAIL, format="gray", interpolation="AREA").to_ndarray()
                 height, width = _shown_size(frame)
@@ -176,10 +177,10 @@ def read_frames(source: Source, settings: Settings, pts: tuple[int, ...], height
     for seek in (True, False):
         wanted = set(pts)
         found: dict[int, np.ndarray] = {}
-        with _open_video(source, settings) as (container, stream):
-            if seek and not _seek(container, stream, pts[0]):
+        with _open_video(source, settings) as video:
+            if seek and not video.seek(pts[0]):
                 continue
-            for frame in _frames(container, stream):
+            for frame in video.frames():
                 if frame.pts in wanted:
                     found[frame.pts] = _fitted(frame, height, width)
                 if len(found) == len(wanted) or frame.pts > pts[-1]:
@@ -189,42 +190,71 @@ def read_frames(source: Source, settings: Settings, pts: tuple[int, ...], height
     raise UnusableSourceError("changed", f"frames that were there are gone; was {source.path} replaced?")
 
 
+class _Video:
+    """The first video of a container that ffmpeg reads."""
+
+    def __init__(self, container: av.container.InputContainer, settings: Settings) -> None:
+        if not container.streams.video:
+            raise UnusableSourceError("broken", "it holds no video")
+        self._container, self._stream = container, container.streams.video[0]
+        self._stream.codec_context.thread_count = 1  # sources are read side by side already
+        _check_pixels(self._stream.width, self._stream.height, settings)
+
+    @property
+    def time_base(self) -> Fraction:
+        return self._stream.time_base
+
+    @property
+    def fps(self) -> float:
+        for rate in (self._stream.average_rate, self._stream.guessed_rate, self._stream.base_rate):
+            if rate is not None and 0.1 < float(rate) < 1000:
+                return float(rate)
+        return math.inf
+
+    def seek(self, pts: int) -> bool:
+        """Goes to the last key frame before `pts`; False if the container cannot."""
+        try:
+            self._container.seek(pts, stream=self._stream, backward=True)
+        except (av.FFmpegError, OSError):
+            return False
+        return True
+
+    def frames(self) -> Iterator[av.VideoFrame]:
+        """Frames with growing timestamps; packets that cannot be decoded are left out."""
+        last = None
+        packets = self._container.demux(self._stream)
+        while True:
+            still_alive()
+            try:
+                frames = next(packets).decode()
+            except StopIteration:
+                return
+            except av.InvalidDataError:
+                continue
+            except (av.FFmpegError, EOFError):
+                return
+            for frame in frames:
+                if frame.pts is not None and (last is None or frame.pts > last):
+                    last = frame.pts
+                    yield frame
+
+
 @contextmanager
-def _open_video(source: Source, settings: Settings) -> Iterator[tuple[av.container.InputContainer, av.VideoStream]]:
+def _open_video(source: Source, settings: Settings) -> Iterator[_Video | WebpVideo]:
     with open_source(source) as file:
         try:
+            head = file.peek(30)[:30]
+            if is_webp(head):
+                _check_canvas(head, settings)
+                yield WebpVideo(file)
+                return
             with av.open(file, options={"format_whitelist": CONTAINERS}) as container:
-                if not container.streams.video:
-                    raise UnusableSourceError("broken", "it holds no video")
-                stream = container.streams.video[0]
-                stream.codec_context.thread_count = 1  # sources are read side by side already
-                _check_pixels(stream.width, stream.height, settings)
-                yield container, stream
+                yield _Video(container, settings)
         except (av.FFmpegError, OSError, ValueError, EOFError) as error:
             if isinstance(error, UnusableSourceError):
                 raise
             message = error.strerror if isinstance(error, av.FFmpegError) else error
             raise UnusableSourceError("broken", str(message)) from None
-
-
-def _frames(container: av.container.InputContainer, stream: av.VideoStream) -> Iterator[av.VideoFrame]:
-    """Frames with growing timestamps; packets that cannot be decoded are left out."""
-    last = None
-    packets = container.demux(stream)
-    while True:
-        still_alive()
-        try:
-            frames = next(packets).decode()
-        except StopIteration:
-            return
-        except av.InvalidDataError:
-            continue
-        except (av.FFmpegError, EOFError):
-            return
-        for frame in frames:
-            if frame.pts is not None and (last is None or frame.pts > last):
-                last = frame.pts
-                yield frame
 
 
 def _sampled(
@@ -249,22 +279,6 @@ def _sampled(
         shown, shown_time = frame, time
     if shown is not None and first + count / fps <= shown_time + tick:
         yield shown
-
-
-def _native_fps(stream: av.VideoStream) -> float:
-    for rate in (stream.average_rate, stream.guessed_rate, stream.base_rate):
-        if rate is not None and 0.1 < float(rate) < 1000:
-            return float(rate)
-    return math.inf
-
-
-def _seek(container: av.container.InputContainer, stream: av.VideoStream, pts: int) -> bool:
-    """Goes to the last key frame before `pts`; False if the container cannot."""
-    try:
-        container.seek(pts, stream=stream, backward=True)
-    except (av.FFmpegError, OSError):
-        return False
-    return True
 
 
 def _is_sideways(frame: av.VideoFrame) -> bool:

@@ -199,17 +199,19 @@ class Notes:
         """Counts of the selection; its presence says that the plans are complete."""
         return self.folder / "selection.json"
 
-    def begin(self, settings: Settings, request: dict[str, Any]) -> None:
-        """Writes down what is asked for, or checks that it is what was asked for before.
+    def begin(self, settings: Settings, request: dict[str, Any], *, is_alone: bool = True) -> None:
+        """Writes down what is asked for, or checks that it is what was asked for before. What a killed process was
+        writing goes, where nobody else is at work.
 
         Raises:
             UserError: if the folder was begun with other settings, or holds something else.
         """
         values = json.loads(json.dumps({"settings": asdict(settings), **request}))
         path = self.settings
-        self._clear_temporaries()
+        if is_alone:
+            self._clear_temporaries()
         if not path.is_file():
-            if self.root.exists() and (not self.root.is_dir() or any(file.is_file() for file in self.root.rglob("*"))):
+            if self.root.exists() and (not self.root.is_dir() or any(map(_is_whole_file, self.root.rglob("*")))):
                 raise UserError(f"{self.root} exists and is not a prepared data set; give another folder, or remove it")
             write_json(path, values)
             return
@@ -219,8 +221,13 @@ class Notes:
                 "give the same value, another folder, or --overwrite"
             )
 
+    def forget_made(self) -> None:
+        """Removes all that was made from the sources; the request and what was fetched stay."""
+        for path in [*self.root.iterdir(), *self.folder.iterdir()]:
+            if path not in (self.folder, self.settings, self.fetched):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
     def _clear_temporaries(self) -> None:
-        """What a killed process was writing."""
         if self.folder.is_dir():
             for path in [*self.root.glob(".*"), *self.folder.rglob(".*")]:
                 if TEMPORARY.fullmatch(path.name):
@@ -233,6 +240,10 @@ class Notes:
 
     def clips(self, split: str) -> list[Clip]:
         return [clip_from_json(values) for values in read_lines(self.plan(split))]
+
+
+def _is_whole_file(path: Path) -> bool:
+    return path.is_file() and not TEMPORARY.fullmatch(path.name)
 
 
 def _differences(saved: dict[str, Any], asked: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megadit.models.shared.files import atomic_path, read_json, write_json
+from megadit.models.shared.progress import duration
 from megadit.train.data.ingest.plan import Clip, Notes, Skip, read_lines
 from megadit.train.data.ingest.select import SPLITS
 
@@ -42,8 +43,8 @@ def write_report(notes: Notes) -> Report:
     unlisted = Counter(skip.source for skip in (Skip(**values) for values in read_lines(notes.skipped)))
     report = Report(
         sources=selection["sources"] + len(unlisted),
-        hours_read=round(selection["hours_read"], 4),
-        hours_kept=round(sum(_seconds(clip) for clip in every) / 3600, 4),
+        hours_read=round(selection["hours_read"], 6),
+        hours_kept=round(sum(_seconds(clip) for clip in every) / 3600, 6),
         samples={split: len(plan) for split, plan in clips.items()},
         without_caption=sum(not clip.source.caption for clip in every),
         skips=_counts(skip.reason for skip in skips),
@@ -62,8 +63,8 @@ def write_report(notes: Notes) -> Report:
 def summary(report: Report) -> str:
     """A few lines for the terminal."""
     samples = ", ".join(f"{count:,} {split}" for split, count in report.samples.items())
-    hours = f"{report.hours_kept:.2f} of {report.hours_read:.2f} hours of video"
-    lines = [f"{report.sources:,} sources -> {samples} samples, {hours}"]
+    length = f"{duration(3600 * report.hours_kept)} of {duration(3600 * report.hours_read)} of video"
+    lines = [f"{report.sources:,} sources -> {samples} samples" + (f", {length}" if report.hours_read else "")]
     if report.without_caption:
         lines.append(f"{report.without_caption:,} samples have no caption")
     lines += [f"left out: {count:,} x {reason}" for reason, count in report.skips.items()]
@@ -88,7 +89,7 @@ def draw(path: Path, report: Report, clips: list[Clip]) -> None:
     axes[5].hist([len(clip.source.caption.split()) for clip in clips], bins=30)
     axes[5].set_title("words of the caption")
     figure.suptitle(
-        f"{sum(report.samples.values()):,} samples of {report.sources:,} sources, {report.hours_kept:.2f} h"
+        f"{sum(report.samples.values()):,} samples of {report.sources:,} sources, {duration(3600 * report.hours_kept)}"
     )
     with atomic_path(path) as temporary:
         figure.savefig(temporary, dpi=110)

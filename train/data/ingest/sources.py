@@ -1,24 +1,24 @@
-"""Where videos and images come from: folders, WebDataset shards, tables of a Hugging Face data set.
+"""Where videos and images come from: folders and WebDataset shards (`tables`: those of a Hugging Face data set).
 
 Each listing gives `Source`s, in an order that depends on their names alone, and `Skip`s for what it cannot use. Names
 inside archives and tables are names and nothing more: no path is made from them.
 """
 
 import csv
-import json
 import math
 import tarfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megadit.models.shared.documents import parse_json
-from megadit.models.shared.errors import UserError, choose_one
-from megadit.models.shared.progress import Progress
-from megadit.train.data.ingest.download import download
+from megadit.models.shared.errors import UserError
+from megadit.train.data.ingest import animations
 from megadit.train.data.ingest.files import Folder, file_size, open_file, open_folder, open_text
-from megadit.train.data.ingest.plan import Kind, Skip, Source, write_lines
+from megadit.train.data.ingest.plan import Kind, Skip, Source
 from megadit.train.data.places import is_url
 from megadit.train.data.tar_files import ForeignTarFile
 
@@ -29,10 +29,12 @@ SUFFIXES: dict[Kind, tuple[str, ...]] = {
 TABLES = (".csv", ".jsonl", ".parquet")
 FILE_COLUMNS = ("file_name", "path", "file", "video", "image", "video_path", "image_path")
 CAPTION_COLUMNS = ("caption", "text", "prompt", "name")
-IMAGE_COLUMNS = ("image", "jpg", "png", "img")
-URL_COLUMNS = ("image_url", "url", "URL")
 MAX_CAPTION_BYTES = 1 << 20
-ROWS_OF_A_SHARD = 1000
+LABELS = ("labels.txt", "words.txt", "LOC_synset_mapping.txt")
+"""Lines of a folder's name and the words that stand for it, as beside ImageNet."""
+MAX_LABEL_CHARACTERS = 1 << 24
+BY_FOLDER = "folders"
+"""In place of a table of captions: the name of a picture's folder is its label."""
 
 
 @dataclass(slots=True)
@@ -67,8 +69,9 @@ def _as_text(name: str) -> str:
 
 
 def list_folder(root: str | Path, kind: Kind, table: str | None = None) -> Listing:
-    """Files under `root`, captioned by a table (`metadata.csv`, `.jsonl` or `.parquet`, or the one given), or by
-    `clip.txt` or `clip.json` beside `clip.mp4`.
+    """Files under `root`, captioned by a table (`metadata.csv`, `.jsonl` or `.parquet`, or the one given), by
+    `clip.txt` or `clip.json` beside `clip.mp4`, or (with `folders` for a table) by the folder that each lies in, for
+    whose name one of `LABELS` may give other words.
 
     Raises:
         UserError: if there is no such folder, no such file in it, or the table has no column of files.
@@ -78,21 +81,54 @@ def list_folder(root: str | Path, kind: Kind, table: str | None = None) -> Listi
         raise UserError(f"{root} is not a folder of {kind}s")
     table = table or next(filter(None, (folder.path(f"metadata{suffix}") for suffix in TABLES)), None)
     listing = Listing()
-    if table is not None:
+    if table not in (None, BY_FOLDER):
         _list_table(folder, kind, table, listing)
     else:
+        labels = _labels(folder) if table else None
         for name in folder.names():
-            if PurePosixPath(name).suffix.lower() in SUFFIXES[kind]:
-                caption = _side_caption(folder, name, listing)
+            if _is_of_kind(folder, name, kind):
+                caption = _side_caption(folder, name, listing) if labels is None else _label(labels, name)
                 listing.add(Source(name=name, kind=kind, path=folder.path(name), **caption))
     if not listing.sources:
-        raise UserError(f"{root} holds no {kind}s ({', '.join(SUFFIXES[kind])})")
+        moving = f", and {', '.join(animations.SUFFIXES)} that move" if kind == "video" else ""
+        raise UserError(f"{root} holds no {kind}s ({', '.join(SUFFIXES[kind])}{moving})")
     return listing.sorted()
+
+
+def _is_of_kind(folder: Folder, name: str, kind: Kind) -> bool:
+    suffix = PurePosixPath(name).suffix.lower()
+    if kind == "video" and suffix in animations.SUFFIXES:
+        try:
+            with open_file(folder.path(name)) as file:
+                return animations.is_animated(file.read(animations.HEAD_BYTES))
+        except OSError:
+            return False
+    return suffix in SUFFIXES[kind]
+
+
+def _labels(folder: Folder) -> dict[str, str]:
+    """Folder's name -> words."""
+    path = next(filter(None, map(folder.path, LABELS)), None)
+    if path is None:
+        return {}
+    try:
+        with open_text(path) as file:
+            lines = file.read(MAX_LABEL_CHARACTERS).splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    return {
+        name: words for name, _, words in (line.partition("\t" if "\t" in line else " ") for line in lines) if words
+    }
+
+
+def _label(labels: dict[str, str], name: str) -> dict[str, Any]:
+    label = PurePosixPath(name).parent.name
+    return {"caption": _as_text(labels.get(label, label.replace("_", " ")).strip())}
 
 
 def _list_table(folder: Folder, kind: Kind, table: str, listing: Listing) -> None:
     for number, row in enumerate(read_table(table)):
-        column = _column(row, FILE_COLUMNS)
+        column = column_of(row, FILE_COLUMNS)
         if column is None:
             raise UserError(f"{table} has no column of files; name it one of {', '.join(FILE_COLUMNS)}")
         name = str(row[column])
@@ -101,7 +137,7 @@ def _list_table(folder: Folder, kind: Kind, table: str, listing: Listing) -> Non
         elif (path := folder.path(name)) is None:
             listing.skip(name, "missing file", f"row {number} of {PurePosixPath(table).name}")
         else:
-            listing.add(Source(name=name, kind=kind, path=path, **_described(row)))
+            listing.add(Source(name=name, kind=kind, path=path, **described(row)))
     if len({source.name for source in listing.sources}) < len(listing.sources):
         raise UserError(f"{table} names a file twice; give each of them one row")
 
@@ -115,7 +151,7 @@ def read_table(path: str) -> Iterator[dict[str, Any]]:
     suffix = PurePosixPath(path).suffix
     try:
         if suffix == ".parquet":
-            yield from _read_parquet(path)
+            yield from read_parquet(path)
         elif suffix == ".csv":
             with open_text(path) as file:
                 yield from csv.DictReader(file)
@@ -136,7 +172,32 @@ def _row(value: Any, path: str) -> dict[str, Any]:
     return value
 
 
-def _read_parquet(path: str) -> Iterator[dict[str, Any]]:
+def parquet_rows(path: str) -> int:
+    """How many rows a Parquet file has; raises as `read_parquet`."""
+    with _open_parquet(path) as table:
+        return table.metadata.num_rows
+
+
+def read_parquet(path: str, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
+    """The rows from `start` to `stop` of a Parquet file; only the row groups that hold them are read.
+
+    Raises:
+        UserError: if it is none, or broken, or pyarrow is missing.
+    """
+    with _open_parquet(path) as table:
+        stop = table.metadata.num_rows if stop is None else stop
+        ends = list(accumulate(table.metadata.row_group(n).num_rows for n in range(table.num_row_groups)))
+        starts = [0, *ends[:-1]]
+        groups = [n for n, (first, end) in enumerate(zip(starts, ends, strict=True)) if first < stop and end > start]
+        number = starts[groups[0]] if groups else 0
+        for batch in table.iter_batches(batch_size=64, row_groups=groups):
+            wanted = batch.slice(max(0, start - number), max(0, stop - max(start, number)))
+            number += len(batch)
+            yield from wanted.to_pylist()
+
+
+@contextmanager
+def _open_parquet(path: str) -> Iterator[Any]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -145,9 +206,8 @@ def _read_parquet(path: str) -> Iterator[dict[str, Any]]:
         raise UserError(f"reading {name} needs the library pyarrow; pip install 'megadit[tables]'") from None
     try:
         with open_file(path) as file, pyarrow.parquet.ParquetFile(file) as table:
-            for batch in table.iter_batches(batch_size=64):
-                yield from batch.to_pylist()
-    except pyarrow.ArrowException as error:
+            yield table
+    except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
 
 
@@ -179,12 +239,12 @@ def _caption(suffix: str, content: bytes) -> dict[str, Any]:
     values = parse_json(content, "it")
     if not isinstance(values, dict):
         raise ValueError("it is not names and values")
-    return _described(values)
+    return described(values)
 
 
-def _described(row: dict[str, Any]) -> dict[str, Any]:
+def described(row: dict[str, Any]) -> dict[str, Any]:
     """Caption and score of a row or a description."""
-    column = _column(row, CAPTION_COLUMNS)
+    column = column_of(row, CAPTION_COLUMNS)
     score = row.get("aesthetic_score")
     try:
         score = None if score in (None, "") else float(score)
@@ -195,7 +255,8 @@ def _described(row: dict[str, Any]) -> dict[str, Any]:
     return {"caption": _as_text(str(row[column] or "")).strip() if column else "", "aesthetic_score": score}
 
 
-def _column(row: dict[str, Any], names: Iterable[str]) -> str | None:
+def column_of(row: dict[str, Any], names: Iterable[str]) -> str | None:
+    """The first of these columns that the row has."""
     return next((name for name in names if name in row), None)
 
 
@@ -218,12 +279,18 @@ def list_webdataset(root: str | Path, kind: Kind | None = None) -> Listing:
         shards = {name: folder.path(name) for name in names}
     if not shards:
         raise UserError(f"{root} holds no tar files")
-    listing = Listing()
-    for name, path in shards.items():
-        _list_shard(path, name, kind, listing)
+    listing = list_shards(shards, kind)
     if not listing.sources:
         raise UserError(f"the tar files of {root} hold no {kind or 'video or image'}s")
     return listing.sorted()
+
+
+def list_shards(shards: Mapping[str, str], kind: Kind | None = None) -> Listing:
+    """The videos and images inside tar files: name -> path."""
+    listing = Listing()
+    for name, path in shards.items():
+        _list_shard(path, name, kind, listing)
+    return listing
 
 
 def _list_shard(path: str, shard: str, kind: Kind | None, listing: Listing) -> None:
@@ -233,14 +300,14 @@ def _list_shard(path: str, shard: str, kind: Kind | None, listing: Listing) -> N
         folder, _, file = member.name.rpartition("/")
         key, _, suffix = file.partition(".")
         key, suffix = f"{folder}/{key}" if folder else key, "." + suffix.lower()
-        kinds = [known for known, suffixes in SUFFIXES.items() if suffix in suffixes and kind in (None, known)]
+        kinds = [known for known in _kinds(suffix, content) if kind in (None, known)]
         if kinds and key in media:
             listing.skip(f"{shard}/{member.name}", "second picture of a sample")
         elif kinds:
             media[key] = (member, kinds[0])
         elif suffix in (".txt", ".caption", ".json"):
             try:
-                captions[key] = {**captions.get(key, {}), **_caption(suffix, content())}
+                captions[key] = {**captions.get(key, {}), **_caption(suffix, content(MAX_CAPTION_BYTES))}
             except ValueError as error:
                 listing.skip(f"{shard}/{member.name}", "unreadable caption", str(error))
     for key, (member, found) in media.items():
@@ -256,8 +323,14 @@ def _list_shard(path: str, shard: str, kind: Kind | None, listing: Listing) -> N
         )
 
 
-def _members(path: str, shard: str, listing: Listing) -> Iterator[tuple[tarfile.TarInfo, Callable[[], bytes]]]:
-    """Regular members that lie whole inside the file, each with a way to read a small one."""
+def _kinds(suffix: str, content: Callable[[int], bytes]) -> list[Kind]:
+    if suffix in animations.SUFFIXES and animations.is_animated(content(animations.HEAD_BYTES)):
+        return ["video", "image"]
+    return [kind for kind, suffixes in SUFFIXES.items() if suffix in suffixes]
+
+
+def _members(path: str, shard: str, listing: Listing) -> Iterator[tuple[tarfile.TarInfo, Callable[[int], bytes]]]:
+    """Regular members that lie whole inside the file, each with a way to read so many bytes of it."""
     try:
         with open_file(path) as file:
             length = file_size(file)
@@ -269,111 +342,6 @@ def _members(path: str, shard: str, listing: Listing) -> Iterator[tuple[tarfile.
                     listing.skip(f"{shard}/{member.name}", "cut short", f"{member.size} bytes are announced")
                     return  # nothing can follow
                 else:
-                    yield member, lambda tar=tar, member=member: tar.extractfile(member).read(MAX_CAPTION_BYTES)
+                    yield member, lambda size, tar=tar, member=member: tar.extractfile(member).read(size)
     except (tarfile.TarError, OSError, ValueError, EOFError) as error:
         listing.skip(shard, "broken tar file", str(error))
-
-
-# --- tables with pictures inside, or their addresses -------------------------------------------------------------
-
-
-def list_tables(root: str, fetched: Path, *, split: str = "train", caption_column: str | None = None) -> Listing:
-    """The images of a Hugging Face data set: Parquet files, in a folder or to be downloaded by the data set's id,
-    whose rows hold the bytes of an image or its address. They are copied into tar files under `fetched`, one for each
-    thousand rows; those that are there already are kept.
-
-    Raises:
-        UserError: if there is no such data set, or its tables hold no images.
-    """
-    folder = open_folder(root) or open_folder(_download_dataset(root))
-    names = sorted(name for name in folder.names() if name.endswith(".parquet") and _is_of_split(name, split))
-    tables = [folder.path(name) for name in names]
-    if not tables:
-        raise UserError(f"{root} holds no Parquet files of a split {split!r}")
-    fetched.mkdir(parents=True, exist_ok=True)
-    for number, rows in enumerate(_row_groups(tables)):
-        _fetch_rows(fetched / f"rows-{number:06d}.tar", rows, number, caption_column)
-    listing = list_webdataset(fetched, "image")
-    for path in sorted(fetched.glob("*.skips.jsonl")):
-        with open(path, encoding="utf-8") as file:
-            listing.skips += [Skip(**json.loads(line)) for line in file]
-    return listing.sorted()
-
-
-def _is_of_split(name: str, split: str) -> bool:
-    """Files of other splits say so in their names, or in their folder's."""
-    others = {"train", "val", "validation", "test"} - {split}
-    path = PurePosixPath(name)
-    words = {path.parent.name, *path.stem.replace("-", "_").split("_")}
-    return not words & others
-
-
-def _download_dataset(name: str) -> Path:
-    if name.count("/") != 1 or name.startswith((".", "/")):
-        raise UserError(f"{name} is neither a folder nor the id of a data set, such as owner/name")
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
-    except ModuleNotFoundError:
-        raise UserError(f"downloading {name} needs huggingface_hub; pip install 'megadit[tables]'") from None
-    try:
-        return Path(snapshot_download(name, repo_type="dataset", allow_patterns="*.parquet"))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
-        raise UserError(f"the data set {name} cannot be downloaded: {str(error).splitlines()[0]}") from None
-
-
-def _row_groups(tables: list[str]) -> Iterator[list[dict[str, Any]]]:
-    rows: list[dict[str, Any]] = []
-    for table in tables:
-        for row in read_table(table):
-            rows.append(row)
-            if len(rows) == ROWS_OF_A_SHARD:
-                yield rows
-                rows = []
-    if rows:
-        yield rows
-
-
-def _fetch_rows(path: Path, rows: list[dict[str, Any]], number: int, caption_column: str | None) -> None:
-    """One tar file of images and captions; rows without an image are noted beside it, first."""
-    from megadit.train.data.writer import write_members  # torch and safetensors, which listing files does without
-
-    if path.is_file():
-        return
-    members: list[tuple[str, bytes]] = []
-    skips: list[Skip] = []
-    with Progress(len(rows), f"fetching {path.name}") as bar:
-        for index, row in enumerate(rows):
-            name = f"{number * ROWS_OF_A_SHARD + index:09d}"
-            bar.advance()
-            try:
-                content = _picture(row)
-            except (OSError, ValueError) as error:
-                skips.append(Skip(source=name, reason="not fetched", detail=str(error)))
-                continue
-            members += [(f"{name}.jpg", content), (f"{name}.json", _row_description(row, caption_column))]
-    write_lines(path.with_suffix(".skips.jsonl"), skips)
-    write_members(path, members)
-
-
-def _row_description(row: dict[str, Any], caption_column: str | None) -> bytes:
-    described = _described(row)
-    if caption_column is not None:
-        choose_one(caption_column, row, f"the tables have no column {caption_column!r}")
-        described["caption"] = str(row[caption_column] or "").strip()
-    return json.dumps(described, ensure_ascii=False).encode()
-
-
-def _picture(row: dict[str, Any]) -> bytes:
-    for name in IMAGE_COLUMNS:
-        value = row.get(name)
-        content = value.get("bytes") if isinstance(value, dict) else value
-        if isinstance(content, bytes):
-            return content
-    column = _column(row, URL_COLUMNS)
-    if column is None:
-        raise UserError(
-            f"the tables hold no images: none of the columns {', '.join(row)} is one of {', '.join(IMAGE_COLUMNS)} "
-            f"(bytes) or {', '.join(URL_COLUMNS)}"
-        )
-    return download(str(row[column]))

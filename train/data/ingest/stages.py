@@ -2,7 +2,7 @@
 
 | stage | does | leaves under OUT |
 |---|---|---|
-| fetch | lists the sources; copies pictures out of tables, downloads | prepare/sources.jsonl, prepare/fetched/ |
+| fetch | takes pictures and videos out of tables, downloads; lists sources | prepare/fetched/, prepare/sources.jsonl |
 | scan | decodes every source, small; cuts, filters, fingerprints | prepare/scan/ |
 | select | drops near-duplicates; deals clips to splits and equal shards | prepare/train.jsonl, prepare/val.jsonl |
 | encode | decodes the clips, encodes, writes shards | train-000000.tar, ... |
@@ -25,16 +25,29 @@ from megadit.models.tokenizers import load_tokenizer
 from megadit.train.data.dataset_info import INFO_FILE
 from megadit.train.data.ingest.encode import decoded_clips, encode_shard, store_shard, to_video
 from megadit.train.data.ingest.encodings import BUILT_IN, LATENT, TEXT, Encoder, Encoding, fit_haar, load_encoder
-from megadit.train.data.ingest.plan import Clip, Finding, Notes, Settings, Skip, Source, read_lines, write_lines
+from megadit.train.data.ingest.plan import (
+    Clip,
+    Finding,
+    Notes,
+    Settings,
+    Skip,
+    Source,
+    read_lines,
+    to_json,
+    write_lines,
+)
 from megadit.train.data.ingest.pool import Pool
 from megadit.train.data.ingest.report import summary, write_report
 from megadit.train.data.ingest.scan import scan
 from megadit.train.data.ingest.select import SPLITS, select, shards
 from megadit.train.data.ingest.sources import Listing
+from megadit.train.data.ingest.tables import Tables
 from megadit.train.data.ingest.team import Team
 from megadit.train.data.writer import describe_dataset
 
 STAGES = ("fetch", "scan", "select", "encode", "index")
+SHARED_STAGES = ("fetch", "scan", "encode")
+"""Those that ranks and parts divide among them; the others take one process seconds."""
 SOURCES_OF_A_UNIT = 64
 FITTING_CLIPS = 256
 """Clips that a `haar` tokenizer is fitted to."""
@@ -49,11 +62,16 @@ class Preparation:
     encodings: tuple[Encoding, ...]
     channels: int
     """Of a `haar` tokenizer."""
-    list_sources: Callable[[], Listing]
+    list_sources: Callable[[], Listing | None]
+    """None while not all of them are fetched."""
     num_workers: int
     team: Team
+    tables: Tables | None = None
+    """Whose rows are fetched first."""
     redo: range | None = None
     """Shards to make again, of those of all splits, numbered in a row."""
+    redo_failed: bool = False
+    """Whether rows that could not be fetched are tried again though all sources are listed."""
 
     @property
     def root(self) -> Path:
@@ -64,18 +82,29 @@ def run(preparation: Preparation, stages: Sequence[str]) -> None:
     """Runs the stages in their order, each on all ranks, the short ones on the first."""
     team = preparation.team
     for stage in (name for name in STAGES if name in stages):
-        if stage in ("scan", "encode"):
-            {"scan": scan_sources, "encode": encode_shards}[stage](preparation)
+        if stage in SHARED_STAGES:
+            {"fetch": fetch, "scan": scan_sources, "encode": encode_shards}[stage](preparation)
         elif team.is_first:
-            {"fetch": fetch, "select": select_clips, "index": index}[stage](preparation)
+            {"select": select_clips, "index": index}[stage](preparation)
         team.wait()
 
 
 def fetch(preparation: Preparation) -> None:
-    notes = preparation.notes
-    if notes.sources.is_file():
+    """Whoever finds all rows fetched lists the sources; what was made of fewer of them goes."""
+    notes, team = preparation.notes, preparation.team
+    if notes.sources.is_file() and not preparation.redo_failed:
         return
-    listing = preparation.list_sources()
+    if preparation.tables is not None:
+        preparation.tables.fetch(team, again=True)
+        team.wait()
+    listing = preparation.list_sources() if team.is_first else None
+    if listing is None:
+        return
+    sources = [to_json(source) for source in listing.sources]
+    if notes.sources.is_file():
+        if list(read_lines(notes.sources)) == sources:
+            return
+        notes.forget_made()
     write_lines(notes.skipped, listing.skips)
     write_lines(notes.sources, listing.sources)
 
@@ -85,7 +114,7 @@ def scan_sources(preparation: Preparation) -> None:
     _require(notes.sources, "fetch")
     sources = [Source(**values) for values in read_lines(notes.sources)]
     units = [sources[start : start + SOURCES_OF_A_UNIT] for start in range(0, len(sources), SOURCES_OF_A_UNIT)]
-    mine = [unit for unit in range(team.rank, len(units), team.size) if not notes.scan(unit).is_file()]
+    mine = [unit for unit in team.mine(len(units)) if not notes.scan(unit).is_file()]
     total = sum(len(units[unit]) for unit in mine)
     with Pool(preparation.num_workers) as pool, Progress(total, "scanning", enabled=team.is_first and total > 0) as bar:
         for unit in mine:
@@ -143,17 +172,11 @@ def all_shards(preparation: Preparation) -> list[tuple[Path, list[Clip]]]:
 def encode_shards(preparation: Preparation) -> None:
     team, settings = preparation.team, preparation.settings
     _require(preparation.notes.selection, "select")
-    numbered = list(enumerate(all_shards(preparation)))
-    redo = preparation.redo
-    if redo is not None and (not redo or redo.stop > len(numbered)):
-        raise UserError(f"shards {redo.start}:{redo.stop} do not exist; there are 0 to {len(numbered) - 1}")
-    todo = [
-        (path, clips)
-        for number, (path, clips) in numbered
-        if (number in redo if redo is not None else not path.is_file())
-    ]
-    mine = todo[team.rank :: team.size]
-    team.wait()  # all ranks see the same shards missing, before any is written
+    every, redo = all_shards(preparation), preparation.redo
+    if redo is not None and (not redo or redo.stop > len(every)):
+        raise UserError(f"shards {redo.start}:{redo.stop} do not exist; there are 0 to {len(every) - 1}")
+    numbers = [number for number in team.mine(len(every)) if redo is None or number in redo]
+    mine = [every[number] for number in numbers if redo is not None or not every[number][0].is_file()]
     if not mine:
         return
     encoders = load_encoders(preparation) if settings.store == "latents" else []

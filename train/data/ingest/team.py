@@ -1,4 +1,4 @@
-"""The processes of `torchrun` that prepare one data set together; alone without it."""
+"""The processes that prepare one data set together: ranks of `torchrun`, tasks of a job array, both, or one."""
 
 import os
 from collections.abc import Iterator
@@ -9,20 +9,52 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megadit.models.shared.errors import UserError
+
 LONGEST_WAIT = timedelta(days=7)
 """For the slowest rank's share of a stage."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Which of several parts, each a job of its own that waits for no other, does this share of a stage's units."""
+
+    number: int = 0
+    count: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> "Part":
+        """`3/100` is the fourth of a hundred.
+
+        Raises:
+            UserError: for anything else.
+        """
+        number, slash, count = text.partition("/")
+        if not (slash and number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+            raise UserError(f"--part: {text!r} is no part; write NUMBER/COUNT, from 0/100 to 99/100")
+        return cls(number=int(number), count=int(count))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Team:
-    """Rank r of n does the units r, r + n, ... of each stage, and waits for the others after it."""
+    """The ranks of one part, which wait for one another after each stage."""
 
     rank: int = 0
     size: int = 1
+    part: Part = Part()  # noqa: RUF009  (it is frozen)
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nobody else works on the data set."""
+        return self.part.count == 1
+
+    def mine(self, num_units: int) -> range:
+        """The units of a stage that this rank of this part does."""
+        return range(self.part.number * self.size + self.rank, num_units, self.part.count * self.size)
 
     @property
     def device(self) -> torch.device:
@@ -36,14 +68,14 @@ class Team:
 
 
 @contextmanager
-def join_team() -> Iterator[Team]:
+def join_team(part: Part) -> Iterator[Team]:
     """The team that the environment of torchrun describes."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
-        yield Team()
+        yield Team(part=part)
         return
     dist.init_process_group("gloo", timeout=LONGEST_WAIT)
     try:
-        yield Team(rank=dist.get_rank(), size=size)
+        yield Team(rank=dist.get_rank(), size=size, part=part)
     finally:
         dist.destroy_process_group()

@@ -47,6 +47,7 @@ NETWORKS = {
     "moviegen": MOVIEGEN | {"qk_layernorm": False},
     "moviegen of NeMo": MOVIEGEN | {"compat": "nemo", "hidden_size": 256, "qk_layernorm": False},
     "st_dit": {"family": "st_dit", "adaln_lora_dim": 4},
+    "wan": {"family": "wan"},
     "experts": {"experts": ExpertConfig(**EXPERTS, shared_ffn_hidden_size=20)},
     "experts of moviegen": MOVIEGEN | {"experts": ExpertConfig(**EXPERTS, routing="expert_choice")},
 }

@@ -4,10 +4,8 @@ import io
 import json
 import pickle
 import resource
-import socket
 import struct
 import tarfile
-import threading
 import zipfile
 
 import pytest
@@ -19,7 +17,6 @@ from megadit.models.shared.errors import UserError
 from megadit.train.data import prepare
 from megadit.train.data.dataset_info import DatasetInfo, iter_descriptions
 from megadit.train.data.ingest.decode import UnusableSourceError, read_image
-from megadit.train.data.ingest.download import download
 from megadit.train.data.ingest.foreign import UnreadableTensorError, as_tensor, read_pickle, read_pth
 from megadit.train.data.ingest.plan import Settings, Source
 from megadit.train.data.ingest.sources import list_folder, list_webdataset, read_table
@@ -185,55 +182,3 @@ def test_a_jit_is_not_unpacked_beyond_its_size(tmp_path):
     (tmp_path / "b.jit").write_bytes(compressed((tmp_path / "a.jit").read_bytes(), 1 << 28))
     with pytest.raises(UserError, match="b.jit is hostile: unpacked, it is larger than its"):
         read_archive(tmp_path / "b.jit")
-
-
-# --- addresses --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def serve():
-    """serve(beginning, drips=True): the address of a server that sends that, and then a byte at a time."""
-    stopped, servers = threading.Event(), []
-
-    def start(beginning: bytes, *, drips: bool = False) -> str:
-        server = socket.create_server(("127.0.0.1", 0))
-        servers.append(server)
-
-        def answer() -> None:
-            connection, _ = server.accept()
-            with connection:
-                connection.recv(4096)
-                try:
-                    connection.sendall(beginning)
-                    while drips and not stopped.wait(0.02):
-                        connection.sendall(b"x")
-                except OSError:
-                    pass  # the other side has had enough
-
-        threading.Thread(target=answer, daemon=True).start()
-        return f"http://127.0.0.1:{server.getsockname()[1]}/picture.jpg"
-
-    yield start
-    stopped.set()
-    for server in servers:
-        server.close()
-
-
-@pytest.mark.parametrize("beginning", [b"", b"HTTP/1.0 200 OK\r\nA: ", b"HTTP/1.0 200 OK\r\n\r\n"])
-def test_a_server_that_drips_is_left(serve, beginning):
-    """Each byte comes in time; the whole never does."""
-    with pytest.raises(TimeoutError, match="was not sent whole within 0.5 seconds"):
-        download(serve(beginning, drips=True), seconds=0.5)
-
-
-@pytest.mark.parametrize(
-    "beginning",
-    [b"nonsense\r\n\r\n", b"HTTP/1.0 200 OK\r\nA: " + b"x" * 70_000, b"HTTP/1.0 302 x\r\nLocation: ftp://a/b\r\n\r\n"],
-)
-def test_an_answer_that_is_none_is_an_error_like_others(serve, beginning):
-    with pytest.raises(OSError):
-        download(serve(beginning))
-
-
-def test_an_answer_is_taken(serve):
-    assert download(serve(b"HTTP/1.0 200 OK\r\nContent-Length: 5\r\n\r\nhello")) == b"hello"

@@ -188,9 +188,12 @@ def test_the_butterflies_are_fetched_by_their_addresses(tmp_path, web):
     table = pyarrow.table({"image_url": urls, "name": [f"Morpho {number}" for number in range(len(urls))]})
     parquet.write_table(table, source / "train-00000-of-00001.parquet")
     out = tmp_path / "out"
-    assert prepare.main(["butterfly", "--source", str(source.parent), str(out), *OPTIONS]) == 0
+    assert prepare.main(["butterfly", "--source", str(source.parent), str(out), *OPTIONS, "--private_addresses"]) == 0
     report = json.loads((out / "report.json").read_text())
-    assert report["samples"] == {"train": 11, "val": 1} and report["skips"] == {"not fetched": 2}
+    assert report["samples"] == {"train": 11, "val": 1} and report["skips"] == {
+        "not fetched: http 404": 1,
+        "not fetched: not an address": 1,
+    }
     assert all(caption.startswith("Morpho") for caption in iter_captions(out, "train"))
 
 

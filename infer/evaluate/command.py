@@ -1,0 +1,319 @@
+"""`megadit evaluate`: how good the videos of a model are, as figures with intervals, and a page to look at.
+
+    megadit evaluate BUNDLE --real data/clips --extractors inception.safetensors i3d.safetensors clip/ --out runs/eval
+    megadit evaluate BUNDLE --against OTHER --guidances 1 2 4 6 ...     # two models, the same prompts and seeds
+    megadit evaluate --videos FOLDER --real data/clips ...              # somebody else's videos
+
+Stages (videos, features, figures) keep what they have done: the same command goes on after a kill. Under torchrun the
+first two are dealt to ranks.
+"""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megadit.infer.checkpoints import open_bundle
+from megadit.infer.evaluate.evaluation import Candidate, Evaluation, differences
+from megadit.infer.evaluate.export import EXPORTS
+from megadit.infer.evaluate.extractors import Extractor, open_extractors
+from megadit.infer.evaluate.features import FeatureStore
+from megadit.infer.evaluate.loss import LOSS, LossScorer
+from megadit.infer.evaluate.made import Request, made_videos, make_videos
+from megadit.infer.evaluate.metrics import ADHERENCE, METRICS
+from megadit.infer.evaluate.motion import MotionClips
+from megadit.infer.evaluate.show import write_report
+from megadit.infer.evaluate.videos import Clip, VideoSet, open_videos
+from megadit.infer.evaluate.window import Window, window_of
+from megadit.infer.options import DEFAULT_DTYPE, refuse
+from megadit.infer.outputs import checkpoint_fingerprint
+from megadit.infer.pipeline import TextToVideo
+from megadit.infer.ranks import Ranks, device_name, finish, is_first, start, world_size
+from megadit.infer.resolve import latent_size, resolve_settings
+from megadit.infer.runtimes.torch import find_device
+from megadit.infer.specs import prompt_lines
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.settings import SERVED, GivenSettings
+from megadit.models.shared.command import run_command
+from megadit.models.shared.errors import choose_one, told_once
+from megadit.models.shared.options import group, read_options, setting
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluateOptions:
+    model: str = setting("", "a bundle, or a training directory", positional=True, metavar="BUNDLE")
+    videos: Path | None = setting(None, "a folder of videos that are there already, in place of a model")
+    against: Path | None = setting(
+        None, "a second model, which gets the same prompts and seeds, or a second folder of videos"
+    )
+    real: Path | None = setting(None, "real videos to compare with: a folder, or a data set of `megadit prepare`")
+    prompts: str = setting(
+        "", "a text file, one prompt a line, or .jsonl (default: the captions of --real)", metavar="PATH"
+    )
+    out: Path = setting(help="folder for report.json, report.html, and what is kept for the next time")
+    extractors: Sequence[Path] = setting(
+        (),
+        "networks that videos are seen through: files of `megadit evaluate convert`, folders of CLIP and VideoMAE as "
+        "transformers saves them, judge.safetensors of `megadit demo`",
+        metavar="PATH",
+    )
+    metrics: Sequence[str] = setting(
+        (), f"some of {', '.join((*METRICS, ADHERENCE, LOSS))} (default: all that the extractors allow)", metavar="NAME"
+    )
+    guidances: Sequence[float] = setting((), "several scales: the curve of quality against following prompts")
+    count: int | None = setting(
+        None, "videos of each model, prompt after prompt (default: one for each prompt), and real ones at most", above=1
+    )
+    seed: int = setting(0, "of the first video; the others count on from it (default: {default})", low=0)
+    frames: int | None = setting(None, "frames from the middle of each video (default: 16, or all)", above=0)
+    size: tuple[int, int] | None = setting(None, "crop and resize all videos to this height and width")
+    features: Path | None = setting(
+        None, "folder in which features are kept, for several evaluations (default: in out)"
+    )
+    export_for: str | None = setting(
+        None, "also write the videos as another program reads them: OUT/exported", choices=tuple(EXPORTS)
+    )
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N (default: {default})", metavar="NAME")
+    dtype: str = setting(DEFAULT_DTYPE, "of the models' networks (default: {default})", metavar="NAME")
+    settings: GivenSettings = group(
+        GivenSettings, "settings of sampling (default: those of the checkpoint)", only=SERVED
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """A model and what is asked of it, at each guidance."""
+
+    label: str
+    bundle: Bundle
+    requests: Sequence[Request]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs `megadit evaluate`; returns its exit code."""
+    return run_command(_run, sys.argv[1:] if argv is None else argv)
+
+
+def _run(argv: list[str]) -> None:
+    with told_once():
+        options = read_options(
+            EvaluateOptions,
+            argv,
+            prog="megadit evaluate",
+            usage="megadit evaluate BUNDLE --out OUT --real PATH --extractors PATH [PATH ...] [options]",
+            description="Measures how good the videos of a model are: figures with intervals, and a page to look at.",
+        )
+        _check(options)
+        device = find_device(device_name(options.device))
+        extractors = _extractors(options.extractors, device)
+        real = None if options.real is None else open_videos(options.real, options.count)
+        prompts = _prompts(options, real)
+        models, folders = _subjects(options, prompts)
+        window = window_of(_first_clip(real, folders, models), options.frames, options.size)
+        store = FeatureStore(options.features or options.out / "features", window)
+        names = tuple(name for name in options.metrics if name != LOSS)
+        wants_figures = bool(names) or not options.metrics
+        evaluation = Evaluation(store=store, real=real, extractors=extractors if wants_figures else (), metrics=names)
+        for model in models:
+            _check_window(model, window, options)
+        _check_counts(
+            [*((each.model, each.videos.count) for each in folders), *((each.label, len(prompts)) for each in models)]
+        )
+        evaluation.check(min([each.videos.count for each in folders] + [len(prompts)] * bool(models)))
+        ranks = start(tensor=1, context=1, split_guidance=False)
+    seconds: dict[str, float] = {}
+    candidates = list(folders)
+    with _timed(seconds, "videos"):
+        for model in models:
+            candidates += _generated(options, model, device, ranks)
+    losses = _losses(options, models, real, store, device)
+    with _timed(seconds, "features"):
+        sets = [each.videos for each in candidates] + ([] if real is None else [real])
+        store.fill(sets, evaluation.extractors, ranks, told=is_first())
+        for each, _ in losses:
+            each.store.fill([real], each.scorers, ranks, told=is_first())
+        _wait()
+    if is_first():
+        with _timed(seconds, "figures"):
+            figures = evaluation.figures(candidates)
+            for each, label in losses:
+                figures += each.figures([Candidate(model=label, guidance=None, videos=real)], told=False)
+            found = differences(figures)
+        if options.export_for:
+            EXPORTS[options.export_for](options.out / "exported", candidates)
+        write_report(options.out, evaluation, candidates, figures, found, seconds)
+    finish()
+
+
+# ----------------------------------------------------------------------------------------------- what is asked for
+
+
+def _check(options: EvaluateOptions) -> None:
+    refuse(bool(options.model) == bool(options.videos), "give a model, or --videos FOLDER: one of them")
+    for name in options.metrics:
+        choose_one(name, (*METRICS, ADHERENCE, LOSS), f"--metrics {name} is unknown")
+    refuse(options.guidances and options.videos, "--guidances are those of a model: leave them out with --videos")
+    refuse(options.guidances and options.settings.guidance, "give --guidance or --guidances, not both")
+    refuse(LOSS in options.metrics and (options.real is None or options.videos), f"{LOSS} needs a model and --real")
+    refuse(
+        options.real is None and not options.prompts and not options.videos,
+        "give --real (videos to compare with, whose captions are then the prompts), or --prompts FILE, or both",
+    )
+
+
+def _extractors(paths: Sequence[Path], device: torch.device) -> list[Extractor]:
+    """Those that were asked for, and optical flow, which needs no weights."""
+    return [*(each for path in paths for each in open_extractors(path, device)), MotionClips()]
+
+
+def _prompts(options: EvaluateOptions, real: VideoSet | None) -> list[str]:
+    """One for each video of a model."""
+    if options.videos:
+        return []
+    prompts = [line["prompt"] for line in prompt_lines(options.prompts)]
+    if not options.prompts:
+        prompts = real.prompts
+        refuse(not all(prompts), f"{options.real} has videos without captions: give --prompts FILE")
+    refuse(not prompts, f"{options.prompts} holds no prompt")
+    count = options.count or len(prompts)
+    return [prompts[number % len(prompts)] for number in range(count)]
+
+
+def _subjects(options: EvaluateOptions, prompts: Sequence[str]) -> tuple[list[Model], list[Candidate]]:
+    """The models, and the folders of videos, that are evaluated."""
+    models, folders = [], []
+    paths = [path for path in (options.model or options.videos, options.against) if path]
+    labels = [Path(path).resolve().name for path in paths]
+    if len(set(labels)) < len(labels):
+        labels = ["/".join(Path(path).resolve().parts[-2:]) for path in paths]
+    for path, label in zip(map(Path, paths), labels, strict=True):
+        if path == options.videos or not _is_model(path):
+            videos = open_videos(path, options.count)
+            folders.append(Candidate(model=label, guidance=None, videos=replace(videos, label=label)))
+        else:
+            bundle = open_bundle(path)
+            models.append(Model(label=label, bundle=bundle, requests=_requests(options, bundle, prompts)))
+    return models, folders
+
+
+def _is_model(path: Path) -> bool:
+    return (path / "checkpoints").is_dir() or (path / "transformer").is_dir() or not path.is_dir()
+
+
+def _requests(options: EvaluateOptions, bundle: Bundle, prompts: Sequence[str]) -> list[Request]:
+    given = asdict(options.settings)
+    refuse(not prompts, "a model needs prompts: give --prompts FILE")
+    scales = options.guidances or [options.settings.guidance]
+    return [
+        Request(
+            bundle=bundle,
+            prompts=prompts,
+            settings=resolve_settings(bundle.defaults, **given | {"guidance": scale}),
+            dtype=options.dtype,
+            seed=options.seed,
+        )
+        for scale in scales
+    ]
+
+
+def _first_clip(real: VideoSet | None, folders: Sequence[Candidate], models: Sequence[Model]) -> Clip:
+    """The first video, which says how many frames of which size are looked at."""
+    for videos in [each for each in (real, *(folder.videos for folder in folders)) if each is not None]:
+        return videos.parts[0].read()[0]
+    made = models[0].requests[0].settings
+    blank = np.zeros((made.num_frames, made.height, made.width, 3), np.uint8)
+    return Clip(blank, float(made.fps), "")
+
+
+def _check_window(model: Model, window: Window, options: EvaluateOptions) -> None:
+    """Refuses, before anything is made, what could not be compared."""
+    tokenizer = model.bundle.load_tokenizer()
+    for request in model.requests:
+        made = request.settings
+        latent_size(made, model.bundle.config, tokenizer)
+        refuse(
+            made.num_frames < window.frames,
+            f"{model.label} makes {made.num_frames} frames, {window.frames} are looked at: give --frames "
+            f"{made.num_frames}, or --num_frames {window.frames}",
+        )
+        is_other = (made.height, made.width) != (window.height, window.width)
+        refuse(
+            is_other and options.size is None,
+            f"{model.label} makes {made.height}x{made.width}, the real videos are {window.height}x{window.width}: "
+            f"give --size {window.height} {window.width} to crop and resize all",
+        )
+        refuse(
+            window.fps and abs(made.fps / window.fps - 1) > 0.01,
+            f"{model.label} makes {made.fps:g} frames per second, the real videos have {window.fps:g}: motion cannot "
+            "be compared; give --fps, or prepare the real videos with --fps",
+        )
+
+
+def _check_counts(counts: Sequence[tuple[str, int]]) -> None:
+    """Refuses what would not be put side by side in the end."""
+    told, least = ", ".join(f"{label} has {count}" for label, count in counts), min(count for _, count in counts)
+    refuse(
+        any(count > least for _, count in counts),
+        f"figures of different numbers of videos cannot be compared ({told}): give --count {least}",
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ stages
+
+
+def _generated(options: EvaluateOptions, model: Model, device: torch.device, ranks: Ranks) -> list[Candidate]:
+    folder, loaded = options.out / "videos", []
+
+    def load() -> TextToVideo:
+        if not loaded:
+            loaded.append(TextToVideo.load(model.bundle, device=str(device), dtype=options.dtype))
+        return loaded[0]
+
+    candidates = []
+    for request in model.requests:
+        make_videos(folder, request, load, ranks, told=is_first())
+        videos = made_videos(folder, request, model.label)
+        candidates.append(Candidate(model=model.label, guidance=request.settings.guidance, videos=videos))
+    _wait()
+    return candidates
+
+
+def _losses(
+    options: EvaluateOptions, models: Sequence[Model], real: VideoSet | None, store: FeatureStore, device: torch.device
+) -> list[tuple[Evaluation, str]]:
+    """What each model says of the real videos, kept apart by model."""
+    return [
+        (
+            Evaluation(
+                store=FeatureStore(store.folder / checkpoint_fingerprint(model.bundle), store.window),
+                real=real,
+                extractors=(),
+                scorers=[LossScorer(model.bundle, device, options.dtype)],
+            ),
+            model.label,
+        )
+        for model in models
+        if LOSS in options.metrics
+    ]
+
+
+def _wait() -> None:
+    if world_size() > 1:
+        dist.barrier()
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    start_time = time.monotonic()
+    yield
+    seconds[stage] = time.monotonic() - start_time
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

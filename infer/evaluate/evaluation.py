@@ -1,0 +1,288 @@
+"""All figures of an evaluation, from features that are on disk.
+
+Shapes: N videos, F features of each, D width, R resamplings.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megadit.infer.evaluate import metrics
+from megadit.infer.evaluate.distances import Features, check_enough, frechet_estimate
+from megadit.infer.evaluate.extractors.base import Extractor
+from megadit.infer.evaluate.features import FeatureStore, Scorer
+from megadit.infer.evaluate.intervals import Estimate, mean_estimate, resamplings
+from megadit.infer.evaluate.metrics import ADHERENCE, METRICS, Better, Metric
+from megadit.infer.evaluate.videos import VideoSet
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.progress import Progress
+
+VERSION = 1
+"""Of the figures: another number where the same videos would get others."""
+FEWEST = 8
+"""Videos of a set, and of a half of the real ones."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """Videos that are evaluated together: those of one model at one guidance, or of a folder."""
+
+    model: str
+    guidance: float | None
+    videos: VideoSet
+
+    @property
+    def label(self) -> str:
+        return self.model if self.guidance is None else f"{self.model}, guidance {self.guidance:g}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    candidate: Candidate
+    metric: str
+    title: str
+    of: str
+    """The extractor."""
+    better: Better
+    estimate: Estimate
+    floor: Estimate | None
+    """The figure of one half of the real videos against the other."""
+    protocol: str
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """A figure of the first candidate less that of the second, under the same prompts and seeds."""
+
+    first: Figure
+    second: Figure
+    estimate: Estimate
+
+    @property
+    def winner(self) -> str:
+        """The label of the better one, or "" where the interval does not say."""
+        low, high = self.estimate.interval
+        if low <= 0 <= high:
+            return ""
+        is_first_higher = low > 0
+        return (self.first if is_first_higher == (self.first.better == "higher") else self.second).candidate.label
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    store: FeatureStore
+    real: VideoSet | None
+    extractors: Sequence[Extractor]
+    scorers: Sequence[Scorer] = ()
+    metrics: Sequence[str] = ()
+    """Names in `METRICS`, or `ADHERENCE`; () is all that the extractors allow."""
+    _floors: dict[tuple[str, str], Estimate | None] = field(default_factory=dict, init=False)
+
+    def check(self, num_made: int) -> None:
+        """Raises UserError for metrics that were asked for and cannot be computed of so many videos."""
+        wanted = self._wanted()
+        for side, count in (("generated", num_made), ("real", FEWEST if self.real is None else self.real.count)):
+            if count < FEWEST:
+                raise UserError(f"{count} {side} videos are too few for figures with intervals: give {FEWEST} or more")
+        for name, extractor in wanted:
+            self._check_rank(name, extractor, num_made)
+
+    def possible(self, num_made: int) -> tuple[str, ...]:
+        """The metrics that can be computed of so many videos."""
+        found = []
+        for name, extractor in self._wanted():
+            with suppress(UserError):
+                self._check_rank(name, extractor, num_made)
+                found.append(name)
+        return tuple(dict.fromkeys(found))
+
+    def _check_rank(self, name: str, extractor: Extractor, num_made: int) -> None:
+        if name != ADHERENCE and METRICS[name].estimate is frechet_estimate:
+            each = self.store.window.frames if extractor.sees == "pictures" else 1
+            check_enough(num_made, self.real.count, each, extractor.width)
+
+    def figures(self, candidates: Sequence[Candidate], *, told: bool = True) -> list[Figure]:
+        """All figures of all candidates.
+
+        Raises:
+            UserError: for what cannot be computed from these videos.
+        """
+        found = []
+        wanted = self._wanted()
+        with Progress(len(candidates) * (len(wanted) + len(self.scorers)), "figures", enabled=told) as bar:
+            for candidate in candidates:
+                for name, extractor in wanted:
+                    found.append(self._figure(candidate, name, extractor))
+                    bar.advance()
+                for scorer in self.scorers:
+                    found += self._scores(candidate, scorer)
+                    bar.advance()
+        return found
+
+    def quality(self, candidate: Candidate) -> tuple[Tensor, str]:
+        """A number for each video [N], higher for better ones, and what it is: to show the best and the worst."""
+        for scorer in self.scorers:
+            features_NFS, _ = self.store.load(candidate.videos, scorer)
+            return features_NFS[:, 0].mean(1), f"mean of {', '.join(scorer.columns)}"
+        for extractor in self.extractors:
+            if hasattr(extractor, "of_texts"):
+                features_NFD, prompts = self.store.load(candidate.videos, extractor)
+                if all(prompts):
+                    return metrics.clip_scores(features_NFD, _texts(extractor, prompts)), "CLIP score"
+        for extractor in sorted(self.extractors, key=lambda each: each.sees):  # clips before pictures
+            if self.real is not None and extractor.sees in ("clips", "pictures"):
+                made, real = (self.store.load(each, extractor)[0] for each in (candidate.videos, self.real))
+                return -metrics.distance_to_real(made, real), f"nearness to a real video, by {extractor.name}"
+        return torch.zeros(candidate.videos.count), "no score"
+
+    def _wanted(self) -> list[tuple[str, Extractor]]:
+        """Metrics with the extractors that they are computed with; a metric that was asked for and has none is an
+        error."""
+        found = []
+        for name in self.metrics or (*METRICS, ADHERENCE):
+            able = [each for each in self.extractors if _suits(name, each)]
+            if self.metrics and not able:
+                raise UserError(f"--metrics {name} needs {_NEEDS[_sight(name)]}: give one more of --extractors")
+            if self.metrics and name != ADHERENCE and self.real is None:
+                raise UserError(f"--metrics {name} compares with real videos: give --real")
+            found += [(name, each) for each in able if name == ADHERENCE or self.real is not None]
+        return found
+
+    def _figure(self, candidate: Candidate, name: str, extractor: Extractor) -> Figure:
+        features_NFD, prompts = self.store.load(candidate.videos, extractor)
+        weight_RN = resamplings(_groups(prompts), "made")
+        about = {"candidate": candidate, "metric": name, "of": extractor.name}
+        if name == ADHERENCE:
+            _check_prompts(candidate, prompts)
+            estimate = metrics.clip_estimate(features_NFD, _texts(extractor, prompts), weight_RN)
+            protocol = self._protocol(name, extractor, candidate, with_real=False)
+            return Figure(
+                title="CLIP score", better="higher", estimate=estimate, floor=None, protocol=protocol, **about
+            )
+        metric, real = METRICS[name], self._real(extractor)
+        return Figure(
+            title=metric.title,
+            better=metric.better,
+            estimate=metric.estimate(Features(features_NFD, weight_RN), real),
+            floor=self._floor(name, metric, extractor, real),
+            protocol=self._protocol(name, extractor, candidate),
+            note=_note(features_NFD, real.features_NFD),
+            **about,
+        )
+
+    def _scores(self, candidate: Candidate, scorer: Scorer) -> list[Figure]:
+        features_NFS, prompts = self.store.load(candidate.videos, scorer)
+        _check_prompts(candidate, prompts)
+        weight_RN = resamplings(_groups(prompts), "made")
+        return [
+            Figure(
+                candidate=candidate,
+                metric=column,
+                title=f"{column.replace('_', ' ')}, by {scorer.name}",
+                of=scorer.name,
+                better=scorer.is_better[column],
+                estimate=mean_estimate(features_NFS[:, 0, place], weight_RN),
+                floor=None,
+                protocol=self._protocol(column, scorer, candidate, with_real=False),
+            )
+            for place, column in enumerate(scorer.columns)
+        ]
+
+    def _real(self, extractor: Extractor) -> Features:
+        features_NFD, prompts = self.store.load(self.real, extractor)
+        return Features(features_NFD, resamplings(_groups(prompts), "real"))
+
+    def _floor(self, name: str, metric: Metric, extractor: Extractor, real: Features) -> Estimate | None:
+        """Real against real, computed once for all candidates; None where half of them are too few."""
+        key = name, extractor.name
+        if key not in self._floors:
+            order = torch.randperm(len(real.features_NFD), generator=torch.Generator().manual_seed(0))
+            halves = [
+                Features(real.features_NFD[half], resamplings(range(len(half)), side))
+                for half, side in zip(order.chunk(2), ("made", "real"), strict=False)
+            ]
+            try:
+                self._floors[key] = metric.estimate(*halves) if len(order) >= 2 * FEWEST else None
+            except UserError:  # too few for a covariance
+                self._floors[key] = None
+        return self._floors[key]
+
+    def _protocol(self, name: str, of: Extractor | Scorer, candidate: Candidate, with_real: bool = True) -> str:
+        """All that decides a figure but the model: figures of different protocols cannot be compared."""
+        real = f", {self.real.count} real videos {self.real.key}" if with_real and self.real else ""
+        return (
+            f"megadit {VERSION}: {name} by {of.name} {of.fingerprint} ({of.protocol}); {self.store.window.text}; "
+            f"{candidate.videos.count} videos{real}"
+        )
+
+
+def differences(figures: Sequence[Figure]) -> list[Difference]:
+    """Those of the first model against each other one, at equal guidance, figure by figure.
+
+    Raises:
+        UserError: for figures of different protocols.
+    """
+    models = list(dict.fromkeys(figure.candidate.model for figure in figures))
+    found = []
+    for first in figures:
+        for second in figures:
+            scales = {first.candidate.guidance, second.candidate.guidance} - {None}  # of a folder it is not known
+            is_pair = first.candidate.model == models[0] != second.candidate.model and len(scales) <= 1
+            if not is_pair or (first.metric, first.of) != (second.metric, second.of):
+                continue
+            check_same_protocol(first.protocol, second.protocol)
+            found.append(Difference(first=first, second=second, estimate=first.estimate - second.estimate))
+    return found
+
+
+def check_same_protocol(first: str, second: str) -> None:
+    """Raises UserError for figures that cannot stand side by side."""
+    if first != second:
+        raise UserError(f"figures of different protocols cannot be compared: {first} | {second}")
+
+
+_NEEDS = {
+    "pictures": "an extractor of pictures (inception, clip, digits)",
+    "clips": "an extractor of clips (i3d, videomae, digits)",
+    "motion": "optical flow",
+    "texts": "an extractor of pictures and texts (clip)",
+}
+
+
+def _sight(name: str) -> str:
+    return "texts" if name == ADHERENCE else METRICS[name].sees
+
+
+def _suits(name: str, extractor: Extractor) -> bool:
+    return hasattr(extractor, "of_texts") if name == ADHERENCE else METRICS[name].sees == extractor.sees
+
+
+def _groups(prompts: Sequence[str]) -> Sequence:
+    """Videos of one prompt belong together; those without stand alone."""
+    return [prompt or number for number, prompt in enumerate(prompts)]
+
+
+def _texts(extractor: Extractor, prompts: Sequence[str]) -> Tensor:
+    """Features of the prompts, [N, D], each computed once."""
+    unique = list(dict.fromkeys(prompts))
+    found = torch.cat([extractor.of_texts(unique[first : first + 64]).cpu() for first in range(0, len(unique), 64)])
+    places = {prompt: place for place, prompt in enumerate(unique)}
+    return found[[places[prompt] for prompt in prompts]]
+
+
+def _check_prompts(candidate: Candidate, prompts: Sequence[str]) -> None:
+    missing = sum(not prompt for prompt in prompts)
+    if missing:
+        raise UserError(
+            f"{missing} of {len(prompts)} videos of {candidate.label} have no caption: write NAME.txt beside NAME.mp4, "
+            "or leave out metrics that compare with texts"
+        )
+
+
+def _note(made_NFD: Tensor, real_NFD: Tensor) -> str:
+    fewest, width = min(len(made_NFD), len(real_NFD)), made_NFD.shape[2]
+    return f"{fewest} videos for {width} features: give more" if fewest < width else ""

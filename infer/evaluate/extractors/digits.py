@@ -1,0 +1,127 @@
+"""The extractor that needs no download: what the demo's judge sees of moving digits, before it names them.
+
+Its network reads single frames from crops around the ink, whatever colour and place; what it leaves out is measured.
+
+Shapes: B clips or frames, C colour channels, T/H/W frames, height, width.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+CROP_SIZE = 16
+CROP_EXTENT = 0.75
+"""Side of the square around the centre of mass that the network reads, as a share of the frame."""
+_LAST = 8
+"""The modules of the network up to the features of its last convolution."""
+
+
+class DigitReader(nn.Module):
+    """Reads the digit of single frames from their strokes, whatever the colour and place.
+
+    With more classes than there are digits it reads other shapes too.
+    """
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__()
+        self.network = nn.Sequential(
+            nn.Conv2d(1, 16, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(32, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Dropout(0.3),
+            nn.Linear(32 * (CROP_SIZE // 4) ** 2, num_classes),
+        )
+
+    def forward(self, crop_BHW: Tensor) -> Tensor:
+        """Logits [B, classes] of crops made by `centred_crops`."""
+        return self.network(crop_BHW[:, None])
+
+    def features(self, crop_BHW: Tensor) -> Tensor:
+        """Features of the last convolution, [B, 32], each a mean over the crop."""
+        return self.network[:_LAST](crop_BHW[:, None]).mean((2, 3))
+
+
+def strokes(video_BCTHW: Tensor) -> Tensor:
+    """Brightness of the strokes, 0..1, BTHW: the largest channel, which the palette draws at nearly full strength."""
+    return ((video_BCTHW.amax(1) + 1) / 2).clamp(0, 1)
+
+
+def centres_of_mass(stroke_BHW: Tensor) -> Tensor:
+    """Centre (height, width) of the ink in pixels from the middle of the frame, [B, 2]; zero where there is none."""
+    rows_H, columns_W = (torch.arange(size) - (size - 1) / 2 for size in stroke_BHW.shape[1:])
+    mass_B = stroke_BHW.sum((1, 2)).clamp_min(1e-6)
+    return torch.stack([(stroke_BHW.sum(2) @ rows_H) / mass_B, (stroke_BHW.sum(1) @ columns_W) / mass_B], dim=1)
+
+
+def centred_crops(stroke_BHW: Tensor, linear_B22: Tensor | None = None, shift_B2: Tensor | None = None) -> Tensor:
+    """Squares around the ink, resampled to CROP_SIZE; optionally distorted by a linear map and a shift (augmentation).
+
+    Args:
+        linear_B22: maps (width, height) in the crop to (width, height) in the frame; identity by default.
+        shift_B2: (height, width) in pixels.
+    """
+    centre_B2 = centres_of_mass(stroke_BHW) if shift_B2 is None else centres_of_mass(stroke_BHW) + shift_B2
+    linear_B22 = torch.eye(2).expand(len(stroke_BHW), 2, 2) if linear_B22 is None else linear_B22
+    height, width = stroke_BHW.shape[1:]
+    translation_B21 = (centre_B2 / torch.tensor([height / 2, width / 2])).flip(1)[:, :, None]
+    affine_B23 = torch.cat([CROP_EXTENT * linear_B22, translation_B21], dim=2)
+    grid = F.affine_grid(affine_B23, [len(stroke_BHW), 1, CROP_SIZE, CROP_SIZE], align_corners=False)
+    return F.grid_sample(stroke_BHW[:, None], grid, align_corners=False)[:, 0]
+
+
+class DigitPictures:
+    """Of a frame: the last layer, the mean colour of the strokes, and how much of the frame is ink."""
+
+    name, sees, width, fewest_frames = "digits", "pictures", 36, 1
+    protocol = "crops of 16x16 around the ink"
+
+    def __init__(self, reader: DigitReader, fingerprint: str) -> None:
+        self.reader, self.fingerprint = reader, fingerprint
+
+    def __call__(self, video_BTHWC: Tensor) -> Tensor:
+        return _looks(self.reader, _scaled(video_BTHWC))[:, 0]
+
+
+class DigitClips:
+    """Of a clip: the looks of its frames and how they change from one to the next, and the way of the ink.
+
+    The way is its mean step and the mean size of its change, in pixels along height and width: a digit that stands
+    still, or jumps about, lies far from one that moves evenly.
+    """
+
+    name, sees, width, fewest_frames = "digits", "clips", 76, 3
+    protocol = "crops of 16x16 around the ink of all frames, and its way"
+
+    def __init__(self, reader: DigitReader, fingerprint: str) -> None:
+        self.reader, self.fingerprint = reader, fingerprint
+
+    def __call__(self, video_BTHWC: Tensor) -> Tensor:
+        video_BCTHW = _scaled(video_BTHWC)
+        looks_BTD = _looks(self.reader, video_BCTHW)
+        stroke_BTHW = strokes(video_BCTHW)
+        centre_BT2 = centres_of_mass(stroke_BTHW.flatten(0, 1)).reshape(*stroke_BTHW.shape[:2], 2)
+        step_BT2 = centre_BT2.diff(dim=1)
+        change = [looks_BTD.diff(dim=1).abs().mean(1), step_BT2.mean(1), step_BT2.diff(dim=1).abs().mean(1)]
+        return torch.cat([looks_BTD.mean(1), *change], dim=1)
+
+
+def _scaled(video_BTHWC: Tensor) -> Tensor:
+    """BCTHW in [-1, 1]."""
+    return video_BTHWC.cpu().permute(0, 4, 1, 2, 3).float() / 127.5 - 1
+
+
+@torch.inference_mode()
+def _looks(reader: DigitReader, video_BCTHW: Tensor) -> Tensor:
+    """Features of each frame, [B, T, 36]."""
+    stroke_BTHW = strokes(video_BCTHW)
+    last_ND = reader.features(centred_crops(stroke_BTHW.flatten(0, 1)))
+    weight_B1THW = stroke_BTHW[:, None] ** 2
+    colour_BCT = ((video_BCTHW + 1) / 2 * weight_B1THW).sum((3, 4)) / weight_B1THW.sum((3, 4)).clamp_min(1e-6)
+    ink_BT1 = stroke_BTHW.mean((2, 3))[..., None]
+    return torch.cat([last_ND.reshape(*ink_BT1.shape[:2], -1), colour_BCT.mT, ink_BT1], dim=2)

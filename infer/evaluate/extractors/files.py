@@ -1,0 +1,79 @@
+"""Extractors on disk: which there are, and reading them. Weights are safetensors, which run nothing and fetch nothing.
+
+| what lies there                                                       | extractors                         |
+|-----------------------------------------------------------------------|------------------------------------|
+| a .safetensors file of `megadit convert-extractor`, or the demo's      | the row of `KINDS` that it names   |
+| a folder as transformers saves it (config.json, model.safetensors)     | CLIP; VideoMAE                     |
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from megadit.infer.evaluate.extractors.base import Extractor
+from megadit.infer.evaluate.extractors.digits import DigitClips, DigitPictures, DigitReader
+from megadit.infer.evaluate.extractors.i3d import I3D, I3DClips
+from megadit.infer.evaluate.extractors.inception import Inception, InceptionPictures
+from megadit.infer.evaluate.extractors.published import open_published
+from megadit.models.shared.documents import check_tensor_header
+from megadit.models.shared.errors import UserError, choose_one
+from megadit.models.shared.files import sha256_of
+
+KIND = "extractor"
+"""The key of a file's metadata that names its row."""
+ARGUMENTS = "arguments"
+"""The key under which the numbers stand that its network is built with, as JSON."""
+
+
+class Row:
+    """A network, and the extractors that are made of it: (network, fingerprint, device) -> extractor."""
+
+    def __init__(self, network: type[nn.Module], *extractors: Callable[..., Extractor]) -> None:
+        self.network, self.extractors = network, extractors
+
+
+KINDS: dict[str, Row] = {
+    "digits": Row(DigitReader, DigitPictures, DigitClips),
+    "inception": Row(Inception, InceptionPictures),
+    "i3d": Row(I3D, I3DClips),
+}
+
+
+def open_extractors(path: Path, device: torch.device) -> list[Extractor]:
+    """What can be made of a file or folder of weights.
+
+    Raises:
+        UserError: if nothing can, or its tensors are not those of its network.
+    """
+    if path.is_dir():
+        return open_published(path, device)
+    kind, arguments, tensors = _read(path)
+    row = KINDS[choose_one(kind, KINDS, f"{path} is an extractor of the unknown kind {kind!r}")]
+    try:
+        network = row.network(**arguments)
+        network.load_state_dict(tensors)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise UserError(f"{path} does not hold the weights of {kind}: {str(error).splitlines()[0]}") from None
+    network = network.to(device).eval().requires_grad_(False)
+    return [make(network, sha256_of(path)[:12]) for make in row.extractors]
+
+
+def _read(path: Path) -> tuple[str, Mapping[str, int], dict[str, Tensor]]:
+    if not path.is_file():
+        raise UserError(
+            f"there are no weights at {path}: give a file of `megadit convert-extractor`, a folder of CLIP or VideoMAE "
+            "as transformers saves it, or judge.safetensors of `megadit demo`"
+        )
+    try:
+        with open(path, "rb") as file:
+            check_tensor_header(file.read(8), str(path))
+        with safe_open(path, framework="pt") as stored:
+            about = stored.metadata() or {}
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}
+        return about.get(KIND, ""), json.loads(about.get(ARGUMENTS, "{}")), tensors
+    except (SafetensorError, OSError, json.JSONDecodeError) as error:
+        raise UserError(f"{path} cannot be read as safetensors: {error}") from None

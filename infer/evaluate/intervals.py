@@ -1,0 +1,103 @@
+"""Figures with 95 % intervals: what they would be for other videos and prompts of the same kind (the bootstrap).
+
+Prompts are resampled, and with a prompt go all of its videos: frames of one video, and videos of one prompt, are alike.
+The draws depend on nothing but the number of prompts, so that two models under the same prompts are resampled alike:
+what their prompts have in common drops out of the interval of their difference.
+
+Shapes: N videos, R resamplings.
+"""
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+NUM_RESAMPLINGS = 200
+Z = 1.959964
+"""Standard deviations on either side of a normal variable's mean that hold 95 % of it."""
+Side = Literal["made", "real"]
+_SEEDS: dict[Side, int] = {"made": 0, "real": 1}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """A figure, and how it varies."""
+
+    value: float
+    resampled_R: Tensor
+    """The figure of each resampling, float64; about some other value where resampling adds a bias."""
+    count: int
+    """Videos behind it."""
+    noise: float = 0.0
+    """Standard error of what was estimated by drawing, beside the choice of videos."""
+    bounds: tuple[float, float] = (-math.inf, math.inf)
+    """What no such figure can exceed."""
+    low_high: tuple[float, float] | None = None
+    """An interval that is known otherwise."""
+    beside: dict[str, Any] = field(default_factory=dict)
+    """What is reported with it, such as the plain figure of as many videos."""
+
+    @property
+    def error(self) -> float:
+        """Standard error."""
+        found_R = self.resampled_R[self.resampled_R.isfinite()]  # of few videos some draws have no figure
+        return math.hypot(found_R.std().item(), self.noise)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Ends of the 95 % interval."""
+        if self.low_high is not None:
+            return self.low_high
+        low, high = self.value - Z * self.error, self.value + Z * self.error
+        return max(low, min(self.bounds[0], self.value)), min(high, max(self.bounds[1], self.value))
+
+    def __sub__(self, other: "Estimate") -> "Estimate":
+        """The difference, whose interval uses that both were resampled alike."""
+        return Estimate(
+            value=self.value - other.value,
+            resampled_R=self.resampled_R - other.resampled_R,
+            count=min(self.count, other.count),
+            noise=math.hypot(self.noise, other.noise),
+        )
+
+
+def resamplings(groups: Sequence[Hashable], side: Side, count: int = NUM_RESAMPLINGS) -> Tensor:
+    """How often each video is drawn in each resampling, float64 [R, N].
+
+    Args:
+        groups: of each video: those of equal groups (prompts) are drawn together.
+    """
+    numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
+    group_N = torch.tensor([numbers[group] for group in groups])
+    generator = torch.Generator().manual_seed(_SEEDS[side])
+    drawn_RG = torch.randint(len(numbers), (count, len(numbers)), generator=generator)
+    times_RG = torch.zeros(count, len(numbers), dtype=torch.float64)
+    times_RG.scatter_add_(1, drawn_RG, torch.ones_like(drawn_RG, dtype=torch.float64))
+    return times_RG[:, group_N]
+
+
+def mean_estimate(value_N: Tensor, weight_RN: Tensor, bounds: tuple[float, float] = (-math.inf, math.inf)) -> Estimate:
+    """The mean of a figure that each video has.
+
+    Of shares (values 0 and 1) the interval is Wilson's (1927), which does not shrink to a point where all are right.
+    """
+    value_N = value_N.double()
+    mean = value_N.mean().item()
+    is_share = bool(((value_N == 0) | (value_N == 1)).all())
+    return Estimate(
+        value=mean,
+        resampled_R=(weight_RN @ value_N) / weight_RN.sum(1),
+        count=len(value_N),
+        bounds=bounds,
+        low_high=wilson(mean, len(value_N)) if is_share else None,
+    )
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share among `count` that were drawn independently."""
+    middle = (share + Z**2 / (2 * count)) / (1 + Z**2 / count)
+    half = Z / (1 + Z**2 / count) * math.sqrt(share * (1 - share) / count + Z**2 / (4 * count**2))
+    return max(0.0, middle - half), min(1.0, middle + half)

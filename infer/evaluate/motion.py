@@ -1,0 +1,83 @@
+"""How much moves in a video, and how well what moves can be followed: optical flow by Lucas and Kanade (1981).
+
+Shapes: B videos, T/H/W frames, height, width, C colour channels.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+NUM_LEVELS = 4
+"""Of the pyramid, each of half the size: motion of some 2^4 pixels is found."""
+SMALLEST_SIDE = 8
+NUM_ROUNDS = 3
+"""Of improving the flow at each level."""
+RADIUS = 3
+"""Of the square whose pixels are taken to move alike."""
+STIFFNESS = 1e-3
+"""What keeps the flow small where a square has no texture (brightness lies in 0..1)."""
+
+
+def optical_flow(first_BHW: Tensor, second_BHW: Tensor) -> Tensor:
+    """How far each pixel of the first picture (0..1) moves to the second, float32 [B, 2, H, W]: columns, rows."""
+    pyramid = [(first_BHW[:, None], second_BHW[:, None])]
+    while len(pyramid) < NUM_LEVELS and min(pyramid[-1][0].shape[2:]) >= 2 * SMALLEST_SIDE:
+        pyramid.append(tuple(F.avg_pool2d(each, 2) for each in pyramid[-1]))
+    flow = first_BHW.new_zeros(len(first_BHW), 2, *pyramid[-1][0].shape[2:])
+    for first, second in reversed(pyramid):
+        if flow.shape[2:] != first.shape[2:]:
+            flow = 2 * F.interpolate(flow, first.shape[2:], mode="bilinear")
+        for _ in range(NUM_ROUNDS):
+            flow = flow + _correction(first, warped(second, flow))
+    return flow
+
+
+def warped(picture_BCHW: Tensor, flow_B2HW: Tensor) -> Tensor:
+    """The picture as it was before its pixels moved, [B, C, H, W]."""
+    height, width = picture_BCHW.shape[2:]
+    columns = torch.arange(width, device=flow_B2HW.device) + flow_B2HW[:, 0]
+    rows = torch.arange(height, device=flow_B2HW.device)[:, None] + flow_B2HW[:, 1]
+    grid = torch.stack([(2 * columns + 1) / width - 1, (2 * rows + 1) / height - 1], dim=-1)
+    return F.grid_sample(picture_BCHW, grid, padding_mode="border", align_corners=False)
+
+
+def _correction(first_B1HW: Tensor, second_B1HW: Tensor) -> Tensor:
+    """The step that explains best, around each pixel, how the pictures differ: two linear equations."""
+    padded = F.pad((first_B1HW + second_B1HW) / 2, (1, 1, 1, 1), mode="replicate")
+    across = (padded[:, :, 1:-1, 2:] - padded[:, :, 1:-1, :-2]) / 2
+    down = (padded[:, :, 2:, 1:-1] - padded[:, :, :-2, 1:-1]) / 2
+    change = second_B1HW - first_B1HW
+    products = torch.cat([across**2, across * down, down**2, across * change, down * change], dim=1)
+    xx, xy, yy, xt, yt = F.avg_pool2d(products, 2 * RADIUS + 1, 1, RADIUS, count_include_pad=False).unbind(1)
+    xx, yy = xx + STIFFNESS, yy + STIFFNESS
+    determinant = xx * yy - xy**2
+    step = torch.stack([xy * yt - yy * xt, xy * xt - xx * yt], dim=1) / determinant[:, None]
+    return step.clamp(-1, 1)  # linear equations hold for small steps
+
+
+class MotionClips:
+    """Of a clip: the mean way of its brightness's pixels from one frame to the next, in hundredths of the height, where
+    there is any; and how much of the change between frames no motion explains (0 all of it is explained, 1 none)."""
+
+    name, sees, width, fewest_frames = "flow", "motion", 2, 2
+    protocol = f"Lucas-Kanade, {NUM_LEVELS} levels, {NUM_ROUNDS} rounds, squares of {2 * RADIUS + 1} pixels"
+    fingerprint = "-"
+
+    @torch.inference_mode()
+    def __call__(self, video_BTHWC: Tensor) -> Tensor:
+        brightness_BTHW = video_BTHWC.float().mean(-1) / 255
+        first_NHW, second_NHW = (part.flatten(0, 1) for part in (brightness_BTHW[:, :-1], brightness_BTHW[:, 1:]))
+        flow_N2HW = optical_flow(first_NHW, second_NHW)
+        change_N = (second_NHW - first_NHW).abs().mean((1, 2))
+        left_N = (warped(second_NHW[:, None], flow_N2HW)[:, 0] - first_NHW).abs().mean((1, 2))
+        way_N = 100 * _where_textured(flow_N2HW.norm(dim=1), first_NHW) / brightness_BTHW.shape[2]
+        unexplained_N = torch.where(change_N > 1e-4, left_N / change_N.clamp(min=1e-4), 0)
+        per_frame = torch.stack([way_N, unexplained_N.clamp(max=1)], dim=1)
+        return per_frame.reshape(len(video_BTHWC), -1, 2).mean(1)
+
+
+def _where_textured(value_NHW: Tensor, picture_NHW: Tensor) -> Tensor:
+    """Mean over pixels by how much the picture varies around them, [N]: of an even surface, motion cannot be seen."""
+    mean = F.avg_pool2d(picture_NHW[:, None], 5, 1, 2)
+    weight_NHW = (F.avg_pool2d(picture_NHW[:, None] ** 2, 5, 1, 2) - mean**2).clamp(min=0)[:, 0]
+    return (value_NHW * weight_NHW).sum((1, 2)) / weight_NHW.sum((1, 2)).clamp(min=1e-9)

@@ -1,0 +1,255 @@
+"""Sets of videos that are evaluated: folders of files, and data sets of `megadit prepare`.
+
+A set is read part by part, each of which has a key: the hash of its content, under which features of it are kept.
+
+Shapes: N videos, T/H/W frames, height, width, C colour channels. Pixels are uint8, RGB, 0..255.
+"""
+
+import hashlib
+import io
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import safetensors.torch
+import torch
+from PIL import Image
+
+from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, read_video
+from megadit.models.shared.documents import check_size, check_tensor_header, parse_json
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import read_json, sha256_of
+from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
+
+PART = 16
+"""Videos of a part: what is made, read and looked at together, and what a killed command loses."""
+MAX_VIDEO_BYTES = 1 << 31
+MAX_MEMBER_BYTES = 1 << 30
+MAX_CAPTION_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """A video, its frames per second (0 where that is not known), and the text that it goes with ("")."""
+
+    video_THWC: np.ndarray
+    fps: float
+    prompt: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    key: str
+    """Of its content."""
+    names: tuple[str, ...]
+    """Of its videos, for messages."""
+    prompts: tuple[str, ...]
+    read: Callable[[], Sequence[Clip]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VideoSet:
+    label: str
+    parts: list[Part]
+
+    @property
+    def key(self) -> str:
+        return hashed(*(part.key for part in self.parts))[:12]
+
+    @property
+    def prompts(self) -> list[str]:
+        return [prompt for part in self.parts for prompt in part.prompts]
+
+    @property
+    def count(self) -> int:
+        return sum(len(part.names) for part in self.parts)
+
+
+def hashed(*texts: str) -> str:
+    """A checksum of texts; which of them a letter stands in counts."""
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()
+
+
+def open_videos(path: Path, most: int | None = None, split: str | None = None) -> VideoSet:
+    """The videos of a folder, or of a split of a data set (val, or train where that is empty), at most so many.
+
+    Raises:
+        UserError: if there are none.
+    """
+    if not path.is_dir():
+        raise UserError(f"{path} is not a folder of videos, nor a data set of `megadit prepare`")
+    parts = _of_dataset(path, most, split) if (path / "megadit.json").is_file() else _of_folder(path, most)
+    if not parts:
+        known = ", ".join((*VIDEO_SUFFIXES, *IMAGE_SUFFIXES))
+        raise UserError(f"{path} holds no videos: files that end in {known}, or the shards of a data set")
+    return VideoSet(label=path.resolve().name, parts=parts)
+
+
+def videos_in_memory(label: str, video_NTHWC: np.ndarray, prompts: Sequence[str], fps: float) -> VideoSet:
+    """Videos that were made a moment ago, uint8 NTHWC, as a set."""
+    return VideoSet(
+        label=label,
+        parts=[
+            _part_in_memory(label, first, video_NTHWC[first : first + PART], prompts[first : first + PART], fps)
+            for first in range(0, len(prompts), PART)
+        ],
+    )
+
+
+def _part_in_memory(label: str, first: int, videos: np.ndarray, prompts: Sequence[str], fps: float) -> Part:
+    pixels = hashlib.sha256(np.ascontiguousarray(videos)).hexdigest()
+    return Part(
+        key=hashed(pixels, str(videos.shape), *prompts),
+        names=tuple(f"video {first + number} of {label}" for number in range(len(prompts))),
+        prompts=tuple(prompts),
+        read=lambda: [Clip(video, fps, prompt) for video, prompt in zip(videos, prompts, strict=True)],
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- folders
+
+
+def _of_folder(folder: Path, most: int | None) -> list[Part]:
+    suffixes = (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES)
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in suffixes and path.is_file())[:most]
+    return [_part_of_files(folder, files[first : first + PART]) for first in range(0, len(files), PART)]
+
+
+def _part_of_files(folder: Path, files: Sequence[Path]) -> Part:
+    captions = [_caption(file) for file in files]
+    return Part(
+        key=hashed(*(sha256_of(file) for file in files), *captions),
+        names=tuple(str(file.relative_to(folder)) for file in files),
+        prompts=tuple(captions),
+        read=lambda: [Clip(*read_file(file), caption) for file, caption in zip(files, captions, strict=True)],
+    )
+
+
+def _caption(video: Path) -> str:
+    """What stands beside a video: in NAME.json (as `megadit generate` writes it) or NAME.txt."""
+    record, text = video.with_suffix(".json"), video.with_suffix(".txt")
+    if record.is_file():
+        values = read_json(record, max_bytes=MAX_CAPTION_BYTES)
+        return str(values.get("prompt") or values.get("caption") or "") if isinstance(values, dict) else ""
+    if text.is_file():
+        with open(text, "rb") as file:
+            return file.read(MAX_CAPTION_BYTES).decode("utf-8", "replace").strip()
+    return ""
+
+
+def read_file(path: Path) -> tuple[np.ndarray, float]:
+    """Frames (THWC) and frames per second of a file, which may be anybody's.
+
+    Raises:
+        UserError: if it cannot be decoded, or is longer than what is read.
+    """
+    return _decoded_mp4(path, str(path)) if path.suffix.lower() == ".mp4" else read_video(path)
+
+
+def _decoded_mp4(source: Path | io.BytesIO, where: str) -> tuple[np.ndarray, float]:
+    frames, num_bytes = [], 0
+    try:
+        with av.open(str(source) if isinstance(source, Path) else source) as container:
+            stream = container.streams.video[0]
+            for frame in container.decode(stream):
+                num_bytes += 3 * frame.width * frame.height
+                check_size(num_bytes, f"{where}, decoded,", MAX_VIDEO_BYTES)
+                frames.append(frame.to_ndarray(format="rgb24"))
+            fps = float(stream.average_rate or 0)
+    except (OSError, IndexError, av.FFmpegError) as error:
+        raise UserError(f"cannot read {where}: {error}") from None
+    if not frames:
+        raise UserError(f"cannot read {where}: it has no frames")
+    return np.stack(frames), fps
+
+
+# --------------------------------------------------------------------------------------------------------- data sets
+
+
+def _of_dataset(root: Path, most: int | None, split: str | None) -> list[Part]:
+    """Samples of more than one frame; stored latents are decoded by the data set's tokenizer."""
+    by_split = {name: sorted(root.glob(f"{name}-*.tar")) for name in ([split] if split else ["val", "train"])}
+    shards = next((found for found in by_split.values() if found), [])
+    tokenizer: list[VideoTokenizer] = []  # loaded by whoever decodes first
+
+    def decode(tensors: bytes) -> np.ndarray:
+        if not tokenizer:
+            tokenizer.append(load_tokenizer(root / "tokenizer"))
+        return _decoded_latents(tensors, tokenizer[0])
+
+    parts, left = [], most
+    for shard in shards:
+        if left == 0:
+            break
+        captions = {
+            key: str(about.get("caption") or "")
+            for key, about in _descriptions(shard)
+            if about.get("num_frames", 0) > 1
+        }
+        names = list(captions)[:left]
+        left = None if left is None else left - len(names)
+        checksum = sha256_of(shard)
+        for first in range(0, len(names), PART):
+            chosen = tuple(names[first : first + PART])
+            parts.append(
+                Part(
+                    key=hashed(checksum, *chosen),
+                    names=chosen,
+                    prompts=tuple(captions[name] for name in chosen),
+                    read=partial(_read, shard, chosen, decode),
+                )
+            )
+    return parts
+
+
+def _descriptions(shard: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for key, suffix, content in _members(shard, lambda name, suffix: suffix == "json"):
+        about = parse_json(content, f"{key}.{suffix} of {shard}", max_bytes=MAX_CAPTION_BYTES)
+        if not isinstance(about, dict) or not isinstance(about.get("num_frames", 0), int):
+            raise UserError(f"{key}.{suffix} of {shard} does not describe a sample")
+        yield key, about
+
+
+def _read(shard: Path, names: Sequence[str], decode: Callable[[bytes], np.ndarray]) -> list[Clip]:
+    found: dict[str, dict[str, bytes]] = {name: {} for name in names}
+    for key, suffix, content in _members(shard, lambda name, suffix: name in found):
+        found[key][suffix] = content
+    return [_clip(f"{name} of {shard}", members, decode) for name, members in found.items()]
+
+
+def _clip(where: str, members: dict[str, bytes], decode: Callable[[bytes], np.ndarray]) -> Clip:
+    about = parse_json(members["json"], where, max_bytes=MAX_CAPTION_BYTES)
+    prompt, fps = str(about.get("caption") or ""), about.get("fps") or 0
+    if "mp4" in members:
+        return Clip(_decoded_mp4(io.BytesIO(members["mp4"]), where)[0], float(fps), prompt)
+    if "png" in members:
+        picture = Image.open(io.BytesIO(members["png"]), formats=("PNG",)).convert("RGB")
+        return Clip(np.asarray(picture)[None], 0.0, prompt)
+    if "safetensors" not in members:
+        raise UserError(f"{where} holds neither a video nor latents")
+    check_tensor_header(members["safetensors"][:8], where)
+    return Clip(decode(members["safetensors"]), float(fps), prompt)
+
+
+@torch.inference_mode()
+def _decoded_latents(tensors: bytes, tokenizer: VideoTokenizer) -> np.ndarray:
+    video_CTHW = tokenizer.decode(safetensors.torch.load(tensors)["latent"][None].float())[0].clamp(-1, 1)
+    return ((video_CTHW + 1) * 127.5).round().byte().permute(1, 2, 3, 0).numpy()
+
+
+def _members(shard: Path, wants: Callable[[str, str], bool]) -> Iterator[tuple[str, str, bytes]]:
+    """(sample, suffix, content) of the members that are wanted."""
+    try:
+        with tarfile.open(shard) as tar:
+            for member in tar:
+                key, _, suffix = member.name.partition(".")
+                if member.isfile() and wants(key, suffix):
+                    check_size(member.size, f"{member.name} of {shard}", MAX_MEMBER_BYTES)
+                    yield key, suffix, tar.extractfile(member).read()
+    except tarfile.TarError as error:
+        raise UserError(f"{shard} cannot be read: {error}") from None

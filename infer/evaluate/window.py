@@ -1,0 +1,88 @@
+"""What of a video is looked at: so many frames from its middle, at one size.
+
+Shapes: N videos, T/H/W frames, height, width, C colour channels. Pixels are uint8, RGB, 0..255.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megadit.infer.evaluate.extractors.base import resized
+from megadit.infer.evaluate.videos import Clip, Part
+from megadit.models.shared.errors import UserError
+
+MOST_FRAMES = 16
+"""Of a window, where nothing else is asked for: what FVD is computed from."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    frames: int
+    height: int
+    width: int
+    fps: float
+    """0 where that is not known."""
+    is_resized: bool
+    """Whether videos of other sizes are cropped and resized; they are refused otherwise."""
+
+    @property
+    def text(self) -> str:
+        """Of the protocol."""
+        rate = f" at {self.fps:g} fps" if self.fps else ""
+        how = ", cropped and resized" if self.is_resized else ""
+        return f"{self.frames} frames of {self.height}x{self.width}{rate} from the middle{how}"
+
+
+def window_of(clip: Clip, frames: int | None, size: Sequence[int] | None) -> Window:
+    """The window that suits a first video, where `frames` and `size` (height, width) are not given."""
+    length, height, width, _ = clip.video_THWC.shape
+    return Window(
+        frames=frames or min(length, MOST_FRAMES),
+        height=size[0] if size else height,
+        width=size[1] if size else width,
+        fps=round(clip.fps, 3),
+        is_resized=size is not None,
+    )
+
+
+def looked_at(part: Part, window: Window) -> tuple[Tensor, list[str]]:
+    """The windows of the videos of a part, [N, T, H, W, C], and their prompts.
+
+    Raises:
+        UserError: for a video that is shorter, or of another size or speed.
+    """
+    clips = part.read()
+    videos = [cut(clip, name, window) for clip, name in zip(clips, part.names, strict=True)]
+    return torch.stack(videos), [clip.prompt for clip in clips]
+
+
+def cut(clip: Clip, name: str, window: Window) -> Tensor:
+    """What is looked at of a video, [T, H, W, C].
+
+    Raises:
+        UserError: as `looked_at`; `name` is the video's.
+    """
+    length, height, width, _ = clip.video_THWC.shape
+    if length < window.frames:
+        raise UserError(f"{name} has {length} frames, fewer than {window.frames}: give --frames {length}, or drop it")
+    if clip.fps and window.fps and abs(clip.fps / window.fps - 1) > 0.01:
+        raise UserError(
+            f"{name} has {clip.fps:g} frames per second, others {window.fps:g}: motion cannot be compared; re-encode "
+            "one side"
+        )
+    first = (length - window.frames) // 2
+    video_THWC = torch.from_numpy(clip.video_THWC[first : first + window.frames])
+    if (height, width) == (window.height, window.width):
+        return video_THWC
+    if not window.is_resized:
+        raise UserError(
+            f"{name} is {height}x{width}, others are {window.height}x{window.width}: give --size {window.height} "
+            f"{window.width} to crop and resize all of them"
+        )
+    scale = min(height / window.height, width / window.width)
+    rows, columns = round(window.height * scale), round(window.width * scale)
+    top, left = (height - rows) // 2, (width - columns) // 2
+    cropped = video_THWC[:, top : top + rows, left : left + columns]
+    return resized(cropped[None], window.height, window.width)[0].round().byte().permute(1, 2, 3, 0)

@@ -1,0 +1,71 @@
+"""`megadit generate --total_frames`: videos of any length, written window by window."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megadit.infer.given import GivenVideo
+from megadit.infer.given_files import GivenFile
+from megadit.infer.options import GenerateOptions, refuse
+from megadit.infer.outputs import save_long
+from megadit.infer.pipeline import TextToVideo
+from megadit.infer.ranks import is_first
+from megadit.infer.specs import Grid, VideoSpec
+from megadit.infer.windows import num_windows, stream_windows
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.shared.progress import Progress
+
+
+def stories(grid: Grid, options: GenerateOptions) -> Grid:
+    """The videos to be made: one for each prompt, or with --story one of all prompts.
+
+    Raises:
+        UserError: for options that a video in windows cannot have.
+    """
+    refuse(options.format not in (None, "mp4"), "--total_frames makes an mp4: leave out --format")
+    refuse(options.contact_sheet, "--total_frames makes no contact sheet: leave out --contact_sheet")
+    suffix = Path(options.video_save_path).suffix.lower()
+    refuse(suffix not in ("", ".mp4"), f"--video_save_path={options.video_save_path}: --total_frames makes an mp4")
+    for spec in grid.specs:
+        num_windows(options.total_frames, spec.settings.num_frames, options.keep_frames or 1)
+    if not options.story:
+        return grid
+    first, *others = grid.specs
+    alike = all((spec.settings, spec.given, spec.seed) == (first.settings, first.given, first.seed) for spec in others)
+    refuse(not alike, "--story tells one video: its prompts need the same seed, settings and given files")
+    return Grid(specs=[first], num_columns=1)
+
+
+def write_long_videos(
+    pipeline: TextToVideo,
+    specs: Sequence[VideoSpec],
+    paths: Sequence[Path],
+    media: Mapping[GivenFile, GivenVideo],
+    options: GenerateOptions,
+    bundle: Bundle,
+) -> None:
+    """Makes them one after another; prints the path of each."""
+    keep_frames = options.keep_frames or 1
+    per_window = [pipeline.num_denoiser_calls(1, spec.settings) for spec in specs]
+    windows = [num_windows(options.total_frames, spec.settings.num_frames, keep_frames) for spec in specs]
+    total = sum(calls * count for calls, count in zip(per_window, windows, strict=True))
+    with Progress(total, "sampling", enabled=is_first()) as bar:
+        for spec, path in zip(specs, paths, strict=True):
+            story = list(options.prompt) if options.story else [spec.prompt]
+
+            def parts(spec: VideoSpec = spec, story: list[str] = story) -> Iterator[np.ndarray]:
+                for (frames,) in stream_windows(
+                    pipeline,
+                    [story],
+                    spec.settings,
+                    total_frames=options.total_frames,
+                    keep_frames=keep_frames,
+                    seeds=[spec.seed],
+                    given=[tuple(media[file] for file in spec.given)],
+                    on_step=lambda step: bar.advance(),
+                ):
+                    yield frames
+
+            save_long(path, parts(), spec, story, options, bundle)
+            print(f"{path}\n", end="", flush=True)

@@ -1,0 +1,70 @@
+"""Videos of any length, by windows: each begins with the last frames of the one before.
+
+However long a video is, no more than a window of it is in memory.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from megadit.infer.given import GivenVideo, Media
+from megadit.infer.pipeline import StepCallback, TextToVideo
+from megadit.infer.resolve import resolve_settings
+from megadit.models.settings import SamplingSettings
+from megadit.models.shared.errors import UserError
+
+
+def num_windows(total_frames: int, num_frames: int, keep_frames: int) -> int:
+    """Windows of `num_frames` that make a video of `total_frames`, of which each keeps `keep_frames` of the last.
+
+    Raises:
+        UserError: if a window makes nothing new.
+    """
+    if not 1 <= keep_frames < num_frames:
+        raise UserError(f"keep_frames={keep_frames} must be at least 1 and leave some of the {num_frames} of a window")
+    return 1 + max(0, -(-(total_frames - num_frames) // (num_frames - keep_frames)))
+
+
+def stream_windows(
+    pipeline: TextToVideo,
+    stories: Sequence[Sequence[str]],
+    settings: SamplingSettings | None = None,
+    *,
+    total_frames: int,
+    keep_frames: int = 1,
+    seeds: Sequence[int],
+    given: Sequence[Media] | None = None,
+    batch_size: int | None = None,
+    on_step: StepCallback | None = None,
+) -> Iterator[list[np.ndarray]]:
+    """The frames (uint8 THWC) that each window adds to each of several videos.
+
+    Args:
+        stories: of each video, a prompt for each window; the last one serves all that are left.
+        keep_frames: of a window, with which the next one begins.
+        seeds: of each video. Window n has the noise of seed + n.
+        given: of each video's first window.
+
+    Raises:
+        UserError: if a window makes nothing new, and for what `TextToVideo.stream` refuses.
+    """
+    settings = resolve_settings(pipeline.defaults if settings is None else settings)
+    media, made = list(given or [()] * len(stories)), 0
+    for window in range(num_windows(total_frames, settings.num_frames, keep_frames)):
+        prompts = [story[min(window, len(story) - 1)] for story in stories]
+        videos = [
+            result.video
+            for result in pipeline.stream(
+                prompts,
+                settings,
+                seeds=[seed + window for seed in seeds],
+                given=media,
+                batch_size=batch_size,
+                on_step=on_step,
+            )
+        ]
+        kept = keep_frames if window else 0
+        new = min(settings.num_frames - kept, total_frames - made)
+        made += new
+        yield [video[kept : kept + new] for video in videos]
+        media = [(GivenVideo(frames=video[-keep_frames:], use="prefix", keep_frames=keep_frames),) for video in videos]

@@ -1,0 +1,67 @@
+"""How videos of a published network are sampled unless told otherwise: what its publishers' own commands do."""
+
+from megadit.models.convert.published import Published
+from megadit.models.settings import SamplingSettings
+from megadit.models.tokenizers import VideoTokenizer
+
+WAN_NEGATIVE = (
+    "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，JPEG压缩残留，丑陋的，残缺的，"
+    "多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，杂乱的背景，三条腿，背景人很多，"
+    "倒着走"
+)
+"""Wan's negative prompt: garish colours, overexposed, still, blurred, subtitles, worst quality, bad hands, ..."""
+WAN_SIZES = {
+    # channels, width: (frames, height, width, frames per second, guidance, shift)
+    (16, 1536): (81, 480, 832, 16.0, 6.0, 8.0),
+    (16, 5120): (81, 720, 1280, 16.0, 5.0, 5.0),
+    (48, 3072): (121, 704, 1280, 24.0, 5.0, 5.0),
+}
+"""Of 2.1's 1.3B and 14B and 2.2's 5B, from the README and `generate.py` of each."""
+
+
+def published_defaults(published: Published, tokenizer: VideoTokenizer) -> SamplingSettings:
+    """Sampler, noise levels, guidance and size, those of our convention: 1 is no guidance."""
+    config = published.config
+    if config.family == "dit":
+        return _of_classes((published.sample_size or 32) * tokenizer.spatial_compression)
+    if config.family == "wan":
+        return _of_wan(config.in_channels, config.hidden_size)
+    # Cosmos' guidance of 7 means cond + 7 (cond - uncond)
+    if config.preconditioner == "flow":  # Predict2's text-to-image
+        return SamplingSettings(
+            sampler="res_2ab", num_steps=35, guidance=8.0, num_frames=1, height=768, width=1360, fps=16.0
+        )
+    return SamplingSettings(num_steps=35, guidance=8.0, num_frames=121, height=704, width=1280, fps=24.0)
+
+
+def _of_classes(side: int) -> SamplingSettings:
+    return SamplingSettings(
+        sampler="euler",
+        schedule="ddpm",
+        num_steps=50,
+        guidance=4.0,
+        num_frames=1,
+        height=side,
+        width=side,
+        fps=0.0,
+        sigma_min=0.01,
+        sigma_max=157.4,
+    )
+
+
+def _of_wan(channels: int, hidden_size: int) -> SamplingSettings:
+    usual = WAN_SIZES[16, 1536]
+    num_frames, height, width, fps, guidance, shift = WAN_SIZES.get((channels, hidden_size), usual)
+    return SamplingSettings(
+        sampler="unipc",
+        schedule="flow",
+        sigma_max=999.0,
+        num_steps=50,
+        guidance=guidance,
+        shift=shift,
+        num_frames=num_frames,
+        height=height,
+        width=width,
+        fps=fps,
+        negative_prompt=WAN_NEGATIVE,
+    )

@@ -1,0 +1,189 @@
+"""Wan 2.1 and 2.2 text-to-video (arXiv 2503.20314): names in diffusers' `WanTransformer3DModel`, and the released ones.
+
+Their rotary positions turn neighbouring channels, ours those half a head apart: queries, keys and the factors of their
+norms change places (`tensor_map.turned`).
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from megadit.models.config import DiTConfig
+from megadit.models.convert.tensor_map import (
+    Entry,
+    flattened,
+    fuse_heads,
+    permute_axis,
+    rename,
+    rename_linear,
+    renamed,
+    turned,
+)
+from megadit.models.shared.errors import UserError
+
+DIFFUSERS_CLASS = "WanTransformer3DModel"
+SETTINGS = {
+    "patch_size", "num_attention_heads", "attention_head_dim", "in_channels", "out_channels", "text_dim", "freq_dim",
+    "ffn_dim", "num_layers", "cross_attn_norm", "qk_norm", "eps", "image_dim", "added_kv_proj_dim", "rope_max_seq_len",
+    "pos_embed_seq_len",
+}  # fmt: skip
+"""Those of diffusers' config.json; what newer ones add may be another network."""
+HEAD_DIM = 128
+"""Of all published sizes; tensors alone do not tell it."""
+_FIXED = {
+    "cross_attn_norm": True,
+    "qk_norm": "rms_norm_across_heads",
+    "freq_dim": 256,
+    "image_dim": None,
+    "added_kv_proj_dim": None,
+    "pos_embed_seq_len": None,
+}
+"""What text-to-video has of the settings that change its structure."""
+
+
+def config_from_diffusers(values: Mapping[str, Any]) -> DiTConfig:
+    """The configuration that diffusers' config.json stands for.
+
+    Raises:
+        UserError: for a network of this class with parts that we do not have (image-to-video and those built on it).
+    """
+    for name, only in _FIXED.items():
+        if values.get(name, only) != only:
+            raise UserError(f"{DIFFUSERS_CLASS} with {name}={values[name]} is not supported: only text-to-video is")
+    channels, out_channels = values["in_channels"], values["out_channels"] or values["in_channels"]
+    if channels != out_channels:
+        raise UserError(f"in_channels={channels} but out_channels={out_channels}: only text-to-video is supported")
+    patch_temporal, patch_spatial, patch_width = values["patch_size"]
+    if patch_spatial != patch_width:
+        raise UserError(f"patch_size={list(values['patch_size'])} is not square")
+    heads, head_dim = values["num_attention_heads"], values["attention_head_dim"]
+    return DiTConfig(
+        family="wan",
+        preconditioner="flow",
+        sigma_data=1.0,
+        num_layers=values["num_layers"],
+        hidden_size=heads * head_dim,
+        num_attention_heads=heads,
+        ffn_hidden_size=values["ffn_dim"],
+        in_channels=channels,
+        patch_spatial=patch_spatial,
+        patch_temporal=patch_temporal,
+        crossattn_emb_size=values["text_dim"],
+        layernorm_epsilon=values["eps"],
+    )
+
+
+def config_to_diffusers(config: DiTConfig) -> dict[str, Any]:
+    """The inverse of `config_from_diffusers`; positions beyond the published 1024 an axis are not forbidden here."""
+    return {
+        "_class_name": DIFFUSERS_CLASS,
+        **_FIXED,
+        "patch_size": [config.patch_temporal, config.patch_spatial, config.patch_spatial],
+        "num_attention_heads": config.num_attention_heads,
+        "attention_head_dim": config.dim_per_head,
+        "in_channels": config.in_channels,
+        "out_channels": config.in_channels,
+        "text_dim": config.crossattn_emb_size,
+        "ffn_dim": config.mlp_size,
+        "num_layers": config.num_layers,
+        "eps": config.layernorm_epsilon,
+        "rope_max_seq_len": 1024,
+    }
+
+
+def diffusers_entries(config: DiTConfig) -> list[Entry]:
+    patches = "D C pt ph pw -> D (pt ph pw C)"
+    embedder = "condition_embedder"
+    entries = [
+        permute_axis("x_embedder.weight", "patch_embedding.weight", patches, config, channels=config.in_channels),
+        rename("x_embedder.bias", "patch_embedding.bias"),
+        *rename_linear("shared_modulation.linear", f"{embedder}.time_proj", bias=True),
+        flattened("final_layer.modulation.table", "scale_shift_table", (1, 2)),
+        *rename_linear("final_layer.linear", "proj_out", bias=True),
+    ]
+    for ours, theirs in (("sigma_embedder", "time_embedder"), ("text_embedder", "text_embedder")):
+        for number in (1, 2):
+            entries += rename_linear(f"{ours}.linear_{number}", f"{embedder}.{theirs}.linear_{number}", bias=True)
+    for index in range(config.num_layers):
+        entries += _block_entries(f"blocks.{index}", config.dim_per_head)
+    return entries
+
+
+def _block_entries(block: str, head_dim: int) -> list[Entry]:
+    own, text = f"{block}.self_attention", f"{block}.cross_attention"
+    entries = [
+        flattened(f"{block}.modulation.table", f"{block}.scale_shift_table", (1, 6)),
+        *rename_linear(f"{own}.proj", f"{block}.attn1.to_out.0", bias=True),
+        *rename_linear(f"{text}.q", f"{block}.attn2.to_q", bias=True),
+        *rename_linear(f"{text}.proj", f"{block}.attn2.to_out.0", bias=True),
+        *rename_linear(f"{block}.text_layernorm", f"{block}.norm2", bias=True),
+        *rename_linear(f"{block}.mlp.fc1", f"{block}.ffn.net.0.proj", bias=True),
+        *rename_linear(f"{block}.mlp.fc2", f"{block}.ffn.net.2", bias=True),
+    ]
+    for kind in ("weight", "bias"):
+        qkv, kv = ([f"{block}.{name}.{kind}" for name in names] for names in (
+            ("attn1.to_q", "attn1.to_k", "attn1.to_v"), ("attn2.to_k", "attn2.to_v"),
+        ))  # fmt: skip
+        entries.append(turned(fuse_heads(f"{own}.qkv.{kind}", qkv, head_dim), head_dim, count=2))
+        entries.append(fuse_heads(f"{text}.kv.{kind}", kv, head_dim))
+    for x in "qk":
+        norm = rename(f"{own}.{x}_norm.weight", f"{block}.attn1.norm_{x}.weight")
+        entries.append(turned(norm, head_dim, count=1))
+        entries.append(rename(f"{text}.{x}_norm.weight", f"{block}.attn2.norm_{x}.weight"))
+    return entries
+
+
+# ------------------------------------------------------------------------------------------------ as released
+
+_RELEASED_NAMES = (
+    (r"^condition_embedder\.time_embedder\.linear_1", "time_embedding.0"),
+    (r"^condition_embedder\.time_embedder\.linear_2", "time_embedding.2"),
+    (r"^condition_embedder\.text_embedder\.linear_1", "text_embedding.0"),
+    (r"^condition_embedder\.text_embedder\.linear_2", "text_embedding.2"),
+    (r"^condition_embedder\.time_proj", "time_projection.1"),
+    (r"^proj_out", "head.head"),
+    (r"^scale_shift_table", "head.modulation"),
+    (r"\.scale_shift_table", ".modulation"),
+    (r"\.norm2\.", ".norm3."),
+    (r"\.attn1\.", ".self_attn."),
+    (r"\.attn2\.", ".cross_attn."),
+    (r"\.to_out\.0\.", ".o."),
+    (r"\.to_([qkv])\.", r".\1."),
+    (r"\.ffn\.net\.0\.proj", ".ffn.0"),
+    (r"\.ffn\.net\.2", ".ffn.2"),
+)
+
+
+def released_name(diffusers_name: str) -> str:
+    """The name in the released files."""
+    for pattern, replacement in _RELEASED_NAMES:
+        diffusers_name = re.sub(pattern, replacement, diffusers_name)
+    return diffusers_name
+
+
+def released_entries(config: DiTConfig) -> list[Entry]:
+    return renamed(diffusers_entries(config), released_name)
+
+
+def config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> DiTConfig:
+    """The configuration of released tensors, whose heads are all 128 wide.
+
+    Raises:
+        UserError: as `config_from_diffusers`.
+    """
+    width, channels, *patch = shapes["patch_embedding.weight"]
+    layers = {name.split(".")[1] for name in shapes if name.startswith("blocks.")}
+    return config_from_diffusers(
+        {
+            "num_layers": len(layers),
+            "num_attention_heads": max(1, width // HEAD_DIM),
+            "attention_head_dim": min(width, HEAD_DIM),
+            "in_channels": channels,
+            "out_channels": shapes["head.head.weight"][0] // (patch[0] * patch[1] * patch[2]),
+            "patch_size": patch,
+            "text_dim": shapes["text_embedding.0.weight"][1],
+            "freq_dim": shapes["time_embedding.0.weight"][1],
+            "ffn_dim": shapes["blocks.0.ffn.0.weight"][0],
+            "eps": 1e-6,
+        }
+    )

@@ -1,0 +1,84 @@
+"""The layout of a uniform batch, and what is computed once for all noise levels of its conditions.
+
+Shapes: S video tokens, L text slots, B batch.
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megadit.models.kept import Kept, memo_key
+from megadit.models.segments import DenseRows, Grid, Span
+
+
+def grid_positions(grid: Grid, device: torch.device | str | None = None) -> Tensor:
+    """int64 [T*H*W, 3]: the (t, h, w) of each token of one grid, in order."""
+    axes = [torch.arange(size, device=device) for size in grid]
+    return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, 2)
+
+
+class DenseTensors(NamedTuple):
+    """Tensors of a dense layout on one device."""
+
+    layout: "DenseLayout"
+    device: torch.device
+
+    @property
+    def positions_S3(self) -> Tensor:
+        """Each token's (t, h, w): int64, or float32 where frames have times of their own."""
+        position_S3 = grid_positions(self.layout.grid, self.layout.device)
+        if self.layout.times:
+            time_T = torch.tensor(self.layout.times, device=self.layout.device)
+            position_S3 = torch.cat([time_T[position_S3[:, 0], None], position_S3[:, 1:]], dim=1)
+        return position_S3.to(self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLayout:
+    """A uniform batch: every sample has the same grid. The form in which sampling and export run."""
+
+    grid: Grid
+    """Tokens along time, height and width."""
+    text_mask_BL: Tensor
+    """bool: True where a text token may be attended."""
+    device: torch.device
+    over: Literal["sample", "time", "space"] = "sample"
+    """What self-attention sees: all tokens of a sample, those of the same pixel, or those of the same frame."""
+    given: tuple[Span, ...] = ()
+    """The tokens that are given in every sample, and `times` of their frames: see `Segment`."""
+    times: tuple[float, ...] = ()
+    kept: Kept | None = None
+    """Where the same conditions come at many noise levels: what depends on them and on sizes alone. None: seen once."""
+
+    @property
+    def groups(self) -> None:
+        """No length groups: attention batches over all samples."""
+        return None
+
+    @property
+    def rows(self) -> DenseRows | None:
+        """None: modulation broadcasts over the batch."""
+        return DenseRows(prod(self.grid), self.given, len(self.text_mask_BL)) if self.given else None
+
+    def on(self, device: torch.device) -> DenseTensors:
+        return DenseTensors(self, device)
+
+    def memo(self, function: Callable[..., Any], *args: Hashable) -> Any:
+        """function(self, *args); see `PackLayout.memo`. Computed again where the batch is seen once."""
+        if self.kept is None:
+            return function(self, *args)
+        return self.kept.cached(memo_key(function, args), function, self, *args)
+
+    def per_condition(self, function: Callable[..., Any], owner: Hashable, *inputs: Any) -> Any:
+        """function(owner, *inputs), which the parameters of `owner`, sizes and conditions decide: the same at every
+        noise level.
+
+        For one layout `inputs` must always be the same values: they are not part of the key.
+        """
+        if self.kept is None:
+            return function(owner, *inputs)
+        return self.kept.cached(("per condition", memo_key(function, (owner,))), function, owner, *inputs)

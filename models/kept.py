@@ -1,0 +1,43 @@
+"""What is computed once and kept: under which key, and as long as there is room for it."""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from torch import Tensor
+
+
+def memo_key(function: Callable[..., Any], args: tuple[Hashable, ...]) -> Hashable:
+    """(function, args), by which two different values can never be found.
+
+    Raises:
+        TypeError: for a function that may capture what `args` does not say, and for arguments that are not hashable or
+            compared by identity.
+    """
+    name = getattr(function, "__qualname__", "<unnamed>")
+    if "<" in name:
+        raise TypeError(f"{name} cannot be a key: give a function of the module or class, and its arguments")
+    if any(isinstance(arg, Tensor) for arg in args):
+        raise TypeError(f"a tensor cannot be a key of {name}: another one would be computed anew, or mistaken for it")
+    hash(args)
+    return function, args, tuple(map(type, args))  # 1 == 1.0 == True
+
+
+class Kept:
+    """What was computed for a dense batch, as long as there is room for it."""
+
+    def __init__(self, room: int) -> None:
+        """`room` is in bytes."""
+        self._values: dict[Hashable, Any] = {}
+        self._room = room
+
+    def cached(self, key: Hashable, compute: Callable[..., Any], *args: Any) -> Any:
+        """compute(*args), a tensor, a tuple of them or None: computed once if it fits, else at each call."""
+        if key in self._values:
+            return self._values[key]
+        value = compute(*args)
+        parts = value if isinstance(value, tuple) else (value,)
+        size = sum(part.untyped_storage().nbytes() for part in parts if part is not None)
+        if size <= self._room:
+            self._room -= size
+            self._values[key] = value
+        return value

@@ -1,0 +1,111 @@
+"""Sizes of networks that have names: published ones, and the one that `make demo` trains."""
+
+from megadit.models.config import DiTConfig
+
+
+def _moviegen(**sizes: int) -> DiTConfig:
+    return DiTConfig(
+        family="moviegen",
+        num_query_groups=8,
+        position_embedding="learned",
+        learned_positions=(128, 120, 120),
+        qk_layernorm=False,
+        layernorm_epsilon=1e-5,
+        **sizes,
+    )
+
+
+def _st_dit(*, adaln_lora_dim: int = 256, **sizes: int) -> DiTConfig:
+    """Five sublayers are modulated: without a bottleneck, modulation would be a third of the network."""
+    return DiTConfig(family="st_dit", adaln_lora_dim=adaln_lora_dim, **sizes)
+
+
+def _cosmos2(**sizes: int) -> DiTConfig:
+    """Cosmos-Predict2 text-to-image: Cosmos without learned positions, trained as a flow (diffusers' Cosmos2)."""
+    return DiTConfig(
+        family="cosmos",
+        preconditioner="flow",
+        sigma_data=1.0,
+        adaln_lora_dim=256,
+        rope_scale=(1.0, 4.0, 4.0),
+        padding_mask_channel=True,
+        qk_layernorm_epsilon=1e-5,
+        **sizes,
+    )
+
+
+def _wan(**sizes: int) -> DiTConfig:
+    """Wan text-to-video (arXiv 2503.20314, table 1), with the features of umT5-XXL."""
+    return DiTConfig(family="wan", preconditioner="flow", sigma_data=1.0, crossattn_emb_size=4096, **sizes)
+
+
+NAMED_CONFIGS: dict[str, DiTConfig] = {
+    "dit_s": DiTConfig(num_layers=12, hidden_size=384, num_attention_heads=6),
+    "dit_b": DiTConfig(num_layers=12, hidden_size=768, num_attention_heads=12),
+    "dit_l": DiTConfig(num_layers=24, hidden_size=1024, num_attention_heads=16),
+    "dit_xl": DiTConfig(num_layers=28, hidden_size=1152, num_attention_heads=16),
+    "dit_7b": DiTConfig(num_layers=32, hidden_size=3072, num_attention_heads=24),
+    "dit_28b": DiTConfig(num_layers=32, hidden_size=6144, num_attention_heads=48),
+    "cosmos_7b": DiTConfig(
+        family="cosmos",
+        num_layers=28,
+        hidden_size=4096,
+        num_attention_heads=32,
+        adaln_lora_dim=256,
+        rope_scale=(2.0, 1.0, 1.0),
+        learned_positions=(128, 120, 120),
+        padding_mask_channel=True,
+        qk_layernorm_epsilon=1e-5,
+    ),
+    "cosmos_14b": DiTConfig(
+        family="cosmos",
+        num_layers=36,
+        hidden_size=5120,
+        num_attention_heads=40,
+        adaln_lora_dim=256,
+        rope_scale=(2.0, 2.0, 2.0),
+        learned_positions=(128, 120, 120),
+        padding_mask_channel=True,
+        qk_layernorm_epsilon=1e-5,
+    ),
+    "moviegen_1b": _moviegen(num_layers=16, hidden_size=2048, num_attention_heads=32, ffn_hidden_size=8192),
+    "moviegen_3b": _moviegen(num_layers=28, hidden_size=3072, num_attention_heads=24, ffn_hidden_size=8192),
+    "moviegen_5b": _moviegen(num_layers=32, hidden_size=3072, num_attention_heads=24, ffn_hidden_size=8192),
+    "moviegen_30b": _moviegen(num_layers=48, hidden_size=6144, num_attention_heads=48, ffn_hidden_size=16384),
+    "st_dit_s": _st_dit(num_layers=12, hidden_size=384, num_attention_heads=6),
+    "st_dit_b": _st_dit(num_layers=12, hidden_size=768, num_attention_heads=12),
+    "st_dit_l": _st_dit(num_layers=24, hidden_size=1024, num_attention_heads=16),
+    "st_dit_xl": _st_dit(num_layers=28, hidden_size=1152, num_attention_heads=16),
+    "st_dit_3b": _st_dit(num_layers=24, hidden_size=2048, num_attention_heads=16, adaln_lora_dim=512),
+    "dit_xl_2": DiTConfig(
+        family="dit",
+        num_layers=28,
+        hidden_size=1152,
+        num_attention_heads=16,
+        in_channels=4,
+        crossattn_emb_size=2,
+        position_embedding="sincos",
+        qk_layernorm=False,
+        sigma_data=1.0,
+        preconditioner="vp",
+        num_classes=1000,
+        learned_variance=True,
+    ),
+    "cosmos2_2b": _cosmos2(num_layers=28, hidden_size=2048, num_attention_heads=16),
+    "cosmos2_14b": _cosmos2(num_layers=36, hidden_size=5120, num_attention_heads=40),
+    "wan_1_3b": _wan(num_layers=30, hidden_size=1536, num_attention_heads=12, ffn_hidden_size=8960),
+    "wan_14b": _wan(num_layers=40, hidden_size=5120, num_attention_heads=40, ffn_hidden_size=13824),
+    "wan2_2_5b": _wan(num_layers=30, hidden_size=3072, num_attention_heads=24, ffn_hidden_size=14336, in_channels=48),
+    "digits": DiTConfig(
+        num_layers=4,
+        hidden_size=96,
+        num_attention_heads=2,
+        in_channels=32,
+        patch_spatial=1,
+        crossattn_emb_size=64,
+        sigma_data=1.0,
+    ),
+}
+"""The published sizes (L, XL and 7B as trained upstream on text and video; MovieGen's are those of NeMo's `DiTLlama*`),
+published networks (Cosmos, Cosmos-Predict2, Wan 2.1 and 2.2, the class-conditional DiT-XL/2) and the one that
+`make demo` trains."""

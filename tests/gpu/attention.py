@@ -1,0 +1,66 @@
+"""Attention forward and backward at the size of the 7B network: which kernel is fastest for which packs, how far it is
+from float32, and whether two backwards agree to the bit."""
+
+import torch
+from rows import DEVICE, HAS_GPU, attempt, normal, seconds, size, tell
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megadit.models.layout import PackLayout
+from megadit.models.ops.attention import attend_by_length_group, attend_varlen, attention
+from megadit.models.segments import Segment
+
+TOKENS, HEADS, WIDTH = size(8192, 256), size(24, 2), size(128, 16)
+EIGHTH = TOKENS // 8
+PACKS = {
+    "1 sample": [TOKENS],
+    "8 samples": [EIGHTH] * 8,
+    "9 mixed": [EIGHTH // 4] * 4 + [EIGHTH] * 3 + [2 * EIGHTH, TOKENS - 6 * EIGHTH],
+}
+KERNELS = {
+    "by groups": (attend_by_length_group, None),
+    "by groups, flash": (attend_by_length_group, SDPBackend.FLASH_ATTENTION),
+    "by groups, cuDNN": (attend_by_length_group, SDPBackend.CUDNN_ATTENTION),
+    "varlen": (attend_varlen, None),
+}
+
+
+def measure(name: str, layout: PackLayout, cross: bool, compute, backend) -> None:
+    keys = layout.text_capacity if cross else layout.capacity
+    q, k, v = (normal(n, 1, HEADS, WIDTH).requires_grad_() for n in (TOKENS, keys, keys))
+    grad = normal(TOKENS, 1, HEADS * WIDTH)
+
+    def forward() -> torch.Tensor:
+        if backend is None:
+            return compute(q, k, v, layout, cross)
+        with sdpa_kernel(backend):
+            return compute(q, k, v, layout, cross)
+
+    def both() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(forward(), (q, k, v), grad)
+
+    whole, ahead = seconds(both), seconds(forward)
+    pairs = sum(n * (layout.text_slots[i] if cross else n) for i, n in enumerate(layout.lengths))
+    flops = 4 * pairs * HEADS * WIDTH
+    same = all(torch.equal(a, b) for a, b in zip(both(), both(), strict=True))
+    exact = attend_by_length_group(*(x.detach().float() for x in (q, k, v)), layout, cross)
+    apart = ((forward().float() - exact).norm() / exact.norm()).item()
+    chosen = attention.choose(q, k, v, layout, cross).compute is compute and backend is None
+    rates = [flops / ahead / 1e12, 3 * flops / whole / 1e12]
+    found = f"forward {rates[0]:,.0f} TFLOP/s, with backward {rates[1]:,.0f}, {whole * 1e3:.2f} ms"
+    found += f", error {apart:.1e}, backwards {'the same' if same else 'differ'}{', the one chosen' if chosen else ''}"
+    tell(name, found, failed=apart > 2e-2, ms=whole * 1e3, tflops=rates[1], error=apart)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    cases = [(name, lengths, size(512, 32), False) for name, lengths in PACKS.items()]
+    cases += [(f"1 sample, {words} words", [TOKENS], words, True) for words in (16, size(512, 32))]
+    for name, lengths, words, cross in cases:
+        segments = [Segment((1, 1, n), words // len(lengths)) for n in lengths]
+        slots = sum(segment.text_slots for segment in segments)
+        layout = PackLayout.pack(segments, capacity=TOKENS, text_capacity=slots)
+        assert layout.on(DEVICE).bounds.device.type == DEVICE.type  # sent before anything is timed
+        for kernel, how in KERNELS.items():
+            if HAS_GPU or kernel == "by groups":
+                title = f"{'cross-' if cross else ''}attention, {name}, {kernel}"
+                attempt(title, lambda t=title, la=layout, c=cross, h=how: measure(t, la, c, *h))

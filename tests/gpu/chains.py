@@ -1,0 +1,89 @@
+"""Each fused chain of a block: how fast it moves memory, how far it is from float64, how long it takes to compile."""
+
+import time
+
+import torch
+from rows import DEVICE, DTYPE, HAS_GPU, attempt, normal, seconds, size, synchronize, tell
+
+from megadit.models.config import DiTConfig
+from megadit.models.embeddings import rotary_table
+from megadit.models.layout import PackLayout
+from megadit.models.ops import fusion
+from megadit.models.ops.gated_residual import gated_residual
+from megadit.models.ops.modulated_norm import modulated_norm
+from megadit.models.ops.qk_norm_rope import qk_norm_rope
+from megadit.models.segments import Segment
+from megadit.train.adamw import HalfMomentAdamW
+
+TOKENS, WIDTH, HEADS = size(8192, 256), size(3072, 64), size(24, 2)
+BOUND = 2e-2
+"""Error of a whole tensor, relative: some roundings of bfloat16."""
+
+
+def measure(name: str, op, inputs: tuple, passes: tuple[float, float]) -> None:
+    """`passes`: how often each number of [S, D] must go through memory, forward and backward."""
+    leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+    start = time.perf_counter()
+    out = op(*inputs)
+    grad = torch.randn_like(out)
+    found = torch.autograd.grad(out, leaves, grad)
+    synchronize()
+    first = time.perf_counter() - start
+    wide = [x.detach().double().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in inputs]
+    exact = op.reference.compute(*wide)
+    gradients = torch.autograd.grad(
+        exact, [x for x in wide if isinstance(x, torch.Tensor) and x.requires_grad], grad.double()
+    )
+    pairs = zip((out, *found), (exact, *gradients), strict=True)
+    apart = max(((a.double() - b).norm() / b.norm().clamp(min=1e-30)).item() for a, b in pairs)
+    ahead, whole = seconds(lambda: op(*inputs)), seconds(lambda: torch.autograd.grad(op(*inputs), leaves, grad))
+    rates = [count * out.nbytes / taken / 1e9 for count, taken in zip(passes, (ahead, whole - ahead), strict=True)]
+    told = f"forward {rates[0]:,.0f} GB/s, backward {rates[1]:,.0f} of what must be moved, {whole * 1e3:.2f} ms"
+    told += f", error {apart:.1e}, first call {first:.1f} s"
+    tell(name, told, failed=apart > BOUND, ms=whole * 1e3, forward=rates[0], backward=rates[1], error=apart)
+
+
+def optimizer() -> None:
+    p = torch.nn.Parameter(normal(size(2**28, 2**16), dtype=torch.float32))
+    p.grad = torch.randn_like(p)
+    adamw = HalfMomentAdamW([{"params": [p]}], lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    weight = torch.empty_like(p, dtype=DTYPE)
+    adamw.rounded = {p: weight}
+    taken = seconds(adamw.step)
+    rate = p.numel() * (4 + 8 + 8 + 2) / taken / 1e9
+    same = torch.equal(weight, p.detach().to(DTYPE))
+    tell("AdamW", f"{rate:,.0f} GB/s", failed=not same, gb_per_s=rate)
+
+
+def rows() -> None:
+    segments = [Segment((1, 1, TOKENS // 8), 1)] * 7
+    layout = PackLayout.pack(segments, capacity=TOKENS, text_capacity=16)
+    x, y = (normal(TOKENS, 1, WIDTH).requires_grad_() for _ in range(2))
+    shift, scale, gate = (normal(layout.num_segments, WIDTH).requires_grad_() for _ in range(3))
+    measure("norm and modulation", modulated_norm, (x, shift, scale, 1e-6, layout.rows), (2, 3))
+    measure("gate", gated_residual, (x, gate, y, layout.rows), (3, 3))
+
+
+def heads() -> None:
+    config = DiTConfig(hidden_size=WIDTH, num_attention_heads=HEADS)
+    positions = torch.stack([torch.arange(TOKENS, device=DEVICE)] * 3, dim=-1) % 32
+    rotary = rotary_table(positions, config, DTYPE)
+    fused_projection = normal(TOKENS, 1, HEADS, 3, WIDTH // HEADS)
+    for index, name in enumerate(("queries", "keys")):
+        x = fused_projection[:, :, :, index].detach().requires_grad_()
+        weight = normal(WIDTH // HEADS).requires_grad_()
+        measure(f"norm and rotation of {name}", qk_norm_rope, (x, weight, *rotary, 1e-6), (2, 3))
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    for name, of in {"chains of rows": rows, "chains of heads": heads, "AdamW": optimizer}.items():
+        attempt(name, of)
+    if HAS_GPU:
+        from torch._dynamo.utils import counters
+
+        tell(
+            "compiled",
+            f"{counters['stats']['unique_graphs']} graphs, {len(fusion._AS_WRITTEN)} chains could not be",
+            failed=bool(fusion._AS_WRITTEN),
+        )

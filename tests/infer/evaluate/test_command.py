@@ -1,0 +1,312 @@
+"""`megadit evaluate` from end to end, on a tiny random bundle and on folders of videos."""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megadit.infer.evaluate import command, compare, features, made
+from megadit.infer.evaluate import tokenizer as tokenizer_command
+from megadit.infer.lpips import LAYERS, LPIPS
+from megadit.infer.video_io import read_video, write_video
+from megadit.models.shared.files import read_json
+
+from .conftest import write_folder
+
+FIGURES = {"kid", "kvd", "precision", "recall", "density", "coverage", "consistency", "motion", "flicker"}
+CHEAP = ["--metrics", "kid", "kvd", "motion"]
+
+
+def report_of(out):
+    report = read_json(out / "report.json")
+    assert set(report.pop("seconds")) == {"videos", "features", "figures"}
+    return report
+
+
+def values(report, model=None):
+    return {
+        (each["metric"], each["guidance"]): each["value"]
+        for each in report["figures"]
+        if model in (None, each["model"])
+    }
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory, bundle_dir, real_folder, reader_file):
+    """The bundle at two guidances, and its loss."""
+    out = tmp_path_factory.mktemp("evaluated") / "out"
+    names = ["--metrics", *sorted(FIGURES), "loss"]
+    arguments = ["--real", real_folder, "--extractors", reader_file, "--guidances", "1", "4", *names]
+    assert command.main([str(each) for each in (bundle_dir, "--out", out, *arguments)]) == 0
+    return out, [str(each) for each in arguments]
+
+
+def test_a_report_has_every_figure_with_its_interval(evaluated):
+    report = report_of(evaluated[0])
+    assert {each["metric"] for each in report["figures"] if "loss" not in each["metric"]} == FIGURES
+    assert {each["guidance"] for each in report["figures"]} == {1.0, 4.0, None}
+    for each in report["figures"]:
+        assert each["low"] <= each["value"] <= each["high"] and each["videos"] == 40
+        assert re.match(r"megadit 1: .* 5 frames of 16x24 at 8 fps from the middle; 40 videos", each["protocol"])
+    losses = [each for each in report["figures"] if each["metric"].startswith("loss")]
+    assert len(losses) == 5 and all(each["value"] > 0 for each in losses)
+    distances = [each for each in report["figures"] if each["metric"] in ("kid", "kvd")]
+    assert all(each["floor"]["high"] < each["low"] for each in distances)  # random weights are far from real
+
+
+def test_a_page_that_needs_nothing_else(evaluated):
+    page = (evaluated[0] / "report.html").read_text()
+    assert page.count("data:image/") >= 3 and "http" not in page.replace("http-equiv", "")
+    assert "Best and worst of" in page and "guidance 4" in page
+    picture, _ = read_video(evaluated[0] / "grid.png")
+    assert picture.std() > 10
+    assert (evaluated[0] / "curves.png").is_file()
+
+
+def test_what_is_there_is_not_computed_again(evaluated, bundle_dir, tmp_path, monkeypatch):
+    out, arguments = evaluated
+    copy = shutil.copytree(out, tmp_path / "copy")
+    before = {path: path.stat().st_mtime_ns for path in copy.rglob("*.safetensors")}
+    monkeypatch.setattr(made.TextToVideo, "load", None)
+    monkeypatch.setattr(features, "_features", None)
+    assert command.main([str(bundle_dir), "--out", str(copy), *arguments]) == 0
+    assert {path: path.stat().st_mtime_ns for path in copy.rglob("*.safetensors")} == before
+    assert report_of(copy) == report_of(out)
+    next(iter((copy / "features").glob("*.safetensors"))).unlink()  # the control: this has to be computed
+    with pytest.raises(TypeError):
+        command.main([str(bundle_dir), "--out", str(copy), *arguments])
+
+
+def run(*arguments, ranks=1, **options):
+    launcher = [sys.executable, "-m"]
+    if ranks > 1:
+        launcher += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    words = [*launcher, "megadit.infer.evaluate.command", *map(str, arguments)]
+    return subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, **options)
+
+
+@pytest.mark.slow
+def test_two_ranks_find_the_features_of_one(evaluated, bundle_dir, tmp_path):
+    out, arguments = evaluated
+    process = run(bundle_dir, "--out", tmp_path / "two", *arguments, ranks=2)
+    assert process.wait() == 0, process.stderr.read().decode()
+    assert report_of(tmp_path / "two") == report_of(out)
+    names = sorted(path.relative_to(out) for path in out.rglob("*.safetensors"))
+    assert names == sorted(path.relative_to(tmp_path / "two") for path in (tmp_path / "two").rglob("*.safetensors"))
+    assert all((out / name).read_bytes() == (tmp_path / "two" / name).read_bytes() for name in names)
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_the_same_report_comes_of_it(evaluated, bundle_dir, tmp_path, request):
+    out, arguments = evaluated
+    killed, whole = tmp_path / "killed", len(list(out.rglob("*.safetensors")))
+    cases = request.config.getoption("--cases") or 10
+    for moment in sorted(random.Random(0).sample(range(whole), min(cases, whole))):
+        process = run(bundle_dir, "--out", killed, *arguments, start_new_session=True)
+        while len(list(killed.rglob("*.safetensors"))) < moment:
+            assert process.poll() is None, process.stderr.read().decode()
+            time.sleep(0.005)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        assert not (killed / "report.json").exists()
+    process = run(bundle_dir, "--out", killed, *arguments)
+    assert process.wait() == 0, process.stderr.read().decode()
+    assert report_of(killed) == report_of(out)
+    assert all((out / name).read_bytes() == (killed / name).read_bytes() for name in ("grid.png", "curves.png"))
+    assert (out / "report.html").read_bytes() == (killed / "report.html").read_bytes()
+
+
+# --------------------------------------------------------------------------------------------- folders, differences
+
+
+def evaluate(out, *arguments):
+    return command.main([str(each) for each in ("--out", out, *arguments)])
+
+
+def test_two_folders_against_each_other(tmp_path, real_folder, reader_file):
+    good = write_folder(tmp_path / "good", 40, seed=5)
+    bad = write_folder(tmp_path / "bad", 40, seed=5)
+    for path in bad.glob("*.mp4"):
+        video, fps = read_video(path)
+        write_video(path, np.repeat(video[:1] // 2, len(video), 0), fps)  # dim and still
+    common = ("--real", real_folder, "--extractors", reader_file, *CHEAP)
+    assert evaluate(tmp_path / "out", "--videos", good, "--against", bad, *common) == 0
+    report = report_of(tmp_path / "out")
+    verdicts = {each["metric"]: each["better"] for each in report["differences"]}
+    assert verdicts == {"kid": "good", "kvd": "good", "motion": "good"}
+    for each in report["differences"]:
+        assert each["value"] == pytest.approx(
+            values(report, "good")[each["metric"], None] - values(report, "bad")[each["metric"], None], rel=1e-4
+        )
+    assert "cannot be told apart" not in (tmp_path / "out" / "report.html").read_text()
+    assert (
+        evaluate(tmp_path / "same", "--videos", good, "--against", shutil.copytree(good, tmp_path / "again"), *common)
+        == 0
+    )
+    assert all(each["better"] == "" for each in report_of(tmp_path / "same")["differences"])
+
+
+def test_a_model_against_a_folder_with_a_shared_cache(tmp_path, bundle_dir, real_folder, reader_file):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red square\na blue square\n")
+    options = ("--real", real_folder, "--extractors", reader_file, "--prompts", prompts, "--metrics", "kid")
+    more = ("--count", 10, "--seed", 7, "--features", tmp_path / "features", "--export_for", "vbench")
+    size = ("--num_video_frames", 9, "--frames", 4, "--size", 16, 16, "--guidance", 3, "--num_steps", 2)
+    assert (
+        evaluate(
+            tmp_path / "out",
+            bundle_dir,
+            "--against",
+            real_folder,
+            *options,
+            *more,
+            *size,
+            "--device",
+            "cpu",
+            "--dtype",
+            "float32",
+            "--dtype",
+            "float32",
+        )
+        == 0
+    )
+    report = report_of(tmp_path / "out")
+    assert report["window"] == "4 frames of 16x16 at 8 fps from the middle, cropped and resized"
+    assert {each["videos"] for each in report["figures"]} == {10}
+    assert list((tmp_path / "features").glob("*.safetensors")) and not (tmp_path / "out" / "features").exists()
+    exported = tmp_path / "out" / "exported" / "tiny-guidance-3"
+    assert sorted(path.name for path in exported.iterdir())[:2] == ["a blue square-0.mp4", "a blue square-1.mp4"]
+    assert len(list(exported.iterdir())) == 10
+    request = read_json(next((tmp_path / "out" / "videos").glob("*/request.json")))
+    assert request["seed"] == 7 and request["prompts"][:3] == ["a red square", "a blue square", "a red square"]
+
+
+def test_settings_reach_the_videos(tmp_path, bundle_dir, real_folder, reader_file):
+    words = ("--real", real_folder, "--extractors", reader_file, *CHEAP[:2], "--count", 8, "--num_steps", 2)
+    for number, more in enumerate(
+        (
+            (),
+            ("--sampler", "heun"),
+            ("--height", 32, "--width", 32, "--size", 16, 24),
+            ("--eta", 1.0),
+            ("--negative_prompt", "a square"),
+        )
+    ):
+        assert evaluate(tmp_path / str(number), bundle_dir, *words, *more) == 0
+    found = {values(report_of(out))["kid", 2.0] for out in tmp_path.iterdir()}
+    assert len(found) == 5
+
+
+def test_reports_of_different_protocols_are_not_put_side_by_side(evaluated, tmp_path, capsys):
+    report = read_json(evaluated[0] / "report.json")
+    for each in report["figures"]:
+        each["model"] = "another"
+    (tmp_path / "same.json").write_text(json.dumps(report))
+    assert compare.main([str(evaluated[0]), str(tmp_path / "same.json")]) == 0
+    assert "another, guidance 4" in capsys.readouterr().out
+    report["figures"][0]["protocol"] = report["figures"][0]["protocol"].replace("5 frames", "16 frames")
+    (tmp_path / "other.json").write_text(json.dumps(report))
+    assert compare.main([str(evaluated[0]), str(tmp_path / "other.json")]) == 2
+    assert "figures of different protocols cannot be compared" in capsys.readouterr().err
+    (tmp_path / "none.json").write_text("[]")
+    assert compare.main([str(tmp_path / "none.json")]) == 2
+    assert "is not a report" in capsys.readouterr().err
+
+
+def write_lpips(folder):
+    """AlexNet and heads with random weights."""
+    folder.mkdir()
+    torch.manual_seed(0)
+    network = LPIPS()
+    backbone, heads = {}, {}
+    for number, (layer, convolution) in enumerate(zip(LAYERS, network.convolutions, strict=True)):
+        backbone |= {f"features.{layer}.{name}": tensor for name, tensor in convolution.state_dict().items()}
+        heads[f"lin{number}.model.1.weight"] = torch.rand(1, convolution.out_channels, 1, 1)
+    torch.save(backbone, folder / "alexnet.pth")
+    torch.save(heads, folder / "alex.pth")
+    return folder
+
+
+def test_a_tokenizer_is_measured(bundle_dir, real_folder, tmp_path, capsys):
+    more = ("--count", 12, "--frames", 5, "--size", 16, 16, "--lpips_weights", write_lpips(tmp_path / "lpips"))
+    words = [bundle_dir, real_folder, "--out", tmp_path / "figures.json", *more]
+    assert tokenizer_command.main([str(each) for each in words]) == 0
+    assert "12 videos, 5 frames of 16x16" in capsys.readouterr().out
+    figures = read_json(tmp_path / "figures.json")["figures"]
+    assert set(figures) == {"PSNR (dB)", "SSIM", "LPIPS", "latents' size / sigma_data", "latents' mean / sigma_data"}
+    assert figures["PSNR (dB)"]["value"] > 40 and figures["SSIM"]["value"] > 0.99  # Haar loses nothing but rounding
+    assert 0 <= figures["LPIPS"]["value"] < 0.05
+
+
+def test_ssim_is_torchmetrics_own():
+    image = pytest.importorskip("torchmetrics.functional.image", reason="torchmetrics is not installed (megadit[dev])")
+    generator = torch.Generator().manual_seed(0)
+    a = torch.rand(3, 3, 40, 48, generator=generator) * 2 - 1
+    b = (a + 0.2 * torch.randn(a.shape, generator=generator)).clamp(-1, 1)
+    theirs = image.structural_similarity_index_measure((a + 1) / 2, (b + 1) / 2, data_range=1.0, reduction="none")
+    a_wide, b_wide = (F.pad(each, (5, 5, 5, 5), mode="reflect") for each in (a, b))  # theirs reaches beyond the picture
+    assert tokenizer_command.ssim(a_wide, b_wide).numpy() == pytest.approx(theirs.numpy(), abs=1e-4)
+    expected = image.peak_signal_noise_ratio((a + 1) / 2, (b + 1) / 2, data_range=1.0, reduction="none", dim=(1, 2, 3))
+    assert tokenizer_command.psnr(a, b).numpy() == pytest.approx(expected.numpy(), abs=1e-3)
+
+
+# ------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.fixture
+def three(tmp_path):
+    return write_folder(tmp_path / "three", 3)
+
+
+def said(capsys, *arguments):
+    assert command.main([str(each) for each in arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()[-1:]
+    return line
+
+
+def test_mistakes_are_one_line_that_says_what_to_do(tmp_path, capsys, bundle_dir, real_folder, reader_file, three):
+    out = ("--out", tmp_path / "out")
+    seen = ("--extractors", reader_file)
+    assert "give a model, or --videos FOLDER" in said(capsys, *out)
+    assert "give --real" in said(capsys, bundle_dir, *out)
+    made = (bundle_dir, *out, "--real", three)
+    assert "there are no weights at nowhere" in said(capsys, *made, "--extractors", "nowhere")
+    assert "is unknown; did you mean 'fid'" in said(capsys, *made, "--metrics", "fidd")
+    needs = said(capsys, *made, "--metrics", "clip", *seen)
+    assert "--metrics clip needs an extractor of pictures and texts" in needs
+    few = said(capsys, "--videos", three, *out, "--real", real_folder, *seen)
+    assert "3 generated videos are too few for figures with intervals: give 8 or more" in few
+    few = said(capsys, "--videos", real_folder, *out, "--real", real_folder, *seen, "--metrics", "fvd")
+    assert "40 generated videos are too few for a Fréchet distance of 76 features: give 154 or more" in few
+    none = write_folder(tmp_path / "none", 2, captions=False)
+    assert "without captions: give --prompts FILE" in said(capsys, bundle_dir, *out, "--real", none, *seen)
+    wide = write_folder(tmp_path / "wide", 3, size=(5, 32, 48))
+    assert "give --size 32 48" in said(capsys, bundle_dir, *out, "--real", wide, *seen)
+    several = write_folder(tmp_path / "several", 9)
+    shutil.copy(next(wide.glob("*.mp4")), several / "wide.mp4")
+    mixed = said(capsys, "--videos", several, *out, "--real", real_folder, *seen, "--metrics", "kid")
+    assert "give --size 16 24" in mixed
+    others = said(capsys, "--videos", several, "--against", real_folder, *out, "--real", real_folder, *seen)
+    assert "(several has 10, real has 40): give --count 10" in others
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "holds no videos" in said(capsys, "--videos", empty, *out, "--real", real_folder)
+    (empty / "broken.mp4").write_bytes(b"no video")
+    assert "cannot read" in said(capsys, "--videos", real_folder, *out, "--real", empty)
+    long = said(capsys, bundle_dir, *out, "--real", real_folder, *seen, "--frames", 9)
+    assert "makes 5 frames, 9 are looked at" in long
+    assert "30 frames per second" not in long
+    assert "makes 8 frames per second" not in long
+    fast = said(capsys, bundle_dir, *out, "--real", real_folder, *seen, "--fps", 30)
+    assert "makes 30 frames per second, the real videos have 8" in fast

@@ -1,0 +1,139 @@
+"""Sets of videos: folders, data sets, what is in memory; what is looked at; what is refused."""
+
+import io
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from megadit.infer.evaluate import videos as videos_module
+from megadit.infer.evaluate.extractors.base import resized
+from megadit.infer.evaluate.pictures import clips_at
+from megadit.infer.evaluate.videos import open_videos, videos_in_memory
+from megadit.infer.evaluate.window import looked_at, window_of
+from megadit.infer.video_io import encode_mp4
+from megadit.models.shared.errors import UserError
+from megadit.models.text_encoders import HashedWordEncoder
+from megadit.models.tokenizers import HaarTokenizer
+from megadit.train.data.writer import DatasetWriter
+
+from .conftest import write_folder
+
+
+def pixels(count=5, frames=5, height=8, width=12, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (count, frames, height, width, 3), dtype=np.uint8)
+
+
+def test_a_folder_in_order_with_captions_and_a_key_of_its_content(tmp_path):
+    folder = write_folder(tmp_path / "a", 18)
+    found = open_videos(folder)
+    assert (found.count, len(found.parts)) == (18, 2)
+    assert found.prompts[3] == "a square of the colour 3"
+    assert [clip.prompt for clip in found.parts[1].read()] == found.prompts[16:]
+    assert open_videos(folder).key == found.key == open_videos(folder.rename(tmp_path / "b")).key
+    (tmp_path / "b" / "003.txt").write_text("another caption")
+    assert open_videos(tmp_path / "b").key != found.key
+    assert open_videos(tmp_path / "b", 4).count == 4
+
+
+def write_dataset(root):
+    tokenizer, text_encoder = HaarTokenizer(temporal_compression=2, spatial_compression=2), HashedWordEncoder(dim=16)
+    with DatasetWriter(root, tokenizer=tokenizer, text_encoder=text_encoder, shard_size=7) as writer:
+        for number in range(24):
+            frames = 5 if number % 3 else 1
+            video = torch.rand(3, frames, 8, 8, generator=torch.Generator().manual_seed(number)) * 2 - 1
+            writer.add(
+                "val" if number < 18 else "train",
+                f"sample-{number:02d}",
+                latent_CTHW=tokenizer.encode(video[None])[0],
+                text_LE=torch.zeros(0, 16),
+                caption=f"caption {number}",
+                num_frames=frames,
+                height=8,
+                width=8,
+                fps=8 if frames > 1 else 0,
+            )
+
+
+def test_videos_of_a_data_set_without_its_images(tmp_path):
+    write_dataset(tmp_path / "data")
+    found = open_videos(tmp_path / "data")
+    assert found.prompts == [f"caption {number}" for number in range(18) if number % 3]
+    clip = found.parts[0].read()[0]
+    expected = torch.rand(3, 5, 8, 8, generator=torch.Generator().manual_seed(1)).permute(1, 2, 3, 0)
+    assert np.abs(clip.video_THWC / 255 - expected.numpy()).max() < 0.01 and clip.fps == 8
+    assert open_videos(tmp_path / "data", split="train").prompts == [f"caption {number}" for number in (19, 20, 22, 23)]
+    assert open_videos(tmp_path / "data", 3).prompts == found.prompts[:3]
+
+
+def add(tar, name, content):
+    info = tarfile.TarInfo(name)
+    info.size = len(content)
+    tar.addfile(info, io.BytesIO(content))
+
+
+@pytest.mark.parametrize(
+    ("members", "says"),
+    [
+        ({"json": b'{"num_frames": 5'}, "is not valid JSON"),
+        ({"json": b'{"num_frames": "many"}'}, "does not describe a sample"),
+        ({"json": b'{"num_frames": 5}'}, "holds neither a video nor latents"),
+        ({"json": b'{"num_frames": 5}', "safetensors": b"\xff" * 64}, "is longer than"),
+        ({"json": b'{"num_frames": 5}', "mp4": b"no video"}, "cannot read"),
+        ({"json": b" " * (1 << 17)}, "is longer than"),
+    ],
+)
+def test_a_hostile_data_set_is_one_line(tmp_path, members, says):
+    (tmp_path / "megadit.json").write_text("{}")
+    with tarfile.open(tmp_path / "val-000000.tar", "w") as tar:
+        for suffix, content in members.items():
+            add(tar, f"sample.{suffix}", content)
+    with pytest.raises(UserError, match=says):
+        open_videos(tmp_path).parts[0].read()
+
+
+def test_a_video_longer_than_memory_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "long.mp4").write_bytes(encode_mp4(pixels(1, 20, 16, 16)[0], 8.0))
+    monkeypatch.setattr(videos_module, "MAX_VIDEO_BYTES", 10 * 16 * 16 * 3)
+    with pytest.raises(UserError, match="long.mp4, decoded, is longer than"):
+        open_videos(tmp_path).parts[0].read()
+
+
+def test_the_middle_of_a_video_is_looked_at():
+    videos = pixels(2, 9)
+    found = videos_in_memory("x", videos, ["a", "b"], 8.0)
+    window = window_of(found.parts[0].read()[0], 4, None)
+    seen, prompts = looked_at(found.parts[0], window)
+    assert (seen.numpy() == videos[:, 2:6]).all() and prompts == ["a", "b"]
+    assert window.text == "4 frames of 8x12 at 8 fps from the middle"
+
+
+def test_other_sizes_are_cropped_and_resized_or_refused():
+    videos = pixels(1, 2, 20, 40)
+    part = videos_in_memory("x", videos, [""], 0.0).parts[0]
+    seen, _ = looked_at(part, window_of(part.read()[0], None, (10, 10)))
+    cropped = resized(torch.from_numpy(videos[:, :, :, 10:30]), 10, 10).round().byte()
+    assert (seen.permute(0, 4, 1, 2, 3) == cropped).all()
+    expected = np.asarray(Image.fromarray(videos[0, 0, :, 10:30]).resize((10, 10), Image.Resampling.BICUBIC))
+    assert np.abs(seen[0, 0].numpy().astype(int) - expected).max() <= 1
+    other = videos_in_memory("y", pixels(1, 2, 8, 8), [""], 0.0).parts[0]
+    with pytest.raises(UserError, match="video 0 of y is 8x8, others are 20x40: give --size 20 40"):
+        looked_at(other, window_of(part.read()[0], None, None))
+
+
+def test_other_lengths_and_speeds_are_refused():
+    window = window_of(videos_in_memory("x", pixels(1, 5), [""], 8.0).parts[0].read()[0], None, None)
+    with pytest.raises(UserError, match="has 3 frames, fewer than 5: give --frames 3"):
+        looked_at(videos_in_memory("y", pixels(1, 3), [""], 8.0).parts[0], window)
+    with pytest.raises(UserError, match="has 30 frames per second, others 8"):
+        looked_at(videos_in_memory("y", pixels(1, 5), [""], 30.0).parts[0], window)
+
+
+def test_single_videos_are_found_in_their_parts():
+    videos = pixels(20)
+    found = videos_in_memory("x", videos, [str(number) for number in range(20)], 8.0)
+    chosen = clips_at(found, [17, 0, 16, 15])
+    assert [clip.prompt for clip in chosen] == ["17", "0", "16", "15"]
+    assert (chosen[0].video_THWC == videos[17]).all()

@@ -1,0 +1,221 @@
+"""Generations that start from a given video."""
+
+import numpy as np
+import pytest
+import torch
+
+from megadit.infer.given import GivenVideo, Known
+from megadit.infer.pipeline import TextToVideo
+from megadit.infer.samplers import SAMPLERS
+from megadit.models.shared.errors import UserError
+
+
+def clip(frames=5, height=16, width=24, seed=0):
+    generator = np.random.default_rng(seed)
+    coarse = generator.integers(0, 255, (1, height // 4, width // 4, 3), dtype=np.uint8)
+    return coarse.repeat(frames, 0).repeat(4, 1).repeat(4, 2)
+
+
+def distance(a, b):
+    return np.abs(a.astype(float) - b).mean()
+
+
+def test_strength_decides_how_much_is_made_again(pipeline):
+    given = clip()
+    calls = {}
+
+    def video(strength):
+        (result,) = pipeline.generate(["a red seven"], num_steps=10, given=GivenVideo(frames=given, strength=strength))
+        calls[strength] = result.num_denoiser_calls
+        return result.video
+
+    distances = [distance(video(strength), given) for strength in (0.1, 0.5, 1.0)]
+    assert calls == {0.1: 1, 0.5: 5, 1.0: 10}
+    assert distances[0] < distances[1] < distances[2]
+    assert distances[0] < 5 < distances[2]
+
+
+def test_video_to_video_takes_other_sizes_and_cuts_the_tail(pipeline):
+    given = GivenVideo(frames=clip(frames=9, height=32, width=48), strength=0.1)
+    (result,) = pipeline.generate(["a"], num_steps=10, given=given, num_frames=7)
+    assert result.video.shape == (7, 16, 24, 3)
+    assert distance(result.video[:, ::4, ::4], clip(9, 32, 48)[:7, ::8, ::8]) < 40
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_continuation_keeps_the_given_frames(pipeline, sampler):
+    given = clip(frames=7, seed=3)
+    results = pipeline.generate(
+        ["a red seven", "a blue two"],
+        seeds=[1, 2],
+        sampler=sampler,
+        num_frames=13,
+        given=GivenVideo(frames=given, keep_frames=6),
+    )
+    for result in results:
+        assert result.video.shape[0] == 13
+        # 6 frames hold 5 that the tokenizer can encode: the last ones. The tiny bundle's tokenizer is lossless.
+        assert np.abs(result.video[:5].astype(int) - given[2:]).max() <= 1
+        assert distance(result.video[5:9], given[2:6]) > 5
+    assert distance(results[0].video[5:], results[1].video[5:]) > 5
+
+
+def test_continuation_of_an_image(pipeline):
+    image = clip(frames=1, seed=4)
+    (result,) = pipeline.generate(["a"], given=GivenVideo(frames=image, keep_frames=1))
+    assert np.abs(result.video[0].astype(int) - image[0]).max() <= 1
+    # What is kept decides what follows: the network saw it.
+    (other,) = pipeline.generate(["a"], given=GivenVideo(frames=clip(1, seed=5), keep_frames=1))
+    assert distance(result.video[1:], other.video[1:]) > 0.1
+
+
+def test_kept_latents_stay_on_the_line_that_training_noise_draws():
+    is_kept = torch.zeros(4, 2, 2, dtype=torch.bool)
+    is_kept[:1] = True
+    known = torch.full((1, 2, 4, 2, 2), 0.7) * is_kept
+    start, noise = Known(known, is_kept), torch.randn(3, 2, 4, 2, 2, generator=torch.Generator().manual_seed(0))
+    seen = []
+
+    def denoise(x, sigma_B):
+        sigma = sigma_B.reshape(-1, 1, 1, 1, 1)
+        seen.append((x[:, :, :1] - 0.7 - sigma * noise[:, :, :1]).abs().max().item() / sigma[0].item())
+        return 0.5 * x
+
+    sigmas = torch.tensor([8.0, 3.0, 1.0, 0.2, 0.0], dtype=torch.float64)
+    for sampler in SAMPLERS.values():
+        x = sampler(start.replaces(denoise), start.initial_state(8.0, noise), sigmas)
+        torch.testing.assert_close(x[:, :, :1], known[:, :, :1].double().expand(3, -1, -1, -1, -1))
+    assert max(seen) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("given", "settings", "message"),
+    [
+        ({"strength": 0.0}, {}, "strength=0.0 must be greater than 0"),
+        ({"strength": 1.5}, {}, "strength=1.5"),
+        ({}, {}, "say what to do"),
+        ({"strength": 0.5, "keep_frames": 2}, {}, "say what to do"),
+        ({"keep_frames": 0}, {}, "keep_frames=0 must be at least 1"),
+        ({"keep_frames": 5}, {}, "leaves nothing to make of 5 frames"),
+        ({"strength": 0.5}, {"num_frames": 9}, "has 5 frames, 9 are wanted"),
+        ({"strength": 0.5, "frames": np.zeros((5, 16, 24, 3))}, {}, "must be uint8"),
+    ],
+)
+def test_mistakes(pipeline, given, settings, message):
+    with pytest.raises(UserError, match=message):
+        pipeline.generate(["a"], given=GivenVideo(**({"frames": clip()} | given)), **settings)
+
+
+# ------------------------------------------------------------------------------ networks that were trained for it
+
+
+def video(pipeline, *given, prompts=("a red seven",), seeds=0, **settings):
+    settings = {"num_frames": 13} | settings
+    return [result.video for result in pipeline.generate(list(prompts), seeds=seeds, given=given or None, **settings)]
+
+
+SOURCE = clip(frames=13, seed=7)
+MASK = np.zeros((1, 16, 24), dtype=bool)
+MASK[:, :, 8:] = True
+USED = {
+    "first_frame": (GivenVideo(frames=SOURCE[:1], use="first_frame"), np.s_[:1]),
+    "prefix": (GivenVideo(frames=SOURCE[:5], use="prefix"), np.s_[:5]),
+    "suffix": (GivenVideo(frames=SOURCE[-8:], use="suffix"), np.s_[-8:]),
+    "inpaint": (GivenVideo(frames=SOURCE, use="inpaint", mask=MASK), np.s_[:, :, :8]),
+    "last_frame": (GivenVideo(frames=SOURCE[-1:], use="last_frame"), None),
+    "keyframe": (GivenVideo(frames=SOURCE[6:7], use="keyframe", frame=6), None),
+    "edit": (GivenVideo(frames=SOURCE, use="edit"), None),
+}
+"""Use -> what is given, and where it stays in the video; None: it is only seen."""
+
+
+@pytest.mark.parametrize("use", USED)
+def test_what_is_given_is_seen_and_stays_where_it_is(able, use):
+    given, place = USED[use]
+    (free,), (made,) = video(able), video(able, given)
+    assert made.shape == free.shape == (13, 16, 24, 3)
+    if place is not None:
+        assert np.abs(made[place].astype(int) - SOURCE[place]).max() <= 1, "the tokenizer is lossless"
+    changes = {"frames": 255 - given.frames, "use": use, "frame": given.frame, "mask": given.mask}
+    (other,) = video(able, GivenVideo(**changes))
+    rest = np.ones(made.shape, dtype=bool)
+    if place is not None:
+        rest[place] = False
+    assert distance(made[rest], free[rest]) > 0.1 and distance(made[rest], other[rest]) > 0.1, "it decides the rest"
+
+
+@pytest.mark.parametrize("use", ["first_frame", "prefix", "suffix", "inpaint"])
+def test_a_network_that_was_not_trained_is_held_to_it(pipeline, able, use):
+    """The same weights: what is known is put back while sampling, which gives another video than seeing it clean."""
+    given, place = USED[use]
+    (held,), (seen,) = video(pipeline, given), video(able, given)
+    assert np.abs(held[place].astype(int) - SOURCE[place]).max() <= 1
+    assert distance(held, seen) > 0.1
+
+
+@pytest.mark.parametrize("use", ["last_frame", "keyframe", "edit"])
+def test_what_only_training_teaches_is_refused_without(pipeline, use):
+    with pytest.raises(UserError, match="was not trained to be given .*it takes nothing"):
+        video(pipeline, USED[use][0])
+
+
+def test_each_video_may_be_given_something_else(able):
+    """Batches hold those of which the same places are given; each is as if made alone."""
+    media = [USED["first_frame"][0], (USED["first_frame"][0], USED["last_frame"][0]), None, USED["edit"][0]]
+    media.append(GivenVideo(frames=255 - SOURCE[:1], use="first_frame"))
+    prompts, seeds = [f"a {number}" for number in range(5)], [3, 1, 4, 1, 5]
+    together = able.generate(prompts, seeds=seeds, given=media, num_frames=13)
+    for prompt, seed, given, result in zip(prompts, seeds, media, together, strict=True):
+        (alone,) = able.generate([prompt], seeds=seed, given=given, num_frames=13)
+        torch.testing.assert_close(alone.latents_CTHW, result.latents_CTHW, rtol=1e-4, atol=1e-4)
+    with pytest.raises(UserError, match="of 2 of 3 videos"):
+        able.generate(["a", "b", "c"], given=[None, None])
+    with pytest.raises(UserError, match="one strength"):
+        able.generate(["a", "b"], given=[GivenVideo(frames=SOURCE, strength=0.5), None], num_frames=13)
+
+
+def test_two_scales_lead_by_text_and_by_what_is_given(able):
+    """D = D(0,0) + s_image (D(i,0) - D(0,0)) + s_text (D(i,t) - D(i,0)), at every call."""
+    asked = {}
+
+    class Noting:
+        device = able.device
+
+        def __call__(self, x, sigma_B, conditioning):
+            answer = able.denoiser(x, sigma_B, conditioning)
+            for row, length in zip(answer, conditioning.text_length_B.tolist(), strict=True):
+                asked[conditioning.given is not None, length > 0] = row
+            return answer
+
+    noting = TextToVideo(
+        denoiser=Noting(), tokenizer=able.tokenizer, text_encoder=able.text_encoder, config=able.config,
+        defaults=able.defaults, takes=able.takes,
+    )  # fmt: skip
+    settings = {"num_steps": 1, "sampler": "euler", "eta": 0.0, "num_frames": 13}
+    given = USED["edit"][0]
+    (result,) = noting.generate(["a red seven"], given=given, guidance=3.0, image_guidance=1.7, **settings)
+    none, clip_alone, both = asked[False, False], asked[True, False], asked[True, True]
+    expected = none + 1.7 * (clip_alone - none) + 3.0 * (both - clip_alone)
+    torch.testing.assert_close(result.latents_CTHW, expected, rtol=1e-4, atol=1e-4)
+    (plain,) = able.generate(["a red seven"], given=given, guidance=3.0, **settings)
+    torch.testing.assert_close(plain.latents_CTHW, clip_alone + 3.0 * (both - clip_alone), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"use": "frist_frame"}, "did you mean 'first_frame'"),
+        ({"use": "keyframe"}, "frame goes with use=keyframe"),
+        ({"use": "keyframe", "frame": 13}, "the video has the frames 0 to 12"),
+        ({"use": "inpaint"}, "mask goes with use=inpaint"),
+        ({"use": "inpaint", "mask": np.zeros((1, 16, 24), bool)}, "marks nothing to make anew"),
+        ({"use": "inpaint", "mask": np.ones((4, 16, 24), bool)}, "the mask has 4 frames, the video 13"),
+        ({"use": "inpaint", "mask": np.ones((16, 24))}, "a mask must be bool"),
+        ({"use": "suffix", "keep_frames": 3}, "at least 4 frames"),
+        ({"use": "prefix", "keep_frames": 13}, "leaves nothing to make"),
+        ({"use": "edit", "frames": SOURCE[:5]}, "has 5 frames, 13 are wanted"),
+    ],
+)
+def test_more_mistakes(able, given, message):
+    with pytest.raises(UserError, match=message):
+        video(able, GivenVideo(**{"frames": SOURCE} | given))

@@ -1,0 +1,99 @@
+"""Videos of any length, in windows."""
+
+import gc
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megadit.infer.generate import main
+from megadit.infer.video_io import encode_mp4, read_video, stream_mp4
+from megadit.infer.windows import num_windows, stream_windows
+from megadit.models.shared.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("total", "window", "keep", "expected"), [(65, 9, 1, 8), (9, 9, 1, 1), (5, 9, 1, 1), (10, 9, 1, 2), (21, 9, 5, 4)]
+)
+def test_windows_are_counted(total, window, keep, expected):
+    assert num_windows(total, window, keep) == expected
+
+
+@pytest.mark.parametrize("keep", [0, 9, 10])
+def test_a_window_makes_something_new(keep):
+    with pytest.raises(UserError, match="must be at least 1 and leave some of the 9"):
+        num_windows(20, 9, keep)
+
+
+def test_each_window_goes_on_from_the_last(able):
+    parts = list(stream_windows(able, [["a", "b"], ["c"]], total_frames=15, keep_frames=1, seeds=[0, 50]))
+    first, second = (np.concatenate(frames) for frames in zip(*parts, strict=True))
+    assert first.shape == second.shape == (15, 16, 24, 3)
+    assert [len(frames) for frames, _ in parts] == [5, 4, 4, 2]
+    # the same by hand: the second window from the first one's last frame, with the second prompt
+    from megadit.infer.given import GivenVideo
+
+    given = GivenVideo(frames=first[4:5], use="prefix", keep_frames=1)
+    (again,) = able.generate(["b"], seeds=1, given=given)
+    assert np.abs(again.video[1:].astype(int) - first[5:9]).max() <= 1
+    (alone,) = zip(*stream_windows(able, [["c"]], total_frames=15, seeds=[50]), strict=True)
+    assert np.abs(np.concatenate(alone).astype(int) - second).max() <= 1, "its company changes nothing"
+
+
+def test_an_mp4_that_comes_in_parts_is_the_same_file(tmp_path):
+    frames = np.random.default_rng(0).integers(0, 255, (11, 16, 24, 3), dtype=np.uint8)
+    stream_mp4(tmp_path / "parts.mp4", (frames[first : first + 4] for first in range(0, 11, 4)), 8)
+    assert (tmp_path / "parts.mp4").read_bytes() == encode_mp4(frames, 8)
+
+    def breaks():
+        yield frames
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        stream_mp4(tmp_path / "broken.mp4", breaks(), 8)
+    assert [path.name for path in tmp_path.iterdir()] == ["parts.mp4"], "nothing is left of one that broke off"
+
+
+def test_a_long_video_is_one_file_that_can_be_repeated(able_dir, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = ["--checkpoint_path", str(able_dir), "--device", "cpu", "--num_steps", "2"]
+    prompts = ["--prompt", "a red seven", "a blue two", "--total_frames", "14", "--story"]
+    assert main([*options, *prompts, "--video_save_path", "long.mp4"]) == 0
+    frames, fps = read_video("long.mp4")
+    assert (len(frames), fps) == (14, 8)
+    assert main(["--repeat", "long.mp4", "--device", "cpu", "--video_save_path", "again.mp4"]) == 0
+    assert np.array_equal(read_video("again.mp4")[0], frames)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--format", "gif"], "makes an mp4"),
+        (["--contact_sheet", "a.png"], "makes no contact sheet"),
+        (["--video_save_path", "a.gif"], "makes an mp4"),
+        (["--keep_frames", "5"], "leave some of the 5 of a window"),
+        (["--story", "--seeds", "1", "2"], "tells one video"),
+    ],
+)
+def test_mistakes(able_dir, tmp_path, monkeypatch, capsys, more, message):
+    monkeypatch.chdir(tmp_path)
+    options = ["--checkpoint_path", str(able_dir), "--device", "cpu", "--prompt", "a", "--total_frames", "9", *more]
+    assert main(options) == 2
+    told = capsys.readouterr().err
+    assert message in told and told.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_ten_minutes_take_no_more_memory_than_one(able):
+    """4,800 frames at 8 a second; what the process holds after a tenth is what it holds at the end."""
+    import psutil
+
+    process, held, count = psutil.Process(), [], 0
+    settings = replace(able.defaults, num_frames=41, num_steps=1, guidance=1.0)
+    for number, (frames,) in enumerate(stream_windows(able, [["a red seven"]], settings, total_frames=4800, seeds=[0])):
+        count += len(frames)
+        if number % 10 == 0:
+            gc.collect()
+            held.append(process.memory_info().rss)
+    assert count == 4800 and len(held) > 10
+    assert max(held[2:]) - held[1] < 2**24, held

@@ -1,0 +1,145 @@
+"""Parts of a sample that are given: clean tokens among noisy ones, with a noise level of their own."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megadit.models.conditioning import Conditioning, Given, token_spans
+from megadit.models.config import DiTConfig
+from megadit.models.denoiser import EDMDenoiser
+from megadit.models.dense_packs import pack_dense, pad_segments, unpack_dense
+from megadit.models.dit import DiT
+from megadit.models.initialize import initialize_
+from megadit.models.layout import CPU, PackLayout
+from megadit.models.parameterization import denoise_packed
+from megadit.models.segments import Segment, TokenMesh
+
+CONFIG = DiTConfig(
+    num_layers=2,
+    hidden_size=48,
+    num_attention_heads=2,
+    in_channels=4,
+    patch_spatial=2,
+    crossattn_emb_size=8,
+    given_sigma=0.02,
+)
+FIRST, ENDS, BOX = ((0, 4),), ((0, 4), (8, 12)), ((0, 2), (3, 6), (7, 12))
+MIXED = PackLayout.pack(
+    [Segment((3, 2, 2), 2, given=given) for given in (FIRST, FIRST, (), ENDS, BOX)]
+    + [Segment((5, 2, 2), 3, given=((12, 20),), times=(0, 1, 2, 2, 0.5))],
+    capacity=96,
+    text_capacity=24,
+)
+
+
+def network(config=CONFIG) -> DiT:
+    model = initialize_(DiT(config), seed=0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.norm() == 0:
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def conditions(count: int, given: Given | None = None) -> Conditioning:
+    generator = torch.Generator().manual_seed(2)
+    text = torch.randn(count, 3, CONFIG.crossattn_emb_size, generator=generator)
+    return Conditioning(text, torch.tensor([3, 1, 0, 2][:count]), torch.full((count,), 8.0), given=given)
+
+
+def given_latents(count: int, extra: int = 1) -> Given:
+    generator = torch.Generator().manual_seed(3)
+    latents = torch.randn(count, 4, 3 + extra, 4, 4, generator=generator)
+    is_given = torch.zeros(3 + extra, 4, 4, dtype=torch.bool)
+    is_given[0] = is_given[3:] = True
+    is_given[1, :2] = True
+    return Given(latents, is_given, (0.0, 1.0, 2.0, 1.5)[: 3 + extra] if extra else ())
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_rows_follow_the_tokens_however_they_are_cut(size):
+    G = MIXED.num_segments
+    given_segments = [index for index, segment in enumerate(MIXED.segments) if segment.given]
+    expected = torch.cat([torch.full((segment.num_tokens,), index) for index, segment in enumerate(MIXED.segments)])
+    for row, index in enumerate(given_segments):
+        for first, stop in MIXED.segments[index].given:
+            expected[MIXED.starts[index] + first : MIXED.starts[index] + stop] = G + row
+    assert MIXED.segment_of_row == (*range(G), *given_segments)
+    assert torch.equal(MIXED.on(CPU).row_of_token_S, expected)
+    slices = [MIXED.shard(TokenMesh(slices=size, rank=rank)).rows.of_token(CPU) for rank in range(size)]
+    assert torch.equal(torch.cat(slices), expected)
+    shards = [MIXED.shard(TokenMesh(context=size, rank=rank)) for rank in range(size)]
+    for shard in shards:
+        assert torch.equal(shard.rows.of_token(CPU), expected[shard.on(CPU).index_S])
+    assert sum(shard.num_wanted for shard in shards) == MIXED.num_wanted == int((expected < G)[:80].sum())
+
+
+def test_alike_neighbours_are_grouped():
+    """Two groups for any number of neighbours of which the same is given: kernels are as few as without."""
+    layout = PackLayout.pack([Segment((3, 2, 2), 1, given=FIRST)] * 7, capacity=84, text_capacity=7)
+    assert [(group.first, group.count, group.length, group.gap) for group in layout.rows.groups] == [
+        (7, 7, 4, 8),
+        (0, 7, 8, 4),
+    ]
+    assert len(layout.groups) == 1, "attention sees whole segments"
+
+
+def test_tokens_are_given_where_all_of_their_latents_are():
+    is_given = torch.zeros(2, 4, 4, dtype=torch.bool)
+    is_given[0, :3] = True
+    is_given[1, 2:, 2:] = True
+    assert token_spans(is_given, CONFIG) == ((0, 2), (7, 8))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("extra", [0, 1])
+@pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, family="st_dit")], ids=["dit", "st_dit"])
+def test_a_batch_equals_its_pack(config, extra):
+    dit, given = network(config), given_latents(3, extra)
+    conditioning = conditions(3, given)
+    x, sigma = torch.randn(3, 4, 3, 4, 4), torch.tensor([0.3, 2.0, 11.0])
+    dense = EDMDenoiser(dit)(x, sigma, conditioning)
+    pack = pack_dense(x, conditioning, config, multiple=8)
+    sigma_G = pad_segments(sigma, pack.layout, value=1.0)
+    tokens = denoise_packed(dit, pack.tokens_S1P, sigma_G, pack.text_L1E, pack.fps_G, pack.layout)
+    packed = unpack_dense(tokens, pack.layout, x, config)
+    wanted = ~given.is_given_THW[:3]
+    torch.testing.assert_close(packed[:, :, wanted], dense[:, :, wanted], rtol=2e-5, atol=2e-5)
+
+
+@torch.no_grad()
+def test_the_network_sees_what_is_given_clean_and_nothing_else_of_it():
+    dit, given = network(), given_latents(2)
+    denoise = EDMDenoiser(dit)
+    x, sigma = torch.randn(2, 4, 3, 4, 4), torch.tensor([0.5, 5.0])
+    wanted = ~given.is_given_THW[:3]
+
+    def answer(given=given, x=x, **changes):
+        return denoise(x, sigma, conditions(2, replace(given, **changes)))[:, :, wanted]
+
+    usual = answer()
+    elsewhere = torch.where(wanted, x, torch.randn_like(x))
+    assert torch.equal(answer(x=elsewhere), usual), "what the sampler's state holds there is not read"
+    for frame in (0, 3):
+        other = given.latents_BCTHW.clone()
+        other[:, :, frame] += 1
+        assert not torch.allclose(answer(latents_BCTHW=other), usual), frame
+    unread = given.latents_BCTHW.clone()
+    unread[:, :, 2] = torch.nan
+    assert torch.equal(answer(latents_BCTHW=unread), usual)
+    assert not torch.allclose(answer(times=(0.0, 1.0, 2.0, 0.5)), usual), "when a frame is, is seen"
+    label = replace(CONFIG, given_sigma=0.5)
+    other = network(label)
+    other.load_state_dict(dit.state_dict())
+    relabelled = EDMDenoiser(other)(x, sigma, conditions(2, given))[:, :, wanted]
+    assert not torch.allclose(relabelled, usual), "their noise level is told"
+
+
+@torch.no_grad()
+def test_nothing_given_changes_nothing():
+    """To the last bit, of a batch and of a pack."""
+    plain, able = network(replace(CONFIG, given_sigma=None)), network()
+    x, sigma = torch.randn(2, 4, 3, 4, 4), torch.tensor([0.5, 5.0])
+    assert torch.equal(EDMDenoiser(plain)(x, sigma, conditions(2)), EDMDenoiser(able)(x, sigma, conditions(2)))

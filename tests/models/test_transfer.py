@@ -1,0 +1,151 @@
+"""What is sent together arrives as it was, by one copy; and what training and sampling send and ask for, counted.
+
+The meta device stands for a GPU: it computes nothing, and refuses to tell a number.
+"""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megadit.infer.runtimes.torch import TorchDenoiser
+from megadit.infer.samplers import SAMPLERS
+from megadit.models.conditioning import Conditioning
+from megadit.models.config import DiTConfig
+from megadit.models.dit import DiT
+from megadit.models.layout import PackLayout
+from megadit.models.segments import Segment
+from megadit.models.transfer import sent_together
+from megadit.train.adamw import HalfMomentAdamW
+from megadit.train.config.schema import DiffusionConfig
+from megadit.train.data.packed_batch import PackFormat, TrainingSample
+from megadit.train.training_model import TrainingModel
+
+META = torch.device("meta")
+
+
+class Traffic(TorchDispatchMode):
+    """Counts what goes to the device, and refuses what the host would wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if function is torch.ops.aten._local_scalar_dense.default and given[0].is_meta:
+            raise AssertionError("the host asks the device for a number")
+        out = function(*args, **kwargs)
+        made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        # a number on the CPU may stand beside tensors of a GPU: it travels with the launch
+        if any(x.is_cpu and x.ndim for x in given) and any(x.is_meta for x in [*made, *given]):
+            self.counts["to the device"] += 1
+        if any(x.is_meta for x in given) and any(x.is_cpu for x in made):
+            raise AssertionError("the host waits for a tensor")
+        return out
+
+
+def config(family="megadit", **changes):
+    fixed = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "in_channels": 4, "crossattn_emb_size": 16}
+    return DiTConfig(family=family, **fixed, **changes)
+
+
+FAMILY_CHANGES = {
+    "moviegen": {"position_embedding": "learned", "learned_positions": (4, 8, 8)},
+    "cosmos": {"position_embedding": "rope", "adaln_lora_dim": 6},
+}
+
+
+def batch(model, *, count=3):
+    samples = [
+        TrainingSample(
+            sample_id=str(index),
+            occurrence=0,
+            latent_CTHW=torch.randn(4, 1 + index, 4, 4),
+            text_LE=torch.randn(2 + index, model.crossattn_emb_size),
+            fps=8.0,
+        )
+        for index in range(count)
+    ]
+    pack = PackFormat(model=model, seq_length=64, text_seq_length=24, seed=0, text_dropout=0.3)
+    return pack.pack(samples)
+
+
+def test_tensors_arrive_as_they_were(monkeypatch):
+    tensors = [torch.randn(3, 5).bfloat16(), torch.arange(7), torch.tensor(True), torch.zeros(0, 4), torch.randn(1, 1)]
+    assert all(a is b for a, b in zip(sent_together(tensors, "cpu"), tensors, strict=True))
+    # a device of another name that computes like a CPU
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, device, **_: x.clone())
+    there = sent_together(tensors, "meta")
+    assert len({x.untyped_storage().data_ptr() for x in there}) == 1
+    for sent, tensor in zip(there, tensors, strict=True):
+        assert sent.dtype == tensor.dtype and torch.equal(sent, tensor)
+        assert sent.data_ptr() % 16 == 0 or sent.numel() == 0
+
+
+@pytest.mark.parametrize("family", ["megadit", "moviegen", "cosmos"])
+def test_a_micro_batch_is_sent_by_three_copies_at_most_and_nothing_is_asked_for(family):
+    model = config(family, **FAMILY_CHANGES.get(family, {}))
+    with META:
+        training = TrainingModel(DiT(model), DiffusionConfig(learned_uncertainty=True), None, None)
+    training.uncertainty(torch.empty(1, device=META))  # its constants are sent once
+    pack = batch(model)
+    with Traffic() as traffic:
+        sums = training(pack.to(META))
+        sums.objective.backward()
+    # the batch, its layout, and the words of its length groups, which the kernel for any lengths does without
+    assert traffic.counts["to the device"] <= 3
+
+
+def test_what_would_be_waited_for_is_seen():
+    with Traffic() as traffic:
+        torch.empty(3, device=META).add(torch.ones(3).to(META))
+        assert traffic.counts["to the device"] == 1
+        with pytest.raises(AssertionError, match="a number"):
+            torch.empty((), device=META).item()
+
+
+def test_an_update_sends_one_tensor_for_each_group():
+    groups = [{"params": [torch.nn.Parameter(torch.empty(4, 4, device=META)) for _ in range(5)]} for _ in range(2)]
+    for group in groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.empty_like(parameter)
+    optimizer = HalfMomentAdamW(groups, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+    with Traffic() as traffic:
+        optimizer.step()
+    assert traffic.counts["to the device"] == 2
+
+
+@pytest.mark.parametrize("sampler", ["euler", "heun", "res_multistep"])
+@pytest.mark.parametrize("preconditioner", ["edm", "vp"])
+def test_sampling_asks_for_nothing_and_sends_nothing(sampler, preconditioner):
+    if sampler not in SAMPLERS:
+        pytest.skip("no such sampler")
+    denoiser = TorchDenoiser(DiT(config(preconditioner=preconditioner)), device=META)
+    given = Conditioning(torch.randn(2, 5, 16), torch.tensor([5, 0]), torch.full((2,), 8.0)).to(META)
+    x, sigmas = torch.empty(2, 4, 2, 4, 4, device=META).double(), torch.tensor([8.0, 2.0, 0.5, 0.0]).double()
+    calls = 0
+
+    def denoise(x, sigma_B):
+        nonlocal calls
+        calls += 1
+        return denoiser(x, sigma_B, given)
+
+    denoise(x.float(), sigmas[:1].float().expand(2))  # what is kept for all noise levels is sent by the first call
+    calls = 0
+    with Traffic() as traffic:
+        SAMPLERS[sampler](denoise, x, sigmas)
+    assert calls >= 3 and not traffic.counts
+
+
+def test_layouts_of_a_pack_are_sent_once():
+    layout = PackLayout.pack([Segment((1, 2, 4), 3), Segment((1, 2, 2), 0)], capacity=20, text_capacity=6)
+    with Traffic() as traffic:
+        tensors = layout.on(META)
+        for name in ("segment_of_token_S", "positions_S3", "bounds", "text_bounds", "is_sample_S"):
+            assert getattr(tensors, name).shape == getattr(layout.on("cpu"), name).shape
+        assert layout.rows.of_token(META).shape == (20,)
+    assert traffic.counts["to the device"] == 1

@@ -1,0 +1,103 @@
+"""`make gpu-check`: rows come one by one and stay, whatever becomes of the measurement that told them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import gpu_check  # noqa: E402
+from gpu_check import Measurement, Report, fits_this_python, measure, watched  # noqa: E402
+
+ROW = 'print(json.dumps({"name": "a", "found": "b", "failed": False, "figures": {"ms": 1}}), flush=True)\n'
+PROGRAMS = {
+    "good.py": "import json\nprint('not a row')\n" + ROW,
+    "dies.py": "import json\n" + ROW + "raise SystemExit('no such kernel')\n",
+    "hangs.py": "import json, subprocess\n" + ROW + "subprocess.run(['sleep', '600'])\n",
+}
+NOTHING_MISSING = {use: [] for use in gpu_check.MODULES}
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    for name, content in PROGRAMS.items():
+        (tmp_path / name).write_text(content)
+    monkeypatch.setattr(gpu_check, "PROGRAMS", tmp_path)
+    return tmp_path
+
+
+def told(report):
+    lines = (report.out / "rows.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == report.rows
+    return [(row["name"], row["found"], row["failed"]) for row in report.rows]
+
+
+def run(report, program, limit=20, **options):
+    measure(report, "x", Measurement((program,), limit), dict(os.environ), NOTHING_MISSING, has_gpu=False, **options)
+    return told(report)
+
+
+def test_rows_are_told_as_they_come(programs, tmp_path):
+    report = Report(tmp_path / "out", 100)
+    assert run(report, "good.py") == [("a", "b", False)]
+    assert report.rows[0]["figures"] == {"ms": 1} and report.finish() == 0
+    assert json.loads((report.out / "report.json").read_text()) == report.rows
+
+
+def test_what_fails_keeps_its_rows_and_its_log(programs, tmp_path):
+    report = Report(tmp_path / "out", 100)
+    first, failed = run(report, "dies.py")
+    assert first == ("a", "b", False) and failed == ("x", "exit code 1: no such kernel (all of it in x.log)", True)
+    assert report.finish() == 1
+
+
+def test_what_hangs_is_ended_with_its_children(programs, tmp_path):
+    report = Report(tmp_path / "out", 100)
+    *rows, ended = run(report, "hangs.py", limit=3)
+    assert ended == ("x", "not done after 3 s", True) and len(rows) <= 1
+
+
+def test_nothing_begins_when_the_budget_is_spent(programs, tmp_path):
+    report = Report(tmp_path / "out", 0)
+    assert run(report, "good.py") == [("x", "not begun: the budget is spent", True)]
+    assert watched(report, "x", ["-c", "raise SystemExit(3)"], dict(os.environ), 5).startswith("not begun")
+
+
+def test_what_lacks_something_is_not_measured(tmp_path):
+    report, missing = Report(tmp_path / "out", 100), NOTHING_MISSING | {"base": ["einops", "imageio"]}
+    measure(report, "x", Measurement(("good.py",), 9), {}, missing, has_gpu=True)
+    measure(report, "x", Measurement(("good.py",), 9, needs_gpu=True), {}, NOTHING_MISSING, has_gpu=False)
+    assert [found for _, found, _ in told(report)] == ["not measured: missing einops", "not measured: no GPU"]
+
+
+def test_every_measurement_is_a_program():
+    for measurement in gpu_check.MEASUREMENTS.values():
+        assert (gpu_check.PROGRAMS / measurement.arguments[0]).is_file()
+        assert measurement.needs in gpu_check.MODULES and measurement.limit <= 120
+
+
+def test_an_unknown_name_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        gpu_check.main(["--only", "products,7c"])
+    assert "there is no '7c'" in capsys.readouterr().err
+
+
+def test_wheels_are_chosen_by_their_python():
+    here = f"cp3{sys.version_info.minor}"
+    fitting = ("a-1-py3-none-any.whl", f"a-1-{here}-{here}-manylinux2014_x86_64.whl", "a-1-cp38-abi3-linux_x86_64.whl")
+    assert all(map(fits_this_python, fitting)) and not fits_this_python("a-1-cp37-cp37m-linux_x86_64.whl")
+
+
+def test_it_runs_here(tmp_path):
+    """The whole of it, with one measurement, in small where there is no GPU."""
+    script, out = Path(gpu_check.__file__), tmp_path / "out"
+    command = [sys.executable, script, "--only", "products", "--out", out]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((out / "report.json").read_text())
+    products = [row for row in rows if row["part"] == "products" and "tflops" in row["figures"]]
+    assert len(products) >= 12 and all(row["figures"]["tflops"] > 0 for row in products)

@@ -1,0 +1,309 @@
+"""Downloads from servers that answer well, badly, slowly and not at all; what several jobs fetch, one would fetch."""
+
+import io
+import json
+import socket
+import threading
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megadit.train.data import prepare
+from megadit.train.data.ingest import download, tables
+from megadit.train.data.ingest.download import Downloads, download_all, is_public
+
+pyarrow = pytest.importorskip("pyarrow")
+AT_ONCE = 16
+PREPARE = ("--sizes", "64x64", "--num_frames", "1", "--num_workers", "0", "--channels", "8", "--private_addresses")
+
+
+class Answers(BaseHTTPRequestHandler):
+    """What the path says: /404, /busy (twice, then well), /cut, /drip, /hang, /large, /circle, /to/URL, /ftp,
+    /together (once `AT_ONCE` ask), or a picture."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        name = self.path.strip("/").partition("/")[0].partition(".")[0]
+        self.server.asked[self.path] += 1
+        getattr(self, f"answer_{name}", self.answer_well)()
+
+    def answer(self, code: int, body: bytes = b"", length: int | None = None, **headers: str) -> None:
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body) if length is None else length))
+        for header, value in headers.items():
+            self.send_header(header, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def answer_well(self) -> None:
+        lost = self.path in self.server.lost
+        self.answer(404) if lost else self.answer(200, picture(self.path))
+
+    def answer_404(self) -> None:
+        self.answer(404)
+
+    def answer_busy(self) -> None:
+        self.answer(503 if self.server.asked[self.path] < 3 else 200, b"at last", **{"Retry-After": "0"})
+
+    def answer_together(self) -> None:
+        try:
+            self.server.together.wait(20)
+        except threading.BrokenBarrierError:
+            return self.answer(500)
+        self.answer(200, b"together")
+
+    def answer_cut(self) -> None:
+        self.answer(200, b"begin", length=1000)
+        self.close_connection = True
+
+    def answer_drip(self) -> None:
+        self.answer(200, length=1000)
+        try:
+            while not self.server.stopped.wait(0.02):
+                self.wfile.write(b"x")
+        except OSError:
+            self.close_connection = True
+
+    def answer_hang(self) -> None:
+        self.server.stopped.wait(20)
+        self.close_connection = True
+
+    def answer_large(self) -> None:
+        self.answer(200, b"begin", length=300 << 20)
+        self.close_connection = True
+
+    def answer_circle(self) -> None:
+        self.answer(302, Location="/circle")
+
+    def answer_to(self) -> None:
+        self.answer(302, Location=self.path.removeprefix("/to/"))
+
+    def answer_ftp(self) -> None:
+        self.answer(302, Location="ftp://example.org/file")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def picture(seed: str) -> bytes:
+    buffer = io.BytesIO()
+    noise = np.random.default_rng(list(seed.encode())).integers(0, 256, (6, 6, 3), np.uint8)
+    Image.fromarray(noise).resize((96, 96)).save(buffer, "JPEG", quality=90)
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def server():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    server.request_queue_size = 128
+    server.daemon_threads = True
+    server.asked, server.lost, server.stopped = Counter(), set(), threading.Event()
+    server.together = threading.Barrier(AT_ONCE)
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.stopped.set()
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(download, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(download, "SILENCE", 0.3)
+    return Downloads(seconds=1.5, private_addresses=True)
+
+
+def test_as_many_are_under_way_as_asked_for(server, tmp_path):
+    """The server answers none before all have asked: one after another, they would never come."""
+    wanted = {tmp_path / str(number): f"{server.url}/together/{number}" for number in range(AT_ONCE)}
+    many = Downloads(requests=AT_ONCE, seconds=30, private_addresses=True)
+    assert download_all(wanted, many) == {}
+    assert all(path.read_bytes() == b"together" for path in wanted)
+
+
+@pytest.mark.parametrize(
+    ("path", "reason", "attempts"),
+    [
+        ("/404", "http 404", 1),
+        ("/cut", "cut short", 3),
+        ("/hang", "timed out", 3),
+        ("/drip", "timed out", 1),
+        ("/large", "too large", 1),
+        ("/circle", "redirected in circles", 6),
+        ("/ftp", "not an address", 1),
+    ],
+)
+def test_what_cannot_be_had_has_its_reason_and_leaves_nothing(server, tmp_path, quick, path, reason, attempts):
+    assert download_all({tmp_path / "file": server.url + path}, quick) == {tmp_path / "file": reason}
+    assert server.asked[path] == attempts and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("url", ["file:///etc/passwd", "http://", "http://[::1", "nonsense", "http://a b/", ""])
+def test_what_is_no_address_is_not_opened(tmp_path, quick, url):
+    assert list(download_all({tmp_path / "file": url}, quick).values()) in (["not an address"], ["no connection"])
+
+
+def test_an_answer_that_is_no_http_and_a_port_where_nobody_listens(tmp_path, quick):
+    with socket.create_server(("127.0.0.1", 0)) as nonsense:
+        address = f"http://127.0.0.1:{nonsense.getsockname()[1]}/"
+
+        def answer() -> None:
+            for _ in range(3):
+                connection, _ = nonsense.accept()
+                with connection:
+                    connection.recv(4096)
+                    connection.sendall(b"nonsense\r\n\r\n")
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        assert download_all({tmp_path / "file": address}, quick) == {tmp_path / "file": "not http"}
+        thread.join()
+    assert download_all({tmp_path / "file": address}, quick) == {tmp_path / "file": "no connection"}
+
+
+def test_a_busy_server_is_asked_again(server, tmp_path, quick):
+    assert download_all({tmp_path / "file": server.url + "/busy"}, quick) == {}
+    assert (tmp_path / "file").read_bytes() == b"at last" and server.asked["/busy"] == 3
+
+
+def test_a_private_address_is_refused_before_it_is_asked_anything(server, tmp_path, quick, monkeypatch):
+    """Also after a redirect from one that is public."""
+    shy = Downloads(seconds=1.5)
+    file = tmp_path / "file"
+    assert download_all({file: server.url + "/picture"}, shy) == {file: "private address"}
+    monkeypatch.setattr(download, "is_public", lambda address: address == "127.0.0.1")
+    other_server = ThreadingHTTPServer(("127.0.0.2", 0), Answers)
+    other_server.asked, other_server.lost = Counter(), set()
+    threading.Thread(target=other_server.serve_forever, daemon=True).start()
+    other = f"http://127.0.0.2:{other_server.server_port}/picture"
+    assert download_all({file: f"{server.url}/to/{other}"}, shy) == {file: "private address"}
+    assert not server.asked["/picture"] and not other_server.asked and not file.exists()
+    assert download_all({file: f"{server.url}/to/{other}"}, quick) == {}  # where it is allowed
+    other_server.shutdown()
+    other_server.server_close()
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1", "10.1.2.3", "192.168.0.1", "169.254.169.254", "::1", "fe80::1%eth0", "::ffff:10.0.0.1"]
+)
+def test_addresses_of_a_network_of_one_s_own_are_private(address):
+    assert not is_public(address)
+
+
+def test_addresses_of_the_internet_are_public():
+    assert is_public("93.184.215.14") and is_public("2606:2800:21f:cb07:6820:80da:af6b:8b2c")
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def table(server, tmp_path, quick, monkeypatch):
+    """Twenty rows in two Parquet files, three units of eight rows and less."""
+    from pyarrow import parquet
+
+    monkeypatch.setattr(tables, "ROWS_OF_A_UNIT", 8)
+    (tmp_path / "table").mkdir()
+    for part, numbers in enumerate((range(13), range(13, 20))):
+        rows = {"url": [f"{server.url}/{number}.jpg" for number in numbers], "text": [f"row {n}" for n in numbers]}
+        parquet.write_table(pyarrow.table(rows), tmp_path / "table" / f"train-{part}.parquet", row_group_size=3)
+    return tmp_path / "table"
+
+
+def fetched(out) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted((out / "prepare" / "fetched").rglob("*"))}
+
+
+def prepare_hf(source, out, *options: str) -> int:
+    return prepare.main(["hf", str(source), str(out), *PREPARE, *options])
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_parts_in_any_order_leave_what_one_process_leaves(table, tmp_path, count):
+    assert prepare_hf(table, tmp_path / "whole") == 0
+    parts = tmp_path / "parts"
+    for stage in ("fetch", "scan", "select", "encode", "index"):
+        if stage in ("select", "index"):
+            assert prepare_hf(table, parts, "--stages", stage) == 0
+        else:
+            for number in reversed(range(count)):
+                assert prepare_hf(table, parts, "--stages", stage, "--part", f"{number}/{count}") == 0
+    assert fetched(parts) == fetched(tmp_path / "whole") and len(fetched(parts)) == 6
+    assert (parts / "train-000000.tar").read_bytes() == (tmp_path / "whole" / "train-000000.tar").read_bytes()
+    assert (parts / "megadit.json").is_file()
+
+
+def test_a_part_divides_only_what_can_be_divided(table, tmp_path, capsys):
+    assert prepare_hf(table, tmp_path / "out", "--part", "0/2") == 2
+    assert "--part divides fetch, scan, encode; give --stages without select" in capsys.readouterr().err
+    for text in ("2/2", "1", "a/b"):
+        assert prepare_hf(table, tmp_path / "out", "--part", text) == 2
+        assert "from 0/100 to 99/100" in capsys.readouterr().err
+
+
+def test_an_interrupted_unit_asks_for_no_file_twice(table, server, tmp_path, monkeypatch):
+    pack = tables._pack
+    monkeypatch.setattr(tables, "_pack", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    rows = tables.Tables(
+        root=str(table), fetched=tmp_path / "out/prepare/fetched", downloads=Downloads(private_addresses=True)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        rows.fetch(tables.Team())
+    assert sum(server.asked.values()) == 8
+    monkeypatch.setattr(tables, "_pack", pack)
+    rows.fetch(tables.Team())
+    assert set(server.asked.values()) == {1} and len(server.asked) == 20
+    assert prepare_hf(table, tmp_path / "whole", "--stages", "fetch") == 0
+    assert fetched(tmp_path / "out") == fetched(tmp_path / "whole")
+
+
+def test_what_failed_is_fetched_when_it_is_asked_for_again(table, server, tmp_path):
+    """The data set is then the one that a server in good health gives; nothing else is downloaded again."""
+    server.lost = {"/3.jpg", "/11.jpg"}
+    out = tmp_path / "out"
+    assert prepare_hf(table, out) == 0
+    assert json.loads((out / "report.json").read_text())["skips"] == {"not fetched: http 404": 2}
+    assert prepare_hf(table, out, "--redo", "failed") == 0  # they still are
+    assert server.asked["/3.jpg"] == 2
+    server.lost = set()
+    assert prepare_hf(table, out, "--redo", "failed") == 0
+    assert sum(server.asked.values()) == 20 + 4
+    assert prepare_hf(table, tmp_path / "healthy") == 0
+    for name in ("train-000000.tar", "report.json"):
+        assert (out / name).read_bytes() == (tmp_path / "healthy" / name).read_bytes()
+
+
+def test_downloads_obey_their_options(table, server, tmp_path, capsys):
+    server.lost = set()
+    assert prepare_hf(table, tmp_path / "slow", "--download_seconds", "0.000001", "--stages", "fetch,scan,select") == 2
+    assert "20 x not fetched: timed out" in capsys.readouterr().err
+    command = ["hf", str(table), str(tmp_path / "shy"), *PREPARE[:-1], "--stages", "fetch,scan,select"]
+    assert prepare.main(command) == 2
+    assert "20 x not fetched: private address" in capsys.readouterr().err
+    assert prepare_hf(table, tmp_path / "one", "--downloads", "0") == 2
+    assert "--downloads" in capsys.readouterr().err
+
+
+def test_a_table_may_hold_videos_and_animations(tmp_path, make_clip, make_pan):
+    from pyarrow import parquet
+
+    frames = make_pan("china.jpg", 12, 96, 128)
+    video = make_clip(tmp_path / "clip.webm", frames, codec="libvpx-vp9").read_bytes()
+    moving = io.BytesIO()
+    pictures = [Image.fromarray(frame) for frame in frames[:, ::-1]]
+    pictures[0].save(moving, "WEBP", save_all=True, append_images=pictures[1:], duration=50, lossless=True)
+    (tmp_path / "table").mkdir()
+    rows = {"video": [video, moving.getvalue()], "text": ["a video", "an animation"]}
+    parquet.write_table(pyarrow.table(rows), tmp_path / "table" / "train.parquet")
+    out = tmp_path / "out"
+    options = ("--num_frames", "9", "--val_share", "0", "--stages", "fetch,scan,select")
+    assert prepare.main(["hf", str(tmp_path / "table"), str(out), *PREPARE, *options]) == 0
+    clips = [json.loads(line) for line in (out / "prepare/train.jsonl").read_text().splitlines()]
+    assert {(clip["source"]["caption"], clip["fps"]) for clip in clips} == {("a video", 24.0), ("an animation", 20.0)}

@@ -1,0 +1,119 @@
+"""What the demo's figures see of clips that are spoilt on purpose, and that they see nothing where nothing is wrong."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+from megadit.infer.evaluate.evaluation import Candidate, differences
+from megadit.infer.evaluate.extractors.files import KIND
+from megadit.train.digits import evaluation, judge, score
+
+METRICS = ("fid", "kid", "fvd", "kvd", "consistency", "motion", "flicker")
+
+
+def noisy(video, strength):
+    return video + strength * torch.randn(video.shape, generator=torch.Generator().manual_seed(0))
+
+
+def blurred(video, strength):
+    frames = video.transpose(1, 2).flatten(0, 1)
+    blurry = F.avg_pool2d(frames, 3, 1, 1).reshape(video.transpose(1, 2).shape).transpose(1, 2)
+    return video + strength * (blurry - video)
+
+
+def frozen(video, strength):
+    """The last frames, a share of all, are copies of the one before them."""
+    last = round(video.shape[2] * (1 - strength)) - 1
+    return torch.cat([video[:, :, : last + 1], video[:, :, last : last + 1].expand(-1, -1, 8 - last, -1, -1)], dim=2)
+
+
+def out_of_order(video, strength):
+    """So many neighbouring frames, or all of them, change places."""
+    orders = {0.25: [1, 0, 2, 3, 4, 5, 6, 7, 8], 1.0: [4, 0, 7, 2, 8, 1, 5, 3, 6]}
+    return video[:, :, orders[strength]]
+
+
+SPOILT = {
+    "noise": (noisy, (0.1, 0.3), ("fid", "kid")),
+    "blur": (blurred, (0.4, 1.0), ("fid", "kid")),
+    "frozen frames": (frozen, (0.35, 0.9), ("motion",)),
+    "frames out of order": (out_of_order, (0.25, 1.0), ("motion",)),
+}
+"""What is done to clips, a weak and a strong one, and the figures that are meant to see it."""
+
+
+@pytest.fixture(scope="module")
+def attributes():
+    return score.scored_attributes()[0][::2]
+
+
+@pytest.fixture(scope="module")
+def of(tmp_path_factory, attributes):
+    """An evaluation against real clips, by a judge that was trained for a moment."""
+    folder = tmp_path_factory.mktemp("evaluation")
+    reader = judge.train_reader(lambda video: video, num_clips=800, num_steps=250, show_progress=False)
+    save_file(reader.state_dict(), folder / "judge.safetensors", metadata={KIND: "digits"})
+    captions = score.heldout_captions(attributes)
+    real = evaluation.clip_set("real", score.real_clips(attributes, seed=5), captions)
+    by_caption = dict(zip(captions, attributes, strict=True))
+    return evaluation.judged_by(folder, folder / "judge.safetensors", real, by_caption, METRICS)
+
+
+def figures(of, attributes, video, label="model", captions=None):
+    captions = captions or score.heldout_captions(attributes)
+    made = Candidate(model=label, guidance=None, videos=evaluation.clip_set(label, video, captions))
+    return {each.metric: each for each in evaluation.figures_of(of, [made], told=False)}
+
+
+@pytest.fixture(scope="module")
+def clean(of, attributes):
+    return figures(of, attributes, score.real_clips(attributes, seed=1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_fault_is_seen_and_a_worse_one_more(of, clean, attributes, name):
+    spoil, strengths, metrics = SPOILT[name]
+    clips = score.real_clips(attributes, seed=1)
+    weak, strong = (figures(of, attributes, spoil(clips, strength), name) for strength in strengths)
+    for metric in metrics:
+        _, high = clean[metric].estimate.interval
+        assert strong[metric].estimate.interval[0] > high, metric
+        assert strong[metric].estimate.value > weak[metric].estimate.value > clean[metric].estimate.value, metric
+
+
+@pytest.mark.slow
+def test_clips_that_show_something_else_are_seen_by_the_judge(of, clean, attributes):
+    clips, captions = score.real_clips(attributes, seed=1), score.heldout_captions(attributes)
+    low, _ = clean["all"].estimate.interval
+    replaced = clips.clone()
+    replaced[::10] = clips.roll(-50, 0)[::10]
+    tenth = figures(of, attributes, replaced, "replaced")["all"].estimate
+    shuffled = [captions[place] for place in torch.randperm(len(captions), generator=torch.Generator().manual_seed(0))]
+    all_of_them = figures(of, attributes, clips, "shuffled", shuffled)["all"].estimate
+    assert all_of_them.value < 0.1 < tenth.value < low and tenth.interval[1] < low
+
+
+@pytest.mark.slow
+def test_another_seed_does_not_leave_the_interval(of, clean, attributes):
+    other = figures(of, attributes, score.real_clips(attributes, seed=2), "another seed")
+    pairs = differences([*clean.values(), *other.values()])
+    assert len(pairs) == len(clean) == len(METRICS) + 2
+    for metric in ("fid", "kid", "fvd", "kvd", "all"):
+        (pair,) = [each for each in pairs if each.first.metric == metric]
+        assert pair.winner == "", metric
+        assert clean[metric].floor is None or clean[metric].estimate.interval[0] < clean[metric].floor.interval[1]
+
+
+def test_the_judge_is_asked_with_the_attributes_of_the_caption(attributes):
+    reader = judge.DigitReader().eval()
+    some = attributes[:6]
+    captions = score.heldout_captions(some)
+    scorer = evaluation.JudgeScorer(reader, "-", dict(zip(captions, some, strict=True)))
+    clips = score.real_clips(some)
+    video = ((clips + 1) * 127.5).round().byte().permute(0, 2, 3, 4, 1)
+    expected = score.frames_and_clips_right(judge.judge(reader, video.permute(0, 4, 1, 2, 3).float() / 127.5 - 1), some)
+    assert scorer(video, captions)[:, 0].tolist() == expected["all"].float().tolist()
+    with pytest.raises(KeyError):
+        scorer(video, ["something else"] * 6)

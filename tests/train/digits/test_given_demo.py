@@ -1,0 +1,95 @@
+"""Digits of which a part is given: their data, their score, and the demo that teaches it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megadit.models.shared.errors import UserError
+from megadit.train.digits import given_data, given_demo, given_score
+from megadit.train.digits.data import COLOURS, DIGITS, random_attributes
+from megadit.train.digits.judge import DigitReader, Verdicts
+
+
+def attributes(count=24):
+    return random_attributes(count, images=False, generator=torch.Generator().manual_seed(0))
+
+
+def test_neutral_captions_name_neither_digit_nor_colour():
+    words = {word for caption in given_score.neutral_captions(attributes(200)) for word in caption.split()}
+    assert not words & {*COLOURS, *DIGITS, *map(str, range(10))} and {"left", "up"} <= words
+
+
+def test_an_edit_changes_what_it_names_and_nothing_else():
+    generator = torch.Generator().manual_seed(1)
+    for place, before in enumerate(attributes(60)):
+        name = list(given_data.INSTRUCTIONS)[place % 3]
+        after, words = given_data.change(before, name, generator)
+        assert getattr(after, name) != getattr(before, name)
+        assert replace(after, **{name: getattr(before, name)}) == before
+        said = {"colour": after.colour, "digit": DIGITS[after.digit], "direction": after.direction}[name]
+        assert said in words or str(after.digit) in words.split(), words
+
+
+def test_clips_before_and_after_differ_by_the_edit_alone():
+    before = attributes()
+    after = [replace(each, colour="white" if each.colour != "white" else "red") for each in before]
+    sources, results = given_data.draw_pairs(before, after, "train", torch.Generator().manual_seed(2))
+    ink = [(video + 1).amax(1) for video in (sources, results)]
+    assert ((ink[0] > 1) == (ink[1] > 1)).float().mean() > 0.99 and not torch.equal(sources, results)
+
+
+class Knowing(DigitReader):
+    """Reads nothing: its verdicts are given."""
+
+
+def test_what_follows_the_first_frame_is_judged(monkeypatch):
+    asked = attributes(4)
+    colours, ways = list(COLOURS), ["left", "right", "up", "down"]
+    digit = torch.tensor([[each.digit] * 9 for each in asked])
+    digit[0, 0] = (digit[0, 0] + 1) % 10  # the first frame counts for nothing
+    digit[1, 5] = (digit[1, 5] + 1) % 10  # one of the later ones spoils every_frame
+    digit[2, 1:6] = (digit[2, 1:6] + 1) % 10  # most of them, the majority too
+    verdicts = Verdicts(
+        digit,
+        torch.tensor([[colours.index(each.colour)] * 9 for each in asked]),
+        torch.tensor([ways.index(each.direction) for each in asked]),
+    )
+    monkeypatch.setattr(given_score, "judge", lambda reader, video: verdicts)
+    found = given_score.after_first(Knowing(), torch.zeros(4, 3, 9, 32, 32), asked)
+    assert found == {"digit": 0.75, "every_frame": 0.5, "colour": 1.0, "direction": 1.0}
+
+
+def test_every_option_reaches_the_demo(tmp_path, monkeypatch):
+    asked = []
+
+    def stop(demo, stages):
+        asked.append(demo)
+        raise UserError("seen")
+
+    monkeypatch.setattr(given_demo, "run_stages", stop)
+    monkeypatch.setattr(given_demo.signal, "signal", lambda *_: None)
+    options = ["--out", "elsewhere", "--bundle", str(tmp_path), "--ranks", "1", "--steps", "7", "--stride", "3"]
+    assert given_demo.main([*options, "--seed", "5"]) == 2
+    assert asked == [given_demo.GivenDemo(out=Path("elsewhere"), base=tmp_path, num_ranks=1, steps=7, stride=3, seed=5)]
+
+
+@pytest.mark.slow
+def test_the_demo_runs_to_its_pictures(tmp_path, monkeypatch):
+    """From a base that was hardly trained: every stage works, whatever the figures."""
+    from megadit.train.digits import demo
+
+    assert demo.main(["--out", str(tmp_path / "base"), "--quick"]) == 0
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr(given_data, "NUM_CLIPS", 60)
+    monkey.setattr(
+        given_data.write_given, "__kwdefaults__", {"num_clips": 60, "num_edits": 30, "num_val": 8, "seed": 0}
+    )
+    options = ["--bundle", str(tmp_path / "base" / "bundle"), "--steps", "2", "--stride", "48"]
+    try:
+        assert given_demo.main(["--out", str(tmp_path / "given"), *options]) == 0
+    finally:
+        monkey.undo()
+    assert (tmp_path / "given" / "given.png").stat().st_size > 10_000
+    assert (tmp_path / "given" / "edit_scales.png").stat().st_size > 10_000

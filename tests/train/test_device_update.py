@@ -1,0 +1,50 @@
+"""The update of a GPU gives what Megatron's gives, in every layout, and asks the device for nothing."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+JOB = Path(__file__).parent / "jobs" / "device_update.py"
+CASES = {
+    "two copies": {},
+    "two copies, bf16": {"precision": "bf16"},
+    "distributed optimizer, bf16": {"precision": "bf16", "parallel": {"data_parallel": "distributed_optimizer"}},
+    "two halves of each matrix": {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}},
+    "two stages": {"parallel": {"pipeline_model_parallel_size": 2}},
+    "experts": {"model": {"experts": {"num_experts": 2}}, "parallel": {"expert_model_parallel_size": 2}},
+    "not clipped": {"optimizer": {"clip_grad": 0.0}},
+}
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def found(run_ranks, tmp_path_factory):
+    """On two ranks; of each rank."""
+    outputs = run_ranks(2, JOB, tmp_path_factory.mktemp("update"), json.dumps(CASES))
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_losses_and_norms_are_the_same(found, name):
+    # the same products, rounded in another order: a moment is rounded at random, and sometimes to the other side
+    weights, numbers = (4e-3, 1e-2) if "bf16" in name else (1e-3, 1e-3)
+    for of_rank in found:
+        told = of_rank[name]
+        assert told["apart"][0] < weights, told["apart"]
+        assert told["losses"][1] == pytest.approx(told["losses"][0], rel=numbers)
+        assert told["norms"][1] == pytest.approx(told["norms"][0], rel=numbers)
+        assert told["norms"][1][0] == pytest.approx(told["norms"][0][0], rel=1e-5), "before any update"
+        assert told["checksums"]
+
+
+def test_the_host_asks_for_nothing(found):
+    assert all(told["asked"] == 0 for of_rank in found for told in of_rank.values())
+
+
+def test_a_wrong_norm_is_seen(run_ranks, tmp_path):
+    """The control: clipping by it, weights end elsewhere."""
+    [output] = run_ranks(1, JOB, tmp_path, json.dumps({"one": {}}), "1.1")
+    told = json.loads(output.splitlines()[-1])["one"]
+    assert told["norms"][1][0] == pytest.approx(1.1 * told["norms"][0][0], rel=1e-4)

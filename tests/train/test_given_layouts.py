@@ -1,0 +1,78 @@
+"""Packs of which parts are given are trained in any layout as on one rank."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megadit.models.megatron.checkpoint import _read
+
+JOB = Path(__file__).parent / "jobs" / "layouts.py"
+
+pytestmark = pytest.mark.slow
+
+GIVEN = {"given": ["first_frame:0.3", "last_frame:0.2", "prefix:0.1", "inpaint:0.3", "edit:1.0"]}
+EXPERTS = {"model": {"experts": {"num_experts": 4, "ffn_hidden_size": 24}}}
+SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+CP = {"context_parallel_size": 2}
+ONE_RANK = {"plain": GIVEN, "experts": GIVEN | EXPERTS, "axial": GIVEN | {"model": {"family": "st_dit"}}}
+LAYOUTS = {
+    "plain sp": SP,
+    "plain cp": CP,
+    "plain ring": {**CP, "context_parallel_comm": "ring"},
+    "plain pp": {"pipeline_model_parallel_size": 2},
+    "plain fsdp, recomputed": {"data_parallel": "fsdp", "recompute_granularity": "full"},
+    "experts ep": {"expert_model_parallel_size": 2},
+    "axial sp": SP,
+    "axial cp": CP,
+}
+"""The first word is that of the counterpart on one rank."""
+BROKEN = ("no loss on what is given", "a noise level of its own")
+
+
+@pytest.fixture(scope="module")
+def folder(run_ranks, tmp_path_factory):
+    """folder(ranks): where the results of their cases are."""
+    made = {}
+    two = {name: {**ONE_RANK[name.split()[0]], "parallel": parallel} for name, parallel in LAYOUTS.items()}
+    two |= {f"without {what}": {**GIVEN, "parallel": SP, "broken": what} for what in BROKEN}
+
+    def get(ranks):
+        if ranks not in made:
+            made[ranks] = tmp_path_factory.mktemp(f"ranks{ranks}")
+            (made[ranks] / "cases.json").write_text(json.dumps(ONE_RANK if ranks == 1 else two))
+            run_ranks(ranks, JOB, made[ranks], timeout=560)
+        return made[ranks]
+
+    return get
+
+
+def numbers(folder, name):
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def deviations(ours, one):
+    """As multiples of what is allowed."""
+
+    def relative(name):
+        return max(abs(x - y) / abs(y) for x, y in zip(ours[name], one[name], strict=True))
+
+    largest = max(map(abs, one["sampled"]))
+    sampled = max(abs(x - y) for x, y in zip(ours["sampled"], one["sampled"], strict=True)) / largest
+    return {"loss": relative("loss") / 1e-6, "grad_norm": relative("grad_norm") / 1e-5, "sampled": sampled / 1e-4}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_trains_and_samples_as_one_rank_does(folder, name):
+    ours, one = numbers(folder(2), name), numbers(folder(1), name.split()[0])
+    assert max(deviations(ours, one).values()) < 1, deviations(ours, one)
+    assert ours["spread"] == 0 and ours["tokens"] == one["tokens"]
+    expected = _read(folder(1) / name.split()[0] / "tensors", "model.")
+    found = _read(folder(2) / name / "tensors", "model.")
+    assert all((found[key] - expected[key]).norm() <= 1e-5 * expected[key].norm() for key in expected)
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_what_holds_it_together_is_needed(folder, what):
+    broken, one = numbers(folder(2), f"without {what}"), numbers(folder(1), "plain")
+    assert deviations(broken, one)["loss"] > 100

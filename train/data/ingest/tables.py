@@ -1,0 +1,224 @@
+"""Tables with pictures and videos inside, or their addresses, as in a Hugging Face data set: Parquet files.
+
+Rows are fetched in units of a thousand, each a tar file that `sources.list_shards` reads. A unit is a function of
+its rows alone, whoever fetches it; the pieces of one that was interrupted stay beside it until it is whole.
+"""
+
+import json
+import shutil
+import tarfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from megadit.models.shared.errors import UserError, choose_one
+from megadit.models.shared.files import atomic_path
+from megadit.models.shared.progress import Progress
+from megadit.train.data.ingest.animations import HEAD_BYTES, is_animated
+from megadit.train.data.ingest.download import Downloads, download_all
+from megadit.train.data.ingest.files import open_folder
+from megadit.train.data.ingest.plan import Skip, read_lines, write_lines
+from megadit.train.data.ingest.sources import Listing, column_of, described, list_shards, parquet_rows, read_parquet
+from megadit.train.data.ingest.team import Team
+
+ROWS_OF_A_UNIT = 1000
+MEDIA_COLUMNS = ("image", "video", "jpg", "png", "mp4", "img")
+URL_COLUMNS = ("image_url", "video_url", "url", "URL", "contentUrl")
+NOT_FETCHED = "not fetched: "
+"""Begins the reasons of rows that another run may fetch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tables:
+    """The rows of the Parquet files in a folder, or of the data set with this id, which is then downloaded.
+
+    Raises:
+        UserError: by any method, if there is no such data set, or its tables hold no pictures.
+    """
+
+    root: str
+    fetched: Path
+    """Folder of the tar files."""
+    split: str = "train"
+    caption_column: str | None = None
+    downloads: Downloads = field(default_factory=Downloads)
+
+    def fetch(self, team: Team, *, again: bool = False) -> bool:
+        """Fetches this rank's units that are not there; with `again`, also those of which rows could not be had.
+
+        Returns:
+            Whether a unit was written.
+        """
+        mine = [unit for unit in team.mine(self.num_units) if self._is_wanted(unit, again)]
+        rows = sum(len(self._range(unit)) for unit in mine)
+        with Progress(rows, "fetching", enabled=team.is_first and rows > 0) as bar:
+            for unit in mine:
+                self._fetch(unit, bar)
+        return bool(mine)
+
+    def listing(self) -> Listing | None:
+        """What was fetched; None while units are missing."""
+        tars = [self._tar(unit) for unit in range(self.num_units)]
+        if not all(tar.is_file() for tar in tars):
+            return None
+        listing = list_shards({tar.name: str(tar.resolve()) for tar in tars})
+        for unit in range(self.num_units):
+            listing.skips += [Skip(**values) for values in read_lines(self._skips(unit))]
+        if not listing.sources:
+            reasons = Counter(skip.reason for skip in listing.skips)
+            told = ", ".join(f"{count:,} x {reason}" for reason, count in reasons.most_common())
+            raise UserError(f"{self.root}: no row gave a picture or video: {told or 'there are none'}")
+        return listing.sorted()
+
+    @property
+    def num_units(self) -> int:
+        return -(-sum(count for _, count in self._files) // ROWS_OF_A_UNIT)
+
+    @cached_property
+    def _files(self) -> list[tuple[str, int]]:
+        """(path, rows) of each table."""
+        folder = open_folder(self.root) or open_folder(_download_dataset(self.root))
+        names = sorted(name for name in folder.names() if name.endswith(".parquet") and _is_of_split(name, self.split))
+        if not names:
+            raise UserError(f"{self.root} holds no Parquet files of a split {self.split!r}")
+        return [(path, parquet_rows(path)) for path in map(folder.path, names)]
+
+    def _range(self, unit: int) -> range:
+        every = sum(count for _, count in self._files)
+        return range(unit * ROWS_OF_A_UNIT, min(every, (unit + 1) * ROWS_OF_A_UNIT))
+
+    def _rows(self, unit: int) -> Iterator[tuple[str, dict[str, Any]]]:
+        """(name, row) of each."""
+        wanted, first = self._range(unit), 0
+        for path, count in self._files:
+            start, stop = max(wanted.start, first), min(wanted.stop, first + count)
+            if start < stop:
+                for number, row in enumerate(read_parquet(path, start - first, stop - first), start):
+                    yield f"{number:09d}", row
+            first += count
+
+    def _tar(self, unit: int) -> Path:
+        return self.fetched / f"rows-{unit:06d}.tar"
+
+    def _skips(self, unit: int) -> Path:
+        return self.fetched / f"rows-{unit:06d}.skips.jsonl"
+
+    def _is_wanted(self, unit: int, again: bool) -> bool:
+        if not self._tar(unit).is_file():
+            return True
+        shutil.rmtree(self._tar(unit).with_suffix(""), ignore_errors=True)
+        return again and any(line["reason"].startswith(NOT_FETCHED) for line in read_lines(self._skips(unit)))
+
+    def _fetch(self, unit: int, bar: Progress) -> None:
+        """Writes the unit's tar file; rows without a picture are noted beside it, first."""
+        tar, pieces = self._tar(unit), self._tar(unit).with_suffix("")
+        pieces.mkdir(parents=True, exist_ok=True)
+        if tar.is_file():
+            _unpack(tar, pieces)
+        addresses: dict[Path, str] = {}
+        descriptions: dict[Path, bytes] = {}
+        for name, row in self._rows(unit):
+            piece = pieces / name
+            descriptions[piece] = self._description(row)
+            content = _media(row)
+            if piece.is_file():
+                bar.advance()
+            elif isinstance(content, bytes):
+                with atomic_path(piece) as temporary:
+                    temporary.write_bytes(content)
+                bar.advance()
+            else:
+                addresses[piece] = content
+        reasons = download_all(addresses, self.downloads, bar.advance)
+        write_lines(
+            self._skips(unit),
+            [
+                Skip(source=piece.name, reason=NOT_FETCHED + reason, detail=addresses[piece])
+                for piece, reason in reasons.items()
+            ],
+        )
+        _pack(tar, {piece: text for piece, text in descriptions.items() if piece.is_file()})
+        shutil.rmtree(pieces)
+
+    def _description(self, row: dict[str, Any]) -> bytes:
+        """The `.json` beside a picture."""
+        values = described(row)
+        if self.caption_column is not None:
+            choose_one(self.caption_column, row, f"the tables have no column {self.caption_column!r}")
+            values["caption"] = str(row[self.caption_column] or "").strip()
+        return json.dumps(values, ensure_ascii=False).encode()
+
+
+def _media(row: dict[str, Any]) -> bytes | str:
+    """The content of a row's picture or video, or its address."""
+    for name in MEDIA_COLUMNS:
+        value = row.get(name)
+        content = value.get("bytes") if isinstance(value, dict) else value
+        if isinstance(content, bytes):
+            return content
+    column = column_of(row, URL_COLUMNS)
+    if column is None:
+        raise UserError(
+            f"the tables hold no pictures: none of the columns {', '.join(row)} is one of {', '.join(MEDIA_COLUMNS)} "
+            f"(bytes) or {', '.join(URL_COLUMNS)}"
+        )
+    return str(row[column])
+
+
+def _pack(tar: Path, descriptions: dict[Path, bytes]) -> None:
+    from megadit.train.data.writer import write_members  # torch and safetensors, which listing files does without
+
+    def members() -> Iterator[tuple[str, bytes | Path]]:
+        for piece, description in descriptions.items():
+            yield piece.name + _suffix(piece), piece
+            yield f"{piece.name}.json", description
+
+    write_members(tar, members())
+
+
+def _unpack(tar: Path, pieces: Path) -> None:
+    """The pieces of a unit that we packed, so that only what is missing is fetched."""
+    with tarfile.open(tar) as archive:
+        for member in archive:
+            name, _, suffix = member.name.partition(".")
+            if suffix != "json":
+                with atomic_path(pieces / name) as temporary, open(temporary, "wb") as file:
+                    shutil.copyfileobj(archive.extractfile(member), file)
+
+
+def _suffix(piece: Path) -> str:
+    """By what the file holds: its name may say anything."""
+    with open(piece, "rb") as file:
+        head = file.read(HEAD_BYTES)
+    if head[4:8] == b"ftyp":
+        return ".mp4" if head[8:12] not in (b"avif", b"heic", b"mif1") else ".jpg"
+    if head[:4] == b"\x1aE\xdf\xa3":
+        return ".mkv"
+    if head[:4] == b"RIFF" and head[8:12] == b"AVI ":
+        return ".avi"
+    return ".gif" if is_animated(head) else ".jpg"
+
+
+def _is_of_split(name: str, split: str) -> bool:
+    """Files of other splits say so in their names, or in their folder's."""
+    others = {"train", "val", "validation", "test"} - {split}
+    path = PurePosixPath(name)
+    words = {path.parent.name, *path.stem.replace("-", "_").split("_")}
+    return not words & others
+
+
+def _download_dataset(name: str) -> Path:
+    if name.count("/") != 1 or name.startswith((".", "/")):
+        raise UserError(f"{name} is neither a folder nor the id of a data set, such as owner/name")
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    except ModuleNotFoundError:
+        raise UserError(f"downloading {name} needs huggingface_hub; pip install 'megadit[tables]'") from None
+    try:
+        return Path(snapshot_download(name, repo_type="dataset", allow_patterns="*.parquet"))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        raise UserError(f"the data set {name} cannot be downloaded: {str(error).splitlines()[0]}") from None

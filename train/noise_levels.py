@@ -1,0 +1,59 @@
+"""Which noise levels are trained on: distributions of sigma, and how they follow the size of a sample.
+
+A flow model's t is sigma / (1 + sigma): a logit-normal t is a log-normal sigma, a shift of t multiplies sigma.
+
+Shapes: G segments of a pack (padding included).
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megadit.models.layout import PackLayout
+from megadit.models.noise import Stream, normal
+from megadit.train.config.schema import DiffusionConfig
+
+LEAST_T = 1e-4
+"""And 1 minus it the largest: nearer to 0 or 1, float32 has too little left of x0 or of the noise."""
+
+
+def log_normal(normal_G: Tensor, mean: float, std: float) -> Tensor:
+    """sigma [G]: ln sigma ~ N(mean, std^2) (arXiv 2206.00364, table 1; of t: 2403.03206, eq. 19)."""
+    return (mean + std * normal_G).exp()
+
+
+def uniform(normal_G: Tensor, mean: float, std: float) -> Tensor:
+    """sigma [G]: t uniform from 0 to 1, then times exp(mean), which is a flow model's shift; `std` does nothing."""
+    return mode(normal_G, mean, 0.0)
+
+
+def mode(normal_G: Tensor, mean: float, std: float) -> Tensor:
+    """sigma [G]: t = 1 - u - s (cos^2(pi u / 2) - 1 + u) with u uniform and s = `std` (arXiv 2403.03206, eq. 20), then
+    times exp(mean): more of the middle for s > 0."""
+    # t and 1 - t by the same function of 1 - u and u, so that neither is lost in a difference from 1
+    t_G, rest_G = (
+        (w_G + std * (w_G - torch.sin(math.pi / 2 * w_G) ** 2)).clamp(min=LEAST_T)
+        for w_G in (torch.special.ndtr(-normal_G), torch.special.ndtr(normal_G))
+    )
+    return math.exp(mean) * t_G / rest_G
+
+
+DISTRIBUTIONS: dict[str, Callable[[Tensor, float, float], Tensor]] = {
+    "log_normal": log_normal,
+    "uniform": uniform,
+    "mode": mode,
+}
+"""`diffusion.noise_levels` -> sigma from unit normal numbers, `p_mean` and `p_std`."""
+
+
+def draw_sigma(noise_key_G: Tensor, diffusion: DiffusionConfig, layout: PackLayout) -> Tensor:
+    """Each sample's noise level, float32 [G], as its key and, with `diffusion.shift_tokens`, its size decide."""
+    position_G = torch.zeros_like(noise_key_G)
+    normal_G = normal(noise_key_G, position_G, 1, stream=Stream.SIGMA)[:, 0]
+    sigma_G = DISTRIBUTIONS[diffusion.noise_levels](normal_G, diffusion.p_mean, diffusion.p_std)
+    if diffusion.shift_tokens is None:
+        return sigma_G
+    tokens_G = torch.tensor([segment.num_tokens for segment in layout.segments], device=sigma_G.device)
+    return sigma_G * (tokens_G / diffusion.shift_tokens).sqrt()

@@ -1,0 +1,141 @@
+"""The budget of one optimizer step, part by part: how much each computes or moves, how long it should take, how long it
+takes at least.
+
+`estimate` knows four numbers of a step, fitted to published runs, and ranks layouts by them. Here every part stands by
+itself, with a rate of its own, so that each can be found wrong: `make gpu-check` prints what it measures beside it. The
+rates were set without a GPU, from published figures of single kernels.
+
+Letters: D width, A width of all heads, M hidden values of a token in the MLP (of both factors of SwiGLU).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megadit.models.ops.attention import has_few_long_groups
+from megadit.train.config.schema import RunConfig
+from megadit.train.plan.estimate import estimate_step
+from megadit.train.plan.hardware import Gpu
+from megadit.train.plan.layout import Layout
+from megadit.train.plan.memory import spreads_optimizer
+from megadit.train.plan.work import count_trained, num_self_attentions, num_sublayers, typical_pack, work_of
+
+PRODUCTS = 0.71
+"""Share of the data sheet's rate that products of some thousand rows and columns reach."""
+EIGHT_BITS = 1.65
+"""What products in eight bits gain over that, their casts included (of a peak twice as high)."""
+ATTENTION = {"dense": 0.445, "varlen": 0.267}
+"""The same of attention, forward and backward: of cuDNN's kernel for dense batches, of FlashAttention-2's for packs."""
+TEXT_ATTENTION = 0.28
+"""Attention to a few hundred words fills a part of the GPU."""
+STREAM = 0.8
+"""Share of the memory's rate that long passes reach: optimizer, gradients."""
+CHAIN = 0.55
+"""The same of fused chains, which look rows up and reduce."""
+NOISE_KERNELS = 260
+LAUNCH = 5e-6
+"""Seconds from one small kernel to the next."""
+HOST_PER_LAYER = 3.9e-3
+"""Seconds that Python takes to launch a layer's forward and backward; seen where the GPU takes less."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One part of a rank's step."""
+
+    name: str
+    flops: float = 0.0
+    bytes: float = 0.0
+    """Through the device's memory."""
+    seconds: float
+    least: float
+    """Seconds at the rates of the data sheet."""
+
+
+def budget(config: RunConfig, layout: Layout, gpu: Gpu) -> list[Part]:
+    """The parts of one step on one rank, in the order in which they come; the last is what the host makes it wait."""
+    parts = [*_products(config, layout, gpu), *_chains(config, layout, gpu), *_per_parameter(config, layout, gpu)]
+    parts.append(_constant("noise and launches", NOISE_KERNELS * LAUNCH * layout.num_micro_batches))
+    time = estimate_step(config, layout, gpu)
+    sent = {name: getattr(time, name) for name in ("tensor", "context", "experts", "pipeline", "data")}
+    parts += [_constant(f"sent and waited for: {name}", seconds) for name, seconds in sent.items() if seconds > 0]
+    computed = sum(part.seconds for part in parts)
+    if config.parallel.cuda_graph_max_segments is None:
+        layers = config.model.num_layers / layout.pipeline * layout.num_micro_batches
+        parts.append(_constant("waiting for the host", max(0.0, HOST_PER_LAYER * layers - computed)))
+    return parts
+
+
+def _constant(name: str, seconds: float) -> Part:
+    return Part(name=name, seconds=seconds, least=0.0)
+
+
+def _products(config: RunConfig, layout: Layout, gpu: Gpu) -> Iterator[Part]:
+    """Linears and attention."""
+    work, pack, m = work_of(config, layout), typical_pack(config), layout.num_micro_batches
+    is_half = config.train.precision == "bf16"
+    rate = gpu.bf16_flops * (1 if is_half else 0.5)
+
+    def part(name: str, flops: float, share: float) -> Part:
+        return Part(name=name, flops=flops, seconds=flops / (rate * share), least=flops / rate)
+
+    gain = EIGHT_BITS if config.train.fp8 != "none" else 1.0
+    linears = work.linear_flops * m * (1 + work.recompute * work.linear_share)
+    yield part("linears", linears, PRODUCTS * gain)
+    video = sum(s.num_tokens**2 for s in pack.segments if not s.is_padding) * num_self_attentions(config.model)
+    text = sum(s.num_tokens * s.text_slots for s in pack.segments if not s.is_padding)
+    text *= config.model.structure.cross_attention
+    kernel = "dense" if has_few_long_groups(pack) and layout.context == 1 else "varlen"
+    attention = work.attention_flops * m * (1 + work.recompute_attention / 3)
+    yield part(f"self-attention ({kernel})", attention * video / (video + text), ATTENTION[kernel])
+    if text:
+        yield part("cross-attention", attention * text / (video + text), TEXT_ATTENTION)
+
+
+def _chains(config: RunConfig, layout: Layout, gpu: Gpu) -> Iterator[Part]:
+    """What lies between products: how often each number of a width goes through memory, forward, again and backward."""
+    model, t = config.model, layout.tensor
+    sublayers, own = num_sublayers(model), num_self_attentions(model)
+    D = model.hidden_size / (t if layout.sequence_parallel else 1)
+    A, M = model.attention_size / t, model.mlp_rows / t
+    tokens = layout.micro_batch_size * config.data.seq_length / layout.context
+    numbers = tokens * model.num_layers / layout.pipeline * layout.num_micro_batches
+    again = 1 + (layout.recompute_share if layout.recompute == "full" else 0.0)
+    for name, forward, backward in (
+        # read and written; computed again for the backward of the linear behind; gradients, and their sums over rows
+        ("norms and their modulation", 2 * sublayers * D, (2 + 3 + 4) * sublayers * D),
+        ("gates", 3 * sublayers * D, 5 * sublayers * D),
+        ("norm and rotation of queries and keys", (4 * own + 2) * A, (6 * own + 3) * A),
+        ("activation of the MLP", 2 * M, 5 * M),
+    ):
+        size = (2 if config.train.precision == "bf16" else 4) * numbers * (again * forward + backward)
+        yield _stream(name, size, gpu, CHAIN)
+
+
+def _per_parameter(config: RunConfig, layout: Layout, gpu: Gpu) -> Iterator[Part]:
+    """Passes over all gradients, weights and what the optimizer keeps."""
+    count = count_trained(config)
+    held, owned = count.of_rank(layout) + count.experts_of_rank(layout), count.share(layout)
+    updated = owned if spreads_optimizer(config, layout) else held
+    is_half = config.train.precision == "bf16"
+    size = 2 if is_half else 4
+    is_muon, half_moments = config.optimizer.optimizer == "muon", config.optimizer.moments == "bf16"
+    # `train/device_update.py`: AdamW reads gradients once, and writes the weights too
+    on_device = half_moments and not is_muon and layout.data_parallel != "fsdp"
+    added = 8 if config.parallel.gradient_accumulation_fusion else 8 + size
+    moments = 4 if is_muon else 2 * 2 * (2 if half_moments else 4)
+    passes = {
+        "zeroing of gradients": 4 * held,
+        "adding of gradients": added * held * layout.num_micro_batches,
+        "division of gradients": 0 if on_device else 8 * held,
+        "norm of the gradient": 4 * updated,
+        "clipping": 0 if on_device else 8 * updated,
+        "update": (4 + 8 + moments + (size if on_device and is_half else 0)) * updated,
+        "copies of weights": 6 * updated if is_half and not on_device else 0,
+        "averages": 12 * len(config.ema.sigma_rels) * owned,
+    }
+    yield from (_stream(name, moved, gpu, STREAM) for name, moved in passes.items() if moved)
+
+
+def _stream(name: str, moved: float, gpu: Gpu, share: float) -> Part:
+    rate = gpu.memory_bandwidth
+    return Part(name=name, bytes=moved, seconds=moved / (rate * share), least=moved / rate)

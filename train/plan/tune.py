@@ -1,0 +1,181 @@
+"""`megadit train --tune`: the planner's best layouts, measured on this machine, each in processes of its own.
+
+A layout that crashes, runs out of memory or hangs is a row of the table, not its end. Rows are kept as they come: the
+same command goes on with the next. What was measured then sets the planner's two constants.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import atomic_path, read_json, write_json
+from megadit.models.shared.progress import duration
+from megadit.train.config.load import change, to_yaml
+from megadit.train.config.schema import RunConfig
+from megadit.train.plan.calibration import fit_measured
+from megadit.train.plan.estimate import H100_CALIBRATION, estimate_step
+from megadit.train.plan.hardware import GIB, Gpu
+from megadit.train.plan.search import Choice, rank_layouts
+
+Outcome = Literal["measured", "crashed", "out of memory", "hung"]
+NO_MEMORY = ("out of memory", "OutOfMemoryError", "Cannot allocate memory", "bad_alloc")
+WARMUP = 2
+KILLED = 137
+"""The code of a process that the kernel ended with SIGKILL, as it does where memory is gone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """What became of one layout."""
+
+    layout: str
+    overrides: tuple[str, ...]
+    outcome: Outcome
+    predicted: float
+    """Seconds of a step, by the planner as it was before."""
+    seconds: float | None = None
+    """Of a step: the median of those timed."""
+    memory_gb: float | None = None
+    """The most that a rank held."""
+    said: str = ""
+    """The last line of one that failed."""
+
+
+def tune(config: RunConfig, gpu: Gpu, *, ranks: int, top: int, steps: int, seconds: float) -> Path:
+    """Measures the planner's `top` best layouts on so many ranks of this machine, and writes the fastest.
+
+    Args:
+        gpu: what the planner takes a rank's device for.
+        steps: timed, of each layout.
+        seconds: after which a layout counts as hung.
+
+    Returns:
+        The YAML file of the run in the fastest layout, under `train.output_dir`/tune.
+
+    Raises:
+        UserError: if no layout fits, or none could be measured, or the folder holds another run's rows.
+    """
+    choices = [choice for choice in rank_layouts(config, ranks, gpu) if choice.fits][:top]
+    if not choices:
+        raise UserError(f"no layout of {config.recipe} on {ranks} ranks of {gpu.name} fits; take more ranks")
+    folder = Path(config.train.output_dir) / "tune"
+    rows = _begin(folder, {"run": to_yaml(config), "ranks": ranks, "steps": steps})
+    (folder / "run.yaml").write_text(to_yaml(config), encoding="utf-8")
+    for number, choice in enumerate(choices, 1):
+        known = next((row for row in rows if row.layout == str(choice.layout)), None)
+        print(f"{number}/{len(choices)} {choice.layout}: {'already there' if known else 'measuring'}", flush=True)
+        if known is None:
+            rows.append(_measure(choice, folder, ranks, steps, seconds))
+            write_json(folder / "rows.json", [asdict(row) for row in rows])
+    rows.sort(key=lambda row: (row.seconds is None, row.seconds or 0.0))
+    _tell(rows)
+    best = rows[0]
+    if best.seconds is None:
+        raise UserError(f"none of {len(rows)} layouts could be measured; {folder}/*.log say why")
+    _keep_calibration(config, gpu, choices, rows, folder)
+    path = folder / "best.yaml"
+    with atomic_path(path) as temporary:
+        temporary.write_text(to_yaml(change(config, overrides=list(best.overrides))), encoding="utf-8")
+    print(f"best: {best.layout}; megadit train --config-file {path} --nproc {ranks}")
+    return path
+
+
+def _begin(folder: Path, request: dict[str, object]) -> list[Row]:
+    """The rows of an earlier run of the same command."""
+    folder.mkdir(parents=True, exist_ok=True)
+    asked = folder / "request.json"
+    if asked.is_file() and read_json(asked) != request:
+        raise UserError(f"{folder} holds the rows of another run, or of other ranks or steps; remove it to begin anew")
+    write_json(asked, request)
+    path = folder / "rows.json"
+    return [Row(**{**row, "overrides": tuple(row["overrides"])}) for row in read_json(path)] if path.is_file() else []
+
+
+def _measure(choice: Choice, folder: Path, ranks: int, steps: int, seconds: float) -> Row:
+    overrides = choice.layout.overrides()
+    name = "".join(letter if letter.isalnum() else "-" for letter in str(choice.layout))
+    figures, log = folder / f"{name}.json", folder / f"{name}.log"
+    figures.unlink(missing_ok=True)
+    code = _run_process(command(folder / "run.yaml", overrides, ranks, steps, figures), log, seconds)
+    row = Row(layout=str(choice.layout), overrides=tuple(overrides), outcome="measured", predicted=choice.time.total)
+    if code == 0:
+        measured = json.loads(figures.read_text(encoding="utf-8"))["figures"]
+        return replace(row, seconds=measured["seconds"], memory_gb=measured["peak_memory_gb"])
+    if code is None:
+        return replace(row, outcome="hung", said=f"no end after {duration(seconds)}")
+    text = log.read_text(encoding="utf-8", errors="replace")
+    has_no_memory = code == KILLED or any(words in text for words in NO_MEMORY)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return replace(row, outcome="out of memory" if has_no_memory else "crashed", said=lines[-1] if lines else "")
+
+
+def command(run: Path, overrides: Sequence[str], ranks: int, steps: int, figures: Path) -> list[str]:
+    """What measures one layout."""
+    return [
+        *(sys.executable, "-m", "megadit.train.benchmarks.train", "--config-file", str(run), *overrides),
+        *("--nproc", str(ranks), "--steps", str(steps), "--warmup", str(WARMUP), "--json", str(figures)),
+    ]
+
+
+def _run_process(words: list[str], log: Path, seconds: float) -> int | None:
+    """The exit code; None of one that was ended for taking longer."""
+    with open(log, "wb") as output:
+        process = subprocess.Popen(words, stdout=output, stderr=output, start_new_session=True)
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:  # with its ranks, which may not have heard of its end
+            _end_group(process)
+
+
+def _end_group(process: subprocess.Popen) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def _keep_calibration(config: RunConfig, gpu: Gpu, choices: list[Choice], rows: list[Row], folder: Path) -> None:
+    """The planner's constants for this run on this machine, beside how far they are off."""
+    seconds = {row.layout: row.seconds for row in rows if row.seconds is not None}
+    layouts = [choice.layout for choice in choices if str(choice.layout) in seconds]
+    measured = [seconds[str(layout)] for layout in layouts]
+    fitted = fit_measured(
+        lambda constants: [estimate_step(config, layout, gpu, constants).total for layout in layouts], measured
+    )
+    write_json(
+        folder / "calibration.json",
+        {
+            "gpu": asdict(gpu),
+            "before": asdict(H100_CALIBRATION),
+            "fitted": asdict(fitted),
+            "rows": {
+                str(layout): {"measured": took, "fitted": estimate_step(config, layout, gpu, fitted).total}
+                for layout, took in zip(layouts, measured, strict=True)
+            },
+        },
+    )
+
+
+def _tell(rows: list[Row]) -> None:
+    table = Table(box=None)
+    for name in ("", "layout", "s/step", "planner", "GiB", ""):
+        table.add_column(name, justify="left" if name in ("layout", "") else "right")
+    for number, row in enumerate(rows, 1):
+        took = "" if row.seconds is None else f"{row.seconds:.3g}"
+        memory = "" if row.memory_gb is None else f"{row.memory_gb * 1e9 / GIB:.2f}"
+        said = "" if row.outcome == "measured" else f"{row.outcome}: {row.said}"[:80]
+        table.add_row(str(number), row.layout, took, f"{row.predicted:.3g}", memory, said)
+    Console(width=160).print(table)

@@ -1,0 +1,86 @@
+"""Fine-tuning of Wan text-to-video, whose weights `megadit convert` brings (arXiv 2503.20314)."""
+
+import math
+from dataclasses import replace
+
+from megadit.models.adapter_config import AdapterConfig
+from megadit.models.named_configs import NAMED_CONFIGS
+from megadit.train.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    DiffusionConfig,
+    EmaConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+    ValidationConfig,
+)
+from megadit.train.config.upkeep import SamplingConfig
+from megadit.train.recipes.registry import recipe
+
+SHIFT = 3.0
+"""Of the noise levels, for clips of 480 x 832: what Wan samples such clips with."""
+
+
+@recipe
+def wan_1_3b() -> RunConfig:
+    """All weights of Wan 2.1 1.3B on clips of 81 frames of 480 x 832, 32,760 tokens each.
+
+    Command: torchrun --nproc-per-node 8 -m megadit.train --recipe wan_1_3b data.path=FOLDER checkpoint.init_from=BUNDLE
+    Hardware: one node of 8 GPUs with 40 GB; blocks are recomputed.
+    Tokens: 524,288 a step (16 packs of 32,768), 1.0 billion in all.
+    Memory: 16 GiB a rank.
+    """
+    return RunConfig(
+        recipe="wan_1_3b",
+        model=NAMED_CONFIGS["wan_1_3b"],
+        data=DataConfig(
+            seq_length=32_768,
+            text_seq_length=4096,
+            global_batch_size=16,
+            packing_buffer_size=100,
+            mock_latent_shapes=((21, 60, 104), (1, 60, 104)),
+        ),
+        train=TrainConfig(train_iters=2000, output_dir="runs/wan_1_3b"),
+        diffusion=DiffusionConfig(p_mean=math.log(SHIFT), p_std=1.0),
+        optimizer=OptimizerConfig(lr=1e-5, adam_beta2=0.95, weight_decay=0.01, lr_warmup_iters=100),
+        ema=EmaConfig(sigma_rels=(0.05,)),
+        parallel=ParallelConfig(data_parallel="distributed_optimizer", recompute_granularity="full"),
+        checkpoint=CheckpointConfig(save_interval=500, keep_last=2),
+        validation=ValidationConfig(
+            interval=500,
+            num_batches=8,
+            sampling=SamplingConfig(
+                sampler="unipc", schedule="flow", sigma_max=999.0, shift=SHIFT, num_steps=50, guidance=5.0
+            ),
+        ),
+    )
+
+
+@recipe
+def wan_14b_lora() -> RunConfig:
+    """An adapter beside Wan 2.1 14B, on the same clips: two ranks share the matrices, two the tokens of a clip.
+
+    Command: torchrun --nproc-per-node 8 -m megadit.train --recipe wan_14b_lora data.path=FOLDER
+        checkpoint.init_from=BUNDLE
+    Hardware: one node of 8 GPUs with 80 GB.
+    Tokens: 262,144 a step (8 packs of 32,768), 131 million in all.
+    Memory: 21 GiB a rank.
+    """
+    run = wan_1_3b()
+    return replace(
+        run,
+        recipe="wan_14b_lora",
+        model=NAMED_CONFIGS["wan_14b"],
+        data=replace(run.data, global_batch_size=8),
+        train=replace(run.train, train_iters=500, output_dir="runs/wan_14b_lora", adapter=AdapterConfig(rank=32)),
+        optimizer=replace(run.optimizer, lr=1e-4, weight_decay=0.0),
+        ema=EmaConfig(sigma_rels=()),
+        parallel=ParallelConfig(
+            tensor_model_parallel_size=2,
+            sequence_parallel=True,
+            context_parallel_size=2,
+            recompute_granularity="full",
+        ),
+    )

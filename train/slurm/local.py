@@ -1,0 +1,126 @@
+"""A chain on this machine, without Slurm: the same stages as processes, some at once, in the same order."""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import atomic_path
+from megadit.train.slurm.config import ChainConfig
+from megadit.train.slurm.scripts import local_script
+
+POLL_SECONDS = 0.1
+PATIENCE_SECONDS = 60
+"""For tasks that were told to stop, which may be writing a checkpoint."""
+
+
+def run_here(chain: ChainConfig, words: list[str], *, at_once: int) -> int:
+    """Runs the stages (`encode`), or tasks of one (`encode:3,17`), that `words` names, `at_once` processes at a time.
+
+    A stage starts when those of them that it waits for have ended well; where one fails, what needs it is left out,
+    the rest goes on. Output goes to the folder's logs/.
+
+    Returns:
+        The code of the first process that failed, or 0.
+    """
+    left = {stage: _tasks(chain, stage, numbers) for stage, _, numbers in (word.partition(":") for word in words)}
+    chosen, failed, codes = set(left), set[str](), []
+    running: dict[subprocess.Popen, tuple[str, str]] = {}
+    with _told_to_stop():
+        try:
+            while left or running:
+                for process in [process for process in running if process.poll() is not None]:
+                    stage, task = running.pop(process)
+                    _note(chain, task, str(abs(process.returncode)))
+                    if process.returncode:
+                        print(f"{task}: failed ({process.returncode}); see {_log(chain, task)}", flush=True)
+                        codes.append(abs(process.returncode))
+                        failed.add(stage)
+                busy = {stage for stage, _ in running.values()}
+                for stage in list(left):
+                    needed = chosen & set(chain.before(stage))
+                    if needed & failed:
+                        print(f"{stage}: left out, for {min(needed & failed)} failed", flush=True)
+                        failed.add(stage)
+                        del left[stage]
+                        continue
+                    if needed & (busy | set(left)):
+                        continue
+                    while left[stage] and len(running) < at_once:
+                        number = left[stage].pop(0)
+                        task = stage if number is None else f"{stage}.{number}"
+                        running[_start(chain, stage, number, task)] = (stage, task)
+                    if not left[stage]:
+                        del left[stage]
+                time.sleep(POLL_SECONDS)
+        finally:
+            _stop(running)
+    return codes[0] if codes else 0
+
+
+def _tasks(chain: ChainConfig, stage: str, numbers: str) -> list[int | None]:
+    if numbers:
+        return [int(number) for number in numbers.split(",")]
+    return list(chain.stages[stage].tasks or [None])
+
+
+def _start(chain: ChainConfig, stage: str, number: int | None, task: str) -> subprocess.Popen:
+    environment = {
+        **os.environ,
+        "TASK": "" if number is None else str(number),
+        "TASKS": str(len(chain.stages[stage].tasks or ())),
+    }
+    print(f"{task}: starts; {_log(chain, task)}", flush=True)
+    _log(chain, task).parent.mkdir(parents=True, exist_ok=True)
+    with open(_log(chain, task), "ab") as log:
+        process = subprocess.Popen(
+            ["bash", "-c", local_script(chain, stage)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # with all that it starts, it can be told to stop
+        )
+    _note(chain, task, f"running here {socket.gethostname()} {process.pid}")
+    return process
+
+
+def _log(chain: ChainConfig, task: str) -> Path:
+    return Path(chain.folder) / "logs" / f"{chain.name}-{task}.log"
+
+
+def _note(chain: ChainConfig, task: str, text: str) -> None:
+    with atomic_path(Path(chain.folder) / "state" / task) as temporary:
+        temporary.write_text(text + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _told_to_stop() -> Iterator[None]:
+    """SIGTERM ends the work as Ctrl-C does."""
+
+    def stop(*_: object) -> None:
+        raise UserError("told to stop; --local --failed goes on with what has not ended well")
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop(running: dict[subprocess.Popen, tuple[str, str]]) -> None:
+    for process in running:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+    for process in running:
+        try:
+            process.wait(PATIENCE_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
