@@ -67,7 +67,7 @@ OPTIONS = {
     "mask": one(PATHS),
     "instruction": one(TEXTS),
     "image_guidance": one(NUMBERS),
-    "total_frames": one(COUNTS),
+    "total_frames": one(["9", "17", "40", "0", "-2", "2.5", "", "many"]),  # any number is made, however long it takes
     "story": lambda choose: [],
     "keep_frames": one(COUNTS),
     "negative_prompt": one(TEXTS),
