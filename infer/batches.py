@@ -1,6 +1,6 @@
 """The videos of a generation, cut into those that are sampled together."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -10,6 +10,9 @@ from torch import Tensor
 from megadit.infer.adapters import Scales
 from megadit.infer.given import Media
 from megadit.models.shared.errors import UserError
+
+TOKENS_PER_BATCH = 32768
+"""Video tokens that one call of the denoiser handles (before guidance doubles them) where no batch size is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +65,33 @@ class Videos:
             )
         return cls(list(prompts), seeds, adapters, given)
 
-    def batches(self, size: int, names: Mapping[str, str], structure: Callable[[Media], Hashable]) -> Iterator[Batch]:
-        """Neighbours of which the same places are given, as `structure` says, at most `size` at a time.
+    def batch(self, here: slice, names: Mapping[str, str]) -> Batch:
+        """Those of a cut; `names` are those of adapters beside the network, by their paths."""
+        scales = _scales(self.adapters[here], names)
+        return Batch(range(here.start, here.stop), self.prompts[here], self.seeds[here], scales, self.given[here])
 
-        `names` are those of adapters beside the network, by their paths.
-        """
-        places = range(len(self.prompts))
-        for _, alike in groupby(places, key=lambda place: structure(self.given[place])):
-            first, *rest = alike
-            stop = first + 1 + len(rest)
-            for start in range(first, stop, size):
-                here = slice(start, min(start + size, stop))
-                scales = _scales(self.adapters[here], names)
-                yield Batch(places[here], self.prompts[here], self.seeds[here], scales, self.given[here])
+
+def cut_batches(structures: Sequence[Hashable], size: int) -> list[slice]:
+    """Runs of neighbours of equal structure, at most `size` of them at a time."""
+    cuts, first = [], 0
+    for _, alike in groupby(structures):
+        stop = first + sum(1 for _ in alike)
+        cuts += [slice(start, min(start + size, stop)) for start in range(first, stop, size)]
+        first = stop
+    return cuts
+
+
+def batch_size(asked: int | None, num_tokens: int) -> int:
+    """Videos of `num_tokens` tokens that are sampled at once.
+
+    Raises:
+        UserError: if fewer than one is asked for.
+    """
+    if asked is None:
+        return max(1, TOKENS_PER_BATCH // num_tokens)
+    if asked < 1:
+        raise UserError(f"batch_size={asked} must be at least 1")
+    return asked
 
 
 def _scales(adapters: Sequence[Scales], names: Mapping[str, str]) -> dict[str, Tensor]:

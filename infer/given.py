@@ -163,7 +163,8 @@ class Source(NamedTuple):
 
 
 def _first_frame(medium: GivenVideo, target: Target) -> Source:
-    return Source(_encodable_frames(medium.frames[:1], target), 0)
+    _encodable(1, target.tokenizer)  # refuses tokenizers that are not causal
+    return Source(medium.frames[:1], 0)
 
 
 def _prefix(medium: GivenVideo, target: Target) -> Source:
@@ -251,16 +252,16 @@ def structure_of(media: Media, target: Target) -> tuple[Any, ...]:
     return tuple(zip((medium.use for medium in media), places, masks, strict=True))
 
 
+def num_extra_frames(media: Media, target: Target) -> int:
+    """Latent frames that are given of a video besides its own."""
+    return sum(len(USES[medium.use](medium, target).times) for medium in media)
+
+
 def _trained_as(use: str, frame: int | None) -> str:
     """The use of training (`train/data/given.py`) that a use here is."""
     if use == "keyframe":
         return "keyframes" if frame else "first_frame"
     return use
-
-
-def _encodable_frames(frames: np.ndarray, target: Target) -> np.ndarray:
-    _encodable(1, target.tokenizer)  # refuses tokenizers that are not causal
-    return frames
 
 
 def _encodable(frames: int, tokenizer: VideoTokenizer) -> int:
@@ -312,8 +313,8 @@ def check_given(media: Sequence[GivenVideo], takes: Collection[str], target: Tar
 
 def encode_batch(all_media: Sequence[Media], encode: Callable[[Media], Known | None]) -> Known | None:
     """What is known of videos of one structure, of which `encode` gives each, once for the same media."""
-    found = {id(media): encode(media) for media in all_media}
-    known = [found[id(media)] for media in all_media]
+    found = {media: encode(media) for media in dict.fromkeys(all_media)}
+    known = [found[media] for media in all_media]
     if known[0] is None:
         return None
     return replace(
@@ -329,12 +330,7 @@ def encode_given(
     target: Target,
     device: torch.device,
 ) -> Known | None:
-    """What media give of one video; None where there are none.
-
-    Raises:
-        UserError: see `check_given`.
-    """
-    check_given(media, takes, target)
+    """What media, which passed `check_given`, give of one video; None where there are none."""
     if not media:
         return None
     latents_1CTHW = torch.zeros(1, *target.shape, device=device)
@@ -355,8 +351,7 @@ def encode_given(
     if strength_of(media) is not None or not is_seen:
         return Known(latents_1CTHW, is_kept_THW)
     is_given_THW = torch.cat([is_kept_THW, *(torch.ones_like(part[0, 0], dtype=torch.bool) for part in extra)])
-    own = map(float, range(target.latent_frames))
-    given = Given(torch.cat([latents_1CTHW, *extra], dim=2), is_given_THW, (*own, *times) if times else ())
+    given = Given(torch.cat([latents_1CTHW, *extra], dim=2), is_given_THW, tuple(times))
     return Known(latents_1CTHW, is_kept_THW, given)
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from megadit.infer.adapters import MERGE_FIRST
+from megadit.infer.batches import TOKENS_PER_BATCH
 from megadit.infer.cache import Measure
 from megadit.infer.guidance import GuidanceConvention
-from megadit.infer.pipeline import TOKENS_PER_BATCH
 from megadit.infer.ranks import world_size
 from megadit.infer.runtimes.load import check_runtime
 from megadit.models.settings import GivenSettings

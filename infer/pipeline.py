@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from megadit.infer.adapters import NO_ADAPTERS, AdapterShelf, Scales, hold_adapters
 from megadit.infer.background import one_behind
-from megadit.infer.batches import Batch, Videos
+from megadit.infer.batches import Batch, Videos, batch_size, cut_batches
 from megadit.infer.cache import CachePlan, Measure, bundle_plans, cached, find_plan
 from megadit.infer.callbacks import StepCallback, StepTeller
 from megadit.infer.checkpoints import check_part, open_bundle, weaker_bundle
@@ -29,6 +29,7 @@ from megadit.infer.given import (
     encode_batch,
     encode_given,
     media_of,
+    num_extra_frames,
     remaining_sigmas,
     structure_of,
 )
@@ -46,7 +47,7 @@ from megadit.infer.guidance import (
 )
 from megadit.infer.preview import LinearPreview, fit_preview
 from megadit.infer.ranks import split_over_ranks
-from megadit.infer.resolve import latent_size, resolve_settings
+from megadit.infer.resolve import resolve_settings
 from megadit.infer.runtimes.load import check_runtime, load_denoiser, with_exported_networks, with_exported_text_network
 from megadit.infer.runtimes.shared_torch import load_shared_denoiser
 from megadit.infer.runtimes.torch import TorchDenoiser, find_device, find_dtype
@@ -61,9 +62,6 @@ from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
-
-TOKENS_PER_BATCH = 32768
-"""Video tokens that one call of the denoiser handles (before guidance doubles them) where no batch size is given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -266,24 +264,24 @@ class TextToVideo:
         videos = Videos.read(prompts, seeds, adapters, media_of(given, len(prompts)))
         if self.guardrail is not None:
             self.guardrail.admit([*videos.prompts, *filter(None, [settings.second_prompt])])
-        batch_size = self._batch_size(settings, batch_size)
         target = Target.of(settings, self.config, self.tokenizer)
         for media in dict.fromkeys(videos.given):
             check_given(media, self.takes, target)
         sigmas = self._sigmas(settings, videos.given)
         is_more_than_prompts = any(videos.given) or any(videos.adapters)
         skipped = self._skipped(settings, is_more_than_prompts) if skipped is None else skipped
+        cuts = self._cuts(videos.given, target, batch_size)
         self.text_encoder.prepare([*videos.prompts, settings.negative_prompt, settings.second_prompt])
-        num_videos = len(videos.prompts)
-        teller = StepTeller(on_step, self.num_denoiser_calls(num_videos, settings, batch_size, given), self.preview)
-        num_calls = num_denoiser_calls(settings.sampler, sigmas) - len(skipped)
+        num_calls = num_denoiser_calls(settings.sampler, sigmas)
+        teller = StepTeller(on_step, len(cuts) * num_calls, self.preview)
 
+        @lru_cache(maxsize=1)  # the same media are often given of all videos, and encoded once
         def known_of(media: Media) -> Known | None:
             return encode_given(media, self.takes, target, self.device)
 
         def sampled() -> Iterator[tuple[Batch, Tensor]]:
             with hold_adapters(self._adapters, videos.adapters) as names:
-                for batch in videos.batches(batch_size, names, lambda media: structure_of(media, target)):
+                for batch in (videos.batch(here, names) for here in cuts):
                     known = encode_batch(batch.given, known_of)
                     yield batch, self._sample(batch, settings, sigmas, target.shape, known, skipped, teller)
 
@@ -296,12 +294,12 @@ class TextToVideo:
                     seed=seed,
                     settings=settings,
                     latents_CTHW=latents_CTHW.cpu(),
-                    num_denoiser_calls=num_calls,
+                    num_denoiser_calls=num_calls - len(skipped),
                 )
 
         aside = self._overlap_decoding
-        for videos in one_behind(decoded, sampled(), self.device) if aside else map(decoded, sampled()):
-            yield from videos
+        for results in one_behind(decoded, sampled(), self.device) if aside else map(decoded, sampled()):
+            yield from results
 
     def num_denoiser_calls(
         self,
@@ -312,10 +310,8 @@ class TextToVideo:
     ) -> int:
         """Denoiser calls that `num_videos` take: what `on_step` is told as `num_steps`, and counts if spared too."""
         media, target = media_of(given, num_videos), Target.of(settings, self.config, self.tokenizer)
-        size = self._batch_size(settings, batch_size)
-        alike = [len(list(group)) for _, group in groupby(structure_of(each, target) for each in media)]
-        num_batches = sum(math.ceil(count / size) for count in alike)
-        return num_batches * num_denoiser_calls(settings.sampler, self._sigmas(settings, media))
+        num_calls = num_denoiser_calls(settings.sampler, self._sigmas(settings, media))
+        return len(self._cuts(media, target, batch_size)) * num_calls
 
     def preview(self, latents_BCTHW: Tensor) -> np.ndarray:
         """What latents look like, without decoding them: see `LinearPreview`, which the first call fits."""
@@ -323,13 +319,12 @@ class TextToVideo:
             self._preview = fit_preview(self.tokenizer, self.device)
         return self._preview(latents_BCTHW)
 
-    def _batch_size(self, settings: SamplingSettings, batch_size: int | None) -> int:
-        if batch_size is None:
-            _, (_, *sizes) = latent_size(settings, self.config, self.tokenizer)
-            return max(1, TOKENS_PER_BATCH // math.prod(self.config.token_grid(*sizes)))
-        if batch_size < 1:
-            raise UserError(f"batch_size={batch_size} must be at least 1")
-        return batch_size
+    def _cuts(self, all_media: Sequence[Media], target: Target, asked: int | None) -> list[slice]:
+        """Which videos are sampled together: neighbours of which the same places are given."""
+        _, frames, *size = target.shape
+        most = frames + max(num_extra_frames(media, target) for media in all_media)
+        num_tokens = math.prod(self.config.token_grid(most, *size))
+        return cut_batches([structure_of(media, target) for media in all_media], batch_size(asked, num_tokens))
 
     def _sigmas(self, settings: SamplingSettings, all_media: Sequence[Media]) -> Tensor:
         return remaining_sigmas(settings_sigmas(settings), common_strength(all_media))

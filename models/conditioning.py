@@ -23,8 +23,8 @@ class Given:
     """float32: of the video, then of frames that are only given. Where nothing is given they are not read."""
     is_given_THW: Tensor
     """bool: True where the latents are given."""
-    times: tuple[float, ...] = ()
-    """When each latent frame is, in latent frames; empty: 0, 1, 2, ..."""
+    extra_times: tuple[float, ...] = ()
+    """When the frames that are only given are, in latent frames of the video."""
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -37,16 +37,6 @@ class Given:
         extra = self.size[0] - x_BCTHW.shape[2]
         return torch.where(self.is_given_THW, scale * self.latents_BCTHW, F.pad(x_BCTHW, (0, 0, 0, 0, 0, extra)))
 
-    def segment(self, config: DiTConfig, text_length: int = 0) -> Segment:
-        """One of the samples; a token is given if all of its latents are.
-
-        Raises:
-            UserError: if the latents are not a whole number of patches.
-        """
-        grid = config.token_grid(*self.size)
-        given = token_spans(self.is_given_THW, config)
-        return Segment(grid, text_length, given=given, times=self.times[:: config.patch_temporal])
-
     def to(self, device: torch.device | str) -> "Given":
         return replace(self, latents_BCTHW=self.latents_BCTHW.to(device), is_given_THW=self.is_given_THW.to(device))
 
@@ -57,8 +47,22 @@ class Given:
         return first and replace(first, latents_BCTHW=torch.cat([part.latents_BCTHW for part in parts]))
 
 
-def token_spans(is_given_THW: Tensor, config: DiTConfig) -> tuple[Span, ...]:
-    """The runs of tokens all of whose latents are given."""
+def partly_given(
+    config: DiTConfig, is_given_THW: Tensor, extra_times: tuple[float, ...] = (), text_length: int = 0
+) -> Segment:
+    """A sample of which some latents are given (bool THW), the last ones at times of their own; a token is given if
+    all of its latents are.
+
+    Raises:
+        UserError: if the latents are not a whole number of patches.
+    """
+    grid = config.token_grid(*is_given_THW.shape)
+    times = (*map(float, range(len(is_given_THW) - len(extra_times))), *extra_times) if extra_times else ()
+    given = _token_spans(is_given_THW, config)
+    return Segment(grid, text_length, given=given, times=times[:: config.patch_temporal])
+
+
+def _token_spans(is_given_THW: Tensor, config: DiTConfig) -> tuple[Span, ...]:
     patch = {"pt": config.patch_temporal, "ph": config.patch_spatial, "pw": config.patch_spatial}
     is_given_S = reduce(is_given_THW.int().cpu(), "(T pt) (H ph) (W pw) -> (T H W)", "min", **patch)
     edges = F.pad(is_given_S, (1, 1)).diff().nonzero()[:, 0].tolist()
@@ -82,6 +86,16 @@ class Conditioning:
 
     def __len__(self) -> int:
         return self.text_BLE.shape[0]
+
+    def segment(self, config: DiTConfig, size: tuple[int, int, int]) -> Segment:
+        """One of the samples, whose latents have this size (T, H, W), with what is given of it, without its text.
+
+        Raises:
+            UserError: if the latents are not a whole number of patches.
+        """
+        if self.given is None:
+            return Segment(config.token_grid(*size), 0)
+        return partly_given(config, self.given.is_given_THW, self.given.extra_times)
 
     def null(self) -> "Conditioning":
         """The same videos without their text."""

@@ -5,6 +5,7 @@ Shapes: S video tokens, L text slots, B batch.
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -42,7 +43,7 @@ class DenseLayout:
     """A uniform batch: every sample has the same grid. The form in which sampling and export run."""
 
     grid: Grid
-    """Tokens along time, height and width."""
+    """Tokens along time, height and width, those that are only given among them."""
     text_mask_BL: Tensor
     """bool: True where a text token may be attended."""
     device: torch.device
@@ -62,7 +63,7 @@ class DenseLayout:
     @property
     def rows(self) -> DenseRows | None:
         """None: modulation broadcasts over the batch."""
-        return DenseRows(prod(self.grid), self.given, len(self.text_mask_BL)) if self.given else None
+        return _rows(prod(self.grid), self.given, len(self.text_mask_BL)) if self.given else None
 
     def on(self, device: torch.device) -> DenseTensors:
         return DenseTensors(self, device)
@@ -82,3 +83,8 @@ class DenseLayout:
         if self.kept is None:
             return function(owner, *inputs)
         return self.kept.cached(("per condition", memo_key(function, (owner,))), function, owner, *inputs)
+
+
+@lru_cache(maxsize=64)  # every op of every block asks for them
+def _rows(num_tokens: int, given: tuple[Span, ...], batch: int) -> DenseRows:
+    return DenseRows(num_tokens, given, batch)

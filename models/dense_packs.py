@@ -17,7 +17,6 @@ from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
 from megadit.models.embeddings import patchify, unpatchify
 from megadit.models.layout import PackLayout
-from megadit.models.segments import Segment
 
 
 class DensePack(NamedTuple):
@@ -31,9 +30,8 @@ class DensePack(NamedTuple):
 
 def pack_dense(x_BCTHW: Tensor, conditioning: Conditioning, config: DiTConfig, multiple: int) -> DensePack:
     """All samples of a uniform batch as one pack of a multiple of `multiple` tokens."""
-    given, lengths = conditioning.given, conditioning.text_length_B.tolist()
-    sample = Segment(config.token_grid(*x_BCTHW.shape[2:]), 0) if given is None else given.segment(config)
-    x_BCTHW = x_BCTHW if given is None else given.among(x_BCTHW)
+    sample, lengths = conditioning.segment(config, x_BCTHW.shape[2:]), conditioning.text_length_B.tolist()
+    x_BCTHW = x_BCTHW if conditioning.given is None else conditioning.given.among(x_BCTHW)
     tokens_S1P = rearrange(patchify(x_BCTHW, config), "S B P -> (B S) 1 P")
     segments = [replace(sample, text_length=length) for length in lengths]
     text_capacity = sum(segment.text_slots for segment in segments)

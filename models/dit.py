@@ -38,7 +38,6 @@ from megadit.models.kept import Kept
 from megadit.models.layout import Layout, PackLayout
 from megadit.models.modulation import SharedModulation
 from megadit.models.ops.linear import Linear
-from megadit.models.segments import Segment
 
 BASE_FPS = 24.0
 """With `Structure.fps` = rotary: the frame rate at which rotary time runs at its own pace."""
@@ -160,8 +159,7 @@ class DiT(nn.Module):
         Raises:
             UserError: if the latents are not a whole number of patches, or more than the network has positions for.
         """
-        given = conditioning.given
-        sample = Segment(self.config.token_grid(*size), 0) if given is None else given.segment(self.config)
+        sample = conditioning.segment(self.config, size)
         self.config.check_grid(sample.reach)
         slot_L = torch.arange(conditioning.text_BLE.shape[1], device=conditioning.text_BLE.device)
         text_mask_BL = slot_L < conditioning.text_length_B.clamp(min=1)[:, None]

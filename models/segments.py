@@ -144,7 +144,7 @@ class ConditionRows:
         return {}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DenseRows:
     """The condition rows of a uniform batch of which some tokens are given: of sample b, those have row B + b, the
     others row b."""
@@ -153,7 +153,7 @@ class DenseRows:
     given: tuple[Span, ...]
     batch: int
 
-    @property
+    @cached_property
     def runs(self) -> tuple[tuple[Span, slice], ...]:
         """Tokens in order, and the rows that they have in the samples of the batch."""
         pieces = Segment((1, 1, self.num_tokens), 0, given=self.given).pieces((0, self.num_tokens), 0, self.batch)

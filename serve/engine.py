@@ -11,7 +11,8 @@ import numpy as np
 
 from megadit.infer.animations import encode_image
 from megadit.infer.callbacks import Cancelled, Step
-from megadit.infer.pipeline import GeneratedVideo, TextToVideo, latent_size, resolve_settings
+from megadit.infer.pipeline import GeneratedVideo, TextToVideo
+from megadit.infer.resolve import latent_size, resolve_settings
 from megadit.infer.runtimes.load import check_runtime, open_exported
 from megadit.infer.video_io import encode_mp4
 from megadit.models.bundle.bundle import Bundle

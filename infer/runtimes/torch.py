@@ -67,8 +67,7 @@ class TorchDenoiser:
     @torch.no_grad()  # not inference_mode: what the network caches for a layout must stay usable in training
     def __call__(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
         """Clean latents x0 (float32, on `device`); the inputs may lie anywhere."""
-        size = x_BCTHW.shape[2:] if conditioning.given is None else conditioning.given.size
-        here, layout, scales = self._prepared(conditioning, size)
+        here, layout, scales = self._prepared(conditioning, x_BCTHW.shape[2:])
         for name in self._adapters:
             set_scale(self._denoiser.dit, scales.get(name, 0.0), name)
         return self._denoiser(x_BCTHW.to(self.device), sigma_B.to(self.device), here, layout)

@@ -77,7 +77,7 @@ PLAN = (
     Row("blocks.*_attention.qkv.[wba]*|blocks.*.cross_attention.q.[wba]*|blocks.*.fc1.[wba]*|*.[qk]_norm.*", COLUMN),
     Row("blocks.*.cross_attention.kv.[wba]*", COLUMN_OF_TEXT),
     Row("blocks.*_attention.proj.weight|blocks.*_attention.proj.*.down|blocks.*.fc2.weight|blocks.*.fc2.*.down", ROW),
-    Row("blocks.*_attention.proj.[ba]*|blocks.*.fc2.[ba]*", PARTIAL),
+    Row("blocks.*_attention.proj.[ba]*|blocks.*.fc2.[ba]*", PARTIAL),  # added to a rank's tokens after the sum
     Row("blocks.*.[qk]_layernorm.weight", SUM_OVER_HEADS),
     Row("blocks.*.modulation.*|blocks.*_layernorm.*|blocks.*.router.weight|shared_modulation.*", PARTIAL),
     Row("x_embedder.*|text_embedder.*|null_text|positions.*", WHOLE),

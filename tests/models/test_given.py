@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megadit.models.conditioning import Conditioning, Given, token_spans
+from megadit.models.conditioning import Conditioning, Given, partly_given
 from megadit.models.config import DiTConfig
 from megadit.models.denoiser import EDMDenoiser
 from megadit.models.dense_packs import pack_dense, pad_segments, unpack_dense
@@ -55,7 +55,7 @@ def given_latents(count: int, extra: int = 1) -> Given:
     is_given = torch.zeros(3 + extra, 4, 4, dtype=torch.bool)
     is_given[0] = is_given[3:] = True
     is_given[1, :2] = True
-    return Given(latents, is_given, (0.0, 1.0, 2.0, 1.5)[: 3 + extra] if extra else ())
+    return Given(latents, is_given, (1.5,) * extra)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -90,7 +90,7 @@ def test_tokens_are_given_where_all_of_their_latents_are():
     is_given = torch.zeros(2, 4, 4, dtype=torch.bool)
     is_given[0, :3] = True
     is_given[1, 2:, 2:] = True
-    assert token_spans(is_given, CONFIG) == ((0, 2), (7, 8))
+    assert partly_given(CONFIG, is_given).given == ((0, 2), (7, 8))
 
 
 @torch.no_grad()
@@ -129,7 +129,7 @@ def test_the_network_sees_what_is_given_clean_and_nothing_else_of_it():
     unread = given.latents_BCTHW.clone()
     unread[:, :, 2] = torch.nan
     assert torch.equal(answer(latents_BCTHW=unread), usual)
-    assert not torch.allclose(answer(times=(0.0, 1.0, 2.0, 0.5)), usual), "when a frame is, is seen"
+    assert not torch.allclose(answer(extra_times=(0.5,)), usual), "when a frame is, is seen"
     label = replace(CONFIG, given_sigma=0.5)
     other = network(label)
     other.load_state_dict(dit.state_dict())

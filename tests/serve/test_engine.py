@@ -184,7 +184,7 @@ def test_the_denoiser_rests_when_nobody_waits(engine, pipeline, monkeypatch):
 
 
 def test_later_batches_are_made_when_the_first_was_for_nobody(engine, monkeypatch):
-    monkeypatch.setattr("megadit.infer.pipeline.TOKENS_PER_BATCH", 1)
+    monkeypatch.setattr("megadit.infer.batches.TOKENS_PER_BATCH", 1)
     gone, stays = Asker(VideoRequest(prompt="a", seed=1), cancel_at=1), Asker(VideoRequest(prompt="b", seed=2))
     run(engine, gone, stays)
     assert isinstance(gone.endings[0], CancelledError)
@@ -285,7 +285,7 @@ def test_an_unknown_class_is_told_to_who_asked_for_it(engine, pipeline, monkeypa
 
 
 def test_videos_that_were_sent_before_a_fault_are_not_sent_again(engine, pipeline, monkeypatch):
-    monkeypatch.setattr("megadit.infer.pipeline.TOKENS_PER_BATCH", 1)
+    monkeypatch.setattr("megadit.infer.batches.TOKENS_PER_BATCH", 1)
     sample, calls = pipeline._sample, []
 
     def faulty(batch, *arguments):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megadit.models.conditioning import token_spans
+from megadit.models.conditioning import partly_given
 from megadit.models.config import DiTConfig
 from megadit.models.noise import Stream, uniform
 from megadit.models.segments import Segment
@@ -37,17 +37,8 @@ class GivenPart(NamedTuple):
     """When they are, in latent frames."""
 
     def segment(self, model: DiTConfig, text_length: int) -> Segment:
-        """The sample's tokens.
-
-        Raises:
-            UserError: if a side of the latent is not a multiple of the patch.
-        """
-        grid = model.token_grid(*self.is_given_THW.shape)
-        times = ()
-        if self.extra_times:
-            own = range(len(self.is_given_THW) - len(self.extra_times))
-            times = tuple(map(float, (*own, *self.extra_times)))[:: model.patch_temporal]
-        return Segment(grid, text_length, given=token_spans(self.is_given_THW, model), times=times)
+        """The sample's tokens; see `partly_given`."""
+        return partly_given(model, self.is_given_THW, self.extra_times, text_length)
 
     def latents(self, sample: TrainingSample) -> Tensor:
         """All of its latents, [C, T + E, H, W]."""

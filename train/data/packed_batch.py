@@ -109,10 +109,12 @@ class PackFormat:
         """Video tokens and text slots that a sample needs, its text dropped or not.
 
         Raises:
-            UserError: if a side of the latent is not a multiple of the patch.
+            UserError: if a side of the latent is not a multiple of the patch, or the network has no positions for it.
         """
         drawn = self._draw(sample, sample_key(self.seed, sample.sample_id, sample.occurrence))
-        return self._segment(sample, drawn, keeps_text=True).num_tokens, max(1, len(drawn.text_LE))
+        segment = self._segment(sample, drawn, keeps_text=True)
+        self.model.check_grid(segment.reach)
+        return segment.num_tokens, max(1, len(drawn.text_LE))
 
     def pack(self, samples: Sequence[TrainingSample]) -> PackedBatch:
         """Lays samples out one after another, in the given order, and pads the tail.

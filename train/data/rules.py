@@ -89,8 +89,8 @@ class Rules:
             return "low_score", f"its aesthetic score is below data.min_aesthetic_score, {least}, or missing"
         try:
             num_tokens, text_slots = self.format.lengths(sample)
-        except UserError:
-            return "odd_size", "its size is not a multiple of the patch"
+        except UserError as error:
+            return "odd_size", str(error)
         if num_tokens > self.format.seq_length:
             return "too_long", f"it has more tokens than data.seq_length, {self.format.seq_length}"
         if text_slots > self.format.text_seq_length:

@@ -86,8 +86,11 @@ def _frames(tensors: dict[str, Tensor], description: Description) -> Frames | No
     latents_CTHW, times = tensors.get("frames"), description.frame_times
     if latents_CTHW is None and not times:
         return None
-    if latents_CTHW is None or _sides(latents_CTHW) != _sides(tensors["latent"]) or latents_CTHW.shape[1] != len(times):
+    like_CTHW = tensors["latent"]
+    if latents_CTHW is None or _sides(latents_CTHW) != _sides(like_CTHW) or latents_CTHW.shape[1] != len(times):
         raise UnreadableSampleError("its frames are not as many as frame_times, of the latent's sides")
+    if not times or max(times) >= like_CTHW.shape[1]:
+        raise UnreadableSampleError(f"its frame_times {list(times)[:5]} are not within its latent's frames")
     return Frames(latents_CTHW, times)
 
 

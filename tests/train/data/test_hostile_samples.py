@@ -7,6 +7,7 @@ import resource
 import struct
 import tarfile
 from collections import Counter
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -20,6 +21,7 @@ from megadit.train.data.packed_batch import REFUSALS, PackFormat
 from megadit.train.data.rules import Rules
 from megadit.train.data.samples import OCCURRENCE, decode
 from megadit.train.data.shards import ShardReader
+from megadit.train.data.training_sample import TrainingSample
 from megadit.train.data.writer import prepare_for_energon, sample_members
 from megadit.train.sampling_defaults import sampling_defaults
 from tests.mutations import mutated
@@ -187,6 +189,42 @@ def test_every_hostile_sample_is_counted_and_training_goes_on(hostile, make_conf
         assert (passes - 1) * count <= refused[reason] <= (passes + 3) * count, reason
 
 
+FRAMES = {
+    "no times": ([], 1, "not as many as frame_times"),
+    "none": ([], 0, "not within its latent's frames"),
+    "too few": ([0.0, 1.0], 1, "not as many as frame_times"),
+    "past the end": ([3.0], 1, "not within its latent's frames"),
+}
+
+
+@pytest.mark.parametrize("case", FRAMES)
+def test_frames_belong_to_their_clip(toy, case):
+    times, count, message = FRAMES[case]
+    latent_CTHW = torch.zeros(toy.channels, 3, 4, 4)
+    frames = latent_CTHW[:, :count]
+    described = json.loads(DESCRIPTION) | {"frame_times": times}
+    members = dict(sample_members("a", described, {"latent": latent_CTHW, "frames": frames}))
+    crude = {"__key__": "a", OCCURRENCE: 0, **{key.partition(".")[2]: value for key, value in members.items()}}
+    with pytest.raises(UnreadableSampleError, match=message):
+        decode(crude)
+
+
+def test_more_frames_than_there_are_positions_are_left_out(toy, make_config):
+    """A clip to edit is read beside the clip itself: both must be within what the network has positions for."""
+    config = make_config()
+    model = replace(config.model, learned_positions=(3, 5, 5))
+    latent_CTHW = torch.zeros(toy.channels, 3, 4, 4)
+    sample = TrainingSample("a", 0, latent_CTHW, torch.ones(3, 8), 8.0, reference_CTHW=latent_CTHW)
+    pack_format = PackFormat(
+        model=model, seq_length=200, text_seq_length=40, seed=1, text_dropout=0.0, given=(("edit", 1.0),)
+    )
+    rules = Rules.of(config.data, pack_format, training=True)
+    assert rules.reason_against(sample) is None
+    longer = replace(sample, reference_CTHW=torch.zeros(toy.channels, 4, 4, 4))
+    assert rules.reason_against(longer)[0] == "odd_size"
+    assert rules.reason_against(replace(sample, latent_CTHW=torch.zeros(toy.channels, 4, 4, 4)))[0] == "odd_size"
+
+
 def test_one_hostile_sample_does_not_end_what_looks_at_captions(hostile, make_config):
     root, _ = hostile
     captions = list(iter_captions(root, "train"))
@@ -230,15 +268,24 @@ def test_the_log_shows_nothing_that_a_terminal_obeys(new_writer, toy, make_confi
 def test_mutated_samples_end_nothing(make_config, toy, request):
     """`--cases N` samples, each changed by chance, are refused or packed into finite numbers."""
     config = make_config()
-    pack_format = PackFormat(model=config.model, seq_length=200, text_seq_length=40, seed=1, text_dropout=0.0)
+    shares = (("last_frame", 0.4), ("keyframes", 0.3), ("inpaint", 0.3), ("edit", 1.0))
+    pack_format = PackFormat(
+        model=config.model, seq_length=200, text_seq_length=40, seed=1, text_dropout=0.0, given=shares
+    )
     rules = Rules.of(config.data, pack_format, training=True)
     described = {"caption": "ä", "fps": 8.5, "height": 32, "width": 48, "num_frames": 9, "aesthetic_score": 4.5}
     shape = (toy.channels, 3, 4, 4)
-    tensors_of = {"latent": torch.linspace(-1, 1, 4 * 48).reshape(shape).half(), "text": torch.ones(3, 8).half()}
+    latent_CTHW = torch.linspace(-1, 1, 4 * 48).reshape(shape).half()
+    tensors_of = {"latent": latent_CTHW, "text": torch.ones(3, 8).half()}
+    forms = [
+        (described, tensors_of),
+        (described | {"frame_times": [2.0, 0.5]}, tensors_of | {"frames": -latent_CTHW[:, :2]}),
+        (described, tensors_of | {"reference": -latent_CTHW, "given_text": torch.ones(2, 8).half()}),
+    ]
     found: Counter[str] = Counter()
     for case in range(request.config.getoption("--cases") or 400):
         draw = random.Random(case)
-        members = dict(sample_members("a", described, tensors_of))
+        members = dict(sample_members("a", *forms[case % 3]))
         name = draw.choice(sorted(members))
         members[name] = mutated(members[name], draw)
         crude = {"__key__": "a", OCCURRENCE: 0, **{key.partition(".")[2]: value for key, value in members.items()}}

@@ -266,7 +266,7 @@ def sampled(training):
     if model.given_sigma is not None:
         is_given = torch.zeros(3, 3, 5, dtype=torch.bool)
         is_given[0, :2], is_given[2] = True, True
-        given = Given(noise_BCTHW[:, :, [1, 0, 1]], is_given, (0.0, 1.0, 0.5))
+        given = Given(noise_BCTHW[:, :, [1, 0, 1]], is_given, (0.5,))
     conditioning = Conditioning(text_BLE, torch.tensor([4, 0]), torch.tensor([8.0, 0.0]), given=given)
     return ShardedDenoiser(training)(3 * noise_BCTHW, torch.tensor([3.0, 0.5]), conditioning)
 
