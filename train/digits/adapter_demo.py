@@ -6,7 +6,6 @@ Ten clips and one word. The adapter is trained twice, with the prior (clips of d
 without, and the picture shows what that is for: the subject is learnt either way, the digits are kept by one alone.
 """
 
-import signal
 import sys
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,14 +19,13 @@ from safetensors.torch import load_file, save_file
 from megadit.infer.pipeline import TextToVideo
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.command import run_command
-from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, read_json, write_json
 from megadit.models.shared.options import read_options, setting
 from megadit.models.shared.progress import Progress
 from megadit.train.digits import figures, judge, score, subject
 from megadit.train.digits.data import Attributes, random_attributes, random_captions
 from megadit.train.digits.figures import spread
-from megadit.train.digits.stages import Stage, run_module, run_stages, summary_of_seconds
+from megadit.train.digits.stages import Stage, check_base, run_module, run_stages, summary_of_seconds
 
 NUM_PRIOR = 256
 CLASS_STRIDE = 3
@@ -237,9 +235,7 @@ def _run(argv: list[str]) -> int:
         prog="megadit demo-adapter",
         description="Teaches the demo's model a made-up shape from ten clips, by an adapter.",
     )
-    if not options.bundle.is_dir():
-        raise UserError(f"there is no bundle {options.bundle}; run `megadit demo` first, or name one with --bundle")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwinds, so that training is told too
+    check_base(options.bundle)
     demo = AdapterDemo(
         out=options.out,
         bundle=options.bundle,

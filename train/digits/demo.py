@@ -7,7 +7,6 @@ Each stage leaves its result in the folder and is skipped where that result is t
 continues where it stopped, the training in the middle of it included.
 """
 
-import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -270,7 +269,6 @@ def _run(argv: list[str]) -> int:
         prog="megadit demo",
         description="Prepares handwritten digits, trains on them, makes videos from prompts and scores them.",
     )
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwinds, so that training is told too
     run_demo(Demo(out=options.out, size=QUICK if options.quick else FULL, num_ranks=options.ranks))
     return 0
 

@@ -3,7 +3,6 @@
 megadit demo-given                # from the bundle of `megadit demo`, into runs/demo-given
 """
 
-import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +16,13 @@ from megadit.infer.given import GivenVideo, Media
 from megadit.infer.pipeline import TextToVideo
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.command import run_command
-from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
 from megadit.models.shared.options import read_options, setting
 from megadit.models.shared.progress import Progress
 from megadit.train.digits import figures, given_data, given_score, judge, score
 from megadit.train.digits.data import Attributes
 from megadit.train.digits.given_score import generate, neutral_captions, pixels, video_of
-from megadit.train.digits.stages import Stage, run_module, run_stages, summary_of_seconds
+from megadit.train.digits.stages import Stage, check_base, run_module, run_stages, summary_of_seconds
 
 GRID_SCALES = (1.0, 1.5, 2.0, 3.0)
 """Of guidance by text and by the clip, in the picture of edits."""
@@ -225,9 +223,7 @@ def _run(argv: list[str]) -> int:
         prog="megadit demo-given",
         description="Teaches the demo's model to take first and last frames, clips, masks and instructions.",
     )
-    if not options.bundle.is_dir():
-        raise UserError(f"there is no bundle {options.bundle}; run `megadit demo` first, or name one with --bundle")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwinds, so that training is told too
+    check_base(options.bundle)
     demo = GivenDemo(
         out=options.out,
         base=options.bundle,

@@ -1,9 +1,11 @@
 """Stages of a demo: each leaves its result in a folder and is skipped where that is there already."""
 
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -37,19 +39,36 @@ def run_stages(demo: Demo, stages: Sequence[Stage[Demo]]) -> dict[str, float]:
     """Runs every stage whose results are missing; the seconds that each took in its last run."""
     demo.out.mkdir(parents=True, exist_ok=True)
     file = demo.out / "seconds.json"
-    for number, stage in enumerate(stages, start=1):
-        heading = f"[{number}/{len(stages)}] {stage.name}: {stage.purpose}"
-        if all(path.exists() for path in stage.results(demo)):
-            print(f"{heading} -- already done", flush=True)
-            continue
-        print(heading, flush=True)
-        start = time.monotonic()
-        stage.run(demo)
-        seconds = time.monotonic() - start
-        known = read_json(file) if file.exists() else {}
-        write_json(file, {**known, stage.name: round(seconds, 1)})
-        print(f"      {duration(seconds)}", flush=True)
+    with _unwinding_at_sigterm():
+        for number, stage in enumerate(stages, start=1):
+            heading = f"[{number}/{len(stages)}] {stage.name}: {stage.purpose}"
+            if all(path.exists() for path in stage.results(demo)):
+                print(f"{heading} -- already done", flush=True)
+                continue
+            print(heading, flush=True)
+            start = time.monotonic()
+            stage.run(demo)
+            seconds = time.monotonic() - start
+            known = read_json(file) if file.exists() else {}
+            write_json(file, {**known, stage.name: round(seconds, 1)})
+            print(f"      {duration(seconds)}", flush=True)
     return read_json(file)
+
+
+@contextmanager
+def _unwinding_at_sigterm() -> Iterator[None]:
+    """So that training, which runs in a process of its own, is told too."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def check_base(bundle: Path) -> None:
+    """Raises UserError where the model that a demo starts from is not there."""
+    if not bundle.is_dir():
+        raise UserError(f"there is no bundle {bundle}; run `megadit demo` first, or name one with --bundle")
 
 
 def summary_of_seconds(seconds: dict[str, float]) -> str:

@@ -106,7 +106,6 @@ def test_no_ranks(tmp_path):
 def test_every_option_reaches_the_demo(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(demo_module, "run_demo", asked.append)
-    monkeypatch.setattr(demo_module.signal, "signal", lambda *_: None)
     for more in ([], ["--out", str(tmp_path)], ["--ranks", "5"], ["--quick"]):
         assert demo_module.main(more) == 0
     plain, placed, divided, quick = asked

@@ -69,7 +69,6 @@ def test_every_option_reaches_the_demo(tmp_path, monkeypatch):
         raise UserError("seen")
 
     monkeypatch.setattr(given_demo, "run_stages", stop)
-    monkeypatch.setattr(given_demo.signal, "signal", lambda *_: None)
     options = ["--out", "elsewhere", "--bundle", str(tmp_path), "--ranks", "1", "--steps", "7", "--stride", "3"]
     assert given_demo.main([*options, "--seed", "5"]) == 2
     assert asked == [given_demo.GivenDemo(out=Path("elsewhere"), base=tmp_path, num_ranks=1, steps=7, stride=3, seed=5)]

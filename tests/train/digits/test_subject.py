@@ -47,7 +47,6 @@ def test_every_option_reaches_the_demo(tmp_path, monkeypatch):
         raise UserError("seen")
 
     monkeypatch.setattr(adapter_demo, "run_stages", stop)
-    monkeypatch.setattr(adapter_demo.signal, "signal", lambda *_: None)
     options = ["--out", "elsewhere", "--bundle", str(tmp_path), "--word", "vex", "--ranks", "1", "--steps", "7"]
     assert adapter_demo.main([*options, "--seed", "5"]) == 2
     assert asked == [
