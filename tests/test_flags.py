@@ -47,6 +47,7 @@ INGEST = {
     """,
     FOLDER: "--tokenizer --text_encoder --num_workers",
     f"{VIDEOS}::test_samples_hold_what_their_videos_show": "--height --width --num_frames",
+    f"{VIDEOS}::test_frames_are_encoded_as_images_too": "--keyframes",
     f"{VIDEOS}::test_shards_of_a_split_are_equally_large": "--shard_size",
     f"{VIDEOS}::test_pixels_can_be_stored_instead": "--store",
     f"{VIDEOS}::test_an_image_is_a_video_of_one_frame": "--channels --min_aesthetic_score",

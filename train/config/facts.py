@@ -101,6 +101,18 @@ class Run:
         return "on_the_fly" if self.dataset.store == "raw" else "precached"
 
     @property
+    def uses_of_frames(self) -> list[str]:
+        """Those of `data.given` that give frames encoded as images."""
+        from megadit.train.data.given import parse_uses
+
+        return [use for use, _ in parse_uses(self.data.given) if use in ("last_frame", "keyframes")]
+
+    @property
+    def is_blend(self) -> bool:
+        """Whether `data.path` blends data sets, of which some may have what others lack."""
+        return str(self.data.path).endswith((".yaml", ".yml"))
+
+    @property
     def has_tokenizer_of_dataset(self) -> bool:
         """Whether `validation.tokenizer_folder` holds the tokenizer that encoded the data set."""
         from megadit.models.tokenizers import load_tokenizer

@@ -466,6 +466,12 @@ RULES: tuple[Rule[Run], ...] = (
         remedy=_encoding_in_words,
     ),
     Rule(
+        when=lambda run: run.dataset is not None and run.uses_of_frames and not run.is_blend,
+        needs=attrgetter("dataset.has_keyframes"),
+        remedy="{data.given=} needs frames encoded as images, which {dataset.root} has none of: prepare it with "
+        "--keyframes 1 or more, or leave out {uses_of_frames}",
+    ),
+    Rule(
         when=lambda run: run.starts_here and run.dataset is not None and run.validation.tokenizer_folder is not None,
         needs=attrgetter("has_tokenizer_of_dataset"),
         remedy="{validation.tokenizer_folder=} holds another tokenizer than the data set's; leave it out",

@@ -5,6 +5,7 @@ import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -50,6 +51,12 @@ class DatasetInfo:
     def store(self) -> Store | None:
         """Whether samples are latents or pixels, as the first one of training shows; None if it cannot be told."""
         return _store_of(self.root)
+
+    @property
+    def has_keyframes(self) -> bool:
+        """Whether frames of its first clips were encoded as images besides, or will be by who reads them."""
+        clips = (description for description in iter_descriptions(self.root, "train") if description.fps)
+        return any(clip.frame_times or clip.keyframes for clip in islice(clips, 20))
 
     @property
     def tokenizer_folder(self) -> Path:

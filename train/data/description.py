@@ -33,6 +33,8 @@ class Description:
     """Whether a model made it (`megadit prepare prior`)."""
     frame_times: tuple[float, ...] = ()
     """When the frames are that were encoded as images, in latent frames."""
+    keyframes: tuple[int, ...] = ()
+    """Which frames of a clip in pixels are to be encoded as images."""
 
 
 def read_description(content: bytes) -> Description:
@@ -59,6 +61,7 @@ def read_description(content: bytes) -> Description:
         aesthetic_score=_number(values, "aesthetic_score"),
         is_prior=_truth(values, "prior"),
         frame_times=_times(values, "frame_times"),
+        keyframes=tuple(map(int, _times(values, "keyframes"))),
     )
 
 

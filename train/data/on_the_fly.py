@@ -6,7 +6,7 @@ the CPU. Shapes: C latent channels, T/H/W frames, height, width, L text tokens, 
 
 import io
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.data.description import UnreadableSampleError, read_description
 from megadit.train.data.samples import member, training_sample
-from megadit.train.data.training_sample import TrainingSample
+from megadit.train.data.training_sample import Frames, TrainingSample, encode_frames, frame_times
 
 MAX_PIXELS = 1 << 28
 """Of a picture; a header may announce any number."""
@@ -55,15 +55,25 @@ class FrozenEncoders:
             frames_THWC = read(content)
         except Exception as error:  # decoders raise whatever they like
             raise UnreadableSampleError(f"{type(error).__name__}: {error}") from None
-        return training_sample(crude, description, self._latent(frames_THWC), self._text(description.caption))
+        if max(description.keyframes, default=0) >= len(frames_THWC):
+            raise UnreadableSampleError(f"its keyframes {description.keyframes[:5]} are not of its {len(frames_THWC)}")
+        latent_CTHW, frames = self._latents(frames_THWC, description.keyframes)
+        sample = training_sample(crude, description, latent_CTHW, self._text(description.caption))
+        return replace(sample, frames=frames)
 
     @torch.inference_mode()
-    def _latent(self, frames_THWC: np.ndarray) -> Tensor:
+    def _latents(self, frames_THWC: np.ndarray, keyframes: tuple[int, ...]) -> tuple[Tensor, Frames | None]:
+        """Of a clip, and of those of its frames that are encoded as images."""
         video_BCTHW = torch.from_numpy(frames_THWC).permute(3, 0, 1, 2)[None].float().div(127.5).sub(1)
+        tokenizer = self._model("tokenizer")
         try:
-            return self._model("tokenizer").encode(video_BCTHW)[0].clone()
+            latent_CTHW = tokenizer.encode(video_BCTHW)[0].clone()
+            if not keyframes:
+                return latent_CTHW, None
+            frames_CTHW = encode_frames(tokenizer.encode, video_BCTHW, keyframes)[0].clone()
         except ValueError as error:  # a size that it does not take
             raise UnreadableSampleError(str(error)) from None
+        return latent_CTHW, Frames(frames_CTHW, frame_times(keyframes, tokenizer))
 
     @torch.inference_mode()
     def _text(self, caption: str) -> Tensor:

@@ -3,10 +3,14 @@
 Shapes: C latent channels, T/H/W latent frames, height, width, K frames, L text tokens, E text feature width.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from megadit.models.tokenizers import VideoTokenizer
 
 
 class Frames(NamedTuple):
@@ -15,7 +19,26 @@ class Frames(NamedTuple):
     latents_CTHW: Tensor
     """[C, K, H, W]."""
     times: tuple[float, ...]
-    """When each is, in latent frames: that of frame f is f / the tokenizer's temporal compression."""
+    """When each is, in latent frames: see `frame_times`."""
+
+
+def keyframe_places(num_frames: int, count: int) -> list[int]:
+    """At most `count` frames of a clip, evenly up to the last one and without the first, which its latents begin
+    with."""
+    return sorted({round(number * (num_frames - 1) / count) for number in range(1, count + 1)} - {0})
+
+
+def frame_times(places: Sequence[int], tokenizer: VideoTokenizer) -> tuple[float, ...]:
+    """When frames of a clip are, in latent frames: a causal tokenizer's latent t ends with frame t * compression."""
+    return tuple(place / tokenizer.temporal_compression for place in places)
+
+
+def encode_frames(
+    encode: Callable[[Tensor], Tensor | list[Tensor]], video_BCTHW: Tensor, places: Sequence[int]
+) -> Tensor:
+    """Frames of clips, each encoded as an image: latents [B, C, K, H, W]."""
+    found = [encode(video_BCTHW[:, :, [place]]) for place in places]
+    return torch.cat([latents if isinstance(latents, Tensor) else torch.stack(latents) for latents in found], dim=2)
 
 
 @dataclass(slots=True)

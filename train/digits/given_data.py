@@ -13,15 +13,14 @@ from torch import Tensor
 
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.progress import Progress
-from megadit.models.tokenizers import VideoTokenizer
-from megadit.train.data.training_sample import Frames
+from megadit.train.data.training_sample import Frames, encode_frames, frame_times, keyframe_places
 from megadit.train.data.writer import DatasetWriter
 from megadit.train.digits import data as digits
 from megadit.train.digits.data import Attributes
 
 NUM_CLIPS, NUM_EDITS, NUM_VAL = 8000, 2000, 256
 CHUNK = 500
-FRAMES = (4, 8)
+FRAMES = keyframe_places(digits.NUM_FRAMES, 2)
 """Of a clip, that are encoded as images besides: what `last_frame` and `keyframes` give."""
 NEUTRAL_WORDINGS = (
     "a digit moving {pace} {way}",
@@ -111,13 +110,13 @@ def _write_clips(writer: DatasetWriter, split: str, numbers: range, generator: t
     clips = digits.draw_clips(attributes, glyphs, generator)
     captions = digits.random_captions(attributes, glyphs, generator)
     neutral = [features for _, features in _texts(writer, [neutral_caption(each, generator) for each in attributes])]
-    times = frame_times(writer.tokenizer)
+    times = frame_times(FRAMES, writer.tokenizer)
     rows = zip(
         [f"{split}-given-{number:06d}" for number in numbers],
         _latents(writer, clips),
         _texts(writer, captions),
         neutral,
-        encode_frames(writer.tokenizer, clips),
+        encode_frames(writer.tokenizer.encode, clips, FRAMES).half(),
         strict=True,
     )
     for key, latent, text, given_text_LE, frames in rows:
@@ -161,13 +160,3 @@ def _texts(writer: DatasetWriter, captions: list[str]) -> Iterator[tuple[str, Te
     text = writer.text_encoder.encode(captions)
     for caption, features_LE, length in zip(captions, text.features_BLE, text.length_B.tolist(), strict=True):
         yield caption, features_LE[:length]
-
-
-def encode_frames(tokenizer: VideoTokenizer, clips_BCTHW: Tensor) -> Tensor:
-    """The frames `FRAMES` of clips, each encoded as an image: [B, C, K, H, W], float16."""
-    return torch.cat([tokenizer.encode(clips_BCTHW[:, :, [frame]]) for frame in FRAMES], dim=2).half()
-
-
-def frame_times(tokenizer: VideoTokenizer) -> tuple[float, ...]:
-    """When they are, in latent frames."""
-    return tuple(frame / tokenizer.temporal_compression for frame in FRAMES)

@@ -22,7 +22,13 @@ from tests.train.config.test_schema import make_run
 
 EXPERTS = {"experts": ExpertConfig(num_experts=6)}
 DATASET = SimpleNamespace(
-    root="here", latent_channels=16, text_width=1024, sigma_data=0.5, store=None, tokenizer_fingerprint="its own"
+    root="here",
+    latent_channels=16,
+    text_width=1024,
+    sigma_data=0.5,
+    store=None,
+    tokenizer_fingerprint="its own",
+    has_keyframes=False,
 )
 
 
@@ -229,6 +235,12 @@ BREACHES = (
     of_dataset("model.crossattn_emb_size=1024 does not fit here, whose value is 512", text_width=512),
     of_dataset("model.sigma_data=0.5 does not fit here, whose value is 0.7", sigma_data=0.7),
     of_dataset("data.encode=precached does not fit here, which holds pixels; set it to on_the_fly", store="raw"),
+    breach(
+        "data.given=['last_frame:0.2'] needs frames encoded as images, which here has none of: prepare it with",
+        {"dataset": DATASET},
+        data={"given": ("last_frame:0.2",), "path": "here"},
+        model={"given_sigma": 0.02},
+    ),
     of_dataset(
         "tokenizer_folder=elsewhere holds another tokenizer than the data set's",
         validation={"tokenizer_folder": "elsewhere"},

@@ -19,9 +19,10 @@ from torch import Tensor
 from megadit.infer.video_io import encode_mp4
 from megadit.models.shared.errors import UserError
 from megadit.train.data.ingest.decode import UnusableSourceError, fit_image, read_frames, read_image
-from megadit.train.data.ingest.encodings import Encoder
+from megadit.train.data.ingest.encodings import LATENT, Encoder
 from megadit.train.data.ingest.plan import Clip, Settings
 from megadit.train.data.ingest.pool import Pool
+from megadit.train.data.training_sample import encode_frames, frame_times, keyframe_places
 from megadit.train.data.writer import sample_members, write_members
 
 CAPTIONS_AT_A_TIME = 64
@@ -70,6 +71,7 @@ def encode_shard(
 ) -> None:
     """Writes one shard, whole or not at all, its samples in the order of `clips`."""
     tensors: list[dict[str, Tensor]] = [{} for _ in clips]
+    times: dict[int, list[float]] = {}
     for encoder in encoders:
         if encoder.modality == "text":
             for start in range(0, len(clips), CAPTIONS_AT_A_TIME):
@@ -83,12 +85,18 @@ def encode_shard(
         for encoder in video_encoders:
             for place, latent_CTHW in zip(places, encoder.encode_videos(video_BCTHW), strict=True):
                 tensors[place][encoder.name] = latent_CTHW
+            chosen = keyframe_places(video_BCTHW.shape[2], settings.keyframes)
+            if encoder.name == LATENT and chosen:
+                frames_BCTHW = encode_frames(encoder.encode_videos, video_BCTHW, chosen)
+                for place, frames_CTHW in zip(places, frames_BCTHW, strict=True):
+                    tensors[place]["frames"] = frames_CTHW.clone()
+                    times[place] = list(frame_times(chosen, encoder.model))
     write_members(
         path,
         (
             member
-            for clip, values in zip(clips, tensors, strict=True)
-            for member in sample_members(clip.key, describe(clip), values)
+            for place, (clip, values) in enumerate(zip(clips, tensors, strict=True))
+            for member in sample_members(clip.key, describe(clip, frame_times=times.get(place)), values)
         ),
     )
 
@@ -98,7 +106,8 @@ def store_shard(path: Path, clips: Sequence[Clip], settings: Settings, pool: Poo
 
     def members() -> Iterator[tuple[str, bytes]]:
         for decoded in decoded_clips(clips, settings, pool):
-            yield from sample_members(decoded.clip.key, describe(decoded.clip), {})[:1]
+            chosen = keyframe_places(decoded.clip.num_frames, settings.keyframes)
+            yield from sample_members(decoded.clip.key, describe(decoded.clip, keyframes=chosen), {})[:1]
             if decoded.clip.fps:
                 yield f"{decoded.clip.key}.mp4", encode_mp4(decoded.frames_THWC, decoded.clip.fps)
             else:
@@ -119,8 +128,8 @@ def batch_size(settings: Settings) -> int:
     return max(1, min(64, (1 << 24) // largest))
 
 
-def describe(clip: Clip) -> dict[str, Any]:
-    """What is known of a sample: its `.json` member."""
+def describe(clip: Clip, **of_frames: list[float] | None) -> dict[str, Any]:
+    """What is known of a sample: its `.json` member; `of_frames` are what it says of frames encoded as images."""
     description = {
         "caption": clip.source.caption,
         "num_frames": clip.num_frames,
@@ -132,7 +141,7 @@ def describe(clip: Clip) -> dict[str, Any]:
     }
     if clip.source.aesthetic_score is not None:
         description["aesthetic_score"] = clip.source.aesthetic_score
-    return description
+    return description | {name: values for name, values in of_frames.items() if values}
 
 
 def to_video(frames_BTHWC: np.ndarray) -> Tensor:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, read_json, write_json
 from megadit.models.shared.options import check_settings, setting
+from megadit.train.data.description import MOST_FRAMES
 
 NOTES = "prepare"
 TEMPORARY = re.compile(r"\..*\.[0-9a-f]{8}(\.[a-z]+)?")
@@ -59,6 +60,13 @@ class Settings:
         0.02, "share of the sources held out for validation (default: {default})", low=0, below=1
     )
     seed: int = setting(0, "decides order and splits (default: {default})")
+    keyframes: int = setting(
+        0,
+        "frames of a clip, evenly up to the last, to encode as images too: for data.given=[last_frame, keyframes]",
+        low=0,
+        high=MOST_FRAMES,
+    )
+    """What can be given besides a clip's own latents (`train/data/given.py`)."""
     store: Literal["latents", "raw"] = setting("latents", "encode now, or while training")
     """Encoded samples, or pixels that training encodes as it reads them."""
 

@@ -36,7 +36,10 @@ DIT = DiTConfig(
     sigma_data=1.0,
 )  # fmt: skip
 SMALL_BUFFERS = {"shuffle_buffer_size": 4, "packing_buffer_size": 4}
-OPTIONS = ["--height", "64", "--width", "64", "--num_frames", "9,17", "--num_workers", "0", "--shard_size", "6"]
+OPTIONS = [
+    "--height", "64", "--width", "64", "--num_frames", "9,17", "--keyframes", "2", "--num_workers", "0",
+    "--shard_size", "6",
+]  # fmt: skip
 REASONS = {"broken": 4, "small": 1, "static": 1, "black": 1, "short": 1, "near-duplicate": 1}
 
 
@@ -85,6 +88,22 @@ def test_samples_hold_what_their_videos_show(prepared, videos, make_pan):
         expected = fit_image(Image.fromarray(frames[moment]), 64, 64).mean(axis=2)
         assert np.corrcoef(shown[:, moment].mean(dim=0).flatten(), expected.flatten())[0, 1] > 0.9
     assert tensors["text"].shape == (6, 64)
+
+
+def test_frames_are_encoded_as_images_too(prepared, make_pan):
+    tokenizer = load_tokenizer(prepared / "tokenizer")
+    by_source = {item["source"]: (item, tensors) for item, tensors in samples(prepared) if item["start"] == 0}
+    item, tensors = by_source["good-00.mp4"]
+    assert item["frame_times"] == [8 / tokenizer.temporal_compression, 16 / tokenizer.temporal_compression]
+    frames = make_pan("china.jpg", 17, 96, 128, step=(1, 2), start=(100, 0))
+    for latent_CHW, place in zip(tensors["frames"].unbind(1), (8, 16), strict=True):
+        shown = tokenizer.decode(latent_CHW[None, :, None].float())[0, :, 0].mean(dim=0)
+        likeness = [
+            np.corrcoef(shown.flatten(), fit_image(Image.fromarray(frame), 64, 64).mean(axis=2).flatten())[0, 1]
+            for frame in frames
+        ]
+        assert np.argmax(likeness) == place
+    assert DatasetInfo.read(prepared).has_keyframes
 
 
 def test_shards_of_a_split_are_equally_large(prepared):
@@ -160,6 +179,13 @@ def test_pixels_can_be_stored_instead(videos, tmp_path):
     latent = tokenizer.encode(to_video(frames[None]))[0]
     assert first.grid == latent.shape[1:]
     torch.testing.assert_close(batch.tokens_S1P[:num_tokens, 0], latent.flatten(1).T, rtol=0, atol=1e-5)
+    given = replace(config, data=replace(config.data, given=("last_frame:1",)), model=replace(DIT, given_sigma=0.02))
+    batch = next(iter(build_train_loader(given, rank=0, world_size=1)))
+    segment, num_frames = batch.layout.segments[0], latent.shape[1]
+    assert segment.grid[0] == num_frames + 1 and segment.times[-1] == (len(frames) - 1) / tokenizer.temporal_compression
+    last_frame = tokenizer.encode(to_video(frames[None, -1:]))[0].flatten(1).T
+    row = batch.tokens_S1P[num_tokens : num_tokens + len(last_frame), 0]
+    torch.testing.assert_close(row, last_frame, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow
