@@ -103,9 +103,8 @@ class Run:
     @property
     def uses_of_frames(self) -> list[str]:
         """Those of `data.given` that give frames encoded as images."""
-        from megadit.train.data.given import parse_uses
-
-        return [use for use, _ in parse_uses(self.data.given) if use in ("last_frame", "keyframes")]
+        uses = [text.partition(":")[0] for text in self.data.given]
+        return [use for use in uses if use in ("last_frame", "keyframes")]
 
     @property
     def is_blend(self) -> bool:
