@@ -64,6 +64,12 @@ class TrainLoader:
             self._batches = iter(self._loader)
         return next(self._batches)
 
+    def __del__(self) -> None:
+        """Ends the readers now: as garbage, torch's iterator has lost the queues by which it tells them, and waits five
+        seconds for each."""
+        if getattr(self, "_batches", None) is not None:
+            self._batches.close()
+
     def save_state(self) -> dict[str, Any]:
         """Where this rank's reader stands, as plain JSON values."""
         from megadit.train.data.state import to_plain
@@ -81,8 +87,8 @@ class TrainLoader:
 
         if "order" not in state:
             raise UserError("cannot resume the data reader: the state is that of mock data; set data.mock=true")
-        for name, value in self._order.items():
-            saved = state["order"].get(name)
+        for name in self._order | state["order"]:
+            value, saved = self._order.get(name), state["order"].get(name)
             if saved != value:
                 raise UserError(
                     f"cannot resume the data reader: {name} was {saved} and is {value} now; "
@@ -292,6 +298,7 @@ def _order(config: RunConfig, info: DatasetInfo, rank: int, world_size: int) -> 
         "data.max_latent": data.max_latent,
         "data.min_aesthetic_score": data.min_aesthetic_score,
         "data.keep": list(data.keep),
+        **({"data.given": list(data.given)} if data.given else {}),  # of how many tokens samples are
         "train.seed": config.train.seed,
         "number of training samples": info.num_samples["train"],
         "tokenizer of the data": info.tokenizer_fingerprint,

@@ -41,8 +41,8 @@ def run_here(chain: ChainConfig, words: list[str], *, at_once: int) -> int:
                         print(f"{task}: failed ({process.returncode}); see {_log(chain, task)}", flush=True)
                         codes.append(abs(process.returncode))
                         failed.add(stage)
-                busy = {stage for stage, _ in running.values()}
                 for stage in list(left):
+                    busy = {each for each, _ in running.values()}
                     needed = chosen & set(chain.before(stage))
                     if needed & failed:
                         print(f"{stage}: left out, for {min(needed & failed)} failed", flush=True)

@@ -243,7 +243,7 @@ def test_unfit_samples_are_skipped_and_named(make_config, new_writer, toy, caplo
     assert names == {f"train-{index:05d}" for index in range(20)} | {"long"}  # 80 tokens with patches of 2
     messages = " / ".join(caplog.messages)
     assert "wordy: its text has more tokens than data.text_seq_length" in messages
-    assert "odd: its size is not a multiple of the patch" in messages
+    assert "odd: latent height 3 is not a multiple of the patch size 2" in messages
     with caplog.at_level(logging.WARNING):
         read_samples(build_train_loader(make_config(path=str(writer.root)), rank=0, world_size=1), 100)
     assert "long: it has more tokens than data.seq_length" in " / ".join(caplog.messages)
