@@ -46,7 +46,7 @@ def settings_randomness(
 
     `shape` is that of the latents, (C, T, H, W).
     """
-    if not (settings.churn or settings.eta):
+    if not (settings.churn or settings.eta or TRAITS[settings.sampler].renews_noise):
         return ()
     return (
         Randomness(
@@ -178,6 +178,21 @@ def unipc(denoise: Denoise, x: Tensor, sigmas: Tensor) -> Tensor:
             x = _exponential_step(x_previous, sigma_previous, sigma, history)
         sigma_previous, x_previous = sigma, x
         x = _exponential_step(x, sigma, sigma_next, history[-2:])
+    return x
+
+
+@sampler
+def restart(denoise: Denoise, x: Tensor, sigmas: Tensor, randomness: Randomness | None = None) -> Tensor:
+    """Begins anew from what the denoiser sees at each level: x_next = D(x; sigma) + sigma_next noise, one call a step.
+
+    For few levels, and for networks that were distilled to them (arXiv 2303.01469, algorithm 1). Without randomness the
+    noise is that which x has, (x - D) / sigma, and the step is Euler's.
+    """
+    x = x.double()
+    for index, (sigma, sigma_next) in enumerate(_steps(sigmas)):
+        x0 = _evaluate(denoise, x, sigma)
+        noise = (x - x0) / sigma if randomness is None else randomness.noise(index)
+        x = x0 + sigma_next * noise
     return x
 
 

@@ -22,6 +22,8 @@ class SamplerTraits:
     """Denoiser calls in a step (of two, the second is left out on a last step to 0)."""
     adds_noise: bool = False
     """Whether it can. A sampler that remembers earlier D cannot: noise added since makes them wrong."""
+    renews_noise: bool = False
+    """Whether every step takes new noise, in place of what is left of the first."""
     aliases: tuple[str, ...] = ()
     """Names that other programs gave it."""
 
@@ -34,6 +36,7 @@ SAMPLERS: dict[str, SamplerTraits] = {
     "dpmpp_3m": SamplerTraits(),
     "res_2ab": SamplerTraits(aliases=("res", "2ab")),
     "unipc": SamplerTraits(),
+    "restart": SamplerTraits(renews_noise=True, aliases=("lcm", "consistency")),
 }
 STOCHASTIC = tuple(name for name, traits in SAMPLERS.items() if traits.adds_noise)
 SCHEDULES = ("karras", "log_linear", "exponential", "linear", "flow", "ddpm")
@@ -194,8 +197,8 @@ def check_together(settings: SamplingSettings) -> None:
         raise UserError(f"fps={settings.fps} must be greater than 0")
     if any(getattr(settings, name) for name in _ADDED_NOISE) and not SAMPLERS[settings.sampler].adds_noise:
         raise UserError(
-            f"sampler {settings.sampler} cannot add noise: leave out {' and '.join(_ADDED_NOISE)}, or choose one of "
-            f"{', '.join(STOCHASTIC)}"
+            f"sampler {settings.sampler} cannot add noise by {' or '.join(_ADDED_NOISE)}: leave them out, or choose "
+            f"one of {', '.join(STOCHASTIC)}"
         )
     if bool(settings.second_prompt) != bool(settings.second_guidance):
         raise UserError("second_prompt and second_guidance go together: give both, or neither")

@@ -144,6 +144,11 @@ SHOWN_BY = {
         f"{EVALUATE}::test_settings_reach_the_videos": "--sampler --height --width --negative_prompt --eta",
         f"{EVALUATE}::test_mistakes_are_one_line_that_says_what_to_do": "--fps",
     },
+    "tune-sampler": {
+        "infer/evaluate/test_tune_sampler.py::test_the_command_changes_the_bundle": """
+            --real --prompts --out --extractors --metrics --evaluations --budget --count --device --dtype --dry_run
+        """,
+    },
     "evaluate tokenizer": {
         f"{EVALUATE}::test_a_tokenizer_is_measured": "--out --frames --size --count --lpips_weights",
     },

@@ -40,6 +40,10 @@ VERBS: dict[str, tuple[str, str]] = {
     "serve keys": ("megadit.serve.gateway.command:keys", "add, list and revoke keys of the gateway"),
     "serve ask": ("megadit.serve.ask:main", "ask a running service for videos"),
     "serve demo": ("megadit.serve.page.demo:main", "open a page to try prompts on, with a service where none runs"),
+    "tune-sampler": (
+        "megadit.infer.tune_sampler:main",
+        "find the fewest evaluations that are as good as a model's best",
+    ),
     "calibrate-cache": ("megadit.infer.calibrate_cache:main", "measure which denoiser calls generate can spare"),
     "check-cache": ("megadit.infer.calibrate_cache:check", "measure whether a calibrated cache keeps its budget"),
     "info": ("megadit.infer.inspect.info:main", "describe a checkpoint, bundle or dataset"),

@@ -168,6 +168,7 @@ def test_saving_twice_and_resuming_twice(make_config):
         ({"seq_length": 300}, "data.seq_length"),
         ({"shuffle_buffer_size": 21}, "data.shuffle_buffer_size"),
         ({"seed": 8}, "train.seed"),
+        ({"given": ("first_frame:0.5",)}, "data.given"),
     ],
 )
 def test_resume_under_other_settings_is_an_error(make_config, changed, name):

@@ -1,0 +1,325 @@
+"""`megadit tune-sampler`: the fewest evaluations of the network that make videos as good as a model's best ones.
+
+    megadit tune-sampler BUNDLE --real data/clips --extractors judge.safetensors --out runs/tuned
+
+Solvers, short lists of noise levels and scales of guidance are tried on a part of the prompts; the best of each number
+of evaluations are compared on all of them, with the same prompts and seeds. The cheapest that is as good as the best
+becomes the bundle's default, which generate, export, Triton and the page obey.
+"""
+
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megadit.infer.checkpoints import open_bundle
+from megadit.infer.evaluate.evaluation import Candidate, Evaluation, Figure
+from megadit.infer.evaluate.extractors import open_extractors
+from megadit.infer.evaluate.features import FeatureStore
+from megadit.infer.evaluate.made import Request, made_videos, make_videos
+from megadit.infer.evaluate.metrics import ADHERENCE, METRICS
+from megadit.infer.evaluate.videos import open_videos
+from megadit.infer.evaluate.window import window_of
+from megadit.infer.options import DEFAULT_DTYPE, refuse
+from megadit.infer.pipeline import TextToVideo
+from megadit.infer.ranks import ALONE
+from megadit.infer.resolve import resolve_settings
+from megadit.infer.runtimes.torch import find_device
+from megadit.infer.samplers import num_denoiser_calls
+from megadit.infer.schedules import karras_sigmas, log_linear_sigmas, settings_sigmas
+from megadit.infer.specs import prompt_lines
+from megadit.models.bundle.bundle import Bundle, update_manifest
+from megadit.models.settings import SamplingSettings
+from megadit.models.shared.command import run_command
+from megadit.models.shared.errors import UserError, choose_one
+from megadit.models.shared.files import write_json
+from megadit.models.shared.options import read_options, setting
+
+SOLVERS: tuple[dict[str, Any], ...] = (
+    {"sampler": "restart"},
+    {"sampler": "dpmpp_2m"},
+    {"sampler": "euler", "eta": 1.0},
+)
+"""Those that ask once in a step: with few steps, a second call in each is one that another step lacks."""
+LOWEST_SIGMAS = (0.02, 0.3, 0.7, 1.5)
+"""The last level before 0, of data with unit standard deviation."""
+SECOND_SIGMA = 6.0
+"""The level after the highest, in lists beside Karras schedules: of what lies between little can be seen."""
+SCALES = (0.5, 0.75, 1.0, 1.5)
+"""Of guidance, beside the model's own."""
+TRIAL_SHARE = 4
+"""All candidates are tried on one prompt of so many."""
+FEWEST_PROMPTS = 32
+"""Of a trial."""
+FINALISTS = 3
+"""Of each number of evaluations, that are compared on all prompts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TuneOptions:
+    model: str = setting(help="a bundle", positional=True, metavar="BUNDLE")
+    real: Path = setting(help="real videos to compare with: a folder, or a data set of `megadit prepare`")
+    prompts: str = setting(
+        "", "a text file, one prompt a line, or .jsonl (default: the captions of --real)", metavar="PATH"
+    )
+    out: Path = setting(help="folder for tuned.json, and for videos and features, with which a second run goes on")
+    extractors: Sequence[Path] = setting(help="networks that videos are seen through, as of `megadit evaluate`")
+    metrics: Sequence[str] = setting(("kid", "kvd"), "what must not get worse (default: {default})", metavar="NAME")
+    evaluations: Sequence[int] = setting(
+        (4, 6, 8), "how often the network may be asked for a video; guidance asks twice (default: {default})"
+    )
+    budget: float = setting(
+        0.02, "share of the best figure that may be lost, where its interval would show it (default: {default})", low=0
+    )
+    count: int | None = setting(None, "videos of each candidate (default: one for each prompt)", above=1)
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N (default: {default})", metavar="NAME")
+    dtype: str = setting(DEFAULT_DTYPE, "of the network (default: {default})", metavar="NAME")
+    dry_run: bool = setting(False, "say what is best and leave the bundle as it is")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """One way to sample, with what it costs and what its videos are like."""
+
+    settings: SamplingSettings
+    evaluations: int
+    figures: tuple[Figure, ...] = ()
+
+    @property
+    def text(self) -> str:
+        made = self.settings
+        how = f"{made.sampler}{' with eta 1' if made.eta else ''}"
+        levels = ", ".join(f"{level:.3g}" for level in settings_sigmas(made).tolist()[:-1][:10])
+        return f"{self.evaluations} evaluations: {how}, guidance {made.guidance:g}, sigma {levels}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tuner:
+    """Makes and measures videos of a bundle, each kind once."""
+
+    folder: Path
+    bundle: Bundle
+    evaluation: Evaluation
+    prompts: Sequence[str]
+    device: str = "auto"
+    dtype: str = DEFAULT_DTYPE
+
+    def measured(self, ways: Sequence[Way], prompts: Sequence[str], *, told: bool = True) -> list[Way]:
+        """The same ways with the figures of their videos of `prompts`."""
+        loaded: list[TextToVideo] = []
+
+        def load() -> TextToVideo:
+            if not loaded:
+                loaded.append(TextToVideo.load(self.bundle, device=self.device, dtype=self.dtype))
+            return loaded[0]
+
+        candidates = []
+        for number, way in enumerate(ways, 1):
+            if told:
+                print(f"{number}/{len(ways)} {way.text}", flush=True)
+            request = Request(bundle=self.bundle, prompts=prompts, settings=way.settings, dtype=self.dtype)
+            make_videos(self.folder / "videos", request, load, ALONE, told=told)
+            videos = made_videos(self.folder / "videos", request, way.text)
+            candidates.append(Candidate(model=way.text, guidance=None, videos=videos))
+        of = self.evaluation
+        seen_by = [*of.extractors, *of.scorers]
+        of.store.fill([*(each.videos for each in candidates), *([of.real] if of.real else [])], seen_by, ALONE, told)
+        figures = of.figures(candidates, told=told)
+        return [
+            replace(way, figures=tuple(figure for figure in figures if figure.candidate is candidate))
+            for way, candidate in zip(ways, candidates, strict=True)
+        ]
+
+    def tune(self, evaluations: Sequence[int], budget: float) -> tuple[list[Way], Way]:
+        """All ways that were compared on all prompts, the model's own first, and the cheapest that is good enough."""
+        part = self.prompts[:: max(1, min(TRIAL_SHARE, len(self.prompts) // FEWEST_PROMPTS))]
+        own = Way(settings=self.bundle.defaults, evaluations=num_evaluations(self.bundle.defaults))
+        tried = self.measured([own, *ways_to_sample(self.bundle, evaluations)], part)
+        finalists = [own]
+        for cost in sorted(set(evaluations)):
+            able = [way for way in tried[1:] if way.evaluations == cost]
+            finalists += sorted(able, key=lambda way: shortfall(way, tried))[:FINALISTS]
+        final = self.measured([replace(way, figures=()) for way in finalists], self.prompts)
+        best = {name: best_of(final, name) for name in names_of(final)}
+        good = [way for way in final if all(is_good_enough(way, best[name], name, budget) for name in best)]
+        chosen = min(good or final[:1], key=lambda way: (way.evaluations, shortfall(way, final)))
+        return final, chosen
+
+
+def ways_to_sample(bundle: Bundle, evaluations: Sequence[int]) -> Iterator[Way]:
+    """Solvers, levels and scales whose videos take one of these numbers of evaluations."""
+    own, unit = bundle.defaults, bundle.config.sigma_data
+    highest = settings_sigmas(own)[0].item()
+    for cost in sorted(set(evaluations)):
+        for guidance in sorted({1.0, *(max(1.0, own.guidance * scale) for scale in SCALES)}):
+            num_steps = cost if guidance == 1 else cost // 2
+            if not num_steps:
+                continue
+            for sigmas in _levels(num_steps, highest, unit):
+                for solver in SOLVERS if num_steps > 1 else SOLVERS[:1]:  # one step is the same in all of them
+                    levels = {"sigmas": sigmas, "num_steps": num_steps, "shift": 1.0}
+                    given = {"churn": 0.0, "eta": 0.0, "guidance": guidance} | levels | solver
+                    settings = resolve_settings(own, **given)
+                    if num_evaluations(settings) == cost:
+                        yield Way(settings=settings, evaluations=cost)
+
+
+def _levels(num_steps: int, highest: float, unit: float) -> list[tuple[float, ...]]:
+    """Lists of so many noise levels, from the highest on."""
+    if num_steps == 1:
+        return [(highest,)]
+    found = []
+    for lowest in (unit * sigma for sigma in LOWEST_SIGMAS):
+        found.append(tuple(karras_sigmas(num_steps, lowest, highest).tolist()[:-1]))
+        if num_steps > 2:
+            found.append((highest, *log_linear_sigmas(num_steps - 1, lowest, unit * SECOND_SIGMA).tolist()[:-1]))
+    return found
+
+
+def num_evaluations(settings: SamplingSettings) -> int:
+    """How often a network is asked for a video: guidance asks twice."""
+    halves = 1 + (settings.guidance != 1) + bool(settings.second_prompt)
+    return num_denoiser_calls(settings.sampler, settings_sigmas(settings)) * halves
+
+
+def names_of(ways: Sequence[Way]) -> list[tuple[str, str]]:
+    """(metric, extractor) of the figures that all ways have."""
+    return [(figure.metric, figure.of) for figure in ways[0].figures]
+
+
+def figure_of(way: Way, name: tuple[str, str]) -> Figure:
+    return next(figure for figure in way.figures if (figure.metric, figure.of) == name)
+
+
+def best_of(ways: Sequence[Way], name: tuple[str, str]) -> Figure:
+    """The best figure of this name among all."""
+    figures = [figure_of(way, name) for way in ways]
+    return min(figures, key=lambda figure: _lost(figure, figure.estimate.value, 0.0))
+
+
+def _lost(figure: Figure, value: float, best: float) -> float:
+    """How much worse a value of this figure is than another."""
+    return best - value if figure.better == "higher" else value - best
+
+
+def is_good_enough(way: Way, best: Figure, name: tuple[str, str], budget: float) -> bool:
+    """Whether it loses no more than the share `budget` of the best figure, or nothing that its interval would show."""
+    figure = figure_of(way, name)
+    lost = _lost(figure, figure.estimate.value, best.estimate.value)
+    return lost <= budget * abs(best.estimate.value) or lost <= (figure.estimate - best.estimate).error
+
+
+def shortfall(way: Way, among: Sequence[Way]) -> float:
+    """How far it falls behind the best of all in the figure in which it is worst, in standard errors."""
+    behind = []
+    for name in names_of(among):
+        figure, best = figure_of(way, name), best_of(among, name)
+        error = max(figure.estimate.error, 1e-9)
+        behind.append(_lost(figure, figure.estimate.value, best.estimate.value) / error)
+    return max(behind) if all(map(math.isfinite, behind)) else math.inf
+
+
+def report(final: Sequence[Way], chosen: Way) -> dict[str, Any]:
+    """What was compared, as plain values."""
+    return {
+        "chosen": asdict(chosen.settings),
+        "ways": [
+            {
+                "text": way.text,
+                "evaluations": way.evaluations,
+                "is_chosen": way is chosen,
+                "figures": {
+                    f"{figure.metric} by {figure.of}": {
+                        "value": figure.estimate.value,
+                        "interval": list(figure.estimate.interval),
+                        "protocol": figure.protocol,
+                    }
+                    for figure in way.figures
+                },
+                "settings": asdict(way.settings),
+            }
+            for way in final
+        ],
+    }
+
+
+def table(final: Sequence[Way], chosen: Way) -> str:
+    """The figures of all ways that were compared, the chosen one marked."""
+    lines = []
+    for way in final:
+        values = "  ".join(f"{figure.metric} {figure.estimate.value:.4g}" for figure in way.figures)
+        lines.append(f"{'->' if way is chosen else '  '} {values}  {way.text}")
+    return "\n".join(lines)
+
+
+def write_defaults(bundle: Bundle, settings: SamplingSettings) -> None:
+    """Makes these the bundle's settings, whole or not at all."""
+    update_manifest(bundle.path, defaults=settings.to_dict())
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs `megadit tune-sampler`; returns its exit code."""
+    return run_command(_run, sys.argv[1:] if argv is None else argv)
+
+
+def _run(argv: list[str]) -> None:
+    options = read_options(
+        TuneOptions,
+        argv,
+        prog="megadit tune-sampler",
+        description="Finds the fewest evaluations that make videos as good as a model's best, and keeps them in it.",
+    )
+    tuner = _tuner(options)
+    final, chosen = tuner.tune(options.evaluations, options.budget)
+    write_json(options.out / "tuned.json", report(final, chosen))
+    print(table(final, chosen))
+    before = final[0].evaluations
+    if chosen is final[0]:
+        print(f"nothing with fewer than its {before} evaluations is as good: {options.model} stays as it is")
+    elif options.dry_run:
+        print(f"best: {chosen.text}, in place of {before}; {options.model} stays as it is (--dry_run)")
+    else:
+        write_defaults(tuner.bundle, chosen.settings)
+        print(f"{options.model} now takes {chosen.evaluations} evaluations in place of {before}; export it anew")
+
+
+def _tuner(options: TuneOptions) -> Tuner:
+    """What the command asks for, checked before anything is made."""
+    bundle = open_bundle(options.model)
+    refuse(bundle.path is None, f"{options.model} is no bundle; `megadit bundle {options.model} OUT` makes one")
+    for name in options.metrics:
+        choose_one(name, (*METRICS, ADHERENCE), f"--metrics {name} is unknown")
+    refuse(any(cost < 1 for cost in options.evaluations), "--evaluations are 1 or more")
+    device = find_device(options.device)
+    extractors = [each for path in options.extractors for each in open_extractors(path, device)]
+    real = open_videos(options.real, options.count)
+    prompts = [line["prompt"] for line in prompt_lines(options.prompts)] if options.prompts else real.prompts
+    refuse(not prompts or not all(prompts), f"{options.real} has videos without captions: give --prompts FILE")
+    count = options.count or len(prompts)
+    prompts = [prompts[number % len(prompts)] for number in range(count)]
+    store = FeatureStore(options.out / "features", window_of(real.parts[0].read()[0], None, None))
+    evaluation = Evaluation(store=store, real=real, extractors=extractors, metrics=tuple(options.metrics))
+    evaluation.check(len(prompts))
+    made = bundle.defaults
+    if (made.height, made.width) != (store.window.height, store.window.width) or made.num_frames < store.window.frames:
+        raise UserError(
+            f"{options.model} makes {made.num_frames} frames of {made.height}x{made.width}, the real videos are "
+            f"{store.window.frames} of {store.window.height}x{store.window.width}: prepare them alike"
+        )
+    return Tuner(
+        folder=options.out,
+        bundle=bundle,
+        evaluation=evaluation,
+        prompts=prompts,
+        device=str(device),
+        dtype=options.dtype,
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,111 @@
+"""`megadit tune-sampler`: what it tries, what it takes, and what it leaves alone."""
+
+import json
+import shutil
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megadit.infer.evaluate.evaluation import Figure
+from megadit.infer.evaluate.intervals import Estimate
+from megadit.infer.tune_sampler import Tuner, Way, is_good_enough, main, num_evaluations, ways_to_sample
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.settings import SamplingSettings
+
+from .conftest import write_folder
+
+OWN = SamplingSettings(num_steps=10, guidance=4.0, num_frames=9, height=32, width=32, fps=8, sampler="euler", eta=1.0)
+BUNDLE = SimpleNamespace(defaults=OWN, config=SimpleNamespace(sigma_data=1.0))
+
+
+def test_ways_cost_what_is_asked_for():
+    ways = list(ways_to_sample(BUNDLE, (4, 8)))
+    assert {way.evaluations for way in ways} == {4, 8}
+    assert {way.settings.sampler for way in ways} == {"restart", "dpmpp_2m", "euler"}
+    assert len({way.settings for way in ways}) == len(ways), "none is tried twice"
+    for way in ways:
+        assert num_evaluations(way.settings) == way.evaluations
+        assert way.settings.sigmas[0] == OWN.sigma_max and way.settings.num_frames == OWN.num_frames
+    assert any(way.settings.guidance == 1 and len(way.settings.sigmas) == 8 for way in ways)
+
+
+def measured(evaluations, **values):
+    """A way whose figures have these values, each with a standard error of .01."""
+    spread = 0.01 * torch.linspace(-1, 1, 200, dtype=torch.float64) / 0.5788
+    figures = [
+        Figure(
+            candidate=None,
+            metric=name,
+            title=name,
+            of="a judge",
+            better="higher",
+            estimate=Estimate(
+                value=value, resampled_R=value + (spread if evaluations % 2 else spread.flip(0)), count=9
+            ),
+            floor=None,
+            protocol="",
+        )
+        for name, value in values.items()
+    ]
+    return Way(settings=replace(OWN, num_steps=evaluations // 2), evaluations=evaluations, figures=tuple(figures))
+
+
+class Known(Tuner):
+    """A tuner that knows the figures of each way: `found` is given its number of evaluations."""
+
+    def measured(self, ways, prompts, *, told=True):
+        return [replace(way, figures=measured(way.evaluations, **self.folder(way)).figures) for way in ways]
+
+
+def tuned(found):
+    tuner = Known(folder=found, bundle=BUNDLE, evaluation=None, prompts=["a"] * 64)
+    return tuner.tune((4, 6, 8), 0.02)
+
+
+def test_the_cheapest_that_is_as_good_is_taken():
+    """Restarts are good with 6 evaluations, nothing is with 4, and with 8 all are."""
+
+    def found(way):
+        is_good = way.evaluations >= 8 or (way.evaluations == 6 and way.settings.sampler == "restart")
+        return {"all": 0.95 if is_good else 0.6, "every_frame": 0.8}
+
+    final, chosen = tuned(found)
+    assert chosen.evaluations == 6 and chosen.settings.sampler == "restart"
+    assert final[0].settings == OWN, "the model's own way is compared too"
+
+
+def test_one_figure_that_falls_is_enough_to_refuse():
+    """A control for the test above: it must hold for each figure, not for their mean."""
+    final, chosen = tuned(lambda way: {"all": 0.95, "every_frame": 0.8 if way.evaluations > 8 else 0.5})
+    assert chosen is final[0] and chosen.settings == OWN
+
+
+def test_what_no_interval_shows_is_good_enough():
+    best = measured(20, all=0.95).figures[0]
+    name = ("all", "a judge")
+    assert is_good_enough(measured(8, all=0.94), best, name, 0.02)
+    assert is_good_enough(measured(7, all=0.945), best, name, 0.0), "within the error of the difference"
+    assert not is_good_enough(measured(8, all=0.9), best, name, 0.02)
+
+
+@pytest.mark.slow
+def test_the_command_changes_the_bundle(tmp_path, bundle_dir, reader_file, capsys):
+    """On random weights, of which nothing is better than another: the cheapest is taken and kept."""
+    shutil.copytree(bundle_dir, tmp_path / "bundle")
+    own = Bundle.open(tmp_path / "bundle").defaults
+    size = (own.num_frames, own.height, own.width)
+    real = write_folder(tmp_path / "real", 40, size=size)
+    command = [str(tmp_path / "bundle"), "--real", str(real), "--extractors", str(reader_file)]
+    (tmp_path / "prompts.txt").write_text("\n".join(f"square {number}" for number in range(32)))
+    command += ["--out", str(tmp_path / "out"), "--evaluations", "1", "2", "--budget", "1e9", "--metrics", "kid"]
+    command += ["--prompts", str(tmp_path / "prompts.txt"), "--count", "32", "--device", "cpu", "--dtype", "float32"]
+    assert main([*command, "--dry_run"]) == 0
+    assert Bundle.open(tmp_path / "bundle").defaults == own
+    assert main(command) == 0
+    assert "takes 1 evaluations" in capsys.readouterr().out
+    changed = Bundle.open(tmp_path / "bundle").defaults
+    found = json.loads((tmp_path / "out" / "tuned.json").read_text())
+    assert changed == SamplingSettings.from_dict(found["chosen"]) and num_evaluations(changed) == 1
+    assert sum(way["is_chosen"] for way in found["ways"]) == 1
