@@ -123,7 +123,7 @@ class Tuner:
             make_videos(self.folder / "videos", request, load, ALONE, told=told)
             videos = made_videos(self.folder / "videos", request, way.text)
             candidates.append(Candidate(model=way.text, guidance=None, videos=videos))
-        of = self.evaluation
+        of = replace(self.evaluation, metrics=self.evaluation.possible(len(prompts)))
         seen_by = [*of.extractors, *of.scorers]
         of.store.fill([*(each.videos for each in candidates), *([of.real] if of.real else [])], seen_by, ALONE, told)
         figures = of.figures(candidates, told=told)
@@ -135,6 +135,8 @@ class Tuner:
     def tune(self, evaluations: Sequence[int], budget: float) -> tuple[list[Way], Way]:
         """All ways that were compared on all prompts, the model's own first, and the cheapest that is good enough."""
         part = self.prompts[:: max(1, min(TRIAL_SHARE, len(self.prompts) // FEWEST_PROMPTS))]
+        if not self.evaluation.possible(len(part)):
+            part = self.prompts  # a Fréchet distance wants more videos than its features have dimensions
         own = Way(settings=self.bundle.defaults, evaluations=num_evaluations(self.bundle.defaults))
         tried = self.measured([own, *ways_to_sample(self.bundle, evaluations)], part)
         finalists = [own]
