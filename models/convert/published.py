@@ -11,7 +11,6 @@ from megadit.models.bundle.tensor_source import TensorSource, from_state_dict, o
 from megadit.models.config import DiTConfig
 from megadit.models.convert import class_dit, cosmos, nemo, nemo_moviegen, wan
 from megadit.models.convert.converted import to_ours, to_theirs
-from megadit.models.convert.distributed import is_distributed, open_distributed
 from megadit.models.convert.tensor_map import Entry
 from megadit.models.shared.documents import check_archive
 from megadit.models.shared.errors import UserError
@@ -165,10 +164,13 @@ def open_published(path: Path) -> Published:
         return replace(published, class_names=_class_names(read_json(path / "model_index.json"), published.config))
     if (path / "config.json").is_file():
         return _from_tensors(open_safetensors(*_shards(path))) if _is_released(path) else _from_diffusers(path)
-    if is_distributed(path):
-        return _from_tensors(open_distributed(path))
     if path.is_file():
         return _from_tensors(open_tensor_file(path))
+    # torch's distributed checkpoints take 50 MB, which each process that serves or samples would keep
+    from megadit.models.convert.distributed import is_distributed, open_distributed
+
+    if is_distributed(path):
+        return _from_tensors(open_distributed(path))
     raise UserError(
         f"{path} is no published checkpoint: expected a directory of diffusers (config.json or model_index.json), a "
         f".pt or .safetensors file, or a distributed checkpoint of Megatron (metadata.json and .distcp files)"

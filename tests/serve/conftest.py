@@ -1,5 +1,7 @@
+import contextlib
 import importlib.util
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -87,6 +89,21 @@ def server(tritonserver, repository, tmp_path_factory):
 
     with LocalServer(repository, log=tmp_path_factory.mktemp("log") / "triton.log", stop_seconds=3) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def in_group():
+    """in_group(number): the processes of a process group."""
+
+    def members(group: int) -> list[int]:
+        found = []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                if int(stat.read_text().rpartition(")")[2].split()[2]) == group:
+                    found.append(int(stat.parent.name))
+        return found
+
+    return members
 
 
 @pytest.fixture(scope="module")

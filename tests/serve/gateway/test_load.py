@@ -28,15 +28,6 @@ def resident_bytes(pids: list[int]) -> int:
     return 0
 
 
-def in_group(group: int) -> list[int]:
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            if int(stat.read_text().rpartition(")")[2].split()[2]) == group:
-                found.append(int(stat.parent.name))
-    return found
-
-
 def make(client: httpx.Client, body: dict) -> tuple[dict, bytes, float]:
     """The finished video, its data, and how long it took."""
     began = time.monotonic()
@@ -50,7 +41,7 @@ def make(client: httpx.Client, body: dict) -> tuple[dict, bytes, float]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_many_requests_of_sixteen_clients(start_gateway, server, request, eventually):
+def test_many_requests_of_sixteen_clients(start_gateway, server, in_group, request, eventually):
     """None lost, none mixed up, every key its turn, memory flat."""
     count = request.config.getoption("--cases") or 64
     gateway = start_gateway(f"grpc://{server.grpc_url}")
