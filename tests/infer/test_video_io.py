@@ -142,7 +142,7 @@ print(hashlib.sha256(encode_mp4(np.stack([squares[i : i + 32, i : i + 32] for i 
     assert digests[0] == digests[1]
 
 
-# --------------------------------------------------------------------------------------------- what anybody may have made
+# -------------------------------------------------------------------------------------- what anybody may have made
 
 
 def picture(height: int, width: int) -> bytes:
