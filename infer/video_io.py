@@ -46,8 +46,8 @@ def open_container(
     Raises:
         av.FFmpegError: if it is none of these.
     """
-    # as stored a picture is somewhat larger than as shown: whole macroblocks
-    limit = str(min(int(2 * max_pixels), (1 << 31) - 1))
+    # a picture is stored in whole blocks, and so somewhat larger than it is shown
+    limit = str(min(int(1.05 * max_pixels) + (1 << 16), (1 << 31) - 1))
     with av.open(file, options={"format_whitelist": containers, "max_pixels": limit}) as container:
         for stream in container.streams.video:
             stream.codec_context.options = {"max_pixels": limit}

@@ -300,7 +300,7 @@ def test_no_tensors_bring_triton_down(server, in_group, fuzzed):
     """Each request is answered with videos or an error, and after all of them the service makes the same video."""
     client = VideoClient(f"grpc://{server.grpc_url}")
     request = VideoRequest(prompt="a red seven", seed=3)
-    before = client.generate(request)[0].data
+    before, pid = client.generate(request)[0].data, server.process.pid
     refusals: list[str] = []
 
     def check(inputs: dict) -> None:
@@ -324,12 +324,13 @@ def test_no_tensors_bring_triton_down(server, in_group, fuzzed):
         refusals.append("" if error is None else re.split(r"['\d-]", error.message())[0][:50])
         assert error is None or not re.search("deadline|cancelled", str(error), re.IGNORECASE), error
 
-    with within_memory(*in_group(server.process.pid)):
+    with within_memory(*in_group(pid)):
         fuzzed(given(inputs=tensors())(check))()
     counted = Counter(refusals)
     print(f"{len(refusals)} requests, {counted['']} with a video; refusals: {counted}")
     assert 0 < counted[""] < len(refusals), "some were made, some refused"
-    assert server.process.is_alive() and client.generate(request)[0].data == before
+    assert server.process.is_alive() and server.process.pid == pid, "it died and was started again"
+    assert client.generate(request)[0].data == before
 
 
 def _tensor(name: str, kind: str, shape: tuple[int, ...], values: list) -> "grpcclient.InferInput":

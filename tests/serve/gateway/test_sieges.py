@@ -77,7 +77,7 @@ def besieged():
 def test_connections_that_ask_for_nothing_end_no_job(start_gateway, server, besieged, eventually, request):
     """More of them than the gateway may have files, who come back as often as they are sent away."""
     idle = request.config.getoption("--cases") or 1200
-    count = 50 if idle >= 2000 else 8
+    count = 50 if idle >= 2000 else 6
     gateway = start_gateway(f"grpc://{server.grpc_url}", prefix=FEW_FILES)
     client = gateway.client()
 
@@ -92,19 +92,21 @@ def test_connections_that_ask_for_nothing_end_no_job(start_gateway, server, besi
 
     def make_all() -> list[float]:
         with ThreadPoolExecutor(4) as threads:
-            return sorted(threads.map(make, range(count)))
+            return list(threads.map(make, range(count)))
 
     make_all()  # the first ones are slower
-    quiet = make_all()
-    with besieged(gateway.port, idle, idle // 10) as connections:
-        eventually(lambda: None not in connections[: idle // 2])
-        under_siege = make_all()
+    quiet, under_siege = [], []
+    for _ in range(2):  # in turn: the machine may be busy with something else for a while
+        quiet += make_all()
+        with besieged(gateway.port, idle, idle // 10) as connections:
+            eventually(lambda connections=connections: None not in connections[: idle // 2])
+            under_siege += make_all()
     for name, seconds in (("quiet", quiet), ("under siege", under_siege)):
-        p95 = seconds[int(0.95 * (count - 1))]
-        print(f"\n{name}: {count} jobs, median {statistics.median(seconds):.2f} s, p95 {p95:.2f} s", end="")
+        p95 = statistics.quantiles(seconds, n=20)[-1]
+        print(f"\n{name}: {len(seconds)} jobs, median {statistics.median(seconds):.2f} s, p95 {p95:.2f} s", end="")
     with contextlib.closing(Database(gateway.store)) as database, database.reading() as connection:
         attempts = list(connection.execute(select(JOBS.c.attempts)).scalars())
-    assert attempts == [1] * 3 * count, "none was interrupted"
+    assert attempts == [1] * 5 * count, "none was interrupted"
     assert gateway.process.poll() is None
 
 
