@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megadit.models.bundle.tensor_source import load_pickled
 from megadit.models.shared.errors import UserError
 
 LAYERS = (0, 3, 6, 8, 10)
@@ -45,8 +46,8 @@ class LPIPS(nn.Module):
             UserError: if one is missing, or holds something else.
         """
         network = cls().eval()
-        backbone = _read(_only(Path(folder), "alexnet*.pth"))
-        heads = _read(_only(Path(folder), "alex.pth"))
+        backbone = load_pickled(_only(Path(folder), "alexnet*.pth"))
+        heads = load_pickled(_only(Path(folder), "alex.pth"))
         try:
             with torch.no_grad():
                 for convolution, layer in zip(network.convolutions, LAYERS, strict=True):
@@ -92,10 +93,3 @@ def _only(folder: Path, pattern: str) -> Path:
     if len(found) != 1:
         raise UserError(f"{folder} holds {len(found)} files {pattern}; LPIPS needs one: see infer/lpips.py")
     return found[0]
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch has no error of its own for files that hold something else
-        raise UserError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None

@@ -1,6 +1,5 @@
 """Videos and images on disk. Frames are uint8 THWC, RGB, 0..255; an image is a video of one frame."""
 
-import gc
 import io
 import math
 from collections.abc import Iterable, Iterator
@@ -10,8 +9,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 import av
-import imageio.v3 as iio
 import numpy as np
+from av.container import InputContainer
 
 from megadit.infer.animations import (
     ANIMATION_SUFFIXES,
@@ -25,6 +24,10 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path
 
 VIDEO_SUFFIXES = (".mp4", *ANIMATION_SUFFIXES)
+CONTAINERS = "mov,mp4,m4a,matroska,webm,avi,mpeg,mpegts,mpegvideo,flv,ogg,asf,m4v,gif,apng,h264,hevc,ivf"
+"""None of them names other files, as playlists do."""
+MAX_PIXELS = 1 << 27
+"""Of a picture: somewhat more than 15360x8640."""
 _X264_OPTIONS = {"x264-params": "mbtree=0"}
 """Macroblock-tree rate control reads beyond its rows in small frames: the same frames would give different files."""
 _LOWEST_FPS = 0.01
@@ -32,18 +35,23 @@ _HIGHEST_FPS = {".mp4": 1000, ".gif": 50, ".webp": 1000}
 
 
 @contextmanager
-def _cheap_collection() -> Iterator[None]:
-    """Keeps what exists out of garbage collection: imageio collects whenever it closes or forgets a video, and with
-    torch loaded that takes ten times as long as a small video itself. Decorates functions, so that their open file is
-    forgotten inside."""
-    if gc.get_freeze_count():  # somebody else's; unfreezing would undo it
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+def open_container(
+    file: str | BinaryIO, *, containers: str = CONTAINERS, max_pixels: float = MAX_PIXELS
+) -> Iterator[InputContainer]:
+    """A video file that anybody may have made: ffmpeg takes it for one of `containers`, or not at all.
+
+    Neither finding out what it holds, for which ffmpeg decodes pictures before anybody can ask for their size, nor
+    decoding, within which the size may change, makes room for a picture of many more than `max_pixels`.
+
+    Raises:
+        av.FFmpegError: if it is none of these.
+    """
+    # a picture is stored in whole blocks, and so somewhat larger than it is shown
+    limit = str(min(int(1.05 * max_pixels) + (1 << 16), (1 << 31) - 1))
+    with av.open(file, options={"format_whitelist": containers, "max_pixels": limit}) as container:
+        for stream in container.streams.video:
+            stream.codec_context.options = {"max_pixels": limit}
+        yield container
 
 
 def encode_mp4(frames: np.ndarray, fps: float, *, metadata: dict[str, str] | None = None) -> bytes:
@@ -133,7 +141,7 @@ def read_video(path: str | Path) -> tuple[np.ndarray, float]:
         if path.suffix.lower() in IMAGE_SUFFIXES + ANIMATION_SUFFIXES:
             return read_frames(path)
         return _read_mp4(path)
-    except (OSError, SyntaxError) as error:  # Pillow calls a broken png a SyntaxError
+    except (OSError, SyntaxError, av.FFmpegError) as error:  # Pillow calls a broken png a SyntaxError
         raise UserError(f"cannot read {path}: {error}") from error
 
 
@@ -147,16 +155,21 @@ def read_comment(path: str | Path) -> str:
     try:
         if path.suffix.lower() in IMAGE_SUFFIXES + ANIMATION_SUFFIXES:
             return _read_image_comment(path)
-        with av.open(str(path)) as container:
+        with open_container(str(path)) as container:
             return container.metadata.get("comment", "")
     except (OSError, SyntaxError, av.FFmpegError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
 
 
-@_cheap_collection()
 def _read_mp4(path: Path) -> tuple[np.ndarray, float]:
-    with iio.imopen(path, "r", plugin="pyav") as file:
-        return file.read(), float(file.metadata()["fps"])
+    with open_container(str(path)) as container:
+        if not container.streams.video:
+            raise UserError(f"cannot read {path}: it holds no video")
+        stream = container.streams.video[0]
+        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
+        if len({frame.shape for frame in frames}) != 1:
+            raise UserError(f"cannot read {path}: it holds no frames, or frames of several sizes")
+        return np.stack(frames), float(stream.guessed_rate or 0)
 
 
 def _encode_image(frames: np.ndarray, suffix: str, comment: str) -> bytes:

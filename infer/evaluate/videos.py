@@ -20,7 +20,7 @@ import safetensors.torch
 import torch
 from PIL import Image
 
-from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, read_video
+from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, open_container, read_video
 from megadit.models.shared.documents import check_size, check_tensor_header, parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, sha256_of
@@ -154,7 +154,7 @@ def read_file(path: Path) -> tuple[np.ndarray, float]:
 def _decoded_mp4(source: Path | io.BytesIO, where: str) -> tuple[np.ndarray, float]:
     frames, num_bytes = [], 0
     try:
-        with av.open(str(source) if isinstance(source, Path) else source) as container:
+        with open_container(str(source) if isinstance(source, Path) else source) as container:
             stream = container.streams.video[0]
             for frame in container.decode(stream):
                 num_bytes += 3 * frame.width * frame.height
@@ -163,8 +163,8 @@ def _decoded_mp4(source: Path | io.BytesIO, where: str) -> tuple[np.ndarray, flo
             fps = float(stream.average_rate or 0)
     except (OSError, IndexError, av.FFmpegError) as error:
         raise UserError(f"cannot read {where}: {error}") from None
-    if not frames:
-        raise UserError(f"cannot read {where}: it has no frames")
+    if len({frame.shape for frame in frames}) != 1:
+        raise UserError(f"cannot read {where}: it has no frames, or frames of several sizes")
     return np.stack(frames), fps
 
 

@@ -2,17 +2,19 @@
 
 import json
 import os
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megadit.models.bundle.components import check_header
+from megadit.models.shared.documents import check_archive
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path
 
@@ -67,6 +69,34 @@ class TensorSource:
     def state_dict(self) -> dict[str, Tensor]:
         """All of them, in memory."""
         return {name: self.read(name) for name in self.stored}
+
+
+def load_pickled(file: Path | IO[bytes], where: str = "") -> Any:
+    """What `torch.save` wrote: tensors, numbers and texts, and lists and dictionaries of them, on the CPU.
+
+    The tensors of a file (not of bytes) are mapped into memory where torch can. `where` names it in messages.
+
+    Raises:
+        UserError: if it cannot be read, holds something else, which is not run, or is larger than it seems.
+    """
+    where = where or str(file)
+    try:
+        if not isinstance(file, Path):
+            check_archive(file, where)
+            return torch.load(file, map_location="cpu", weights_only=True)
+        check_archive_file(file)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except UserError:
+        raise
+    except Exception as error:  # torch raises many kinds for a damaged file, or one that is more than tensors
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise UserError(f"{where} is not read: {reason}") from error
+
+
+def check_archive_file(path: Path) -> None:
+    """See `check_archive`."""
+    with path.open("rb") as file:
+        check_archive(file, str(path))
 
 
 def from_state_dict(state_dict: Mapping[str, Tensor], label: str = "the state dict") -> TensorSource:

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from megadit.models.bundle.tensor_source import load_pickled
 from megadit.models.convert.tensor_archive import read_archive
 from megadit.models.shared.errors import UserError
 
@@ -167,9 +167,9 @@ def _statistics(directory: Path) -> dict[str, Any]:
     path = directory / "mean_std.pt"
     if not path.is_file():
         return {}
+    values = load_pickled(path)
     try:
-        mean, std = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds for a damaged file, or one that is more than tensors
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"{path} is not a pair of tensors: {reason}") from error
-    return {"latents_mean": mean.float().flatten().tolist(), "latents_std": std.float().flatten().tolist()}
+        mean, std = (tensor.float().flatten().tolist() for tensor in values)
+    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise UserError(f"{path} is not a pair of tensors: {error}") from error
+    return {"latents_mean": mean, "latents_std": std}

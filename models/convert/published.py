@@ -7,13 +7,17 @@ from typing import Any
 
 import torch
 
-from megadit.models.bundle.tensor_source import TensorSource, from_state_dict, open_safetensors, write_safetensors
+from megadit.models.bundle.tensor_source import (
+    TensorSource,
+    from_state_dict,
+    load_pickled,
+    open_safetensors,
+    write_safetensors,
+)
 from megadit.models.config import DiTConfig
 from megadit.models.convert import class_dit, cosmos, nemo, nemo_moviegen, wan
 from megadit.models.convert.converted import to_ours, to_theirs
-from megadit.models.convert.distributed import is_distributed, open_distributed
 from megadit.models.convert.tensor_map import Entry
-from megadit.models.shared.documents import check_archive
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import inner_path, read_json, write_json
 
@@ -165,10 +169,13 @@ def open_published(path: Path) -> Published:
         return replace(published, class_names=_class_names(read_json(path / "model_index.json"), published.config))
     if (path / "config.json").is_file():
         return _from_tensors(open_safetensors(*_shards(path))) if _is_released(path) else _from_diffusers(path)
-    if is_distributed(path):
-        return _from_tensors(open_distributed(path))
     if path.is_file():
         return _from_tensors(open_tensor_file(path))
+    # torch's distributed checkpoints take 50 MB, which each process that serves or samples would keep
+    from megadit.models.convert.distributed import is_distributed, open_distributed
+
+    if is_distributed(path):
+        return _from_tensors(open_distributed(path))
     raise UserError(
         f"{path} is no published checkpoint: expected a directory of diffusers (config.json or model_index.json), a "
         f".pt or .safetensors file, or a distributed checkpoint of Megatron (metadata.json and .distcp files)"
@@ -241,17 +248,12 @@ def open_tensor_file(path: Path) -> TensorSource:
     """
     if path.suffix == ".safetensors":
         return open_safetensors(path)
-    with path.open("rb") as file:
-        check_archive(file, str(path))
-    try:
-        values: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises many kinds for a damaged file, or one that is more than tensors
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"{path} is not read: {reason}") from error
+    values = load_pickled(path)
     for key in ("ema", "model", "module", "state_dict"):
         if isinstance(values, dict) and isinstance(values.get(key), dict):
             values = values[key]
-    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+    named = values.items() if isinstance(values, dict) else ()
+    tensors = {name: value for name, value in named if isinstance(value, torch.Tensor)}
     if not tensors:
         raise UserError(f"{path} holds no tensors")
     return from_state_dict(tensors, str(path))

@@ -91,14 +91,11 @@ def check_pickle(content: bytes, where: str) -> None:
 def check_archive(file: IO[bytes], where: str) -> None:
     """Raises UserError for a zip file whose members take more memory than the file, as torch never writes them.
 
-    Other files pass: whoever reads them finds that they are none.
+    Other files pass: whoever reads them finds that they are none. The file is at its beginning afterwards.
     """
     size = file.seek(0, 2)
-    file.seek(0)
-    if not zipfile.is_zipfile(file):
-        return
     try:
-        members = zipfile.ZipFile(file).infolist()
+        members = zipfile.ZipFile(file).infolist() if zipfile.is_zipfile(file) else []
     except (zipfile.BadZipFile, ValueError, OSError) as error:
         raise UserError(f"{where} is not a zip file: {_in_short(error)}") from None
     if sum(member.file_size for member in members) > size:

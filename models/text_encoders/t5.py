@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megadit.models.bundle import components as parts
 from megadit.models.bundle import hub
+from megadit.models.bundle.tensor_source import check_archive_file, load_pickled
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import inner_path, read_json
 from megadit.models.text_encoders.base import TextFeatures
@@ -157,6 +158,7 @@ class T5TextEncoder:
         """
         if "network" not in self._loaded:
             network_class = getattr(_transformers(), NETWORKS[self._architecture()["model_type"]])
+            _check_weights(self.directory)
             try:
                 network = network_class.from_pretrained(
                     self.directory, local_files_only=True, dtype=DTYPES[self.dtype], **self._placing()
@@ -254,9 +256,22 @@ def _read_tensor(directory: Path, name: str) -> Tensor:
         if path.exists():
             with safe_open(path, framework="pt") as file:
                 return file.get_tensor(name)
-        return torch.load(directory / "pytorch_model.bin", map_location="cpu", weights_only=True, mmap=True)[name]
-    except (OSError, KeyError, RuntimeError) as error:
+        return load_pickled(directory / "pytorch_model.bin")[name]
+    except (OSError, KeyError, RuntimeError, TypeError) as error:
         raise UserError(f"{directory} has no readable tensor {name}: {error}; needs {_FILES}") from error
+
+
+def _check_weights(directory: Path) -> None:
+    """Raises UserError for files of weights that lie elsewhere, or are larger than they seem.
+
+    transformers runs no code of theirs.
+    """
+    files = set(directory.glob("*.bin"))
+    for index in directory.glob("*.index.json"):
+        names = read_json(index)["weight_map"].values()
+        files |= {inner_path(directory, name, follow_links=True) for name in set(names)}
+    for path in sorted(file for file in files if file.suffix == ".bin" and file.is_file()):
+        check_archive_file(path)
 
 
 def _transformers():

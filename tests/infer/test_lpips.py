@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
@@ -69,9 +70,15 @@ def test_other_files_are_refused(folder, tmp_path):
     with pytest.raises(UserError, match="holds 0 files alexnet"):
         LPIPS.load(tmp_path)
     (tmp_path / "alexnet.pth").write_bytes(b"nothing")
-    with pytest.raises(UserError, match="alexnet.pth cannot be read"):
+    with pytest.raises(UserError, match="alexnet.pth is not read"):
         LPIPS.load(tmp_path)
     torch.save({"other": torch.zeros(1)}, tmp_path / "alexnet.pth")
+    whole = (tmp_path / "alexnet.pth").read_bytes()
+    with zipfile.ZipFile(tmp_path / "alexnet.pth", "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("alexnet/data/9", bytes(1 << 26))
+    with pytest.raises(UserError, match="alexnet.pth is hostile: unpacked, it is larger than"):
+        LPIPS.load(tmp_path)
+    (tmp_path / "alexnet.pth").write_bytes(whole)
     shutil.copy(folder / "alex.pth", tmp_path)
     with pytest.raises(UserError, match="does not hold the weights of LPIPS"):
         LPIPS.load(tmp_path)

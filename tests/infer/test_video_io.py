@@ -1,3 +1,5 @@
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 
 from megadit.infer.animations import encode_animation
-from megadit.infer.video_io import encode_mp4, read_comment, read_video, write_video
+from megadit.infer.video_io import encode_mp4, open_container, read_comment, read_video, write_video
 from megadit.models.shared.errors import UserError
 
 
@@ -138,3 +140,70 @@ print(hashlib.sha256(encode_mp4(np.stack([squares[i : i + 32, i : i + 32] for i 
         for fill in ("0", "77")
     ]
     assert digests[0] == digests[1]
+
+
+# -------------------------------------------------------------------------------------- what anybody may have made
+
+
+def picture(height: int, width: int) -> bytes:
+    """A raw H.264 stream, whose container tells nothing: the decoder alone knows the size."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="h264") as container:
+        stream = container.add_stream("libx264", rate=25, options={"preset": "ultrafast"})
+        stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
+        frame = av.VideoFrame(width, height, "yuv420p")
+        for plane in frame.planes:
+            plane.update(bytes([128]) * plane.buffer_size)
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return buffer.getvalue()
+
+
+OPENED = """
+import sys
+from pathlib import Path
+from megadit.infer.video_io import open_container
+def most() -> int:
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
+before = most()
+with open_container(sys.argv[1], max_pixels=float(sys.argv[2])) as container:
+    stream = container.streams.video[0]
+    print(stream.height, stream.width, most() - before)
+"""
+
+
+def test_what_a_video_holds_is_found_out_without_its_pixels(tmp_path):
+    """And the control: with room for them they are made before anybody can ask for their size."""
+    path, taken = tmp_path / "large.h264", []
+    path.write_bytes(picture(4096, 8192))
+    for max_pixels in (10**6, 10**8):
+        command = [sys.executable, "-c", OPENED, str(path), str(max_pixels)]
+        height, width, kib = map(
+            int, subprocess.run(command, capture_output=True, check=True, text=True).stdout.split()
+        )
+        assert (height, width) == (4096, 8192), "whoever opens it can refuse it by its size"
+        taken.append(kib / 1024)
+    assert taken[0] < 32 < 48 < taken[1], f"{taken} MiB; a picture takes 48"
+
+
+@pytest.mark.parametrize("is_limited", [True, False])
+def test_a_size_that_grows_within_a_video_is_refused_when_it_does(tmp_path, is_limited):
+    path, sizes = tmp_path / "grows.h264", []
+    path.write_bytes(picture(64, 96) * 3000 + picture(1024, 2048))
+    with open_container(str(path), max_pixels=10**5 if is_limited else 10**7) as container:
+        stream = container.streams.video[0]
+        assert (stream.height, stream.width) == (64, 96), "as far as it is read to find that out"
+        with pytest.raises(av.InvalidDataError) if is_limited else contextlib.nullcontext():
+            sizes += {(frame.height, frame.width) for frame in container.decode(stream)}
+    assert is_limited or sorted(sizes) == [(64, 96), (1024, 2048)]
+
+
+def test_a_playlist_by_the_name_of_a_video_leads_nowhere(tmp_path):
+    write_video(tmp_path / "secret.mp4", moving_square(), 8)
+    (tmp_path / "list.mp4").write_text("#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nsecret.mp4\n#EXT-X-ENDLIST\n")
+    (tmp_path / "join.mp4").write_text("ffconcat version 1.0\nfile secret.mp4\n")
+    with av.open(str(tmp_path / "join.mp4"), options={"format_whitelist": "concat,mov"}) as container:
+        assert container.streams.video, "ffmpeg would follow it"
+    for name in ("list.mp4", "join.mp4"):
+        with pytest.raises(UserError, match="cannot read"):
+            read_video(tmp_path / name)

@@ -1,10 +1,14 @@
 """T5 features have their true lengths, do not depend on their company, and say what is missing."""
 
+import functools
 import json
+import shutil
 import warnings
+import zipfile
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import T5TextEncoder, load_text_encoder
@@ -111,6 +115,25 @@ def test_mistakes_are_told_in_one_line(directory, tmp_path):
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="placement=8bit needs"):
             T5TextEncoder(model=str(directory), placement="8bit").encode(["a"])
+
+
+def test_pickled_weights_are_read_and_no_more_than_they_seem(directory, tmp_path, encoder):
+    shutil.copytree(directory, tmp_path / "pickled")
+    weights = tmp_path / "pickled" / "pytorch_model.bin"
+    torch.save(load_file(tmp_path / "pickled" / "model.safetensors"), weights)
+    (tmp_path / "pickled" / "model.safetensors").unlink()
+    new = functools.partial(T5TextEncoder, model=str(weights.parent), dtype="float32")
+    assert torch.equal(new().encode(["a red"]).features_BLE, encoder.encode(["a red"]).features_BLE)
+    assert new().fingerprint() == encoder.fingerprint()
+    with zipfile.ZipFile(weights, "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(f"{archive.namelist()[0].partition('/')[0]}/data/999", bytes(1 << 26))
+    for ask in (T5TextEncoder.fingerprint, T5TextEncoder.load_network):
+        with pytest.raises(UserError, match="pytorch_model.bin is hostile: unpacked, it is larger than"):
+            ask(new())
+    index = {"weight_map": {"shared.weight": "../pytorch_model.bin"}}
+    (weights.parent / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="leads elsewhere"):
+        new().load_network()
 
 
 @pytest.fixture

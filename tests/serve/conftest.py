@@ -1,5 +1,10 @@
+import contextlib
 import importlib.util
+import os
 import shutil
+import signal
+import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -81,12 +86,64 @@ def repository(bundle_dir, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def server(tritonserver, repository, tmp_path_factory):
+def kept_running():
+    """`with kept_running(server)`: a server that is started again when it dies, as `serve run` does it.
+
+    Triton 2.51 may crash when a client leaves while it is answered, or when it continues after a stop.
+    """
+    from megadit.serve.supervise import keep_running
+
+    @contextlib.contextmanager
+    def keep(server):
+        is_ready, stopping = threading.Event(), threading.Event()
+
+        def tell(message: str) -> None:
+            print(message)
+            if "is ready" in message:
+                is_ready.set()
+
+        thread = threading.Thread(
+            target=keep_running, args=[server.process], kwargs={"tell": tell, "stopping": stopping}
+        )
+        thread.start()
+        try:
+            while not is_ready.wait(0.1):
+                assert thread.is_alive(), "it did not start"
+            yield server
+        finally:
+            stopping.set()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.process.pid, signal.SIGCONT)
+            while thread.is_alive():
+                server.process.stop()
+                thread.join(0.1)
+
+    return keep
+
+
+@pytest.fixture(scope="session")
+def server(tritonserver, repository, kept_running, tmp_path_factory):
     """One tritonserver for every test that does not stop it."""
     from megadit.serve.local_server import LocalServer
 
-    with LocalServer(repository, log=tmp_path_factory.mktemp("log") / "triton.log", stop_seconds=3) as running:
+    log = tmp_path_factory.mktemp("log") / "triton.log"
+    with kept_running(LocalServer(repository, log=log, stop_seconds=3, hang_seconds=1e6)) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def in_group():
+    """in_group(number): the processes of a process group."""
+
+    def members(group: int) -> list[int]:
+        found = []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                if int(stat.read_text().rpartition(")")[2].split()[2]) == group:
+                    found.append(int(stat.parent.name))
+        return found
+
+    return members
 
 
 @pytest.fixture(scope="module")

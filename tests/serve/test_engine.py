@@ -1,6 +1,8 @@
 """The engine without Triton: what each request is answered, and with whom it shares a batch."""
 
 import json
+import subprocess
+import sys
 from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
 
@@ -309,3 +311,11 @@ def test_a_text_is_measured_by_what_it_costs(engine, pipeline):
     run(strict, *askers)
     assert askers[0].endings == [None]
     assert all("4 tokens" in str(asker.endings[0]) for asker in askers[1:])
+
+
+def test_what_serves_holds_no_library_that_it_does_not_use():
+    """torch's distributed checkpoints bring sympy along: 50 MB of each process."""
+    names = ("torch.distributed.checkpoint", "sympy")
+    code = f"import sys, megadit.serve.engine; print([name in sys.modules for name in {names}])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[False, False]\n"

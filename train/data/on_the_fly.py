@@ -16,14 +16,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from megadit.infer.video_io import MAX_PIXELS, open_container
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.data.description import UnreadableSampleError, read_description
 from megadit.train.data.samples import member, training_sample
 from megadit.train.data.training_sample import Frames, TrainingSample, encode_frames, frame_times
 
-MAX_PIXELS = 1 << 28
-"""Of a picture; a header may announce any number."""
 MAX_CLIP_PIXELS = 1 << 30
 """Of all frames of a clip; a small file may hold any number of them."""
 
@@ -94,7 +93,7 @@ class FrozenEncoders:
 
 def read_mp4(content: bytes) -> np.ndarray:
     """All frames, uint8 THWC."""
-    with av.open(io.BytesIO(content), options={"format_whitelist": "mov,mp4"}) as container:
+    with open_container(io.BytesIO(content), containers="mov,mp4") as container:
         stream = container.streams.video[0]
         stream.codec_context.thread_count = 1
         if not 0 < stream.width * stream.height <= MAX_PIXELS:

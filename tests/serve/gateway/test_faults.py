@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import json
 import os
 import shutil
 import signal
@@ -46,7 +47,7 @@ def processes() -> list[Process]:
 class Service:
     """`megadit serve up` on ports and a folder of its own."""
 
-    def __init__(self, repository: Path, folder: Path) -> None:
+    def __init__(self, repository: Path, folder: Path, *, slots: int = 2) -> None:
         self.folder, ports, others = folder, Ports.free(), Ports.free()
         self.url = f"http://127.0.0.1:{others.http}"
         store = folder / "jobs.sqlite"
@@ -61,7 +62,7 @@ class Service:
         ]
         command += [f"--http_port={ports.http}", f"--grpc_port={ports.grpc}", f"--triton_metrics_port={ports.metrics}"]
         command += [f"--port={others.http}", "--", f"--metrics_port={others.metrics}", f"--store={store}"]
-        command += [f"--results={folder / 'videos'}", "--min_free_bytes=0", "--slots=2", "--result_seconds=3000"]
+        command += [f"--results={folder / 'videos'}", "--min_free_bytes=0", f"--slots={slots}", "--result_seconds=3000"]
         with (folder / "log").open("w") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
         with contextlib.closing(Database(str(store))) as database:
@@ -122,23 +123,36 @@ class Service:
 
 
 @pytest.fixture
-def service(tritonserver, repository, tmp_path, eventually):
-    service = Service(repository, tmp_path)
-    try:
+def serve_up(tritonserver, tmp_path, eventually):
+    """serve_up(repository): a service that is ready; it ends with the test and leaves nothing behind."""
+    services: list[Service] = []
+
+    def start(repository: Path, **settings) -> Service:
+        services.append(service := Service(repository, tmp_path, **settings))
         eventually(service.is_ready, lambda: service.process.poll() is None, service.log)
-        yield service
-        service.children()
-        service.process.terminate()
-        assert service.process.wait(timeout=120) == 0
-        assert not [each for each in processes() if each.group in service.groups], "no orphan is left"
-        assert not list(SHARED_MEMORY.glob(f"megadit_{service.process.pid}_*")), "no shared memory is left"
+        return service
+
+    try:
+        yield start
+        for service in services:
+            service.children()
+            service.process.terminate()
+            assert service.process.wait(timeout=120) == 0
+            assert not [each for each in processes() if each.group in service.groups], "no orphan is left"
+            assert not list(SHARED_MEMORY.glob(f"megadit_{service.process.pid}_*")), "no shared memory is left"
     finally:
-        if service.process.poll() is None:
-            service.process.kill()
-        for group in service.groups:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(group, signal.SIGKILL)
-        service.process.wait()
+        for service in services:
+            if service.process.poll() is None:
+                service.process.kill()
+            for group in service.groups:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(group, signal.SIGKILL)
+            service.process.wait()
+
+
+@pytest.fixture
+def service(serve_up, repository):
+    return serve_up(repository)
 
 
 FAULTS = {
@@ -180,6 +194,58 @@ def test_whatever_dies_or_hangs_is_replaced_and_no_job_is_lost(service, eventual
     videos = service.client.get("/v1/videos", params={"limit": 100}).json()["data"]
     completed = [video["id"] for video in videos if video["status"] == "completed"]
     assert files == sorted(completed), "neither half a file nor one of nobody"
+
+
+POISONED = '''"""Dies of one prompt, and writes down whom it takes along."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+from megadit.serve import engine
+from megadit.serve.triton_model import TritonPythonModel
+
+_end_unwanted = engine._end_unwanted
+
+
+def deadly(rows, clock):
+    prompts = sorted(row.owner.request.prompt for row in rows)
+    if "poison" in prompts:
+        with (Path(__file__).parent / "deaths").open("a") as file:
+            file.write(f"{json.dumps(prompts)}\\n")
+        os.kill(os.getpid(), signal.SIGSEGV)
+    _end_unwanted(rows, clock)
+
+
+engine._end_unwanted = deadly
+__all__ = ["TritonPythonModel"]
+'''
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_a_prompt_that_kills_its_triton_fails_alone(serve_up, repository, tmp_path, eventually):
+    """A batch of four in a real tritonserver, one of which ends the process that computes it."""
+    models = tmp_path / "models"
+    shutil.copytree(repository, models, ignore=shutil.ignore_patterns("text_to_image"))
+    model = models / "text_to_video" / "1" / "model.py"
+    model.write_text(POISONED)
+    service = serve_up(models, slots=8)
+    blocker = service.create(prompt="long", num_steps=5000)
+    eventually(lambda: service.status(blocker) == "in_progress", tell=service.log)
+    ids = {prompt: service.create(prompt=prompt, num_steps=4) for prompt in ("a", "b", "c", "poison")}
+    for video_id in ids.values():  # they wait at Triton, for which they will be one batch
+        eventually(lambda video_id=video_id: service.status(video_id) == "in_progress", tell=service.log)
+    service.client.delete(f"/v1/videos/{blocker}")
+    for video_id in ids.values():
+        eventually(lambda video_id=video_id: service.status(video_id) in ("completed", "failed"), tell=service.log)
+    deaths = [json.loads(line) for line in (model.parent / "deaths").read_text().splitlines()]
+    assert deaths == [["a", "b", "c", "poison"], ["poison"]], "the second time it was alone"
+    assert service.client.get(f"/v1/videos/{ids.pop('poison')}").json()["error"]["code"] == "server_failed"
+    assert all(service.content(video_id) for video_id in ids.values()), "the others were made"
+    after = service.create(**VIDEO)
+    eventually(lambda: service.status(after) == "completed", tell=service.log)
 
 
 @pytest.fixture

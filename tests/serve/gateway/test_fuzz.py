@@ -95,6 +95,30 @@ def make_all(gateway):
     return make
 
 
+@contextlib.contextmanager
+def within_memory(*pids: int, limit: int = 1 << 31):
+    """None of these processes takes so many bytes more in the meantime."""
+
+    def resident(pid: int, name: str) -> int:
+        return int(re.search(rf"^{name}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[1]) << 10
+
+    before = {pid: resident(pid, "VmRSS") for pid in pids}
+    for pid in pids:
+        Path(f"/proc/{pid}/clear_refs").write_text("5")  # the most that it has held is forgotten
+    yield
+    most = {pid: resident(pid, "VmHWM") for pid in pids}
+    print(f"at most {max(most.values()) / 2**20:.0f} MiB in a process")
+    assert all(most[pid] - before[pid] < limit for pid in pids), (before, most)
+
+
+def test_a_process_that_takes_much_memory_is_noticed():
+    """The negative control of the tests below."""
+    with within_memory(os.getpid(), limit=1 << 26):
+        pass
+    with pytest.raises(AssertionError), within_memory(os.getpid(), limit=1 << 26):
+        np.ones(1 << 27, dtype=np.uint8)
+
+
 def test_a_write_elsewhere_is_noticed(watching, guarded, tmp_path):
     """The negative control of the tests below."""
     with watching() as paths:
@@ -145,10 +169,11 @@ def test_no_request_is_answered_with_a_fault_of_ours(gateway, new_key, visit, gu
         assert len(answer.headers["x-request-id"]) == 1 and "set-cookie" not in answer.headers
 
     callers = st.sampled_from([owner] * 6 + [other] * 3 + ["", "x", owner[:-1], f"{owner}x"])
-    for operation in schema.get_all_operations():
-        strategy = operation.ok().as_strategy(generation_mode=schemathesis.GenerationMode(mode))
-        with contextlib.suppress(Unsatisfiable):  # where nothing is asked for, nothing can be asked wrongly
-            fuzzed(given(case=strategy, is_known=st.booleans(), caller=callers)(check))()
+    with within_memory(os.getpid()):
+        for operation in schema.get_all_operations():
+            strategy = operation.ok().as_strategy(generation_mode=schemathesis.GenerationMode(mode))
+            with contextlib.suppress(Unsatisfiable):  # where nothing is asked for, nothing can be asked wrongly
+                fuzzed(given(case=strategy, is_known=st.booleans(), caller=callers)(check))()
     print(f"{sum(sent.values())} requests ({mode}): {sent}")
     assert len(sent) > 2, "more than one operation was tried"
 
@@ -197,7 +222,8 @@ def test_no_path_and_no_header_is_more_than_text(gateway, new_key, visit, guarde
     methods = st.sampled_from(["GET"] * 4 + ["POST", "DELETE", "HEAD", "PUT", "OPTIONS"])
     headers = st.lists(st.tuples(NAMES, HEADER_VALUES), max_size=4)
     paths = st.lists(PIECES, max_size=5) | st.just(["KNOWN", "content"])
-    fuzzed(given(method=methods, pieces=paths, headers=headers, body=st.binary(max_size=60))(check))()
+    with within_memory(os.getpid()):
+        fuzzed(given(method=methods, pieces=paths, headers=headers, body=st.binary(max_size=60))(check))()
     print(
         f"{len(codes)} requests of raw paths and headers: { {code: codes.count(code) for code in sorted(set(codes))} }"
     )
@@ -270,11 +296,11 @@ def tensors(draw):
 
 @pytest.mark.slow
 @pytest.mark.timeout(6000)
-def test_no_tensors_bring_triton_down(server, fuzzed):
+def test_no_tensors_bring_triton_down(server, in_group, fuzzed):
     """Each request is answered with videos or an error, and after all of them the service makes the same video."""
     client = VideoClient(f"grpc://{server.grpc_url}")
     request = VideoRequest(prompt="a red seven", seed=3)
-    before = client.generate(request)[0].data
+    before, pid = client.generate(request)[0].data, server.process.pid
     refusals: list[str] = []
 
     def check(inputs: dict) -> None:
@@ -298,11 +324,13 @@ def test_no_tensors_bring_triton_down(server, fuzzed):
         refusals.append("" if error is None else re.split(r"['\d-]", error.message())[0][:50])
         assert error is None or not re.search("deadline|cancelled", str(error), re.IGNORECASE), error
 
-    fuzzed(given(inputs=tensors())(check))()
+    with within_memory(*in_group(pid)):
+        fuzzed(given(inputs=tensors())(check))()
     counted = Counter(refusals)
     print(f"{len(refusals)} requests, {counted['']} with a video; refusals: {counted}")
     assert 0 < counted[""] < len(refusals), "some were made, some refused"
-    assert server.process.is_alive() and client.generate(request)[0].data == before
+    assert server.process.is_alive() and server.process.pid == pid, "it died and was started again"
+    assert client.generate(request)[0].data == before
 
 
 def _tensor(name: str, kind: str, shape: tuple[int, ...], values: list) -> "grpcclient.InferInput":

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import threading
 from collections import Counter
 
 import pytest
@@ -11,34 +10,17 @@ from sqlalchemy import select
 
 from megadit.serve.gateway.database import JOBS, Database
 from megadit.serve.local_server import LocalServer
-from megadit.serve.supervise import keep_running
 
 LONG = {"prompt": "a long one", "num_steps": 600, "num_frames": 1}
 SHORTER = LONG | {"num_steps": 300}
 
 
 @pytest.fixture
-def tritons(server, repository, tmp_path, eventually):
-    """That of the other tests, and one that may be stopped.
-
-    The latter is kept running as `serve run` does it: Triton 2.51 may crash when it continues after its clients have
-    cancelled what it was doing.
-    """
+def tritons(server, repository, kept_running, tmp_path):
+    """That of the other tests, and one that may be stopped."""
     settings = {"stop_seconds": 3, "hang_seconds": 1e6, "log": tmp_path / "triton.log"}
-    another, stopping = LocalServer(repository, models=("text_to_video",), **settings), threading.Event()
-    keep = {"tell": print, "stopping": stopping}
-    thread = threading.Thread(target=keep_running, args=[another.process], kwargs=keep)
-    thread.start()
-    try:
-        eventually(another.process.is_ready, thread.is_alive)
+    with kept_running(LocalServer(repository, models=("text_to_video",), **settings)) as another:
         yield [server, another]
-    finally:
-        stopping.set()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(another.process.pid, signal.SIGCONT)
-        while thread.is_alive():
-            another.process.stop()
-            thread.join(0.1)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import av
 import numpy as np
 from PIL import Image, ImageOps
 
+from megadit.infer.video_io import open_container
 from megadit.train.data.ingest.animations import WebpVideo, is_webp
 from megadit.train.data.ingest.files import file_size, open_file
 from megadit.train.data.ingest.plan import Settings, Source
@@ -25,8 +26,6 @@ THUMBNAIL = 32
 """Side of the grey pictures that clips are judged by."""
 MAX_GAP_SECONDS = 10.0
 """Between two frames; a longer one is a broken timestamp."""
-CONTAINERS = "mov,mp4,m4a,matroska,webm,avi,mpeg,mpegts,mpegvideo,flv,ogg,asf,m4v,gif,apng,h264,hevc,ivf"
-"""None of them names other files, as playlists do."""
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM")
 
 
@@ -248,7 +247,7 @@ def _open_video(source: Source, settings: Settings) -> Iterator[_Video | WebpVid
                 _check_canvas(head, settings)
                 yield WebpVideo(file)
                 return
-            with av.open(file, options={"format_whitelist": CONTAINERS}) as container:
+            with open_container(file, max_pixels=settings.max_megapixels * 1e6) as container:
                 yield _Video(container, settings)
         except (av.FFmpegError, OSError, ValueError, EOFError) as error:
             if isinstance(error, UnusableSourceError):

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megadit.models.shared.documents import check_archive, check_pickle, parse_json
+from megadit.models.bundle.tensor_source import load_pickled
+from megadit.models.shared.documents import check_pickle, parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.options import read_options, setting
 from megadit.models.shared.progress import Progress
@@ -99,11 +100,9 @@ def read_pth(content: bytes) -> Any:
         UnreadableTensorError: for anything else.
     """
     try:
-        check_archive(io.BytesIO(content), "it")
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise UnreadableTensorError(reason[0]) from None
+        return load_pickled(io.BytesIO(content), "it")
+    except UserError as error:
+        raise UnreadableTensorError(str(error)) from None
 
 
 def as_tensor(value: Any, num_dimensions: int) -> Tensor:
