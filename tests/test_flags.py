@@ -142,6 +142,7 @@ SHOWN_BY = {
         """,
         f"{EVALUATE}::test_settings_reach_the_videos": "--sampler --height --width --negative_prompt --eta",
         f"{EVALUATE}::test_mistakes_are_one_line_that_says_what_to_do": "--fps",
+        "serve/gateway/test_evaluate.py::test_a_service_makes_the_videos_of_its_bundle_and_they_are_kept": "--key_file",
     },
     "evaluate tokenizer": {
         f"{EVALUATE}::test_a_tokenizer_is_measured": "--out --frames --size --count --lpips_weights",
