@@ -5,6 +5,7 @@ made is fetched, checked and deleted there. A service that is busy or away is as
 """
 
 import json
+import re
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,7 @@ MOST_PAUSE_SECONDS = 30.0
 _MAX_VIDEO_BYTES = 1 << 30
 _POLL_SECONDS = (0.05, 0.5)
 """The shortest and the longest pause between two questions for a video."""
+_ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
 _BUSY = (429, 502, 503, 504)
 
 
@@ -83,9 +85,12 @@ class ServiceMaker:
                 once = {
                     "idempotency-key": uuid.uuid4().hex
                 }  # asked again after a broken answer, it makes no second one
-                waiting.append(self._asked("POST", "/v1/videos", body | {"prompt": prompt, "seed": seed}, once)["id"])
-            for video_id, seed in zip(list(waiting), seeds, strict=True):
-                self._wait(video_id)
+                video = self._asked("POST", "/v1/videos", body | {"prompt": prompt, "seed": seed}, once)
+                if not _ID.fullmatch(str(video.get("id", ""))):
+                    raise UserError(f"{self._url} names no video that could be fetched: is it a video API of megadit?")
+                waiting.append(video["id"])
+            for video_id, prompt, seed in zip(list(waiting), prompts, seeds, strict=True):
+                self._wait(video_id, prompt)
                 content = self._answer("GET", f"/v1/videos/{video_id}/content")
                 yield received(content, f"the video of seed {seed} from {self._url}", settings)
                 waiting.remove(video_id)
@@ -105,14 +110,14 @@ class ServiceMaker:
         says = model["service"].get("defaults") if isinstance(model["service"], dict) else None
         return model["id"], says if isinstance(says, dict) else {}
 
-    def _wait(self, video_id: str) -> None:
+    def _wait(self, video_id: str, prompt: str) -> None:
         """Until a video is there; raises UserError if it is not made."""
         pause, longest = _POLL_SECONDS
         while (video := self._asked("GET", f"/v1/videos/{video_id}")).get("status") != "completed":
             if video.get("status") not in ("queued", "in_progress"):
                 error = video.get("error")
                 told = error.get("message") if isinstance(error, dict) else video.get("status")
-                raise UserError(f"{self._url} made no video of {str(video.get('prompt'))[:60]!r}: {told}")
+                raise UserError(f"{self._url} made no video of {prompt[:60]!r}: {told}")
             time.sleep(pause)
             pause = min(longest, 1.5 * pause)
 
@@ -141,10 +146,13 @@ class ServiceMaker:
                     content = self._content(answer, path)
                 if answer.is_success:
                     return content
-                problem = _told(content, answer.status_code)
-                pause = _pause(answer) if answer.status_code in _BUSY else PATIENCE_SECONDS
+                problem, pause = _told(content, answer.status_code), _pause(answer)
+                if answer.status_code == 401:
+                    raise UserError(f"{self._url} does not know the key of --key_file: {problem}")
+                if answer.status_code not in _BUSY:
+                    raise UserError(f"{self._url} refuses: {problem}")
             except httpx.HTTPError as error:
-                problem = f"does not answer ({error or type(error).__name__})"
+                problem = f"it does not answer ({error or type(error).__name__})"
             if pause > MOST_PAUSE_SECONDS or time.monotonic() + pause > until:
                 raise UserError(f"{self._url}: {problem}. Videos that were made are kept: the same command goes on")
             time.sleep(pause)
@@ -167,7 +175,7 @@ def _told(content: bytes, status: int) -> str:
     try:
         return str(json.loads(content[: 1 << 16])["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return f"answers {status}; is it the video API of `megadit serve up`?"
+        return f"it answers {status}; is it the video API of `megadit serve up`?"
 
 
 def _pause(answer: httpx.Response) -> float:

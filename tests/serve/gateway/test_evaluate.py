@@ -125,14 +125,14 @@ def test_mistakes_of_a_service_are_one_line(url, asked, new_key, key_file, bundl
     assert "is no address of a video API" in said("grpc://127.0.0.1:1", "--key_file", key)
     assert "--key_file is of a service" in said(bundle_dir, "--key_file", key)
     assert "loss needs a bundle" in said(url, "--key_file", key, "--metrics", "loss")
-    assert "height=30 is not a multiple" in said(url, "--key_file", key, "--height", 30, "--size", 16, 24)
+    assert "refuses: height=30 is not a multiple" in said(url, "--key_file", key, "--height", 30, "--size", 16, 24)
     (tmp_path / "prompts").write_text("good\n" * 8 + "bad\n")
     assert "made no video of 'bad': nobody makes this" in said(
         url, "--key_file", key, "--prompts", tmp_path / "prompts"
     )
     gateway.servers.all[0].infos.clear()
     assert "has not seen a server yet" in said(url, "--key_file", key)
-    assert "no valid API key" in said(url, "--key_file", key_file("mdk_wrong"))
+    assert "does not know the key of --key_file: give a valid key" in said(url, "--key_file", key_file("mdk_wrong"))
     (tmp_path / "key").write_text("two words")
     assert "holds no key" in said(url, "--key_file", tmp_path / "key")
 
