@@ -52,7 +52,7 @@ def extremes(candidate: Candidate, evaluation: Evaluation) -> tuple[np.ndarray, 
     count = min(NUM_EXTREME, len(order) // 2)
     places = [*order[:count], *order[len(order) - count :]]
     clips = clips_at(candidate.videos, places)
-    captions = [f"{quality_N[place]:.3g} {clip.prompt}" for place, clip in zip(places, clips, strict=True)]
+    captions = [f"{quality_N[place]:.3g}: {clip.prompt}" for place, clip in zip(places, clips, strict=True)]
     videos = [_small(clip, evaluation.store.window) for clip in clips]
     return contact_sheet(videos, captions, max(count, 1), num_lines=NUM_LINES), name
 
