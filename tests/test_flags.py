@@ -143,6 +143,7 @@ SHOWN_BY = {
         """,
         f"{EVALUATE}::test_settings_reach_the_videos": "--sampler --height --width --negative_prompt --eta",
         f"{EVALUATE}::test_mistakes_are_one_line_that_says_what_to_do": "--fps",
+        "serve/gateway/test_evaluate.py::test_a_service_makes_the_videos_of_its_bundle_and_they_are_kept": "--key_file",
     },
     "tune-sampler": {
         "infer/evaluate/test_tune_sampler.py::test_the_command_changes_the_bundle": """

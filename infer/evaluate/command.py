@@ -3,6 +3,7 @@
     megadit evaluate BUNDLE --real data/clips --extractors inception.safetensors i3d.safetensors clip/ --out runs/eval
     megadit evaluate BUNDLE --against OTHER --guidances 1 2 4 6 ...     # two models, the same prompts and seeds
     megadit evaluate --videos FOLDER --real data/clips ...              # somebody else's videos
+    megadit evaluate http://HOST:PORT --key_file alice.key ...          # a service's
 
 Stages (videos, features, figures) keep what they have done: the same command goes on after a kill. Under torchrun the
 first two are dealt to ranks.
@@ -25,7 +26,7 @@ from megadit.infer.evaluate.export import EXPORTS
 from megadit.infer.evaluate.extractors import Extractor, open_extractors
 from megadit.infer.evaluate.features import FeatureStore
 from megadit.infer.evaluate.loss import LOSS, LossScorer
-from megadit.infer.evaluate.made import Request, made_videos, make_videos
+from megadit.infer.evaluate.made import BundleMaker, Maker, Request, made_videos, make_videos
 from megadit.infer.evaluate.metrics import ADHERENCE, METRICS
 from megadit.infer.evaluate.motion import MotionClips
 from megadit.infer.evaluate.show import write_report
@@ -33,24 +34,24 @@ from megadit.infer.evaluate.videos import Clip, VideoSet, open_videos
 from megadit.infer.evaluate.window import Window, window_of
 from megadit.infer.options import DEFAULT_DTYPE, refuse
 from megadit.infer.outputs import checkpoint_fingerprint
-from megadit.infer.pipeline import TextToVideo
 from megadit.infer.ranks import Ranks, device_name, finish, is_first, start, world_size
-from megadit.infer.resolve import latent_size, resolve_settings
+from megadit.infer.resolve import resolve_settings
 from megadit.infer.runtimes.torch import find_device
 from megadit.infer.specs import prompt_lines
-from megadit.models.bundle.bundle import Bundle
 from megadit.models.settings import SERVED, GivenSettings
 from megadit.models.shared.command import run_command
-from megadit.models.shared.errors import choose_one, told_once
+from megadit.models.shared.errors import UserError, choose_one, told_once
 from megadit.models.shared.options import group, read_options, setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluateOptions:
-    model: str = setting("", "a bundle, or a training directory", positional=True, metavar="BUNDLE")
+    model: str = setting(
+        "", "a bundle, a training directory, or http://HOST:PORT of a service", positional=True, metavar="MODEL"
+    )
     videos: Path | None = setting(None, "a folder of videos that are there already, in place of a model")
-    against: Path | None = setting(
-        None, "a second model, which gets the same prompts and seeds, or a second folder of videos"
+    against: str = setting(
+        "", "a second model, which gets the same prompts and seeds, or a second folder of videos", metavar="MODEL"
     )
     real: Path | None = setting(None, "real videos to compare with: a folder, or a data set of `megadit prepare`")
     prompts: str = setting(
@@ -79,6 +80,7 @@ class EvaluateOptions:
     export_for: str | None = setting(
         None, "also write the videos as another program reads them: OUT/exported", choices=tuple(EXPORTS)
     )
+    key_file: Path | None = setting(None, "file with the API key of a service, as `megadit serve keys add` shows it")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N (default: {default})", metavar="NAME")
     dtype: str = setting(DEFAULT_DTYPE, "of the models' networks (default: {default})", metavar="NAME")
     settings: GivenSettings = group(
@@ -91,7 +93,7 @@ class Model:
     """A model and what is asked of it, at each guidance."""
 
     label: str
-    bundle: Bundle
+    maker: Maker
     requests: Sequence[Request]
 
 
@@ -106,7 +108,7 @@ def _run(argv: list[str]) -> None:
             EvaluateOptions,
             argv,
             prog="megadit evaluate",
-            usage="megadit evaluate BUNDLE --out OUT --real PATH --extractors PATH [PATH ...] [options]",
+            usage="megadit evaluate MODEL --out OUT --real PATH --extractors PATH [PATH ...] [options]",
             description="Measures how good the videos of a model are: figures with intervals, and a page to look at.",
         )
         _check(options)
@@ -114,12 +116,18 @@ def _run(argv: list[str]) -> None:
         extractors = _extractors(options.extractors, device)
         real = None if options.real is None else open_videos(options.real, options.count)
         prompts = _prompts(options, real)
-        models, folders = _subjects(options, prompts)
+        models, folders = _subjects(options, prompts, device)
         window = window_of(_first_clip(real, folders, models), options.frames, options.size)
         store = FeatureStore(options.features or options.out / "features", window)
         names = tuple(name for name in options.metrics if name != LOSS)
         wants_figures = bool(names) or not options.metrics
-        evaluation = Evaluation(store=store, real=real, extractors=extractors if wants_figures else (), metrics=names)
+        evaluation = Evaluation(
+            store=store,
+            real=real,
+            extractors=extractors if wants_figures else (),
+            metrics=names,
+            sent_as="mp4" if _has_service(options) else "",
+        )
         for model in models:
             _check_window(model, window, options)
         _check_counts(
@@ -131,7 +139,7 @@ def _run(argv: list[str]) -> None:
     candidates = list(folders)
     with _timed(seconds, "videos"):
         for model in models:
-            candidates += _generated(options, model, device, ranks)
+            candidates += _generated(options.out, model, ranks)
     losses = _losses(options, models, real, store, device)
     with _timed(seconds, "features"):
         sets = [each.videos for each in candidates] + ([] if real is None else [real])
@@ -158,9 +166,11 @@ def _check(options: EvaluateOptions) -> None:
     refuse(bool(options.model) == bool(options.videos), "give a model, or --videos FOLDER: one of them")
     for name in options.metrics:
         choose_one(name, (*METRICS, ADHERENCE, LOSS), f"--metrics {name} is unknown")
+    refuse(options.key_file and not _has_service(options), "--key_file is of a service: give its http://HOST:PORT")
     refuse(options.guidances and options.videos, "--guidances are those of a model: leave them out with --videos")
     refuse(options.guidances and options.settings.guidance, "give --guidance or --guidances, not both")
-    refuse(LOSS in options.metrics and (options.real is None or options.videos), f"{LOSS} needs a model and --real")
+    has_weights = options.model and not _is_service(options.model)
+    refuse(LOSS in options.metrics and not (options.real and has_weights), f"{LOSS} needs a bundle and --real")
     refuse(
         options.real is None and not options.prompts and not options.videos,
         "give --real (videos to compare with, whose captions are then the prompts), or --prompts FILE, or both",
@@ -185,37 +195,58 @@ def _prompts(options: EvaluateOptions, real: VideoSet | None) -> list[str]:
     return [prompts[number % len(prompts)] for number in range(count)]
 
 
-def _subjects(options: EvaluateOptions, prompts: Sequence[str]) -> tuple[list[Model], list[Candidate]]:
+def _subjects(
+    options: EvaluateOptions, prompts: Sequence[str], device: torch.device
+) -> tuple[list[Model], list[Candidate]]:
     """The models, and the folders of videos, that are evaluated."""
     models, folders = [], []
-    paths = [path for path in (options.model or options.videos, options.against) if path]
+    paths = [str(path) for path in (options.model or options.videos, options.against) if path]
     labels = [Path(path).resolve().name for path in paths]
     if len(set(labels)) < len(labels):
         labels = ["/".join(Path(path).resolve().parts[-2:]) for path in paths]
-    for path, label in zip(map(Path, paths), labels, strict=True):
-        if path == options.videos or not _is_model(path):
-            videos = open_videos(path, options.count)
+    is_sent = _has_service(options)  # then a bundle beside it is looked at through the same compression
+    for number, (path, label) in enumerate(zip(paths, labels, strict=True)):
+        if _is_service(path):
+            maker = _service(path, options.key_file)
+        elif (number == 0 and options.videos) or not _is_model(Path(path)):
+            videos = open_videos(Path(path), options.count)
             folders.append(Candidate(model=label, guidance=None, videos=replace(videos, label=label)))
+            continue
         else:
-            bundle = open_bundle(path)
-            models.append(Model(label=label, bundle=bundle, requests=_requests(options, bundle, prompts)))
+            maker = BundleMaker(open_bundle(path), device=str(device), dtype=options.dtype, is_sent=is_sent)
+        models.append(Model(label=label, maker=maker, requests=_requests(options, maker, prompts)))
     return models, folders
+
+
+def _has_service(options: EvaluateOptions) -> bool:
+    return _is_service(options.model) or _is_service(options.against)
+
+
+def _is_service(path: str) -> bool:
+    return "://" in path
+
+
+def _service(url: str, key_file: Path | None) -> Maker:
+    try:
+        from megadit.infer.evaluate.service import open_service
+    except ImportError as error:
+        raise UserError(f"{url} is asked by httpx: pip install 'megadit[evaluate]'") from error
+    return open_service(url, key_file)
 
 
 def _is_model(path: Path) -> bool:
     return (path / "checkpoints").is_dir() or (path / "transformer").is_dir() or not path.is_dir()
 
 
-def _requests(options: EvaluateOptions, bundle: Bundle, prompts: Sequence[str]) -> list[Request]:
+def _requests(options: EvaluateOptions, maker: Maker, prompts: Sequence[str]) -> list[Request]:
     given = asdict(options.settings)
     refuse(not prompts, "a model needs prompts: give --prompts FILE")
     scales = options.guidances or [options.settings.guidance]
     return [
         Request(
-            bundle=bundle,
+            maker=maker,
             prompts=prompts,
-            settings=resolve_settings(bundle.defaults, **given | {"guidance": scale}),
-            dtype=options.dtype,
+            settings=resolve_settings(maker.defaults, **given | {"guidance": scale}),
             seed=options.seed,
         )
         for scale in scales
@@ -233,10 +264,9 @@ def _first_clip(real: VideoSet | None, folders: Sequence[Candidate], models: Seq
 
 def _check_window(model: Model, window: Window, options: EvaluateOptions) -> None:
     """Refuses, before anything is made, what could not be compared."""
-    tokenizer = model.bundle.load_tokenizer()
     for request in model.requests:
         made = request.settings
-        latent_size(made, model.bundle.config, tokenizer)
+        model.maker.check(made)
         refuse(
             made.num_frames < window.frames,
             f"{model.label} makes {made.num_frames} frames, {window.frames} are looked at: give --frames "
@@ -267,18 +297,11 @@ def _check_counts(counts: Sequence[tuple[str, int]]) -> None:
 # ------------------------------------------------------------------------------------------------------------ stages
 
 
-def _generated(options: EvaluateOptions, model: Model, device: torch.device, ranks: Ranks) -> list[Candidate]:
-    folder, loaded = options.out / "videos", []
-
-    def load() -> TextToVideo:
-        if not loaded:
-            loaded.append(TextToVideo.load(model.bundle, device=str(device), dtype=options.dtype))
-        return loaded[0]
-
+def _generated(out: Path, model: Model, ranks: Ranks) -> list[Candidate]:
     candidates = []
     for request in model.requests:
-        make_videos(folder, request, load, ranks, told=is_first())
-        videos = made_videos(folder, request, model.label)
+        make_videos(out / "videos", request, ranks, told=is_first())
+        videos = made_videos(out / "videos", request, model.label)
         candidates.append(Candidate(model=model.label, guidance=request.settings.guidance, videos=videos))
     _wait()
     return candidates
@@ -291,15 +314,15 @@ def _losses(
     return [
         (
             Evaluation(
-                store=FeatureStore(store.folder / checkpoint_fingerprint(model.bundle), store.window),
+                store=FeatureStore(store.folder / checkpoint_fingerprint(model.maker.bundle), store.window),
                 real=real,
                 extractors=(),
-                scorers=[LossScorer(model.bundle, device, options.dtype)],
+                scorers=[LossScorer(model.maker.bundle, device, options.dtype)],
             ),
             model.label,
         )
         for model in models
-        if LOSS in options.metrics
+        if LOSS in options.metrics and isinstance(model.maker, BundleMaker)
     ]
 
 

@@ -80,6 +80,8 @@ class Evaluation:
     scorers: Sequence[Scorer] = ()
     metrics: Sequence[str] = ()
     """Names in `METRICS`, or `ADHERENCE`; () is all that the extractors allow."""
+    sent_as: str = ""
+    """What generated videos were encoded as before they were looked at; "" is nothing."""
     _floors: dict[tuple[str, str], Estimate | None] = field(default_factory=dict, init=False)
 
     def check(self, num_made: int) -> None:
@@ -216,7 +218,7 @@ class Evaluation:
         real = f", {self.real.count} real videos {self.real.key}" if with_real and self.real else ""
         return (
             f"megadit {VERSION}: {name} by {of.name} {of.fingerprint} ({of.protocol}); {self.store.window.text}; "
-            f"{candidate.videos.count} videos{real}"
+            f"{candidate.videos.count} videos{self.sent_as and f' sent as {self.sent_as}'}{real}"
         )
 
 

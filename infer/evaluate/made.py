@@ -5,34 +5,97 @@ the same noise.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from megadit.infer.evaluate.videos import PART, Clip, Part, VideoSet, hashed
+from megadit.infer.evaluate.videos import PART, Clip, Part, VideoSet, decoded, hashed
 from megadit.infer.outputs import checkpoint_fingerprint
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.ranks import Ranks
+from megadit.infer.resolve import latent_size
+from megadit.infer.video_io import encode_mp4
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.settings import SamplingSettings
+from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, write_json
 from megadit.models.shared.progress import Progress
+
+
+class Maker(Protocol):
+    """What makes videos of prompts: a bundle on this machine, or a service."""
+
+    defaults: SamplingSettings
+
+    def about(self, settings: SamplingSettings) -> dict[str, Any]:
+        """What of it, and of the settings, decides its videos."""
+
+    def check(self, settings: SamplingSettings) -> None:
+        """Raises UserError for videos that it cannot make."""
+
+    def videos(self, prompts: Sequence[str], seeds: Sequence[int], settings: SamplingSettings) -> Iterator[np.ndarray]:
+        """One for each prompt, uint8 THWC."""
+
+
+class BundleMaker:
+    """The networks of a bundle, which are loaded when the first video is wanted.
+
+    `is_sent`: its videos are what is left of them after an mp4, as a service would send them.
+    """
+
+    def __init__(self, bundle: Bundle, *, device: str, dtype: str, is_sent: bool = False) -> None:
+        self.bundle, self.defaults = bundle, bundle.defaults
+        self._device, self._dtype, self._is_sent = device, dtype, is_sent
+        self._pipeline: TextToVideo | None = None
+
+    def about(self, settings: SamplingSettings) -> dict[str, Any]:
+        return {
+            "model": checkpoint_fingerprint(self.bundle),
+            "tokenizer": self.bundle.manifest["fingerprints"]["tokenizer"],
+            "dtype": self._dtype,
+            "settings": asdict(settings),
+        } | ({"sent as": "mp4"} if self._is_sent else {})
+
+    def check(self, settings: SamplingSettings) -> None:
+        latent_size(settings, self.bundle.config, self.bundle.load_tokenizer())
+
+    def videos(self, prompts: Sequence[str], seeds: Sequence[int], settings: SamplingSettings) -> Iterator[np.ndarray]:
+        if self._pipeline is None:
+            self._pipeline = TextToVideo.load(self.bundle, device=self._device, dtype=self._dtype)
+        for result in self._pipeline.stream(prompts, settings, seeds=seeds, batch_size=len(prompts)):
+            yield (
+                received(encode_mp4(result.video, settings.fps), "a video", settings) if self._is_sent else result.video
+            )
+
+
+def received(content: bytes, where: str, settings: SamplingSettings) -> np.ndarray:
+    """The frames of an mp4 or png of a video of these settings, THWC.
+
+    Raises:
+        UserError: if it is none, or of another size.
+    """
+    video_THWC = decoded(content, where)[0][:, : settings.height, : settings.width]  # an mp4 has even sides
+    wanted = (settings.num_frames, settings.height, settings.width)
+    if video_THWC.shape[:3] != wanted:
+        raise UserError(f"{where} has {video_THWC.shape[:3]} frames, height, width in place of {wanted}")
+    return video_THWC
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """What decides the videos of a model."""
 
-    bundle: Bundle
+    maker: Maker
     prompts: Sequence[str]
     """One for each video."""
     settings: SamplingSettings
-    dtype: str
     seed: int = 0
     """Of the first video."""
 
@@ -42,14 +105,7 @@ class Request:
 
     @property
     def about(self) -> dict:
-        return {
-            "model": checkpoint_fingerprint(self.bundle),
-            "tokenizer": self.bundle.manifest["fingerprints"]["tokenizer"],
-            "prompts": list(self.prompts),
-            "seed": self.seed,
-            "dtype": self.dtype,
-            "settings": asdict(self.settings),
-        }
+        return {**self.maker.about(self.settings), "prompts": list(self.prompts), "seed": self.seed}
 
     @property
     def parts(self) -> list[range]:
@@ -57,9 +113,8 @@ class Request:
         return [range(first, min(first + PART, count)) for first in range(0, count, PART)]
 
 
-def make_videos(folder: Path, request: Request, load: Callable[[], TextToVideo], ranks: Ranks, *, told: bool) -> None:
-    """Makes the parts of this process that are not there yet, in `folder`/<key of the request>; `load` is called where
-    there are any."""
+def make_videos(folder: Path, request: Request, ranks: Ranks, *, told: bool) -> None:
+    """Makes the parts of this process that are not there yet, in `folder`/<key of the request>."""
     folder = folder / request.key
     if ranks.replica == 0 and not (folder / "request.json").exists():
         write_json(folder / "request.json", request.about)
@@ -68,8 +123,8 @@ def make_videos(folder: Path, request: Request, load: Callable[[], TextToVideo],
         for part in missing:
             prompts, seeds = [request.prompts[n] for n in part], [request.seed + n for n in part]
             videos = []
-            for result in load().stream(prompts, request.settings, seeds=seeds, batch_size=PART):
-                videos.append(torch.from_numpy(result.video))
+            for video_THWC in request.maker.videos(prompts, seeds, request.settings):
+                videos.append(torch.from_numpy(video_THWC))
                 bar.advance()
             with atomic_path(_file(folder, part)) as temporary:
                 save_file({"video_NTHWC": torch.stack(videos)}, temporary)

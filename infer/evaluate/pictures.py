@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megadit.infer.contact_sheet import contact_sheet
+from megadit.infer.contact_sheet import contact_sheet, under_heading
 from megadit.infer.evaluate.evaluation import Candidate, Evaluation, Figure
+from megadit.infer.evaluate.extractors.base import resized
 from megadit.infer.evaluate.videos import Clip, VideoSet
 from megadit.infer.evaluate.window import Window, cut
 from megadit.models.shared.files import atomic_path
@@ -19,22 +20,29 @@ NUM_PAIRED = 6
 NUM_EXTREME = 5
 """Best, and worst, videos of a candidate."""
 MOST_CANDIDATES = 6
-"""In a row of the grid."""
+"""Rows of the grid."""
+NUM_LINES = 3
+"""Of a caption."""
+MOST_SIDE = 256
+"""Pixels of a video's longer side on the page."""
 BACKGROUND, TEXT, FAINT = "#ffffff", "#1c1e21", "#7a828e"
 COLOURS = ("#2f6fed", "#1a9c6b", "#d1495b", "#b07d00", "#7a4fd0", "#5b6470")
 
 
 def paired_grid(candidates: Sequence[Candidate], window: Window) -> np.ndarray:
-    """The same prompts and seeds by all candidates, a row for each prompt: THWC."""
+    """The same prompts and seeds by all candidates, a row for each of them: THWC."""
     chosen = candidates[:MOST_CANDIDATES]
     count = min(each.videos.count for each in chosen)
     places = [number * count // NUM_PAIRED for number in range(min(NUM_PAIRED, count))]
-    columns = [clips_at(each.videos, places) for each in chosen]
-    cells = [
-        (each.label, column[row]) for row in range(len(places)) for each, column in zip(chosen, columns, strict=True)
-    ]
-    captions = [f"{label}: {clip.prompt}" if clip.prompt else label for label, clip in cells]
-    return contact_sheet([cut(clip, "", window).numpy() for _, clip in cells], captions, len(chosen))
+    rows, last = [], None
+    for candidate in chosen:
+        clips = clips_at(candidate.videos, places)
+        prompts = [clip.prompt for clip in clips]
+        num_lines = 0 if prompts == last or not any(prompts) else NUM_LINES  # said once, above the first row
+        row = contact_sheet([_small(clip, window) for clip in clips], prompts, len(places), num_lines=num_lines)
+        rows.append(under_heading(row, candidate.label))
+        last = prompts
+    return np.concatenate(rows, axis=1)
 
 
 def extremes(candidate: Candidate, evaluation: Evaluation) -> tuple[np.ndarray, str]:
@@ -44,9 +52,19 @@ def extremes(candidate: Candidate, evaluation: Evaluation) -> tuple[np.ndarray, 
     count = min(NUM_EXTREME, len(order) // 2)
     places = [*order[:count], *order[len(order) - count :]]
     clips = clips_at(candidate.videos, places)
-    captions = [f"{quality_N[place]:.3g} {clip.prompt}" for place, clip in zip(places, clips, strict=True)]
-    videos = [cut(clip, "", evaluation.store.window).numpy() for clip in clips]
-    return contact_sheet(videos, captions, max(count, 1)), name
+    captions = [f"{quality_N[place]:.3g}: {clip.prompt}" for place, clip in zip(places, clips, strict=True)]
+    videos = [_small(clip, evaluation.store.window) for clip in clips]
+    return contact_sheet(videos, captions, max(count, 1), num_lines=NUM_LINES), name
+
+
+def _small(clip: Clip, window: Window) -> np.ndarray:
+    """What is looked at of a video, THWC, no larger than a page shows it."""
+    video_THWC = cut(clip, "", window)
+    height, width = video_THWC.shape[1:3]
+    if (share := MOST_SIDE / max(height, width)) < 1:
+        scaled_1CTHW = resized(video_THWC[None], round(share * height), round(share * width))
+        video_THWC = scaled_1CTHW[0].round().byte().permute(1, 2, 3, 0)
+    return video_THWC.numpy()
 
 
 def clips_at(videos: VideoSet, places: Sequence[int]) -> list[Clip]:

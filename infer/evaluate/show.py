@@ -38,7 +38,7 @@ def write_report(
         )
     grid = paired_grid(candidates, window)
     write_video(out / "grid.png", middle_frame(grid))
-    shows.append(("The same prompts and seeds", "A column for each model and guidance.", grid, window.fps))
+    shows.append(("The same prompts and seeds", "A row for each model and guidance.", grid, window.fps))
     for candidate in candidates[:MOST_EXTREMES]:
         sheet, name = extremes(candidate, evaluation)
         shows.append(

@@ -31,6 +31,7 @@ PART = 16
 MAX_VIDEO_BYTES = 1 << 31
 MAX_MEMBER_BYTES = 1 << 30
 MAX_CAPTION_BYTES = 1 << 16
+_PNG = b"\x89PNG\r\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +152,21 @@ def read_file(path: Path) -> tuple[np.ndarray, float]:
     return _decoded_mp4(path, str(path)) if path.suffix.lower() == ".mp4" else read_video(path)
 
 
+def decoded(content: bytes, where: str) -> tuple[np.ndarray, float]:
+    """Frames (THWC) and frames per second (0 of a picture) of an mp4 or a png, which may be anybody's.
+
+    Raises:
+        UserError: as `read_file`.
+    """
+    if not content.startswith(_PNG):
+        return _decoded_mp4(io.BytesIO(content), where)
+    try:
+        picture = Image.open(io.BytesIO(content), formats=("PNG",)).convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UserError(f"cannot read {where}: {error}") from None
+    return np.asarray(picture)[None], 0.0
+
+
 def _decoded_mp4(source: Path | io.BytesIO, where: str) -> tuple[np.ndarray, float]:
     frames, num_bytes = [], 0
     try:
@@ -225,11 +241,8 @@ def _read(shard: Path, names: Sequence[str], decode: Callable[[bytes], np.ndarra
 def _clip(where: str, members: dict[str, bytes], decode: Callable[[bytes], np.ndarray]) -> Clip:
     about = parse_json(members["json"], where, max_bytes=MAX_CAPTION_BYTES)
     prompt, fps = str(about.get("caption") or ""), about.get("fps") or 0
-    if "mp4" in members:
-        return Clip(_decoded_mp4(io.BytesIO(members["mp4"]), where)[0], float(fps), prompt)
-    if "png" in members:
-        picture = Image.open(io.BytesIO(members["png"]), formats=("PNG",)).convert("RGB")
-        return Clip(np.asarray(picture)[None], 0.0, prompt)
+    if content := members.get("mp4") or members.get("png"):
+        return Clip(decoded(content, where)[0], float(fps), prompt)
     if "safetensors" not in members:
         raise UserError(f"{where} holds neither a video nor latents")
     check_tensor_header(members["safetensors"][:8], where)

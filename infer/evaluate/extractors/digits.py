@@ -14,6 +14,10 @@ CROP_EXTENT = 0.75
 """Side of the square around the centre of mass that the network reads, as a share of the frame."""
 _LAST = 8
 """The modules of the network up to the features of its last convolution."""
+_LOGIT_SCALE = 0.2
+"""Of the logits beside those features, whose size they then have."""
+_NUM_OTHERS = 36
+"""Features of a frame beside the logits: 32 of the last convolution, 3 of the colour, 1 of the ink."""
 
 
 class DigitReader(nn.Module):
@@ -24,6 +28,7 @@ class DigitReader(nn.Module):
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__()
+        self.num_classes = num_classes
         self.network = nn.Sequential(
             nn.Conv2d(1, 16, 3, padding=1),
             nn.ReLU(),
@@ -43,8 +48,12 @@ class DigitReader(nn.Module):
         return self.network(crop_BHW[:, None])
 
     def features(self, crop_BHW: Tensor) -> Tensor:
-        """Features of the last convolution, [B, 32], each a mean over the crop."""
-        return self.network[:_LAST](crop_BHW[:, None]).mean((2, 3))
+        """Features of the last convolution, each a mean over the crop, and scaled logits, [B, 32 + classes].
+
+        The means alone do not tell strokes from patches of the same brightness.
+        """
+        last_BCHW = self.network[:_LAST](crop_BHW[:, None])
+        return torch.cat([last_BCHW.mean((2, 3)), _LOGIT_SCALE * self.network[_LAST:](last_BCHW)], dim=1)
 
 
 def strokes(video_BCTHW: Tensor) -> Tensor:
@@ -76,13 +85,14 @@ def centred_crops(stroke_BHW: Tensor, linear_B22: Tensor | None = None, shift_B2
 
 
 class DigitPictures:
-    """Of a frame: the last layer, the mean colour of the strokes, and how much of the frame is ink."""
+    """Of a frame: the last layers, the mean colour of the strokes, and how much of the frame is ink."""
 
-    name, sees, width, fewest_frames = "digits", "pictures", 36, 1
-    protocol = "crops of 16x16 around the ink"
+    name, sees, fewest_frames = "digits", "pictures", 1
+    protocol = "crops of 16x16 around the ink, last convolution and logits"
 
     def __init__(self, reader: DigitReader, fingerprint: str) -> None:
         self.reader, self.fingerprint = reader, fingerprint
+        self.width = _NUM_OTHERS + reader.num_classes
 
     def __call__(self, video_BTHWC: Tensor) -> Tensor:
         return _looks(self.reader, _scaled(video_BTHWC))[:, 0]
@@ -95,11 +105,12 @@ class DigitClips:
     still, or jumps about, lies far from one that moves evenly.
     """
 
-    name, sees, width, fewest_frames = "digits", "clips", 76, 3
-    protocol = "crops of 16x16 around the ink of all frames, and its way"
+    name, sees, fewest_frames = "digits", "clips", 3
+    protocol = "crops of 16x16 around the ink of all frames, last convolution and logits, and its way"
 
     def __init__(self, reader: DigitReader, fingerprint: str) -> None:
         self.reader, self.fingerprint = reader, fingerprint
+        self.width = 2 * (_NUM_OTHERS + reader.num_classes) + 4
 
     def __call__(self, video_BTHWC: Tensor) -> Tensor:
         video_BCTHW = _scaled(video_BTHWC)
@@ -118,7 +129,7 @@ def _scaled(video_BTHWC: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def _looks(reader: DigitReader, video_BCTHW: Tensor) -> Tensor:
-    """Features of each frame, [B, T, 36]."""
+    """Features of each frame, [B, T, 36 + classes]."""
     stroke_BTHW = strokes(video_BCTHW)
     last_ND = reader.features(centred_crops(stroke_BTHW.flatten(0, 1)))
     weight_B1THW = stroke_BTHW[:, None] ** 2

@@ -2,7 +2,7 @@
 
 | what lies there                                                       | extractors                         |
 |-----------------------------------------------------------------------|------------------------------------|
-| a .safetensors file of `megadit convert-extractor`, or the demo's      | the row of `KINDS` that it names   |
+| a .safetensors file of `megadit evaluate convert`, or the demo's      | the row of `KINDS` that it names   |
 | a folder as transformers saves it (config.json, model.safetensors)     | CLIP; VideoMAE                     |
 """
 
@@ -65,7 +65,7 @@ def open_extractors(path: Path, device: torch.device) -> list[Extractor]:
 def _read(path: Path) -> tuple[str, Mapping[str, int], dict[str, Tensor]]:
     if not path.is_file():
         raise UserError(
-            f"there are no weights at {path}: give a file of `megadit convert-extractor`, a folder of CLIP or VideoMAE "
+            f"there are no weights at {path}: give a file of `megadit evaluate convert`, a folder of CLIP or VideoMAE "
             "as transformers saves it, or judge.safetensors of `megadit demo`"
         )
     try:

@@ -1,6 +1,8 @@
 """I3D (arXiv 1705.07750) as FVD uses it: the 400 logits of Kinetics.
 
-Written from the paper's figures 3 and 5, with the names of the public PyTorch files.
+Written from the paper's figures 3 and 5, with the names of the public PyTorch files. Normalisation adds 1e-3 to
+variances, as where the weights were trained and in pytorch-i3d; VideoGPT's copy of the network adds 1e-5, and has
+somewhat other features.
 
 Shapes: B clips, C channels, T/H/W frames, height, width.
 """

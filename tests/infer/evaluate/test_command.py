@@ -112,7 +112,7 @@ def test_killed_at_any_moment_the_same_report_comes_of_it(evaluated, bundle_dir,
     out, arguments = evaluated
     killed, whole = tmp_path / "killed", len(list(out.rglob("*.safetensors")))
     cases = request.config.getoption("--cases") or 10
-    for moment in sorted(random.Random(0).sample(range(whole), min(cases, whole))):
+    for moment in sorted(random.Random(0).sample(range(whole + 1), min(cases, whole + 1))):
         process = run(bundle_dir, "--out", killed, *arguments, start_new_session=True)
         while len(list(killed.rglob("*.safetensors"))) < moment:
             assert process.poll() is None, process.stderr.read().decode()
@@ -288,7 +288,7 @@ def test_mistakes_are_one_line_that_says_what_to_do(tmp_path, capsys, bundle_dir
     few = said(capsys, "--videos", three, *out, "--real", real_folder, *seen)
     assert "3 generated videos are too few for figures with intervals: give 8 or more" in few
     few = said(capsys, "--videos", real_folder, *out, "--real", real_folder, *seen, "--metrics", "fvd")
-    assert "40 generated videos are too few for a Fréchet distance of 76 features: give 154 or more" in few
+    assert "40 generated videos are too few for a Fréchet distance of 96 features: give 194 or more" in few
     none = write_folder(tmp_path / "none", 2, captions=False)
     assert "without captions: give --prompts FILE" in said(capsys, bundle_dir, *out, "--real", none, *seen)
     wide = write_folder(tmp_path / "wide", 3, size=(5, 32, 48))

@@ -1,5 +1,6 @@
 """Extractors: the networks they claim to be, from files that run nothing."""
 
+import hashlib
 import json
 
 import numpy as np
@@ -35,17 +36,49 @@ def test_resizing_is_pillow_s_without_rounding():
         assert np.abs(ours[channel].numpy() - theirs).max() < 1e-3
 
 
-def test_networks_have_the_published_sizes():
-    """Parameters of the public files: Inception without its last layer 21,785,568; I3D of 400 classes 12,697,264."""
+PUBLISHED = {
+    "inception": "d84f693f2abd7fea61cb31c87d3b2f268bf707c1bae1db219afdad3363959cb0",
+    "i3d": "a8c1201808a0915266018ee685b7606a8409e579c0bed794f4c66af10ac5764a",
+}
+"""Of the lines "NAME SHAPE" of the public files' tensors, sorted, counters aside: those of torch-fidelity's
+FeatureExtractorInceptionV3 (5e211a9, whose file is that of pytorch-fid) and of pytorch-i3d's InceptionI3d(400)
+(05783d1, as VideoGPT's). With the same random weights these two gave our features, to 2.5e-7 of the largest and to the
+bit."""
+BEYOND = {"inception": {"fc.weight": (1008, 2048), "fc.bias": (1008,)}, "i3d": {}}
+"""What the public files hold beside."""
+
+
+def published(kind):
+    """Name -> shape of the public file's tensors."""
     with torch.device("meta"):
-        inception, i3d = Inception(), I3D()
-    assert inception.width == 2048 and i3d.width == 400
-    assert sum(each.numel() for each in inception.parameters()) == 21_785_568
-    assert sum(each.numel() for each in i3d.parameters()) == 12_697_264
-    names = inception.state_dict()
-    assert names["Mixed_7c.branch3x3dbl_3b.conv.weight"].shape == (384, 384, 3, 1)
-    assert names["Mixed_6b.branch7x7_2.conv.weight"].shape == (128, 128, 1, 7)
-    assert i3d.state_dict()["Mixed_5c.b2b.conv3d.weight"].shape == (128, 48, 3, 3, 3)
+        network = {"inception": Inception, "i3d": I3D}[kind]()
+    shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()} | BEYOND[kind]
+    lines = sorted(f"{name} {shape}" for name, shape in shapes.items() if "num_batches" not in name)
+    assert hashlib.sha256("\n".join(lines).encode()).hexdigest() == PUBLISHED[kind]
+    return shapes
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_the_public_files_are_converted(tmp_path, kind, prefix):
+    """Files with exactly the published names and shapes, counters of training with them, wrapped and not."""
+    generator, shapes = torch.Generator().manual_seed(0), published(kind)
+    state = {
+        prefix + name: torch.rand(shape, generator=generator) if shape else torch.tensor(7)
+        for name, shape in shapes.items()
+    }
+    torch.save(state, tmp_path / "public.pth")
+    assert convert.main([kind, str(tmp_path / "public.pth"), str(tmp_path / "out.safetensors")]) == 0
+    (extractor,) = open_extractors(tmp_path / "out.safetensors", CPU)
+    assert extractor.width == {"inception": 2048, "i3d": 400}[kind]
+    read = load_file(tmp_path / "out.safetensors")
+    assert all(
+        torch.equal(read[name], state[prefix + name]) for name, shape in shapes.items() if shape and name in read
+    )
+    assert set(shapes) - set(read) == set(BEYOND[kind])
+    del state[prefix + next(iter(shapes))]  # the control: one of them is missing
+    torch.save(state, tmp_path / "public.pth")
+    assert convert.main([kind, str(tmp_path / "public.pth"), str(tmp_path / "less.safetensors")]) == 2
 
 
 def test_pools_of_i3d_keep_a_place_for_every_step():

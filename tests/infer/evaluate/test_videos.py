@@ -82,6 +82,7 @@ def add(tar, name, content):
         ({"json": b'{"num_frames": 5}'}, "holds neither a video nor latents"),
         ({"json": b'{"num_frames": 5}', "safetensors": b"\xff" * 64}, "is longer than"),
         ({"json": b'{"num_frames": 5}', "mp4": b"no video"}, "cannot read"),
+        ({"json": b'{"num_frames": 5}', "png": b"\x89PNG\r\n\x1a\n no picture"}, "cannot read"),
         ({"json": b" " * (1 << 17)}, "is longer than"),
     ],
 )

@@ -3,15 +3,18 @@ import importlib.util
 import os
 import secrets
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
 import pytest
+import uvicorn
 
 from megadit.serve.contract import Limits, ServiceInfo
 from megadit.serve.gateway.app import create_app
@@ -75,6 +78,20 @@ def visit(gateway, new_key):
         return TestClient(app, headers=headers, raise_server_exceptions=False)
 
     return client
+
+
+@pytest.fixture
+def url(gateway):
+    """Where the gateway listens, in a thread of this process."""
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listening:
+        server = uvicorn.Server(uvicorn.Config(create_app(gateway), log_config=None, lifespan="off"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 @pytest.fixture(scope="session")

@@ -8,12 +8,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import uvicorn
 
 from megadit.models.shared.errors import UserError
 from megadit.serve.contract import CancelledError, InvalidRequestError, StepDone, VideoRequest
 from megadit.serve.gateway import command
-from megadit.serve.gateway.app import create_app
 from megadit.serve.gateway.client import GatewayClient
 from megadit.serve.gateway.process import gateway_process
 from megadit.serve.local_server import Ports
@@ -23,17 +21,9 @@ REQUEST = VideoRequest(prompt="a", num_steps=4, preview_every=2)
 
 
 @pytest.fixture
-def client(gateway, new_key):
+def client(url, new_key):
     """A client of a gateway that listens in a thread of this process."""
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listening:
-        server = uvicorn.Server(uvicorn.Config(create_app(gateway), log_config=None, lifespan="off"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-        thread.start()
-        try:
-            yield GatewayClient(f"http://127.0.0.1:{listening.getsockname()[1]}", new_key()[0])
-        finally:
-            server.should_exit = True
-            thread.join()
+    return GatewayClient(url, new_key()[0])
 
 
 @pytest.fixture
