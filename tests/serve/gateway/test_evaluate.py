@@ -108,7 +108,7 @@ def test_a_busy_service_is_asked_again(url, asked, new_key, key_file, real, tmp_
         sleep(0.005)
 
     monkeypatch.setattr(service.time, "sleep", short)
-    words = [url, "--key_file", key_file(new_key(max_active=2)[0]), "--real", real, "--out", tmp_path / "out"]
+    words = [url, "--key_file", key_file(new_key(max_active=1)[0]), "--real", real, "--out", tmp_path / "out"]
     assert evaluate(*words, *FIGURES) == 0
     assert len(asked) == COUNT and 5.0 in pauses  # what a gateway asks for where a key has too many at once
 
