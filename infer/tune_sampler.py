@@ -18,12 +18,11 @@ from megadit.infer.checkpoints import open_bundle
 from megadit.infer.evaluate.evaluation import Candidate, Evaluation, Figure
 from megadit.infer.evaluate.extractors import open_extractors
 from megadit.infer.evaluate.features import FeatureStore
-from megadit.infer.evaluate.made import Request, made_videos, make_videos
+from megadit.infer.evaluate.made import BundleMaker, Request, made_videos, make_videos
 from megadit.infer.evaluate.metrics import ADHERENCE, METRICS
 from megadit.infer.evaluate.videos import open_videos
 from megadit.infer.evaluate.window import window_of
 from megadit.infer.options import DEFAULT_DTYPE, refuse
-from megadit.infer.pipeline import TextToVideo
 from megadit.infer.ranks import ALONE
 from megadit.infer.resolve import resolve_settings
 from megadit.infer.runtimes.torch import find_device
@@ -100,27 +99,18 @@ class Tuner:
     """Makes and measures videos of a bundle, each kind once."""
 
     folder: Path
-    bundle: Bundle
+    maker: BundleMaker
     evaluation: Evaluation
     prompts: Sequence[str]
-    device: str = "auto"
-    dtype: str = DEFAULT_DTYPE
 
     def measured(self, ways: Sequence[Way], prompts: Sequence[str], *, told: bool = True) -> list[Way]:
         """The same ways with the figures of their videos of `prompts`."""
-        loaded: list[TextToVideo] = []
-
-        def load() -> TextToVideo:
-            if not loaded:
-                loaded.append(TextToVideo.load(self.bundle, device=self.device, dtype=self.dtype))
-            return loaded[0]
-
         candidates = []
         for number, way in enumerate(ways, 1):
             if told:
                 print(f"{number}/{len(ways)} {way.text}", flush=True)
-            request = Request(bundle=self.bundle, prompts=prompts, settings=way.settings, dtype=self.dtype)
-            make_videos(self.folder / "videos", request, load, ALONE, told=told)
+            request = Request(maker=self.maker, prompts=prompts, settings=way.settings)
+            make_videos(self.folder / "videos", request, ALONE, told=told)
             videos = made_videos(self.folder / "videos", request, way.text)
             candidates.append(Candidate(model=way.text, guidance=None, videos=videos))
         of = replace(self.evaluation, metrics=self.evaluation.possible(len(prompts)))
@@ -137,8 +127,8 @@ class Tuner:
         part = self.prompts[:: max(1, min(TRIAL_SHARE, len(self.prompts) // FEWEST_PROMPTS))]
         if not self.evaluation.possible(len(part)):
             part = self.prompts  # a Fréchet distance wants more videos than its features have dimensions
-        own = Way(settings=self.bundle.defaults, evaluations=num_evaluations(self.bundle.defaults))
-        tried = self.measured([own, *ways_to_sample(self.bundle, evaluations)], part)
+        own = Way(settings=self.maker.defaults, evaluations=num_evaluations(self.maker.defaults))
+        tried = self.measured([own, *ways_to_sample(self.maker.bundle, evaluations)], part)
         finalists = [own]
         for cost in sorted(set(evaluations)):
             able = [way for way in tried[1:] if way.evaluations == cost]
@@ -286,7 +276,7 @@ def _run(argv: list[str]) -> None:
     elif options.dry_run:
         print(f"best: {chosen.text}, in place of {before}; {options.model} stays as it is (--dry_run)")
     else:
-        write_defaults(tuner.bundle, chosen.settings)
+        write_defaults(tuner.maker.bundle, chosen.settings)
         print(f"{options.model} now takes {chosen.evaluations} evaluations in place of {before}; export it anew")
 
 
@@ -315,11 +305,9 @@ def _tuner(options: TuneOptions) -> Tuner:
         )
     return Tuner(
         folder=options.out,
-        bundle=bundle,
+        maker=BundleMaker(bundle, device=str(device), dtype=options.dtype),
         evaluation=evaluation,
         prompts=prompts,
-        device=str(device),
-        dtype=options.dtype,
     )
 
 

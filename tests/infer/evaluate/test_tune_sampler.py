@@ -61,7 +61,10 @@ class Known(Tuner):
 
 def tuned(found):
     tuner = Known(
-        folder=found, bundle=BUNDLE, evaluation=SimpleNamespace(possible=lambda count: ("kid",)), prompts=["a"] * 64
+        folder=found,
+        maker=SimpleNamespace(bundle=BUNDLE, defaults=OWN),
+        evaluation=SimpleNamespace(possible=lambda count: ("kid",)),
+        prompts=["a"] * 64,
     )
     return tuner.tune((4, 6, 8), 0.02)
 
