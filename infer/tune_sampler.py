@@ -125,7 +125,7 @@ class Tuner:
     def tune(self, evaluations: Sequence[int], budget: float) -> tuple[list[Way], Way]:
         """All ways that were compared on all prompts, the model's own first, and the cheapest that is good enough."""
         part = self.prompts[:: max(1, min(TRIAL_SHARE, len(self.prompts) // FEWEST_PROMPTS))]
-        if not self.evaluation.possible(len(part)):
+        if self.evaluation.extractors and not self.evaluation.possible(len(part)):
             part = self.prompts  # a Fréchet distance wants more videos than its features have dimensions
         own = Way(settings=self.maker.defaults, evaluations=num_evaluations(self.maker.defaults))
         tried = self.measured([own, *ways_to_sample(self.maker.bundle, evaluations)], part)

@@ -63,7 +63,7 @@ def tuned(found):
     tuner = Known(
         folder=found,
         maker=SimpleNamespace(bundle=BUNDLE, defaults=OWN),
-        evaluation=SimpleNamespace(possible=lambda count: ("kid",)),
+        evaluation=SimpleNamespace(extractors=()),
         prompts=["a"] * 64,
     )
     return tuner.tune((4, 6, 8), 0.02)
