@@ -92,7 +92,7 @@ class SamplingSettings:
     adapter_interval: tuple[float, ...] = setting((), "lowest and highest noise level at which adapters act", nargs=2)
     """Empty: all levels."""
     image_guidance: float = setting(
-        1.0, "scale of guidance by what is given of the video (--image, --video, ...); 1 is none", low=0
+        1.0, "scale of guidance by what is given of the video (--image, --video, ...); 1 is none", low=0, served=True
     )
     """arXiv 2211.09800, eq. 3."""
     guidance_rescale: float = setting(
