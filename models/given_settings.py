@@ -77,9 +77,8 @@ class MediaLimits:
 
     max_media_bytes: int = setting(32 << 20, "of the files that a request gives (default: 32 MiB)", low=1, metavar="N")
     max_media_pixels: int = setting(
-        1 << 25, "frames x height x width of the files that a request gives (default: 33,554,432, or four default videos)",
-        low=1, metavar="N",
-    )  # fmt: skip
+        1 << 25, "frames x height x width of these files (default: 33,554,432, or more)", low=1, metavar="N"
+    )
     max_media_frames: int = setting(1024, "frames of a given video (default: {default})", low=1, metavar="N")
     max_media_side: int = setting(8192, "pixels along a side of a given frame (default: {default})", low=1, metavar="N")
     max_media_seconds: float = setting(120.0, "of a given video (default: 120)", above=0, metavar="S")
