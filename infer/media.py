@@ -17,7 +17,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import IO
 
@@ -28,10 +28,11 @@ from PIL import Image
 from megadit.infer.animations import animation_frames, webp_size
 from megadit.models.given_settings import MediaLimits
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.options import settings_of
 
 CONTAINERS = "mov,mp4,matroska,webm"
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-_HEADS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF8", b"RIFF")
+IMAGE_HEADS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF8", b"RIFF")
 """With which the images begin; everything else is tried as a video."""
 _PROCESSOR_SECONDS = 20.0
 """That one file may take; the kernel ends a decoder that takes more."""
@@ -50,14 +51,13 @@ def decode(data: bytes, limits: MediaLimits) -> np.ndarray:
     """
     if len(data) > limits.max_media_bytes:
         raise UserError(f"the file has {len(data):,} bytes; this service takes {limits.max_media_bytes:,}")
-    read = _image if data.startswith(_HEADS) else _video
+    read = _image if data.startswith(IMAGE_HEADS) else _video
     try:
         frames = read(data, limits)
     except UserError:
         raise
-    except Exception as error:  # decoders raise whatever they like
-        told = f"{type(error).__name__}: {error}".splitlines()[0][:120]
-        raise UserError(f"the file is no image or video that can be read ({told})") from None
+    except Exception:  # decoders raise whatever they like
+        raise UserError("the file is no png, jpg, webp, gif, mp4 or webm that can be read") from None
     if not len(frames):
         raise UserError("the file holds no frame that can be read")
     return frames
@@ -119,6 +119,21 @@ def _check_seconds(seconds: float, limits: MediaLimits) -> None:
         raise UserError(f"the video runs for {seconds:,.0f} s; this service takes {limits.max_media_seconds:g} s")
 
 
+def within_total(decode: Callable[[bytes], np.ndarray], limits: MediaLimits) -> Callable[[bytes], np.ndarray]:
+    """`decode` for the files of one request (uint8 THWC), which together may have so many pixels."""
+    num_pixels = 0
+
+    def counted(data: bytes) -> np.ndarray:
+        nonlocal num_pixels
+        frames = decode(data)
+        num_pixels += frames.size // 3
+        if num_pixels > limits.max_media_pixels:
+            raise UserError(f"the files have more than the {limits.max_media_pixels:,} pixels that this service takes")
+        return frames
+
+    return counted
+
+
 # --------------------------------------------------------------------------------------------- in another process
 
 
@@ -126,7 +141,7 @@ class MediaReader:
     """Decodes files in processes of its own, `num_processes` at once; they are started when they are needed."""
 
     def __init__(self, limits: MediaLimits, *, num_processes: int = 1) -> None:
-        self.limits = limits
+        self.limits = limits = MediaLimits(**{name: getattr(limits, name) for name in settings_of(MediaLimits)})
         self._free: queue.LifoQueue[_Worker] = queue.LifoQueue()
         for _ in range(num_processes):
             self._free.put(_Worker(limits))

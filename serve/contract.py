@@ -119,6 +119,10 @@ class VideoRequest(_GivenSettings):
         values = {name: getattr(self, name) for name in GIVEN}
         return {name: None if value in (None, _nothing(name), ()) else value for name, value in values.items()}
 
+    def without_media(self) -> "VideoRequest":
+        """The same request but for its files."""
+        return dataclasses.replace(self, **dict.fromkeys(MEDIA))
+
     def media(self) -> dict[str, Any]:
         """The files that are given; `keyframe` are several."""
         return {name: value for name, value in self.given().items() if name in MEDIA and value is not None}

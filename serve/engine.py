@@ -15,6 +15,7 @@ from megadit.infer.callbacks import Cancelled, Step
 from megadit.infer.given import Media, Target, check_given, strength_of, structure_of
 from megadit.infer.given_parts import decoded
 from megadit.infer.media import decode as decode_here
+from megadit.infer.media import within_total
 from megadit.infer.pipeline import GeneratedVideo, TextToVideo
 from megadit.infer.resolve import latent_size, resolve_settings
 from megadit.infer.runtimes.load import check_runtime, open_exported
@@ -163,19 +164,8 @@ class Engine:
         Raises:
             UserError: for files that cannot be read, are too much, or do not fit the video.
         """
-        num_pixels = 0
-
-        def counted(data: bytes) -> np.ndarray:
-            nonlocal num_pixels
-            frames = self.decode(data)
-            num_pixels += frames.size // 3
-            if num_pixels > self.info.limits.max_media_pixels:
-                raise UserError(
-                    f"the files are {num_pixels:,} pixels; this service takes {self.info.limits.max_media_pixels:,}"
-                )
-            return frames
-
-        media = decoded(request.given(), settings.num_frames, counted)
+        decode = within_total(self.decode, self.info.limits)
+        media = decoded(request.given(), settings.num_frames, decode)
         check_given(media, self.pipeline.takes, self._target(settings))
         return media
 

@@ -4,8 +4,9 @@ queued -> in_progress -> completed | failed        (and from any of them: delete
 """
 
 import json
+import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy import Row
@@ -43,6 +44,10 @@ class Job:
     sha256: str | None
     result_name: str | None
     """Of the file of its video."""
+    given_name: str | None
+    """Of the file of what was given of it, until the job has ended."""
+    remixed_from: str | None
+    """The id of the video that it changes."""
 
     @property
     def progress(self) -> int:
@@ -62,6 +67,10 @@ class NewJob:
 
     model: str
     request: VideoRequest
+    """Its files are kept by themselves, as `given`."""
+    id: str = field(default_factory=lambda: f"video_{secrets.token_hex(16)}")
+    given: "Result | None" = None
+    remixed_from: str | None = None
     priority: int = 2
     """Among the jobs of its key: 1 is made first, then 2 and 3."""
     idempotency_key: str | None = None
@@ -71,7 +80,7 @@ class NewJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """A video that was stored."""
+    """A video that was stored, or what was given of one."""
 
     name: str
     """Of its file: no two writes share one."""
