@@ -158,6 +158,15 @@ class Gateway:
         free = [self.results.free_bytes(), *([shutil.disk_usage(folder).free] if folder else [])]
         return min(free) >= self.settings.min_free_bytes
 
+    def tidy(self) -> None:
+        """Removes videos that have outlived their time, and files of requests whose jobs have ended."""
+        for job in self.store.expired():
+            self.results.remove(job.result_name)
+            self.store.forget_result(job)
+        for job in self.store.ended_with_given():
+            self.results.remove(job.given_name)
+            self.store.forget_given(job)
+
     def _keep_house(self) -> None:
         for beat in itertools.count():
             if self._stopping.wait(_SECONDS_BETWEEN_BEATS):
@@ -166,12 +175,7 @@ class Gateway:
                 for dead in self._heart.beat():
                     for job in self.store.interrupt_all(dead):
                         log("job interrupted", job=job.id, reason=f"the gateway {dead} ended")
-                for job in self.store.expired():
-                    self.results.remove(job.result_name)
-                    self.store.forget_result(job)
-                for job in self.store.ended_with_given():
-                    self.results.remove(job.given_name)
-                    self.store.forget_given(job)
+                self.tidy()
                 if beat % _BEATS_BETWEEN_PURGES == 0:
                     self.store.purge(self.settings.history_seconds)
             except SQLAlchemyError as error:
