@@ -6,7 +6,7 @@ queued -> in_progress -> completed | failed        (and from any of them: delete
 import json
 import secrets
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Row
@@ -68,7 +68,8 @@ class NewJob:
     model: str
     request: VideoRequest
     """Its files are kept by themselves, as `given`."""
-    id: str = field(default_factory=lambda: f"video_{secrets.token_hex(16)}")
+    id: str | None = None
+    """Of a job for which something is stored already."""
     given: "Result | None" = None
     remixed_from: str | None = None
     priority: int = 2
@@ -87,6 +88,10 @@ class Result:
     media_type: str
     num_bytes: int
     sha256: str
+
+
+def new_id() -> str:
+    return f"video_{secrets.token_hex(16)}"
 
 
 def failure(now: float, code: str, message: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from megadit.serve.contract import InvalidRequestError, ServiceInfo
 from megadit.serve.gateway.content import content_of, open_video
 from megadit.serve.gateway.errors import ApiError, not_found, of_validation, unavailable
 from megadit.serve.gateway.given import MOST_FILES, form_schema, pack, values_of
-from megadit.serve.gateway.jobs import QUEUED, Job, NewJob
+from megadit.serve.gateway.jobs import QUEUED, Job, NewJob, new_id
 from megadit.serve.gateway.keys import Key
 from megadit.serve.gateway.logs import log
 from megadit.serve.gateway.results import SUFFIXES
@@ -54,6 +54,8 @@ _SECONDS_BETWEEN_LOOKS = 0.2
 _SECONDS_BETWEEN_SIGNS_OF_LIFE = 15.0
 _MOST_FIELDS = 64
 """Of a body; to complain of each of a hundred thousand would hold everybody up."""
+_MOST_MARKS = 1 << 20
+"""Quotes, commas and brackets of a JSON body: reading them holds everybody up, as base64, which has none, does not."""
 _BODY = {
     "requestBody": {
         "required": True,
@@ -187,7 +189,7 @@ async def _read(request: Request, model: type[_Body]) -> _Body:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     try:
         if kind == "application/json":
-            text = await request.body()
+            text = _plain(await request.body())
             return await run_in_threadpool(lambda: model.model_validate(_few(from_json(text, allow_inf_nan=False))))
         if kind in ("multipart/form-data", "application/x-www-form-urlencoded"):
             async with request.form(max_files=MOST_FILES, max_fields=_MOST_FIELDS) as form:
@@ -197,6 +199,13 @@ async def _read(request: Request, model: type[_Body]) -> _Body:
     except ValueError as error:  # of what is no JSON, or is nested too deep
         raise ApiError(400, "invalid_request", f"the body cannot be read: {error}"[:500]) from None
     raise ApiError(415, "unsupported_media_type", "send application/json or multipart/form-data")
+
+
+def _plain(text: bytes) -> bytes:
+    """The text of a body, which however large it is may hold no more than files in base64 beside a usual one."""
+    if sum(map(text.count, (b'"', b",", b"[", b"{"))) > _MOST_MARKS:
+        raise ApiError(400, "invalid_request", "the body holds too many values")
+    return text
 
 
 def _few(body: Any) -> Any:
@@ -271,6 +280,7 @@ def _stored(gateway: Gateway, key: Key, new: NewJob) -> Job:
     media = new.request.media()
     if not media:
         return _with_room(gateway, key, lambda key: gateway.store.create(key, new)[0])
+    new = replace(new, id=new_id())
     try:
         given = gateway.results.put_given(new.id, pack(media))
     except Exception as error:  # fsspec's file systems raise what their libraries do

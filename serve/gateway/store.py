@@ -23,6 +23,7 @@ from megadit.serve.gateway.jobs import (
     Result,
     failure,
     job_of,
+    new_id,
 )
 from megadit.serve.gateway.keys import Key
 
@@ -75,11 +76,11 @@ class JobStore:
                 known = _one(connection, now, JOBS.c.key_id == key.id, JOBS.c.idempotency_key == new.idempotency_key)
                 if known is not None:
                     return self._known(connection, known, new), False
-            given = new.given
+            given, job_id = new.given, new.id or new_id()
             _check_room(connection, key, now, given.num_bytes if given else 0)
             connection.execute(
                 JOBS.insert().values(
-                    id=new.id,
+                    id=job_id,
                     key_id=key.id,
                     model=new.model,
                     request=json.dumps(new.request.without_media().to_inputs()),
@@ -97,7 +98,7 @@ class JobStore:
                     webhook=_WANTED if key.webhook_url else None,
                 )
             )
-            return _one(connection, now, JOBS.c.id == new.id), True
+            return _one(connection, now, JOBS.c.id == job_id), True
 
     def _known(self, connection: Connection, job: Job, new: NewJob) -> Job:
         fingerprint = connection.execute(select(JOBS.c.fingerprint).where(JOBS.c.id == job.id)).scalar_one()

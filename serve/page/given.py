@@ -35,7 +35,7 @@ class GivenInputs:
                 elem_id="mask",
                 type="numpy",
                 visible=False,
-                brush=gr.Brush(colors=["#ffffff"], color_mode="fixed"),
+                brush=gr.Brush(colors=["#ff3366"], color_mode="fixed"),
                 layers=False,
                 sources=[],
                 transforms=[],
@@ -75,7 +75,8 @@ class GivenInputs:
         except (UserError, TimeoutError) as error:
             gr.Warning(str(error))
             return gr.ImageEditor(visible=False)
-        return gr.ImageEditor(value={"background": frame, "layers": [], "composite": None}, visible=True)
+        factor = max(1, 256 // max(frame.shape[:2]))  # room for a brush
+        return gr.ImageEditor(value=frame.repeat(factor, axis=0).repeat(factor, axis=1), visible=True)
 
 
 _QUIET = {"show_progress": "hidden"}
