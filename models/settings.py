@@ -144,6 +144,8 @@ class SamplingSettings:
 
 SERVED = {name: about for name, about in settings_of(SamplingSettings).items() if about.served}
 """What a request to a service may set."""
+OF_PROMPTS = tuple(name for name in SERVED if name != "image_guidance")
+"""Those that mean something where nothing but a prompt is given of a video."""
 GivenSettings = given_class("GivenSettings", SamplingSettings)
 """Settings of which any may be left out, which is None."""
 ServedSettings = given_class("ServedSettings", SamplingSettings, only=SERVED)
