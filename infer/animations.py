@@ -1,6 +1,7 @@
 """Images, gif and webp by Pillow, with a comment inside. Frames are uint8 THWC, RGB."""
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -44,15 +45,44 @@ def read_frames(path: Path) -> tuple[np.ndarray, float]:
         UserError: if it cannot be decoded.
     """
     with _opened(path) as image:
-        frames, durations = [], []
-        for index in range(getattr(image, "n_frames", 1)):
-            image.seek(index)
-            frames.append(np.asarray(image.convert("RGB")))
-            durations.append(image.info.get("duration", 0))
+        return animation_frames(image)
+
+
+def animation_frames(
+    image: Image.Image, check: Callable[[int], None] = lambda num_frames: None
+) -> tuple[np.ndarray, float]:
+    """As `read_frames`, of an open image; `check` may refuse so many frames before they are made."""
+    check(1)
+    check(getattr(image, "n_frames", 1))
+    frames, durations = [], []
+    for index in range(getattr(image, "n_frames", 1)):
+        image.seek(index)
+        frames.append(np.asarray(image.convert("RGB")))
+        durations.append(image.info.get("duration", 0))
     shortest = min(durations)
     if len(frames) == 1 or not shortest:
         return np.stack(frames), 0.0
-    return np.stack(frames).repeat(np.rint(np.array(durations) / shortest).astype(int), axis=0), 1000 / shortest
+    times = np.rint(np.array(durations) / shortest).astype(int)
+    check(int(times.sum()))
+    return np.stack(frames).repeat(times, axis=0), 1000 / shortest
+
+
+def is_webp(head: bytes) -> bool:
+    return head[:4] == b"RIFF" and head[8:12] == b"WEBP"
+
+
+def webp_size(head: bytes) -> tuple[int, int] | None:
+    """(width, height) that the first 30 bytes of a WebP announce; None of another file."""
+    if not is_webp(head):
+        return None
+    match head[12:16]:
+        case b"VP8X":
+            return tuple(1 + int.from_bytes(head[start : start + 3], "little") for start in (24, 27))
+        case b"VP8L":
+            bits = int.from_bytes(head[21:25], "little")
+            return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+        case _:
+            return tuple(int.from_bytes(head[start : start + 2], "little") & 0x3FFF for start in (26, 28))
 
 
 def read_comment(path: Path) -> str:

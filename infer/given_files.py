@@ -7,25 +7,17 @@ from typing import Any
 import numpy as np
 
 from megadit.infer.given import REMAKE, GivenVideo
-from megadit.infer.options import GenerateOptions, refuse
+from megadit.infer.given_parts import GivenPart, given_parts, white_of
+from megadit.infer.options import GenerateOptions
 from megadit.infer.video_io import read_video
+from megadit.models.given_settings import USES
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import sha256_of
 
-MEDIA = {
-    "input_video": REMAKE,
-    "continue_video": "prefix",
-    "lead_to_video": "suffix",
-    "image": "first_frame",
-    "last_image": "last_frame",
-    "video": "edit",
-}
-"""Options that name a file, and its use; a `video` with a `mask` is for inpaint. `keyframe` names several."""
+MEDIA = {name: use for name, use in USES.items() if name != "keyframe"}
+"""Options that name one file, and its use; a `video` with a `mask` is for inpaint. `keyframe` names several."""
 OPTIONS = (*MEDIA, "keyframe", "mask", "strength", "keep_frames")
 """All options of given files, and the keys of a .jsonl prompt file's lines."""
-DEFAULT_STRENGTH = 0.6
-DARKEST_WHITE = 128
-"""Of a mask's pixels, 0..255."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +36,7 @@ class GivenFile:
     def load(self) -> GivenVideo:
         """Decodes it."""
         frames, _ = read_video(self.path)
-        mask_THW = (read_video(self.mask)[0].max(-1) >= DARKEST_WHITE) if self.mask else None
+        mask_THW = white_of(read_video(self.mask)[0]) if self.mask else None
         return GivenVideo(
             frames=np.ascontiguousarray(frames),
             use=self.use,
@@ -64,37 +56,20 @@ def given_files(line: Mapping[str, Any], options: GenerateOptions, num_frames: i
     named = {name: getattr(options, name) for name in OPTIONS}
     has_own = any(name in line for name in (*MEDIA, "keyframe"))
     values = {**dict.fromkeys(OPTIONS), **line} if has_own else {**named, **line}
-    refuse(
-        values["input_video"] and any(values[name] for name in (*MEDIA, "keyframe") if name != "input_video"),
-        "give input_video, which is made anew as a whole, or other videos and images, not both",
+    return tuple(map(_given_file, given_parts(values, num_frames)))
+
+
+def _given_file(part: GivenPart) -> GivenFile:
+    return GivenFile(
+        path=part.source,
+        sha256=sha256_of(part.source),
+        use=part.use,
+        strength=part.strength,
+        keep_frames=part.keep_frames,
+        frame=part.frame,
+        mask=part.mask or "",
+        mask_sha256=sha256_of(part.mask) if part.mask else "",
     )
-    refuse(
-        values["image"] and values["continue_video"], "give image or continue_video, not both: both are the beginning"
-    )
-    refuse(
-        values["last_image"] and values["lead_to_video"], "give last_image or lead_to_video, not both: both are the end"
-    )
-    files = [_given_file(name, use, values, num_frames) for name, use in MEDIA.items() if values[name]]
-    return (*files, *map(_keyframe, values["keyframe"] or ()))
-
-
-def _given_file(name: str, use: str, values: Mapping[str, Any], num_frames: int) -> GivenFile:
-    path, settings = values[name], {}
-    if use == REMAKE:
-        settings["strength"] = DEFAULT_STRENGTH if values["strength"] is None else values["strength"]
-    if use in ("prefix", "suffix"):
-        keep_frames = values["keep_frames"]
-        settings["keep_frames"] = max(1, num_frames // 2) if keep_frames is None else keep_frames
-    if name == "video" and values["mask"]:
-        use, settings = "inpaint", {"mask": values["mask"], "mask_sha256": sha256_of(values["mask"])}
-    return GivenFile(path=path, sha256=sha256_of(path), use=use, **settings)
-
-
-def _keyframe(text: str) -> GivenFile:
-    number, _, path = text.partition(":")
-    if not (number.isdecimal() and path):
-        raise UserError(f"keyframe {text!r} must be the number of a frame and a file, such as 24:middle.png")
-    return GivenFile(path=path, sha256=sha256_of(path), use="keyframe", frame=int(number))
 
 
 def as_record(files: Sequence[GivenFile]) -> list[dict[str, Any]]:

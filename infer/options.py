@@ -11,6 +11,7 @@ from megadit.infer.cache import Measure
 from megadit.infer.guidance import GuidanceConvention
 from megadit.infer.ranks import world_size
 from megadit.infer.runtimes.load import check_runtime
+from megadit.models.given_settings import NEEDED, GivenOptions
 from megadit.models.settings import GivenSettings
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.options import check_text, group, read_options, setting, settings_of
@@ -26,7 +27,7 @@ def _path(help: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GenerateOptions:
+class GenerateOptions(GivenOptions):
     """The options of the command; None is the checkpoint's default."""
 
     checkpoint_path: str = _path(
@@ -65,15 +66,6 @@ class GenerateOptions:
     guidance_convention: GuidanceConvention = setting(
         "standard", "what --guidance means: uncond + scale (cond - uncond), or NeMo's cond + g (cond - uncond)"
     )
-    input_video: str = _path("a video or image to make anew in part (video-to-video), see --strength")
-    strength: float | None = setting(
-        None, "share of the steps, 0 to 1, that is done again on --input_video (default: 0.6)"
-    )
-    continue_video: str = _path("a video or image to continue: its last frames become the first ones")
-    lead_to_video: str = _path("a video to lead up to: its first frames become the last ones")
-    keep_frames: int | None = setting(
-        None, "how many frames of --continue_video or --lead_to_video to keep (default: half of the video)"
-    )
     total_frames: int | None = setting(
         None,
         "frames of a longer video, an mp4: made in windows of --num_frames, each of which begins with the last "
@@ -82,18 +74,6 @@ class GenerateOptions:
     )
     story: bool = setting(
         False, "with --total_frames: the prompts are of one video, a window each, the last one of all others"
-    )
-    image: str = setting(
-        "", "the first frame", metavar="PATH", names=("--image", "--first_frame", "--conditioned_image_or_video_path")
-    )
-    last_image: str = setting("", "the last frame", metavar="PATH", names=("--last_image", "--last_frame"))
-    keyframe: Sequence[str] = setting(
-        (), "a frame by its number, from 0; repeat for several", repeated=True, metavar="NUMBER:PATH"
-    )
-    video: str = _path("a video to make anew in the places of --mask, or to change as --instruction says")
-    mask: str = _path("an image or video of --video's frames: white is made anew, black stays")
-    instruction: str = setting(
-        "", "what to change in --video, in place of a prompt: --instruction 'make it red'", metavar="TEXT"
     )
     cache_measure: Measure = setting(
         "latents",
@@ -207,14 +187,9 @@ def check(options: GenerateOptions) -> None:
         options.guidance is None and not options.guidances and options.guidance_convention != "standard",
         f"--guidance_convention={options.guidance_convention} says what --guidance means; give that too",
     )
-    for name, needed in (
-        ("strength", ("input_video",)),
-        ("keep_frames", ("continue_video", "lead_to_video", "total_frames")),
-        ("story", ("total_frames",)),
-        ("mask", ("video",)),
-        ("instruction", ("video",)),
-        ("tokenizer_cache_dir", ("tokenizer_model",)),
-    ):
+    others = {"story": ("total_frames",), "tokenizer_cache_dir": ("tokenizer_model",)}
+    others["keep_frames"] = (*NEEDED["keep_frames"], "total_frames")
+    for name, needed in (NEEDED | others).items():
         value = getattr(options, name)
         missing = value not in (None, "", False) and not (
             any(getattr(options, one) for one in needed) or options.repeat

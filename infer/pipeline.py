@@ -48,7 +48,13 @@ from megadit.infer.guidance import (
 from megadit.infer.preview import LinearPreview, fit_preview
 from megadit.infer.ranks import split_over_ranks
 from megadit.infer.resolve import resolve_settings
-from megadit.infer.runtimes.load import check_runtime, load_denoiser, with_exported_networks, with_exported_text_network
+from megadit.infer.runtimes.load import (
+    check_runtime,
+    load_denoiser,
+    taken,
+    with_exported_networks,
+    with_exported_text_network,
+)
 from megadit.infer.runtimes.shared_torch import load_shared_denoiser
 from megadit.infer.runtimes.torch import TorchDenoiser, find_device, find_dtype
 from megadit.infer.samplers import SAMPLERS, Denoise, num_denoiser_calls, settings_randomness
@@ -204,7 +210,7 @@ class TextToVideo:
             load_weaker=lambda path: load(weaker_bundle(path, bundle)),
             reload_text_encoder=reload_text_encoder if offload_text_encoder else None,
             guardrail=guardrail,
-            takes=bundle.takes if runtime == "torch" else (),  # exported networks take nothing given
+            takes=taken(bundle, runtime),
             cache_plans=bundle_plans(bundle, cache_measure),
             overlap_decoding=overlap_decoding,
         )

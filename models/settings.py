@@ -95,7 +95,7 @@ class SamplingSettings:
     adapter_interval: tuple[float, ...] = setting((), "lowest and highest noise level at which adapters act", nargs=2)
     """Empty: all levels."""
     image_guidance: float = setting(
-        1.0, "scale of guidance by what is given of the video (--image, --video, ...); 1 is none", low=0
+        1.0, "scale of guidance by what is given of the video (--image, --video, ...); 1 is none", low=0, served=True
     )
     """arXiv 2211.09800, eq. 3."""
     guidance_rescale: float = setting(
@@ -147,6 +147,8 @@ class SamplingSettings:
 
 SERVED = {name: about for name, about in settings_of(SamplingSettings).items() if about.served}
 """What a request to a service may set."""
+OF_PROMPTS = tuple(name for name in SERVED if name != "image_guidance")
+"""Those that mean something where nothing but a prompt is given of a video."""
 GivenSettings = given_class("GivenSettings", SamplingSettings)
 """Settings of which any may be left out, which is None."""
 ServedSettings = given_class("ServedSettings", SamplingSettings, only=SERVED)

@@ -1,9 +1,11 @@
 """`megadit serve ask`: prompts a running service and writes its videos."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from megadit.models.given_settings import MEDIA, GivenOptions, split_keyframe
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, write_json
@@ -29,6 +31,7 @@ class AskOptions:
     timeout: float | None = setting(None, "give up after so many seconds", metavar="S")
     priority: int = setting(0, "1 is served first, then 2 and 3", metavar="N")
     request: VideoRequest = group(VideoRequest)
+    given: GivenOptions = group(GivenOptions, "what is given of the video")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,7 +49,9 @@ def _run(argv: list[str]) -> int:
     suffix = options.output.suffix
     if suffix.lower() not in ("", ".mp4", ".png"):
         raise UserError(f"--output={options.output}: the service makes mp4, and png of one frame; not {suffix}")
-    request = options.request
+    request = replace(options.request, **given_values(options.given))
+    if not (request.prompt or request.instruction):
+        raise UserError('say what the video shows: megadit serve ask "a red seven"; or give a video and an instruction')
     try:
         client = VideoClient(options.url, model=options.model)
         videos = _watch(client.stream(request, timeout=options.timeout, priority=options.priority))
@@ -61,6 +66,30 @@ def _run(argv: list[str]) -> int:
         write_json(path.with_suffix(".json"), {"prompt": video.prompt, "seed": video.seed, **video.settings})
         print(path)
     return 0
+
+
+def given_values(options: GivenOptions) -> dict[str, Any]:
+    """What the options give of a video, as a request has it: files as their bytes.
+
+    Raises:
+        UserError: for files that cannot be read.
+    """
+    values = {name: value for name, value in asdict(options).items() if value not in (None, "", ())}
+    for name in values.keys() & set(MEDIA):
+        values[name] = tuple(map(_keyframe, values[name])) if name == "keyframe" else _read(name, values[name])
+    return values
+
+
+def _keyframe(text: str) -> bytes:
+    number, path = split_keyframe(text)
+    return b"%d:%b" % (number, _read("keyframe", path))
+
+
+def _read(name: str, path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except (OSError, ValueError) as error:
+        raise UserError(f"--{name}={path} cannot be read: {error}") from error
 
 
 def _watch(generation: Generation) -> list[VideoResult]:

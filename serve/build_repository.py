@@ -14,9 +14,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megadit.infer.checkpoints import open_bundle
-from megadit.infer.runtimes.load import check_runtime, open_exported
+from megadit.infer.runtimes.load import check_runtime, open_exported, taken
 from megadit.infer.runtimes.torch import find_dtype
 from megadit.models.bundle.bundle import Bundle
+from megadit.models.given_settings import MediaLimits
 from megadit.models.settings import SAMPLERS, STOCHASTIC, SamplingSettings
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
@@ -78,9 +79,9 @@ def build_repository(
     if path.is_dir() and any(path.iterdir()) and not (path / MODEL / "config.pbtxt").is_file():
         raise UserError(f"{path} holds files that are no repository of ours, and would be replaced; choose another")
     scheduling = scheduling or Scheduling()
-    models = {MODEL: service_info(bundle, bundle.defaults, limits)}
+    models = {MODEL: service_info(bundle, bundle.defaults, limits, runtime)}
     if with_images:
-        models[IMAGE_MODEL] = service_info(bundle, replace(bundle.defaults, num_frames=1), limits)
+        models[IMAGE_MODEL] = service_info(bundle, replace(bundle.defaults, num_frames=1), limits, runtime)
     with atomic_directory(path) as temporary:
         for name, info in models.items():
             version = temporary / name / "1"
@@ -97,7 +98,9 @@ def build_repository(
     return path
 
 
-def service_info(bundle: Bundle, defaults: SamplingSettings, limits: dict[str, int] | None) -> ServiceInfo:
+def service_info(
+    bundle: Bundle, defaults: SamplingSettings, limits: dict[str, int] | None, runtime: str = "torch"
+) -> ServiceInfo:
     """What the service of a bundle tells its clients."""
     pixels = defaults.num_frames * defaults.height * defaults.width
     multiple = bundle.load_tokenizer().spatial_compression * bundle.config.patch_spatial
@@ -105,6 +108,7 @@ def service_info(bundle: Bundle, defaults: SamplingSettings, limits: dict[str, i
         "max_frames": 1 if defaults.num_frames == 1 else defaults.num_frames * _SIZE_BEYOND_DEFAULT,
         "max_pixels": pixels * _SIZE_BEYOND_DEFAULT,
         "max_work": pixels * _SIZE_BEYOND_DEFAULT * defaults.num_steps * _STEPS_BEYOND_DEFAULT,
+        "max_media_pixels": max(MediaLimits().max_media_pixels, pixels * _SIZE_BEYOND_DEFAULT),
     }
     return ServiceInfo(
         defaults=defaults.to_dict(),
@@ -113,6 +117,7 @@ def service_info(bundle: Bundle, defaults: SamplingSettings, limits: dict[str, i
         size_multiple=multiple,
         examples=EXAMPLES.get((bundle.manifest.get("training") or {}).get("recipe"), ()),
         eta_samplers=(*STOCHASTIC, *(alias for name in STOCHASTIC for alias in SAMPLERS[name].aliases)),
+        takes=taken(bundle, runtime),
     )
 
 

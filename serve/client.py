@@ -7,6 +7,7 @@
 `stream` gives the events as they come, and can be cancelled from any thread.
 """
 
+import base64
 import json
 import math
 import queue
@@ -23,6 +24,7 @@ import numpy as np
 from tritonclient.grpc import InferenceServerClient, InferInput
 from tritonclient.utils import InferenceServerException
 
+from megadit.models.given_settings import split_keyframe
 from megadit.models.shared.errors import UserError
 from megadit.serve.contract import (
     DATA,
@@ -267,13 +269,39 @@ def _next_answer(answers: queue.Queue, cancelled: threading.Event) -> Any:
 
 def _tensor(name: str, value: Any) -> InferInput:
     kind = _INPUTS[name].data_type
-    if kind == "TYPE_STRING":
+    if _INPUTS[name].is_media:
+        files = list(_files(name, value))
+        tensor = InferInput(name, [1, len(files)], "BYTES")
+        tensor.set_data_from_numpy(np.array([files], dtype=np.object_))
+    elif kind == "TYPE_STRING":
         tensor = InferInput(name, [1, 1], "BYTES")
         tensor.set_data_from_numpy(np.array([[_checked(name, value).encode()]], dtype=np.object_))
     else:
         tensor = InferInput(name, [1, 1], kind.removeprefix("TYPE_"))
         tensor.set_data_from_numpy(np.array([[_checked(name, value)]], dtype=_NUMPY_TYPES[kind]))
     return tensor
+
+
+def _files(name: str, value: Any) -> tuple[bytes, ...]:
+    files = tuple(value) if _INPUTS[name].is_list and isinstance(value, (tuple, list)) else (value,)
+    if not all(isinstance(file, bytes) for file in files):
+        raise InvalidRequestError(f"{name} must be the bytes of a file" + " or several" * _INPUTS[name].is_list)
+    return files or (b"",)
+
+
+def _in_json(name: str, value: Any) -> Any:
+    """The value of an input as `/generate_stream` takes it: files as data URLs."""
+    if not _INPUTS[name].is_media:
+        return _checked(name, value)
+    texts = [_data_url(name, file) for file in _files(name, value)]
+    return texts if _INPUTS[name].is_list else texts[0]
+
+
+def _data_url(name: str, file: bytes) -> str:
+    if not file:
+        return ""
+    number, file = split_keyframe(file) if name == "keyframe" else ("", file)
+    return f"{number}{':' if number != '' else ''}data:;base64,{base64.b64encode(file).decode()}"
 
 
 def _checked(name: str, value: Any) -> Any:
@@ -339,7 +367,7 @@ class _Http:
         self, model: str, inputs: dict[str, Any], *, timeout: float | None, priority: int, cancelled: threading.Event
     ) -> Iterator[Event]:
         deadline = None if timeout is None else time.monotonic() + timeout
-        body: dict[str, Any] = {name: _checked(name, value) for name, value in inputs.items()}
+        body: dict[str, Any] = {name: _in_json(name, value) for name, value in inputs.items()}
         if timeout is not None or priority:
             body["parameters"] = {"timeout": _microseconds(timeout) or 0, "priority": priority}
         try:

@@ -6,12 +6,13 @@ Nothing here imports torch: a client machine needs none.
 import dataclasses
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, make_dataclass
 from typing import Any
 
+from megadit.models.given_settings import GIVEN, MEDIA, MediaLimits, check_given_together, plain_bytes, split_keyframe
 from megadit.models.settings import SERVED, ServedSettings, switched_off
 from megadit.models.shared.errors import UserError, did_you_mean
-from megadit.models.shared.options import check_settings, setting, settings_of
+from megadit.models.shared.options import check_value, setting, settings_of
 
 MODEL = "text_to_video"
 IMAGE_MODEL = "text_to_image"
@@ -25,20 +26,45 @@ MIN_FPS, MAX_FPS = 1, 240
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Input:
-    """One input tensor of the Triton model: a single value, shape [1] beside the batch axis."""
+    """One input tensor of the Triton model: beside the batch axis a single value, or a list of them."""
 
     name: str
     data_type: str
     """As Triton's configuration spells it."""
     alias_of: str | None = None
     is_required: bool = False
+    is_media: bool = False
+    """Whether its values are files: their bytes, or a data URL; no byte stands for none."""
+    is_list: bool = False
+
+
+def _given_field(name: str) -> tuple[str, Any, Any]:
+    """Of a request: the bytes of a file where a command has its path."""
+    about = GIVEN[name]
+    if name not in MEDIA:
+        return name, about.type | None, field(default=None)
+    return name, (bytes if about.count is None else tuple[bytes, ...]) | None, field(default=None, repr=False)
+
+
+_GivenSettings = make_dataclass(
+    "_GivenSettings", map(_given_field, GIVEN), bases=(ServedSettings,), frozen=True, kw_only=True, slots=True
+)
+_NOTHING = {bytes: b"", str: "", int: 0, float: 0.0}
+
+
+def _nothing(name: str) -> Any:
+    """What stands for a given option that is left out."""
+    if name not in MEDIA:
+        return _NOTHING[GIVEN[name].type]
+    return b"" if GIVEN[name].count is None else (b"",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VideoRequest(ServedSettings):
-    """What a client asks for: a prompt and any served settings; None is the service's default, from the bundle."""
+class VideoRequest(_GivenSettings):
+    """What a client asks for: a prompt, any served settings, and what is given of the video (`GivenOptions`, files as
+    their bytes); None is the service's default, from the bundle."""
 
-    prompt: str = setting(help="what the video shows", positional=True, metavar="PROMPT")
+    prompt: str = setting("", help="what the video shows", positional=True, metavar="PROMPT")
     seed: int | None = setting(None, "of the first video; each further one takes the next number (default: 0)")
     num_videos: int | None = setting(None, "how many videos to make of the prompt (default: 1)")
     preview_every: int | None = None
@@ -60,6 +86,10 @@ class VideoRequest(ServedSettings):
             if target in values:
                 raise UserError(f"{name} is another name of {target}, which is given too; give one of them")
             values[target] = value
+        for name in values.keys() & set(MEDIA):
+            files = values[name] if known[name].is_list else (values[name],)
+            files = tuple(map(_keyframe_of if name == "keyframe" else plain_bytes, files))
+            values[name] = files if known[name].is_list else files[0]
         if "prompt" not in values:
             raise UserError("the input 'prompt' is missing")
         return cls(**values)
@@ -72,11 +102,59 @@ class VideoRequest(ServedSettings):
         given, settings = self.to_inputs(), {name: defaults[name] for name in SERVED if name in defaults}
         off = switched_off(defaults, given, eta_samplers)
         settings |= {name: value for name, value in off.items() if name in settings}
+        settings |= {name: _nothing(name) for name in GIVEN}
         return VideoRequest(**settings | {"seed": 0, "num_videos": 1, "preview_every": 0} | given)
 
     def to_inputs(self) -> dict[str, Any]:
         """The inputs to send: those that are not None."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+    @property
+    def text(self) -> str:
+        """What the network is told: the prompt, or the instruction that stands for it."""
+        return self.prompt or self.instruction or ""
+
+    def given(self) -> dict[str, Any]:
+        """What is given of the video: the values of `GivenOptions`, None where one is left out."""
+        values = {name: getattr(self, name) for name in GIVEN}
+        return {name: None if value in (None, _nothing(name), ()) else value for name, value in values.items()}
+
+    def without_media(self) -> "VideoRequest":
+        """The same request but for its files."""
+        return dataclasses.replace(self, **dict.fromkeys(MEDIA))
+
+    def media(self) -> dict[str, Any]:
+        """The files that are given; `keyframe` are several."""
+        return {name: value for name, value in self.given().items() if name in MEDIA and value is not None}
+
+    def check_given(self, takes: Collection[str], limits: MediaLimits) -> None:
+        """What can be told to be wrong with what is given before a file is read.
+
+        `takes` are the uses of given videos that the network was trained for.
+
+        Raises:
+            UserError: for what does not go together, cannot be taken, or is too much.
+        """
+        given = self.given()
+        for name, value in given.items():
+            if name not in MEDIA and value is not None:
+                check_value(GIVEN[name], name, value)
+        for keyframe in given["keyframe"] or ():
+            split_keyframe(keyframe)
+        check_given_together(given, self.prompt, takes)
+        size = sum(
+            len(file) for value in self.media().values() for file in ((value,) if isinstance(value, bytes) else value)
+        )
+        if size > limits.max_media_bytes:
+            raise UserError(f"the files have {size:,} bytes; this service takes {limits.max_media_bytes:,}")
+
+
+def _keyframe_of(value: bytes) -> bytes:
+    """NUMBER:FILE with the file's bytes; nothing stays nothing."""
+    if not value:
+        return value
+    number, file = split_keyframe(value)
+    return b"%d:%b" % (number, plain_bytes(file))
 
 
 _DATA_TYPES = {str: "TYPE_STRING", int: "TYPE_INT32", float: "TYPE_FP32"}
@@ -89,7 +167,17 @@ def _inputs() -> tuple[Input, ...]:
     types = {"prompt": "TYPE_STRING"}
     types |= {name: _DATA_TYPES[about.type] for name, about in settings_of(VideoRequest).items()}
     types |= {"preview_every": "TYPE_INT32", "seed": "TYPE_INT64"}
-    plain = [Input(name=name, data_type=kind, is_required=name == "prompt") for name, kind in types.items()]
+    types |= {name: _DATA_TYPES[about.type] for name, about in GIVEN.items()}
+    plain = [
+        Input(
+            name=name,
+            data_type=kind,
+            is_required=name == "prompt",
+            is_media=name in MEDIA,
+            is_list=name in GIVEN and GIVEN[name].count is not None,
+        )
+        for name, kind in types.items()
+    ]
     others = [Input(name=name, data_type=types[target], alias_of=target) for name, target in _ALIASES.items()]
     return (*plain, *others)
 
@@ -98,8 +186,8 @@ INPUTS = _inputs()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """What one request may ask for; more is refused before any work."""
+class Limits(MediaLimits):
+    """What one request may ask for and give; more is refused before any work."""
 
     max_prompt_characters: int = setting(2000, "of a prompt (default: {default})", low=1, metavar="N")
     max_text_tokens: int = setting(512, "that a prompt may become (default: {default})", low=1, metavar="N")
@@ -111,13 +199,10 @@ class Limits:
     max_work: int = setting(help="frames x height x width x steps of all its videos", low=1, metavar="N")
     """What decides the time."""
 
-    def __post_init__(self) -> None:
-        check_settings(self)
-
     def check_texts(self, request: VideoRequest) -> None:
         """Raises UserError if a text of the request is too long or holds control characters."""
-        for name, about in settings_of(VideoRequest).items():
-            if about.type is str:
+        for name, about in (settings_of(VideoRequest) | GIVEN).items():
+            if about.type is str and name not in MEDIA:
                 self.check_text(name, getattr(request, name) or "")
 
     def check_text(self, name: str, text: str) -> None:
@@ -180,6 +265,8 @@ class ServiceInfo:
     """Prompts that show what the model can do."""
     eta_samplers: tuple[str, ...] = ()
     """Those, under all of their names, that can add noise on the way."""
+    takes: tuple[str, ...] = ()
+    """Uses of given videos that the network was trained for; to some others it can be held while sampling."""
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -190,7 +277,7 @@ class ServiceInfo:
     @classmethod
     def from_json(cls, text: str) -> "ServiceInfo":
         values = json.loads(text)
-        lists = {name: tuple(values.get(name, ())) for name in ("samplers", "examples", "eta_samplers")}
+        lists = {name: tuple(values.get(name, ())) for name in ("samplers", "examples", "eta_samplers", "takes")}
         return cls(**values | lists | {"limits": Limits(**values["limits"])})
 
 

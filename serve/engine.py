@@ -4,13 +4,18 @@ import json
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 import numpy as np
 
 from megadit.infer.animations import encode_image
 from megadit.infer.callbacks import Cancelled, Step
+from megadit.infer.given import Media, Target, check_given, strength_of, structure_of
+from megadit.infer.given_parts import decoded
+from megadit.infer.media import decode as decode_here
+from megadit.infer.media import within_total
 from megadit.infer.pipeline import GeneratedVideo, TextToVideo
 from megadit.infer.resolve import latent_size, resolve_settings
 from megadit.infer.runtimes.load import check_runtime, open_exported
@@ -44,6 +49,8 @@ class OpenRequest:
     seconds: float | None = None
     """How long the work may take."""
     has_ended: bool = False
+    given: Media = ()
+    """What is given of its videos, once it was read."""
     made: set[int] = field(default_factory=set)
     """Which of its videos are done."""
 
@@ -83,22 +90,33 @@ class _Clock:
 class Engine:
     """Serves requests with one pipeline, one group after the other."""
 
-    def __init__(self, pipeline: TextToVideo, info: ServiceInfo, *, batch_size: int | None = None) -> None:
-        """`batch_size`: videos made at once, at most (None: as many as the pipeline finds good)."""
+    def __init__(
+        self,
+        pipeline: TextToVideo,
+        info: ServiceInfo,
+        *,
+        batch_size: int | None = None,
+        decode: Callable[[bytes], np.ndarray] | None = None,
+    ) -> None:
+        """`batch_size`: videos made at once, at most (None: as many as the pipeline finds good); `decode` gives the
+        frames (uint8 THWC) of a file that was sent (None: in this process)."""
         self.pipeline = pipeline
+        self.decode = decode or partial(decode_here, limits=info.limits)
         self.info = info
         self.batch_size = batch_size
         self.defaults = SamplingSettings.from_dict(info.defaults)
 
     def run(self, open_requests: Sequence[OpenRequest]) -> None:
         """Ends every request. Those of equal settings are made together; an error ends only its own request."""
-        groups: dict[SamplingSettings, list[OpenRequest]] = defaultdict(list)
+        groups: dict[tuple[SamplingSettings, float | None], list[OpenRequest]] = defaultdict(list)
         for open_request in open_requests:
             try:
-                groups[self.check(open_request.request)].append(open_request)
+                settings = self.check(open_request.request)
+                open_request.given = self.read(open_request.request, settings)
+                groups[settings, strength_of(open_request.given)].append(open_request)
             except Exception as error:
                 _fail(open_request, error)
-        for settings, group in groups.items():
+        for (settings, _), group in groups.items():
             self._serve(group, settings, _Clock())
 
     def _serve(self, open_requests: list[OpenRequest], settings: SamplingSettings, clock: _Clock) -> None:
@@ -135,14 +153,29 @@ class Engine:
             num_steps=settings.num_steps,
         )
         latent_size(settings, self.pipeline.config, self.pipeline.tokenizer)
-        texts = [request.prompt, settings.negative_prompt, settings.second_prompt]
+        request.check_given(self.pipeline.takes, self.info.limits)
+        texts = [request.text, settings.negative_prompt, settings.second_prompt]
         self.info.limits.check_tokens(int(self.pipeline.text_encoder.encode(texts).length_B.max()))
         return settings
+
+    def read(self, request: VideoRequest, settings: SamplingSettings) -> Media:
+        """What the files of a request give of its videos.
+
+        Raises:
+            UserError: for files that cannot be read, are too much, or do not fit the video.
+        """
+        decode = within_total(self.decode, self.info.limits)
+        media = decoded(request.given(), settings.num_frames, decode)
+        check_given(media, self.pipeline.takes, self._target(settings))
+        return media
+
+    def _target(self, settings: SamplingSettings) -> Target:
+        return Target.of(settings, self.pipeline.config, self.pipeline.tokenizer)
 
     def _generate(self, open_requests: list[OpenRequest], settings: SamplingSettings, clock: _Clock) -> None:
         rows = [
             _Row(owner=open_request, index=index, seed=(open_request.request.seed or 0) + index)
-            for open_request in open_requests
+            for open_request in self._alike_together(open_requests, settings)
             for index in range(_num_videos(open_request.request))
         ]
         while waiting := [row for row in rows if not row.is_done and not row.owner.has_ended]:
@@ -152,6 +185,14 @@ class Engine:
                 continue  # a whole batch was for nobody; what others wait for starts anew
         for open_request in open_requests:
             open_request.finish()
+
+    def _alike_together(self, open_requests: list[OpenRequest], settings: SamplingSettings) -> list[OpenRequest]:
+        """Those of which the same places are given side by side: neighbours share batches."""
+        target = self._target(settings)
+        groups: dict[Hashable, list[OpenRequest]] = defaultdict(list)
+        for open_request in open_requests:
+            groups[structure_of(open_request.given, target)].append(open_request)
+        return [open_request for group in groups.values() for open_request in group]
 
     def _run(self, rows: list[_Row], settings: SamplingSettings, clock: _Clock) -> None:
         clock.run_began = time.monotonic()
@@ -165,10 +206,11 @@ class Engine:
             return any(not rows[place].owner.has_ended for place in step.videos)
 
         videos = self.pipeline.stream(
-            [row.owner.request.prompt for row in rows],
+            [row.owner.request.text for row in rows],
             settings,
             seeds=[row.seed for row in rows],
             batch_size=self.batch_size,
+            given=[row.owner.given for row in rows],
             on_step=on_step,
         )
         for row, video in zip(rows, videos, strict=True):

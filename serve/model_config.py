@@ -69,7 +69,8 @@ def service_config(name: str, info: ServiceInfo, scheduling: Scheduling, *, dtyp
 def _inputs() -> str:
     def entry(each) -> str:
         optional = "" if each.is_required else " optional: true"
-        return f'  {{ name: "{each.name}" data_type: {each.data_type} dims: [ 1 ]{optional} }}'
+        dims = -1 if each.is_list else 1
+        return f'  {{ name: "{each.name}" data_type: {each.data_type} dims: [ {dims} ]{optional} }}'
 
     return _list("input", map(entry, INPUTS))
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import triton_python_backend_utils as pb_utils  # exists only inside Triton
 
+from megadit.infer.media import MediaReader
 from megadit.infer.pipeline import TextToVideo
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.errors import UserError
@@ -51,7 +52,8 @@ class TritonPythonModel:
         )
         pipeline.preview(torch.zeros(1, pipeline.tokenizer.latent_channels, 1, 1, 1))  # fitted at the first call
         info = ServiceInfo.from_json(parameters["service"])
-        self._engine = Engine(pipeline, info, batch_size=most_videos_at_once(bundle, runtime))
+        self._media = MediaReader(info.limits)
+        self._engine = Engine(pipeline, info, batch_size=most_videos_at_once(bundle, runtime), decode=self._media.read)
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Serves all of them; a decoupled model returns nothing."""
@@ -61,6 +63,9 @@ class TritonPythonModel:
             if open_request is not None:
                 open_requests.append(open_request)
         self._engine.run(open_requests)
+
+    def finalize(self) -> None:
+        self._media.close()
 
 
 class _Answer:
@@ -114,9 +119,13 @@ def _read_inputs(request: Any) -> dict[str, Any]:
         if tensor is None:
             continue
         array = tensor.as_numpy()
+        if each.is_list:
+            values[each.name] = tuple(array.reshape(-1).tolist())
+            continue
         if array.size != 1:
             raise UserError(f"the input {each.name!r} holds {array.size} values; send one request for each video")
-        values[each.name] = _text(each.name, array.item()) if each.data_type == "TYPE_STRING" else array.item()
+        is_text = each.data_type == "TYPE_STRING" and not each.is_media
+        values[each.name] = _text(each.name, array.item()) if is_text else array.item()
     return values
 
 

@@ -38,7 +38,7 @@ from megadit.infer.ranks import Ranks, device_name, finish, is_first, start, wor
 from megadit.infer.resolve import resolve_settings
 from megadit.infer.runtimes.torch import find_device
 from megadit.infer.specs import prompt_lines
-from megadit.models.settings import SERVED, GivenSettings
+from megadit.models.settings import OF_PROMPTS, GivenSettings
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError, choose_one, told_once
 from megadit.models.shared.options import group, read_options, setting
@@ -84,7 +84,7 @@ class EvaluateOptions:
     device: str = setting("auto", "auto, cpu, cuda or cuda:N (default: {default})", metavar="NAME")
     dtype: str = setting(DEFAULT_DTYPE, "of the models' networks (default: {default})", metavar="NAME")
     settings: GivenSettings = group(
-        GivenSettings, "settings of sampling (default: those of the checkpoint)", only=SERVED
+        GivenSettings, "settings of sampling (default: those of the checkpoint)", only=OF_PROMPTS
     )
 
 

@@ -80,6 +80,11 @@ def open_exported(bundle: Bundle, runtime: str) -> ExportedNetworks:
     return ExportedNetworks.open(bundle.path / EXPORTED[runtime].folder, weights_checksum(bundle))
 
 
+def taken(bundle: Bundle, runtime: str) -> tuple[str, ...]:
+    """Uses of given videos that the network sees: those it was trained for; exported ones have no inputs for them."""
+    return bundle.takes if runtime == TORCH else ()
+
+
 def weights_checksum(bundle: Bundle) -> str:
     """What an export remembers of the weights it was made from."""
     return bundle.manifest["files"]["transformer/model.safetensors"]["sha256"]

@@ -325,9 +325,10 @@ def read_options(of: type[Options], argv: Sequence[str], **parser: Any) -> Optio
 
 
 def options(parser: Any, of: type, *, only: Iterable[str] | None = None, skip: Collection[str] = ()) -> None:
-    """Adds the settings of a dataclass, in the order of its fields or of `only`, and those of its groups."""
+    """Adds the settings of a dataclass, its own before inherited ones or in the order of `only`, and its groups'."""
     known, groups = settings_of(of), _groups(of)
-    for name in only if only is not None else [each.name for each in fields(of) if each.name not in skip]:
+    own_first = sorted((each.name for each in fields(of)), key=lambda name: name not in of.__annotations__)
+    for name in only if only is not None else [name for name in own_first if name not in skip]:
         if name in known:
             _add(parser, known[name])
         elif name in groups:

@@ -1,9 +1,15 @@
 #!/usr/bin/env bash
-# A video with curl, over HTTP alone. usage: with_curl.sh [HOST:PORT] [PROMPT]
+# A video with curl, over HTTP alone. usage: with_curl.sh [HOST:PORT] [PROMPT] [FIRST_FRAME]
 set -euo pipefail
-url=${1:-localhost:8000} prompt=${2:-a red seven moving left}
-body=$(python3 -c 'import json, sys; print(json.dumps({"prompt": sys.argv[1], "seed": 7}))' "$prompt")
-curl --silent --no-buffer "http://$url/v2/models/text_to_video/generate_stream" --data "$body" |
+url=${1:-localhost:8000} prompt=${2:-a red seven moving left} image=${3:-}
+python3 -c '
+import base64, json, sys
+body = {"prompt": sys.argv[1], "seed": 7}
+if sys.argv[2]:
+    body["image"] = "data:;base64," + base64.b64encode(open(sys.argv[2], "rb").read()).decode()
+print(json.dumps(body))
+' "$prompt" "$image" |
+curl --silent --no-buffer "http://$url/v2/models/text_to_video/generate_stream" --data @- |
 python3 -c '
 import json, sys
 for line in sys.stdin:

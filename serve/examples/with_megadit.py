@@ -1,4 +1,4 @@
-"""A video, with progress, by megadit's own client:  python -m megadit.serve.examples.with_megadit"""
+"""A video, with progress, by megadit's own client:  python -m megadit.serve.examples.with_megadit [URL PROMPT IMAGE]"""
 
 import sys
 from pathlib import Path
@@ -7,9 +7,10 @@ from megadit.serve.client import VideoClient
 from megadit.serve.contract import VideoRequest
 
 
-def main(url: str = "localhost", prompt: str = "a red seven moving left") -> None:
+def main(url: str = "localhost", prompt: str = "a red seven moving left", image: str = "") -> None:
     client = VideoClient(url)
-    request = VideoRequest(prompt=prompt, seed=7, num_steps=10)
+    first_frame = Path(image).read_bytes() if image else None
+    request = VideoRequest(prompt=prompt, seed=7, num_steps=10, image=first_frame)
     for video in client.generate(request, on_progress=lambda now: print(f"step {now.step} of {now.num_steps}")):
         path = Path(f"video{video.suffix}")
         path.write_bytes(video.data)

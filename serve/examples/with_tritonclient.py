@@ -1,7 +1,7 @@
 """A video with nothing but NVIDIA's client and numpy; copy this file anywhere.
 
 pip install 'tritonclient[grpc]' numpy
-python with_tritonclient.py localhost:8001 "a red seven moving left"
+python with_tritonclient.py localhost:8001 "a red seven moving left" [first_frame.png]
 """
 
 import json
@@ -20,7 +20,7 @@ def tensor(name: str, value, kind: str, number_type) -> InferInput:
     return made
 
 
-def main(url: str = "localhost:8001", prompt: str = "a red seven moving left") -> None:
+def main(url: str = "localhost:8001", prompt: str = "a red seven moving left", image: str = "") -> None:
     answers = queue.Queue()
     inputs = [
         tensor("prompt", prompt.encode(), "BYTES", np.object_),
@@ -29,6 +29,8 @@ def main(url: str = "localhost:8001", prompt: str = "a red seven moving left") -
         tensor("unconditional_guidance_scale", 4.0, "FP32", np.float32),
         tensor("inference_steps", 10, "INT32", np.int32),
     ]
+    if image:
+        inputs.append(tensor("image", Path(image).read_bytes(), "BYTES", np.object_))
     with InferenceServerClient(url) as client:
         client.start_stream(lambda result, error: answers.put((result, error)))
         client.async_stream_infer("text_to_video", inputs, enable_empty_final_response=True)

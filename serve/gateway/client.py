@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from megadit.models.given_settings import split_keyframe
 from megadit.models.settings import SERVED
 from megadit.models.shared.errors import UserError
 from megadit.serve.client import Generation
@@ -70,6 +71,7 @@ class GatewayClient:
                 )
             names = ("prompt", "seed", "preview_every", *SERVED)
             body = {name: value for name in names if (value := getattr(request, name)) is not None}
+            body |= {name: _in_json(name, value) for name, value in request.given().items() if value is not None}
             sizes = (body.pop("width", None), body.pop("height", None))
             if None not in sizes:
                 body["size"] = "{}x{}".format(*sizes)
@@ -173,6 +175,13 @@ class GatewayClient:
             raise UserError(message)
         kinds = {400: InvalidRequestError, 429: UnavailableError, 503: UnavailableError}
         raise kinds.get(answer.status_code, ServiceError)(message)
+
+
+def _in_json(name: str, value: Any) -> Any:
+    """What is given of a video, files in base64."""
+    if name == "keyframe":
+        return [f"{number}:{base64.b64encode(file).decode()}" for number, file in map(split_keyframe, value)]
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else value
 
 
 def _next(events: queue.Queue, cancelled: threading.Event) -> Any:

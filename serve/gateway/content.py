@@ -22,7 +22,7 @@ def content_of(results: Results, job: Job, *, asked: str | None, if_range: str |
     Raises:
         ApiError: for a video that is not there.
     """
-    file = _open(results, job)
+    file = open_video(results, job)
     etag, size = f'"{job.sha256}"', job.num_bytes
     headers = {
         "accept-ranges": "bytes",
@@ -62,8 +62,12 @@ def asked_range(asked: str | None, size: int) -> range | None:
     return range(int(first), min(size, int(last) + 1) if last else size)
 
 
-def _open(results: Results, job: Job) -> IO[bytes]:
-    """The video, so that what happens to the file from now on does not break the answer."""
+def open_video(results: Results, job: Job) -> IO[bytes]:
+    """The video, so that what happens to the file from now on does not break the answer.
+
+    Raises:
+        ApiError: for a video that is not there.
+    """
     if job.status != COMPLETED:
         raise ApiError(404, "not_completed", f"the video is {job.status.replace('_', ' ')}")
     if job.num_bytes is None:

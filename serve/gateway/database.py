@@ -38,7 +38,7 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from megadit.models.shared.errors import UserError
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 _SECONDS_TO_WAIT_FOR_A_LOCK = 30
 _SECONDS_TO_STAND_STILL = 10.0
 """Of a gateway in the midst of a transaction, before the others go on without it."""
@@ -104,6 +104,9 @@ JOBS = Table(
     Column("num_bytes", BigInteger),
     Column("sha256", String(64)),
     Column("result_name", String(80)),
+    Column("given_name", String(80)),
+    Column("given_bytes", BigInteger),
+    Column("remixed_from", String(40)),
     Column("idempotency_key", String(255)),
     Column("fingerprint", String(64)),
     Column("webhook", String(16)),
@@ -113,6 +116,7 @@ JOBS = Table(
     Index("results_by_end", "expires_tick"),
     Index("jobs_by_webhook", "webhook"),
     Index("kept_by_a_key", "key_id", "status", "num_bytes"),
+    Index("given_to_jobs", "given_name", "key_id", "given_bytes"),
     sqlite_autoincrement=True,
 )
 PREVIEWS = Table(
@@ -148,11 +152,18 @@ def _name_results(connection: Connection) -> None:
     connection.execute(VERSION.update().values(store_id=secrets.token_hex(16)))
 
 
+def _keep_given(connection: Connection) -> None:
+    for column in ("given_name VARCHAR(80)", "given_bytes BIGINT", "remixed_from VARCHAR(40)"):
+        connection.exec_driver_sql(f"ALTER TABLE jobs ADD COLUMN {column}")
+    connection.exec_driver_sql("CREATE INDEX given_to_jobs ON jobs (given_name, key_id, given_bytes)")
+
+
 MIGRATIONS: dict[int, Callable[[Connection], None]] = {
     2: _add_webhooks,
     3: _add_previews,
     4: _add_rates,
     5: _name_results,
+    6: _keep_given,
 }
 """Version -> what turns the tables of the version before it into its own."""
 

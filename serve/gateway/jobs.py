@@ -4,6 +4,7 @@ queued -> in_progress -> completed | failed        (and from any of them: delete
 """
 
 import json
+import secrets
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,10 @@ class Job:
     sha256: str | None
     result_name: str | None
     """Of the file of its video."""
+    given_name: str | None
+    """Of the file of what was given of it, until the job has ended."""
+    remixed_from: str | None
+    """The id of the video that it changes."""
 
     @property
     def progress(self) -> int:
@@ -62,6 +67,11 @@ class NewJob:
 
     model: str
     request: VideoRequest
+    """Its files are kept by themselves, as `given`."""
+    id: str | None = None
+    """Of a job for which something is stored already."""
+    given: "Result | None" = None
+    remixed_from: str | None = None
     priority: int = 2
     """Among the jobs of its key: 1 is made first, then 2 and 3."""
     idempotency_key: str | None = None
@@ -71,13 +81,17 @@ class NewJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """A video that was stored."""
+    """A video that was stored, or what was given of one."""
 
     name: str
     """Of its file: no two writes share one."""
     media_type: str
     num_bytes: int
     sha256: str
+
+
+def new_id() -> str:
+    return f"video_{secrets.token_hex(16)}"
 
 
 def failure(now: float, code: str, message: str) -> dict[str, Any]:

@@ -35,6 +35,10 @@ class KeyLimits:
     videos_per_day: int = setting(10_000, "(default: {default})", low=1, metavar="N")
     max_stored_bytes: int = setting(10 << 30, "of finished videos (default: 10 GiB)", low=1, metavar="N")
 
+    max_upload_bytes: int = setting(
+        48 << 20, "of a request with files, which wait in the same room (default: 48 MiB)", low=1, metavar="N"
+    )
+
     def __post_init__(self) -> None:
         check_settings(self)
 

@@ -22,8 +22,13 @@ _SECONDS_OF_A_BODY = 30.0
 """How long the whole of it may take, however it comes."""
 
 
+_SLOWEST_UPLOAD = 1 << 18
+"""Bytes a second of a body that takes longer."""
+
+
 class _BodyTooLargeError(Exception):
-    pass
+    def __init__(self, most: int) -> None:
+        super().__init__(f"the body is larger than {most:,} bytes")
 
 
 class _BodyTooSlowError(Exception):
@@ -43,6 +48,7 @@ class Surroundings:
         began, status = time.monotonic(), 0
         request_id = _request_id(scope)
         token = REQUEST_ID.set(request_id)
+        state = scope.setdefault("state", {})
 
         async def sending(message: Message) -> None:
             nonlocal status
@@ -52,7 +58,7 @@ class Surroundings:
             await send(message)
 
         try:
-            await self._app(scope, self._limited(receive), sending)
+            await self._app(scope, self._limited(receive, state), sending)
         except Exception as error:
             if not isinstance(error, (_BodyTooLargeError, _BodyTooSlowError)):
                 log("request failed", error=error)
@@ -62,7 +68,8 @@ class Surroundings:
             self._note(scope, status, time.monotonic() - began)
             REQUEST_ID.reset(token)
 
-    def _limited(self, receive: Receive) -> Receive:
+    def _limited(self, receive: Receive, state: dict[str, Any]) -> Receive:
+        """As `receive`, within the limits; `state` may hold a larger one of the body, for who has shown a key."""
         received, deadline = 0, asyncio.get_running_loop().time() + _SECONDS_OF_A_BODY
 
         async def receiving() -> Message:
@@ -75,15 +82,18 @@ class Surroundings:
             if not message.get("more_body", False):
                 deadline = None  # what follows, however late, is that the client is gone
             received += len(message.get("body", b""))
-            if received > self._max_body_bytes:
-                raise _BodyTooLargeError
+            most = state.get("max_body_bytes", self._max_body_bytes)
+            if received > most:
+                raise _BodyTooLargeError(most)
+            if deadline is not None:
+                deadline += len(message.get("body", b"")) / _SLOWEST_UPLOAD
             return message
 
         return receiving
 
     def _told(self, error: Exception) -> ApiError:
         if isinstance(error, _BodyTooLargeError):
-            return ApiError(413, "too_large", f"the body is larger than {self._max_body_bytes:,} bytes")
+            return ApiError(413, "too_large", str(error))
         if isinstance(error, _BodyTooSlowError):
             return ApiError(408, "too_slow", f"the body did not come within {_SECONDS_OF_A_BODY:g} s")
         return ApiError(500, "internal_error", "the gateway failed; its log says how")

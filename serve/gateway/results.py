@@ -9,6 +9,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
@@ -20,6 +21,8 @@ from megadit.serve.gateway.database import shown
 from megadit.serve.gateway.jobs import Job, Result
 
 SUFFIXES = {"video/mp4": ".mp4", "image/png": ".png"}
+_GIVEN = ".given"
+_SECONDS_OF_YOUTH = 600.0
 _OWNER = ".megadit_store"
 """The file that says whose jobs the videos are of."""
 
@@ -69,7 +72,14 @@ class Results:
         Raises:
             OSError: if there is no room, or the place does not answer.
         """
-        name = f"{job_id}.{secrets.token_hex(8)}{SUFFIXES[media_type]}"
+        return self._put(job_id, data, media_type, SUFFIXES[media_type])
+
+    def put_given(self, job_id: str, data: bytes) -> Result:
+        """Stores what is given of a video that is not yet made, as `put` does it."""
+        return self._put(job_id, data, "application/zip", _GIVEN)
+
+    def _put(self, job_id: str, data: bytes, media_type: str, suffix: str) -> Result:
+        name = f"{job_id}.{secrets.token_hex(8)}{suffix}"
         path = f"{self._root}/{name}"
         if self.is_local:
             with atomic_path(path) as temporary:
@@ -89,6 +99,10 @@ class Results:
         except FileNotFoundError:
             return None
 
+    def given(self, job: Job) -> bytes:
+        """What was given of the video of a job; fsspec's file systems raise what their libraries do."""
+        return self._files.cat_file(f"{self._root}/{job.given_name}")
+
     def remove(self, name: str | None) -> None:
         """Removes a stored video; None is that of a job that has none."""
         if name is None:
@@ -105,10 +119,18 @@ class Results:
         """
         removed = 0
         for name in self._names():
-            if not is_wanted(_job_id(name), name):
+            if not is_wanted(_job_id(name), name) and not (name.endswith(_GIVEN) and self._is_young(name)):
                 self.remove(name)
                 removed += 1
         return removed
+
+    def _is_young(self, name: str) -> bool:
+        """Whether a file may be of a job that another gateway is just about to write down."""
+        try:
+            age = datetime.now(UTC) - self._files.modified(f"{self._root}/{name}")
+        except (FileNotFoundError, NotImplementedError):
+            return False
+        return age.total_seconds() < _SECONDS_OF_YOUTH
 
     def _names(self) -> list[str]:
         """Of the files of all videos, half written ones too."""

@@ -8,7 +8,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from typing import Annotated, Any, Literal
+from dataclasses import replace
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
@@ -17,11 +18,13 @@ from pydantic_core import from_json
 from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
+from megadit.models.given_settings import GIVEN
 from megadit.models.shared.errors import UserError
-from megadit.serve.contract import InvalidRequestError
-from megadit.serve.gateway.content import content_of
+from megadit.serve.contract import InvalidRequestError, ServiceInfo
+from megadit.serve.gateway.content import content_of, open_video
 from megadit.serve.gateway.errors import ApiError, not_found, of_validation, unavailable
-from megadit.serve.gateway.jobs import QUEUED, Job, NewJob
+from megadit.serve.gateway.given import MOST_FILES, form_schema, pack, values_of
+from megadit.serve.gateway.jobs import QUEUED, Job, NewJob, new_id
 from megadit.serve.gateway.keys import Key
 from megadit.serve.gateway.logs import log
 from megadit.serve.gateway.results import SUFFIXES
@@ -30,6 +33,7 @@ from megadit.serve.gateway.schemas import (
     ErrorBody,
     Model,
     ModelList,
+    RemixVideo,
     Video,
     VideoDeleted,
     VideoPage,
@@ -44,19 +48,27 @@ from megadit.serve.gateway.store import (
     TooManyActiveError,
 )
 
+_Body, _Answer = TypeVar("_Body", bound=BaseModel), TypeVar("_Answer")
 _ID = re.compile(r"video_[0-9a-f]{32}")
 _SECONDS_BETWEEN_LOOKS = 0.2
 _SECONDS_BETWEEN_SIGNS_OF_LIFE = 15.0
 _MOST_FIELDS = 64
 """Of a body; to complain of each of a hundred thousand would hold everybody up."""
+_MOST_MARKS = 1 << 20
+"""Quotes, commas and brackets of a JSON body: reading them holds everybody up, as base64, which has none, does not."""
 _BODY = {
     "requestBody": {
         "required": True,
         "content": {
-            kind: {"schema": CreateVideo.model_json_schema()} for kind in ("application/json", "multipart/form-data")
+            "application/json": {"schema": CreateVideo.model_json_schema()},
+            "multipart/form-data": {"schema": form_schema(CreateVideo.model_json_schema())},
         },
     }
 }
+_REMIX_BODY = {
+    "requestBody": {"required": True, "content": {"application/json": {"schema": RemixVideo.model_json_schema()}}}
+}
+_IdempotencyKey = Annotated[str | None, Header(pattern=r"^[\x21-\x7e]{1,255}$")]
 
 
 def video_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRouter:
@@ -68,11 +80,25 @@ def video_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRoute
     async def create_video(
         request: Request,
         key: Authenticated,
-        idempotency_key: Annotated[str | None, Header(pattern=r"^[\x21-\x7e]{1,255}$")] = None,
+        idempotency_key: _IdempotencyKey = None,
     ) -> Video:
-        """Takes a request and returns at once. Sent again with the same `Idempotency-Key`, it makes no second video."""
-        body = await _read(request)
-        return await run_in_threadpool(_create, gateway, key, body, idempotency_key)
+        """Takes a request and returns at once. Sent again with the same `Idempotency-Key`, it makes no second video.
+
+        Files (`input_reference`, `image`, `video`, ...) come in a form, or in JSON as base64; no address is fetched.
+        """
+        with gateway.uploads.admitted(request, key):
+            if "max_body_bytes" in request.scope["state"]:  # a key without room need not send so much
+                await run_in_threadpool(_with_room, gateway, key, gateway.store.check_room)
+            body = await _read(request, CreateVideo)
+            return await run_in_threadpool(_create, gateway, key, body, idempotency_key)
+
+    @router.post("/videos/{video_id}/remix", response_model=Video, openapi_extra=_REMIX_BODY)
+    async def remix_video(
+        request: Request, key: Authenticated, video_id: str, idempotency_key: _IdempotencyKey = None
+    ) -> Video:
+        """A new video: a finished one, changed as the prompt says. For models that were trained for edits."""
+        body = await _read(request, RemixVideo)
+        return await run_in_threadpool(_remix, gateway, key, video_id, body, idempotency_key)
 
     @router.get("/videos", response_model=VideoPage)
     def list_videos(
@@ -158,20 +184,28 @@ def _find(gateway: Gateway, key: Key, video_id: str) -> Job:
     return job
 
 
-async def _read(request: Request) -> CreateVideo:
+async def _read(request: Request, model: type[_Body]) -> _Body:
     """The body, as JSON or as a form; `openai`'s client sends either."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     try:
         if kind == "application/json":
-            return CreateVideo.model_validate(_few(from_json(await request.body(), allow_inf_nan=False)))
+            text = _plain(await request.body())
+            return await run_in_threadpool(lambda: model.model_validate(_few(from_json(text, allow_inf_nan=False))))
         if kind in ("multipart/form-data", "application/x-www-form-urlencoded"):
-            async with request.form(max_files=1, max_fields=_MOST_FIELDS) as form:
-                return CreateVideo.model_validate(dict(form))
+            async with request.form(max_files=MOST_FILES, max_fields=_MOST_FIELDS) as form:
+                return model.model_validate(await values_of(form))
     except ValidationError as error:
         raise of_validation(error) from None
     except ValueError as error:  # of what is no JSON, or is nested too deep
         raise ApiError(400, "invalid_request", f"the body cannot be read: {error}"[:500]) from None
     raise ApiError(415, "unsupported_media_type", "send application/json or multipart/form-data")
+
+
+def _plain(text: bytes) -> bytes:
+    """The text of a body, which however large it is may hold no more than files in base64 beside a usual one."""
+    if sum(map(text.count, (b'"', b",", b"[", b"{"))) > _MOST_MARKS:
+        raise ApiError(400, "invalid_request", "the body holds too many values")
+    return text
 
 
 def _few(body: Any) -> Any:
@@ -182,34 +216,89 @@ def _few(body: Any) -> Any:
 
 def _create(gateway: Gateway, key: Key, body: CreateVideo, idempotency_key: str | None) -> Video:
     model = _known_model(gateway, body.model or gateway.servers.models[0])
-    info = gateway.servers.info(model)
-    if info is None:
-        raise unavailable("not_ready", "no server has been seen yet")
+    info = _info(gateway, model)
     try:
         request = body.request(info)
-        check(request, info)
     except (UserError, InvalidRequestError) as error:
         raise ApiError(400, "invalid_request", str(error)[:500]) from None
-    if gateway.runner.is_draining:
-        raise unavailable("draining", "this gateway is about to end; ask again")
-    if not gateway.has_room():
-        raise unavailable("storage_full", "there is no room for more videos at the moment")
-    fingerprint = hashlib.sha256(body.model_dump_json(exclude={"preview_every"}).encode()).hexdigest()
     new = NewJob(
         model=model,
         request=request,
         priority=body.priority,
         idempotency_key=idempotency_key,
-        fingerprint=fingerprint,
+        fingerprint=hashlib.sha256(body.model_dump_json(exclude={"preview_every"}).encode()).hexdigest(),
     )
+    return _take(gateway, key, new, info)
+
+
+def _remix(gateway: Gateway, key: Key, video_id: str, body: RemixVideo, idempotency_key: str | None) -> Video:
+    source = _find(gateway, key, video_id)
+    info = _info(gateway, _known_model(gateway, source.model))
+    if "edit" not in info.takes:
+        raise ApiError(400, "unsupported", f"the model {source.model} was not trained to edit videos", param="video_id")
+    with open_video(gateway.results, source) as file:
+        video = file.read()
+    nothing = dict.fromkeys(GIVEN)
+    request = replace(source.request, **nothing | {"prompt": "", "instruction": body.prompt, "video": video})
+    new = NewJob(
+        model=source.model,
+        request=request.filled(info.defaults, info.eta_samplers),
+        remixed_from=source.id,
+        idempotency_key=idempotency_key,
+        fingerprint=hashlib.sha256(f"{source.id} {body.prompt}".encode(errors="replace")).hexdigest(),
+    )
+    return _take(gateway, key, new, info)
+
+
+def _info(gateway: Gateway, model: str) -> ServiceInfo:
+    info = gateway.servers.info(model)
+    if info is None:
+        raise unavailable("not_ready", "no server has been seen yet")
+    return info
+
+
+def _take(gateway: Gateway, key: Key, new: NewJob, info: ServiceInfo) -> Video:
+    """Checks a job, its files included, and writes it down."""
+    try:
+        check(new.request, info)
+        gateway.check_media(new.request, info.limits)
+    except (UserError, InvalidRequestError) as error:
+        raise ApiError(400, "invalid_request", str(error)[:500]) from None
+    except TimeoutError as error:
+        raise unavailable("busy", str(error)) from None
+    if gateway.runner.is_draining:
+        raise unavailable("draining", "this gateway is about to end; ask again")
+    if not gateway.has_room():
+        raise unavailable("storage_full", "there is no room for more videos at the moment")
     job = _stored(gateway, key, new)
     gateway.runner.tell_news()
     return Video.of(job, now=time.time())
 
 
 def _stored(gateway: Gateway, key: Key, new: NewJob) -> Job:
+    """The job, and beside it, until it has ended, the files of its request."""
+    media = new.request.media()
+    if not media:
+        return _with_room(gateway, key, lambda key: gateway.store.create(key, new)[0])
+    new = replace(new, id=new_id())
     try:
-        return gateway.store.create(key, new)[0]
+        given = gateway.results.put_given(new.id, pack(media))
+    except Exception as error:  # fsspec's file systems raise what their libraries do
+        log("files of a job not stored", error=error, job=new.id)
+        raise unavailable("storage_unavailable", "the place of the videos does not answer at the moment") from None
+    job = None
+    try:
+        job = _with_room(gateway, key, lambda key: gateway.store.create(key, replace(new, given=given))[0])
+        return job
+    finally:
+        if job is None or job.id != new.id:  # refused, or made by an earlier request
+            gateway.results.remove(given.name)
+
+
+def _with_room(gateway: Gateway, key: Key, ask: Callable[[Key], _Answer]) -> _Answer:
+    """The store's answer; what it refuses is counted and told."""
+    try:
+        return ask(key)
     except IdempotencyMismatchError as error:
         raise ApiError(422, "idempotency_mismatch", str(error)) from None
     except KeyRevokedError as error:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -20,9 +20,11 @@ from megadit.serve.contract import (
     DeadlineExceededError,
     InvalidRequestError,
     ServiceError,
+    VideoRequest,
     VideoResult,
 )
 from megadit.serve.gateway.database import in_a_line
+from megadit.serve.gateway.given import unpack
 from megadit.serve.gateway.jobs import Job
 from megadit.serve.gateway.logs import log
 from megadit.serve.gateway.metrics import Metrics
@@ -174,7 +176,10 @@ class Runner:
         if is_alone and not self._empty(server):
             self._persist(lambda: self._store.give_back(job))
             return False
-        generation = server.client(job.model).stream(job.request, timeout=self._settings.job_seconds)
+        request = self._request(job)
+        if request is None:
+            return False
+        generation = server.client(job.model).stream(request, timeout=self._settings.job_seconds)
         run = _Run(job=job, server=server, generation=generation, num_slots=server.slots if is_alone else 1)
         with self._lock:
             self._runs[job.id] = run
@@ -182,6 +187,17 @@ class Runner:
         log("job started", job=job.id, key=job.key_id, server=server.url, attempt=job.attempts)
         self._pool.submit(self._work, run)
         return True
+
+    def _request(self, job: Job) -> VideoRequest | None:
+        """The request with its files; a job whose files are gone has failed."""
+        if job.given_name is None:
+            return job.request
+        try:
+            return replace(job.request, **unpack(self._results.given(job)))
+        except Exception as error:  # fsspec's file systems raise what their libraries do
+            log("files of a job not read", error=error, job=job.id)
+        self._persist(lambda: self._store.fail(job, "storage_failed", "the files of its request cannot be read"))
+        return None
 
     def _empty(self, server: Server) -> bool:
         """Waits until a server, of which one slot is held, has no other job; whether all slots are held then.

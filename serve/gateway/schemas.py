@@ -4,9 +4,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
+from megadit.models.given_settings import GIVEN, MEDIA
 from megadit.models.settings import SERVED
 from megadit.models.shared.options import Setting
 from megadit.serve.contract import InvalidRequestError, ServiceInfo, VideoRequest
+from megadit.serve.gateway.given import MOST_FILES, File, Keyframe, reference_as
 from megadit.serve.gateway.jobs import COMPLETED, FAILED, Job
 
 _INT32, _INT64 = 2**31 - 1, 2**63 - 1
@@ -32,9 +34,14 @@ def _field(about: Setting) -> tuple[Any, Any]:
 class _VideoBody(BaseModel):
     """A video to make. What is left out is the model's default."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, title="CreateVideo")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, ser_json_bytes="base64", title="CreateVideo")
 
-    prompt: str = Field(max_length=_MOST[str], examples=["a red seven moving left"])
+    prompt: str | None = Field(
+        None,
+        max_length=_MOST[str],
+        description="What the video shows; only an `instruction` may stand for it",
+        examples=["a red seven moving left"],
+    )
     model: str | None = Field(None, max_length=200, description="One of `GET /v1/models`; else the first of them")
     seconds: float | None = Field(None, gt=0, le=3600, description="Length; `num_frames` is the exact way to say it")
     size: str | None = Field(None, pattern=r"^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}$", description="WIDTHxHEIGHT in pixels")
@@ -43,6 +50,9 @@ class _VideoBody(BaseModel):
         0, ge=0, le=_INT32, description="A preview with the first step and every so many after it, among the events"
     )
     priority: int = Field(2, ge=1, le=3, description="Among the videos of the same key: 1 is made first")
+    input_reference: File | None = Field(
+        None, description="An image: the first frame. A video: what to edit or continue, as the other fields say"
+    )
 
     def request(self, info: ServiceInfo) -> VideoRequest:
         """The request for Triton, with nothing left out.
@@ -50,7 +60,12 @@ class _VideoBody(BaseModel):
         Raises:
             InvalidRequestError: if the settings contradict each other.
         """
-        given = {name: getattr(self, name) for name in ("prompt", "seed", "preview_every", *_SETTINGS)}
+        given = {name: getattr(self, name) for name in ("seed", "preview_every", *_SETTINGS, *_GIVEN)}
+        if self.prompt is None and not self.instruction:
+            raise InvalidRequestError("prompt: say what the video shows")
+        given["prompt"] = self.prompt or ""
+        if self.input_reference is not None:
+            given[reference_as(self.input_reference, given, info.takes)] = self.input_reference
         if self.size is not None:
             given["width"], given["height"] = map(int, self.size.split("x"))
         if self.seconds is not None:
@@ -61,8 +76,29 @@ class _VideoBody(BaseModel):
 
 
 _SETTINGS = {name: _field(about) for name, about in SERVED.items() if name not in ("width", "height")}
-CreateVideo = create_model("CreateVideo", __base__=_VideoBody, __doc__=_VideoBody.__doc__, **_SETTINGS)
-"""The body of `POST /v1/videos`: every served setting, with `size` in place of width and height."""
+
+
+def _given_field(name: str) -> tuple[Any, Any]:
+    """(annotation, field) of pydantic's for what may be given of the video."""
+    if name not in MEDIA:
+        return _field(GIVEN[name])
+    if GIVEN[name].count is None:
+        return File | None, Field(None, description=GIVEN[name].help)
+    about = "Frames by their numbers, from 0: a number, a colon, and the file in base64"
+    return tuple[Keyframe, ...] | None, Field(None, description=about, max_length=MOST_FILES)
+
+
+_GIVEN = {name: _given_field(name) for name in GIVEN}
+CreateVideo = create_model("CreateVideo", __base__=_VideoBody, __doc__=_VideoBody.__doc__, **_SETTINGS, **_GIVEN)
+"""The body of `POST /v1/videos`: every served setting, with `size` in place of width and height, and every file."""
+
+
+class RemixVideo(BaseModel):
+    """What to change in a finished video."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    prompt: str = Field(min_length=1, max_length=_MOST[str], examples=["make it red"])
 
 
 class VideoError(BaseModel):
@@ -85,7 +121,7 @@ class Video(BaseModel):
     prompt: str
     seconds: str
     size: str
-    remixed_from_video_id: None = None
+    remixed_from_video_id: str | None = None
     media_type: str | None = None
     sha256: str | None = None
     step: int
@@ -104,13 +140,15 @@ class Video(BaseModel):
             completed_at=None if job.completed_at is None else int(job.completed_at),
             expires_at=int(now + job.seconds_to_live) if is_there and job.seconds_to_live is not None else None,
             error=VideoError(code=job.error_code, message=job.error_message) if job.status == FAILED else None,
-            prompt=request.prompt,
+            prompt=request.text,
             seconds=f"{request.num_frames / request.fps:g}" if request.fps else "0",
             size=f"{request.width}x{request.height}",
+            remixed_from_video_id=job.remixed_from,
             media_type=job.media_type,
             sha256=job.sha256,
             step=job.step,
-            settings={name: getattr(request, name) for name in ("seed", *SERVED)},
+            settings={name: getattr(request, name) for name in ("seed", *SERVED)}
+            | {name: value for name, value in request.given().items() if value is not None},
         )
 
 
@@ -174,6 +212,7 @@ def check(request: VideoRequest, info: ServiceInfo) -> None:
         InvalidRequestError: likewise.
     """
     info.limits.check_texts(request)
+    request.check_given(info.takes, info.limits)
     if request.sampler not in info.samplers:
         raise InvalidRequestError(f"sampler={request.sampler!r} is unknown; choose one of {', '.join(info.samplers)}")
     for name in ("height", "width"):

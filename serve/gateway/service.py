@@ -11,11 +11,14 @@ from pathlib import Path
 
 from sqlalchemy.exc import SQLAlchemyError
 
+from megadit.infer.media import MediaReader, within_total
+from megadit.models.given_settings import MediaLimits, split_keyframe
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.options import check_settings, group, setting
-from megadit.serve.contract import MODEL
+from megadit.serve.contract import MODEL, VideoRequest
 from megadit.serve.gateway.clock import Heart
 from megadit.serve.gateway.database import Database, holds_password, in_a_line, store_url
+from megadit.serve.gateway.given import Uploads
 from megadit.serve.gateway.keys import KeyRing
 from megadit.serve.gateway.logs import log
 from megadit.serve.gateway.metrics import Metrics
@@ -29,6 +32,8 @@ from megadit.serve.gateway.webhooks import Webhooks
 _SECONDS_BETWEEN_BEATS = 1.0
 _BEATS_BETWEEN_PURGES = 60
 _SECONDS_FOR_READINESS = 1.0
+_READERS = 2
+"""Processes that look at files which were sent."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +58,8 @@ class GatewaySettings:
     name: str = setting("", "of this gateway, its own at this store (default: HOST:PORT)")
     slots: int = setting(8, "jobs given to each server at once (default: {default})", low=1, metavar="N")
     max_body_bytes: int = setting(1 << 20, "of a request (default: 1 MiB)", low=1, metavar="N")
+    max_upload_bytes: int = setting(48 << 20, "of a request with files (default: 48 MiB)", low=1, metavar="N")
+    max_uploads: int = setting(4, "such requests that a key sends at once (default: {default})", low=1, metavar="N")
     max_streams: int = setting(32, "progress streams of a key (default: {default})", low=1, metavar="N")
     min_free_bytes: int = setting(1 << 28, "room to be left on disks (default: 256 MiB)", metavar="N")
     """For the store and the results; with less, no job is taken."""
@@ -89,6 +96,12 @@ class Gateway:
         self.metrics = Metrics()
         self.rates = Rates(self.database)
         self.servers = Servers.of(settings.servers, settings.models, slots=settings.slots)
+        self.uploads = Uploads(
+            most_bytes=settings.max_upload_bytes,
+            most_at_once=settings.max_uploads,
+            usual_bytes=settings.max_body_bytes,
+        )
+        self._readers: dict[MediaLimits, MediaReader] = {}
         self.runner = Runner(
             self.store,
             self.servers,
@@ -117,6 +130,8 @@ class Gateway:
         self._stopping.set()
         self._housekeeper.join()
         self._asker.shutdown()
+        for reader in self._readers.values():
+            reader.close()
         self.database.close()
 
     async def is_ready(self) -> bool:
@@ -128,12 +143,29 @@ class Gateway:
         answers, _ = await asyncio.wait([asyncio.wrap_future(self._asked)], timeout=_SECONDS_FOR_READINESS)
         return any(answer.exception() is None for answer in answers)
 
+    def check_media(self, request: VideoRequest, limits: MediaLimits) -> None:
+        """Raises UserError for files that cannot be read, or are too much; TimeoutError if there is no time for it."""
+        reader = self._readers.setdefault(limits, MediaReader(limits, num_processes=_READERS))
+        read = within_total(reader.read, limits)
+        for name, value in request.media().items():
+            for file in map(split_keyframe, value) if name == "keyframe" else [(0, value)]:
+                read(file[1])
+
     def has_room(self) -> bool:
         """Whether the disks of the store and of the results have room for more."""
         url = store_url(self.settings.store)
         folder = Path(url.removeprefix("sqlite:///")).parent if url.startswith("sqlite") else None
         free = [self.results.free_bytes(), *([shutil.disk_usage(folder).free] if folder else [])]
         return min(free) >= self.settings.min_free_bytes
+
+    def tidy(self) -> None:
+        """Removes videos that have outlived their time, and files of requests whose jobs have ended."""
+        for job in self.store.expired():
+            self.results.remove(job.result_name)
+            self.store.forget_result(job)
+        for job in self.store.ended_with_given():
+            self.results.remove(job.given_name)
+            self.store.forget_given(job)
 
     def _keep_house(self) -> None:
         for beat in itertools.count():
@@ -143,9 +175,7 @@ class Gateway:
                 for dead in self._heart.beat():
                     for job in self.store.interrupt_all(dead):
                         log("job interrupted", job=job.id, reason=f"the gateway {dead} ended")
-                for job in self.store.expired():
-                    self.results.remove(job.result_name)
-                    self.store.forget_result(job)
+                self.tidy()
                 if beat % _BEATS_BETWEEN_PURGES == 0:
                     self.store.purge(self.settings.history_seconds)
             except SQLAlchemyError as error:

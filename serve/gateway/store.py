@@ -4,7 +4,6 @@ A change of a running job names its owner and attempt: a gateway that was though
 """
 
 import json
-import secrets
 import time
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +23,7 @@ from megadit.serve.gateway.jobs import (
     Result,
     failure,
     job_of,
+    new_id,
 )
 from megadit.serve.gateway.keys import Key
 
@@ -76,14 +76,17 @@ class JobStore:
                 known = _one(connection, now, JOBS.c.key_id == key.id, JOBS.c.idempotency_key == new.idempotency_key)
                 if known is not None:
                     return self._known(connection, known, new), False
-            _check_room(connection, key, now)
-            job_id = f"video_{secrets.token_hex(16)}"
+            given, job_id = new.given, new.id or new_id()
+            _check_room(connection, key, now, given.num_bytes if given else 0)
             connection.execute(
                 JOBS.insert().values(
                     id=job_id,
                     key_id=key.id,
                     model=new.model,
-                    request=json.dumps(new.request.to_inputs()),
+                    request=json.dumps(new.request.without_media().to_inputs()),
+                    given_name=given.name if given else None,
+                    given_bytes=given.num_bytes if given else None,
+                    remixed_from=new.remixed_from,
                     priority=new.priority,
                     status=QUEUED,
                     step=0,
@@ -299,6 +302,23 @@ class JobStore:
         with self._database.writing() as connection:
             connection.execute(update(JOBS).where(JOBS.c.number == job.number).values(num_bytes=None))
 
+    def ended_with_given(self) -> list[Job]:
+        """Jobs that have ended, of which what was given is not yet removed (see `forget_given`)."""
+        with self._database.reading() as connection:
+            now = store_seconds(connection)
+            ended = JOBS.c.given_name.is_not(None) & JOBS.c.status.not_in((QUEUED, IN_PROGRESS))
+            return [job_of(row, now) for row in connection.execute(select(JOBS).where(ended).limit(_AT_ONCE))]
+
+    def forget_given(self, job: Job) -> None:
+        with self._database.writing() as connection:
+            forgotten = {"given_name": None, "given_bytes": None}
+            connection.execute(update(JOBS).where(JOBS.c.number == job.number).values(**forgotten))
+
+    def check_room(self, key: Key) -> None:
+        """Raises TooManyActiveError or QuotaExceededError where a key could not ask for another video now."""
+        with self._database.reading() as connection:
+            _check_room(connection, key, store_seconds(connection), 0)
+
     def purge(self, seconds: float) -> int:
         """Removes rows of jobs that ended, and whose result went, so long ago; not today's: they count for keys."""
         with self._database.writing() as connection:
@@ -333,7 +353,8 @@ class JobStore:
             return {(key, status): count for key, status, count in connection.execute(active)}
 
 
-def _check_room(connection: Connection, key: Key, now: float) -> None:
+def _check_room(connection: Connection, key: Key, now: float, num_bytes: int) -> None:
+    """Raises TooManyActiveError or QuotaExceededError for a video too many, of which `num_bytes` are given."""
     active = select(func.count()).where(JOBS.c.key_id == key.id, JOBS.c.status.in_((QUEUED, IN_PROGRESS)))
     if connection.execute(active).scalar_one() >= key.limits.max_active:
         raise TooManyActiveError(f"this key may have {key.limits.max_active} videos waiting or running at once")
@@ -344,9 +365,15 @@ def _check_room(connection: Connection, key: Key, now: float) -> None:
     kept = select(func.coalesce(func.sum(JOBS.c.num_bytes), 0)).where(
         JOBS.c.key_id == key.id, JOBS.c.status == COMPLETED, JOBS.c.num_bytes > 0
     )
-    if connection.execute(kept).scalar_one() >= key.limits.max_stored_bytes:
+    given = select(func.coalesce(func.sum(JOBS.c.given_bytes), 0)).where(
+        JOBS.c.given_name.is_not(None), JOBS.c.key_id == key.id
+    )
+    kept_bytes = connection.execute(kept).scalar_one() + connection.execute(given).scalar_one()
+    if kept_bytes + max(1, num_bytes) > key.limits.max_stored_bytes:
         most = f"{key.limits.max_stored_bytes:,} bytes"
-        raise QuotaExceededError(f"this key may keep {most} of videos: delete some, or wait until they expire")
+        raise QuotaExceededError(
+            f"this key may keep {most} of videos and files: delete some, or wait until they expire"
+        )
 
 
 def _of_key(key_id: str) -> tuple[ColumnElement[bool], ...]:

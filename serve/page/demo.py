@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megadit.infer.media import MediaReader
 from megadit.infer.video_io import read_video, write_video
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
@@ -27,6 +28,7 @@ from megadit.serve.build_repository import build_repository
 from megadit.serve.client import Generation, VideoClient
 from megadit.serve.contract import Event, ServiceError, StepDone, UnavailableError, VideoRequest, VideoResult
 from megadit.serve.gateway.client import GatewayClient
+from megadit.serve.gateway.given import pack, unpack
 from megadit.serve.local_server import LocalServer
 
 DEMO_BUNDLE = "runs/demo/bundle"
@@ -127,6 +129,12 @@ class Take:
     path: Path
     picture: Path
     """A small animation of it, for the gallery."""
+    given: Path | None = None
+    """The files of the request, which `request` is without: a page keeps paths."""
+
+    def again(self) -> VideoRequest:
+        """The request with its files."""
+        return replace(self.request, **unpack(self.given.read_bytes())) if self.given else self.request
 
 
 class Studio:
@@ -135,6 +143,7 @@ class Studio:
     def __init__(self, client: Client, *, max_kept: int = 500) -> None:
         self.client = client
         self.info = client.info()
+        self.media = MediaReader(self.info.limits)
         self._folder = tempfile.TemporaryDirectory(prefix="megadit_videos_")
         self._kept: deque[Path] = deque()
         self._max_kept = max_kept
@@ -210,8 +219,12 @@ class Studio:
         """
         folder = self.folder / secrets.token_urlsafe(16)
         folder.mkdir()
+        media, given = request.media(), folder / "given.zip"
+        if media:
+            given.write_bytes(pack(media))
         take = Take(
-            request=request,
+            request=request.without_media(),
+            given=given if media else None,
             media_type=result.media_type,
             seconds=result.seconds,
             path=folder / f"seed{result.seed}{result.suffix}",

@@ -6,9 +6,11 @@ from typing import Any
 
 import gradio as gr
 
+from megadit.models.shared.errors import UserError
 from megadit.serve.contract import CancelledError, ServiceError, StepDone, VideoRequest
 from megadit.serve.page import view
 from megadit.serve.page.demo import Studio, Take
+from megadit.serve.page.given import GivenInputs
 
 
 def show(studio: Studio, *, host: str, port: int) -> None:
@@ -29,6 +31,7 @@ def launch(page: gr.Blocks, studio: Studio, *, host: str, port: int | None) -> s
         server_port=port,
         prevent_thread_lock=True,
         allowed_paths=[str(studio.folder)],
+        max_file_size=studio.info.limits.max_media_bytes,
         theme=gr.themes.Soft(primary_hue="indigo", font=font, font_mono=["ui-monospace", "monospace"]),
         css=view.CSS,
         footer_links=[],
@@ -157,6 +160,7 @@ class _VideoTab:
         self.examples = gr.Dataset(
             components=[self.prompt], samples=samples, label="Examples", elem_id="examples", visible=bool(samples)
         )
+        self.given = GivenInputs(self.studio)
         with gr.Row():
             self.make = gr.Button("Make it", variant="primary", elem_id="make", min_width=100)
             self.cancel = gr.Button("Cancel", elem_id="cancel", interactive=False, min_width=100)
@@ -183,7 +187,7 @@ class _VideoTab:
         shown = [self.stage, self.facts, self.make, self.cancel, self.again, self.download, self.gallery]
         shown += [self.seed.number, self.takes, self.current]
         inputs = [self.takes, self.prompt, self.negative, self.sizes.radio]
-        inputs += [*self.sampling.components, *self.seed.components]
+        inputs += [*self.sampling.components, *self.seed.components, *self.given.components]
         quiet = {"show_progress": "hidden"}
         gr.on([self.make.click, self.prompt.submit], self._start, inputs, shown, **quiet)
         self.examples.click(lambda sample: sample[0], self.examples, self.prompt, **quiet).then(
@@ -200,9 +204,16 @@ class _VideoTab:
             gr.Warning("Write a prompt first, or click an example.")
             yield {self.cancel: gr.Button(interactive=False)}
             return
-        sampling, seed = values[: len(self.sampling.components)], values[len(self.sampling.components) :]
+        count = len(self.sampling.components)
+        sampling, seed, given = values[:count], values[count : count + 2], values[count + 2 :]
+        try:
+            fields = self.given.of(prompt, *given)
+        except UserError as error:
+            gr.Warning(str(error))
+            yield {self.cancel: gr.Button(interactive=False)}
+            return
         request = self.studio.request(
-            prompt=prompt,
+            **fields,
             negative_prompt=negative,
             seed=self.seed.of(*seed),
             **self.sizes.of(size),
@@ -211,11 +222,11 @@ class _VideoTab:
         yield from self._run(session, request, kept)
 
     def _repeat(self, session: gr.Request, take: Take, kept: list[Take]) -> Iterator[dict]:
-        yield from self._run(session, take.request, kept, note="made again")
+        yield from self._run(session, take.again(), kept, note="made again")
 
     def _choose(self, event: gr.SelectData, kept: list[Take]) -> dict:
         take = kept[event.index]
-        return self._finished(take) | {self.prompt: take.request.prompt}
+        return self._finished(take) | {self.prompt: take.request.text}
 
     def _run(self, session: gr.Request, request: VideoRequest, kept: list[Take], note: str = "") -> Iterator[dict]:
         yield {
@@ -242,7 +253,7 @@ class _VideoTab:
     def _finished(self, take: Take, note: str = "") -> dict:
         return {
             self.stage: _finished_stage(take),
-            self.facts: view.facts(take.request, take.seconds, note),
+            self.facts: view.facts(take.again(), take.seconds, note),
             self.again: gr.Button(interactive=True),
             self.download: gr.DownloadButton(value=str(take.path), interactive=True),
             self.seed.number: take.request.seed,
@@ -326,5 +337,5 @@ def _failed_stage(request: VideoRequest, error: ServiceError) -> str:
 
 def _pictures(takes: list[Take]) -> gr.Gallery:
     """Click one to see it again, with its settings."""
-    items = [(str(take.picture), take.request.prompt) for take in takes]
+    items = [(str(take.picture), take.request.text) for take in takes]
     return gr.Gallery(value=items, visible=True, selected_index=None)

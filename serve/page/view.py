@@ -149,12 +149,13 @@ def facts(request: VideoRequest, seconds: float | None = None, note: str = "") -
         str(request.sampler),
         f"{request.width}\N{MULTIPLICATION SIGN}{request.height}, {request.num_frames} frames",
         *(f"{name.replace('_', ' ')} {value:g}" for name in SLIDERS if (value := getattr(request, name))),
+        *(f"with a given {name.replace('_', ' ')}" for name in request.media()),
         *([f"without: {request.negative_prompt}"] if request.negative_prompt else []),
         *([f"made in {seconds:.1f} s"] if seconds is not None else []),
         *([note] if note else []),
     ]
     labels = "".join(f"<span>{escape(text)}</span>" for text in shown)
-    return f'<div class="facts"><span class="prompt">{escape(request.prompt)}</span>{labels}</div>'
+    return f'<div class="facts"><span class="prompt">{escape(request.text)}</span>{labels}</div>'
 
 
 def _stage(preset: Preset, inside: str) -> str:

@@ -51,7 +51,8 @@ REPOSITORY = (
     *(("--images",), ("--dtype", "bfloat16"), ("--device", "0,3"), ("--instances", "2"), ("--max_batch_size", "3")),
     *(("--max_queue_size", "5"), ("--queue_seconds", "7"), ("--batching_seconds", "0.5"), ("--max_videos", "2")),
     *(("--max_prompt_characters", "9"), ("--max_frames", "6"), ("--max_pixels", "5000"), ("--max_work", "90000")),
-    ("--max_text_tokens", "7"),
+    *(("--max_text_tokens", "7"), ("--max_media_bytes", "8"), ("--max_media_pixels", "9"), ("--max_media_side", "6")),
+    *(("--max_media_frames", "5"), ("--max_media_seconds", "4")),
 )
 
 
@@ -135,7 +136,7 @@ GATEWAY = (
     *(("--metrics_host", "0.0.0.0"), ("--metrics_port", "9004"), ("--name", "mine"), ("--slots", "3")),
     *(("--job_seconds", "2"), ("--hang_seconds", "3"), ("--max_body_bytes", "99"), ("--max_streams", "4")),
     *(("--min_free_bytes", "5"), ("--history_seconds", "6"), ("--drain_seconds", "7")),
-    ("--max_connections", "20"),
+    *(("--max_connections", "20"), ("--max_upload_bytes", "8"), ("--max_uploads", "9")),
 )
 
 
@@ -165,7 +166,7 @@ def test_every_option_of_a_key_is_written_down(tmp_path, capsys):
         return capsys.readouterr().out
 
     limits = (("--requests_per_minute", "7"), ("--max_active", "8"), ("--videos_per_day", "9"))
-    limits += (("--max_stored_bytes", "10"),)
+    limits += (("--max_stored_bytes", "10"), ("--max_upload_bytes", "11"))
     for number, (flag, value) in enumerate((*limits, ("--webhook", "https://example.org/told"))):
         store = f"--store={tmp_path / str(number)}.sqlite"
         keys("add", "alice", store, flag, value)
@@ -179,13 +180,18 @@ def test_every_option_of_a_key_is_written_down(tmp_path, capsys):
 REQUEST = (
     *(("--negative_prompt", "blue"), ("--sampler", "heun"), ("--seed", "5"), ("--guidance", "3"), ("--height", "32")),
     *(("--width", "32"), ("--num_steps", "7"), ("--num_frames", "9"), ("--fps", "12"), ("--num_videos", "2")),
-    *(("--num_video_frames", "9"), ("--eta", "0.5")),
+    *(("--num_video_frames", "9"), ("--eta", "0.5"), ("--image_guidance", "3"), ("--input_video", "a.png")),
+    *(("--strength", "0.5"), ("--continue_video", "a.png"), ("--lead_to_video", "a.png"), ("--keep_frames", "2")),
+    *(("--image", "a.png"), ("--first_frame", "a.png"), ("--conditioned_image_or_video_path", "a.png")),
+    *(("--last_image", "a.png"), ("--last_frame", "a.png"), ("--keyframe", "3:a.png"), ("--video", "a.png")),
+    *(("--mask", "a.png"), ("--instruction", "make it red")),
 )
 ASKED = (("--url", "grpc://elsewhere:1"), ("--model", "text_to_image"), ("--timeout", "9"), ("--priority", "1"))
 
 
 def test_every_option_reaches_the_service(tmp_path, note, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.png").write_bytes(b"a picture")
     facts = {"index": 0, "prompt": "a", "seed": 1, "settings": {"fps": 8.0}, "seconds": 1.0, "batch_size": 1}
     video = VideoResult(data=b"video", media_type="video/mp4", **facts)
 

@@ -20,7 +20,7 @@ from megadit.infer.pipeline import TextToVideo
 from megadit.infer.resolve import latent_size, resolve_settings
 from megadit.infer.specs import prompt_lines
 from megadit.models.bundle.bundle import Bundle
-from megadit.models.settings import SERVED, GivenSettings, SamplingSettings
+from megadit.models.settings import OF_PROMPTS, GivenSettings, SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.options import group, read_options, setting
 from megadit.models.shared.progress import Progress
@@ -47,7 +47,7 @@ class PriorOptions:
     dtype: str = setting("float32", "of the network (default: {default})", metavar="NAME")
     overwrite: bool = setting(False, "replace a finished folder")
     settings: GivenSettings = group(
-        GivenSettings, "settings of sampling (default: those of the checkpoint)", only=SERVED
+        GivenSettings, "settings of sampling (default: those of the checkpoint)", only=OF_PROMPTS
     )
 
 

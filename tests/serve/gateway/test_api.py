@@ -145,7 +145,7 @@ def test_bad_requests_are_told_at_the_door(visit, body, told):
     assert told in answer.json()["error"]["message"]
 
 
-def test_bodies_that_are_no_request(visit):
+def test_bodies_that_are_no_request(visit, new_key):
     client = visit()
     kinds = {"application/json": b'{"prompt": "\\ud800"}', "text/plain": b"a", "multipart/form-data": b"--x"}
     codes = [
@@ -153,7 +153,11 @@ def test_bodies_that_are_no_request(visit):
         for kind, body in kinds.items()
     ]
     assert codes == [400, 415, 400]
-    assert client.post("/v1/videos", json={"prompt": "x" * (1 << 20)}).status_code == 413
+    assert client.post("/v1/videos", json={"prompt": "x" * (1 << 20)}).status_code == 400
+    many = client.post("/v1/videos", json={"prompt": ["" for _ in range(1 << 20)]})
+    assert many.status_code == 400 and "too many values" in many.text
+    small = visit(new_key(max_upload_bytes=1 << 20)[0])
+    assert small.post("/v1/videos", json={"prompt": "x" * (1 << 20)}).status_code == 413
     assert client.get("/v1/videos").status_code == 200
 
 

@@ -23,12 +23,16 @@ from megadit.serve.client import VideoClient
 from megadit.serve.contract import INPUTS, VideoRequest
 from megadit.serve.gateway.app import create_app
 
+from ..media import MASK, MP4, PNG
+
 schemathesis = pytest.importorskip("schemathesis")
 grpcclient = pytest.importorskip("tritonclient.grpc")
 
 MODELS = frozenset({"text_to_video"})
 STORE = {"jobs.sqlite", "jobs.sqlite-wal", "jobs.sqlite-shm", "videos"}
-VIDEO_FILE = re.compile(r"videos/(video_[0-9a-f]{32}\.[0-9a-f]{16}|\.video_[0-9a-f]{32}(\.[0-9a-f]+){2})\.(mp4|png)")
+VIDEO_FILE = re.compile(
+    r"videos/(video_[0-9a-f]{32}\.[0-9a-f]{16}|\.video_[0-9a-f]{32}(\.[0-9a-f]+){2})\.(mp4|png|given)"
+)
 """Finished, or being written."""
 
 
@@ -271,6 +275,12 @@ PLAUSIBLE = {
     "num_videos": [1, 2],
     "preview_every": [0, 1],
     "eta": [0.0, 0.5],
+    "image": [PNG, b"", PNG[:50]],
+    "continue_video": [MP4, b""],
+    "video": [MP4],
+    "mask": [MASK],
+    "instruction": [b"make it red", b""],
+    "keyframe": [b"0:" + PNG, b""],
 }
 """What the service can make."""
 RIGHT = {each.name: {"STRING": "BYTES"}.get(kind := each.data_type.removeprefix("TYPE_"), kind) for each in INPUTS}

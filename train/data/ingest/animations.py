@@ -7,6 +7,7 @@ from typing import BinaryIO
 import av
 from PIL import Image
 
+from megadit.infer.animations import is_webp
 from megadit.train.data.ingest.pool import still_alive
 
 HEAD_BYTES = 4096
@@ -26,10 +27,6 @@ def is_animated(head: bytes) -> bool:
     if head.startswith(b"\x89PNG\r\n\x1a\n"):
         return b"acTL" in head.partition(b"IDAT")[0]
     return head.startswith(b"GIF8") and b"NETSCAPE2.0" in head
-
-
-def is_webp(head: bytes) -> bool:
-    return head[:4] == b"RIFF" and head[8:12] == b"WEBP"
 
 
 class WebpVideo:

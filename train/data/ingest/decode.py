@@ -16,8 +16,9 @@ import av
 import numpy as np
 from PIL import Image, ImageOps
 
+from megadit.infer.animations import is_webp, webp_size
 from megadit.infer.video_io import open_container
-from megadit.train.data.ingest.animations import WebpVideo, is_webp
+from megadit.train.data.ingest.animations import WebpVideo
 from megadit.train.data.ingest.files import file_size, open_file
 from megadit.train.data.ingest.plan import Settings, Source
 from megadit.train.data.ingest.pool import still_alive
@@ -117,17 +118,9 @@ def read_image(source: Source, settings: Settings) -> Image.Image:
 
 def _check_canvas(head: bytes, settings: Settings) -> None:
     """The size that the header of a WebP announces: its decoder makes room for it before anybody can ask how large."""
-    if not is_webp(head):
-        return
-    match head[12:16]:
-        case b"VP8X":
-            width, height = (1 + int.from_bytes(head[start : start + 3], "little") for start in (24, 27))
-        case b"VP8L":
-            bits = int.from_bytes(head[21:25], "little")
-            width, height = 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
-        case _:
-            width, height = (int.from_bytes(head[start : start + 2], "little") & 0x3FFF for start in (26, 28))
-    _check_pixels(width, height, settings)
+    size = webp_size(head)
+    if size is not None:
+        _check_pixels(*size, settings)
 
 
 def fit_image(image: Image.Image, height: int, width: int) -> np.ndarray:

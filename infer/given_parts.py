@@ -1,0 +1,77 @@
+"""What options give of a video: each file with its use, whether the files are paths or, in a request, their bytes."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megadit.infer.given import REMAKE, GivenVideo, Media
+from megadit.models.given_settings import USES, check_conflicts, split_keyframe
+
+DEFAULT_STRENGTH = 0.6
+DARKEST_WHITE = 128
+"""Of a mask's pixels, 0..255."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GivenPart:
+    """A file that is given; see `GivenVideo`."""
+
+    source: Any
+    """A path, or the bytes of a file."""
+    use: str
+    strength: float | None = None
+    keep_frames: int | None = None
+    frame: int | None = None
+    mask: Any = None
+    """As `source`."""
+
+
+def given_parts(values: Mapping[str, Any], num_frames: int) -> list[GivenPart]:
+    """The parts that the values of `GivenOptions` give of a video of `num_frames`.
+
+    Raises:
+        UserError: for options that exclude each other, and a malformed keyframe.
+    """
+    check_conflicts(values)
+    named = [(name, use) for name, use in USES.items() if values[name] and name != "keyframe"]
+    keyframes = map(split_keyframe, values["keyframe"] or ())
+    parts = [_part(name, use, values, num_frames) for name, use in named]
+    return [*parts, *(GivenPart(source=source, use="keyframe", frame=frame) for frame, source in keyframes)]
+
+
+def _part(name: str, use: str, values: Mapping[str, Any], num_frames: int) -> GivenPart:
+    settings: dict[str, Any] = {}
+    if use == REMAKE:
+        settings["strength"] = DEFAULT_STRENGTH if values["strength"] is None else values["strength"]
+    if use in ("prefix", "suffix"):
+        keep_frames = values["keep_frames"]
+        settings["keep_frames"] = max(1, num_frames // 2) if keep_frames is None else keep_frames
+    if name == "video" and values["mask"]:
+        use, settings = "inpaint", {"mask": values["mask"]}
+    return GivenPart(source=values[name], use=use, **settings)
+
+
+def white_of(frames_THWC: np.ndarray) -> np.ndarray:
+    """bool THW: where frames of a mask are white."""
+    return frames_THWC.max(-1) >= DARKEST_WHITE
+
+
+def decoded(values: Mapping[str, Any], num_frames: int, decode: Callable[[bytes], np.ndarray]) -> Media:
+    """What a request gives of a video of `num_frames`; `decode` gives the frames (uint8 THWC) of a file's bytes.
+
+    Raises:
+        UserError: as `given_parts`, and what `decode` raises.
+    """
+    return tuple(
+        GivenVideo(
+            frames=decode(part.source),
+            use=part.use,
+            strength=part.strength,
+            keep_frames=part.keep_frames,
+            frame=part.frame,
+            mask=None if part.mask is None else white_of(decode(part.mask)),
+        )
+        for part in given_parts(values, num_frames)
+    )

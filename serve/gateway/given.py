@@ -1,0 +1,161 @@
+"""Files that requests bring: how they come in, over JSON or a form, and how they are kept beside their job."""
+
+import io
+import re
+import threading
+import zipfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+from fastapi import Request
+from pydantic import BeforeValidator, WithJsonSchema
+from starlette.datastructures import FormData, UploadFile
+
+from megadit.infer.media import IMAGE_HEADS
+from megadit.models.given_settings import MEDIA, from_base64, plain_bytes, split_keyframe
+from megadit.models.shared.errors import UserError
+from megadit.serve.gateway.errors import ApiError
+from megadit.serve.gateway.keys import Key
+
+REFERENCE = "input_reference"
+MOST_FILES = 16
+"""Of a form."""
+_KEYFRAME = re.compile(r"keyframe\[([0-9]{1,9})\]")
+"""A form's field of a keyframe, with its number."""
+
+
+def _file(value: Any) -> bytes:
+    """The bytes of a file: of a form as they are, of JSON in base64."""
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, str):
+        raise ValueError("must be a file, or its bytes in base64")
+    data = value.encode("ascii", errors="replace")
+    return plain_bytes(data) if value.startswith("data:") else from_base64(data)
+
+
+def _keyframe(value: Any) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    number, file = split_keyframe(value) if isinstance(value, str) else (0, value)
+    return b"%d:%b" % (number, _file(file))
+
+
+_BASE64 = {"type": "string", "contentEncoding": "base64"}
+File = Annotated[bytes, BeforeValidator(_file), WithJsonSchema(_BASE64)]
+Keyframe = Annotated[
+    bytes,
+    BeforeValidator(_keyframe),
+    WithJsonSchema({"type": "string", "pattern": "^[0-9]{1,9}:", "examples": ["24:"]}),
+]
+
+
+def form_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a form, of that of a JSON body: files are files."""
+    properties = dict(schema["properties"])
+    for name in (REFERENCE, *MEDIA):
+        about = properties.pop(name)
+        if name != "keyframe":
+            properties[name] = {"type": "string", "format": "binary", "description": about.get("description", "")}
+    described = "A frame by its number: files in the fields keyframe[0], keyframe[24], ..."
+    return {
+        **schema,
+        "properties": properties,
+        "patternProperties": {r"^keyframe\[[0-9]+\]$": {"description": described}},
+    }
+
+
+async def values_of(form: FormData) -> dict[str, Any]:
+    """The values of a form, files as their bytes.
+
+    Raises:
+        ApiError: for a file in a field that takes none.
+    """
+    values: dict[str, Any] = {}
+    for name, value in form.multi_items():
+        numbered = _KEYFRAME.fullmatch(name)
+        if not isinstance(value, UploadFile):
+            values[name] = value
+        elif numbered:
+            values.setdefault("keyframe", []).append(b"%s:%b" % (numbered[1].encode(), await value.read()))
+        elif name in (REFERENCE, *MEDIA) and name != "keyframe":
+            values[name] = await value.read()
+        else:
+            raise ApiError(400, "invalid_request", f"{name[:64]!r} takes no file", param=name[:100])
+    return values
+
+
+def reference_as(data: bytes, given: Mapping[str, Any], takes: tuple[str, ...]) -> str:
+    """What `input_reference` is of the video: an image its first frame, a video what the other fields say.
+
+    Raises:
+        UserError: if that is given already.
+    """
+    if data.startswith(IMAGE_HEADS):
+        name = "image"
+    elif given.get("mask") or given.get("instruction"):
+        name = "video"
+    elif given.get("strength"):
+        name = "input_video"
+    else:
+        name = "video" if "edit" in takes and not given.get("keep_frames") else "continue_video"
+    if given.get(name):
+        raise UserError(f"{REFERENCE} is the same as {name} here; give one of them")
+    return name
+
+
+def pack(media: Mapping[str, Any]) -> bytes:
+    """All files of a request as one: `unpack` is the inverse."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, value in media.items():
+            for number, data in enumerate(value if name == "keyframe" else [value]):
+                archive.writestr(f"{name}/{number}", data)
+    return buffer.getvalue()
+
+
+def unpack(data: bytes) -> dict[str, Any]:
+    media: dict[str, Any] = {}
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        for path in archive.namelist():
+            name, file = path.partition("/")[0], archive.read(path)
+            media[name] = (*media.get(name, ()), file) if name == "keyframe" else file
+    return media
+
+
+class Uploads:
+    """Bodies that are larger than others may be, of which each key sends a few at once."""
+
+    def __init__(self, *, most_bytes: int, most_at_once: int, usual_bytes: int) -> None:
+        self._most_bytes, self._most_at_once, self._usual_bytes = most_bytes, most_at_once, usual_bytes
+        self._open: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def admitted(self, request: Request, key: Key) -> Iterator[None]:
+        """While a body is read: lets it be as large as it says, if this key may send so much.
+
+        Raises:
+            ApiError: if it may not; nothing of the body was read then.
+        """
+        declared = request.headers.get("content-length", "")
+        size = int(declared) if declared.isascii() and declared.isdigit() and len(declared) < 16 else 0
+        if size <= self._usual_bytes:
+            yield
+            return
+        most = min(self._most_bytes, key.limits.max_upload_bytes)
+        if size > most:
+            raise ApiError(413, "too_large", f"the body has {size:,} bytes; this key may send {most:,}")
+        with self._lock:
+            if self._open[key.id] >= self._most_at_once:
+                message = f"this key may send {self._most_at_once} requests with files at once"
+                raise ApiError(429, "too_many_uploads", message, retry_after=2)
+            self._open[key.id] += 1
+        request.state.max_body_bytes = most
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open[key.id] -= 1
