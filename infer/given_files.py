@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from megadit.infer.given import REMAKE, GivenVideo
-from megadit.infer.given_parts import GivenPart, given_parts, white_of
+from megadit.infer.given_parts import Medium, given_parts, white_of
 from megadit.infer.options import GenerateOptions
 from megadit.infer.video_io import read_video
 from megadit.models.given_settings import USES
@@ -59,7 +59,7 @@ def given_files(line: Mapping[str, Any], options: GenerateOptions, num_frames: i
     return tuple(map(_given_file, given_parts(values, num_frames)))
 
 
-def _given_file(part: GivenPart) -> GivenFile:
+def _given_file(part: Medium) -> GivenFile:
     return GivenFile(
         path=part.source,
         sha256=sha256_of(part.source),

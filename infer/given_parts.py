@@ -15,7 +15,7 @@ DARKEST_WHITE = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GivenPart:
+class Medium:
     """A file that is given; see `GivenVideo`."""
 
     source: Any
@@ -28,7 +28,7 @@ class GivenPart:
     """As `source`."""
 
 
-def given_parts(values: Mapping[str, Any], num_frames: int) -> list[GivenPart]:
+def given_parts(values: Mapping[str, Any], num_frames: int) -> list[Medium]:
     """The parts that the values of `GivenOptions` give of a video of `num_frames`.
 
     Raises:
@@ -38,10 +38,10 @@ def given_parts(values: Mapping[str, Any], num_frames: int) -> list[GivenPart]:
     named = [(name, use) for name, use in USES.items() if values[name] and name != "keyframe"]
     keyframes = map(split_keyframe, values["keyframe"] or ())
     parts = [_part(name, use, values, num_frames) for name, use in named]
-    return [*parts, *(GivenPart(source=source, use="keyframe", frame=frame) for frame, source in keyframes)]
+    return [*parts, *(Medium(source=source, use="keyframe", frame=frame) for frame, source in keyframes)]
 
 
-def _part(name: str, use: str, values: Mapping[str, Any], num_frames: int) -> GivenPart:
+def _part(name: str, use: str, values: Mapping[str, Any], num_frames: int) -> Medium:
     settings: dict[str, Any] = {}
     if use == REMAKE:
         settings["strength"] = DEFAULT_STRENGTH if values["strength"] is None else values["strength"]
@@ -50,7 +50,7 @@ def _part(name: str, use: str, values: Mapping[str, Any], num_frames: int) -> Gi
         settings["keep_frames"] = max(1, num_frames // 2) if keep_frames is None else keep_frames
     if name == "video" and values["mask"]:
         use, settings = "inpaint", {"mask": values["mask"]}
-    return GivenPart(source=values[name], use=use, **settings)
+    return Medium(source=values[name], use=use, **settings)
 
 
 def white_of(frames_THWC: np.ndarray) -> np.ndarray:
