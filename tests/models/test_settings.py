@@ -110,7 +110,7 @@ limits = Limits(max_frames=9, max_pixels=99, max_work=999)
 info = ServiceInfo(defaults=defaults.to_dict(), limits=limits, samplers=("euler",), size_multiple=8)
 print(service_config("text_to_video", info, Scheduling(), dtype="float32"), end="@@@")
 print(json.dumps(create_app(MagicMock()).openapi()), end="@@@")
-print(json.dumps(VideoRequest(prompt="a").filled(info.defaults).to_inputs()))
+print(json.dumps(VideoRequest(prompt="a").filled(info.defaults).to_inputs(), default=bytes.decode))
 """
 
 

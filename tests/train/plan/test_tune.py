@@ -1,6 +1,7 @@
 """`megadit train --tune`: layouts measured in processes of their own, whatever becomes of each."""
 
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -84,7 +85,9 @@ def test_whatever_becomes_of_a_layout_is_a_row_and_the_fastest_wins(run, program
     assert f"megadit train --config-file {path} --nproc 2" in capsys.readouterr().out
 
 
-def test_what_was_measured_is_not_measured_again(run, programs):
+def test_what_was_measured_is_not_measured_again(run, programs, request):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started this may ignore it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     programs(took(0.5), took(0.4), "import os, signal; os.kill(os.getppid(), signal.SIGINT); signal.pause()")
     with pytest.raises(KeyboardInterrupt):
         tune(run)
