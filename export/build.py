@@ -21,7 +21,7 @@ from megadit.infer.runtimes.network_spec import SETTINGS_FILE, SETTINGS_VERSION,
 from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle, check_replaceable, write_manifest
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, write_json
-from megadit.models.shared.options import check_settings, setting
+from megadit.models.shared.setting import check_settings, setting
 from megadit.models.text_encoders import T5TextEncoder, TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
 

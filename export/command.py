@@ -10,7 +10,8 @@ from megadit.export.engines import add_engines, find_refittable, prepared_for_en
 from megadit.export.to_tensorrt import EngineSettings
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.options import group, read_options, setting
+from megadit.models.shared.options import read_options
+from megadit.models.shared.setting import group, setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from megadit.export.operators import check_operators
 from megadit.infer.runtimes.network_spec import NetworkSpec
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.options import check_settings, setting
+from megadit.models.shared.setting import check_settings, setting
 
 LOSES_BIASES = "11.3."
 """Of TensorRT: engines of refittable kind may lack the bias of a product (its release notes), refitted or not."""

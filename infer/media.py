@@ -29,7 +29,7 @@ from megadit.infer.animations import animation_frames, webp_size
 from megadit.infer.video_io import open_container
 from megadit.models.given_settings import MediaLimits
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.options import settings_of
+from megadit.models.shared.setting import settings_of
 
 CONTAINERS = "mov,mp4,matroska,webm"
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")

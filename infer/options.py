@@ -14,7 +14,8 @@ from megadit.infer.runtimes.load import check_runtime
 from megadit.models.given_settings import NEEDED, GivenOptions
 from megadit.models.settings import GivenSettings
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.options import check_text, group, read_options, setting, settings_of
+from megadit.models.shared.options import read_options
+from megadit.models.shared.setting import check_text, group, setting, settings_of
 
 DEFAULT_DTYPE = "float32"
 DEFAULT_RUNTIME = "torch"

@@ -16,7 +16,7 @@ from megadit.models.convert.adapter_files import tensor_file
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import sha256_of
-from megadit.models.shared.options import check_json, settings_of
+from megadit.models.shared.setting import check_json, settings_of
 
 SUBJECT = "{subject}"
 """The place in a prompt that --subject_name fills."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megadit.models.shared.options import check_settings, setting
+from megadit.models.shared.setting import check_settings, setting
 
 AdapterKind = Literal["lora", "dora"]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.options import check_settings, setting, settings_of
+from megadit.models.shared.setting import check_settings, setting, settings_of
 
 
 def _path(help: str, *names: str) -> Any:

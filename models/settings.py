@@ -11,7 +11,7 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from megadit.models.shared.errors import UserError, choose_one, did_you_mean
-from megadit.models.shared.options import check_json, check_settings, check_value, given_class, setting, settings_of
+from megadit.models.shared.setting import check_json, check_settings, check_value, given_class, setting, settings_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,8 +9,9 @@ from megadit.models.given_settings import MEDIA, GivenOptions, split_keyframe
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, write_json
-from megadit.models.shared.options import group, read_options, setting
+from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import Progress
+from megadit.models.shared.setting import group, setting
 from megadit.serve.client import Generation, VideoClient
 from megadit.serve.contract import IMAGE_MODEL, MODEL, InvalidRequestError, ServiceError, VideoRequest, VideoResult
 

@@ -22,7 +22,8 @@ from megadit.models.settings import SAMPLERS, STOCHASTIC, SamplingSettings
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory
-from megadit.models.shared.options import given_class, group, read_options, setting
+from megadit.models.shared.options import read_options
+from megadit.models.shared.setting import given_class, group, setting
 from megadit.serve.contract import IMAGE_MODEL, MODEL, Limits, ServiceInfo
 from megadit.serve.model_config import Scheduling, service_config
 from megadit.serve.network_config import write_networks

@@ -12,7 +12,7 @@ from typing import Any
 from megadit.models.given_settings import GIVEN, MEDIA, MediaLimits, check_given_together, plain_bytes, split_keyframe
 from megadit.models.settings import SERVED, ServedSettings, switched_off
 from megadit.models.shared.errors import UserError, did_you_mean
-from megadit.models.shared.options import check_value, setting, settings_of
+from megadit.models.shared.setting import check_value, setting, settings_of
 
 MODEL = "text_to_video"
 IMAGE_MODEL = "text_to_image"

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.options import check_settings, setting
+from megadit.models.shared.setting import check_settings, setting
 from megadit.serve.contract import DATA, EVENT, INPUTS, ServiceInfo
 
 

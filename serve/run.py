@@ -10,7 +10,8 @@ from typing import Literal
 
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.options import read_options, setting
+from megadit.models.shared.options import read_options
+from megadit.models.shared.setting import setting
 from megadit.serve.local_server import LocalServer, Ports, secret_in
 from megadit.serve.supervise import keep_running, tell_on_stderr
 

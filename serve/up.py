@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megadit.models.shared.command import run_command
-from megadit.models.shared.options import read_options, setting
+from megadit.models.shared.options import read_options
+from megadit.models.shared.setting import setting
 from megadit.serve.gateway.process import gateway_process
 from megadit.serve.local_server import HANG_SECONDS, LocalServer, Ports, secret_in
 from megadit.serve.supervise import OwnedProcess, keep_running, tell_on_stderr

@@ -34,7 +34,8 @@ from megadit.models.megatron.checkpoint import (
 )
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.options import read_options, setting
+from megadit.models.shared.options import read_options
+from megadit.models.shared.setting import setting
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.config.load import load_config

@@ -31,8 +31,9 @@ from megadit.models.settings import SamplingSettings
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import write_json
-from megadit.models.shared.options import read_options, setting
+from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import Progress
+from megadit.models.shared.setting import setting
 
 RUNTIMES = {
     "eager": {"runtime": "torch"},

@@ -41,7 +41,8 @@ from megadit.infer.specs import prompt_lines
 from megadit.models.settings import OF_PROMPTS, GivenSettings
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError, choose_one, told_once
-from megadit.models.shared.options import group, read_options, setting
+from megadit.models.shared.options import read_options
+from megadit.models.shared.setting import group, setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from megadit.infer.evaluate.report import read_report, side_by_side, table
 from megadit.models.shared.command import run_command
-from megadit.models.shared.options import read_options, setting
+from megadit.models.shared.options import read_options
+from megadit.models.shared.setting import setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

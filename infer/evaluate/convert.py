@@ -22,7 +22,8 @@ from megadit.models.convert.tensor_archive import read_archive
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path
-from megadit.models.shared.options import read_options, setting
+from megadit.models.shared.options import read_options
+from megadit.models.shared.setting import setting
 
 CONVERTED = {"inception": ("fc.", "AuxLogits."), "i3d": ()}
 """Kind -> prefixes of tensors that features do not depend on."""

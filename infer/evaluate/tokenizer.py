@@ -22,8 +22,9 @@ from megadit.infer.lpips import LPIPS
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
-from megadit.models.shared.options import read_options, setting
+from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import Progress
+from megadit.models.shared.setting import setting
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
 
 SSIM_SIGMA, SSIM_RADIUS = 1.5, 5

@@ -16,7 +16,8 @@ from rich.table import Table
 
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.options import read_options, setting
+from megadit.models.shared.options import read_options
+from megadit.models.shared.setting import setting
 
 GIB = 2**30
 

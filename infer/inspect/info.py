@@ -23,7 +23,8 @@ from megadit.models.shared.command import run_command
 from megadit.models.shared.documents import parse_json, parse_yaml
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
-from megadit.models.shared.options import read_options, setting
+from megadit.models.shared.options import read_options
+from megadit.models.shared.setting import setting
 from megadit.models.weights import dit_shapes
 
 CHECKPOINTS = "checkpoints"

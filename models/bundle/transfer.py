@@ -21,8 +21,9 @@ from megadit.models.convert.adapter_files import check_adapter, is_adapter
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, inner_path, read_json
-from megadit.models.shared.options import read_options, setting
+from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import Progress
+from megadit.models.shared.setting import setting
 
 HUB = "hf://"
 _URL = "hf://OWNER/NAME, or a URL of fsspec such as s3://BUCKET/PATH"

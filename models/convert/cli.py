@@ -28,7 +28,8 @@ from megadit.models.convert.published_defaults import published_defaults
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, read_json, write_json
-from megadit.models.shared.options import read_options, setting
+from megadit.models.shared.options import read_options
+from megadit.models.shared.setting import setting
 from megadit.models.text_encoders import ClassLabels, T5TextEncoder, TextEncoder, load_text_encoder
 from megadit.models.tokenizers import (
     Autoencoder,

@@ -12,7 +12,8 @@ import uvicorn
 
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.options import group, read_options, setting
+from megadit.models.shared.options import read_options
+from megadit.models.shared.setting import group, setting
 from megadit.serve.gateway.app import create_app
 from megadit.serve.gateway.connections import BACKLOG, Connection, Door, most_connections
 from megadit.serve.gateway.database import Database

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, fields
 from sqlalchemy import Row, delete, func, select, update
 
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.options import check_settings, setting
+from megadit.models.shared.setting import check_settings, setting
 from megadit.serve.gateway.clock import store_seconds
 from megadit.serve.gateway.database import JOBS, KEYS, PREVIEWS, Database
 from megadit.serve.gateway.jobs import IN_PROGRESS, QUEUED, failure

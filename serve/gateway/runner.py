@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from megadit.models.shared.options import setting
+from megadit.models.shared.setting import setting
 from megadit.serve.client import Generation
 from megadit.serve.contract import (
     CancelledError,

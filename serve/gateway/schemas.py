@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from megadit.models.given_settings import GIVEN, MEDIA
 from megadit.models.settings import SERVED
-from megadit.models.shared.options import Setting
+from megadit.models.shared.setting import Setting
 from megadit.serve.contract import InvalidRequestError, ServiceInfo, VideoRequest
 from megadit.serve.gateway.given import MOST_FILES, File, Keyframe, reference_as
 from megadit.serve.gateway.jobs import COMPLETED, FAILED, Job

@@ -14,7 +14,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from megadit.infer.media import MediaReader, within_total
 from megadit.models.given_settings import MediaLimits, split_keyframe
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.options import check_settings, group, setting
+from megadit.models.shared.setting import check_settings, group, setting
 from megadit.serve.contract import MODEL, VideoRequest
 from megadit.serve.gateway.clock import Heart
 from megadit.serve.gateway.database import Database, holds_password, in_a_line, store_url

@@ -23,7 +23,8 @@ from megadit.infer.media import MediaReader
 from megadit.infer.video_io import read_video, write_video
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.options import read_options, setting
+from megadit.models.shared.options import read_options
+from megadit.models.shared.setting import setting
 from megadit.serve.build_repository import build_repository
 from megadit.serve.client import Generation, VideoClient
 from megadit.serve.contract import Event, ServiceError, StepDone, UnavailableError, VideoRequest, VideoResult

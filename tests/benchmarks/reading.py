@@ -33,7 +33,8 @@ from megatron.energon import (
 
 from megadit.models.config import DiTConfig
 from megadit.models.shared.command import run_command
-from megadit.models.shared.options import read_options, setting
+from megadit.models.shared.options import read_options
+from megadit.models.shared.setting import setting
 from megadit.train.config.schema import DataConfig
 from megadit.train.data.bin_packing import best_fit
 from megadit.train.data.dataset_info import iter_captions

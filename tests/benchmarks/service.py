@@ -22,7 +22,8 @@ from megadit.infer.video_io import encode_mp4
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.settings import SERVED, SamplingSettings
 from megadit.models.shared.command import run_command
-from megadit.models.shared.options import read_options, setting
+from megadit.models.shared.options import read_options
+from megadit.models.shared.setting import setting
 from megadit.serve.build_repository import build_repository
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import VideoRequest

@@ -17,7 +17,8 @@ from megadit.models.dit import DiT
 from megadit.models.machine import describe, describe_in_words
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
-from megadit.models.shared.options import read_options, setting
+from megadit.models.shared.options import read_options
+from megadit.models.shared.setting import setting
 
 DTYPES = (torch.float32, torch.bfloat16)
 TEXT_LENGTH = 64

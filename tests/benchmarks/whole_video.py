@@ -30,7 +30,8 @@ from megadit.models.conditioning import Conditioning
 from megadit.models.convert.cli import main as convert
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.options import read_options, setting
+from megadit.models.shared.options import read_options
+from megadit.models.shared.setting import setting
 from megadit.models.text_encoders import HashedWordEncoder
 
 SIZE = {"num_frames": 9, "height": 128, "width": 128}

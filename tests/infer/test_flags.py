@@ -18,7 +18,7 @@ from megadit.infer.options import GenerateOptions
 from megadit.infer.video_io import write_video
 from megadit.models.dit import DiT
 from megadit.models.settings import GivenSettings
-from megadit.models.shared.options import settings_of
+from megadit.models.shared.setting import settings_of
 
 from .conftest import make_adapter
 

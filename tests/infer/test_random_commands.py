@@ -15,7 +15,7 @@ from megadit.infer.options import GenerateOptions
 from megadit.infer.video_io import read_video
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.settings import GivenSettings
-from megadit.models.shared.options import settings_of
+from megadit.models.shared.setting import settings_of
 
 from .conftest import make_adapter
 

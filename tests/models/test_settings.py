@@ -13,7 +13,7 @@ from megadit.infer.schedules import SCHEDULES as SCHEDULE_FUNCTIONS
 from megadit.models import settings
 from megadit.models.settings import SAMPLERS, SCHEDULES, SERVED, GivenSettings, SamplingSettings, resolve, switched_off
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.options import settings_of
+from megadit.models.shared.setting import settings_of
 
 DEFAULTS = SamplingSettings(num_steps=4, guidance=3.0, num_frames=3, height=8, width=8, fps=8.0)
 

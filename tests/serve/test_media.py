@@ -14,7 +14,7 @@ from megadit.models.bundle.bundle import Bundle, write_bundle
 from megadit.models.given_settings import GIVEN, MEDIA, GivenOptions, MediaLimits
 from megadit.models.shared import verbs
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.options import settings_of
+from megadit.models.shared.setting import settings_of
 from megadit.serve.ask import given_values
 from megadit.serve.build_repository import build_repository, service_info
 from megadit.serve.client import VideoClient

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megadit.models.settings import SamplingSettings
-from megadit.models.shared.options import settings_of
+from megadit.models.shared.setting import settings_of
 from megadit.train import validation
 from megadit.train.config.load import resolve_config
 from megadit.train.data.dataset_info import DatasetInfo

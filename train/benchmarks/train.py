@@ -20,8 +20,9 @@ from megadit.models.megatron.launch import launch, rank_arguments
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import told_once
 from megadit.models.shared.files import write_json
-from megadit.models.shared.options import read_options, setting
+from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import Progress
+from megadit.models.shared.setting import setting
 from megadit.train.config.load import resolve_config
 from megadit.train.config.rules import check_inputs, check_layout
 from megadit.train.config.schema import RunConfig

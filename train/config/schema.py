@@ -11,7 +11,7 @@ from typing import Literal
 from megadit.models.adapter_config import AdapterConfig
 from megadit.models.config import DiTConfig
 from megadit.models.megatron.parallel_sizes import ContextComm, ParallelSizes
-from megadit.models.shared.options import check_settings, setting
+from megadit.models.shared.setting import check_settings, setting
 from megadit.train.config.rules import check_config
 from megadit.train.config.upkeep import CheckpointConfig, HealthConfig, LoggerConfig, ValidationConfig
 

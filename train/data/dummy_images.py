@@ -12,8 +12,9 @@ import torch
 from torch.nn import functional
 
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.options import read_options, setting
+from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import Progress
+from megadit.models.shared.setting import setting
 from megadit.models.text_encoders.hashed_words import HashedWordEncoder
 from megadit.models.tokenizers.haar import HaarTokenizer
 from megadit.train.data.dataset_info import DatasetInfo

@@ -23,8 +23,9 @@ from einops import rearrange
 
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import inner_path, read_json
-from megadit.models.shared.options import read_options, setting
+from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import Progress
+from megadit.models.shared.setting import setting
 from megadit.models.text_encoders import TextEncoder, load_text_encoder
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
 from megadit.train.data.ingest.decode import UnusableSourceError, fit_image, read_frames, read_image, read_timeline

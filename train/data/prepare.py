@@ -16,8 +16,9 @@ from torch import Tensor
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import atomic_path
-from megadit.models.shared.options import read_options, setting
+from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import Progress, duration
+from megadit.models.shared.setting import setting
 from megadit.models.text_encoders.hashed_words import HashedWordEncoder
 from megadit.models.tokenizers.haar import HaarTokenizer
 from megadit.train.data import dummy_images, edits, prior

@@ -22,8 +22,9 @@ from megadit.infer.specs import prompt_lines
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.settings import OF_PROMPTS, GivenSettings, SamplingSettings
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.options import group, read_options, setting
+from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import Progress
+from megadit.models.shared.setting import group, setting
 from megadit.train.data.ingest.team import Part, Team, join_team
 from megadit.train.data.requests import begin, missing_shards
 from megadit.train.data.writer import describe_dataset, is_prepared, sample_members, write_encoders, write_members

@@ -20,8 +20,9 @@ from megadit.infer.pipeline import TextToVideo
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.command import run_command
 from megadit.models.shared.files import atomic_path, read_json, write_json
-from megadit.models.shared.options import read_options, setting
+from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import Progress
+from megadit.models.shared.setting import setting
 from megadit.train.digits import figures, judge, score, subject
 from megadit.train.digits.data import Attributes, random_attributes, random_captions
 from megadit.train.digits.figures import spread

@@ -20,8 +20,9 @@ from megadit.infer.video_io import write_video
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.command import run_command
 from megadit.models.shared.files import atomic_directory, atomic_path, read_json, write_json
-from megadit.models.shared.options import read_options, setting
+from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import Progress
+from megadit.models.shared.setting import setting
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.data import prepare
 from megadit.train.digits import figures, judge, score

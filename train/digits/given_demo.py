@@ -17,8 +17,9 @@ from megadit.infer.pipeline import TextToVideo
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.command import run_command
 from megadit.models.shared.files import read_json, write_json
-from megadit.models.shared.options import read_options, setting
+from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import Progress
+from megadit.models.shared.setting import setting
 from megadit.train.digits import figures, given_data, given_score, judge, score
 from megadit.train.digits.data import Attributes
 from megadit.train.digits.given_score import generate, neutral_captions, pixels, video_of

@@ -20,8 +20,9 @@ from megadit.infer.samplers import SAMPLERS
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, write_json
-from megadit.models.shared.options import read_options, setting
+from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import Progress
+from megadit.models.shared.setting import setting
 from megadit.train.digits import judge, score
 from megadit.train.digits.data import COLOURS, Attributes
 from megadit.train.digits.figures import BACKGROUND, FAINT, GRID, TEXT

@@ -9,16 +9,13 @@ import pytest
 
 from megadit.models.shared.command import CommandParser
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.options import (
+from megadit.models.shared.options import given_options, made_of, options, read_options
+from megadit.models.shared.setting import (
     check_json,
     check_settings,
     check_value,
     given_class,
-    given_options,
     group,
-    made_of,
-    options,
-    read_options,
     setting,
     settings_of,
 )

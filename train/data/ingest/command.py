@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 
 from megadit.models.shared.errors import UserError, choose_one
-from megadit.models.shared.options import group, read_options, setting
+from megadit.models.shared.options import read_options
+from megadit.models.shared.setting import group, setting
 from megadit.train.data.dataset_info import INFO_FILE
 from megadit.train.data.ingest import stages
 from megadit.train.data.ingest.download import Downloads

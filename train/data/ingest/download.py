@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from megadit.models.shared.files import atomic_path
-from megadit.models.shared.options import setting
+from megadit.models.shared.setting import setting
 
 MAX_BYTES = 1 << 28
 ATTEMPTS = 3

@@ -24,8 +24,9 @@ from torch import Tensor
 from megadit.models.bundle.tensor_source import load_pickled
 from megadit.models.shared.documents import check_pickle, parse_json
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.options import read_options, setting
+from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import Progress
+from megadit.models.shared.setting import setting
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.data.tar_files import ForeignTarFile

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, read_json, write_json
-from megadit.models.shared.options import check_settings, setting
+from megadit.models.shared.setting import check_settings, setting
 from megadit.train.data.description import MOST_FRAMES
 
 NOTES = "prepare"

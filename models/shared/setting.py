@@ -1,0 +1,306 @@
+"""Settings: fields of a dataclass that say what they mean and what they may be.
+
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class TrimOptions:
+        clip: Path = setting(help="the clip to trim", positional=True)
+        seconds: float = setting(2.0, "length of what is kept (default: {default})", above=0)
+
+The annotation decides what a value may be. Options of commands are made of them (`options.py`); the same settings check
+lines of JSON and values of YAML.
+"""
+
+import math
+import os
+import types
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, make_dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from megadit.models.shared.errors import UserError, choose_one, did_you_mean
+
+LONGEST_NAME = 230
+"""Bytes of a file's name: 255 is what file systems take, less what temporary names add."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What is said of a field, and (from `settings_of`) what its name, default and annotation say."""
+
+    help: str = ""
+    low: float | None = None
+    """The least value."""
+    high: float | None = None
+    """The greatest value."""
+    above: float | None = None
+    """What the value must exceed."""
+    below: float | None = None
+    """What must exceed the value."""
+    choices: Collection[str] | None = None
+    served: bool = False
+    """Whether a request to a service may give it."""
+
+    metavar: str | None = None
+    names: tuple[str, ...] = ()
+    """Of the option; () is `--` and the field's name, or `--no_` and it for a switch that is on by default."""
+    positional: bool = False
+    nargs: int | str | None = None
+    """As argparse's; None is what the annotation says."""
+    repeated: bool = False
+    """Whether the option may be given several times, each adding to the value."""
+
+    name: str = ""
+    default: Any = None
+    required: bool = False
+    """Whether there is no default."""
+    type: Any = str
+    """bool, int, float, str or Path: of the value, or of each in a sequence."""
+    optional: bool = False
+    """Whether None is a value."""
+    words: tuple[str, ...] = ()
+    """What a number may be instead, such as auto."""
+    count: int | None = None
+    """None: one value; 0: a sequence; otherwise a sequence of so many."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """What is said of a field that is a dataclass of settings."""
+
+    of: type
+    title: str
+    only: Collection[str] | None
+
+
+def setting(
+    default: Any = MISSING,
+    help: str = "",
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    choices: Collection[str] | None = None,
+    served: bool = False,
+    metavar: str | None = None,
+    names: tuple[str, ...] = (),
+    positional: bool = False,
+    nargs: int | str | None = None,
+    repeated: bool = False,
+) -> Any:
+    """A field of a dataclass that is a `Setting`. `{default}` in `help` stands for the default."""
+    about = Setting(
+        help=help,
+        low=low,
+        high=high,
+        above=above,
+        below=below,
+        choices=choices,
+        served=served,
+        metavar=metavar,
+        names=names,
+        positional=positional,
+        nargs=nargs,
+        repeated=repeated,
+    )
+    return field(default=default, metadata={"setting": about})
+
+
+def group(of: type, title: str = "", *, only: Collection[str] | None = None) -> Any:
+    """A field that is a dataclass of settings: `only` these are options, among the others or under a title."""
+    return field(default_factory=of, metadata={"group": Group(of=of, title=title, only=only)})
+
+
+def given_class(name: str, of: type, *, only: Collection[str] | None = None) -> type:
+    """A dataclass of the same settings, or `only` of these, each of which is None until it is given."""
+    return _same_settings(name, of, {each.name: None for each in fields(of) if only is None or each.name in only})
+
+
+def with_defaults(name: str, of: type, *, module: str, **defaults: Any) -> type:
+    """A dataclass of the same settings with other defaults; one that has none in either is None until it is given.
+
+    `module` is that in which it stands under this name, where pickle looks for it.
+    """
+    own = {each.name: None if each.default is MISSING else each.default for each in fields(of)}
+    made = _same_settings(name, of, own | defaults)
+    made.__module__ = module
+    return made
+
+
+def _same_settings(name: str, of: type, defaults: Mapping[str, Any]) -> type:
+    """A dataclass of the settings that `defaults` names; help goes on to speak of the defaults of `of`."""
+    hints, known = get_type_hints(of), settings_of(of)
+    made = []
+    for each, default in defaults.items():
+        metadata = {"setting": replace(known[each], help=described(known[each]))}
+        hint = hints[each] | None if default is None else hints[each]
+        made.append((each, hint, field(default=default, metadata=metadata)))
+    return make_dataclass(name, made, frozen=True, kw_only=True, slots=True)
+
+
+@cache
+def settings_of(of: type) -> dict[str, Setting]:
+    """The settings of a dataclass by name; those of its groups are not among them."""
+    hints = get_type_hints(of)
+    return {
+        each.name: _resolve(each.metadata["setting"], each.name, each.default, hints[each.name])
+        for each in fields(of)
+        if "setting" in each.metadata
+    }
+
+
+def described(about: Setting) -> str:
+    """Its help, with the default in its place."""
+    return about.help.replace("{default}", str(about.default))
+
+
+def groups_of(of: type) -> dict[str, Group]:
+    """The fields of a dataclass that are dataclasses of settings."""
+    return {each.name: each.metadata["group"] for each in fields(of) if "group" in each.metadata}
+
+
+# ------------------------------------------------------------------------------------------------ annotations
+
+
+def _resolve(about: Setting, name: str, default: Any, hint: Any) -> Setting:
+    about = replace(about, name=name, default=None if default is MISSING else default, required=default is MISSING)
+    parts = [hint]
+    if get_origin(hint) in (Union, types.UnionType):
+        parts = [part for part in get_args(hint) if part is not types.NoneType]
+        about = replace(about, optional=len(parts) < len(get_args(hint)))
+    words = tuple(word for part in parts if get_origin(part) is Literal for word in get_args(part))
+    parts = [part for part in parts if get_origin(part) is not Literal]
+    if not parts:
+        return replace(about, type=str, choices=about.choices or words)
+    (value,) = parts
+    origin, arguments = get_origin(value), get_args(value)
+    if origin in (tuple, list) or (origin and issubclass(origin, Sequence)):
+        count = len(arguments) if origin is tuple and Ellipsis not in arguments else 0
+        return _resolve_items(replace(about, count=count), arguments[0])
+    if value not in (bool, int, float, str, Path):
+        raise TypeError(f"no option can be made of {name}: {hint}")
+    return replace(about, type=value, words=words)
+
+
+def _resolve_items(about: Setting, hint: Any) -> Setting:
+    item = _resolve(replace(about, optional=False), about.name, about.default, hint)
+    return replace(item, optional=about.optional, required=about.required)
+
+
+# ------------------------------------------------------------------------------------------------ values
+
+
+def check_value(about: Setting, name: str, value: Any) -> Any:
+    """The value, as the annotation has it: a tuple for a list, a path for its text.
+
+    Args:
+        name: as the user wrote it, such as --eta, eta or validation.sampling.eta.
+
+    Raises:
+        UserError: for a value of another type, out of bounds, or not among the choices.
+    """
+    if value is None and about.optional:
+        return None
+    if about.count is None:
+        return _check_one(about, name, value)
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    if not is_list or (about.count and len(value) != about.count):
+        raise UserError(f"{name}={value!r} must be {_expected(about)}")
+    return tuple(_check_one(about, name, item) for item in value)
+
+
+def _check_one(about: Setting, name: str, value: Any) -> Any:
+    if value in about.words and isinstance(value, str):
+        return value
+    if about.type is Path and isinstance(value, str):
+        value = Path(value)
+    kinds = (int, float) if about.type is float else about.type
+    if not isinstance(value, kinds) or (isinstance(value, bool) and about.type is not bool):
+        raise UserError(f"{name}={value!r} must be {_expected(about)}")
+    if isinstance(value, str | Path):
+        check_text(name, value)
+    if about.choices is not None:
+        choose_one(value, about.choices, f"{name}={value!r} is unknown")
+    if not _is_within(about, value):
+        shown = f"{value:g}" if isinstance(value, float) else value
+        bounds = _bounds(about) if _is_finite(value) else "must be a finite number"
+        raise UserError(f"{name}={shown} {bounds}")
+    return value
+
+
+def _expected(about: Setting) -> str:
+    one = {bool: "true or false", int: "a whole number", float: "a number"}.get(about.type, "text")
+    if about.count is not None:
+        several = {int: "whole numbers", float: "numbers"}.get(about.type, "texts")
+        return f"a list of {about.count} {several}" if about.count else f"a list of {several}"
+    return " or ".join((one, *about.words))
+
+
+def _is_within(about: Setting, value: Any) -> bool:
+    if about.low is about.high is about.above is about.below is None:
+        return True
+    least = -math.inf if about.low is None else about.low
+    exceeded = -math.inf if about.above is None else about.above
+    most = math.inf if about.high is None else about.high
+    exceeding = math.inf if about.below is None else about.below
+    return least <= value <= most and exceeded < value < exceeding and _is_finite(value)
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # of a whole number beyond the range of float
+        return False
+
+
+def _bounds(about: Setting) -> str:
+    low, high = about.low, about.high
+    if low is not None and high is not None:
+        return f"must lie between {low:g} and {high:g}"
+    if low == 0 and about.below is None:
+        return "must not be negative"
+    rules = {"at least": low, "greater than": about.above, "at most": high, "below": about.below}
+    return "must be " + " and ".join(f"{rule} {bound:g}" for rule, bound in rules.items() if bound is not None)
+
+
+def check_text(name: str, value: str | Path) -> None:
+    """Raises UserError for text that is no UTF-8, and for a path that no file system takes."""
+    if any("\ud800" <= letter <= "\udfff" for letter in str(value)):  # bytes that were left undecoded
+        raise UserError(f"{name}={str(value)!a} is not valid text (UTF-8)")
+    if isinstance(value, Path):
+        if "\0" in str(value):
+            raise UserError(f"{name}={str(value)!a}: no path holds a null character")
+        for part in value.parts:
+            if len(os.fsencode(part)) > LONGEST_NAME:  # room for a temporary name included
+                raise UserError(f"{name}: the name {part[:40]}... is too long")
+
+
+def check_settings(of: Any, where: str = "") -> None:
+    """Checks the settings that a dataclass holds; `where` begins their names, such as "optimizer.".
+
+    Raises:
+        UserError: as `check_value`.
+    """
+    for name, about in settings_of(type(of)).items():
+        check_value(about, f"{where}{name}", getattr(of, name))
+
+
+def check_json(values: Mapping[str, Any], of: type, *, where: str = "", only: Iterable[str] | None = None) -> dict:
+    """The values of settings, those of groups among them, that a JSON object or YAML mapping gives.
+
+    Args:
+        where: begins every complaint, such as "prompts.jsonl, line 3: ".
+        only: the settings that may be given; None is all.
+
+    Raises:
+        UserError: for an unknown key (names the nearest known one), and for a value as in `check_value`.
+    """
+    known = settings_of(of)
+    for part in groups_of(of).values():
+        known = known | settings_of(part.of)
+    known = known if only is None else {name: known[name] for name in only}
+    for name in values:
+        if name not in known:
+            raise UserError(f"{where}{name!r} is unknown{did_you_mean(name, known)}")
+    return {name: check_value(known[name], f"{where}{name}", value) for name, value in values.items()}
