@@ -4,27 +4,30 @@ Bounds of single values stand with their fields (`schema.py`, `upkeep.py`). Rule
 `ParallelSizes`, because sampling on several ranks keeps them, too; they are part of `RULES`.
 """
 
-import math
-from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from megadit.models.megatron import parallel_sizes
-from megadit.models.megatron.parallel_sizes import Division
-from megadit.models.settings import SamplingSettings, resolve
-from megadit.models.shared.errors import nearest_multiples
-from megadit.models.shared.rules import Rule, accepted_by, always, enforce
+from megadit.models.shared.rules import Rule, accepted_by, enforce
 from megadit.train.config.facts import Run
-
-SINGLE_IMAGE = SamplingSettings(num_steps=1, guidance=1.0, num_frames=1, height=1, width=1, fps=1.0)
-"""Stands for the sizes that `validation.sampling` leaves to the data set."""
-FP8_MULTIPLE = {"tensorwise": 16, "blockwise": 16, "mxfp8": 32}
-"""`train.fp8_recipe` -> what rows and columns of every matrix are a multiple of, on each rank."""
-MOST_MODE = 1.75
-"""2 / (pi - 2) = 1.7519 is where t stops to fall with u (arXiv 2403.03206, eq. 20)."""
-
-Condition = Callable[[Run], Any]
+from megadit.train.config.rule_forms import (
+    MOST_MODE,
+    check_copy_url,
+    check_sampling,
+    check_schedule,
+    check_targets,
+    check_uses,
+    encoding_in_words,
+    fits_dataset,
+    fp8_multiple,
+    long_mock_in_words,
+    multiple_of,
+    of_fp8,
+    of_graphs,
+    of_layout,
+    packs_in_words,
+)
 
 
 def check_config(config: Any) -> None:
@@ -70,130 +73,11 @@ def _read_dataset(config: Any) -> Any:
     return DatasetInfo.read(config.data.path)
 
 
-# ------------------------------------------------------------------------------------------------ forms of rules
-
-
-def _multiple(name: str, value: Condition, of: Condition, words: Condition, when: Condition = always) -> Rule[Run]:
-    """`value(run)`, which messages call `name`, is a multiple of `of(run)`; `words(run)` says of what, and why."""
-    return Rule(
-        when=when,
-        needs=lambda run: value(run) % of(run) == 0,
-        remedy=lambda run: (
-            f"{name}={value(run)} is not a multiple of {words(run)}; use {nearest_multiples(value(run), of(run))}"
-        ),
-    )
-
-
-def _layout(rule: Rule[Division]) -> Rule[Run]:
-    return Rule(
-        when=lambda run: rule.when(run.division),
-        needs=lambda run: rule.needs(run.division),
-        remedy=lambda run: parallel_sizes.refusal(rule, run.division),
-    )
-
-
-def _fp8(needs: Condition, words: str) -> Rule[Run]:
-    return Rule(when=attrgetter("is_fp8"), needs=needs, remedy="{train.fp8=} " + words)
-
-
-def _fp8_multiple(name: str, value: Condition, ranks: Condition, when: Condition = always) -> Rule[Run]:
-    """A side of a matrix of the blocks, or the tokens it meets: divided over `ranks(run)`, kernels can take it."""
-
-    def factor(run: Run) -> int:
-        return FP8_MULTIPLE[run.train.fp8_recipe] * ranks(run)
-
-    return _multiple(
-        name,
-        value,
-        factor,
-        lambda run: (
-            f"{factor(run)}, which train.fp8={run.train.fp8} with train.fp8_recipe={run.train.fp8_recipe} needs on "
-            f"{run.sizes.model_parallel_size} rank(s)"
-        ),
-        when=lambda run: run.is_fp8 and when(run),
-    )
-
-
-def _graphs(needs: Condition, hindrance: str) -> Rule[Run]:
-    """CUDA graphs replay blocks, which must be the same in every step."""
-    return Rule(
-        when=lambda run: run.parallel.cuda_graph_max_segments is not None,
-        needs=needs,
-        remedy="{parallel.cuda_graph_max_segments=} does not go with " + hindrance + "; or leave it out",
-    )
-
-
-def _fits_dataset(setting: str, fact: str) -> Rule[Run]:
-    return Rule(
-        when=lambda run: run.dataset is not None,
-        needs=lambda run: math.isclose(getattr(run.model, setting), getattr(run.dataset, fact), rel_tol=1e-6),
-        remedy="{model." + setting + "=} does not fit {dataset.root}, whose value is {dataset." + fact + "}; set it to "
-        "that",
-    )
-
-
-# ------------------------------------------------------------------------------------------------ longer messages
-
-
-def _packs_in_words(run: Run) -> str:
-    ranks = f"{run.data_parallel_size} data-parallel ranks"
-    if run.sizes.virtual_pipeline > 1:
-        ranks += f" x {run.sizes.pipeline} stages, which take parts in turn"
-    return f"{run.packs_at_a_time} (data.micro_batch_size={run.data.micro_batch_size} x {ranks})"
-
-
-def _long_mock_in_words(run: Run) -> str:
-    shape, tokens = run.longest_mock
-    return (
-        f"data.mock_latent_shapes={list(shape)} has {tokens} tokens, more than data.seq_length={run.data.seq_length}; "
-        "raise that or use smaller shapes"
-    )
-
-
-def _encoding_in_words(run: Run) -> str:
-    kind = "pixels" if run.dataset.store == "raw" else "latents"
-    return (
-        f"data.encode={run.data.encode} does not fit {run.dataset.root}, which holds {kind}; set it to {run.encoding}"
-    )
-
-
-def _check_copy_url(run: Run) -> None:
-    from megadit.train.second_copy import check_url
-
-    check_url(run.checkpoint.copy_to)
-
-
-def _check_targets(run: Run) -> None:
-    """Raises UserError for a pattern of `train.adapter.targets` that names no linear of the network."""
-    from megadit.models.adapters import chosen_targets
-
-    chosen_targets(run.model, run.train.adapter.targets)
-
-
-def _check_uses(run: Run) -> None:
-    """Raises UserError for a use of `data.given` that does not exist, or shares that cannot be."""
-    from megadit.train.data.given import parse_uses
-
-    parse_uses(run.data.given)
-
-
-def _check_sampling(run: Run) -> None:
-    """Raises UserError for a sampler or schedule that does not exist, or settings that exclude each other."""
-    resolve(SINGLE_IMAGE, **run.given_sampling)
-
-
-def _check_schedule(run: Run) -> None:
-    """Raises UserError for noise levels that no sampler can take."""
-    from megadit.infer.schedules import settings_sigmas
-
-    settings_sigmas(resolve(SINGLE_IMAGE, **run.given_sampling))
-
-
 # ------------------------------------------------------------------------------------------------ the rules
 
 RULES: tuple[Rule[Run], ...] = (
     # data
-    _multiple(
+    multiple_of(
         "data.global_batch_size",
         attrgetter("data.global_batch_size"),
         attrgetter("data.micro_batch_size"),
@@ -225,7 +109,7 @@ RULES: tuple[Rule[Run], ...] = (
         remedy="{ema.sigma_rels=} names one profile twice",
     ),
     # what is given
-    accepted_by(_check_uses, when=lambda run: bool(run.data.given)),
+    accepted_by(check_uses, when=lambda run: bool(run.data.given)),
     Rule(
         when=lambda run: bool(run.data.given),
         needs=lambda run: run.model.given_sigma is not None,
@@ -237,7 +121,7 @@ RULES: tuple[Rule[Run], ...] = (
         remedy="{data.given_dropout=} must be three shares from 0 that leave some: what is given, the text, both",
     ),
     # adapter
-    accepted_by(_check_targets, where="train.adapter.targets: ", when=attrgetter("has_adapter")),
+    accepted_by(check_targets, where="train.adapter.targets: ", when=attrgetter("has_adapter")),
     Rule(
         when=attrgetter("has_adapter"),
         needs=lambda run: not run.parallel.gradient_accumulation_fusion,
@@ -262,8 +146,8 @@ RULES: tuple[Rule[Run], ...] = (
         needs=lambda run: run.parallel.recompute_granularity == "full",
         remedy="{parallel.recompute_num_layers=} needs parallel.recompute_granularity=full",
     ),
-    *map(_layout, parallel_sizes.RULES),
-    _multiple(
+    *map(of_layout, parallel_sizes.RULES),
+    multiple_of(
         "data.seq_length",
         attrgetter("data.seq_length"),
         attrgetter("sizes.sequence_multiple"),
@@ -272,80 +156,80 @@ RULES: tuple[Rule[Run], ...] = (
             "parallel.context_parallel_size and parallel.sequence_parallel"
         ),
     ),
-    _multiple(
+    multiple_of(
         "data.global_batch_size",
         attrgetter("data.global_batch_size"),
         attrgetter("packs_at_a_time"),
-        _packs_in_words,
+        packs_in_words,
         when=lambda run: run.world_size is not None,
     ),
     # eight bits
-    _fp8(
+    of_fp8(
         lambda run: run.parallel.transformer_impl == "transformer_engine",
         "is TransformerEngine's; give parallel.transformer_impl=transformer_engine, too",
     ),
-    _fp8(
+    of_fp8(
         lambda run: run.train.precision == "bf16",
         "stands beside train.precision=bf16, not {train.precision}; set that",
     ),
-    _fp8(
+    of_fp8(
         lambda run: run.parallel.data_parallel != "fsdp",
         "does not go with parallel.data_parallel=fsdp; use distributed_optimizer",
     ),
-    _fp8(
+    of_fp8(
         lambda run: not run.has_experts,
         "does not reach experts, which would stay in bf16; leave it out",
     ),
-    _fp8(
+    of_fp8(
         lambda run: run.model.structure.block != "st_dit" or run.sizes.sequence_multiple == 1,
         "needs equally many tokens on each of {sizes.sequence_multiple} ranks, which st_dit's attentions change",
     ),
-    _fp8_multiple("model.hidden_size", attrgetter("model.hidden_size"), lambda run: 1),
-    _fp8_multiple("model.ffn_hidden_size", attrgetter("model.mlp_size"), attrgetter("sizes.tensor")),
-    _fp8_multiple(
+    fp8_multiple("model.hidden_size", attrgetter("model.hidden_size"), lambda run: 1),
+    fp8_multiple("model.ffn_hidden_size", attrgetter("model.mlp_size"), attrgetter("sizes.tensor")),
+    fp8_multiple(
         "model.num_attention_heads x model.head_dim", attrgetter("model.attention_size"), attrgetter("sizes.tensor")
     ),
-    _fp8_multiple("rows of queries, keys and values", attrgetter("projection_rows"), attrgetter("sizes.tensor")),
-    _fp8_multiple("data.seq_length", attrgetter("data.seq_length"), attrgetter("sizes.sequence_multiple")),
-    _fp8_multiple(
+    fp8_multiple("rows of queries, keys and values", attrgetter("projection_rows"), attrgetter("sizes.tensor")),
+    fp8_multiple("data.seq_length", attrgetter("data.seq_length"), attrgetter("sizes.sequence_multiple")),
+    fp8_multiple(
         "model.crossattn_emb_size",
         attrgetter("model.text_size"),
         lambda run: 1,
         when=attrgetter("model.structure.cross_attention"),
     ),
-    _fp8_multiple(
+    fp8_multiple(
         "data.text_seq_length",
         attrgetter("data.text_seq_length"),
         lambda run: 1,
         when=attrgetter("model.structure.cross_attention"),
     ),
     # CUDA graphs
-    _graphs(
+    of_graphs(
         lambda run: run.sizes.model_parallel_size == 1,
         "ranks that share a copy of the network: data parallelism alone",
     ),
-    _graphs(lambda run: run.parallel.data_parallel != "fsdp", "parallel.data_parallel=fsdp: use ddp"),
-    _graphs(
+    of_graphs(lambda run: run.parallel.data_parallel != "fsdp", "parallel.data_parallel=fsdp: use ddp"),
+    of_graphs(
         lambda run: run.parallel.data_parallel != "distributed_optimizer" or not run.parallel.overlap_param_gather,
         "weights gathered meanwhile: parallel.overlap_param_gather=false",
     ),
-    _graphs(
+    of_graphs(
         lambda run: run.parallel.transformer_impl == "local",
         "TransformerEngine: parallel.transformer_impl=local",
     ),
-    _graphs(
+    of_graphs(
         lambda run: not run.parallel.gradient_accumulation_fusion,
         "gradient_accumulation_fusion: leave that out",
     ),
-    _graphs(
+    of_graphs(
         lambda run: run.parallel.recompute_granularity == "none",
         "blocks computed again: parallel.recompute_granularity=none",
     ),
-    _graphs(lambda run: not run.has_adapter, "train.adapter: leave that out"),
-    _graphs(lambda run: not run.has_experts, "experts, whose tokens are others each time"),
-    _graphs(lambda run: run.model.structure.block != "st_dit", "attention along one axis (st_dit)"),
-    _graphs(lambda run: run.train.precision == "bf16", "float32: train.precision=bf16"),
-    _graphs(
+    of_graphs(lambda run: not run.has_adapter, "train.adapter: leave that out"),
+    of_graphs(lambda run: not run.has_experts, "experts, whose tokens are others each time"),
+    of_graphs(lambda run: run.model.structure.block != "st_dit", "attention along one axis (st_dit)"),
+    of_graphs(lambda run: run.train.precision == "bf16", "float32: train.precision=bf16"),
+    of_graphs(
         lambda run: run.model.dim_per_head % 8 == 0 and run.model.dim_per_head <= 256,
         "heads that the kernel for packs does not take: model.head_dim of 8 n <= 256",
     ),
@@ -375,14 +259,14 @@ RULES: tuple[Rule[Run], ...] = (
     Rule(
         when=attrgetter("data.mock"),
         needs=lambda run: run.longest_mock[1] <= run.data.seq_length,
-        remedy=_long_mock_in_words,
+        remedy=long_mock_in_words,
     ),
     # validation
     Rule(
         needs=lambda run: run.validation.sigmas,
         remedy="{validation.sigmas=} leaves nothing to measure; validation.interval=0 never validates",
     ),
-    accepted_by(_check_sampling, where="validation.sampling: "),
+    accepted_by(check_sampling, where="validation.sampling: "),
     Rule(
         needs=lambda run: not run.validation.sampling.autoguidance,
         remedy="{validation.sampling.autoguidance=} is a second network, for which a run has no room; give it to "
@@ -444,8 +328,8 @@ RULES: tuple[Rule[Run], ...] = (
         needs=lambda run: run.checkpoint.init_from is not None,
         remedy="train.adapter is trained beside weights that exist; give checkpoint.init_from=BUNDLE, or a run",
     ),
-    accepted_by(_check_schedule, where="validation.sampling: ", when=attrgetter("starts_here")),
-    accepted_by(_check_copy_url, when=attrgetter("starts_here")),
+    accepted_by(check_schedule, where="validation.sampling: ", when=attrgetter("starts_here")),
+    accepted_by(check_copy_url, when=attrgetter("starts_here")),
     Rule(
         when=attrgetter("starts_here"),
         needs=lambda run: run.train.output_dir is not None,
@@ -457,13 +341,13 @@ RULES: tuple[Rule[Run], ...] = (
         needs=lambda run: run.data.path is not None,
         remedy="data.path is not set; give data.path=FOLDER (see `megadit prepare`), or --mock",
     ),
-    _fits_dataset("in_channels", "latent_channels"),
-    _fits_dataset("crossattn_emb_size", "text_width"),
-    _fits_dataset("sigma_data", "sigma_data"),
+    fits_dataset("in_channels", "latent_channels"),
+    fits_dataset("crossattn_emb_size", "text_width"),
+    fits_dataset("sigma_data", "sigma_data"),
     Rule(
         when=lambda run: run.dataset is not None and run.dataset.store is not None,
         needs=lambda run: run.data.encode == run.encoding,
-        remedy=_encoding_in_words,
+        remedy=encoding_in_words,
     ),
     Rule(
         when=lambda run: run.dataset is not None and run.uses_of_frames and not run.is_blend,

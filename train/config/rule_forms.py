@@ -1,0 +1,141 @@
+"""What the rules of a run are made of: forms that several share, longer messages, and what is accepted by trying."""
+
+import math
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+from megadit.models.megatron.parallel_sizes import Division, refusal
+from megadit.models.settings import SamplingSettings, resolve
+from megadit.models.shared.errors import nearest_multiples
+from megadit.models.shared.rules import Rule, always
+from megadit.train.config.facts import Run
+
+SINGLE_IMAGE = SamplingSettings(num_steps=1, guidance=1.0, num_frames=1, height=1, width=1, fps=1.0)
+"""Stands for the sizes that `validation.sampling` leaves to the data set."""
+FP8_MULTIPLE = {"tensorwise": 16, "blockwise": 16, "mxfp8": 32}
+"""`train.fp8_recipe` -> what rows and columns of every matrix are a multiple of, on each rank."""
+MOST_MODE = 1.75
+"""2 / (pi - 2) = 1.7519 is where t stops to fall with u (arXiv 2403.03206, eq. 20)."""
+
+Condition = Callable[[Run], Any]
+
+
+# ------------------------------------------------------------------------------------------------ forms of rules
+
+
+def multiple_of(name: str, value: Condition, of: Condition, words: Condition, when: Condition = always) -> Rule[Run]:
+    """`value(run)`, which messages call `name`, is a multiple of `of(run)`; `words(run)` says of what, and why."""
+    return Rule(
+        when=when,
+        needs=lambda run: value(run) % of(run) == 0,
+        remedy=lambda run: (
+            f"{name}={value(run)} is not a multiple of {words(run)}; use {nearest_multiples(value(run), of(run))}"
+        ),
+    )
+
+
+def of_layout(rule: Rule[Division]) -> Rule[Run]:
+    """A rule of a division of ranks, as a rule of a run."""
+    return Rule(
+        when=lambda run: rule.when(run.division),
+        needs=lambda run: rule.needs(run.division),
+        remedy=lambda run: refusal(rule, run.division),
+    )
+
+
+def of_fp8(needs: Condition, words: str) -> Rule[Run]:
+    return Rule(when=attrgetter("is_fp8"), needs=needs, remedy="{train.fp8=} " + words)
+
+
+def fp8_multiple(name: str, value: Condition, ranks: Condition, when: Condition = always) -> Rule[Run]:
+    """A side of a matrix of the blocks, or the tokens it meets: divided over `ranks(run)`, kernels can take it."""
+
+    def factor(run: Run) -> int:
+        return FP8_MULTIPLE[run.train.fp8_recipe] * ranks(run)
+
+    return multiple_of(
+        name,
+        value,
+        factor,
+        lambda run: (
+            f"{factor(run)}, which train.fp8={run.train.fp8} with train.fp8_recipe={run.train.fp8_recipe} needs on "
+            f"{run.sizes.model_parallel_size} rank(s)"
+        ),
+        when=lambda run: run.is_fp8 and when(run),
+    )
+
+
+def of_graphs(needs: Condition, hindrance: str) -> Rule[Run]:
+    """CUDA graphs replay blocks, which must be the same in every step."""
+    return Rule(
+        when=lambda run: run.parallel.cuda_graph_max_segments is not None,
+        needs=needs,
+        remedy="{parallel.cuda_graph_max_segments=} does not go with " + hindrance + "; or leave it out",
+    )
+
+
+def fits_dataset(setting: str, fact: str) -> Rule[Run]:
+    return Rule(
+        when=lambda run: run.dataset is not None,
+        needs=lambda run: math.isclose(getattr(run.model, setting), getattr(run.dataset, fact), rel_tol=1e-6),
+        remedy="{model." + setting + "=} does not fit {dataset.root}, whose value is {dataset." + fact + "}; set it to "
+        "that",
+    )
+
+
+# ------------------------------------------------------------------------------------------------ longer messages
+
+
+def packs_in_words(run: Run) -> str:
+    ranks = f"{run.data_parallel_size} data-parallel ranks"
+    if run.sizes.virtual_pipeline > 1:
+        ranks += f" x {run.sizes.pipeline} stages, which take parts in turn"
+    return f"{run.packs_at_a_time} (data.micro_batch_size={run.data.micro_batch_size} x {ranks})"
+
+
+def long_mock_in_words(run: Run) -> str:
+    shape, tokens = run.longest_mock
+    return (
+        f"data.mock_latent_shapes={list(shape)} has {tokens} tokens, more than data.seq_length={run.data.seq_length}; "
+        "raise that or use smaller shapes"
+    )
+
+
+def encoding_in_words(run: Run) -> str:
+    kind = "pixels" if run.dataset.store == "raw" else "latents"
+    return (
+        f"data.encode={run.data.encode} does not fit {run.dataset.root}, which holds {kind}; set it to {run.encoding}"
+    )
+
+
+def check_copy_url(run: Run) -> None:
+    from megadit.train.second_copy import check_url
+
+    check_url(run.checkpoint.copy_to)
+
+
+def check_targets(run: Run) -> None:
+    """Raises UserError for a pattern of `train.adapter.targets` that names no linear of the network."""
+    from megadit.models.adapters import chosen_targets
+
+    chosen_targets(run.model, run.train.adapter.targets)
+
+
+def check_uses(run: Run) -> None:
+    """Raises UserError for a use of `data.given` that does not exist, or shares that cannot be."""
+    from megadit.train.data.given import parse_uses
+
+    parse_uses(run.data.given)
+
+
+def check_sampling(run: Run) -> None:
+    """Raises UserError for a sampler or schedule that does not exist, or settings that exclude each other."""
+    resolve(SINGLE_IMAGE, **run.given_sampling)
+
+
+def check_schedule(run: Run) -> None:
+    """Raises UserError for noise levels that no sampler can take."""
+    from megadit.infer.schedules import settings_sigmas
+
+    settings_sigmas(resolve(SINGLE_IMAGE, **run.given_sampling))
