@@ -80,6 +80,8 @@ class RecordedDenoiser:
     @torch.no_grad()
     def __call__(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
         """Clean latents x0 (float32, on the device); the inputs may lie anywhere."""
+        if conditioning.given is not None or conditioning.adapter_scale_B:
+            return self._denoiser(x_BCTHW, sigma_B, conditioning)  # which places are given, no recording can change
         # streams and graphs are those of the current device, of which every thread has its own
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
             return self._replayed(x_BCTHW, sigma_B, conditioning)

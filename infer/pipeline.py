@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ from megadit.infer.given import (
     remaining_sigmas,
     structure_of,
 )
-from megadit.infer.graphs import RecordedDenoiser
 from megadit.infer.guardrail import Guardrail, load_guardrail
 from megadit.infer.guidance import (
     Denoiser,
@@ -55,7 +54,6 @@ from megadit.infer.runtimes.load import (
     with_exported_networks,
     with_exported_text_network,
 )
-from megadit.infer.runtimes.shared_torch import load_shared_denoiser
 from megadit.infer.runtimes.torch import TorchDenoiser, find_device, find_dtype
 from megadit.infer.samplers import SAMPLERS, Denoise, num_denoiser_calls, settings_randomness
 from megadit.infer.schedules import settings_sigmas
@@ -169,11 +167,9 @@ class TextToVideo:
             UserError: if there is no such checkpoint, device or dtype, or a part is not the one trained with.
         """
         place, number_type = find_device(device), find_dtype(dtype)
-        runtime = check_runtime(runtime, dtype=dtype, compile=compile)
-        if cuda_graphs and (place.type != "cuda" or runtime != "torch" or tensor_parallel * context_parallel > 1):
-            raise UserError("cuda_graphs needs a GPU with the whole of torch's network: leave it out")
-        if resident_blocks and (runtime != "torch" or compile or cuda_graphs or tensor_parallel * context_parallel > 1):
-            raise UserError("resident_blocks needs the torch runtime on one rank, neither compiled nor recorded")
+        num_ranks = tensor_parallel * context_parallel
+        of_torch = {"compile": compile, "cuda_graphs": cuda_graphs, "resident_blocks": resident_blocks}
+        runtime = check_runtime(runtime, dtype=dtype, num_ranks=num_ranks, device=place, **of_torch)
         bundle = path if isinstance(path, Bundle) else open_bundle(path)
         guardrail = load_guardrail(guardrail_dir, bundle)
         tokenizer = tokenizer or bundle.load_tokenizer()
@@ -181,12 +177,15 @@ class TextToVideo:
         check_part(bundle, "tokenizer", tokenizer)
         check_part(bundle, "text_encoder", text_encoder)
 
-        def load(bundle: Bundle) -> Denoiser:
-            options = {"device": place, "dtype": number_type, "compile": compile}
-            if tensor_parallel * context_parallel == 1:
-                denoiser = load_denoiser(bundle, runtime, **options, resident_blocks=resident_blocks)
-                return RecordedDenoiser(denoiser, place) if cuda_graphs else denoiser
-            return load_shared_denoiser(bundle, tensor=tensor_parallel, context=context_parallel, **options)
+        load = partial(
+            load_denoiser,
+            runtime=runtime,
+            device=place,
+            dtype=number_type,
+            **of_torch,
+            tensor_parallel=tensor_parallel,
+            context_parallel=context_parallel,
+        )
 
         def reload_text_encoder() -> TextEncoder:
             return with_exported_text_network(bundle.load_text_encoder(), bundle, runtime, place)

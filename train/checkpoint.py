@@ -12,7 +12,6 @@ that is no longer what was written is named, and passed over for the one before 
 """
 
 import dataclasses
-import errno
 import json
 import pickle
 import shutil
@@ -42,17 +41,15 @@ from megadit.models.megatron.groups import Groups
 from megadit.models.megatron.integrity import DamagedCheckpointError, checksums, file_names, write_sums
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
-from megadit.train.background_write import BackgroundWrite, sync
+from megadit.train.background_write import BackgroundWrite
 from megadit.train.checkpoint_tensors import TrainedTensors
 from megadit.train.config.load import to_plain_values, to_yaml
 from megadit.train.config.schema import RunConfig
 from megadit.train.second_copy import SecondCopy, outdated
+from megadit.train.whole_folders import UNFINISHED, delete, publish, reason_of, unfinished_name
 
 FORMAT_VERSION = 1
 LOADERS = "loaders"
-_UNFINISHED = ".unfinished"
-"""Ends the name of a checkpoint that is being written or deleted; a run that starts removes what is left of such."""
-
 KEPT_SETTINGS = (
     *("model", "optimizer.optimizer", "diffusion.learned_uncertainty", "ema.sigma_rels"),  # which tensors there are
     "train.adapter",  # which of them are trained
@@ -119,7 +116,7 @@ class CheckpointStore:
         if groups.is_first:
             self._copy = SecondCopy.at(config.checkpoint.copy_to)
             self.root.mkdir(parents=True, exist_ok=True)
-            for leftover in self.root.glob(f"*{_UNFINISHED}"):
+            for leftover in self.root.glob(f"*{UNFINISHED}"):
                 shutil.rmtree(leftover, ignore_errors=True)
         dist.barrier()
 
@@ -156,7 +153,7 @@ class CheckpointStore:
         """
         self.finish()
         path = self.root / checkpoint_name(state.iteration)
-        unfinished = _unfinished(path)
+        unfinished = unfinished_name(path)
         with self._all_or_nothing(unfinished):
             self._pending = path, self._start(unfinished, state, tensors, loader_state)
         if not self._config.checkpoint.async_save:
@@ -186,14 +183,14 @@ class CheckpointStore:
         if self._pending is None:
             return
         (path, write), self._pending = self._pending, None
-        unfinished = _unfinished(path)
+        unfinished = unfinished_name(path)
         with self._all_or_nothing(unfinished):
             mine = {f"{TENSORS}/{name}": digest for name, digest in write.finish().items()}
         found = self._checksums(unfinished, known=mine)
         with self._all_or_nothing(unfinished):
             if self._groups.is_first:
                 write_sums(unfinished, found)
-                _publish(unfinished, path)
+                publish(unfinished, path)
         if self._groups.is_first:
             if self._copy is not None:
                 self._copy.finish()  # the one before is still being read
@@ -223,7 +220,7 @@ class CheckpointStore:
         try:
             tensors.load(path / TENSORS, step=state.iteration - state.skipped_steps)
         except (CheckpointException, CheckpointingException, pickle.UnpicklingError) as error:
-            raise DamagedCheckpointError(f"{path} is damaged or hostile: {_reason(error, path)}") from error
+            raise DamagedCheckpointError(f"{path} is damaged or hostile: {reason_of(error, path)}") from error
         return state, SavedReaders(path / LOADERS)
 
     # ------------------------------------------------------------------------------------------------- finding
@@ -246,7 +243,7 @@ class CheckpointStore:
     def _copied(self) -> Iterator[Path]:
         for name in reversed(self._copy.names()) if self._copy is not None else ():
             if not (self.root / name).exists():
-                yield self._copy.fetch(name, self.root, self.root / (name + _UNFINISHED))
+                yield self._copy.fetch(name, self.root, self.root / (name + UNFINISHED))
 
     def _of_other_run(self) -> Iterator[Path]:
         other = self._config.checkpoint.load
@@ -311,7 +308,7 @@ class CheckpointStore:
         try:
             yield
         except (OSError, CheckpointException, CheckpointingException) as error:
-            problem = _reason(error, self.root)
+            problem = reason_of(error, self.root)
         problems: list[str | None] = [None] * self._groups.world_size
         dist.all_gather_object(problems, problem)
         if not any(problems):
@@ -320,7 +317,7 @@ class CheckpointStore:
             shutil.rmtree(unfinished, ignore_errors=True)
         kept = named_checkpoints(self.root)[-1:]
         raise UserError(
-            f"{unfinished.name.removesuffix(_UNFINISHED)} could not be written to {self.root} "
+            f"{unfinished.name.removesuffix(UNFINISHED)} could not be written to {self.root} "
             f"({next(filter(None, problems))}); {f'{kept[0].name} is kept' if kept else 'there is none yet'}. "
             "Make room and run the same command to continue"
         )
@@ -376,40 +373,10 @@ def _next_or_error(iterator: Iterator[Path]) -> Path | UserError | None:
         return error
 
 
-def _reason(error: Exception, folder: Path) -> str:
-    """Why reading or writing failed, in a few words, from wherever it stands in a chain of exceptions."""
-    causes = [error, *getattr(error, "failures", {}).values()]
-    while causes:
-        cause = causes.pop(0)
-        cause = cause[0] if isinstance(cause, tuple) else cause  # torch wraps (exception, traceback)
-        if isinstance(cause, OSError):
-            return "the disk is full" if cause.errno in (errno.ENOSPC, errno.EDQUOT) else str(cause.strerror or cause)
-        causes += [nested for nested in (cause.__cause__, cause.__context__) if nested is not None]
-    if shutil.disk_usage(folder).free < 2**20:  # torch's writer only knows that its file is shorter than it should be
-        return "the disk is full"
-    return str(error).strip().splitlines()[-1]
-
-
-def _unfinished(path: Path) -> Path:
-    """The name of a checkpoint while it is being written."""
-    return path.with_name(path.name + _UNFINISHED)
-
-
 def _loader_file(data_rank: int) -> str:
     return f"{data_rank:05d}.json"
 
 
-def _publish(unfinished: Path, path: Path) -> None:
-    """Gives a finished directory its name, once its contents are on the disk."""
-    for file in unfinished.rglob("*"):
-        sync(file)
-    sync(unfinished)
-    if path.exists():  # saved at this step before, by a run that was continued from an older checkpoint
-        shutil.rmtree(path)
-    unfinished.rename(path)
-    sync(path.parent)
-
-
 def _delete_old(written: Path, keep_last: int) -> None:
     for old in outdated(find_checkpoints(written.parent), written, keep_last):
-        shutil.rmtree(old.rename(_unfinished(old)), ignore_errors=True)  # whole or gone, also if killed here
+        delete(old)

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
+from megadit.infer.graphs import RecordedDenoiser
 from megadit.infer.guidance import Denoiser
 from megadit.infer.runtimes.exported import ExportedDenoiser, ExportedTokenizer, Networks, with_exported_network
 from megadit.infer.runtimes.network_spec import ExportedNetworks
+from megadit.infer.runtimes.shared_torch import load_shared_denoiser
 from megadit.infer.runtimes.streamed import load_streamed_dit
 from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.models.bundle.bundle import Bundle
@@ -55,11 +57,21 @@ EXPORTED: dict[str, ExportedRuntime] = {
 """Runtime -> how it opens the networks of a bundle; `torch` needs no export."""
 
 
-def check_runtime(name: str, *, dtype: str | None = None, compile: bool = False) -> str:
+def check_runtime(
+    name: str,
+    *,
+    dtype: str | None = None,
+    compile: bool = False,
+    cuda_graphs: bool = False,
+    resident_blocks: int | None = None,
+    num_ranks: int = 1,
+    device: torch.device | None = None,
+) -> str:
     """The runtime of this name.
 
     Raises:
-        UserError: for an unknown name, or settings that only torch has: an export has a precision of its own.
+        UserError: for an unknown name, settings that only torch has (an export has a precision of its own), and those
+            that need the whole network on one of `num_ranks`.
     """
     choose_one(name, (TORCH, *EXPORTED), f"runtime {name!r} is unknown")
     if name != TORCH and compile:
@@ -68,6 +80,11 @@ def check_runtime(name: str, *, dtype: str | None = None, compile: bool = False)
         raise UserError(
             f"dtype {dtype} is for the torch runtime: for {name}, choose the precision when exporting (--precision)"
         )
+    is_whole = name == TORCH and num_ranks == 1
+    if cuda_graphs and not (is_whole and device is not None and device.type == "cuda"):
+        raise UserError("cuda_graphs needs a GPU with the whole of torch's network: leave it out")
+    if resident_blocks and (not is_whole or compile or cuda_graphs):
+        raise UserError("resident_blocks needs the torch runtime on one rank, neither compiled nor recorded")
     return name
 
 
@@ -98,19 +115,28 @@ def load_denoiser(
     dtype: torch.dtype,
     compile: bool = False,
     resident_blocks: int | None = None,
+    cuda_graphs: bool = False,
+    tensor_parallel: int = 1,
+    context_parallel: int = 1,
 ) -> Denoiser:
-    """The denoiser of a bundle; with `resident_blocks`, so many and one more have their weights in memory at once.
+    """The denoiser of a bundle, by options that `check_runtime` passed; with `resident_blocks`, so many and one more
+    have their weights in memory at once.
 
     Raises:
-        UserError: if it was not exported for `runtime`, or `runtime` does not run here.
+        UserError: if it was not exported for `runtime`, or `runtime` does not run here; if ranks cannot share it.
     """
-    if runtime == TORCH:
-        if resident_blocks is None or resident_blocks + 1 >= bundle.config.num_layers:
-            dit = bundle.load_dit(device=device, dtype=dtype)
-        else:
-            dit = load_streamed_dit(bundle.path / "transformer", device=device, dtype=dtype, resident=resident_blocks)
-        return TorchDenoiser(dit, device=device, dtype=dtype, compile=compile)
-    return ExportedDenoiser(_open(bundle, runtime, device))
+    options = {"device": device, "dtype": dtype}
+    if tensor_parallel * context_parallel > 1:
+        sizes = {"tensor": tensor_parallel, "context": context_parallel}
+        return load_shared_denoiser(bundle, **sizes, **options, compile=compile)
+    if runtime != TORCH:
+        return ExportedDenoiser(_open(bundle, runtime, device))
+    if resident_blocks is None or resident_blocks + 1 >= bundle.config.num_layers:
+        dit = bundle.load_dit(**options)
+    else:
+        dit = load_streamed_dit(bundle.path / "transformer", **options, resident=resident_blocks)
+    denoiser = TorchDenoiser(dit, **options, compile=compile)
+    return RecordedDenoiser(denoiser, device) if cuda_graphs else denoiser
 
 
 def with_exported_networks(

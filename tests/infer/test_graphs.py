@@ -3,10 +3,12 @@
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from megadit.infer import graphs
+from megadit.infer.given import GivenVideo
 from megadit.infer.graphs import RecordedDenoiser
 from megadit.infer.pipeline import TextToVideo
 from megadit.models.conditioning import Conditioning
@@ -63,6 +65,17 @@ def test_whole_videos_are_the_same(pipeline, bundle_dir):
     expected = pipeline.generate(["a red seven", "blue"], seeds=[1, 2])
     for found, reference in zip(ours.generate(["a red seven", "blue"], seeds=[1, 2]), expected, strict=True):
         assert abs(found.video.astype(int) - reference.video).max() <= 1
+
+
+def test_what_is_given_is_not_lost(able, able_dir):
+    frames = np.zeros((1, able.defaults.height, able.defaults.width, 3), dtype=np.uint8)
+    given = GivenVideo(frames=frames, use="first_frame")
+    ours = TextToVideo.load(able_dir, device="cpu")
+    ours.denoiser = RecordedDenoiser(ours.denoiser, CPU, record_on_cpu)
+    (found,), (reference,) = (each.generate(["a red seven"], given=given) for each in (ours, able))
+    assert abs(found.video.astype(int) - reference.video).max() <= 1
+    (free,) = ours.generate(["a red seven"])
+    assert abs(found.video.astype(int) - free.video).max() > 1
 
 
 def test_without_a_gpu_it_is_refused(bundle_dir):

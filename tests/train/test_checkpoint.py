@@ -9,7 +9,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megadit.models.megatron.checkpoint import CONFIG, DESCRIPTION, STATE, SUMS, TENSORS, find_checkpoints
 from megadit.models.shared.files import write_json
-from megadit.train.checkpoint import _delete_old, _reason
+from megadit.train.checkpoint import _delete_old
+from megadit.train.whole_folders import reason_of
 
 
 def full_disk():
@@ -23,19 +24,19 @@ def full_disk():
     "error", [full_disk(), CheckpointException("write", {1: (full_disk(), None)}), OSError(errno.EDQUOT, "quota")]
 )
 def test_a_full_disk_is_called_so_from_any_depth(error, tmp_path):
-    assert _reason(error, tmp_path) == "the disk is full"
+    assert reason_of(error, tmp_path) == "the disk is full"
 
 
 def test_a_full_disk_that_torch_did_not_recognise(tmp_path, monkeypatch):
     error = CheckpointException("write", {0: (RuntimeError("unexpected pos 704 vs 598"), None)})
-    assert "unexpected pos" in _reason(error, tmp_path)
+    assert "unexpected pos" in reason_of(error, tmp_path)
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 100, 0))
-    assert _reason(error, tmp_path) == "the disk is full"
+    assert reason_of(error, tmp_path) == "the disk is full"
 
 
 def test_another_failure_is_told_as_it_is(tmp_path):
-    assert _reason(PermissionError(errno.EACCES, "Permission denied"), tmp_path) == "Permission denied"
+    assert reason_of(PermissionError(errno.EACCES, "Permission denied"), tmp_path) == "Permission denied"
 
 
 def complete(root, step):
