@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megadit.infer.checkpoints import open_bundle
+from megadit.infer.evaluate.command import prompts_of
 from megadit.infer.evaluate.evaluation import Candidate, Evaluation, Figure
 from megadit.infer.evaluate.extractors import open_extractors
 from megadit.infer.evaluate.features import FeatureStore
@@ -28,7 +29,6 @@ from megadit.infer.resolve import resolve_settings
 from megadit.infer.runtimes.torch import find_device
 from megadit.infer.samplers import num_denoiser_calls
 from megadit.infer.schedules import karras_sigmas, log_linear_sigmas, settings_sigmas
-from megadit.infer.specs import prompt_lines
 from megadit.models.bundle.bundle import Bundle, update_manifest
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.command import run_command
@@ -284,17 +284,13 @@ def _run(argv: list[str]) -> None:
 def _tuner(options: TuneOptions) -> Tuner:
     """What the command asks for, checked before anything is made."""
     bundle = open_bundle(options.model)
-    refuse(bundle.path is None, f"{options.model} is no bundle; `megadit bundle {options.model} OUT` makes one")
     for name in options.metrics:
         choose_one(name, (*METRICS, ADHERENCE), f"--metrics {name} is unknown")
     refuse(any(cost < 1 for cost in options.evaluations), "--evaluations are 1 or more")
     device = find_device(options.device)
     extractors = [each for path in options.extractors for each in open_extractors(path, device)]
     real = open_videos(options.real, options.count)
-    prompts = [line["prompt"] for line in prompt_lines(options.prompts)] if options.prompts else real.prompts
-    refuse(not prompts or not all(prompts), f"{options.real} has videos without captions: give --prompts FILE")
-    count = options.count or len(prompts)
-    prompts = [prompts[number % len(prompts)] for number in range(count)]
+    prompts = prompts_of(options.prompts, real, options.real, options.count)
     store = FeatureStore(options.out / "features", window_of(real.parts[0].read()[0], None, None))
     evaluation = Evaluation(store=store, real=real, extractors=extractors, metrics=tuple(options.metrics))
     evaluation.check(len(prompts))

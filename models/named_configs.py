@@ -1,5 +1,7 @@
 """Sizes of networks that have names: published ones, and the one that `make demo` trains."""
 
+from typing import Any
+
 from megadit.models.config import DiTConfig
 
 
@@ -20,18 +22,16 @@ def _st_dit(*, adaln_lora_dim: int = 256, **sizes: int) -> DiTConfig:
     return DiTConfig(family="st_dit", adaln_lora_dim=adaln_lora_dim, **sizes)
 
 
+def _cosmos(**settings: Any) -> DiTConfig:
+    """Cosmos 1 text-to-video (arXiv 2501.03575), as diffusers' config.json has it."""
+    usual = {"adaln_lora_dim": 256, "learned_positions": (128, 120, 120), "padding_mask_channel": True}
+    return DiTConfig(family="cosmos", qk_layernorm_epsilon=1e-5, **usual | settings)
+
+
 def _cosmos2(**sizes: int) -> DiTConfig:
     """Cosmos-Predict2 text-to-image: Cosmos without learned positions, trained as a flow (diffusers' Cosmos2)."""
-    return DiTConfig(
-        family="cosmos",
-        preconditioner="flow",
-        sigma_data=1.0,
-        adaln_lora_dim=256,
-        rope_scale=(1.0, 4.0, 4.0),
-        padding_mask_channel=True,
-        qk_layernorm_epsilon=1e-5,
-        **sizes,
-    )
+    flow = {"preconditioner": "flow", "sigma_data": 1.0, "learned_positions": None}
+    return _cosmos(rope_scale=(1.0, 4.0, 4.0), **flow, **sizes)
 
 
 def _wan(**sizes: int) -> DiTConfig:
@@ -46,28 +46,8 @@ NAMED_CONFIGS: dict[str, DiTConfig] = {
     "dit_xl": DiTConfig(num_layers=28, hidden_size=1152, num_attention_heads=16),
     "dit_7b": DiTConfig(num_layers=32, hidden_size=3072, num_attention_heads=24),
     "dit_28b": DiTConfig(num_layers=32, hidden_size=6144, num_attention_heads=48),
-    "cosmos_7b": DiTConfig(
-        family="cosmos",
-        num_layers=28,
-        hidden_size=4096,
-        num_attention_heads=32,
-        adaln_lora_dim=256,
-        rope_scale=(2.0, 1.0, 1.0),
-        learned_positions=(128, 120, 120),
-        padding_mask_channel=True,
-        qk_layernorm_epsilon=1e-5,
-    ),
-    "cosmos_14b": DiTConfig(
-        family="cosmos",
-        num_layers=36,
-        hidden_size=5120,
-        num_attention_heads=40,
-        adaln_lora_dim=256,
-        rope_scale=(2.0, 2.0, 2.0),
-        learned_positions=(128, 120, 120),
-        padding_mask_channel=True,
-        qk_layernorm_epsilon=1e-5,
-    ),
+    "cosmos_7b": _cosmos(num_layers=28, hidden_size=4096, num_attention_heads=32, rope_scale=(2.0, 1.0, 1.0)),
+    "cosmos_14b": _cosmos(num_layers=36, hidden_size=5120, num_attention_heads=40, rope_scale=(2.0, 2.0, 2.0)),
     "moviegen_1b": _moviegen(num_layers=16, hidden_size=2048, num_attention_heads=32, ffn_hidden_size=8192),
     "moviegen_3b": _moviegen(num_layers=28, hidden_size=3072, num_attention_heads=24, ffn_hidden_size=8192),
     "moviegen_5b": _moviegen(num_layers=32, hidden_size=3072, num_attention_heads=24, ffn_hidden_size=8192),

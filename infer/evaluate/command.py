@@ -116,7 +116,7 @@ def _run(argv: list[str]) -> None:
         device = find_device(device_name(options.device))
         extractors = _extractors(options.extractors, device)
         real = None if options.real is None else open_videos(options.real, options.count)
-        prompts = _prompts(options, real)
+        prompts = [] if options.videos else prompts_of(options.prompts, real, options.real, options.count)
         models, folders = _subjects(options, prompts, device)
         window = window_of(_first_clip(real, folders, models), options.frames, options.size)
         store = FeatureStore(options.features or options.out / "features", window)
@@ -183,17 +183,14 @@ def _extractors(paths: Sequence[Path], device: torch.device) -> list[Extractor]:
     return [*(each for path in paths for each in open_extractors(path, device)), MotionClips()]
 
 
-def _prompts(options: EvaluateOptions, real: VideoSet | None) -> list[str]:
-    """One for each video of a model."""
-    if options.videos:
-        return []
-    prompts = [line["prompt"] for line in prompt_lines(options.prompts)]
-    if not options.prompts:
+def prompts_of(path: str, real: VideoSet | None, source: Path | None, count: int | None) -> list[str]:
+    """One for each of `count` videos of a model: those of a file, or the captions of the real videos of `source`."""
+    prompts = [line["prompt"] for line in prompt_lines(path)]
+    if not path:
         prompts = real.prompts
-        refuse(not all(prompts), f"{options.real} has videos without captions: give --prompts FILE")
-    refuse(not prompts, f"{options.prompts} holds no prompt")
-    count = options.count or len(prompts)
-    return [prompts[number % len(prompts)] for number in range(count)]
+        refuse(not all(prompts), f"{source} has videos without captions: give --prompts FILE")
+    refuse(not prompts, f"{path} holds no prompt")
+    return [prompts[number % len(prompts)] for number in range(count or len(prompts))]
 
 
 def _subjects(
