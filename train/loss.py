@@ -52,11 +52,38 @@ class Uncertainty(nn.Module):
         return (features @ self.linear.weight.float().T)[:, 0] / math.sqrt(len(frequency))
 
 
-def token_noise(batch: PackedBatch) -> Tensor:
+def token_noise(batch: PackedBatch, stream: int = Stream.NOISE) -> Tensor:
     """Unit normal noise [S, 1, P]; row r of a sample depends on its key and r alone."""
     tensors = batch.layout.on(batch.noise_key_G.device)
     key_S, width = batch.noise_key_G[tensors.segment_of_token_S], batch.tokens_S1P.shape[-1]
-    return normal(key_S, tensors.position_in_segment_S, width, stream=Stream.NOISE)[:, None]
+    return normal(key_S, tensors.position_in_segment_S, width, stream=stream)[:, None]
+
+
+def noisy_tokens(batch: PackedBatch, sigma_G: Tensor, noise_S1P: Tensor) -> Tensor:
+    """x0 + sigma n, [S, 1, P]; what is given stays clean."""
+    tensors = batch.layout.on(sigma_G.device)
+    sigma_S = sigma_G[tensors.segment_of_token_S]
+    if batch.layout.has_given:
+        sigma_S = sigma_S * tensors.is_wanted_S
+    return batch.tokens_S1P + sigma_S[:, None, None] * noise_S1P
+
+
+def weighted_error(
+    batch: PackedBatch, D_S1P: Tensor, target_S1P: Tensor, weight_G: Tensor, u_G: Tensor | None = None
+) -> LossSums:
+    """Sums of weight |D - target|^2 over the tokens to be predicted; the objective is the same, or with a learned
+    uncertainty u the likelihood's: weight / exp(u) |D - target|^2 + u (EDM2, arXiv 2312.02696, eq. 21).
+    """
+    tensors = batch.layout.on(weight_G.device)
+    segment_S, is_wanted_S = tensors.segment_of_token_S, tensors.is_wanted_S
+    error_S = (D_S1P - target_S1P).square().mean(dim=(1, 2)) * is_wanted_S
+    weighted_S = weight_G[segment_S] * error_S
+    objective_S = weighted_S
+    if u_G is not None:
+        u_S = u_G[segment_S] * is_wanted_S
+        objective_S = weighted_S / u_S.exp() + u_S
+    objective_S = batch.loss_weight_G[segment_S] * objective_S
+    return LossSums(objective_S.sum(), weighted_S.detach().sum(), error_S.detach().sum())
 
 
 def edm_loss(
@@ -67,24 +94,13 @@ def edm_loss(
     uncertainty: Uncertainty | None = None,
     before: Tensor | None = None,
 ) -> LossSums | Tensor:
-    """lambda(sigma) |D(x0 + sigma n; sigma) - x0|^2 (eq. 2 and table 1); with `uncertainty`, EDM2's eq. 21:
-    lambda(sigma) / exp(u(sigma)) |D - x0|^2 + u(sigma). Of a part of the network, which takes
-    activations (`before` [S, 1, D]) and gives its own: see `denoise_packed`.
+    """lambda(sigma) |D(x0 + sigma n; sigma) - x0|^2 (eq. 2 and table 1); `uncertainty` as of `weighted_error`. Of a part
+    of the network, which takes activations (`before` [S, 1, D]) and gives its own: see `denoise_packed`.
     """
     parameterization = parameterization_of(dit.config)
-    tensors = batch.layout.on(sigma_G.device)
-    segment_S, is_wanted_S = tensors.segment_of_token_S, tensors.is_wanted_S
-    sigma_S = sigma_G[segment_S] * is_wanted_S if batch.layout.has_given else sigma_G[segment_S]
-    x_S1P = batch.tokens_S1P + sigma_S[:, None, None] * noise_S1P
+    x_S1P = noisy_tokens(batch, sigma_G, noise_S1P)
     D_S1P = denoise_packed(dit, x_S1P, sigma_G, batch.text_L1E, batch.fps_G, batch.layout, before)
     if not dit.part.is_last:
         return D_S1P
-
-    error_S = (D_S1P - batch.tokens_S1P).square().mean(dim=(1, 2)) * is_wanted_S
-    weighted_S = parameterization.loss_weight(sigma_G)[segment_S] * error_S
-    objective_S = weighted_S
-    if uncertainty is not None:
-        u_S = uncertainty(parameterization.scalings(sigma_G).c_noise)[segment_S] * is_wanted_S
-        objective_S = weighted_S / u_S.exp() + u_S
-    objective_S = batch.loss_weight_G[segment_S] * objective_S
-    return LossSums(objective_S.sum(), weighted_S.detach().sum(), error_S.detach().sum())
+    u_G = None if uncertainty is None else uncertainty(parameterization.scalings(sigma_G).c_noise)
+    return weighted_error(batch, D_S1P, batch.tokens_S1P, parameterization.loss_weight(sigma_G), u_G)
