@@ -39,7 +39,7 @@ class Stream(IntEnum):
     LEVEL = 6
     """Which of a list of noise levels a student learns at."""
     DERIVED = 1 << 8
-    """The first of the streams of keys that are derived from keys: the n-th further use of a sample takes DERIVED + n."""
+    """The first of the streams of derived keys: the n-th further use of a sample takes DERIVED + n."""
     STEP = 1 << 16
     """The first of the streams of noise that sampling adds on its way: its n-th use of noise takes STEP + n."""
 

@@ -105,10 +105,8 @@ class SavedReaders:
 class CheckpointStore:
     """Writes and finds the checkpoints of one run; every rank calls the same methods."""
 
-    def __init__(
-        self, config: RunConfig, groups: Groups, base: str | None = None, teacher: str | None = None
-    ) -> None:
-        """`base` is what an adapter is trained beside (`adapters.fingerprint`), `teacher` what a student learns from."""
+    def __init__(self, config: RunConfig, groups: Groups, base: str | None = None, teacher: str | None = None) -> None:
+        """`base` is what an adapter is trained beside, `teacher` what a student learns from: `adapters.fingerprint`s."""
         self.root = Path(config.train.output_dir) / "checkpoints"
         self._config = config
         self._groups = groups

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from megadit.models.dit import DiT
-from megadit.models.noise import Stream, normal
 from megadit.models.parameterization import denoise_packed, parameterization_of
 from megadit.train.data.packed_batch import PackedBatch
 
@@ -52,13 +51,6 @@ class Uncertainty(nn.Module):
         return (features @ self.linear.weight.float().T)[:, 0] / math.sqrt(len(frequency))
 
 
-def token_noise(batch: PackedBatch, stream: int = Stream.NOISE) -> Tensor:
-    """Unit normal noise [S, 1, P]; row r of a sample depends on its key and r alone."""
-    tensors = batch.layout.on(batch.noise_key_G.device)
-    key_S, width = batch.noise_key_G[tensors.segment_of_token_S], batch.tokens_S1P.shape[-1]
-    return normal(key_S, tensors.position_in_segment_S, width, stream=stream)[:, None]
-
-
 def noisy_tokens(batch: PackedBatch, sigma_G: Tensor, noise_S1P: Tensor) -> Tensor:
     """x0 + sigma n, [S, 1, P]; what is given stays clean."""
     tensors = batch.layout.on(sigma_G.device)
@@ -94,8 +86,8 @@ def edm_loss(
     uncertainty: Uncertainty | None = None,
     before: Tensor | None = None,
 ) -> LossSums | Tensor:
-    """lambda(sigma) |D(x0 + sigma n; sigma) - x0|^2 (eq. 2 and table 1); `uncertainty` as of `weighted_error`. Of a part
-    of the network, which takes activations (`before` [S, 1, D]) and gives its own: see `denoise_packed`.
+    """lambda(sigma) |D(x0 + sigma n; sigma) - x0|^2 (eq. 2 and table 1); of `uncertainty` see `weighted_error`. Of a
+    part of the network, which takes activations (`before` [S, 1, D]) and gives its own: see `denoise_packed`.
     """
     parameterization = parameterization_of(dit.config)
     x_S1P = noisy_tokens(batch, sigma_G, noise_S1P)

@@ -3,11 +3,10 @@
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,25 +26,19 @@ from megadit.models.adapters import (
     initial_adapter_value,
     train_adapter_only,
 )
-from megadit.models.bundle.bundle import Bundle, is_bundle
-from megadit.models.bundle.components import TENSOR_FILE
-from megadit.models.bundle.tensor_source import open_safetensors
-from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT, Part
 from megadit.models.machine import free_memory
 from megadit.models.megatron import groups as process_groups
-from megadit.models.megatron.checkpoint import CONFIG, read_network
 from megadit.models.megatron.extensions import give_megatron_a_product
 from megadit.models.megatron.groups import Groups
 from megadit.models.megatron.parallelize import parallelize
 from megadit.models.megatron.shards import initialize_dit_
 from megadit.models.megatron.transformer_config import transformer_config
 from megadit.models.parameterization import parameterization_of
-from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path
 from megadit.models.weights import dit_shapes
 from megadit.train.checkpoint_tensors import TrainedTensors
-from megadit.train.config.load import load_config, to_yaml
+from megadit.train.config.load import to_yaml
 from megadit.train.config.rules import check_layout
 from megadit.train.config.schema import EmaConfig, MatmulPrecision, RunConfig
 from megadit.train.cpu_memory import keep_freed_memory
@@ -54,16 +47,14 @@ from megadit.train.distill.networks import Distillation, denoiser_of, guided
 from megadit.train.distill.objectives import Teaching
 from megadit.train.ema import WeightAverages
 from megadit.train.fully_sharded import FullySharded
+from megadit.train.given_network import GivenNetwork, Weights, given_network, read_given
 from megadit.train.optimizer import build_optimizer, build_scheduler, uses_distributed_optimizer
 from megadit.train.optimizer_state import DataParallel, assign, find_ownership, named_parameters
 from megadit.train.plan.recompute import choice_in_words, needed_memory, with_recompute
-from megadit.train.to_bundle import find_checkpoint
 from megadit.train.training_model import TrainingModel
 
 CRITIC = "critic."
 """Before the names of a critic's tensors in checkpoints."""
-Weights = Callable[[str], Tensor]
-"""Gives a whole tensor of the network by its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +77,13 @@ class Training:
     """`model.preconditioner` of the weights that training starts from."""
     distillation: Distillation | None = None
     """What the network learns from in place of its samples."""
+    critic: "Training | None" = None
+    """What learns beside a student how its videos are distributed."""
 
     @property
     def all_trained(self) -> "tuple[Training, ...]":
         """This run, and that of the critic beside it."""
-        critic = None if self.distillation is None else self.distillation.critic
-        return (self,) if critic is None else (self, critic)
+        return (self,) if self.critic is None else (self, self.critic)
 
     @property
     def network(self) -> TrainingModel:
@@ -164,7 +156,7 @@ def build_training(config: RunConfig, groups: Groups) -> Training:
     return training if config.train.distill is None else _with_teacher(training)
 
 
-def _build_trained(config: RunConfig, groups: Groups, given: "GivenNetwork | None", *, prefix: str = "") -> Training:
+def _build_trained(config: RunConfig, groups: Groups, given: GivenNetwork | None, *, prefix: str = "") -> Training:
     """A network that is trained; `prefix` comes before the names of its tensors in checkpoints."""
     weights = None if given is None else given.read
     parts = build_parts(config, groups, _starting_weights(config, weights))
@@ -209,11 +201,11 @@ def _with_teacher(training: Training) -> Training:
             sum_over_context=partial(_summed, group=groups.context.group),
         ),
         teacher_fingerprint=fingerprint(dit_shapes(config.model), teacher.read),
-        critic=critic,
     )
     training.network.objective = distillation.loss
     others = () if critic is None else ((critic.tensors, asked.critic_updates),)
-    return replace(training, distillation=distillation, tensors=replace(training.tensors, others=others))
+    tensors = replace(training.tensors, others=others)
+    return replace(training, distillation=distillation, critic=critic, tensors=tensors)
 
 
 def _critic_config(config: RunConfig) -> RunConfig:
@@ -233,7 +225,7 @@ def _summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return tensor
 
 
-def _build_frozen(config: RunConfig, groups: Groups, given: "GivenNetwork") -> nn.Module:
+def _build_frozen(config: RunConfig, groups: Groups, given: GivenNetwork) -> nn.Module:
     """A network that is only asked, laid out as that of the run is."""
     config = replace(config, model=given.config, train=replace(config.train, adapter=None, distill=None))
     (part,) = build_parts(config, groups, given.read, is_frozen=True)
@@ -357,53 +349,6 @@ def _build_network(
         train_adapter_only(dit, precision(config))
     with groups.device:
         return TrainingModel(dit, config.diffusion, megatron, ModelType.encoder_or_decoder)
-
-
-MAY_CHANGE = ("given_sigma", "preconditioner")
-"""Settings of a network that no tensor depends on: it can go on with others."""
-
-
-class GivenNetwork(NamedTuple):
-    """A network that a run begins with, or learns from."""
-
-    config: DiTConfig
-    read: Weights
-
-
-def given_network(config: RunConfig) -> GivenNetwork | None:
-    """The network whose tensors training starts from: that of `checkpoint.init_from`, or a student's teacher; None where
-    it starts from nothing.
-
-    Raises:
-        UserError: as `read_given`.
-    """
-    source = config.checkpoint.init_from
-    if source is None and config.train.distill is not None:
-        source = config.train.distill.teacher
-    return None if source is None else read_given(config, source)
-
-
-def read_given(config: RunConfig, source: str) -> GivenNetwork:
-    """The network of a bundle, checkpoint or folder of a run, for a run with the same.
-
-    Raises:
-        UserError: if `source` is neither, or of another network; another objective is none, for it changes no tensor.
-    """
-    if not is_bundle(source):
-        checkpoint = find_checkpoint(Path(source))
-        model = load_config(checkpoint / CONFIG).model
-        _check_same_network(config, model, source)
-        return GivenNetwork(model, read_network(checkpoint).__getitem__)
-    bundle = Bundle.open(source)
-    _check_same_network(config, bundle.config, source)
-    return GivenNetwork(bundle.config, open_safetensors(bundle.path / "transformer" / TENSOR_FILE).read)
-
-
-def _check_same_network(config: RunConfig, model: DiTConfig, source: str) -> None:
-    ours, theirs = config.model.to_dict(), model.to_dict()
-    if differing := [name for name in ours if ours[name] != theirs[name] and name not in MAY_CHANGE]:
-        told = ", ".join(f"model.{name}={theirs[name]} (not {ours[name]})" for name in differing[:6])
-        raise UserError(f"the network of {source} has {told}; give the run the same")
 
 
 def _replicate(

@@ -125,9 +125,11 @@ def _update_critic(training: Training, seen: Sequence[PackedBatch], step: int) -
     Raises:
         UserError: where loss or gradient is not finite.
     """
-    loss, distillation = None, training.distillation
-    for update in range(1, 1 + (0 if distillation is None else distillation.critic_updates)):
-        critic, judge = distillation.critic, Judge(training.config.health, [])
+    critic, distillation = training.critic, training.distillation
+    if critic is None:
+        return None
+    judge = Judge(training.config.health, [])
+    for update in range(1, 1 + training.config.train.distill.critic_updates):
         distillation.begin(step, update)
         made = distillation.made(denoiser_of(training.parts[0]), seen, update)
         critic.begin_step(step)
@@ -137,8 +139,7 @@ def _update_critic(training: Training, seen: Sequence[PackedBatch], step: int) -
         anomaly = judge.loss(step, loss) or _update(critic, step, judge, totals["norm"])[1]
         if anomaly is not None:
             raise UserError(f"the critic: {anomaly.what}; try a lower train.distill.critic_lr")
-    if loss is not None:
-        distillation.critic.scheduler.step(1)
+    critic.scheduler.step(1)
     return loss
 
 

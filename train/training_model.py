@@ -11,8 +11,8 @@ from megadit.models.dit import DiT
 from megadit.models.parameterization import denoise_packed
 from megadit.train.config.schema import DiffusionConfig
 from megadit.train.data.packed_batch import PackedBatch
-from megadit.train.loss import LossSums, Uncertainty, edm_loss, token_noise
-from megadit.train.noise_levels import draw_sigma
+from megadit.train.loss import LossSums, Uncertainty, edm_loss
+from megadit.train.noise_levels import draw_sigma, token_noise
 
 
 class TrainingModel(nn.Module):
@@ -42,8 +42,9 @@ class TrainingModel(nn.Module):
     def forward(
         self, batch: PackedBatch, sigma_G: Tensor | None = None, *, is_noisy: bool = False
     ) -> LossSums | Tensor:
-        """The sums of losses of this step's noise and noise levels, or of another objective; with `sigma_G`, those of these noise levels,
-        without uncertainty; with `is_noisy`, D(tokens; sigma). Activations, where this is not the last part.
+        """The sums of losses of this step's noise and noise levels, or of another objective; with `sigma_G`, those of
+        these noise levels, without uncertainty; with `is_noisy`, D(tokens; sigma). Activations, where this is not
+        the last part.
         """
         self._announce_direct_reads()
         if is_noisy:

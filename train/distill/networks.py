@@ -6,7 +6,6 @@ trained as any network is, on packs that the student made.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +14,6 @@ from megadit.models.noise import seed_key, uniform
 from megadit.train.data.packed_batch import PackedBatch
 from megadit.train.distill.objectives import OBJECTIVES, Denoise, Teaching, made_batch, student_state, wanted_of
 from megadit.train.loss import LossSums
-
-if TYPE_CHECKING:
-    from megadit.train.setup import Training
 
 CALLS = 1
 """The stream of the student's numbers of calls, under the key of the run's seed."""
@@ -33,17 +29,12 @@ class Distillation:
     """The teacher's network, as this rank holds it."""
     teacher_fingerprint: str
     """`adapters.fingerprint` of the teacher's weights."""
-    critic: "Training | None" = None
     calls: int = field(default=1, init=False)
     """Of the student, in what is computed next."""
 
-    @property
-    def critic_updates(self) -> int:
-        return 0 if self.critic is None else self.teaching.config.critic_updates
-
     def begin(self, step: int, update: int) -> None:
-        """Draws for all samples and ranks alike how often the student is called in an update of a step: the last of them
-        is 0, those of the critic before it 1, 2, ...
+        """Draws for all samples and ranks alike how often the student is called in an update of a step: 0 is the
+        student's own, 1, 2, ... are those of the critic before it.
         """
         key_R, position_R = torch.tensor([seed_key(self.seed)]), torch.tensor([step])
         number = uniform(key_R, position_R, update + 1, stream=CALLS)[0, update].item()
@@ -55,7 +46,7 @@ class Distillation:
 
     @torch.no_grad()
     def made(self, student: Denoise, seen: Sequence[PackedBatch], update: int) -> list[PackedBatch]:
-        """Packs with what the student makes of the conditions of others: what an update (1, 2, ...) of the critic sees."""
+        """Packs with what the student makes of others' conditions, which an update (1, 2, ...) of the critic sees."""
         found = []
         for batch in seen:
             own = made_batch(batch, batch.tokens_S1P, number=2 * update)

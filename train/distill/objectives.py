@@ -18,8 +18,8 @@ from megadit.models.parameterization import Parameterization
 from megadit.train.config.distill import DistillConfig, ObjectiveName
 from megadit.train.config.schema import DiffusionConfig
 from megadit.train.data.packed_batch import PackedBatch
-from megadit.train.loss import LossSums, noisy_tokens, token_noise, weighted_error
-from megadit.train.noise_levels import draw_sigma
+from megadit.train.loss import LossSums, noisy_tokens, weighted_error
+from megadit.train.noise_levels import draw_sigma, token_noise
 
 Denoise = Callable[[PackedBatch, Tensor, Tensor], Tensor]
 """(pack, x [S, 1, P], sigma_G) -> D(x; sigma) [S, 1, P] under the conditions of the pack, whatever its own tokens."""
@@ -114,8 +114,8 @@ OBJECTIVES: dict[ObjectiveName, Objective] = {
 
 @torch.no_grad()
 def student_state(student: Denoise, teaching: Teaching, batch: PackedBatch, calls: int) -> tuple[Tensor, Tensor]:
-    """(x [S, 1, P], sigma_G) of the student's last of `calls` calls: from noise, each x0 with new noise of the next level
-    added, as the sampler `restart` does.
+    """(x [S, 1, P], sigma_G) of the last of `calls` calls of the student: from noise, each x0 with new noise of the
+    next level added, as the sampler `restart` does.
     """
     x0_S1P = wanted_of(batch, torch.zeros_like(batch.tokens_S1P))
     for call, sigma in enumerate(teaching.config.sigmas[:calls]):
