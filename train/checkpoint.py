@@ -106,7 +106,7 @@ class CheckpointStore:
     """Writes and finds the checkpoints of one run; every rank calls the same methods."""
 
     def __init__(self, config: RunConfig, groups: Groups, base: str | None = None, teacher: str | None = None) -> None:
-        """`base` is what an adapter is trained beside, `teacher` what a student learns from: `adapters.fingerprint`s."""
+        """`base` is what an adapter is trained beside, `teacher` what a student learns from (fingerprints)."""
         self.root = Path(config.train.output_dir) / "checkpoints"
         self._config = config
         self._groups = groups

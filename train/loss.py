@@ -54,28 +54,25 @@ class Uncertainty(nn.Module):
 def noisy_tokens(batch: PackedBatch, sigma_G: Tensor, noise_S1P: Tensor) -> Tensor:
     """x0 + sigma n, [S, 1, P]; what is given stays clean."""
     tensors = batch.layout.on(sigma_G.device)
-    sigma_S = sigma_G[tensors.segment_of_token_S]
-    if batch.layout.has_given:
-        sigma_S = sigma_S * tensors.is_wanted_S
+    factor_S = tensors.is_wanted_S if batch.layout.has_given else 1
+    sigma_S = sigma_G[tensors.segment_of_token_S] * factor_S
     return batch.tokens_S1P + sigma_S[:, None, None] * noise_S1P
 
 
 def weighted_error(
     batch: PackedBatch, D_S1P: Tensor, target_S1P: Tensor, weight_G: Tensor, u_G: Tensor | None = None
 ) -> LossSums:
-    """Sums of weight |D - target|^2 over the tokens to be predicted; the objective is the same, or with a learned
-    uncertainty u the likelihood's: weight / exp(u) |D - target|^2 + u (EDM2, arXiv 2312.02696, eq. 21).
-    """
+    """weight |D - target|^2 of the tokens to be predicted; with a learned uncertainty u the objective is that of EDM2
+    (arXiv 2312.02696, eq. 21): weight / exp(u) |D - target|^2 + u."""
     tensors = batch.layout.on(weight_G.device)
     segment_S, is_wanted_S = tensors.segment_of_token_S, tensors.is_wanted_S
     error_S = (D_S1P - target_S1P).square().mean(dim=(1, 2)) * is_wanted_S
-    weighted_S = weight_G[segment_S] * error_S
-    objective_S = weighted_S
+    objective_S = weighted_S = weight_G[segment_S] * error_S
     if u_G is not None:
         u_S = u_G[segment_S] * is_wanted_S
         objective_S = weighted_S / u_S.exp() + u_S
-    objective_S = batch.loss_weight_G[segment_S] * objective_S
-    return LossSums(objective_S.sum(), weighted_S.detach().sum(), error_S.detach().sum())
+    sums = (batch.loss_weight_G[segment_S] * objective_S).sum(), weighted_S.detach().sum(), error_S.detach().sum()
+    return LossSums(*sums)
 
 
 def edm_loss(
@@ -86,8 +83,8 @@ def edm_loss(
     uncertainty: Uncertainty | None = None,
     before: Tensor | None = None,
 ) -> LossSums | Tensor:
-    """lambda(sigma) |D(x0 + sigma n; sigma) - x0|^2 (eq. 2 and table 1); of `uncertainty` see `weighted_error`. Of a
-    part of the network, which takes activations (`before` [S, 1, D]) and gives its own: see `denoise_packed`.
+    """lambda(sigma) |D(x0 + sigma n; sigma) - x0|^2 (eq. 2 and table 1). Of a part of the network, which takes
+    activations (`before` [S, 1, D]) and gives its own: see `denoise_packed`.
     """
     parameterization = parameterization_of(dit.config)
     x_S1P = noisy_tokens(batch, sigma_G, noise_S1P)

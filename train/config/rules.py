@@ -161,12 +161,6 @@ RULES: tuple[Rule[Run], ...] = (
         remedy="{train.distill.objective=} updates two networks in a step, and cannot leave out that of one: use "
         "health.on_not_finite=stop and no health.on_spike",
     ),
-    of_graphs(lambda run: not run.is_student, "train.distill: leave that out"),
-    Rule(
-        when=lambda run: run.starts_here and run.is_student,
-        needs=lambda run: Path(run.train.distill.teacher).exists(),
-        remedy="{train.distill.teacher=} is not there; give a bundle, or the folder of a run",
-    ),
     # layout
     Rule(
         when=lambda run: run.parallel.gradient_accumulation_fusion,
@@ -259,6 +253,7 @@ RULES: tuple[Rule[Run], ...] = (
         "blocks computed again: parallel.recompute_granularity=none",
     ),
     of_graphs(lambda run: not run.has_adapter, "train.adapter: leave that out"),
+    of_graphs(lambda run: not run.is_student, "train.distill: leave that out"),
     of_graphs(lambda run: not run.has_experts, "experts, whose tokens are others each time"),
     of_graphs(lambda run: run.model.structure.block != "st_dit", "attention along one axis (st_dit)"),
     of_graphs(lambda run: run.train.precision == "bf16", "float32: train.precision=bf16"),
@@ -360,6 +355,11 @@ RULES: tuple[Rule[Run], ...] = (
         when=lambda run: run.starts_here and run.has_adapter,
         needs=lambda run: run.checkpoint.init_from is not None,
         remedy="train.adapter is trained beside weights that exist; give checkpoint.init_from=BUNDLE, or a run",
+    ),
+    Rule(
+        when=lambda run: run.starts_here and run.is_student,
+        needs=lambda run: Path(run.train.distill.teacher).exists(),
+        remedy="{train.distill.teacher=} is not there; give a bundle, or the folder of a run",
     ),
     accepted_by(check_schedule, where="validation.sampling: ", when=attrgetter("starts_here")),
     accepted_by(check_copy_url, when=attrgetter("starts_here")),
