@@ -57,6 +57,10 @@ VERBS: dict[str, tuple[str, str]] = {
         "megadit.train.digits.given_demo:main",
         "teach the demo's model to take given frames, clips, masks and instructions",
     ),
+    "demo-distill": (
+        "megadit.train.digits.distill_demo:main",
+        "train students of the demo's model that make a clip in four calls, two, or one",
+    ),
     "demo-adapter": ("megadit.train.digits.adapter_demo:main", "teach the demo's model a new shape, from ten clips"),
 }
 """Verb, of one word or two -> (module:function, one line of help)."""

@@ -8,6 +8,7 @@ killed one goes on, and `STAGE.section.key=value` sets its values alone. After e
 teacher that was given; one that has collapsed ends the command, and the student before it is kept.
 """
 
+import json
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -34,9 +35,11 @@ from megadit.train.config.load import resolve_config
 from megadit.train.config.schema import RunConfig
 from megadit.train.distill.check import Bounds, compare
 
-MIDDLE_SIGMA, LOWEST_SIGMA = 6.0, 0.3
+MIDDLE_SIGMA, LOWEST_SIGMA = 6.0, 0.7
 """Of data with unit deviation: the second of a student's noise levels (of what lies above little can be seen), and the
 last, below which one call clears all."""
+FEW_CALLS = 4
+"""Of fewer, each has to end in a video: the student must learn how videos are distributed."""
 CONSISTENCY_LEVELS = 14
 
 
@@ -48,7 +51,9 @@ class DistillOptions:
     recipe: str | None = setting(None, "whose data and optimizer are taken (default: the teacher's)", metavar="NAME")
     config_file: str | None = setting(None, "YAML with values to change", names=("--config-file",), metavar="FILE")
     stages: Sequence[str] = setting(
-        ("guidance", "distribution_matching"), "objectives, one after the other (default: {default})", metavar="NAME"
+        (),
+        "objectives, one after the other (default: guidance, and distribution_matching for 3 calls or fewer)",
+        metavar="NAME",
     )
     calls: int = setting(4, "of the student for a video (default: {default})", low=1, high=64)
     sigmas: Sequence[float] = setting((), "noise levels of these calls, decreasing (default: chosen)", above=0)
@@ -111,7 +116,8 @@ STAGES = {
         overrides=lambda run, sigmas: [
             *_gently(run, 1 / 24, 0.2),
             f"train.distill.critic_lr={run.optimizer.lr / 4:.6g}",
-            "optimizer.adam_beta1=0.5",
+            "train.distill.critic_updates=3",
+            *("optimizer.adam_beta1=0.5", "optimizer.muon_momentum=0.5"),  # what was right a while ago misleads both
             _levels(sigmas),
         ]
     ),
@@ -151,8 +157,13 @@ def _run(argv: list[str]) -> None:
         prog="megadit distill",
         description="Trains a student of a bundle that makes its videos in few calls.",
     )
-    for name in options.stages:
+    stages = options.stages or ("guidance", "distribution_matching")[: 1 + (options.calls < FEW_CALLS)]
+    for name in stages:
         choose_one(name, STAGES, f"--stages {name} is unknown")
+    refuse(
+        any(override.startswith("train.adapter.") for override in options.overrides),
+        "a stage begins with the whole network of the one before: train an adapter by `megadit train train.distill...`",
+    )
     refuse(options.sigmas and len(options.sigmas) != options.calls, "--sigmas are as many as --calls")
     teacher = open_bundle(options.teacher)
     sigmas = tuple(options.sigmas) or student_sigmas(teacher, options.calls)
@@ -160,10 +171,10 @@ def _run(argv: list[str]) -> None:
     refuse(not recipe, f"{options.teacher} does not say which recipe made it: give --recipe NAME")
     check = _check(options, teacher)
     before, guidance = teacher, options.guidance or teacher.defaults.guidance
-    for number, name in enumerate(options.stages, start=1):
+    for number, name in enumerate(stages, start=1):
         folder = options.out / f"{number}_{name}"
         student = folder / "bundle"
-        print(f"[{number}/{len(options.stages)}] {name}", flush=True)
+        print(f"[{number}/{len(stages)}] {name}", flush=True)
         if not student.exists():
             settings = student_settings(teacher.defaults, STAGES[name].sampler, sigmas)
             _train(options, folder, recipe, before, name, guidance, sigmas)
@@ -211,8 +222,9 @@ def _train(
     """Runs a stage to its end, in processes of its own."""
     of_all, of_stage = _overrides(options, name)
     source = ["--recipe", recipe, *(["--config-file", options.config_file] if options.config_file else [])]
-    run = resolve_config(recipe, config_file=options.config_file, overrides=[*of_all])
+    run = resolve_config(recipe, config_file=options.config_file)
     given = [
+        *_model_of(teacher, run),
         *STAGES[name].overrides(run, sigmas),
         f"train.distill.teacher={teacher.path}",
         f"train.distill.objective={name}",
@@ -221,7 +233,14 @@ def _train(
         *("diffusion.learned_uncertainty=false", "data.text_dropout=0.0", "validation.interval=0"),
         *([] if options.data is None else [f"data.path={options.data}"]),
     ]
-    run_module("megadit.train", *source, "--nproc", str(options.nproc), *of_all, *given, *of_stage)
+    ranks = ["--nproc", str(options.nproc)] if options.nproc > 1 else []
+    run_module("megadit.train", *source, *ranks, *given, *of_all, *of_stage)
+
+
+def _model_of(teacher: Bundle, run: RunConfig) -> list[str]:
+    """What a run needs to have the teacher's network."""
+    theirs, ours = teacher.config.to_dict(), run.model.to_dict()
+    return [f"model.{name}={json.dumps(value)}" for name, value in theirs.items() if value != ours[name]]
 
 
 def _overrides(options: DistillOptions, name: str) -> tuple[list[str], list[str]]:
