@@ -186,7 +186,7 @@ def _with_teacher(training: Training) -> Training:
     config, groups = training.config, training.groups
     asked, teacher = config.train.distill, read_given(config, config.train.distill.teacher)
     critic = None
-    if asked.objective == "distribution_matching":
+    if asked.has_critic:
         critic = _build_trained(_critic_config(config), groups, teacher, prefix=CRITIC)
     frozen = _build_frozen(config, groups, teacher)
     distillation = Distillation(

@@ -191,6 +191,7 @@ def _reduce(
     With `norm`, which all ranks have: what the host asks a GPU for in a step, it asks for here, once.
     """
     groups, config = training.groups, training.config
+    forwards = 0 if config.train.distill is None else config.train.distill.forwards
     objective, weighted, squared_error = sums.double().sum(0)
     bad_rank = (~sums.isfinite()).any().double()
     share = groups.is_last_stage / groups.context.size  # of samples that all ranks of a copy know whole
@@ -199,7 +200,7 @@ def _reduce(
     counts = [
         groups.is_last_stage * sum(batch.num_tokens for batch in seen),
         share * sum(not segment.is_padding for batch in seen for segment in batch.layout.segments),
-        share * sum(training_flops(batch.layout, config.model, config.train.adapter) for batch in seen),
+        share * sum(training_flops(batch.layout, config.model, config.train.adapter, forwards) for batch in seen),
         float(must_stop),
         *(share * sum(counts) for counts in zip(*(batch.refused for batch in seen), strict=True)),
     ]

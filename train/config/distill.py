@@ -33,3 +33,20 @@ class DistillConfig:
 
     def __post_init__(self) -> None:
         check_settings(self, "train.distill.")
+
+    @property
+    def has_critic(self) -> bool:
+        return self.objective == "distribution_matching"
+
+    @property
+    def forwards(self) -> float:
+        """Forward passes of a step beside the student's own with its backward, a mean over what is drawn; of a critic's
+        update, too, whose backward is two."""
+        of_teacher = 1 if self.guidance == 1 else 2
+        way = (len(self.sigmas) - 1) / 2  # calls of the student before the one that learns
+        return {
+            "guidance": of_teacher,
+            "progressive": of_teacher * self.teacher_steps,
+            "consistency": of_teacher + 1,
+            "distribution_matching": way + of_teacher + 1 + self.critic_updates * (way + 1 + 3),
+        }[self.objective]

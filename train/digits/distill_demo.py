@@ -52,7 +52,8 @@ class DistillDemo:
     @property
     def models(self) -> dict[str, Path]:
         """Name -> bundle."""
-        return {TEACHER: self.base} | {f"{calls} calls": self.student(calls) / "bundle" for calls in (4, 2, 1)}
+        students = {"4 calls": 4, "2 calls": 2, "1 call": 1}
+        return {TEACHER: self.base} | {name: self.student(calls) / "bundle" for name, calls in students.items()}
 
     def clips(self, name: str) -> Path:
         return self.out / f"{name.replace(' ', '-')}.safetensors"
@@ -78,20 +79,19 @@ def _two(demo: DistillDemo) -> None:
 
 
 def _one(demo: DistillDemo) -> None:
-    _distill(
-        demo, demo.student(4) / "bundle", 1, "distribution_matching", f"checkpoint.init_from={demo.student(2)}/bundle"
-    )
+    start = f"checkpoint.init_from={demo.student(2) / 'bundle'}"
+    _distill(demo, demo.student(4) / "bundle", 1, "distribution_matching", start)
 
 
 def _distill(demo: DistillDemo, teacher: Path, calls: int, stage: str, *more: str) -> None:
     """The student of a teacher, whose own teacher is unguided where it is a student, too."""
     steps = [] if demo.steps is None else [f"train.train_iters={demo.steps}"]
+    overrides = ["data.keep=[image:0.1]", f"train.seed={demo.seed}", *steps, *more]
     run_module(
         "megadit.train.distill.command",
-        *(str(teacher), str(demo.student(calls)), "--data", str(demo.base.parent / "dataset")),
+        *(str(teacher), str(demo.student(calls)), *overrides, "--data", str(demo.base.parent / "dataset")),
         *("--stages", stage, "--calls", str(calls), "--recipe", "digits", "--nproc", str(demo.num_ranks)),
         *("--extractors", str(demo.base.parent / "judge.safetensors")),
-        *("data.keep=[image:0.1]", f"train.seed={demo.seed}", *steps, *more),
     )
 
 
@@ -158,16 +158,14 @@ def _draw(demo: DistillDemo) -> None:
 
 
 def _student_stage(calls: int, purpose: str, run: Any) -> Stage[DistillDemo]:
-    return Stage(f"{calls} calls", purpose, run, lambda demo: [demo.student(calls) / "bundle"])
+    return Stage(f"{calls} call{'s' * (calls > 1)}", purpose, run, lambda demo: [demo.student(calls) / "bundle"])
 
 
 STAGES: Sequence[Stage[DistillDemo]] = (
     _student_stage(4, "teach a student to answer what its guided teacher answers", _four),
     _student_stage(2, "teach it whole clips in two calls, beside a critic", _two),
     _student_stage(1, "and in one", _one),
-    Stage(
-        "generate", "make clips of held-out captions with all of them", _generate, lambda demo: [demo.clips("1 calls")]
-    ),
+    Stage("generate", "make clips of held-out captions", _generate, lambda demo: [demo.clips("1 call")]),
     Stage("score", "judge every frame, and how various the clips are", _score, lambda demo: [demo.out / "score.json"]),
     Stage("figures", "draw the same prompts by all of them", _draw, lambda demo: [demo.out / "distilled.png"]),
 )
