@@ -51,14 +51,6 @@ class Uncertainty(nn.Module):
         return (features @ self.linear.weight.float().T)[:, 0] / math.sqrt(len(frequency))
 
 
-def noisy_tokens(batch: PackedBatch, sigma_G: Tensor, noise_S1P: Tensor) -> Tensor:
-    """x0 + sigma n, [S, 1, P]; what is given stays clean."""
-    tensors = batch.layout.on(sigma_G.device)
-    factor_S = tensors.is_wanted_S if batch.layout.has_given else 1
-    sigma_S = sigma_G[tensors.segment_of_token_S] * factor_S
-    return batch.tokens_S1P + sigma_S[:, None, None] * noise_S1P
-
-
 def weighted_error(
     batch: PackedBatch, D_S1P: Tensor, target_S1P: Tensor, weight_G: Tensor, u_G: Tensor | None = None
 ) -> LossSums:
@@ -87,7 +79,7 @@ def edm_loss(
     activations (`before` [S, 1, D]) and gives its own: see `denoise_packed`.
     """
     parameterization = parameterization_of(dit.config)
-    x_S1P = noisy_tokens(batch, sigma_G, noise_S1P)
+    x_S1P = batch.noisy(sigma_G, noise_S1P)
     D_S1P = denoise_packed(dit, x_S1P, sigma_G, batch.text_L1E, batch.fps_G, batch.layout, before)
     if not dit.part.is_last:
         return D_S1P

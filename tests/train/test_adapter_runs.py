@@ -40,7 +40,7 @@ ADAPTER = AdapterConfig(rank=3)
 def write(path, seed, **of_network):
     model = replace(MODEL, **of_network)
     generator = torch.Generator().manual_seed(seed)
-    state = {name: 0.1 * torch.randn(t.shape, generator=generator) for name, t in DiT(MODEL).state_dict().items()}
+    state = {name: 0.1 * torch.randn(t.shape, generator=generator) for name, t in DiT(model).state_dict().items()}
     write_bundle(
         path,
         config=model,

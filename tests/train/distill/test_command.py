@@ -149,3 +149,41 @@ def test_every_objective_has_a_stage():
     from megadit.train.distill.objectives import OBJECTIVES
 
     assert STAGES.keys() == OBJECTIVES.keys()
+
+
+def test_every_option_reaches_its_part(tmp_path, monkeypatch):
+    bundle, asked, compared = write(tmp_path / "teacher", 0), [], []
+    (tmp_path / "prompts.txt").write_text("a cat\na dog\n")
+    (tmp_path / "changes.yaml").write_text("data: {text_seq_length: 96}")
+
+    def run_module(module, *arguments):
+        asked.append((module, arguments))
+        if module == "megadit.train.to_bundle":
+            shutil.copytree(bundle, arguments[1], dirs_exist_ok=True)
+
+    def found(folder, teacher, student, prompts, **given):
+        compared.append((prompts, given))
+        return Comparison(spread=1.6, distance=1.3, seen_by="a judge", count=4)
+
+    monkeypatch.setattr("megadit.train.distill.command.run_module", run_module)
+    monkeypatch.setattr("megadit.train.distill.command.compare", found)
+    monkeypatch.setattr("megadit.train.distill.command.open_extractors", lambda path, device: [path])
+    monkeypatch.setattr("megadit.train.distill.command.open_videos", lambda path, count: path)
+    more = ["--data", "clips", "--recipe", "digits", "--config-file", str(tmp_path / "changes.yaml"), "--nproc", "3"]
+    more += ["--calls", "3", "--sigmas", "70", "3", "1", "--guidance", "5", "--stages", "consistency"]
+    more += ["--prompts", str(tmp_path / "prompts.txt"), "--count", "8", "--extractors", "judge", "--device", "cpu"]
+    out = tmp_path / "out"
+    assert main([str(bundle), str(out), "consistency.optimizer.lr=9", *more, "--spread", "0.5", "1.7"]) == 0
+    module, arguments = asked[0]
+    assert module == "megadit.train" and arguments[:4] == ("--recipe", "digits", "--config-file", more[5])
+    assert {"--nproc", "3", "data.path=clips", "train.distill.guidance=5", "optimizer.lr=9"} <= {*arguments}
+    assert "train.distill.objective=consistency" in arguments and "model.num_layers=2" in arguments
+    assert Bundle.open(out / "bundle").defaults.sigmas == (70, 3, 1)
+    prompts, given = compared[0]
+    assert len(prompts) == 8 and set(prompts) == {"a cat", "a dog"}
+    assert given["device"] == "cpu" and [str(each) for each in given["extractors"]] == ["judge"]
+    shutil.rmtree(out)
+    assert main([str(bundle), str(out), *more, "--spread", "0.5", "1.5"]) == 2
+    shutil.rmtree(out)
+    assert main([str(bundle), str(out), *more, "--spread", "0.5", "1.7", "--distance", "1.2"]) == 2
+    assert not (out / "bundle").exists()

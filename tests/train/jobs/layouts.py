@@ -77,6 +77,7 @@ def run_config(out, case):
         train=replace(run.train, **train | case.get("train", {})),
         optimizer=replace(run.optimizer, **settings | case.get("optimizer", {})),
         diffusion=replace(run.diffusion, learned_uncertainty="distill" not in case),
+        checkpoint=replace(run.checkpoint, init_from=case.get("init_from")),
         parallel=ParallelConfig(**case.get("parallel", {})),
     )
 

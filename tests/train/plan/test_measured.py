@@ -59,12 +59,12 @@ def test_memory_of_an_adapter_is_within_5_percent_of_what_is_measured(measure):
 
 
 def test_memory_of_a_student_with_its_teacher_and_critic_is_what_is_measured(measure, tmp_path):
-    shape = {"num_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "patch_spatial": 2}
+    shape = {"num_layers": 2, "hidden_size": 512, "num_attention_heads": 8, "patch_spatial": 2}
     teacher = write(tmp_path / "teacher", 0, **shape)
     measured, estimate = measure(
-        *("train.precision=fp32", "model.in_channels=24", "model.crossattn_emb_size=64"),
+        *("train.precision=fp32", "model.in_channels=24", "model.crossattn_emb_size=64", "model.num_layers=2"),
         *(f"train.distill.teacher={teacher}", "train.distill.objective=distribution_matching"),
-        *("train.distill.sigmas=[20,2]", "diffusion.learned_uncertainty=false"),
+        *("train.distill.sigmas=[20]", "train.distill.critic_updates=1", "diffusion.learned_uncertainty=false"),
     )
     for part in ("parameters", "gradients", "optimizer", "averages"):
         assert getattr(estimate, part) == pytest.approx(measured[part], rel=1e-3)
