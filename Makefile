@@ -2,6 +2,7 @@
 #   make demo        prepare, train, generate and score handwritten digits on the CPU, in minutes
 #   make demo-adapter  teach that model a shape it never saw, from ten clips
 #   make demo-given  teach it to take first and last frames, clips, masks and instructions
+#   make demo-distill  students of that model that need four calls for a clip, two, or one
 #   make serve       Triton and a page in the browser, on what `make demo` made
 #   make test        the fast tests            make test-slow   the others
 #   make lint        ruff and the import rules  make gpu-check  what a GPU machine needs to prove
@@ -10,7 +11,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup demo demo-adapter demo-given serve test test-slow lint format gpu-check gpu-wheels clean
+.PHONY: setup demo demo-adapter demo-given demo-distill serve test test-slow lint format gpu-check gpu-wheels clean
 
 setup: $(READY)
 
@@ -30,6 +31,10 @@ demo: $(READY)
 demo-given: $(READY)
 	@test -d runs/demo/bundle || $(BIN)/megadit demo
 	@$(BIN)/megadit demo-given
+
+demo-distill: $(READY)
+	@test -d runs/demo/bundle || $(BIN)/megadit demo
+	@$(BIN)/megadit demo-distill
 
 demo-adapter: $(READY)
 	@test -d runs/demo/bundle || $(BIN)/megadit demo

@@ -23,10 +23,16 @@ _OF_CONDITION = ("sigma_embedder.", "fps_embedder.", "shared_embedder.", "shared
 """What reads the condition of a sample."""
 
 
-def training_flops(layout: PackLayout, model: DiTConfig, adapter: AdapterConfig | None = None) -> int:
-    """Floating-point operations of forward and backward for the samples of a pack; of `adapter` alone, if given."""
+def training_flops(
+    layout: PackLayout, model: DiTConfig, adapter: AdapterConfig | None = None, forwards: float = 0
+) -> int:
+    """Floating-point operations of forward and backward for the samples of a pack; of `adapter` alone, if given; with
+    so many `forwards` of whole networks beside them.
+    """
     segments = [segment for segment in layout.segments if not segment.is_padding]
     forward = sum(forward_flops(segment, model) for segment in segments)
+    if forwards:
+        return training_flops(layout, model, adapter) + round(forwards * forward)
     if adapter is None:
         return 3 * forward
     attention = sum(attention_flops(segment, model) for segment in segments)

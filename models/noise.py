@@ -36,6 +36,10 @@ class Stream(IntEnum):
     """Whether a pass over the data reads a sample."""
     GIVEN = 5
     """Which part of a sample is given."""
+    LEVEL = 6
+    """Which of a list of noise levels a student learns at."""
+    DERIVED = 1 << 8
+    """The first of the streams of derived keys: the n-th further use of a sample takes DERIVED + n."""
     STEP = 1 << 16
     """The first of the streams of noise that sampling adds on its way: its n-th use of noise takes STEP + n."""
 
@@ -48,6 +52,12 @@ def sample_key(seed: int, sample_id: str, occurrence: int) -> int:
 def seed_key(seed: int) -> int:
     """The key of a generated video, which depends on its seed alone; a signed 64-bit integer."""
     return _hash64(f"seed {seed}")
+
+
+def derived_keys(key_R: Tensor, number: int) -> Tensor:
+    """Keys of the `number`-th (0, 1, ...) further use of each sample, int64 [R], with randomness of its own."""
+    words_R14 = _words(key_R, torch.zeros_like(key_R), 1, Stream.DERIVED + number)
+    return words_R14[:, 0, 0] << 32 | words_R14[:, 0, 1]
 
 
 def _hash64(text: str) -> int:

@@ -145,6 +145,12 @@ SHOWN_BY = {
         f"{EVALUATE}::test_mistakes_are_one_line_that_says_what_to_do": "--fps",
         "serve/gateway/test_evaluate.py::test_a_service_makes_the_videos_of_its_bundle_and_they_are_kept": "--key_file",
     },
+    "distill": {
+        "train/distill/test_command.py::test_every_option_reaches_its_part": """
+            --data --recipe --config-file --stages --calls --sigmas --guidance --nproc --prompts --count --extractors
+            --spread --distance --device
+        """,
+    },
     "tune-sampler": {
         "infer/evaluate/test_tune_sampler.py::test_the_command_changes_the_bundle": """
             --real --prompts --out --extractors --metrics --evaluations --budget --count --device --dtype --dry_run
@@ -231,6 +237,11 @@ SHOWN_BY = {
     "demo": {"train/digits/test_demo.py::test_every_option_reaches_the_demo": "--out --ranks --quick"},
     "demo-given": {
         "train/digits/test_given_demo.py::test_every_option_reaches_the_demo": (
+            "--out --bundle --ranks --steps --stride --seed"
+        )
+    },
+    "demo-distill": {
+        "train/digits/test_distill_demo.py::test_every_option_reaches_the_demo": (
             "--out --bundle --ranks --steps --stride --seed"
         )
     },

@@ -52,7 +52,7 @@ FORMAT_VERSION = 1
 LOADERS = "loaders"
 KEPT_SETTINGS = (
     *("model", "optimizer.optimizer", "diffusion.learned_uncertainty", "ema.sigma_rels"),  # which tensors there are
-    "train.adapter",  # which of them are trained
+    *("train.adapter", "train.distill"),  # which of them are trained, and to which end
     *("train.seed", "data.mock"),  # which noise a sample gets, and which samples there are
 )
 """What a run cannot change on its way; the reader adds what decides the order of samples."""
@@ -105,12 +105,13 @@ class SavedReaders:
 class CheckpointStore:
     """Writes and finds the checkpoints of one run; every rank calls the same methods."""
 
-    def __init__(self, config: RunConfig, groups: Groups, base: str | None = None) -> None:
-        """`base` is what an adapter is trained beside (`adapters.fingerprint`)."""
+    def __init__(self, config: RunConfig, groups: Groups, base: str | None = None, teacher: str | None = None) -> None:
+        """`base` is what an adapter is trained beside, `teacher` what a student learns from (fingerprints)."""
         self.root = Path(config.train.output_dir) / "checkpoints"
         self._config = config
         self._groups = groups
         self._base = base
+        self._teacher = teacher
         self._copy = None
         self._pending: tuple[Path, BackgroundWrite] | None = None
         if groups.is_first:
@@ -332,6 +333,7 @@ class CheckpointStore:
             "data_parallel_size": self._groups.readers.size(),
             "settings": _kept_settings(self._config),
             "base": self._base,
+            "teacher": self._teacher,
         }
 
     def _check(self, path: Path, description: dict[str, Any]) -> None:
@@ -351,6 +353,11 @@ class CheckpointStore:
             raise UserError(
                 f"{path} has an adapter of a base whose fingerprint is {base}, and that of "
                 f"checkpoint.init_from={self._config.checkpoint.init_from} is {self._base}; give the base it began with"
+            )
+        if (teacher := description.get("teacher")) != self._teacher:
+            raise UserError(
+                f"{path} has a student of a teacher whose fingerprint is {teacher}, and that of "
+                f"{self._config.train.distill.teacher} is {self._teacher}; give the teacher it began with"
             )
 
 

@@ -45,20 +45,30 @@ class TrainedTensors:
     ownership: Ownership
     averages: WeightAverages
     groups: Groups
+    prefix: str = ""
+    """Before all keys in a checkpoint."""
+    others: "tuple[tuple[TrainedTensors, int], ...]" = ()
+    """Those of networks that are trained beside this one, and their optimizer steps in one of this one's."""
 
     def start_save(self, directory: Path) -> BackgroundWrite:
         """Copies all tensors, and begins to write them into an existing directory; every rank calls this."""
-        shards = {}
-        for turn, (key, parameter, parts) in enumerate(self._parts()):
-            group = self.ownership.group_of(parameter)
-            whole = assemble(parameter.shape, parts, group, destination=turn % group.size())
-            if whole is not None:
-                shards[key] = self._sharded(key, parameter, whole.cpu(), replica=0)
+        shards = self._shards()
+        for other, _ in self.others:
+            shards |= other._shards()
         # Megatron's writer reports through a queue of a manager process that it spawns; no other process is involved
         filesystem_async._results_queue = queue.SimpleQueue()
         strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
         request = dist_checkpointing.save(shards, str(directory), strategy, async_sharded_save=True, **OWN_WRITER)
         return BackgroundWrite(request, directory, prefix=f"__{dist.get_rank()}_")
+
+    def _shards(self) -> dict[str, ShardedTensor]:
+        shards = {}
+        for turn, (key, parameter, parts) in enumerate(self._parts()):
+            group = self.ownership.group_of(parameter)
+            whole = assemble(parameter.shape, parts, group, destination=turn % group.size())
+            if whole is not None:
+                shards[self.prefix + key] = self._sharded(key, parameter, whole.cpu(), replica=0)
+        return shards
 
     def save(self, directory: Path) -> None:
         """Writes all tensors into an existing directory; every rank calls this."""
@@ -88,6 +98,8 @@ class TrainedTensors:
         for name, found in self._read(directory, {name: states for name, states in kept.items() if states}):
             for owned in slices[name]:
                 owned.restore_state({state: owned.cut(whole) for state, whole in found.items()}, step)
+        for other, steps in self.others:
+            other.load(directory, step=step * steps)
 
     def _parts(self) -> Iterator[tuple[str, nn.Parameter, list[tuple[int, Tensor]]]]:
         """(key, parameter, this rank's parts of it) of every tensor, in the same order on every data-parallel rank."""
@@ -132,7 +144,7 @@ class TrainedTensors:
         axes = self.groups.axes
         offsets = [(dim, axes[axis].rank(), axes[axis].size()) for dim, axis in splits(parameter)]
         copy = 0 if offsets else self.groups.tensor.rank()
-        return ShardedTensor.from_rank_offsets(key, tensor, *offsets, replica_id=(0, copy, replica))
+        return ShardedTensor.from_rank_offsets(self.prefix + key, tensor, *offsets, replica_id=(0, copy, replica))
 
 
 def _some_at_a_time(keys: Keys, parameters: Mapping[str, Tensor]) -> list[list[str]]:

@@ -93,7 +93,8 @@ class _Run:
         self.training = training
         self.mark = mark
         self.config = training.config
-        self.store = CheckpointStore(training.config, training.groups, training.base)
+        teacher = None if training.distillation is None else training.distillation.teacher_fingerprint
+        self.store = CheckpointStore(training.config, training.groups, training.base, teacher)
         self.batches = TrainBatches(training.config, training.groups)
         self.state = RunState()
         if self.config.validation.interval:
@@ -229,8 +230,9 @@ class _Run:
         raise SystemExit(2)
 
     def _set_schedule(self) -> None:
-        self.training.scheduler.num_steps = 0
-        self.training.scheduler.step(self.state.iteration)
+        for trained in self.training.all_trained:
+            trained.scheduler.num_steps = 0
+            trained.scheduler.step(self.state.iteration)
 
     def _is_due(self, interval: int) -> bool:
         """Every `interval` steps and at the end; never for 0."""
@@ -261,6 +263,7 @@ class _Run:
             "tokens_per_s": result.tokens / result.seconds,
             "tflops": result.flops / result.seconds / 1e12,
             "mfu": result.flops / result.seconds / self.peak,
+            **({} if result.critic_loss is None else {"critic_loss": _number(result.critic_loss)}),
             **({"expert_load": largest_load(result.expert_counts)} if result.expert_counts else {}),
         }
 

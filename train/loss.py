@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from megadit.models.dit import DiT
-from megadit.models.noise import Stream, normal
 from megadit.models.parameterization import denoise_packed, parameterization_of
 from megadit.train.data.packed_batch import PackedBatch
 
@@ -52,11 +51,20 @@ class Uncertainty(nn.Module):
         return (features @ self.linear.weight.float().T)[:, 0] / math.sqrt(len(frequency))
 
 
-def token_noise(batch: PackedBatch) -> Tensor:
-    """Unit normal noise [S, 1, P]; row r of a sample depends on its key and r alone."""
-    tensors = batch.layout.on(batch.noise_key_G.device)
-    key_S, width = batch.noise_key_G[tensors.segment_of_token_S], batch.tokens_S1P.shape[-1]
-    return normal(key_S, tensors.position_in_segment_S, width, stream=Stream.NOISE)[:, None]
+def weighted_error(
+    batch: PackedBatch, D_S1P: Tensor, target_S1P: Tensor, weight_G: Tensor, u_G: Tensor | None = None
+) -> LossSums:
+    """weight |D - target|^2 of the tokens to be predicted; with a learned uncertainty u the objective is that of EDM2
+    (arXiv 2312.02696, eq. 21): weight / exp(u) |D - target|^2 + u."""
+    tensors = batch.layout.on(weight_G.device)
+    segment_S, is_wanted_S = tensors.segment_of_token_S, tensors.is_wanted_S
+    error_S = (D_S1P - target_S1P).square().mean(dim=(1, 2)) * is_wanted_S
+    objective_S = weighted_S = weight_G[segment_S] * error_S
+    if u_G is not None:
+        u_S = u_G[segment_S] * is_wanted_S
+        objective_S = weighted_S / u_S.exp() + u_S
+    sums = (batch.loss_weight_G[segment_S] * objective_S).sum(), weighted_S.detach().sum(), error_S.detach().sum()
+    return LossSums(*sums)
 
 
 def edm_loss(
@@ -67,24 +75,13 @@ def edm_loss(
     uncertainty: Uncertainty | None = None,
     before: Tensor | None = None,
 ) -> LossSums | Tensor:
-    """lambda(sigma) |D(x0 + sigma n; sigma) - x0|^2 (eq. 2 and table 1); with `uncertainty`, EDM2's eq. 21:
-    lambda(sigma) / exp(u(sigma)) |D - x0|^2 + u(sigma). Of a part of the network, which takes
+    """lambda(sigma) |D(x0 + sigma n; sigma) - x0|^2 (eq. 2 and table 1). Of a part of the network, which takes
     activations (`before` [S, 1, D]) and gives its own: see `denoise_packed`.
     """
     parameterization = parameterization_of(dit.config)
-    tensors = batch.layout.on(sigma_G.device)
-    segment_S, is_wanted_S = tensors.segment_of_token_S, tensors.is_wanted_S
-    sigma_S = sigma_G[segment_S] * is_wanted_S if batch.layout.has_given else sigma_G[segment_S]
-    x_S1P = batch.tokens_S1P + sigma_S[:, None, None] * noise_S1P
+    x_S1P = batch.noisy(sigma_G, noise_S1P)
     D_S1P = denoise_packed(dit, x_S1P, sigma_G, batch.text_L1E, batch.fps_G, batch.layout, before)
     if not dit.part.is_last:
         return D_S1P
-
-    error_S = (D_S1P - batch.tokens_S1P).square().mean(dim=(1, 2)) * is_wanted_S
-    weighted_S = parameterization.loss_weight(sigma_G)[segment_S] * error_S
-    objective_S = weighted_S
-    if uncertainty is not None:
-        u_S = uncertainty(parameterization.scalings(sigma_G).c_noise)[segment_S] * is_wanted_S
-        objective_S = weighted_S / u_S.exp() + u_S
-    objective_S = batch.loss_weight_G[segment_S] * objective_S
-    return LossSums(objective_S.sum(), weighted_S.detach().sum(), error_S.detach().sum())
+    u_G = None if uncertainty is None else uncertainty(parameterization.scalings(sigma_G).c_noise)
+    return weighted_error(batch, D_S1P, batch.tokens_S1P, parameterization.loss_weight(sigma_G), u_G)

@@ -1,8 +1,8 @@
-"""Which noise levels are trained on: distributions of sigma, and how they follow the size of a sample.
+"""The noise that is trained on, and its level sigma: distributions, and how they follow the size of a sample.
 
 A flow model's t is sigma / (1 + sigma): a logit-normal t is a log-normal sigma, a shift of t multiplies sigma.
 
-Shapes: G segments of a pack (padding included).
+Shapes: S video tokens, P patch dim, G segments of a pack (padding included).
 """
 
 import math
@@ -14,6 +14,7 @@ from torch import Tensor
 from megadit.models.layout import PackLayout
 from megadit.models.noise import Stream, normal
 from megadit.train.config.schema import DiffusionConfig
+from megadit.train.data.packed_batch import PackedBatch
 
 LEAST_T = 1e-4
 """And 1 minus it the largest: nearer to 0 or 1, float32 has too little left of x0 or of the noise."""
@@ -57,3 +58,10 @@ def draw_sigma(noise_key_G: Tensor, diffusion: DiffusionConfig, layout: PackLayo
         return sigma_G
     tokens_G = torch.tensor([segment.num_tokens for segment in layout.segments], device=sigma_G.device)
     return sigma_G * (tokens_G / diffusion.shift_tokens).sqrt()
+
+
+def token_noise(batch: PackedBatch, stream: int = Stream.NOISE) -> Tensor:
+    """Unit normal noise [S, 1, P]; row r of a sample depends on its key and r alone."""
+    tensors = batch.layout.on(batch.noise_key_G.device)
+    key_S, width = batch.noise_key_G[tensors.segment_of_token_S], batch.tokens_S1P.shape[-1]
+    return normal(key_S, tensors.position_in_segment_S, width, stream=stream)[:, None]

@@ -3,10 +3,10 @@
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,38 +26,35 @@ from megadit.models.adapters import (
     initial_adapter_value,
     train_adapter_only,
 )
-from megadit.models.bundle.bundle import Bundle, is_bundle
-from megadit.models.bundle.components import TENSOR_FILE
-from megadit.models.bundle.tensor_source import open_safetensors
-from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT, Part
 from megadit.models.machine import free_memory
 from megadit.models.megatron import groups as process_groups
-from megadit.models.megatron.checkpoint import CONFIG, read_network
 from megadit.models.megatron.extensions import give_megatron_a_product
 from megadit.models.megatron.groups import Groups
 from megadit.models.megatron.parallelize import parallelize
 from megadit.models.megatron.shards import initialize_dit_
 from megadit.models.megatron.transformer_config import transformer_config
-from megadit.models.shared.errors import UserError
+from megadit.models.parameterization import parameterization_of
 from megadit.models.shared.files import atomic_path
 from megadit.models.weights import dit_shapes
 from megadit.train.checkpoint_tensors import TrainedTensors
-from megadit.train.config.load import load_config, to_yaml
+from megadit.train.config.load import to_yaml
 from megadit.train.config.rules import check_layout
-from megadit.train.config.schema import MatmulPrecision, RunConfig
+from megadit.train.config.schema import EmaConfig, MatmulPrecision, RunConfig
 from megadit.train.cpu_memory import keep_freed_memory
 from megadit.train.device_update import DeviceUpdate, device_update
+from megadit.train.distill.networks import Distillation, denoiser_of, guided
+from megadit.train.distill.objectives import Teaching
 from megadit.train.ema import WeightAverages
 from megadit.train.fully_sharded import FullySharded
+from megadit.train.given_network import GivenNetwork, Weights, given_network, read_given
 from megadit.train.optimizer import build_optimizer, build_scheduler, uses_distributed_optimizer
 from megadit.train.optimizer_state import DataParallel, assign, find_ownership, named_parameters
 from megadit.train.plan.recompute import choice_in_words, needed_memory, with_recompute
-from megadit.train.to_bundle import find_checkpoint
 from megadit.train.training_model import TrainingModel
 
-Weights = Callable[[str], Tensor]
-"""Gives a whole tensor of the network by its name."""
+CRITIC = "critic."
+"""Before the names of a critic's tensors in checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +75,15 @@ class Training:
     """What updates the weights in Megatron's place, on a GPU."""
     trained_as: str | None = None
     """`model.preconditioner` of the weights that training starts from."""
+    distillation: Distillation | None = None
+    """What the network learns from in place of its samples."""
+    critic: "Training | None" = None
+    """What learns beside a student how its videos are distributed."""
+
+    @property
+    def all_trained(self) -> "tuple[Training, ...]":
+        """This run, and that of the critic beside it."""
+        return (self,) if self.critic is None else (self, self.critic)
 
     @property
     def network(self) -> TrainingModel:
@@ -92,7 +98,9 @@ class Training:
         return (parameter for _, parameter in self.named_parameters())
 
     def begin_step(self, step: int) -> None:
-        """Draws what a step draws for all of its samples: the dropout of an adapter."""
+        """Draws what a step draws for all of its samples: the dropout of an adapter, a student's number of calls."""
+        if self.distillation is not None:
+            self.distillation.begin(step, 0)
         adapter = self.config.train.adapter
         for part in self.parts if adapter is not None else ():
             draw_dropout(part.module.dit, adapter.dropout, seed=self.config.train.seed, step=step)
@@ -142,8 +150,14 @@ def _quieten_megatron() -> None:
 
 
 def build_training(config: RunConfig, groups: Groups) -> Training:
-    """The network with its initial weights, wrapped for data parallelism, its optimizer and its averages."""
-    given = given_network(config)
+    """The network with its initial weights, wrapped for data parallelism, its optimizer and its averages; of a student
+    its teacher and critic, too."""
+    training = _build_trained(config, groups, given_network(config))
+    return training if config.train.distill is None else _with_teacher(training)
+
+
+def _build_trained(config: RunConfig, groups: Groups, given: GivenNetwork | None, *, prefix: str = "") -> Training:
+    """A network that is trained; `prefix` comes before the names of its tensors in checkpoints."""
     weights = None if given is None else given.read
     parts = build_parts(config, groups, _starting_weights(config, weights))
     optimizer = build_optimizer(config, parts)
@@ -159,11 +173,63 @@ def build_training(config: RunConfig, groups: Groups) -> Training:
         optimizer=optimizer,
         scheduler=build_scheduler(config, optimizer),
         averages=averages,
-        tensors=TrainedTensors(tuple(named_parameters(parts)), ownership, averages, groups),
+        tensors=TrainedTensors(tuple(named_parameters(parts)), ownership, averages, groups, prefix),
         base=_fingerprint(config, weights),
         device_update=update,
         trained_as=None if given is None else given.config.preconditioner,
     )
+
+
+def _with_teacher(training: Training) -> Training:
+    """The run of a student, with its teacher and, where its objective asks for one, a critic that starts as the teacher
+    does."""
+    config, groups = training.config, training.groups
+    asked, teacher = config.train.distill, read_given(config, config.train.distill.teacher)
+    critic = None
+    if asked.has_critic:
+        critic = _build_trained(_critic_config(config), groups, teacher, prefix=CRITIC)
+    frozen = _build_frozen(config, groups, teacher)
+    distillation = Distillation(
+        frozen=frozen,
+        seed=config.train.seed,
+        teaching=Teaching(
+            config=asked,
+            diffusion=config.diffusion,
+            parameterization=parameterization_of(config.model),
+            teacher=guided(denoiser_of(frozen), asked.guidance),
+            critic=None if critic is None else denoiser_of(critic.parts[0]),
+            sum_over_context=partial(_summed, group=groups.context.group),
+        ),
+        teacher_fingerprint=fingerprint(dit_shapes(config.model), teacher.read),
+    )
+    training.network.objective = distillation.loss
+    others = () if critic is None else ((critic.tensors, asked.critic_updates),)
+    tensors = replace(training.tensors, others=others)
+    return replace(training, distillation=distillation, critic=critic, tensors=tensors)
+
+
+def _critic_config(config: RunConfig) -> RunConfig:
+    """The run of a critic: an ordinary one."""
+    rate = config.train.distill.critic_lr or 2 * config.optimizer.lr
+    return replace(
+        config,
+        train=replace(config.train, distill=None),
+        optimizer=replace(config.optimizer, lr=rate),
+        ema=EmaConfig(sigma_rels=()),
+    )
+
+
+def _summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over a group of tensors of any shape, in place."""
+    dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def _build_frozen(config: RunConfig, groups: Groups, given: GivenNetwork) -> nn.Module:
+    """A network that is only asked, laid out as that of the run is."""
+    config = replace(config, model=given.config, train=replace(config.train, adapter=None, distill=None))
+    (part,) = build_parts(config, groups, given.read, is_frozen=True)
+    return part
 
 
 def _fingerprint(config: RunConfig, given: Weights | None) -> str | None:
@@ -188,8 +254,12 @@ def _starting_weights(config: RunConfig, given: Weights | None) -> Weights:
     return value
 
 
-def build_parts(config: RunConfig, groups: Groups, weights: Weights) -> tuple[DataParallel, ...]:
-    """This rank's parts of the network, ready for Megatron's schedules: gradients are summed in float32."""
+def build_parts(
+    config: RunConfig, groups: Groups, weights: Weights, *, is_frozen: bool = False
+) -> tuple[DataParallel, ...]:
+    """This rank's parts of the network, ready for Megatron's schedules: gradients are summed in float32. A frozen
+    network is wrapped only where it is sharded.
+    """
     config = _with_recompute(config, groups)
     sizes, is_sharded = config.parallel.sizes, config.parallel.data_parallel == "fsdp"
     if config.parallel.gradient_accumulation_fusion and config.parallel.transformer_impl == "local":
@@ -205,12 +275,14 @@ def build_parts(config: RunConfig, groups: Groups, weights: Weights) -> tuple[Da
         fp8_recipe=config.train.fp8_recipe,
     )
     if is_sharded:
-        parts = (_shard(config, groups, megatron, weights),)
+        parts = (_shard(config, groups, megatron, weights, is_frozen=is_frozen),)
     else:
         indices = [turn * sizes.pipeline + groups.pipeline.rank() for turn in range(sizes.virtual_pipeline)]
         networks = [
             _initialized(config, groups, megatron, index, weights).to(groups.device, dtype) for index in indices
         ]
+        if is_frozen:
+            return tuple(network.requires_grad_(False) for network in networks)
         parts = tuple(_replicate(config, megatron, network, turn) for turn, network in enumerate(networks))
     megatron.finalize_model_grads_func = finalize_model_grads
     megatron.no_sync_func = parts[0].no_sync if len(parts) == 1 else [part.no_sync for part in parts]
@@ -233,9 +305,13 @@ def _with_recompute(config: RunConfig, groups: Groups) -> RunConfig:
     return decided
 
 
-def _shard(config: RunConfig, groups: Groups, megatron: TransformerConfig, weights: Weights) -> FullySharded:
+def _shard(
+    config: RunConfig, groups: Groups, megatron: TransformerConfig, weights: Weights, *, is_frozen: bool
+) -> FullySharded:
     """The network divided among the ranks, none of which ever holds more than its share and one whole tensor."""
     network = _build_network(config, groups, megatron, 0, torch.device("meta"))
+    if is_frozen:
+        network.requires_grad_(False)
     part = FullySharded(megatron, network, groups, precision(config))
     initialize_dit_(network.dit, config.train.seed, groups.axes, weights, assign=assign)
     return part
@@ -273,45 +349,6 @@ def _build_network(
         train_adapter_only(dit, precision(config))
     with groups.device:
         return TrainingModel(dit, config.diffusion, megatron, ModelType.encoder_or_decoder)
-
-
-MAY_CHANGE = ("given_sigma", "preconditioner")
-"""Settings of a network that no tensor depends on: it can go on with others."""
-
-
-class GivenNetwork(NamedTuple):
-    """What `checkpoint.init_from` names."""
-
-    config: DiTConfig
-    read: Weights
-
-
-def given_network(config: RunConfig) -> GivenNetwork | None:
-    """The network whose tensors training starts from; None where it starts from nothing.
-
-    Raises:
-        UserError: if `checkpoint.init_from` is neither a bundle nor a checkpoint, or one of another network; another
-            objective is none, for it changes no tensor.
-    """
-    source = config.checkpoint.init_from
-    if source is None:
-        return None
-    if not is_bundle(source):
-        checkpoint = find_checkpoint(Path(source))
-        model = load_config(checkpoint / CONFIG).model
-        _check_same_network(config, model)
-        return GivenNetwork(model, read_network(checkpoint).__getitem__)
-    bundle = Bundle.open(source)
-    _check_same_network(config, bundle.config)
-    return GivenNetwork(bundle.config, open_safetensors(bundle.path / "transformer" / TENSOR_FILE).read)
-
-
-def _check_same_network(config: RunConfig, model: DiTConfig) -> None:
-    ours, theirs = config.model.to_dict(), model.to_dict()
-    if differing := [name for name in ours if ours[name] != theirs[name] and name not in MAY_CHANGE]:
-        told = ", ".join(f"model.{name}={theirs[name]} (not {ours[name]})" for name in differing[:6])
-        source = config.checkpoint.init_from
-        raise UserError(f"the network of checkpoint.init_from={source} has {told}; give the run the same")
 
 
 def _replicate(

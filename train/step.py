@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megadit.models.flops import training_flops
+from megadit.models.shared.errors import UserError
 from megadit.models.transfer import sent_together
 from megadit.train.balance import Counts, exchange_counts
 from megadit.train.data.packed_batch import REFUSALS, PackedBatch
+from megadit.train.distill.networks import denoiser_of
 from megadit.train.health import Anomaly, Judge
 from megadit.train.loss import LossSums
 from megadit.train.schedule import run_schedule
@@ -49,6 +51,8 @@ class StepResult:
     """Some rank was told to stop."""
     anomaly: Anomaly | None
     """Why the weights were not updated, or ought not to have been."""
+    critic_loss: float | None = None
+    """That of the critic beside a student, in its last update."""
 
 
 def train_step(
@@ -70,13 +74,12 @@ def train_step(
     seen = [next(batches) for _ in range(training.num_micro_batches)]
     reading_seconds = time.perf_counter() - start
     mark(step, "computing losses and gradients")
+    critic_loss = _update_critic(training, seen, step)
     training.begin_step(step)
     sums = _forward_backward(training, seen)
     expert_counts = exchange_counts(training)
     mark(step, "adding up the losses of all ranks")
-    norm = None if training.device_update is None else training.device_update.prepare()
-    totals = _reduce(training, sums, seen, must_stop, norm)
-    loss = math.nan if totals["bad_ranks"] else totals["weighted"] / totals["tokens"]
+    loss, totals = _loss_of(training, sums, seen, must_stop)
     mark(step, "updating the weights")
     grad_norm, anomaly = math.nan, judge.loss(step, loss)
     if anomaly is None:
@@ -103,7 +106,41 @@ def train_step(
         reading_seconds=reading_seconds,
         must_stop=totals["must_stop"] > 0,
         anomaly=anomaly,
+        critic_loss=critic_loss,
     )
+
+
+def _loss_of(
+    training: Training, sums: Tensor, seen: Sequence[PackedBatch], must_stop: bool = False
+) -> tuple[float, dict[str, float]]:
+    """The mean loss over all ranks, and all that `_reduce` gives."""
+    norm = None if training.device_update is None else training.device_update.prepare()
+    totals = _reduce(training, sums, seen, must_stop, norm)
+    return math.nan if totals["bad_ranks"] else totals["weighted"] / totals["tokens"], totals
+
+
+def _update_critic(training: Training, seen: Sequence[PackedBatch], step: int) -> float | None:
+    """Updates the critic beside a student on what the student makes now of the same conditions; its last loss.
+
+    Raises:
+        UserError: where loss or gradient is not finite.
+    """
+    critic, distillation = training.critic, training.distillation
+    if critic is None:
+        return None
+    judge = Judge(training.config.health, [])
+    for update in range(1, 1 + training.config.train.distill.critic_updates):
+        distillation.begin(step, update)
+        made = distillation.made(denoiser_of(training.parts[0]), seen, update)
+        critic.begin_step(step)
+        sums = _forward_backward(critic, made)
+        exchange_counts(critic)
+        loss, totals = _loss_of(critic, sums, made)
+        anomaly = judge.loss(step, loss) or _update(critic, step, judge, totals["norm"])[1]
+        if anomaly is not None:
+            raise UserError(f"the critic: {anomaly.what}; try a lower train.distill.critic_lr")
+    critic.scheduler.step(1)
+    return loss
 
 
 def _update(training: Training, step: int, judge: Judge, norm: float) -> tuple[float, Anomaly | None]:
@@ -154,6 +191,7 @@ def _reduce(
     With `norm`, which all ranks have: what the host asks a GPU for in a step, it asks for here, once.
     """
     groups, config = training.groups, training.config
+    forwards = 0 if config.train.distill is None else config.train.distill.forwards
     objective, weighted, squared_error = sums.double().sum(0)
     bad_rank = (~sums.isfinite()).any().double()
     share = groups.is_last_stage / groups.context.size  # of samples that all ranks of a copy know whole
@@ -162,7 +200,7 @@ def _reduce(
     counts = [
         groups.is_last_stage * sum(batch.num_tokens for batch in seen),
         share * sum(not segment.is_padding for batch in seen for segment in batch.layout.segments),
-        share * sum(training_flops(batch.layout, config.model, config.train.adapter) for batch in seen),
+        share * sum(training_flops(batch.layout, config.model, config.train.adapter, forwards) for batch in seen),
         float(must_stop),
         *(share * sum(counts) for counts in zip(*(batch.refused for batch in seen), strict=True)),
     ]

@@ -3,14 +3,16 @@
 Shapes: G segments of a pack (padding included).
 """
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from megadit.models.dit import DiT
 from megadit.models.parameterization import denoise_packed
 from megadit.train.config.schema import DiffusionConfig
 from megadit.train.data.packed_batch import PackedBatch
-from megadit.train.loss import LossSums, Uncertainty, edm_loss, token_noise
-from megadit.train.noise_levels import draw_sigma
+from megadit.train.loss import LossSums, Uncertainty, edm_loss
+from megadit.train.noise_levels import draw_sigma, token_noise
 
 
 class TrainingModel(nn.Module):
@@ -27,6 +29,8 @@ class TrainingModel(nn.Module):
         self.model_type = model_type
         self.diffusion = diffusion
         self.dit = dit
+        self.objective: Callable[[Callable[..., Tensor], PackedBatch], LossSums] | None = None
+        """(D of packs, pack) -> what is minimised in place of the EDM loss."""
         has_uncertainty = diffusion.learned_uncertainty and dit.part.is_last
         self.uncertainty = Uncertainty() if has_uncertainty else None
         self._before: Tensor | None = None
@@ -38,16 +42,21 @@ class TrainingModel(nn.Module):
     def forward(
         self, batch: PackedBatch, sigma_G: Tensor | None = None, *, is_noisy: bool = False
     ) -> LossSums | Tensor:
-        """The sums of losses of this step's noise and noise levels; with `sigma_G`, those of these noise levels,
-        without uncertainty; with `is_noisy`, D(tokens; sigma). Activations, where this is not the last part.
+        """The sums of losses of this step's noise and noise levels, or of another objective; with `sigma_G`, those of
+        these noise levels, without uncertainty; with `is_noisy`, D(tokens; sigma). Activations, where this is not
+        the last part.
         """
         self._announce_direct_reads()
         if is_noisy:
-            conditions = batch.text_L1E, batch.fps_G, batch.layout
-            return denoise_packed(self.dit, batch.tokens_S1P, sigma_G, *conditions, self._before)
+            return self._denoise(batch, batch.tokens_S1P, sigma_G)
+        if sigma_G is None and self.objective is not None:
+            return self.objective(self._denoise, batch)
         uncertainty = self.uncertainty if sigma_G is None else None
         sigma_G = draw_sigma(batch.noise_key_G, self.diffusion, batch.layout) if sigma_G is None else sigma_G
         return edm_loss(self.dit, batch, sigma_G, token_noise(batch), uncertainty, self._before)
+
+    def _denoise(self, batch: PackedBatch, x_S1P: Tensor, sigma_G: Tensor) -> Tensor:
+        return denoise_packed(self.dit, x_S1P, sigma_G, batch.text_L1E, batch.fps_G, batch.layout, self._before)
 
     def _announce_direct_reads(self) -> None:
         """Runs the hooks of modules whose parameters are read without a call of the module.

@@ -3,6 +3,7 @@
 import argparse
 import os
 import select
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TextIO
@@ -89,3 +90,25 @@ def _lost_its_reader(stream: TextIO) -> bool:
     poll = select.poll()
     poll.register(stream, 0)  # a pipe without a reader reports an error unasked
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def run_module(module: str, *arguments: str) -> None:
+    """Runs `python -m module` in a process of its own: training patches torch and starts ranks.
+
+    On Ctrl-C the terminal interrupts that process too; it is given the time to save what it has.
+
+    Raises:
+        UserError: if it fails; it has said why.
+    """
+    process = subprocess.Popen([sys.executable, "-m", module, *arguments])
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:
+        process.wait(timeout=60)
+        raise
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+    if code:
+        raise UserError(f"`python -m {module} {' '.join(arguments)}` ended with exit code {code}; see above")

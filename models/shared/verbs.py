@@ -40,6 +40,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "serve keys": ("megadit.serve.gateway.command:keys", "add, list and revoke keys of the gateway"),
     "serve ask": ("megadit.serve.ask:main", "ask a running service for videos"),
     "serve demo": ("megadit.serve.page.demo:main", "open a page to try prompts on, with a service where none runs"),
+    "distill": ("megadit.train.distill.command:main", "train a student that makes a bundle's videos in few calls"),
     "tune-sampler": (
         "megadit.infer.tune_sampler:main",
         "find the fewest evaluations that are as good as a model's best",
@@ -55,6 +56,10 @@ VERBS: dict[str, tuple[str, str]] = {
     "demo-given": (
         "megadit.train.digits.given_demo:main",
         "teach the demo's model to take given frames, clips, masks and instructions",
+    ),
+    "demo-distill": (
+        "megadit.train.digits.distill_demo:main",
+        "train students of the demo's model that make a clip in four calls, two, or one",
     ),
     "demo-adapter": ("megadit.train.digits.adapter_demo:main", "teach the demo's model a new shape, from ten clips"),
 }

@@ -199,8 +199,8 @@ def _megatron_step(config: RunConfig, batches: Callable) -> Callable[[], object]
 
 
 def _torch_step(config: RunConfig, batches) -> Callable[[], object]:
-    from megadit.train.loss import Uncertainty, edm_loss, token_noise
-    from megadit.train.noise_levels import draw_sigma
+    from megadit.train.loss import Uncertainty, edm_loss
+    from megadit.train.noise_levels import draw_sigma, token_noise
 
     dit, uncertainty, settings = initialize_(DiT(config.model), config.train.seed), Uncertainty(), config.optimizer
     named = dict(dit.named_parameters())

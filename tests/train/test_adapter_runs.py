@@ -37,12 +37,13 @@ FSDP = ("parallel.data_parallel=fsdp",)
 ADAPTER = AdapterConfig(rank=3)
 
 
-def write(path, seed):
+def write(path, seed, **of_network):
+    model = replace(MODEL, **of_network)
     generator = torch.Generator().manual_seed(seed)
-    state = {name: 0.1 * torch.randn(t.shape, generator=generator) for name, t in DiT(MODEL).state_dict().items()}
+    state = {name: 0.1 * torch.randn(t.shape, generator=generator) for name, t in DiT(model).state_dict().items()}
     write_bundle(
         path,
-        config=MODEL,
+        config=model,
         state_dict=state,
         tokenizer=HaarTokenizer(temporal_compression=2, spatial_compression=2, sigma_data=MODEL.sigma_data),
         text_encoder=HashedWordEncoder(dim=64),

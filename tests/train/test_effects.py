@@ -42,6 +42,11 @@ EXPERTS = ("model.experts.num_experts=4", "optimizer.optimizer=adamw")
 CHOOSING = (*EXPERTS, "model.experts.routing=expert_choice")
 EIGHT_BITS = ("parallel.transformer_impl=transformer_engine", "train.precision=bf16", "train.fp8=hybrid")
 ADAPTER = ("checkpoint.init_from={finished}", "optimizer.optimizer=adamw", "train.adapter.rank=4")
+STUDENT = (
+    *("train.distill.teacher={finished}", "train.distill.objective=distribution_matching"),
+    *("train.distill.sigmas=[20,2]", "diffusion.learned_uncertainty=false", "optimizer.lr=0.002"),
+)
+PROGRESSIVE = (*STUDENT, "train.distill.objective=progressive")
 LOGGED = ("logger.wandb_exp_name=first",)
 
 
@@ -142,6 +147,13 @@ EFFECTS = {
     "train.adapter.targets": seen("names", "[blocks.*.fc1]", *ADAPTER),
     "train.adapter.dropout": told("0.5", *ADAPTER),
     "train.adapter.kind": seen("names", "dora", *ADAPTER),
+    "train.distill.teacher": ends("nowhere is not there", "nowhere", *STUDENT),
+    "train.distill.objective": told("consistency", *STUDENT),
+    "train.distill.guidance": told("3.0", *STUDENT),
+    "train.distill.sigmas": told("[20,3]", *STUDENT),
+    "train.distill.teacher_steps": told("3", *PROGRESSIVE),
+    "train.distill.critic_lr": told("0.02", *STUDENT),
+    "train.distill.critic_updates": told("1", *STUDENT),
     "optimizer.optimizer": told("adamw"),
     "optimizer.lr": told("0.01"),
     "optimizer.min_lr": told("0.01"),

@@ -13,8 +13,8 @@ from megadit.models.megatron.integrity import DamagedCheckpointError, checksums,
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
 from megadit.train.config.load import to_yaml
+from megadit.train.given_network import given_network
 from megadit.train.recipes import load_recipe
-from megadit.train.setup import given_network
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 

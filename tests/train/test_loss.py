@@ -16,7 +16,8 @@ from megadit.models.noise import Stream, normal
 from megadit.train.config.schema import DiffusionConfig
 from megadit.train.data.packed_batch import PackFormat
 from megadit.train.data.training_sample import TrainingSample
-from megadit.train.loss import Uncertainty, edm_loss, token_noise
+from megadit.train.loss import Uncertainty, edm_loss
+from megadit.train.noise_levels import token_noise
 from megadit.train.recipes import load_recipe
 from megadit.train.training_model import TrainingModel
 

@@ -68,6 +68,10 @@ class Run:
         return self.train.adapter is not None
 
     @property
+    def is_student(self) -> bool:
+        return self.train.distill is not None
+
+    @property
     def adapted_parts(self) -> tuple[bool, ...]:
         """Whether each part of the network has a linear that `train.adapter.targets` names."""
         from megadit.models.adapters import chosen_targets

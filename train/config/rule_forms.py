@@ -139,3 +139,11 @@ def check_schedule(run: Run) -> None:
     from megadit.infer.schedules import settings_sigmas
 
     settings_sigmas(resolve(SINGLE_IMAGE, **run.given_sampling))
+
+
+def check_student_sigmas(run: Run) -> None:
+    """Raises UserError for `train.distill.sigmas` that do not decrease."""
+    from megadit.infer.schedules import given_sigmas
+
+    if run.train.distill.sigmas:
+        given_sigmas(run.train.distill.sigmas)

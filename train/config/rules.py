@@ -16,6 +16,7 @@ from megadit.train.config.rule_forms import (
     check_copy_url,
     check_sampling,
     check_schedule,
+    check_student_sigmas,
     check_targets,
     check_uses,
     encoding_in_words,
@@ -134,6 +135,32 @@ RULES: tuple[Rule[Run], ...] = (
         remedy="{train.adapter.targets=} leaves nothing to train in one of the {sizes.num_parts} parts of the network "
         "that pipeline stages hold; name linears of blocks in each, or take fewer stages",
     ),
+    # a student
+    Rule(
+        when=attrgetter("is_student"),
+        needs=lambda run: run.sizes.num_parts == 1,
+        remedy="train.distill asks whole networks in turn, which pipeline stages hold in parts; use "
+        "parallel.pipeline_model_parallel_size=1, and tensor or context parallelism or fsdp",
+    ),
+    Rule(
+        when=attrgetter("is_student"),
+        needs=lambda run: not run.diffusion.learned_uncertainty,
+        remedy="diffusion.learned_uncertainty=true weights the loss of samples, of which train.distill has none; leave "
+        "it out",
+    ),
+    Rule(
+        when=lambda run: run.is_student and run.train.distill.objective != "guidance",
+        needs=lambda run: run.train.distill.sigmas,
+        remedy="{train.distill.objective=} needs the noise levels of the student's calls: "
+        "train.distill.sigmas=[80,6,1.3,0.3]",
+    ),
+    accepted_by(check_student_sigmas, where="train.distill.", when=attrgetter("is_student")),
+    Rule(
+        when=lambda run: run.is_student and run.train.distill.objective == "distribution_matching",
+        needs=lambda run: run.health.on_not_finite == "stop" and run.health.on_spike is None,
+        remedy="{train.distill.objective=} updates two networks in a step, and cannot leave out that of one: use "
+        "health.on_not_finite=stop and no health.on_spike",
+    ),
     # layout
     Rule(
         when=lambda run: run.parallel.gradient_accumulation_fusion,
@@ -226,6 +253,7 @@ RULES: tuple[Rule[Run], ...] = (
         "blocks computed again: parallel.recompute_granularity=none",
     ),
     of_graphs(lambda run: not run.has_adapter, "train.adapter: leave that out"),
+    of_graphs(lambda run: not run.is_student, "train.distill: leave that out"),
     of_graphs(lambda run: not run.has_experts, "experts, whose tokens are others each time"),
     of_graphs(lambda run: run.model.structure.block != "st_dit", "attention along one axis (st_dit)"),
     of_graphs(lambda run: run.train.precision == "bf16", "float32: train.precision=bf16"),
@@ -327,6 +355,11 @@ RULES: tuple[Rule[Run], ...] = (
         when=lambda run: run.starts_here and run.has_adapter,
         needs=lambda run: run.checkpoint.init_from is not None,
         remedy="train.adapter is trained beside weights that exist; give checkpoint.init_from=BUNDLE, or a run",
+    ),
+    Rule(
+        when=lambda run: run.starts_here and run.is_student,
+        needs=lambda run: Path(run.train.distill.teacher).exists(),
+        remedy="{train.distill.teacher=} is not there; give a bundle, or the folder of a run",
     ),
     accepted_by(check_schedule, where="validation.sampling: ", when=attrgetter("starts_here")),
     accepted_by(check_copy_url, when=attrgetter("starts_here")),

@@ -12,6 +12,7 @@ from megadit.models.adapter_config import AdapterConfig
 from megadit.models.config import DiTConfig
 from megadit.models.megatron.parallel_sizes import ContextComm, ParallelSizes
 from megadit.models.shared.setting import check_settings, setting
+from megadit.train.config.distill import DistillConfig
 from megadit.train.config.rules import check_config
 from megadit.train.config.upkeep import CheckpointConfig, HealthConfig, LoggerConfig, ValidationConfig
 
@@ -111,6 +112,8 @@ class TrainConfig:
     """CPU threads of one rank; None divides the machine's cores among its ranks."""
     adapter: AdapterConfig | None = None
     """What is trained in place of the network, whose weights stay those of `checkpoint.init_from`; None: all of it."""
+    distill: DistillConfig | None = None
+    """The teacher whose student the network is; None: it learns from the samples alone."""
 
     def __post_init__(self) -> None:
         check_settings(self, "train.")

@@ -60,6 +60,21 @@ class PackedBatch:
         tensors = sent_together([getattr(self, name) for name in BATCH_TENSORS], device)
         return replace(self, **dict(zip(BATCH_TENSORS, tensors, strict=True)))
 
+    def noisy(self, sigma_G: Tensor, noise_S1P: Tensor) -> Tensor:
+        """x0 + sigma n, [S, 1, P]; what is given stays clean."""
+        tensors = self.layout.on(sigma_G.device)
+        sigma_S = sigma_G[tensors.segment_of_token_S]
+        if self.layout.has_given:
+            sigma_S = sigma_S * tensors.is_wanted_S
+        return self.tokens_S1P + sigma_S[:, None, None] * noise_S1P
+
+    def without_text(self) -> "PackedBatch":
+        """The same samples, as this rank has them, with the null token in place of their texts."""
+        segments = tuple(replace(segment, text_length=0) for segment in self.layout.segments)
+        layout = PackLayout(segments).shard(self.layout.mesh)
+        text_L1E = self.text_L1E.new_zeros(layout.text_capacity, *self.text_L1E.shape[1:])
+        return replace(self, text_L1E=text_L1E, layout=layout)
+
     def shard(self, mesh: TokenMesh) -> "PackedBatch":
         """The same samples as `mesh` divides them, with the tokens of this rank's CP shard."""
         layout = self.layout.shard(mesh)

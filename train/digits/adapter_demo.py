@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from megadit.infer.pipeline import TextToVideo
 from megadit.models.bundle.bundle import Bundle
-from megadit.models.shared.command import run_command
+from megadit.models.shared.command import run_command, run_module
 from megadit.models.shared.files import atomic_path, read_json, write_json
 from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import Progress
@@ -26,7 +26,7 @@ from megadit.models.shared.setting import setting
 from megadit.train.digits import figures, judge, score, subject
 from megadit.train.digits.data import Attributes, random_attributes, random_captions
 from megadit.train.digits.figures import spread
-from megadit.train.digits.stages import Stage, check_base, run_module, run_stages, summary_of_seconds
+from megadit.train.digits.stages import Stage, check_base, run_stages, summary_of_seconds
 
 NUM_PRIOR = 256
 CLASS_STRIDE = 3

@@ -18,7 +18,7 @@ from torch import Tensor
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.video_io import write_video
 from megadit.models.bundle.bundle import Bundle
-from megadit.models.shared.command import run_command
+from megadit.models.shared.command import run_command, run_module
 from megadit.models.shared.files import atomic_directory, atomic_path, read_json, write_json
 from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import Progress
@@ -28,7 +28,7 @@ from megadit.train.data import prepare
 from megadit.train.digits import figures, judge, score
 from megadit.train.digits.data import FPS, Attributes
 from megadit.train.digits.evaluation import evaluate_bundle
-from megadit.train.digits.stages import Stage, run_module, run_stages, summary_of_seconds
+from megadit.train.digits.stages import Stage, run_stages, summary_of_seconds
 
 BATCH_SIZE = 48
 MP4_ZOOM = 8

@@ -15,7 +15,7 @@ from torch import Tensor
 from megadit.infer.given import GivenVideo, Media
 from megadit.infer.pipeline import TextToVideo
 from megadit.models.bundle.bundle import Bundle
-from megadit.models.shared.command import run_command
+from megadit.models.shared.command import run_command, run_module
 from megadit.models.shared.files import read_json, write_json
 from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import Progress
@@ -23,7 +23,7 @@ from megadit.models.shared.setting import setting
 from megadit.train.digits import figures, given_data, given_score, judge, score
 from megadit.train.digits.data import Attributes
 from megadit.train.digits.given_score import generate, neutral_captions, pixels, video_of
-from megadit.train.digits.stages import Stage, check_base, run_module, run_stages, summary_of_seconds
+from megadit.train.digits.stages import Stage, check_base, run_stages, summary_of_seconds
 
 GRID_SCALES = (1.0, 1.5, 2.0, 3.0)
 """Of guidance by text and by the clip, in the picture of edits."""

@@ -1,7 +1,6 @@
 """Stages of a demo: each leaves its result in a folder and is skipped where that is there already."""
 
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -75,25 +74,3 @@ def summary_of_seconds(seconds: dict[str, float]) -> str:
     """How long all took, and each stage, in a line."""
     times = ", ".join(f"{stage} {duration(value)}" for stage, value in seconds.items())
     return f"in all {duration(sum(seconds.values()))}: {times}"
-
-
-def run_module(module: str, *arguments: str) -> None:
-    """Runs `python -m module` in a process of its own: training patches torch and starts ranks.
-
-    On Ctrl-C the terminal interrupts that process too; it is given the time to save what it has.
-
-    Raises:
-        UserError: if it fails; it has said why.
-    """
-    process = subprocess.Popen([sys.executable, "-m", module, *arguments])
-    try:
-        code = process.wait()
-    except KeyboardInterrupt:
-        process.wait(timeout=60)
-        raise
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait()
-    if code:
-        raise UserError(f"`python -m {module} {' '.join(arguments)}` ended with exit code {code}; see above")

@@ -41,16 +41,24 @@ def memory_of(config: RunConfig, layout: Layout) -> Memory:
     owned = trained.share(layout)
     whole = _whole(trained, layout)
     stored = _stored(trained, layout)
-    base = _stored(count_parameters(config.model), layout) if config.train.adapter is not None else 0
+    learners, frozen = _networks(config)
+    frozen = frozen * _stored(count_parameters(config.model), layout)
     kept_per_layer = _layer_bytes(config, layout)
     return Memory(
-        parameters=_size(config) * (base + stored),
-        gradients=4 * stored,
-        optimizer=_optimizer_bytes(config) * (owned if spreads_optimizer(config, layout) else whole),
+        parameters=_size(config) * (frozen + learners * stored),
+        gradients=4 * learners * stored,
+        optimizer=learners * _optimizer_bytes(config) * (owned if spreads_optimizer(config, layout) else whole),
         averages=4 * len(config.ema.sigma_rels) * owned,
         activations=_kept_activations(config, layout, kept_per_layer),
         passing=_passing(config, layout, kept_per_layer),
     )
+
+
+def _networks(config: RunConfig) -> tuple[int, int]:
+    """How many are trained, or have an adapter trained, and how many whole ones stay as they are."""
+    distill = config.train.distill
+    learners = 1 if distill is None or not distill.has_critic else 2
+    return learners, (distill is not None) + (learners if config.train.adapter is not None else 0)
 
 
 def _whole(parameters: Parameters, layout: Layout) -> float:

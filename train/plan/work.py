@@ -151,10 +151,12 @@ def work_of(config: RunConfig, layout: Layout) -> Work:
     attention = _attention_flops(pack, model) * packs / share
     tokens = packs * config.data.seq_length / layout.context  # of one context-parallel rank
     layers = model.num_layers / layout.pipeline
-    linears = training_flops(pack, model, config.train.adapter) * packs / share - attention
+    forwards = 0 if config.train.distill is None else config.train.distill.forwards
+    own_attention, attention = attention, attention * (1 + forwards / 3)
+    linears = training_flops(pack, model, config.train.adapter, forwards) * packs / share - attention
     return Work(
         linear_flops=linears,
-        linear_share=(training_flops(pack, model) * packs / share - attention) / 3 / linears,
+        linear_share=(training_flops(pack, model) * packs / share - own_attention) / 3 / linears,
         attention_flops=attention,
         elementwise_bytes=_bytes_per_number(config)
         * ELEMENTWISE_ACCESSES

@@ -159,10 +159,18 @@ SPECIAL = {
     "data.mock_latent_shapes": [[2, 4, 4]],
     "ema.sigma_rels": [0.2],
     "train.adapter.targets": ["blocks.*.fc1"],
+    "train.distill.sigmas": [80.0, 1.0],
+    "train.distill.guidance": 3.0,
+    "train.distill.teacher": "elsewhere",
 }
 """Another legal value where it cannot be guessed."""
 EXPERTS = ["optimizer.optimizer=adamw", "model.experts.num_experts=4"]
 SECOND = ["validation.sampling.second_prompt=a blue two", "validation.sampling.second_guidance=2.0"]
+STUDENT = [
+    *("train.distill.teacher=nowhere", "train.distill.objective=guidance", "train.distill.sigmas=[80.0]"),
+    "diffusion.learned_uncertainty=false",
+]
+STUDENT_SETTINGS = ("teacher", "objective", "guidance", "sigmas", "teacher_steps", "critic_lr", "critic_updates")
 NEEDS = {
     "model.experts.num_experts": ["optimizer.optimizer=adamw"],
     "parallel.expert_model_parallel_size": EXPERTS,
@@ -176,6 +184,7 @@ NEEDS = {
     "parallel.recompute_num_layers": ["parallel.recompute_granularity=full"],
     "parallel.cuda_graph_max_segments": ["train.precision=bf16", "parallel.overlap_param_gather=false"],
     **{f"train.adapter.{name}": ["train.adapter.rank=4"] for name in ("rank", "alpha", "targets", "dropout", "kind")},
+    **{f"train.distill.{name}": STUDENT for name in STUDENT_SETTINGS},
     "train.fp8": ["train.precision=bf16", "parallel.transformer_impl=transformer_engine", "model.hidden_size=128"],
     "data.given": ["model.given_sigma=0.02"],
     "optimizer.moments": ["optimizer.optimizer=adamw"],

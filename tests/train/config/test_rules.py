@@ -14,6 +14,7 @@ from megadit.models.expert_config import ExpertConfig
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.rules import first_broken
 from megadit.train.config import rules
+from megadit.train.config.distill import DistillConfig
 from megadit.train.config.facts import Run
 from megadit.train.config.load import known_keys
 from megadit.train.config.rules import RULES, check_inputs, check_layout
@@ -74,6 +75,8 @@ def of_sampling(says: str, **sampling: Any) -> Breach:
 ST_DIT = {"family": "st_dit", "adaln_lora_dim": 16}
 MUON = {"optimizer": "muon"}
 ADAPTER = {"adapter": AdapterConfig(rank=2)}
+STUDENT = {"distill": DistillConfig(teacher="nowhere", objective="guidance")}
+MATCHING = {"distill": DistillConfig(teacher="nowhere", objective="distribution_matching", sigmas=(80.0, 1.0))}
 BREACHES = (
     breach(
         "global_batch_size=8 is not a multiple of data.micro_batch_size=3; use 6 or 9", data={"micro_batch_size": 3}
@@ -106,6 +109,29 @@ BREACHES = (
         "train.adapter.targets=['blocks.0.*'] leaves nothing to train in one of the 2 parts",
         train={"adapter": AdapterConfig(rank=2, targets=("blocks.0.*",))},
         parallel={"pipeline_model_parallel_size": 2},
+    ),
+    breach(
+        "train.distill asks whole networks in turn, which pipeline stages hold in parts",
+        train=STUDENT,
+        parallel={"pipeline_model_parallel_size": 2},
+    ),
+    breach(
+        "diffusion.learned_uncertainty=true weights the loss of samples",
+        train=STUDENT,
+        diffusion={"learned_uncertainty": True},
+    ),
+    breach(
+        "train.distill.objective=consistency needs the noise levels of the student's calls",
+        train={"distill": DistillConfig(teacher="nowhere", objective="consistency")},
+    ),
+    breach(
+        "train.distill.sigmas=[1.0, 2.0] must decrease",
+        train={"distill": DistillConfig(teacher="nowhere", objective="progressive", sigmas=(1.0, 2.0))},
+    ),
+    breach(
+        "train.distill.objective=distribution_matching updates two networks in a step",
+        train=MATCHING,
+        health={"on_not_finite": "skip"},
     ),
     breach(
         "gradient_accumulation_fusion=true adds to sums that parallel.data_parallel=fsdp has not",
@@ -186,6 +212,7 @@ BREACHES = (
     of_graphs("gradient_accumulation_fusion: leave that out", parallel={"gradient_accumulation_fusion": True}),
     of_graphs("blocks computed again", parallel={"recompute_granularity": "full"}),
     of_graphs("train.adapter: leave that out", train=ADAPTER),
+    of_graphs("train.distill: leave that out", train=STUDENT),
     of_graphs("experts, whose tokens are others each time", model=EXPERTS),
     of_graphs("attention along one axis", model=ST_DIT),
     of_graphs("float32: train.precision=bf16", train={"precision": "fp32"}),
@@ -222,6 +249,7 @@ BREACHES = (
         "train.adapter is trained beside weights that exist; give checkpoint.init_from",
         train={"output_dir": "runs/x", **ADAPTER},
     ),
+    on_start("train.distill.teacher=nowhere is not there", train={"output_dir": "runs/x", **STUDENT}),
     on_start("validation.sampling: sigmas=[1.0, 2.0] must decrease", validation={"sampling": {"sigmas": (1.0, 2.0)}}),
     on_start(
         "validation.extractors=['nowhere.safetensors'] names weights that do not exist",

@@ -15,13 +15,13 @@ from megadit.train.config.schema import (
     TrainConfig,
     ValidationConfig,
 )
-from megadit.train.config.upkeep import SamplingConfig
+from megadit.train.config.upkeep import HealthConfig, SamplingConfig
 
 DATA = {"seq_length": 256, "text_seq_length": 64, "global_batch_size": 8, "mock_latent_shapes": ((1, 8, 8),)}
 
 
 def make_run(
-    *, data=None, parallel=None, model=None, train=None, optimizer=None, diffusion=None, validation=None
+    *, data=None, parallel=None, model=None, train=None, optimizer=None, diffusion=None, validation=None, health=None
 ) -> RunConfig:
     validation = dict(validation or {})
     return RunConfig(
@@ -32,6 +32,7 @@ def make_run(
         optimizer=OptimizerConfig(**{"lr": 1e-3, **(optimizer or {})}),
         parallel=ParallelConfig(**(parallel or {})),
         diffusion=DiffusionConfig(**(diffusion or {})),
+        health=HealthConfig(**(health or {})),
         validation=ValidationConfig(**{**validation, "sampling": SamplingConfig(**validation.pop("sampling", {}))}),
     )
 

@@ -13,7 +13,8 @@ from megadit.models.shared.errors import UserError
 from megadit.train.data.given import USES, draw, parse_uses
 from megadit.train.data.packed_batch import PackedBatch, PackFormat
 from megadit.train.data.training_sample import Frames, TrainingSample
-from megadit.train.loss import edm_loss, token_noise
+from megadit.train.loss import edm_loss
+from megadit.train.noise_levels import token_noise
 from megadit.train.recipes import load_recipe
 
 MODEL = replace(load_recipe("digits_tiny").model, in_channels=4, sigma_data=1.0, given_sigma=0.02)

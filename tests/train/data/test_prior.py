@@ -22,7 +22,8 @@ from megadit.train.data.ingest.team import Team
 from megadit.train.data.packed_batch import PackFormat
 from megadit.train.data.samples import UnreadableSampleError, decode
 from megadit.train.data.training_sample import TrainingSample
-from megadit.train.loss import edm_loss, token_noise
+from megadit.train.loss import edm_loss
+from megadit.train.noise_levels import token_noise
 
 MODEL = DiTConfig(
     num_layers=1, hidden_size=32, num_attention_heads=2, in_channels=48, patch_spatial=2, crossattn_emb_size=16

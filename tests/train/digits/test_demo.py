@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from megadit.models.shared.command import run_module
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
 from megadit.train.digits import demo as demo_module
 from megadit.train.digits.demo import QUICK, Demo
-from megadit.train.digits.stages import Stage, run_module
+from megadit.train.digits.stages import Stage
 
 SCORES = {"digit": 0.9, "colour": 1.0, "direction": 1.0, "all": 0.9, "every_frame": 0.5, "num_clips": 3}
 

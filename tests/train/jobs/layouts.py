@@ -35,7 +35,9 @@ from megadit.models.megatron.shards import is_expert, splits  # noqa: E402
 from megadit.models.noise import latent_noise, seed_key  # noqa: E402
 from megadit.models.ops import linear  # noqa: E402
 from megadit.train import balance, loss  # noqa: E402
+from megadit.train.config.distill import DistillConfig  # noqa: E402
 from megadit.train.config.schema import ParallelConfig  # noqa: E402
+from megadit.train.data import packed_batch  # noqa: E402
 from megadit.train.data.distribute import TrainBatches  # noqa: E402
 from megadit.train.data.loader import build_train_loader  # noqa: E402
 from megadit.train.optimizer_state import held  # noqa: E402
@@ -61,6 +63,9 @@ def run_config(out, case):
     train = {"output_dir": str(out), "precision": case.get("precision", "fp32"), "num_threads": 1}
     if "adapter" in case:
         train["adapter"] = AdapterConfig(**case["adapter"])
+    if "distill" in case:
+        distill = {key: tuple(value) if isinstance(value, list) else value for key, value in case["distill"].items()}
+        train["distill"] = DistillConfig(**distill)
     if "given" in case:
         data |= {"given": tuple(case["given"]), "seq_length": 128, "text_seq_length": 96}
         model["given_sigma"] = 0.02
@@ -71,6 +76,8 @@ def run_config(out, case):
         data=replace(run.data, **data | case.get("data", {})),
         train=replace(run.train, **train | case.get("train", {})),
         optimizer=replace(run.optimizer, **settings | case.get("optimizer", {})),
+        diffusion=replace(run.diffusion, learned_uncertainty="distill" not in case),
+        checkpoint=replace(run.checkpoint, init_from=case.get("init_from")),
         parallel=ParallelConfig(**case.get("parallel", {})),
     )
 
@@ -142,6 +149,11 @@ def break_it(what, training):
         patch(layout.PackLayout, "num_wanted", property(lambda pack: pack.num_tokens))
     elif what == "a noise level of its own":
         patch(loss, "denoise_packed", _at_the_level_of_the_sample)
+    elif what == "sum over the ranks of a sample":
+        teaching = replace(training.distillation.teaching, sum_over_context=_identity)
+        training.distillation.teaching = teaching
+    elif what == "text left out":
+        patch(packed_batch.PackedBatch, "without_text", lambda batch: batch)
     elif what == "keys of others":
         wait = context_parallel._Shift.wait
         patch(context_parallel._Shift, "wait", lambda shift: (wait(shift), shift._sent)[1])
@@ -220,7 +232,8 @@ def note_decisions(training):
 
     def noted_choose(mlp, score, layout):
         chosen = choose(mlp, score, layout)
-        if torch.is_grad_enabled() and training.config.parallel.recompute_granularity != "full":
+        is_trained = mlp in layers and torch.is_grad_enabled()
+        if is_trained and training.config.parallel.recompute_granularity != "full":
             tensors = layout.on("cpu")
             key_S = batch[0].noise_key_G[tensors.segment_of_token_S] ^ (tensors.position_in_segment_S * 1_000_003)
             if training.config.parallel.sequence_parallel:
@@ -280,7 +293,9 @@ def gradients(training):
 
 def frozen(training):
     """What this rank holds of the parameters that are not trained."""
-    named = (pair for part in training.parts for pair in part.module.named_parameters())
+    named = [pair for part in training.parts for pair in part.module.named_parameters()]
+    if training.distillation is not None:
+        named += training.distillation.frozen.named_parameters()
     return {name: held(parameter)[1].clone() for name, parameter in named if not parameter.requires_grad}
 
 
@@ -339,6 +354,7 @@ def run(out, case):
     results = [train_step(training, batches, step + 1, must_stop=False) for step in steps]
     numbers = {
         "loss": [result.loss for result in results],
+        "critic_loss": [result.critic_loss for result in results if result.critic_loss is not None],
         "grad_norm": [result.grad_norm for result in results],
         "tokens": [result.tokens for result in results],
         "samples": [result.samples for result in results],

@@ -7,6 +7,7 @@ import ctypes
 import gc
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 from megadit.models.megatron import cpu_shim
@@ -64,7 +65,12 @@ def main(overrides: list[str]) -> None:
     train_step(training, batches, 1, must_stop=False)  # the optimizer's state appears
     settled = settle()
     train_step(training, batches, 2, must_stop=False)
-    print(json.dumps({**tensor_bytes(training), "resting": settled - before, "peak": resident("VmHWM") - before}))
+    held = Counter(dict.fromkeys(("parameters", "gradients", "optimizer", "averages"), 0))
+    for trained in training.all_trained:
+        held.update(tensor_bytes(trained))
+    if training.distillation is not None:
+        held["parameters"] += sum(p.numel() * p.element_size() for p in training.distillation.frozen.parameters())
+    print(json.dumps({**held, "resting": settled - before, "peak": resident("VmHWM") - before}))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import pytest
 from megadit.train.config.load import resolve_config
 from megadit.train.plan.layout import Layout
 from megadit.train.plan.memory import memory_of
+from tests.train.test_adapter_runs import write
 
 pytestmark = pytest.mark.slow
 
@@ -55,6 +56,20 @@ def test_memory_of_an_adapter_is_within_5_percent_of_what_is_measured(measure):
     of_step = estimate.activations + estimate.passing
     assert of_step == pytest.approx(measured["peak"] - measured["resting"], rel=0.05)
     assert measured["optimizer"] == 2 * measured["gradients"] < 0.04 * measured["parameters"]
+
+
+def test_memory_of_a_student_with_its_teacher_and_critic_is_what_is_measured(measure, tmp_path):
+    shape = {"num_layers": 2, "hidden_size": 512, "num_attention_heads": 8, "patch_spatial": 2}
+    teacher = write(tmp_path / "teacher", 0, **shape)
+    measured, estimate = measure(
+        *("train.precision=fp32", "model.in_channels=24", "model.crossattn_emb_size=64", "model.num_layers=2"),
+        *(f"train.distill.teacher={teacher}", "train.distill.objective=distribution_matching"),
+        *("train.distill.sigmas=[20]", "train.distill.critic_updates=1", "diffusion.learned_uncertainty=false"),
+    )
+    for part in ("parameters", "gradients", "optimizer", "averages"):
+        assert getattr(estimate, part) == pytest.approx(measured[part], rel=1e-3)
+    assert measured["gradients"] == pytest.approx(2 / 3 * measured["parameters"], rel=1e-3), "of two of three networks"
+    assert estimate.total == pytest.approx(measured["peak"], rel=0.1)
 
 
 def test_groups_are_megatron_s():

@@ -1,0 +1,189 @@
+"""`megadit distill`: its stages, the student's settings, killed and continued, collapsed, mistaken."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from megadit.infer.evaluate.videos import videos_in_memory
+from megadit.infer.pipeline import TextToVideo
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.settings import SamplingSettings
+from megadit.models.shared.errors import UserError
+from megadit.train.distill.check import Bounds, Comparison, compare, spread
+from megadit.train.distill.command import STAGES, main, student_settings, student_sigmas
+from tests.train.test_adapter_runs import write
+
+BOUNDS = Bounds(least_spread=0.5, most_spread=2.0, most_distance=1.5)
+FAST = ("train.train_iters=2", "train.num_threads=1", "checkpoint.save_interval=1", "logger.tensorboard=false")
+
+
+@pytest.fixture(scope="module")
+def trained(run_ranks, tiny_arguments, tmp_path_factory):
+    out = tmp_path_factory.mktemp("trained")
+    run_ranks(1, *tiny_arguments, "validation.interval=0", f"train.output_dir={out}")
+    return out
+
+
+@pytest.fixture(scope="module")
+def teacher(trained, tmp_path_factory):
+    from megadit.train.to_bundle import main as to_bundle
+
+    path = tmp_path_factory.mktemp("teacher") / "bundle"
+    assert to_bundle([str(trained), str(path)]) == 0
+    return path
+
+
+def command(teacher, data, out, *more):
+    return [str(teacher), str(out), "--data", str(data), "--count", "8", "--device", "cpu", *FAST, *more]
+
+
+@pytest.mark.slow
+def test_stages_follow_one_another_and_go_on_where_they_were(teacher, tiny_dataset, tmp_path, capfd):
+    told = command(teacher, tiny_dataset, tmp_path / "out", "--calls", "2", "--spread", "0.01", "100", "--nproc", "1")
+    assert main([*told, "distribution_matching.train.distill.critic_updates=1", "data.num_workers=0"]) == 0
+    student = Bundle.open(tmp_path / "out" / "bundle")
+    assert student.defaults.sampler == "restart" and student.defaults.guidance == 1
+    assert student.defaults.sigmas == student_sigmas(Bundle.open(teacher), 2)
+    first, second = (tmp_path / "out" / name for name in ("1_guidance", "2_distribution_matching"))
+    assert "objective: guidance" in (first / "config.yaml").read_text()
+    config = (second / "config.yaml").read_text()
+    assert "critic_updates: 1" in config and f"teacher: {first / 'bundle'}" in config
+    assert json.loads((second / "comparison.json").read_text())["count"] == 16
+    (video,) = TextToVideo.load(student, device="cpu").generate(["sample number 3"])
+    assert video.settings.num_steps == 2
+
+    shutil.rmtree(tmp_path / "out" / "bundle")
+    shutil.rmtree(second / "bundle")
+    capfd.readouterr()
+    assert main([*told, "distribution_matching.train.distill.critic_updates=1", "data.num_workers=0"]) == 0
+    said = capfd.readouterr().out
+    assert "all steps are done in" in said and "step 1/2" not in said, "nothing is trained again"
+    again = Bundle.open(tmp_path / "out" / "bundle")
+    assert again.manifest["fingerprints"] == student.manifest["fingerprints"]
+
+
+@pytest.mark.slow
+def test_a_collapsed_student_ends_it_and_the_one_before_is_kept(teacher, tiny_dataset, tmp_path, capfd):
+    told = command(teacher, tiny_dataset, tmp_path / "out", "data.num_workers=0")
+    assert main([*told, "--spread", "0.01", "100", "--stages", "guidance"]) == 0
+    kept = Bundle.open(tmp_path / "out" / "bundle").manifest
+    assert main([*told, "--stages", "guidance", "progressive", "--spread", "0.01", "0.02"]) == 2
+    said = capfd.readouterr().err
+    assert "the student has collapsed: its spread is not within 0.01 to 0.02 times" in said
+    assert Bundle.open(tmp_path / "out" / "bundle").manifest == kept
+
+
+def test_the_levels_of_a_student(tmp_path):
+    teacher = Bundle.open(write(tmp_path / "bundle", 0))
+    assert student_sigmas(teacher, 1) == (80.0,)
+    four = student_sigmas(teacher, 4)
+    assert len(four) == 4 and four[0] == 80 and list(four) == sorted(four, reverse=True)
+    settings = student_settings(teacher.defaults, "restart", four)
+    assert (settings.guidance, settings.num_steps, settings.num_frames) == (1, 4, teacher.defaults.num_frames)
+    assert isinstance(settings, SamplingSettings)
+
+
+def test_spread_is_that_of_one_prompts_videos():
+    generator = torch.Generator().manual_seed(0)
+    of_prompts = 100 * torch.randn(500, 1, 3, generator=generator)
+    noisy = [of_prompts + 2 * torch.randn(500, 1, 3, generator=generator) for _ in range(2)]
+    assert spread(torch.cat(noisy)) == pytest.approx(3 * 4, rel=0.1)
+    assert spread(torch.cat([of_prompts, of_prompts])) == 0
+    with pytest.raises(UserError, match="3 videos are not two of each prompt"):
+        spread(torch.zeros(3, 1, 2))
+
+
+class OfOne:
+    """Makes for every prompt the same video, whatever the seed."""
+
+    def __init__(self, bundle, **settings):
+        self.bundle, self.defaults = bundle, bundle.defaults
+
+    def about(self, settings):
+        return {"model": str(self.bundle.path)}
+
+    def check(self, settings):
+        pass
+
+    def videos(self, prompts, seeds, settings):
+        for prompt, seed in zip(prompts, seeds, strict=True):
+            number = sum(prompt.encode()) if "student" in str(self.bundle.path) else [sum(prompt.encode()), seed]
+            yield np.random.default_rng(number).integers(0, 255, (3, 8, 8, 3), dtype=np.uint8)
+
+
+def test_a_collapse_that_no_judge_of_prompts_sees_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr("megadit.train.distill.check.BundleMaker", OfOne)
+    bundles = [Bundle.open(write(tmp_path / name / "bundle", 0)) for name in ("teacher", "student", "teacher2")]
+    prompts = [f"prompt {number}" for number in range(9)]
+    collapsed = compare(tmp_path / "check", bundles[0], bundles[1], prompts)
+    alike = compare(tmp_path / "check2", bundles[0], bundles[2], prompts)
+    assert collapsed.spread == 0 and "its spread is not within 0.5 to 2" in collapsed.fault(BOUNDS)
+    assert alike.spread == 1 and alike.fault(BOUNDS) is None and alike.distance is None
+    far = Comparison(spread=1.0, distance=1.6, seen_by="a judge", count=8)
+    assert "its distance from real videos is more than 1.5" in far.fault(BOUNDS)
+    assert videos_in_memory("", np.zeros((1, 1, 2, 2, 3), np.uint8), ["a"], 8.0).count == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--stages", "guidence"], "--stages guidence is unknown; did you mean 'guidance'"),
+        (["--sigmas", "80", "2", "--calls", "4"], "--sigmas are as many as --calls"),
+        (["--calls", "0"], "--calls=0 must lie between 1 and 64"),
+        (["train.adapter.rank=4"], "a stage begins with the whole network of the one before"),
+        ([], "does not say which recipe made it: give --recipe NAME"),
+        (["--recipe", "digits_tiny"], "give --data FOLDER, or --prompts FILE"),
+    ],
+)
+def test_mistakes_are_one_line_before_anything_is_trained(tmp_path, capsys, more, says):
+    bundle = write(tmp_path / "bundle", 0)
+    assert main([str(bundle), str(tmp_path / "out"), *more]) == 2
+    said = capsys.readouterr().err
+    assert says in said and said.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+def test_every_objective_has_a_stage():
+    from megadit.train.distill.objectives import OBJECTIVES
+
+    assert STAGES.keys() == OBJECTIVES.keys()
+
+
+def test_every_option_reaches_its_part(tmp_path, monkeypatch):
+    bundle, asked, compared = write(tmp_path / "teacher", 0), [], []
+    (tmp_path / "prompts.txt").write_text("a cat\na dog\n")
+    (tmp_path / "changes.yaml").write_text("data: {text_seq_length: 96}")
+
+    def run_module(module, *arguments):
+        asked.append((module, arguments))
+        if module == "megadit.train.to_bundle":
+            shutil.copytree(bundle, arguments[1], dirs_exist_ok=True)
+
+    def found(folder, teacher, student, prompts, **given):
+        compared.append((prompts, given))
+        return Comparison(spread=1.6, distance=1.3, seen_by="a judge", count=4)
+
+    monkeypatch.setattr("megadit.train.distill.command.run_module", run_module)
+    monkeypatch.setattr("megadit.train.distill.command.compare", found)
+    monkeypatch.setattr("megadit.train.distill.command.open_extractors", lambda path, device: [path])
+    monkeypatch.setattr("megadit.train.distill.command.open_videos", lambda path, count: path)
+    more = ["--data", "clips", "--recipe", "digits", "--config-file", str(tmp_path / "changes.yaml"), "--nproc", "3"]
+    more += ["--calls", "3", "--sigmas", "70", "3", "1", "--guidance", "5", "--stages", "consistency"]
+    more += ["--prompts", str(tmp_path / "prompts.txt"), "--count", "8", "--extractors", "judge", "--device", "cpu"]
+    out = tmp_path / "out"
+    assert main([str(bundle), str(out), "consistency.optimizer.lr=9", *more, "--spread", "0.5", "1.7"]) == 0
+    module, arguments = asked[0]
+    assert module == "megadit.train" and arguments[:4] == ("--recipe", "digits", "--config-file", more[5])
+    assert {"--nproc", "3", "data.path=clips", "train.distill.guidance=5", "optimizer.lr=9"} <= {*arguments}
+    assert "train.distill.objective=consistency" in arguments and "model.num_layers=2" in arguments
+    assert Bundle.open(out / "bundle").defaults.sigmas == (70, 3, 1)
+    prompts, given = compared[0]
+    assert len(prompts) == 8 and set(prompts) == {"a cat", "a dog"}
+    assert given["device"] == "cpu" and [str(each) for each in given["extractors"]] == ["judge"]
+    shutil.rmtree(out)
+    assert main([str(bundle), str(out), *more, "--spread", "0.5", "1.5"]) == 2
+    shutil.rmtree(out)
+    assert main([str(bundle), str(out), *more, "--spread", "0.5", "1.7", "--distance", "1.2"]) == 2
+    assert not (out / "bundle").exists()

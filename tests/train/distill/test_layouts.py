@@ -1,0 +1,171 @@
+"""A student learns in any layout as on one rank, whatever its objective: its losses, its critic's, its weights."""
+
+import json
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+import torch
+
+from megadit.models.bundle.bundle import write_bundle
+from megadit.models.dit import DiT
+from megadit.models.expert_config import ExpertConfig
+from megadit.models.megatron.checkpoint import _read
+from megadit.models.settings import SamplingSettings
+from megadit.models.text_encoders import HashedWordEncoder
+from megadit.models.tokenizers import HaarTokenizer
+from megadit.train.recipes import load_recipe
+
+JOB = Path(__file__).parents[1] / "jobs" / "layouts.py"
+
+pytestmark = pytest.mark.slow
+
+CHANNELS = 24
+SIGMAS = [20.0, 2.0, 0.4]
+OBJECTIVES = {
+    "guidance": {"objective": "guidance", "guidance": 3.0},
+    "progressive": {"objective": "progressive", "guidance": 3.0, "sigmas": SIGMAS},
+    "consistency": {"objective": "consistency", "sigmas": SIGMAS},
+    "matching": {"objective": "distribution_matching", "guidance": 3.0, "sigmas": SIGMAS},
+}
+EXPERTS = {"num_experts": 4, "ffn_hidden_size": 24}
+SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+CP = {"context_parallel_size": 2}
+LAYOUTS = {
+    **{
+        f"{name} {layout}": parallel
+        for name in OBJECTIVES
+        for layout, parallel in (("sp", SP), ("cp", CP), ("fsdp", {"data_parallel": "fsdp"}), ("two readers", {}))
+    },
+    "matching distributed optimizer": {"data_parallel": "distributed_optimizer"},
+    "matching given, ring": {**CP, "context_parallel_comm": "ring"},
+    "guidance experts": {"expert_model_parallel_size": 2},
+    "matching experts": {"expert_model_parallel_size": 2},
+}
+"""The first word is the objective; `given` and `experts` are what the network has."""
+BROKEN = {"sum over the ranks of a sample": ("matching", CP), "text left out": ("guidance", SP)}
+
+
+@pytest.fixture(scope="module")
+def teachers(tmp_path_factory):
+    """Two bundles of random weights for each kind of network: a teacher, and what its student starts from (of one that
+    starts as its teacher the losses would be small differences, which are less exact)."""
+    plain = replace(
+        load_recipe("digits_tiny").model, num_layers=2, num_attention_heads=12, head_dim=8, in_channels=CHANNELS
+    )
+    kinds = {
+        "": plain,
+        "given": replace(plain, given_sigma=0.02),
+        "experts": replace(plain, experts=ExpertConfig(**EXPERTS)),
+    }
+    return {
+        kind: [write(tmp_path_factory.mktemp("network") / "bundle", model, seed) for seed in (3, 4)]
+        for kind, model in kinds.items()
+    }
+
+
+def write(path, model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = DiT(model).state_dict()
+    write_bundle(
+        path,
+        config=model,
+        state_dict={name: 0.1 * torch.randn(value.shape, generator=generator) for name, value in shapes.items()},
+        tokenizer=HaarTokenizer(temporal_compression=2, spatial_compression=2, sigma_data=model.sigma_data),
+        text_encoder=HashedWordEncoder(dim=model.crossattn_emb_size),
+        defaults=SamplingSettings(num_steps=4, guidance=3.0, num_frames=3, height=8, width=8, fps=8.0),
+    )
+    return path
+
+
+def case_of(name, teachers):
+    objective, *kinds = name.replace(",", "").split()
+    kind = next((kind for kind in kinds if kind in teachers), "")
+    teacher, start = map(str, teachers[kind])
+    case = {"distill": {**OBJECTIVES[objective], "teacher": teacher}, "init_from": start, "steps": 5}
+    case |= {"model": {"in_channels": CHANNELS}, "data": {"global_batch_size": 2}}
+    if kind == "given":
+        case["given"] = ["first_frame:0.3", "prefix:0.2", "edit:1.0"]
+    if kind == "experts":
+        case["model"]["experts"] = EXPERTS
+    return case
+
+
+def counterpart(name):
+    """The case of one rank."""
+    objective, *kinds = name.replace(",", "").split()
+    return " ".join([objective, *(kind for kind in kinds if kind in ("given", "experts"))])
+
+
+def digests(teachers):
+    files = [
+        file for paths in teachers.values() for path in paths for file in sorted(path.rglob("*")) if file.is_file()
+    ]
+    return {str(file): sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+@pytest.fixture(scope="module")
+def before(teachers):
+    """What the bundles were when they were written."""
+    return digests(teachers)
+
+
+@pytest.fixture(scope="module")
+def folder(run_ranks, teachers, before, tmp_path_factory):
+    """folder(ranks): where the results of their cases are."""
+    made = {}
+    one = {counterpart(name): case_of(name, teachers) for name in LAYOUTS}
+    two = {name: {**case_of(name, teachers), "parallel": parallel} for name, parallel in LAYOUTS.items()}
+    for what, (name, parallel) in BROKEN.items():
+        two[f"without {what}"] = {**case_of(name, teachers), "steps": 1, "parallel": parallel, "broken": what}
+
+    def get(ranks):
+        if ranks not in made:
+            made[ranks] = tmp_path_factory.mktemp(f"ranks{ranks}")
+            (made[ranks] / "cases.json").write_text(json.dumps(one if ranks == 1 else two))
+            run_ranks(ranks, JOB, made[ranks], timeout=560)
+        return made[ranks]
+
+    return get
+
+
+def numbers(folder, name):
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def deviation(ours, one):
+    """The largest relative distance of a loss of any network."""
+    pairs = [pair for key in ("loss", "critic_loss") for pair in zip(ours[key], one[key], strict=False)]
+    return max(abs(x - y) / abs(y) for x, y in pairs)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_student_learns_in_any_layout_as_on_one_rank(folder, name):
+    ours, one = numbers(folder(2), name), numbers(folder(1), counterpart(name))
+    assert len(one["loss"]) == 5 and bool(one["critic_loss"]) == name.startswith("matching")
+    assert deviation(ours, one) < 1e-6 and ours["spread"] == 0
+    expected = _read(folder(1) / counterpart(name) / "tensors", "")
+    found = _read(folder(2) / name / "tensors", "")
+    assert expected.keys() == found.keys()
+    assert any(key.startswith("critic.optimizer.") for key in found) == name.startswith("matching")
+    weights = [key for key in expected if "model." in key]
+    assert max(((found[key] - expected[key]).norm() / expected[key].norm()).item() for key in weights) < 1e-4
+
+
+def test_every_objective_moves_the_student_elsewhere(folder):
+    students = [_read(folder(1) / name / "tensors", "model.") for name in OBJECTIVES]
+    heads = [next(value for key, value in student.items() if "final_layer" in key) for student in students]
+    assert all(not torch.equal(a, b) for place, a in enumerate(heads) for b in heads[:place])
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_what_holds_it_together_is_needed(folder, what):
+    broken, one = numbers(folder(2), f"without {what}"), numbers(folder(1), BROKEN[what][0])
+    assert deviation(broken, one) > 1e-4
+
+
+def test_a_teacher_stays_as_it_is(folder, teachers, before):
+    for name in LAYOUTS:
+        assert numbers(folder(2), name)["changed"] == []
+    assert digests(teachers) == before

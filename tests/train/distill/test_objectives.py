@@ -1,0 +1,173 @@
+"""What each objective asks of a student, on denoisers whose answers are known."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megadit.models.layout import PackLayout
+from megadit.models.parameterization import EDM
+from megadit.models.segments import Segment
+from megadit.train.config.distill import DistillConfig
+from megadit.train.config.schema import DiffusionConfig
+from megadit.train.data.packed_batch import PackedBatch
+from megadit.train.distill.networks import guided
+from megadit.train.distill.objectives import OBJECTIVES, Teaching, student_state
+
+MEAN, DEVIATION = 0.7, 0.5
+
+
+def pack(given=()):
+    """Two samples and padding; every sample has its own noise."""
+    layout = PackLayout.pack([Segment((1, 2, 2), 3, given=given), Segment((2, 2, 2), 2)], capacity=16, text_capacity=8)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(16, 1, 5, generator=generator) * layout.on("cpu").is_sample_S[:, None, None]
+    return PackedBatch(
+        tokens_S1P=tokens,
+        text_L1E=torch.randn(8, 1, 4, generator=generator),
+        layout=layout,
+        fps_G=torch.tensor([0.0, 8.0, 0.0]),
+        noise_key_G=torch.tensor([11, 22, 0]),
+        loss_weight_G=torch.ones(3),
+        sample_ids=("a", "b", ""),
+    )
+
+
+def sigma_of(batch, sigma_G):
+    return sigma_G[batch.layout.on("cpu").segment_of_token_S][:, None, None]
+
+
+def of_normal(mean, deviation):
+    """The exact denoiser of data that is normal in every number."""
+
+    def denoise(batch, x_S1P, sigma_G):
+        variance = sigma_of(batch, sigma_G) ** 2
+        return (deviation**2 * x_S1P + variance * mean) / (deviation**2 + variance)
+
+    return denoise
+
+
+def teaching(objective, teacher, critic=None, **settings):
+    return Teaching(
+        config=DistillConfig(teacher="", objective=objective, **settings),
+        diffusion=DiffusionConfig(),
+        parameterization=EDM(0.5),
+        teacher=teacher,
+        critic=critic,
+        sum_over_context=lambda sums: sums,
+    )
+
+
+def loss(objective, student, teacher, critic=None, *, batch=None, calls=1, **settings):
+    of = teaching(objective, teacher, critic, **settings)
+    return OBJECTIVES[objective](student, of, pack() if batch is None else batch, calls)
+
+
+TEACHER = of_normal(MEAN, DEVIATION)
+
+
+def test_one_that_answers_as_the_teacher_has_nothing_to_learn_of_guidance():
+    assert loss("guidance", TEACHER, TEACHER).objective == 0
+    assert loss("guidance", of_normal(0.0, DEVIATION), TEACHER).objective > 0.1
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_one_step_of_the_student_is_several_of_the_teacher(steps):
+    sigmas, rho = (10.0, 1.0), 7
+
+    def student(batch, x_S1P, sigma_G):
+        """The x0 from which Euler's one step leads to where the teacher's steps lead, by scalars alone."""
+        x0_S1P = torch.zeros_like(x_S1P)
+        for low, high in zip((1.0, 0.0), sigmas, strict=True):
+            y_S1P, sigma = x_S1P, high
+            for step in range(1, steps + 1):
+                next_sigma = (high ** (1 / rho) + step / steps * (low ** (1 / rho) - high ** (1 / rho))) ** rho
+                D_S1P = TEACHER(batch, y_S1P, torch.full_like(sigma_G, sigma))
+                y_S1P, sigma = D_S1P + next_sigma / sigma * (y_S1P - D_S1P), next_sigma
+            found_S1P = (y_S1P - low / high * x_S1P) / (1 - low / high)
+            x0_S1P = torch.where(sigma_of(batch, sigma_G) == high, found_S1P, x0_S1P)
+        return x0_S1P
+
+    sums = loss("progressive", student, TEACHER, sigmas=sigmas, teacher_steps=steps)
+    assert sums.squared_error < 1e-8
+    if steps > 1:
+        assert loss("progressive", TEACHER, TEACHER, sigmas=sigmas, teacher_steps=steps).squared_error > 1e-4
+
+
+def test_the_end_of_the_ode_is_consistent():
+    """x0 = mean + (x - mean) deviation / sqrt(deviation^2 + sigma^2) is where the exact flow of normal data ends; small
+    steps are near it."""
+
+    def end(batch, x_S1P, sigma_G):
+        sigma = sigma_of(batch, sigma_G)
+        return MEAN + (x_S1P - MEAN) * DEVIATION / (DEVIATION**2 + sigma**2).sqrt()
+
+    fine = tuple(torch.logspace(1, -2, 200).tolist())
+    of_end, of_others = (loss("consistency", each, TEACHER, sigmas=fine).squared_error for each in (end, TEACHER))
+    assert of_end < 1e-2 * of_others
+
+
+def test_a_student_moves_to_where_the_teacher_is_and_stays_there():
+    """A student of one number: its mean. Beside a critic that knows it, the gradient leads to the teacher's."""
+
+    def step(mean):
+        shift = torch.tensor(mean, requires_grad=True)
+
+        def student(batch, x_S1P, sigma_G):
+            return shift + DEVIATION * x_S1P / sigma_of(batch, sigma_G)
+
+        critic = of_normal(mean, DEVIATION)
+        loss("distribution_matching", student, TEACHER, critic, sigmas=(80.0,)).objective.backward()
+        return shift.grad.item()
+
+    assert step(MEAN - 0.5) < -0.1 and step(MEAN + 0.5) > 0.1, "against the gradient"
+    assert abs(step(MEAN)) < 1e-6
+
+
+def test_the_way_of_a_student_is_the_restart_samplers():
+    batch, seen = pack(), []
+
+    def student(batch, x_S1P, sigma_G):
+        seen.append(sigma_G[0].item())
+        return TEACHER(batch, x_S1P, sigma_G)
+
+    of = teaching("distribution_matching", TEACHER, sigmas=(80.0, 5.0, 0.5))
+    states = {calls: student_state(student, of, batch, calls) for calls in (1, 2, 3)}
+    assert seen == [80.0, 80.0, 5.0] and [sigma_G[0].item() for _, sigma_G in states.values()] == [80.0, 5.0, 0.5]
+    is_sample = batch.layout.on("cpu").is_sample_S
+    noises = [(states[1][0] / 80)[is_sample]]
+    x0_S1P = TEACHER(batch, states[1][0], states[1][1])
+    noises.append(((states[2][0] - x0_S1P) / 5)[is_sample])
+    assert all(abs(noise.std() - 1) < 0.25 for noise in noises) and not torch.allclose(*noises)
+
+
+def test_what_is_given_stays_and_bears_no_loss():
+    batch = pack(given=((0, 2),))
+    for objective in OBJECTIVES:
+        seen = []
+
+        def student(batch, x_S1P, sigma_G, seen=seen):
+            seen.append(x_S1P)
+            return torch.full_like(x_S1P, 100.0, requires_grad=True)
+
+        settings = {} if objective == "guidance" else {"sigmas": (20.0, 2.0)}
+        sums = loss(objective, student, TEACHER, TEACHER, batch=batch, calls=2, **settings)
+        assert all(torch.equal(x_S1P[:2], batch.tokens_S1P[:2]) for x_S1P in seen), objective
+        other = replace(batch, tokens_S1P=batch.tokens_S1P.clone())
+        other.tokens_S1P[:2] += 1
+        moved = loss(
+            objective, lambda b, x, s: torch.full_like(x, 100.0), TEACHER, TEACHER, batch=other, calls=2, **settings
+        )
+        torch.testing.assert_close(moved.squared_error, sums.squared_error, msg=objective)
+
+
+def test_guidance_leads_away_from_no_text():
+    def network(batch, x_S1P, sigma_G):
+        has_text = torch.tensor([float(s.text_length > 0) for s in batch.layout.segments])
+        assert len(batch.text_L1E) == batch.layout.text_capacity
+        return x_S1P + has_text[batch.layout.on("cpu").segment_of_token_S][:, None, None]
+
+    batch, sigma_G = pack(), torch.ones(3)
+    x_S1P = torch.zeros(16, 1, 5)
+    told = guided(network, 3.0)(batch, x_S1P, sigma_G)
+    assert (told[:12] == 3).all() and (guided(network, 1.0)(batch, x_S1P, sigma_G)[:12] == 1).all()

@@ -1,0 +1,114 @@
+"""Runs of students: killed and continued in another layout, beside another teacher, beside an adapter, or refused."""
+
+import json
+import shutil
+import time
+
+import pytest
+
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.megatron.checkpoint import _read, find_checkpoints, read_network
+from tests.train.test_adapter_runs import MODEL, write
+
+STEPS = 12
+COMMAND = (
+    *("-m", "megadit.train", "--recipe", "digits_tiny", "--mock", "train.precision=fp32", "optimizer.optimizer=adamw"),
+    *("model.in_channels=24", "model.crossattn_emb_size=64", "optimizer.lr=0.002", "validation.interval=0"),
+    *("logger.tensorboard=false", "ema.sigma_rels=[0.1]", "data.global_batch_size=2", "checkpoint.save_interval=3"),
+    *("diffusion.learned_uncertainty=false", f"train.train_iters={STEPS}", "train.distill.sigmas=[20,2]"),
+    *("train.distill.objective=distribution_matching", "train.distill.guidance=3", "train.distill.critic_updates=3"),
+)
+SP = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
+FSDP = ("parallel.data_parallel=fsdp",)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("teacher") / "bundle", 0)
+
+
+@pytest.fixture(scope="module")
+def finished(teacher, run_ranks, tmp_path_factory):
+    """A run on one rank."""
+    out = tmp_path_factory.mktemp("finished")
+    run_ranks(1, *COMMAND, f"train.distill.teacher={teacher}", f"train.output_dir={out}")
+    return out
+
+
+def losses(found, name):
+    return [line[name] for line in found]
+
+
+@pytest.mark.slow
+def test_a_killed_run_continues_in_another_layout(teacher, finished, start_ranks, run_ranks, tmp_path, read_metrics):
+    command = (*COMMAND, f"train.distill.teacher={teacher}", f"train.output_dir={tmp_path}")
+    ranks = start_ranks(2, *command, *SP)
+    while not find_checkpoints(tmp_path / "checkpoints"):
+        assert all(rank.poll() is None for rank in ranks), ranks[0].communicate()[0]
+        time.sleep(0.005)
+    for rank in ranks:
+        rank.kill()
+        rank.wait()
+    assert len(read_metrics(tmp_path)) < STEPS, "it must be killed in the middle"
+    assert "continuing from" in run_ranks(2, *command, *FSDP)[0]
+    found, expected = read_metrics(tmp_path), read_metrics(finished)
+    assert losses(found, "step") == list(range(1, STEPS + 1))
+    for name, allowed in (("loss", 1e-4), ("critic_loss", 1e-5)):  # of differences of networks that are nearly equal
+        assert losses(found, name) == pytest.approx(losses(expected, name), rel=allowed)
+
+
+def test_a_run_that_is_cut_in_two_is_the_same_run(teacher, finished, run_ranks, tmp_path, read_metrics):
+    command = (*COMMAND, f"train.distill.teacher={teacher}", f"train.output_dir={tmp_path}")
+    run_ranks(1, *command, "train.train_iters=6", f"optimizer.lr_decay_iters={STEPS}")
+    run_ranks(1, *command)
+    found, expected = read_metrics(tmp_path), read_metrics(finished)
+    for name in ("loss", "critic_loss", "grad_norm", "sample_checksum"):
+        assert losses(found, name) == losses(expected, name)
+    ours, theirs = (_read(find_checkpoints(out / "checkpoints")[-1] / "tensors", "") for out in (tmp_path, finished))
+    assert ours.keys() == theirs.keys() and all(ours[key].equal(theirs[key]) for key in theirs)
+    assert any(key.startswith("critic.optimizer.exp_avg") for key in ours)
+
+
+def test_a_student_is_a_network_like_any_other(teacher, finished):
+    state = read_network(find_checkpoints(finished / "checkpoints")[-1])
+    assert state.keys() == Bundle.open(teacher).load_dit().state_dict().keys()
+    kept = json.loads((find_checkpoints(finished / "checkpoints")[-1] / "state.json").read_text())
+    assert kept["settings"]["train.distill"]["objective"] == "distribution_matching" and kept["teacher"]
+
+
+def test_another_teacher_is_refused(teacher, finished, run_ranks, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    shutil.copytree(teacher, tmp_path / "kept")
+    try:
+        shutil.rmtree(teacher)
+        write(teacher, 1)
+        (told,) = run_ranks(
+            1, *COMMAND, f"train.distill.teacher={teacher}", f"train.output_dir={tmp_path / 'run'}", code=2
+        )
+    finally:
+        shutil.rmtree(teacher)
+        shutil.copytree(tmp_path / "kept", teacher)
+    assert "has a student of a teacher whose fingerprint is " in told and "give the teacher it began with" in told
+    assert "Traceback" not in told
+
+
+@pytest.mark.slow
+def test_a_student_may_be_an_adapter(teacher, run_ranks, tmp_path, read_metrics):
+    """Three networks, of which an adapter each is trained beside the weights of the teacher."""
+    adapter = ("train.adapter.rank=2", f"checkpoint.init_from={teacher}", "train.train_iters=3")
+    run_ranks(1, *COMMAND, *adapter, f"train.distill.teacher={teacher}", f"train.output_dir={tmp_path}")
+    kept = _read(find_checkpoints(tmp_path / "checkpoints")[-1] / "tensors", "")
+    assert all(".adapters." in key for key in kept) and any(key.startswith("critic.") for key in kept)
+    assert len(read_metrics(tmp_path)) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preconditioner", ["flow", "vp"])
+def test_a_teacher_of_another_objective(preconditioner, run_ranks, tmp_path, read_metrics):
+    """A student of the teacher's own kind, and an EDM student of it: denoisers are all that they see of one another."""
+    of_teacher = write(tmp_path / "teacher", 0, preconditioner=preconditioner)
+    for ours in ("edm", preconditioner):
+        out = tmp_path / ours
+        command = (*COMMAND, "train.distill.objective=guidance", "train.train_iters=2", f"train.output_dir={out}")
+        run_ranks(1, *command, f"model.preconditioner={ours}", f"train.distill.teacher={of_teacher}")
+        assert len(read_metrics(out)) == 2 and MODEL.preconditioner == "edm"

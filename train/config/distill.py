@@ -1,0 +1,52 @@
+"""The part of a run's configuration that makes its network a student of another."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megadit.models.shared.setting import check_settings, setting
+
+ObjectiveName = Literal["guidance", "progressive", "consistency", "distribution_matching"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DistillConfig:
+    """What a student learns from a frozen teacher of the same shape, in place of the samples themselves."""
+
+    teacher: str
+    """A bundle. The student starts from its weights too, unless `checkpoint.init_from` names others."""
+    objective: ObjectiveName
+    """What the student answers: at every noise level what the guided teacher does (`guidance`, arXiv 2210.03142), where
+    `teacher_steps` of its Euler steps lead (`progressive`, 2202.00512), where its ODE ends (`consistency`, 2303.01469),
+    or, of noise, videos distributed as the teacher's (`distribution_matching`, 2405.14867)."""
+    guidance: float = setting(1.0, low=1)
+    """Scale of the teacher's classifier-free guidance; 1 asks it once, as is right of one that is distilled itself."""
+    sigmas: tuple[float, ...] = setting((), above=0)
+    """Noise levels, decreasing, a last 0 understood: those at which the student is to be called, and of `consistency`
+    those between which its teacher steps; `guidance` learns at all levels, and takes none."""
+    teacher_steps: int = setting(2, low=1)
+    """Euler steps of the teacher in one of the student's (`progressive`)."""
+    critic_lr: float | None = setting(None, above=0)
+    """Learning rate of the critic, which learns what the student's videos look like (`distribution_matching`); None is
+    twice `optimizer.lr`."""
+    critic_updates: int = setting(2, low=1)
+    """Of the critic, before each one of the student (2405.14867, section 4.2: two time scales)."""
+
+    def __post_init__(self) -> None:
+        check_settings(self, "train.distill.")
+
+    @property
+    def has_critic(self) -> bool:
+        return self.objective == "distribution_matching"
+
+    @property
+    def forwards(self) -> float:
+        """Forward passes of a step beside the student's own with its backward, a mean over what is drawn; of a critic's
+        update, too, whose backward is two."""
+        of_teacher = 1 if self.guidance == 1 else 2
+        way = (len(self.sigmas) - 1) / 2  # calls of the student before the one that learns
+        return {
+            "guidance": of_teacher,
+            "progressive": of_teacher * self.teacher_steps,
+            "consistency": of_teacher + 1,
+            "distribution_matching": way + of_teacher + 1 + self.critic_updates * (way + 1 + 3),
+        }[self.objective]

@@ -1,0 +1,231 @@
+"""`megadit demo-distill`: students of the demo's model that make a clip in four calls, two, or one.
+
+megadit demo-distill              # from the bundle of `megadit demo`, into runs/demo-distill
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megadit.infer.evaluate.distances import frechet, moments
+from megadit.infer.evaluate.extractors import open_extractors
+from megadit.infer.pipeline import TextToVideo
+from megadit.infer.tune_sampler import num_evaluations
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.shared.command import run_command, run_module
+from megadit.models.shared.files import atomic_path, read_json, write_json
+from megadit.models.shared.options import read_options
+from megadit.models.shared.progress import Progress
+from megadit.models.shared.setting import setting
+from megadit.train.digits import figures, judge, score
+from megadit.train.digits.data import Attributes
+from megadit.train.digits.stages import Stage, check_base, run_stages, summary_of_seconds
+from megadit.train.distill.check import spread
+
+TEACHER = "teacher"
+SHOWN = 6
+"""Prompts in the picture."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillDemo:
+    """The folder of this demo and the model it starts from."""
+
+    out: Path
+    base: Path
+    num_ranks: int = 2
+    steps: int | None = None
+    """Of each student; None: those of its stage."""
+    stride: int = 1
+    """The score takes every so-manyth of the demo's 432 combinations."""
+    seed: int = 1234
+
+    def student(self, calls: int) -> Path:
+        return self.out / f"calls{calls}"
+
+    @property
+    def models(self) -> dict[str, Path]:
+        """Name -> bundle."""
+        students = {"4 calls": 4, "2 calls": 2, "1 call": 1}
+        return {TEACHER: self.base} | {name: self.student(calls) / "bundle" for name, calls in students.items()}
+
+    def clips(self, name: str) -> Path:
+        return self.out / f"{name.replace(' ', '-')}.safetensors"
+
+    @property
+    def seen(self) -> list[Attributes]:
+        return score.scored_attributes()[0][:: self.stride]
+
+    @property
+    def unseen(self) -> list[Attributes]:
+        return score.scored_attributes()[1][:: self.stride]
+
+
+# --- stages -------------------------------------------------------------------------------------------------------
+
+
+def _four(demo: DistillDemo) -> None:
+    _distill(demo, demo.base, 4, "guidance")
+
+
+def _two(demo: DistillDemo) -> None:
+    _distill(demo, demo.student(4) / "bundle", 2, "distribution_matching")
+
+
+def _one(demo: DistillDemo) -> None:
+    start = f"checkpoint.init_from={demo.student(2) / 'bundle'}"
+    _distill(demo, demo.student(4) / "bundle", 1, "distribution_matching", start)
+
+
+def _distill(demo: DistillDemo, teacher: Path, calls: int, stage: str, *more: str) -> None:
+    """The student of a teacher, whose own teacher is unguided where it is a student, too."""
+    steps = [] if demo.steps is None else [f"train.train_iters={demo.steps}"]
+    overrides = ["data.keep=[image:0.1]", f"train.seed={demo.seed}", *steps, *more]
+    run_module(
+        "megadit.train.distill.command",
+        *(str(teacher), str(demo.student(calls)), *overrides, "--data", str(demo.base.parent / "dataset")),
+        *("--stages", stage, "--calls", str(calls), "--recipe", "digits", "--nproc", str(demo.num_ranks)),
+        *("--extractors", str(demo.base.parent / "judge.safetensors")),
+    )
+
+
+def _generate(demo: DistillDemo) -> None:
+    """Every scored clip by every model, and a second one of each caption that training saw; uint8 BCTHW."""
+    captions = score.heldout_captions(demo.seen + demo.unseen)
+    prompts = [*captions, *captions[: len(demo.seen)]]
+    with Progress(len(demo.models) * len(prompts), "generating clips") as bar:
+        for name, bundle in demo.models.items():
+            pipeline, clips = TextToVideo.load(bundle, device="cpu"), []
+            for video in pipeline.stream(prompts, seeds=list(range(len(prompts))), batch_size=48):
+                clips.append(torch.from_numpy(video.video).permute(3, 0, 1, 2))
+                bar.advance()
+            with atomic_path(demo.clips(name)) as temporary:
+                save_file({"video_BCTHW": torch.stack(clips).contiguous()}, temporary)
+
+
+def _score(demo: DistillDemo) -> None:
+    extractors = open_extractors(demo.base.parent / "judge.safetensors", torch.device("cpu"))
+    reader, seer = extractors[0].reader, next(each for each in extractors if each.sees == "clips")
+    round_trip = judge.round_trip(Bundle.open(demo.base).load_tokenizer())
+    real = _features(seer, _as_uint8(round_trip(score.real_clips(demo.seen))))
+    found, count = {}, len(demo.seen)
+    for name, bundle in demo.models.items():
+        video_BCTHW = load_file(demo.clips(name))["video_BCTHW"]
+        first, unseen, second = video_BCTHW.split([count, len(demo.unseen), count])
+        made = _features(seer, torch.cat([first, second]))
+        found[name] = {
+            "evaluations": num_evaluations(Bundle.open(bundle).defaults),
+            "seen": score.score(reader, _as_float(first), demo.seen),
+            "unseen": score.score(reader, _as_float(unseen), demo.unseen),
+            "distance": frechet(moments(made[:count, None]), moments(real[:, None])),
+            "spread": spread(made[:, None]),
+        }
+    write_json(demo.out / "score.json", found)
+
+
+def _features(seer: Any, video_BCTHW: Tensor) -> Tensor:
+    """Float32 [B, D]."""
+    return torch.cat([seer(part.permute(0, 2, 3, 4, 1)) for part in video_BCTHW.split(64)])
+
+
+def _as_uint8(video_BCTHW: Tensor) -> Tensor:
+    return ((video_BCTHW.clamp(-1, 1) + 1) * 127.5).round().byte()
+
+
+def _as_float(video_BCTHW: Tensor) -> Tensor:
+    return video_BCTHW.float() / 127.5 - 1
+
+
+def _draw(demo: DistillDemo) -> None:
+    """The same prompts and noise, a row for each model."""
+    found, chosen = read_json(demo.out / "score.json"), figures.spread(range(len(demo.seen)), SHOWN)
+    captions, rows = score.heldout_captions(demo.seen), []
+    for name in demo.models:
+        video_BCTHW = _as_float(load_file(demo.clips(name))["video_BCTHW"])
+        note = f"{found[name]['evaluations']} evaluations"
+        rows += [
+            figures.SheetRow(caption=captions[place], video_CTHW=video_BCTHW[place], is_right={}, note=note)
+            for place in chosen
+        ]
+    title = "the same prompts and noise: the teacher, and students of 4, 2 and 1 calls"
+    figures.contact_sheet(demo.out / "distilled.png", rows, title=title, columns=len(chosen))
+
+
+def _student_stage(calls: int, purpose: str, run: Any) -> Stage[DistillDemo]:
+    return Stage(f"{calls} call{'s' * (calls > 1)}", purpose, run, lambda demo: [demo.student(calls) / "bundle"])
+
+
+STAGES: Sequence[Stage[DistillDemo]] = (
+    _student_stage(4, "teach a student to answer what its guided teacher answers", _four),
+    _student_stage(2, "teach it whole clips in two calls, beside a critic", _two),
+    _student_stage(1, "and in one", _one),
+    Stage("generate", "make clips of held-out captions", _generate, lambda demo: [demo.clips("1 call")]),
+    Stage("score", "judge every frame, and how various the clips are", _score, lambda demo: [demo.out / "score.json"]),
+    Stage("figures", "draw the same prompts by all of them", _draw, lambda demo: [demo.out / "distilled.png"]),
+)
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DistillDemoOptions:
+    out: Path = setting(Path("runs/demo-distill"), "folder for everything ({default})")
+    bundle: Path = setting(Path("runs/demo/bundle"), "the model to start from ({default})")
+    ranks: int = setting(2, "training processes ({default})", low=1)
+    steps: int | None = setting(None, "steps of each student (default: those of its stage)", low=1)
+    stride: int = setting(1, "score every so-manyth clip ({default})", low=1)
+    seed: int = setting(1234, "of training ({default})", low=0)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs `megadit demo-distill`; returns its exit code."""
+    return run_command(_run, sys.argv[1:] if argv is None else argv)
+
+
+def _run(argv: list[str]) -> int:
+    options = read_options(
+        DistillDemoOptions,
+        argv,
+        prog="megadit demo-distill",
+        description="Trains students of the demo's model that make a clip in four calls, two, or one.",
+    )
+    check_base(options.bundle)
+    demo = DistillDemo(
+        out=options.out,
+        base=options.bundle,
+        num_ranks=options.ranks,
+        steps=options.steps,
+        stride=options.stride,
+        seed=options.seed,
+    )
+    seconds = run_stages(demo, STAGES)
+    print(summary_table(read_json(demo.out / "score.json")))
+    print(f"{summary_of_seconds(seconds)}\n\nLook at {demo.out / 'distilled.png'}.")
+    print(
+        f"Make your own: megadit generate --checkpoint_path {demo.student(4) / 'bundle'} "
+        '--prompt "a red seven moving left"'
+    )
+    return 0
+
+
+def summary_table(found: dict[str, Any]) -> str:
+    """One line for each model; distance and spread as multiples of the teacher's."""
+    lines = [f"{'':12}{'evaluations':>12}{'all':>8}{'every':>8}{'unseen':>8}{'every':>8}{'distance':>10}{'spread':>8}"]
+    of_teacher = found[TEACHER]
+    for name, values in found.items():
+        shares = [values[part][share] for part in ("seen", "unseen") for share in ("all", "every_frame")]
+        beside = [values[figure] / of_teacher[figure] for figure in ("distance", "spread")]
+        numbers = "".join(f"{share:8.1%}" for share in shares) + f"{beside[0]:10.2f}{beside[1]:8.2f}"
+        lines.append(f"{name:12}{values['evaluations']:12}{numbers}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

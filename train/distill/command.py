@@ -1,0 +1,271 @@
+"""`megadit distill`: a student of a bundle that makes its videos in few calls.
+
+    megadit distill BUNDLE OUT --data data/clips --calls 4 --nproc 2
+
+Stages follow one another, each the teacher of the next: first the student answers in one call what the teacher answers
+under guidance in two, then it learns to make whole videos in `--calls` of them. A stage is a run of `megadit train`: a
+killed one goes on, and `STAGE.section.key=value` sets its values alone. After each, the student is measured beside the
+teacher that was given; one that has collapsed ends the command, and the student before it is kept.
+"""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megadit.infer.checkpoints import open_bundle
+from megadit.infer.evaluate.command import prompts_of
+from megadit.infer.evaluate.extractors import open_extractors
+from megadit.infer.evaluate.videos import open_videos
+from megadit.infer.options import refuse
+from megadit.infer.resolve import resolve_settings
+from megadit.infer.runtimes.torch import find_device
+from megadit.infer.schedules import karras_sigmas, log_linear_sigmas, settings_sigmas
+from megadit.infer.tune_sampler import write_defaults
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.settings import SamplingSettings
+from megadit.models.shared.command import run_command, run_module
+from megadit.models.shared.errors import UserError, choose_one
+from megadit.models.shared.files import atomic_directory, write_json
+from megadit.models.shared.options import read_options
+from megadit.models.shared.setting import setting
+from megadit.train.config.load import resolve_config
+from megadit.train.config.schema import RunConfig
+from megadit.train.distill.check import Bounds, compare
+
+MIDDLE_SIGMA, LOWEST_SIGMA = 6.0, 0.7
+"""Of data with unit deviation: the second of a student's noise levels (of what lies above little can be seen), and the
+last, below which one call clears all."""
+FEW_CALLS = 4
+"""Of fewer, each has to end in a video: the student must learn how videos are distributed."""
+CONSISTENCY_LEVELS = 14
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DistillOptions:
+    teacher: str = setting(help="a bundle, or a training directory", positional=True, metavar="TEACHER")
+    out: Path = setting(help="folder for the runs of the stages, and for bundle/, the last student", positional=True)
+    data: str | None = setting(None, "same as data.path=FOLDER: samples whose conditions the student sees")
+    recipe: str | None = setting(None, "whose data and optimizer are taken (default: the teacher's)", metavar="NAME")
+    config_file: str | None = setting(None, "YAML with values to change", names=("--config-file",), metavar="FILE")
+    stages: Sequence[str] = setting(
+        (),
+        "objectives, one after the other (default: guidance, and distribution_matching for 3 calls or fewer)",
+        metavar="NAME",
+    )
+    calls: int = setting(4, "of the student for a video (default: {default})", low=1, high=64)
+    sigmas: Sequence[float] = setting((), "noise levels of these calls, decreasing (default: chosen)", above=0)
+    guidance: float | None = setting(None, "the teacher's scale (default: its own)", low=1)
+    nproc: int = setting(1, "ranks on this machine (default: {default})", low=1)
+    prompts: str = setting("", "for the check: a text file, one a line (default: captions of --data)", metavar="PATH")
+    count: int = setting(64, "prompts of the check, two videos each (default: {default})", low=8)
+    extractors: Sequence[Path] = setting(
+        (), "networks that the check sees videos through, as of `megadit evaluate` (default: small pictures of them)"
+    )
+    spread: tuple[float, float] = setting(
+        (0.5, 2.0), "what the spread of a prompt's videos may be, as multiples of the teacher's (default: {default})"
+    )
+    distance: float = setting(
+        2.0, "how far from real videos it may be, as a multiple (default: {default}; needs --extractors)", above=0
+    )
+    device: str = setting("auto", "of the check: auto, cpu, cuda or cuda:N (default: {default})", metavar="NAME")
+    overrides: tuple[str, ...] = setting(
+        (), "values of all stages, or [STAGE.]section.key=value of one", positional=True, metavar="section.key=value"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """What the run of an objective has in place of the recipe's values."""
+
+    overrides: Callable[[RunConfig, tuple[float, ...]], list[str]]
+    """(the recipe's run, the student's noise levels) -> section.key=value."""
+    sampler: str = "restart"
+    """How the student is to be called."""
+
+
+def _levels(sigmas: Sequence[float]) -> str:
+    return f"train.distill.sigmas=[{','.join(f'{sigma:.6g}' for sigma in sigmas)}]"
+
+
+def _gently(run: RunConfig, share: float, steps: float) -> list[str]:
+    """A share of the recipe's learning rate, for a share of its steps."""
+    count = max(1, round(steps * run.train.train_iters))
+    return [
+        f"optimizer.lr={share * run.optimizer.lr:.6g}",
+        f"optimizer.min_lr={min(run.optimizer.min_lr, share * run.optimizer.lr):.6g}",
+        f"optimizer.lr_warmup_iters={min(20, count // 2)}",
+        f"train.train_iters={count}",
+    ]
+
+
+STAGES = {
+    "guidance": Stage(overrides=lambda run, sigmas: _gently(run, 1 / 3, 0.4)),
+    "progressive": Stage(overrides=lambda run, sigmas: [*_gently(run, 1 / 3, 0.2), _levels(sigmas)], sampler="euler"),
+    "consistency": Stage(
+        overrides=lambda run, sigmas: [
+            *_gently(run, 1 / 6, 0.2),
+            _levels(karras_sigmas(CONSISTENCY_LEVELS, sigmas[-1], sigmas[0]).tolist()[:-1])
+            if len(sigmas) > 1
+            else _levels(karras_sigmas(CONSISTENCY_LEVELS, LOWEST_SIGMA / 10 * run.model.sigma_data, sigmas[0])[:-1]),
+        ]
+    ),
+    "distribution_matching": Stage(
+        overrides=lambda run, sigmas: [
+            *_gently(run, 1 / 24, 0.2),
+            f"train.distill.critic_lr={run.optimizer.lr / 4:.6g}",
+            "train.distill.critic_updates=3",
+            *("optimizer.adam_beta1=0.5", "optimizer.muon_momentum=0.5"),  # what was right a while ago misleads both
+            _levels(sigmas),
+        ]
+    ),
+}
+"""`--stages` -> what it changes of a recipe."""
+
+
+def student_sigmas(teacher: Bundle, calls: int) -> tuple[float, ...]:
+    """Noise levels of so many calls: the teacher's highest, then evenly in their logarithm."""
+    highest, unit = settings_sigmas(teacher.defaults)[0].item(), teacher.config.sigma_data
+    if calls == 1:
+        return (highest,)
+    if calls == 2:
+        return (highest, (MIDDLE_SIGMA * LOWEST_SIGMA) ** 0.5 * unit)
+    return (highest, *log_linear_sigmas(calls - 1, LOWEST_SIGMA * unit, MIDDLE_SIGMA * unit).tolist()[:-1])
+
+
+def student_settings(teacher: SamplingSettings, sampler: str, sigmas: tuple[float, ...]) -> SamplingSettings:
+    """How a student is called: unguided, at its own noise levels; all else as the teacher."""
+    levels = {"sigmas": sigmas, "num_steps": len(sigmas), "shift": 1.0}
+    plain = {"guidance": 1.0, "guidance_interval": (), "guidance_rescale": 0.0, "churn": 0.0, "eta": 0.0}
+    return resolve_settings(teacher, sampler=sampler, **levels, **plain)
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs `megadit distill`; returns its exit code."""
+    return run_command(_run, sys.argv[1:] if argv is None else argv)
+
+
+def _run(argv: list[str]) -> None:
+    options = read_options(
+        DistillOptions,
+        argv,
+        prog="megadit distill",
+        description="Trains a student of a bundle that makes its videos in few calls.",
+    )
+    stages = options.stages or ("guidance", "distribution_matching")[: 1 + (options.calls < FEW_CALLS)]
+    for name in stages:
+        choose_one(name, STAGES, f"--stages {name} is unknown")
+    refuse(
+        any(override.startswith("train.adapter.") for override in options.overrides),
+        "a stage begins with the whole network of the one before: train an adapter by `megadit train train.distill...`",
+    )
+    refuse(options.sigmas and len(options.sigmas) != options.calls, "--sigmas are as many as --calls")
+    teacher = open_bundle(options.teacher)
+    sigmas = tuple(options.sigmas) or student_sigmas(teacher, options.calls)
+    recipe = options.recipe or (teacher.manifest.get("training") or {}).get("recipe")
+    refuse(not recipe, f"{options.teacher} does not say which recipe made it: give --recipe NAME")
+    check = _check(options, teacher)
+    before, guidance = teacher, options.guidance or teacher.defaults.guidance
+    for number, name in enumerate(stages, start=1):
+        folder = options.out / f"{number}_{name}"
+        student = folder / "bundle"
+        print(f"[{number}/{len(stages)}] {name}", flush=True)
+        if not student.exists():
+            settings = student_settings(teacher.defaults, STAGES[name].sampler, sigmas)
+            _train(options, folder, recipe, before, name, guidance, sigmas)
+            _bundle(folder, settings)
+        found = check(options.out / "check", Bundle.open(student))
+        write_json(folder / "comparison.json", found.to_dict())
+        print(f"{student}: {found.text}", flush=True)
+        if (fault := found.fault(_bounds(options))) is not None:
+            kept = "no student" if before is teacher else str(before.path)
+            raise UserError(
+                f"{name}: the student has collapsed: {fault}; it has {found.text}. {kept} is kept; try a lower "
+                f"{name}.optimizer.lr, fewer {name}.train.train_iters, or other --sigmas"
+            )
+        before, guidance = Bundle.open(student), 1.0
+    _publish(before.path, options.out / "bundle")
+    print(f"{options.out / 'bundle'}: calls for a video, without guidance: {len(sigmas)}; export and serve it")
+
+
+def _bounds(options: DistillOptions) -> Bounds:
+    return Bounds(least_spread=options.spread[0], most_spread=options.spread[1], most_distance=options.distance)
+
+
+def _check(options: DistillOptions, teacher: Bundle) -> Callable:
+    """(folder, student) -> `check.Comparison`; all that it needs is looked for before anything is trained."""
+    device = find_device(options.device)
+    extractors = [each for path in options.extractors for each in open_extractors(path, device)]
+    real = None
+    if options.data is not None and (extractors or not options.prompts):
+        real = open_videos(Path(options.data), None if extractors else options.count)
+    refuse(real is None and not options.prompts, "give --data FOLDER, or --prompts FILE for the check")
+    prompts = prompts_of(options.prompts, real, Path(options.data or ""), options.count)
+    found = {"extractors": extractors, "real": real if extractors else None, "device": str(device)}
+    return lambda folder, student: compare(folder, teacher, student, prompts, **found)
+
+
+def _train(
+    options: DistillOptions,
+    folder: Path,
+    recipe: str,
+    teacher: Bundle,
+    name: str,
+    guidance: float,
+    sigmas: tuple[float, ...],
+) -> None:
+    """Runs a stage to its end, in processes of its own."""
+    of_all, of_stage = _overrides(options, name)
+    source = ["--recipe", recipe, *(["--config-file", options.config_file] if options.config_file else [])]
+    run = resolve_config(recipe, config_file=options.config_file)
+    given = [
+        *_model_of(teacher, run),
+        *STAGES[name].overrides(run, sigmas),
+        f"train.distill.teacher={teacher.path}",
+        f"train.distill.objective={name}",
+        f"train.distill.guidance={guidance:g}",
+        f"train.output_dir={folder}",
+        *("diffusion.learned_uncertainty=false", "data.text_dropout=0.0", "validation.interval=0"),
+        *([] if options.data is None else [f"data.path={options.data}"]),
+    ]
+    ranks = ["--nproc", str(options.nproc)] if options.nproc > 1 else []
+    run_module("megadit.train", *source, *ranks, *given, *of_all, *of_stage)
+
+
+def _model_of(teacher: Bundle, run: RunConfig) -> list[str]:
+    """What a run needs to have the teacher's network."""
+    theirs, ours = teacher.config.to_dict(), run.model.to_dict()
+    return [f"model.{name}={json.dumps(value)}" for name, value in theirs.items() if value != ours[name]]
+
+
+def _overrides(options: DistillOptions, name: str) -> tuple[list[str], list[str]]:
+    """Those of all stages, and those of one."""
+    of_all, of_stage = [], []
+    for override in options.overrides:
+        stage, _, rest = override.partition(".")
+        if stage == name:
+            of_stage.append(rest)
+        elif stage not in STAGES:
+            of_all.append(override)
+    return of_all, of_stage
+
+
+def _bundle(folder: Path, settings: SamplingSettings) -> None:
+    """The student's bundle, which says how it is to be called."""
+    with atomic_directory(folder / "bundle") as temporary:
+        run_module("megadit.train.to_bundle", str(folder), str(temporary))
+        write_defaults(Bundle.open(temporary), settings)
+
+
+def _publish(source: Path, target: Path) -> None:
+    with atomic_directory(target) as temporary:
+        shutil.copytree(source, temporary, dirs_exist_ok=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,74 @@
+"""The networks beside a student: its frozen teacher, and the critic that learns what the student's videos look like.
+
+Each is laid out over the ranks as the student is. The teacher has no gradients, optimizer or averages; the critic is
+trained as any network is, on packs that the student made.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from megadit.models.noise import seed_key, uniform
+from megadit.train.data.packed_batch import PackedBatch
+from megadit.train.distill.objectives import OBJECTIVES, Denoise, Teaching, made_batch, student_state, wanted_of
+from megadit.train.loss import LossSums
+
+CALLS = 1
+"""The stream of the student's numbers of calls, under the key of the run's seed."""
+
+
+@dataclass(slots=True)
+class Distillation:
+    """What a student's run has beside the student."""
+
+    seed: int
+    teaching: Teaching
+    frozen: nn.Module
+    """The teacher's network, as this rank holds it."""
+    teacher_fingerprint: str
+    """`adapters.fingerprint` of the teacher's weights."""
+    calls: int = field(default=1, init=False)
+    """Of the student, in what is computed next."""
+
+    def begin(self, step: int, update: int) -> None:
+        """Draws for all samples and ranks alike how often the student is called in an update of a step: 0 is the
+        student's own, 1, 2, ... are those of the critic before it.
+        """
+        key_R, position_R = torch.tensor([seed_key(self.seed)]), torch.tensor([step])
+        number = uniform(key_R, position_R, update + 1, stream=CALLS)[0, update].item()
+        self.calls = 1 + int(number * len(self.teaching.config.sigmas))
+
+    def loss(self, student: Denoise, batch: PackedBatch) -> LossSums:
+        """What the student minimises (`objectives.Objective`)."""
+        return OBJECTIVES[self.teaching.config.objective](student, self.teaching, batch, self.calls)
+
+    @torch.no_grad()
+    def made(self, student: Denoise, seen: Sequence[PackedBatch], update: int) -> list[PackedBatch]:
+        """Packs with what the student makes of others' conditions, which an update (1, 2, ...) of the critic sees."""
+        found = []
+        for batch in seen:
+            own = made_batch(batch, batch.tokens_S1P, number=2 * update)
+            x_S1P, sigma_G = student_state(student, self.teaching, own, self.calls)
+            x0_S1P = wanted_of(batch, student(batch, x_S1P, sigma_G))
+            found.append(made_batch(batch, x0_S1P, number=2 * update + 1))
+        return found
+
+
+def denoiser_of(part: Callable[..., Tensor]) -> Denoise:
+    """A whole network, in its wrapper for data parallelism or without, as a denoiser of packs."""
+    return lambda batch, x_S1P, sigma_G: part(replace(batch, tokens_S1P=x_S1P), sigma_G, is_noisy=True)
+
+
+def guided(denoise: Denoise, scale: float) -> Denoise:
+    """D(no text) + scale (D(text) - D(no text)) (arXiv 2207.12598); what is given of videos stays given in both."""
+    if scale == 1:
+        return denoise
+
+    def denoise_guided(batch: PackedBatch, x_S1P: Tensor, sigma_G: Tensor) -> Tensor:
+        D_S1P = denoise(batch, x_S1P, sigma_G)
+        base_S1P = denoise(batch.without_text(), x_S1P, sigma_G)
+        return base_S1P + scale * (D_S1P - base_S1P)
+
+    return denoise_guided

@@ -1,0 +1,174 @@
+"""What a student learns, in place of the samples' own x0. Each objective is a function beside `loss.edm_loss`.
+
+All of them see networks as denoisers of packs, of any parameterization: x is x0 + sigma n (Karras et al.,
+arXiv 2206.00364), so a teacher may be an EDM or a flow model, and what is given of samples stays clean. As the loss,
+they depend on the samples' keys alone: the same in any pack, layout and after any resume.
+
+Shapes: S video tokens, P patch dim, G segments of a pack (padding included).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megadit.models.noise import Stream, derived_keys, uniform
+from megadit.models.parameterization import Parameterization
+from megadit.train.config.distill import DistillConfig, ObjectiveName
+from megadit.train.config.schema import DiffusionConfig
+from megadit.train.data.packed_batch import PackedBatch
+from megadit.train.loss import LossSums, weighted_error
+from megadit.train.noise_levels import draw_sigma, token_noise
+
+Denoise = Callable[[PackedBatch, Tensor, Tensor], Tensor]
+"""(pack, x [S, 1, P], sigma_G) -> D(x; sigma) [S, 1, P] under the conditions of the pack, whatever its own tokens."""
+RHO = 7
+"""Of the levels between two of a list (arXiv 2206.00364, eq. 5)."""
+FEWEST_DIFFERENCE = 1e-4
+"""Of teacher and student, by which a gradient is divided."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Teaching:
+    """What an objective has beside the student and the pack."""
+
+    config: DistillConfig
+    diffusion: DiffusionConfig
+    parameterization: Parameterization
+    """The student's."""
+    teacher: Denoise
+    """Guided; it keeps nothing for gradients, nor does the critic."""
+    critic: Denoise | None
+    sum_over_context: Callable[[Tensor], Tensor]
+    """Adds up what the ranks have that share the tokens of a pack."""
+
+
+Objective = Callable[[Denoise, Teaching, PackedBatch, int], LossSums]
+"""(student, teaching, pack, calls); see `student_state` for the last."""
+
+
+def guidance(student: Denoise, teaching: Teaching, batch: PackedBatch, calls: int) -> LossSums:
+    """lambda(sigma) |D(x; sigma) - D_guided(x; sigma)|^2 (Meng et al., arXiv 2210.03142, eq. 2): one call for two."""
+    sigma_G = draw_sigma(batch.noise_key_G, teaching.diffusion, batch.layout)
+    x_S1P = batch.noisy(sigma_G, token_noise(batch))
+    target_S1P = teaching.teacher(batch, x_S1P, sigma_G)
+    weight_G = teaching.parameterization.loss_weight(sigma_G)
+    return weighted_error(batch, student(batch, x_S1P, sigma_G), target_S1P, weight_G)
+
+
+def progressive(student: Denoise, teaching: Teaching, batch: PackedBatch, calls: int) -> LossSums:
+    """One Euler step of the student from a level to the next is `teacher_steps` of the teacher's (Salimans and Ho,
+    arXiv 2202.00512, algorithm 2): the x0 that leads there, weighted by lambda(sigma).
+    """
+    sigma_G, next_G = _drawn_interval(batch, teaching.config.sigmas)
+    x_S1P = batch.noisy(sigma_G, token_noise(batch))
+    y_S1P = _teacher_steps(teaching, batch, x_S1P, sigma_G, next_G, teaching.config.teacher_steps)
+    ratio_S11 = _of_tokens(batch, next_G / sigma_G)
+    target_S1P = (y_S1P - ratio_S11 * x_S1P) / (1 - ratio_S11)
+    weight_G = teaching.parameterization.loss_weight(sigma_G)
+    return weighted_error(batch, student(batch, x_S1P, sigma_G), target_S1P, weight_G)
+
+
+def consistency(student: Denoise, teaching: Teaching, batch: PackedBatch, calls: int) -> LossSums:
+    """The student answers the same at both ends of a step of the teacher's ODE, and after the last the teacher's x0:
+    |D(x; sigma) - stopgrad D(x'; sigma')|^2 / (sigma - sigma') (Song et al., arXiv 2303.01469, algorithm 2; the weight,
+    and no average of the weights in the target, of Song and Dhariwal, 2310.14189, sections 3.2 and 3.3).
+    """
+    sigma_G, next_G = _drawn_interval(batch, teaching.config.sigmas)
+    x_S1P = batch.noisy(sigma_G, token_noise(batch))
+    y_S1P = _teacher_steps(teaching, batch, x_S1P, sigma_G, next_G, 1)
+    is_end_S11 = _of_tokens(batch, next_G) == 0
+    with torch.no_grad():
+        target_S1P = student(batch, y_S1P, torch.where(next_G == 0, sigma_G, next_G))
+    target_S1P = torch.where(is_end_S11, y_S1P, target_S1P)  # at sigma = 0 nothing is left to answer
+    return weighted_error(batch, student(batch, x_S1P, sigma_G), target_S1P, 1 / (sigma_G - next_G))
+
+
+def distribution_matching(student: Denoise, teaching: Teaching, batch: PackedBatch, calls: int) -> LossSums:
+    """Moves the student's x0 to where the teacher finds them likelier than the critic does: the gradient is
+    (D_critic - D_teacher) / mean |x0 - D_teacher|, of x0 with new noise (Yin et al., arXiv 2311.18828, eqs. 7 and 8),
+    after `calls` calls on the student's own way (2405.14867, section 4.4). The samples give conditions alone.
+    """
+    x_S1P, sigma_G = student_state(student, teaching, batch, calls)
+    x0_S1P = wanted_of(batch, student(batch, x_S1P, sigma_G))
+    with torch.no_grad():
+        judged = made_batch(batch, x0_S1P.detach(), number=1)
+        tau_G = draw_sigma(judged.noise_key_G, teaching.diffusion, batch.layout)
+        y_S1P = judged.noisy(tau_G, token_noise(judged))
+        real_S1P, fake_S1P = teaching.teacher(batch, y_S1P, tau_G), teaching.critic(batch, y_S1P, tau_G)
+        scale_G = _mean_of_samples(teaching, batch, (judged.tokens_S1P - real_S1P).abs().mean(dim=(1, 2)))
+        step_S1P = (fake_S1P - real_S1P) / _of_tokens(batch, scale_G.clamp(min=FEWEST_DIFFERENCE))
+        target_S1P = judged.tokens_S1P - step_S1P / 2
+    return weighted_error(batch, x0_S1P, target_S1P, torch.ones_like(tau_G))
+
+
+OBJECTIVES: dict[ObjectiveName, Objective] = {
+    "guidance": guidance,
+    "progressive": progressive,
+    "consistency": consistency,
+    "distribution_matching": distribution_matching,
+}
+"""`train.distill.objective` -> what it is."""
+
+
+@torch.no_grad()
+def student_state(student: Denoise, teaching: Teaching, batch: PackedBatch, calls: int) -> tuple[Tensor, Tensor]:
+    """(x [S, 1, P], sigma_G) of the last of `calls` calls of the student: from noise, each x0 with new noise of the
+    next level added, as the sampler `restart` does.
+    """
+    x0_S1P = wanted_of(batch, torch.zeros_like(batch.tokens_S1P))
+    for call, sigma in enumerate(teaching.config.sigmas[:calls]):
+        sigma_G = torch.full_like(batch.fps_G, sigma)
+        at_level = replace(batch, tokens_S1P=x0_S1P)
+        x_S1P = at_level.noisy(sigma_G, token_noise(batch, Stream.NOISE if call == 0 else Stream.STEP + call))
+        if call + 1 < calls:
+            x0_S1P = wanted_of(batch, student(batch, x_S1P, sigma_G))
+    return x_S1P, sigma_G
+
+
+def made_batch(batch: PackedBatch, x0_S1P: Tensor, *, number: int) -> PackedBatch:
+    """The pack with other clean tokens [S, 1, P], whose noise and levels are those of its `number`-th further use."""
+    return replace(batch, tokens_S1P=x0_S1P, noise_key_G=derived_keys(batch.noise_key_G, number))
+
+
+def wanted_of(batch: PackedBatch, x0_S1P: Tensor) -> Tensor:
+    """x0 [S, 1, P] of the tokens that are wanted, and the pack's own of those that are given or padding."""
+    is_wanted_S = batch.layout.on(x0_S1P.device).is_wanted_S
+    return torch.where(is_wanted_S[:, None, None], x0_S1P, batch.tokens_S1P)
+
+
+def _drawn_interval(batch: PackedBatch, sigmas: tuple[float, ...]) -> tuple[Tensor, Tensor]:
+    """(sigma_G, the next lower one) of a list that ends in 0, drawn for each sample by its key."""
+    levels = torch.tensor((*sigmas, 0.0), device=batch.fps_G.device)
+    number_G = uniform(batch.noise_key_G, torch.zeros_like(batch.noise_key_G), 1, stream=Stream.LEVEL)[:, 0]
+    index_G = (number_G * len(sigmas)).long()
+    return levels[index_G], levels[index_G + 1]
+
+
+@torch.no_grad()
+def _teacher_steps(
+    teaching: Teaching, batch: PackedBatch, x_S1P: Tensor, sigma_G: Tensor, next_G: Tensor, count: int
+) -> Tensor:
+    """x at `next_G`, after `count` Euler steps of the teacher, evenly in sigma^(1/rho)."""
+    start_G, stop_G = sigma_G ** (1 / RHO), next_G ** (1 / RHO)
+    for step in range(1, count + 1):
+        low_G = next_G if step == count else (start_G + step / count * (stop_G - start_G)) ** RHO
+        x0_S1P = wanted_of(replace(batch, tokens_S1P=x_S1P), teaching.teacher(batch, x_S1P, sigma_G))
+        x_S1P = x0_S1P + _of_tokens(batch, low_G / sigma_G) * (x_S1P - x0_S1P)
+        sigma_G = low_G
+    return x_S1P
+
+
+def _of_tokens(batch: PackedBatch, value_G: Tensor) -> Tensor:
+    return value_G[batch.layout.on(value_G.device).segment_of_token_S][:, None, None]
+
+
+def _mean_of_samples(teaching: Teaching, batch: PackedBatch, value_S: Tensor) -> Tensor:
+    """The mean over the wanted tokens of each sample, [G]; 0 of padding."""
+    tensors = batch.layout.on(value_S.device)
+    is_wanted_S = tensors.is_wanted_S.to(value_S.dtype)
+    sums_2G = value_S.new_zeros(2, batch.layout.num_segments)
+    both_2S = torch.stack([value_S * is_wanted_S, is_wanted_S])
+    sums_2G = teaching.sum_over_context(sums_2G.index_add(1, tensors.segment_of_token_S, both_2S))
+    return sums_2G[0] / sums_2G[1].clamp(min=1)

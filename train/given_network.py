@@ -1,0 +1,65 @@
+"""Networks that a run begins with or learns from: bundles, checkpoints, folders of runs."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from megadit.models.bundle.bundle import Bundle, is_bundle
+from megadit.models.bundle.components import TENSOR_FILE
+from megadit.models.bundle.tensor_source import open_safetensors
+from megadit.models.config import DiTConfig
+from megadit.models.megatron.checkpoint import CONFIG, read_network
+from megadit.models.shared.errors import UserError
+from megadit.train.config.load import load_config
+from megadit.train.config.schema import RunConfig
+from megadit.train.to_bundle import find_checkpoint
+
+Weights = Callable[[str], Tensor]
+"""Gives a whole tensor of the network by its name."""
+MAY_CHANGE = ("given_sigma", "preconditioner")
+"""Settings of a network that no tensor depends on: it can go on with others."""
+
+
+class GivenNetwork(NamedTuple):
+    """A network that a run begins with, or learns from."""
+
+    config: DiTConfig
+    read: Weights
+
+
+def given_network(config: RunConfig) -> GivenNetwork | None:
+    """The network whose tensors training starts from: that of `checkpoint.init_from`, or a student's teacher; None
+    where it starts from nothing.
+
+    Raises:
+        UserError: as `read_given`.
+    """
+    source = config.checkpoint.init_from
+    if source is None and config.train.distill is not None:
+        source = config.train.distill.teacher
+    return None if source is None else read_given(config, source)
+
+
+def read_given(config: RunConfig, source: str) -> GivenNetwork:
+    """The network of a bundle, checkpoint or folder of a run, for a run with the same.
+
+    Raises:
+        UserError: if `source` is neither, or of another network; another objective is none, for it changes no tensor.
+    """
+    if not is_bundle(source):
+        checkpoint = find_checkpoint(Path(source))
+        model = load_config(checkpoint / CONFIG).model
+        _check_same_network(config, model, source)
+        return GivenNetwork(model, read_network(checkpoint).__getitem__)
+    bundle = Bundle.open(source)
+    _check_same_network(config, bundle.config, source)
+    return GivenNetwork(bundle.config, open_safetensors(bundle.path / "transformer" / TENSOR_FILE).read)
+
+
+def _check_same_network(config: RunConfig, model: DiTConfig, source: str) -> None:
+    ours, theirs = config.model.to_dict(), model.to_dict()
+    if differing := [name for name in ours if ours[name] != theirs[name] and name not in MAY_CHANGE]:
+        told = ", ".join(f"model.{name}={theirs[name]} (not {ours[name]})" for name in differing[:6])
+        raise UserError(f"the network of {source} has {told}; give the run the same")
