@@ -45,7 +45,7 @@ def _generate(argv: list[str]) -> None:
         tokenizer = _tokenizer(options, bundle)
         media = _check_videos(grid.specs, options, bundle, tokenizer)
         if options.total_frames:
-            grid = stories(grid, options)
+            grid = stories(grid, options, taken(bundle, options.runtime or DEFAULT_RUNTIME))
         paths = output_paths(options.video_save_path, grid.specs, options.format)
         ranks = start(tensor=options.tp_size, context=options.cp_size, split_guidance=options.cfg_parallel)
         pipeline = TextToVideo.load(

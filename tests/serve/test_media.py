@@ -24,6 +24,7 @@ from .conftest import USES
 from .media import GIF, HALF, HOSTILE, MASK, MP4, OTHER_PNG, PNG
 from .test_engine import Asker, run
 
+
 @pytest.fixture(scope="module")
 def engine(able, able_dir):
     bundle = Bundle.open(able_dir)
