@@ -84,7 +84,8 @@ def export_bundle(source: str | Path, out: str | Path, settings: ExportSettings 
     verify.check_runtime()
     tokenizer, text_encoder = bundle.load_tokenizer(), bundle.load_text_encoder()
     profiles = contract.parse_profiles(settings.profiles, contract.default_profiles(bundle, tokenizer, text_encoder))
-    specs = contract.specs(profiles, bundle.config, tokenizer, _exported_text_encoder(text_encoder, settings))
+    exported = _exported_text_encoder(text_encoder, settings)
+    specs = contract.specs(profiles, bundle.config, tokenizer, exported, bundle.takes)
     try:
         with atomic_directory(out) as directory:
             return _write(directory, bundle, tokenizer, specs, settings)

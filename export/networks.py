@@ -8,8 +8,11 @@ from torch import Tensor, nn
 
 from megadit.export.quantize import round_linears
 from megadit.models.bundle.bundle import Bundle
-from megadit.models.conditioning import Conditioning
+from megadit.models.conditioning import Conditioning, Given, given_tokens
+from megadit.models.config import DiTConfig
 from megadit.models.denoiser import EDMDenoiser
+from megadit.models.dense_layout import DenseLayout
+from megadit.models.segments import OpenRows
 from megadit.models.text_encoders import T5TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
 from megadit.models.tokenizers.tiling import Tiles
@@ -33,6 +36,30 @@ class DenoiserGraph(nn.Module):
 
     def forward(self, x: Tensor, sigma: Tensor, text: Tensor, text_length: Tensor, fps: Tensor) -> Tensor:
         return self.denoiser(x, sigma, Conditioning(text, text_length, fps))
+
+
+class GivenDenoiserGraph(DenoiserGraph):
+    """The same of a network that takes given parts: which latents are given, and when each frame is, are inputs.
+
+    Frames that are only given come after those of the video, in `x` and `x0` too, where they have no meaning.
+    """
+
+    def forward(self, x, sigma, text, text_length, fps, given, is_given, times) -> Tensor:
+        conditioning = Conditioning(text, text_length, fps, given=Given(given, is_given.bool()))
+        return self.denoiser(x, sigma, conditioning, _open_layout(conditioning, times, self.denoiser.dit.config))
+
+
+def _open_layout(conditioning: Conditioning, times_T: Tensor, config: DiTConfig) -> DenseLayout:
+    """The layout of a batch of which tensors say what is given and when: the rows of `DenseRows`, token by token."""
+    given, batch = conditioning.given, conditioning.fps_B.shape[0]  # a number that stays open, as len does not
+    is_given_S = given_tokens(given.is_given_THW, config)
+    return DenseLayout(
+        config.token_grid(*given.size),
+        conditioning.text_mask_BL,
+        times_T.device,
+        rows=OpenRows(torch.arange(batch) + batch * is_given_S[:, None]),
+        times=times_T[:: config.patch_temporal] / config.patch_temporal,
+    )
 
 
 class TextEncoderGraph(nn.Module):
@@ -88,7 +115,7 @@ def build_network(name: str, bundle: Bundle, tokenizer: VideoTokenizer, dtype: t
     if name == "denoiser":
         denoiser = EDMDenoiser(bundle.load_dit(dtype=dtype))
         denoiser.parameterization.scalings(torch.ones(1))  # before tracing, which could not make the cached tables
-        network = DenoiserGraph(denoiser)
+        network = (GivenDenoiserGraph if bundle.takes else DenoiserGraph)(denoiser)
     elif name == "text_encoder":
         network = TextEncoderGraph(bundle.load_text_encoder())
     else:

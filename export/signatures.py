@@ -4,7 +4,7 @@ Users speak of videos (`--profile frames=1,49,121`); graphs speak of latents. `P
 `NetworkSpec` the latter, and `specs` leads from one to the other.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -22,6 +22,8 @@ GUIDANCE_BATCH = 2
 """Halves of classifier-free guidance that share a call of the denoiser."""
 LONGEST_TEXT, USUAL_TEXT = 128, 16
 """Of encoders that cut no text."""
+MOST_KEYFRAMES = 8
+"""Frames given as images, beside a video of the largest size; smaller ones have room for more."""
 Range = tuple[int, int, int]
 
 
@@ -90,9 +92,15 @@ def parse_profiles(given: Sequence[str], defaults: Profiles) -> Profiles:
 
 
 def specs(
-    profiles: Profiles, config: DiTConfig, tokenizer: VideoTokenizer, text_encoder: TextEncoder | None = None
+    profiles: Profiles,
+    config: DiTConfig,
+    tokenizer: VideoTokenizer,
+    text_encoder: TextEncoder | None = None,
+    takes: Collection[str] = (),
 ) -> dict[str, NetworkSpec]:
     """The contract of each network, by name; that of a text encoder where one is given that is a network.
+
+    `takes` are the uses of given videos that the denoiser was trained for.
 
     Raises:
         UserError: for sizes that the tokenizer or the network cannot take; names the nearest that it can.
@@ -114,15 +122,23 @@ def specs(
     # classes stand for texts in one token, whatever the longest text is
     text = _axis("text", profiles.text) if config.structure.cross_attention else 1
     latent = (config.in_channels, time, height, width)
+    seen = _longer(time, takes, config)
+    x = {"dtype": "float32", "axes": (batch, config.in_channels, seen, height, width)}
+    given = (
+        x,
+        {"dtype": "int64", "axes": (seen, height, width), "below": 2},
+        {"dtype": "float32", "axes": (seen,)},
+    )
     texts = {"text_encoder": _text_encoder(text_encoder, one, text)} if isinstance(text_encoder, T5TextEncoder) else {}
     networks = texts | {
         "denoiser": _network(
             "denoiser",
-            {"dtype": "float32", "axes": (batch, *latent)},
+            x,
             {"dtype": "float32", "axes": (batch,)},
             {"dtype": "float32", "axes": (batch, text, config.crossattn_emb_size)},
             {"dtype": "int64", "axes": (batch,)},
             {"dtype": "float32", "axes": (batch,)},
+            *(given if takes else ()),
         ),
         "video_decoder": _network(
             "video_decoder", {"dtype": "float32", "axes": (one, config.in_channels, *_free(latent[1:]))}
@@ -136,10 +152,19 @@ def specs(
 
 
 def _network(name: str, *inputs: dict[str, Any]) -> NetworkSpec:
-    """The signature of a network from what its inputs are beside their names, in their order."""
-    named = zip(INPUTS[name], inputs, strict=True)
+    """The signature of a network from what its inputs are beside their names, in their order; the last ones of
+    `INPUTS` may be missing."""
+    named = zip(INPUTS[name], inputs, strict=False)
     tensors = tuple(TensorSpec(name=input_name, **about) for input_name, about in named)
     return NetworkSpec(name=name, inputs=tensors, output=OUTPUTS[name])
+
+
+def _longer(time: Axis, takes: Collection[str], config: DiTConfig) -> Axis:
+    """The frames of a video's latents, and those that are only given."""
+    beside = time.max if "edit" in takes else 0
+    if {"last_frame", "keyframes"} & set(takes):
+        beside += MOST_KEYFRAMES * config.patch_temporal
+    return replace(time, max=time.max + beside)
 
 
 def _text_encoder(text_encoder: T5TextEncoder, batch: Axis, text: Axis) -> NetworkSpec:
@@ -207,10 +232,21 @@ def sample_inputs(spec: NetworkSpec, sizes: Mapping[str, int], seed: int = 0) ->
     sigma_B = torch.logspace(-2.7, 1.9, batch) if batch > 1 else torch.tensor([1.0])
     longest = shapes["text"][1]
     length_B = torch.arange(batch).flip(0) * longest // max(batch - 1, 1)
-    return {
+    inputs = {
         "x": normal(shapes["x"]) * (1 + sigma_B**2).sqrt()[:, None, None, None, None],
         "sigma": sigma_B,
         "text": normal(shapes["text"]),
         "text_length": length_B,
         "fps": torch.tensor([24.0 if place % 3 else 0.0 for place in range(1, batch + 1)]),
     }
+    return inputs | (_sample_given(shapes, normal) if "given" in shapes else {})
+
+
+def _sample_given(shapes: Mapping[str, Shape], normal: Callable[[Shape], Tensor]) -> dict[str, Tensor]:
+    """Every other column of latents given, and the last frame, which is from between two others."""
+    frames, _, width = shapes["is_given"]
+    is_given_THW = (torch.arange(width) // 2 % 2).expand(shapes["is_given"]).clone()
+    is_given_THW[-1] = 1
+    times_T = torch.arange(float(frames))
+    times_T[-1] -= 0.25
+    return {"given": 0.5 * normal(shapes["given"]), "is_given": is_given_THW, "times": times_T}

@@ -18,6 +18,7 @@ import onnx
 import torch
 from torch import Tensor, nn
 
+from megadit.export.given_cases import given_inputs
 from megadit.export.graph_checks import check_open_sides, check_products, check_types
 from megadit.export.layers import (
     Weights,
@@ -30,10 +31,12 @@ from megadit.export.layers import (
 )
 from megadit.export.signatures import sample_inputs
 from megadit.infer.pipeline import TextToVideo
+from megadit.infer.runtimes.exported import denoiser_inputs
 from megadit.infer.runtimes.network_spec import Axis, NetworkSpec
 from megadit.infer.runtimes.onnx import open_session
 from megadit.infer.runtimes.widen import widened
 from megadit.models.bundle.bundle import Bundle
+from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
 from megadit.models.parameterization import parameterization_of
 from megadit.models.settings import SamplingSettings
@@ -64,6 +67,7 @@ LEAST_PSNR = {"fp32": 50.0, "fp16": 35.0, "bf16": 25.0, "int8": 25.0, "fp8": 20.
 An error r of every F leaves r sigma_data in the latents: of a video in [-1, 1] with sigma_data = 0.5 that are
 20 log10(2 / 0.5 r) dB: 52, 34, 26 and 22 for what fp16, bf16, int8 and fp8 may bring. Solvers enlarge them."""
 SIGMAS = (0.002, 0.02, 0.2, 1.0, 5.0, 20.0, 80.0)
+SIGMA_OF_GIVEN = 5.0
 REAL = "sigma"
 """What names of cases with a real prompt begin with."""
 F_LAYER = "denoiser.dit"
@@ -93,7 +97,8 @@ def check_runtime() -> None:
 
 
 def reference_cases(network: nn.Module, spec: NetworkSpec, bundle: Bundle) -> list[Case]:
-    """Random inputs at the extremes of every side and at the best sizes; for the denoiser every sigma and real text."""
+    """Random inputs at the extremes of every side and at the best sizes; for the denoiser every sigma and real text,
+    and each use of given videos."""
     inputs = {}
     for extreme in ("min", "opt", "max"):
         sizes = {name: getattr(axis, extreme) for name, axis in spec.axes.items()}
@@ -104,11 +109,15 @@ def reference_cases(network: nn.Module, spec: NetworkSpec, bundle: Bundle) -> li
             inputs[f"{name} max, others min"] = sample_inputs(spec, sizes, seed=2)
     if spec.name == "denoiser":
         inputs |= {f"{REAL} {sigma}": inputs_at(spec, sigma, bundle) for sigma in SIGMAS}
-    return [reference(network, name, values) for name, values in inputs.items()]
+    cases = [reference(network, name, values) for name, values in inputs.items()]
+    if spec.name == "denoiser":
+        usual = inputs_at(spec, SIGMA_OF_GIVEN, bundle)
+        cases += [reference(network, f"given {use}", *given_inputs(use, bundle, usual)) for use in bundle.takes]
+    return cases
 
 
 def inputs_at(spec: NetworkSpec, sigma: float, bundle: Bundle) -> dict[str, Tensor]:
-    """The best size, a real prompt beside no text, and latents with noise of this level."""
+    """The best size, a real prompt beside no text, latents with noise of this level, and nothing given."""
     sizes = {name: axis.opt for name, axis in spec.axes.items()}
     features = bundle.load_text_encoder().encode([usual_prompt(bundle), ""])
     text_length, longest = features.length_B, features.features_BLE.shape[1]
@@ -121,8 +130,9 @@ def inputs_at(spec: NetworkSpec, sigma: float, bundle: Bundle) -> dict[str, Tens
     text_BLE[:, : min(longest, length)] = features.features_BLE[rows, :length]
     noise = inputs["x"] / inputs["x"].std()
     x = noise * (sigma**2 + bundle.config.sigma_data**2) ** 0.5
-    lengths = text_length[rows].clamp(max=length)
-    return inputs | {"x": x, "sigma": torch.full((batch,), sigma), "text": text_BLE, "text_length": lengths}
+    conditioning = Conditioning(text_BLE, text_length[rows].clamp(max=length), inputs["fps"])
+    values = denoiser_inputs(x, torch.full((batch,), sigma), conditioning)
+    return {name: values[name] for name in inputs}
 
 
 def usual_prompt(bundle: Bundle) -> str:
@@ -131,8 +141,10 @@ def usual_prompt(bundle: Bundle) -> str:
 
 
 @torch.no_grad()
-def reference(network: nn.Module, name: str, inputs: dict[str, Tensor]) -> Case:
-    """What torch makes of these inputs."""
+def reference(
+    network: nn.Module, name: str, inputs: dict[str, Tensor], conditioning: Conditioning | None = None
+) -> Case:
+    """What torch makes of these inputs; of a denoiser, with the `conditioning` that they stand for."""
     raw: dict[str, Tensor] = {}
 
     def keep(layer: str, value: Tensor) -> None:
@@ -140,7 +152,10 @@ def reference(network: nn.Module, name: str, inputs: dict[str, Tensor]) -> Case:
             raw["F"] = value.float()
 
     with recorded_outputs(network, keep):
-        output = network(*inputs.values())
+        if conditioning is None:
+            output = network(*inputs.values())
+        else:
+            output = network.denoiser(inputs["x"], inputs["sigma"], conditioning)
     return Case(name=name, inputs=inputs, output=output, F=raw.get("F"))
 
 

@@ -22,6 +22,7 @@ from megadit.infer.outputs import checkpoint_fingerprint, make_record, output_pa
 from megadit.infer.pipeline import GeneratedVideo, TextToVideo
 from megadit.infer.ranks import device_name, finish, is_first, start
 from megadit.infer.resolve import far_from_training, latent_size
+from megadit.infer.runtimes.load import taken
 from megadit.infer.specs import Grid, VideoSpec, video_grid
 from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, write_video
 from megadit.models.bundle.bundle import Bundle
@@ -44,7 +45,7 @@ def _generate(argv: list[str]) -> None:
         tokenizer = _tokenizer(options, bundle)
         media = _check_videos(grid.specs, options, bundle, tokenizer)
         if options.total_frames:
-            grid = stories(grid, options)
+            grid = stories(grid, options, taken(bundle, options.runtime or DEFAULT_RUNTIME))
         paths = output_paths(options.video_save_path, grid.specs, options.format)
         ranks = start(tensor=options.tp_size, context=options.cp_size, split_guidance=options.cfg_parallel)
         pipeline = TextToVideo.load(
@@ -116,7 +117,8 @@ def _check_videos(
             weaker_bundle(settings.autoguidance, bundle)
     media = {file: file.load() for file in dict.fromkeys(file for spec in specs for file in spec.given)}
     for given, settings in dict.fromkeys((spec.given, spec.settings) for spec in specs if spec.given):
-        check_given([media[file] for file in given], bundle.takes, Target.of(settings, bundle.config, tokenizer))
+        takes = taken(bundle, options.runtime or DEFAULT_RUNTIME)
+        check_given([media[file] for file in given], takes, Target.of(settings, bundle.config, tokenizer))
     for path in dict.fromkeys(adapter.path for spec in specs for adapter in spec.adapters):
         read_adapter_of(path, bundle)
     suffix, names = Path(options.contact_sheet).suffix.lower(), (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES)

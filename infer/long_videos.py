@@ -1,6 +1,6 @@
 """`megadit generate --total_frames`: videos of any length, written window by window."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +17,10 @@ from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.progress import Progress
 
 
-def stories(grid: Grid, options: GenerateOptions) -> Grid:
+def stories(grid: Grid, options: GenerateOptions, takes: Collection[str]) -> Grid:
     """The videos to be made: one for each prompt, or with --story one of all prompts.
+
+    `takes` are the uses of given videos that the network was trained for.
 
     Raises:
         UserError: for options that a video in windows cannot have.
@@ -27,6 +29,7 @@ def stories(grid: Grid, options: GenerateOptions) -> Grid:
     refuse(options.contact_sheet, "--total_frames makes no contact sheet: leave out --contact_sheet")
     suffix = Path(options.video_save_path).suffix.lower()
     refuse(suffix not in ("", ".mp4"), f"--video_save_path={options.video_save_path}: --total_frames makes an mp4")
+    refuse(options.keep_first and "edit" not in takes, "--keep_first needs a model that was trained for edit")
     for spec in grid.specs:
         num_windows(options.total_frames, spec.settings.num_frames, options.keep_frames or 1)
     if not options.story:
@@ -61,6 +64,7 @@ def write_long_videos(
                     spec.settings,
                     total_frames=options.total_frames,
                     keep_frames=keep_frames,
+                    keep_first=options.keep_first,
                     seeds=[spec.seed],
                     given=[tuple(media[file] for file in spec.given)],
                     on_step=lambda step: bar.advance(),

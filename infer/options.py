@@ -76,6 +76,11 @@ class GenerateOptions(GivenOptions):
     story: bool = setting(
         False, "with --total_frames: the prompts are of one video, a window each, the last one of all others"
     )
+    keep_first: bool = setting(
+        False,
+        "with --total_frames: every window is given the first one too, as a clip to edit, so that what it shows stays "
+        "itself (of a model that takes edit)",
+    )
     cache_measure: Measure = setting(
         "latents",
         "what --cache_budget is a share of: the relative error of the latents (default), or lpips, how different the "
@@ -188,7 +193,7 @@ def check(options: GenerateOptions) -> None:
         options.guidance is None and not options.guidances and options.guidance_convention != "standard",
         f"--guidance_convention={options.guidance_convention} says what --guidance means; give that too",
     )
-    others = {"story": ("total_frames",), "tokenizer_cache_dir": ("tokenizer_model",)}
+    others = {"story": ("total_frames",), "keep_first": ("total_frames",), "tokenizer_cache_dir": ("tokenizer_model",)}
     others["keep_frames"] = (*NEEDED["keep_frames"], "total_frames")
     for name, needed in (NEEDED | others).items():
         value = getattr(options, name)

@@ -126,6 +126,7 @@ def save_long(
         **asdict(spec.settings),
         "total_frames": options.total_frames,
         "keep_frames": options.keep_frames,
+        "keep_first": options.keep_first,
         "story": list(story),
     }
     comment = {"comment": json.dumps(record), "title": story[0]}
@@ -220,6 +221,7 @@ def repeated(options: GenerateOptions, record: Mapping[str, Any]) -> tuple[Gener
 
 def _repeated_length(options: GenerateOptions, record: Mapping[str, Any]) -> dict[str, Any]:
     found = {"total_frames": record["total_frames"], "keep_frames": options.keep_frames or record["keep_frames"]}
+    found["keep_first"] = options.keep_first or record.get("keep_first", False)
     if len(record["story"]) > 1 and not options.prompt and not options.prompt_file:
         found |= {"prompt": tuple(record["story"]), "story": True}
     return found

@@ -1,6 +1,6 @@
 """Videos of any length, by windows: each begins with the last frames of the one before.
 
-However long a video is, no more than a window of it is in memory.
+However long a video is, no more than a window of it is in memory, or two with the first one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,6 +32,7 @@ def stream_windows(
     *,
     total_frames: int,
     keep_frames: int = 1,
+    keep_first: bool = False,
     seeds: Sequence[int],
     given: Sequence[Media] | None = None,
     batch_size: int | None = None,
@@ -42,6 +43,8 @@ def stream_windows(
     Args:
         stories: of each video, a prompt for each window; the last one serves all that are left.
         keep_frames: of a window, with which the next one begins.
+        keep_first: gives each window the first one, too, as a clip to edit: small errors do not add up from window to
+            window, as they do where each knows the one before alone.
         seeds: of each video. Window n has the noise of seed + n.
         given: of each video's first window.
 
@@ -49,7 +52,7 @@ def stream_windows(
         UserError: if a window makes nothing new, and for what `TextToVideo.stream` refuses.
     """
     settings = resolve_settings(pipeline.defaults if settings is None else settings)
-    media, made = list(given or [()] * len(stories)), 0
+    media, first, made = list(given or [()] * len(stories)), [], 0
     for window in range(num_windows(total_frames, settings.num_frames, keep_frames)):
         prompts = [story[min(window, len(story) - 1)] for story in stories]
         videos = [
@@ -67,4 +70,9 @@ def stream_windows(
         new = min(settings.num_frames - kept, total_frames - made)
         made += new
         yield [video[kept : kept + new] for video in videos]
-        media = [(GivenVideo(frames=video[-keep_frames:], use="prefix", keep_frames=keep_frames),) for video in videos]
+        if window == 0:
+            first = [(GivenVideo(frames=video, use="edit"),) if keep_first else () for video in videos]
+        media = [
+            (GivenVideo(frames=video[-keep_frames:], use="prefix", keep_frames=keep_frames), *also)
+            for video, also in zip(videos, first, strict=True)
+        ]

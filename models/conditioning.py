@@ -40,6 +40,11 @@ class Given:
     def to(self, device: torch.device | str) -> "Given":
         return replace(self, latents_BCTHW=self.latents_BCTHW.to(device), is_given_THW=self.is_given_THW.to(device))
 
+    @classmethod
+    def nothing(cls, x_BCTHW: Tensor) -> "Given":
+        """Nothing of videos like `x_BCTHW`."""
+        return cls(torch.zeros_like(x_BCTHW), torch.zeros(x_BCTHW.shape[2:], dtype=torch.bool, device=x_BCTHW.device))
+
     @staticmethod
     def concatenate(parts: "list[Given | None]") -> "Given | None":
         """One batch from several in which the same places are given, or nothing in any."""
@@ -50,8 +55,8 @@ class Given:
 def partly_given(
     config: DiTConfig, is_given_THW: Tensor, extra_times: tuple[float, ...] = (), text_length: int = 0
 ) -> Segment:
-    """A sample of which some latents are given (bool THW), the last ones at times of their own; a token is given if
-    all of its latents are.
+    """A sample of which some latents are given (bool THW), the last ones at times of their own, in latent frames; a
+    token is given if all of its latents are, and is at the time of the first.
 
     Raises:
         UserError: if the latents are not a whole number of patches.
@@ -59,14 +64,19 @@ def partly_given(
     grid = config.token_grid(*is_given_THW.shape)
     times = (*map(float, range(len(is_given_THW) - len(extra_times))), *extra_times) if extra_times else ()
     given = _token_spans(is_given_THW, config)
-    return Segment(grid, text_length, given=given, times=times[:: config.patch_temporal])
+    patch = config.patch_temporal
+    return Segment(grid, text_length, given=given, times=tuple(time / patch for time in times[::patch]))
 
 
 def _token_spans(is_given_THW: Tensor, config: DiTConfig) -> tuple[Span, ...]:
-    patch = {"pt": config.patch_temporal, "ph": config.patch_spatial, "pw": config.patch_spatial}
-    is_given_S = reduce(is_given_THW.int().cpu(), "(T pt) (H ph) (W pw) -> (T H W)", "min", **patch)
-    edges = F.pad(is_given_S, (1, 1)).diff().nonzero()[:, 0].tolist()
+    edges = F.pad(given_tokens(is_given_THW.cpu(), config), (1, 1)).diff().nonzero()[:, 0].tolist()
     return tuple(zip(edges[::2], edges[1::2], strict=True))
+
+
+def given_tokens(is_given_THW: Tensor, config: DiTConfig) -> Tensor:
+    """int32 [S]: 1 for each token whose latents are all given (bool THW), else 0."""
+    patch = {"pt": config.patch_temporal, "ph": config.patch_spatial, "pw": config.patch_spatial}
+    return reduce(is_given_THW.int(), "(T pt) (H ph) (W pw) -> (T H W)", "min", **patch)
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -86,6 +96,12 @@ class Conditioning:
 
     def __len__(self) -> int:
         return self.text_BLE.shape[0]
+
+    @property
+    def text_mask_BL(self) -> Tensor:
+        """bool: True where a text token may be attended; the first one is, which stands for no text."""
+        slot_L = torch.arange(self.text_BLE.shape[1], device=self.text_BLE.device)
+        return slot_L < self.text_length_B.clamp(min=1)[:, None]
 
     def segment(self, config: DiTConfig, size: tuple[int, int, int]) -> Segment:
         """One of the samples, whose latents have this size (T, H, W), with what is given of it, without its text.

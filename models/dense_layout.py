@@ -5,15 +5,13 @@ Shapes: S video tokens, L text slots, B batch.
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import lru_cache
-from math import prod
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megadit.models.kept import Kept, memo_key
-from megadit.models.segments import DenseRows, Grid, Span
+from megadit.models.segments import DenseRows, Grid, OpenRows
 
 
 def grid_positions(grid: Grid, device: torch.device | str | None = None) -> Tensor:
@@ -32,8 +30,8 @@ class DenseTensors(NamedTuple):
     def positions_S3(self) -> Tensor:
         """Each token's (t, h, w): int64, or float32 where frames have times of their own."""
         position_S3 = grid_positions(self.layout.grid, self.layout.device)
-        if self.layout.times:
-            time_T = torch.tensor(self.layout.times, device=self.layout.device)
+        if self.layout.times is not None:
+            time_T = torch.as_tensor(self.layout.times, device=self.layout.device)
             position_S3 = torch.cat([time_T[position_S3[:, 0], None], position_S3[:, 1:]], dim=1)
         return position_S3.to(self.device)
 
@@ -49,9 +47,10 @@ class DenseLayout:
     device: torch.device
     over: Literal["sample", "time", "space"] = "sample"
     """What self-attention sees: all tokens of a sample, those of the same pixel, or those of the same frame."""
-    given: tuple[Span, ...] = ()
-    """The tokens that are given in every sample, and `times` of their frames: see `Segment`."""
-    times: tuple[float, ...] = ()
+    rows: DenseRows | OpenRows | None = None
+    """Where some tokens are given in every sample; None: modulation broadcasts over the batch."""
+    times: tuple[float, ...] | Tensor | None = None
+    """When each frame of tokens is, float32 [T]; None: 0, 1, 2, ..."""
     kept: Kept | None = None
     """Where the same conditions come at many noise levels: what depends on them and on sizes alone. None: seen once."""
 
@@ -59,11 +58,6 @@ class DenseLayout:
     def groups(self) -> None:
         """No length groups: attention batches over all samples."""
         return None
-
-    @property
-    def rows(self) -> DenseRows | None:
-        """None: modulation broadcasts over the batch."""
-        return _rows(prod(self.grid), self.given, len(self.text_mask_BL)) if self.given else None
 
     def on(self, device: torch.device) -> DenseTensors:
         return DenseTensors(self, device)
@@ -83,8 +77,3 @@ class DenseLayout:
         if self.kept is None:
             return function(owner, *inputs)
         return self.kept.cached(("per condition", memo_key(function, (owner,))), function, owner, *inputs)
-
-
-@lru_cache(maxsize=64)  # every op of every block asks for them
-def _rows(num_tokens: int, given: tuple[Span, ...], batch: int) -> DenseRows:
-    return DenseRows(num_tokens, given, batch)

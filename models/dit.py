@@ -38,6 +38,7 @@ from megadit.models.kept import Kept
 from megadit.models.layout import Layout, PackLayout
 from megadit.models.modulation import SharedModulation
 from megadit.models.ops.linear import Linear
+from megadit.models.segments import DenseRows
 
 BASE_FPS = 24.0
 """With `Structure.fps` = rotary: the frame rate at which rotary time runs at its own pace."""
@@ -161,9 +162,12 @@ class DiT(nn.Module):
         """
         sample = conditioning.segment(self.config, size)
         self.config.check_grid(sample.reach)
-        slot_L = torch.arange(conditioning.text_BLE.shape[1], device=conditioning.text_BLE.device)
-        text_mask_BL = slot_L < conditioning.text_length_B.clamp(min=1)[:, None]
-        return DenseLayout(sample.grid, text_mask_BL, device, given=sample.given, times=sample.times, kept=kept)
+        rows = None
+        if conditioning.given is not None:  # a part that fills no token is given, too
+            rows = DenseRows(sample.num_tokens, sample.given, len(conditioning))
+        return DenseLayout(
+            sample.grid, conditioning.text_mask_BL, device, rows=rows, times=sample.times or None, kept=kept
+        )
 
     def forward_packed(
         self, tokens_S1P: Tensor, c_noise_R: Tensor, text_L1E: Tensor, fps_G: Tensor, layout: PackLayout

@@ -168,6 +168,18 @@ class DenseRows:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenRows:
+    """The condition rows of a uniform batch as an input says them: those of an exported network, of which anything
+    may be given."""
+
+    row_SB: Tensor
+
+    def of_token(self, device: torch.device) -> Tensor:
+        """int64 [S, B]."""
+        return self.row_SB
+
+
+@dataclass(frozen=True, slots=True)
 class RowsByToken:
     """Condition rows of which only a tensor is known, not how they are grouped: a recording's, which has any pack's."""
 
@@ -225,4 +237,4 @@ class TokenMesh:
 
 ONE_RANK = TokenMesh()
 
-Rows = ConditionRows | DenseRows | RowsByToken
+Rows = ConditionRows | DenseRows | OpenRows | RowsByToken

@@ -38,7 +38,7 @@ GENERATE = """
     --overlap_decoding
     --tokenizer_model --tokenizer_cache_dir --t5_cache_dir --num_devices --tp_size --cp_size --cfg_parallel
     --guardrail_dir --adapter --adapter_interval --lead_to_video --image --last_image --keyframe --video --mask
-    --instruction --image_guidance --total_frames --story
+    --instruction --image_guidance --total_frames --story --keep_first
 """
 INGEST = {
     SELECTED: """

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megadit.infer.runtimes.network_spec import INPUTS, Shape
-from megadit.models.conditioning import Conditioning
+from megadit.models.conditioning import Conditioning, Given
 from megadit.models.text_encoders import T5TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
 
@@ -36,13 +37,27 @@ class ExportedDenoiser:
 
     def __call__(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
         """Clean latents x0 (float32, on `device`); the inputs may lie anywhere."""
-        return self._network(denoiser_inputs(x_BCTHW, sigma_B, conditioning), tuple(x_BCTHW.shape))
+        inputs = denoiser_inputs(x_BCTHW, sigma_B, conditioning)
+        return self._network(inputs, tuple(inputs["x"].shape))[:, :, : x_BCTHW.shape[2]]
 
 
 def denoiser_inputs(x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> dict[str, Tensor]:
-    """The inputs of an exported denoiser, by name."""
-    c = conditioning
-    values = (x_BCTHW, sigma_B.float(), c.text_BLE, c.text_length_B, c.fps_B)
+    """The inputs of an exported denoiser, by name; those of `GIVEN_INPUTS` say so where nothing is given.
+
+    Frames that are only given come after those of the video, in `x` as zeros.
+    """
+    c, frames = conditioning, x_BCTHW.shape[2]
+    given = c.given or Given.nothing(x_BCTHW)
+    values = (
+        F.pad(x_BCTHW, (0, 0, 0, 0, 0, len(given.extra_times))),
+        sigma_B.float(),
+        c.text_BLE,
+        c.text_length_B,
+        c.fps_B,
+        given.latents_BCTHW,
+        given.is_given_THW.long(),
+        torch.tensor([*map(float, range(frames)), *given.extra_times]),
+    )
     return dict(zip(INPUTS["denoiser"], values, strict=True))
 
 

@@ -8,7 +8,7 @@ import torch
 from megadit.infer.graphs import RecordedDenoiser
 from megadit.infer.guidance import Denoiser
 from megadit.infer.runtimes.exported import ExportedDenoiser, ExportedTokenizer, Networks, with_exported_network
-from megadit.infer.runtimes.network_spec import ExportedNetworks
+from megadit.infer.runtimes.network_spec import GIVEN_INPUTS, ExportedNetworks
 from megadit.infer.runtimes.shared_torch import load_shared_denoiser
 from megadit.infer.runtimes.streamed import load_streamed_dit
 from megadit.infer.runtimes.torch import TorchDenoiser
@@ -98,8 +98,12 @@ def open_exported(bundle: Bundle, runtime: str) -> ExportedNetworks:
 
 
 def taken(bundle: Bundle, runtime: str) -> tuple[str, ...]:
-    """Uses of given videos that the network sees: those it was trained for; exported ones have no inputs for them."""
-    return bundle.takes if runtime == TORCH else ()
+    """Uses of given videos that the network sees: those it was trained for, where it was exported with inputs for
+    them."""
+    if runtime == TORCH:
+        return bundle.takes
+    names = {tensor.name for tensor in open_exported(bundle, runtime).network("denoiser").inputs}
+    return bundle.takes if names.issuperset(GIVEN_INPUTS) else ()
 
 
 def weights_checksum(bundle: Bundle) -> str:

@@ -12,14 +12,16 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
 
 SETTINGS_FILE = "settings.json"
-SETTINGS_VERSION = 1
+SETTINGS_VERSION = 2
+GIVEN_INPUTS = ("given", "is_given", "times")
+"""Of denoisers that were trained to be given parts of videos; others have none of them."""
 INPUTS: dict[str, tuple[str, ...]] = {
     "text_encoder": ("tokens", "mask"),
-    "denoiser": ("x", "sigma", "text", "text_length", "fps"),
+    "denoiser": ("x", "sigma", "text", "text_length", "fps", *GIVEN_INPUTS),
     "video_decoder": ("latents",),
     "video_encoder": ("video",),
 }
-"""What the inputs of each exported network are called, in order."""
+"""What the inputs of each exported network are called, in order; one takes those that its `NetworkSpec` has."""
 OUTPUTS = {"text_encoder": "features", "denoiser": "x0", "video_decoder": "video", "video_encoder": "latents"}
 Extreme = Literal["min", "opt", "max"]
 Shape = tuple[int, ...]

@@ -28,7 +28,9 @@ def random_dit(config: DiTConfig) -> DiT:
     return model
 
 
-def write_tiny_bundle(path, config=CONFIG, tokenizer=None, text_encoder=None, defaults=DEFAULTS) -> Bundle:
+def write_tiny_bundle(
+    path, config=CONFIG, tokenizer=None, text_encoder=None, defaults=DEFAULTS, training=None
+) -> Bundle:
     write_bundle(
         path,
         config=config,
@@ -37,6 +39,7 @@ def write_tiny_bundle(path, config=CONFIG, tokenizer=None, text_encoder=None, de
         or HaarTokenizer(temporal_compression=4, spatial_compression=2, sigma_data=config.sigma_data),
         text_encoder=text_encoder or HashedWordEncoder(dim=config.crossattn_emb_size),
         defaults=defaults,
+        training=training,
     )
     return Bundle.open(path)
 

@@ -88,6 +88,7 @@ EFFECTS = {
     "--image_guidance": other("3", given=(*LATENTS, *PROMPT, *VIDEO, *ABLE, "--video", "{room}/given.gif")),
     "--total_frames": seen("calls", "25", given=(*PROMPT, *VIDEO)),
     "--story": seen("files", given=(*TWO, *VIDEO, "--total_frames", "25")),
+    "--keep_first": ends("needs a model that was trained for edit", given=(*PROMPT, *VIDEO, "--total_frames", "25")),
     "--negative_prompt": other("blue"),
     "--guidance": other("5"),
     "--guidances": other("2", "5"),
@@ -271,7 +272,7 @@ REFUSED = (
     *("--tokenizer_cache_dir", "--t5_cache_dir", "--num_devices", "--tp_size", "--cp_size", "--cfg_parallel"),
     *("--guardrail_dir", "--cache_measure", "--adapter", "--adapter_interval", "--lead_to_video", "--image"),
     *("--first_frame", "--conditioned_image_or_video_path", "--last_image", "--last_frame", "--keyframe", "--video"),
-    *("--mask", "--instruction", "--total_frames", "--story", "--resident_blocks"),
+    *("--mask", "--instruction", "--total_frames", "--story", "--keep_first", "--resident_blocks"),
 )
 
 

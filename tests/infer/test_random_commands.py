@@ -69,6 +69,7 @@ OPTIONS = {
     "image_guidance": one(NUMBERS),
     "total_frames": one(["9", "17", "40", "0", "-2", "2.5", "", "many"]),  # any number is made, however long it takes
     "story": lambda choose: [],
+    "keep_first": lambda choose: [],
     "keep_frames": one(COUNTS),
     "negative_prompt": one(TEXTS),
     "guidance": one(NUMBERS),

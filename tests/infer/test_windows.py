@@ -40,6 +40,23 @@ def test_each_window_goes_on_from_the_last(able):
     assert np.abs(np.concatenate(alone).astype(int) - second).max() <= 1, "its company changes nothing"
 
 
+def test_the_first_window_can_stay_beside_all(able):
+    """As a clip to edit, of which the first window itself knows nothing."""
+    from megadit.infer.given import GivenVideo
+
+    parts, alone = (
+        [frames for (frames,) in stream_windows(able, [["a"]], total_frames=13, keep_first=keep_first, seeds=[3])]
+        for keep_first in (True, False)
+    )
+    assert np.array_equal(parts[0], alone[0]) and not np.array_equal(parts[1], alone[1])
+    long = np.concatenate(parts)
+    for window in (1, 2):
+        last = GivenVideo(frames=long[4 * window : 4 * window + 1], use="prefix", keep_frames=1)
+        given = (last, GivenVideo(frames=long[:5], use="edit"))
+        (again,) = able.generate(["a"], seeds=3 + window, given=given)
+        assert np.abs(again.video[1:].astype(int) - long[4 * window + 1 : 4 * window + 5]).max() <= 1
+
+
 def test_an_mp4_that_comes_in_parts_is_the_same_file(tmp_path):
     frames = np.random.default_rng(0).integers(0, 255, (11, 16, 24, 3), dtype=np.uint8)
     stream_mp4(tmp_path / "parts.mp4", (frames[first : first + 4] for first in range(0, 11, 4)), 8)
@@ -57,7 +74,7 @@ def test_an_mp4_that_comes_in_parts_is_the_same_file(tmp_path):
 def test_a_long_video_is_one_file_that_can_be_repeated(able_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = ["--checkpoint_path", str(able_dir), "--device", "cpu", "--num_steps", "2"]
-    prompts = ["--prompt", "a red seven", "a blue two", "--total_frames", "14", "--story"]
+    prompts = ["--prompt", "a red seven", "a blue two", "--total_frames", "14", "--story", "--keep_first"]
     assert main([*options, *prompts, "--video_save_path", "long.mp4"]) == 0
     frames, fps = read_video("long.mp4")
     assert (len(frames), fps) == (14, 8)
@@ -73,10 +90,12 @@ def test_a_long_video_is_one_file_that_can_be_repeated(able_dir, tmp_path, monke
         (["--video_save_path", "a.gif"], "makes an mp4"),
         (["--keep_frames", "5"], "leave some of the 5 of a window"),
         (["--story", "--seeds", "1", "2"], "tells one video"),
+        (["--keep_first", "--checkpoint_path", "{plain}"], "--keep_first needs a model that was trained for edit"),
     ],
 )
-def test_mistakes(able_dir, tmp_path, monkeypatch, capsys, more, message):
+def test_mistakes(able_dir, bundle_dir, tmp_path, monkeypatch, capsys, more, message):
     monkeypatch.chdir(tmp_path)
+    more = [option.format(plain=bundle_dir) for option in more]
     options = ["--checkpoint_path", str(able_dir), "--device", "cpu", "--prompt", "a", "--total_frames", "9", *more]
     assert main(options) == 2
     told = capsys.readouterr().err

@@ -4,12 +4,13 @@ import os
 import shutil
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from megadit.models.bundle.bundle import write_bundle
+from megadit.models.bundle.bundle import Bundle, write_bundle
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.settings import SamplingSettings
@@ -55,6 +56,45 @@ def pipeline(bundle_dir):
     from megadit.infer.pipeline import TextToVideo
 
     return TextToVideo.load(bundle_dir, device="cpu")
+
+
+USES = ("first_frame", "last_frame", "keyframes", "prefix", "suffix", "inpaint", "edit")
+
+
+@pytest.fixture(scope="session")
+def able_dir(bundle_dir, tmp_path_factory):
+    """The tiny bundle as if it had been trained to be given parts of every kind."""
+    bundle, out = Bundle.open(bundle_dir), tmp_path_factory.mktemp("able") / "bundle"
+    write_bundle(
+        out,
+        config=replace(bundle.config, given_sigma=0.02),
+        state_dict=bundle.load_dit().state_dict(),
+        tokenizer=bundle.load_tokenizer(),
+        text_encoder=bundle.load_text_encoder(),
+        defaults=bundle.defaults,
+        training={"given": dict.fromkeys(USES, 0.1)},
+    )
+    return out
+
+
+@pytest.fixture(scope="session")
+def able(able_dir):
+    from megadit.infer.pipeline import TextToVideo
+
+    return TextToVideo.load(able_dir, device="cpu")
+
+
+@pytest.fixture(scope="session")
+def able_server(tritonserver, able_dir, tmp_path_factory):
+    """One tritonserver of that bundle, under torch."""
+    from megadit.serve.build_repository import build_repository
+    from megadit.serve.local_server import LocalServer
+    from megadit.serve.model_config import Scheduling
+
+    folder = tmp_path_factory.mktemp("able_models")
+    repository = build_repository(able_dir, folder / "repository", scheduling=Scheduling(device="cpu"))
+    with LocalServer(repository, log=folder / "triton.log", stop_seconds=3) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

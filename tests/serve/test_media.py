@@ -8,45 +8,21 @@ import pytest
 
 from megadit.infer.given import GivenVideo
 from megadit.infer.media import MediaReader, decode
-from megadit.infer.pipeline import TextToVideo
 from megadit.infer.video_io import read_video
-from megadit.models.bundle.bundle import Bundle, write_bundle
+from megadit.models.bundle.bundle import Bundle
 from megadit.models.given_settings import GIVEN, MEDIA, GivenOptions, MediaLimits
 from megadit.models.shared import verbs
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.setting import settings_of
 from megadit.serve.ask import given_values
-from megadit.serve.build_repository import build_repository, service_info
+from megadit.serve.build_repository import service_info
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import INPUTS, InvalidRequestError, VideoRequest
 from megadit.serve.engine import Engine
-from megadit.serve.model_config import Scheduling
 
+from .conftest import USES
 from .media import GIF, HALF, HOSTILE, MASK, MP4, OTHER_PNG, PNG
 from .test_engine import Asker, run
-
-USES = ("first_frame", "last_frame", "keyframes", "prefix", "suffix", "inpaint", "edit")
-
-
-@pytest.fixture(scope="session")
-def able_dir(bundle_dir, tmp_path_factory):
-    """The tiny bundle as if it had been trained to be given parts of every kind."""
-    bundle, out = Bundle.open(bundle_dir), tmp_path_factory.mktemp("able") / "bundle"
-    write_bundle(
-        out,
-        config=replace(bundle.config, given_sigma=0.02),
-        state_dict=bundle.load_dit().state_dict(),
-        tokenizer=bundle.load_tokenizer(),
-        text_encoder=bundle.load_text_encoder(),
-        defaults=bundle.defaults,
-        training={"given": dict.fromkeys(USES, 0.1)},
-    )
-    return out
-
-
-@pytest.fixture(scope="module")
-def able(able_dir):
-    return TextToVideo.load(able_dir, device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -149,10 +125,9 @@ def test_media_at_fault_fail_alone(engine):
 
 
 def test_a_network_that_takes_nothing_is_held_to_frames_as_generate_does(pipeline, bundle_dir):
-    """Without training, and as exported networks: `takes` is empty for both."""
     bundle = Bundle.open(bundle_dir)
     engine = Engine(pipeline, service_info(bundle, bundle.defaults, None))
-    assert engine.info.takes == () and service_info(bundle, bundle.defaults, None, "onnx").takes == ()
+    assert engine.info.takes == ()
     held, refused = Asker(request_of("first frame")), Asker(request_of("both ends"))
     run(engine, held, refused)
     assert held.endings == [None] and "was not trained for last_frame; it takes nothing" in str(refused.endings[0])
@@ -241,16 +216,6 @@ def test_options_of_ask_become_the_files_themselves(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------ a real tritonserver
-
-
-@pytest.fixture(scope="module")
-def able_server(tritonserver, able_dir, tmp_path_factory):
-    from megadit.serve.local_server import LocalServer
-
-    folder = tmp_path_factory.mktemp("able_models")
-    repository = build_repository(able_dir, folder / "repository", scheduling=Scheduling(device="cpu"))
-    with LocalServer(repository, log=folder / "triton.log", stop_seconds=3) as running:
-        yield running
 
 
 @pytest.mark.slow

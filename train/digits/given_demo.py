@@ -26,7 +26,7 @@ from megadit.train.digits.given_score import generate, neutral_captions, pixels,
 from megadit.train.digits.stages import Stage, check_base, run_stages, summary_of_seconds
 
 GRID_SCALES = (1.0, 1.5, 2.0, 3.0)
-"""Of guidance by text and by the clip, in the picture of edits."""
+"""Of guidance by text and by the clip, in the picture and the figures of edits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +91,12 @@ def _score(demo: GivenDemo) -> None:
         ),
         "last_frame": lambda: given_score.last_frame(pipeline, reader, attributes),
         "continuation": lambda: given_score.continuation(pipeline, reader, attributes[::2]),
+        "continuation_by_windows_alone": lambda: given_score.continuation(
+            pipeline, reader, attributes[::2], keep_first=False
+        ),
         "inpainting": lambda: given_score.inpainting(pipeline, reader, attributes),
         "edits": lambda: given_score.edits(pipeline, reader, attributes),
+        "edit_scales": lambda: given_score.edit_scales(pipeline, reader, attributes[::2], GRID_SCALES),
         "text": lambda: given_score.text_to_video(pipeline, reader, attributes, base.defaults.guidance),
         "text_before": lambda: given_score.text_to_video(base, reader, attributes, base.defaults.guidance),
     }

@@ -1,0 +1,48 @@
+"""Cases of the gate in which something is given: every use that the network was trained for, as sampling gives it.
+
+Torch computes them as it does when it samples: tokens in runs, whose places it knows. The graph is told by its inputs.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megadit.infer.given import GivenVideo, Target, encode_given
+from megadit.infer.runtimes.exported import denoiser_inputs
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.conditioning import Conditioning, Given
+from megadit.models.settings import SamplingSettings
+
+MEDIA: dict[str, Callable[[np.ndarray], dict[str, Any]]] = {
+    "keyframes": lambda video: {"use": "keyframe", "frame": len(video) // 2, "frames": video[:1]},
+    "prefix": lambda video: {"frames": video[: 1 + len(video) // 2]},
+    "suffix": lambda video: {"frames": video[1:]},
+    "inpaint": lambda video: {"mask": np.indices(video[:1].shape[:3])[2] < video.shape[2] // 2},
+}
+"""Use of training -> what a `GivenVideo` for it says beside its use, of a video (uint8 THWC) to be made."""
+
+
+def given_inputs(
+    use: str, bundle: Bundle, inputs: Mapping[str, Tensor], seed: int = 4
+) -> tuple[dict[str, Tensor], Conditioning]:
+    """The inputs of a graph for the bundle's usual video of which `use` is given, and the same as torch takes it.
+
+    Noise level, text and frame rate are those of `inputs`; the frames are random.
+    """
+    target, batch = Target.of(bundle.defaults, bundle.config, bundle.load_tokenizer()), len(inputs["sigma"])
+    known = encode_given([random_medium(use, bundle.defaults, seed)], bundle.takes, target, torch.device("cpu"))
+    given = Given.concatenate([known.given] * batch)
+    conditioning = Conditioning(inputs["text"], inputs["text_length"], inputs["fps"], given=given)
+    noise_BCTHW = torch.randn(batch, *target.shape, generator=torch.Generator().manual_seed(seed))
+    x_BCTHW = noise_BCTHW * (inputs["sigma"] ** 2 + bundle.config.sigma_data**2).sqrt()[:, None, None, None, None]
+    return denoiser_inputs(x_BCTHW, inputs["sigma"], conditioning), conditioning
+
+
+def random_medium(use: str, settings: SamplingSettings, seed: int = 0) -> GivenVideo:
+    """Something to give of a video for a use of training."""
+    size = (settings.num_frames, settings.height, settings.width, 3)
+    video = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+    return GivenVideo(**{"use": use, "frames": video} | (MEDIA[use](video) if use in MEDIA else {}))

@@ -1,0 +1,159 @@
+"""Exported denoisers to which parts of a video are given: torch's videos for every use."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from megadit.export import signatures as contract
+from megadit.export import verify
+from megadit.export.build import ExportSettings, export_bundle
+from megadit.export.given_cases import given_inputs, random_medium
+from megadit.export.networks import build_network
+from megadit.infer import generate
+from megadit.infer.animations import encode_image
+from megadit.infer.given import GivenVideo
+from megadit.infer.pipeline import TextToVideo
+from megadit.infer.runtimes.load import open_exported, taken
+from megadit.infer.runtimes.onnx import OnnxNetwork, tensorrt_options
+from megadit.infer.video_io import read_video
+from megadit.models.bundle.bundle import Bundle
+from megadit.train.data.given import USES
+
+from .conftest import CONFIG, DEFAULTS, write_tiny_bundle
+
+SETTINGS = {"num_frames": 9, "seeds": [1, 2]}
+"""Neither the size that was traced, nor that which is compared."""
+
+
+@pytest.fixture(scope="module")
+def able(tmp_path_factory) -> Bundle:
+    """A bundle as if it had been trained for every use, exported."""
+    folder = tmp_path_factory.mktemp("able")
+    training = {"given": dict.fromkeys(USES, 0.1)}
+    bundle = write_tiny_bundle(folder / "bundle", replace(CONFIG, given_sigma=0.02), training=training)
+    export_bundle(bundle.path, folder / "exported", ExportSettings(profiles=("text=1,4,9", "batch=1,1,2")))
+    return Bundle.open(folder / "exported")
+
+
+@pytest.fixture(scope="module")
+def pipelines(able) -> dict[str, TextToVideo]:
+    return {runtime: TextToVideo.load(able, device="cpu", runtime=runtime) for runtime in ("torch", "onnx")}
+
+
+def medium(use: str) -> GivenVideo:
+    return random_medium(use, replace(DEFAULTS, num_frames=SETTINGS["num_frames"]), seed=7)
+
+
+CASES = {use: ((medium(use),), {}) for use in USES} | {
+    "both ends": ((medium("first_frame"), medium("last_frame")), {}),
+    "two scales": ((medium("edit"),), {"image_guidance": 1.5}),
+    "two scales of a frame": ((medium("first_frame"),), {"image_guidance": 3.0, "negative_prompt": "a dog"}),
+    "nothing": ((), {}),
+}
+
+
+def difference(one: np.ndarray, other: np.ndarray) -> int:
+    return np.abs(one.astype(int) - other).max()
+
+
+@pytest.mark.parametrize("patch_temporal", [1, 3], ids=["every frame", "patches in time"])
+def test_inputs_say_what_torch_is_told(tmp_path, patch_temporal):
+    """The network behind the graph, fed with tensors, beside torch's way, which knows the places."""
+    config = replace(CONFIG, given_sigma=0.02, patch_temporal=patch_temporal)
+    training, defaults = {"given": dict.fromkeys(USES, 0.1)}, replace(DEFAULTS, num_frames=21)
+    bundle = write_tiny_bundle(tmp_path / "bundle", config, defaults=defaults, training=training)
+    tokenizer, encoder = bundle.load_tokenizer(), bundle.load_text_encoder()
+    profiles = contract.default_profiles(bundle, tokenizer, encoder)
+    spec = contract.specs(profiles, config, tokenizer, takes=bundle.takes)["denoiser"]
+    network = build_network("denoiser", bundle, tokenizer, torch.float32)
+    usual, found = verify.inputs_at(spec, 2.0, bundle), {}
+    for use in USES:
+        if patch_temporal > 1 and use in ("last_frame", "keyframes"):
+            continue  # one frame is no token there
+        inputs, conditioning = given_inputs(use, bundle, usual)
+        with torch.no_grad():
+            found[use] = network(*inputs.values())
+            expected = network.denoiser(inputs["x"], inputs["sigma"], conditioning)
+        torch.testing.assert_close(found[use], expected, atol=1e-5, rtol=1e-5, msg=use)
+        assert inputs["is_given"].any() and not inputs["is_given"].all(), use
+    edited = found.pop("edit")[:, :, :6]
+    assert all((edited - video[:, :, :6]).abs().max() > 0.01 for video in found.values())
+
+
+@pytest.mark.slow
+def test_every_use_is_torchs(pipelines):
+    """Two videos at once, of which each has a seed and text of its own."""
+    made = {}
+    for name, (media, settings) in CASES.items():
+        ours, theirs = (
+            [video.video for video in pipeline.generate(["a cat", "dogs"], given=media, **SETTINGS, **settings)]
+            for pipeline in (pipelines["onnx"], pipelines["torch"])
+        )
+        assert max(map(difference, ours, theirs)) <= 1, name
+        made[name] = ours[0]
+    assert min(difference(made["nothing"], video) for name, video in made.items() if name != "nothing") > 1
+    assert difference(made["edit"], made["two scales"]) > 1
+
+
+@pytest.mark.slow
+def test_the_gate_compares_every_use(able):
+    report = able.manifest["export"]["onnx"]["report"]["denoiser"]
+    assert report["worst"] <= 1e-4 and {f"given {use}" for use in USES} <= report["cases"].keys()
+    assert taken(able, "onnx") == taken(able, "torch") == tuple(USES)
+
+
+@pytest.mark.slow
+def test_a_graph_with_another_noise_level_of_given_tokens_is_refused(able):
+    """The graph is compared with a network that differs in nothing else."""
+    spec, path = open_exported(able, "onnx").network("denoiser"), able.path / "onnx/denoiser.onnx"
+    network = build_network("denoiser", able, able.load_tokenizer(), torch.float32)
+    network.denoiser.dit.config = replace(able.config, given_sigma=0.5)
+    cases = {case.name: case for case in verify.reference_cases(network, spec, able)}
+
+    def compare(name: str) -> None:
+        verify.verify_network(path, spec, [cases[name]], able.config, "fp32", {}, lambda: network)
+
+    compare("sigma 5.0")
+    for use in USES:
+        with pytest.raises(ValueError, match=f"with given {use} its F.* differs"):
+            compare(f"given {use}")
+
+
+@pytest.mark.slow
+def test_more_than_was_exported_for_is_refused(pipelines):
+    keyframes = tuple(replace(medium("keyframes"), frame=1) for _ in range(40))
+    with pytest.raises(ValueError, match="time is 43 in x, but was exported for 1 to 16"):
+        pipelines["onnx"].generate(["a cat"], given=keyframes, num_frames=9)
+
+
+@pytest.mark.slow
+def test_profiles_have_room_for_what_is_given(able):
+    spec = open_exported(able, "onnx").network("denoiser")
+    options = tensorrt_options(spec)
+    assert options["trt_profile_min_shapes"].endswith("given:1x48x1x2x2,is_given:1x2x2,times:1")
+    assert options["trt_profile_max_shapes"].endswith("given:4x48x16x16x24,is_given:16x16x24,times:16")
+    assert OnnxNetwork(able.path / "onnx/denoiser.onnx", spec, device=torch.device("cpu")).spec == spec
+
+
+@pytest.mark.slow
+def test_generate_takes_files(able, tmp_path):
+    picture = encode_image(medium("first_frame").frames[0], ".png")
+    (tmp_path / "a.png").write_bytes(picture)
+    videos = []
+    for runtime in ("torch", "onnx"):
+        out = tmp_path / f"{runtime}.mp4"
+        arguments = ["--checkpoint_path", str(able.path), "--prompt", "a cat", "--last_image", str(tmp_path / "a.png")]
+        arguments += ["--device", "cpu", "--runtime", runtime, "--video_save_path", str(out)]
+        assert generate.main(arguments) == 0
+        videos.append(read_video(out)[0])
+    assert difference(*videos) <= 3, "two encodings of frames that differ by 1"
+
+
+def test_an_export_without_such_inputs_takes_nothing(exported, tmp_path):
+    """As all were before, and as networks are that were not trained for it."""
+    assert taken(exported, "onnx") == ()
+    (tmp_path / "a.png").write_bytes(encode_image(medium("first_frame").frames[0], ".png"))
+    arguments = ["--checkpoint_path", str(exported.path), "--prompt", "a cat", "--last_image", str(tmp_path / "a.png")]
+    assert generate.main([*arguments, "--device", "cpu", "--runtime", "onnx"]) == 2
