@@ -145,7 +145,7 @@ def _as_float(video_BCTHW: Tensor) -> Tensor:
 
 
 def _draw(demo: DistillDemo) -> None:
-    """The same prompts and noise, a row for each model."""
+    """The same prompts and noise, a column for each model."""
     found, chosen = read_json(demo.out / "score.json"), figures.spread(range(len(demo.seen)), SHOWN)
     captions, rows = score.heldout_captions(demo.seen), []
     for name in demo.models:
@@ -156,7 +156,7 @@ def _draw(demo: DistillDemo) -> None:
             for place in chosen
         ]
     title = "the same prompts and noise: the teacher, and students of 4, 2 and 1 calls"
-    figures.contact_sheet(demo.out / "distilled.png", rows, title=title, columns=len(chosen))
+    figures.contact_sheet(demo.out / "distilled.png", rows, title=title, columns=len(demo.models))
 
 
 def _student_stage(calls: int, purpose: str, run: Any) -> Stage[DistillDemo]:
