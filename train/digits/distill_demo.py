@@ -29,6 +29,8 @@ from megadit.train.digits.stages import Stage, check_base, run_stages, summary_o
 from megadit.train.distill.check import spread
 
 TEACHER = "teacher"
+TWICE = 3
+"""Of every so-manyth caption that is scored there are two clips, whose difference is the spread."""
 SHOWN = 6
 """Prompts in the picture."""
 
@@ -96,9 +98,9 @@ def _distill(demo: DistillDemo, teacher: Path, calls: int, stage: str, *more: st
 
 
 def _generate(demo: DistillDemo) -> None:
-    """Every scored clip by every model, and a second one of each caption that training saw; uint8 BCTHW."""
+    """Every scored clip by every model, then a second one of some captions; uint8 BCTHW."""
     captions = score.heldout_captions(demo.seen + demo.unseen)
-    prompts = [*captions, *captions[: len(demo.seen)]]
+    prompts = [*captions, *captions[: len(demo.seen) : TWICE]]
     with Progress(len(demo.models) * len(prompts), "generating clips") as bar:
         for name, bundle in demo.models.items():
             pipeline, clips = TextToVideo.load(bundle, device="cpu"), []
@@ -117,14 +119,14 @@ def _score(demo: DistillDemo) -> None:
     found, count = {}, len(demo.seen)
     for name, bundle in demo.models.items():
         video_BCTHW = load_file(demo.clips(name))["video_BCTHW"]
-        first, unseen, second = video_BCTHW.split([count, len(demo.unseen), count])
-        made = _features(seer, torch.cat([first, second]))
+        first, unseen, second = video_BCTHW.split([count, len(demo.unseen), len(range(0, count, TWICE))])
+        made, again = _features(seer, first), _features(seer, second)
         found[name] = {
             "evaluations": num_evaluations(Bundle.open(bundle).defaults),
             "seen": score.score(reader, _as_float(first), demo.seen),
             "unseen": score.score(reader, _as_float(unseen), demo.unseen),
-            "distance": frechet(moments(made[:count, None]), moments(real[:, None])),
-            "spread": spread(made[:, None]),
+            "distance": frechet(moments(made[:, None]), moments(real[:, None])),
+            "spread": spread(torch.cat([made[::TWICE], again])[:, None]),
         }
     write_json(demo.out / "score.json", found)
 
@@ -143,7 +145,7 @@ def _as_float(video_BCTHW: Tensor) -> Tensor:
 
 
 def _draw(demo: DistillDemo) -> None:
-    """The same prompts and noise, a row for each model."""
+    """The same prompts and noise, a column for each model."""
     found, chosen = read_json(demo.out / "score.json"), figures.spread(range(len(demo.seen)), SHOWN)
     captions, rows = score.heldout_captions(demo.seen), []
     for name in demo.models:
@@ -154,7 +156,7 @@ def _draw(demo: DistillDemo) -> None:
             for place in chosen
         ]
     title = "the same prompts and noise: the teacher, and students of 4, 2 and 1 calls"
-    figures.contact_sheet(demo.out / "distilled.png", rows, title=title, columns=len(chosen))
+    figures.contact_sheet(demo.out / "distilled.png", rows, title=title, columns=len(demo.models))
 
 
 def _student_stage(calls: int, purpose: str, run: Any) -> Stage[DistillDemo]:

@@ -54,11 +54,11 @@ def digits() -> RunConfig:
         ema=EmaConfig(sigma_rels=(0.05, 0.10)),
         checkpoint=CheckpointConfig(save_interval=500, keep_last=2),
         # few large steps, each with new noise: at this size a second-order solver, or one without noise, draws digits
-        # that change more in motion
+        # that change more in motion (`megadit tune-sampler` found the kind: infer/BENCHMARKS.md)
         validation=ValidationConfig(
             interval=525,
             num_batches=4,
-            sampling=SamplingConfig(sampler="euler", num_steps=10, guidance=4.0, eta=1.0),
+            sampling=SamplingConfig(sampler="restart", num_steps=4, sigmas=(80.0, 4.0, 1.0, 0.3), guidance=4.0),
         ),
     )
 
@@ -180,6 +180,6 @@ def digits_tiny() -> RunConfig:
             run.validation,
             interval=5,
             num_batches=1,
-            sampling=replace(run.validation.sampling, num_steps=2),
+            sampling=replace(run.validation.sampling, sampler="euler", num_steps=2, sigmas=(), eta=1.0),
         ),
     )
