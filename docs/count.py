@@ -104,6 +104,9 @@ class Source:
 
 
 SHORT = {
+    "infer/runtimes/pair.py": "one of the denoisers, a file each",
+    "models/bundle/pretrained.py": "shared by encoders of texts and of images",
+    "models/given_forms.py": "a table, free of torch",
     "infer/evaluate/compare.py": "a command of its own",
     "infer/inference_dit_model.py": "a name that users of NeMo type",
     "models/adapter_config.py": "settings, free of torch",

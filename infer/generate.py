@@ -17,16 +17,19 @@ from megadit.infer.contact_sheet import contact_sheet, middle_frame
 from megadit.infer.given import GivenVideo, Target, check_given
 from megadit.infer.given_files import GivenFile
 from megadit.infer.long_videos import stories, write_long_videos
+from megadit.infer.memory_plan import GIB, Choices, describe_plan, fitting, plan_memory
 from megadit.infer.options import DEFAULT_DTYPE, DEFAULT_RUNTIME, GenerateOptions, parse, refuse
 from megadit.infer.outputs import checkpoint_fingerprint, make_record, output_paths, read_record, repeated, save
 from megadit.infer.pipeline import GeneratedVideo, TextToVideo
 from megadit.infer.ranks import device_name, finish, is_first, start
 from megadit.infer.resolve import far_from_training, latent_size
 from megadit.infer.runtimes.load import taken
+from megadit.infer.runtimes.torch import find_device, find_dtype
 from megadit.infer.specs import Grid, VideoSpec, video_grid
 from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, write_video
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.convert.adapter_files import read_adapter_of
+from megadit.models.machine import free_memory
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import told_once
 from megadit.models.shared.progress import Progress
@@ -44,6 +47,9 @@ def _generate(argv: list[str]) -> None:
         options, bundle, grid = _plan(parse(argv))
         tokenizer = _tokenizer(options, bundle)
         media = _check_videos(grid.specs, options, bundle, tokenizer)
+        if options.dry_run:
+            _tell_memory(grid.specs, options, bundle, tokenizer)
+            return
         if options.total_frames:
             grid = stories(grid, options, taken(bundle, options.runtime or DEFAULT_RUNTIME))
         paths = output_paths(options.video_save_path, grid.specs, options.format)
@@ -116,8 +122,8 @@ def _check_videos(
         if settings.autoguidance:
             weaker_bundle(settings.autoguidance, bundle)
     media = {file: file.load() for file in dict.fromkeys(file for spec in specs for file in spec.given)}
-    for given, settings in dict.fromkeys((spec.given, spec.settings) for spec in specs if spec.given):
-        takes = taken(bundle, options.runtime or DEFAULT_RUNTIME)
+    takes = taken(bundle, options.runtime or DEFAULT_RUNTIME)
+    for given, settings in dict.fromkeys((spec.given, spec.settings) for spec in specs):
         check_given([media[file] for file in given], takes, Target.of(settings, bundle.config, tokenizer))
     for path in dict.fromkeys(adapter.path for spec in specs for adapter in spec.adapters):
         read_adapter_of(path, bundle)
@@ -125,6 +131,25 @@ def _check_videos(
     is_picture = not options.contact_sheet or suffix in names
     refuse(not is_picture, f"--contact_sheet={options.contact_sheet}: use a name that ends in {', '.join(names)}")
     return media
+
+
+def _tell_memory(
+    specs: Sequence[VideoSpec], options: GenerateOptions, bundle: Bundle, tokenizer: VideoTokenizer
+) -> None:
+    """Prints the memory plan of the largest video."""
+    choices = Choices(
+        dtype=find_dtype(options.dtype or DEFAULT_DTYPE),
+        resident_blocks=options.resident_blocks,
+        offload_text_encoder=options.offload_text_encoder,
+        sequential_guidance=options.sequential_guidance,
+        batch_size=options.batch_size,
+    )
+    largest = max((spec.settings for spec in specs), key=lambda each: each.num_frames * each.height * each.width)
+    text_encoder = load_text_encoder(options.t5_cache_dir) if options.t5_cache_dir else bundle.load_text_encoder()
+    asked = (bundle, largest, tokenizer, text_encoder, choices)
+    in_gib = options.device_memory
+    room = free_memory(find_device(options.device)) if in_gib is None else int(in_gib * GIB)
+    print(describe_plan(plan_memory(*asked), room, fitting(*asked, room)))
 
 
 def _tokenizer(options: GenerateOptions, bundle: Bundle) -> VideoTokenizer:

@@ -6,21 +6,16 @@ only be held to it while sampling: it is told of a noisy video, in which known p
 Shapes: B batch, C latent channels, T/H/W latent frames/height/width (frames/height/width of a video).
 """
 
-import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-import torch.nn.functional as F
-from einops import rearrange, reduce
 from torch import Tensor
 
 from megadit.infer.resolve import latent_size
-from megadit.infer.samplers import Denoise
-from megadit.models.conditioning import Given
 from megadit.models.config import DiTConfig
+from megadit.models.given_forms import GivenForm
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.tokenizers import VideoTokenizer
@@ -70,31 +65,6 @@ class GivenVideo:
             raise UserError(f"a mask must be bool [T, H, W], got {self.mask.dtype} {list(self.mask.shape)}")
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """What a generation knows beforehand of the videos of a batch, in the same places of all."""
-
-    latents_BCTHW: Tensor
-    """float32, of the videos; zeros where nothing is known."""
-    is_kept_THW: Tensor
-    """bool: the latents that stay as they are."""
-    given: Given | None = None
-    """What the network sees clean; None: it was not trained to."""
-
-    def initial_state(self, sigma: float, noise_BCTHW: Tensor) -> Tensor:
-        """x = known latents + sigma noise, float64 BCTHW."""
-        return self.latents_BCTHW.double() + sigma * noise_BCTHW.double()
-
-    def replaces(self, denoise: Denoise) -> Denoise:
-        """The same denoiser, which however knows what is kept.
-
-        With D = x0 there, every solver keeps it on x = x0 + sigma noise: what training saw of such videos.
-        """
-        if not self.is_kept_THW.any():
-            return denoise
-        return lambda x, sigma_B: torch.where(self.is_kept_THW, self.latents_BCTHW, denoise(x, sigma_B))
-
-
 def remaining_sigmas(sigmas: Tensor, strength: float | None) -> Tensor:
     """The last levels of a schedule [steps + 1]: the share `strength` of its steps, and at least one."""
     if strength is None:
@@ -132,11 +102,13 @@ class Target(NamedTuple):
     shape: tuple[int, int, int, int]
     """Of its latents, (C, T, H, W)."""
     tokenizer: VideoTokenizer
+    form: GivenForm
+    """How the network sees what is given."""
 
     @classmethod
     def of(cls, settings: SamplingSettings, config: DiTConfig, tokenizer: VideoTokenizer) -> "Target":
         """Raises UserError for a size that cannot be made; see `latent_size`."""
-        return cls(settings, *latent_size(settings, config, tokenizer), tokenizer)
+        return cls(settings, *latent_size(settings, config, tokenizer), tokenizer, config.given)
 
     @property
     def num_frames(self) -> int:
@@ -203,11 +175,11 @@ def _keyframe(medium: GivenVideo, target: Target) -> Source:
 
 
 def _whole(medium: GivenVideo, target: Target) -> Source:
-    return Source(_lengthened(medium.frames, target.num_frames, target.covering), 0)
+    return Source(lengthened(medium.frames, target.num_frames, target.covering), 0)
 
 
 def _edit(medium: GivenVideo, target: Target) -> Source:
-    frames = _lengthened(medium.frames, target.num_frames, target.covering)
+    frames = lengthened(medium.frames, target.num_frames, target.covering)
     return Source(frames, None, tuple(map(float, range(target.latent_frames))))
 
 
@@ -257,7 +229,7 @@ def num_extra_frames(media: Media, target: Target) -> int:
     return sum(len(USES[medium.use](medium, target).times) for medium in media)
 
 
-def _trained_as(use: str, frame: int | None) -> str:
+def trained_as(use: str, frame: int | None) -> str:
     """The use of training (`train/data/given.py`) that a use here is."""
     if use == "keyframe":
         return "keyframes" if frame else "first_frame"
@@ -272,7 +244,7 @@ def _encodable(frames: int, tokenizer: VideoTokenizer) -> int:
     return covering if covering == frames else covering - tokenizer.temporal_compression
 
 
-def _lengthened(video: np.ndarray, wanted: int, frames: int) -> np.ndarray:
+def lengthened(video: np.ndarray, wanted: int, frames: int) -> np.ndarray:
     """The first `wanted` frames, the last of them repeated up to `frames`.
 
     Raises:
@@ -281,9 +253,6 @@ def _lengthened(video: np.ndarray, wanted: int, frames: int) -> np.ndarray:
     if len(video) < wanted:
         raise UserError(f"the given video has {len(video)} frames, {wanted} are wanted: set num_frames to at most that")
     return np.concatenate([video[:wanted], np.repeat(video[wanted - 1 : wanted], frames - wanted, axis=0)])
-
-
-# --------------------------------------------------------------------------------------------------------- encoding
 
 
 def check_given(media: Sequence[GivenVideo], takes: Collection[str], target: Target) -> None:
@@ -297,88 +266,17 @@ def check_given(media: Sequence[GivenVideo], takes: Collection[str], target: Tar
     if len(media) > 1 and strength_of(media) is not None:
         raise UserError("strength makes a whole video anew: give nothing else beside it")
     sources = [USES[medium.use](medium, target) for medium in media]
-    needs_training = any(source.first is None for source in sources)
+    needs_training = not target.form.is_among or any(source.first is None for source in sources)
+    if not target.form.is_among and not any(source.first == 0 for source in sources):
+        raise UserError("this network makes videos of a first frame: give one (--image)")
     for medium in media:
-        trained_as = _trained_as(medium.use, medium.frame)
-        if needs_training and trained_as not in takes:
+        use = trained_as(medium.use, medium.frame)
+        if needs_training and use not in takes:
             known = f"; it takes {', '.join(sorted(takes))}" if takes else "; it takes nothing"
-            raise UserError(f"this checkpoint was not trained to be given {trained_as} (data.given){known}")
+            raise UserError(f"this checkpoint was not trained to be given {use} (data.given){known}")
         if medium.mask is not None and len(medium.mask) not in (1, len(medium.frames)):
             raise UserError(
                 f"the mask has {len(medium.mask)} frames, the video {len(medium.frames)}; give 1 or as many"
             )
         if medium.mask is not None and not medium.mask.any():
             raise UserError("the mask marks nothing to make anew: white is what is made, black is what stays")
-
-
-def encode_batch(all_media: Sequence[Media], encode: Callable[[Media], Known | None]) -> Known | None:
-    """What is known of videos of one structure, of which `encode` gives each, once for the same media."""
-    found = {media: encode(media) for media in dict.fromkeys(all_media)}
-    known = [found[media] for media in all_media]
-    if known[0] is None:
-        return None
-    return replace(
-        known[0],
-        latents_BCTHW=torch.cat([each.latents_BCTHW for each in known]),
-        given=Given.concatenate([each.given for each in known]),
-    )
-
-
-def encode_given(
-    media: Sequence[GivenVideo],
-    takes: Collection[str],
-    target: Target,
-    device: torch.device,
-) -> Known | None:
-    """What media, which passed `check_given`, give of one video; None where there are none."""
-    if not media:
-        return None
-    latents_1CTHW = torch.zeros(1, *target.shape, device=device)
-    is_kept_THW = torch.zeros(target.shape[1:], dtype=torch.bool, device=device)
-    is_seen, extra, times = True, [], []
-    for medium in media:
-        source = USES[medium.use](medium, target)
-        found = _encode(source.frames_THWC, target.settings, target.tokenizer, device)[:, :, source.skipped :]
-        is_seen &= source.first is None or _trained_as(medium.use, medium.frame) in takes
-        if source.first is None:
-            extra.append(found)
-            times += source.times
-            continue
-        place = slice(source.first, source.first + found.shape[2])
-        where = _kept(medium, target, device)[place]
-        latents_1CTHW[:, :, place] = torch.where(where | (medium.use == REMAKE), found, latents_1CTHW[:, :, place])
-        is_kept_THW[place] |= where
-    if strength_of(media) is not None or not is_seen:
-        return Known(latents_1CTHW, is_kept_THW)
-    is_given_THW = torch.cat([is_kept_THW, *(torch.ones_like(part[0, 0], dtype=torch.bool) for part in extra)])
-    given = Given(torch.cat([latents_1CTHW, *extra], dim=2), is_given_THW, tuple(times))
-    return Known(latents_1CTHW, is_kept_THW, given)
-
-
-def _encode(
-    frames_THWC: np.ndarray, settings: SamplingSettings, tokenizer: VideoTokenizer, device: torch.device
-) -> Tensor:
-    """Latents [1, C, T, H, W], float32."""
-    video = torch.from_numpy(np.ascontiguousarray(frames_THWC)).to(device).float() / 127.5 - 1
-    video_TcHW = rearrange(video, "T H W c -> T c H W")
-    if video_TcHW.shape[2:] != (settings.height, settings.width):
-        size = (settings.height, settings.width)
-        video_TcHW = F.interpolate(video_TcHW, size=size, mode="bilinear", antialias=True, align_corners=False)
-    return tokenizer.encode(rearrange(video_TcHW, "T c H W -> 1 c T H W")).float()
-
-
-def _kept(medium: GivenVideo, target: Target, device: torch.device) -> Tensor:
-    """bool THW: the latents that stay as they are, if the medium is placed there."""
-    T, H, W = target.shape[1:]
-    if medium.use != "inpaint":
-        return torch.full((T, H, W), medium.use != REMAKE, device=device)
-    mask_THW = np.broadcast_to(medium.mask, (len(medium.frames), *medium.mask.shape[1:]))
-    mask_THW = _lengthened(mask_THW, target.num_frames, target.covering)
-    size = (target.settings.height, target.settings.width)
-    is_new = torch.from_numpy(np.ascontiguousarray(mask_THW)).to(device).float()[:, None]
-    is_new_THW = F.interpolate(is_new, size=size, mode="area")[:, 0]
-    # a latent is made anew if any of its pixels is; the first has one frame, the others `temporal_compression`
-    before = -len(is_new_THW) % target.tokenizer.temporal_compression
-    padded = torch.cat([is_new_THW[:1].expand(before, -1, -1), is_new_THW])
-    assert len(padded) == T * math.ceil(len(padded) / T), "latents cover equally many frames, the first one excepted"
-    return reduce(padded, "(T t) (H h) (W w) -> T H W", "max", T=T, H=H, W=W) == 0

@@ -150,7 +150,7 @@ def guided_by_settings(
         # D = D(0, 0) + s_image (D(i, 0) - D(0, 0)) + s_text (D(i, t) - D(i, 0)) (arXiv 2211.09800, eq. 3)
         conditions.append(base)
         scales.append(settings.image_guidance - sum(scales))
-        base = Branch(base.denoiser, replace(base.conditioning, given=None))
+        base = Branch(base.denoiser, replace(base.conditioning, given=None, image_BIE=None))
     return guided(
         conditions,
         scales,

@@ -129,6 +129,12 @@ class GenerateOptions(GivenOptions):
         "memory, slower (default: all stay)",
         above=0,
     )
+    dry_run: bool = setting(
+        False, "say what memory it will take and what fits, load and make nothing", names=("--dry_run", "--dry-run")
+    )
+    device_memory: float | None = setting(
+        None, "GiB of the device that --dry_run plans for (default: what is free on --device)", above=0, metavar="GIB"
+    )
     overlap_decoding: bool = setting(False, "decode a batch while the next one is sampled")
     tokenizer_model: str = _path(
         "directory of the video tokenizer to load instead of the checkpoint's copy; must be the same one"
@@ -194,6 +200,7 @@ def check(options: GenerateOptions) -> None:
         f"--guidance_convention={options.guidance_convention} says what --guidance means; give that too",
     )
     others = {"story": ("total_frames",), "keep_first": ("total_frames",), "tokenizer_cache_dir": ("tokenizer_model",)}
+    others["device_memory"] = ("dry_run",)
     others["keep_frames"] = (*NEEDED["keep_frames"], "total_frames")
     for name, needed in (NEEDED | others).items():
         value = getattr(options, name)

@@ -21,18 +21,16 @@ from megadit.infer.callbacks import StepCallback, StepTeller
 from megadit.infer.checkpoints import check_part, open_bundle, weaker_bundle
 from megadit.infer.given import (
     AnyGiven,
-    Known,
     Media,
     Target,
     check_given,
     common_strength,
-    encode_batch,
-    encode_given,
     media_of,
     num_extra_frames,
     remaining_sigmas,
     structure_of,
 )
+from megadit.infer.given_latents import Known, encode_batch, encode_given
 from megadit.infer.guardrail import Guardrail, load_guardrail
 from megadit.infer.guidance import (
     Denoiser,
@@ -54,13 +52,15 @@ from megadit.infer.runtimes.load import (
     with_exported_networks,
     with_exported_text_network,
 )
+from megadit.infer.runtimes.pair import PairDenoiser
 from megadit.infer.runtimes.torch import TorchDenoiser, find_device, find_dtype
 from megadit.infer.samplers import SAMPLERS, Denoise, num_denoiser_calls, settings_randomness
 from megadit.infer.schedules import settings_sigmas
 from megadit.infer.text_features import TextFeaturesCache
 from megadit.models.bundle.bundle import Bundle
-from megadit.models.conditioning import Conditioning, Given
+from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
+from megadit.models.image_encoder import ImageEncoder
 from megadit.models.noise import latent_noise, seed_key
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
@@ -103,14 +103,16 @@ class TextToVideo:
         guardrail: Guardrail | None = None,
         adapters: AdapterShelf | None = None,
         takes: Collection[str] = (),
+        image_encoder: ImageEncoder | None = None,
         cache_plans: Sequence[CachePlan] = (),
         overlap_decoding: bool = False,
     ) -> None:
         """`evaluate` asks for the halves of guidance; `load_weaker` gives the denoiser of a checkpoint for
         autoguidance; with `reload_text_encoder` the encoder is not kept in memory while sampling; `adapters` holds
         those of the denoiser, where it takes any; `takes` are the uses of given videos that it was trained for
-        (`Bundle.takes`); `cache_plans` are those that `cache_budget` chooses from; with
-        `overlap_decoding` a batch is decoded while the next is sampled."""
+        (`Bundle.takes`), `image_encoder` gives the features of given images to networks that read them;
+        `cache_plans` are those that `cache_budget` chooses from; with `overlap_decoding` a batch is decoded while the
+        next is sampled."""
         self.denoiser = denoiser
         self.tokenizer = tokenizer
         self.text_encoder = TextFeaturesCache(text_encoder, reload_text_encoder)
@@ -120,6 +122,7 @@ class TextToVideo:
         self.evaluate = evaluate
         self.guardrail = guardrail
         self.takes = takes
+        self._image_encoder = image_encoder
         self._adapters = adapters
         self._cache_plans = cache_plans
         self._overlap_decoding = overlap_decoding
@@ -210,6 +213,7 @@ class TextToVideo:
             reload_text_encoder=reload_text_encoder if offload_text_encoder else None,
             guardrail=guardrail,
             takes=taken(bundle, runtime),
+            image_encoder=bundle.load_image_encoder(),
             cache_plans=bundle_plans(bundle, cache_measure),
             overlap_decoding=overlap_decoding,
         )
@@ -269,6 +273,8 @@ class TextToVideo:
         videos = Videos.read(prompts, seeds, adapters, media_of(given, len(prompts)))
         if self.guardrail is not None:
             self.guardrail.admit([*videos.prompts, *filter(None, [settings.second_prompt])])
+        if settings.low_guidance and not isinstance(self.denoiser, PairDenoiser):
+            raise UserError(f"low_guidance={settings.low_guidance} is for checkpoints of two networks; this has one")
         target = Target.of(settings, self.config, self.tokenizer)
         for media in dict.fromkeys(videos.given):
             check_given(media, self.takes, target)
@@ -282,7 +288,7 @@ class TextToVideo:
 
         @lru_cache(maxsize=1)  # the same media are often given of all videos, and encoded once
         def known_of(media: Media) -> Known | None:
-            return encode_given(media, self.takes, target, self.device)
+            return encode_given(media, self.takes, target, self.device, self._image_encoder)
 
         def sampled() -> Iterator[tuple[Batch, Tensor]]:
             with hold_adapters(self._adapters, videos.adapters) as names:
@@ -355,8 +361,8 @@ class TextToVideo:
     ) -> Tensor:
         """Latents BCTHW, float32, of one batch."""
         key_B = torch.tensor([seed_key(seed) for seed in batch.seeds], device=self.device)
-        given = None if known is None else known.given
-        denoise = cached(self._adapted(batch, settings, given), skipped, self.config.sigma_data)
+        seen = {} if known is None else known.seen(self.config, key_B)
+        denoise = cached(self._adapted(batch, settings, seen), skipped, self.config.sigma_data)
         sigma, noise_BCTHW = sigmas[0].item(), latent_noise(key_B, shape)
         x = sigma * noise_BCTHW.double() if known is None else known.initial_state(sigma, noise_BCTHW)
         denoise = denoise if known is None else known.replaces(denoise)
@@ -366,29 +372,42 @@ class TextToVideo:
             raise UserError("the latents are not finite numbers; try dtype float32 or bfloat16, or less guidance")
         return latents_BCTHW
 
-    def _adapted(self, batch: Batch, settings: SamplingSettings, given: Given | None) -> Denoise:
+    def _adapted(self, batch: Batch, settings: SamplingSettings, seen: Mapping[str, Any]) -> Denoise:
         """The guided denoiser with the adapters of a batch, at the noise levels at which they act."""
-        adapted = self._guided(batch, settings, given, batch.adapter_scale_B)
+        adapted = self._guided(batch, settings, seen, batch.adapter_scale_B)
         if not (settings.adapter_interval and batch.adapter_scale_B):
             return adapted
-        return within(settings.adapter_interval, adapted, self._guided(batch, settings, given, {}))
+        return within(settings.adapter_interval, adapted, self._guided(batch, settings, seen, {}))
 
     def _guided(
         self,
         batch: Batch,
         settings: SamplingSettings,
-        given: Given | None,
+        seen: Mapping[str, Any],
         adapter_scale_B: Mapping[str, Tensor],
     ) -> Denoise:
         """The denoiser under the guidance that the settings ask for."""
 
         def condition(texts: list[str]) -> Conditioning:
-            return replace(self._conditioning(texts, settings), given=given)
+            return replace(self._conditioning(texts, settings), **seen)
 
         weaker = self._weaker_denoiser(settings.autoguidance) if settings.autoguidance else None
-        return guided_by_settings(
-            settings, self.denoiser, condition, batch.prompts, adapter_scale_B, weaker=weaker, evaluate=self.evaluate
-        )
+
+        def guided(settings: SamplingSettings) -> Denoise:
+            return guided_by_settings(
+                settings,
+                self.denoiser,
+                condition,
+                batch.prompts,
+                adapter_scale_B,
+                weaker=weaker,
+                evaluate=self.evaluate,
+            )
+
+        if not settings.low_guidance:
+            return guided(settings)
+        low = guided(replace(settings, guidance=settings.low_guidance))
+        return within((self.denoiser.boundary, math.inf), guided(settings), low)
 
     def _weaker_denoiser(self, path: str) -> Denoiser:
         if path not in self._weaker:

@@ -1,6 +1,6 @@
 """Self- and cross-attention: projections, per-head norms and rotation around `ops.attention`.
 
-Shapes: S video tokens, L text tokens, B batch, D width, N heads, K head dim, G groups of heads.
+Shapes: S video tokens, L text tokens, I tokens of an image, B batch, D width, N heads, K head dim, G groups of heads.
 """
 
 from collections.abc import Callable
@@ -105,7 +105,10 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Every video token attends to the text of its own sample, laid out head by head: (N, [k v], K)."""
+    """Every video token attends to the text of its own sample, laid out head by head: (N, [k v], K).
+
+    Where a network reads features of a given image, it attends to these apart; both results are added.
+    """
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
@@ -117,12 +120,24 @@ class CrossAttention(nn.Module):
         self.proj = Linear(size, width, bias=bias)
         self.q_norm, self.k_norm = (width_norm(config, config.num_attention_heads) for _ in "qk")
         self.q_layernorm, self.k_layernorm = QKNorm(config), QKNorm(config)
+        self.image_kv = self.image_k_norm = None
+        if config.image_size is not None:
+            self.image_kv = Linear(width, 2 * size, bias=bias)
+            self.image_k_norm = width_norm(config, config.num_attention_heads)
 
-    def forward(self, x_SBD: Tensor, text_LBD: Tensor, layout: Layout) -> Tensor:
+    def forward(self, x_SBD: Tensor, text_LBD: Tensor, layout: Layout, image_IBD: Tensor | None = None) -> Tensor:
         q = self.q_layernorm(self.q_norm(rearrange(self.q(x_SBD), "S B (N K) -> S B N K", K=self.head_dim)))
         k, v = layout.per_condition(CrossAttention._keys_and_values, self, text_LBD)
-        return self.proj(self.core(q, k, v, layout, True))
+        y_SBD = self.core(q, k, v, layout, True)
+        if image_IBD is not None:
+            k, v = layout.per_condition(CrossAttention._keys_and_values_of_image, self, image_IBD)
+            y_SBD = y_SBD + self.core(q, k, v, layout.seeing(image_IBD), True)
+        return self.proj(y_SBD)
 
     def _keys_and_values(self, text_LBD: Tensor) -> tuple[Tensor, Tensor]:
         k, v = rearrange(self.kv(text_LBD), "L B (N kv K) -> kv L B N K", kv=2, K=self.head_dim)
         return self.k_layernorm(self.k_norm(k)), v
+
+    def _keys_and_values_of_image(self, image_IBD: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = rearrange(self.image_kv(image_IBD), "I B (N kv K) -> kv I B N K", kv=2, K=self.head_dim)
+        return self.image_k_norm(k), v

@@ -1,6 +1,7 @@
 """The blocks a video DiT is stacked from.
 
-Shapes: S video tokens, L text tokens, B batch, D width, G condition rows (of a pack, or the batch).
+Shapes: S video tokens, L text tokens, I tokens of an image, B batch, D width, G condition rows (of a pack, or the
+batch).
 """
 
 from collections.abc import Callable
@@ -40,6 +41,8 @@ class BlockInputs:
     text_LBD: Tensor | None
     """What keys and values read; None where the sample is conditioned on a class instead."""
     layout: Layout
+    image_IBD: Tensor | None = None
+    """What keys and values read of a given image beside the text, in networks that do."""
     rotary: Rotary | None = None
     shared_GM: Tensor | None = None
     """Added to every modulation (`Structure.shared_modulation`)."""
@@ -230,7 +233,7 @@ class WanBlock(nn.Module):
         rows = c.layout.rows
         x_SBD = with_positions(x_SBD, c)
         x_SBD = gated(x_SBD, sa, self.self_attention(norm(x_SBD, sa, self.eps, rows), c.layout, c.rotary), rows)
-        x_SBD = x_SBD + self.cross_attention(self.text_layernorm(x_SBD), c.text_LBD, c.layout)
+        x_SBD = x_SBD + self.cross_attention(self.text_layernorm(x_SBD), c.text_LBD, c.layout, c.image_IBD)
         return gated(x_SBD, mlp, self.mlp(norm(x_SBD, mlp, self.mlp_eps, rows), c.layout), rows)
 
 

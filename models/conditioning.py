@@ -1,6 +1,7 @@
 """What a video is made from, beside noise.
 
-Shapes: B batch, C latent channels, T/H/W latent frames/height/width, L text tokens, E text feature width.
+Shapes: B batch, C latent channels, T/H/W latent frames/height/width, L text tokens, E feature width, I tokens
+of an image, M marks.
 """
 
 from collections.abc import Mapping
@@ -25,6 +26,8 @@ class Given:
     """bool: True where the latents are given."""
     extra_times: tuple[float, ...] = ()
     """When the frames that are only given are, in latent frames of the video."""
+    marks_MTHW: Tensor | None = None
+    """bool: which of the M frames of a latent are given, where not all are or none; None: `is_given_THW` says it."""
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -37,8 +40,20 @@ class Given:
         extra = self.size[0] - x_BCTHW.shape[2]
         return torch.where(self.is_given_THW, scale * self.latents_BCTHW, F.pad(x_BCTHW, (0, 0, 0, 0, 0, extra)))
 
+    def channels(self, config: DiTConfig) -> Tensor:
+        """What channels of their own tell of it (`config.given_channels`), float32 [B, M + C or M, T, H, W]."""
+        marks_MTHW = self.is_given_THW[None] if self.marks_MTHW is None else self.marks_MTHW
+        size = (len(self.latents_BCTHW), config.given.marks, *self.size)
+        marks_BMTHW = marks_MTHW.to(self.latents_BCTHW).expand(size)
+        return marks_BMTHW if config.given.is_among else torch.cat([marks_BMTHW, self.latents_BCTHW], dim=1)
+
     def to(self, device: torch.device | str) -> "Given":
-        return replace(self, latents_BCTHW=self.latents_BCTHW.to(device), is_given_THW=self.is_given_THW.to(device))
+        return replace(
+            self,
+            latents_BCTHW=self.latents_BCTHW.to(device),
+            is_given_THW=self.is_given_THW.to(device),
+            marks_MTHW=None if self.marks_MTHW is None else self.marks_MTHW.to(device),
+        )
 
     @classmethod
     def nothing(cls, x_BCTHW: Tensor) -> "Given":
@@ -93,6 +108,8 @@ class Conditioning:
     """float32, how much each video gets of an adapter of this name; nothing of one that is not named."""
     given: Given | None = None
     """What is known of the videos."""
+    image_BIE: Tensor | None = None
+    """Features of a given image (I tokens, E wide), for networks that attend to them."""
 
     def __len__(self) -> int:
         return self.text_BLE.shape[0]
@@ -109,7 +126,7 @@ class Conditioning:
         Raises:
             UserError: if the latents are not a whole number of patches.
         """
-        if self.given is None:
+        if self.given is None or not config.given.is_among:
             return Segment(config.token_grid(*size), 0)
         return partly_given(config, self.given.is_given_THW, self.given.extra_times)
 
@@ -125,6 +142,7 @@ class Conditioning:
             self.fps_B.to(device),
             {name: scale_B.to(device) for name, scale_B in self.adapter_scale_B.items()},
             self.given and self.given.to(device),
+            None if self.image_BIE is None else self.image_BIE.to(device, dtype or self.image_BIE.dtype),
         )
 
     @staticmethod
@@ -138,4 +156,5 @@ class Conditioning:
             torch.cat([part.fps_B for part in parts]),
             {name: torch.cat([part.adapter_scale_B[name] for part in parts]) for name in parts[0].adapter_scale_B},
             Given.concatenate([part.given for part in parts]),
+            None if parts[0].image_BIE is None else torch.cat([part.image_BIE for part in parts]),
         )

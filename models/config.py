@@ -6,11 +6,13 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megadit.models.expert_config import ExpertConfig
 from megadit.models.families import COMPAT, FAMILIES, Structure
+from megadit.models.given_forms import GIVEN_FORMS, GivenForm, GivenFormName
 from megadit.models.shared.errors import UserError, choose_one, did_you_mean, nearest_multiples
 from megadit.models.shared.rules import Rule, enforce
 
 MOST_LAYERS = 1000
 """Of a network that is built: a description may come from anywhere, and each layer takes its time."""
+MAY_BE_ZERO = ("frequency_shift", "given_sigma")
 PositionEmbedding = Literal["rope", "sincos", "learned"]
 Preconditioner = Literal["edm", "vp", "flow"]
 
@@ -65,6 +67,12 @@ class DiTConfig:
     given_sigma: float | None = None
     """The noise level that the network is told of what is given of a video (first frames, a clip to edit, ...), which
     it sees clean. None: trained without, it takes nothing."""
+    given_form: GivenFormName = "tokens"
+    """How it sees what is given: ours, or that of published weights. `given_forms.py` lists what differs."""
+    image_size: int | None = None
+    """Width of the features of a given image that tokens attend to beside the text (Wan 2.1); None: to none."""
+    image_positions: int | None = None
+    """Learned positions of these features, where several images are given at once; None has none."""
 
     family: str = "megadit"
     """Whose structure: ours, or that of published weights. `families.py` lists what differs."""
@@ -93,7 +101,7 @@ class DiTConfig:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if is_number and field.name != "frequency_shift" and not value > 0:
+            if is_number and field.name not in MAY_BE_ZERO and not value > 0:
                 raise UserError(f"model.{field.name}={value} must be greater than 0")
             if isinstance(value, tuple) and not min(value) > 0:
                 raise UserError(f"model.{field.name}={list(value)} must be greater than 0")
@@ -144,9 +152,39 @@ class DiTConfig:
         return self.patch_temporal * self.patch_spatial**2 * self.in_channels
 
     @property
+    def given(self) -> GivenForm:
+        """How it sees what is given."""
+        return GIVEN_FORMS[self.given_form]
+
+    @property
+    def given_noise(self) -> float:
+        """The standard deviation of the noise in what is given."""
+        return self.given_sigma or 0.0 if self.given.is_noised else 0.0
+
+    @property
+    def given_scaled_as(self) -> float:
+        """The noise level that what is given is scaled by."""
+        return self.given_sigma or 0.0 if self.given.is_scaled else 0.0
+
+    @property
+    def given_channels(self) -> int:
+        """Channels that tell of what is given: marks, and latents where they are not among the noisy ones."""
+        return self.given.marks + (0 if self.given.is_among else self.in_channels)
+
+    @property
+    def given_dim(self) -> int:
+        """Numbers that these channels add to a token."""
+        return self.patch_temporal * self.patch_spatial**2 * self.given_channels
+
+    @property
     def mask_dim(self) -> int:
         """Numbers that the padding mask adds to a token."""
         return self.patch_temporal * self.patch_spatial**2 if self.padding_mask_channel else 0
+
+    @property
+    def token_dim(self) -> int:
+        """Numbers that a token is made of: latents, what is given, the padding mask."""
+        return self.patch_dim + self.given_dim + self.mask_dim
 
     @property
     def text_size(self) -> int:
@@ -249,6 +287,27 @@ RULES: tuple[Rule[DiTConfig], ...] = (
         when=lambda config: config.position_embedding == "learned",
         needs=lambda config: config.learned_positions is not None,
         remedy="model.position_embedding=learned needs model.learned_positions, the largest grid",
+    ),
+    # what is given
+    Rule(
+        when=lambda config: config.given_form != "tokens",
+        needs=lambda config: config.given_sigma is not None,
+        remedy="model.given_form={given_form} needs model.given_sigma, the noise level of what is given",
+    ),
+    Rule(
+        when=lambda config: config.given_sigma is not None,
+        needs=lambda config: config.given_sigma > 0 or (config.given_sigma == 0 and config.preconditioner == "flow"),
+        remedy="model.given_sigma={given_sigma} must be greater than 0, or 0 with model.preconditioner=flow",
+    ),
+    Rule(
+        when=lambda config: config.image_size is not None,
+        needs=lambda config: config.structure.block == "wan",
+        remedy="model.image_size is for model.family=wan, not for {family}",
+    ),
+    Rule(
+        when=lambda config: config.image_positions is not None,
+        needs=lambda config: config.image_size is not None,
+        remedy="model.image_positions needs model.image_size",
     ),
     # heads
     Rule(

@@ -1,10 +1,10 @@
 """The layout of a uniform batch, and what is computed once for all noise levels of its conditions.
 
-Shapes: S video tokens, L text slots, B batch.
+Shapes: S video tokens, L text slots, I tokens of an image, B batch, D width.
 """
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -58,6 +58,10 @@ class DenseLayout:
     def groups(self) -> None:
         """No length groups: attention batches over all samples."""
         return None
+
+    def seeing(self, image_IBD: Tensor) -> "DenseLayout":
+        """The same batch with an image of each sample in the place of its text; all of [I, B, D] may be attended."""
+        return replace(self, text_mask_BL=torch.ones(image_IBD.shape[1::-1], dtype=torch.bool, device=self.device))
 
     def on(self, device: torch.device) -> DenseTensors:
         return DenseTensors(self, device)

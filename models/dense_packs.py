@@ -1,7 +1,7 @@
 """A uniform batch as a pack, and back: so that ranks which share the tokens of a pack can sample, too.
 
 Shapes: B batch, C latent channels, T/H/W latent frames, height, width, S video tokens, P patch dim, L text tokens,
-E text feature width, G segments.
+E text feature width, G segments, Q numbers of given channels in a token.
 """
 
 from dataclasses import replace
@@ -26,24 +26,38 @@ class DensePack(NamedTuple):
     text_L1E: Tensor
     fps_G: Tensor
     layout: PackLayout
+    beside_S1Q: Tensor | None = None
+    """Given channels beside the tokens, in networks that have them there."""
 
 
 def pack_dense(x_BCTHW: Tensor, conditioning: Conditioning, config: DiTConfig, multiple: int) -> DensePack:
     """All samples of a uniform batch as one pack of a multiple of `multiple` tokens."""
     sample, lengths = conditioning.segment(config, x_BCTHW.shape[2:]), conditioning.text_length_B.tolist()
-    x_BCTHW = x_BCTHW if conditioning.given is None else conditioning.given.among(x_BCTHW)
-    tokens_S1P = rearrange(patchify(x_BCTHW, config), "S B P -> (B S) 1 P")
+    given = conditioning.given
+    x_BCTHW = x_BCTHW if given is None or not config.given.is_among else given.among(x_BCTHW)
+    tokens_S1P = _one_by_one(x_BCTHW, config)
     segments = [replace(sample, text_length=length) for length in lengths]
     text_capacity = sum(segment.text_slots for segment in segments)
     capacity = -(-len(tokens_S1P) // multiple) * multiple
     layout = PackLayout.pack(segments, capacity=capacity, text_capacity=text_capacity)
+    has_channels = given is not None and not config.given.is_among
     text = [features_LE[: max(length, 1)] for features_LE, length in zip(conditioning.text_BLE, lengths, strict=True)]
     return DensePack(
-        tokens_S1P=torch.cat([tokens_S1P, tokens_S1P.new_zeros(capacity - len(tokens_S1P), *tokens_S1P.shape[1:])]),
+        tokens_S1P=_filled_up(tokens_S1P, capacity),
         text_L1E=torch.cat(text)[:, None],
         fps_G=pad_segments(conditioning.fps_B.float(), layout),
         layout=layout,
+        beside_S1Q=_filled_up(_one_by_one(given.channels(config), config), capacity) if has_channels else None,
     )
+
+
+def _one_by_one(x_BCTHW: Tensor, config: DiTConfig) -> Tensor:
+    """The tokens of all samples, [S, 1, P]."""
+    return rearrange(patchify(x_BCTHW, config), "S B P -> (B S) 1 P")
+
+
+def _filled_up(tokens_S1P: Tensor, capacity: int) -> Tensor:
+    return torch.cat([tokens_S1P, tokens_S1P.new_zeros(capacity - len(tokens_S1P), *tokens_S1P.shape[1:])])
 
 
 def unpack_dense(tokens_S1P: Tensor, layout: PackLayout, like_BCTHW: Tensor, config: DiTConfig) -> Tensor:

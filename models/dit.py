@@ -4,9 +4,9 @@ Plain torch on one device; `config.family` decides which of the published struct
 `megatron.parallelize` how ranks share it.
 
 Shapes: B batch, C latent channels, T/H/W latent frames/height/width, S video tokens, L text tokens, P patch dim,
-D width, E text feature width, F width of the frame rate's embedding, G segments of a pack, or the samples of a dense
-batch, R condition rows (those of G, then one for each of them of which a part is given), M width of the shared
-modulation.
+D width, E feature width, I tokens of an image, F width of the frame rate's embedding, G segments of a pack, or the
+samples of a dense batch, R condition rows (those of G, then one for each of them of which a part is given), M width of
+the shared modulation, Q numbers that channels of what is given add to a token.
 """
 
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from megadit.models.config import DiTConfig
 from megadit.models.dense_layout import DenseLayout
 from megadit.models.embeddings import (
     ClassEmbedder,
+    ImageMLP,
     LearnedPositions,
     RMSNorm,
     Rotary,
@@ -84,7 +85,7 @@ class DiT(nn.Module):
 
         self.x_embedder = self.final_layer = None
         if part.is_first:
-            self.x_embedder = Linear(config.patch_dim + config.mask_dim, width, bias=structure.patch_bias)
+            self.x_embedder = Linear(config.token_dim, width, bias=structure.patch_bias)
         self.sigma_embedder = sigma_embedder(config)
         self.fps_embedder = fps_embedder(config)
         self.shared_embedder = shared_embedder(config)
@@ -99,6 +100,7 @@ class DiT(nn.Module):
         elif structure.projects_text and structure.cross_attention:
             self.text_embedder = Linear(config.crossattn_emb_size, width)
             self.null_text = nn.Parameter(torch.zeros(width))
+        self.image_embedder = None if config.image_size is None else ImageMLP(config)
         if config.learned_positions is not None:
             self.positions = LearnedPositions(config.learned_positions, width, structure.normalized_positions)
         make_block = BLOCKS[structure.block]
@@ -122,8 +124,8 @@ class DiT(nn.Module):
     ) -> Tensor:
         """Predicts F (BCTHW) for a uniform batch; `c_noise_B` is the noise level, scaled as its parameterization says.
 
-        Where parts of the samples are given, `x_BCTHW` has them in their places (`Given.among`), and `c_noise_B` is
-        [2 B]: their noise level, after that of what is wanted.
+        Where parts of the samples are given among the others, `x_BCTHW` has them in their places (`Given.among`), and
+        `c_noise_B` is [2 B]: their noise level, after that of what is wanted.
         `padding_mask_B1THW` is 1 where the video is padding (`config.padding_mask_channel`); None means nowhere.
         `layout` is what `dense_layout` gave for these conditions and this size; None means that they come once.
 
@@ -134,15 +136,22 @@ class DiT(nn.Module):
             layout = self.dense_layout(conditioning, x_BCTHW.shape[2:], x_BCTHW.device)
         text_LBE = conditioning.text_BLE.transpose(0, 1)
         is_null_B = conditioning.text_length_B == 0
-        tokens_SBP = patchify(x_BCTHW, self.config)
+        tokens_SBP, given = patchify(x_BCTHW, self.config), conditioning.given
+        if given is not None and self.config.given_dim:
+            tokens_SBP = torch.cat([tokens_SBP, patchify(given.channels(self.config).to(x_BCTHW), self.config)], dim=-1)
+        elif padding_mask_B1THW is not None and self.config.given_dim:
+            tokens_SBP = F.pad(tokens_SBP, (0, self.config.given_dim))
         if padding_mask_B1THW is not None and self.config.padding_mask_channel:
             tokens_SBP = torch.cat([tokens_SBP, patchify(padding_mask_B1THW.to(x_BCTHW), self.config)], dim=-1)
         of_samples = (conditioning.fps_B, text_LBE[0], is_null_B)
-        if conditioning.given is not None:
+        if given is not None and self.config.given.is_among:
             of_samples = (torch.cat([values_B, values_B]) for values_B in of_samples)
         condition = self._embed_condition(c_noise_B, *of_samples)
         text_LBD = layout.per_condition(DiT._embed_text, self, text_LBE, is_null_B[None, :, None])
-        F_SBP = self._transform(tokens_SBP, *condition, text_LBD, conditioning.fps_B[None], layout)
+        image_IBD = None
+        if self.image_embedder is not None and conditioning.image_BIE is not None:
+            image_IBD = layout.per_condition(DiT._embed_image, self, conditioning.image_BIE)
+        F_SBP = self._transform(tokens_SBP, *condition, text_LBD, conditioning.fps_B[None], layout, image_IBD)
         return unpatchify(F_SBP, layout.grid, self.config)
 
     def dense_layout(
@@ -170,11 +179,19 @@ class DiT(nn.Module):
         )
 
     def forward_packed(
-        self, tokens_S1P: Tensor, c_noise_R: Tensor, text_L1E: Tensor, fps_G: Tensor, layout: PackLayout
+        self,
+        tokens_S1P: Tensor,
+        c_noise_R: Tensor,
+        text_L1E: Tensor,
+        fps_G: Tensor,
+        layout: PackLayout,
+        beside_S1Q: Tensor | None = None,
     ) -> Tensor:
         """Predicts F (S1P) for a pack: row g of `fps_G` belongs to segment g of `layout`.
 
         `c_noise_R` is of the condition rows: of the segments, then of what is given in some of them.
+        `beside_S1Q` are the channels of what is given (`config.given_dim`), where that is not among the tokens; else
+        these follow from the layout.
         A part of the network that is not the first takes the activations (S1D) of the part before in place of tokens;
         one that is not the last gives its own.
         """
@@ -182,6 +199,10 @@ class DiT(nn.Module):
             if not segment.is_padding:
                 self.config.check_grid(segment.reach)
         tensors = layout.on(text_L1E.device)
+        if self.part.is_first and self.config.given_dim and self.config.given.is_among:
+            beside_S1Q = tensors.is_given_S[:, None, None].expand(-1, -1, self.config.given_dim)
+        if self.part.is_first and beside_S1Q is not None:
+            tokens_S1P = torch.cat([tokens_S1P, beside_S1Q.to(tokens_S1P)], dim=-1)
         of_segments = (fps_G, text_L1E[tensors.first_text_G, 0], tensors.has_no_text_G)
         if layout.has_given:
             of_segments = (values_G[tensors.segment_of_row_R] for values_G in of_segments)
@@ -216,6 +237,9 @@ class DiT(nn.Module):
             return text_LBE if self.text_embedder is None else self.text_embedder(text_LBE)
         return torch.where(is_null, self.null_text, self.text_embedder(text_LBE))
 
+    def _embed_image(self, image_BIE: Tensor) -> Tensor:
+        return self.image_embedder(image_BIE.transpose(0, 1).to(self.dtype))
+
     def _transform(
         self,
         tokens_SBP: Tensor,
@@ -224,6 +248,7 @@ class DiT(nn.Module):
         text_LBD: Tensor | None,
         fps: Tensor,
         layout: Layout,
+        image_IBD: Tensor | None = None,
     ) -> Tensor:
         """`fps` is [1, B] for a dense batch, and [G, 1] for a pack."""
         device = tokens_SBP.device
@@ -233,6 +258,7 @@ class DiT(nn.Module):
             shared_GM=shared_GM,
             text_LBD=text_LBD,
             layout=layout,
+            image_IBD=image_IBD,
             rotary=rotary,
             positions_SBD=self._learned_positions(layout, device),
             **self._axial(layout, rotary, device),
@@ -243,8 +269,8 @@ class DiT(nn.Module):
 
     def _embed(self, tokens_SBP: Tensor, layout: Layout) -> Tensor:
         """This rank's tokens, with fixed positions added where the network has them."""
-        missing_mask = self.x_embedder.weight.shape[-1] - tokens_SBP.shape[-1]
-        x_SBD = self.x_embedder(F.pad(tokens_SBP, (0, missing_mask)) if missing_mask else tokens_SBP)
+        missing = self.config.token_dim - tokens_SBP.shape[-1]  # nothing is given, or no mask
+        x_SBD = self.x_embedder(F.pad(tokens_SBP, (0, missing)) if missing else tokens_SBP)
         if self.config.position_embedding == "sincos":
             x_SBD = x_SBD + layout.memo(_sincos, self.config, x_SBD.device, x_SBD.dtype)
         return self.enter(x_SBD)

@@ -1,7 +1,7 @@
 """From latents to tokens and back; from noise level, frame rate and class to vectors; positions.
 
 Shapes: B batch, C latent channels, T/H/W latent frames/height/width, S video tokens, P patch dim (pt*ph*pw*C),
-D width, N heads, K head dim, G condition rows (of a pack, or the batch).
+D width, E feature width, I tokens of an image, N heads, K head dim, G condition rows (of a pack, or the batch).
 """
 
 import math
@@ -121,6 +121,26 @@ class TextMLP(nn.Module):
     def forward(self, text_LBE: Tensor) -> Tensor:
         """[L, B, E] -> [L, B, D]."""
         return self.linear_2(F.gelu(self.linear_1(text_LBE), approximate="tanh"))
+
+
+class ImageMLP(nn.Module):
+    """Features of an image in the network's width: two linears around GELU, normalised before and after (Wan 2.1)."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.LayerNorm(config.image_size)
+        self.linear_1 = Linear(config.image_size, config.image_size)
+        self.linear_2 = Linear(config.image_size, config.hidden_size)
+        self.layernorm = nn.LayerNorm(config.hidden_size)
+        self.positions = None
+        if config.image_positions is not None:
+            self.positions = nn.Parameter(torch.zeros(config.image_positions, config.image_size))
+
+    def forward(self, image_IBE: Tensor) -> Tensor:
+        """[I, B, E] -> [I, B, D]."""
+        if self.positions is not None:
+            image_IBE = image_IBE + self.positions[:, None]
+        return self.layernorm(self.linear_2(F.gelu(self.linear_1(self.input_layernorm(image_IBE)))))
 
 
 class NormalizedSinusoids(nn.Module):

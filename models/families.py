@@ -6,12 +6,12 @@ Sizes, and what differs between the networks of one family, are fields of `DiTCo
 |-----------|-----------------------------------------------------------|------------------------|
 | `megadit` | what this package trains                                  | `dit.py`               |
 | `dit`     | DiT-S/B/L/XL: images of a class                           | arXiv 2212.09748       |
-| `cosmos`  | Cosmos-1.0 / Cosmos-Predict1 text-to-world 7B, 14B        | arXiv 2501.03575       |
+| `cosmos`  | Cosmos-1.0 (Predict1) and Predict2, 2B, 7B and 14B        | arXiv 2501.03575       |
 | `nemo`    | the cross-attention DiT of NeMo's diffusion collection    | NeMo 2.x, `DiTConfig`  |
 | `dfm`     | the same as its successor DFM trains it, with adaLN-LoRA  | DFM, `DiTModelProvider`|
 | `moviegen`| MovieGen: blocks of Llama, grouped queries, text beside   | arXiv 2410.13720       |
 | `st_dit`  | attention along time and space beside that over all       | `blocks.py`, `axial.py`|
-| `wan`     | Wan 2.1 and 2.2 text-to-video                             | arXiv 2503.20314       |
+| `wan`     | Wan 2.1 and 2.2, of text and of images                    | arXiv 2503.20314       |
 """
 
 from dataclasses import dataclass

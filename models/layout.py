@@ -286,7 +286,12 @@ class LayoutTensors(NamedTuple):
     @_tensor
     def is_wanted_S(self) -> Tensor:
         """bool: True for the tokens of samples that are not given."""
-        return self.is_sample_S & (self.row_of_token_S < self.layout.num_segments)
+        return self.is_sample_S & ~self.is_given_S
+
+    @_tensor
+    def is_given_S(self) -> Tensor:
+        """bool: True for the tokens that are given."""
+        return self.row_of_token_S >= self.layout.num_segments
 
     @_tensor
     def position_in_segment_S(self) -> Tensor:

@@ -28,15 +28,35 @@ def _cosmos(**settings: Any) -> DiTConfig:
     return DiTConfig(family="cosmos", qk_layernorm_epsilon=1e-5, **usual | settings)
 
 
-def _cosmos2(**sizes: int) -> DiTConfig:
-    """Cosmos-Predict2 text-to-image: Cosmos without learned positions, trained as a flow (diffusers' Cosmos2)."""
-    flow = {"preconditioner": "flow", "sigma_data": 1.0, "learned_positions": None}
-    return _cosmos(rope_scale=(1.0, 4.0, 4.0), **flow, **sizes)
+COSMOS_7B = {"num_layers": 28, "hidden_size": 4096, "num_attention_heads": 32, "rope_scale": (2.0, 1.0, 1.0)}
+COSMOS_14B = {"num_layers": 36, "hidden_size": 5120, "num_attention_heads": 40, "rope_scale": (2.0, 2.0, 2.0)}
 
 
-def _wan(**sizes: int) -> DiTConfig:
-    """Wan text-to-video (arXiv 2503.20314, table 1), with the features of umT5-XXL."""
-    return DiTConfig(family="wan", preconditioner="flow", sigma_data=1.0, crossattn_emb_size=4096, **sizes)
+def _cosmos2(**settings: Any) -> DiTConfig:
+    """Cosmos-Predict2: Cosmos without learned positions, trained as a flow (diffusers' Cosmos2)."""
+    flow = {"preconditioner": "flow", "sigma_data": 1.0, "learned_positions": None, "rope_scale": (1.0, 4.0, 4.0)}
+    return _cosmos(**flow | settings)
+
+
+COSMOS2_2B = {"num_layers": 28, "hidden_size": 2048, "num_attention_heads": 16}
+COSMOS2_14B = {"num_layers": 36, "hidden_size": 5120, "num_attention_heads": 40}
+COSMOS_OF_VIDEOS = {"given_form": "augmented", "given_sigma": 0.001}
+COSMOS2_OF_VIDEOS = {"given_form": "marked", "given_sigma": 0.0001}
+
+
+def _wan(**settings: Any) -> DiTConfig:
+    """Wan (arXiv 2503.20314, table 1), with the features of umT5-XXL."""
+    return DiTConfig(family="wan", preconditioner="flow", sigma_data=1.0, crossattn_emb_size=4096, **settings)
+
+
+def _wan_14b(**settings: Any) -> DiTConfig:
+    sizes = {"num_layers": 40, "hidden_size": 5120, "num_attention_heads": 40, "ffn_hidden_size": 13824}
+    return _wan(**sizes, **settings)
+
+
+WAN_OF_IMAGES = {"given_form": "channels", "given_sigma": 0.0}
+CLIP = {"image_size": 1280}
+"""The features of ViT-H, which Wan 2.1 reads."""
 
 
 NAMED_CONFIGS: dict[str, DiTConfig] = {
@@ -46,8 +66,10 @@ NAMED_CONFIGS: dict[str, DiTConfig] = {
     "dit_xl": DiTConfig(num_layers=28, hidden_size=1152, num_attention_heads=16),
     "dit_7b": DiTConfig(num_layers=32, hidden_size=3072, num_attention_heads=24),
     "dit_28b": DiTConfig(num_layers=32, hidden_size=6144, num_attention_heads=48),
-    "cosmos_7b": _cosmos(num_layers=28, hidden_size=4096, num_attention_heads=32, rope_scale=(2.0, 1.0, 1.0)),
-    "cosmos_14b": _cosmos(num_layers=36, hidden_size=5120, num_attention_heads=40, rope_scale=(2.0, 2.0, 2.0)),
+    "cosmos_7b": _cosmos(**COSMOS_7B),
+    "cosmos_14b": _cosmos(**COSMOS_14B),
+    "cosmos_7b_video": _cosmos(**COSMOS_7B, **COSMOS_OF_VIDEOS),
+    "cosmos_14b_video": _cosmos(**COSMOS_14B, **COSMOS_OF_VIDEOS),
     "moviegen_1b": _moviegen(num_layers=16, hidden_size=2048, num_attention_heads=32, ffn_hidden_size=8192),
     "moviegen_3b": _moviegen(num_layers=28, hidden_size=3072, num_attention_heads=24, ffn_hidden_size=8192),
     "moviegen_5b": _moviegen(num_layers=32, hidden_size=3072, num_attention_heads=24, ffn_hidden_size=8192),
@@ -71,11 +93,23 @@ NAMED_CONFIGS: dict[str, DiTConfig] = {
         num_classes=1000,
         learned_variance=True,
     ),
-    "cosmos2_2b": _cosmos2(num_layers=28, hidden_size=2048, num_attention_heads=16),
-    "cosmos2_14b": _cosmos2(num_layers=36, hidden_size=5120, num_attention_heads=40),
+    "cosmos2_2b": _cosmos2(**COSMOS2_2B),
+    "cosmos2_14b": _cosmos2(**COSMOS2_14B),
+    "cosmos2_2b_video": _cosmos2(**COSMOS2_2B, **COSMOS2_OF_VIDEOS, rope_scale=(1.0, 3.0, 3.0)),
+    "cosmos2_14b_video": _cosmos2(**COSMOS2_14B, **COSMOS2_OF_VIDEOS, rope_scale=(20 / 24, 2.0, 2.0)),
     "wan_1_3b": _wan(num_layers=30, hidden_size=1536, num_attention_heads=12, ffn_hidden_size=8960),
-    "wan_14b": _wan(num_layers=40, hidden_size=5120, num_attention_heads=40, ffn_hidden_size=13824),
-    "wan2_2_5b": _wan(num_layers=30, hidden_size=3072, num_attention_heads=24, ffn_hidden_size=14336, in_channels=48),
+    "wan_14b": _wan_14b(),
+    "wan_14b_image": _wan_14b(**WAN_OF_IMAGES, **CLIP),
+    "wan_14b_first_last": _wan_14b(**WAN_OF_IMAGES, **CLIP, image_positions=514),
+    "wan2_2_14b_image": _wan_14b(**WAN_OF_IMAGES),
+    "wan2_2_5b": _wan(
+        num_layers=30,
+        hidden_size=3072,
+        num_attention_heads=24,
+        ffn_hidden_size=14336,
+        in_channels=48,
+        given_sigma=0.0,
+    ),
     "digits": DiTConfig(
         num_layers=4,
         hidden_size=96,

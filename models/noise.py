@@ -38,6 +38,8 @@ class Stream(IntEnum):
     """Which part of a sample is given."""
     LEVEL = 6
     """Which of a list of noise levels a student learns at."""
+    GIVEN_NOISE = 7
+    """Noise added to what is given, in networks that see it with some."""
     DERIVED = 1 << 8
     """The first of the streams of derived keys: the n-th further use of a sample takes DERIVED + n."""
     STEP = 1 << 16

@@ -1,6 +1,6 @@
 """What a network predicts at a noise level, and the denoiser of a pack that this makes of it.
 
-Shapes: S video tokens, P patch dim, L text tokens, E text feature width, G segments of a pack.
+Shapes: S video tokens, P patch dim, L text tokens, E text feature width, G segments of a pack, R condition rows.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,6 @@ from functools import cache
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megadit.models.config import DiTConfig
@@ -144,17 +143,19 @@ def denoise_packed(
     fps_G: Tensor,
     layout: PackLayout,
     before: Tensor | None = None,
+    beside_S1Q: Tensor | None = None,
 ) -> Tensor:
     """D(x; sigma), float32 [S, 1, P] (eq. 7), for the samples of a pack with noise added; row g belongs to segment g.
 
-    Tokens that are given are clean, at the network's `given_sigma`. A part of the network that is not the first starts
-    from the activations of the part `before`, [S, 1, D]; one that is not the last gives its own.
+    Tokens that are given are as `config.given` says. `before`, [S, 1, D], and `beside_S1Q`: see `DiT.forward_packed`.
     """
-    scalings = parameterization_of(dit.config).scalings
-    num_given = len(layout.segment_of_row) - len(sigma_G)
-    sigma_R = F.pad(sigma_G, (0, num_given), value=dit.config.given_sigma) if num_given else sigma_G
-    sigma_S11 = sigma_R[layout.on(sigma_G.device).row_of_token_S][:, None, None]
-    c_skip, c_out, c_in, _ = scalings(sigma_S11)
+    config, tensors, scalings = dit.config, layout.on(sigma_G.device), parameterization_of(dit.config).scalings
+    sigma_R = sigma_G[tensors.segment_of_row_R]
+    if config.given.has_own_level:
+        sigma_R[len(sigma_G) :] = config.given_sigma or 0.0
+    c_skip, c_out, c_in, _ = scalings(sigma_R[tensors.row_of_token_S][:, None, None])
+    of_given = scalings(sigma_G.new_tensor(config.given_scaled_as)).c_in
+    c_in = torch.where(tensors.is_given_S[:, None, None], of_given, c_in)
     tokens = (c_in * x_S1P).to(dit.dtype) if dit.part.is_first else before
-    F_S1P = dit.forward_packed(tokens, scalings(sigma_R).c_noise, text_L1E, fps_G, layout)
+    F_S1P = dit.forward_packed(tokens, scalings(sigma_R).c_noise, text_L1E, fps_G, layout, beside_S1Q)
     return c_skip * x_S1P + c_out * F_S1P.float() if dit.part.is_last else F_S1P

@@ -98,6 +98,9 @@ class SamplingSettings:
         1.0, "scale of guidance by what is given of the video (--image, --video, ...); 1 is none", low=0, served=True
     )
     """arXiv 2211.09800, eq. 3."""
+    low_guidance: float = setting(
+        0.0, "scale of guidance by the second of two networks, that of low noise (Wan 2.2); 0: as --guidance", low=0
+    )
     guidance_rescale: float = setting(
         0.0, "0 to 1: how far guided latents get their unguided deviation back", low=0, high=1
     )

@@ -38,7 +38,7 @@ GENERATE = """
     --overlap_decoding
     --tokenizer_model --tokenizer_cache_dir --t5_cache_dir --num_devices --tp_size --cp_size --cfg_parallel
     --guardrail_dir --adapter --adapter_interval --lead_to_video --image --last_image --keyframe --video --mask
-    --instruction --image_guidance --total_frames --story --keep_first
+    --instruction --image_guidance --total_frames --story --keep_first --low_guidance --dry_run --device_memory
 """
 INGEST = {
     SELECTED: """
@@ -126,6 +126,7 @@ SHOWN_BY = {
         "models/convert/test_pipelines.py::test_licences_travel_and_a_bundle_becomes_a_pipeline_again": "--to",
         "models/convert/test_sources.py::test_parts_that_do_not_fit_name_both_sides": "--tokenizer --text_encoder",
         "models/convert/test_sources.py::test_the_precision_is_chosen": "--dtype",
+        "models/convert/test_given_weights.py::test_a_network_that_reads_images_needs_its_clip": "--image_encoder",
         "infer/test_adapters.py::test_convert_there_and_back": "--base",
         "models/test_cosmos_tokenizer.py::test_a_compression_is_taken_if_it_fits": "--compression",
     },

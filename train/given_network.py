@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megadit.models.bundle.bundle import Bundle, is_bundle
+from megadit.models.bundle.bundle import Bundle, check_single, is_bundle
 from megadit.models.bundle.components import TENSOR_FILE
 from megadit.models.bundle.tensor_source import open_safetensors
 from megadit.models.config import DiTConfig
@@ -54,6 +54,7 @@ def read_given(config: RunConfig, source: str) -> GivenNetwork:
         _check_same_network(config, model, source)
         return GivenNetwork(model, read_network(checkpoint).__getitem__)
     bundle = Bundle.open(source)
+    check_single(bundle)
     _check_same_network(config, bundle.config, source)
     return GivenNetwork(bundle.config, open_safetensors(bundle.path / "transformer" / TENSOR_FILE).read)
 

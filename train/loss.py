@@ -79,7 +79,7 @@ def edm_loss(
     activations (`before` [S, 1, D]) and gives its own: see `denoise_packed`.
     """
     parameterization = parameterization_of(dit.config)
-    x_S1P = batch.noisy(sigma_G, noise_S1P)
+    x_S1P = batch.noisy(sigma_G, noise_S1P, dit.config.given_noise)
     D_S1P = denoise_packed(dit, x_S1P, sigma_G, batch.text_L1E, batch.fps_G, batch.layout, before)
     if not dit.part.is_last:
         return D_S1P

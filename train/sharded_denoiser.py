@@ -40,13 +40,13 @@ class ShardedDenoiser:
 
     def _pack(self, x_BCTHW: Tensor, conditioning: Conditioning) -> PackedBatch:
         multiple = self._training.config.parallel.sizes.sequence_multiple
-        tokens_S1P, text_L1E, fps_G, layout = pack_dense(x_BCTHW, conditioning, self._model, multiple)
+        pack = pack_dense(x_BCTHW, conditioning, self._model, multiple)
         return PackedBatch(
-            tokens_S1P=tokens_S1P,
-            text_L1E=text_L1E,
-            layout=layout,
-            fps_G=fps_G,
-            noise_key_G=torch.zeros(layout.num_segments, dtype=torch.long, device=self.device),
-            loss_weight_G=torch.ones_like(fps_G),
-            sample_ids=("",) * layout.num_segments,
+            tokens_S1P=pack.tokens_S1P,
+            text_L1E=pack.text_L1E,
+            layout=pack.layout,
+            fps_G=pack.fps_G,
+            noise_key_G=torch.zeros(pack.layout.num_segments, dtype=torch.long, device=self.device),
+            loss_weight_G=torch.ones_like(pack.fps_G),
+            sample_ids=("",) * pack.layout.num_segments,
         )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -9,6 +10,7 @@ from megadit.infer.graphs import RecordedDenoiser
 from megadit.infer.guidance import Denoiser
 from megadit.infer.runtimes.exported import ExportedDenoiser, ExportedTokenizer, Networks, with_exported_network
 from megadit.infer.runtimes.network_spec import GIVEN_INPUTS, ExportedNetworks
+from megadit.infer.runtimes.pair import PairDenoiser
 from megadit.infer.runtimes.shared_torch import load_shared_denoiser
 from megadit.infer.runtimes.streamed import load_streamed_dit
 from megadit.infer.runtimes.torch import TorchDenoiser
@@ -16,6 +18,7 @@ from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.text_encoders import TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
+from megadit.models.weights import load_config, load_dit
 
 TORCH = "torch"
 
@@ -129,17 +132,34 @@ def load_denoiser(
     Raises:
         UserError: if it was not exported for `runtime`, or `runtime` does not run here; if ranks cannot share it.
     """
-    options = {"device": device, "dtype": dtype}
-    if tensor_parallel * context_parallel > 1:
-        sizes = {"tensor": tensor_parallel, "context": context_parallel}
-        return load_shared_denoiser(bundle, **sizes, **options, compile=compile)
     if runtime != TORCH:
         return ExportedDenoiser(_open(bundle, runtime, device))
-    if resident_blocks is None or resident_blocks + 1 >= bundle.config.num_layers:
-        dit = bundle.load_dit(**options)
+    options = {"device": device, "dtype": dtype, "compile": compile}
+    sizes = {"tensor": tensor_parallel, "context": context_parallel}
+
+    def of_torch(part: str) -> Denoiser:
+        if tensor_parallel * context_parallel > 1:
+            return load_shared_denoiser(bundle.path / part, **sizes, **options)
+        return _load_whole(bundle.path / part, resident_blocks, cuda_graphs, **options)
+
+    denoisers = list(map(of_torch, bundle.networks))
+    return denoisers[0] if len(denoisers) == 1 else PairDenoiser(*denoisers, bundle.boundary)
+
+
+def _load_whole(
+    directory: Path,
+    resident_blocks: int | None,
+    cuda_graphs: bool,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    compile: bool,
+) -> Denoiser:
+    if resident_blocks is None or resident_blocks + 1 >= load_config(directory).num_layers:
+        dit = load_dit(directory, device=device, dtype=dtype)
     else:
-        dit = load_streamed_dit(bundle.path / "transformer", **options, resident=resident_blocks)
-    denoiser = TorchDenoiser(dit, **options, compile=compile)
+        dit = load_streamed_dit(directory, device=device, dtype=dtype, resident=resident_blocks)
+    denoiser = TorchDenoiser(dit, device=device, dtype=dtype, compile=compile)
     return RecordedDenoiser(denoiser, device) if cuda_graphs else denoiser
 
 

@@ -3,16 +3,18 @@
 Shapes: B batch, C latent channels, T/H/W latent frames, height, width, S video tokens, P patch dim, G segments.
 """
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
 from megadit.infer.runtimes.torch import TorchDenoiser
-from megadit.models.bundle.bundle import Bundle
 from megadit.models.conditioning import Conditioning
 from megadit.models.dense_packs import gather_tokens, pack_dense, pad_segments, unpack_dense
 from megadit.models.dit import DiT
 from megadit.models.parameterization import denoise_packed
 from megadit.models.shared.errors import UserError
+from megadit.models.weights import load_config
 
 
 class ContextParallelDenoiser:
@@ -34,19 +36,23 @@ class ContextParallelDenoiser:
         """Clean latents x0 (float32, on `device`); the inputs may lie anywhere."""
         x_BCTHW = x_BCTHW.to(self.device, torch.float32)
         conditioning = conditioning.to(self.device, self.dtype)
-        tokens_S1P, text_L1E, fps_G, layout = pack_dense(x_BCTHW, conditioning, self._dit.config, self._multiple)
+        pack = pack_dense(x_BCTHW, conditioning, self._dit.config, self._multiple)
+        layout = pack.layout
         sigma_G = pad_segments(sigma_B.to(self.device).float(), layout, value=1.0)
         mine = layout.shard(self._groups.mesh)
-        own_S1P = tokens_S1P[mine.on(self.device).index_S]
-        D_S1P = denoise_packed(self._dit, own_S1P, sigma_G, text_L1E, fps_G, mine)
+        own_S = mine.on(self.device).index_S
+        beside_S1Q = None if pack.beside_S1Q is None else pack.beside_S1Q[own_S]
+        own = (pack.tokens_S1P[own_S], sigma_G, pack.text_L1E, pack.fps_G, mine)
+        D_S1P = denoise_packed(self._dit, *own, beside_S1Q=beside_S1Q)
         D_S1P = gather_tokens(D_S1P, mine, self._groups.context.group)
         return unpack_dense(D_S1P, layout, x_BCTHW, self._dit.config)
 
 
 def load_shared_denoiser(
-    bundle: Bundle, *, tensor: int, context: int, device: torch.device, dtype: torch.dtype, compile: bool
+    directory: Path, *, tensor: int, context: int, device: torch.device, dtype: torch.dtype, compile: bool
 ) -> TorchDenoiser | ContextParallelDenoiser:
-    """The bundle's denoiser, of which this rank holds its part; without a GPU, Megatron takes the CPU for one.
+    """The denoiser by the network in `directory`, of which this rank holds its part; without a GPU, Megatron takes the
+    CPU for one.
 
     Raises:
         UserError: if the network does not divide so.
@@ -57,10 +63,13 @@ def load_shared_denoiser(
     from megadit.models.megatron.load import load_split_dit
     from megadit.models.megatron.parallel_sizes import ParallelSizes
 
-    if tensor > 1 and bundle.config.experts.num_experts:
+    config = load_config(directory)
+    if context > 1 and config.image_size is not None:
+        raise UserError("a network that reads features of images shares no tokens: leave cp_size, or use tp_size")
+    if tensor > 1 and config.experts.num_experts:
         raise UserError(f"tp_size={tensor} does not divide experts; share the tokens of a video with cp_size instead")
     layout = ParallelSizes(tensor=tensor, context=context, context_comm="both")
-    dit, groups = load_split_dit(bundle.path / "transformer", layout, device=device, dtype=dtype)
+    dit, groups = load_split_dit(directory, layout, device=device, dtype=dtype)
     if context == 1:
         return TorchDenoiser(dit, device=device, dtype=dtype, compile=compile)
     multiple = layout.sequence_multiple

@@ -2,8 +2,10 @@
 
 megadit.json      which parts, versions, sampling defaults, how it was trained, size and checksum of every file
 transformer/      config.json, model.safetensors
+transformer_2/    the same, of two networks that of low noise levels
 tokenizer/        config.json, model.safetensors (where it has tensors)
 text_encoder/     config.json, model.safetensors (where it has tensors)
+image_encoder/    config.json (of networks that read features of a given image)
 notices/          licence files of published weights, where the bundle was made of them
 """
 
@@ -24,6 +26,7 @@ from megadit.models.bundle.licence import Licence
 from megadit.models.bundle.tensor_source import TensorSource
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
+from megadit.models.image_encoder import ImageEncoder
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, inner_path, read_json, write_json
@@ -32,7 +35,10 @@ from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
 
 MANIFEST_FILE = "megadit.json"
 NOTICES = "notices"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+OF_ONE_NETWORK = 1
+"""The version of bundles with one network, which earlier versions read too."""
+LOW_NOISE = "transformer_2"
 _PARTS = ("transformer", "tokenizer", "text_encoder")
 
 
@@ -50,6 +56,17 @@ class Bundle:
     def takes(self) -> tuple[str, ...]:
         """What it was trained to be given of a video (`data.given`)."""
         return tuple((self.manifest.get("training") or {}).get("given") or ())
+
+    @property
+    def networks(self) -> tuple[str, ...]:
+        """The folders of its networks: one, or one for high and one for low noise levels."""
+        return ("transformer",) if self.boundary is None else ("transformer", LOW_NOISE)
+
+    @property
+    def boundary(self) -> float | None:
+        """The lowest sigma of the first of two networks; None: it has one."""
+        t = self.manifest.get("boundary")
+        return None if t is None else t / (1 - t)
 
     @property
     def licence(self) -> Licence | None:
@@ -75,6 +92,12 @@ class Bundle:
         )
 
     def load_dit(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> DiT:
+        """Its one network.
+
+        Raises:
+            UserError: if it has two; see also `weights.load_dit`.
+        """
+        check_single(self)
         return weights.load_dit(self.path / "transformer", device=device, dtype=dtype)
 
     def load_tokenizer(self) -> VideoTokenizer:
@@ -82,6 +105,19 @@ class Bundle:
 
     def load_text_encoder(self) -> TextEncoder:
         return load_text_encoder(self.path / "text_encoder")
+
+    def load_image_encoder(self) -> ImageEncoder | None:
+        """What makes features of given images; None where the network reads none."""
+        return ImageEncoder.load(self.path / "image_encoder") if self.config.image_size is not None else None
+
+
+def check_single(bundle: Bundle) -> None:
+    """Raises UserError for a bundle of two networks, for what takes one."""
+    if bundle.boundary is not None:
+        raise UserError(
+            f"{bundle.path} has two networks, for high and for low noise, which can be sampled from and converted; "
+            "this takes one: convert the published networks one by one"
+        )
 
 
 def write_bundle(
@@ -95,11 +131,15 @@ def write_bundle(
     training: dict[str, Any] | None = None,
     dtype: torch.dtype | None = None,
     licence: Licence | None = None,
+    image_encoder: ImageEncoder | None = None,
+    low_noise: TensorSource | None = None,
+    boundary: float | None = None,
 ) -> None:
     """Writes a bundle, whole or not at all; one already at `out` is replaced.
 
     `training` tells where the weights come from (recipe, step, EMA profile, samples consumed); `dtype` converts them;
-    `licence` is that of published weights, whose files travel along.
+    `licence` is that of published weights, whose files travel along. `low_noise` are the weights of a second network of
+    this configuration, for the noise levels t = sigma / (1 + sigma) below `boundary`.
 
     Raises:
         UserError: if the parts do not fit each other, or if `out` is a directory that holds something else.
@@ -107,20 +147,27 @@ def write_bundle(
     out = Path(out)
     check_replaceable(out)
     _check_parts_fit(config, tokenizer, text_encoder, defaults)
+    if (found := None if image_encoder is None else image_encoder.dim) != config.image_size:
+        raise UserError(f"model.image_size={config.image_size} does not fit the image encoder's features: {found}")
     with atomic_directory(out) as directory:
         weights.save_dit(directory / "transformer", config, state_dict, dtype)
+        if low_noise is not None:
+            weights.save_dit(directory / LOW_NOISE, config, low_noise, dtype)
         tokenizer.save(directory / "tokenizer")
         text_encoder.save(directory / "text_encoder")
+        if image_encoder is not None:
+            image_encoder.save(directory / "image_encoder")
         if licence is not None:
             licence.copy_files(directory / NOTICES)
         manifest = {
-            "format_version": FORMAT_VERSION,
+            "format_version": OF_ONE_NETWORK if low_noise is None else FORMAT_VERSION,
             "megadit_version": metadata.version("megadit"),
             "parts": {name: read_json(directory / name / CONFIG_FILE)["type"] for name in _PARTS},
             "fingerprints": {"tokenizer": tokenizer.fingerprint(), "text_encoder": text_encoder.fingerprint()},
             "defaults": defaults.to_dict(),
             "training": training,
             "licence": None if licence is None else licence.to_dict(),
+            **({} if low_noise is None else {"boundary": boundary}),
         }
         write_manifest(directory, manifest)
 
@@ -185,6 +232,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     missing = {"parts", "fingerprints", "defaults", "files"} - manifest.keys()
     if missing:
         raise UserError(f"{file} lacks {', '.join(sorted(missing))}")
+    boundary = manifest.get("boundary", 0.5)
+    if not isinstance(boundary, float) or not 0 < boundary < 1:
+        raise UserError(f"{file}: boundary is {boundary!r:.60}, not a share of the noise between 0 and 1")
     for name in ("parts", "fingerprints", "defaults", "files"):
         if not isinstance(manifest[name], dict):
             raise UserError(f"{file}: {name} is {manifest[name]!r:.60}, not names and values")

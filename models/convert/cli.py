@@ -18,13 +18,21 @@ from typing import Literal
 
 from megadit.models.bundle import components as parts
 from megadit.models.bundle import hub
-from megadit.models.bundle.bundle import Bundle, is_bundle, write_bundle
+from megadit.models.bundle.bundle import Bundle, check_single, is_bundle, write_bundle
 from megadit.models.bundle.licence import Licence, find_licence
 from megadit.models.bundle.tensor_source import DTYPES, from_state_dict, open_safetensors, write_safetensors
 from megadit.models.config import DiTConfig
 from megadit.models.convert.adapter_files import is_adapter, read_adapter, with_base, write_adapter
-from megadit.models.convert.published import WEIGHTS, Published, open_published, write_diffusers, write_original
+from megadit.models.convert.published import (
+    WEIGHTS,
+    Published,
+    open_published,
+    published_uses,
+    write_diffusers,
+    write_original,
+)
 from megadit.models.convert.published_defaults import published_defaults
+from megadit.models.image_encoder import ImageEncoder
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, read_json, write_json
@@ -57,6 +65,11 @@ class ConvertOptions:
     tokenizer: str | None = setting(None, "the video tokenizer; default: that of the pipeline", metavar="PATH")
     text_encoder: str | None = setting(
         None, f"directory or name of a T5; default: that of the pipeline, or {T5} (Wan: {UMT5})", metavar="PATH"
+    )
+    image_encoder: str | None = setting(
+        None,
+        "directory or name of the CLIP that a network reads given images by; default: that of the pipeline",
+        metavar="PATH",
     )
     dtype: str | None = setting(None, "of the network's weights; default: as they are", choices=tuple(PRECISIONS))
     base: str | None = setting(
@@ -128,6 +141,7 @@ def _is_part(path: Path) -> bool:
 
 def _import(source: Path, options: ConvertOptions) -> None:
     published = open_published(source)
+    takes = published_uses(published.config)
     licence = find_licence(source, published.config.family)
     tokenizer = _choose_tokenizer(source, options.tokenizer, options.compression)
     if tokenizer is None:
@@ -141,10 +155,13 @@ def _import(source: Path, options: ConvertOptions) -> None:
         state_dict=published.tensors,
         tokenizer=tokenizer,
         text_encoder=_choose_text_encoder(source, published, options.text_encoder),
+        image_encoder=_choose_image_encoder(source, published.config, options.image_encoder),
         defaults=published_defaults(published, tokenizer),
-        training={"converted_from": str(options.source)},
+        training={"converted_from": str(options.source), **({"given": list(takes)} if takes else {})},
         dtype=PRECISIONS.get(options.dtype),
         licence=licence,
+        low_noise=published.low_noise,
+        boundary=published.boundary,
     )
     _tell_licence(licence, options.out)
 
@@ -180,6 +197,15 @@ def _choose_text_encoder(source: Path, published: Published, given: str | None) 
     return T5TextEncoder(model=given or of_pipeline or usual, text_padding=_padding(published.config))
 
 
+def _choose_image_encoder(source: Path, config: DiTConfig, given: str | None) -> ImageEncoder | None:
+    if config.image_size is None:
+        return None
+    of_pipeline = str(source) if (source / "image_encoder").is_dir() else None
+    if given is None and of_pipeline is None:
+        raise UserError(f"{source} reads given images by a CLIP: give --image_encoder, its directory or name")
+    return ImageEncoder(model=given or of_pipeline)
+
+
 def _padding(config: DiTConfig) -> str:
     """Published networks attend to 512 places, zeros behind the text; ours to the text alone."""
     return "none" if config.structure.projects_text and not config.structure.text_mlp else "zeros"
@@ -192,15 +218,17 @@ def _export(source: Path, out: Path, form: str) -> None:
     if not is_bundle(source):
         raise UserError(f"--to {form} takes a bundle, which {source} is not")
     bundle = Bundle.open(source)
-    tensors = open_safetensors(source / "transformer" / parts.TENSOR_FILE)
+    networks = {part: open_safetensors(source / part / parts.TENSOR_FILE) for part in bundle.networks}
     with atomic_directory(_free(out)) as directory:
         if form == "original":
-            write_original(directory, bundle.config, tensors)
+            check_single(bundle)
+            write_original(directory, bundle.config, networks["transformer"])
         else:
             tokenizer = bundle.load_tokenizer()
             side = bundle.defaults.height // tokenizer.spatial_compression
-            (directory / "transformer").mkdir()
-            write_diffusers(directory / "transformer", bundle.config, tensors, side)
+            for part, tensors in networks.items():
+                (directory / part).mkdir()
+                write_diffusers(directory / part, bundle.config, tensors, side)
             _export_tokenizer(tokenizer, directory / "vae")
         if (source / "notices").is_dir():
             for notice in (source / "notices").iterdir():

@@ -1,5 +1,5 @@
-"""Cosmos-1.0 (Predict1) text-to-world and Predict2 text-to-image: names in diffusers' `CosmosTransformer3DModel`, and
-the released ones.
+"""Cosmos-1.0 (Predict1) text-to-world and Predict2 text-to-image, and video-to-world of both: names in diffusers'
+`CosmosTransformer3DModel`, and the released ones.
 
 (arXiv 2501.03575, section 5.2.1; the names are those of the published checkpoints.)
 """
@@ -12,7 +12,7 @@ from megadit.models.config import DiTConfig
 from megadit.models.convert.tensor_map import (
     Entry,
     fuse_heads,
-    patches_with_mask,
+    input_patches,
     permute_axis,
     rename,
     renamed,
@@ -30,6 +30,8 @@ SETTINGS = {
 """Those of diffusers' config.json; what newer ones add may be another network."""
 IGNORED = r"(logvar|pos_embedder|accum_)|_extra_state$|(^|\.)net\.(logvar|pos_embedder|accum_)"
 """Tensors of a released checkpoint that belong to its training."""
+GIVEN_SIGMA = {True: 0.001, False: 0.0001}
+"""Of what is given, by whether positions are learned: `augment_sigma` of 1.0, `sigma_conditioning` of Predict2."""
 QK_EPSILON = 1e-5
 """That of diffusers' attention, whatever its other norms have."""
 
@@ -38,7 +40,7 @@ def config_from_diffusers(values: Mapping[str, Any]) -> DiTConfig:
     """The configuration that diffusers' config.json stands for.
 
     Raises:
-        UserError: for a network of this class with parts that we do not have (video-to-world, Predict2.5).
+        UserError: for a network of this class with parts that we do not have (Predict2.5, Transfer).
     """
     for name in ("use_crossattn_projection", "controlnet_block_every_n", "img_context_dim_in"):
         if values.get(name):
@@ -46,10 +48,10 @@ def config_from_diffusers(values: Mapping[str, Any]) -> DiTConfig:
                 f"{DIFFUSERS_CLASS} with {name}={values[name]} is not supported: only Cosmos 1.0 and Predict2 are"
             )
     channels, out_channels = values["in_channels"], values["out_channels"]
-    if channels != out_channels:
+    if channels not in (out_channels, out_channels + 1):
         raise UserError(
-            f"in_channels={channels} but out_channels={out_channels}: only text-to-world and text-to-image are "
-            "supported"
+            f"in_channels={channels} but out_channels={out_channels}: as many are supported, and one more that marks "
+            "what is given"
         )
     patch_temporal, patch_spatial, patch_width = values["patch_size"]
     if patch_spatial != patch_width:
@@ -57,6 +59,7 @@ def config_from_diffusers(values: Mapping[str, Any]) -> DiTConfig:
     sizes = [size // patch for size, patch in zip(values["max_size"], values["patch_size"], strict=True)]
     heads, head_dim = values["num_attention_heads"], values["attention_head_dim"]
     has_positions = values["extra_pos_embed_type"] == "learnable"
+    given = {"given_form": "augmented" if has_positions else "marked", "given_sigma": GIVEN_SIGMA[has_positions]}
     return DiTConfig(
         family="cosmos",
         # Predict2 dropped learned positions and EDM together; no setting says which objective it is
@@ -66,7 +69,7 @@ def config_from_diffusers(values: Mapping[str, Any]) -> DiTConfig:
         hidden_size=heads * head_dim,
         num_attention_heads=heads,
         ffn_hidden_size=int(heads * head_dim * values["mlp_ratio"]),
-        in_channels=channels,
+        in_channels=out_channels,
         patch_spatial=patch_spatial,
         patch_temporal=patch_temporal,
         crossattn_emb_size=values["text_embed_dim"],
@@ -75,6 +78,7 @@ def config_from_diffusers(values: Mapping[str, Any]) -> DiTConfig:
         adaln_lora_dim=values["adaln_lora_dim"],
         padding_mask_channel=values["concat_padding_mask"],
         qk_layernorm_epsilon=QK_EPSILON,
+        **(given if channels > out_channels else {}),
     )
 
 
@@ -84,7 +88,7 @@ def config_to_diffusers(config: DiTConfig) -> dict[str, Any]:
     grid = config.learned_positions or (128, 120, 120)
     return {
         "_class_name": DIFFUSERS_CLASS,
-        "in_channels": config.in_channels,
+        "in_channels": config.in_channels + config.given_channels,
         "out_channels": config.in_channels,
         "num_attention_heads": config.num_attention_heads,
         "attention_head_dim": config.dim_per_head,
@@ -102,7 +106,7 @@ def config_to_diffusers(config: DiTConfig) -> dict[str, Any]:
 
 def diffusers_entries(config: DiTConfig) -> list[Entry]:
     entries = [
-        patches_with_mask("x_embedder.weight", "patch_embed.proj.weight", config),
+        input_patches("x_embedder.weight", "patch_embed.proj.weight", config),
         rename("sigma_embedder.layernorm.weight", "time_embed.norm.weight"),
         rename("shared_embedder.linear_1.weight", "time_embed.t_embedder.linear_1.weight"),
         rename("shared_embedder.linear_2.weight", "time_embed.t_embedder.linear_2.weight"),

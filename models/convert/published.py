@@ -34,6 +34,19 @@ class Published:
     sample_size: int | None = None
     """Side of a latent, where only one was trained."""
     class_names: tuple[str, ...] = ()
+    low_noise: TensorSource | None = None
+    """Of two networks the one for low noise levels, those below `boundary`; the other is `tensors`."""
+    boundary: float | None = None
+    """A level t = sigma / (1 + sigma)."""
+
+
+def published_uses(config: DiTConfig) -> tuple[str, ...]:
+    """What the published networks of a configuration were trained to be given."""
+    if config.given_sigma is None:
+        return ()
+    if config.given.has_own_level and not config.given.marks or not config.given.is_among:  # Wan's
+        return ("first_frame", "last_frame") if config.image_positions is not None else ("first_frame",)
+    return ("first_frame", "prefix")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +67,12 @@ def _cosmos_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> DiTConfig:
     head_dim = shapes["blocks.block0.blocks.0.block.attn.to_q.1.weight"][0]
     rows = shapes["final_layer.linear.weight"][0]
     layers = {name.split(".")[1] for name in shapes if name.startswith("blocks.block")}
-    channels = rows // 4
+    columns = shapes["x_embedder.proj.1.weight"][1]
     sizes = [shapes.get(f"extra_pos_embedder.pos_emb_{axis}", (0,))[0] for axis in "thw"]
     return cosmos.config_from_diffusers(
         {
-            "in_channels": channels,
-            "out_channels": channels,
+            "in_channels": columns // 4 - (columns > rows),
+            "out_channels": rows // 4,
             "num_attention_heads": width // head_dim,
             "attention_head_dim": head_dim,
             "num_layers": len(layers),
@@ -69,20 +82,21 @@ def _cosmos_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> DiTConfig:
             "max_size": (sizes[0], 2 * sizes[1], 2 * sizes[2]),
             "patch_size": (1, 2, 2),
             "rope_scale": (2.0, 2.0, 2.0) if width == 5120 else (2.0, 1.0, 1.0),
-            "concat_padding_mask": shapes["x_embedder.proj.1.weight"][1] == rows + 4,
+            "concat_padding_mask": columns > rows,
             "extra_pos_embed_type": "learnable" if all(sizes) else None,
         }
     )
 
 
 def _cosmos2_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> DiTConfig:
-    """Predict2 text-to-image, 2B and 14B."""
+    """Predict2 text-to-image and video-to-world, 2B and 14B."""
     width, block = shapes["t_embedding_norm.weight"][0], "blocks.0"
     head_dim, rows = shapes[f"{block}.self_attn.q_norm.weight"][0], shapes["final_layer.linear.weight"][0]
-    columns = shapes["x_embedder.proj.1.weight"][1]
+    channels = shapes["x_embedder.proj.1.weight"][1] // 4 - 1
+    of_videos = (20 / 24, 2.0, 2.0) if width == 5120 else (1.0, 3.0, 3.0)
     return cosmos.config_from_diffusers(
         {
-            "in_channels": columns // 4 - 1,
+            "in_channels": channels,
             "out_channels": rows // 4,
             "num_attention_heads": width // head_dim,
             "attention_head_dim": head_dim,
@@ -92,7 +106,7 @@ def _cosmos2_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> DiTConfig:
             "adaln_lora_dim": shapes["final_layer.adaln_modulation.1.weight"][0],
             "max_size": (128, 240, 240),
             "patch_size": (1, 2, 2),
-            "rope_scale": (1.0, 4.0, 4.0),
+            "rope_scale": of_videos if channels > rows // 4 else (1.0, 4.0, 4.0),
             "concat_padding_mask": True,
             "extra_pos_embed_type": None,
         }
@@ -145,8 +159,12 @@ FORMS = (
 )
 """Those that have no configuration beside their tensors."""
 
+PAIRS = (("transformer", "transformer_2"), ("high_noise_model", "low_noise_model"))
+"""Folders of two networks, for high and for low noise: diffusers' and as released."""
 DIFFUSERS = {known.DIFFUSERS_CLASS: known for known in (cosmos, class_dit, wan)}
 """Class -> the module that knows its settings and tensors."""
+IGNORED = {wan.DIFFUSERS_CLASS: wan.IGNORED}
+"""Class -> a pattern of tensors in its files that it does not read itself."""
 _OF_FAMILY = {"cosmos": cosmos, "dit": class_dit, "wan": wan}
 
 
@@ -159,14 +177,15 @@ def open_published(path: Path) -> Published:
     """
     if not path.exists():
         raise UserError(f"{path} does not exist")
-    if (path / "transformer_2").is_dir():
-        raise UserError(
-            f"{path} has two networks, for high and for low noise (Wan 2.2 14B), and a bundle has one: convert "
-            f"{path / 'transformer'} or {path / 'transformer_2'} with --tokenizer {path / 'vae'}"
-        )
+    for high, low in PAIRS:
+        if (path / low).is_dir():
+            return _pair(path, open_published(path / high), open_published(path / low))
     if (path / "model_index.json").is_file():
-        published = open_published(path / "transformer")
-        return replace(published, class_names=_class_names(read_json(path / "model_index.json"), published.config))
+        published, index = open_published(path / "transformer"), read_json(path / "model_index.json")
+        config = published.config
+        if index.get("expand_timesteps"):  # a first frame has a noise level of its own, which no tensor tells (Wan 2.2)
+            config = replace(config, given_sigma=0.0)
+        return replace(published, config=config, class_names=_class_names(index, config))
     if (path / "config.json").is_file():
         return _from_tensors(open_safetensors(*_shards(path))) if _is_released(path) else _from_diffusers(path)
     if path.is_file():
@@ -180,6 +199,17 @@ def open_published(path: Path) -> Published:
         f"{path} is no published checkpoint: expected a directory of diffusers (config.json or model_index.json), a "
         f".pt or .safetensors file, or a distributed checkpoint of Megatron (metadata.json and .distcp files)"
     )
+
+
+def _pair(path: Path, high: Published, low: Published) -> Published:
+    """Two networks of one configuration, as Wan 2.2's 14B."""
+    if high.config != low.config:
+        raise UserError(f"the two networks of {path} differ in their configurations; only their weights may")
+    index = read_json(path / "model_index.json") if (path / "model_index.json").is_file() else {}
+    boundary = index.get("boundary_ratio") or wan.BOUNDARY[high.config.given_form]
+    if not isinstance(boundary, float) or not 0 < boundary < 1:
+        raise UserError(f"{path / 'model_index.json'}: boundary_ratio={boundary!r:.60} must lie between 0 and 1")
+    return replace(high, low_noise=low.tensors, boundary=boundary)
 
 
 def _is_released(path: Path) -> bool:
@@ -207,7 +237,7 @@ def _from_diffusers(path: Path) -> Published:
     source = open_safetensors(*_shards(path))
     return Published(
         config=config,
-        tensors=to_ours(source, known.diffusers_entries(config), config),
+        tensors=to_ours(source, known.diffusers_entries(config), config, ignored=IGNORED.get(name, "$^")),
         sample_size=values.get("sample_size"),
     )
 

@@ -10,13 +10,17 @@ WAN_NEGATIVE = (
     "倒着走"
 )
 """Wan's negative prompt: garish colours, overexposed, still, blurred, subtitles, worst quality, bad hands, ..."""
-WAN_SIZES = {
-    # channels, width: (frames, height, width, frames per second, guidance, shift)
-    (16, 1536): (81, 480, 832, 16.0, 6.0, 8.0),
-    (16, 5120): (81, 720, 1280, 16.0, 5.0, 5.0),
-    (48, 3072): (121, 704, 1280, 24.0, 5.0, 5.0),
+WAN_SETTINGS = {
+    # channels, width, form of what is given, two networks: (frames, height, width, frames per second, steps, guidance,
+    # guidance by the second, shift)
+    (16, 1536, "tokens", False): (81, 480, 832, 16.0, 50, 6.0, 0.0, 8.0),
+    (16, 5120, "tokens", False): (81, 720, 1280, 16.0, 50, 5.0, 0.0, 5.0),
+    (16, 5120, "channels", False): (81, 720, 1280, 16.0, 40, 5.0, 0.0, 5.0),
+    (16, 5120, "tokens", True): (81, 720, 1280, 16.0, 40, 4.0, 3.0, 12.0),
+    (16, 5120, "channels", True): (81, 720, 1280, 16.0, 40, 3.5, 3.5, 5.0),
+    (48, 3072, "tokens", False): (121, 704, 1280, 24.0, 50, 5.0, 0.0, 5.0),
 }
-"""Of 2.1's 1.3B and 14B and 2.2's 5B, from the README and `generate.py` of each."""
+"""Of 2.1's 1.3B and 14B, its 14B of images, 2.2's pairs of 14B and its 5B: from README and configuration of each."""
 
 
 def published_defaults(published: Published, tokenizer: VideoTokenizer) -> SamplingSettings:
@@ -25,9 +29,12 @@ def published_defaults(published: Published, tokenizer: VideoTokenizer) -> Sampl
     if config.family == "dit":
         return _of_classes((published.sample_size or 32) * tokenizer.spatial_compression)
     if config.family == "wan":
-        return _of_wan(config.in_channels, config.hidden_size)
+        return _of_wan(published)
     # Cosmos' guidance of 7 means cond + 7 (cond - uncond)
-    if config.preconditioner == "flow":  # Predict2's text-to-image
+    of_videos = {"num_frames": 93, "height": 704, "width": 1280}
+    if config.preconditioner == "flow" and config.given_sigma is not None:  # Predict2's video-to-world
+        return SamplingSettings(sampler="res_2ab", num_steps=35, guidance=8.0, fps=16.0, **of_videos)
+    if config.preconditioner == "flow":  # its text-to-image
         return SamplingSettings(
             sampler="res_2ab", num_steps=35, guidance=8.0, num_frames=1, height=768, width=1360, fps=16.0
         )
@@ -49,15 +56,17 @@ def _of_classes(side: int) -> SamplingSettings:
     )
 
 
-def _of_wan(channels: int, hidden_size: int) -> SamplingSettings:
-    usual = WAN_SIZES[16, 1536]
-    num_frames, height, width, fps, guidance, shift = WAN_SIZES.get((channels, hidden_size), usual)
+def _of_wan(published: Published) -> SamplingSettings:
+    config, usual = published.config, WAN_SETTINGS[16, 1536, "tokens", False]
+    kind = (config.in_channels, config.hidden_size, config.given_form, published.low_noise is not None)
+    num_frames, height, width, fps, num_steps, guidance, low_guidance, shift = WAN_SETTINGS.get(kind, usual)
     return SamplingSettings(
         sampler="unipc",
         schedule="flow",
         sigma_max=999.0,
-        num_steps=50,
+        num_steps=num_steps,
         guidance=guidance,
+        low_guidance=low_guidance,
         shift=shift,
         num_frames=num_frames,
         height=height,

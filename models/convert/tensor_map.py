@@ -99,21 +99,24 @@ def permute_axis(name: str, theirs: str, pattern: str, config: DiTConfig, *, cha
     )
 
 
-def patches_with_mask(name: str, theirs: str, config: DiTConfig) -> Entry:
-    """The first linear where the padding mask is their last channel: columns (C pt ph pw) -> latents, then mask."""
+def input_patches(name: str, theirs: str, config: DiTConfig, *, is_conv: bool = False) -> Entry:
+    """The first linear where channels of what is given and the padding mask are their last ones.
+
+    Their columns (C pt ph pw), axes of their own with `is_conv`, are ours of the latents, then of each of the others.
+    """
     patch = {"pt": config.patch_temporal, "ph": config.patch_spatial, "pw": config.patch_spatial}
-    mask_channels = 1 if config.padding_mask_channel else 0
+    channels = (config.in_channels, config.given_channels, 1 if config.padding_mask_channel else 0)
+    widths = (config.patch_dim, config.given_dim, config.mask_dim)
+    form = "D C pt ph pw" if is_conv else "D (C pt ph pw)"
 
     def join(parts: Sequence[Tensor]) -> Tensor:
-        by_channel = rearrange(parts[0], "D (C pt ph pw) -> D (pt ph pw) C", **patch)
-        latents, mask = by_channel.split([config.in_channels, mask_channels], dim=-1)
-        return torch.cat([latents.flatten(1), mask.flatten(1)], dim=1)
+        by_channel = rearrange(parts[0], f"{form} -> D (pt ph pw) C", **patch)
+        return torch.cat([group.flatten(1) for group in by_channel.split(channels, dim=-1)], dim=1)
 
     def split(whole: Tensor) -> tuple[Tensor]:
-        latents, mask = whole.split([config.patch_dim, config.mask_dim], dim=1)
-        by_channel = [part.unflatten(1, (-1, n)) for part, n in ((latents, config.in_channels), (mask, 1)) if n]
-        both = torch.cat(by_channel[: 1 + mask_channels], dim=-1)
-        return (rearrange(both, "D (pt ph pw) C -> D (C pt ph pw)", **patch),)
+        groups = zip(whole.split(widths, dim=1), channels, strict=True)
+        by_channel = torch.cat([group.unflatten(1, (-1, count)) for group, count in groups if count], dim=-1)
+        return (rearrange(by_channel, f"D (pt ph pw) C -> {form}", **patch),)
 
     return Entry(name, (theirs,), join, split, moves_inputs=True)
 

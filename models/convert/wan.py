@@ -1,4 +1,5 @@
-"""Wan 2.1 and 2.2 text-to-video (arXiv 2503.20314): names in diffusers' `WanTransformer3DModel`, and the released ones.
+"""Wan 2.1 and 2.2, of text and of images (arXiv 2503.20314): names in diffusers' `WanTransformer3DModel`, and the
+released ones.
 
 Their rotary positions turn neighbouring channels, ours those half a head apart: queries, keys and the factors of their
 norms change places (`tensor_map.turned`).
@@ -6,6 +7,7 @@ norms change places (`tensor_map.turned`).
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megadit.models.config import DiTConfig
@@ -13,7 +15,7 @@ from megadit.models.convert.tensor_map import (
     Entry,
     flattened,
     fuse_heads,
-    permute_axis,
+    input_patches,
     rename,
     rename_linear,
     renamed,
@@ -34,42 +36,59 @@ _FIXED = {
     "cross_attn_norm": True,
     "qk_norm": "rms_norm_across_heads",
     "freq_dim": 256,
-    "image_dim": None,
-    "added_kv_proj_dim": None,
-    "pos_embed_seq_len": None,
 }
-"""What text-to-video has of the settings that change its structure."""
+"""What all published ones have of the settings that change the structure."""
+FRAMES_OF_LATENT = 4
+"""Each has a channel of its own that marks it as given, in image-to-video."""
+CHANNELS_OF_2_2 = 48
+"""Of the latents of Wan 2.2's own autoencoder, whose only network takes a first frame as tokens."""
+BOUNDARY = {"tokens": 0.875, "channels": 0.9}
+"""By the form of what is given, the level t from which the first of 2.2's two networks is asked."""
+IGNORED = r"\.norm_added_q\."
+"""Tensors of diffusers' image-to-video files that no version of it reads."""
 
 
 def config_from_diffusers(values: Mapping[str, Any]) -> DiTConfig:
     """The configuration that diffusers' config.json stands for.
 
     Raises:
-        UserError: for a network of this class with parts that we do not have (image-to-video and those built on it).
+        UserError: for a network of this class with parts that we do not have (those built on image-to-video).
     """
     for name, only in _FIXED.items():
         if values.get(name, only) != only:
-            raise UserError(f"{DIFFUSERS_CLASS} with {name}={values[name]} is not supported: only text-to-video is")
+            raise UserError(f"{DIFFUSERS_CLASS} with {name}={values[name]} is not supported")
     channels, out_channels = values["in_channels"], values["out_channels"] or values["in_channels"]
-    if channels != out_channels:
-        raise UserError(f"in_channels={channels} but out_channels={out_channels}: only text-to-video is supported")
+    if channels not in (out_channels, 2 * out_channels + FRAMES_OF_LATENT):
+        raise UserError(
+            f"in_channels={channels} but out_channels={out_channels}: only text- and image-to-video are supported"
+        )
+    image_size, of_keys = values.get("image_dim"), values.get("added_kv_proj_dim")
+    width = values["num_attention_heads"] * values["attention_head_dim"]
+    if of_keys != (None if image_size is None else width):
+        raise UserError(
+            f"{DIFFUSERS_CLASS} with image_dim={image_size} and added_kv_proj_dim={of_keys} is not supported"
+        )
     patch_temporal, patch_spatial, patch_width = values["patch_size"]
     if patch_spatial != patch_width:
         raise UserError(f"patch_size={list(values['patch_size'])} is not square")
-    heads, head_dim = values["num_attention_heads"], values["attention_head_dim"]
+    has_channels = channels > out_channels
     return DiTConfig(
         family="wan",
         preconditioner="flow",
         sigma_data=1.0,
         num_layers=values["num_layers"],
-        hidden_size=heads * head_dim,
-        num_attention_heads=heads,
+        hidden_size=width,
+        num_attention_heads=values["num_attention_heads"],
         ffn_hidden_size=values["ffn_dim"],
-        in_channels=channels,
+        in_channels=out_channels,
         patch_spatial=patch_spatial,
         patch_temporal=patch_temporal,
         crossattn_emb_size=values["text_dim"],
         layernorm_epsilon=values["eps"],
+        given_form="channels" if has_channels else "tokens",
+        given_sigma=0.0 if has_channels or out_channels == CHANNELS_OF_2_2 else None,
+        image_size=image_size,
+        image_positions=values.get("pos_embed_seq_len"),
     )
 
 
@@ -81,21 +100,23 @@ def config_to_diffusers(config: DiTConfig) -> dict[str, Any]:
         "patch_size": [config.patch_temporal, config.patch_spatial, config.patch_spatial],
         "num_attention_heads": config.num_attention_heads,
         "attention_head_dim": config.dim_per_head,
-        "in_channels": config.in_channels,
+        "in_channels": config.in_channels + config.given_channels,
         "out_channels": config.in_channels,
         "text_dim": config.crossattn_emb_size,
         "ffn_dim": config.mlp_size,
         "num_layers": config.num_layers,
         "eps": config.layernorm_epsilon,
+        "image_dim": config.image_size,
+        "added_kv_proj_dim": None if config.image_size is None else config.hidden_size,
+        "pos_embed_seq_len": config.image_positions,
         "rope_max_seq_len": 1024,
     }
 
 
 def diffusers_entries(config: DiTConfig) -> list[Entry]:
-    patches = "D C pt ph pw -> D (pt ph pw C)"
     embedder = "condition_embedder"
     entries = [
-        permute_axis("x_embedder.weight", "patch_embedding.weight", patches, config, channels=config.in_channels),
+        input_patches("x_embedder.weight", "patch_embedding.weight", config, is_conv=True),
         rename("x_embedder.bias", "patch_embedding.bias"),
         *rename_linear("shared_modulation.linear", f"{embedder}.time_proj", bias=True),
         flattened("final_layer.modulation.table", "scale_shift_table", (1, 2)),
@@ -104,8 +125,35 @@ def diffusers_entries(config: DiTConfig) -> list[Entry]:
     for ours, theirs in (("sigma_embedder", "time_embedder"), ("text_embedder", "text_embedder")):
         for number in (1, 2):
             entries += rename_linear(f"{ours}.linear_{number}", f"{embedder}.{theirs}.linear_{number}", bias=True)
+    if config.image_size is not None:
+        entries += _image_entries(config, f"{embedder}.image_embedder")
     for index in range(config.num_layers):
         entries += _block_entries(f"blocks.{index}", config.dim_per_head)
+    return entries
+
+
+def _image_entries(config: DiTConfig, theirs: str) -> list[Entry]:
+    """Of the features of a given image: their embedding, and the keys and values that every block makes of them."""
+    names = {
+        "input_layernorm": "norm1",
+        "linear_1": "ff.net.0.proj",
+        "linear_2": "ff.net.2",
+        "layernorm": "norm2",
+    }
+    entries = [
+        entry
+        for ours, name in names.items()
+        for entry in rename_linear(f"image_embedder.{ours}", f"{theirs}.{name}", bias=True)
+    ]
+    if config.image_positions is not None:
+        positions = rename("image_embedder.positions", f"{theirs}.pos_embed")
+        entries.append(replace(positions, join=lambda parts: parts[0][0], split=lambda whole: (whole[None],)))
+    for index in range(config.num_layers):
+        ours, block = f"blocks.{index}.cross_attention", f"blocks.{index}.attn2"
+        entries.append(rename(f"{ours}.image_k_norm.weight", f"{block}.norm_added_k.weight"))
+        for kind in ("weight", "bias"):
+            kv = [f"{block}.add_{x}_proj.{kind}" for x in "kv"]
+            entries.append(fuse_heads(f"{ours}.image_kv.{kind}", kv, config.dim_per_head))
     return entries
 
 
@@ -141,6 +189,11 @@ _RELEASED_NAMES = (
     (r"^condition_embedder\.text_embedder\.linear_1", "text_embedding.0"),
     (r"^condition_embedder\.text_embedder\.linear_2", "text_embedding.2"),
     (r"^condition_embedder\.time_proj", "time_projection.1"),
+    (r"^condition_embedder\.image_embedder\.norm1", "img_emb.proj.0"),
+    (r"^condition_embedder\.image_embedder\.ff\.net\.0\.proj", "img_emb.proj.1"),
+    (r"^condition_embedder\.image_embedder\.ff\.net\.2", "img_emb.proj.3"),
+    (r"^condition_embedder\.image_embedder\.norm2", "img_emb.proj.4"),
+    (r"^condition_embedder\.image_embedder\.pos_embed", "img_emb.emb_pos"),
     (r"^proj_out", "head.head"),
     (r"^scale_shift_table", "head.modulation"),
     (r"\.scale_shift_table", ".modulation"),
@@ -149,6 +202,8 @@ _RELEASED_NAMES = (
     (r"\.attn2\.", ".cross_attn."),
     (r"\.to_out\.0\.", ".o."),
     (r"\.to_([qkv])\.", r".\1."),
+    (r"\.add_([kv])_proj\.", r".\1_img."),
+    (r"\.norm_added_k\.", ".norm_k_img."),
     (r"\.ffn\.net\.0\.proj", ".ffn.0"),
     (r"\.ffn\.net\.2", ".ffn.2"),
 )
@@ -185,5 +240,8 @@ def config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> DiTConfig:
             "freq_dim": shapes["time_embedding.0.weight"][1],
             "ffn_dim": shapes["blocks.0.ffn.0.weight"][0],
             "eps": 1e-6,
+            "image_dim": shapes.get("img_emb.proj.0.weight", (None,))[0],
+            "added_kv_proj_dim": width if "img_emb.proj.0.weight" in shapes else None,
+            "pos_embed_seq_len": shapes.get("img_emb.emb_pos", (None, None))[1],
         }
     )

@@ -73,14 +73,14 @@ PLAN = (
     Row("blocks.*.experts.fc2", EXPERTS_DOWN),
     # `down` of adapters (`low_rank.py`); their other parts are split as the outputs of the linear beside them
     Row("blocks.*_attention.qkv.*.down|blocks.*.cross_attention.q.*.down|blocks.*.fc1.*.down", PARTIAL),
-    Row("blocks.*.cross_attention.kv.*.down", WHOLE),
-    Row("blocks.*_attention.qkv.[wba]*|blocks.*.cross_attention.q.[wba]*|blocks.*.fc1.[wba]*|*.[qk]_norm.*", COLUMN),
-    Row("blocks.*.cross_attention.kv.[wba]*", COLUMN_OF_TEXT),
+    Row("blocks.*.cross_attention.*kv.*.down", WHOLE),
+    Row("blocks.*_attention.qkv.[wba]*|blocks.*.cross_attention.q.[wba]*|blocks.*.fc1.[wba]*|*[._][qk]_norm.*", COLUMN),
+    Row("blocks.*.cross_attention.*kv.[wba]*", COLUMN_OF_TEXT),
     Row("blocks.*_attention.proj.weight|blocks.*_attention.proj.*.down|blocks.*.fc2.weight|blocks.*.fc2.*.down", ROW),
     Row("blocks.*_attention.proj.[ba]*|blocks.*.fc2.[ba]*", PARTIAL),  # added to a rank's tokens after the sum
     Row("blocks.*.[qk]_layernorm.weight", SUM_OVER_HEADS),
     Row("blocks.*.modulation.*|blocks.*_layernorm.*|blocks.*.router.weight|shared_modulation.*", PARTIAL),
-    Row("x_embedder.*|text_embedder.*|null_text|positions.*", WHOLE),
+    Row("x_embedder.*|text_embedder.*|image_embedder.*|null_text|positions.*", WHOLE),
     Row("*_embedder.*|condition_layernorm.weight|final_layer.*", PARTIAL),
 )
 """The first row that has a parameter's name decides."""

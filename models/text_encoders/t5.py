@@ -9,7 +9,6 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -19,7 +18,8 @@ from torch import Tensor
 
 from megadit.models.bundle import components as parts
 from megadit.models.bundle import hub
-from megadit.models.bundle.tensor_source import check_archive_file, load_pickled
+from megadit.models.bundle.pretrained import check_weights, require, transformers_library
+from megadit.models.bundle.tensor_source import load_pickled
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import inner_path, read_json
 from megadit.models.text_encoders.base import TextFeatures
@@ -140,7 +140,8 @@ class T5TextEncoder:
             self._architecture()
             _vocabulary(self.words_directory)  # without one, transformers makes a tokenizer that knows no word
             try:
-                self._loaded["tokenizer"] = _transformers().AutoTokenizer.from_pretrained(
+                library = transformers_library("a T5 text encoder")
+                self._loaded["tokenizer"] = library.AutoTokenizer.from_pretrained(
                     self.words_directory, local_files_only=True
                 )
             except (OSError, ValueError) as error:
@@ -157,8 +158,9 @@ class T5TextEncoder:
             UserError: if its files are missing or damaged.
         """
         if "network" not in self._loaded:
-            network_class = getattr(_transformers(), NETWORKS[self._architecture()["model_type"]])
-            _check_weights(self.directory)
+            library = transformers_library("a T5 text encoder")
+            network_class = getattr(library, NETWORKS[self._architecture()["model_type"]])
+            check_weights(self.directory)
             try:
                 network = network_class.from_pretrained(
                     self.directory, local_files_only=True, dtype=DTYPES[self.dtype], **self._placing()
@@ -174,13 +176,14 @@ class T5TextEncoder:
     def _placing(self) -> dict[str, Any]:
         """What `from_pretrained` is told of where the weights go."""
         if self.placement == "offload":
-            _require("accelerate", "placement=offload")
+            require("accelerate", "placement=offload")
             return {"device_map": "auto"}
         if self.placement == "8bit":
-            _require("bitsandbytes", "placement=8bit")
+            require("bitsandbytes", "placement=8bit")
             if not torch.cuda.is_available():
                 raise UserError("placement=8bit needs a GPU; use placement=cpu")
-            return {"quantization_config": _transformers().BitsAndBytesConfig(load_in_8bit=True), "device_map": "auto"}
+            library = transformers_library("a T5 text encoder")
+            return {"quantization_config": library.BitsAndBytesConfig(load_in_8bit=True), "device_map": "auto"}
         return {}
 
     # ------------------------------------------------------------------------------------------------ on disk
@@ -259,28 +262,3 @@ def _read_tensor(directory: Path, name: str) -> Tensor:
         return load_pickled(directory / "pytorch_model.bin")[name]
     except (OSError, KeyError, RuntimeError, TypeError) as error:
         raise UserError(f"{directory} has no readable tensor {name}: {error}; needs {_FILES}") from error
-
-
-def _check_weights(directory: Path) -> None:
-    """Raises UserError for files of weights that lie elsewhere, or are larger than they seem.
-
-    transformers runs no code of theirs.
-    """
-    files = set(directory.glob("*.bin"))
-    for index in directory.glob("*.index.json"):
-        names = read_json(index)["weight_map"].values()
-        files |= {inner_path(directory, name, follow_links=True) for name in set(names)}
-    for path in sorted(file for file in files if file.suffix == ".bin" and file.is_file()):
-        check_archive_file(path)
-
-
-def _transformers():
-    _require("transformers", "a T5 text encoder")
-    import transformers
-
-    return transformers
-
-
-def _require(library: str, what: str) -> None:
-    if find_spec(library) is None:
-        raise UserError(f"{what} needs the library {library}: pip install 'megadit[t5]' {library}")

@@ -95,6 +95,7 @@ EFFECTS = {
     "--guidance_convention": other("nemo", given=(*LATENTS, *PROMPT, "--guidance", "2")),
     "--guidance_interval": other("0.1", "5"),
     "--guidance_rescale": other("0.7"),
+    "--low_guidance": ends("is for checkpoints of two networks", "3"),
     "--autoguidance": other("{bundle}"),
     "--second_prompt": other("green", given=(*LATENTS, *PROMPT, "--second_prompt", "blue", "--second_guidance", "3")),
     "--second_guidance": other("9", given=(*LATENTS, *PROMPT, "--second_prompt", "blue", "--second_guidance", "3")),
@@ -124,6 +125,9 @@ EFFECTS = {
     "--compile": seen("loaded"),
     "--cuda_graphs": seen("loaded"),
     "--resident_blocks": seen("loaded", "1"),
+    "--dry_run": seen("calls"),
+    "--dry-run": seen("calls"),
+    "--device_memory": seen("printed", "0.01", given=(*PROMPT, "--dry_run")),
     "--overlap_decoding": seen("loaded"),
     "--tokenizer_model": ends("nowhere/config.json", "nowhere"),
     "--tokenizer_cache_dir": ends("", "{bundle}", given=(*PROMPT, "--tokenizer_model", "tokenizer")),
@@ -209,6 +213,7 @@ def observe(bundle_dir, room, known, tmp_path_factory, monkeypatch, capsys):
         made = [load_file(path)["latents_CTHW"].numpy() for path in files if path.suffix == ".safetensors"]
         return notes | {
             "error": told.err if code else None,
+            "printed": told.out if "--dry_run" in words else "",
             "said": told.err.partition("  ")[0],  # times follow
             "files": [str(path.relative_to(folder)) for path in files],
             "latents": [(latents.shape, latents.tobytes()) for latents in made],
@@ -273,6 +278,7 @@ REFUSED = (
     *("--guardrail_dir", "--cache_measure", "--adapter", "--adapter_interval", "--lead_to_video", "--image"),
     *("--first_frame", "--conditioned_image_or_video_path", "--last_image", "--last_frame", "--keyframe", "--video"),
     *("--mask", "--instruction", "--total_frames", "--story", "--keep_first", "--resident_blocks"),
+    *("--dry_run", "--dry-run", "--device_memory"),
 )
 
 

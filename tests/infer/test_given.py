@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from megadit.infer.given import GivenVideo, Known
+from megadit.infer.given import GivenVideo
+from megadit.infer.given_latents import Known
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.samplers import SAMPLERS
 from megadit.models.shared.errors import UserError

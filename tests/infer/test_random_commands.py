@@ -67,6 +67,9 @@ OPTIONS = {
     "mask": one(PATHS),
     "instruction": one(TEXTS),
     "image_guidance": one(NUMBERS),
+    "low_guidance": one(NUMBERS),
+    "dry_run": lambda choose: [],
+    "device_memory": one(NUMBERS),
     "total_frames": one(["9", "17", "40", "0", "-2", "2.5", "", "many"]),  # any number is made, however long it takes
     "story": lambda choose: [],
     "keep_first": lambda choose: [],

@@ -43,7 +43,9 @@ def test_every_setting_changes_the_video(pipeline):
     assert (video(**TOGETHER["second_prompt"]) != plain).any()
     assert (video(**TOGETHER["second_prompt"] | {"second_guidance": 2.0}) != video(**TOGETHER["second_prompt"])).any()
     tried = (
-        set(CHANGES) | set(TOGETHER) | {"autoguidance", "cache_budget", "adapter_interval", "image_guidance"}
+        set(CHANGES)
+        | set(TOGETHER)
+        | {"autoguidance", "cache_budget", "adapter_interval", "image_guidance", "low_guidance"}
     )  # which have tests of their own
     assert tried == {field.name for field in fields(pipeline.defaults)}
 

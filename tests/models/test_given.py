@@ -14,6 +14,9 @@ from megadit.models.initialize import initialize_
 from megadit.models.layout import CPU, PackLayout
 from megadit.models.parameterization import denoise_packed
 from megadit.models.segments import Segment, TokenMesh
+from megadit.train.data.packed_batch import PackedBatch
+from megadit.train.loss import edm_loss
+from megadit.train.noise_levels import token_noise
 
 CONFIG = DiTConfig(
     num_layers=2,
@@ -107,6 +110,64 @@ def test_a_batch_equals_its_pack(config, extra):
     packed = unpack_dense(tokens, pack.layout, x, config)
     wanted = ~given.is_given_THW[:3]
     torch.testing.assert_close(packed[:, :, wanted], dense[:, :, wanted], rtol=2e-5, atol=2e-5)
+
+
+MARKED = replace(CONFIG, family="cosmos", adaln_lora_dim=4, padding_mask_channel=True)
+FLOW = replace(CONFIG, family="wan", preconditioner="flow", given_sigma=0.0)
+FORMS = {
+    "augmented": replace(MARKED, given_form="augmented"),
+    "marked": replace(MARKED, given_form="marked"),
+    "clean": FLOW,
+    "channels": replace(FLOW, given_form="channels"),
+}
+"""Of published networks."""
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("config", FORMS.values(), ids=FORMS)
+def test_a_batch_of_a_published_form_equals_its_pack(config):
+    dit, given = network(config), given_latents(3, extra=0)
+    conditioning = conditions(3, given)
+    x, sigma = torch.randn(3, 4, 3, 4, 4), torch.tensor([0.3, 2.0, 11.0])
+    dense = EDMDenoiser(dit)(x, sigma, conditioning)
+    pack = pack_dense(x, conditioning, config, multiple=8)
+    layout, sigma_G = pack.layout, pad_segments(sigma, pack.layout, value=1.0)
+    asked = (dit, pack.tokens_S1P, sigma_G, pack.text_L1E, pack.fps_G, layout)
+    packed = unpack_dense(denoise_packed(*asked, beside_S1Q=pack.beside_S1Q), layout, x, config)
+    predicted = ~given.is_given_THW if config.given.is_among else torch.ones_like(given.is_given_THW)
+    torch.testing.assert_close(packed[:, :, predicted], dense[:, :, predicted], rtol=2e-5, atol=2e-5)
+    # the control: nothing given, and another form of the same tensors
+    nothing = EDMDenoiser(dit)(x, sigma, conditions(3))
+    assert (nothing - dense)[:, :, predicted].abs().max() > 1e-3
+    forms = {"augmented": "marked", "marked": "augmented"}
+    if config.given_form in forms:
+        other = network(replace(config, given_form=forms[config.given_form]))
+        other.load_state_dict(dit.state_dict())
+        assert (EDMDenoiser(other)(x, sigma, conditioning) - dense)[:, :, predicted].abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("name", [name for name, config in FORMS.items() if config.given.is_among])
+def test_a_published_form_learns(name):
+    """One step on a pack of which parts are given: a finite loss, and gradients of all that tells of them."""
+    config = FORMS[name]
+    dit = network(config)
+    layout = PackLayout.pack([Segment((3, 2, 2), 2, given=FIRST), Segment((3, 2, 2), 1)], capacity=32, text_capacity=8)
+    generator = torch.Generator().manual_seed(5)
+    batch = PackedBatch(
+        tokens_S1P=torch.randn(32, 1, config.patch_dim, generator=generator),
+        text_L1E=torch.randn(8, 1, 8, generator=generator),
+        fps_G=torch.full((3,), 8.0),
+        noise_key_G=torch.arange(3),
+        loss_weight_G=torch.ones(3),
+        layout=layout,
+        sample_ids=("a", "b", ""),
+    )
+    sums = edm_loss(dit, batch, torch.tensor([0.5, 3.0, 1.0]), token_noise(batch))
+    sums.objective.backward()
+    grads = [parameter.grad for parameter in dit.parameters() if parameter.grad is not None]
+    assert sums.objective.isfinite() and all(grad.isfinite().all() for grad in grads)
+    marks = dit.x_embedder.weight.grad[:, config.patch_dim : config.patch_dim + config.given_dim]
+    assert not config.given_dim or marks.norm() > 0
 
 
 @torch.no_grad()

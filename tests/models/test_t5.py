@@ -166,19 +166,21 @@ def test_eight_bits_are_asked_of_transformers(directory, asked, monkeypatch):
     """In settings of its own; weights are quantised on a GPU alone."""
     from transformers import BitsAndBytesConfig
 
-    from megadit.models.text_encoders import t5
+    from megadit.models.bundle import pretrained
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(t5, "find_spec", lambda library: library)
+    monkeypatch.setattr(pretrained, "find_spec", lambda library: library)
     T5TextEncoder(model=str(directory), placement="8bit").encode(["a"])
     assert isinstance(asked["quantization_config"], BitsAndBytesConfig) and asked["quantization_config"].load_in_8bit
     assert asked["device_map"] == "auto"
 
 
 def test_placements_name_the_library_that_is_missing(directory, monkeypatch):
-    from megadit.models.text_encoders import t5
+    from megadit.models.bundle import pretrained
 
-    monkeypatch.setattr(t5, "find_spec", lambda library: None if library in ("bitsandbytes", "accelerate") else library)
+    monkeypatch.setattr(
+        pretrained, "find_spec", lambda library: None if library in ("bitsandbytes", "accelerate") else library
+    )
     for placement, library in (("8bit", "bitsandbytes"), ("offload", "accelerate")):
         with pytest.raises(UserError, match=rf"placement={placement} needs the library {library}: pip install"):
             T5TextEncoder(model=str(directory), placement=placement).encode(["a"])

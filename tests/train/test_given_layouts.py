@@ -15,7 +15,13 @@ GIVEN = {"given": ["first_frame:0.3", "last_frame:0.2", "prefix:0.1", "inpaint:0
 EXPERTS = {"model": {"experts": {"num_experts": 4, "ffn_hidden_size": 24}}}
 SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 CP = {"context_parallel_size": 2}
-ONE_RANK = {"plain": GIVEN, "experts": GIVEN | EXPERTS, "axial": GIVEN | {"model": {"family": "st_dit"}}}
+AUGMENTED = {"model": {"given_form": "augmented"}}
+ONE_RANK = {
+    "plain": GIVEN,
+    "experts": GIVEN | EXPERTS,
+    "axial": GIVEN | {"model": {"family": "st_dit"}},
+    "augmented": GIVEN | AUGMENTED,
+}
 LAYOUTS = {
     "plain sp": SP,
     "plain cp": CP,
@@ -25,6 +31,10 @@ LAYOUTS = {
     "experts ep": {"expert_model_parallel_size": 2},
     "axial sp": SP,
     "axial cp": CP,
+    "augmented sp": SP,
+    "augmented cp": CP,
+    "augmented pp": {"pipeline_model_parallel_size": 2},
+    "augmented fsdp": {"data_parallel": "fsdp"},
 }
 """The first word is that of the counterpart on one rank."""
 BROKEN = ("no loss on what is given", "a noise level of its own")

@@ -56,7 +56,8 @@ def test_every_sampling_setting_can_be_given(config, tiny_dataset):
     given = {name: another(getattr(usual, name)) for name in settings_of(SamplingSettings)} | {"sampler": "heun"}
     given |= {"num_steps": 4, "num_frames": 5, "height": 16, "width": 24}
     given |= {"schedule": "linear", "sigmas": [5.0, 1.0], "churn_interval": [0.5, 2.0], "guidance_interval": [0.5, 2.0]}
-    given |= {"autoguidance": "", "cache_budget": 0.0, "adapter_interval": [], "image_guidance": 1.0}  # refused
+    given |= {"autoguidance": "", "cache_budget": 0.0, "adapter_interval": [], "image_guidance": 1.0}
+    given |= {"low_guidance": 0.0}  # these six are refused
     overrides = [f"validation.sampling.{name}={json.dumps(value)}" for name, value in given.items()]
     assert asdict(sampling_defaults(config(*overrides), info)) == {
         name: tuple(value) if isinstance(value, list) else value for name, value in given.items()

@@ -118,6 +118,11 @@ RULES: tuple[Rule[Run], ...] = (
         "served digits best",
     ),
     Rule(
+        needs=lambda run: run.model.given.is_among and run.model.image_size is None,
+        remedy="{model.given_form=} {model.image_size=}: what such a network is given, latents of a video beside the "
+        "noisy ones or features of an image, is in no data set here; it converts and samples",
+    ),
+    Rule(
         needs=lambda run: min(run.data.given_dropout) >= 0 and sum(run.data.given_dropout) < 1,
         remedy="{data.given_dropout=} must be three shares from 0 that leave some: what is given, the text, both",
     ),
@@ -309,6 +314,10 @@ RULES: tuple[Rule[Run], ...] = (
         needs=lambda run: run.validation.sampling.image_guidance in (None, 1.0),
         remedy="{validation.sampling.image_guidance=} needs something given, and validation makes videos of prompts "
         "alone; give it to `megadit generate`",
+    ),
+    Rule(
+        needs=lambda run: not run.validation.sampling.low_guidance,
+        remedy="{validation.sampling.low_guidance=} is for bundles of two networks; a run trains one",
     ),
     Rule(
         needs=lambda run: not run.validation.sampling.cache_budget,

@@ -60,12 +60,10 @@ class PackedBatch:
         tensors = sent_together([getattr(self, name) for name in BATCH_TENSORS], device)
         return replace(self, **dict(zip(BATCH_TENSORS, tensors, strict=True)))
 
-    def noisy(self, sigma_G: Tensor, noise_S1P: Tensor) -> Tensor:
-        """x0 + sigma n, [S, 1, P]; what is given stays clean."""
+    def noisy(self, sigma_G: Tensor, noise_S1P: Tensor, given_noise: float = 0.0) -> Tensor:
+        """x0 + sigma n, [S, 1, P]; what is given has the noise `given_noise` (`DiTConfig`), which is mostly none."""
         tensors = self.layout.on(sigma_G.device)
-        sigma_S = sigma_G[tensors.segment_of_token_S]
-        if self.layout.has_given:
-            sigma_S = sigma_S * tensors.is_wanted_S
+        sigma_S = torch.where(tensors.is_given_S, given_noise, sigma_G[tensors.segment_of_token_S])
         return self.tokens_S1P + sigma_S[:, None, None] * noise_S1P
 
     def without_text(self) -> "PackedBatch":

@@ -67,7 +67,7 @@ def test_no_rank_of_an_adapter_is_split(found, linear, down, up):
 
 
 def test_every_change_of_a_row_is_seen(found):
-    """Negative control: each row with each other role, in eleven networks under sequence parallelism."""
+    """Negative control: each row with each other role, in twelve networks under sequence parallelism."""
     assert found["unseen"] == []
 
 

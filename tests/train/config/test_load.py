@@ -188,6 +188,7 @@ NEEDS = {
     **{f"train.distill.{name}": STUDENT for name in STUDENT_SETTINGS},
     "train.fp8": ["train.precision=bf16", "parallel.transformer_impl=transformer_engine", "model.hidden_size=128"],
     "data.given": ["model.given_sigma=0.02"],
+    "model.given_form": ["model.given_sigma=0.02"],
     "optimizer.moments": ["optimizer.optimizer=adamw"],
     "model.family": ["model.hidden_size=256", "model.position_embedding=sincos"],
     "model.num_classes": ["model.family=dit", "model.num_classes=5", "model.crossattn_emb_size=2"],
@@ -196,8 +197,10 @@ NEEDS = {
     "model.compat": ["model.family=moviegen", "model.hidden_size=256"],
 }
 """What has to be set first."""
+OF_BUNDLES = ("autoguidance", "cache_budget", "adapter_interval", "image_guidance", "low_guidance")
 REFUSED = [
-    f"validation.sampling.{name}" for name in ("autoguidance", "cache_budget", "adapter_interval", "image_guidance")
+    *(f"validation.sampling.{name}" for name in OF_BUNDLES),
+    *("model.image_size", "model.image_positions"),
 ]
 """Said of a bundle alone; a run refuses them by name (test_rules.py)."""
 SETTINGS = [key for key in known_keys() if key not in ("recipe", *REFUSED)]  # the recipe is chosen by --recipe

@@ -95,6 +95,10 @@ BREACHES = (
     breach("ema.sigma_rels=[0.1, 0.1] names one profile twice", ema={"sigma_rels": (0.1, 0.1)}),
     breach("did you mean 'first_frame'", data={"given": ("first_fame:0.2",)}, model={"given_sigma": 0.02}),
     breach("data.given needs model.given_sigma", data={"given": ("first_frame:0.2",)}),
+    breach(
+        "model.given_form=channels model.image_size=None: what such a network is given",
+        model={"given_form": "channels", "given_sigma": 0.02},
+    ),
     breach("data.given_dropout=[0.5, 0.3, 0.2] must be three shares", data={"given_dropout": (0.5, 0.3, 0.2)}),
     breach(
         "train.adapter.targets: no linear of the network is named 'mlp'",
@@ -235,6 +239,7 @@ BREACHES = (
     of_sampling("validation.sampling.autoguidance=elsewhere is a second network", autoguidance="elsewhere"),
     of_sampling("validation.sampling.adapter_interval=[1, 2] needs a bundle", adapter_interval=(1, 2)),
     of_sampling("validation.sampling.image_guidance=2.0 needs something given", image_guidance=2.0),
+    of_sampling("validation.sampling.low_guidance=2.0 is for bundles of two networks", low_guidance=2.0),
     of_sampling("validation.sampling.cache_budget=0.1 needs a bundle", cache_budget=0.1),
     # this machine
     on_start(

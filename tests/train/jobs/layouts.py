@@ -26,8 +26,10 @@ from megadit.models import axial, experts, initialize, layout, parameterization 
 from megadit.models.adapter_config import AdapterConfig  # noqa: E402
 from megadit.models.attention import WidthNorm  # noqa: E402
 from megadit.models.conditioning import Conditioning, Given  # noqa: E402
+from megadit.models.config import DiTConfig  # noqa: E402
 from megadit.models.dit import DiT  # noqa: E402
 from megadit.models.expert_config import ExpertConfig  # noqa: E402
+from megadit.models.given_forms import GIVEN_FORMS  # noqa: E402
 from megadit.models.low_rank import LowRank, _identity  # noqa: E402
 from megadit.models.megatron import context_parallel, expert_parallel  # noqa: E402
 from megadit.models.megatron import groups as process_groups  # noqa: E402
@@ -162,10 +164,8 @@ def break_it(what, training):
 
 
 def _at_the_level_of_the_sample(dit, x, sigma_G, text, fps, pack, before=None):
-    def pad(sigma, *_, **__):
-        return sigma[pack.on(sigma.device).segment_of_row_R]
-
-    with mock.patch.object(parameterization, "F", SimpleNamespace(pad=pad)):
+    form = property(lambda config: replace(GIVEN_FORMS[config.given_form], has_own_level=False))
+    with mock.patch.object(DiTConfig, "given", form):
         return parameterization.denoise_packed(dit, x, sigma_G, text, fps, pack, before)
 
 

@@ -48,6 +48,7 @@ NETWORKS = {
     "moviegen of NeMo": MOVIEGEN | {"compat": "nemo", "hidden_size": 256, "qk_layernorm": False},
     "st_dit": {"family": "st_dit", "adaln_lora_dim": 4},
     "wan": {"family": "wan"},
+    "wan of images": {"family": "wan", "image_size": 20, "image_positions": 3},
     "experts": {"experts": ExpertConfig(**EXPERTS, shared_ffn_hidden_size=20)},
     "experts of moviegen": MOVIEGEN | {"experts": ExpertConfig(**EXPERTS, routing="expert_choice")},
 }

@@ -1,0 +1,202 @@
+"""`megadit generate --dry-run`: what memory a generation takes on its device, from sizes alone, before anything loads.
+
+A generation has three phases, which take turns: the text is encoded, latents are sampled, a video is decoded. Weights
+of the network and the autoencoder stay through all of them, those of the text encoder unless they are offloaded.
+Activations are counted as the tensors that live at once in the largest step of each phase (rounded up).
+"""
+
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megadit.infer.batches import batch_size
+from megadit.infer.resolve import latent_size
+from megadit.infer.runtimes.torch import KEPT_BYTES
+from megadit.models.blocks import MLP_SLICE
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.bundle.components import TENSOR_FILE
+from megadit.models.bundle.tensor_source import open_safetensors
+from megadit.models.config import DiTConfig
+from megadit.models.settings import SamplingSettings
+from megadit.models.shared.errors import UserError
+from megadit.models.text_encoders.t5 import DTYPES, T5TextEncoder
+from megadit.models.tokenizers import VideoTokenizer
+from megadit.models.weights import dit_shapes
+
+GIB = 2**30
+LIVE_WIDTHS = 10
+"""Tensors as large as a block's tokens that live at once: input, norm, q, k, v fused and apart, the result."""
+SAMPLER_STATES = 6
+"""float64 latents that live at once: x, its noise, and what solvers remember of earlier steps."""
+LIVE_FEATURES = 4
+"""Tensors as large as the decoder's widest that live at once."""
+TEXT_TOKENS = 512
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choices:
+    """What of a generation decides its memory beside its size."""
+
+    dtype: torch.dtype
+    resident_blocks: int | None = None
+    offload_text_encoder: bool = False
+    sequential_guidance: bool = False
+    batch_size: int | None = None
+
+    @property
+    def flags(self) -> str:
+        """As `megadit generate` takes those that save memory."""
+        kept = "" if self.resident_blocks is None else f"--resident_blocks {self.resident_blocks}"
+        named = {"--offload_text_encoder": self.offload_text_encoder, "--sequential_guidance": self.sequential_guidance}
+        return " ".join(filter(None, [*(name for name, is_on in named.items() if is_on), kept]))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPlan:
+    """Bytes on the device; of blocks that are fetched for their turn, in the host's memory."""
+
+    network: int
+    autoencoder: int
+    text_encoder: int | None
+    """None: its files are not on this machine."""
+    keeps_text_encoder: bool
+    sampling: int
+    """Activations."""
+    decoding: int
+    host: int
+
+    @property
+    def phases(self) -> dict[str, int]:
+        """What each phase takes, its weights included."""
+        text_encoder = self.text_encoder or 0
+        weights = self.network + self.autoencoder
+        kept = text_encoder if self.keeps_text_encoder else 0
+        return {
+            "encoding": weights + text_encoder,
+            "sampling": weights + kept + self.sampling,
+            "decoding": weights + kept + self.decoding,
+        }
+
+    @property
+    def peak(self) -> int:
+        return max(self.phases.values())
+
+
+def plan_memory(
+    bundle: Bundle, settings: SamplingSettings, tokenizer: VideoTokenizer, text_encoder: Any, choices: Choices
+) -> MemoryPlan:
+    """The memory of one batch of videos of these settings.
+
+    Raises:
+        UserError: for a size that cannot be made.
+    """
+    config, size = bundle.config, choices.dtype.itemsize
+    shapes = dit_shapes(config)
+    blocks = size * sum(prod(shape) for name, shape in shapes.items() if name.startswith("blocks."))
+    around = size * sum(map(prod, shapes.values())) - blocks
+    resident = choices.resident_blocks
+    is_streamed = resident is not None and resident + 1 < config.num_layers
+    here = blocks * (resident + 1) // config.num_layers if is_streamed else blocks
+    count = len(bundle.networks)
+    return MemoryPlan(
+        network=count * (here + around),
+        autoencoder=_file_bytes(bundle.path / "tokenizer"),
+        text_encoder=_text_encoder_bytes(bundle, text_encoder),
+        keeps_text_encoder=not choices.offload_text_encoder,
+        sampling=_sampling_bytes(config, settings, tokenizer, choices),
+        decoding=_decoding_bytes(settings, tokenizer),
+        host=count * blocks if is_streamed else 0,
+    )
+
+
+def fitting(
+    bundle: Bundle,
+    settings: SamplingSettings,
+    tokenizer: VideoTokenizer,
+    text_encoder: Any,
+    choices: Choices,
+    room: int,
+) -> Choices | None:
+    """The choices that slow a generation least of those that fit in `room` bytes; None where none do."""
+    for offload, in_turn in ((False, False), (True, False), (True, True)):
+        kept = {
+            "offload_text_encoder": offload or choices.offload_text_encoder,
+            "sequential_guidance": in_turn or choices.sequential_guidance,
+        }
+        is_last = in_turn
+        numbers = [None, *(range(bundle.config.num_layers - 2, 0, -1) if is_last else ())]
+        for resident in numbers:
+            tried = replace(choices, resident_blocks=resident, **kept)
+            if plan_memory(bundle, settings, tokenizer, text_encoder, tried).peak <= room:
+                return tried
+    return None
+
+
+def describe_plan(plan: MemoryPlan, room: int, fits: Choices | None) -> str:
+    """The plan in lines, with what fits in `room` bytes."""
+    text = "not on this machine" if plan.text_encoder is None else _gib(plan.text_encoder)
+    leaves = "" if plan.keeps_text_encoder else ", only while the text is encoded"
+    fetched = f" (all blocks, {_gib(plan.host)}, in the host's memory)" if plan.host else ""
+    lines = [
+        f"network       {_gib(plan.network)}{fetched}",
+        f"text encoder  {text}{leaves}",
+        f"autoencoder   {_gib(plan.autoencoder)}",
+        *(f"{name:<13} {_gib(size)} in all" for name, size in plan.phases.items()),
+        f"largest       {_gib(plan.peak)} of {_gib(room)}",
+    ]
+    if plan.peak > room:
+        lines.append(f"too much: use {fits.flags}" if fits is not None else "too much: make the video smaller")
+    return "\n".join(lines)
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"
+
+
+def _sampling_bytes(config: DiTConfig, settings: SamplingSettings, tokenizer: VideoTokenizer, choices: Choices) -> int:
+    """Of the network's activations and the sampler's state; an image that is edited beside doubles the tokens."""
+    shape = latent_size(settings, config, tokenizer)[1]
+    tokens = prod(config.token_grid(*shape[1:]))
+    videos = batch_size(choices.batch_size, tokens)
+    halves = 1 if choices.sequential_guidance or settings.guidance == 1 else 2
+    size, rows = choices.dtype.itemsize, videos * halves
+    block = LIVE_WIDTHS * tokens * rows * config.hidden_size
+    mlp = 2 * min(tokens, MLP_SLICE) * rows * config.mlp_rows
+    kept = size * 2 * config.num_layers * TEXT_TOKENS * rows * config.attention_size
+    patches = 4 * 4 * tokens * rows * config.token_dim
+    state = 8 * SAMPLER_STATES * prod(shape) * videos
+    return size * (block + mlp) + min(kept, KEPT_BYTES) + patches + state
+
+
+def _decoding_bytes(settings: SamplingSettings, tokenizer: VideoTokenizer) -> int:
+    """Of one piece of a video through the decoder's widest features at full size, and the video itself."""
+    frames = tokenizer.frames_covering(settings.num_frames)
+    video = 4 * 3 * frames * settings.height * settings.width
+    network = getattr(tokenizer, "network", None)
+    if network is None:
+        return 2 * video
+    tiles, config = tokenizer.tiles, network.config
+    side = min(tiles.side * tokenizer.spatial_compression, max(settings.height, settings.width))
+    at_once = min(tiles.frames * tokenizer.temporal_compression, frames)
+    width = config.get("decoder_base_dim") or config.get("base_dim")
+    width = width or min(config.get("decode_block_out_channels") or config.get("block_out_channels") or (128,))
+    return 2 * video + 4 * LIVE_FEATURES * at_once * side**2 * width
+
+
+def _file_bytes(directory: Path) -> int:
+    path = directory / TENSOR_FILE
+    return path.stat().st_size if path.is_file() else 0
+
+
+def _text_encoder_bytes(bundle: Bundle, text_encoder: Any) -> int | None:
+    if not isinstance(text_encoder, T5TextEncoder):
+        return _file_bytes(bundle.path / "text_encoder")
+    try:
+        files = sorted(text_encoder.directory.glob("*.safetensors"))
+    except UserError:
+        return None
+    numbers = sum(prod(stored.shape) for file in files for stored in open_safetensors(file).stored.values())
+    return numbers * DTYPES[text_encoder.dtype].itemsize or None

@@ -1,0 +1,83 @@
+"""Features of a given image by a published CLIP (arXiv 2103.00020), through `transformers`: what Wan 2.1 reads.
+
+Shapes: I tokens, E feature width.
+"""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megadit.models.bundle import components as parts
+from megadit.models.bundle import hub
+from megadit.models.bundle.pretrained import check_weights, transformers_library
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import read_json
+
+_FILES = "config.json, model.safetensors and preprocessor_config.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ImageEncoder:
+    """Features of the layer before the last, one for each patch and one for the whole."""
+
+    model: str
+    """Directory, or name in the hub's cache, of a CLIP; of a pipeline, whose `image_encoder/` and `image_processor/`
+    these are."""
+    _loaded: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def dim(self) -> int:
+        """Width E of the features.
+
+        Raises:
+            UserError: if the directory is no CLIP of images.
+        """
+        values = read_json(self._directory("image_encoder") / parts.CONFIG_FILE)
+        if values.get("model_type") != "clip_vision_model":
+            raise UserError(f"{self.model} is a model of type {values.get('model_type')!r}, not clip_vision_model")
+        return values["hidden_size"]
+
+    @torch.no_grad()
+    def encode(self, image_HWC: np.ndarray) -> Tensor:
+        """float32 [1, I, E] on the CPU, of an image of any size (uint8 HWC)."""
+        prepare, network = self._networks()
+        pixels = prepare(images=image_HWC, return_tensors="pt").pixel_values.to(network.device, network.dtype)
+        return network(pixels, output_hidden_states=True).hidden_states[-2].float().cpu()
+
+    def save(self, directory: str | os.PathLike) -> None:
+        """Writes the name of the model: its weights stay where they are."""
+        parts.write_part(directory, {"type": "clip", "model": self.model}, {})
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike) -> "ImageEncoder":
+        """The inverse of `save`.
+
+        Raises:
+            UserError: if config.json is missing or has other settings.
+        """
+        parts.part_type(directory, "image encoder", ["clip"])
+        return cls(**parts.read_settings(directory, ["model"]))
+
+    def _directory(self, part: str) -> Path:
+        root = hub.local_directory(self.model, "image encoder", _FILES)
+        return root / part if (root / part).is_dir() else root
+
+    def _networks(self) -> tuple[Any, Any]:
+        """What prepares images, and the network; loaded once."""
+        if not self._loaded:
+            library, directory = transformers_library("an image encoder"), self._directory("image_encoder")
+            check_weights(directory)
+            try:
+                prepared_by = self._directory("image_processor")
+                prepare = library.CLIPImageProcessor.from_pretrained(prepared_by, local_files_only=True)
+                network = library.CLIPVisionModel.from_pretrained(directory, local_files_only=True)
+                self._loaded.update(prepare=prepare, network=network.float().eval())
+            except (OSError, ValueError) as error:
+                reason = str(error).split("\n")[0]
+                raise UserError(f"{directory} cannot be loaded ({reason}); needs {_FILES}") from error
+        return self._loaded["prepare"], self._loaded["network"]
