@@ -196,7 +196,9 @@ def run_command(command: list[str], folder: Path, before: set[Path], capsys) -> 
     assert not noise and "Traceback" not in stderr, stderr
     assert (code, len(errors)) in ((0, 0), (2, 1)), stderr
     if code == 0:
-        assert stdout and all(Path(line).exists() for line in stdout.splitlines())
+        is_plan = not {"--dry_run", "--dry-run"}.isdisjoint(command)
+        assert "GiB" in stdout if is_plan else all(Path(line).exists() for line in stdout.splitlines()), stdout
+        assert stdout
     check_files(folder, before)
     return code
 

@@ -134,7 +134,7 @@ def test_without_weak_references_a_reused_address_would_be_taken_for_the_value(l
             self.cdata = storage._cdata
 
     monkeypatch.setattr(ledger, "StorageWeakRef", Address)
-    found = [gradients_at_a_reused_address(linear) for _ in range(5)]
+    found = (gradients_at_a_reused_address(linear) for _ in range(100))  # an allocator may have other places at hand
     assert any((ours[1] - expected[1]).norm() > 0.1 * expected[1].norm() for ours, expected, _ in found)
 
 

@@ -12,7 +12,6 @@ from megadit.serve.client import VideoClient
 from megadit.serve.page.demo import Studio
 
 from ..media import MP4, OTHER_PNG, PNG
-from ..test_media import able_dir, able_server  # noqa: F401
 
 
 def test_what_is_painted_becomes_white():
@@ -27,7 +26,7 @@ def test_what_is_painted_becomes_white():
 
 
 @pytest.mark.slow
-def test_a_visitor_paints_what_is_made_anew(chromium, able_server, tmp_path):  # noqa: F811
+def test_a_visitor_paints_what_is_made_anew(chromium, able_server, tmp_path):
     pytest.importorskip("gradio")
     from megadit.serve.page.layout import build_page, launch
 
