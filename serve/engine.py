@@ -7,9 +7,12 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from megadit.infer.adapters import Scales
 from megadit.infer.animations import encode_image
 from megadit.infer.callbacks import Cancelled, Step
 from megadit.infer.given import Media, Target, check_given, strength_of, structure_of
@@ -21,10 +24,13 @@ from megadit.infer.resolve import latent_size, resolve_settings
 from megadit.infer.runtimes.load import check_runtime, open_exported
 from megadit.infer.video_io import encode_mp4
 from megadit.models.bundle.bundle import Bundle
+from megadit.models.named_adapters import MissingAdapterError, find_adapter
 from megadit.models.settings import SERVED, SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.serve.contract import (
+    ADAPTER_MARK,
     DEADLINE_MARK,
+    AdapterNotFoundError,
     CancelledError,
     DeadlineExceededError,
     Event,
@@ -51,6 +57,8 @@ class OpenRequest:
     has_ended: bool = False
     given: Media = ()
     """What is given of its videos, once it was read."""
+    adapters: Scales = field(default_factory=dict)
+    """Of its videos, once they were read."""
     made: set[int] = field(default_factory=set)
     """Which of its videos are done."""
 
@@ -97,9 +105,12 @@ class Engine:
         *,
         batch_size: int | None = None,
         decode: Callable[[bytes], np.ndarray] | None = None,
+        adapters: Path | None = None,
     ) -> None:
         """`batch_size`: videos made at once, at most (None: as many as the pipeline finds good); `decode` gives the
-        frames (uint8 THWC) of a file that was sent (None: in this process)."""
+        frames (uint8 THWC) of a file that was sent (None: in this process); `adapters` is the folder of those that
+        requests name (`named_adapters.py`)."""
+        self.adapters = adapters
         self.pipeline = pipeline
         self.decode = decode or partial(decode_here, limits=info.limits)
         self.info = info
@@ -113,6 +124,7 @@ class Engine:
             try:
                 settings = self.check(open_request.request)
                 open_request.given = self.read(open_request.request, settings)
+                open_request.adapters = self.read_adapters(open_request.request)
                 groups[settings, strength_of(open_request.given)].append(open_request)
             except Exception as error:
                 _fail(open_request, error)
@@ -169,6 +181,21 @@ class Engine:
         check_given(media, self.pipeline.takes, self._target(settings))
         return media
 
+    def read_adapters(self, request: VideoRequest) -> Scales:
+        """The adapters of a request, by their paths, once each has been read.
+
+        Raises:
+            UserError: for those that are not there, cannot be read, or do not fit the network.
+        """
+        scales = self.info.check_adapters(request)
+        paths = {str(find_adapter(self.adapters, name, self.info.limits.max_adapter_bytes)): name for name in scales}
+        for path, name in paths.items():  # one by one: what the others are is no reason to keep all in memory
+            try:
+                self.pipeline.admit_adapters({path: 1.0})
+            except UserError as error:
+                raise UserError(f"the adapter {name!r} cannot be used: {error}".replace(path, name)) from None
+        return {path: scales[name] for path, name in paths.items()}
+
     def _target(self, settings: SamplingSettings) -> Target:
         return Target.of(settings, self.pipeline.config, self.pipeline.tokenizer)
 
@@ -211,6 +238,7 @@ class Engine:
             seeds=[row.seed for row in rows],
             batch_size=self.batch_size,
             given=[row.owner.given for row in rows],
+            adapters=[row.owner.adapters for row in rows],
             on_step=on_step,
         )
         for row, video in zip(rows, videos, strict=True):
@@ -274,7 +302,8 @@ def _living_owners(rows: list[_Row]) -> list[OpenRequest]:
 def _result(row: _Row, video: GeneratedVideo, *, seconds: float, batch_size: int) -> VideoResult:
     """The encoded video, with what made it inside."""
     is_image = video.settings.num_frames == 1
-    record = json.dumps({"prompt": video.prompt, "seed": video.seed, **asdict(video.settings)})
+    settings = asdict(video.settings) | _adapter_record(row.owner.request)
+    record = json.dumps({"prompt": video.prompt, "seed": video.seed, **settings})
     if is_image:
         data = encode_image(video.video[0], ".png", record)
     else:
@@ -285,10 +314,15 @@ def _result(row: _Row, video: GeneratedVideo, *, seconds: float, batch_size: int
         index=row.index,
         prompt=video.prompt,
         seed=video.seed,
-        settings=asdict(video.settings),
+        settings=settings,
         seconds=seconds,
         batch_size=batch_size,
     )
+
+
+def _adapter_record(request: VideoRequest) -> dict[str, Any]:
+    adapters = [{"name": name, "scale": scale} for name, scale in request.adapter_scales().items()]
+    return {"adapters": adapters} if adapters else {}
 
 
 def _num_videos(request: VideoRequest) -> int:
@@ -296,6 +330,9 @@ def _num_videos(request: VideoRequest) -> int:
 
 
 def _fail(open_request: OpenRequest, error: Exception) -> None:
+    if isinstance(error, MissingAdapterError):
+        open_request.finish(AdapterNotFoundError(f"{ADAPTER_MARK}: {error}"))
+        return
     if isinstance(error, UserError):
         open_request.finish(InvalidRequestError(str(error)))
         return

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megadit.infer.adapters import parse_adapters
+from megadit.models.named_adapters import parse_adapters
 from megadit.infer.checkpoints import open_bundle
 from megadit.models.bundle.bundle import Bundle, is_bundle, write_bundle
 from megadit.models.convert.adapter import Adapter
