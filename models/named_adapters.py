@@ -15,6 +15,8 @@ from megadit.models.shared.errors import UserError
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,149}")
 """Of an adapter in a folder: no path, and no hidden or half-written file."""
+OF_A_KEY = re.compile(r"(?P<name>.+)\.(?P<key>[0-9a-f]{12})\.[0-9a-f]{16}")
+"""The name of one that a key brought to the gateway, which keeps it here."""
 SUFFIX = ".safetensors"
 
 
@@ -59,7 +61,7 @@ def check_name(name: str) -> None:
 
 
 def adapters_in(folder: Path) -> list[str]:
-    """The names of a folder, sorted."""
+    """The names of a folder, those of keys' own among them, sorted."""
     paths = folder.iterdir() if folder.is_dir() else ()
     names = (path.name if path.is_dir() else path.name.removesuffix(SUFFIX) for path in paths if _is_one(path))
     return sorted(name for name in names if NAME.fullmatch(name))

@@ -20,7 +20,7 @@ from megadit.infer.runtimes.torch import find_dtype
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.convert.adapter_files import bundle_fingerprint
 from megadit.models.given_settings import MediaLimits
-from megadit.models.named_adapters import adapters_in
+from megadit.models.named_adapters import OF_A_KEY, adapters_in
 from megadit.models.settings import SAMPLERS, STOCHASTIC, SamplingSettings
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
@@ -147,9 +147,8 @@ def service_info(
 
 
 def _adapter_info(bundle: Bundle, folder: Path) -> AdapterInfo:
-    return AdapterInfo(
-        names=tuple(adapters_in(folder)), base=bundle_fingerprint(bundle), network=bundle.config.to_dict()
-    )
+    names = tuple(name for name in adapters_in(folder) if not OF_A_KEY.fullmatch(name))
+    return AdapterInfo(names=names, base=bundle_fingerprint(bundle), network=bundle.config.to_dict())
 
 
 GivenLimits = given_class("GivenLimits", Limits)

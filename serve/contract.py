@@ -319,7 +319,7 @@ class ServiceInfo:
         """
         scales = request.adapter_scales()
         if scales and self.adapters is None:
-            raise UserError("this service takes no adapters; `megadit serve build-repository --adapters DIR` gives some")
+            raise UserError("this service takes no adapters: it was built without --adapters")
         self.limits.check_adapters(scales)
         return scales
 

@@ -10,6 +10,8 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.setting import check_settings, setting
 from megadit.serve.contract import DATA, EVENT, INPUTS, ServiceInfo
 
+FOLDERS = ("adapters",)
+"""Parameters that name folders, read at run time."""
 NO_OTHERS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -133,6 +135,12 @@ model_warmup [
 def _parameter(key: str, value: str) -> str:
     # a JSON string is a string of the protobuf text format, but for characters beyond ASCII, which json escapes
     return f'parameters {{ key: "{key}" value {{ string_value: {json.dumps(value)} }} }}'
+
+
+def parameter_in(config: str, key: str) -> str:
+    """A parameter of a config.pbtxt that `service_config` wrote; "" where it has none."""
+    found = re.search(rf'^parameters {{ key: "{key}" value {{ string_value: (".*") }} }}$', config, re.MULTILINE)
+    return json.loads(found[1]) if found else ""
 
 
 def _list(field: str, entries: Iterable[str]) -> str:

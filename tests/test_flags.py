@@ -191,6 +191,7 @@ SHOWN_BY = {
             --images --dtype --device --instances --max_batch_size --max_queue_size --queue_seconds --batching_seconds
             --max_prompt_characters --max_text_tokens --max_videos --max_frames --max_pixels --max_work
             --max_media_bytes --max_media_pixels --max_media_frames --max_media_side --max_media_seconds
+            --max_adapters --max_adapter_bytes --adapters --adapter_bytes
         """,
         "serve/test_flags.py::test_exported_networks_and_runtimes_are_asked_for": "--networks --runtime",
     },
@@ -210,12 +211,13 @@ SHOWN_BY = {
         "serve/test_flags.py::test_every_option_reaches_the_gateway": """
             --server --model --store --results --result_seconds --host --port --metrics_host --metrics_port --name
             --slots --job_seconds --hang_seconds --max_body_bytes --max_streams --min_free_bytes --history_seconds
-            --drain_seconds --max_connections --max_upload_bytes --max_uploads
+            --drain_seconds --max_connections --max_upload_bytes --max_uploads --adapters
         """
     },
     "serve keys": {
         "serve/test_flags.py::test_every_option_of_a_key_is_written_down": """
             --store --requests_per_minute --max_active --videos_per_day --max_stored_bytes --max_upload_bytes --webhook
+            --max_adapters --max_adapter_bytes
         """
     },
     "serve ask": {
@@ -223,6 +225,7 @@ SHOWN_BY = {
             --output --url --model --timeout --priority --negative_prompt --sampler --seed --guidance --num_steps
             --num_video_frames --height --width --fps --num_videos --eta --image_guidance --input_video --strength
             --continue_video --lead_to_video --keep_frames --image --last_image --keyframe --video --mask --instruction
+            --adapter
         """
     },
     "serve demo": {

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megadit.models.named_adapters import parse_adapters
 from megadit.infer.checkpoints import open_bundle
 from megadit.models.bundle.bundle import Bundle, is_bundle, write_bundle
 from megadit.models.convert.adapter import Adapter
@@ -32,6 +31,7 @@ from megadit.models.megatron.checkpoint import (
     read_network,
     read_state,
 )
+from megadit.models.named_adapters import parse_adapters
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.options import read_options
