@@ -19,11 +19,8 @@ def test_example_writes_a_video(server, tmp_path, monkeypatch, program, capfd):
         if shutil.which("curl") is None:
             pytest.skip("no curl")
         script = with_megadit.__file__.replace("with_megadit.py", "with_curl.sh")
-        subprocess.run(
-            [script, server.http_url, "a two", "a.png", "one:0.5"],
-            check=True,
-            env={"PATH": f"{sys.prefix}/bin:/usr/bin:/bin"},
-        )
+        command = [script, server.http_url, "a two", "a.png", "one:0.5"]
+        subprocess.run(command, check=True, env={"PATH": f"{sys.prefix}/bin:/usr/bin:/bin"})
     elif program == "with_megadit":
         with_megadit.main(server.grpc_url, "a two", "a.png", "one:0.5")
     else:
