@@ -10,14 +10,16 @@ denoiser/, video_decoder/     exported networks by themselves, where asked for
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megadit.infer.adapters import KEPT_BYTES, MERGE_FIRST
 from megadit.infer.checkpoints import open_bundle
+from megadit.infer.resolve import DefaultOptions, with_changed_defaults
 from megadit.infer.runtimes.load import check_runtime, open_exported, taken
 from megadit.infer.runtimes.torch import find_dtype
-from megadit.models.bundle.bundle import Bundle
+from megadit.models.bundle.bundle import Bundle, update_manifest
 from megadit.models.convert.adapter_files import bundle_fingerprint
 from megadit.models.given_settings import MediaLimits
 from megadit.models.named_adapters import OF_A_KEY, adapters_in
@@ -66,6 +68,7 @@ def build_repository(
     limits: dict[str, int] | None = None,
     adapters: str | os.PathLike | None = None,
     adapter_bytes: int = KEPT_BYTES,
+    defaults: Sequence[str] = (),
 ) -> Path:
     """Writes the repository, whole or not at all, and returns its path; one already there is replaced.
 
@@ -73,14 +76,14 @@ def build_repository(
     `Limits` (those left out follow from the bundle's defaults).
     `with_networks` adds each exported network as a model of Triton's own backends. `adapters` is the folder of those
     that requests may name, which is read while requests are served and not copied; `adapter_bytes` of them stay in
-    memory.
+    memory; `defaults` are changes of the bundle's, such as num_steps=20.
 
     Raises:
         UserError: for a checkpoint that cannot be served, and a directory that holds something else.
     """
     find_dtype(dtype)
     check_runtime(runtime, dtype=dtype)
-    bundle = open_bundle(checkpoint)
+    bundle = with_changed_defaults(open_bundle(checkpoint), defaults)
     if runtime != "torch":
         open_exported(bundle, runtime)
     path = Path(repository)
@@ -104,6 +107,8 @@ def build_repository(
             # a second model shares the files of the first, which large weights would otherwise take up twice
             source, copy = (bundle.path, shutil.copy2) if name == MODEL else (temporary / MODEL / "1/bundle", os.link)
             shutil.copytree(source, version / "bundle", copy_function=copy)
+            if defaults and name == MODEL:
+                update_manifest(version / "bundle", defaults=bundle.defaults.to_dict())
         if with_networks:
             write_networks(bundle, runtime, temporary)
     return path
@@ -168,6 +173,7 @@ class RepositoryOptions:
         KEPT_BYTES, "of adapters that stay in memory while nobody asks for them (default: 2 GiB)", low=0, metavar="N"
     )
     runtime: str = setting("torch", "torch; onnx or tensorrt for a bundle of `megadit export` (default: {default})")
+    defaults: DefaultOptions = group(DefaultOptions)
     scheduling: Scheduling = group(Scheduling, "queue and devices")
     limits: GivenLimits = group(GivenLimits, "limits of a request (defaults: a multiple of the bundle's default video)")
 
@@ -195,6 +201,7 @@ def _run(argv: list[str]) -> None:
         limits={name: value for name, value in asdict(options.limits).items() if value is not None},
         adapters=options.adapters,
         adapter_bytes=options.adapter_bytes,
+        defaults=options.defaults.default,
     )
     print(
         f"{path}: {', '.join(sorted(folder.name for folder in path.iterdir()))}; `megadit serve run {path}` serves it"

@@ -120,6 +120,7 @@ SHOWN_BY = {
     "bundle": {
         "train/test_to_bundle.py::test_averages_and_steps_are_chosen": "--ema --step",
         "train/test_to_bundle.py::test_the_data_set_may_lie_elsewhere": "--dataset",
+        "train/test_to_bundle.py::test_defaults_are_chosen": "--default",
         "infer/test_adapters.py::test_merged_equals_unmerged": "--merge",
     },
     "convert": {
@@ -164,8 +165,8 @@ SHOWN_BY = {
     "evaluate convert": {},
     "export": {
         "export/test_export.py::test_every_option_reaches_the_export": """
-            --format --precision --profile --opset --calibration_prompts --no_text_encoder --video_steps --workspace_gb
-            --optimization_level --timing_cache --refittable --version_compatible --hardware_compatible
+            --format --precision --profile --opset --calibration_prompts --no_text_encoder --video_steps --default
+            --workspace_gb --optimization_level --timing_cache --refittable --version_compatible --hardware_compatible
             --weight_streaming
         """,
         "export/test_to_tensorrt.py::test_engines_of_an_earlier_export_take_new_weights": "--refit",
@@ -194,6 +195,7 @@ SHOWN_BY = {
             --max_adapters --max_adapter_bytes --adapters --adapter_bytes
         """,
         "serve/test_flags.py::test_exported_networks_and_runtimes_are_asked_for": "--networks --runtime",
+        "serve/test_build_repository.py::test_defaults_are_changed_by_the_rules_of_a_request": "--default",
     },
     "serve run": {
         "serve/test_flags.py::test_every_option_reaches_the_server": (
