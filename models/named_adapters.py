@@ -87,5 +87,11 @@ def find_adapter(folder: Path, name: str, max_bytes: int) -> Path:
     raise MissingAdapterError(f"there is no adapter {name!r}")
 
 
+def shown_name(name: str) -> str:
+    """What an adapter is called where a person reads it: one that a key brought, as this key calls it."""
+    of_key = OF_A_KEY.fullmatch(name)
+    return of_key["name"] if of_key else name
+
+
 def _is_one(path: Path) -> bool:
     return path.is_dir() or path.suffix == SUFFIX

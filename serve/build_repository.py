@@ -16,6 +16,7 @@ from pathlib import Path
 
 from megadit.infer.adapters import KEPT_BYTES, MERGE_FIRST
 from megadit.infer.checkpoints import open_bundle
+from megadit.infer.guardrail import find_guardrail
 from megadit.infer.resolve import DefaultOptions, with_changed_defaults
 from megadit.infer.runtimes.load import check_runtime, open_exported, taken
 from megadit.infer.runtimes.torch import find_dtype
@@ -69,6 +70,7 @@ def build_repository(
     adapters: str | os.PathLike | None = None,
     adapter_bytes: int = KEPT_BYTES,
     defaults: Sequence[str] = (),
+    guardrail_dir: str | os.PathLike | None = None,
 ) -> Path:
     """Writes the repository, whole or not at all, and returns its path; one already there is replaced.
 
@@ -76,7 +78,8 @@ def build_repository(
     `Limits` (those left out follow from the bundle's defaults).
     `with_networks` adds each exported network as a model of Triton's own backends. `adapters` is the folder of those
     that requests may name, which is read while requests are served and not copied; `adapter_bytes` of them stay in
-    memory; `defaults` are changes of the bundle's, such as num_steps=20.
+    memory; `defaults` are changes of the bundle's, such as num_steps=20; `guardrail_dir` is the folder of a content
+    filter (`infer/guardrail.py`), which is run where it is, in Triton.
 
     Raises:
         UserError: for a checkpoint that cannot be served, and a directory that holds something else.
@@ -96,6 +99,7 @@ def build_repository(
         of_images = replace(bundle.defaults, num_frames=1)
         models[IMAGE_MODEL] = service_info(bundle, of_images, limits, runtime, folder)
     others = {"adapters": str(folder or ""), "adapter_bytes": str(adapter_bytes)}
+    others["guardrail_dir"] = "" if guardrail_dir is None else str(find_guardrail(guardrail_dir).parent)
     with atomic_directory(path) as temporary:
         for name, info in models.items():
             version = temporary / name / "1"
@@ -172,6 +176,9 @@ class RepositoryOptions:
     adapter_bytes: int = setting(
         KEPT_BYTES, "of adapters that stay in memory while nobody asks for them (default: 2 GiB)", low=0, metavar="N"
     )
+    guardrail_dir: Path | None = setting(
+        None, "folder of a content filter, which sees every prompt and video; run there, not copied", metavar="DIR"
+    )
     runtime: str = setting("torch", "torch; onnx or tensorrt for a bundle of `megadit export` (default: {default})")
     defaults: DefaultOptions = group(DefaultOptions)
     scheduling: Scheduling = group(Scheduling, "queue and devices")
@@ -202,6 +209,7 @@ def _run(argv: list[str]) -> None:
         adapters=options.adapters,
         adapter_bytes=options.adapter_bytes,
         defaults=options.defaults.default,
+        guardrail_dir=options.guardrail_dir,
     )
     print(
         f"{path}: {', '.join(sorted(folder.name for folder in path.iterdir()))}; `megadit serve run {path}` serves it"

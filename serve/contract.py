@@ -19,7 +19,7 @@ MODEL = "text_to_video"
 IMAGE_MODEL = "text_to_image"
 EVENT, DATA = "event", "data"
 """The two outputs of every response: JSON that says what it is, and the bytes of a preview, video or image."""
-DEADLINE_MARK, ADAPTER_MARK = "deadline exceeded", "adapter not found"
+DEADLINE_MARK, ADAPTER_MARK, GUARDRAIL_MARK = "deadline exceeded", "adapter not found", "held back"
 """Begin the messages of errors for which Triton's backends have no codes of their own; see `MARKS`."""
 
 MIN_FPS, MAX_FPS = 1, 240
@@ -422,5 +422,15 @@ class DeadlineExceededError(ServiceError):
     """The request took longer than its client allowed."""
 
 
-MARKS: dict[str, type[ServiceError]] = {DEADLINE_MARK: DeadlineExceededError, ADAPTER_MARK: AdapterNotFoundError}
+class HeldBackError(InvalidRequestError):
+    """The service's content filter refuses the request, or holds its video back."""
+
+    code = "guardrail"
+
+
+MARKS: dict[str, type[ServiceError]] = {
+    DEADLINE_MARK: DeadlineExceededError,
+    ADAPTER_MARK: AdapterNotFoundError,
+    GUARDRAIL_MARK: HeldBackError,
+}
 """What begins the message of an error whose code gets lost on the way."""

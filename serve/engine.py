@@ -5,7 +5,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from megadit.infer.animations import encode_image
 from megadit.infer.callbacks import Cancelled, Step
 from megadit.infer.given import Media, Target, check_given, strength_of, structure_of
 from megadit.infer.given_parts import decoded
+from megadit.infer.guardrail import Guardrail
+from megadit.infer.guardrail import HeldBackError as Refused
 from megadit.infer.media import decode as decode_here
 from megadit.infer.media import within_total
 from megadit.infer.pipeline import GeneratedVideo, TextToVideo
@@ -24,16 +26,18 @@ from megadit.infer.resolve import latent_size, resolve_settings
 from megadit.infer.runtimes.load import check_runtime, open_exported
 from megadit.infer.video_io import encode_mp4
 from megadit.models.bundle.bundle import Bundle
-from megadit.models.named_adapters import MissingAdapterError, find_adapter
+from megadit.models.named_adapters import MissingAdapterError, find_adapter, shown_name
 from megadit.models.settings import SERVED, SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.serve.contract import (
     ADAPTER_MARK,
     DEADLINE_MARK,
+    GUARDRAIL_MARK,
     AdapterNotFoundError,
     CancelledError,
     DeadlineExceededError,
     Event,
+    HeldBackError,
     InvalidRequestError,
     ServiceError,
     ServiceInfo,
@@ -106,10 +110,13 @@ class Engine:
         batch_size: int | None = None,
         decode: Callable[[bytes], np.ndarray] | None = None,
         adapters: Path | None = None,
+        guardrail: Guardrail | None = None,
     ) -> None:
         """`batch_size`: videos made at once, at most (None: as many as the pipeline finds good); `decode` gives the
         frames (uint8 THWC) of a file that was sent (None: in this process); `adapters` is the folder of those that
-        requests name (`named_adapters.py`)."""
+        requests name (`named_adapters.py`); `guardrail` is a content filter, which here ends the requests alone that
+        it refuses (the pipeline's own would end a batch)."""
+        self.guardrail = guardrail
         self.adapters = adapters
         self.pipeline = pipeline
         self.decode = decode or partial(decode_here, limits=info.limits)
@@ -164,6 +171,8 @@ class Engine:
             fps=settings.fps,
             num_steps=settings.num_steps,
         )
+        if self.guardrail is not None:
+            self.guardrail.admit([request.text, *filter(None, [settings.second_prompt])])
         latent_size(settings, self.pipeline.config, self.pipeline.tokenizer)
         request.check_given(self.pipeline.takes, self.info.limits)
         texts = [request.text, settings.negative_prompt, settings.second_prompt]
@@ -229,7 +238,7 @@ class Engine:
             nonlocal batch
             batch = step.videos
             _end_unwanted(rows, clock)
-            _tell(rows, step, clock)
+            _tell(rows, step, clock, may_preview=self.guardrail is None or self.guardrail.check_video is None)
             return any(not rows[place].owner.has_ended for place in step.videos)
 
         videos = self.pipeline.stream(
@@ -244,6 +253,13 @@ class Engine:
         for row, video in zip(rows, videos, strict=True):
             row.owner.made.add(row.index)
             if not row.owner.has_ended:
+                try:
+                    video = (
+                        video if self.guardrail is None else replace(video, video=self.guardrail.screen(video.video))
+                    )
+                except Refused as error:
+                    _fail(row.owner, error)
+                    continue
                 row.owner.send(_result(row, video, seconds=clock.seconds(), batch_size=len(batch)))
                 if all(other.is_done for other in rows if other.owner is row.owner):
                     row.owner.finish()
@@ -270,14 +286,18 @@ def _end_unwanted(rows: list[_Row], clock: _Clock) -> None:
             open_request.finish(DeadlineExceededError(f"{DEADLINE_MARK}: not done within {open_request.seconds:g} s"))
 
 
-def _tell(rows: list[_Row], step: Step, clock: _Clock) -> None:
-    """Sends a step's progress, to those who asked for one with a preview of the first of their videos."""
+def _tell(rows: list[_Row], step: Step, clock: _Clock, *, may_preview: bool) -> None:
+    """Sends a step's progress, to those who asked for one with a preview of the first of their videos.
+
+    Of videos that a filter looks at first there are none.
+    """
     previews: np.ndarray | None = None
     for open_request in _living_owners(rows):
         place = next((place for place in step.videos if rows[place].owner is open_request), None)
         preview = b""
         if (
-            place is not None
+            may_preview
+            and place is not None
             and open_request.request.preview_every
             and (step.step - 1) % open_request.request.preview_every == 0
         ):
@@ -321,7 +341,7 @@ def _result(row: _Row, video: GeneratedVideo, *, seconds: float, batch_size: int
 
 
 def _adapter_record(request: VideoRequest) -> dict[str, Any]:
-    adapters = [{"name": name, "scale": scale} for name, scale in request.adapter_scales().items()]
+    adapters = [{"name": shown_name(name), "scale": scale} for name, scale in request.adapter_scales().items()]
     return {"adapters": adapters} if adapters else {}
 
 
@@ -332,6 +352,9 @@ def _num_videos(request: VideoRequest) -> int:
 def _fail(open_request: OpenRequest, error: Exception) -> None:
     if isinstance(error, MissingAdapterError):
         open_request.finish(AdapterNotFoundError(f"{ADAPTER_MARK}: {error}"))
+        return
+    if isinstance(error, Refused):
+        open_request.finish(HeldBackError(f"{GUARDRAIL_MARK}: {error}"))
         return
     if isinstance(error, UserError):
         open_request.finish(InvalidRequestError(str(error)))

@@ -10,7 +10,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.setting import check_settings, setting
 from megadit.serve.contract import DATA, EVENT, INPUTS, ServiceInfo
 
-FOLDERS = ("adapters",)
+FOLDERS = ("adapters", "guardrail_dir")
 """Parameters that name folders, read at run time."""
 NO_OTHERS: Mapping[str, str] = MappingProxyType({})
 

@@ -50,7 +50,9 @@ class TritonPythonModel:
             dtype=parameters["dtype"],
             runtime=runtime,
             adapter_bytes=int(parameters["adapter_bytes"]),
+            guardrail_dir=parameters["guardrail_dir"],
         )
+        guardrail, pipeline.guardrail = pipeline.guardrail, None  # the engine asks it, of each request by itself
         pipeline.preview(torch.zeros(1, pipeline.tokenizer.latent_channels, 1, 1, 1))  # fitted at the first call
         info = ServiceInfo.from_json(parameters["service"])
         self._media = MediaReader(info.limits)
@@ -60,6 +62,7 @@ class TritonPythonModel:
             batch_size=most_videos_at_once(bundle, runtime),
             decode=self._media.read,
             adapters=Path(parameters["adapters"]) if info.adapters else None,
+            guardrail=guardrail,
         )
 
     def execute(self, requests: Sequence[Any]) -> None:

@@ -192,7 +192,7 @@ SHOWN_BY = {
             --images --dtype --device --instances --max_batch_size --max_queue_size --queue_seconds --batching_seconds
             --max_prompt_characters --max_text_tokens --max_videos --max_frames --max_pixels --max_work
             --max_media_bytes --max_media_pixels --max_media_frames --max_media_side --max_media_seconds
-            --max_adapters --max_adapter_bytes --adapters --adapter_bytes
+            --max_adapters --max_adapter_bytes --adapters --adapter_bytes --guardrail_dir
         """,
         "serve/test_flags.py::test_exported_networks_and_runtimes_are_asked_for": "--networks --runtime",
         "serve/test_build_repository.py::test_defaults_are_changed_by_the_rules_of_a_request": "--default",

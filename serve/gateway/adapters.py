@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from megadit.models.named_adapters import OF_A_KEY, SUFFIX, adapters_in, check_name
+from megadit.models.named_adapters import OF_A_KEY, SUFFIX, adapters_in, check_name, shown_name
 from megadit.models.shared.errors import UserError
 from megadit.serve.contract import AdapterInfo, AdapterNotFoundError, VideoRequest
 from megadit.serve.gateway.errors import ApiError, unavailable
@@ -199,9 +199,3 @@ class Adapters:
                 problem = "the file cannot be read: its reader came to no end, or to a bad one"
         if problem is not None:
             raise ApiError(400, "invalid_adapter", problem[:500], param="file")
-
-
-def shown_name(stored: str) -> str:
-    """The name of an adapter as its key calls it, of that by which Triton does."""
-    of_key = OF_A_KEY.fullmatch(stored)
-    return of_key["name"] if of_key else stored

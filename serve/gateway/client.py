@@ -21,6 +21,7 @@ from megadit.serve.contract import (
     AdapterNotFoundError,
     CancelledError,
     Event,
+    HeldBackError,
     InvalidRequestError,
     ServiceError,
     ServiceInfo,
@@ -112,7 +113,7 @@ class GatewayClient:
                 yield StepDone(step=last_step, num_steps=steps, sigma=math.nan, seconds_left=left, preview=preview)
                 preview = b""
         if video["status"] == "failed":
-            kinds = {kind.code: kind for kind in (InvalidRequestError, AdapterNotFoundError)}
+            kinds = {kind.code: kind for kind in (InvalidRequestError, AdapterNotFoundError, HeldBackError)}
             raise kinds.get(video["error"]["code"], ServiceError)(video["error"]["message"])
         yield VideoResult(
             data=self._answer("GET", f"/v1/videos/{video['id']}/content").content,

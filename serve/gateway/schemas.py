@@ -6,10 +6,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from pydantic_core import from_json
 
 from megadit.models.given_settings import GIVEN, MEDIA
+from megadit.models.named_adapters import shown_name
 from megadit.models.settings import SERVED
 from megadit.models.shared.setting import Setting
 from megadit.serve.contract import InvalidRequestError, ServiceInfo, VideoRequest
-from megadit.serve.gateway.adapters import shown_name
 from megadit.serve.gateway.given import MOST_FILES, File, Keyframe, reference_as
 from megadit.serve.gateway.jobs import COMPLETED, FAILED, Job
 

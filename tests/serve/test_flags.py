@@ -54,10 +54,15 @@ REPOSITORY = (
     *(("--max_text_tokens", "7"), ("--max_media_bytes", "8"), ("--max_media_pixels", "9"), ("--max_media_side", "6")),
     *(("--max_media_frames", "5"), ("--max_media_seconds", "4")),
     *(("--max_adapters", "3"), ("--max_adapter_bytes", "2"), ("--adapters", "."), ("--adapter_bytes", "1")),
+    ("--guardrail_dir", "guard"),
 )
 
 
-def test_every_option_changes_the_repository(bundle_dir, tmp_path):
+def test_every_option_changes_the_repository(bundle_dir, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "guard").mkdir()
+    (tmp_path / "guard" / "guardrail.py").touch()
+
     def seen(*more):
         out = tmp_path / "repository"
         assert verbs.main(["serve", "build-repository", str(bundle_dir), str(out), *more]) == 0
