@@ -20,6 +20,7 @@ from megadit.infer.guardrail import find_guardrail
 from megadit.infer.resolve import DefaultOptions, with_changed_defaults
 from megadit.infer.runtimes.load import check_runtime, open_exported, taken
 from megadit.infer.runtimes.torch import find_dtype
+from megadit.infer.signing import SigningOptions, load_marker
 from megadit.models.bundle.bundle import Bundle, update_manifest
 from megadit.models.convert.adapter_files import bundle_fingerprint
 from megadit.models.given_settings import MediaLimits
@@ -71,6 +72,7 @@ def build_repository(
     adapter_bytes: int = KEPT_BYTES,
     defaults: Sequence[str] = (),
     guardrail_dir: str | os.PathLike | None = None,
+    signing: SigningOptions | None = None,
 ) -> Path:
     """Writes the repository, whole or not at all, and returns its path; one already there is replaced.
 
@@ -79,7 +81,8 @@ def build_repository(
     `with_networks` adds each exported network as a model of Triton's own backends. `adapters` is the folder of those
     that requests may name, which is read while requests are served and not copied; `adapter_bytes` of them stay in
     memory; `defaults` are changes of the bundle's, such as num_steps=20; `guardrail_dir` is the folder of a content
-    filter (`infer/guardrail.py`), which is run where it is, in Triton.
+    filter (`infer/guardrail.py`), which is run where it is, in Triton; `signing` names what videos are signed with, of
+    which the repository holds the paths alone.
 
     Raises:
         UserError: for a checkpoint that cannot be served, and a directory that holds something else.
@@ -99,6 +102,9 @@ def build_repository(
         of_images = replace(bundle.defaults, num_frames=1)
         models[IMAGE_MODEL] = service_info(bundle, of_images, limits, runtime, folder)
     others = {"adapters": str(folder or ""), "adapter_bytes": str(adapter_bytes)}
+    signing = signing or SigningOptions()
+    load_marker(signing)
+    others |= {name: str(Path(path).absolute()) if path else "" for name, path in asdict(signing).items()}
     others["guardrail_dir"] = "" if guardrail_dir is None else str(find_guardrail(guardrail_dir).parent)
     with atomic_directory(path) as temporary:
         for name, info in models.items():
@@ -182,6 +188,7 @@ class RepositoryOptions:
     runtime: str = setting("torch", "torch; onnx or tensorrt for a bundle of `megadit export` (default: {default})")
     defaults: DefaultOptions = group(DefaultOptions)
     scheduling: Scheduling = group(Scheduling, "queue and devices")
+    signing: SigningOptions = group(SigningOptions, "signatures (C2PA) in videos and images")
     limits: GivenLimits = group(GivenLimits, "limits of a request (defaults: a multiple of the bundle's default video)")
 
 
@@ -210,6 +217,7 @@ def _run(argv: list[str]) -> None:
         adapter_bytes=options.adapter_bytes,
         defaults=options.defaults.default,
         guardrail_dir=options.guardrail_dir,
+        signing=options.signing,
     )
     print(
         f"{path}: {', '.join(sorted(folder.name for folder in path.iterdir()))}; `megadit serve run {path}` serves it"

@@ -24,6 +24,7 @@ from megadit.infer.media import within_total
 from megadit.infer.pipeline import GeneratedVideo, TextToVideo
 from megadit.infer.resolve import latent_size, resolve_settings
 from megadit.infer.runtimes.load import check_runtime, open_exported
+from megadit.infer.signing import Marker
 from megadit.infer.video_io import encode_mp4
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.named_adapters import MissingAdapterError, find_adapter, shown_name
@@ -111,11 +112,13 @@ class Engine:
         decode: Callable[[bytes], np.ndarray] | None = None,
         adapters: Path | None = None,
         guardrail: Guardrail | None = None,
+        mark: Marker | None = None,
     ) -> None:
         """`batch_size`: videos made at once, at most (None: as many as the pipeline finds good); `decode` gives the
         frames (uint8 THWC) of a file that was sent (None: in this process); `adapters` is the folder of those that
         requests name (`named_adapters.py`); `guardrail` is a content filter, which here ends the requests alone that
-        it refuses (the pipeline's own would end a batch)."""
+        it refuses (the pipeline's own would end a batch); `mark` signs what is sent."""
+        self.mark = mark
         self.guardrail = guardrail
         self.adapters = adapters
         self.pipeline = pipeline
@@ -260,7 +263,7 @@ class Engine:
                 except Refused as error:
                     _fail(row.owner, error)
                     continue
-                row.owner.send(_result(row, video, seconds=clock.seconds(), batch_size=len(batch)))
+                row.owner.send(_result(row, video, seconds=clock.seconds(), batch_size=len(batch), mark=self.mark))
                 if all(other.is_done for other in rows if other.owner is row.owner):
                     row.owner.finish()
 
@@ -319,7 +322,7 @@ def _living_owners(rows: list[_Row]) -> list[OpenRequest]:
     return list(dict.fromkeys(row.owner for row in rows if not row.owner.has_ended))
 
 
-def _result(row: _Row, video: GeneratedVideo, *, seconds: float, batch_size: int) -> VideoResult:
+def _result(row: _Row, video: GeneratedVideo, *, seconds: float, batch_size: int, mark: Marker | None) -> VideoResult:
     """The encoded video, with what made it inside."""
     is_image = video.settings.num_frames == 1
     settings = asdict(video.settings) | _adapter_record(row.owner.request)
@@ -329,7 +332,7 @@ def _result(row: _Row, video: GeneratedVideo, *, seconds: float, batch_size: int
     else:
         data = encode_mp4(video.video, video.settings.fps, metadata={"comment": record, "title": video.prompt})
     return VideoResult(
-        data=data,
+        data=data if mark is None else mark(data, ".png" if is_image else ".mp4"),
         media_type="image/png" if is_image else "video/mp4",
         index=row.index,
         prompt=video.prompt,

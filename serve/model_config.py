@@ -10,8 +10,8 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.setting import check_settings, setting
 from megadit.serve.contract import DATA, EVENT, INPUTS, ServiceInfo
 
-FOLDERS = ("adapters", "guardrail_dir")
-"""Parameters that name folders, read at run time."""
+PATHS = ("adapters", "guardrail_dir", "c2pa_certificate", "c2pa_key")
+"""Parameters that name files and folders outside of the repository, read at run time."""
 NO_OTHERS: Mapping[str, str] = MappingProxyType({})
 
 

@@ -15,8 +15,10 @@ import triton_python_backend_utils as pb_utils  # exists only inside Triton
 
 from megadit.infer.media import MediaReader
 from megadit.infer.pipeline import TextToVideo
+from megadit.infer.signing import SigningOptions, load_marker
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.setting import settings_of
 from megadit.serve.contract import (
     DATA,
     EVENT,
@@ -63,6 +65,7 @@ class TritonPythonModel:
             decode=self._media.read,
             adapters=Path(parameters["adapters"]) if info.adapters else None,
             guardrail=guardrail,
+            mark=load_marker(SigningOptions(**{name: parameters[name] for name in settings_of(SigningOptions)})),
         )
 
     def execute(self, requests: Sequence[Any]) -> None:

@@ -40,6 +40,7 @@ GENERATE = """
     --guardrail_dir --adapter --adapter_interval --lead_to_video --image --last_image --keyframe --video --mask
     --instruction --image_guidance --total_frames --story --keep_first --low_guidance --dry_run --device_memory
 """
+SIGNED, C2PA = "infer/test_signing.py", "--c2pa_certificate --c2pa_key"
 INGEST = {
     SELECTED: """
         --sizes --fps --cut --scene_threshold --min_brightness --min_motion --max_duplicate_bits --max_minutes
@@ -133,9 +134,9 @@ SHOWN_BY = {
     },
     "push": {},
     "pull": {},
-    "generate": {MADE: GENERATE},
-    "calibrate-cache": {CALIBRATED: GENERATE},
-    "check-cache": {CALIBRATED: GENERATE},
+    "generate": {MADE: GENERATE, f"{SIGNED}::test_generated_files_are_signed_and_repeated": C2PA},
+    "calibrate-cache": {CALIBRATED: GENERATE, f"{SIGNED}::test_what_writes_nothing_signs_nothing": C2PA},
+    "check-cache": {CALIBRATED: GENERATE, f"{SIGNED}::test_what_writes_nothing_signs_nothing": C2PA},
     "evaluate": {
         f"{EVALUATE}::evaluated": "--real --out --extractors --metrics --guidances",
         f"{EVALUATE}::test_two_folders_against_each_other": "--videos --against",
@@ -195,6 +196,7 @@ SHOWN_BY = {
             --max_adapters --max_adapter_bytes --adapters --adapter_bytes --guardrail_dir
         """,
         "serve/test_flags.py::test_exported_networks_and_runtimes_are_asked_for": "--networks --runtime",
+        "serve/test_signing.py::test_the_repository_holds_paths_alone": C2PA,
         "serve/test_build_repository.py::test_defaults_are_changed_by_the_rules_of_a_request": "--default",
     },
     "serve run": {
