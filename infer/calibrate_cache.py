@@ -16,6 +16,7 @@ from megadit.infer.given_files import MEDIA
 from megadit.infer.lpips import LPIPS
 from megadit.infer.options import DEFAULT_DTYPE, GenerateOptions, parse, refuse
 from megadit.infer.pipeline import TextToVideo
+from megadit.infer.signing import SigningOptions
 from megadit.infer.specs import video_grid
 from megadit.models.bundle.bundle import Bundle, update_manifest
 from megadit.models.settings import SamplingSettings

@@ -9,14 +9,6 @@ import pytest
 
 from megadit.infer.signing import MEDIA_TYPES
 
-MEDIA_TYPES = {
-    ".mp4": "video/mp4",
-    ".png": "image/png",
-    ".webp": "image/webp",
-    ".gif": "image/gif",
-    ".jpg": "image/jpeg",
-}
-
 
 def write_chain(folder: Path, kind: str = "p256") -> tuple[Path, Path]:
     """(certificate with its issuer's, key) of this kind: p256, p384, ed25519 or rsa."""
