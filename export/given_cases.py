@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megadit.infer.given import GivenVideo, Target, encode_given
+from megadit.infer.given import GivenVideo, Target
+from megadit.infer.given_latents import encode_given
 from megadit.infer.runtimes.exported import denoiser_inputs
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.conditioning import Conditioning, Given
