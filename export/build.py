@@ -16,12 +16,13 @@ from megadit.export.layers import weight_hashes
 from megadit.export.networks import PRECISIONS, build_network, comparable
 from megadit.export.quantize import FORMATS, calibrate, quantise
 from megadit.infer.checkpoints import open_bundle
+from megadit.infer.resolve import DefaultOptions, with_changed_defaults
 from megadit.infer.runtimes.load import EXPORTED, weights_checksum
 from megadit.infer.runtimes.network_spec import SETTINGS_FILE, SETTINGS_VERSION, NetworkSpec
 from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle, check_replaceable, write_manifest
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, write_json
-from megadit.models.shared.setting import check_settings, setting
+from megadit.models.shared.setting import check_settings, group, setting
 from megadit.models.text_encoders import T5TextEncoder, TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
 
@@ -48,6 +49,7 @@ class ExportSettings:
         metavar="NAME=MIN,OPT,MAX",
         repeated=True,
     )
+    defaults: DefaultOptions = group(DefaultOptions)
     video_steps: int = setting(10, "most steps of the video that is compared", low=1)
 
     def __post_init__(self) -> None:
@@ -79,7 +81,7 @@ def export_bundle(source: str | Path, out: str | Path, settings: ExportSettings 
             network is not the torch network, naming the layer.
     """
     settings = settings or ExportSettings()
-    bundle, out = open_bundle(source), Path(out)
+    bundle, out = with_changed_defaults(open_bundle(source), settings.defaults.default), Path(out)
     _check_place(bundle, out)
     verify.check_runtime()
     tokenizer, text_encoder = bundle.load_tokenizer(), bundle.load_text_encoder()

@@ -1,6 +1,5 @@
 """Adapters while sampling: read when a prompt first asks for them, and dropped when others are wanted."""
 
-import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,47 +15,21 @@ from megadit.models.shared.errors import UserError
 Scales = Mapping[str, float]
 """Path of an adapter -> how much of it is added: 1 as it was trained, 0 nothing."""
 NO_ADAPTERS: Scales = MappingProxyType({})
-KEPT = 8
-"""Adapters that stay in memory while no generation asks for them."""
+KEPT, KEPT_BYTES = 8, 2 << 30
+"""Adapters that stay in memory while no generation asks for them: so many, of so many bytes together."""
 MERGE_FIRST = "merge it into its base first: megadit bundle BASE OUT --merge ADAPTER"
-
-
-def parse_adapter(text: str) -> tuple[str, float]:
-    """(path, scale) of `PATH:SCALE`, or of `PATH`, whose scale is 1.
-
-    Raises:
-        UserError: for a scale that is not finite.
-    """
-    path, colon, tail = text.rpartition(":")
-    try:
-        scale = float(tail) if colon and path else None
-    except ValueError:
-        scale = None
-    if scale is not None and not math.isfinite(scale):
-        raise UserError(f"adapter {text}: the scale must be a finite number")
-    return (text, 1.0) if scale is None else (path, scale)
-
-
-def parse_adapters(texts: Sequence[str]) -> dict[str, float]:
-    """Path -> scale of several.
-
-    Raises:
-        UserError: as `parse_adapter`, and for a path that is given twice.
-    """
-    scales = dict(map(parse_adapter, texts))
-    if len(scales) < len(texts):
-        raise UserError(f"an adapter is given twice in {', '.join(texts)}; give it once, with one scale")
-    return scales
 
 
 class AdapterShelf:
     """The adapters beside a denoiser's network."""
 
-    def __init__(self, denoiser: TorchDenoiser, bundle: Bundle) -> None:
+    def __init__(self, denoiser: TorchDenoiser, bundle: Bundle, kept_bytes: int = KEPT_BYTES) -> None:
         self._denoiser = denoiser
         self._bundle = bundle
+        self._kept_bytes = kept_bytes
         self._names: OrderedDict[tuple[str, int], str] = OrderedDict()
         """(path, time of its last change) -> name beside the network; those asked for last come last."""
+        self._num_bytes: dict[str, int] = {}
         self._num_users: Counter[str] = Counter()
         self._numbers = count()
 
@@ -80,17 +53,23 @@ class AdapterShelf:
         key = str(Path(path).resolve()), tensor_file(Path(path)).stat().st_mtime_ns
         if key not in self._names:
             name = f"adapter_{next(self._numbers)}"
-            self._denoiser.load_adapter(name, *read_adapter_of(path, self._bundle).to_state())
+            state, adapter = read_adapter_of(path, self._bundle).to_state()
+            self._denoiser.load_adapter(name, state, adapter)
+            self._num_bytes[name] = sum(value.numel() for value in state.values()) * self._denoiser.dtype.itemsize
             self._names[key] = name
         self._names.move_to_end(key)
         return self._names[key]
 
     def _drop(self) -> None:
-        """Those that nobody uses, but for the `KEPT` that were asked for last."""
+        """Those that nobody uses, but for as many as are kept of those that were asked for last."""
         unused = [key for key, name in self._names.items() if not self._num_users[name]]
-        for key in unused[: max(0, len(unused) - KEPT)]:
+        num_bytes = sum(self._num_bytes[self._names[key]] for key in unused)
+        for place, key in enumerate(unused):
+            if len(unused) - place <= KEPT and num_bytes <= self._kept_bytes:
+                return
             name = self._names.pop(key)
             del self._num_users[name]
+            num_bytes -= self._num_bytes.pop(name)
             self._denoiser.remove_adapter(name)
 
 

@@ -16,6 +16,7 @@ from megadit.infer.given_files import MEDIA
 from megadit.infer.lpips import LPIPS
 from megadit.infer.options import DEFAULT_DTYPE, GenerateOptions, parse, refuse
 from megadit.infer.pipeline import TextToVideo
+from megadit.infer.signing import SigningOptions
 from megadit.infer.specs import video_grid
 from megadit.models.bundle.bundle import Bundle, update_manifest
 from megadit.models.settings import SamplingSettings
@@ -130,6 +131,7 @@ def open_trial(argv: list[str], verb: str, *, fewest_videos: int = 1) -> Trial:
     for name in _OF_GENERATING:
         is_given = getattr(options, name) != getattr(GenerateOptions(), name)
         refuse(is_given, f"--{name} is for `megadit generate`: the bundle's own parts are measured; leave it out")
+    refuse(options.signing != SigningOptions(), "nothing is written that --c2pa_certificate could sign: leave it out")
     given = (*MEDIA, "keyframe", "mask", "instruction", "repeat", "total_frames", "story", "keep_first")
     refuse(any(getattr(options, name) for name in given), "calibration starts from prompts alone")
     bundle = open_bundle(options.checkpoint_path)

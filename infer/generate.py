@@ -25,6 +25,7 @@ from megadit.infer.ranks import device_name, finish, is_first, start
 from megadit.infer.resolve import far_from_training, latent_size
 from megadit.infer.runtimes.load import taken
 from megadit.infer.runtimes.torch import find_device, find_dtype
+from megadit.infer.signing import Marker, load_marker
 from megadit.infer.specs import Grid, VideoSpec, video_grid
 from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, write_video
 from megadit.models.bundle.bundle import Bundle
@@ -53,6 +54,7 @@ def _generate(argv: list[str]) -> None:
         if options.total_frames:
             grid = stories(grid, options, taken(bundle, options.runtime or DEFAULT_RUNTIME))
         paths = output_paths(options.video_save_path, grid.specs, options.format)
+        mark = load_marker(options.signing)
         ranks = start(tensor=options.tp_size, context=options.cp_size, split_guidance=options.cfg_parallel)
         pipeline = TextToVideo.load(
             bundle,
@@ -74,18 +76,18 @@ def _generate(argv: list[str]) -> None:
             split_guidance=ranks.halves,
         )
     if options.total_frames:
-        write_long_videos(pipeline, ranks.mine(grid.specs), ranks.mine(paths), media, options, bundle)
+        write_long_videos(pipeline, ranks.mine(grid.specs), ranks.mine(paths), media, options, bundle, mark)
         finish()
         return
     specs, videos = ranks.mine(grid.specs), []
     for path, spec, result in zip(ranks.mine(paths), specs, _videos(pipeline, specs, media, options), strict=True):
         if ranks.writes:
-            save(path, result, make_record(result, spec, options, bundle), options.format)
+            save(path, result, make_record(result, spec, options, bundle), options.format, mark)
             print(f"{path}\n", end="", flush=True)  # in one write: several ranks share the output
         if options.contact_sheet:
             videos.append(result.video)
     if options.contact_sheet and (everyones := ranks.gathered(videos)):
-        _write_contact_sheet(options.contact_sheet, grid, everyones)
+        _write_contact_sheet(options.contact_sheet, grid, everyones, mark)
         print(options.contact_sheet)
     finish()
 
@@ -183,12 +185,12 @@ def _videos(
             )
 
 
-def _write_contact_sheet(path: str, grid: Grid, videos: list[np.ndarray]) -> None:
+def _write_contact_sheet(path: str, grid: Grid, videos: list[np.ndarray], mark: Marker | None) -> None:
     if Path(path).suffix.lower() in IMAGE_SUFFIXES:
         videos = [middle_frame(video) for video in videos]
     captions = [f"{spec.prompt} · seed {spec.seed} · guidance {spec.settings.guidance:g}" for spec in grid.specs]
     fps = max(spec.settings.fps for spec in grid.specs)
-    write_video(path, contact_sheet(videos, captions, grid.num_columns), fps)
+    write_video(path, contact_sheet(videos, captions, grid.num_columns), fps, mark=mark)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,17 @@ The directory holds `guardrail.py`, the user's own program, which is run as such
 
     def check_video(video: numpy.ndarray) -> numpy.ndarray | str:
         "The video to give out (uint8 THWC; faces blurred, say), or why there is none."
+
+One that raises refuses: nothing passes a filter that does not work.
 """
 
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +25,10 @@ from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.errors import UserError
 
 FILE = "guardrail.py"
+
+
+class HeldBackError(UserError):
+    """The filter refused a prompt or a video, or failed to look at it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +44,7 @@ class Guardrail:
         Raises:
             UserError: if there is none, it fails, or defines nothing to check with.
         """
-        path = Path(directory) / FILE
-        if not path.is_file():
-            raise UserError(f"--guardrail_dir={directory}: there is no {FILE}; it defines check_prompt or check_video")
+        path = find_guardrail(directory)
         spec = importlib.util.spec_from_file_location("megadit_guardrail", path)
         module = importlib.util.module_from_spec(spec)
         try:
@@ -51,25 +57,45 @@ class Guardrail:
         return cls(Path(directory), *checks)
 
     def admit(self, prompts: Iterable[str]) -> None:
-        """Raises UserError for the first prompt that must not be used."""
+        """Raises HeldBackError for the first prompt that must not be used."""
         for prompt in prompts if self.check_prompt is not None else ():
-            if reason := self.check_prompt(prompt):
-                raise UserError(f"the guardrail refuses the prompt {prompt!r}: {reason}")
+            if reason := self._asked(self.check_prompt, prompt):
+                raise HeldBackError(f"the guardrail refuses the prompt {prompt!r}: {reason}")
 
     def screen(self, video_THWC: np.ndarray) -> np.ndarray:
         """The video to give out.
 
         Raises:
-            UserError: if there is none.
+            HeldBackError: if there is none.
         """
         if self.check_video is None:
             return video_THWC
-        screened = self.check_video(video_THWC)
+        screened = self._asked(self.check_video, video_THWC)
         if isinstance(screened, str):
-            raise UserError(f"the guardrail holds a video back: {screened}")
+            raise HeldBackError(f"the guardrail holds a video back: {screened}")
         if not isinstance(screened, np.ndarray) or screened.shape != video_THWC.shape or screened.dtype != np.uint8:
-            raise UserError(f"check_video in {self.directory / FILE} must give a uint8 video of the same shape")
+            raise HeldBackError(f"check_video in {self.directory / FILE} must give a uint8 video of the same shape")
         return screened
+
+    @staticmethod
+    def _asked(check: Callable[[Any], Any], value: Any) -> Any:
+        try:
+            return check(value)
+        except Exception as error:  # a program of the user's may fail in any way
+            traceback.print_exception(error)
+            raise HeldBackError(f"the guardrail failed: {type(error).__name__}") from error
+
+
+def find_guardrail(directory: str | Path) -> Path:
+    """The program in a directory, absolute.
+
+    Raises:
+        UserError: if there is none.
+    """
+    path = Path(directory).absolute() / FILE
+    if not path.is_file():
+        raise UserError(f"--guardrail_dir={directory}: there is no {FILE}; it defines check_prompt or check_video")
+    return path
 
 
 def load_guardrail(directory: str | None, bundle: Bundle) -> Guardrail | None:

@@ -11,6 +11,7 @@ from megadit.infer.options import GenerateOptions, refuse
 from megadit.infer.outputs import save_long
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.ranks import is_first
+from megadit.infer.signing import Marker
 from megadit.infer.specs import Grid, VideoSpec
 from megadit.infer.windows import num_windows, stream_windows
 from megadit.models.bundle.bundle import Bundle
@@ -47,6 +48,7 @@ def write_long_videos(
     media: Mapping[GivenFile, GivenVideo],
     options: GenerateOptions,
     bundle: Bundle,
+    mark: Marker | None = None,
 ) -> None:
     """Makes them one after another; prints the path of each."""
     keep_frames = options.keep_frames or 1
@@ -71,5 +73,5 @@ def write_long_videos(
                 ):
                     yield frames
 
-            save_long(path, parts(), spec, story, options, bundle)
+            save_long(path, parts(), spec, story, options, bundle, mark)
             print(f"{path}\n", end="", flush=True)

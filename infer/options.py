@@ -11,6 +11,7 @@ from megadit.infer.cache import Measure
 from megadit.infer.guidance import GuidanceConvention
 from megadit.infer.ranks import world_size
 from megadit.infer.runtimes.load import check_runtime
+from megadit.infer.signing import SigningOptions
 from megadit.models.given_settings import NEEDED, GivenOptions
 from megadit.models.settings import GivenSettings
 from megadit.models.shared.errors import UserError
@@ -155,6 +156,7 @@ class GenerateOptions(GivenOptions):
     )
     guardrail_dir: str = _path("directory with guardrail.py, a content filter for prompts and videos")
 
+    signing: SigningOptions = group(SigningOptions, "signatures (C2PA) in what is written")
     settings: GivenSettings = group(GivenSettings, "settings of sampling (default: those of the checkpoint)")
 
     @property

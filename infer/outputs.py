@@ -16,6 +16,7 @@ from megadit.infer.animations import encode_image
 from megadit.infer.given_files import MEDIA, as_record, options_of
 from megadit.infer.options import DEFAULT_DTYPE, DEFAULT_RUNTIME, GenerateOptions, check, refuse
 from megadit.infer.pipeline import GeneratedVideo
+from megadit.infer.signing import Marker
 from megadit.infer.specs import AdapterUse, VideoSpec, adapter_uses
 from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, check_fps, read_comment, stream_mp4, write_video
 from megadit.models.bundle.bundle import Bundle
@@ -95,8 +96,17 @@ def _slug(prompt: str) -> str:
 # --------------------------------------------------------------------------------------------------------- writing
 
 
-def save(path: Path, result: GeneratedVideo, record: Mapping[str, Any], format: str | None = None) -> None:
-    """Writes a video (or its latents, or a folder of its frames) with its record inside, and beside it as .json."""
+def save(
+    path: Path,
+    result: GeneratedVideo,
+    record: Mapping[str, Any],
+    format: str | None = None,
+    mark: Marker | None = None,
+) -> None:
+    """Writes a video (or its latents, or a folder of its frames) with its record inside, and beside it as .json.
+
+    `mark` signs it, but not latents.
+    """
     comment = json.dumps(record)
     if path.suffix.lower() == LATENTS_SUFFIX:
         with atomic_path(path) as temporary:
@@ -104,9 +114,11 @@ def save(path: Path, result: GeneratedVideo, record: Mapping[str, Any], format: 
     elif not path.suffix:
         with atomic_directory(path) as folder:
             for number, frame in enumerate(result.video):
-                (folder / f"{number:05d}.{format}").write_bytes(encode_image(frame, f".{format}", comment))
+                data = encode_image(frame, f".{format}", comment)
+                (folder / f"{number:05d}.{format}").write_bytes(mark(data, f".{format}") if mark else data)
     else:
-        write_video(path, result.video, result.settings.fps, metadata={"comment": comment, "title": result.prompt})
+        about = {"comment": comment, "title": result.prompt}
+        write_video(path, result.video, result.settings.fps, metadata=about, mark=mark)
     write_json(path.with_suffix(".json"), record)
 
 
@@ -117,6 +129,7 @@ def save_long(
     story: Sequence[str],
     options: GenerateOptions,
     bundle: Bundle,
+    mark: Marker | None = None,
 ) -> None:
     """Writes a video whose frames come part by part, with its record inside and beside it."""
     record = {
@@ -130,7 +143,7 @@ def save_long(
         "story": list(story),
     }
     comment = {"comment": json.dumps(record), "title": story[0]}
-    stream_mp4(path, parts, spec.settings.fps, metadata=comment)
+    stream_mp4(path, parts, spec.settings.fps, metadata=comment, mark=mark)
     write_json(path.with_suffix(".json"), record)
 
 

@@ -13,7 +13,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megadit.infer.adapters import NO_ADAPTERS, AdapterShelf, Scales, hold_adapters
+from megadit.infer.adapters import KEPT_BYTES, NO_ADAPTERS, AdapterShelf, Scales, hold_adapters
 from megadit.infer.background import one_behind
 from megadit.infer.batches import Batch, Videos, batch_size, cut_batches
 from megadit.infer.cache import CachePlan, Measure, bundle_plans, cached, find_plan
@@ -147,6 +147,7 @@ class TextToVideo:
         overlap_decoding: bool = False,
         cache_measure: Measure = "latents",
         guardrail_dir: str | None = None,
+        adapter_bytes: int = KEPT_BYTES,
         runtime: str = "torch",
         tensor_parallel: int = 1,
         context_parallel: int = 1,
@@ -161,10 +162,10 @@ class TextToVideo:
         `cuda_graphs` records its kernels for each size (on a GPU); with `resident_blocks` K at most K + 1 blocks are in
         memory (`runtimes/streamed.py`); `overlap_decoding` decodes a batch, maybe in tiles (`tokenizers/tiling.py`),
         while the next one is sampled; `cache_measure` says what `cache_budget` is a share of (`cache.py`);
-        `guardrail_dir` names a content filter (`megadit.infer.guardrail`); `runtime` is torch, or onnx or tensorrt for
-        a bundle that `megadit export` made. Processes of torchrun can share the network's matrices (`tensor_parallel`
-        of them), the tokens of a video (`context_parallel`) and, in groups, the halves of guidance; all of them then
-        generate the same prompts.
+        `guardrail_dir` names a content filter (`megadit.infer.guardrail`); adapters that nobody asks for stay in memory
+        up to `adapter_bytes`; `runtime` is torch, or onnx or tensorrt for a bundle that `megadit export` made.
+        Processes of torchrun can share the network's matrices (`tensor_parallel` of them), the tokens of a video
+        (`context_parallel`) and, in groups, the halves of guidance; all of them then generate the same prompts.
 
         Raises:
             UserError: if there is no such checkpoint, device or dtype, or a part is not the one trained with.
@@ -202,7 +203,7 @@ class TextToVideo:
         )
         return cls(
             denoiser=denoiser,
-            adapters=AdapterShelf(denoiser, bundle) if takes_adapters else None,
+            adapters=AdapterShelf(denoiser, bundle, adapter_bytes) if takes_adapters else None,
             tokenizer=with_exported_networks(tokenizer, bundle, runtime, place),
             text_encoder=with_exported_text_network(text_encoder, bundle, runtime, place),
             config=bundle.config,
@@ -311,6 +312,15 @@ class TextToVideo:
         aside = self._overlap_decoding
         for results in one_behind(decoded, sampled(), self.device) if aside else map(decoded, sampled()):
             yield from results
+
+    def admit_adapters(self, scales: Scales) -> None:
+        """Reads adapters, so that those which cannot be used are told before anything is generated.
+
+        Raises:
+            UserError: as `generate`.
+        """
+        with hold_adapters(self._adapters, [scales]):
+            pass
 
     def num_denoiser_calls(
         self,

@@ -2,12 +2,16 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from megadit.infer.schedules import settings_sigmas
+from megadit.models.bundle.bundle import Bundle
 from megadit.models.config import DiTConfig
 from megadit.models.settings import SamplingSettings, resolve
 from megadit.models.shared.errors import UserError, nearest_multiples
+from megadit.models.shared.options import read_assignments
+from megadit.models.shared.setting import setting
 from megadit.models.tokenizers import VideoTokenizer
 
 MOST_TOKENS = 1 << 24
@@ -27,6 +31,39 @@ def resolve_settings(
     settings = resolve(defaults, trained=trained, **given)
     sigmas = settings_sigmas(settings)
     return dataclasses.replace(settings, num_steps=len(sigmas) - 1) if settings.sigmas else settings
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DefaultOptions:
+    """What a command that writes a bundle may change of its defaults."""
+
+    default: tuple[str, ...] = setting(
+        (),
+        "what a request that leaves this setting out gets, such as num_steps=20; repeat for several",
+        repeated=True,
+        metavar="NAME=VALUE",
+    )
+
+
+def changed_defaults(
+    defaults: SamplingSettings, changes: Sequence[str], config: DiTConfig, tokenizer: VideoTokenizer
+) -> SamplingSettings:
+    """A bundle's defaults with those of `DefaultOptions` in their place.
+
+    Raises:
+        UserError: for what a request could not ask for either.
+    """
+    if not changes:
+        return defaults
+    settings = resolve_settings(defaults, **read_assignments(SamplingSettings, changes))
+    latent_size(settings, config, tokenizer)
+    return settings
+
+
+def with_changed_defaults(bundle: Bundle, changes: Sequence[str]) -> Bundle:
+    """The opened bundle as if it had been written with these defaults; as `changed_defaults`."""
+    defaults = changed_defaults(bundle.defaults, changes, bundle.config, bundle.load_tokenizer())
+    return dataclasses.replace(bundle, defaults=defaults, manifest=bundle.manifest | {"defaults": defaults.to_dict()})
 
 
 def latent_size(

@@ -6,13 +6,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megadit.infer.adapters import parse_adapters
 from megadit.infer.given_files import OPTIONS as GIVEN
 from megadit.infer.given_files import GivenFile, given_files
 from megadit.infer.guidance import guidance_scale
 from megadit.infer.options import GenerateOptions, check_path, refuse
 from megadit.infer.resolve import resolve_settings
 from megadit.models.convert.adapter_files import tensor_file
+from megadit.models.named_adapters import parse_adapters
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import sha256_of

@@ -20,6 +20,7 @@ from megadit.infer.animations import (
     read_frames,
 )
 from megadit.infer.animations import read_comment as _read_image_comment
+from megadit.infer.signing import Marker
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path
 
@@ -69,14 +70,22 @@ def encode_mp4(frames: np.ndarray, fps: float, *, metadata: dict[str, str] | Non
 
 
 def stream_mp4(
-    path: str | Path, parts: Iterable[np.ndarray], fps: float, *, metadata: dict[str, str] | None = None
+    path: str | Path,
+    parts: Iterable[np.ndarray],
+    fps: float,
+    *,
+    metadata: dict[str, str] | None = None,
+    mark: Marker | None = None,
 ) -> None:
     """Writes an mp4 of frames (uint8 THWC) that come part by part, whole or not at all; see `encode_mp4`.
 
-    No more than a part of it is in memory.
+    No more than a part of it is in memory. `mark` signs it.
     """
-    with atomic_path(path) as temporary, temporary.open("wb") as file:
-        _write_mp4(file, parts, fps, metadata)
+    with atomic_path(path) as temporary:
+        with temporary.open("wb") as file:
+            _write_mp4(file, parts, fps, metadata)
+        if mark is not None:
+            mark.mark_file(temporary, ".mp4")
 
 
 def _write_mp4(file: BinaryIO, parts: Iterable[np.ndarray], fps: float, metadata: dict[str, str] | None) -> None:
@@ -106,12 +115,17 @@ def check_fps(suffix: str, fps: float) -> None:
 
 
 def write_video(
-    path: str | Path, frames: np.ndarray, fps: float = 0, *, metadata: dict[str, str] | None = None
+    path: str | Path,
+    frames: np.ndarray,
+    fps: float = 0,
+    *,
+    metadata: dict[str, str] | None = None,
+    mark: Marker | None = None,
 ) -> None:
     """Writes frames to `path`, whole or not at all: an mp4, gif or webp, or an image (png, jpg) of one frame.
 
     The suffix of `path` decides; `fps` is of no use to an image. Formats other than mp4 take no `metadata` but the
-    `comment`, which must be ASCII.
+    `comment`, which must be ASCII. `mark` signs the file.
 
     Raises:
         UserError: for another suffix, several frames into an image, and what `encode_mp4` refuses.
@@ -127,7 +141,7 @@ def write_video(
     else:
         raise UserError(f"cannot write {path}: use a name that ends in {', '.join(VIDEO_SUFFIXES + IMAGE_SUFFIXES)}")
     with atomic_path(path) as temporary:
-        temporary.write_bytes(data)
+        temporary.write_bytes(data if mark is None else mark(data, suffix))
 
 
 def read_video(path: str | Path) -> tuple[np.ndarray, float]:

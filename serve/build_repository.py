@@ -10,21 +10,28 @@ denoiser/, video_decoder/     exported networks by themselves, where asked for
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from megadit.infer.adapters import KEPT_BYTES, MERGE_FIRST
 from megadit.infer.checkpoints import open_bundle
+from megadit.infer.guardrail import find_guardrail
+from megadit.infer.resolve import DefaultOptions, with_changed_defaults
 from megadit.infer.runtimes.load import check_runtime, open_exported, taken
 from megadit.infer.runtimes.torch import find_dtype
-from megadit.models.bundle.bundle import Bundle
+from megadit.infer.signing import SigningOptions, load_marker
+from megadit.models.bundle.bundle import Bundle, update_manifest
+from megadit.models.convert.adapter_files import bundle_fingerprint
 from megadit.models.given_settings import MediaLimits
+from megadit.models.named_adapters import OF_A_KEY, adapters_in
 from megadit.models.settings import SAMPLERS, STOCHASTIC, SamplingSettings
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import given_class, group, setting
-from megadit.serve.contract import IMAGE_MODEL, MODEL, Limits, ServiceInfo
+from megadit.serve.contract import IMAGE_MODEL, MODEL, AdapterInfo, Limits, ServiceInfo
 from megadit.serve.model_config import Scheduling, service_config
 from megadit.serve.network_config import write_networks
 
@@ -61,46 +68,77 @@ def build_repository(
     with_images: bool = False,
     with_networks: bool = False,
     limits: dict[str, int] | None = None,
+    adapters: str | os.PathLike | None = None,
+    adapter_bytes: int = KEPT_BYTES,
+    defaults: Sequence[str] = (),
+    guardrail_dir: str | os.PathLike | None = None,
+    signing: SigningOptions | None = None,
 ) -> Path:
     """Writes the repository, whole or not at all, and returns its path; one already there is replaced.
 
     `runtime` is torch, or onnx or tensorrt for a bundle that `megadit export` made. `limits` replaces fields of
     `Limits` (those left out follow from the bundle's defaults).
-    `with_networks` adds each exported network as a model of Triton's own backends.
+    `with_networks` adds each exported network as a model of Triton's own backends. `adapters` is the folder of those
+    that requests may name, which is read while requests are served and not copied; `adapter_bytes` of them stay in
+    memory; `defaults` are changes of the bundle's, such as num_steps=20; `guardrail_dir` is the folder of a content
+    filter (`infer/guardrail.py`), which is run where it is, in Triton; `signing` names what videos are signed with, of
+    which the repository holds the paths alone.
 
     Raises:
         UserError: for a checkpoint that cannot be served, and a directory that holds something else.
     """
     find_dtype(dtype)
     check_runtime(runtime, dtype=dtype)
-    bundle = open_bundle(checkpoint)
+    bundle = with_changed_defaults(open_bundle(checkpoint), defaults)
     if runtime != "torch":
         open_exported(bundle, runtime)
     path = Path(repository)
     if path.is_dir() and any(path.iterdir()) and not (path / MODEL / "config.pbtxt").is_file():
         raise UserError(f"{path} holds files that are no repository of ours, and would be replaced; choose another")
     scheduling = scheduling or Scheduling()
-    models = {MODEL: service_info(bundle, bundle.defaults, limits, runtime)}
+    folder = None if adapters is None else _adapter_folder(adapters, runtime)
+    models = {MODEL: service_info(bundle, bundle.defaults, limits, runtime, folder)}
     if with_images:
-        models[IMAGE_MODEL] = service_info(bundle, replace(bundle.defaults, num_frames=1), limits, runtime)
+        of_images = replace(bundle.defaults, num_frames=1)
+        models[IMAGE_MODEL] = service_info(bundle, of_images, limits, runtime, folder)
+    others = {"adapters": str(folder or ""), "adapter_bytes": str(adapter_bytes)}
+    signing = signing or SigningOptions()
+    load_marker(signing)
+    others |= {name: str(Path(path).absolute()) if path else "" for name, path in asdict(signing).items()}
+    others["guardrail_dir"] = "" if guardrail_dir is None else str(find_guardrail(guardrail_dir).parent)
     with atomic_directory(path) as temporary:
         for name, info in models.items():
             version = temporary / name / "1"
             version.mkdir(parents=True)
             (version.parent / "config.pbtxt").write_text(
-                service_config(name, info, scheduling, dtype=dtype, runtime=runtime)
+                service_config(name, info, scheduling, dtype=dtype, runtime=runtime, others=others)
             )
             (version / "model.py").write_text(MODEL_PY)
             # a second model shares the files of the first, which large weights would otherwise take up twice
             source, copy = (bundle.path, shutil.copy2) if name == MODEL else (temporary / MODEL / "1/bundle", os.link)
             shutil.copytree(source, version / "bundle", copy_function=copy)
+            if defaults and name == MODEL:
+                update_manifest(version / "bundle", defaults=bundle.defaults.to_dict())
         if with_networks:
             write_networks(bundle, runtime, temporary)
     return path
 
 
+def _adapter_folder(path: str | os.PathLike, runtime: str) -> Path:
+    folder = Path(path).absolute()
+    if runtime != "torch":
+        raise UserError(f"adapters are served by the torch runtime, not by {runtime}; {MERGE_FIRST}")
+    if not folder.is_dir():
+        raise UserError(f"{path} is no folder; adapters are the folders and .safetensors files in one")
+    return folder
+
+
 def service_info(
-    bundle: Bundle, defaults: SamplingSettings, limits: dict[str, int] | None, runtime: str = "torch"
+    bundle: Bundle,
+    defaults: SamplingSettings,
+    limits: dict[str, int] | None,
+    runtime: str = "torch",
+    adapters: Path | None = None,
 ) -> ServiceInfo:
     """What the service of a bundle tells its clients."""
     pixels = defaults.num_frames * defaults.height * defaults.width
@@ -119,7 +157,13 @@ def service_info(
         examples=EXAMPLES.get((bundle.manifest.get("training") or {}).get("recipe"), ()),
         eta_samplers=(*STOCHASTIC, *(alias for name in STOCHASTIC for alias in SAMPLERS[name].aliases)),
         takes=taken(bundle, runtime),
+        adapters=None if adapters is None else _adapter_info(bundle, adapters),
     )
+
+
+def _adapter_info(bundle: Bundle, folder: Path) -> AdapterInfo:
+    names = tuple(name for name in adapters_in(folder) if not OF_A_KEY.fullmatch(name))
+    return AdapterInfo(names=names, base=bundle_fingerprint(bundle), network=bundle.config.to_dict())
 
 
 GivenLimits = given_class("GivenLimits", Limits)
@@ -132,8 +176,19 @@ class RepositoryOptions:
     images: bool = setting(False, f"add the model {IMAGE_MODEL}, which makes single images")
     networks: bool = setting(False, "add each exported network, for pipelines of your own (with --runtime)")
     dtype: str = setting("float32", "of the network: float32, bfloat16 or float16")
+    adapters: Path | None = setting(
+        None, "folder of adapters that requests may name; read at run time, not copied", metavar="DIR"
+    )
+    adapter_bytes: int = setting(
+        KEPT_BYTES, "of adapters that stay in memory while nobody asks for them (default: 2 GiB)", low=0, metavar="N"
+    )
+    guardrail_dir: Path | None = setting(
+        None, "folder of a content filter, which sees every prompt and video; run there, not copied", metavar="DIR"
+    )
     runtime: str = setting("torch", "torch; onnx or tensorrt for a bundle of `megadit export` (default: {default})")
+    defaults: DefaultOptions = group(DefaultOptions)
     scheduling: Scheduling = group(Scheduling, "queue and devices")
+    signing: SigningOptions = group(SigningOptions, "signatures (C2PA) in videos and images")
     limits: GivenLimits = group(GivenLimits, "limits of a request (defaults: a multiple of the bundle's default video)")
 
 
@@ -158,6 +213,11 @@ def _run(argv: list[str]) -> None:
         with_images=options.images,
         with_networks=options.networks,
         limits={name: value for name, value in asdict(options.limits).items() if value is not None},
+        adapters=options.adapters,
+        adapter_bytes=options.adapter_bytes,
+        defaults=options.defaults.default,
+        guardrail_dir=options.guardrail_dir,
+        signing=options.signing,
     )
     print(
         f"{path}: {', '.join(sorted(folder.name for folder in path.iterdir()))}; `megadit serve run {path}` serves it"

@@ -31,6 +31,7 @@ from megadit.serve.contract import (
     DEADLINE_MARK,
     EVENT,
     INPUTS,
+    MARKS,
     MODEL,
     CancelledError,
     DeadlineExceededError,
@@ -115,6 +116,11 @@ class VideoClient:
             return ServiceInfo.from_json(parameters["service"]["string_value"])
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ServiceError(f"{self.model} at {self.url} is not a model of megadit's") from error
+
+    def adapters(self) -> list[str]:
+        """Names of adapters that a request may give, as far as the service told when it was made."""
+        info = self.info().adapters
+        return [] if info is None else list(info.names)
 
     def stream(self, request: VideoRequest, *, timeout: float | None = None, priority: int = 0) -> Generation:
         """StepDone and videos as they come; the request is sent when the iteration begins.
@@ -269,10 +275,10 @@ def _next_answer(answers: queue.Queue, cancelled: threading.Event) -> Any:
 
 def _tensor(name: str, value: Any) -> InferInput:
     kind = _INPUTS[name].data_type
-    if _INPUTS[name].is_media:
-        files = list(_files(name, value))
-        tensor = InferInput(name, [1, len(files)], "BYTES")
-        tensor.set_data_from_numpy(np.array([files], dtype=np.object_))
+    if _INPUTS[name].is_media or _INPUTS[name].is_list:
+        values = _files(name, value) if _INPUTS[name].is_media else _texts(name, value)
+        tensor = InferInput(name, [1, len(values)], "BYTES")
+        tensor.set_data_from_numpy(np.array([values], dtype=np.object_))
     elif kind == "TYPE_STRING":
         tensor = InferInput(name, [1, 1], "BYTES")
         tensor.set_data_from_numpy(np.array([[_checked(name, value).encode()]], dtype=np.object_))
@@ -289,8 +295,16 @@ def _files(name: str, value: Any) -> tuple[bytes, ...]:
     return files or (b"",)
 
 
+def _texts(name: str, value: Any) -> list[bytes]:
+    if isinstance(value, str) or not all(isinstance(text, str) for text in value):
+        raise InvalidRequestError(f"{name} must be a list of texts")
+    return [text.encode() for text in value] or [b""]
+
+
 def _in_json(name: str, value: Any) -> Any:
     """The value of an input as `/generate_stream` takes it: files as data URLs."""
+    if _INPUTS[name].is_list and not _INPUTS[name].is_media:
+        return [text.decode() for text in _texts(name, value)]
     if not _INPUTS[name].is_media:
         return _checked(name, value)
     texts = [_data_url(name, file) for file in _files(name, value)]
@@ -410,8 +424,9 @@ def _http_error(status: int, text: str) -> ServiceError:
 
 def _told_by_text(message: str) -> type[ServiceError] | None:
     """The kind of those errors whose code gets lost on the way."""
-    if DEADLINE_MARK in message:
-        return DeadlineExceededError
+    for mark, kind in MARKS.items():
+        if mark in message:
+            return kind
     if "Exceeds maximum queue size" in message or "Request timeout expired" in message:
         return UnavailableError
     return None

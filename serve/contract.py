@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, make_dataclass
 from typing import Any
 
 from megadit.models.given_settings import GIVEN, MEDIA, MediaLimits, check_given_together, plain_bytes, split_keyframe
+from megadit.models.named_adapters import check_name, parse_adapters
 from megadit.models.settings import SERVED, ServedSettings, switched_off
 from megadit.models.shared.errors import UserError, did_you_mean
 from megadit.models.shared.setting import check_value, setting, settings_of
@@ -18,8 +19,8 @@ MODEL = "text_to_video"
 IMAGE_MODEL = "text_to_image"
 EVENT, DATA = "event", "data"
 """The two outputs of every response: JSON that says what it is, and the bytes of a preview, video or image."""
-DEADLINE_MARK = "deadline exceeded"
-"""Begins the message of a `DeadlineExceededError`, for which Triton's backends have no code of its own."""
+DEADLINE_MARK, ADAPTER_MARK, GUARDRAIL_MARK = "deadline exceeded", "adapter not found", "held back"
+"""Begin the messages of errors for which Triton's backends have no codes of their own; see `MARKS`."""
 
 MIN_FPS, MAX_FPS = 1, 240
 
@@ -53,7 +54,9 @@ _NOTHING = {bytes: b"", str: "", int: 0, float: 0.0}
 
 
 def _nothing(name: str) -> Any:
-    """What stands for a given option that is left out."""
+    """What stands for a given option, or for adapters, that is left out."""
+    if name == "adapters":
+        return ("",)
     if name not in MEDIA:
         return _NOTHING[GIVEN[name].type]
     return b"" if GIVEN[name].count is None else (b"",)
@@ -69,6 +72,13 @@ class VideoRequest(_GivenSettings):
     num_videos: int | None = setting(None, "how many videos to make of the prompt (default: 1)")
     preview_every: int | None = None
     """A preview with the first step and every so many after it; None or 0 is never."""
+    adapters: tuple[str, ...] | None = setting(
+        None,
+        "an adapter of the service, and how much of it (default: 1); repeat for several",
+        names=("--adapter",),
+        repeated=True,
+        metavar="NAME:SCALE",
+    )
 
     @classmethod
     def from_inputs(cls, inputs: Mapping[str, Any]) -> "VideoRequest":
@@ -102,7 +112,7 @@ class VideoRequest(_GivenSettings):
         given, settings = self.to_inputs(), {name: defaults[name] for name in SERVED if name in defaults}
         off = switched_off(defaults, given, eta_samplers)
         settings |= {name: value for name, value in off.items() if name in settings}
-        settings |= {name: _nothing(name) for name in GIVEN}
+        settings |= {name: _nothing(name) for name in (*GIVEN, "adapters")}
         return VideoRequest(**settings | {"seed": 0, "num_videos": 1, "preview_every": 0} | given)
 
     def to_inputs(self) -> dict[str, Any]:
@@ -118,6 +128,17 @@ class VideoRequest(_GivenSettings):
         """What is given of the video: the values of `GivenOptions`, None where one is left out."""
         values = {name: getattr(self, name) for name in GIVEN}
         return {name: None if value in (None, _nothing(name), ()) else value for name, value in values.items()}
+
+    def adapter_scales(self) -> dict[str, float]:
+        """Name -> scale of the adapters.
+
+        Raises:
+            UserError: for a name that can be none, a scale that is not finite, and an adapter that is given twice.
+        """
+        scales = parse_adapters(list(filter(None, self.adapters or ())))
+        for name in scales:
+            check_name(name)
+        return scales
 
     def without_media(self) -> "VideoRequest":
         """The same request but for its files."""
@@ -168,13 +189,14 @@ def _inputs() -> tuple[Input, ...]:
     types |= {name: _DATA_TYPES[about.type] for name, about in settings_of(VideoRequest).items()}
     types |= {"preview_every": "TYPE_INT32", "seed": "TYPE_INT64"}
     types |= {name: _DATA_TYPES[about.type] for name, about in GIVEN.items()}
+    lists = {name for name, about in (settings_of(VideoRequest) | GIVEN).items() if about.count is not None}
     plain = [
         Input(
             name=name,
             data_type=kind,
             is_required=name == "prompt",
             is_media=name in MEDIA,
-            is_list=name in GIVEN and GIVEN[name].count is not None,
+            is_list=name in lists,
         )
         for name, kind in types.items()
     ]
@@ -192,6 +214,8 @@ class Limits(MediaLimits):
     max_prompt_characters: int = setting(2000, "of a prompt (default: {default})", low=1, metavar="N")
     max_text_tokens: int = setting(512, "that a prompt may become (default: {default})", low=1, metavar="N")
     """Each costs the network as much, however few characters it has."""
+    max_adapters: int = setting(4, "adapters of a request (default: {default})", low=0, metavar="N")
+    max_adapter_bytes: int = setting(1 << 30, "of an adapter's files (default: 1 GiB)", low=1, metavar="N")
     max_videos: int = setting(4, "videos of a request (default: {default})", low=1, metavar="N")
     max_frames: int = setting(help="frames of a video", low=1, metavar="N")
     max_pixels: int = setting(help="frames x height x width of a video", low=1, metavar="N")
@@ -202,8 +226,13 @@ class Limits(MediaLimits):
     def check_texts(self, request: VideoRequest) -> None:
         """Raises UserError if a text of the request is too long or holds control characters."""
         for name, about in (settings_of(VideoRequest) | GIVEN).items():
-            if about.type is str and name not in MEDIA:
+            if about.type is str and about.count is None and name not in MEDIA:
                 self.check_text(name, getattr(request, name) or "")
+
+    def check_adapters(self, scales: Mapping[str, float]) -> None:
+        """Raises UserError for more adapters than a request may have."""
+        if len(scales) > self.max_adapters:
+            raise UserError(f"{len(scales)} adapters; this service takes up to {self.max_adapters} a request")
 
     def check_text(self, name: str, text: str) -> None:
         """Raises:
@@ -252,6 +281,18 @@ class Limits(MediaLimits):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterInfo:
+    """What adapters a service takes."""
+
+    names: tuple[str, ...]
+    """Those that were there when the service was made; others may have come since."""
+    base: str
+    """Fingerprint of the weights that an adapter must belong to, if it says to which."""
+    network: dict[str, Any]
+    """The network's configuration, which an adapter must fit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceInfo:
     """What a client may know of a service before it asks: written into the model's configuration."""
 
@@ -267,6 +308,20 @@ class ServiceInfo:
     """Those, under all of their names, that can add noise on the way."""
     takes: tuple[str, ...] = ()
     """Uses of given videos that the network was trained for; to some others it can be held while sampling."""
+    adapters: AdapterInfo | None = None
+    """None: it takes none."""
+
+    def check_adapters(self, request: VideoRequest) -> dict[str, float]:
+        """Name -> scale of the adapters of a request.
+
+        Raises:
+            UserError: for names and scales that are none, and for more than this service takes.
+        """
+        scales = request.adapter_scales()
+        if scales and self.adapters is None:
+            raise UserError("this service takes no adapters: it was built without --adapters")
+        self.limits.check_adapters(scales)
+        return scales
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -278,7 +333,9 @@ class ServiceInfo:
     def from_json(cls, text: str) -> "ServiceInfo":
         values = json.loads(text)
         lists = {name: tuple(values.get(name, ())) for name in ("samplers", "examples", "eta_samplers", "takes")}
-        return cls(**values | lists | {"limits": Limits(**values["limits"])})
+        if (adapters := values.get("adapters")) is not None:
+            adapters = AdapterInfo(**adapters | {"names": tuple(adapters["names"])})
+        return cls(**values | lists | {"limits": Limits(**values["limits"]), "adapters": adapters})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -343,6 +400,15 @@ class ServiceError(Exception):
 class InvalidRequestError(ServiceError):
     """The request can never be served; it must be changed."""
 
+    code = "invalid_request"
+    """Of a job that failed by it."""
+
+
+class AdapterNotFoundError(InvalidRequestError):
+    """The service has no adapter of a name that the request gives, or no longer."""
+
+    code = "adapter_not_found"
+
 
 class UnavailableError(ServiceError):
     """The service is full, starting or stopping, or the request waited too long; try again later."""
@@ -354,3 +420,17 @@ class CancelledError(ServiceError):
 
 class DeadlineExceededError(ServiceError):
     """The request took longer than its client allowed."""
+
+
+class HeldBackError(InvalidRequestError):
+    """The service's content filter refuses the request, or holds its video back."""
+
+    code = "guardrail"
+
+
+MARKS: dict[str, type[ServiceError]] = {
+    DEADLINE_MARK: DeadlineExceededError,
+    ADAPTER_MARK: AdapterNotFoundError,
+    GUARDRAIL_MARK: HeldBackError,
+}
+"""What begins the message of an error whose code gets lost on the way."""

@@ -5,29 +5,40 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from megadit.infer.adapters import Scales
 from megadit.infer.animations import encode_image
 from megadit.infer.callbacks import Cancelled, Step
 from megadit.infer.given import Media, Target, check_given, strength_of, structure_of
 from megadit.infer.given_parts import decoded
+from megadit.infer.guardrail import Guardrail
+from megadit.infer.guardrail import HeldBackError as Refused
 from megadit.infer.media import decode as decode_here
 from megadit.infer.media import within_total
 from megadit.infer.pipeline import GeneratedVideo, TextToVideo
 from megadit.infer.resolve import latent_size, resolve_settings
 from megadit.infer.runtimes.load import check_runtime, open_exported
+from megadit.infer.signing import Marker
 from megadit.infer.video_io import encode_mp4
 from megadit.models.bundle.bundle import Bundle
+from megadit.models.named_adapters import MissingAdapterError, find_adapter, shown_name
 from megadit.models.settings import SERVED, SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.serve.contract import (
+    ADAPTER_MARK,
     DEADLINE_MARK,
+    GUARDRAIL_MARK,
+    AdapterNotFoundError,
     CancelledError,
     DeadlineExceededError,
     Event,
+    HeldBackError,
     InvalidRequestError,
     ServiceError,
     ServiceInfo,
@@ -51,6 +62,8 @@ class OpenRequest:
     has_ended: bool = False
     given: Media = ()
     """What is given of its videos, once it was read."""
+    adapters: Scales = field(default_factory=dict)
+    """Of its videos, once they were read."""
     made: set[int] = field(default_factory=set)
     """Which of its videos are done."""
 
@@ -97,9 +110,17 @@ class Engine:
         *,
         batch_size: int | None = None,
         decode: Callable[[bytes], np.ndarray] | None = None,
+        adapters: Path | None = None,
+        guardrail: Guardrail | None = None,
+        mark: Marker | None = None,
     ) -> None:
         """`batch_size`: videos made at once, at most (None: as many as the pipeline finds good); `decode` gives the
-        frames (uint8 THWC) of a file that was sent (None: in this process)."""
+        frames (uint8 THWC) of a file that was sent (None: in this process); `adapters` is the folder of those that
+        requests name (`named_adapters.py`); `guardrail` is a content filter, which here ends the requests alone that
+        it refuses (the pipeline's own would end a batch); `mark` signs what is sent."""
+        self.mark = mark
+        self.guardrail = guardrail
+        self.adapters = adapters
         self.pipeline = pipeline
         self.decode = decode or partial(decode_here, limits=info.limits)
         self.info = info
@@ -113,6 +134,7 @@ class Engine:
             try:
                 settings = self.check(open_request.request)
                 open_request.given = self.read(open_request.request, settings)
+                open_request.adapters = self.read_adapters(open_request.request)
                 groups[settings, strength_of(open_request.given)].append(open_request)
             except Exception as error:
                 _fail(open_request, error)
@@ -152,6 +174,8 @@ class Engine:
             fps=settings.fps,
             num_steps=settings.num_steps,
         )
+        if self.guardrail is not None:
+            self.guardrail.admit([request.text, *filter(None, [settings.second_prompt])])
         latent_size(settings, self.pipeline.config, self.pipeline.tokenizer)
         request.check_given(self.pipeline.takes, self.info.limits)
         texts = [request.text, settings.negative_prompt, settings.second_prompt]
@@ -168,6 +192,21 @@ class Engine:
         media = decoded(request.given(), settings.num_frames, decode)
         check_given(media, self.pipeline.takes, self._target(settings))
         return media
+
+    def read_adapters(self, request: VideoRequest) -> Scales:
+        """The adapters of a request, by their paths, once each has been read.
+
+        Raises:
+            UserError: for those that are not there, cannot be read, or do not fit the network.
+        """
+        scales = self.info.check_adapters(request)
+        paths = {str(find_adapter(self.adapters, name, self.info.limits.max_adapter_bytes)): name for name in scales}
+        for path, name in paths.items():  # one by one: what the others are is no reason to keep all in memory
+            try:
+                self.pipeline.admit_adapters({path: 1.0})
+            except UserError as error:
+                raise UserError(f"the adapter {name!r} cannot be used: {error}".replace(path, name)) from None
+        return {path: scales[name] for path, name in paths.items()}
 
     def _target(self, settings: SamplingSettings) -> Target:
         return Target.of(settings, self.pipeline.config, self.pipeline.tokenizer)
@@ -202,7 +241,7 @@ class Engine:
             nonlocal batch
             batch = step.videos
             _end_unwanted(rows, clock)
-            _tell(rows, step, clock)
+            _tell(rows, step, clock, may_preview=self.guardrail is None or self.guardrail.check_video is None)
             return any(not rows[place].owner.has_ended for place in step.videos)
 
         videos = self.pipeline.stream(
@@ -211,12 +250,20 @@ class Engine:
             seeds=[row.seed for row in rows],
             batch_size=self.batch_size,
             given=[row.owner.given for row in rows],
+            adapters=[row.owner.adapters for row in rows],
             on_step=on_step,
         )
         for row, video in zip(rows, videos, strict=True):
             row.owner.made.add(row.index)
             if not row.owner.has_ended:
-                row.owner.send(_result(row, video, seconds=clock.seconds(), batch_size=len(batch)))
+                try:
+                    video = (
+                        video if self.guardrail is None else replace(video, video=self.guardrail.screen(video.video))
+                    )
+                except Refused as error:
+                    _fail(row.owner, error)
+                    continue
+                row.owner.send(_result(row, video, seconds=clock.seconds(), batch_size=len(batch), mark=self.mark))
                 if all(other.is_done for other in rows if other.owner is row.owner):
                     row.owner.finish()
 
@@ -242,14 +289,18 @@ def _end_unwanted(rows: list[_Row], clock: _Clock) -> None:
             open_request.finish(DeadlineExceededError(f"{DEADLINE_MARK}: not done within {open_request.seconds:g} s"))
 
 
-def _tell(rows: list[_Row], step: Step, clock: _Clock) -> None:
-    """Sends a step's progress, to those who asked for one with a preview of the first of their videos."""
+def _tell(rows: list[_Row], step: Step, clock: _Clock, *, may_preview: bool) -> None:
+    """Sends a step's progress, to those who asked for one with a preview of the first of their videos.
+
+    Of videos that a filter looks at first there are none.
+    """
     previews: np.ndarray | None = None
     for open_request in _living_owners(rows):
         place = next((place for place in step.videos if rows[place].owner is open_request), None)
         preview = b""
         if (
-            place is not None
+            may_preview
+            and place is not None
             and open_request.request.preview_every
             and (step.step - 1) % open_request.request.preview_every == 0
         ):
@@ -271,24 +322,30 @@ def _living_owners(rows: list[_Row]) -> list[OpenRequest]:
     return list(dict.fromkeys(row.owner for row in rows if not row.owner.has_ended))
 
 
-def _result(row: _Row, video: GeneratedVideo, *, seconds: float, batch_size: int) -> VideoResult:
+def _result(row: _Row, video: GeneratedVideo, *, seconds: float, batch_size: int, mark: Marker | None) -> VideoResult:
     """The encoded video, with what made it inside."""
     is_image = video.settings.num_frames == 1
-    record = json.dumps({"prompt": video.prompt, "seed": video.seed, **asdict(video.settings)})
+    settings = asdict(video.settings) | _adapter_record(row.owner.request)
+    record = json.dumps({"prompt": video.prompt, "seed": video.seed, **settings})
     if is_image:
         data = encode_image(video.video[0], ".png", record)
     else:
         data = encode_mp4(video.video, video.settings.fps, metadata={"comment": record, "title": video.prompt})
     return VideoResult(
-        data=data,
+        data=data if mark is None else mark(data, ".png" if is_image else ".mp4"),
         media_type="image/png" if is_image else "video/mp4",
         index=row.index,
         prompt=video.prompt,
         seed=video.seed,
-        settings=asdict(video.settings),
+        settings=settings,
         seconds=seconds,
         batch_size=batch_size,
     )
+
+
+def _adapter_record(request: VideoRequest) -> dict[str, Any]:
+    adapters = [{"name": shown_name(name), "scale": scale} for name, scale in request.adapter_scales().items()]
+    return {"adapters": adapters} if adapters else {}
 
 
 def _num_videos(request: VideoRequest) -> int:
@@ -296,6 +353,12 @@ def _num_videos(request: VideoRequest) -> int:
 
 
 def _fail(open_request: OpenRequest, error: Exception) -> None:
+    if isinstance(error, MissingAdapterError):
+        open_request.finish(AdapterNotFoundError(f"{ADAPTER_MARK}: {error}"))
+        return
+    if isinstance(error, Refused):
+        open_request.finish(HeldBackError(f"{GUARDRAIL_MARK}: {error}"))
+        return
     if isinstance(error, UserError):
         open_request.finish(InvalidRequestError(str(error)))
         return

@@ -2,12 +2,17 @@
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.setting import check_settings, setting
 from megadit.serve.contract import DATA, EVENT, INPUTS, ServiceInfo
+
+PATHS = ("adapters", "guardrail_dir", "c2pa_certificate", "c2pa_key")
+"""Parameters that name files and folders outside of the repository, read at run time."""
+NO_OTHERS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,8 +39,16 @@ class Scheduling:
             raise UserError(f"device={self.device!r} must be auto, cpu, or GPU numbers such as 0,1")
 
 
-def service_config(name: str, info: ServiceInfo, scheduling: Scheduling, *, dtype: str, runtime: str = "torch") -> str:
-    """config.pbtxt of the model `name`, which serves what `info` says."""
+def service_config(
+    name: str,
+    info: ServiceInfo,
+    scheduling: Scheduling,
+    *,
+    dtype: str,
+    runtime: str = "torch",
+    others: Mapping[str, str] = NO_OTHERS,
+) -> str:
+    """config.pbtxt of the model `name`, which serves what `info` says; `others` are parameters of the backend's own."""
     return "\n".join(
         [
             "# Written by `megadit serve build-repository`. Numbers may be edited; the server reads them when it loads",
@@ -61,6 +74,7 @@ def service_config(name: str, info: ServiceInfo, scheduling: Scheduling, *, dtyp
             _parameter("service", info.to_json()),
             _parameter("runtime", runtime),
             _parameter("dtype", dtype),
+            *(_parameter(key, value) for key, value in others.items()),
             "",
         ]
     )
@@ -121,6 +135,12 @@ model_warmup [
 def _parameter(key: str, value: str) -> str:
     # a JSON string is a string of the protobuf text format, but for characters beyond ASCII, which json escapes
     return f'parameters {{ key: "{key}" value {{ string_value: {json.dumps(value)} }} }}'
+
+
+def parameter_in(config: str, key: str) -> str:
+    """A parameter of a config.pbtxt that `service_config` wrote; "" where it has none."""
+    found = re.search(rf'^parameters {{ key: "{key}" value {{ string_value: (".*") }} }}$', config, re.MULTILINE)
+    return json.loads(found[1]) if found else ""
 
 
 def _list(field: str, entries: Iterable[str]) -> str:

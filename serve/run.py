@@ -13,6 +13,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import setting
 from megadit.serve.local_server import LocalServer, Ports, secret_in
+from megadit.serve.model_config import PATHS, parameter_in
 from megadit.serve.supervise import keep_running, tell_on_stderr
 
 IMAGE = "megadit-serve"
@@ -94,10 +95,18 @@ def docker_command(
         "--shm-size=1g",  # the default of 64 MB is soon full, and never shrinks
         *(word for port in published for word in ("--publish", port)),
         *("--volume", f"{path}:/models:ro"),
+        *(word for other in _others(path) for word in ("--volume", f"{other}:{other}:ro")),
         image,
         *("megadit", "serve", "run", "/models", "--host", "0.0.0.0"),
         *(f"--model={name}" for name in models if name != "*"),
     ]
+
+
+def _others(repository: Path) -> list[str]:
+    """Files and folders outside of a repository from which its models read."""
+    configs = [config.read_text() for config in sorted(repository.glob("*/config.pbtxt"))]
+    found = (parameter_in(config, key) for config in configs for key in PATHS)
+    return [path for path in dict.fromkeys(found) if path]
 
 
 def _interrupt(*_: object) -> None:

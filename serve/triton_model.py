@@ -15,8 +15,10 @@ import triton_python_backend_utils as pb_utils  # exists only inside Triton
 
 from megadit.infer.media import MediaReader
 from megadit.infer.pipeline import TextToVideo
+from megadit.infer.signing import SigningOptions, load_marker
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.setting import settings_of
 from megadit.serve.contract import (
     DATA,
     EVENT,
@@ -49,11 +51,22 @@ class TritonPythonModel:
             device="cpu" if is_cpu else f"cuda:{args['model_instance_device_id']}",
             dtype=parameters["dtype"],
             runtime=runtime,
+            adapter_bytes=int(parameters["adapter_bytes"]),
+            guardrail_dir=parameters["guardrail_dir"],
         )
+        guardrail, pipeline.guardrail = pipeline.guardrail, None  # the engine asks it, of each request by itself
         pipeline.preview(torch.zeros(1, pipeline.tokenizer.latent_channels, 1, 1, 1))  # fitted at the first call
         info = ServiceInfo.from_json(parameters["service"])
         self._media = MediaReader(info.limits)
-        self._engine = Engine(pipeline, info, batch_size=most_videos_at_once(bundle, runtime), decode=self._media.read)
+        self._engine = Engine(
+            pipeline,
+            info,
+            batch_size=most_videos_at_once(bundle, runtime),
+            decode=self._media.read,
+            adapters=Path(parameters["adapters"]) if info.adapters else None,
+            guardrail=guardrail,
+            mark=load_marker(SigningOptions(**{name: parameters[name] for name in settings_of(SigningOptions)})),
+        )
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Serves all of them; a decoupled model returns nothing."""
@@ -119,12 +132,13 @@ def _read_inputs(request: Any) -> dict[str, Any]:
         if tensor is None:
             continue
         array = tensor.as_numpy()
+        is_text = each.data_type == "TYPE_STRING" and not each.is_media
         if each.is_list:
-            values[each.name] = tuple(array.reshape(-1).tolist())
+            items = array.reshape(-1).tolist()
+            values[each.name] = tuple(_text(each.name, item) if is_text else item for item in items)
             continue
         if array.size != 1:
             raise UserError(f"the input {each.name!r} holds {array.size} values; send one request for each video")
-        is_text = each.data_type == "TYPE_STRING" and not each.is_media
         values[each.name] = _text(each.name, array.item()) if is_text else array.item()
     return values
 

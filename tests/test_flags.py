@@ -40,6 +40,7 @@ GENERATE = """
     --guardrail_dir --adapter --adapter_interval --lead_to_video --image --last_image --keyframe --video --mask
     --instruction --image_guidance --total_frames --story --keep_first --low_guidance --dry_run --device_memory
 """
+SIGNED, C2PA = "infer/test_signing.py", "--c2pa_certificate --c2pa_key"
 INGEST = {
     SELECTED: """
         --sizes --fps --cut --scene_threshold --min_brightness --min_motion --max_duplicate_bits --max_minutes
@@ -120,6 +121,7 @@ SHOWN_BY = {
     "bundle": {
         "train/test_to_bundle.py::test_averages_and_steps_are_chosen": "--ema --step",
         "train/test_to_bundle.py::test_the_data_set_may_lie_elsewhere": "--dataset",
+        "train/test_to_bundle.py::test_defaults_are_chosen": "--default",
         "infer/test_adapters.py::test_merged_equals_unmerged": "--merge",
     },
     "convert": {
@@ -132,9 +134,9 @@ SHOWN_BY = {
     },
     "push": {},
     "pull": {},
-    "generate": {MADE: GENERATE},
-    "calibrate-cache": {CALIBRATED: GENERATE},
-    "check-cache": {CALIBRATED: GENERATE},
+    "generate": {MADE: GENERATE, f"{SIGNED}::test_generated_files_are_signed_and_repeated": C2PA},
+    "calibrate-cache": {CALIBRATED: GENERATE, f"{SIGNED}::test_what_writes_nothing_signs_nothing": C2PA},
+    "check-cache": {CALIBRATED: GENERATE, f"{SIGNED}::test_what_writes_nothing_signs_nothing": C2PA},
     "evaluate": {
         f"{EVALUATE}::evaluated": "--real --out --extractors --metrics --guidances",
         f"{EVALUATE}::test_two_folders_against_each_other": "--videos --against",
@@ -164,8 +166,8 @@ SHOWN_BY = {
     "evaluate convert": {},
     "export": {
         "export/test_export.py::test_every_option_reaches_the_export": """
-            --format --precision --profile --opset --calibration_prompts --no_text_encoder --video_steps --workspace_gb
-            --optimization_level --timing_cache --refittable --version_compatible --hardware_compatible
+            --format --precision --profile --opset --calibration_prompts --no_text_encoder --video_steps --default
+            --workspace_gb --optimization_level --timing_cache --refittable --version_compatible --hardware_compatible
             --weight_streaming
         """,
         "export/test_to_tensorrt.py::test_engines_of_an_earlier_export_take_new_weights": "--refit",
@@ -191,8 +193,11 @@ SHOWN_BY = {
             --images --dtype --device --instances --max_batch_size --max_queue_size --queue_seconds --batching_seconds
             --max_prompt_characters --max_text_tokens --max_videos --max_frames --max_pixels --max_work
             --max_media_bytes --max_media_pixels --max_media_frames --max_media_side --max_media_seconds
+            --max_adapters --max_adapter_bytes --adapters --adapter_bytes --guardrail_dir
         """,
         "serve/test_flags.py::test_exported_networks_and_runtimes_are_asked_for": "--networks --runtime",
+        "serve/test_signing.py::test_the_repository_holds_paths_alone": C2PA,
+        "serve/test_build_repository.py::test_defaults_are_changed_by_the_rules_of_a_request": "--default",
     },
     "serve run": {
         "serve/test_flags.py::test_every_option_reaches_the_server": (
@@ -210,12 +215,13 @@ SHOWN_BY = {
         "serve/test_flags.py::test_every_option_reaches_the_gateway": """
             --server --model --store --results --result_seconds --host --port --metrics_host --metrics_port --name
             --slots --job_seconds --hang_seconds --max_body_bytes --max_streams --min_free_bytes --history_seconds
-            --drain_seconds --max_connections --max_upload_bytes --max_uploads
+            --drain_seconds --max_connections --max_upload_bytes --max_uploads --adapters
         """
     },
     "serve keys": {
         "serve/test_flags.py::test_every_option_of_a_key_is_written_down": """
             --store --requests_per_minute --max_active --videos_per_day --max_stored_bytes --max_upload_bytes --webhook
+            --max_adapters --max_adapter_bytes
         """
     },
     "serve ask": {
@@ -223,6 +229,7 @@ SHOWN_BY = {
             --output --url --model --timeout --priority --negative_prompt --sampler --seed --guidance --num_steps
             --num_video_frames --height --width --fps --num_videos --eta --image_guidance --input_video --strength
             --continue_video --lead_to_video --keep_frames --image --last_image --keyframe --video --mask --instruction
+            --adapter
         """
     },
     "serve demo": {

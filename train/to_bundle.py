@@ -11,12 +11,13 @@ The tokenizer and the text encoder come from the folder of the data set.
 
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megadit.infer.adapters import parse_adapters
 from megadit.infer.checkpoints import open_bundle
+from megadit.infer.resolve import DefaultOptions, changed_defaults
 from megadit.models.bundle.bundle import Bundle, is_bundle, write_bundle
 from megadit.models.convert.adapter import Adapter
 from megadit.models.convert.adapter_files import write_adapter
@@ -32,10 +33,11 @@ from megadit.models.megatron.checkpoint import (
     read_network,
     read_state,
 )
+from megadit.models.named_adapters import parse_adapters
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.options import read_options
-from megadit.models.shared.setting import setting
+from megadit.models.shared.setting import group, setting
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.config.load import load_config
@@ -67,6 +69,7 @@ class BundleOptions:
         repeated=True,
         metavar="PATH[:SCALE]",
     )
+    defaults: DefaultOptions = group(DefaultOptions)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -83,7 +86,7 @@ def _run(argv: list[str]) -> int:
         return 0
     checkpoint = find_checkpoint(options.checkpoint, options.step)
     ema = choose_average(checkpoint, options.ema)
-    convert(checkpoint, options.out, ema=ema, dataset=options.dataset)
+    convert(checkpoint, options.out, ema=ema, dataset=options.dataset, defaults=options.defaults.default)
     average = "the weights themselves" if ema is None else f"their average of sigma_rel {ema:g}"
     print(f"{options.out}: {average} from {checkpoint}")
     return 0
@@ -91,7 +94,7 @@ def _run(argv: list[str]) -> int:
 
 def _merge(options: BundleOptions) -> None:
     if options != replace(BundleOptions(checkpoint=options.checkpoint, out=options.out), merge=options.merge):
-        raise UserError("--merge takes a bundle as it is: leave out --ema, --step and --dataset")
+        raise UserError("--merge takes a bundle as it is: leave out --ema, --step, --dataset and --default")
     merge_bundle(open_bundle(options.checkpoint), parse_adapters(options.merge), options.out)
     print(f"{options.out}: {options.checkpoint} with {', '.join(options.merge)}")
 
@@ -139,24 +142,34 @@ def choose_average(checkpoint: Path, name: str) -> float | None:
     raise UserError(f"--ema {name}: {checkpoint} has no such average; choose one of {known}")
 
 
-def convert(checkpoint: Path, out: Path, *, ema: float | None, dataset: str | Path | None = None) -> None:
-    """Writes the bundle of a checkpoint, or its adapter where it has one.
+def convert(
+    checkpoint: Path,
+    out: Path,
+    *,
+    ema: float | None,
+    dataset: str | Path | None = None,
+    defaults: Sequence[str] = (),
+) -> None:
+    """Writes the bundle of a checkpoint, or its adapter where it has one; `defaults` as `changed_defaults`.
 
     Raises:
         UserError: if the data set is not there, or `out` holds something else.
     """
     config = load_config(checkpoint / CONFIG)
     if config.train.adapter is not None:
+        if defaults:
+            raise UserError(f"--default is of bundles, and {checkpoint} has an adapter, whose base has the defaults")
         write_adapter(out, trained_adapter(config, checkpoint, ema))
         return
     info = _dataset(config, dataset)
+    tokenizer = load_tokenizer(info.tokenizer_folder)
     write_bundle(
         out,
         config=config.model,
         state_dict=read_network(checkpoint, ema=ema),
-        tokenizer=load_tokenizer(info.tokenizer_folder),
+        tokenizer=tokenizer,
         text_encoder=load_text_encoder(info.text_encoder_folder),
-        defaults=sampling_defaults(config, info),
+        defaults=changed_defaults(sampling_defaults(config, info), defaults, config.model, tokenizer),
         training=_origin(config, checkpoint, ema),
     )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megadit.models.shared.command import CommandParser
+from megadit.models.shared.errors import UserError, did_you_mean
 from megadit.models.shared.setting import Setting, check_value, described, groups_of, settings_of
 
 Options = TypeVar("Options")
@@ -61,6 +62,27 @@ def made_of(of: type[Options], values: Mapping[str, Any]) -> Options:
     """
     groups = {name: made_of(part.of, values) for name, part in groups_of(of).items()}
     return of(**given_options(of, values), **groups)
+
+
+def read_assignments(of: type, texts: Sequence[str]) -> dict[str, Any]:
+    """Settings of a dataclass from texts such as `num_steps=20`; several values have commas between them.
+
+    Raises:
+        UserError: for a text of another form, an unknown name, and a value of another type.
+    """
+    known, values = settings_of(of), {}
+    for text in texts:
+        name, sign, value = text.partition("=")
+        if not sign:
+            raise UserError(f"{text!r} must be NAME=VALUE, such as num_steps=20")
+        if name not in known:
+            raise UserError(f"there is no setting {name!r}{did_you_mean(name, known)}")
+        read = _reader(known[name])
+        try:
+            values[name] = read(value) if known[name].count is None else tuple(map(read, value.split(",")))
+        except ValueError:
+            raise UserError(f"{text}: {value!r} is no {read.__name__}") from None
+    return values
 
 
 def _add(parser: Any, about: Setting) -> None:

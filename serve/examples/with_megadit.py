@@ -1,4 +1,7 @@
-"""A video, with progress, by megadit's own client:  python -m megadit.serve.examples.with_megadit [URL PROMPT IMAGE]"""
+"""A video, with progress, by megadit's own client.
+
+python -m megadit.serve.examples.with_megadit [URL PROMPT IMAGE ADAPTER:SCALE]
+"""
 
 import sys
 from pathlib import Path
@@ -7,10 +10,11 @@ from megadit.serve.client import VideoClient
 from megadit.serve.contract import VideoRequest
 
 
-def main(url: str = "localhost", prompt: str = "a red seven moving left", image: str = "") -> None:
+def main(url: str = "localhost", prompt: str = "a red seven moving left", image: str = "", adapter: str = "") -> None:
     client = VideoClient(url)
     first_frame = Path(image).read_bytes() if image else None
-    request = VideoRequest(prompt=prompt, seed=7, num_steps=10, image=first_frame)
+    adapters = (adapter,) if adapter else ()  # NAME:SCALE, one or several
+    request = VideoRequest(prompt=prompt, seed=7, num_steps=10, image=first_frame, adapters=adapters)
     for video in client.generate(request, on_progress=lambda now: print(f"step {now.step} of {now.num_steps}")):
         path = Path(f"video{video.suffix}")
         path.write_bytes(video.data)

@@ -1,7 +1,7 @@
 """A video with nothing but NVIDIA's client and numpy; copy this file anywhere.
 
 pip install 'tritonclient[grpc]' numpy
-python with_tritonclient.py localhost:8001 "a red seven moving left" [first_frame.png]
+python with_tritonclient.py localhost:8001 "a red seven moving left" [first_frame.png] [adapter:0.8]
 """
 
 import json
@@ -20,7 +20,9 @@ def tensor(name: str, value, kind: str, number_type) -> InferInput:
     return made
 
 
-def main(url: str = "localhost:8001", prompt: str = "a red seven moving left", image: str = "") -> None:
+def main(
+    url: str = "localhost:8001", prompt: str = "a red seven moving left", image: str = "", adapter: str = ""
+) -> None:
     answers = queue.Queue()
     inputs = [
         tensor("prompt", prompt.encode(), "BYTES", np.object_),
@@ -31,6 +33,8 @@ def main(url: str = "localhost:8001", prompt: str = "a red seven moving left", i
     ]
     if image:
         inputs.append(tensor("image", Path(image).read_bytes(), "BYTES", np.object_))
+    if adapter:  # NAME:SCALE; a list, here of one
+        inputs.append(tensor("adapters", adapter.encode(), "BYTES", np.object_))
     with InferenceServerClient(url) as client:
         client.start_stream(lambda result, error: answers.put((result, error)))
         client.async_stream_infer("text_to_video", inputs, enable_empty_final_response=True)

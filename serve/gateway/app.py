@@ -11,6 +11,7 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from megadit.serve.gateway import errors
+from megadit.serve.gateway.adapter_routes import adapter_routes
 from megadit.serve.gateway.keys import Key
 from megadit.serve.gateway.middleware import Surroundings
 from megadit.serve.gateway.routes import video_routes
@@ -34,7 +35,9 @@ def create_app(gateway: Gateway) -> FastAPI:
         redirect_slashes=False,  # which would send clients to whatever host they name
     )
     errors.install(app)
-    app.include_router(video_routes(gateway, _authentication(gateway)))
+    authenticate = _authentication(gateway)
+    app.include_router(video_routes(gateway, authenticate))
+    app.include_router(adapter_routes(gateway, authenticate))
     _add_health(app, gateway)
     _add_documentation(app, gateway)
     app.add_middleware(Surroundings, metrics=gateway.metrics, max_body_bytes=gateway.settings.max_body_bytes)

@@ -18,8 +18,10 @@ from megadit.models.shared.errors import UserError
 from megadit.serve.client import Generation
 from megadit.serve.contract import (
     MODEL,
+    AdapterNotFoundError,
     CancelledError,
     Event,
+    HeldBackError,
     InvalidRequestError,
     ServiceError,
     ServiceInfo,
@@ -61,6 +63,10 @@ class GatewayClient:
             raise UnavailableError(f"{self.url} has not seen a server yet")
         return ServiceInfo.from_json(json.dumps(service))
 
+    def adapters(self) -> list[str]:
+        """Names of adapters that a request may give: this key's own and the service's."""
+        return [each["id"] for each in self._ask("GET", "/v1/adapters")["data"]]
+
     def stream(self, request: VideoRequest) -> Generation:
         """StepDone and the video; leaving the iteration early cancels the request."""
 
@@ -72,6 +78,8 @@ class GatewayClient:
             names = ("prompt", "seed", "preview_every", *SERVED)
             body = {name: value for name in names if (value := getattr(request, name)) is not None}
             body |= {name: _in_json(name, value) for name, value in request.given().items() if value is not None}
+            if scales := request.adapter_scales():
+                body["adapters"] = [{"name": name, "scale": scale} for name, scale in scales.items()]
             sizes = (body.pop("width", None), body.pop("height", None))
             if None not in sizes:
                 body["size"] = "{}x{}".format(*sizes)
@@ -105,15 +113,15 @@ class GatewayClient:
                 yield StepDone(step=last_step, num_steps=steps, sigma=math.nan, seconds_left=left, preview=preview)
                 preview = b""
         if video["status"] == "failed":
-            kind = InvalidRequestError if video["error"]["code"] == "invalid_request" else ServiceError
-            raise kind(video["error"]["message"])
+            kinds = {kind.code: kind for kind in (InvalidRequestError, AdapterNotFoundError, HeldBackError)}
+            raise kinds.get(video["error"]["code"], ServiceError)(video["error"]["message"])
         yield VideoResult(
             data=self._answer("GET", f"/v1/videos/{video['id']}/content").content,
             media_type=video["media_type"],
             index=0,
             prompt=video["prompt"],
             seed=video["settings"]["seed"],
-            settings={name: value for name, value in video["settings"].items() if name in SERVED},
+            settings={name: value for name, value in video["settings"].items() if name in (*SERVED, "adapters")},
             seconds=time.monotonic() - began,
             batch_size=1,
         )

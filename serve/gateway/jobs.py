@@ -110,6 +110,10 @@ def job_of(row: Row, now: float) -> Job:
     plain = {name: getattr(row, name) for name in Job.__dataclass_fields__ if name in JOBS.c and name != "request"}
     return Job(
         **plain,
-        request=VideoRequest(**json.loads(row.request)),
+        request=VideoRequest(**json.loads(row.request, object_hook=_with_tuples)),
         seconds_to_live=None if row.expires_tick is None else row.expires_tick - now,
     )
+
+
+def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

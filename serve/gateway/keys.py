@@ -39,6 +39,9 @@ class KeyLimits:
         48 << 20, "of a request with files, which wait in the same room (default: 48 MiB)", low=1, metavar="N"
     )
 
+    max_adapters: int = setting(16, "that it brought (default: {default})", low=0, metavar="N")
+    max_adapter_bytes: int = setting(1 << 30, "of these together (default: 1 GiB)", low=1, metavar="N")
+
     def __post_init__(self) -> None:
         check_settings(self)
 

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from megadit.models.given_settings import GIVEN
 from megadit.models.shared.errors import UserError
-from megadit.serve.contract import InvalidRequestError, ServiceInfo
+from megadit.serve.contract import AdapterNotFoundError, InvalidRequestError, ServiceInfo
 from megadit.serve.gateway.content import content_of, open_video
 from megadit.serve.gateway.errors import ApiError, not_found, of_validation, unavailable
 from megadit.serve.gateway.given import MOST_FILES, form_schema, pack, values_of
@@ -218,7 +218,9 @@ def _create(gateway: Gateway, key: Key, body: CreateVideo, idempotency_key: str 
     model = _known_model(gateway, body.model or gateway.servers.models[0])
     info = _info(gateway, model)
     try:
-        request = body.request(info)
+        request = gateway.adapters.resolved(key, body.request(info), info.adapters)
+    except AdapterNotFoundError as error:
+        raise ApiError(400, error.code, str(error)[:500], param="adapters") from None
     except (UserError, InvalidRequestError) as error:
         raise ApiError(400, "invalid_request", str(error)[:500]) from None
     new = NewJob(

@@ -232,7 +232,7 @@ class Runner:
             video = self._generate(run)
             self._metrics.stages.labels("triton", run.job.key_id).observe(time.monotonic() - run.began)
         except InvalidRequestError as error:
-            self._fail(run, "invalid_request", str(error))
+            self._fail(run, error.code, str(error))
         except CancelledError as error:
             self._settle_stopped(run, error)
         except DeadlineExceededError as error:

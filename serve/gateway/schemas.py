@@ -1,10 +1,12 @@
 """What goes in and out over HTTP: the shapes of OpenAI's video API, with this service's own settings beside them."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
+from pydantic_core import from_json
 
 from megadit.models.given_settings import GIVEN, MEDIA
+from megadit.models.named_adapters import shown_name
 from megadit.models.settings import SERVED
 from megadit.models.shared.setting import Setting
 from megadit.serve.contract import InvalidRequestError, ServiceInfo, VideoRequest
@@ -17,6 +19,8 @@ _INT32, _INT64 = 2**31 - 1, 2**63 - 1
 _MOST = {str: 100_000, int: _INT32, float: 1e6}
 """The largest number, or characters, of a setting that has no upper bound of its own."""
 _LONGEST_NAME = 200
+_MOST_ADAPTERS = 64
+"""That are read of a body; the model takes fewer."""
 
 
 def _field(about: Setting) -> tuple[Any, Any]:
@@ -29,6 +33,20 @@ def _field(about: Setting) -> tuple[Any, Any]:
     if about.type is int and about.low is None:
         bounds = bounds | {"ge": bounds.pop("gt") + 1}
     return about.type | None, Field(None, description=about.help, **bounds)
+
+
+class AdapterUse(BaseModel):
+    """An adapter, and how much of it a video gets."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    name: str = Field(max_length=150, description="One of `GET /v1/adapters`")
+    scale: float = Field(1.0, ge=-1e6, le=1e6, description="1 as it was trained, 0 nothing")
+
+
+def _of_form(value: Any) -> Any:
+    """A list, which a form gives as the text of its JSON."""
+    return from_json(value, allow_inf_nan=False) if isinstance(value, str) else value
 
 
 class _VideoBody(BaseModel):
@@ -50,6 +68,9 @@ class _VideoBody(BaseModel):
         0, ge=0, le=_INT32, description="A preview with the first step and every so many after it, among the events"
     )
     priority: int = Field(2, ge=1, le=3, description="Among the videos of the same key: 1 is made first")
+    adapters: Annotated[tuple[AdapterUse, ...], BeforeValidator(_of_form)] = Field(
+        (), max_length=_MOST_ADAPTERS, description="To make it with; a form gives the same JSON as text"
+    )
     input_reference: File | None = Field(
         None, description="An image: the first frame. A video: what to edit or continue, as the other fields say"
     )
@@ -72,6 +93,8 @@ class _VideoBody(BaseModel):
             if self.num_frames is not None:
                 raise InvalidRequestError("seconds and num_frames both say how long the video is; give one of them")
             given["num_frames"] = max(1, round(self.seconds * (self.fps or info.defaults["fps"])))
+        if self.adapters:
+            given["adapters"] = tuple(f"{use.name}:{use.scale!r}" for use in self.adapters)
         return VideoRequest(**given).filled(info.defaults, info.eta_samplers)
 
 
@@ -148,8 +171,14 @@ class Video(BaseModel):
             sha256=job.sha256,
             step=job.step,
             settings={name: getattr(request, name) for name in ("seed", *SERVED)}
-            | {name: value for name, value in request.given().items() if value is not None},
+            | {name: value for name, value in request.given().items() if value is not None}
+            | _adapters_of(request),
         )
+
+
+def _adapters_of(request: VideoRequest) -> dict[str, Any]:
+    uses = [{"name": shown_name(name), "scale": scale} for name, scale in request.adapter_scales().items()]
+    return {"adapters": uses} if uses else {}
 
 
 class VideoPreview(BaseModel):
@@ -212,6 +241,7 @@ def check(request: VideoRequest, info: ServiceInfo) -> None:
         InvalidRequestError: likewise.
     """
     info.limits.check_texts(request)
+    info.check_adapters(request)
     request.check_given(info.takes, info.limits)
     if request.sampler not in info.samplers:
         raise InvalidRequestError(f"sampler={request.sampler!r} is unknown; choose one of {', '.join(info.samplers)}")

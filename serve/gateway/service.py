@@ -16,6 +16,7 @@ from megadit.models.given_settings import MediaLimits, split_keyframe
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.setting import check_settings, group, setting
 from megadit.serve.contract import MODEL, VideoRequest
+from megadit.serve.gateway.adapters import Adapters
 from megadit.serve.gateway.clock import Heart
 from megadit.serve.gateway.database import Database, holds_password, in_a_line, store_url
 from megadit.serve.gateway.given import Uploads
@@ -55,6 +56,9 @@ class GatewaySettings:
     )
     """Several gateways may share a database."""
     results: str = setting("gateway/videos", "folder or fsspec URL of videos (default: {default})", metavar="URL")
+    adapters: str = setting(
+        "", "folder of adapters, that of `build-repository`; keys may add their own (default: none)", metavar="DIR"
+    )
     name: str = setting("", "of this gateway, its own at this store (default: HOST:PORT)")
     slots: int = setting(8, "jobs given to each server at once (default: {default})", low=1, metavar="N")
     max_body_bytes: int = setting(1 << 20, "of a request (default: 1 MiB)", low=1, metavar="N")
@@ -93,6 +97,7 @@ class Gateway:
         self.store = JobStore(self.database, owner=settings.name or f"{socket.gethostname()}:{port}")
         self.results = Results(settings.results)
         self.results.claim(self.database.store_id, self.store.knows)
+        self.adapters = Adapters(settings.adapters)
         self.metrics = Metrics()
         self.rates = Rates(self.database)
         self.servers = Servers.of(settings.servers, settings.models, slots=settings.slots)
@@ -167,6 +172,10 @@ class Gateway:
             self.results.remove(job.given_name)
             self.store.forget_given(job)
 
+    def _is_revoked(self, key_id: str) -> bool:
+        key = self.keys.find(key_id)
+        return key is not None and key.is_revoked
+
     def _keep_house(self) -> None:
         for beat in itertools.count():
             if self._stopping.wait(_SECONDS_BETWEEN_BEATS):
@@ -178,6 +187,7 @@ class Gateway:
                 self.tidy()
                 if beat % _BEATS_BETWEEN_PURGES == 0:
                     self.store.purge(self.settings.history_seconds)
+                    self.adapters.sweep(self._is_revoked)
             except SQLAlchemyError as error:
                 log("store failed", reason=in_a_line(error))
             except Exception as error:  # a place of results that does not answer; the next round tries again

@@ -156,6 +156,10 @@ class Studio:
     def folder(self) -> Path:
         return Path(self._folder.name)
 
+    def adapters(self) -> list[str]:
+        """Names of those that a request may give now."""
+        return self.client.adapters() if self.info.adapters else []
+
     def request(self, *, seed: int | None, **settings) -> VideoRequest:
         """A request that leaves nothing out; `seed` None is a new one."""
         seed = random.randrange(2**31) if seed is None else seed

@@ -112,6 +112,26 @@ class _Sampling:
         return {"num_steps": int(steps), "guidance": float(guidance), "sampler": sampler, **settings}
 
 
+class _Adapters:
+    """Which adapters the video is made with, and how much of them."""
+
+    def __init__(self, studio: Studio) -> None:
+        with gr.Row(visible=studio.info.adapters is not None):
+            self.names = gr.Dropdown(
+                studio.adapters(), label="Adapters", multiselect=True, elem_id="adapters", min_width=100
+            )
+            self.scale = gr.Slider(-2, 2, value=1, label="How much of them", elem_id="scale", min_width=100)
+        self.names.focus(lambda: gr.Dropdown(choices=studio.adapters()), None, self.names, show_progress="hidden")
+
+    @property
+    def components(self) -> list[Any]:
+        return [self.names, self.scale]
+
+    @staticmethod
+    def of(names: list[str] | None, scale: float) -> dict[str, Any]:
+        return {"adapters": tuple(f"{name}:{scale!r}" for name in names)} if names else {}
+
+
 class _Seed:
     """A seed, new every time or kept."""
 
@@ -173,6 +193,7 @@ class _VideoTab:
             self.sizes = _Sizes(self.studio, elem_id="size")
             with gr.Row():
                 self.sampling = _Sampling(self.studio, self.sizes)
+            self.adapters = _Adapters(self.studio)
             with gr.Row():
                 self.seed = _Seed(elem_id="seed")
 
@@ -187,7 +208,8 @@ class _VideoTab:
         shown = [self.stage, self.facts, self.make, self.cancel, self.again, self.download, self.gallery]
         shown += [self.seed.number, self.takes, self.current]
         inputs = [self.takes, self.prompt, self.negative, self.sizes.radio]
-        inputs += [*self.sampling.components, *self.seed.components, *self.given.components]
+        inputs += [*self.sampling.components, *self.adapters.components, *self.seed.components]
+        inputs += self.given.components
         quiet = {"show_progress": "hidden"}
         gr.on([self.make.click, self.prompt.submit], self._start, inputs, shown, **quiet)
         self.examples.click(lambda sample: sample[0], self.examples, self.prompt, **quiet).then(
@@ -205,7 +227,8 @@ class _VideoTab:
             yield {self.cancel: gr.Button(interactive=False)}
             return
         count = len(self.sampling.components)
-        sampling, seed, given = values[:count], values[count : count + 2], values[count + 2 :]
+        sampling, values = values[:count], values[count:]
+        adapters, seed, given = values[:2], values[2:4], values[4:]
         try:
             fields = self.given.of(prompt, *given)
         except UserError as error:
@@ -218,6 +241,7 @@ class _VideoTab:
             seed=self.seed.of(*seed),
             **self.sizes.of(size),
             **self.sampling.of(*sampling),
+            **self.adapters.of(*adapters),
         )
         yield from self._run(session, request, kept)
 

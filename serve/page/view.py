@@ -150,6 +150,7 @@ def facts(request: VideoRequest, seconds: float | None = None, note: str = "") -
         f"{request.width}\N{MULTIPLICATION SIGN}{request.height}, {request.num_frames} frames",
         *(f"{name.replace('_', ' ')} {value:g}" for name in SLIDERS if (value := getattr(request, name))),
         *(f"with a given {name.replace('_', ' ')}" for name in request.media()),
+        *(f"adapter {text}" for text in request.adapters or () if text),
         *([f"without: {request.negative_prompt}"] if request.negative_prompt else []),
         *([f"made in {seconds:.1f} s"] if seconds is not None else []),
         *([note] if note else []),

@@ -268,7 +268,7 @@ def test_every_option_reaches_the_export(tmp_path, monkeypatch):
     plain = export()
     for option in (
         *(["--precision", "bf16"], ["--profile", "text=1,4,9"], ["--opset", "18"], ["--no_text_encoder"]),
-        *(["--video_steps", "3"], ["--format", "tensorrt"]),
+        *(["--video_steps", "3"], ["--default", "num_steps=3"], ["--format", "tensorrt"]),
     ):
         assert export(*option) != plain, option
     int8 = ["--precision", "int8"]

@@ -17,6 +17,7 @@ from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
+from tests.infer.conftest import make_adapter
 
 CONFIG = DiTConfig(
     num_layers=2,
@@ -111,7 +112,17 @@ def tritonserver():
 
 
 @pytest.fixture(scope="session")
-def repository(bundle_dir, tmp_path_factory):
+def adapter_dir(bundle_dir, tmp_path_factory):
+    """A folder of a service: one adapter as a folder, two as files."""
+    folder = tmp_path_factory.mktemp("adapters")
+    make_adapter(folder / "one", bundle_dir, 1)
+    make_adapter(folder / "two.safetensors", bundle_dir, 2, kind="dora", rank=3)
+    make_adapter(folder / "three.safetensors", bundle_dir, 3, patterns=("blocks.*self_attention.[qkv]",))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def repository(bundle_dir, adapter_dir, tmp_path_factory):
     """A repository with room for requests that take a while."""
     from megadit.serve.build_repository import build_repository
     from megadit.serve.model_config import Scheduling
@@ -122,6 +133,7 @@ def repository(bundle_dir, tmp_path_factory):
         scheduling=Scheduling(device="cpu", max_queue_size=48),
         with_images=True,
         limits={"max_work": 16 * 24 * 5 * 5000},
+        adapters=adapter_dir,
     )
 
 

@@ -1,6 +1,7 @@
 """The repository on disk, and its configuration by Triton's schema; the server's own parser is in test_triton.py."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -125,6 +126,40 @@ def test_the_command_builds_and_replaces(bundle_dir, tmp_path, capsys):
     config = parse((out / "text_to_video" / "config.pbtxt").read_text())
     assert ServiceInfo.from_json(config.parameters["service"].string_value).limits.max_videos == 2
     assert [folder.name for folder in tmp_path.iterdir()] == ["repository"]
+
+
+CHANGES = ("num_steps=3", "guidance=5", "sampler=EDM", "negative_prompt=a=b", "guidance_interval=0.1,5", "fps=4")
+
+
+def test_defaults_are_changed_by_the_rules_of_a_request(bundle_dir, tmp_path, capsys):
+    """In what clients are told, in the bundle beside it, and in both models; the bundle itself stays as it was."""
+    before = (bundle_dir / "megadit.json").read_bytes()
+    build = ["serve", "build-repository", str(bundle_dir)]
+    flags = [word for change in CHANGES for word in ("--default", change)]
+    assert verbs.main([*build, str(tmp_path / "models"), "--images", *flags]) == 0
+    expected = replace(
+        Bundle.open(bundle_dir).defaults,
+        **{"num_steps": 3, "guidance": 5.0, "sampler": "heun", "negative_prompt": "a=b", "fps": 4.0},
+        guidance_interval=(0.1, 5.0),
+    )
+    for model in ("text_to_video", "text_to_image"):
+        version = tmp_path / "models" / model / "1"
+        assert Bundle.open(version / "bundle", verify=True).defaults == expected
+        told = parse((version.parent / "config.pbtxt").read_text()).parameters["service"].string_value
+        defaults = ServiceInfo.from_json(told).defaults
+        assert (defaults["num_steps"], defaults["guidance"], defaults["sampler"]) == (3, 5.0, "heun")
+    assert (bundle_dir / "megadit.json").read_bytes() == before
+    for change, told in (
+        ("num_steps", "must be NAME=VALUE"),
+        ("num_stps=3", "did you mean 'num_steps'?"),
+        ("num_steps=0", "num_steps=0 must be greater than 0"),
+        ("num_steps=many", "'many' is no int"),
+        ("sampler=eular", "did you mean 'euler'?"),
+        ("height=17", "height=17 is not a multiple of 4"),
+        ("sigma_max=0.001", "must be smaller than"),
+    ):
+        assert verbs.main([*build, str(tmp_path / "other"), "--default", change]) == 2
+        assert told in capsys.readouterr().err and not (tmp_path / "other").exists(), change
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from megadit.infer.video_io import read_video, write_video
+from megadit.infer.video_io import read_comment, read_video, write_video
 from megadit.serve.examples import with_megadit, with_tritonclient
 
 
@@ -19,14 +19,14 @@ def test_example_writes_a_video(server, tmp_path, monkeypatch, program, capfd):
         if shutil.which("curl") is None:
             pytest.skip("no curl")
         script = with_megadit.__file__.replace("with_megadit.py", "with_curl.sh")
-        subprocess.run(
-            [script, server.http_url, "a two", "a.png"], check=True, env={"PATH": f"{sys.prefix}/bin:/usr/bin:/bin"}
-        )
+        command = [script, server.http_url, "a two", "a.png", "one:0.5"]
+        subprocess.run(command, check=True, env={"PATH": f"{sys.prefix}/bin:/usr/bin:/bin"})
     elif program == "with_megadit":
-        with_megadit.main(server.grpc_url, "a two", "a.png")
+        with_megadit.main(server.grpc_url, "a two", "a.png", "one:0.5")
     else:
-        with_tritonclient.main(server.grpc_url, "a two", "a.png")
+        with_tritonclient.main(server.grpc_url, "a two", "a.png", "one:0.5")
     assert "step 4 of" in capfd.readouterr().out
+    assert '"adapters": [{"name": "one", "scale": 0.5}]' in read_comment("video.mp4")
     frames, fps = read_video("video.mp4")
     assert frames.shape == (5, 16, 24, 3) and fps == 8
     assert np.abs(frames[0].astype(int) - 200).mean() < 5 < np.abs(frames[4].astype(int) - 200).mean()

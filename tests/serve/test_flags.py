@@ -53,10 +53,16 @@ REPOSITORY = (
     *(("--max_prompt_characters", "9"), ("--max_frames", "6"), ("--max_pixels", "5000"), ("--max_work", "90000")),
     *(("--max_text_tokens", "7"), ("--max_media_bytes", "8"), ("--max_media_pixels", "9"), ("--max_media_side", "6")),
     *(("--max_media_frames", "5"), ("--max_media_seconds", "4")),
+    *(("--max_adapters", "3"), ("--max_adapter_bytes", "2"), ("--adapters", "."), ("--adapter_bytes", "1")),
+    ("--guardrail_dir", "guard"),
 )
 
 
-def test_every_option_changes_the_repository(bundle_dir, tmp_path):
+def test_every_option_changes_the_repository(bundle_dir, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "guard").mkdir()
+    (tmp_path / "guard" / "guardrail.py").touch()
+
     def seen(*more):
         out = tmp_path / "repository"
         assert verbs.main(["serve", "build-repository", str(bundle_dir), str(out), *more]) == 0
@@ -136,7 +142,7 @@ GATEWAY = (
     *(("--metrics_host", "0.0.0.0"), ("--metrics_port", "9004"), ("--name", "mine"), ("--slots", "3")),
     *(("--job_seconds", "2"), ("--hang_seconds", "3"), ("--max_body_bytes", "99"), ("--max_streams", "4")),
     *(("--min_free_bytes", "5"), ("--history_seconds", "6"), ("--drain_seconds", "7")),
-    *(("--max_connections", "20"), ("--max_upload_bytes", "8"), ("--max_uploads", "9")),
+    *(("--max_connections", "20"), ("--max_upload_bytes", "8"), ("--max_uploads", "9"), ("--adapters", "zogs")),
 )
 
 
@@ -166,7 +172,12 @@ def test_every_option_of_a_key_is_written_down(tmp_path, capsys):
         return capsys.readouterr().out
 
     limits = (("--requests_per_minute", "7"), ("--max_active", "8"), ("--videos_per_day", "9"))
-    limits += (("--max_stored_bytes", "10"), ("--max_upload_bytes", "11"))
+    limits += (
+        ("--max_stored_bytes", "10"),
+        ("--max_upload_bytes", "11"),
+        ("--max_adapters", "12"),
+        ("--max_adapter_bytes", "13"),
+    )
     for number, (flag, value) in enumerate((*limits, ("--webhook", "https://example.org/told"))):
         store = f"--store={tmp_path / str(number)}.sqlite"
         keys("add", "alice", store, flag, value)
@@ -184,7 +195,7 @@ REQUEST = (
     *(("--strength", "0.5"), ("--continue_video", "a.png"), ("--lead_to_video", "a.png"), ("--keep_frames", "2")),
     *(("--image", "a.png"), ("--first_frame", "a.png"), ("--conditioned_image_or_video_path", "a.png")),
     *(("--last_image", "a.png"), ("--last_frame", "a.png"), ("--keyframe", "3:a.png"), ("--video", "a.png")),
-    *(("--mask", "a.png"), ("--instruction", "make it red")),
+    *(("--mask", "a.png"), ("--instruction", "make it red"), ("--adapter", "zog:0.8")),
 )
 ASKED = (("--url", "grpc://elsewhere:1"), ("--model", "text_to_image"), ("--timeout", "9"), ("--priority", "1"))
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -83,6 +84,15 @@ def test_the_data_set_may_lie_elsewhere(trained, tiny_dataset, tmp_path, capsys)
     assert "/nowhere is not a folder" in capsys.readouterr().err and not (tmp_path / "bundle").exists()
     shutil.copytree(tiny_dataset, tmp_path / "moved")
     assert main([str(trained), str(tmp_path / "bundle"), "--dataset", str(tmp_path / "moved")]) == 0
+
+
+def test_defaults_are_chosen(trained, tmp_path, capsys):
+    assert main([str(trained), str(tmp_path / "plain")]) == 0
+    assert main([str(trained), str(tmp_path / "bundle"), "--default", "num_steps=3", "--default", "guidance=5"]) == 0
+    plain, chosen = (Bundle.open(tmp_path / name, verify=True).defaults for name in ("plain", "bundle"))
+    assert chosen == replace(plain, num_steps=3, guidance=5.0) != plain
+    assert main([str(trained), str(tmp_path / "other"), "--default", "height=1"]) == 2
+    assert "height=1 is not a multiple" in capsys.readouterr().err and not (tmp_path / "other").exists()
 
 
 # --------------------------------------------------------------------------------------------- of a run with an adapter

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megadit.infer.video_io import read_video, write_video
+from megadit.infer.video_io import encode_mp4, read_video, write_video
 from megadit.models.shared import verbs
 from megadit.models.shared.errors import UserError
 from megadit.serve.client import VideoClient
@@ -26,6 +26,8 @@ from megadit.serve.contract import (
 from megadit.serve.page import demo
 from megadit.serve.page.demo import Studio, service
 from megadit.serve.page.view import Preset, facts, finished_stage, presets, progress_stage, told_stage
+
+from ..test_triton import frames_of
 
 PRESET = Preset(name="Video", num_frames=5, height=16, width=24)
 
@@ -243,6 +245,25 @@ def test_settings_side_by_side(visit):
     page.wait_for_selector("#stage_right video")
     sources = [page.locator(f"#stage_{side} video").get_attribute("src") for side in ("left", "right")]
     assert sources[0] != sources[1]
+
+
+@pytest.mark.slow
+def test_a_visitor_chooses_an_adapter(visit, pipeline, adapter_dir):
+    page = visit
+    page.fill("#prompt textarea", "a red seven")
+    page.locator("#adapters input").click()
+    page.get_by_role("option", name="one").click()
+    page.fill("#scale input[type=number]", "0.5")
+    page.locator("#scale input[type=number]").press("Tab")
+    page.click("#make")
+    page.wait_for_selector("#stage video")
+    assert "adapter one:0.5" in page.locator("#facts").inner_text()
+    seed = int(page.locator("#seed input").input_value())
+    adapted = pipeline.generate(["a red seven"], seeds=seed, adapters={str(adapter_dir / "one"): 0.5})[0].video
+    plain = pipeline.generate(["a red seven"], seeds=seed)[0].video
+    made = frames_of(video_bytes(page))
+    assert np.abs(made - frames_of(encode_mp4(adapted, 8))).max() <= 1
+    assert np.abs(made - frames_of(encode_mp4(plain, 8))).max() > 1
 
 
 @pytest.mark.slow

@@ -1,0 +1,48 @@
+"""Whether a file that somebody sent is an adapter of a network, told by a process of its own.
+
+    python -m megadit.infer.check_adapter FILE < what.json       {"network": ..., "base": FINGERPRINT}
+
+prints JSON: {"error": null}, or what is wrong in one line. Nothing but safetensors is read; what a file does to this
+process is its end alone.
+"""
+
+import json
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+from megadit.models.config import DiTConfig
+from megadit.models.convert.adapter_files import open_adapter, read_adapter
+from megadit.models.shared.errors import UserError
+
+_PROCESSOR_SECONDS = 60
+_MOST_TENSORS = 20_000
+"""Of a file: some five times as many as an adapter of every linear of the largest network has."""
+
+
+def problem_of(path: Path, network: dict[str, Any], base: str) -> str | None:
+    """Why this is no adapter of the network of this configuration and these weights; None: it is one.
+
+    An adapter that does not say to which weights it belongs is one of any.
+    """
+    try:
+        opened = open_adapter(path)
+        if len(opened.source.stored) > _MOST_TENSORS:
+            return f"the file has {len(opened.source.stored):,} tensors; {_MOST_TENSORS:,} is the most"
+        if opened.base not in (None, base):
+            return f"the adapter was trained with other weights ({opened.base}) than this service's ({base})"
+        read_adapter(path, DiTConfig.from_dict(network))
+    except UserError as error:
+        return " ".join(str(error).replace(str(path), "the file").split())
+    return None
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (_PROCESSOR_SECONDS, _PROCESSOR_SECONDS))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    print(json.dumps({"error": problem_of(Path(sys.argv[1]), **json.load(sys.stdin))}))
+
+
+if __name__ == "__main__":
+    main()

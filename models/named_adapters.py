@@ -1,0 +1,97 @@
+"""Adapters as they are asked for, `NAME:SCALE`, and the folder of a service in which they have these names.
+
+DIR/zog.safetensors    one file, as `megadit convert` and the video API write it
+DIR/zog/               a folder of PEFT's, or diffusers' own
+
+Nothing here imports torch.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from megadit.models.shared.errors import UserError
+
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,149}")
+"""Of an adapter in a folder: no path, and no hidden or half-written file."""
+OF_A_KEY = re.compile(r"(?P<name>.+)\.(?P<key>[0-9a-f]{12})\.[0-9a-f]{16}")
+"""The name of one that a key brought to the gateway, which keeps it here."""
+SUFFIX = ".safetensors"
+
+
+class MissingAdapterError(UserError):
+    """There is no adapter of this name, or no longer."""
+
+
+def parse_adapter(text: str) -> tuple[str, float]:
+    """(path or name, scale) of `PATH:SCALE`, or of `PATH`, whose scale is 1.
+
+    Raises:
+        UserError: for a scale that is not finite.
+    """
+    path, colon, tail = text.rpartition(":")
+    try:
+        scale = float(tail) if colon and path else None
+    except ValueError:
+        scale = None
+    if scale is not None and not math.isfinite(scale):
+        raise UserError(f"adapter {text}: the scale must be a finite number")
+    return (text, 1.0) if scale is None else (path, scale)
+
+
+def parse_adapters(texts: Sequence[str]) -> dict[str, float]:
+    """Path or name -> scale of several.
+
+    Raises:
+        UserError: as `parse_adapter`, and for one that is given twice.
+    """
+    scales = dict(map(parse_adapter, texts))
+    if len(scales) < len(texts):
+        raise UserError(f"an adapter is given twice in {', '.join(texts)}; give it once, with one scale")
+    return scales
+
+
+def check_name(name: str) -> None:
+    """Raises:
+    UserError: for what can be no adapter's name.
+    """
+    if not NAME.fullmatch(name):
+        raise UserError(f"adapter {name[:80]!r}: a name has letters, digits, _, . and -, up to 150, and no path")
+
+
+def adapters_in(folder: Path) -> list[str]:
+    """The names of a folder, those of keys' own among them, sorted."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    names = (path.name if path.is_dir() else path.name.removesuffix(SUFFIX) for path in paths if _is_one(path))
+    return sorted(name for name in names if NAME.fullmatch(name))
+
+
+def find_adapter(folder: Path, name: str, max_bytes: int) -> Path:
+    """The adapter of this name, a file or a folder whose files have no more bytes than this.
+
+    Raises:
+        MissingAdapterError: if there is none.
+        UserError: for a name that can be none, or one that leads elsewhere, and for more bytes.
+    """
+    check_name(name)
+    for found in (f"{name}{SUFFIX}", name):
+        path = folder / found
+        if path.exists() and _is_one(path):
+            if not path.resolve().is_relative_to(folder.resolve()):
+                raise UserError(f"the adapter {name!r} is a link out of its folder")
+            size = sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else [path]))
+            if size > max_bytes:
+                raise UserError(f"the adapter {name!r} has {size:,} bytes; this service takes {max_bytes:,}")
+            return path
+    raise MissingAdapterError(f"there is no adapter {name!r}")
+
+
+def shown_name(name: str) -> str:
+    """What an adapter is called where a person reads it: one that a key brought, as this key calls it."""
+    of_key = OF_A_KEY.fullmatch(name)
+    return of_key["name"] if of_key else name
+
+
+def _is_one(path: Path) -> bool:
+    return path.is_dir() or path.suffix == SUFFIX

@@ -1,0 +1,244 @@
+"""Adapters that requests name: each video gets its own, whatever shares its batch, and the base stays the base."""
+
+import io
+import resource
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megadit.infer import adapters as shelf
+from megadit.infer.pipeline import TextToVideo
+from megadit.infer.video_io import encode_mp4
+from megadit.models.adapters import adapter_names
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.named_adapters import adapters_in, find_adapter
+from megadit.models.shared import verbs
+from megadit.models.shared.errors import UserError
+from megadit.serve.build_repository import build_repository, service_info
+from megadit.serve.client import VideoClient
+from megadit.serve.contract import AdapterNotFoundError, InvalidRequestError, VideoRequest
+from megadit.serve.engine import Engine
+from megadit.serve.local_server import LocalServer
+from megadit.serve.model_config import Scheduling
+from tests.infer.conftest import make_adapter
+
+from .test_engine import Asker, run
+from .test_triton import frames_of
+
+
+@pytest.fixture
+def engine(bundle_dir, adapter_dir):
+    bundle = Bundle.open(bundle_dir)
+    info = service_info(bundle, bundle.defaults, None, adapters=adapter_dir)
+    return Engine(TextToVideo.load(bundle_dir, device="cpu"), info, adapters=adapter_dir)
+
+
+@pytest.fixture
+def frames(monkeypatch):
+    """Videos are frames as they are, before they are encoded."""
+    monkeypatch.setattr("megadit.serve.engine.encode_mp4", lambda video, fps, metadata: video.tobytes())
+
+
+REQUEST = VideoRequest(prompt="a red seven", seed=5)
+CASES = {
+    "none": (),
+    "one": ("one",),
+    "two": ("two:0.5",),
+    "two of them": ("one:0.7", "three:-1"),
+    "three": ("three",),
+}
+
+
+def asker(name: str, **fields) -> Asker:
+    return Asker(replace(REQUEST, adapters=CASES[name], **fields))
+
+
+def array(asker: Asker) -> np.ndarray:
+    assert asker.endings == [None], asker.endings
+    return np.frombuffer(asker.videos[0].data, np.uint8).astype(int)
+
+
+def test_a_batch_of_adapters_is_each_alone(engine, frames, bundle_dir, adapter_dir):
+    """And each is the video of `generate`; nothing of one is left in the next."""
+    together = {name: asker(name) for name in CASES}
+    run(engine, *together.values())
+    assert {each.videos[0].batch_size for each in together.values()} == {len(CASES)}
+    pipeline = TextToVideo.load(bundle_dir, device="cpu")
+    for name, texts in CASES.items():
+        scales = VideoRequest(prompt="", adapters=texts).adapter_scales()
+        scales = {str(find_adapter(adapter_dir, each, 1 << 30)): scale for each, scale in scales.items()}
+        expected = pipeline.generate(["a red seven"], seeds=5, adapters=scales)[0].video
+        assert np.abs(array(together[name]) - expected.reshape(-1)).max() <= 1, name
+    assert len({each.videos[0].data for each in together.values()}) == len(CASES), "each changes something"
+    assert together["two of them"].videos[0].settings["adapters"] == [
+        {"name": "one", "scale": 0.7}, {"name": "three", "scale": -1.0}
+    ]  # fmt: skip
+    assert "adapters" not in together["none"].videos[0].settings
+
+
+def test_nothing_of_an_adapter_stays(engine, frames):
+    """No adapter is the base bit for bit, before and after; A, B, A gives A again."""
+    first, *_ = made = [asker(name) for name in ("none", "one", "two", "one", "none")]
+    for each in made:
+        run(engine, each)
+    none, one, _, again, after = (each.videos[0].data for each in made)
+    assert one == again and none == after and first.endings == [None]
+    base = Engine(engine.pipeline, replace(engine.info, adapters=None))
+    run(base, plain := Asker(REQUEST))
+    assert plain.videos[0].data == none
+
+
+def test_adapters_are_read_once_and_the_oldest_dropped(engine, monkeypatch):
+    read = []
+    real = shelf.read_adapter_of
+    monkeypatch.setattr(shelf, "read_adapter_of", lambda path, bundle: read.append(path) or real(path, bundle))
+    dit = engine.pipeline.denoiser._denoiser.dit
+    for _ in range(2):
+        run(engine, *map(asker, CASES))
+    assert len(read) == len(adapter_names(dit)) == 3
+    engine.pipeline._adapters._kept_bytes = 0
+    run(engine, asker("one"))
+    assert len(read) == 4 and not adapter_names(dit), "beyond the bytes all go that nobody uses"
+    engine.pipeline._adapters._kept_bytes = 10**9
+    monkeypatch.setattr(shelf, "KEPT", 2)
+    for name in ("one", "two", "three", "two", "three"):
+        run(engine, asker(name))
+    assert len(read) == 7 and len(adapter_names(dit)) == 2, "beyond their number the oldest"
+    run(engine, asker("one"))
+    assert len(read) == 8
+
+
+def test_adapters_at_fault_fail_alone(engine, adapter_dir, bundle_dir, tmp_path):
+    own = tmp_path / "folder"
+    shutil.copytree(adapter_dir, own)
+    make_adapter(tmp_path / "outside.safetensors", bundle_dir, 4)
+    (own / "link.safetensors").symlink_to(tmp_path / "outside.safetensors")
+    (own / "pickle").mkdir()
+    (own / "pickle" / "adapter_model.bin").write_bytes(b"\x80\x04.")
+    (own / "noise.safetensors").write_bytes(bytes(range(256)))
+    (own / "large.safetensors").write_bytes(bytes(2 << 20))
+    engine.adapters = own
+    engine.info = replace(engine.info, limits=replace(engine.info.limits, max_adapter_bytes=1 << 20))
+    faults = {
+        "nowhere": "adapter not found: there is no adapter 'nowhere'",
+        "../outside": "no path",
+        "/etc/passwd": "no path",
+        ".one": "no path",
+        "x" * 200: "no path",
+        "link": "a link out of its folder",
+        "pickle": "other files than safetensors are not read",
+        "noise": "the adapter 'noise' cannot be used",
+        "large": "2,097,152 bytes; this service takes 1,048,576",
+        "one:nan": "must be a finite number",
+        "one:1e39": "not finite",
+    }
+    bad = {name: Asker(replace(REQUEST, adapters=(name,))) for name in faults}
+    bad["twice"], faults["twice"] = Asker(replace(REQUEST, adapters=("one", "one:2"))), "given twice"
+    bad["many"], faults["many"] = (
+        Asker(replace(REQUEST, adapters=tuple("abcde"))),
+        "service takes up to 4",
+    )
+    good = [asker("one"), asker("none")]
+    run(engine, *bad.values(), *good)
+    for name, each in bad.items():
+        (error,) = each.endings
+        assert isinstance(error, InvalidRequestError) and faults[name] in str(error), (name, error)
+        assert len(str(error)) < 400 and "\n" not in str(error) and str(own) not in str(error)
+        assert isinstance(error, AdapterNotFoundError) == (name == "nowhere") and not each.videos
+    assert all(each.endings == [None] for each in good)
+    assert "one" in adapters_in(own) and "pickle" in adapters_in(own)
+
+
+def test_an_adapter_of_other_weights_is_refused(engine, adapter_dir, bundle_dir, tmp_path):
+    engine.adapters = tmp_path
+    path = tmp_path / "other.safetensors"
+    make_adapter(path, bundle_dir, 4)
+    engine.pipeline._adapters._bundle = replace(Bundle.open(bundle_dir))
+    head, tail = path.read_bytes().split(b'\\"fingerprint\\": \\"', 1)
+    path.write_bytes(head + b'\\"fingerprint\\": \\"' + b"0" * 16 + tail[16:])
+    run(engine, each := Asker(replace(REQUEST, adapters=("other",))))
+    assert "trained with other weights (0000000000000000)" in str(each.endings[0])
+
+
+def test_a_service_without_a_folder_takes_none(engine, bundle_dir, tmp_path):
+    engine.info = replace(engine.info, adapters=None)
+    run(engine, each := asker("one"))
+    assert "takes no adapters" in str(each.endings[0])
+    with pytest.raises(UserError, match="is no folder"):
+        build_repository(bundle_dir, tmp_path / "models", adapters=tmp_path / "nowhere")
+
+
+# ------------------------------------------------------------------------------------------------ a real tritonserver
+
+
+@pytest.mark.parametrize("scheme", ["grpc", "http"])
+def test_served_videos_are_those_of_generate(server, bundle_dir, adapter_dir, scheme, tmp_path, monkeypatch):
+    """Together and one after the other; what is asked without adapters is the base bit for bit."""
+    client = VideoClient(f"{scheme}://{server.grpc_url if scheme == 'grpc' else server.http_url}")
+    with ThreadPoolExecutor(len(CASES)) as threads:
+        asked = [replace(REQUEST, adapters=texts) for texts in CASES.values()]
+        together = dict(zip(CASES, threads.map(client.generate, asked), strict=True))
+    pipeline = TextToVideo.load(bundle_dir, device="cpu")
+    base = pipeline.generate(["a red seven"], seeds=5)[0].video
+    assert np.array_equal(frames_of(client.generate(REQUEST)[0].data), frames_of(encode_mp4(base, 8)))
+    alone = {name: client.generate(replace(REQUEST, adapters=CASES[name]))[0].data for name in ("one", "two")}
+    assert alone["one"] == client.generate(replace(REQUEST, adapters=("one",)))[0].data, "A, B, A"
+    for name, texts in CASES.items():
+        scales = VideoRequest(prompt="", adapters=texts).adapter_scales()
+        paths = {str(find_adapter(adapter_dir, each, 1 << 30)): scale for each, scale in scales.items()}
+        expected = encode_mp4(pipeline.generate(["a red seven"], seeds=5, adapters=paths)[0].video, 8)
+        assert np.abs(frames_of(together[name][0].data) - frames_of(expected)).max() <= 1, name
+    with pytest.raises(AdapterNotFoundError, match="there is no adapter 'nowhere'"):
+        client.generate(replace(REQUEST, adapters=("nowhere",)))
+    with pytest.raises(InvalidRequestError, match="no path"):
+        client.generate(replace(REQUEST, adapters=("../one",)))
+    assert client.adapters() == ["one", "three", "two"]
+    monkeypatch.chdir(tmp_path)
+    ask = ["serve", "ask", "a red seven", "--seed", "5", "--url", f"{scheme}://{client.url.split('://')[-1]}"]
+    assert verbs.main([*ask, "--adapter", "one:0.7", "--adapter", "three:-1", "-o", "theirs.mp4"]) == 0
+    theirs = frames_of((tmp_path / "theirs.mp4").read_bytes())
+    assert np.abs(theirs - frames_of(together["two of them"][0].data)).max() <= 1
+    assert verbs.main([*ask, "--adapter", "nowhere"]) == 2
+
+
+@pytest.mark.slow
+def test_five_hundred_loads_lose_no_request(tritonserver, bundle_dir, kept_running, tmp_path, in_group):
+    """16 clients with 8 adapters, none of which stays in memory; memory does not grow."""
+    folder = tmp_path / "adapters"
+    folder.mkdir()
+    for number in range(8):
+        make_adapter(folder / f"a{number}.safetensors", bundle_dir, number)
+    repository = build_repository(
+        bundle_dir, tmp_path / "models", scheduling=Scheduling(device="cpu"), adapters=folder, adapter_bytes=0
+    )
+    with kept_running(LocalServer(repository, log=tmp_path / "triton.log", stop_seconds=3, hang_seconds=1e6)) as server:
+        client = VideoClient(f"grpc://{server.grpc_url}")
+
+        def make(number: int) -> bytes:
+            adapters = (f"a{number % 8}",) if number % 9 else ()
+            small = {"num_frames": 1, "num_steps": 1}
+            return client.generate(replace(REQUEST, adapters=adapters, **small), timeout=300)[0].data
+
+        def round_of(numbers: range) -> tuple[list[bytes], int]:
+            with ThreadPoolExecutor(16) as threads:
+                made = list(threads.map(make, numbers))
+            return made, sum(_memory(each) for each in in_group(server.process.pid))
+
+        first, before = round_of(range(144))
+        rest, after = round_of(range(144, 592))
+        made = first + rest
+        assert len(made) == 592 and all(made)
+        print(f"{before >> 20} MiB after 144 requests, {after >> 20} MiB after 592")
+        assert after < before * 1.1 + (16 << 20)
+    bases = {np.asarray(Image.open(io.BytesIO(data))).tobytes() for data in made[::9]}
+    assert len(bases) == 1, "no adapter is the base, whatever was loaded before"
+
+
+def _memory(process: int) -> int:
+    """Bytes that a process has to itself and of others."""
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * resource.getpagesize()
