@@ -20,12 +20,10 @@ from megadit.infer.tune_sampler import num_evaluations
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.command import run_command, run_module
 from megadit.models.shared.files import atomic_path, read_json, write_json
-from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import Progress
-from megadit.models.shared.setting import setting
 from megadit.train.digits import figures, judge, score
 from megadit.train.digits.data import Attributes
-from megadit.train.digits.stages import Stage, check_base, run_stages, summary_of_seconds
+from megadit.train.digits.stages import FollowingDemo, Stage, following_demo, run_stages, summary_of_seconds
 from megadit.train.distill.check import spread
 
 TEACHER = "teacher"
@@ -36,17 +34,8 @@ SHOWN = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillDemo:
-    """The folder of this demo and the model it starts from."""
-
-    out: Path
-    base: Path
-    num_ranks: int = 2
-    steps: int | None = None
-    """Of each student; None: those of its stage."""
-    stride: int = 1
-    """The score takes every so-manyth of the demo's 432 combinations."""
-    seed: int = 1234
+class DistillDemo(FollowingDemo):
+    """The folders of this demo."""
 
     def student(self, calls: int) -> Path:
         return self.out / f"calls{calls}"
@@ -176,37 +165,14 @@ STAGES: Sequence[Stage[DistillDemo]] = (
 # --- the command --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DistillDemoOptions:
-    out: Path = setting(Path("runs/demo-distill"), "folder for everything ({default})")
-    bundle: Path = setting(Path("runs/demo/bundle"), "the model to start from ({default})")
-    ranks: int = setting(2, "training processes ({default})", low=1)
-    steps: int | None = setting(None, "steps of each student (default: those of its stage)", low=1)
-    stride: int = setting(1, "score every so-manyth clip ({default})", low=1)
-    seed: int = setting(1234, "of training ({default})", low=0)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Runs `megadit demo-distill`; returns its exit code."""
     return run_command(_run, sys.argv[1:] if argv is None else argv)
 
 
 def _run(argv: list[str]) -> int:
-    options = read_options(
-        DistillDemoOptions,
-        argv,
-        prog="megadit demo-distill",
-        description="Trains students of the demo's model that make a clip in four calls, two, or one.",
-    )
-    check_base(options.bundle)
-    demo = DistillDemo(
-        out=options.out,
-        base=options.bundle,
-        num_ranks=options.ranks,
-        steps=options.steps,
-        stride=options.stride,
-        seed=options.seed,
-    )
+    description = "Trains students of the demo's model that make a clip in four calls, two, or one."
+    demo = following_demo(DistillDemo, argv, name="demo-distill", description=description)
     seconds = run_stages(demo, STAGES)
     print(summary_table(read_json(demo.out / "score.json")))
     print(f"{summary_of_seconds(seconds)}\n\nLook at {demo.out / 'distilled.png'}.")

@@ -17,30 +17,19 @@ from megadit.infer.pipeline import TextToVideo
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.command import run_command, run_module
 from megadit.models.shared.files import read_json, write_json
-from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import Progress
-from megadit.models.shared.setting import setting
 from megadit.train.digits import figures, given_data, given_score, judge, score
 from megadit.train.digits.data import Attributes
 from megadit.train.digits.given_score import generate, neutral_captions, pixels, video_of
-from megadit.train.digits.stages import Stage, check_base, run_stages, summary_of_seconds
+from megadit.train.digits.stages import FollowingDemo, Stage, following_demo, run_stages, summary_of_seconds
 
 GRID_SCALES = (1.0, 1.5, 2.0, 3.0)
 """Of guidance by text and by the clip, in the picture and the figures of edits."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class GivenDemo:
-    """The folder of this demo and the model it starts from."""
-
-    out: Path
-    base: Path
-    num_ranks: int = 2
-    steps: int | None = None
-    """None: those of the recipe."""
-    stride: int = 1
-    """The score takes every so-manyth of the demo's 432 combinations."""
-    seed: int = 1234
+class GivenDemo(FollowingDemo):
+    """The folders of this demo."""
 
     @property
     def dataset(self) -> Path:
@@ -206,37 +195,14 @@ STAGES = (
 # --- the command --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GivenDemoOptions:
-    out: Path = setting(Path("runs/demo-given"), "folder for everything ({default})")
-    bundle: Path = setting(Path("runs/demo/bundle"), "the model to start from ({default})")
-    ranks: int = setting(2, "training processes ({default})", low=1)
-    steps: int | None = setting(None, "steps of training (default: those of the recipe)", low=1)
-    stride: int = setting(1, "score every so-manyth of 432 clips ({default})", low=1)
-    seed: int = setting(1234, "of training ({default})", low=0)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Runs `megadit demo-given`; returns its exit code."""
     return run_command(_run, sys.argv[1:] if argv is None else argv)
 
 
 def _run(argv: list[str]) -> int:
-    options = read_options(
-        GivenDemoOptions,
-        argv,
-        prog="megadit demo-given",
-        description="Teaches the demo's model to take first and last frames, clips, masks and instructions.",
-    )
-    check_base(options.bundle)
-    demo = GivenDemo(
-        out=options.out,
-        base=options.bundle,
-        num_ranks=options.ranks,
-        steps=options.steps,
-        stride=options.stride,
-        seed=options.seed,
-    )
+    description = "Teaches the demo's model to take first and last frames, clips, masks and instructions."
+    demo = following_demo(GivenDemo, argv, name="demo-given", description=description)
     seconds = run_stages(demo, STAGES)
     print(summary_table(read_json(demo.out / "score.json")))
     print(f"{summary_of_seconds(seconds)}\n\nLook at {demo.out / 'given.png'} and {demo.out / 'edit_scales.png'}.")

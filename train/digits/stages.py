@@ -11,7 +11,9 @@ from typing import Generic, Protocol, TypeVar
 
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
+from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import duration
+from megadit.models.shared.setting import setting
 
 
 class HasFolder(Protocol):
@@ -22,6 +24,53 @@ class HasFolder(Protocol):
 
 
 Demo = TypeVar("Demo", bound=HasFolder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FollowingDemo:
+    """A demo that goes on from the model of another."""
+
+    out: Path
+    """Folder for everything."""
+    base: Path
+    """The model's bundle; what its demo left beside it is there too."""
+    num_ranks: int = 2
+    steps: int | None = None
+    """Of training; None: those of the recipe."""
+    stride: int = 1
+    """The score takes every so-manyth of the demo's 432 combinations."""
+    seed: int = 1234
+
+
+Following = TypeVar("Following", bound=FollowingDemo)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FollowingOptions:
+    out: Path | None = setting(None, "folder for everything (default: runs/, and the demo's name)")
+    bundle: Path = setting(Path("runs/demo/bundle"), "the model to start from ({default})")
+    ranks: int = setting(2, "training processes ({default})", low=1)
+    steps: int | None = setting(None, "steps of training (default: those of the recipe)", low=1)
+    stride: int = setting(1, "score every so-manyth of 432 clips ({default})", low=1)
+    seed: int = setting(1234, "of training ({default})", low=0)
+
+
+def following_demo(kind: type[Following], argv: list[str], *, name: str, description: str) -> Following:
+    """The demo that a command line of `megadit NAME` asks for.
+
+    Raises:
+        UserError: where the model that it starts from is not there.
+    """
+    options = read_options(FollowingOptions, argv, prog=f"megadit {name}", description=description)
+    check_base(options.bundle)
+    return kind(
+        out=options.out or Path("runs") / name,
+        base=options.bundle,
+        num_ranks=options.ranks,
+        steps=options.steps,
+        stride=options.stride,
+        seed=options.seed,
+    )
 
 
 @dataclass(frozen=True, slots=True)
