@@ -12,8 +12,8 @@ from megadit.models.megatron.checkpoint import CONFIG, STATE, TENSORS, checkpoin
 from megadit.models.megatron.integrity import DamagedCheckpointError, checksums, file_names, write_sums
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
-from megadit.train.config.load import to_yaml
 from megadit.train.config.distill import DistillConfig
+from megadit.train.config.load import to_yaml
 from megadit.train.given_network import given_network, read_teacher
 from megadit.train.recipes import load_recipe
 

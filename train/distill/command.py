@@ -24,7 +24,7 @@ from megadit.infer.resolve import resolve_settings
 from megadit.infer.runtimes.torch import find_device
 from megadit.infer.schedules import karras_sigmas, log_linear_sigmas, settings_sigmas
 from megadit.infer.tune_sampler import write_defaults
-from megadit.models.bundle.bundle import Bundle
+from megadit.models.bundle.bundle import Bundle, check_single
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.command import run_command, run_module
 from megadit.models.shared.errors import UserError, choose_one
@@ -166,6 +166,7 @@ def _run(argv: list[str]) -> None:
     )
     refuse(options.sigmas and len(options.sigmas) != options.calls, "--sigmas are as many as --calls")
     teacher = open_bundle(options.teacher)
+    check_single(teacher)
     sigmas = tuple(options.sigmas) or student_sigmas(teacher, options.calls)
     recipe = options.recipe or (teacher.manifest.get("training") or {}).get("recipe")
     refuse(not recipe, f"{options.teacher} does not say which recipe made it: give --recipe NAME")
