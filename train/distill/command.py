@@ -138,7 +138,8 @@ def student_sigmas(teacher: Bundle, calls: int) -> tuple[float, ...]:
 def student_settings(teacher: SamplingSettings, sampler: str, sigmas: tuple[float, ...]) -> SamplingSettings:
     """How a student is called: unguided, at its own noise levels; all else as the teacher."""
     levels = {"sigmas": sigmas, "num_steps": len(sigmas), "shift": 1.0}
-    plain = {"guidance": 1.0, "guidance_interval": (), "guidance_rescale": 0.0, "churn": 0.0, "eta": 0.0}
+    plain = {"guidance": 1.0, "image_guidance": 1.0, "guidance_interval": (), "guidance_rescale": 0.0}
+    plain |= {"churn": 0.0, "eta": 0.0, "cache_budget": 0.0}
     return resolve_settings(teacher, sampler=sampler, **levels, **plain)
 
 
@@ -164,6 +165,8 @@ def _run(argv: list[str]) -> None:
         any(override.startswith("train.adapter.") for override in options.overrides),
         "a stage begins with the whole network of the one before: train an adapter by `megadit train train.distill...`",
     )
+    for stage in {override.partition(".")[0] for override in options.overrides} & STAGES.keys() - {*stages}:
+        raise UserError(f"{stage}.section.key=value is of a stage that is not run; these are: {', '.join(stages)}")
     refuse(options.sigmas and len(options.sigmas) != options.calls, "--sigmas are as many as --calls")
     teacher = open_bundle(options.teacher)
     check_single(teacher)
