@@ -19,7 +19,7 @@ from megadit.infer.checkpoints import open_bundle
 from megadit.infer.resolve import DefaultOptions, with_changed_defaults
 from megadit.infer.runtimes.load import EXPORTED, weights_checksum
 from megadit.infer.runtimes.network_spec import SETTINGS_FILE, SETTINGS_VERSION, NetworkSpec
-from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle, check_replaceable, write_manifest
+from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle, check_replaceable, check_single, write_manifest
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, write_json
 from megadit.models.shared.setting import check_settings, group, setting
@@ -77,11 +77,12 @@ def export_bundle(source: str | Path, out: str | Path, settings: ExportSettings 
     """Writes `out`, whole or not at all, and gives the report of the comparison that stands in its megadit.json.
 
     Raises:
-        UserError: for a source that is no bundle, sizes that it cannot have, a full disk; and where an exported
-            network is not the torch network, naming the layer.
+        UserError: for a source that is no bundle, or of a network that cannot be exported, sizes that it cannot have, a
+            full disk; and where an exported network is not the torch network, naming the layer.
     """
     settings = settings or ExportSettings()
     bundle, out = with_changed_defaults(open_bundle(source), settings.defaults.default), Path(out)
+    _check_network(bundle)
     _check_place(bundle, out)
     verify.check_runtime()
     tokenizer, text_encoder = bundle.load_tokenizer(), bundle.load_text_encoder()
@@ -111,6 +112,15 @@ def _exported_text_encoder(text_encoder: TextEncoder, settings: ExportSettings) 
         _say(f"the text encoder is not exported: {error}")
         return None
     return text_encoder
+
+
+def _check_network(bundle: Bundle) -> None:
+    check_single(bundle)
+    if not bundle.config.given.is_among or bundle.config.image_size is not None:
+        raise UserError(
+            f"the network of {bundle.path} reads what is given beside the noisy latents, which exported networks have "
+            "no inputs for: leave it in torch"
+        )
 
 
 def _check_place(bundle: Bundle, out: Path) -> None:

@@ -157,7 +157,7 @@ def _gib(size: int) -> str:
 
 
 def _sampling_bytes(config: DiTConfig, settings: SamplingSettings, tokenizer: VideoTokenizer, choices: Choices) -> int:
-    """Of the network's activations and the sampler's state; an image that is edited beside doubles the tokens."""
+    """Of the network's activations and the sampler's state; what is given beside a video is not counted."""
     shape = latent_size(settings, config, tokenizer)[1]
     tokens = prod(config.token_grid(*shape[1:]))
     videos = batch_size(choices.batch_size, tokens)

@@ -53,6 +53,8 @@ def stream_windows(
     """
     settings = resolve_settings(pipeline.defaults if settings is None else settings)
     media, first, made = list(given or [()] * len(stories)), [], 0
+    # one frame is a prefix, too, but not every network that was trained to go on from a first frame takes those
+    use = "first_frame" if keep_frames == 1 and "first_frame" in pipeline.takes else "prefix"
     for window in range(num_windows(total_frames, settings.num_frames, keep_frames)):
         prompts = [story[min(window, len(story) - 1)] for story in stories]
         videos = [
@@ -73,6 +75,6 @@ def stream_windows(
         if window == 0:
             first = [(GivenVideo(frames=video, use="edit"),) if keep_first else () for video in videos]
         media = [
-            (GivenVideo(frames=video[-keep_frames:], use="prefix", keep_frames=keep_frames), *also)
+            (GivenVideo(frames=video[-keep_frames:], use=use, keep_frames=keep_frames), *also)
             for video, also in zip(videos, first, strict=True)
         ]

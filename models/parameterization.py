@@ -152,9 +152,9 @@ def denoise_packed(
     config, tensors, scalings = dit.config, layout.on(sigma_G.device), parameterization_of(dit.config).scalings
     sigma_R = sigma_G[tensors.segment_of_row_R]
     if config.given.has_own_level:
-        sigma_R[len(sigma_G) :] = config.given_sigma or 0.0
+        sigma_R[len(sigma_G) :].fill_(config.given_sigma or 0.0)
     c_skip, c_out, c_in, _ = scalings(sigma_R[tensors.row_of_token_S][:, None, None])
-    of_given = scalings(sigma_G.new_tensor(config.given_scaled_as)).c_in
+    of_given = scalings(sigma_G.new_full((), config.given_scaled_as)).c_in
     c_in = torch.where(tensors.is_given_S[:, None, None], of_given, c_in)
     tokens = (c_in * x_S1P).to(dit.dtype) if dit.part.is_first else before
     F_S1P = dit.forward_packed(tokens, scalings(sigma_R).c_noise, text_L1E, fps_G, layout, beside_S1Q)

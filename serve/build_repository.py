@@ -104,7 +104,8 @@ def build_repository(
     others = {"adapters": str(folder or ""), "adapter_bytes": str(adapter_bytes)}
     signing = signing or SigningOptions()
     load_marker(signing)
-    others |= {name: str(Path(path).absolute()) if path else "" for name, path in asdict(signing).items()}
+    found = signing.found()  # of the environment, too: a container has another
+    others |= {name: str(found.get(name, "")) for name in asdict(signing)}
     others["guardrail_dir"] = "" if guardrail_dir is None else str(find_guardrail(guardrail_dir).parent)
     with atomic_directory(path) as temporary:
         for name, info in models.items():

@@ -42,6 +42,19 @@ def given_network(config: RunConfig) -> GivenNetwork | None:
     return None if source is None else read_given(config, source)
 
 
+def read_teacher(config: RunConfig) -> GivenNetwork:
+    """The network that a student learns from.
+
+    Raises:
+        UserError: as `read_given`, and where samples are to be given parts that it never saw any of.
+    """
+    source = config.train.distill.teacher
+    teacher = read_given(config, source)
+    if config.data.given and teacher.config.given_sigma is None:
+        raise UserError(f"the teacher {source} was not trained to be given parts of videos: leave out data.given")
+    return teacher
+
+
 def read_given(config: RunConfig, source: str) -> GivenNetwork:
     """The network of a bundle, checkpoint or folder of a run, for a run with the same.
 

@@ -34,7 +34,6 @@ from megadit.models.megatron.groups import Groups
 from megadit.models.megatron.parallelize import parallelize
 from megadit.models.megatron.shards import initialize_dit_
 from megadit.models.megatron.transformer_config import transformer_config
-from megadit.models.parameterization import parameterization_of
 from megadit.models.shared.files import atomic_path
 from megadit.models.weights import dit_shapes
 from megadit.train.checkpoint_tensors import TrainedTensors
@@ -47,7 +46,7 @@ from megadit.train.distill.networks import Distillation, denoiser_of, guided
 from megadit.train.distill.objectives import Teaching
 from megadit.train.ema import WeightAverages
 from megadit.train.fully_sharded import FullySharded
-from megadit.train.given_network import GivenNetwork, Weights, given_network, read_given
+from megadit.train.given_network import GivenNetwork, Weights, given_network, read_teacher
 from megadit.train.optimizer import build_optimizer, build_scheduler, uses_distributed_optimizer
 from megadit.train.optimizer_state import DataParallel, assign, find_ownership, named_parameters
 from megadit.train.plan.recompute import choice_in_words, needed_memory, with_recompute
@@ -184,7 +183,7 @@ def _with_teacher(training: Training) -> Training:
     """The run of a student, with its teacher and, where its objective asks for one, a critic that starts as the teacher
     does."""
     config, groups = training.config, training.groups
-    asked, teacher = config.train.distill, read_given(config, config.train.distill.teacher)
+    asked, teacher = config.train.distill, read_teacher(config)
     critic = None
     if asked.has_critic:
         critic = _build_trained(_critic_config(config), groups, teacher, prefix=CRITIC)
@@ -195,7 +194,7 @@ def _with_teacher(training: Training) -> Training:
         teaching=Teaching(
             config=asked,
             diffusion=config.diffusion,
-            parameterization=parameterization_of(config.model),
+            model=config.model,
             teacher=guided(denoiser_of(frozen), asked.guidance),
             critic=None if critic is None else denoiser_of(critic.parts[0]),
             sum_over_context=partial(_summed, group=groups.context.group),

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megadit.models.adapters import fingerprint, targets_of
-from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle, check_files, write_manifest
+from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle, check_files, check_single, write_manifest
 from megadit.models.bundle.components import TENSOR_FILE
 from megadit.models.bundle.tensor_source import TensorSource, from_state_dict, open_safetensors, write_safetensors
 from megadit.models.config import DiTConfig
@@ -61,7 +61,12 @@ def check_adapter(path: Path) -> None:
 
 
 def bundle_fingerprint(bundle: Bundle) -> str:
-    """`fingerprint` of the weights of a bundle's network."""
+    """`fingerprint` of the weights of a bundle's network.
+
+    Raises:
+        UserError: if it has two.
+    """
+    check_single(bundle)
     source = open_safetensors(bundle.path / "transformer" / TENSOR_FILE)
     return fingerprint(source.stored, source.read)
 
@@ -135,8 +140,10 @@ def read_adapter_of(path: str | Path, bundle: Bundle) -> Adapter:
     """The adapter at `path`, for the network of a bundle.
 
     Raises:
-        UserError: as `read_adapter`, and if it was trained with other weights than the bundle's.
+        UserError: as `read_adapter`, if it was trained with other weights than the bundle's, and if that has two
+            networks.
     """
+    check_single(bundle)
     adapter = read_adapter(path, bundle.config)
     if adapter.base is not None and adapter.base != (found := bundle_fingerprint(bundle)):
         raise UserError(

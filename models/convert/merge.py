@@ -35,6 +35,7 @@ def merge_bundle(bundle: Bundle, adapters: Mapping[str, float], out: Path) -> No
         state_dict=dit.state_dict(),
         tokenizer=bundle.load_tokenizer(),
         text_encoder=bundle.load_text_encoder(),
+        image_encoder=bundle.load_image_encoder(),
         defaults=bundle.defaults,
         training={**training, "merged": [*training.get("merged", ()), *merged]},
         licence=_licence(bundle),

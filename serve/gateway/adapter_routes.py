@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Annotated, Literal
 
+from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field
-from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
 
 from megadit.serve.contract import AdapterInfo
@@ -60,6 +60,7 @@ _BODY = {"requestBody": {"required": True, "content": {"multipart/form-data": {"
 def adapter_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRouter:
     router = APIRouter(prefix="/v1", tags=["adapters"], responses={"default": {"model": ErrorBody}})
     Authenticated = Annotated[Key, Depends(authenticate)]
+    one_at_a_time = CapacityLimiter(1)  # each has a torch of its own; who waits holds no thread that others need
 
     @router.post("/adapters", response_model=Adapter, openapi_extra=_BODY)
     async def upload_adapter(request: Request, key: Authenticated) -> Adapter:
@@ -71,7 +72,8 @@ def adapter_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRou
                 name, file = form.get("name"), form.get("file")
                 if not isinstance(name, str) or not isinstance(file, UploadFile):
                     raise ApiError(400, "invalid_request", "send a name and a file")
-                stored = await run_in_threadpool(gateway.adapters.put, key, name, file.file, _info(gateway))
+                put = (gateway.adapters.put, key, name, file.file, _info(gateway))
+                stored = await to_thread.run_sync(*put, limiter=one_at_a_time)
         return Adapter.of(stored)
 
     @router.get("/adapters", response_model=AdapterList)

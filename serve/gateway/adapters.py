@@ -13,7 +13,6 @@ import secrets
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,7 +59,6 @@ class Adapters:
         self._folder = Path(folder) if folder else None
         if self._folder is not None and not self._folder.is_dir():
             raise UserError(f"--adapters={folder} is no folder; give that of `megadit serve build-repository`")
-        self._checking = threading.Lock()
 
     def all(self, key: Key, info: AdapterInfo | None) -> list[StoredAdapter]:
         """Those that a key may use: its own, and the service's that it has none of the same name of."""
@@ -185,17 +183,16 @@ class Adapters:
 
     def _check_file(self, path: Path, info: AdapterInfo) -> None:
         question = json.dumps({"network": info.network, "base": info.base})
-        with self._checking:  # one at a time: each has a torch of its own
-            try:
-                checked = subprocess.run(
-                    [sys.executable, "-m", _CHECK, str(path)],
-                    input=question,
-                    capture_output=True,
-                    text=True,
-                    timeout=_SECONDS_TO_CHECK,
-                )
-                problem = json.loads(checked.stdout)["error"]
-            except (subprocess.TimeoutExpired, json.JSONDecodeError):
-                problem = "the file cannot be read: its reader came to no end, or to a bad one"
+        try:
+            checked = subprocess.run(
+                [sys.executable, "-m", _CHECK, str(path)],
+                input=question,
+                capture_output=True,
+                text=True,
+                timeout=_SECONDS_TO_CHECK,
+            )
+            problem = json.loads(checked.stdout)["error"]
+        except (subprocess.TimeoutExpired, json.JSONDecodeError):
+            problem = "the file cannot be read: its reader came to no end, or to a bad one"
         if problem is not None:
             raise ApiError(400, "invalid_adapter", problem[:500], param="file")

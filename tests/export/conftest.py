@@ -29,7 +29,7 @@ def random_dit(config: DiTConfig) -> DiT:
 
 
 def write_tiny_bundle(
-    path, config=CONFIG, tokenizer=None, text_encoder=None, defaults=DEFAULTS, training=None
+    path, config=CONFIG, tokenizer=None, text_encoder=None, defaults=DEFAULTS, training=None, image_encoder=None
 ) -> Bundle:
     write_bundle(
         path,
@@ -40,6 +40,7 @@ def write_tiny_bundle(
         text_encoder=text_encoder or HashedWordEncoder(dim=config.crossattn_emb_size),
         defaults=defaults,
         training=training,
+        image_encoder=image_encoder,
     )
     return Bundle.open(path)
 

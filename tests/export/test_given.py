@@ -19,6 +19,9 @@ from megadit.infer.runtimes.load import open_exported, taken
 from megadit.infer.runtimes.onnx import OnnxNetwork, tensorrt_options
 from megadit.infer.video_io import read_video
 from megadit.models.bundle.bundle import Bundle
+from megadit.models.image_encoder import ImageEncoder
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import write_json
 from megadit.train.data.given import USES
 
 from .conftest import CONFIG, DEFAULTS, write_tiny_bundle
@@ -80,6 +83,17 @@ def test_inputs_say_what_torch_is_told(tmp_path, patch_temporal):
         assert inputs["is_given"].any() and not inputs["is_given"].all(), use
     edited = found.pop("edit")[:, :, :6]
     assert all((edited - video[:, :, :6]).abs().max() > 0.01 for video in found.values())
+
+
+@pytest.mark.parametrize("changes", [{"given_form": "channels", "given_sigma": 0.0}, {"image_size": 8}])
+def test_networks_without_inputs_for_what_they_are_given_are_refused(tmp_path, changes):
+    config = replace(CONFIG, family="wan", preconditioner="flow", **changes)
+    write_json(tmp_path / "clip" / "config.json", {"model_type": "clip_vision_model", "hidden_size": 8})
+    clip = ImageEncoder(model=str(tmp_path / "clip")) if "image_size" in changes else None
+    bundle = write_tiny_bundle(tmp_path / "bundle", config, training={"given": ["first_frame"]}, image_encoder=clip)
+    with pytest.raises(UserError, match="which exported networks have no inputs for: leave it in torch"):
+        export_bundle(bundle.path, tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
 
 
 @pytest.mark.slow

@@ -58,14 +58,15 @@ def bundle_dir(tmp_path_factory):
 def make_adapter(path, bundle_dir, seed, *, kind="lora", rank=2, patterns=("blocks.*", "final_layer.*"), base=True):
     """Writes a random adapter of the bundle (with `base`; else one that does not say of which weights)."""
     config = AdapterConfig(rank=rank, alpha=2.0 * rank, targets=patterns, kind=kind)
+    network = Bundle.open(bundle_dir).config
     generator, state = torch.Generator().manual_seed(seed), {}
-    for name, target in chosen_targets(CONFIG, patterns).items():
+    for name, target in chosen_targets(network, patterns).items():
         state[f"{name}.down"] = 0.3 * torch.randn(rank, target.in_features, generator=generator)
         state[f"{name}.up"] = 0.3 * torch.randn(target.out_features, rank, generator=generator)
         if kind == "dora":
             state[f"{name}.magnitude"] = 0.5 + torch.rand(target.out_features, generator=generator)
     fingerprint = bundle_fingerprint(Bundle.open(bundle_dir)) if base else None
-    write_adapter(path, Adapter.from_state(state, config, CONFIG, base=fingerprint, training={"step": seed}))
+    write_adapter(path, Adapter.from_state(state, config, network, base=fingerprint, training={"step": seed}))
     return str(path)
 
 

@@ -3,6 +3,7 @@
 import gc
 import json
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,15 +13,18 @@ from megadit.infer.generate import main
 from megadit.infer.inspect.info import describe
 from megadit.infer.pipeline import TextToVideo
 from megadit.models.adapters import adapter_names
-from megadit.models.bundle.bundle import Bundle
+from megadit.models.bundle.bundle import Bundle, write_bundle
+from megadit.models.bundle.tensor_source import from_state_dict
 from megadit.models.bundle.transfer import pull_bundle, push_bundle
 from megadit.models.convert.adapter_files import bundle_fingerprint, read_adapter
 from megadit.models.convert.cli import main as convert
 from megadit.models.convert.merge import merge_bundle
+from megadit.models.image_encoder import ImageEncoder
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import write_json
 from megadit.train.to_bundle import main as bundle_command
 
-from .conftest import make_adapter
+from .conftest import make_adapter, random_dit
 
 PROMPTS, SEEDS = ["a red seven", "a blue two", "waves"], [3, 4, 5]
 TOLERANCE = 1e-5
@@ -96,6 +100,37 @@ def test_merged_equals_unmerged(pipeline, bundle_dir, one, two, tmp_path, capsys
     assert (bundle_dir / "transformer" / "model.safetensors").read_bytes() == before
     with pytest.raises(UserError, match="give another directory"):
         merge_bundle(Bundle.open(bundle_dir), {one: 1.0}, bundle_dir)
+
+
+def like(bundle_dir, out, *, is_pair=False, image_encoder=None, **changes):
+    """A random bundle with the parts of another."""
+    bundle = Bundle.open(bundle_dir)
+    config = replace(bundle.config, **changes)
+    state = random_dit(config).state_dict()
+    parts = {"tokenizer": bundle.load_tokenizer(), "text_encoder": bundle.load_text_encoder()}
+    second = {"low_noise": from_state_dict(state), "boundary": 0.875} if is_pair else {}
+    write_bundle(
+        out, config=config, state_dict=state, defaults=bundle.defaults, image_encoder=image_encoder, **parts, **second
+    )
+    return out
+
+
+def test_merged_keeps_what_reads_images(bundle_dir, tmp_path):
+    write_json(tmp_path / "clip" / "config.json", {"model_type": "clip_vision_model", "hidden_size": 8})
+    clip, wan = ImageEncoder(model=str(tmp_path / "clip")), {"family": "wan", "preconditioner": "flow", "image_size": 8}
+    base = like(bundle_dir, tmp_path / "base", image_encoder=clip, **wan)
+    adapter = make_adapter(tmp_path / "adapter", base, 1, patterns=("blocks.*",))
+    merge_bundle(Bundle.open(base), {adapter: 1.0}, tmp_path / "merged")
+    assert Bundle.open(tmp_path / "merged").load_image_encoder().model == clip.model
+
+
+def test_two_networks_take_no_adapter_and_say_so_before_anything_is_loaded(bundle_dir, one, tmp_path, capsys):
+    pair = like(bundle_dir, tmp_path / "pair", is_pair=True)
+    asked = ["--checkpoint_path", str(pair), "--prompt", "a", "--device", "cpu", "--adapter", one]
+    assert main([*asked, "--video_save_path", str(tmp_path / "made.mp4")]) == 2
+    assert "has two networks, for high and for low noise" in capsys.readouterr().err
+    with pytest.raises(UserError, match="has two networks"):
+        bundle_fingerprint(Bundle.open(pair))
 
 
 def test_merged_is_the_same_function(bundle_dir, one, two, tmp_path):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from megadit.infer.generate import main
+from megadit.infer.given import GivenVideo
 from megadit.infer.video_io import encode_mp4, read_video, stream_mp4
 from megadit.infer.windows import num_windows, stream_windows
 from megadit.models.shared.errors import UserError
@@ -31,8 +32,6 @@ def test_each_window_goes_on_from_the_last(able):
     assert first.shape == second.shape == (15, 16, 24, 3)
     assert [len(frames) for frames, _ in parts] == [5, 4, 4, 2]
     # the same by hand: the second window from the first one's last frame, with the second prompt
-    from megadit.infer.given import GivenVideo
-
     given = GivenVideo(frames=first[4:5], use="prefix", keep_frames=1)
     (again,) = able.generate(["b"], seeds=1, given=given)
     assert np.abs(again.video[1:].astype(int) - first[5:9]).max() <= 1
@@ -40,10 +39,17 @@ def test_each_window_goes_on_from_the_last(able):
     assert np.abs(np.concatenate(alone).astype(int) - second).max() <= 1, "its company changes nothing"
 
 
+def test_a_network_of_first_frames_sees_those_of_later_windows(able, monkeypatch):
+    """As Wan's of images, which take no longer beginnings."""
+    monkeypatch.setattr(able, "takes", ("first_frame",))
+    (first,), (second,) = stream_windows(able, [["a"]], total_frames=9, seeds=[0])
+    for use, is_seen in (("first_frame", True), ("prefix", False)):
+        (again,) = able.generate(["a"], seeds=1, given=GivenVideo(frames=first[4:], use=use))
+        assert (np.abs(again.video[1:].astype(int) - second).max() <= 1) == is_seen, use
+
+
 def test_the_first_window_can_stay_beside_all(able):
     """As a clip to edit, of which the first window itself knows nothing."""
-    from megadit.infer.given import GivenVideo
-
     parts, alone = (
         [frames for (frames,) in stream_windows(able, [["a"]], total_frames=13, keep_first=keep_first, seeds=[3])]
         for keep_first in (True, False)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megadit.models.conditioning import Conditioning, Given, partly_given
 from megadit.models.config import DiTConfig
@@ -144,6 +145,24 @@ def test_a_batch_of_a_published_form_equals_its_pack(config):
         other = network(replace(config, given_form=forms[config.given_form]))
         other.load_state_dict(dit.state_dict())
         assert (EDMDenoiser(other)(x, sigma, conditioning) - dense)[:, :, predicted].abs().max() > 1e-4
+
+
+@torch.no_grad()
+def test_a_pack_that_was_seen_sends_the_device_nothing():
+    """A number that Python makes a tensor of there stops the host until the device has done all it was told."""
+    dit, made = network(), []
+
+    class Made(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            made.extend([str(function)] * (function is torch.ops.aten.lift_fresh.default))
+            return function(*args, **kwargs or {})
+
+    pack = pack_dense(torch.randn(3, 4, 3, 4, 4), conditions(3, given_latents(3, extra=0)), CONFIG, multiple=8)
+    asked = (dit, pack.tokens_S1P, pack.fps_G.new_ones(len(pack.fps_G)), pack.text_L1E, pack.fps_G, pack.layout)
+    denoise_packed(*asked)
+    with Made():
+        denoise_packed(*asked)
+    assert not made
 
 
 @pytest.mark.parametrize("name", [name for name, config in FORMS.items() if config.given.is_among])

@@ -49,6 +49,13 @@ def test_the_repository_holds_paths_alone(bundle_dir, chain, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+def test_paths_of_the_environment_reach_a_container(bundle_dir, chain, tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGADIT_C2PA_CERTIFICATE", str(chain[0]))
+    monkeypatch.setenv("MEGADIT_C2PA_KEY", str(chain[1]))
+    command = docker_command(build_repository(bundle_dir, tmp_path / "models"), Ports())
+    assert {f"{path}:{path}:ro" for path in chain} <= {*command}
+
+
 @pytest.mark.slow
 def test_through_triton(tritonserver, bundle_dir, chain, tmp_path):
     signing = SigningOptions(c2pa_certificate=str(chain[0]), c2pa_key=str(chain[1]))

@@ -12,8 +12,9 @@ from megadit.models.megatron.checkpoint import CONFIG, STATE, TENSORS, checkpoin
 from megadit.models.megatron.integrity import DamagedCheckpointError, checksums, file_names, write_sums
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
+from megadit.train.config.distill import DistillConfig
 from megadit.train.config.load import to_yaml
-from megadit.train.given_network import given_network
+from megadit.train.given_network import given_network, read_teacher
 from megadit.train.recipes import load_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -66,3 +67,18 @@ def test_a_damaged_checkpoint_is_refused(other_run, tmp_path):
     file.write_bytes(file.read_bytes()[:-5])
     with pytest.raises(DamagedCheckpointError, match="is not what was written"):
         given_network(run_from(tmp_path / "copy"))
+
+
+def test_a_teacher_that_was_given_nothing_is_no_teacher_of_what_is_given(other_run):
+    """Its network has no noise level for that: its answers would be no numbers."""
+    run = run_from(None, given_sigma=0.02)
+    distill = DistillConfig(teacher=str(other_run[0]), objective="guidance")
+    student = replace(
+        run,
+        train=replace(run.train, distill=distill),
+        checkpoint=replace(run.checkpoint, init_from=None),
+        diffusion=replace(run.diffusion, learned_uncertainty=False),
+    )
+    assert read_teacher(student).config.given_sigma is None
+    with pytest.raises(UserError, match="was not trained to be given parts of videos: leave out data.given"):
+        read_teacher(replace(student, data=replace(student.data, given=("first_frame:0.5",))))

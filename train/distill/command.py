@@ -24,7 +24,7 @@ from megadit.infer.resolve import resolve_settings
 from megadit.infer.runtimes.torch import find_device
 from megadit.infer.schedules import karras_sigmas, log_linear_sigmas, settings_sigmas
 from megadit.infer.tune_sampler import write_defaults
-from megadit.models.bundle.bundle import Bundle
+from megadit.models.bundle.bundle import Bundle, check_single
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.command import run_command, run_module
 from megadit.models.shared.errors import UserError, choose_one
@@ -138,7 +138,8 @@ def student_sigmas(teacher: Bundle, calls: int) -> tuple[float, ...]:
 def student_settings(teacher: SamplingSettings, sampler: str, sigmas: tuple[float, ...]) -> SamplingSettings:
     """How a student is called: unguided, at its own noise levels; all else as the teacher."""
     levels = {"sigmas": sigmas, "num_steps": len(sigmas), "shift": 1.0}
-    plain = {"guidance": 1.0, "guidance_interval": (), "guidance_rescale": 0.0, "churn": 0.0, "eta": 0.0}
+    plain = {"guidance": 1.0, "image_guidance": 1.0, "guidance_interval": (), "guidance_rescale": 0.0}
+    plain |= {"churn": 0.0, "eta": 0.0, "cache_budget": 0.0}
     return resolve_settings(teacher, sampler=sampler, **levels, **plain)
 
 
@@ -164,8 +165,11 @@ def _run(argv: list[str]) -> None:
         any(override.startswith("train.adapter.") for override in options.overrides),
         "a stage begins with the whole network of the one before: train an adapter by `megadit train train.distill...`",
     )
+    for stage in {override.partition(".")[0] for override in options.overrides} & STAGES.keys() - {*stages}:
+        raise UserError(f"{stage}.section.key=value is of a stage that is not run; these are: {', '.join(stages)}")
     refuse(options.sigmas and len(options.sigmas) != options.calls, "--sigmas are as many as --calls")
     teacher = open_bundle(options.teacher)
+    check_single(teacher)
     sigmas = tuple(options.sigmas) or student_sigmas(teacher, options.calls)
     recipe = options.recipe or (teacher.manifest.get("training") or {}).get("recipe")
     refuse(not recipe, f"{options.teacher} does not say which recipe made it: give --recipe NAME")

@@ -1,8 +1,8 @@
 """What a student learns, in place of the samples' own x0. Each objective is a function beside `loss.edm_loss`.
 
 All of them see networks as denoisers of packs, of any parameterization: x is x0 + sigma n (Karras et al.,
-arXiv 2206.00364), so a teacher may be an EDM or a flow model, and what is given of samples stays clean. As the loss,
-they depend on the samples' keys alone: the same in any pack, layout and after any resume.
+arXiv 2206.00364), so a teacher may be an EDM or a flow model, and what is given of samples stays as it is. As the
+loss, they depend on the samples' keys alone: the same in any pack, layout and after any resume.
 
 Shapes: S video tokens, P patch dim, G segments of a pack (padding included).
 """
@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megadit.models.config import DiTConfig
 from megadit.models.noise import Stream, derived_keys, uniform
-from megadit.models.parameterization import Parameterization
+from megadit.models.parameterization import Parameterization, parameterization_of
 from megadit.train.config.distill import DistillConfig, ObjectiveName
 from megadit.train.config.schema import DiffusionConfig
 from megadit.train.data.packed_batch import PackedBatch
@@ -35,13 +36,21 @@ class Teaching:
 
     config: DistillConfig
     diffusion: DiffusionConfig
-    parameterization: Parameterization
+    model: DiTConfig
     """The student's."""
     teacher: Denoise
     """Guided; it keeps nothing for gradients, nor does the critic."""
     critic: Denoise | None
     sum_over_context: Callable[[Tensor], Tensor]
     """Adds up what the ranks have that share the tokens of a pack."""
+
+    @property
+    def parameterization(self) -> Parameterization:
+        return parameterization_of(self.model)
+
+    def noisy(self, batch: PackedBatch, sigma_G: Tensor, stream: int = Stream.NOISE) -> Tensor:
+        """x0 + sigma n, [S, 1, P], of the samples' own noise; what is given is as the student's network sees it."""
+        return batch.noisy(sigma_G, token_noise(batch, stream), self.model.given_noise)
 
 
 Objective = Callable[[Denoise, Teaching, PackedBatch, int], LossSums]
@@ -51,7 +60,7 @@ Objective = Callable[[Denoise, Teaching, PackedBatch, int], LossSums]
 def guidance(student: Denoise, teaching: Teaching, batch: PackedBatch, calls: int) -> LossSums:
     """lambda(sigma) |D(x; sigma) - D_guided(x; sigma)|^2 (Meng et al., arXiv 2210.03142, eq. 2): one call for two."""
     sigma_G = draw_sigma(batch.noise_key_G, teaching.diffusion, batch.layout)
-    x_S1P = batch.noisy(sigma_G, token_noise(batch))
+    x_S1P = teaching.noisy(batch, sigma_G)
     target_S1P = teaching.teacher(batch, x_S1P, sigma_G)
     weight_G = teaching.parameterization.loss_weight(sigma_G)
     return weighted_error(batch, student(batch, x_S1P, sigma_G), target_S1P, weight_G)
@@ -62,7 +71,7 @@ def progressive(student: Denoise, teaching: Teaching, batch: PackedBatch, calls:
     arXiv 2202.00512, algorithm 2): the x0 that leads there, weighted by lambda(sigma).
     """
     sigma_G, next_G = _drawn_interval(batch, teaching.config.sigmas)
-    x_S1P = batch.noisy(sigma_G, token_noise(batch))
+    x_S1P = teaching.noisy(batch, sigma_G)
     y_S1P = _teacher_steps(teaching, batch, x_S1P, sigma_G, next_G, teaching.config.teacher_steps)
     ratio_S11 = _of_tokens(batch, next_G / sigma_G)
     target_S1P = (y_S1P - ratio_S11 * x_S1P) / (1 - ratio_S11)
@@ -76,7 +85,7 @@ def consistency(student: Denoise, teaching: Teaching, batch: PackedBatch, calls:
     and no average of the weights in the target, of Song and Dhariwal, 2310.14189, sections 3.2 and 3.3).
     """
     sigma_G, next_G = _drawn_interval(batch, teaching.config.sigmas)
-    x_S1P = batch.noisy(sigma_G, token_noise(batch))
+    x_S1P = teaching.noisy(batch, sigma_G)
     y_S1P = _teacher_steps(teaching, batch, x_S1P, sigma_G, next_G, 1)
     is_end_S11 = _of_tokens(batch, next_G) == 0
     with torch.no_grad():
@@ -95,7 +104,7 @@ def distribution_matching(student: Denoise, teaching: Teaching, batch: PackedBat
     with torch.no_grad():
         judged = made_batch(batch, x0_S1P.detach(), number=1)
         tau_G = draw_sigma(judged.noise_key_G, teaching.diffusion, batch.layout)
-        y_S1P = judged.noisy(tau_G, token_noise(judged))
+        y_S1P = teaching.noisy(judged, tau_G)
         real_S1P, fake_S1P = teaching.teacher(batch, y_S1P, tau_G), teaching.critic(batch, y_S1P, tau_G)
         scale_G = _mean_of_samples(teaching, batch, (judged.tokens_S1P - real_S1P).abs().mean(dim=(1, 2)))
         step_S1P = (fake_S1P - real_S1P) / _of_tokens(batch, scale_G.clamp(min=FEWEST_DIFFERENCE))
@@ -121,7 +130,7 @@ def student_state(student: Denoise, teaching: Teaching, batch: PackedBatch, call
     for call, sigma in enumerate(teaching.config.sigmas[:calls]):
         sigma_G = torch.full_like(batch.fps_G, sigma)
         at_level = replace(batch, tokens_S1P=x0_S1P)
-        x_S1P = at_level.noisy(sigma_G, token_noise(batch, Stream.NOISE if call == 0 else Stream.STEP + call))
+        x_S1P = teaching.noisy(at_level, sigma_G, Stream.NOISE if call == 0 else Stream.STEP + call)
         if call + 1 < calls:
             x0_S1P = wanted_of(batch, student(batch, x_S1P, sigma_G))
     return x_S1P, sigma_G

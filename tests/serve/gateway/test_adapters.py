@@ -10,11 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from anyio import from_thread, to_thread
 
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.errors import UserError
 from megadit.serve.build_repository import build_repository, service_info
-from megadit.serve.gateway.adapters import Adapters
+from megadit.serve.gateway.adapters import Adapters, StoredAdapter
 from megadit.serve.gateway.runner import Runner
 from megadit.serve.model_config import Scheduling
 from tests.infer.conftest import make_adapter
@@ -133,6 +134,17 @@ def test_what_is_no_adapter_is_refused_and_leaves_nothing(keep, gateway, visit, 
     assert put(visit(anonymous=True), "zog", files[0]).status_code == 401
     left = [path for path in folder.iterdir() if path.name != ".lock"]
     assert sorted(left) == before and not (tmp_path / "ran").exists()
+
+
+def test_who_waits_for_an_adapter_to_be_looked_at_holds_no_thread_of_others(keep, gateway, visit, monkeypatch):
+    held = []
+
+    def note(key, name, file, info):
+        held.append(from_thread.run_sync(lambda: to_thread.current_default_thread_limiter().borrowed_tokens))
+        return StoredAdapter(name=name, stored=name, key_id=key.id, num_bytes=1, created_at=0)
+
+    monkeypatch.setattr(gateway.adapters, "put", note)
+    assert put(visit(), "zog", b"a").status_code == 200 and held == [0]
 
 
 def test_a_key_keeps_so_many_and_so_much(keep, gateway, visit, new_key, files):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -81,7 +82,9 @@ def test_the_levels_of_a_student(tmp_path):
     assert student_sigmas(teacher, 1) == (80.0,)
     four = student_sigmas(teacher, 4)
     assert len(four) == 4 and four[0] == 80 and list(four) == sorted(four, reverse=True)
-    settings = student_settings(teacher.defaults, "restart", four)
+    with_others = replace(teacher.defaults, image_guidance=1.5, cache_budget=0.1, eta=0.5)
+    settings = student_settings(with_others, "restart", four)
+    assert (settings.image_guidance, settings.cache_budget, settings.eta) == (1, 0, 0), "each would cost calls, or take"
     assert (settings.guidance, settings.num_steps, settings.num_frames) == (1, 4, teacher.defaults.num_frames)
     assert isinstance(settings, SamplingSettings)
 
@@ -133,6 +136,7 @@ def test_a_collapse_that_no_judge_of_prompts_sees_is_seen(tmp_path, monkeypatch)
         (["--stages", "guidence"], "--stages guidence is unknown; did you mean 'guidance'"),
         (["--sigmas", "80", "2", "--calls", "4"], "--sigmas are as many as --calls"),
         (["--calls", "0"], "--calls=0 must lie between 1 and 64"),
+        (["consistency.optimizer.lr=9"], "a stage that is not run; these are: guidance"),
         (["train.adapter.rank=4"], "a stage begins with the whole network of the one before"),
         ([], "does not say which recipe made it: give --recipe NAME"),
         (["--recipe", "digits_tiny"], "give --data FOLDER, or --prompts FILE"),

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megadit.models.config import DiTConfig
 from megadit.models.layout import PackLayout
-from megadit.models.parameterization import EDM
 from megadit.models.segments import Segment
 from megadit.train.config.distill import DistillConfig
 from megadit.train.config.schema import DiffusionConfig
@@ -15,6 +15,7 @@ from megadit.train.distill.networks import guided
 from megadit.train.distill.objectives import OBJECTIVES, Teaching, student_state
 
 MEAN, DEVIATION = 0.7, 0.5
+MODEL = DiTConfig(num_layers=1, hidden_size=16, num_attention_heads=2, sigma_data=0.5)
 
 
 def pack(given=()):
@@ -47,11 +48,11 @@ def of_normal(mean, deviation):
     return denoise
 
 
-def teaching(objective, teacher, critic=None, **settings):
+def teaching(objective, teacher, critic=None, model=MODEL, **settings):
     return Teaching(
         config=DistillConfig(teacher="", objective=objective, **settings),
         diffusion=DiffusionConfig(),
-        parameterization=EDM(0.5),
+        model=model,
         teacher=teacher,
         critic=critic,
         sum_over_context=lambda sums: sums,
@@ -159,6 +160,22 @@ def test_what_is_given_stays_and_bears_no_loss():
             objective, lambda b, x, s: torch.full_like(x, 100.0), TEACHER, TEACHER, batch=other, calls=2, **settings
         )
         torch.testing.assert_close(moved.squared_error, sums.squared_error, msg=objective)
+
+
+def test_what_is_given_with_noise_has_it_in_every_objective():
+    """As Cosmos-1.0 sees it: its teacher and student were never asked of anything cleaner."""
+    batch, model = pack(given=((0, 2),)), replace(MODEL, given_form="augmented", given_sigma=0.01)
+    for objective in OBJECTIVES:
+        seen = []
+
+        def asked(batch, x_S1P, sigma_G, seen=seen):
+            seen.append(x_S1P)
+            return torch.zeros_like(x_S1P, requires_grad=True)
+
+        settings = {} if objective == "guidance" else {"sigmas": (20.0, 2.0)}
+        loss(objective, asked, asked, asked, batch=batch, calls=2, model=model, **settings)
+        found = torch.stack([x_S1P[:2] for x_S1P in seen]) - batch.tokens_S1P[:2]
+        assert len(seen) > 1 and ((found.std((1, 2, 3)) / 0.01 - 1).abs() < 0.7).all(), objective
 
 
 def test_guidance_leads_away_from_no_text():
