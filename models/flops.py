@@ -31,12 +31,12 @@ def training_flops(
     """
     segments = [segment for segment in layout.segments if not segment.is_padding]
     forward = sum(forward_flops(segment, model) for segment in segments)
-    if forwards:
-        return training_flops(layout, model, adapter) + round(forwards * forward)
+    beside = round(forwards * forward)
     if adapter is None:
-        return 3 * forward
+        return 3 * forward + beside
     attention = sum(attention_flops(segment, model) for segment in segments)
-    return 2 * forward + attention + 3 * sum(adapter_flops(segment, model, adapter) for segment in segments)
+    of_adapter = 3 * sum(adapter_flops(segment, model, adapter) for segment in segments)
+    return 2 * forward + attention + of_adapter + beside
 
 
 def adapter_flops(segment: Segment, model: DiTConfig, adapter: AdapterConfig) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, make_dataclass
 from typing import Any
 
 from megadit.models.given_settings import GIVEN, MEDIA, MediaLimits, check_given_together, plain_bytes, split_keyframe
-from megadit.models.named_adapters import check_name, parse_adapters
+from megadit.models.named_adapters import check_name, parse_adapters, shown_name
 from megadit.models.settings import SERVED, ServedSettings, switched_off
 from megadit.models.shared.errors import UserError, did_you_mean
 from megadit.models.shared.setting import check_value, setting, settings_of
@@ -139,6 +139,11 @@ class VideoRequest(_GivenSettings):
         for name in scales:
             check_name(name)
         return scales
+
+    def shown_adapters(self) -> dict[str, Any]:
+        """`adapters` as results tell of them; {} where there are none."""
+        uses = [{"name": shown_name(name), "scale": scale} for name, scale in self.adapter_scales().items()]
+        return {"adapters": uses} if uses else {}
 
     def without_media(self) -> "VideoRequest":
         """The same request but for its files."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -27,7 +26,7 @@ from megadit.infer.runtimes.load import check_runtime, open_exported
 from megadit.infer.signing import Marker
 from megadit.infer.video_io import encode_mp4
 from megadit.models.bundle.bundle import Bundle
-from megadit.models.named_adapters import MissingAdapterError, find_adapter, shown_name
+from megadit.models.named_adapters import MissingAdapterError, find_adapter
 from megadit.models.settings import SERVED, SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.serve.contract import (
@@ -325,7 +324,7 @@ def _living_owners(rows: list[_Row]) -> list[OpenRequest]:
 def _result(row: _Row, video: GeneratedVideo, *, seconds: float, batch_size: int, mark: Marker | None) -> VideoResult:
     """The encoded video, with what made it inside."""
     is_image = video.settings.num_frames == 1
-    settings = asdict(video.settings) | _adapter_record(row.owner.request)
+    settings = asdict(video.settings) | row.owner.request.shown_adapters()
     record = json.dumps({"prompt": video.prompt, "seed": video.seed, **settings})
     if is_image:
         data = encode_image(video.video[0], ".png", record)
@@ -341,11 +340,6 @@ def _result(row: _Row, video: GeneratedVideo, *, seconds: float, batch_size: int
         seconds=seconds,
         batch_size=batch_size,
     )
-
-
-def _adapter_record(request: VideoRequest) -> dict[str, Any]:
-    adapters = [{"name": shown_name(name), "scale": scale} for name, scale in request.adapter_scales().items()]
-    return {"adapters": adapters} if adapters else {}
 
 
 def _num_videos(request: VideoRequest) -> int:

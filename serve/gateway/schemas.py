@@ -6,7 +6,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from pydantic_core import from_json
 
 from megadit.models.given_settings import GIVEN, MEDIA
-from megadit.models.named_adapters import shown_name
 from megadit.models.settings import SERVED
 from megadit.models.shared.setting import Setting
 from megadit.serve.contract import InvalidRequestError, ServiceInfo, VideoRequest
@@ -172,13 +171,8 @@ class Video(BaseModel):
             step=job.step,
             settings={name: getattr(request, name) for name in ("seed", *SERVED)}
             | {name: value for name, value in request.given().items() if value is not None}
-            | _adapters_of(request),
+            | request.shown_adapters(),
         )
-
-
-def _adapters_of(request: VideoRequest) -> dict[str, Any]:
-    uses = [{"name": shown_name(name), "scale": scale} for name, scale in request.adapter_scales().items()]
-    return {"adapters": uses} if uses else {}
 
 
 class VideoPreview(BaseModel):
