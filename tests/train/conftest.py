@@ -1,6 +1,7 @@
 """What tests of training share: a small data set, a command that trains on it, what a run told."""
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,25 @@ MOVIEGEN = {
 def read_metrics() -> Callable[[Path], list[dict]]:
     """read_metrics(folder of a run): what it told of each step."""
     return lambda out: [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def kill_in_the_middle(start_ranks, read_metrics) -> Callable[..., None]:
+    """kill_in_the_middle(steps, out, *command): two ranks, killed once a checkpoint stands and before step `steps`."""
+
+    def kill(steps: int, out: Path, *command: str) -> None:
+        from megadit.models.megatron.checkpoint import find_checkpoints
+
+        ranks = start_ranks(2, *command, f"train.output_dir={out}")
+        while not find_checkpoints(out / "checkpoints"):
+            assert all(rank.poll() is None for rank in ranks), ranks[0].communicate()[0]
+            time.sleep(0.005)
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+        assert len(read_metrics(out)) < steps, "it must be killed in the middle"
+
+    return kill
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 """`megadit train train.adapter.rank=N`: beside a bundle, killed and continued in another layout, or refused."""
 
 import shutil
-import time
 from dataclasses import replace
 
 import pytest
@@ -66,16 +65,9 @@ def finished(base, run_ranks, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_killed_run_continues_in_another_layout(base, finished, start_ranks, run_ranks, tmp_path, read_metrics):
+def test_a_killed_run_continues_in_another_layout(base, finished, kill_in_the_middle, run_ranks, tmp_path, read_metrics):
     command = (*COMMAND, f"checkpoint.init_from={base}", f"train.output_dir={tmp_path}")
-    ranks = start_ranks(2, *command, *SP)
-    while not find_checkpoints(tmp_path / "checkpoints"):
-        assert all(rank.poll() is None for rank in ranks), ranks[0].communicate()[0]
-        time.sleep(0.005)
-    for rank in ranks:
-        rank.kill()
-        rank.wait()
-    assert len(read_metrics(tmp_path)) < STEPS, "it must be killed in the middle"
+    kill_in_the_middle(STEPS, tmp_path, *command, *SP)
     assert "continuing from" in run_ranks(2, *command, *FSDP)[0]
     found, expected = read_metrics(tmp_path), read_metrics(finished)
     assert [line["step"] for line in found] == list(range(1, STEPS + 1))

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from megadit.models.megatron.checkpoint import find_checkpoints
+
 pytestmark = pytest.mark.slow
 
 STEPS = 240
@@ -57,11 +59,21 @@ def kill(*pids: int) -> None:
             pass
 
 
-def wait_for_steps(out: Path, count: int) -> None:
-    metrics, deadline = out / "metrics.jsonl", time.monotonic() + 120
-    while not metrics.is_file() or metrics.read_bytes().count(b"\n") < count:
-        assert time.monotonic() < deadline, (out.parent / "agent0.log").read_text()[-4000:]
+def wait_until(condition, out: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, said(out)[-4000:]
         time.sleep(0.01)
+
+
+def said(out: Path) -> str:
+    """All that both agents and their ranks wrote."""
+    return "".join((out.parent / f"agent{number}.log").read_text() for number in range(2))
+
+
+def newest_checkpoint(out: Path) -> str:
+    """Its name, "" before the first: its files follow its step while training goes on."""
+    return max((path.name for path in find_checkpoints(out / "checkpoints")), default="")
 
 
 def losses(out: Path) -> list[tuple]:
@@ -77,9 +89,11 @@ def test_a_killed_rank_and_a_killed_agent_continue_the_run(run_ranks, tmp_path):
         port = free.getsockname()[1]
     agents = [start_agent(cut, port, 0), start_agent(cut, port, 1)]
     try:
-        wait_for_steps(cut, 10)
+        wait_until(lambda: newest_checkpoint(cut), cut)
         kill(*descendants(agents[1].pid))  # its rank: both agents start theirs again
-        wait_for_steps(cut, 24)
+        wait_until(lambda: "continuing from" in said(cut), cut)
+        before = newest_checkpoint(cut)
+        wait_until(lambda: newest_checkpoint(cut) > before, cut)
         doomed = [agents[1].pid, *descendants(agents[1].pid)]  # the whole node
         kill(*doomed)
         agents[1].wait()
@@ -88,7 +102,6 @@ def test_a_killed_rank_and_a_killed_agent_continue_the_run(run_ranks, tmp_path):
     finally:
         for agent in agents:
             kill(agent.pid, *descendants(agent.pid))
-    logs = [(tmp_path / f"agent{number}.log").read_text() for number in range(2)]
-    assert codes == [0, 0], logs[0][-3000:] + logs[1][-3000:]
-    assert (logs[0] + logs[1]).count("continuing from") >= 2
+    assert codes == [0, 0], said(cut)[-6000:]
+    assert said(cut).count("continuing from") >= 2
     assert losses(cut) == losses(whole)

@@ -40,15 +40,9 @@ def uninterrupted(request, run_ranks, tmp_path_factory, read_metrics):
     return more, read_metrics(out), out
 
 
-def test_a_killed_run_continues_exactly(uninterrupted, start_ranks, run_ranks, tmp_path, read_metrics, same):
+def test_a_killed_run_continues_exactly(uninterrupted, kill_in_the_middle, run_ranks, tmp_path, read_metrics, same):
     more, expected, _ = uninterrupted
-    ranks = start_ranks(2, *arguments(tmp_path, *more))
-    wait_for_steps(ranks, tmp_path, 12)
-    for rank in ranks:
-        rank.kill()
-        rank.wait()
-    told = len(read_metrics(tmp_path))
-    assert 12 <= told < STEPS, "it must be killed in the middle"
+    kill_in_the_middle(STEPS, tmp_path, *ARGUMENTS, *more)
     output = run_ranks(2, *arguments(tmp_path, *more))[0]
     assert "continuing from" in output
     assert same(read_metrics(tmp_path), expected)

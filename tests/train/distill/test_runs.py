@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 
 import pytest
 
@@ -40,16 +39,9 @@ def losses(found, name):
 
 
 @pytest.mark.slow
-def test_a_killed_run_continues_in_another_layout(teacher, finished, start_ranks, run_ranks, tmp_path, read_metrics):
+def test_a_killed_run_continues_in_another_layout(teacher, finished, kill_in_the_middle, run_ranks, tmp_path, read_metrics):
     command = (*COMMAND, f"train.distill.teacher={teacher}", f"train.output_dir={tmp_path}")
-    ranks = start_ranks(2, *command, *SP)
-    while not find_checkpoints(tmp_path / "checkpoints"):
-        assert all(rank.poll() is None for rank in ranks), ranks[0].communicate()[0]
-        time.sleep(0.005)
-    for rank in ranks:
-        rank.kill()
-        rank.wait()
-    assert len(read_metrics(tmp_path)) < STEPS, "it must be killed in the middle"
+    kill_in_the_middle(STEPS, tmp_path, *command, *SP)
     assert "continuing from" in run_ranks(2, *command, *FSDP)[0]
     found, expected = read_metrics(tmp_path), read_metrics(finished)
     assert losses(found, "step") == list(range(1, STEPS + 1))
