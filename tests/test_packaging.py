@@ -18,7 +18,7 @@ PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 
 def folders_with_python_files() -> set[str]:
     files = [file for folder in FOLDERS for file in (REPOSITORY / folder).rglob("*.py")]
-    return {"megadit." + ".".join(file.parent.relative_to(REPOSITORY).parts) for file in files}
+    return {"megadit", *("megadit." + ".".join(file.parent.relative_to(REPOSITORY).parts) for file in files)}
 
 
 def test_packages_are_the_folders_on_disk():
@@ -29,13 +29,17 @@ def test_every_package_has_an_init():
     missing = [
         package
         for package in folders_with_python_files()
-        if not (REPOSITORY / Path(*package.split(".")[1:]) / "__init__.py").is_file()
+        if not (REPOSITORY / Path(*(package.split(".")[1:] or ["megadit"])) / "__init__.py").is_file()
     ]
     assert not missing
 
 
 def test_no_package_at_the_root():
     assert not (REPOSITORY / "__init__.py").exists()
+    assert sorted(path.name for path in (REPOSITORY / "megadit").iterdir() if path.suffix) == [
+        "__init__.py",
+        "py.typed",
+    ]
 
 
 def test_constraints_pin_every_dependency():
@@ -117,6 +121,7 @@ def test_wheel_holds_every_package_and_the_yaml_files(wheel):
     for package in PROJECT["tool"]["setuptools"]["packages"]:
         assert f"{package.replace('.', '/')}/__init__.py" in names
     assert "megadit/train/conf/digits.yaml" in names
+    assert "megadit/py.typed" in names
     assert not [name for name in names if name.startswith(("models/", "tests/")) or "/tests/" in name]
 
 
