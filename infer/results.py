@@ -22,6 +22,8 @@ _NARROWEST = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
 class GeneratedVideo:
+    """A video and all that made it; notebooks show it."""
+
     video: np.ndarray
     """uint8 THWC, 0..255."""
     prompt: str

@@ -1,5 +1,6 @@
 """The wheel holds what the repository holds, and works where the repository is not."""
 
+import json
 import os
 import re
 import subprocess
@@ -102,12 +103,14 @@ def run_installed(wheel, tmp_path_factory):
     # Only plain folders are added: a .pth of this interpreter would bring in the editable installation.
     Path(site, "third_party.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
-    def run(*arguments: str) -> subprocess.CompletedProcess:
+    def run(*arguments: str, given: str = "") -> subprocess.CompletedProcess:
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        environment["PATH"] = f"{python.parent}:{environment['PATH']}"
         return subprocess.run(
             [python.parent / arguments[0], *arguments[1:]],
             cwd=home,
             env=environment,
+            input=given,
             capture_output=True,
             text=True,
         )
@@ -179,3 +182,50 @@ write_bundle(
     assert done.returncode == 0, done.stderr
     assert (repository / "text_to_video" / "config.pbtxt").is_file()
     assert "megadit.serve.triton_model" in (repository / "text_to_video" / "1" / "model.py").read_text()
+
+
+@pytest.mark.slow
+def test_help_describes_the_installed_package(run_installed):
+    program = "import megadit; help(megadit); help(megadit.TextToVideo); print(megadit.__version__, megadit.__file__)"
+    done = run_installed("python", "-c", program)
+    assert done.returncode == 0, done.stderr
+    assert "from_pretrained" in done.stdout and "video.save" in done.stdout and "elsewhere" in done.stdout
+
+
+NOTEBOOK = (
+    """
+!megadit prepare digits dataset --num_clips 60 --num_images 30 --num_val 12
+!megadit train --recipe digits_tiny data.path=dataset train.output_dir=run train.train_iters=20
+!megadit bundle run bundle
+""",
+    """
+from megadit import TextToVideo, __version__
+pipeline = TextToVideo.from_pretrained("bundle")
+pipeline
+""",
+    """
+videos = pipeline(["a red seven moving left", "a blue two moving up"], seeds=[1, 2])
+videos[0].save("seven.mp4")
+videos
+""",
+)
+EXECUTE = """
+import json, sys, nbformat
+from nbclient import NotebookClient
+cells = [nbformat.v4.new_code_cell(text.strip()) for text in json.load(sys.stdin)]
+notebook = nbformat.v4.new_notebook(cells=cells)
+NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+print(json.dumps([cell.outputs for cell in notebook.cells]))
+"""
+
+
+@pytest.mark.slow
+def test_a_notebook_prepares_trains_and_shows_videos(run_installed):
+    for library in ("nbclient", "ipykernel"):
+        pytest.importorskip(library, reason=f"{library} is not installed (megadit[dev])")
+    done = run_installed("python", "-c", EXECUTE, given=json.dumps(NOTEBOOK))
+    assert done.returncode == 0, done.stderr
+    prepared, opened, shown = json.loads(done.stdout)
+    assert "<TextToVideo megadit" in opened[-1]["data"]["text/plain"], prepared
+    assert shown[-1]["data"]["text/html"].count("data:video/mp4;base64,") == 2
+    assert shown[-1]["data"]["text/plain"].startswith("[<GeneratedVideo 'a red seven moving left', seed 1: ")
