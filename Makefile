@@ -57,7 +57,7 @@ test-slow: $(READY)
 	@$(PYTEST) --numprocesses $(SLOW_WORKERS) -m slow
 
 docs: $(READY)
-	@$(BIN)/python -m mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 lint: $(READY)
 	@$(BIN)/ruff check .

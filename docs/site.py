@@ -5,24 +5,21 @@ README.md its first page. A link to a file of the repository that is no page bec
 """
 
 import re
-import sys
 from pathlib import Path
 from posixpath import dirname, normpath, relpath
 
+import reference  # beside this file
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("models", "infer", "train", "export", "serve")
-sys.path.insert(0, str(ROOT / "docs"))
 _LINK = re.compile(r"\[([^\]]*)\]\(([\w./-]+)(#[\w-]+)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages that stand elsewhere, and those that are made of the code."""
-    import reference
-
     pages = [ROOT / "THREATS.md", *(page for folder in FOLDERS for page in sorted((ROOT / folder).rglob("*.md")))]
     made = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in pages}
     made["index.md"] = (ROOT / "README.md").read_text(encoding="utf-8")
