@@ -62,7 +62,7 @@ docs: $(READY)
 lint: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/lint-imports --no-cache
+	@$(BIN)/python tests/import_rules.py --no-cache
 
 format: $(READY)
 	@$(BIN)/ruff check --fix .

@@ -152,7 +152,7 @@ def shelf(run, tmp_path_factory) -> Path:
 
 
 def write_media(folder: Path) -> None:
-    """Twelve clips of a window that moves over a photograph, three of another, with captions; pictures, a mask, a clip."""
+    """Twelve clips of a window that moves over a photograph, three of another, captioned; pictures, a mask, a clip."""
     import numpy as np
     from sklearn.datasets import load_sample_image
 

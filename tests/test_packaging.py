@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
@@ -101,7 +100,7 @@ def run_installed(wheel, tmp_path_factory):
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
     subprocess.run([*install, str(wheel)], check=True)
     # Only plain folders are added: a .pth of this interpreter would bring in the editable installation.
-    Path(site, "third_party.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    Path(site, "third_party.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
 
     def run(*arguments: str, given: str = "") -> subprocess.CompletedProcess:
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
