@@ -5,13 +5,14 @@
 #   make demo-distill  students of that model that need four calls for a clip, two, or one
 #   make serve       Triton and a page in the browser, on what `make demo` made
 #   make test        the fast tests            make test-slow   the others
+#   make docs        the pages of docs/ as a site, in build/site
 #   make lint        ruff and the import rules  make gpu-check  what a GPU machine needs to prove
 
 PYTHON ?= python3.11
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup demo demo-adapter demo-given demo-distill serve test test-slow lint format gpu-check gpu-wheels clean
+.PHONY: setup demo demo-adapter demo-given demo-distill serve test test-slow docs lint format gpu-check gpu-wheels clean
 
 setup: $(READY)
 
@@ -55,10 +56,13 @@ test: $(READY)
 test-slow: $(READY)
 	@$(PYTEST) --numprocesses $(SLOW_WORKERS) -m slow
 
+docs: $(READY)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 lint: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/lint-imports --no-cache
+	@$(BIN)/python tests/import_rules.py --no-cache
 
 format: $(READY)
 	@$(BIN)/ruff check --fix .

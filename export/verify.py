@@ -354,7 +354,9 @@ def compare_videos(bundle: Bundle, precision: str, num_steps: int, runtime: str 
     for name, dtype in (("torch", {"fp16": "float16", "bf16": "bfloat16"}.get(precision, "float32")), (runtime, None)):
         device = "cuda" if runtime == "tensorrt" else "cpu"
         texts = _text_encoder(bundle)
-        pipeline = TextToVideo.load(bundle, device=device, dtype=dtype or "float32", runtime=name, text_encoder=texts)
+        pipeline = TextToVideo.from_pretrained(
+            bundle, device=device, dtype=dtype or "float32", runtime=name, text_encoder=texts
+        )
         (video,) = pipeline.stream([prompt], settings, seeds=1)
         frames[name] = video.video.astype(np.float64)
         del pipeline  # before the next one comes

@@ -144,7 +144,7 @@ def open_trial(argv: list[str], verb: str, *, fewest_videos: int = 1) -> Trial:
         f"{len(specs)} videos are too few to calibrate with: give {fewest_videos} or more prompts, or several --seeds",
     )
     network = LPIPS.load(options.lpips_weights) if options.cache_measure == "lpips" else None
-    pipeline = TextToVideo.load(
+    pipeline = TextToVideo.from_pretrained(
         bundle, device=options.device, dtype=options.dtype or DEFAULT_DTYPE, compile=options.compile
     )
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle
+from megadit.models.bundle.hub import cached_model
 from megadit.models.convert.adapter_files import is_adapter
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import held_alone
@@ -14,7 +15,7 @@ from megadit.models.tokenizers import VideoTokenizer
 
 
 def open_bundle(path: str | Path) -> Bundle:
-    """The bundle at `path`; for a training directory, that of its newest valid step.
+    """The bundle at `path`; for a training directory, that of its newest valid step; by name, one of a hub's cache.
 
     A training directory (the one that holds `checkpoints/`) is converted once into its folder `bundle/`, and again
     only when a checkpoint was written since; of several processes that ask, one converts and the others wait.
@@ -22,7 +23,7 @@ def open_bundle(path: str | Path) -> Bundle:
     Raises:
         UserError: if there is neither, or the conversion fails.
     """
-    path = Path(path)
+    path = _existing(path)
     if (path / "checkpoints").is_dir():
         converted = _converted(path)
         if is_adapter(converted):
@@ -31,12 +32,23 @@ def open_bundle(path: str | Path) -> Bundle:
                 f"--adapter {converted}"
             )
         return Bundle.open(converted)
-    if path.is_dir() and not (path / "megadit.json").exists():
+    if (path / "model_index.json").is_file():
+        raise UserError(f"{path} is a pipeline of diffusers: run `megadit convert {path} OUT`, and give OUT")
+    if not (path / MANIFEST_FILE).exists():
         raise UserError(
             f"{path} is neither a bundle (no megadit.json) nor a training directory (no checkpoints/); to choose one "
             "checkpoint yourself, run: megadit bundle CHECKPOINT OUT"
         )
     return Bundle.open(path)
+
+
+def _existing(path: str | Path) -> Path:
+    """The folder at `path`, or of a model of this name in a hub's cache."""
+    if found := Path(path) if Path(path).exists() else cached_model(str(path)):
+        return found
+    raise UserError(
+        f"{path} does not exist: give a bundle, a training directory, or the name of a bundle in the cache of a hub"
+    )
 
 
 def weaker_bundle(path: str, bundle: Bundle) -> Bundle:

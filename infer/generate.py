@@ -20,9 +20,10 @@ from megadit.infer.long_videos import stories, write_long_videos
 from megadit.infer.memory_plan import GIB, Choices, describe_plan, fitting, plan_memory
 from megadit.infer.options import DEFAULT_DTYPE, DEFAULT_RUNTIME, GenerateOptions, parse, refuse
 from megadit.infer.outputs import checkpoint_fingerprint, make_record, output_paths, read_record, repeated, save
-from megadit.infer.pipeline import GeneratedVideo, TextToVideo
+from megadit.infer.pipeline import TextToVideo
 from megadit.infer.ranks import device_name, finish, is_first, start
 from megadit.infer.resolve import far_from_training, latent_size
+from megadit.infer.results import GeneratedVideo
 from megadit.infer.runtimes.load import taken
 from megadit.infer.runtimes.torch import find_device, find_dtype
 from megadit.infer.signing import Marker, load_marker
@@ -56,7 +57,7 @@ def _generate(argv: list[str]) -> None:
         paths = output_paths(options.video_save_path, grid.specs, options.format)
         mark = load_marker(options.signing)
         ranks = start(tensor=options.tp_size, context=options.cp_size, split_guidance=options.cfg_parallel)
-        pipeline = TextToVideo.load(
+        pipeline = TextToVideo.from_pretrained(
             bundle,
             device=device_name(options.device),
             dtype=options.dtype or DEFAULT_DTYPE,

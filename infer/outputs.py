@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 from megadit.infer.animations import encode_image
 from megadit.infer.given_files import MEDIA, as_record, options_of
 from megadit.infer.options import DEFAULT_DTYPE, DEFAULT_RUNTIME, GenerateOptions, check, refuse
-from megadit.infer.pipeline import GeneratedVideo
+from megadit.infer.results import GeneratedVideo
 from megadit.infer.signing import Marker
 from megadit.infer.specs import AdapterUse, VideoSpec, adapter_uses
-from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, check_fps, read_comment, stream_mp4, write_video
+from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, check_fps, read_comment, stream_mp4
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
@@ -117,8 +117,7 @@ def save(
                 data = encode_image(frame, f".{format}", comment)
                 (folder / f"{number:05d}.{format}").write_bytes(mark(data, f".{format}") if mark else data)
     else:
-        about = {"comment": comment, "title": result.prompt}
-        write_video(path, result.video, result.settings.fps, metadata=about, mark=mark)
+        result.save(path, record=record, mark=mark)
     write_json(path.with_suffix(".json"), record)
 
 
@@ -150,10 +149,7 @@ def save_long(
 def make_record(result: GeneratedVideo, spec: VideoSpec, options: GenerateOptions, bundle: Bundle) -> dict[str, Any]:
     """All that made a video; `--repeat` reads it."""
     return {
-        "prompt": result.prompt,
-        "seed": result.seed,
-        **asdict(result.settings),
-        "num_denoiser_calls": result.num_denoiser_calls,
+        **result.record(),
         **_record(spec, options, bundle),
     }
 

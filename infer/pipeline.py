@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from megadit.infer.guidance import (
 from megadit.infer.preview import LinearPreview, fit_preview
 from megadit.infer.ranks import split_over_ranks
 from megadit.infer.resolve import resolve_settings
+from megadit.infer.results import GeneratedVideo, GeneratedVideos
 from megadit.infer.runtimes.load import (
     check_runtime,
     load_denoiser,
@@ -68,21 +69,8 @@ from megadit.models.text_encoders import TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class GeneratedVideo:
-    video: np.ndarray
-    """uint8 THWC, 0..255."""
-    prompt: str
-    seed: int
-    settings: SamplingSettings
-    """Everything else that decides the video, in the standard guidance convention."""
-    latents_CTHW: Tensor
-    """What the video was decoded from; float32, on the CPU."""
-    num_denoiser_calls: int
-
-
 class TextToVideo:
-    """Generates videos from prompts; see `load` and `generate`.
+    """Generates videos from prompts: opened by `from_pretrained`, then called.
 
     The initial noise of a video is a function of its seed alone, so that neither its place in a batch nor its company
     changes it.
@@ -131,7 +119,7 @@ class TextToVideo:
         self._preview: LinearPreview | None = None
 
     @classmethod
-    def load(
+    def from_pretrained(
         cls,
         path: str | Path | Bundle,
         *,
@@ -153,7 +141,7 @@ class TextToVideo:
         context_parallel: int = 1,
         split_guidance: ProcessGroup | None = None,
     ) -> "TextToVideo":
-        """The pipeline of a bundle (opened or not), or of a training directory (see `open_bundle`).
+        """The pipeline of a bundle (opened or not, or by its name in a hub's cache), or of a training directory.
 
         A `tokenizer` or `text_encoder` given here spares loading the bundle's copy, and must be the same. `dtype` is
         that of the network; preconditioning is float32 and the sampler's state float64 in any case. Without
@@ -219,7 +207,14 @@ class TextToVideo:
             overlap_decoding=overlap_decoding,
         )
 
-    def generate(
+    def __repr__(self) -> str:
+        default = self.defaults
+        size = f"{default.num_frames} frames of {default.width}x{default.height}"
+        return (
+            f"<TextToVideo {self.config.family}, {self.config.num_layers} blocks of {self.config.hidden_size}: {size}>"
+        )
+
+    def __call__(
         self,
         prompts: Sequence[str],
         *,
@@ -231,7 +226,7 @@ class TextToVideo:
         adapters: Scales | Sequence[Scales] = NO_ADAPTERS,
         on_step: StepCallback | None = None,
         **settings: Any,
-    ) -> list[GeneratedVideo]:
+    ) -> GeneratedVideos:
         """One video for each prompt, in order.
 
         `settings` are the fields of `SamplingSettings` (`num_frames`, `height`, `sampler`, `num_steps`, ...); what is
@@ -251,7 +246,7 @@ class TextToVideo:
             settings["guidance"] = guidance_scale(guidance, guidance_convention)
         resolved = resolve_settings(self.defaults, **settings)
         per_video = {"seeds": seeds, "adapters": adapters, "given": given}
-        return list(self.stream(prompts, resolved, **per_video, batch_size=batch_size, on_step=on_step))
+        return GeneratedVideos(self.stream(prompts, resolved, **per_video, batch_size=batch_size, on_step=on_step))
 
     def stream(
         self,
@@ -265,7 +260,7 @@ class TextToVideo:
         on_step: StepCallback | None = None,
         skipped: Sequence[int] | None = None,
     ) -> Iterator[GeneratedVideo]:
-        """Like `generate`, but gives each video as soon as its batch is done, and takes all settings in one.
+        """Like a call, but gives each video as soon as its batch is done, and takes all settings in one.
 
         None means the bundle's defaults; see `resolve_settings`. `skipped` are denoiser calls to predict instead, in
         place of those that `cache_budget` chooses.
@@ -317,7 +312,7 @@ class TextToVideo:
         """Reads adapters, so that those which cannot be used are told before anything is generated.
 
         Raises:
-            UserError: as `generate`.
+            UserError: as a call.
         """
         with hold_adapters(self._adapters, [scales]):
             pass

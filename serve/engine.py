@@ -20,8 +20,9 @@ from megadit.infer.guardrail import Guardrail
 from megadit.infer.guardrail import HeldBackError as Refused
 from megadit.infer.media import decode as decode_here
 from megadit.infer.media import within_total
-from megadit.infer.pipeline import GeneratedVideo, TextToVideo
+from megadit.infer.pipeline import TextToVideo
 from megadit.infer.resolve import latent_size, resolve_settings
+from megadit.infer.results import GeneratedVideo
 from megadit.infer.runtimes.load import check_runtime, open_exported
 from megadit.infer.signing import Marker
 from megadit.infer.video_io import encode_mp4

@@ -46,7 +46,7 @@ class TritonPythonModel:
         is_cpu = args["model_instance_kind"] == "CPU"
         bundle = Bundle.open(Path(args["model_repository"]) / args["model_version"] / "bundle")
         runtime = parameters["runtime"]
-        pipeline = TextToVideo.load(
+        pipeline = TextToVideo.from_pretrained(
             bundle,
             device="cpu" if is_cpu else f"cuda:{args['model_instance_device_id']}",
             dtype=parameters["dtype"],

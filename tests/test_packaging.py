@@ -1,10 +1,10 @@
 """The wheel holds what the repository holds, and works where the repository is not."""
 
+import json
 import os
 import re
 import subprocess
 import sys
-import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
@@ -18,7 +18,7 @@ PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 
 def folders_with_python_files() -> set[str]:
     files = [file for folder in FOLDERS for file in (REPOSITORY / folder).rglob("*.py")]
-    return {"megadit." + ".".join(file.parent.relative_to(REPOSITORY).parts) for file in files}
+    return {"megadit", *("megadit." + ".".join(file.parent.relative_to(REPOSITORY).parts) for file in files)}
 
 
 def test_packages_are_the_folders_on_disk():
@@ -29,13 +29,17 @@ def test_every_package_has_an_init():
     missing = [
         package
         for package in folders_with_python_files()
-        if not (REPOSITORY / Path(*package.split(".")[1:]) / "__init__.py").is_file()
+        if not (REPOSITORY / Path(*(package.split(".")[1:] or ["megadit"])) / "__init__.py").is_file()
     ]
     assert not missing
 
 
 def test_no_package_at_the_root():
     assert not (REPOSITORY / "__init__.py").exists()
+    assert sorted(path.name for path in (REPOSITORY / "megadit").iterdir() if path.suffix) == [
+        "__init__.py",
+        "py.typed",
+    ]
 
 
 def test_constraints_pin_every_dependency():
@@ -96,14 +100,16 @@ def run_installed(wheel, tmp_path_factory):
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
     subprocess.run([*install, str(wheel)], check=True)
     # Only plain folders are added: a .pth of this interpreter would bring in the editable installation.
-    Path(site, "third_party.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    Path(site, "third_party.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
 
-    def run(*arguments: str) -> subprocess.CompletedProcess:
+    def run(*arguments: str, given: str = "") -> subprocess.CompletedProcess:
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        environment["PATH"] = f"{python.parent}:{environment['PATH']}"
         return subprocess.run(
             [python.parent / arguments[0], *arguments[1:]],
             cwd=home,
             env=environment,
+            input=given,
             capture_output=True,
             text=True,
         )
@@ -117,6 +123,7 @@ def test_wheel_holds_every_package_and_the_yaml_files(wheel):
     for package in PROJECT["tool"]["setuptools"]["packages"]:
         assert f"{package.replace('.', '/')}/__init__.py" in names
     assert "megadit/train/conf/digits.yaml" in names
+    assert "megadit/py.typed" in names
     assert not [name for name in names if name.startswith(("models/", "tests/")) or "/tests/" in name]
 
 
@@ -174,3 +181,50 @@ write_bundle(
     assert done.returncode == 0, done.stderr
     assert (repository / "text_to_video" / "config.pbtxt").is_file()
     assert "megadit.serve.triton_model" in (repository / "text_to_video" / "1" / "model.py").read_text()
+
+
+@pytest.mark.slow
+def test_help_describes_the_installed_package(run_installed):
+    program = "import megadit; help(megadit); help(megadit.TextToVideo); print(megadit.__version__, megadit.__file__)"
+    done = run_installed("python", "-c", program)
+    assert done.returncode == 0, done.stderr
+    assert "from_pretrained" in done.stdout and "video.save" in done.stdout and "elsewhere" in done.stdout
+
+
+NOTEBOOK = (
+    """
+!megadit prepare digits dataset --num_clips 60 --num_images 30 --num_val 12
+!megadit train --recipe digits_tiny data.path=dataset train.output_dir=run train.train_iters=20
+!megadit bundle run bundle
+""",
+    """
+from megadit import TextToVideo, __version__
+pipeline = TextToVideo.from_pretrained("bundle")
+pipeline
+""",
+    """
+videos = pipeline(["a red seven moving left", "a blue two moving up"], seeds=[1, 2])
+videos[0].save("seven.mp4")
+videos
+""",
+)
+EXECUTE = """
+import json, sys, nbformat
+from nbclient import NotebookClient
+cells = [nbformat.v4.new_code_cell(text.strip()) for text in json.load(sys.stdin)]
+notebook = nbformat.v4.new_notebook(cells=cells)
+NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+print(json.dumps([cell.outputs for cell in notebook.cells]))
+"""
+
+
+@pytest.mark.slow
+def test_a_notebook_prepares_trains_and_shows_videos(run_installed):
+    for library in ("nbclient", "ipykernel"):
+        pytest.importorskip(library, reason=f"{library} is not installed (megadit[dev])")
+    done = run_installed("python", "-c", EXECUTE, given=json.dumps(NOTEBOOK))
+    assert done.returncode == 0, done.stderr
+    prepared, opened, shown = json.loads(done.stdout)
+    assert "<TextToVideo megadit" in opened[-1]["data"]["text/plain"], prepared
+    assert shown[-1]["data"]["text/html"].count("data:video/mp4;base64,") == 2
+    assert shown[-1]["data"]["text/plain"].startswith("[<GeneratedVideo 'a red seven moving left', seed 1: ")

@@ -16,8 +16,9 @@ from megadit.infer.evaluate.motion import MotionClips
 from megadit.infer.evaluate.report import interval_of
 from megadit.infer.evaluate.videos import VideoSet, open_videos, videos_in_memory
 from megadit.infer.evaluate.window import window_of
-from megadit.infer.pipeline import GeneratedVideo, TextToVideo
+from megadit.infer.pipeline import TextToVideo
 from megadit.infer.ranks import ALONE
+from megadit.infer.results import GeneratedVideo
 from megadit.infer.text_features import TextFeaturesCache
 from megadit.infer.video_io import write_video
 from megadit.models.shared.errors import UserError
@@ -199,7 +200,7 @@ def _generate(training: Training, prompts: list[tuple[int, str]]) -> list[Genera
     if not prompts:
         return []
     texts = [prompt for _, prompt in prompts]
-    return _pipeline(training, texts).generate(texts, seeds=[number for number, _ in prompts])
+    return _pipeline(training, texts)(texts, seeds=[number for number, _ in prompts])
 
 
 def _pipeline(training: Training, prompts: list[str]) -> TextToVideo:

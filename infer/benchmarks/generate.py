@@ -42,7 +42,7 @@ RUNTIMES = {
     "onnx_tensorrt": {"runtime": "onnx_tensorrt"},
     "tensorrt": {"runtime": "tensorrt"},
 }
-"""Name -> how `TextToVideo.load` is asked for it."""
+"""Name -> how `TextToVideo.from_pretrained` is asked for it."""
 PROMPT = "a red seven moving left"
 SIGMA = 1.0
 NETWORK, DECODER, ENCODER, WHOLE = "guided denoiser call", "decoder", "encoder", "whole video"
@@ -200,7 +200,7 @@ def load_pipelines(bundle: Bundle, runtimes: Sequence[str], device: str, dtype: 
     for name in runtimes:
         choose_one(name, RUNTIMES, f"--runtime {name}: there is no such runtime")
     return {
-        name: TextToVideo.load(
+        name: TextToVideo.from_pretrained(
             bundle,
             device=device,
             dtype=dtype if RUNTIMES[name]["runtime"] == "torch" else "float32",  # an export has its own

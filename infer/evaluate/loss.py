@@ -37,7 +37,7 @@ class LossScorer:
     @torch.inference_mode()
     def __call__(self, video_BTHWC: Tensor, prompts: Sequence[str]) -> Tensor:
         if self._pipeline is None:
-            self._pipeline = TextToVideo.load(self._bundle, device=str(self._device), dtype=self._dtype)
+            self._pipeline = TextToVideo.from_pretrained(self._bundle, device=str(self._device), dtype=self._dtype)
         pipeline = self._pipeline
         pipeline.text_encoder.prepare(list(prompts))
         x0 = pipeline.tokenizer.encode(video_BTHWC.permute(0, 4, 1, 2, 3).float() / 127.5 - 1).to(self._device)

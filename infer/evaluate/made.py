@@ -68,7 +68,7 @@ class BundleMaker:
 
     def videos(self, prompts: Sequence[str], seeds: Sequence[int], settings: SamplingSettings) -> Iterator[np.ndarray]:
         if self._pipeline is None:
-            self._pipeline = TextToVideo.load(self.bundle, device=self._device, dtype=self._dtype)
+            self._pipeline = TextToVideo.from_pretrained(self.bundle, device=self._device, dtype=self._dtype)
         for result in self._pipeline.stream(prompts, settings, seeds=seeds, batch_size=len(prompts)):
             yield (
                 received(encode_mp4(result.video, settings.fps), "a video", settings) if self._is_sent else result.video

@@ -18,7 +18,7 @@ def local_directory(name: str, kind: str, files: str) -> Path:
     path = Path(name)
     if path.is_dir():
         return path
-    if cached := _cached(name):
+    if cached := cached_model(name):
         return cached
     looks_like_id = name.count("/") == 1 and not name.startswith((".", "/"))
     if not looks_like_id:
@@ -30,7 +30,7 @@ def local_directory(name: str, kind: str, files: str) -> Path:
     )
 
 
-def _cached(name: str) -> Path | None:
+def cached_model(name: str) -> Path | None:
     """The newest snapshot in the hub's cache, where its library is installed and has one."""
     try:
         from huggingface_hub import snapshot_download

@@ -70,14 +70,14 @@ def _requests(defaults: SamplingSettings) -> dict[str, VideoRequest]:
 def _load(bundle: str) -> None:
     """Prepares the process that generates without a service."""
     global _pipeline
-    _pipeline = TextToVideo.load(bundle, device="cpu")
+    _pipeline = TextToVideo.from_pretrained(bundle, device="cpu")
 
 
 def _generate(request: VideoRequest) -> float:
     """Seconds until the encoded video is there, in that process."""
     began = time.perf_counter()
     settings = {setting: getattr(request, setting) for setting in SERVED}
-    (video,) = _pipeline.generate([request.prompt], seeds=request.seed, **settings)
+    (video,) = _pipeline([request.prompt], seeds=request.seed, **settings)
     encode_mp4(video.video, video.settings.fps)
     return time.perf_counter() - began
 

@@ -104,9 +104,9 @@ def text_features() -> list[Tensor]:
 
 def our_side(folder: Path, num_steps: int) -> tuple[TextToVideo, Callable[[], Any]]:
     """The pipeline, and what makes a video."""
-    pipeline = TextToVideo.load(folder / "ours", device="cpu")
+    pipeline = TextToVideo.from_pretrained(folder / "ours", device="cpu")
     settings = {"num_steps": num_steps, "guidance": GUIDANCE, "fps": FPS, "sampler": "euler", **SIZE}
-    return pipeline, lambda: pipeline.generate([PROMPT], negative_prompt=PROMPT[::-1], **settings)
+    return pipeline, lambda: pipeline([PROMPT], negative_prompt=PROMPT[::-1], **settings)
 
 
 def their_side(folder: Path, num_steps: int) -> tuple[Any, Callable[[], Any]]:

@@ -81,8 +81,8 @@ def test_generate_gives_torchs_video(exported, tmp_path):
         arguments = ["--checkpoint_path", str(exported.path), "--prompt", "a cat", "--video_save_path", str(out)]
         assert generate.main([*arguments, "--runtime", runtime, "--device", "cpu"]) == 0
         assert out.stat().st_size > 0
-        pipeline = TextToVideo.load(exported, device="cpu", runtime=runtime)
-        latents[runtime] = pipeline.generate(["a cat", "a dog"], seeds=[1, 2])
+        pipeline = TextToVideo.from_pretrained(exported, device="cpu", runtime=runtime)
+        latents[runtime] = pipeline(["a cat", "a dog"], seeds=[1, 2])
     for ours, theirs in zip(latents["onnx"], latents["torch"], strict=True):
         error = np.abs(ours.video.astype(int) - theirs.video.astype(int))
         assert error.max() <= 1 and (error > 0).mean() < 0.01  # rounding to 8 bits may fall either way
@@ -133,7 +133,7 @@ def test_sizes_beyond_the_profile_say_so(exported):
 
 def test_other_weights_and_missing_folders_say_what_to_run(exported, tiny_bundle, tmp_path, capsys):
     with pytest.raises(ValueError, match="has no onnx/: make a bundle that has it with `megadit export"):
-        TextToVideo.load(tiny_bundle, device="cpu", runtime="onnx")
+        TextToVideo.from_pretrained(tiny_bundle, device="cpu", runtime="onnx")
     shutil.copytree(exported.path, tmp_path / "other")
     settings = tmp_path / "other/onnx/settings.json"
     changed = json.loads(settings.read_text()) | {"source": "0" * 64}
@@ -142,14 +142,14 @@ def test_other_weights_and_missing_folders_say_what_to_run(exported, tiny_bundle
     manifest["files"]["onnx/settings.json"]["bytes"] = settings.stat().st_size
     (tmp_path / "other/megadit.json").write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match="made from other weights"):
-        TextToVideo.load(tmp_path / "other", device="cpu", runtime="onnx")
+        TextToVideo.from_pretrained(tmp_path / "other", device="cpu", runtime="onnx")
     with pytest.raises(ValueError, match="choose the precision when exporting"):
-        TextToVideo.load(exported, device="cpu", runtime="onnx", dtype="bfloat16")
+        TextToVideo.from_pretrained(exported, device="cpu", runtime="onnx", dtype="bfloat16")
     with pytest.raises(ValueError, match="did you mean 'onnx'"):
-        TextToVideo.load(exported, device="cpu", runtime="onxx")
+        TextToVideo.from_pretrained(exported, device="cpu", runtime="onxx")
     if "TensorrtExecutionProvider" not in onnxruntime.get_available_providers():
         with pytest.raises(ValueError, match="has no TensorrtExecutionProvider"):
-            TextToVideo.load(exported, device="cpu", runtime="onnx_tensorrt")
+            TextToVideo.from_pretrained(exported, device="cpu", runtime="onnx_tensorrt")
 
 
 @pytest.mark.parametrize(

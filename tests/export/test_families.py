@@ -100,7 +100,7 @@ def check_report(report, spec):
 
 def least_psnr(bundle, network):
     """In decibels, of the frames of a video whose denoiser is the graph, against torch's."""
-    by_torch = TextToVideo.load(bundle, device="cpu")
+    by_torch = TextToVideo.from_pretrained(bundle, device="cpu")
     by_onnx = TextToVideo(
         denoiser=lambda x, sigma, given: network(denoiser_inputs(x, sigma, given), tuple(x.shape)),
         tokenizer=by_torch.tokenizer,
@@ -108,7 +108,7 @@ def least_psnr(bundle, network):
         config=bundle.config,
         defaults=bundle.defaults,
     )
-    (ours,), (theirs,) = (one.generate([verify.usual_prompt(bundle)], seeds=1) for one in (by_onnx, by_torch))
+    (ours,), (theirs,) = (one([verify.usual_prompt(bundle)], seeds=1) for one in (by_onnx, by_torch))
     assert theirs.video.std() > 0
     error_T = ((ours.video.astype(float) - theirs.video) ** 2).mean(axis=(1, 2, 3))
     return 10 * np.log10(255**2 / max(error_T.max(), 1e-3))
@@ -188,8 +188,8 @@ def test_a_cosmos_bundle_whole(make_tokenizer, write_t5, tmp_path):
 
     made, told = {}, {}
     for runtime in ("torch", "onnx"):
-        pipeline = TextToVideo.load(tmp_path / "out", device="cpu", runtime=runtime)
-        made[runtime] = pipeline.generate(["a red seven", "the robot waves"], seeds=[1, 2], num_frames=5)
+        pipeline = TextToVideo.from_pretrained(tmp_path / "out", device="cpu", runtime=runtime)
+        made[runtime] = pipeline(["a red seven", "the robot waves"], seeds=[1, 2], num_frames=5)
         path = tmp_path / f"{runtime}.mp4"
         arguments = ["--checkpoint_path", str(tmp_path / "out"), "--prompt", "a blue robot", "--device", "cpu"]
         assert generate.main([*arguments, "--video_save_path", str(path), "--runtime", runtime]) == 0

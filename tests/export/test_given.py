@@ -42,7 +42,7 @@ def able(tmp_path_factory) -> Bundle:
 
 @pytest.fixture(scope="module")
 def pipelines(able) -> dict[str, TextToVideo]:
-    return {runtime: TextToVideo.load(able, device="cpu", runtime=runtime) for runtime in ("torch", "onnx")}
+    return {runtime: TextToVideo.from_pretrained(able, device="cpu", runtime=runtime) for runtime in ("torch", "onnx")}
 
 
 def medium(use: str) -> GivenVideo:
@@ -102,7 +102,7 @@ def test_every_use_is_torchs(pipelines):
     made = {}
     for name, (media, settings) in CASES.items():
         ours, theirs = (
-            [video.video for video in pipeline.generate(["a cat", "dogs"], given=media, **SETTINGS, **settings)]
+            [video.video for video in pipeline(["a cat", "dogs"], given=media, **SETTINGS, **settings)]
             for pipeline in (pipelines["onnx"], pipelines["torch"])
         )
         assert max(map(difference, ours, theirs)) <= 1, name
@@ -139,7 +139,7 @@ def test_a_graph_with_another_noise_level_of_given_tokens_is_refused(able):
 def test_more_than_was_exported_for_is_refused(pipelines):
     keyframes = tuple(replace(medium("keyframes"), frame=1) for _ in range(40))
     with pytest.raises(ValueError, match="time is 43 in x, but was exported for 1 to 16"):
-        pipelines["onnx"].generate(["a cat"], given=keyframes, num_frames=9)
+        pipelines["onnx"](["a cat"], given=keyframes, num_frames=9)
 
 
 @pytest.mark.slow

@@ -300,7 +300,7 @@ def test_without_tensorrt_the_graphs_are_there_and_the_message_says_what_to_inst
     with pytest.raises(ValueError, match="pip install"):
         load_libraries()
     with pytest.raises(ValueError, match="has no plan/: make a bundle that has it with `megadit export .* tensorrt"):
-        TextToVideo.load(exported, device="cpu", runtime="tensorrt")
+        TextToVideo.from_pretrained(exported, device="cpu", runtime="tensorrt")
 
 
 def test_bad_settings():
@@ -384,5 +384,5 @@ def test_every_name_is_one_of_the_real_library(version):
 def test_real_engines_pass_the_gate(tiny_bundle, tmp_path):
     out = tmp_path / "out"
     assert command.main([str(tiny_bundle.path), str(out), "--format", "tensorrt", "--profile", "text=1,4,9"]) == 0
-    (video,) = TextToVideo.load(out, device="cuda", runtime="tensorrt").generate(["a cat"])
+    (video,) = TextToVideo.from_pretrained(out, device="cuda", runtime="tensorrt")(["a cat"])
     assert video.video.shape == (5, 16, 24, 3)

@@ -89,9 +89,9 @@ def able_dir(bundle_dir, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def able(able_dir) -> TextToVideo:
-    return TextToVideo.load(able_dir, device="cpu")
+    return TextToVideo.from_pretrained(able_dir, device="cpu")
 
 
 @pytest.fixture(scope="session")
 def pipeline(bundle_dir) -> TextToVideo:
-    return TextToVideo.load(bundle_dir, device="cpu")
+    return TextToVideo.from_pretrained(bundle_dir, device="cpu")

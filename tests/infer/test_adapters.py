@@ -42,7 +42,7 @@ def two(bundle_dir, tmp_path_factory):
 
 
 def latents(pipeline, prompts=PROMPTS, seeds=SEEDS, **options):
-    return torch.stack([video.latents_CTHW for video in pipeline.generate(prompts, seeds=seeds, **options)])
+    return torch.stack([video.latents_CTHW for video in pipeline(prompts, seeds=seeds, **options)])
 
 
 def distance(a, b):
@@ -67,7 +67,7 @@ def test_several_in_one_batch_equal_each_alone(pipeline, one, two):
 
 
 def test_scaled_by_zero_and_taken_away_is_the_base_bit_for_bit(bundle_dir, one, two):
-    fresh = TextToVideo.load(bundle_dir, device="cpu")
+    fresh = TextToVideo.from_pretrained(bundle_dir, device="cpu")
     base = latents(fresh)
     assert not torch.equal(latents(fresh, adapters={one: 1.0, two: 1.0}), base)
     assert torch.equal(latents(fresh, adapters={one: 0.0, two: 0.0}), base)
@@ -90,7 +90,7 @@ def test_merged_equals_unmerged(pipeline, bundle_dir, one, two, tmp_path, capsys
     before = (bundle_dir / "transformer" / "model.safetensors").read_bytes()
     merged = [str(bundle_dir), str(tmp_path / "merged"), "--merge", f"{one}:0.8", "--merge", f"{two}:0.5"]
     assert bundle_command(merged) == 0, capsys.readouterr().err
-    found = latents(TextToVideo.load(tmp_path / "merged", device="cpu"))
+    found = latents(TextToVideo.from_pretrained(tmp_path / "merged", device="cpu"))
     expected = latents(pipeline, adapters={one: 0.8, two: 0.5})
     assert distance(found, expected) <= TOLERANCE, "three steps of guided sampling"
     assert distance(found, latents(pipeline)) > 0.01, "negative control"
@@ -136,13 +136,13 @@ def test_two_networks_take_no_adapter_and_say_so_before_anything_is_loaded(bundl
 def test_merged_is_the_same_function(bundle_dir, one, two, tmp_path):
     """One call of the network, without what sampling makes of rounding."""
     merge_bundle(Bundle.open(bundle_dir), {one: 0.8, two: 0.5}, tmp_path / "merged")
-    merged, plain = (TextToVideo.load(path, device="cpu") for path in (tmp_path / "merged", bundle_dir))
+    merged, plain = (TextToVideo.from_pretrained(path, device="cpu") for path in (tmp_path / "merged", bundle_dir))
     asked = {"num_steps": 1, "guidance": 1.0}
     assert distance(latents(merged, **asked), latents(plain, adapters={one: 0.8, two: 0.5}, **asked)) <= 1e-6
 
 
 def test_a_hundred_come_and_go(bundle_dir, tmp_path):
-    pipeline = TextToVideo.load(bundle_dir, device="cpu")
+    pipeline = TextToVideo.from_pretrained(bundle_dir, device="cpu")
     dit = pipeline.denoiser._denoiser.dit
     alive, counts = weakref.WeakSet(), set()
     for number in range(100):
@@ -161,7 +161,7 @@ def test_a_hundred_come_and_go(bundle_dir, tmp_path):
 
 def test_one_that_is_used_is_not_dropped(bundle_dir, one, two, monkeypatch):
     monkeypatch.setattr(shelf, "KEPT", 0)
-    pipeline = TextToVideo.load(bundle_dir, device="cpu")
+    pipeline = TextToVideo.from_pretrained(bundle_dir, device="cpu")
     dit = pipeline.denoiser._denoiser.dit
     first = pipeline.stream(PROMPTS, adapters={one: 1.0}, seeds=SEEDS, batch_size=1)
     video = next(first)
@@ -173,7 +173,7 @@ def test_one_that_is_used_is_not_dropped(bundle_dir, one, two, monkeypatch):
 
 
 def test_a_changed_file_is_read_again(bundle_dir, tmp_path):
-    pipeline = TextToVideo.load(bundle_dir, device="cpu")
+    pipeline = TextToVideo.from_pretrained(bundle_dir, device="cpu")
     path = make_adapter(tmp_path / "it", bundle_dir, 1)
     before = latents(pipeline, adapters={path: 1.0})
     make_adapter(tmp_path / "it", bundle_dir, 2)
@@ -279,7 +279,7 @@ def test_a_step_cache_was_not_measured_with_adapters(pipeline, one):
         cache_plans=[plan],
     )
     with pytest.raises(UserError, match="leave it out with a given video or an adapter"):
-        cached.generate(PROMPTS, adapters={one: 1.0}, cache_budget=0.1)
+        cached(PROMPTS, adapters={one: 1.0}, cache_budget=0.1)
 
 
 # ------------------------------------------------------------------------------------------------------ other commands

@@ -109,17 +109,17 @@ def test_calibration_stores_a_plan_that_keeps_its_budget(calibrated):
     assert stored["num_calls"] == 8 and stored["num_videos"] == 16 and 0 < len(stored["skipped"]) < 8
     assert 0 < stored["largest_error"] <= 0.85 * 0.2
     assert told.startswith(f"{len(stored['skipped'])} of 8 calls are spared")
-    pipeline = TextToVideo.load(path, device="cpu")
+    pipeline = TextToVideo.from_pretrained(path, device="cpu")
     prompts, seeds = ["e", "f", "g"], [7, 8, 9]
-    exact = pipeline.generate(prompts, seeds=seeds, num_steps=8)
+    exact = pipeline(prompts, seeds=seeds, num_steps=8)
     steps = []
-    spared = pipeline.generate(prompts, seeds=seeds, num_steps=8, cache_budget=0.2, on_step=steps.append)
+    spared = pipeline(prompts, seeds=seeds, num_steps=8, cache_budget=0.2, on_step=steps.append)
     assert spared[0].num_denoiser_calls == 8 - len(stored["skipped"]) and len(steps) == 8
     latents = [torch.stack([one.latents_CTHW for one in results]) for results in (spared, exact)]
     errors = relative_errors(*latents)
     assert (errors > 0).all() and (errors < 0.3).all()
     # No video depends on its batch.
-    (alone,) = pipeline.generate(["f"], seeds=8, num_steps=8, cache_budget=0.2)
+    (alone,) = pipeline(["f"], seeds=8, num_steps=8, cache_budget=0.2)
     assert relative_errors(alone.latents_CTHW[None], spared[1].latents_CTHW[None]).item() < 1e-5
 
 

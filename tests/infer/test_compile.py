@@ -66,7 +66,7 @@ def test_a_compiled_network_makes_the_same_videos(pipeline, tmp_path, monkeypatc
     torch._dynamo.reset()
     counters.clear()
     for settings in ({"sampler": "heun"}, {"num_frames": 9, "height": 24, "width": 40}):
-        results = [one.generate(["a red seven", "a two"], seeds=[1, 2], **settings) for one in (compiled, eager)]
+        results = [one(["a red seven", "a two"], seeds=[1, 2], **settings) for one in (compiled, eager)]
         for found, expected in zip(*results, strict=True):
             # float32 sums in another order may cross the boundary between two of the 256 values
             assert abs(found.video.astype(int) - expected.video).max() <= 1

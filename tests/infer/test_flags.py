@@ -152,7 +152,7 @@ class NotLoadedError(Exception):
 @contextmanager
 def watched(notes, *, loads):
     """Notes what is asked of the pipeline (and loads none unless told to) and how often the network is called."""
-    load, forward = generate.TextToVideo.load, DiT.forward
+    load, forward = generate.TextToVideo.from_pretrained, DiT.forward
 
     def note_load(bundle, **settings):
         notes["loaded"] = {name: value for name, value in settings.items() if isinstance(value, str | int | None)}
@@ -164,7 +164,10 @@ def watched(notes, *, loads):
         notes["calls"] += 1
         return forward(network, *arguments, **settings)
 
-    with mock.patch.object(generate.TextToVideo, "load", note_load), mock.patch.object(DiT, "forward", note_call):
+    with (
+        mock.patch.object(generate.TextToVideo, "from_pretrained", note_load),
+        mock.patch.object(DiT, "forward", note_call),
+    ):
         yield
 
 
@@ -299,7 +302,9 @@ def calibrated(bundle_dir, room, monkeypatch, capsys):
         notes.append((trial.num_videos, trial.settings.cache_budget, trial.settings, trial.options.cache_measure))
         trial.sample(trial.num_videos, ())
 
-    monkeypatch.setattr(calibrate_cache.TextToVideo, "load", lambda bundle, **how: notes.append(how) or Pipeline())
+    monkeypatch.setattr(
+        calibrate_cache.TextToVideo, "from_pretrained", lambda bundle, **how: notes.append(how) or Pipeline()
+    )
     monkeypatch.setattr(calibrate_cache.LPIPS, "load", notes.append)
     monkeypatch.setattr(calibrate_cache, "calibrate", calibrate)
     monkeypatch.setattr(calibrate_cache, "bundle_plans", lambda bundle, measure: notes.append(measure))

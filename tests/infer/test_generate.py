@@ -47,7 +47,7 @@ def test_one_video_with_its_settings(run, tmp_path, pipeline):
     }  # fmt: skip
     assert settings.items() >= expected.items()
     names = ("num_frames", "height", "width", "num_steps", "sampler", "guidance", "negative_prompt", "fps")
-    (same,) = pipeline.generate(["a red seven"], seeds=5, **{name: settings[name] for name in names})
+    (same,) = pipeline(["a red seven"], seeds=5, **{name: settings[name] for name in names})
     # Random weights give noise, of which H.264 keeps the brightness best (measured 0.86; another seed gives 0.2).
     assert np.corrcoef(same.video.mean(-1).ravel(), frames.mean(-1).ravel())[0, 1] > 0.8
     assert sorted(path.name for path in tmp_path.iterdir()) == ["seven.json", "seven.mp4"]
@@ -77,7 +77,7 @@ def test_one_frame_makes_an_image(run, suffix):
 def test_one_frame_into_a_directory_is_a_png_equal_to_the_pipelines(run, pipeline):
     assert run("--prompt", "a red seven", "--num-video-frames", "1", "--video-save-path", "images")[0] == 0
     frames, _ = read_video("images/0000_a-red-seven_seed0.png")
-    (same,) = pipeline.generate(["a red seven"], num_frames=1)
+    (same,) = pipeline(["a red seven"], num_frames=1)
     assert np.array_equal(frames, same.video)
 
 
@@ -240,9 +240,9 @@ def test_a_jsonl_file_overrides_settings_line_by_line(run, tmp_path, pipeline):
     assert code == 0, stderr
     names = ["0000_a-red-seven_seed3.png", "0001_a-blue-two_seed4.png", "0002_a-blue-two_seed5.png"]
     assert stdout.split() == [f"outputs/{name}" for name in [*names, "0003_a-clip_seed0.mp4"]]
-    (same,) = pipeline.generate(["a red seven"], seeds=3, num_frames=1, num_steps=2)
+    (same,) = pipeline(["a red seven"], seeds=3, num_frames=1, num_steps=2)
     assert np.array_equal(read_video(f"outputs/{names[0]}")[0], same.video)
-    (same,) = pipeline.generate(["a blue two"], seeds=5, num_frames=1, num_steps=2, guidance=5.0, sampler="heun")
+    (same,) = pipeline(["a blue two"], seeds=5, num_frames=1, num_steps=2, guidance=5.0, sampler="heun")
     # it shared a batch: float32 sums in another order
     assert np.abs(read_video(f"outputs/{names[2]}")[0].astype(int) - same.video).max() <= 1
     clip = json.loads((tmp_path / "outputs/0003_a-clip_seed0.json").read_text())
@@ -339,7 +339,7 @@ def test_video_to_video(run, tmp_path, pipeline):
     arguments = ["--prompt", "a", "--input_video", "grey.gif", "--strength", "0.4", "--num_steps", "5"]
     assert run(*arguments, "--video_save_path", "a.safetensors")[0] == 0
     given = GivenVideo(frames=read_video("grey.gif")[0], strength=0.4)
-    (same,) = pipeline.generate(["a"], num_steps=5, given=given)
+    (same,) = pipeline(["a"], num_steps=5, given=given)
     assert torch.equal(load_file("a.safetensors")["latents_CTHW"], same.latents_CTHW)
     assert json.loads((tmp_path / "a.json").read_text())["num_denoiser_calls"] == 2
 

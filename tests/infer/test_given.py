@@ -26,7 +26,7 @@ def test_strength_decides_how_much_is_made_again(pipeline):
     calls = {}
 
     def video(strength):
-        (result,) = pipeline.generate(["a red seven"], num_steps=10, given=GivenVideo(frames=given, strength=strength))
+        (result,) = pipeline(["a red seven"], num_steps=10, given=GivenVideo(frames=given, strength=strength))
         calls[strength] = result.num_denoiser_calls
         return result.video
 
@@ -38,7 +38,7 @@ def test_strength_decides_how_much_is_made_again(pipeline):
 
 def test_video_to_video_takes_other_sizes_and_cuts_the_tail(pipeline):
     given = GivenVideo(frames=clip(frames=9, height=32, width=48), strength=0.1)
-    (result,) = pipeline.generate(["a"], num_steps=10, given=given, num_frames=7)
+    (result,) = pipeline(["a"], num_steps=10, given=given, num_frames=7)
     assert result.video.shape == (7, 16, 24, 3)
     assert distance(result.video[:, ::4, ::4], clip(9, 32, 48)[:7, ::8, ::8]) < 40
 
@@ -46,7 +46,7 @@ def test_video_to_video_takes_other_sizes_and_cuts_the_tail(pipeline):
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_continuation_keeps_the_given_frames(pipeline, sampler):
     given = clip(frames=7, seed=3)
-    results = pipeline.generate(
+    results = pipeline(
         ["a red seven", "a blue two"],
         seeds=[1, 2],
         sampler=sampler,
@@ -63,10 +63,10 @@ def test_continuation_keeps_the_given_frames(pipeline, sampler):
 
 def test_continuation_of_an_image(pipeline):
     image = clip(frames=1, seed=4)
-    (result,) = pipeline.generate(["a"], given=GivenVideo(frames=image, keep_frames=1))
+    (result,) = pipeline(["a"], given=GivenVideo(frames=image, keep_frames=1))
     assert np.abs(result.video[0].astype(int) - image[0]).max() <= 1
     # What is kept decides what follows: the network saw it.
-    (other,) = pipeline.generate(["a"], given=GivenVideo(frames=clip(1, seed=5), keep_frames=1))
+    (other,) = pipeline(["a"], given=GivenVideo(frames=clip(1, seed=5), keep_frames=1))
     assert distance(result.video[1:], other.video[1:]) > 0.1
 
 
@@ -104,7 +104,7 @@ def test_kept_latents_stay_on_the_line_that_training_noise_draws():
 )
 def test_mistakes(pipeline, given, settings, message):
     with pytest.raises(UserError, match=message):
-        pipeline.generate(["a"], given=GivenVideo(**({"frames": clip()} | given)), **settings)
+        pipeline(["a"], given=GivenVideo(**({"frames": clip()} | given)), **settings)
 
 
 # ------------------------------------------------------------------------------ networks that were trained for it
@@ -112,7 +112,7 @@ def test_mistakes(pipeline, given, settings, message):
 
 def video(pipeline, *given, prompts=("a red seven",), seeds=0, **settings):
     settings = {"num_frames": 13} | settings
-    return [result.video for result in pipeline.generate(list(prompts), seeds=seeds, given=given or None, **settings)]
+    return [result.video for result in pipeline(list(prompts), seeds=seeds, given=given or None, **settings)]
 
 
 SOURCE = clip(frames=13, seed=7)
@@ -165,14 +165,14 @@ def test_each_video_may_be_given_something_else(able):
     media = [USED["first_frame"][0], (USED["first_frame"][0], USED["last_frame"][0]), None, USED["edit"][0]]
     media.append(GivenVideo(frames=255 - SOURCE[:1], use="first_frame"))
     prompts, seeds = [f"a {number}" for number in range(5)], [3, 1, 4, 1, 5]
-    together = able.generate(prompts, seeds=seeds, given=media, num_frames=13)
+    together = able(prompts, seeds=seeds, given=media, num_frames=13)
     for prompt, seed, given, result in zip(prompts, seeds, media, together, strict=True):
-        (alone,) = able.generate([prompt], seeds=seed, given=given, num_frames=13)
+        (alone,) = able([prompt], seeds=seed, given=given, num_frames=13)
         torch.testing.assert_close(alone.latents_CTHW, result.latents_CTHW, rtol=1e-4, atol=1e-4)
     with pytest.raises(UserError, match="of 2 of 3 videos"):
-        able.generate(["a", "b", "c"], given=[None, None])
+        able(["a", "b", "c"], given=[None, None])
     with pytest.raises(UserError, match="one strength"):
-        able.generate(["a", "b"], given=[GivenVideo(frames=SOURCE, strength=0.5), None], num_frames=13)
+        able(["a", "b"], given=[GivenVideo(frames=SOURCE, strength=0.5), None], num_frames=13)
 
 
 def test_two_scales_lead_by_text_and_by_what_is_given(able):
@@ -194,11 +194,11 @@ def test_two_scales_lead_by_text_and_by_what_is_given(able):
     )  # fmt: skip
     settings = {"num_steps": 1, "sampler": "euler", "eta": 0.0, "num_frames": 13}
     given = USED["edit"][0]
-    (result,) = noting.generate(["a red seven"], given=given, guidance=3.0, image_guidance=1.7, **settings)
+    (result,) = noting(["a red seven"], given=given, guidance=3.0, image_guidance=1.7, **settings)
     none, clip_alone, both = asked[False, False], asked[True, False], asked[True, True]
     expected = none + 1.7 * (clip_alone - none) + 3.0 * (both - clip_alone)
     torch.testing.assert_close(result.latents_CTHW, expected, rtol=1e-4, atol=1e-4)
-    (plain,) = able.generate(["a red seven"], given=given, guidance=3.0, **settings)
+    (plain,) = able(["a red seven"], given=given, guidance=3.0, **settings)
     torch.testing.assert_close(plain.latents_CTHW, clip_alone + 3.0 * (both - clip_alone), rtol=1e-4, atol=1e-4)
 
 

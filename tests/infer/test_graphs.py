@@ -60,27 +60,27 @@ def test_each_size_is_recorded_once_and_few_are_kept(pipeline, monkeypatch):
 
 
 def test_whole_videos_are_the_same(pipeline, bundle_dir):
-    ours = TextToVideo.load(bundle_dir, device="cpu")
+    ours = TextToVideo.from_pretrained(bundle_dir, device="cpu")
     ours.denoiser = RecordedDenoiser(ours.denoiser, CPU, record_on_cpu)
-    expected = pipeline.generate(["a red seven", "blue"], seeds=[1, 2])
-    for found, reference in zip(ours.generate(["a red seven", "blue"], seeds=[1, 2]), expected, strict=True):
+    expected = pipeline(["a red seven", "blue"], seeds=[1, 2])
+    for found, reference in zip(ours(["a red seven", "blue"], seeds=[1, 2]), expected, strict=True):
         assert abs(found.video.astype(int) - reference.video).max() <= 1
 
 
 def test_what_is_given_is_not_lost(able, able_dir):
     frames = np.zeros((1, able.defaults.height, able.defaults.width, 3), dtype=np.uint8)
     given = GivenVideo(frames=frames, use="first_frame")
-    ours = TextToVideo.load(able_dir, device="cpu")
+    ours = TextToVideo.from_pretrained(able_dir, device="cpu")
     ours.denoiser = RecordedDenoiser(ours.denoiser, CPU, record_on_cpu)
-    (found,), (reference,) = (each.generate(["a red seven"], given=given) for each in (ours, able))
+    (found,), (reference,) = (each(["a red seven"], given=given) for each in (ours, able))
     assert abs(found.video.astype(int) - reference.video).max() <= 1
-    (free,) = ours.generate(["a red seven"])
+    (free,) = ours(["a red seven"])
     assert abs(found.video.astype(int) - free.video).max() > 1
 
 
 def test_without_a_gpu_it_is_refused(bundle_dir):
     with pytest.raises(UserError, match="cuda_graphs needs a GPU"):
-        TextToVideo.load(bundle_dir, device="cpu", cuda_graphs=True)
+        TextToVideo.from_pretrained(bundle_dir, device="cpu", cuda_graphs=True)
 
 
 class FakeCuda:
@@ -141,7 +141,7 @@ def test_calls_are_made_on_the_device_that_was_asked_for(monkeypatch):
 
 @pytest.mark.gpu
 def test_on_a_gpu_the_videos_are_the_same(bundle_dir):
-    loaded = [TextToVideo.load(bundle_dir, device="cuda", cuda_graphs=graphs) for graphs in (False, True)]
-    one, other = (pipeline.generate(["a red seven", "blue"], seeds=[1, 2]) for pipeline in loaded)
+    loaded = [TextToVideo.from_pretrained(bundle_dir, device="cuda", cuda_graphs=graphs) for graphs in (False, True)]
+    one, other = (pipeline(["a red seven", "blue"], seeds=[1, 2]) for pipeline in loaded)
     for found, reference in zip(one, other, strict=True):
         assert abs(found.video.astype(int) - reference.video).max() <= 1

@@ -26,28 +26,30 @@ def write(directory, text):
 
 
 def test_prompts_are_refused_and_videos_changed_or_held_back(bundle_dir, tmp_path):
-    filtered = TextToVideo.load(
+    filtered = TextToVideo.from_pretrained(
         bundle_dir, device="cpu", guardrail_dir=write(tmp_path / "guard", PROGRAM.format(hold=False))
     )
-    (video,) = filtered.generate(["a red three"], seeds=1)
+    (video,) = filtered(["a red three"], seeds=1)
     assert not video.video.any(), "what check_video gives is given out"
     with pytest.raises(UserError, match="the guardrail refuses the prompt 'a red seven': it is about sevens"):
-        filtered.generate(["a red three", "a red seven"])
+        filtered(["a red three", "a red seven"])
     holding = Guardrail.load(write(tmp_path / "guard", PROGRAM.format(hold=True)))
     with pytest.raises(UserError, match="holds a video back: too bright"):
         holding.screen(video.video)
-    assert TextToVideo.load(bundle_dir, device="cpu").generate(["a red seven"], seeds=1)[0].video.any(), "off"
+    assert TextToVideo.from_pretrained(bundle_dir, device="cpu")(["a red seven"], seeds=1)[0].video.any(), "off"
 
 
 def test_a_licence_that_asks_for_a_filter_is_told(bundle_dir, tmp_path, capsys):
-    TextToVideo.load(bundle_dir, device="cpu")
+    TextToVideo.from_pretrained(bundle_dir, device="cpu")
     assert "WARNING" not in capsys.readouterr().err
     bundle = shutil.copytree(bundle_dir, tmp_path / "bundle")
     manifest = read_json(bundle / "megadit.json")
     write_json(bundle / "megadit.json", {**manifest, "licence": {"name": "open", "asks_for_guardrail": True}})
-    TextToVideo.load(bundle, device="cpu")
+    TextToVideo.from_pretrained(bundle, device="cpu")
     assert "WARNING: the licence of these weights (open) asks for a content filter" in capsys.readouterr().err
-    TextToVideo.load(bundle, device="cpu", guardrail_dir=write(tmp_path / "guard", PROGRAM.format(hold=False)))
+    TextToVideo.from_pretrained(
+        bundle, device="cpu", guardrail_dir=write(tmp_path / "guard", PROGRAM.format(hold=False))
+    )
     assert "WARNING" not in capsys.readouterr().err
 
 

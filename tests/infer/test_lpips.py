@@ -96,10 +96,8 @@ def test_a_cache_is_calibrated_by_how_the_frames_look(folder, bundle_dir, tmp_pa
     assert plan.skipped and 0 < plan.largest_error <= 0.85 * 0.3
     assert bundle_plans(Bundle.open(tmp_path / "bundle")) == []
     # the same, measured here
-    pipeline = TextToVideo.load(tmp_path / "bundle", device="cpu", cache_measure="lpips")
-    videos = [
-        pipeline.generate(["a"] * 16, seeds=range(16), num_steps=4, **more) for more in ({}, {"cache_budget": 0.3})
-    ]
+    pipeline = TextToVideo.from_pretrained(tmp_path / "bundle", device="cpu", cache_measure="lpips")
+    videos = [pipeline(["a"] * 16, seeds=range(16), num_steps=4, **more) for more in ({}, {"cache_budget": 0.3})]
     exact, spared = ([torch.from_numpy(one.video).permute(0, 3, 1, 2) / 127.5 - 1 for one in side] for side in videos)
     network = LPIPS.load(folder)
     errors = [network(a, b).mean().item() for a, b in zip(spared, exact, strict=True)]

@@ -30,7 +30,7 @@ def largest_difference(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def test_defaults_come_from_the_bundle(pipeline):
-    (result,) = pipeline.generate(["a red seven"])
+    (result,) = pipeline(["a red seven"])
     assert result.video.shape == (5, 16, 24, 3) and result.video.dtype == np.uint8
     assert result.video.std() > 1
     assert (result.prompt, result.seed, result.settings) == ("a red seven", 0, pipeline.defaults)
@@ -42,9 +42,9 @@ def test_defaults_come_from_the_bundle(pipeline):
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
 def test_four_prompts_at_once_are_four_times_one(pipeline, settings):
-    together = pipeline.generate(PROMPTS, seeds=SEEDS, batch_size=4, **settings)
+    together = pipeline(PROMPTS, seeds=SEEDS, batch_size=4, **settings)
     for result, prompt, seed in zip(together, PROMPTS, SEEDS, strict=True):
-        (alone,) = pipeline.generate([prompt], seeds=[seed], **settings)
+        (alone,) = pipeline([prompt], seeds=[seed], **settings)
         assert (result.prompt, result.seed) == (prompt, seed)
         # Float32 sums in another order may cross the boundary between two of the 256 values.
         assert largest_difference(result.video, alone.video) <= 1
@@ -79,22 +79,22 @@ def latents_of(pipeline):
 
     def sample(prompts, seeds):
         kept.clear()
-        spying.generate(prompts, seeds=seeds)
+        spying(prompts, seeds=seeds)
         return torch.cat(kept)
 
     return sample
 
 
 def test_batches_of_any_size_give_the_same_videos(pipeline):
-    whole = pipeline.generate(PROMPTS, seeds=SEEDS, batch_size=4)
+    whole = pipeline(PROMPTS, seeds=SEEDS, batch_size=4)
     for batch_size in (1, 3):
-        parts = pipeline.generate(PROMPTS, seeds=SEEDS, batch_size=batch_size)
+        parts = pipeline(PROMPTS, seeds=SEEDS, batch_size=batch_size)
         assert max(largest_difference(a.video, b.video) for a, b in zip(whole, parts, strict=True)) <= 1
 
 
 def test_prompt_seed_fps_and_steps_each_change_the_video(pipeline):
     def video(prompt="a red seven", **arguments):
-        return pipeline.generate([prompt], **arguments)[0].video
+        return pipeline([prompt], **arguments)[0].video
 
     reference = video()
     assert np.array_equal(reference, video())
@@ -105,7 +105,7 @@ def test_prompt_seed_fps_and_steps_each_change_the_video(pipeline):
 
 def test_negative_prompt_changes_the_video(pipeline):
     def video(**arguments):
-        return pipeline.generate(["a red seven"], **arguments)[0].video
+        return pipeline(["a red seven"], **arguments)[0].video
 
     assert largest_difference(video(), video(negative_prompt="blue")) > 1
     # Negative controls: no text is what it replaces, and without guidance there is nothing to replace.
@@ -116,14 +116,14 @@ def test_negative_prompt_changes_the_video(pipeline):
 
 
 def test_guidance_in_one_batch_and_in_turn_make_the_same_video(bundle_dir, pipeline):
-    in_turn = TextToVideo.load(bundle_dir, device="cpu", batch_guidance=False)
-    for a, b in zip(pipeline.generate(PROMPTS), in_turn.generate(PROMPTS), strict=True):
+    in_turn = TextToVideo.from_pretrained(bundle_dir, device="cpu", batch_guidance=False)
+    for a, b in zip(pipeline(PROMPTS), in_turn(PROMPTS), strict=True):
         assert largest_difference(a.video, b.video) <= 1
 
 
 def test_autoguidance_leads_away_from_a_weaker_checkpoint(bundle_dir, pipeline, tmp_path):
     def video(**settings):
-        return pipeline.generate(["a red seven"], **settings)[0].video
+        return pipeline(["a red seven"], **settings)[0].video
 
     # The checkpoint itself is no weaker: nothing leads away from it.
     assert largest_difference(video(autoguidance=str(bundle_dir)), video(guidance=1)) <= 1
@@ -162,35 +162,35 @@ def test_the_text_encoder_sees_each_text_once_and_may_leave(bundle_dir):
         loaded.append(True)
         return Counting.load(bundle_dir / "text_encoder")
 
-    plain = TextToVideo.load(bundle, device="cpu")
+    plain = TextToVideo.from_pretrained(bundle, device="cpu")
     parts = {name: getattr(plain, name) for name in ("denoiser", "tokenizer", "config", "defaults")}
     leaving = TextToVideo(text_encoder=load_text_encoder(), reload_text_encoder=load_text_encoder, **parts)
-    results = leaving.generate(["a", "b", "a"], batch_size=1)
+    results = leaving(["a", "b", "a"], batch_size=1)
     assert asked == [["a"], ["b"], [""]] and len(loaded) == 1
-    leaving.generate(["b"])
+    leaving(["b"])
     assert len(asked) == 3 and len(loaded) == 1
-    leaving.generate(["c"])
+    leaving(["c"])
     assert asked[3:] == [["c"]] and len(loaded) == 2
-    for result, expected in zip(results, plain.generate(["a", "b", "a"], batch_size=1), strict=True):
+    for result, expected in zip(results, plain(["a", "b", "a"], batch_size=1), strict=True):
         assert np.array_equal(result.video, expected.video)
 
 
 def test_nemo_guidance_is_one_more(pipeline):
-    (nemo,) = pipeline.generate(["a red seven"], guidance=2, guidance_convention="nemo")
-    (standard,) = pipeline.generate(["a red seven"], guidance=3)
+    (nemo,) = pipeline(["a red seven"], guidance=2, guidance_convention="nemo")
+    (standard,) = pipeline(["a red seven"], guidance=3)
     assert nemo.settings == standard.settings
     assert np.array_equal(nemo.video, standard.video)
 
 
 @pytest.mark.parametrize("num_frames", [1, 2, 4, 5, 6, 9])
 def test_any_number_of_frames(pipeline, num_frames):
-    (result,) = pipeline.generate(["a red seven"], num_frames=num_frames)
+    (result,) = pipeline(["a red seven"], num_frames=num_frames)
     assert result.video.shape == (num_frames, 16, 24, 3)
 
 
 def test_cutting_the_tail_keeps_the_frames_before_it(pipeline):
-    (whole,) = pipeline.generate(["a red seven"], num_frames=9)
-    (cut,) = pipeline.generate(["a red seven"], num_frames=7)
+    (whole,) = pipeline(["a red seven"], num_frames=9)
+    (cut,) = pipeline(["a red seven"], num_frames=7)
     assert np.array_equal(whole.video[:7], cut.video)
 
 
@@ -205,7 +205,7 @@ def test_frames_are_rounded_up_to_the_temporal_patch_too(pipeline):
 
 def test_steps_count_denoiser_calls_over_all_batches(pipeline):
     steps = []
-    pipeline.generate(PROMPTS, on_step=steps.append, sampler="heun", num_steps=3, batch_size=3)
+    pipeline(PROMPTS, on_step=steps.append, sampler="heun", num_steps=3, batch_size=3)
     assert [(step.step, step.num_steps) for step in steps] == [(i + 1, 10) for i in range(10)]
     assert [step.videos for step in steps] == [range(3)] * 5 + [range(3, 4)] * 5
     sigmas = karras_sigmas(3, pipeline.defaults.sigma_min, pipeline.defaults.sigma_max)
@@ -232,12 +232,12 @@ def test_what_a_callback_raises_ends_the_generation(pipeline):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        pipeline.generate(["a red seven"], on_step=interrupt)
+        pipeline(["a red seven"], on_step=interrupt)
 
 
 def test_the_last_preview_shows_the_video(pipeline):
     previews = []
-    (result,) = pipeline.generate(["a red seven"], on_step=lambda step: previews.append(step.preview()))
+    (result,) = pipeline(["a red seven"], on_step=lambda step: previews.append(step.preview()))
     assert len(previews) == 3 and previews[-1].shape == (1, 2, 16, 24, 3) and previews[-1].dtype == np.uint8
     first = result.video[0].ravel()
     agreement = [np.corrcoef(preview[0, 0].ravel(), first)[0, 1] for preview in previews]
@@ -245,16 +245,16 @@ def test_the_last_preview_shows_the_video(pipeline):
 
 
 def test_lower_precision_stays_close(bundle_dir, pipeline):
-    (reference,) = pipeline.generate(["a red seven"])
-    (low,) = TextToVideo.load(bundle_dir, device="cpu", dtype="bfloat16").generate(["a red seven"])
+    (reference,) = pipeline(["a red seven"])
+    (low,) = TextToVideo.from_pretrained(bundle_dir, device="cpu", dtype="bfloat16")(["a red seven"])
     error = np.abs(reference.video.astype(float) - low.video).mean()
     assert 0 < error < 8  # of 255; bfloat16 has 8 bits
 
 
 @pytest.mark.gpu
 def test_a_gpu_makes_the_same_video(bundle_dir, pipeline):
-    (cpu,) = pipeline.generate(["a red seven"])
-    (gpu,) = TextToVideo.load(bundle_dir, device="cuda").generate(["a red seven"])
+    (cpu,) = pipeline(["a red seven"])
+    (gpu,) = TextToVideo.from_pretrained(bundle_dir, device="cuda")(["a red seven"])
     # The same noise to the bit; float32 sums in another order may cross the boundary between two of the 256 values.
     assert largest_difference(cpu.video, gpu.video) <= 1
 
@@ -278,7 +278,7 @@ def test_a_gpu_makes_the_same_video(bundle_dir, pipeline):
 def test_mistakes_are_told_before_the_network_is_asked(pipeline, arguments, message):
     steps = []
     with pytest.raises(UserError, match=message):
-        pipeline.generate(**({"prompts": ["a"], "on_step": steps.append} | arguments))
+        pipeline(**({"prompts": ["a"], "on_step": steps.append} | arguments))
     assert not steps
 
 
@@ -304,12 +304,14 @@ def test_more_texts_than_are_remembered_are_still_encoded_once(monkeypatch):
 
 def test_another_text_encoder_or_tokenizer_is_refused(bundle_dir):
     bundle = Bundle.open(bundle_dir)
-    TextToVideo.load(bundle, device="cpu", tokenizer=bundle.load_tokenizer(), text_encoder=bundle.load_text_encoder())
+    TextToVideo.from_pretrained(
+        bundle, device="cpu", tokenizer=bundle.load_tokenizer(), text_encoder=bundle.load_text_encoder()
+    )
     with pytest.raises(UserError, match="this tokenizer .* is not the one"):
         other = HaarTokenizer(temporal_compression=4, spatial_compression=2, sigma_data=1.0)
-        TextToVideo.load(bundle, device="cpu", tokenizer=other)
+        TextToVideo.from_pretrained(bundle, device="cpu", tokenizer=other)
     with pytest.raises(UserError, match="this text encoder .* is not the one"):
-        TextToVideo.load(bundle, device="cpu", text_encoder=HashedWordEncoder(dim=8))
+        TextToVideo.from_pretrained(bundle, device="cpu", text_encoder=HashedWordEncoder(dim=8))
 
 
 def test_latents_that_are_not_numbers_are_refused(pipeline):
@@ -321,7 +323,7 @@ def test_latents_that_are_not_numbers_are_refused(pipeline):
         defaults=pipeline.defaults,
     )
     with pytest.raises(UserError, match="not finite"):
-        broken.generate(["a red seven"])
+        broken(["a red seven"])
 
 
 def test_missing_checkpoints(tmp_path):
@@ -399,7 +401,7 @@ def test_a_failed_conversion_gives_its_reason(tmp_path):
 
 
 def test_decoding_beside_sampling_changes_nothing_and_does_overlap(bundle_dir, pipeline):
-    aside = TextToVideo.load(bundle_dir, device="cpu", overlap_decoding=True)
+    aside = TextToVideo.from_pretrained(bundle_dir, device="cpu", overlap_decoding=True)
     next_is_sampled, decode, calls = threading.Event(), aside.tokenizer.decode, []
 
     class Waiting:
@@ -419,14 +421,14 @@ def test_decoding_beside_sampling_changes_nothing_and_does_overlap(bundle_dir, p
         if step.videos.start == 1:
             next_is_sampled.set()
 
-    results = aside.generate(PROMPTS, seeds=SEEDS, batch_size=1, on_step=on_step)
+    results = aside(PROMPTS, seeds=SEEDS, batch_size=1, on_step=on_step)
     assert len(calls) == 4 and threading.main_thread() not in calls
-    for found, expected in zip(results, pipeline.generate(PROMPTS, seeds=SEEDS, batch_size=1), strict=True):
+    for found, expected in zip(results, pipeline(PROMPTS, seeds=SEEDS, batch_size=1), strict=True):
         assert np.array_equal(found.video, expected.video) and found.seed == expected.seed
 
 
 def test_what_was_sampled_before_a_cancel_is_still_decoded(bundle_dir):
-    aside = TextToVideo.load(bundle_dir, device="cpu", overlap_decoding=True)
+    aside = TextToVideo.from_pretrained(bundle_dir, device="cpu", overlap_decoding=True)
     videos = aside.stream(PROMPTS, batch_size=1, on_step=lambda step: step.videos.start < 2)
     assert [next(videos).prompt, next(videos).prompt] == PROMPTS[:2]
     with pytest.raises(Cancelled):

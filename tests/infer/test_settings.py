@@ -34,7 +34,7 @@ TOGETHER = {
 
 def test_every_setting_changes_the_video(pipeline):
     def video(**settings):
-        return pipeline.generate(["a red seven"], **settings)[0].video
+        return pipeline(["a red seven"], **settings)[0].video
 
     plain = video()
     for name, value in CHANGES.items():
@@ -76,7 +76,7 @@ def test_every_setting_changes_the_video(pipeline):
 )
 def test_mistakes(pipeline, given, message):
     with pytest.raises(UserError, match=message):
-        pipeline.generate(["a"], **given)
+        pipeline(["a"], **given)
 
 
 def test_noise_of_the_defaults_is_left_out_with_another_solver(pipeline):

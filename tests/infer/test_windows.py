@@ -33,7 +33,7 @@ def test_each_window_goes_on_from_the_last(able):
     assert [len(frames) for frames, _ in parts] == [5, 4, 4, 2]
     # the same by hand: the second window from the first one's last frame, with the second prompt
     given = GivenVideo(frames=first[4:5], use="prefix", keep_frames=1)
-    (again,) = able.generate(["b"], seeds=1, given=given)
+    (again,) = able(["b"], seeds=1, given=given)
     assert np.abs(again.video[1:].astype(int) - first[5:9]).max() <= 1
     (alone,) = zip(*stream_windows(able, [["c"]], total_frames=15, seeds=[50]), strict=True)
     assert np.abs(np.concatenate(alone).astype(int) - second).max() <= 1, "its company changes nothing"
@@ -44,7 +44,7 @@ def test_a_network_of_first_frames_sees_those_of_later_windows(able, monkeypatch
     monkeypatch.setattr(able, "takes", ("first_frame",))
     (first,), (second,) = stream_windows(able, [["a"]], total_frames=9, seeds=[0])
     for use, is_seen in (("first_frame", True), ("prefix", False)):
-        (again,) = able.generate(["a"], seeds=1, given=GivenVideo(frames=first[4:], use=use))
+        (again,) = able(["a"], seeds=1, given=GivenVideo(frames=first[4:], use=use))
         assert (np.abs(again.video[1:].astype(int) - second).max() <= 1) == is_seen, use
 
 
@@ -59,7 +59,7 @@ def test_the_first_window_can_stay_beside_all(able):
     for window in (1, 2):
         last = GivenVideo(frames=long[4 * window : 4 * window + 1], use="prefix", keep_frames=1)
         given = (last, GivenVideo(frames=long[:5], use="edit"))
-        (again,) = able.generate(["a"], seeds=3 + window, given=given)
+        (again,) = able(["a"], seeds=3 + window, given=given)
         assert np.abs(again.video[1:].astype(int) - long[4 * window + 1 : 4 * window + 5]).max() <= 1
 
 

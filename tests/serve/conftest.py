@@ -56,7 +56,7 @@ def bundle_dir(tmp_path_factory):
 def pipeline(bundle_dir):
     from megadit.infer.pipeline import TextToVideo
 
-    return TextToVideo.load(bundle_dir, device="cpu")
+    return TextToVideo.from_pretrained(bundle_dir, device="cpu")
 
 
 USES = ("first_frame", "last_frame", "keyframes", "prefix", "suffix", "inpaint", "edit")
@@ -82,7 +82,7 @@ def able_dir(bundle_dir, tmp_path_factory):
 def able(able_dir):
     from megadit.infer.pipeline import TextToVideo
 
-    return TextToVideo.load(able_dir, device="cpu")
+    return TextToVideo.from_pretrained(able_dir, device="cpu")
 
 
 @pytest.fixture(scope="session")

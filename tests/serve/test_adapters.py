@@ -35,7 +35,7 @@ from .test_triton import frames_of
 def engine(bundle_dir, adapter_dir):
     bundle = Bundle.open(bundle_dir)
     info = service_info(bundle, bundle.defaults, None, adapters=adapter_dir)
-    return Engine(TextToVideo.load(bundle_dir, device="cpu"), info, adapters=adapter_dir)
+    return Engine(TextToVideo.from_pretrained(bundle_dir, device="cpu"), info, adapters=adapter_dir)
 
 
 @pytest.fixture
@@ -68,11 +68,11 @@ def test_a_batch_of_adapters_is_each_alone(engine, frames, bundle_dir, adapter_d
     together = {name: asker(name) for name in CASES}
     run(engine, *together.values())
     assert {each.videos[0].batch_size for each in together.values()} == {len(CASES)}
-    pipeline = TextToVideo.load(bundle_dir, device="cpu")
+    pipeline = TextToVideo.from_pretrained(bundle_dir, device="cpu")
     for name, texts in CASES.items():
         scales = VideoRequest(prompt="", adapters=texts).adapter_scales()
         scales = {str(find_adapter(adapter_dir, each, 1 << 30)): scale for each, scale in scales.items()}
-        expected = pipeline.generate(["a red seven"], seeds=5, adapters=scales)[0].video
+        expected = pipeline(["a red seven"], seeds=5, adapters=scales)[0].video
         assert np.abs(array(together[name]) - expected.reshape(-1)).max() <= 1, name
     assert len({each.videos[0].data for each in together.values()}) == len(CASES), "each changes something"
     assert together["two of them"].videos[0].settings["adapters"] == [
@@ -183,15 +183,15 @@ def test_served_videos_are_those_of_generate(server, bundle_dir, adapter_dir, sc
     with ThreadPoolExecutor(len(CASES)) as threads:
         asked = [replace(REQUEST, adapters=texts) for texts in CASES.values()]
         together = dict(zip(CASES, threads.map(client.generate, asked), strict=True))
-    pipeline = TextToVideo.load(bundle_dir, device="cpu")
-    base = pipeline.generate(["a red seven"], seeds=5)[0].video
+    pipeline = TextToVideo.from_pretrained(bundle_dir, device="cpu")
+    base = pipeline(["a red seven"], seeds=5)[0].video
     assert np.array_equal(frames_of(client.generate(REQUEST)[0].data), frames_of(encode_mp4(base, 8)))
     alone = {name: client.generate(replace(REQUEST, adapters=CASES[name]))[0].data for name in ("one", "two")}
     assert alone["one"] == client.generate(replace(REQUEST, adapters=("one",)))[0].data, "A, B, A"
     for name, texts in CASES.items():
         scales = VideoRequest(prompt="", adapters=texts).adapter_scales()
         paths = {str(find_adapter(adapter_dir, each, 1 << 30)): scale for each, scale in scales.items()}
-        expected = encode_mp4(pipeline.generate(["a red seven"], seeds=5, adapters=paths)[0].video, 8)
+        expected = encode_mp4(pipeline(["a red seven"], seeds=5, adapters=paths)[0].video, 8)
         assert np.abs(frames_of(together[name][0].data) - frames_of(expected)).max() <= 1, name
     with pytest.raises(AdapterNotFoundError, match="there is no adapter 'nowhere'"):
         client.generate(replace(REQUEST, adapters=("nowhere",)))

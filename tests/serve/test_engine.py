@@ -72,7 +72,7 @@ def test_a_request_gets_its_progress_and_the_video_of_generate(engine, pipeline)
     assert [step.step for step in asker.steps] == [1, 2, 3, 4]
     assert [step.num_steps for step in asker.steps] == [4] * 4
     assert sorted((step.sigma for step in asker.steps), reverse=True) == [step.sigma for step in asker.steps]
-    expected = pipeline.generate(["a red seven"], seeds=5)[0]
+    expected = pipeline(["a red seven"], seeds=5)[0]
     (video,) = asker.videos
     comment = json.dumps({"prompt": "a red seven", "seed": 5, **asdict(expected.settings)})
     assert video.data == encode_mp4(expected.video, 8, metadata={"comment": comment, "title": "a red seven"})

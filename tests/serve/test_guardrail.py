@@ -34,7 +34,7 @@ REQUEST = VideoRequest(prompt="a red three", seed=1)
 def guarded(pipeline, bundle_dir, tmp_path):
     """guarded({seed: what the filter does with the video of this seed}): an engine with such a filter."""
     bundle = Bundle.open(bundle_dir)
-    corners = {seed: int(pipeline.generate(["a red three"], seeds=seed)[0].video[0, 0, 0, 0]) for seed in range(1, 7)}
+    corners = {seed: int(pipeline(["a red three"], seeds=seed)[0].video[0, 0, 0, 0]) for seed in range(1, 7)}
     assert len(set(corners.values())) == 6, "by which the filter knows them"
 
     def make(what: dict[int, str]) -> Engine:
@@ -60,7 +60,7 @@ def test_what_is_held_back_ends_alone(guarded, pipeline, monkeypatch):
     assert "too bright" in str(askers[3].endings[0]) and "sevens" in str(prompts[0].endings[0])
     assert not prompts[0].events and not prompts[1].events, "before any work"
     assert askers[1].endings == askers[6].endings == [None] and askers[1].videos[0].batch_size == 6, "in one run"
-    assert askers[1].videos[0].data == pipeline.generate(["a red three"], seeds=1)[0].video.tobytes()
+    assert askers[1].videos[0].data == pipeline(["a red three"], seeds=1)[0].video.tobytes()
     assert not any(askers[6].videos[0].data), "what check_video gives is given out"
     alone = Asker(replace(REQUEST, seed=2, num_videos=2))
     run(engine, alone)

@@ -63,7 +63,7 @@ def expected_of(able, name: str) -> np.ndarray:
     """uint8 THWC of `generate`, with frames that nothing was encoded of."""
     fields, given = CASES[name]
     settings = {"num_frames": 9} | {key: value for key, value in fields.items() if key == "image_guidance"}
-    return able.generate(["a red seven"], seeds=5, given=given or None, **settings)[0].video
+    return able(["a red seven"], seeds=5, given=given or None, **settings)[0].video
 
 
 def request_of(name: str) -> VideoRequest:

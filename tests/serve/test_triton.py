@@ -54,7 +54,7 @@ def test_the_video_is_that_of_generate(client, pipeline):
     )
     steps = []
     (video,) = client.generate(request, on_progress=steps.append)
-    expected = pipeline.generate([request.prompt], seeds=11, negative_prompt="green", guidance=3.0, num_steps=5)[0]
+    expected = pipeline([request.prompt], seeds=11, negative_prompt="green", guidance=3.0, num_steps=5)[0]
     assert np.array_equal(frames_of(video.data), frames_of(encode_mp4(expected.video, 8)))
     assert [step.step for step in steps] == [1, 2, 3, 4, 5]
     other = client.generate(replace(request, seed=12))[0]
@@ -80,7 +80,7 @@ def test_info_tells_defaults_limits_and_samplers(client):
 def test_images_have_a_model_of_their_own(server, pipeline):
     client = VideoClient(f"http://{server.http_url}", model=IMAGE_MODEL)
     (image,) = client.generate(VideoRequest(prompt="a five", seed=2))
-    expected = pipeline.generate(["a five"], seeds=2, num_frames=1)[0].video[0]
+    expected = pipeline(["a five"], seeds=2, num_frames=1)[0].video[0]
     assert image.media_type == "image/png"
     assert np.array_equal(iio.imread(image.data, extension=".png"), expected)
     with pytest.raises(InvalidRequestError, match="up to 1 frames"):
@@ -258,7 +258,7 @@ def test_forty_requests_of_eight_clients_are_neither_lost_nor_mixed_up(server, g
     for request, videos in zip(REQUESTS, results, strict=True):
         assert [(video.prompt, video.seed) for video in videos] == [(request.prompt, request.seed)]
         is_image = request.num_frames == 1
-        expected = pipeline.generate([request.prompt], seeds=request.seed, **wanted(request))[0].video.astype(int)
+        expected = pipeline([request.prompt], seeds=request.seed, **wanted(request))[0].video.astype(int)
         frames = iio.imread(videos[0].data, extension=".png")[None] if is_image else frames_of(videos[0].data)
         expected = expected if is_image else frames_of(encode_mp4(expected.astype(np.uint8), 8))
         # a batch's rounding differs from a single video's, and the codec can make a level or more of it

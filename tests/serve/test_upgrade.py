@@ -29,11 +29,11 @@ def old_bundle(tmp_path):
 
 
 def test_a_bundle_of_0_1_0_makes_its_video_and_becomes_a_repository(old_bundle, tmp_path):
-    pipeline = TextToVideo.load(old_bundle, device="cpu")
-    (made,) = pipeline.generate(["a red seven"], seeds=3)
+    pipeline = TextToVideo.from_pretrained(old_bundle, device="cpu")
+    (made,) = pipeline(["a red seven"], seeds=3)
     means = made.video.astype(float).mean(axis=(1, 2))
     assert np.abs(means - MEANS).max() < 1, "rounding moves a few pixels by a level"
-    (other,) = pipeline.generate(["a red seven"], seeds=4)
+    (other,) = pipeline(["a red seven"], seeds=4)
     assert np.abs(other.video.astype(float).mean(axis=(1, 2)) - MEANS).max() > 1, "the control: another seed"
     repository = build_repository(old_bundle, tmp_path / "models")
     assert Bundle.open(repository / "text_to_video" / "1" / "bundle", verify=True)

@@ -57,5 +57,5 @@ def test_a_checkpoint_of_two_ranks_becomes_a_bundle_with_all_experts(runs, tmp_p
     bundle = Bundle.open(tmp_path / "bundle")
     assert bundle.config.experts.num_experts == 4
     assert torch.equal(bundle.load_dit().blocks["1"].mlp.experts.fc1, network["blocks.1.mlp.experts.fc1"])
-    [video] = TextToVideo.load(tmp_path / "bundle", device="cpu").generate(["sample number 3"], num_steps=2)
+    [video] = TextToVideo.from_pretrained(tmp_path / "bundle", device="cpu")(["sample number 3"], num_steps=2)
     assert video.video.shape[1:3] == (8, 8)

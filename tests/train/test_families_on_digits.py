@@ -135,8 +135,8 @@ def test_the_validation_loss_falls(trained, family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_bundle_makes_videos(trained, bundles, family):
     shown, prompts = prompts_of(family)
-    pipeline = TextToVideo.load(bundles(family), device="cpu")
-    videos = [video.video for video in pipeline.generate(prompts, seeds=list(range(len(prompts))))]
+    pipeline = TextToVideo.from_pretrained(bundles(family), device="cpu")
+    videos = [video.video for video in pipeline(prompts, seeds=list(range(len(prompts))))]
     assert {video.shape for video in videos} == {(1 if family == "classes" else 9, 32, 32, 3)}
     assert all(video.std() > 0 for video in videos) and not np.array_equal(*videos[:2])
     if SECONDS:

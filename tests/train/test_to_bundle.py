@@ -124,11 +124,11 @@ def test_an_adapter_needs_its_base(adapted, tmp_path):
     base, run = adapted
     with pytest.raises(UserError, match="has trained an adapter, .* give the bundle that it began with"):
         open_bundle(run)
-    pipeline = TextToVideo.load(base, device="cpu")
-    plain, changed = (pipeline.generate(["a"], adapters=use)[0] for use in ({}, {str(run / "bundle"): 1.0}))
+    pipeline = TextToVideo.from_pretrained(base, device="cpu")
+    plain, changed = (pipeline(["a"], adapters=use)[0] for use in ({}, {str(run / "bundle"): 1.0}))
     assert not torch.equal(plain.latents_CTHW, changed.latents_CTHW)
     assert main([str(base), str(tmp_path / "merged"), "--merge", str(run / "bundle")]) == 0
-    merged = TextToVideo.load(tmp_path / "merged", device="cpu").generate(["a"])[0]
+    merged = TextToVideo.from_pretrained(tmp_path / "merged", device="cpu")(["a"])[0]
     torch.testing.assert_close(merged.latents_CTHW, changed.latents_CTHW)
     assert main([str(run), str(tmp_path / "other"), "--merge", str(run / "bundle")]) == 2
 

@@ -96,7 +96,7 @@ def command(argv: list[str]) -> int:
             begin(options.out, REQUEST_FILE, prior.request(bundle), overwrite=options.overwrite)
         team.wait()
         if not is_prepared(options.out):
-            pipeline = TextToVideo.load(
+            pipeline = TextToVideo.from_pretrained(
                 bundle,
                 device=str(team.device) if options.device == "auto" else options.device,
                 dtype=options.dtype,

@@ -121,7 +121,7 @@ def _blend(demo: AdapterDemo) -> Path:
 
 def _generate(demo: AdapterDemo) -> None:
     """The subject's and the class's clips of every model, uint8 BCTHW."""
-    pipeline = TextToVideo.load(demo.bundle, device="cpu")
+    pipeline = TextToVideo.from_pretrained(demo.bundle, device="cpu")
     words = [subject.caption(each, demo.word) for each in demo.subject_attributes]
     captions = score.heldout_captions(demo.class_attributes)
     wanted = [(f"subject_{name}", words, guidance) for name, guidance in GUIDANCE.items()]
@@ -131,7 +131,7 @@ def _generate(demo: AdapterDemo) -> None:
             adapters = {} if model == "before" else {str(demo.adapter(model)): 1.0}
             clips = {}
             for name, prompts, guidance in wanted:
-                videos = pipeline.generate(
+                videos = pipeline(
                     prompts, seeds=list(range(len(prompts))), guidance=guidance, batch_size=48, adapters=adapters
                 )
                 clips[name] = torch.stack([torch.from_numpy(video.video).permute(3, 0, 1, 2) for video in videos])

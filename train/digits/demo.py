@@ -128,7 +128,7 @@ def _generate(demo: Demo) -> None:
     """Every scored clip, kept as uint8 BCTHW; those training saw come first."""
     seen, unseen = demo.attributes
     captions = score.heldout_captions(seen + unseen)
-    pipeline = TextToVideo.load(demo.bundle, device="cpu")
+    pipeline = TextToVideo.from_pretrained(demo.bundle, device="cpu")
     seeds = list(range(len(captions)))
     clips = []
     with Progress(len(captions), "generating clips") as bar:

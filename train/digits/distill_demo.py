@@ -92,7 +92,7 @@ def _generate(demo: DistillDemo) -> None:
     prompts = [*captions, *captions[: len(demo.seen) : TWICE]]
     with Progress(len(demo.models) * len(prompts), "generating clips") as bar:
         for name, bundle in demo.models.items():
-            pipeline, clips = TextToVideo.load(bundle, device="cpu"), []
+            pipeline, clips = TextToVideo.from_pretrained(bundle, device="cpu"), []
             for video in pipeline.stream(prompts, seeds=list(range(len(prompts))), batch_size=48):
                 clips.append(torch.from_numpy(video.video).permute(3, 0, 1, 2))
                 bar.advance()

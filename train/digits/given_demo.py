@@ -69,8 +69,8 @@ def _bundle(demo: GivenDemo) -> None:
 
 def _score(demo: GivenDemo) -> None:
     """What the network makes of given parts; beside it the base, which is held to a first frame while sampling."""
-    attributes, pipeline = demo.attributes, TextToVideo.load(demo.bundle, device="cpu")
-    base, clips = TextToVideo.load(demo.base, device="cpu"), score.real_clips(demo.attributes)
+    attributes, pipeline = demo.attributes, TextToVideo.from_pretrained(demo.bundle, device="cpu")
+    base, clips = TextToVideo.from_pretrained(demo.base, device="cpu"), score.real_clips(demo.attributes)
     reader = _reader(demo, pipeline)
     measures = {
         "first_frame": lambda: given_score.first_frame(pipeline, reader, attributes, clips),
@@ -109,7 +109,7 @@ def _reader(demo: GivenDemo, pipeline: TextToVideo) -> judge.DigitReader:
 
 def _draw(demo: GivenDemo) -> None:
     """One row for each use: what is given, then what is made of it."""
-    pipeline = TextToVideo.load(demo.bundle, device="cpu")
+    pipeline = TextToVideo.from_pretrained(demo.bundle, device="cpu")
     chosen = figures.spread(range(len(demo.attributes)), 3)
     rows = [row for place in chosen for row in _rows(pipeline, demo.attributes[place], seed=place)]
     found = read_json(demo.out / "score.json")

@@ -36,7 +36,7 @@ def generate(pipeline: TextToVideo, prompts: Sequence[str], given: Sequence[Medi
     """Clips, BCTHW in [-1, 1], of the seeds 0, 1, ..."""
     settings = {"guidance": GUIDANCE} | settings
     seeds = list(range(len(prompts)))
-    results = pipeline.generate(list(prompts), seeds=seeds, given=list(given), batch_size=BATCH, **settings)
+    results = pipeline(list(prompts), seeds=seeds, given=list(given), batch_size=BATCH, **settings)
     return video_of([result.video for result in results])
 
 

@@ -48,7 +48,7 @@ class Bench:
 
     def clips(self, captions: Sequence[str], **settings: Any) -> Tensor:
         """BCTHW in [-1, 1], one clip of each caption."""
-        results = self.pipeline.generate(captions, seeds=list(range(len(captions))), **settings)
+        results = self.pipeline(captions, seeds=list(range(len(captions))), **settings)
         videos = torch.stack([torch.from_numpy(result.video) for result in results])
         return videos.permute(0, 4, 1, 2, 3).float() / 127.5 - 1
 
@@ -119,7 +119,7 @@ def _evaluations(bench: Bench, settings: dict[str, Any]) -> int:
 
     bench.pipeline.denoiser = counting
     try:
-        bench.pipeline.generate(bench.captions[:1], sampler="euler", guidance=2.0, **settings)
+        bench.pipeline(bench.captions[:1], sampler="euler", guidance=2.0, **settings)
     finally:
         bench.pipeline.denoiser = denoiser
     # the weaker network's half is of the same size
@@ -164,7 +164,7 @@ def load_bench(demo: Path, count: int) -> Bench:
         raise UserError(f"--clips {count} must lie between 1 and {len(seen)}")
     chosen = torch.randperm(len(seen), generator=torch.Generator().manual_seed(0))[:count].tolist()
     attributes = [seen[place] for place in chosen]
-    pipeline = TextToVideo.load(demo / "bundle", device="cpu")
+    pipeline = TextToVideo.from_pretrained(demo / "bundle", device="cpu")
     return Bench(pipeline, reader, attributes, score.heldout_captions(attributes))
 
 

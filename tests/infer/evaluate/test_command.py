@@ -77,7 +77,7 @@ def test_what_is_there_is_not_computed_again(evaluated, bundle_dir, tmp_path, mo
     out, arguments = evaluated
     copy = shutil.copytree(out, tmp_path / "copy")
     before = {path: path.stat().st_mtime_ns for path in copy.rglob("*.safetensors")}
-    monkeypatch.setattr(made.TextToVideo, "load", None)
+    monkeypatch.setattr(made.TextToVideo, "from_pretrained", None)
     monkeypatch.setattr(features, "_features", None)
     assert command.main([str(bundle_dir), "--out", str(copy), *arguments]) == 0
     assert {path: path.stat().st_mtime_ns for path in copy.rglob("*.safetensors")} == before

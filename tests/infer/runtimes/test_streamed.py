@@ -111,4 +111,4 @@ def test_a_pass_that_was_broken_off_changes_nothing(directory):
 def test_what_streams_is_refused_elsewhere(tmp_path):
     for options in ({"compile": True}, {"tensor_parallel": 2}, {"runtime": "onnx"}):
         with pytest.raises(UserError, match="resident_blocks needs the torch runtime on one rank"):
-            TextToVideo.load(tmp_path, device="cpu", resident_blocks=1, **options)
+            TextToVideo.from_pretrained(tmp_path, device="cpu", resident_blocks=1, **options)

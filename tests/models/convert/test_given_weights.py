@@ -185,7 +185,7 @@ def test_cosmos_videos_equal_diffusers(
     compression = ours.tokenizer.temporal_compression
     clip, size = frames(1 if given == "image" else 1 + compression), SIZE | {"num_frames": 1 + 2 * compression}
     use = GivenVideo(frames=clip, **({"use": "first_frame"} if given == "image" else {"keep_frames": len(clip)}))
-    (video,) = ours.generate(
+    (video,) = ours(
         [PROMPT], seeds=3, **size, fps=12, sampler="euler", guidance=4.0, num_steps=STEPS, negative_prompt=NEGATIVE,
         given=use,
     )  # fmt: skip
@@ -249,9 +249,7 @@ def test_wan_videos_of_images_equal_diffusers(name, tmp_path, write_t5, monkeypa
     clip = frames(2)
     given = [GivenVideo(frames=clip[:1], use="first_frame"), GivenVideo(frames=clip[1:], use="last_frame")]
     settings = {"fps": 16, "guidance": 5.0, "num_steps": STEPS, "sampler": "euler", "shift": 3.0}
-    (video,) = ours.generate(
-        [PROMPT], seeds=3, **SIZE, **settings, negative_prompt=NEGATIVE, given=tuple(given[: 1 + has_last])
-    )
+    (video,) = ours([PROMPT], seeds=3, **SIZE, **settings, negative_prompt=NEGATIVE, given=tuple(given[: 1 + has_last]))
     levels, set_timesteps = torch.linspace(0.999, 0, STEPS + 1)[:-1].tolist(), pipeline.scheduler.set_timesteps
     monkeypatch.setattr(
         pipeline.scheduler, "set_timesteps", lambda n, device: set_timesteps(sigmas=levels, device=device)
@@ -275,7 +273,7 @@ def test_wan_videos_of_images_equal_diffusers(name, tmp_path, write_t5, monkeypa
     assert distance(changed[:, 1:], latents[:, 1:]) > 3e-4, "negative control: the image must matter to the rest"
     if not is_tokens:
         with pytest.raises(UserError, match="makes videos of a first frame"):
-            ours.generate([PROMPT], **SIZE)
+            ours([PROMPT], **SIZE)
 
 
 @pytest.mark.parametrize("name", ["cosmos", "cosmos2", "wan2.1 flf2v"])

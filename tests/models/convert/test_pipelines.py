@@ -92,8 +92,8 @@ def test_cosmos_videos_equal_diffusers(cosmos_pipeline, tmp_path, monkeypatch, c
     assert "the licence of these weights asks for a content filter" in told.err
 
     t5 = T5TextEncoder(model=str(path), dtype="float32", text_padding="zeros")
-    ours = TextToVideo.load(tmp_path / "bundle", device="cpu", text_encoder=t5)
-    (video,) = ours.generate(
+    ours = TextToVideo.from_pretrained(tmp_path / "bundle", device="cpu", text_encoder=t5)
+    (video,) = ours(
         ["a red seven moving left"],
         seeds=3,
         negative_prompt="a blue robot",
@@ -189,9 +189,9 @@ def class_pipeline(tmp_path_factory):
 def test_images_of_classes_equal_ddim(class_pipeline, tmp_path, monkeypatch):
     pipeline, path = class_pipeline
     assert main([str(path), str(tmp_path / "bundle")]) == 0
-    ours = TextToVideo.load(tmp_path / "bundle", device="cpu")
+    ours = TextToVideo.from_pretrained(tmp_path / "bundle", device="cpu")
     assert ours.defaults.schedule == "ddpm" and ours.defaults.height == 16
-    images = ours.generate(["object 7", "999"], seeds=[1, 2], num_steps=10, guidance=3.0)
+    images = ours(["object 7", "999"], seeds=[1, 2], num_steps=10, guidance=3.0)
     noise = latent_noise(torch.tensor([seed_key(1), seed_key(2)]), (4, 1, 8, 8))[:, :, 0]
     sigma = ddpm_sigmas()[900].item()
     # DDPM's state at sigma has unit variance; ours starts from sigma times noise, whose variance lacks 1 in sigma^2

@@ -201,7 +201,7 @@ def converted(path, out):
     assert main([str(path), str(out)]) == 0
     bundle = Bundle.open(out)
     t5 = T5TextEncoder(model=str(path), dtype="float32", text_padding="zeros")
-    return bundle, TextToVideo.load(bundle, device="cpu", text_encoder=t5)
+    return bundle, TextToVideo.from_pretrained(bundle, device="cpu", text_encoder=t5)
 
 
 def start_noise(ours, frames, seed=3):
@@ -218,7 +218,7 @@ def test_wan_videos_equal_diffusers(wan_pipeline, tmp_path, monkeypatch):
     )
     size = {"num_frames": FRAMES, "height": HEIGHT, "width": WIDTH}
     settings = dict(**size, fps=16, guidance=5.0, num_steps=STEPS, sampler="euler", shift=3.0, negative_prompt=NEGATIVE)
-    (video,) = ours.generate([PROMPT], seeds=3, **settings)
+    (video,) = ours([PROMPT], seeds=3, **settings)
 
     # Wan's own levels (its UniPC has them), by the scheduler that the class names
     levels = torch.linspace(0.999, 0, STEPS + 1)[:-1].tolist()
@@ -294,10 +294,10 @@ def test_a_pair_of_networks_equals_diffusers(kept, tmp_path, write_t5, monkeypat
     bundle = Bundle.open(tmp_path / "bundle", verify=True)
     assert bundle.manifest["format_version"] == 2 and bundle.boundary == pytest.approx(4)
     t5 = T5TextEncoder(model=str(path), dtype="float32", text_padding="zeros")
-    ours = TextToVideo.load(bundle, device="cpu", text_encoder=t5, **kept)
+    ours = TextToVideo.from_pretrained(bundle, device="cpu", text_encoder=t5, **kept)
     size = {"num_frames": FRAMES, "height": HEIGHT, "width": WIDTH}
     settings = dict(**size, fps=16, num_steps=STEPS, sampler="euler", shift=3.0, negative_prompt=NEGATIVE)
-    (video,) = ours.generate([PROMPT], seeds=3, guidance=5.0, low_guidance=2.0, **settings)
+    (video,) = ours([PROMPT], seeds=3, guidance=5.0, low_guidance=2.0, **settings)
     levels = torch.linspace(0.999, 0, STEPS + 1)[:-1].tolist()
     set_timesteps = pipeline.scheduler.set_timesteps
     monkeypatch.setattr(
@@ -317,7 +317,7 @@ def test_a_pair_of_networks_equals_diffusers(kept, tmp_path, write_t5, monkeypat
     latents = pipeline(**arguments).frames
     assert distance(video.latents_CTHW[None], latents) <= 1e-5
     for change in ({"guidance": 5.0}, {"guidance": 5.0, "low_guidance": 5.0}):
-        (other,) = ours.generate([PROMPT], seeds=3, **settings, **change)
+        (other,) = ours([PROMPT], seeds=3, **settings, **change)
         assert distance(other.latents_CTHW[None], latents) > 1e-3, "negative control: each guidance must matter"
     if kept:
         return
@@ -399,7 +399,7 @@ def test_predict2_images_equal_diffusers(tmp_path, write_t5, monkeypatch, withou
     bundle, ours = converted(tmp_path / "Predict2", tmp_path / "bundle")
     assert (bundle.config.preconditioner, bundle.defaults.num_frames) == ("flow", 1)
     settings = {"height": HEIGHT, "width": WIDTH, "sampler": "euler", "guidance": 8.0, "negative_prompt": NEGATIVE}
-    (image,) = ours.generate([PROMPT], seeds=3, num_frames=1, num_steps=STEPS, **settings)
+    (image,) = ours([PROMPT], seeds=3, num_frames=1, num_steps=STEPS, **settings)
     arguments = {
         "prompt": [PROMPT],
         "negative_prompt": [NEGATIVE],

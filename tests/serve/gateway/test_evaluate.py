@@ -51,7 +51,7 @@ def asked(gateway, pipeline):
                 gateway.store.fail(job, "invalid_request", "nobody makes this")
                 continue
             settings = {name: getattr(job.request, name) for name in SERVED}
-            made = pipeline.generate([job.request.prompt], seeds=job.request.seed, **settings)[0]
+            made = pipeline([job.request.prompt], seeds=job.request.seed, **settings)[0]
             result = gateway.results.put(job.id, encode_mp4(made.video, 8), "video/mp4")
             gateway.store.complete(job, result, seconds_to_live=1000)
 
@@ -84,7 +84,7 @@ def test_a_service_makes_the_videos_of_its_bundle_and_they_are_kept(
     assert evaluate(*words) == 0
     assert sorted(each.seed for each in asked) == list(range(COUNT)) and {each.num_steps for each in asked} == {2}
     assert {each.prompt for each in asked} == {f"a square of the colour {number}" for number in range(COUNT)}
-    made = pipeline.generate(["a square of the colour 3"], seeds=3, num_steps=2)[0].video
+    made = pipeline(["a square of the colour 3"], seeds=3, num_steps=2)[0].video
     found = videos_of(out, "service")
     assert np.array_equal(found[3], decoded(encode_mp4(made, 8), "a video")[0])
     assert np.array_equal(found, videos_of(out, "tokenizer"))  # looked at as a service would send them

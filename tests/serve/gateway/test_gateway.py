@@ -69,7 +69,7 @@ def test_one_gateway_s_day(gateway, pipeline, wait_until, tmp_path):
     answer = client.get(f"/v1/videos/{video_id}/content")
     assert answer.headers["content-type"] == "video/mp4" and "attachment" in answer.headers["content-disposition"]
     settings = {name: VIDEO[name] for name in ("guidance", "num_steps")}
-    expected = pipeline.generate([VIDEO["prompt"]], seeds=11, **settings)[0]
+    expected = pipeline([VIDEO["prompt"]], seeds=11, **settings)[0]
     assert np.array_equal(frames_of(answer.content), frames_of(encode_mp4(expected.video, 8)))
     part = client.get(f"/v1/videos/{video_id}/content", headers={"range": "bytes=4-7"})
     assert (part.status_code, part.content) == (206, b"ftyp")

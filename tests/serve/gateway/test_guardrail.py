@@ -18,7 +18,7 @@ from ..test_triton import frames_of
 def test_through_triton_and_the_gateway(tritonserver, bundle_dir, pipeline, tmp_path, start_gateway, eventually):
     """gRPC, HTTP and /v1/videos: `failed`, code `guardrail`, at the first attempt; neighbours are made."""
     (tmp_path / "guard").mkdir()
-    corner = int(pipeline.generate(["a red three"], seeds=2)[0].video[0, 0, 0, 0])
+    corner = int(pipeline(["a red three"], seeds=2)[0].video[0, 0, 0, 0])
     (tmp_path / "guard" / "guardrail.py").write_text(f"WHAT = {{{corner}: 'throw'}}\n{PROGRAM}")
     scheduling = Scheduling(device="cpu")
     repository = build_repository(

@@ -202,7 +202,7 @@ def test_a_visitor_makes_a_video_and_makes_it_again(visit, pipeline, tmp_path):
     page.wait_for_function("document.querySelector('#stage video').currentTime > 0.1")  # it plays
     seed = int(page.locator("#seed input").input_value())
     first = video_bytes(page)
-    expected = pipeline.generate(["a red seven"], seeds=seed)[0]
+    expected = pipeline(["a red seven"], seeds=seed)[0]
     shown = page.locator("#facts").inner_text()
     assert f"seed {seed}" in shown and "4 steps" in shown
     page.click("#again")
@@ -259,8 +259,8 @@ def test_a_visitor_chooses_an_adapter(visit, pipeline, adapter_dir):
     page.wait_for_selector("#stage video")
     assert "adapter one:0.5" in page.locator("#facts").inner_text()
     seed = int(page.locator("#seed input").input_value())
-    adapted = pipeline.generate(["a red seven"], seeds=seed, adapters={str(adapter_dir / "one"): 0.5})[0].video
-    plain = pipeline.generate(["a red seven"], seeds=seed)[0].video
+    adapted = pipeline(["a red seven"], seeds=seed, adapters={str(adapter_dir / "one"): 0.5})[0].video
+    plain = pipeline(["a red seven"], seeds=seed)[0].video
     made = frames_of(video_bytes(page))
     assert np.abs(made - frames_of(encode_mp4(adapted, 8))).max() <= 1
     assert np.abs(made - frames_of(encode_mp4(plain, 8))).max() > 1

@@ -74,7 +74,7 @@ def test_samples_are_what_the_model_makes(make, bundle):
     folder = make("--seed", "5", "--guidance", "1")
     assert DatasetInfo.read(folder).num_samples == {"train": 10, "val": 0}
     found = members(folder)
-    video = TextToVideo.load(bundle).generate([PROMPTS[1]], seeds=[9], guidance=1.0)[0]
+    video = TextToVideo.from_pretrained(bundle)([PROMPTS[1]], seeds=[9], guidance=1.0)[0]
     crude = {name: found[f"prior-00000009.{name}"] for name in ("json", "safetensors")}
     sample = decode(crude | {"__key__": "prior-00000009", "__occurrence__": 0})
     torch.testing.assert_close(sample.latent_CTHW, video.latents_CTHW.half())
@@ -105,7 +105,7 @@ def test_each_rank_writes_its_share(bundle, make, tmp_path):
     options = json.loads((whole / prior.REQUEST_FILE).read_text())
     settings = SamplingSettings.from_dict(options["settings"])
     wanted = prior.Prior(prompts=PROMPTS, settings=settings, count=10, seed=0)
-    pipeline, halves = TextToVideo.load(bundle), tmp_path / "halves"
+    pipeline, halves = TextToVideo.from_pretrained(bundle), tmp_path / "halves"
     halves.mkdir()
     for rank in (1, 0):
         prior.write_shards(halves, pipeline, wanted, Team(rank=rank, size=2))

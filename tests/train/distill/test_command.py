@@ -53,7 +53,7 @@ def test_stages_follow_one_another_and_go_on_where_they_were(teacher, tiny_datas
     config = (second / "config.yaml").read_text()
     assert "critic_updates: 1" in config and f"teacher: {first / 'bundle'}" in config
     assert json.loads((second / "comparison.json").read_text())["count"] == 16
-    (video,) = TextToVideo.load(student, device="cpu").generate(["sample number 3"])
+    (video,) = TextToVideo.from_pretrained(student, device="cpu")(["sample number 3"])
     assert video.settings.num_steps == 2
 
     shutil.rmtree(tmp_path / "out" / "bundle")

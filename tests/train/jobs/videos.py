@@ -33,7 +33,7 @@ PROMPTS = ["a red seven", "", "sample number three"]
 
 
 def generate(pipeline):
-    return np.stack([made.video for made in pipeline.generate(PROMPTS, seeds=[3, 1, 2], num_frames=3)])
+    return np.stack([made.video for made in pipeline(PROMPTS, seeds=[3, 1, 2], num_frames=3)])
 
 
 def main():

@@ -1,0 +1,80 @@
+"""What a generation gives: videos that can be saved, and that notebooks show."""
+
+import base64
+import html
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from megadit.infer.animations import encode_image
+from megadit.infer.signing import Marker
+from megadit.infer.video_io import encode_mp4, write_video
+from megadit.models.settings import SamplingSettings
+
+_NARROWEST = 256
+"""Pixels of the screen that a notebook gives a video at least."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
+class GeneratedVideo:
+    """A video and all that made it; notebooks show it."""
+
+    video: np.ndarray
+    """uint8 THWC, 0..255."""
+    prompt: str
+    seed: int
+    settings: SamplingSettings
+    """Everything else that decides the video, in the standard guidance convention."""
+    latents_CTHW: Tensor
+    """What the video was decoded from; float32, on the CPU."""
+    num_denoiser_calls: int
+
+    def record(self) -> dict[str, Any]:
+        """All of it but the numbers of frames and latents, for JSON."""
+        return {
+            "prompt": self.prompt,
+            "seed": self.seed,
+            **asdict(self.settings),
+            "num_denoiser_calls": self.num_denoiser_calls,
+        }
+
+    def save(self, path: str | Path, *, record: Mapping[str, Any] | None = None, mark: Marker | None = None) -> Path:
+        """Writes an mp4, gif or webp (of one frame a png or jpg), whole or not at all, and returns its path.
+
+        The prompt is its title; `record`, by default `self.record()`, is kept inside as a comment. `mark` signs it.
+
+        Raises:
+            UserError: as `write_video`.
+        """
+        about = {"comment": json.dumps(self.record() if record is None else record), "title": self.prompt}
+        write_video(path, self.video, self.settings.fps, metadata=about, mark=mark)
+        return Path(path)
+
+    def __repr__(self) -> str:
+        num_frames, height, width, _ = self.video.shape
+        size = f"{num_frames} frames of {width}x{height}" if num_frames > 1 else f"an image of {width}x{height}"
+        return f"<GeneratedVideo {self.prompt!r}, seed {self.seed}: {size}>"
+
+    def _repr_html_(self) -> str:
+        """The video itself, with its prompt below, for notebooks."""
+        caption = html.escape(f"{self.prompt} · seed {self.seed}")
+        style = f"min-width: {_NARROWEST}px; max-width: 100%; image-rendering: pixelated"
+        if len(self.video) == 1:
+            data = base64.b64encode(encode_image(self.video[0], ".png")).decode()
+            shown = f'<img src="data:image/png;base64,{data}" style="{style}" alt="{caption}">'
+        else:
+            data = base64.b64encode(encode_mp4(self.video, self.settings.fps)).decode()
+            shown = f'<video src="data:video/mp4;base64,{data}" style="{style}" controls autoplay loop muted></video>'
+        return f'<figure style="display: inline-block; margin: 4px">{shown}<figcaption>{caption}</figcaption></figure>'
+
+
+class GeneratedVideos(list[GeneratedVideo]):
+    """Videos in the order of their prompts: a list that notebooks show as a row."""
+
+    def _repr_html_(self) -> str:
+        return "\n".join(video._repr_html_() for video in self)

@@ -1,0 +1,117 @@
+"""The blocks of README.md and of the pages in docs/, and what is done to run them on small data.
+
+A block of shell or Python runs as it stands, page by page, in a folder that holds what `shelf` of test_documents.py
+puts there; but for one under `<!-- needs: NAME -->`, NAME of `NEEDS`. `<!-- file: NAME -->` above a block of another
+language says that it is a file, which the blocks below find. Blocks of `text` are what a command prints.
+"""
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+NEEDS = {
+    "gpu": "a CUDA device",
+    "cluster": "several nodes, or Slurm",
+    "network": "something to download, or a store to reach",
+    "service": "a server that stays up, or a browser; tests/serve has both",
+    "minutes": "more time than a test has",
+    "own files": "files that only their owner has",
+}
+"""What a block may need -> what that is."""
+SHELL, PYTHON, SHOWN = ("", "sh", "bash"), ("python",), ("text",)
+_BLOCK = re.compile(
+    r"(?:^<!-- (?P<mark>needs|file): (?P<about>[^\n]+?) -->\n)?"
+    r"^```(?P<language>\w*)(?: (?P<name>\w+))?\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+
+SMALLER = (
+    (r"--nproc \d+", "", "one rank"),
+    (r"--count \d+", "--count 8", "few videos"),
+    (r"--total_frames \d+", "--total_frames 17", "short ones"),
+    (r"--num_clips \d+", "--num_clips 60 --num_images 30 --num_val 12", "a small data set"),
+    (
+        r"^(megadit train (?!.*--(?:dry-run|plan|print-config)).*)$",
+        r"\1 train.train_iters=2 checkpoint.save_interval=2 validation.interval=0",
+        "two steps, and no videos between",
+    ),
+    (r"(?<=megadit prepare videos )", "--num_workers 0 ", "no processes of its own"),
+)
+"""(what a page says, what runs here instead, why): the only changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    page: str
+    """Relative to the repository."""
+    line: int
+    language: str
+    text: str
+    needs: tuple[str, ...] = ()
+    file: str = ""
+    """The file that it is."""
+    name: str = ""
+    """Of an example that another test runs (docs/extend.md)."""
+
+    @property
+    def place(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    @property
+    def commands(self) -> list[str]:
+        """Of shell: its lines, those that go on in the next joined, without comments."""
+        lines = self.text.replace("\\\n", " ").splitlines() if self.language in SHELL else []
+        return [shlex.join(words) for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def blocks(page: Path) -> list[Block]:
+    """Those of a page, in order.
+
+    Raises:
+        ValueError: for a mark that means nothing, and for a block that is neither run nor marked.
+    """
+    name = page.relative_to(ROOT).as_posix()
+    return read_blocks(page.read_text(encoding="utf-8"), name)
+
+
+def read_blocks(text: str, page: str) -> list[Block]:
+    """As `blocks`, of the text of a page."""
+    found = []
+    for match in _BLOCK.finditer(text):
+        mark, about = match["mark"], match["about"] or ""
+        needs = tuple(part.strip() for part in about.split(",")) if mark == "needs" else ()
+        line = text.count("\n", 0, match.start("text"))
+        file = about if mark == "file" else ""
+        block = Block(page, line, match["language"], match["text"], needs, file, match["name"] or "")
+        _check(block)
+        found.append(block)
+    if text.count("\n```") + text.startswith("```") != 2 * len(found):
+        raise ValueError(f"{page}: a block does not end, or its first line is of another form")
+    return found
+
+
+def _check(block: Block) -> None:
+    unknown = [need for need in block.needs if need not in NEEDS]
+    if unknown:
+        raise ValueError(f"{block.place}: nobody knows what {unknown} needs; NEEDS has {', '.join(NEEDS)}")
+    if block.file or block.needs or block.name:
+        return
+    if block.language not in (*SHELL, *PYTHON, *SHOWN):
+        raise ValueError(
+            f"{block.place}: a block of {block.language} is not run: say which file it is, or what it needs"
+        )
+    others = [command for command in block.commands if not command.startswith("megadit ")]
+    if others:
+        raise ValueError(f"{block.place}: {others[0]!r} is not run here: say above the block what it needs")
+    if block.language in SHOWN and "megadit " in block.text.partition("\n")[0]:
+        raise ValueError(f"{block.place}: a command in a block of what is printed")
+
+
+def smaller(command: str) -> str:
+    """The command that is run in place of one in a page."""
+    for said, run, _ in SMALLER:
+        command = re.sub(said, run, command, count=1)
+    return command

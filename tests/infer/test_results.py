@@ -1,0 +1,72 @@
+"""What Python users hold: pipelines and videos that say what they are, are saved, and are shown in notebooks."""
+
+import base64
+import io
+import json
+import re
+
+import av
+import numpy as np
+import pytest
+from PIL import Image
+
+from megadit.infer.pipeline import TextToVideo
+from megadit.infer.video_io import read_comment, read_video
+from megadit.models.shared.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def videos(pipeline):
+    return pipeline(["a <red> seven", "a two"], seeds=[1, 2])
+
+
+def test_a_video_is_saved_with_all_that_made_it(videos, tmp_path):
+    path = videos[0].save(tmp_path / "seven.mp4")
+    frames, fps = read_video(path)
+    assert frames.shape == videos[0].video.shape and fps == 8
+    record = json.loads(read_comment(path))
+    assert record["prompt"] == "a <red> seven" and record["seed"] == 1 and record["num_steps"] == 3
+    videos[0].save(tmp_path / "seven.webp")
+    assert (read_video(tmp_path / "seven.webp")[0].shape) == videos[0].video.shape
+    with pytest.raises(UserError, match=r"cannot write .*seven\.doc"):
+        videos[0].save(tmp_path / "seven.doc")
+
+
+def test_notebooks_show_videos_and_their_prompts(videos):
+    shown = videos._repr_html_()
+    found = re.findall(r"data:video/mp4;base64,([^\"]+)", shown)
+    assert len(found) == 2 and "a &lt;red&gt; seven · seed 1" in shown and "<red>" not in shown
+    with av.open(io.BytesIO(base64.b64decode(found[0]))) as container:
+        assert len(list(container.decode(video=0))) == len(videos[0].video)
+
+
+def test_notebooks_show_one_frame_as_a_picture(pipeline):
+    (image,) = pipeline(["a two"], num_frames=1)
+    (data,) = re.findall(r"data:image/png;base64,([^\"]+)", image._repr_html_())
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(base64.b64decode(data)))), image.video[0])
+
+
+def test_what_they_are_is_said_in_a_line(pipeline, videos):
+    assert repr(videos[1]) == "<GeneratedVideo 'a two', seed 2: 5 frames of 24x16>"
+    assert repr(videos) == f"[{videos[0]!r}, {videos[1]!r}]"
+    assert repr(pipeline) == "<TextToVideo megadit, 2 blocks of 32: 5 frames of 24x16>"
+
+
+def test_a_bundle_is_found_by_its_name_in_the_cache_of_a_hub(bundle_dir, pipeline, tmp_path, monkeypatch):
+    hub = pytest.importorskip("huggingface_hub.constants", reason="huggingface-hub is not installed")
+    monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path))
+    model = tmp_path / "models--somebody--digits"
+    (model / "snapshots").mkdir(parents=True)
+    (model / "snapshots" / ("0" * 40)).symlink_to(bundle_dir)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("0" * 40)
+    found = TextToVideo.from_pretrained("somebody/digits", device="cpu")
+    assert (found(["a two"])[0].video == pipeline(["a two"])[0].video).all()
+    with pytest.raises(UserError, match="^somebody/letters does not exist: give a bundle"):
+        TextToVideo.from_pretrained("somebody/letters")
+
+
+def test_a_pipeline_of_diffusers_says_what_to_do(tmp_path):
+    (tmp_path / "model_index.json").write_text("{}")
+    with pytest.raises(UserError, match="run `megadit convert .* OUT`"):
+        TextToVideo.from_pretrained(tmp_path)

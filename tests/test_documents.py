@@ -1,0 +1,244 @@
+"""README.md and docs/: every block runs as it stands there, on small data (`documents.py` says how), or says what it
+needs; every command of either has the options that it is given; and the site builds."""
+
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megadit.models.shared import verbs
+from megadit.models.shared.errors import UserError
+from megadit.train.config.load import resolve_config
+
+from . import test_extend
+from .documents import PAGES, PYTHON, ROOT, SHOWN, Block, blocks, read_blocks, smaller
+from .test_flags import parsers
+
+MODULES = {module: verb for verb, (place, _) in verbs.VERBS.items() for module in [place.partition(":")[0]]}
+"""Module of a command, which torchrun starts -> its verb."""
+
+
+# ------------------------------------------------------------------------------------------------- what is said
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_is_run_or_says_what_it_needs(page):
+    for block in blocks(page):
+        assert not block.name or test_extend.EXAMPLES.get(block.name) == block.text, (
+            f"{block.place}: which test runs it?"
+        )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_exists_and_has_its_options(page):
+    for block in blocks(page):
+        for command in block.commands:
+            try:
+                check(command)
+            except UserError as error:
+                pytest.fail(f"{block.place}: {command}\n{error}")
+
+
+def check(command: str) -> None:
+    """Raises UserError for a command of ours that does not exist, has not such options, or trains with unknown keys."""
+    words = shlex.split(command)
+    words = words[: words.index(">")] if ">" in words else words
+    if words[0] == "torchrun" and "-m" in words:
+        place = words.index("-m") + 1
+        module = words[place].removesuffix(".__main__")
+        found = [verb for known, verb in MODULES.items() if known.removesuffix(".__main__") == module]
+        if not found:
+            raise UserError(f"{module} is no module of a command")
+        words = ["megadit", *found[0].split(), *words[place + 1 :]]
+    if words[0] != "megadit" or words[1:2] == ["--version"]:
+        return
+    verb = max((each for each in parsers() if words[1 : 1 + len(each.split())] == each.split()), key=len, default="")
+    if not verb:
+        raise UserError(f"there is no {command!r}")
+    arguments, parser = words[1 + len(verb.split()) :], parsers()[verb]
+    if "..." in arguments:
+        known = {name.replace("-", "_") for name in parser._option_string_actions}
+        unknown = [word for word in arguments if word.startswith("--") and word.replace("-", "_") not in known]
+        if unknown:
+            raise UserError(f"{verb} has no {unknown}")
+    elif "--help" not in arguments:
+        parser.parse_args(arguments)
+    if verb == "train" and "--config-file" not in arguments:
+        given = vars(parser.parse_args([word for word in arguments if word != "..."]))
+        resolve_config(given["recipe"], overrides=list(given.get("overrides", ())))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("```\nmake demo\n```\n", "'make demo' is not run here"),
+        ("```yaml\na: 1\n```\n", "a block of yaml is not run"),
+        ("<!-- needs: luck -->\n```\nmegadit info a\n```\n", r"nobody knows what \['luck'\] needs"),
+        ("```text\nmegadit info a\n```\n", "a command in a block of what is printed"),
+        ("```\nmegadit info a\n", "does not end"),
+    ],
+)
+def test_a_block_that_nobody_runs_is_noticed(text, message):
+    with pytest.raises(ValueError, match=message):
+        read_blocks(text, "a page")
+    assert read_blocks("<!-- needs: gpu -->\n```\nmake gpu-check\n```\n", "a page")[0].needs == ("gpu",)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "megadit genarate --prompt a",
+        "megadit generate --checkpoint_path a --promt b",
+        "megadit generate ... --promt b",
+        "megadit train --recipe digits train.iterations=3",
+        "torchrun --nproc-per-node 8 -m megadit.train --recipe digits_large",
+        "torchrun -m megadit.trains --recipe digits",
+    ],
+)
+def test_a_command_that_does_not_exist_is_noticed(command):
+    with pytest.raises(UserError):
+        check(command)
+
+
+# ------------------------------------------------------------------------------------------------- what is run
+
+
+@pytest.fixture(scope="module")
+def run(run_ranks):
+    """run(block): in this folder, all that it says."""
+
+    def run_block(block: Block) -> None:
+        for command in map(smaller, block.commands):
+            try:
+                run_ranks(1, "-m", "megadit.models.shared.verbs", *shlex.split(command)[1:])
+            except AssertionError as error:
+                pytest.fail(f"{block.place}: {command}\n{error}")
+        if block.language in PYTHON:
+            Path("block.py").write_text(block.text)
+            try:
+                run_ranks(1, "block.py")
+            except AssertionError as error:
+                pytest.fail(f"{block.place}\n{error}")
+
+    return run_block
+
+
+@pytest.fixture(scope="module")
+def shelf(run, tmp_path_factory) -> Path:
+    """What pages begin with: clips of one's own, and what the demos leave in runs/, after two steps each."""
+    from megadit.infer.evaluate.extractors.digits import DigitReader
+    from megadit.infer.evaluate.extractors.files import KIND
+
+    folder = tmp_path_factory.mktemp("shelf")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        write_media(folder)
+        for text in (
+            "megadit prepare digits runs/demo/dataset --num_clips 60",
+            "megadit train --recipe digits data.path=runs/demo/dataset train.output_dir=runs/demo/train",
+            "megadit bundle runs/demo/train runs/demo/bundle",
+        ):
+            run(Block("the shelf", 0, "", text))
+        import torch
+        from safetensors.torch import save_file
+
+        torch.manual_seed(0)
+        save_file(DigitReader().state_dict(), "runs/demo/judge.safetensors", metadata={KIND: "digits"})
+        write_given_bundle("runs/demo/bundle", "runs/demo-given/bundle")
+    return folder
+
+
+def write_media(folder: Path) -> None:
+    """Twelve clips of a window that moves over a photograph, three of another, captioned; pictures, a mask, a clip."""
+    import numpy as np
+    from sklearn.datasets import load_sample_image
+
+    from megadit.infer.video_io import write_video
+
+    def clip(name: str, number: int, num_frames: int = 24, size: int = 72) -> np.ndarray:
+        picture = load_sample_image(name)
+        return np.stack(
+            [picture[20 * number + 2 * t :, 40 * number + 3 * t :][:size, :size] for t in range(num_frames)]
+        )
+
+    for number in range(12):
+        path = folder / "clips" / f"{number}.mp4"
+        path.parent.mkdir(exist_ok=True)
+        write_video(path, clip("china.jpg", number), 8)
+        path.with_suffix(".txt").write_text(f"a roof seen from {number} steps away")
+    for number in range(3):
+        path = folder / "my_clips" / f"{number}.mp4"
+        path.parent.mkdir(exist_ok=True)
+        write_video(path, clip("flower.jpg", number), 8)
+        path.with_suffix(".txt").write_text("a red zog moving left")
+    write_video(folder / "first.png", clip("flower.jpg", 1, 1, 32))
+    write_video(folder / "last.png", clip("flower.jpg", 2, 1, 32))
+    write_video(folder / "clip.mp4", clip("flower.jpg", 3, 9, 32), 8)
+    write_video(
+        folder / "mask.png",
+        np.repeat(np.eye(2, dtype=np.uint8), 16, 0).repeat(16, 1)[None, ..., None].repeat(3, -1) * 255,
+    )
+    (folder / "prompts.txt").write_text(
+        "".join(f"a red {digit} moving left\n" for digit in ("one", "two", "three") * 6)
+    )
+
+
+def write_given_bundle(path: str, out: str) -> None:
+    """The bundle, as if it had been trained to take given parts of every kind."""
+    from dataclasses import replace
+
+    from megadit.models.bundle.bundle import Bundle, write_bundle
+
+    bundle = Bundle.open(path)
+    uses = ("first_frame", "last_frame", "keyframes", "prefix", "suffix", "inpaint", "edit")
+    write_bundle(
+        out,
+        config=replace(bundle.config, given_sigma=0.02),
+        state_dict=bundle.load_dit().state_dict(),
+        tokenizer=bundle.load_tokenizer(),
+        text_encoder=bundle.load_text_encoder(),
+        defaults=bundle.defaults,
+        training={"given": dict.fromkeys(uses, 0.1)},
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_runs(page, shelf, run, tmp_path, monkeypatch):
+    to_run = [block for block in blocks(page) if not block.needs and not block.name and block.language not in SHOWN]
+    if not to_run:
+        pytest.skip("nothing on it is run here")
+    shutil.copytree(shelf, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    for block in to_run:
+        if block.file:
+            Path(block.file).parent.mkdir(parents=True, exist_ok=True)
+            Path(block.file).write_text(block.text)
+        else:
+            run(block)
+
+
+@pytest.mark.slow
+def test_a_block_that_fails_is_noticed(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for language, text in (("", "megadit info nowhere"), ("python", "from megadit import TextToVido")):
+        with pytest.raises(pytest.fail.Exception, match=r"a page:3(.|\n)*(nowhere|TextToVido)"):
+            run(Block("a page", 3, language, text))
+
+
+# ------------------------------------------------------------------------------------------------- the site
+
+
+@pytest.mark.slow
+def test_the_site_builds_and_every_link_leads_somewhere(tmp_path):
+    pytest.importorskip("material", reason="mkdocs-material is not installed (megadit[docs])")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    keys = (tmp_path / "site" / "keys" / "index.html").read_text()
+    assert "optimizer.lr_warmup_iters" in keys and "Steps of linear increase" in keys
+    api = (tmp_path / "site" / "api" / "index.html").read_text()
+    assert "from_pretrained" in api and "classifier-free" in api
