@@ -65,7 +65,9 @@ def finished(base, run_ranks, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_killed_run_continues_in_another_layout(base, finished, kill_in_the_middle, run_ranks, tmp_path, read_metrics):
+def test_a_killed_run_continues_in_another_layout(
+    base, finished, kill_in_the_middle, run_ranks, tmp_path, read_metrics
+):
     command = (*COMMAND, f"checkpoint.init_from={base}", f"train.output_dir={tmp_path}")
     kill_in_the_middle(STEPS, tmp_path, *command, *SP)
     assert "continuing from" in run_ranks(2, *command, *FSDP)[0]

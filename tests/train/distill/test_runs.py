@@ -39,7 +39,9 @@ def losses(found, name):
 
 
 @pytest.mark.slow
-def test_a_killed_run_continues_in_another_layout(teacher, finished, kill_in_the_middle, run_ranks, tmp_path, read_metrics):
+def test_a_killed_run_continues_in_another_layout(
+    teacher, finished, kill_in_the_middle, run_ranks, tmp_path, read_metrics
+):
     command = (*COMMAND, f"train.distill.teacher={teacher}", f"train.output_dir={tmp_path}")
     kill_in_the_middle(STEPS, tmp_path, *command, *SP)
     assert "continuing from" in run_ranks(2, *command, *FSDP)[0]
