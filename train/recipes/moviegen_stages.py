@@ -33,7 +33,7 @@ def stage1_5b_256() -> RunConfig:
     Command: torchrun --nnodes 32 --nproc-per-node 8 -m megadit.train --recipe stage1_5b_256 data.path=FOLDER
     Hardware: 256 GPUs with 80 GB.
     Tokens: 1.2 million a step (512 packs of 2,304).
-    Memory: 0 GiB a rank.
+    Memory: 47 GiB a rank.
     """
     return _stage(stage1_7b_256(), "stage1_5b_256", "moviegen_5b")
 
@@ -46,7 +46,7 @@ def stage2_5b_8k() -> RunConfig:
         checkpoint.init_from=RUN
     Hardware: 256 GPUs with 80 GB.
     Tokens: 1.3 million a step (128 packs of 10,240).
-    Memory: 0 GiB a rank.
+    Memory: 45 GiB a rank.
     """
     return _stage(stage2_7b_8k(), "stage2_5b_8k", "moviegen_5b")
 
@@ -59,7 +59,7 @@ def stage3_5b_74k() -> RunConfig:
         checkpoint.init_from=RUN
     Hardware: 256 GPUs with 80 GB; four context-parallel ranks share a pack.
     Tokens: 4.7 million a step (64 packs of 73,728).
-    Memory: 0 GiB a rank.
+    Memory: 61 GiB a rank.
     """
     return _stage(stage3_7b_74k(), "stage3_5b_74k", "moviegen_5b")
 
@@ -71,7 +71,7 @@ def stage1_30b_256() -> RunConfig:
     Command: torchrun --nnodes 32 --nproc-per-node 8 -m megadit.train --recipe stage1_30b_256 data.path=FOLDER
     Hardware: 256 GPUs with 80 GB.
     Tokens: 1.2 million a step (512 packs of 2,304).
-    Memory: 0 GiB a rank.
+    Memory: 43 GiB a rank.
     """
     return _stage(stage1_7b_256(), "stage1_30b_256", "moviegen_30b", FSDP)
 
@@ -84,7 +84,7 @@ def stage2_30b_8k() -> RunConfig:
         checkpoint.init_from=RUN
     Hardware: 256 GPUs with 80 GB.
     Tokens: 1.3 million a step (128 packs of 10,240).
-    Memory: 0 GiB a rank.
+    Memory: 27 GiB a rank.
     """
     return _stage(stage2_7b_8k(), "stage2_30b_8k", "moviegen_30b", replace(FSDP_TP2, context_parallel_size=4))
 
@@ -97,7 +97,7 @@ def stage3_30b_74k() -> RunConfig:
         checkpoint.init_from=RUN
     Hardware: 256 GPUs with 80 GB; eight context-parallel ranks share a pack.
     Tokens: 4.7 million a step (64 packs of 73,728).
-    Memory: 0 GiB a rank.
+    Memory: 68 GiB a rank.
     """
     parallel = replace(FSDP_TP2, context_parallel_size=8, context_parallel_comm="ring")
     return _stage(stage3_7b_74k(), "stage3_30b_74k", "moviegen_30b", parallel)

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from megadit.train.data import prepare
-from megadit.train.data.ingest import download, tables
+from megadit.train.data.ingest import download, plan, tables
 from megadit.train.data.ingest.download import Downloads, download_all, is_public
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -241,6 +241,22 @@ def test_parts_in_any_order_leave_what_one_process_leaves(table, tmp_path, count
     assert fetched(parts) == fetched(tmp_path / "whole") and len(fetched(parts)) == 6
     assert (parts / "train-000000.tar").read_bytes() == (tmp_path / "whole" / "train-000000.tar").read_bytes()
     assert (parts / "megadit.json").is_file()
+
+
+def test_parts_may_begin_at_once(table, tmp_path, monkeypatch):
+    """While one looks whether the new folder is empty, another begins in it."""
+    out, is_whole_file = tmp_path / "parts", plan._is_whole_file
+    (out / "prepare").mkdir(parents=True)
+    others = ["not yet"]
+
+    def look(path):
+        if others == ["not yet"]:
+            others.clear()
+            others.append(prepare_hf(table, out, "--stages", "fetch", "--part", "1/2"))
+        return is_whole_file(path)
+
+    monkeypatch.setattr(plan, "_is_whole_file", look)
+    assert prepare_hf(table, out, "--stages", "fetch", "--part", "0/2") == 0 and others == [0]
 
 
 def test_a_part_divides_only_what_can_be_divided(table, tmp_path, capsys):
