@@ -145,7 +145,7 @@ def draw(rows: list[Row], title: str, path: Path) -> None:
     plot.set(xlabel="ranks", ylabel="samples/s", title=title, xticks=places, xticklabels=places)
     plot.legend()
     with atomic_path(path) as temporary:
-        figure.savefig(temporary, format="svg")
+        figure.savefig(temporary, format=path.suffix[1:])
     plt.close(figure)
 
 
@@ -166,7 +166,7 @@ def _run(argv: list[str]) -> None:
         print(f"{ranks} ranks: {rows[-1].samples_per_second or NOT_MEASURED}", flush=True)
     values = [{"ranks": row.ranks, "samples_per_second": row.samples_per_second} for row in rows]
     write_json(options.folder / "scaling.json", {"recipe": options.recipe, "packs": options.packs, "rows": values})
-    draw(rows, f"{options.recipe}, {options.packs} packs a copy and step", options.folder / "scaling.svg")
+    draw(rows, f"{options.recipe}, packs of a copy in a step: {options.packs}", options.folder / "scaling.svg")
     Console().print(table_of(rows))
     print(options.folder / "scaling.svg")
 
