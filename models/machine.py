@@ -40,7 +40,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 def matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.0) -> float:
     """Operations per second of large square matrix products: the best of five, or of what `seconds` have room for."""
-    size = 8192 if device.type == "cuda" else 1024
+    on_cpu = 256 if dtype == torch.float16 else 1024  # without instructions for it, a large one takes seconds
+    size = 8192 if device.type == "cuda" else on_cpu
     a = torch.randn(size, size, device=device).to(dtype)  # equal bits take less power, and so run faster
     best, left, begin = float("inf"), 5, time.perf_counter()
     while left > 0 or time.perf_counter() - begin < seconds:

@@ -38,6 +38,11 @@ SAMPLERS: dict[str, SamplerTraits] = {
     "unipc": SamplerTraits(),
     "restart": SamplerTraits(renews_noise=True, aliases=("lcm", "consistency")),
 }
+INSTEAD = {
+    "ddim": "euler takes the same steps (and eta adds its noise)",
+    "plms": "dpmpp_2m, dpmpp_3m and res_2ab remember earlier steps as it does",
+}
+"""Samplers of other programs that are none here, and what to use."""
 STOCHASTIC = tuple(name for name, traits in SAMPLERS.items() if traits.adds_noise)
 SCHEDULES = ("karras", "log_linear", "exponential", "linear", "flow", "ddpm")
 AUTO_SHIFTS = ("auto", "auto_video")
@@ -221,7 +226,10 @@ def find_sampler(name: str) -> str:
     Raises:
         UserError: for an unknown name; lists those that exist.
     """
-    return choose_one(_sampler_key(name), SAMPLERS, f"sampler {name!r} is not available")
+    key = _sampler_key(name)
+    if key in INSTEAD:
+        raise UserError(f"sampler {name!r} is not available: {INSTEAD[key]}")
+    return choose_one(key, SAMPLERS, f"sampler {name!r} is not available")
 
 
 def find_schedule(name: str) -> str:

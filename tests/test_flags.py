@@ -55,6 +55,7 @@ INGEST = {
     f"{VIDEOS}::test_stages_run_alone_and_name_the_one_before": "--stages",
     f"{VIDEOS}::test_a_second_run_does_nothing_and_a_shard_can_be_made_again": "--redo",
     f"{DOWNLOAD}::test_parts_in_any_order_leave_what_one_process_leaves": "--part",
+    "train/data/ingest/test_engine.py::test_tasks_of_ray_leave_the_same_bytes": "--engine --engine_tasks",
     "train/data/ingest/test_encodings.py::test_all_encodings_of_the_file_are_stored": "--encodings",
     "train/data/ingest/test_flags.py::test_a_preparation_is_begun_anew": "--overwrite",
 }
@@ -114,6 +115,7 @@ SHOWN_BY = {
         "train/slurm/test_stages.py::test_a_stage_alone_waits_for_what_is_in_the_queue": "--stages",
         "train/slurm/test_stages.py::test_only_what_failed_runs_again": "--failed",
         "train/slurm/test_stages.py::test_the_same_chain_runs_here": "--local --at_once",
+        "train/slurm/test_kubernetes.py::test_jobs_run_in_the_order_of_the_chain": "--kubernetes",
         "train/slurm/test_validate.py::test_a_bad_node_is_excluded_from_the_next_stage": (
             "--nodes --nodelist --partition"
         ),
@@ -181,6 +183,10 @@ SHOWN_BY = {
     | DEBUG,
     "benchmark growth": {
         "train/benchmarks/test_train.py::test_options_of_growth_choose_its_points": "--along --steps --points",
+    },
+    "benchmark scaling": {
+        "train/benchmarks/test_scaling.py::test_ranks_of_this_machine_are_measured": "--recipe --ranks --steps",
+        "train/benchmarks/test_scaling.py::test_figures_of_a_cluster_are_rows": "--packs",
     },
     "benchmark generate": {
         "infer/benchmarks/test_generate.py::test_figures_of_a_bundle": "--trace --json",

@@ -14,6 +14,7 @@ from megadit.models.shared.setting import setting
 from megadit.train.config.load import resolve_config, to_yaml
 from megadit.train.config.rules import check_inputs, check_layout
 from megadit.train.config.schema import RunConfig
+from megadit.train.epochs import with_epochs
 from megadit.train.recipes import RECIPES
 
 
@@ -84,7 +85,7 @@ def _config(options: TrainOptions) -> RunConfig:
         overrides.insert(0, "data.mock=true")
     if options.dataset_path is not None:
         overrides.insert(0, f"data.path={options.dataset_path}")
-    return resolve_config(options.recipe, config_file=options.config_file, overrides=overrides)
+    return with_epochs(resolve_config(options.recipe, config_file=options.config_file, overrides=overrides))
 
 
 def _tell(config: RunConfig, options: TrainOptions) -> int:

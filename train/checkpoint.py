@@ -81,6 +81,8 @@ class RunState:
     """What a spike is measured against."""
     expert_counts: list[list[int]] = field(default_factory=list)
     """Tokens of each expert of each layer in the last step, which the next one balances."""
+    loss_scaler: dict[str, float] | None = None
+    """What the loss of fp16 is multiplied by, and since when."""
 
 
 MAX_READER_BYTES = 1 << 28

@@ -82,6 +82,9 @@ def _square(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 
 def device_update(optimizer: MegatronOptimizer, parts: Sequence[DataParallel]) -> DeviceUpdate | None:
     """The update on the device, for a run that can have it and gains by it."""
+    # a loss scale is read, and its gradients looked through, in Megatron's way
+    if any(getattr(part, "grad_scaler", None) is not None for part in optimizer.chained_optimizers):
+        return None
     halves = all(isinstance(part.optimizer, HalfMomentAdamW) for part in optimizer.chained_optimizers)
     wrapped = all(isinstance(part, DistributedDataParallel) for part in parts)
     on_gpu = all(parameter.is_cuda for part in parts for parameter in part.module.parameters())

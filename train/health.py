@@ -23,8 +23,12 @@ class Anomaly:
     remedy: Remedy
     samples: tuple[str, ...] = ()
     """The samples of the step, or those whose loss is not finite."""
+    is_usual: bool = False
+    """It comes and goes in a run in good health, and no sample is at fault."""
 
     def describe(self) -> str:
+        if self.is_usual:
+            return self.what
         shown = ", ".join(self.samples[:20])
         more = f" and {len(self.samples) - 20} more" if len(self.samples) > 20 else ""
         return f"{self.what}; samples: {shown}{more}"
@@ -64,6 +68,13 @@ class Judge:
         if math.isfinite(norm):
             return None
         return Anomaly(f"the gradient of step {step} has norm {norm}", self._config.on_not_finite)
+
+    def overflow(self, step: int, scale: float) -> Anomaly:
+        """A gradient of fp16 that is not finite: the loss scale has been lowered, where it still could be."""
+        what = f"the gradient of step {step} overflows with a loss scale of {scale:g}"
+        if scale > 1:
+            return Anomaly(what, "skip", is_usual=True)
+        return Anomaly(what, self._config.on_not_finite)
 
 
 class ReadingTime:

@@ -20,6 +20,7 @@ from megadit.train.config.schema import RunConfig
 from megadit.train.data.distribute import TrainBatches, validation_batches
 from megadit.train.health import Anomaly, Judge, ReadingTime
 from megadit.train.metrics import Metrics
+from megadit.train.optimizer import restore_scaler, scaler_state
 from megadit.train.setup import Training, build_training, precision, start_processes
 from megadit.train.statistics import Statistics
 from megadit.train.step import Mark, StepResult, train_step
@@ -127,8 +128,7 @@ class _Run:
         self.state, readers = self.store.load(path, self.training.tensors)
         if path.parent != self.store.root:
             self.state.metrics_bytes = 0  # the other run's file stays where it is
-        restore_counts(self.training, self.state.expert_counts)
-        self._set_schedule()
+        self._restore_what_is_no_tensor()
         if (said := self.batches.restore_state(readers)) is not None:
             self._say(f"the data readers go on with {said}")
         self.saved_iteration = self.state.iteration if path.parent == self.store.root else None
@@ -142,6 +142,7 @@ class _Run:
             result = train_step(self.training, self.batches, step, must_stop=stop.has_come, judge=judge, mark=self.mark)
         self.state.iteration = step
         self.state.expert_counts = result.expert_counts
+        self.state.loss_scaler = scaler_state(self.training.optimizer)
         self.state.consumed_samples += result.samples
         self.state.consumed_tokens += result.tokens
         for reason, count in result.refused.items():
@@ -191,7 +192,7 @@ class _Run:
         Raises:
             UserError: where it says to stop, or nothing else helped.
         """
-        self.num_anomalies += 1
+        self.num_anomalies += not anomaly.is_usual
         metrics.event(anomaly.record(self.state.iteration))
         if anomaly.remedy == "stop" or self.num_anomalies > self.config.health.max_anomalies:
             too_many = f"no. {self.num_anomalies} since the last checkpoint: " if anomaly.remedy != "stop" else ""
@@ -216,8 +217,7 @@ class _Run:
         self.state, _ = self.store.load(path, self.training.tensors)
         self.state.consumed_samples, self.state.consumed_tokens, self.state.refused_samples = seen
         self.saved_iteration = self.state.iteration if path.parent == self.store.root else None
-        restore_counts(self.training, self.state.expert_counts)
-        self._set_schedule()
+        self._restore_what_is_no_tensor()
         metrics.rewind(self.state.iteration, self.state.metrics_bytes if path.parent == self.store.root else 0)
         self._tell_what_was_put_off(metrics)
         self._say(f"gone back to {path}; the samples since then are not seen again")
@@ -229,7 +229,9 @@ class _Run:
             raise UserError(message)
         raise SystemExit(2)
 
-    def _set_schedule(self) -> None:
+    def _restore_what_is_no_tensor(self) -> None:
+        restore_counts(self.training, self.state.expert_counts)
+        restore_scaler(self.training.optimizer, self.state.loss_scaler)
         for trained in self.training.all_trained:
             trained.scheduler.num_steps = 0
             trained.scheduler.step(self.state.iteration)
@@ -264,6 +266,7 @@ class _Run:
             "tflops": result.flops / result.seconds / 1e12,
             "mfu": result.flops / result.seconds / self.peak,
             **({} if result.critic_loss is None else {"critic_loss": _number(result.critic_loss)}),
+            **({} if self.state.loss_scaler is None else {"loss_scale": self.state.loss_scaler["scale"]}),
             **({"expert_load": largest_load(result.expert_counts)} if result.expert_counts else {}),
         }
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -12,9 +13,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
 from megadit.train.adamw import HalfMomentAdamW
-from megadit.train.config.schema import OptimizerConfig, RunConfig
+from megadit.train.config.schema import OptimizerConfig, Precision, RunConfig
 from megadit.train.muon import Muon
 from megadit.train.optimizer_state import DataParallel, named_parameters
+
+DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LEAST_LOSS_SCALE = 1.0
 
 
 def build_optimizer(config: RunConfig, parts: Sequence[DataParallel]) -> MegatronOptimizer:
@@ -76,6 +80,25 @@ def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> Optimize
     )
 
 
+def loss_scaler(optimizer: MegatronOptimizer) -> DynamicGradScaler | None:
+    """What the loss of a run in fp16 is multiplied by, and the gradients divided by before an update."""
+    return getattr(optimizer.chained_optimizers[0], "grad_scaler", None)
+
+
+def scaler_state(optimizer: MegatronOptimizer) -> dict[str, float] | None:
+    """Its state in plain numbers, for a checkpoint."""
+    scaler = loss_scaler(optimizer)
+    return None if scaler is None else {name: float(value) for name, value in scaler.state_dict().items()}
+
+
+def restore_scaler(optimizer: MegatronOptimizer, state: dict[str, float] | None) -> None:
+    """Goes on with what `scaler_state` gave; a run that had another precision before starts with a new scaler."""
+    scaler = loss_scaler(optimizer)
+    if scaler is not None and state is not None:
+        counts = {name: int(value) for name, value in state.items()}
+        scaler.load_state_dict({**counts, "scale": torch.tensor([state["scale"]])})
+
+
 def takes_muon(name: str, parameter: nn.Parameter) -> bool:
     """The matrices of the blocks; a fused qkv is one matrix."""
     return ".blocks." in name and parameter.ndim == 2
@@ -85,7 +108,7 @@ def _megatron_config(config: RunConfig) -> MegatronOptimizerConfig:
     settings = config.optimizer
     is_distributed = uses_distributed_optimizer(config)
     # the parameters that FSDP shards are float32
-    is_bf16 = config.train.precision == "bf16" and config.parallel.data_parallel != "fsdp"
+    precision = "fp32" if config.parallel.data_parallel == "fsdp" else config.train.precision
     return MegatronOptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
@@ -95,8 +118,13 @@ def _megatron_config(config: RunConfig) -> MegatronOptimizerConfig:
         adam_beta2=settings.adam_beta2,
         adam_eps=settings.adam_eps,
         clip_grad=settings.clip_grad,
-        bf16=is_bf16,
-        params_dtype=torch.bfloat16 if is_bf16 else torch.float32,
+        bf16=precision == "bf16",
+        fp16=precision == "fp16",
+        params_dtype=DTYPES[precision],
+        initial_loss_scale=config.train.loss_scale,
+        min_loss_scale=LEAST_LOSS_SCALE,
+        loss_scale_window=config.train.loss_scale_window,
+        hysteresis=1,
         use_distributed_optimizer=is_distributed,
         overlap_param_gather=is_distributed and config.parallel.overlap_param_gather,
     )

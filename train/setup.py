@@ -47,7 +47,7 @@ from megadit.train.distill.objectives import Teaching
 from megadit.train.ema import WeightAverages
 from megadit.train.fully_sharded import FullySharded
 from megadit.train.given_network import GivenNetwork, Weights, given_network, read_teacher
-from megadit.train.optimizer import build_optimizer, build_scheduler, uses_distributed_optimizer
+from megadit.train.optimizer import DTYPES, build_optimizer, build_scheduler, loss_scaler, uses_distributed_optimizer
 from megadit.train.optimizer_state import DataParallel, assign, find_ownership, named_parameters
 from megadit.train.plan.recompute import choice_in_words, needed_memory, with_recompute
 from megadit.train.training_model import TrainingModel
@@ -112,7 +112,7 @@ class Training:
 
 def precision(config: RunConfig) -> torch.dtype:
     """The arithmetic of the network."""
-    return torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+    return DTYPES[config.train.precision]
 
 
 def start_processes(config: RunConfig) -> Groups:
@@ -163,6 +163,8 @@ def _build_trained(config: RunConfig, groups: Groups, given: GivenNetwork | None
     update = device_update(optimizer, parts)
     if update is not None:
         parts[0].config.finalize_model_grads_func = update.finalize
+    if loss_scaler(optimizer) is not None:
+        parts[0].config.grad_scale_func = optimizer.scale_loss
     ownership = find_ownership(optimizer, named_parameters(parts), groups)
     averages = WeightAverages(config.ema.sigma_rels, ownership)
     return Training(

@@ -18,6 +18,7 @@ from megadit.train.data.packed_batch import REFUSALS, PackedBatch
 from megadit.train.distill.networks import denoiser_of
 from megadit.train.health import Anomaly, Judge
 from megadit.train.loss import LossSums
+from megadit.train.optimizer import loss_scaler
 from megadit.train.schedule import run_schedule
 from megadit.train.setup import Training
 
@@ -86,7 +87,7 @@ def train_step(
         grad_norm, anomaly = _update(training, step, judge, totals["norm"])
     training.scheduler.step(1)
     if anomaly is not None:
-        anomaly = replace(anomaly, samples=_samples(sums, seen))
+        anomaly = anomaly if anomaly.is_usual else replace(anomaly, samples=_samples(sums, seen))
     else:
         mark(step, "averaging the weights")
         training.averages.update(step)
@@ -151,6 +152,10 @@ def _update(training: Training, step: int, judge: Judge, norm: float) -> tuple[f
         if anomaly is None:
             training.device_update.step()
         return norm, anomaly
+    if (scaler := loss_scaler(optimizer)) is not None:
+        scale = scaler.scale.item()
+        is_updated, norm, _ = optimizer.step()
+        return (norm, judge.gradient(step, norm)) if is_updated else (math.inf, judge.overflow(step, scale))
     if judge.looks_before_update:
         optimizer.prepare_grads()
         norm = float(optimizer.get_grad_norm())

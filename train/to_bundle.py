@@ -2,6 +2,7 @@
 
     megadit bundle runs/digits bundle                  # the newest checkpoint, the average that validation found best
     megadit bundle runs/digits bundle --ema 0.05 --step 2000
+    megadit bundle runs/digits bundles --step '*000'   # of each thousandth step one, bundles/1000 and so on
     megadit bundle runs/digits/checkpoints/iter_0002000 bundle --ema none
     megadit bundle runs/subject adapter                # of a run with train.adapter: a folder of PEFT's
     megadit bundle bundle merged --merge adapter:0.8   # the bundle's weights with the adapter in them
@@ -13,6 +14,8 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,6 @@ from megadit.models.convert.merge import merge_bundle
 from megadit.models.megatron.checkpoint import (
     CONFIG,
     base_of,
-    checkpoint_name,
     ema_profiles,
     find_checkpoints,
     is_complete,
@@ -61,7 +63,9 @@ class BundleOptions:
         "average of the weights: the one with the lowest validation loss (default), none, or a sigma_rel",
         metavar="best|none|SIGMA_REL",
     )
-    step: int | None = setting(None, "step of the run; default: its newest checkpoint", metavar="N")
+    step: str | None = setting(
+        None, "step of the run (default: its newest checkpoint); of a pattern such as '*000' all, as OUT/N", metavar="N"
+    )
     dataset: str | None = setting(None, "the data set, if it is no longer at data.path", metavar="PLACE")
     merge: tuple[str, ...] = setting(
         (),
@@ -84,12 +88,36 @@ def _run(argv: list[str]) -> int:
     if options.merge:
         _merge(options)
         return 0
-    checkpoint = find_checkpoint(options.checkpoint, options.step)
-    ema = choose_average(checkpoint, options.ema)
-    convert(checkpoint, options.out, ema=ema, dataset=options.dataset, defaults=options.defaults.default)
-    average = "the weights themselves" if ema is None else f"their average of sigma_rel {ema:g}"
-    print(f"{options.out}: {average} from {checkpoint}")
+    for checkpoint, out in chosen_checkpoints(options):
+        ema = choose_average(checkpoint, options.ema)
+        convert(checkpoint, out, ema=ema, dataset=options.dataset, defaults=options.defaults.default)
+        average = "the weights themselves" if ema is None else f"their average of sigma_rel {ema:g}"
+        print(f"{out}: {average} from {checkpoint}", flush=True)
     return 0
+
+
+def chosen_checkpoints(options: BundleOptions) -> list[tuple[Path, Path]]:
+    """(checkpoint, what its bundle is to be) of the step that is asked for, or of all that a pattern fits.
+
+    Raises:
+        UserError: if there is none.
+    """
+    step = options.step
+    if step is None or not set(step) & set("*?["):
+        return [(find_checkpoint(options.checkpoint, step), options.out)]
+    found = find_checkpoints(options.checkpoint / "checkpoints")
+    if not any(fits := [fnmatchcase(step_of(checkpoint), step) for checkpoint in found]):
+        raise UserError(f"--step {step}: {options.checkpoint} has checkpoints of the steps {_steps(found)}")
+    return [(checkpoint, options.out / step_of(checkpoint)) for checkpoint in compress(found, fits)]
+
+
+def step_of(checkpoint: Path) -> str:
+    """Without zeros before it."""
+    return str(int(checkpoint.name.removeprefix("iter_")))
+
+
+def _steps(checkpoints: Sequence[Path]) -> str:
+    return ", ".join(map(step_of, checkpoints)) or "none"
 
 
 def _merge(options: BundleOptions) -> None:
@@ -99,7 +127,7 @@ def _merge(options: BundleOptions) -> None:
     print(f"{options.out}: {options.checkpoint} with {', '.join(options.merge)}")
 
 
-def find_checkpoint(path: Path, step: int | None = None) -> Path:
+def find_checkpoint(path: Path, step: str | None = None) -> Path:
     """The checkpoint that `path` (a checkpoint, or the folder of a run) and `step` mean.
 
     Raises:
@@ -115,10 +143,9 @@ def find_checkpoint(path: Path, step: int | None = None) -> Path:
     if step is None:
         return found[-1]
     for checkpoint in found:
-        if checkpoint.name == checkpoint_name(step):
+        if step_of(checkpoint) == step:
             return checkpoint
-    steps = ", ".join(str(int(checkpoint.name.removeprefix("iter_"))) for checkpoint in found)
-    raise UserError(f"--step {step}: {path} has checkpoints of the steps {steps}")
+    raise UserError(f"--step {step}: {path} has checkpoints of the steps {_steps(found)}")
 
 
 def choose_average(checkpoint: Path, name: str) -> float | None:

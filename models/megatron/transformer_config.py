@@ -38,6 +38,7 @@ def transformer_config(
         layernorm_epsilon=model.layernorm_epsilon,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
         use_cpu_initialization=True,  # linears are made on the device of torch's context
         perform_initialization=False,
         gradient_accumulation_fusion=gradient_accumulation_fusion,

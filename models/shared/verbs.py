@@ -29,6 +29,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "export": ("megadit.export.command:main", "turn a bundle into verified ONNX graphs and TensorRT engines"),
     "benchmark train": ("megadit.train.benchmarks.train:main", "time optimizer steps of a recipe on this machine"),
     "benchmark growth": ("megadit.train.benchmarks.growth:main", "how the cost of a training step grows, as a picture"),
+    "benchmark scaling": ("megadit.train.benchmarks.scaling:main", "samples a second by the number of ranks"),
     "benchmark generate": ("megadit.infer.benchmarks.generate:main", "time a bundle under several runtimes"),
     "serve build-repository": (
         "megadit.serve.build_repository:main",

@@ -264,7 +264,11 @@ def test_churn_acts_within_its_interval_and_at_most_by_the_square_root_of_two():
 def test_names():
     assert find_sampler("DPMPP_2M") == find_sampler("dpmpp-2m") == "dpmpp_2m"
     assert find_sampler("RES") == "res_2ab"
-    with pytest.raises(UserError, match="'DDIM' is not available; choose one of euler, heun, dpm2, dpmpp_2m"):
+    with pytest.raises(UserError, match="'DDIM' is not available: euler takes the same steps"):
         find_sampler("DDIM")
+    with pytest.raises(UserError, match="'plms' is not available: dpmpp_2m"):
+        find_sampler("plms")
+    with pytest.raises(UserError, match="'dim' is not available; choose one of euler, heun, dpm2, dpmpp_2m"):
+        find_sampler("dim")
     with pytest.raises(UserError, match="did you mean 'euler'"):
         find_sampler("eular")

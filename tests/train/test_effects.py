@@ -38,6 +38,7 @@ GUIDED = (*VALIDATED, "validation.sampling.num_steps=3", "validation.sampling.gu
 TWO_PROMPTS = (*GUIDED, "validation.sampling.second_prompt=a blue two", "validation.sampling.second_guidance=500.0")
 CLASSES = ("model.family=dit", "model.num_classes=5", "model.crossattn_emb_size=2", "model.position_embedding=sincos")
 SPIKES = ("train.train_iters=6", "health.on_spike=skip", "health.spike_window=2", "health.spike_factor=1e-9")
+HALF = ("train.precision=fp16", "optimizer.optimizer=adamw", "train.loss_scale=1024")
 EXPERTS = ("model.experts.num_experts=4", "optimizer.optimizer=adamw")
 CHOOSING = (*EXPERTS, "model.experts.routing=expert_choice")
 EIGHT_BITS = ("parallel.transformer_impl=transformer_engine", "train.precision=bf16", "train.fp8=hybrid")
@@ -137,9 +138,12 @@ EFFECTS = {
     "data.min_aesthetic_score": told("2.0", *REAL),
     "data.keep": told("[image:0.3]", *REAL),
     "train.train_iters": told("4"),
+    "train.max_epochs": told("1.0", *REAL),
     "train.seed": told("7"),
     "train.output_dir": seen("files", "{out}-elsewhere"),
     "train.precision": told("bf16"),
+    "train.loss_scale": told("2048.0", *HALF),
+    "train.loss_scale_window": told("1", *HALF),
     "train.matmul_precision": seen("matmul", "bf16"),
     "train.fp8": ends("transformer_impl=transformer_engine", "hybrid"),
     "train.fp8_recipe": ends("hidden_size=48 is not a multiple of 32", "mxfp8", *EIGHT_BITS),

@@ -47,7 +47,12 @@ def test_memory_of_the_docstring_is_the_planner_s(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "before"), [("stage2_7b_8k", "stage1_7b_256"), ("stage3_7b_74k", "stage2_7b_8k"), ("dreambooth", None)]
+    ("name", "before"),
+    [
+        *((f"stage2_{size}_8k", f"stage1_{size}_256") for size in ("7b", "5b", "30b")),
+        *((f"stage3_{size}_74k", f"stage2_{size}_8k") for size in ("7b", "5b", "30b")),
+        ("dreambooth", None),
+    ],
 )
 def test_a_recipe_that_starts_from_another_run_takes_its_weights_alone(name, before):
     """checkpoint.load would continue that run: its count of steps, and its packs, which have another size."""

@@ -68,6 +68,14 @@ def test_mistakes_are_one_line(trained, tmp_path, capsys, choice):
     assert not (tmp_path / "bundle").exists()
 
 
+def test_a_pattern_of_steps_gives_a_bundle_of_each(trained, tmp_path, capsys):
+    assert main([str(trained), str(tmp_path / "all"), "--step", "[24]"]) == 0
+    steps = {path.name: Bundle.open(path).manifest["training"]["step"] for path in (tmp_path / "all").iterdir()}
+    assert steps == {"2": 2, "4": 4}
+    assert main([str(trained), str(tmp_path / "none"), "--step", "*000"]) == 2
+    assert "--step *000" in capsys.readouterr().err and not (tmp_path / "none").exists()
+
+
 def test_best_without_a_validation_is_the_narrowest_average(trained, tmp_path):
     checkpoint = tmp_path / "iter_0000002"
     shutil.copytree(trained / "checkpoints" / "iter_0000002", checkpoint)

@@ -66,6 +66,7 @@ KEYS = {
     "train.eval_interval": "validation.interval",
     "train.eval_iters": "validation.num_batches",
     "trainer.max_steps": "train.train_iters",
+    "trainer.max_epochs": "train.max_epochs",
     "trainer.val_check_interval": "validation.interval",
     "trainer.limit_val_batches": "validation.num_batches",
     "trainer.log_every_n_steps": "train.log_interval",

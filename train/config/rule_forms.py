@@ -48,6 +48,15 @@ def of_fp8(needs: Condition, words: str) -> Rule[Run]:
     return Rule(when=attrgetter("is_fp8"), needs=needs, remedy="{train.fp8=} " + words)
 
 
+def of_fp16(needs: Condition, words: str) -> Rule[Run]:
+    """Megatron's loss scaler, without which fp16 loses small gradients, is beside one AdamW for all parameters."""
+    return Rule(
+        when=lambda run: run.train.precision == "fp16",
+        needs=needs,
+        remedy="train.precision=fp16 needs a loss scale, " + words,
+    )
+
+
 def fp8_multiple(name: str, value: Condition, ranks: Condition, when: Condition = always) -> Rule[Run]:
     """A side of a matrix of the blocks, or the tokens it meets: divided over `ranks(run)`, kernels can take it."""
 

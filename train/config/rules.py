@@ -25,6 +25,7 @@ from megadit.train.config.rule_forms import (
     long_mock_in_words,
     multiple_of,
     of_fp8,
+    of_fp16,
     of_graphs,
     of_layout,
     packs_in_words,
@@ -235,6 +236,24 @@ RULES: tuple[Rule[Run], ...] = (
         lambda run: 1,
         when=attrgetter("model.structure.cross_attention"),
     ),
+    # fp16
+    of_fp16(
+        lambda run: run.parallel.data_parallel != "fsdp",
+        "which parameters that parallel.data_parallel=fsdp cuts have none of; use distributed_optimizer",
+    ),
+    of_fp16(
+        lambda run: run.optimizer.optimizer != "muon",
+        "which optimizer.optimizer=muon has none of; use adamw, or train.precision=bf16",
+    ),
+    of_fp16(
+        lambda run: not run.has_experts,
+        "and experts would have one of their own, which may differ; use train.precision=bf16",
+    ),
+    of_fp16(
+        lambda run: not (run.is_student and run.train.distill.has_critic),
+        "and train.distill.objective=distribution_matching would leave out steps of one of two networks; use "
+        "train.precision=bf16",
+    ),
     # CUDA graphs
     of_graphs(
         lambda run: run.sizes.model_parallel_size == 1,
@@ -261,7 +280,7 @@ RULES: tuple[Rule[Run], ...] = (
     of_graphs(lambda run: not run.is_student, "train.distill: leave that out"),
     of_graphs(lambda run: not run.has_experts, "experts, whose tokens are others each time"),
     of_graphs(lambda run: run.model.structure.block != "st_dit", "attention along one axis (st_dit)"),
-    of_graphs(lambda run: run.train.precision == "bf16", "float32: train.precision=bf16"),
+    of_graphs(lambda run: run.train.precision == "bf16", "{train.precision=}: train.precision=bf16"),
     of_graphs(
         lambda run: run.model.dim_per_head % 8 == 0 and run.model.dim_per_head <= 256,
         "heads that the kernel for packs does not take: model.head_dim of 8 n <= 256",

@@ -16,7 +16,8 @@ from megadit.train.config.distill import DistillConfig
 from megadit.train.config.rules import check_config
 from megadit.train.config.upkeep import CheckpointConfig, HealthConfig, LoggerConfig, ValidationConfig
 
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "fp16"]
+Moments = Literal["fp32", "bf16"]
 NoiseLevels = Literal["log_normal", "uniform", "mode"]
 Fp8 = Literal["none", "e4m3", "hybrid"]
 Fp8Recipe = Literal["tensorwise", "blockwise", "mxfp8"]
@@ -93,12 +94,19 @@ class TrainConfig:
 
     train_iters: int = setting(above=0)
     """Optimizer steps of the whole run, those before a resume included."""
+    max_epochs: float | None = setting(None, above=0)
+    """Passes over the training samples, in place of `train_iters`, which is then counted from them (`epochs.py`)."""
     seed: int = setting(1234, low=0)
     """With a sample's id it decides the noise, sigma and text dropout of that sample; alone, the initial weights."""
     output_dir: str | None = None
     """Folder for config.yaml, metrics.jsonl, checkpoints/, tensorboard/ and samples/; a run found there is resumed."""
     precision: Precision = setting("bf16")
-    """Arithmetic of the network; master weights, gradients, noise and loss are float32 in both."""
+    """Arithmetic of the network; master weights, sums of gradients, noise and loss are float32 in all. `fp16`, for GPUs
+    without bf16, multiplies the loss so that small gradients are not lost (arXiv 1710.03740, section 3.2)."""
+    loss_scale: float = setting(65536.0, low=1)
+    """By how much at first, with `fp16`; halved at every overflow, whose step is left out."""
+    loss_scale_window: int = setting(1000, above=0)
+    """Steps without an overflow after which it is doubled."""
     matmul_precision: MatmulPrecision = setting("ieee")
     """How float32 matrix products may be computed: `tf32` on a GPU, `bf16` on a CPU that has such instructions."""
     fp8: Fp8 = setting("none")
@@ -117,6 +125,11 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_settings(self, "train.")
+
+    @property
+    def is_half(self) -> bool:
+        """Whether a number of the network takes two bytes."""
+        return self.precision != "fp32"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,7 +170,7 @@ class OptimizerConfig:
     adam_beta1: float = setting(0.9, low=0, below=1)
     adam_beta2: float = setting(0.95, low=0, below=1)
     adam_eps: float = setting(1e-8, above=0)
-    moments: Precision = setting("fp32")
+    moments: Moments = setting("fp32")
     """Precision of AdamW's two moments; bf16 halves them, rounded at random so that small changes add up."""
     muon_momentum: float = setting(0.95, low=0, below=1)
     clip_grad: float = setting(1.0, low=0)

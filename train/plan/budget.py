@@ -72,7 +72,7 @@ def _constant(name: str, seconds: float) -> Part:
 def _products(config: RunConfig, layout: Layout, gpu: Gpu) -> Iterator[Part]:
     """Linears and attention."""
     work, pack, m = work_of(config, layout), typical_pack(config), layout.num_micro_batches
-    is_half = config.train.precision == "bf16"
+    is_half = config.train.is_half
     rate = gpu.bf16_flops * (1 if is_half else 0.5)
 
     def part(name: str, flops: float, share: float) -> Part:
@@ -107,7 +107,7 @@ def _chains(config: RunConfig, layout: Layout, gpu: Gpu) -> Iterator[Part]:
         ("norm and rotation of queries and keys", (4 * own + 2) * A, (6 * own + 3) * A),
         ("activation of the MLP", 2 * M, 5 * M),
     ):
-        size = (2 if config.train.precision == "bf16" else 4) * numbers * (again * forward + backward)
+        size = (2 if config.train.is_half else 4) * numbers * (again * forward + backward)
         yield _stream(name, size, gpu, CHAIN)
 
 
@@ -116,7 +116,7 @@ def _per_parameter(config: RunConfig, layout: Layout, gpu: Gpu) -> Iterator[Part
     count = count_trained(config)
     held, owned = count.of_rank(layout) + count.experts_of_rank(layout), count.share(layout)
     updated = owned if spreads_optimizer(config, layout) else held
-    is_half = config.train.precision == "bf16"
+    is_half = config.train.is_half
     size = 2 if is_half else 4
     is_muon, half_moments = config.optimizer.optimizer == "muon", config.optimizer.moments == "bf16"
     # `train/device_update.py`: AdamW reads gradients once, and writes the weights too

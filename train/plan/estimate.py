@@ -101,7 +101,7 @@ def _compute_seconds(
     again = 1 + work.recompute / 3  # forward and backward are three forwards
     products_again = 1 + work.recompute * work.linear_share
     width = config.model.hidden_size / layout.tensor
-    rate = gpu.bf16_flops * (1 if config.train.precision == "bf16" else 0.5)
+    rate = gpu.bf16_flops * (1 if config.train.is_half else 0.5)
     products = products_again * work.linear_flops / (rate * calibration.matmul * width / (width + HALF_RATE_WIDTH))
     attention = (1 + work.recompute_attention / 3) * work.attention_flops / (rate * calibration.attention)
     elementwise = again * work.elementwise_bytes / (gpu.memory_bandwidth * MEMORY_EFFICIENCY)

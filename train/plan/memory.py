@@ -76,7 +76,7 @@ def spreads_optimizer(config: RunConfig, layout: Layout) -> bool:
 
 
 def _size(config: RunConfig) -> int:
-    return 2 if config.train.precision == "bf16" else 4
+    return 2 if config.train.is_half else 4
 
 
 def _is_muon(config: RunConfig) -> bool:
@@ -86,7 +86,7 @@ def _is_muon(config: RunConfig) -> bool:
 def _optimizer_bytes(config: RunConfig) -> int:
     """Per parameter: a float32 master copy of bf16 weights, and one (Muon) or two (AdamW) moments."""
     moments = 4 if _is_muon(config) or config.optimizer.moments == "bf16" else 8
-    return (4 if config.train.precision == "bf16" else 0) + moments
+    return (4 if config.train.is_half else 0) + moments
 
 
 def _tokens(config: RunConfig, layout: Layout) -> tuple[float, float]:

@@ -209,7 +209,7 @@ def _attention_flops(pack: PackLayout, model: DiTConfig) -> float:
 
 
 def _bytes_per_number(config: RunConfig) -> int:
-    return 2 if config.train.precision == "bf16" else 4
+    return 2 if config.train.is_half else 4
 
 
 def _tensor_bytes(config: RunConfig, layout: Layout, tokens: float) -> float:

@@ -11,6 +11,7 @@ from megadit.train.recipes import (
     digits,
     experts,
     moviegen,
+    moviegen_stages,
     performance,
     pretrain,
     st_dit,
@@ -18,7 +19,18 @@ from megadit.train.recipes import (
 )  # they register themselves
 from megadit.train.recipes.registry import RECIPES
 
-__all__ = ["RECIPES", "digits", "experts", "load_recipe", "moviegen", "performance", "pretrain", "st_dit", "wan"]
+__all__ = [
+    "RECIPES",
+    "digits",
+    "experts",
+    "load_recipe",
+    "moviegen",
+    "moviegen_stages",
+    "performance",
+    "pretrain",
+    "st_dit",
+    "wan",
+]
 
 
 def load_recipe(name: str) -> RunConfig:

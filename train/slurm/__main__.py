@@ -7,6 +7,7 @@
     megadit slurm --config-file chain.yaml --failed                   # again what did not end well, and no more
     megadit slurm --config-file chain.yaml --local                    # the same stages on this machine, without Slurm
     megadit slurm validate --config-file chain.yaml --nodes 32        # tries nodes; bad ones are left out from then on
+    megadit slurm --config-file chain.yaml --kubernetes               # the same stages as Jobs, and what starts them
 
 train/slurm/chain.yaml is an example to copy.
 """
@@ -26,6 +27,7 @@ from megadit.models.shared.setting import setting
 from megadit.train.config.load import change, to_yaml
 from megadit.train.slurm.config import ChainConfig
 from megadit.train.slurm.graph import describe, draw
+from megadit.train.slurm.kubernetes import excluded, manifests
 from megadit.train.slurm.local import run_here
 from megadit.train.slurm.scripts import scripts, validation_script
 from megadit.train.slurm.state import read_tasks, status, unfinished
@@ -39,6 +41,7 @@ class SlurmOptions:
     stages: str | None = setting(None, "only these, such as bundle,export")
     failed: bool = setting(False, "only what did not end well")
     local: bool = setting(False, "run the stages on this machine")
+    kubernetes: bool = setting(False, "write the stages as Jobs of Kubernetes, and submit nothing")
     at_once: int = setting(1, "processes of --local at a time (default: {default})", low=1)
     nodes: int | None = setting(None, "for validate: so many nodes", low=1)
     nodelist: str | None = setting(None, "for validate: these nodes, as Slurm writes them")
@@ -75,6 +78,8 @@ def _run(argv: list[str]) -> int:
     if verb == "status":
         print(status(read_tasks(chain)))
         return 0
+    if options.kubernetes:
+        return _write_jobs(chain)
     words = _chosen(chain, options)
     folder = write(chain)
     print(f"{folder}: {', '.join(path.name for path in sorted(folder.glob('*.sh')))}, chain.svg")
@@ -88,6 +93,16 @@ def _run(argv: list[str]) -> int:
     if options.local:
         return run_here(chain, words, at_once=options.at_once)
     return submit(folder, words)
+
+
+def _write_jobs(chain: ChainConfig) -> int:
+    folder = Path(chain.folder) / "kubernetes"
+    texts = manifests(chain, excluded(folder.parent))
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        _write(folder / name, text)
+    print(f"{folder}: {', '.join(texts)}; NAMESPACE=... bash {folder / 'run.sh'} starts them")
+    return 0
 
 
 def _validate(chain: ChainConfig, options: SlurmOptions) -> int:

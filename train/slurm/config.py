@@ -3,10 +3,14 @@
 import re
 import subprocess
 from dataclasses import dataclass, field
+from importlib.resources import files
 from typing import Literal
+
+import yaml
 
 from megadit.models.shared.errors import UserError, choose_one
 
+Interconnect = Literal["none", "azure", "efa", "infiniband"]
 NumaBinding = Literal["node", "socket", "exclusive", "core-complex", "none"]
 
 _TIME = re.compile(r"(\d+-)?\d{1,2}(:\d{2}){1,2}")
@@ -45,6 +49,8 @@ class ClusterConfig:
     """0 asks for none."""
     numa_binding: NumaBinding = "node"
     """Keeps each rank's threads on the cores beside its GPU (numactl must be installed)."""
+    interconnect: Interconnect = "none"
+    """NCCL's variables for a kind of cluster, from interconnects/NAME.yaml, which says what each is for."""
     environment: tuple[str, ...] = ()
     """NAME=value, for every stage; the value is shell text, so $HOME is known."""
     setup: tuple[str, ...] = ()
@@ -151,6 +157,14 @@ class ChainConfig:
         above = names[: names.index(name)]
         after = self.stages[name].after
         return above[-1:] if after is None else list(after)
+
+
+def interconnect_environment(name: Interconnect) -> list[str]:
+    """NAME=value of one of our presets."""
+    if name == "none":
+        return []
+    path = files("megadit.train.slurm") / "interconnects" / f"{name}.yaml"
+    return yaml.safe_load(path.read_text(encoding="utf-8"))["environment"]
 
 
 def check_shell(text: str, name: str) -> None:

@@ -8,9 +8,7 @@ set -uo pipefail
 
 @@{begin}
 @@{preamble}
-export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=@@{grace} # seconds that ranks have for a last checkpoint
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # ranks that start again must not read what their predecessors stored
+@@{elastic_environment}
 
 nodes=${SLURM_JOB_NUM_NODES:-@@{nodes}}
 head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from megadit.models.shared.errors import UserError
-from megadit.train.slurm.config import ChainConfig, ClusterConfig, StageConfig
+from megadit.train.slurm.config import ChainConfig, ClusterConfig, StageConfig, interconnect_environment
 
 VALIDATION_SECONDS = 900
 """For each part of a node's trial."""
@@ -53,11 +53,11 @@ def _stage_script(chain: ChainConfig, name: str, stage: StageConfig) -> str:
         "ranks": stage.ranks(cluster),
         "max_restarts": stage.max_restarts,
         "notice": f"@{stage.notice}",
-        "grace": max(30, stage.notice - 60),
+        "elastic_environment": "\n".join(elastic_environment(stage)),
         "numa_binding": _numa_option(cluster),
         "program": stage.torchrun or shlex.quote(stage.command),
     }
-    return _filled(kind, {**values, "begin": _filled("begin.sh", values).rstrip()})
+    return filled(kind, {**values, "begin": filled("begin.sh", values).rstrip()})
 
 
 def validation_script(chain: ChainConfig, *, nodes: int, nodelist: str | None, partition: str | None) -> str:
@@ -78,11 +78,12 @@ def validation_script(chain: ChainConfig, *, nodes: int, nodelist: str | None, p
         "seconds": VALIDATION_SECONDS,
         "level": DIAGNOSIS_LEVEL,
     }
-    on_node = shlex.quote(_filled("validate_node.sh", values))
-    return _filled("validate.sh", {**values, "on_node": on_node})
+    on_node = shlex.quote(filled("validate_node.sh", values))
+    return filled("validate.sh", {**values, "on_node": on_node})
 
 
-def _filled(template: str, values: dict[str, object]) -> str:
+def filled(template: str, values: dict[str, object]) -> str:
+    """A script of this folder with its `@@{name}` filled in."""
     text = _Template((files("megadit.train.slurm") / template).read_text(encoding="utf-8")).substitute(values)
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
@@ -117,10 +118,25 @@ def _header_line(option: str) -> str:
 
 def _preamble(cluster: ClusterConfig) -> list[str]:
     """Environment and set-up; without either set-up or container, the commands beside this interpreter are found."""
-    lines = [f"export {name}={value}" for name, _, value in (line.partition("=") for line in cluster.environment)]
+    lines = exported(cluster)
     if cluster.container.image is None and not cluster.setup:
         lines.append(f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH")
     return lines + list(cluster.setup)
+
+
+def exported(cluster: ClusterConfig) -> list[str]:
+    """The environment of all stages; the user's own comes after that of the interconnect."""
+    assignments = (*interconnect_environment(cluster.interconnect), *cluster.environment)
+    return [f"export {name}={value}" for name, _, value in (line.partition("=") for line in assignments)]
+
+
+def elastic_environment(stage: StageConfig) -> list[str]:
+    """What torchrun and its ranks are told."""
+    return [
+        "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={max(30, stage.notice - 60)} # seconds for a last checkpoint",
+        "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # or ranks that start again read what their predecessors stored",
+    ]
 
 
 def _container_options(cluster: ClusterConfig) -> list[str]:
@@ -142,4 +158,4 @@ def _numa_option(cluster: ClusterConfig) -> str:
 
 def _submit_script(chain: ChainConfig) -> str:
     stages = "\n".join(" ".join(["submit", name, *chain.before(name)]) for name in chain.stages)
-    return _filled("submit.sh", {"name": chain.name, "stages": stages})
+    return filled("submit.sh", {"name": chain.name, "stages": stages})

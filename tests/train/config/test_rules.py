@@ -53,6 +53,12 @@ def of_fp8(says: str, *, train=None, parallel=None, **of: dict[str, Any]) -> Bre
     return breach(says, train=train, parallel={"transformer_impl": "transformer_engine", **(parallel or {})}, **of)
 
 
+def of_fp16(says: str, *, train=None, **of: dict[str, Any]) -> Breach:
+    return breach(
+        f"train.precision=fp16 needs a loss scale, {says}", train={"precision": "fp16", **(train or {})}, **of
+    )
+
+
 def of_graphs(says: str, *, parallel=None, **of: dict[str, Any]) -> Breach:
     says = f"parallel.cuda_graph_max_segments=8 does not go with {says}"
     return breach(says, parallel={"cuda_graph_max_segments": 8, **(parallel or {})}, **of)
@@ -187,6 +193,11 @@ BREACHES = (
         {"world_size": 3},
         data={"micro_batch_size": 2},
     ),
+    # fp16
+    of_fp16("which parameters that parallel.data_parallel=fsdp cuts", parallel={"data_parallel": "fsdp"}),
+    of_fp16("which optimizer.optimizer=muon has none of", optimizer=MUON),
+    of_fp16("and experts would have one of their own", model=EXPERTS),
+    of_fp16("and train.distill.objective=distribution_matching would leave out steps", train=MATCHING),
     # eight bits
     of_fp8("give parallel.transformer_impl=transformer_engine", parallel={"transformer_impl": "local"}),
     of_fp8("train.fp8=hybrid stands beside train.precision=bf16, not fp32", train={"precision": "fp32"}),
@@ -219,7 +230,7 @@ BREACHES = (
     of_graphs("train.distill: leave that out", train=STUDENT),
     of_graphs("experts, whose tokens are others each time", model=EXPERTS),
     of_graphs("attention along one axis", model=ST_DIT),
-    of_graphs("float32: train.precision=bf16", train={"precision": "fp32"}),
+    of_graphs("train.precision=fp32: train.precision=bf16", train={"precision": "fp32"}),
     of_graphs("heads that the kernel for packs does not take", model={"head_dim": 12}),
     # Muon
     breach("needs whole matrices", optimizer=MUON, parallel={"data_parallel": "fsdp"}),

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -152,3 +153,32 @@ def ranks(slurm, monkeypatch) -> Path:
     monkeypatch.setenv("FAKE_SLURM_PREEMPT", f"{slurm / 'started'}:2")
     monkeypatch.setattr("megadit.train.slurm.scripts._preamble", lambda cluster: [])  # nor another torchrun before it
     return slurm
+
+
+@pytest.fixture
+def note(tmp_path) -> Callable[[str], str]:
+    """note("word"): a command that notes it, and its task; it fails while a file `word.fails` (`word.3.fails`) lies
+    there."""
+    return lambda word: (
+        f'name={word}; test -z "$TASK" || name=$name.$TASK; echo $name/$TASKS >> {tmp_path}/ran; '
+        f"! test -e {tmp_path}/$name.fails"
+    )
+
+
+@pytest.fixture
+def ran(tmp_path) -> Callable[[], list[str]]:
+    """ran(): what has been noted, in order."""
+    return lambda: (tmp_path / "ran").read_text().split() if (tmp_path / "ran").exists() else []
+
+
+@pytest.fixture
+def diamond(tmp_path, note) -> list[str]:
+    """left and right after first, last after both; right is an array of three."""
+    return [
+        f"folder={tmp_path / 'chain'}",
+        "cluster.gpus_per_node=0",
+        *(f"stages.{name}.command={note(name)}" for name in ("first", "left", "right", "last")),
+        "stages.right.after=[first]",
+        "stages.right.array=0-2%2",
+        "stages.last.after=[left,right]",
+    ]

@@ -81,6 +81,7 @@ def test_sbatch_lines_come_before_the_first_command():
         (["cluster.gpus_per_node=4"], "train.sh", "#SBATCH --gpus-per-node=4"),
         (["cluster.numa_binding=socket"], "train.sh", "--numa-binding=socket"),
         (["cluster.environment=[WANDB_PROJECT=dit]"], "export.sh", "export WANDB_PROJECT=dit"),
+        (["cluster.interconnect=efa"], "train.sh", "export FI_PROVIDER=efa"),
         (["cluster.setup=[module load cuda]"], "bundle.sh", "\nmodule load cuda\n"),
         (["cluster.container.image=lab/megadit:1"], "train.sh", "--container-image=lab/megadit:1"),
         (
@@ -95,6 +96,16 @@ def test_sbatch_lines_come_before_the_first_command():
 def test_every_setting_reaches_its_script(overrides, script, expected):
     assert expected not in scripts(chain(example=True))[script]
     assert expected in scripts(chain(*overrides, example=True))[script]
+
+
+@pytest.mark.parametrize("name", ["azure", "efa", "infiniband"])
+def test_a_preset_says_what_each_variable_is_for_and_the_user_s_own_wins(name):
+    lines = (EXAMPLE.parent / "interconnects" / f"{name}.yaml").read_text().splitlines()
+    assert all(line.lstrip().startswith(("#", "- ", "environment:")) for line in lines)
+    text = scripts(chain(f"cluster.interconnect={name}", "cluster.environment=[NCCL_SOCKET_IFNAME=eth9]", example=True))
+    exports = [line for line in text["train.sh"].splitlines() if line.startswith("export NCCL_SOCKET_IFNAME=")]
+    assert len(exports) == 2 and exports[-1].endswith("=eth9")
+    subprocess.run(["bash", "-uec", "\n".join(exports)], check=True)
 
 
 def test_no_gpus_asks_for_none_and_binds_nothing():

@@ -19,34 +19,6 @@ from megadit.train.slurm.config import ChainConfig
 HERE = ("cluster.gpus_per_node=0",)
 
 
-@pytest.fixture
-def note(tmp_path):
-    """note("word"): a command that notes it, and its task; it fails while a file `word.fails` (`word.3.fails`) lies
-    there."""
-    return lambda word: (
-        f'name={word}; test -z "$TASK" || name=$name.$TASK; echo $name/$TASKS >> {tmp_path}/ran; '
-        f"! test -e {tmp_path}/$name.fails"
-    )
-
-
-@pytest.fixture
-def ran(tmp_path):
-    return lambda: (tmp_path / "ran").read_text().split() if (tmp_path / "ran").exists() else []
-
-
-@pytest.fixture
-def diamond(tmp_path, note) -> list[str]:
-    """left and right after first, last after both; right is an array of three."""
-    return [
-        f"folder={tmp_path / 'chain'}",
-        *HERE,
-        *(f"stages.{name}.command={note(name)}" for name in ("first", "left", "right", "last")),
-        "stages.right.after=[first]",
-        "stages.right.array=0-2%2",
-        "stages.last.after=[left,right]",
-    ]
-
-
 def submitted(slurm) -> list[list[str]]:
     return [line.split() for line in (slurm / "sbatch.log").read_text().splitlines()]
 

@@ -13,6 +13,7 @@ from megadit.train.data.dataset_info import INFO_FILE
 from megadit.train.data.ingest import stages
 from megadit.train.data.ingest.download import Downloads
 from megadit.train.data.ingest.encodings import default_encodings, read_encodings
+from megadit.train.data.ingest.engine import choose_engine, run_on_ray
 from megadit.train.data.ingest.plan import Notes, Settings
 from megadit.train.data.ingest.pool import default_workers
 from megadit.train.data.ingest.sources import Listing, list_folder, list_webdataset
@@ -43,6 +44,8 @@ class PrepareOptions:
     encodings: Path | None = setting(None, "YAML list of encodings in place of these two")
     num_workers: int | None = setting(None, "decoding processes of a rank")
     part: str = setting("0/1", f"this job's part of {', '.join(stages.SHARED_STAGES)}: 3/100 is the fourth of 100")
+    engine: str = setting("none", "ray: parts are tasks of a cluster of Ray, or of one on this machine", metavar="NAME")
+    engine_tasks: int | None = setting(None, "for --engine: tasks of a stage (default: as many as have room)", low=1)
     stages: str | None = setting(None, f"only these of {','.join(stages.STAGES)}")
     redo: str | None = setting(None, "shards to make again (7, or 3:8 for 3 to 7), or failed: downloads that failed")
     overwrite: bool = setting(False, "start anew")
@@ -118,6 +121,9 @@ def prepare_command(kind: str, argv: list[str]) -> int:
     of, description = KINDS[kind]
     options = read_options(of, argv, prog=f"megadit prepare {kind}", description=description)
     common, notes = options.common, Notes(root=options.out)
+    if choose_engine(common.engine) == "ray":
+        _prepare_on_ray(kind, argv, common, notes)
+        return 0
     with join_team(Part.parse(common.part)) as team:
         names = _stages(common)
         if not team.is_whole and (alone := [name for name in names if name not in stages.SHARED_STAGES]):
@@ -156,6 +162,21 @@ def prepare_command(kind: str, argv: list[str]) -> int:
             return 0
         stages.run(preparation, names)
     return 0
+
+
+def _prepare_on_ray(kind: str, argv: list[str], common: PrepareOptions, notes: Notes) -> None:
+    if common.part != "0/1":
+        raise UserError("--engine ray divides the stages itself; leave out --part")
+    if common.overwrite and _is_ours(notes):
+        shutil.rmtree(notes.root)
+    run_on_ray(
+        prepare_command,
+        kind,
+        argv,
+        stages=[(name, name in stages.SHARED_STAGES) for name in _stages(common)],
+        num_workers=default_workers() if common.num_workers is None else common.num_workers,
+        num_tasks=common.engine_tasks,
+    )
 
 
 def _is_ours(notes: Notes) -> bool:

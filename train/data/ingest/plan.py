@@ -218,8 +218,10 @@ class Notes:
         path = self.settings
         if is_alone:
             self._clear_temporaries()
+        # looked for before the request is: parts that begin at once write that first of all
+        holds_files = self.root.exists() and (not self.root.is_dir() or any(map(_is_whole_file, self.root.rglob("*"))))
         if not path.is_file():
-            if self.root.exists() and (not self.root.is_dir() or any(map(_is_whole_file, self.root.rglob("*")))):
+            if holds_files:
                 raise UserError(f"{self.root} exists and is not a prepared data set; give another folder, or remove it")
             write_json(path, values)
             return

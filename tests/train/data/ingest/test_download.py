@@ -2,8 +2,10 @@
 
 import io
 import json
+import random
 import socket
 import threading
+import time
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -12,7 +14,7 @@ import pytest
 from PIL import Image
 
 from megadit.train.data import prepare
-from megadit.train.data.ingest import download, tables
+from megadit.train.data.ingest import download, plan, tables
 from megadit.train.data.ingest.download import Downloads, download_all, is_public
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -40,6 +42,7 @@ class Answers(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def answer_well(self) -> None:
+        time.sleep(self.server.delay)
         lost = self.path in self.server.lost
         self.answer(404) if lost else self.answer(200, picture(self.path))
 
@@ -101,7 +104,7 @@ def server():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
     server.request_queue_size = 128
     server.daemon_threads = True
-    server.asked, server.lost, server.stopped = Counter(), set(), threading.Event()
+    server.asked, server.lost, server.stopped, server.delay = Counter(), set(), threading.Event(), 0
     server.together = threading.Barrier(AT_ONCE)
     server.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -180,7 +183,7 @@ def test_a_private_address_is_refused_before_it_is_asked_anything(server, tmp_pa
     assert download_all({file: server.url + "/picture"}, shy) == {file: "private address"}
     monkeypatch.setattr(download, "is_public", lambda address: address == "127.0.0.1")
     other_server = ThreadingHTTPServer(("127.0.0.2", 0), Answers)
-    other_server.asked, other_server.lost = Counter(), set()
+    other_server.asked, other_server.lost, other_server.delay = Counter(), set(), 0
     threading.Thread(target=other_server.serve_forever, daemon=True).start()
     other = f"http://127.0.0.2:{other_server.server_port}/picture"
     assert download_all({file: f"{server.url}/to/{other}"}, shy) == {file: "private address"}
@@ -240,6 +243,22 @@ def test_parts_in_any_order_leave_what_one_process_leaves(table, tmp_path, count
     assert (parts / "megadit.json").is_file()
 
 
+def test_parts_may_begin_at_once(table, tmp_path, monkeypatch):
+    """While one looks whether the new folder is empty, another begins in it."""
+    out, is_whole_file = tmp_path / "parts", plan._is_whole_file
+    (out / "prepare").mkdir(parents=True)
+    others = ["not yet"]
+
+    def look(path):
+        if others == ["not yet"]:
+            others.clear()
+            others.append(prepare_hf(table, out, "--stages", "fetch", "--part", "1/2"))
+        return is_whole_file(path)
+
+    monkeypatch.setattr(plan, "_is_whole_file", look)
+    assert prepare_hf(table, out, "--stages", "fetch", "--part", "0/2") == 0 and others == [0]
+
+
 def test_a_part_divides_only_what_can_be_divided(table, tmp_path, capsys):
     assert prepare_hf(table, tmp_path / "out", "--part", "0/2") == 2
     assert "--part divides fetch, scan, encode; give --stages without select" in capsys.readouterr().err
@@ -278,6 +297,75 @@ def test_what_failed_is_fetched_when_it_is_asked_for_again(table, server, tmp_pa
     assert prepare_hf(table, tmp_path / "healthy") == 0
     for name in ("train-000000.tar", "report.json"):
         assert (out / name).read_bytes() == (tmp_path / "healthy" / name).read_bytes()
+
+
+def test_each_way_to_fail_is_counted_by_its_reason(server, tmp_path, quick, monkeypatch):
+    """Those that cannot be had beside nine that can, in one report."""
+    from pyarrow import parquet
+
+    monkeypatch.setattr(download, "is_public", lambda address: address == "127.0.0.1")
+    elsewhere = f"http://127.0.0.2:{server.server_port}/1.jpg"
+    paths = ["404", "gone/404.jpg", "hang", "drip", "cut", "large", "circle", f"to/{elsewhere}"]
+    server.lost = {"/gone/404.jpg"}
+    rows = {"url": [f"{server.url}/{path}" for path in [*paths, *(f"{number}.jpg" for number in range(9))]]}
+    (tmp_path / "table").mkdir()
+    parquet.write_table(pyarrow.table(rows), tmp_path / "table" / "train.parquet")
+    out = tmp_path / "out"
+    options = ("--download_seconds", "1.5", "--val_share", "0")
+    with ThreadingHTTPServer(("127.0.0.2", server.server_port), Answers) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        assert prepare.main(["hf", str(tmp_path / "table"), str(out), *PREPARE[:-1], *options]) == 0
+        other.shutdown()
+    report = json.loads((out / "report.json").read_text())
+    assert report["samples"]["train"] == 9 and report["skips"] == {
+        "not fetched: http 404": 2,
+        "not fetched: timed out": 2,
+        "not fetched: cut short": 1,
+        "not fetched: too large": 1,
+        "not fetched: redirected in circles": 1,
+        "not fetched: private address": 1,
+    }
+
+
+SMALL_UNITS = """
+import sys
+from megadit.train.data import prepare
+from megadit.train.data.ingest import tables
+tables.ROWS_OF_A_UNIT = 8
+sys.exit(prepare.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "tasks"), [(1, 1), (2, 1), (4, 1), (1, 2), (1, 4)])
+def test_killed_anywhere_it_leaves_the_same_bytes(table, server, start_ranks, wait_for, tmp_path, ranks, tasks):
+    """Ranks of torchrun, or tasks of an array, killed twice in each stage that they share, then let go to its end."""
+    assert prepare_hf(table, tmp_path / "whole") == 0
+    server.delay = 0.1
+    out, program, moments = tmp_path / "out", tmp_path / "small.py", random.Random(ranks + 10 * tasks)
+    program.write_text(SMALL_UNITS)
+
+    def start(stage: str) -> list:
+        parts = tasks if stage in ("fetch", "scan", "encode") else 1
+        words = [program, "hf", table, out, *PREPARE, "--downloads", "2", "--stages", stage]
+        return [rank for part in range(parts) for rank in start_ranks(ranks, *words, "--part", f"{part}/{parts}")]
+
+    num_killed = 0
+    for stage in ("fetch", "scan", "select", "encode", "index"):
+        for _ in range(2 if stage in ("fetch", "encode") else 0):
+            before, started = len(list(out.rglob("*"))), start(stage)
+            while len(list(out.rglob("*"))) == before and any(rank.poll() is None for rank in started):
+                time.sleep(0.01)
+            time.sleep(moments.uniform(0, 0.15))
+            num_killed += sum(rank.poll() is None for rank in started)
+            for rank in started:
+                rank.kill()
+                rank.wait()
+        wait_for(start(stage), code=0)
+    assert num_killed >= 2, "some were killed in the middle"
+    assert fetched(out) == fetched(tmp_path / "whole")
+    for name in ("train-000000.tar", "report.json"):
+        assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
 def test_downloads_obey_their_options(table, server, tmp_path, capsys):

@@ -1,0 +1,179 @@
+"""`megadit benchmark scaling`: how many samples a second more ranks train, beside the ideal, as a table and a picture.
+
+    megadit benchmark scaling FOLDER --recipe digits --ranks 1,2,4,8 [section.key=value ...]
+    torchrun --nnodes 2 --nproc-per-node 8 -m megadit.train.benchmarks.train --recipe NAME \\
+        --json FOLDER/ranks-16.json data.global_batch_size=16         # a row that this machine cannot measure
+
+Every data-parallel rank has as much to do in each row (`--packs` a step). Each row is a run of `megadit benchmark
+train`, whose figures stay in FOLDER: a second call measures what is missing. Rows of more ranks than there are devices
+here are said to be not measured, unless their figures are brought from where there are.
+"""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from megadit.models.shared.command import run_command
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import atomic_path, read_json, write_json
+from megadit.models.shared.options import read_options
+from megadit.models.shared.setting import setting
+from megadit.train.config.load import resolve_config
+from megadit.train.config.rules import check_layout
+
+NOT_MEASURED = "not measured"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScalingOptions:
+    folder: Path = setting(
+        help="for scaling.json, scaling.svg and every row's figures", positional=True, metavar="FOLDER"
+    )
+    overrides: tuple[str, ...] = setting((), "change single values", positional=True, metavar="section.key=value")
+    recipe: str = setting("digits", "the run whose steps are timed (default: {default})", metavar="NAME")
+    ranks: str = setting("1,2,4,8", "rows of the table (default: {default})", metavar="N,N")
+    packs: int = setting(1, "of a data-parallel rank in a step (default: {default})", low=1, metavar="N")
+    steps: int = setting(10, "timed in each row (default: {default})", low=1, metavar="N")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """So many ranks, and the samples that they train in a second; None: not measured."""
+
+    ranks: int
+    samples_per_second: float | None
+
+
+def ideal(rows: list[Row], ranks: int) -> float | None:
+    """What the fewest ranks that were measured do, so many times; None where nothing was."""
+    measured = [row for row in rows if row.samples_per_second is not None]
+    return measured[0].samples_per_second * ranks / measured[0].ranks if measured else None
+
+
+def devices_here() -> int:
+    """How many ranks can have one of their own."""
+    import torch
+
+    return torch.cuda.device_count() or len(os.sched_getaffinity(0))
+
+
+def measure(options: ScalingOptions, ranks: int, devices: int) -> Row:
+    """A row, from its file where that is there.
+
+    Raises:
+        UserError: if its run failed, with its last words; if the file has figures of another run.
+    """
+    file = options.folder / f"ranks-{ranks}.json"
+    if not file.is_file():
+        if ranks > devices:
+            return Row(ranks=ranks, samples_per_second=None)
+        command = [sys.executable, "-m", "megadit.train.benchmarks.train", "--recipe", options.recipe]
+        command += ["--steps", str(options.steps), "--json", str(file), *overrides_of(options, ranks)]
+        done = subprocess.run([*command, "--nproc", str(ranks)], capture_output=True, text=True)
+        if done.returncode:
+            raise UserError(f"{ranks} ranks: {(done.stderr.strip().splitlines() or ['failed'])[-1]}")
+    record = read_json(file)
+    if (record["recipe"], record["machine"]["ranks"]) != (options.recipe, ranks):
+        raise UserError(f"{file} has figures of {record['recipe']} on {record['machine']['ranks']} ranks; delete it")
+    figures = record["figures"]
+    return Row(ranks=ranks, samples_per_second=figures["samples_per_step"] / figures["seconds"])
+
+
+def overrides_of(options: ScalingOptions, ranks: int) -> list[str]:
+    """Those of a row: as many packs for each copy of the model as in any other.
+
+    Raises:
+        UserError: if the ranks cannot be divided among copies.
+    """
+    config = resolve_config(options.recipe, overrides=["data.mock=true", *options.overrides])
+    copies = max(1, ranks // config.parallel.sizes.model_parallel_size)
+    batch = f"data.global_batch_size={options.packs * copies * config.data.micro_batch_size}"
+    check_layout(resolve_config(options.recipe, overrides=["data.mock=true", *options.overrides, batch]), ranks)
+    return [*options.overrides, batch]
+
+
+def rows_asked_for(text: str) -> list[int]:
+    """`4,1` is 1 and 4.
+
+    Raises:
+        UserError: for anything but numbers from 1.
+    """
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise UserError(f"--ranks {text}: write numbers of ranks, such as 1,2,4,8")
+    return sorted({int(part) for part in parts})
+
+
+def table_of(rows: list[Row]) -> Table:
+    table = Table("ranks", "samples/s", "ideal", "speedup", "of ideal")
+    for row in rows:
+        found, best = row.samples_per_second, ideal(rows, row.ranks)
+        first = None if best is None else best / row.ranks
+        table.add_row(
+            str(row.ranks),
+            NOT_MEASURED if found is None else f"{found:,.2f}",
+            NOT_MEASURED if best is None else f"{best:,.2f}",
+            NOT_MEASURED if found is None else f"{found / first:.2f}",
+            NOT_MEASURED if found is None else f"{found / best:.0%}",
+        )
+    return table
+
+
+def draw(rows: list[Row], title: str, path: Path) -> None:
+    """Measured rows as a line, the ideal dashed, and a mark on the axis where nothing was measured."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    measured = [row for row in rows if row.samples_per_second is not None]
+    figure, plot = plt.subplots(figsize=(6, 4), layout="constrained")
+    places = [row.ranks for row in rows]
+    if measured:
+        plot.loglog(places, [ideal(rows, ranks) for ranks in places], "k--", label="ideal")
+        plot.loglog(
+            [row.ranks for row in measured], [row.samples_per_second for row in measured], "o-", label="measured"
+        )
+    for row in rows:
+        if row.samples_per_second is None:
+            plot.axvline(row.ranks, color="0.8", label=f"{row.ranks}: {NOT_MEASURED}")
+    plot.set(xlabel="ranks", ylabel="samples/s", title=title, xticks=places, xticklabels=places)
+    plot.legend()
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, format=path.suffix[1:])
+    plt.close(figure)
+
+
+def _run(argv: list[str]) -> None:
+    options = read_options(
+        ScalingOptions,
+        argv,
+        prog="megadit benchmark scaling",
+        description="Samples a second by the number of ranks, measured; what cannot be measured here is said to be so.",
+    )
+    options.folder.mkdir(parents=True, exist_ok=True)
+    counts = rows_asked_for(options.ranks)
+    for ranks in counts:
+        overrides_of(options, ranks)  # what cannot be is told before anything is measured
+    devices, rows = devices_here(), []
+    for ranks in counts:
+        rows.append(measure(options, ranks, devices))
+        print(f"{ranks} ranks: {rows[-1].samples_per_second or NOT_MEASURED}", flush=True)
+    values = [{"ranks": row.ranks, "samples_per_second": row.samples_per_second} for row in rows]
+    write_json(options.folder / "scaling.json", {"recipe": options.recipe, "packs": options.packs, "rows": values})
+    draw(rows, f"{options.recipe}, packs of a copy in a step: {options.packs}", options.folder / "scaling.svg")
+    Console().print(table_of(rows))
+    print(options.folder / "scaling.svg")
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run_command(_run, sys.argv[1:] if argv is None else argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
