@@ -44,22 +44,25 @@ def command(teacher, data, out, *more):
 @pytest.mark.slow
 def test_stages_follow_one_another_and_go_on_where_they_were(teacher, tiny_dataset, tmp_path, capfd):
     told = command(teacher, tiny_dataset, tmp_path / "out", "--calls", "2", "--spread", "0.01", "100", "--nproc", "1")
-    assert main([*told, "distribution_matching.train.distill.critic_updates=1", "data.num_workers=0"]) == 0
+    told += ["--pairs", "6", "--pair_steps", "3"]
+    assert main([*told, "regression.optimizer.lr=0.001", "data.num_workers=0"]) == 0
     student = Bundle.open(tmp_path / "out" / "bundle")
     assert student.defaults.sampler == "restart" and student.defaults.guidance == 1
     assert student.defaults.sigmas == student_sigmas(Bundle.open(teacher), 2)
-    first, second = (tmp_path / "out" / name for name in ("1_guidance", "2_distribution_matching"))
+    first, second = (tmp_path / "out" / name for name in ("1_guidance", "2_regression"))
     assert "objective: guidance" in (first / "config.yaml").read_text()
     config = (second / "config.yaml").read_text()
-    assert "critic_updates: 1" in config and f"teacher: {first / 'bundle'}" in config
+    assert "lr: 0.001" in config and f"path: {tmp_path / 'out' / 'pairs' / 'dataset'}" in config and f"teacher: {first / 'bundle'}" in config
     assert json.loads((second / "comparison.json").read_text())["count"] == 16
     (video,) = TextToVideo.load(student, device="cpu").generate(["sample number 3"])
     assert video.settings.num_steps == 2
 
+    asked = json.loads((tmp_path / "out" / "pairs" / "dataset" / "trajectories.json").read_text())
+    assert (asked["count"], asked["settings"]["num_steps"], asked["settings"]["sampler"]) == (6, 3, "euler")
     shutil.rmtree(tmp_path / "out" / "bundle")
     shutil.rmtree(second / "bundle")
     capfd.readouterr()
-    assert main([*told, "distribution_matching.train.distill.critic_updates=1", "data.num_workers=0"]) == 0
+    assert main([*told, "regression.optimizer.lr=0.001", "data.num_workers=0"]) == 0
     said = capfd.readouterr().out
     assert "all steps are done in" in said and "step 1/2" not in said, "nothing is trained again"
     again = Bundle.open(tmp_path / "out" / "bundle")
