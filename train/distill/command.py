@@ -61,7 +61,10 @@ class DistillOptions:
     sigmas: Sequence[float] = setting((), "noise levels of these calls, decreasing (default: chosen)", above=0)
     guidance: float | None = setting(None, "the teacher's scale (default: its own)", low=1)
     nproc: int = setting(1, "ranks on this machine (default: {default})", low=1)
-    pairs: int = setting(4096, "videos of the teacher that regression learns from (default: {default})", above=0)
+    pairs: Path | None = setting(
+        None, "what regression learns from, of `megadit prepare trajectories` (default: made of the teacher)"
+    )
+    num_pairs: int = setting(4096, "videos of the teacher to make for that (default: {default})", above=0)
     pair_steps: int = setting(20, "solver steps of the teacher for each of these (default: {default})", above=0)
     prompts: str = setting("", "for the check: a text file, one a line (default: captions of --data)", metavar="PATH")
     count: int = setting(64, "prompts of the check, two videos each (default: {default})", low=8)
@@ -210,12 +213,14 @@ def _run(argv: list[str]) -> None:
 
 def _pairs(options: DistillOptions, teacher: Bundle) -> str:
     """The folder of the pairs that the first teacher makes, of captions that the student is to see."""
+    if options.pairs is not None:
+        return str(options.pairs)
     captions = iter_captions(Path(options.data), "train") if options.data else prompts_of(options.prompts, None, None, None)
     path = make_pairs(
         options.out / "pairs",
         teacher,
         captions,
-        count=options.pairs,
+        count=options.num_pairs,
         num_steps=options.pair_steps,
         guidance=options.guidance or teacher.defaults.guidance,
         num_processes=options.nproc,

@@ -182,12 +182,13 @@ def test_no_prompt_and_foreign_folders_are_refused(bundle, tmp_path, capsys):
     assert "was not begun by this command" in capsys.readouterr().err
 
 
-def test_every_option_reaches_the_samples(bundle, tmp_path, monkeypatch):
+@pytest.mark.parametrize("purpose", ["prior", "trajectories"])
+def test_every_option_reaches_the_samples(bundle, tmp_path, monkeypatch, purpose):
     asked = []
     monkeypatch.setattr(prior, "write_shards", lambda out, pipeline, wanted, team: asked.append((pipeline, wanted)))
     monkeypatch.setattr(prior, "describe_dataset", lambda *_: None)
     (tmp_path / "prompts.txt").write_text("a small dog")
-    out = ["prior", str(bundle), str(tmp_path / "out")]
+    out = [purpose, str(bundle), str(tmp_path / "out")]
 
     def wanted(*more):
         assert prepare.main([*out, *more, "--overwrite"]) == 0

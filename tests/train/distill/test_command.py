@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,7 +45,7 @@ def command(teacher, data, out, *more):
 @pytest.mark.slow
 def test_stages_follow_one_another_and_go_on_where_they_were(teacher, tiny_dataset, tmp_path, capfd):
     told = command(teacher, tiny_dataset, tmp_path / "out", "--calls", "2", "--spread", "0.01", "100", "--nproc", "1")
-    told += ["--pairs", "6", "--pair_steps", "3"]
+    told += ["--num_pairs", "6", "--pair_steps", "3"]
     assert main([*told, "regression.optimizer.lr=0.001", "data.num_workers=0"]) == 0
     student = Bundle.open(tmp_path / "out" / "bundle")
     assert student.defaults.sampler == "restart" and student.defaults.guidance == 1
@@ -194,3 +195,17 @@ def test_every_option_reaches_its_part(tmp_path, monkeypatch):
     shutil.rmtree(out)
     assert main([str(bundle), str(out), *more, "--spread", "0.5", "1.7", "--distance", "1.2"]) == 2
     assert not (out / "bundle").exists()
+    shutil.rmtree(out)
+    monkeypatch.setattr("megadit.train.distill.pairs.launch", lambda *request, **ranks: made.append((request, ranks)))
+    of_pairs = ["--recipe", "digits", "--prompts", more[more.index("--prompts") + 1], "--stages", "regression"]
+    made, steps = [], ["--num_pairs", "5", "--pair_steps", "3", "--nproc", "2"]
+    assert main([str(bundle), str(out), *of_pairs, *steps, "--guidance", "4"]) == 0
+    ((module, request), ranks) = made[0]
+    assert module == "megadit.train.data.prepare" and ranks == {"num_processes": 2} and request[0] == "trajectories"
+    told = dict(zip(request[3::2], request[4::2], strict=True))
+    assert (told["--count"], told["--num_steps"], told["--guidance"], told["--eta"]) == ("5", "3", "4", "0")
+    assert {"a cat", "a dog"} == {json.loads(line)["prompt"] for line in Path(told["--prompt_file"]).open()}
+    assert f"data.path={out / 'pairs' / 'dataset'}" in asked[-2][1]
+    shutil.rmtree(out)
+    assert main([str(bundle), str(out), *of_pairs, "--pairs", "elsewhere"]) == 0
+    assert len(made) == 1 and "data.path=elsewhere" in asked[-2][1]
