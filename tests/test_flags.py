@@ -91,6 +91,12 @@ SHOWN_BY = {
             --guidance --num_video_frames --height --width --fps --negative_prompt --eta
         """
     },
+    "prepare trajectories": {
+        "train/data/test_prior.py::test_every_option_reaches_the_samples": """
+            --prompt --prompt_file --count --seed --batch_size --device --dtype --overwrite --sampler --num_steps
+            --guidance --num_video_frames --height --width --fps --negative_prompt --eta
+        """
+    },
     "prepare edits": {
         "train/data/test_edits.py::test_videos_are_cut_alike": "--fps --num_frames",
         "train/data/test_edits.py::test_a_second_run_goes_on_and_another_is_refused": (
@@ -153,7 +159,7 @@ SHOWN_BY = {
     "distill": {
         "train/distill/test_command.py::test_every_option_reaches_its_part": """
             --data --recipe --config-file --stages --calls --sigmas --guidance --nproc --prompts --count --extractors
-            --spread --distance --device
+            --spread --distance --device --pairs --num_pairs --pair_steps
         """,
     },
     "tune-sampler": {

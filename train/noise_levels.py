@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megadit.models.config import DiTConfig
 from megadit.models.layout import PackLayout
 from megadit.models.noise import Stream, normal
 from megadit.train.config.schema import DiffusionConfig
@@ -58,6 +59,26 @@ def draw_sigma(noise_key_G: Tensor, diffusion: DiffusionConfig, layout: PackLayo
         return sigma_G
     tokens_G = torch.tensor([segment.num_tokens for segment in layout.segments], device=sigma_G.device)
     return sigma_G * (tokens_G / diffusion.shift_tokens).sqrt()
+
+
+def initial_noise(batch: PackedBatch, model: DiTConfig) -> Tensor:
+    """The unit noise [S, 1, P] that sampling begins with under the seeds of the pack's videos: the numbers of
+    `noise.latent_noise`, token by token, whichever of the tokens this rank has."""
+    layout, tensors = batch.layout, batch.layout.on(batch.seed_key_G.device)
+    segment_S, token_S = tensors.segment_of_token_S, tensors.position_in_segment_S
+    grid_G3 = torch.tensor([segment.grid for segment in layout.segments], device=token_S.device)
+    height_S, width_S = grid_G3[segment_S, 1:].unbind(-1)
+    patch = (model.patch_temporal, model.patch_spatial, model.patch_spatial)
+    places = (token_S // (height_S * width_S), token_S // width_S % height_S, token_S % width_S)
+    inner_K3 = torch.cartesian_prod(*(torch.arange(side, device=token_S.device) for side in patch)).view(-1, 3)
+    t_SK, h_SK, w_SK = (
+        place_S[:, None] * side + inner_K for place_S, side, inner_K in zip(places, patch, inner_K3.T, strict=True)
+    )
+    sides = height_S[:, None] * model.patch_spatial, width_S[:, None] * model.patch_spatial
+    position_SK = (t_SK * sides[0] + h_SK) * sides[1] + w_SK
+    key_R = batch.seed_key_G[segment_S].repeat_interleave(len(inner_K3))
+    noise_RC = normal(key_R, position_SK.flatten(), batch.tokens_S1P.shape[-1] // len(inner_K3), stream=Stream.NOISE)
+    return noise_RC.reshape(len(token_S), 1, -1)
 
 
 def token_noise(batch: PackedBatch, stream: int = Stream.NOISE) -> Tensor:

@@ -47,6 +47,7 @@ class ShardedDenoiser:
             layout=pack.layout,
             fps_G=pack.fps_G,
             noise_key_G=torch.zeros(pack.layout.num_segments, dtype=torch.long, device=self.device),
+            seed_key_G=torch.zeros(pack.layout.num_segments, dtype=torch.long, device=self.device),
             loss_weight_G=torch.ones_like(pack.fps_G),
             sample_ids=("",) * pack.layout.num_segments,
         )

@@ -235,9 +235,12 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     boundary = manifest.get("boundary", 0.5)
     if not isinstance(boundary, float) or not 0 < boundary < 1:
         raise UserError(f"{file}: boundary is {boundary!r:.60}, not a share of the noise between 0 and 1")
-    for name in ("parts", "fingerprints", "defaults", "files"):
-        if not isinstance(manifest[name], dict):
+    for name in ("parts", "fingerprints", "defaults", "files", "training", "licence"):
+        if not isinstance(manifest.get(name) or {}, dict):
             raise UserError(f"{file}: {name} is {manifest[name]!r:.60}, not names and values")
+    given = (manifest.get("training") or {}).get("given") or []
+    if not isinstance(given, list | dict) or not all(isinstance(use, str) for use in given):
+        raise UserError(f"{file}: training.given is {given!r:.60}, not names")
     for name, expected in manifest["files"].items():
         if not isinstance(expected, dict) or not {"bytes", "sha256"} <= expected.keys():
             raise UserError(f"{file} gives no size and checksum of {name!r:.60}")

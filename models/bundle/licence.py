@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megadit.models.shared.errors import UserError
+
 _FILES = re.compile(r"(licen[cs]e|notice|copying|use[_-]policy)", re.IGNORECASE)
 _IN_CARD = re.compile(r"^(?:license|license_name|license_link):\s*[\"']?(.+?)[\"']?\s*$", re.MULTILINE)
 _FAMILIES_WITH_GUARDRAIL = ("cosmos",)
@@ -32,7 +34,15 @@ class Licence:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Licence":
-        return cls(name=values["name"], asks_for_guardrail=values["asks_for_guardrail"])
+        """What `to_dict` gave.
+
+        Raises:
+            UserError: for anything else: nobody knows then what the licence asks for.
+        """
+        name, asks_for_guardrail = values.get("name"), values.get("asks_for_guardrail")
+        if not isinstance(name, str) or not isinstance(asks_for_guardrail, bool):
+            raise UserError(f"the licence {dict(values)!r:.100} has no name, or does not say if it asks for a guardrail")
+        return cls(name=name, asks_for_guardrail=asks_for_guardrail)
 
 
 def find_licence(source: Path, family: str) -> Licence:

@@ -5,7 +5,7 @@ from typing import Literal
 
 from megadit.models.shared.setting import check_settings, setting
 
-ObjectiveName = Literal["guidance", "progressive", "consistency", "distribution_matching"]
+ObjectiveName = Literal["guidance", "progressive", "consistency", "regression", "distribution_matching"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,6 +17,7 @@ class DistillConfig:
     objective: ObjectiveName
     """What the student answers: at every noise level what the guided teacher does (`guidance`, arXiv 2210.03142), where
     `teacher_steps` of its Euler steps lead (`progressive`, 2202.00512), where its ODE ends (`consistency`, 2303.01469),
+    the video that it made of that noise (`regression`, 2101.02388; of `megadit prepare trajectories`),
     or, of noise, videos distributed as the teacher's (`distribution_matching`, 2405.14867)."""
     guidance: float = setting(1.0, low=1)
     """Scale of the teacher's classifier-free guidance; 1 asks it once, as is right of one that is distilled itself."""
@@ -39,6 +40,11 @@ class DistillConfig:
         return self.objective == "distribution_matching"
 
     @property
+    def learns_of_pairs(self) -> bool:
+        """Of noise and what the teacher made of it, in place of samples."""
+        return self.objective == "regression"
+
+    @property
     def forwards(self) -> float:
         """Forward passes of a step beside the student's own with its backward, a mean over what is drawn; of a critic's
         update, too, whose backward is two."""
@@ -48,5 +54,6 @@ class DistillConfig:
             "guidance": of_teacher,
             "progressive": of_teacher * self.teacher_steps,
             "consistency": of_teacher + 1,
+            "regression": 0,
             "distribution_matching": way + of_teacher + 1 + self.critic_updates * (way + 1 + 3),
         }[self.objective]

@@ -160,6 +160,12 @@ RULES: tuple[Rule[Run], ...] = (
         remedy="{train.distill.objective=} needs the noise levels of the student's calls: "
         "train.distill.sigmas=[80,6,1.3,0.3]",
     ),
+    Rule(
+        when=lambda run: run.is_student and run.train.distill.learns_of_pairs,
+        needs=lambda run: not run.data.given and run.data.encode != "on_the_fly",
+        remedy="{train.distill.objective=} learns what the teacher made of noise and text alone: leave out data.given, "
+        "and give latents (`megadit prepare trajectories`)",
+    ),
     accepted_by(check_student_sigmas, where="train.distill.", when=attrgetter("is_student")),
     Rule(
         when=lambda run: run.is_student and run.train.distill.objective == "distribution_matching",

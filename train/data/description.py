@@ -31,6 +31,8 @@ class Description:
     aesthetic_score: float | None
     is_prior: bool = False
     """Whether a model made it (`megadit prepare prior`)."""
+    seed: int | None = None
+    """Of a video that a model made."""
     frame_times: tuple[float, ...] = ()
     """When the frames are that were encoded as images, in latent frames."""
     keyframes: tuple[int, ...] = ()
@@ -60,6 +62,7 @@ def read_description(content: bytes) -> Description:
         fps=fps,
         aesthetic_score=_number(values, "aesthetic_score"),
         is_prior=_truth(values, "prior"),
+        seed=_seed(values),
         frame_times=_times(values, "frame_times"),
         keyframes=tuple(map(int, _times(values, "keyframes"))),
     )
@@ -69,6 +72,13 @@ def _truth(values: dict[str, Any], name: str) -> bool:
     value = values.get(name, False)
     if not isinstance(value, bool):
         raise UnreadableSampleError(f"its {name} is {str(value)[:20]!r}, not true or false")
+    return value
+
+
+def _seed(values: dict[str, Any]) -> int | None:
+    value = values.get("seed")
+    if value is not None and (type(value) is not int or not 0 <= value < 1 << 63):
+        raise UnreadableSampleError(f"its seed is {str(value)[:20]!r}, not a whole number from 0")
     return value
 
 

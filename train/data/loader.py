@@ -235,6 +235,7 @@ def _pack_format(config: RunConfig, *, training: bool) -> PackFormat:
         text_dropout=data.text_dropout if training else 0.0,
         prior_text_dropout=data.prior_text_dropout if training else None,
         prior_weight=data.prior_weight,
+        needs_seed=config.train.distill is not None and config.train.distill.learns_of_pairs,
         given=parse_uses(data.given),
         given_dropout=data.given_dropout,
     )

@@ -107,6 +107,7 @@ class MockLoader:
                 latent_CTHW=model.sigma_data * torch.randn(model.in_channels, T, H, W, generator=generator),
                 text_LE=torch.randn(text_length, model.crossattn_emb_size, generator=generator),
                 fps=FPS if T > 1 else 0.0,
+                seed=number + index,
             )
             yield self._with_given(sample, number + index) if self.format.given else sample
 

@@ -15,18 +15,18 @@ from torch import Tensor
 from megadit.models.config import DiTConfig
 from megadit.models.embeddings import patchify
 from megadit.models.layout import PackLayout
-from megadit.models.noise import Stream, sample_key, uniform
+from megadit.models.noise import Stream, sample_key, seed_key, uniform
 from megadit.models.segments import Segment, TokenMesh
 from megadit.models.transfer import sent_together
 from megadit.train.data.given import Drawn, GivenPart, draw
 from megadit.train.data.training_sample import TrainingSample
 
 REFUSALS = (
-    "unreadable", "other_dtype", "other_channels", "other_text_width", "low_score", "odd_size", "too_long", "long_text",
+    "unreadable", "other_dtype", "other_channels", "other_text_width", "low_score", "no_seed", "odd_size", "too_long", "long_text",
     "not_finite", "too_large",
 )  # fmt: skip
 """Why samples are left out; `rules` says it in words."""
-BATCH_TENSORS = ("tokens_S1P", "text_L1E", "fps_G", "noise_key_G", "loss_weight_G")
+BATCH_TENSORS = ("tokens_S1P", "text_L1E", "fps_G", "noise_key_G", "seed_key_G", "loss_weight_G")
 """The fields of a `PackedBatch` that are tensors."""
 
 
@@ -43,6 +43,8 @@ class PackedBatch:
     """float32, 0 for images and padding."""
     noise_key_G: Tensor
     """int64 keys of `models.noise`, which decide noise, sigma and text dropout of each sample; 0 for padding."""
+    seed_key_G: Tensor
+    """int64 keys of the seeds of videos that a model made (`noise.seed_key`); 0 for others and padding."""
     loss_weight_G: Tensor
     """float32, what the loss of each sample counts; 1 but for prior samples."""
     sample_ids: tuple[str, ...]
@@ -92,6 +94,7 @@ class PackedBatch:
             layout=PackLayout.concatenate([pack.layout for pack in packs]),
             fps_G=torch.cat([pack.fps_G for pack in packs]),
             noise_key_G=torch.cat([pack.noise_key_G for pack in packs]),
+            seed_key_G=torch.cat([pack.seed_key_G for pack in packs]),
             loss_weight_G=torch.cat([pack.loss_weight_G for pack in packs]),
             sample_ids=tuple(sample_id for pack in packs for sample_id in pack.sample_ids),
             refused=tuple(map(sum, zip(*(pack.refused for pack in packs), strict=True))),
@@ -114,6 +117,8 @@ class PackFormat:
     """What the loss of a prior sample counts."""
     prior_text_dropout: float | None = None
     """Share of prior samples whose text is dropped; None is `text_dropout`."""
+    needs_seed: bool = False
+    """Whether samples have to be videos that a model made, of a seed that they name."""
     given: tuple[tuple[str, float], ...] = ()
     """(use, share of samples) of what is given; see `given.draw`, which also says what `given_dropout` means."""
     given_dropout: tuple[float, float, float] = (0.0, 0.0, 0.0)
@@ -153,6 +158,10 @@ class PackFormat:
             layout=layout,
             fps_G=torch.tensor([sample.fps for sample in samples] + [0.0] * num_padding, dtype=torch.float32),
             noise_key_G=torch.tensor(keys + [0] * num_padding, dtype=torch.long),
+            seed_key_G=torch.tensor(
+                [0 if sample.seed is None else seed_key(sample.seed) for sample in samples] + [0] * num_padding,
+                dtype=torch.long,
+            ),
             loss_weight_G=torch.tensor(
                 [self.prior_weight if sample.is_prior else 1.0 for sample in samples] + [1.0] * num_padding
             ),

@@ -199,6 +199,7 @@ SOURCES: dict[str, Callable[[list[str]], int]] = {
     **ingest.commands(),
     "nemo": nemo_command,
     "prior": prior.command,
+    "trajectories": prior.trajectories_command,
     "edits": edits.command,
 }
 """Source -> its command, which takes the arguments after the source's name."""

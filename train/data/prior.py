@@ -1,11 +1,16 @@
-"""`megadit prepare prior BUNDLE OUT`: what a model makes of a class, kept as a data set of its own.
+"""`megadit prepare prior BUNDLE OUT`, `prepare trajectories`: what a model makes, kept as a data set of its own.
 
     megadit prepare prior BUNDLE data/dogs --prompt "a dog" --count 200 --guidance 1
+    megadit prepare trajectories BUNDLE data/pairs --prompt_file captions.txt --count 20000 --sampler euler
 
-A model that is taught one subject forgets what the subject's class looks like, unless it also sees what it made before
-(DreamBooth, arXiv 2208.12242, section 3.3). `data.prior_weight` says what these samples count; blend them with those of
-the subject (README.md, "Mixing"). Videos are sampled straight to latents, prompt after prompt, sample n from seed n.
+A prior is of a class: a model that is taught one subject forgets what the subject's class looks like, unless it also
+sees what it made before (DreamBooth, arXiv 2208.12242, section 3.3). `data.prior_weight` says what these samples count;
+blend them with those of the subject (README.md, "Mixing").
 
+Trajectories have a beginning and an end: a student learns to go from the noise of a seed to its video in one call
+(`train.distill.objective=regression`), which noise that is added on the way would hide.
+
+Videos are sampled straight to latents, prompt after prompt, sample n from seed n.
 Under torchrun the ranks share the shards; killed at any moment, the same command goes on and leaves the same bytes.
 """
 
@@ -14,10 +19,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megadit.infer.checkpoints import open_bundle
 from megadit.infer.outputs import checkpoint_fingerprint
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.resolve import latent_size, resolve_settings
+from megadit.infer.samplers import settings_randomness
 from megadit.infer.specs import prompt_lines
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.settings import OF_PROMPTS, GivenSettings, SamplingSettings
@@ -31,8 +39,36 @@ from megadit.train.data.writer import describe_dataset, is_prepared, sample_memb
 
 SHARD_SIZE = 64
 """Samples of a shard, the unit that ranks share and a killed run loses."""
-REQUEST_FILE = "prior.json"
-"""What was asked for: shards of another request are never mixed in."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Purpose:
+    """What samples are made for, which decides how they are described."""
+
+    name: str
+    """Begins their keys."""
+    description: str
+    is_prior: bool
+    next: str
+
+    @property
+    def request_file(self) -> str:
+        """What was asked for: shards of another request are never mixed in."""
+        return f"{self.name}.json"
+
+
+PRIOR = Purpose(
+    name="prior",
+    description="Samples of a class, made by the model itself.",
+    is_prior=True,
+    next="blend them with those of the subject, see data.prior_weight",
+)
+TRAJECTORIES = Purpose(
+    name="trajectories",
+    description="Videos that a model makes of known noise, for students to learn from.",
+    is_prior=False,
+    next="learn of them with train.distill.objective=regression",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,8 +90,9 @@ class PriorOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prior:
-    """The samples of a class that a model makes."""
+    """The samples that a model makes."""
 
+    purpose: Purpose
     prompts: Sequence[str]
     settings: SamplingSettings
     count: int
@@ -78,22 +115,34 @@ class Prior:
 
 def command(argv: list[str]) -> int:
     """Runs `megadit prepare prior`."""
+    return _prepare(argv, PRIOR)
+
+
+def trajectories_command(argv: list[str]) -> int:
+    """Runs `megadit prepare trajectories`."""
+    return _prepare(argv, TRAJECTORIES)
+
+
+def _prepare(argv: list[str], purpose: Purpose) -> int:
     options = read_options(
-        PriorOptions, argv, prog="megadit prepare prior", description="Samples of a class, made by the model itself."
+        PriorOptions, argv, prog=f"megadit prepare {purpose.name}", description=purpose.description
     )
     bundle = open_bundle(options.bundle)
     prior = Prior(
+        purpose=purpose,
         prompts=_prompts(options),
         settings=resolve_settings(bundle.defaults, **asdict(options.settings)),
         count=options.count,
         seed=options.seed,
         batch_size=options.batch_size,
     )
+    if purpose is TRAJECTORIES:
+        _check_ode(prior.settings)
     tokenizer, text_encoder = bundle.load_tokenizer(), bundle.load_text_encoder()
     latent_size(prior.settings, bundle.config, tokenizer)  # refuses sizes before anything is written
     with join_team(Part()) as team:
         if team.is_first:
-            begin(options.out, REQUEST_FILE, prior.request(bundle), overwrite=options.overwrite)
+            begin(options.out, purpose.request_file, prior.request(bundle), overwrite=options.overwrite)
         team.wait()
         if not is_prepared(options.out):
             pipeline = TextToVideo.from_pretrained(
@@ -109,17 +158,25 @@ def command(argv: list[str]) -> int:
                 write_encoders(options.out, tokenizer, text_encoder)
                 describe_dataset(options.out, tokenizer, text_encoder, {"train": prior.count, "val": 0})
         if team.is_first:
-            print(f"{options.out}: {prior.count} samples; blend them with those of the subject, see data.prior_weight")
+            print(f"{options.out}: {prior.count} samples; {purpose.next}")
     return 0
+
+
+def _check_ode(settings: SamplingSettings) -> None:
+    if settings_randomness(settings, torch.zeros(1, dtype=torch.long), (1, 1, 1, 1)):
+        raise UserError(
+            f"the sampler {settings.sampler} adds noise on its way (eta={settings.eta:g}, churn={settings.churn:g}), "
+            "and a video would not follow from its seed's noise alone: give --sampler euler --eta 0, or dpmpp_2m, which adds none"
+        )
 
 
 def _prompts(options: PriorOptions) -> list[str]:
     lines = prompt_lines(options.prompt_file)
     if any(len(line) > 1 for line in lines):
-        raise UserError(f"{options.prompt_file} may hold prompts alone: all samples of a prior share their settings")
+        raise UserError(f"{options.prompt_file} may hold prompts alone: all samples share their settings")
     prompts = [*options.prompt, *(line["prompt"] for line in lines)]
     if not prompts:
-        raise UserError('there is no prompt; name the class with --prompt "a dog" or --prompt_file FILE')
+        raise UserError('there is no prompt; give --prompt "a dog" or --prompt_file FILE')
     return prompts
 
 
@@ -145,8 +202,8 @@ def _members(pipeline: TextToVideo, prior: Prior, numbers: range, bar: Progress)
             "height": settings.height,
             "width": settings.width,
             "fps": settings.fps if settings.num_frames > 1 else 0.0,
-            "prior": True,
-        }
+            "seed": prior.seed + number,
+        } | ({"prior": True} if prior.purpose.is_prior else {})
         tensors = {"latent": video.latents_CTHW.half()} | ({"text": text_LE.cpu().half()} if len(text_LE) else {})
-        yield from sample_members(f"prior-{prior.seed + number:08d}", description, tensors)
+        yield from sample_members(f"{prior.purpose.name}-{prior.seed + number:08d}", description, tensors)
         bar.advance(1)

@@ -58,6 +58,7 @@ class Rules:
             latent_CTHW=sample.latent_CTHW[:, :most],
             reference_CTHW=None if reference is None else reference[:, :most],
             frames=frames,
+            seed=None,  # its noise was that of the whole
         )
 
     def is_kept(self, sample: TrainingSample) -> bool:
@@ -87,6 +88,8 @@ class Rules:
         if self.min_aesthetic_score is not None and not (sample.aesthetic_score or 0) >= self.min_aesthetic_score:
             least = f"{self.min_aesthetic_score:g}"
             return "low_score", f"its aesthetic score is below data.min_aesthetic_score, {least}, or missing"
+        if self.format.needs_seed and sample.seed is None:
+            return "no_seed", "it names no seed; train.distill.objective=regression learns of `prepare trajectories`"
         try:
             num_tokens, text_slots = self.format.lengths(sample)
         except UserError as error:

@@ -113,6 +113,7 @@ def training_sample(
         width=description.width,
         aesthetic_score=description.aesthetic_score,
         is_prior=description.is_prior,
+        seed=description.seed,
     )
 
 

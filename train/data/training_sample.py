@@ -59,6 +59,8 @@ class TrainingSample:
     aesthetic_score: float | None = None
     is_prior: bool = False
     """Whether a model made it, to keep what it can do while it learns something else (`megadit prepare prior`)."""
+    seed: int | None = None
+    """Of a video that a model made: the seed that decided its initial noise."""
     reference_CTHW: Tensor | None = None
     """The clip that its text, an instruction, changes into this one (`megadit prepare edits`)."""
     given_text_LE: Tensor | None = None

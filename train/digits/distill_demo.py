@@ -27,6 +27,8 @@ from megadit.train.digits.stages import FollowingDemo, Stage, following_demo, ru
 from megadit.train.distill.check import spread
 
 TEACHER = "teacher"
+PAIRS_OF_STEP = 8
+"""Where --steps asks for fewer, so that they are not most of the time."""
 TWICE = 3
 """Of every so-manyth caption that is scored there are two clips, whose difference is the spread."""
 SHOWN = 6
@@ -62,25 +64,28 @@ class DistillDemo(FollowingDemo):
 
 
 def _four(demo: DistillDemo) -> None:
-    _distill(demo, demo.base, 4, "guidance")
+    _distill(demo, 4, "guidance")
 
 
 def _two(demo: DistillDemo) -> None:
-    _distill(demo, demo.student(4) / "bundle", 2, "distribution_matching")
+    _distill(demo, 2, "regression", *_from_four(demo))
 
 
 def _one(demo: DistillDemo) -> None:
-    start = f"checkpoint.init_from={demo.student(2) / 'bundle'}"
-    _distill(demo, demo.student(4) / "bundle", 1, "distribution_matching", start)
+    _distill(demo, 1, "regression", *_from_four(demo), "--pairs", str(demo.student(2) / "pairs" / "dataset"))
 
 
-def _distill(demo: DistillDemo, teacher: Path, calls: int, stage: str, *more: str) -> None:
-    """The student of a teacher, whose own teacher is unguided where it is a student, too."""
+def _from_four(demo: DistillDemo) -> tuple[str, ...]:
+    pairs = [] if demo.steps is None else ["--num_pairs", str(PAIRS_OF_STEP * demo.steps)]
+    return f"checkpoint.init_from={demo.student(4) / 'bundle'}", *pairs
+
+
+def _distill(demo: DistillDemo, calls: int, stage: str, *more: str) -> None:
     steps = [] if demo.steps is None else [f"train.train_iters={demo.steps}"]
     overrides = ["data.keep=[image:0.1]", f"train.seed={demo.seed}", *steps, *more]
     run_module(
         "megadit.train.distill.command",
-        *(str(teacher), str(demo.student(calls)), *overrides, "--data", str(demo.base.parent / "dataset")),
+        *(str(demo.base), str(demo.student(calls)), *overrides, "--data", str(demo.base.parent / "dataset")),
         *("--stages", stage, "--calls", str(calls), "--recipe", "digits", "--nproc", str(demo.num_ranks)),
         *("--extractors", str(demo.base.parent / "judge.safetensors")),
     )
@@ -154,7 +159,7 @@ def _student_stage(calls: int, purpose: str, run: Any) -> Stage[DistillDemo]:
 
 STAGES: Sequence[Stage[DistillDemo]] = (
     _student_stage(4, "teach a student to answer what its guided teacher answers", _four),
-    _student_stage(2, "teach it whole clips in two calls, beside a critic", _two),
+    _student_stage(2, "teach one whole clips in two calls, of what the teacher makes of noise", _two),
     _student_stage(1, "and in one", _one),
     Stage("generate", "make clips of held-out captions", _generate, lambda demo: [demo.clips("1 call")]),
     Stage("score", "judge every frame, and how various the clips are", _score, lambda demo: [demo.out / "score.json"]),

@@ -33,7 +33,9 @@ from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import setting
 from megadit.train.config.load import resolve_config
 from megadit.train.config.schema import RunConfig
+from megadit.train.data.dataset_info import iter_captions
 from megadit.train.distill.check import Bounds, compare
+from megadit.train.distill.pairs import make_pairs
 
 MIDDLE_SIGMA, LOWEST_SIGMA = 6.0, 0.7
 """Of data with unit deviation: the second of a student's noise levels (of what lies above little can be seen), and the
@@ -52,13 +54,18 @@ class DistillOptions:
     config_file: str | None = setting(None, "YAML with values to change", names=("--config-file",), metavar="FILE")
     stages: Sequence[str] = setting(
         (),
-        "objectives, one after the other (default: guidance, and distribution_matching for 3 calls or fewer)",
+        "objectives, one after the other (default: guidance, and then regression for 3 calls or fewer)",
         metavar="NAME",
     )
     calls: int = setting(4, "of the student for a video (default: {default})", low=1, high=64)
     sigmas: Sequence[float] = setting((), "noise levels of these calls, decreasing (default: chosen)", above=0)
     guidance: float | None = setting(None, "the teacher's scale (default: its own)", low=1)
     nproc: int = setting(1, "ranks on this machine (default: {default})", low=1)
+    pairs: Path | None = setting(
+        None, "what regression learns from, of `megadit prepare trajectories` (default: made of the teacher)"
+    )
+    num_pairs: int = setting(4096, "videos of the teacher to make for that (default: {default})", above=0)
+    pair_steps: int = setting(20, "solver steps of the teacher for each of these (default: {default})", above=0)
     prompts: str = setting("", "for the check: a text file, one a line (default: captions of --data)", metavar="PATH")
     count: int = setting(64, "prompts of the check, two videos each (default: {default})", low=8)
     extractors: Sequence[Path] = setting(
@@ -84,6 +91,8 @@ class Stage:
     """(the recipe's run, the student's noise levels) -> section.key=value."""
     sampler: str = "restart"
     """How the student is to be called."""
+    takes_pairs: bool = False
+    """It learns from videos of the first teacher in place of --data."""
 
 
 def _levels(sigmas: Sequence[float]) -> str:
@@ -111,6 +120,10 @@ STAGES = {
             if len(sigmas) > 1
             else _levels(karras_sigmas(CONSISTENCY_LEVELS, LOWEST_SIGMA / 10 * run.model.sigma_data, sigmas[0])[:-1]),
         ]
+    ),
+    "regression": Stage(
+        overrides=lambda run, sigmas: [*_gently(run, 1 / 3, 0.3), _levels(sigmas)],
+        takes_pairs=True,
     ),
     "distribution_matching": Stage(
         overrides=lambda run, sigmas: [
@@ -158,7 +171,7 @@ def _run(argv: list[str]) -> None:
         prog="megadit distill",
         description="Trains a student of a bundle that makes its videos in few calls.",
     )
-    stages = options.stages or ("guidance", "distribution_matching")[: 1 + (options.calls < FEW_CALLS)]
+    stages = options.stages or ("guidance", "regression")[: 1 + (options.calls < FEW_CALLS)]
     for name in stages:
         choose_one(name, STAGES, f"--stages {name} is unknown")
     refuse(
@@ -181,7 +194,8 @@ def _run(argv: list[str]) -> None:
         print(f"[{number}/{len(stages)}] {name}", flush=True)
         if not student.exists():
             settings = student_settings(teacher.defaults, STAGES[name].sampler, sigmas)
-            _train(options, folder, recipe, before, name, guidance, sigmas)
+            data = _pairs(options, teacher) if STAGES[name].takes_pairs else options.data
+            _train(options, folder, recipe, before, name, guidance, sigmas, data)
             _bundle(folder, settings)
         found = check(options.out / "check", Bundle.open(student))
         write_json(folder / "comparison.json", found.to_dict())
@@ -195,6 +209,23 @@ def _run(argv: list[str]) -> None:
         before, guidance = Bundle.open(student), 1.0
     _publish(before.path, options.out / "bundle")
     print(f"{options.out / 'bundle'}: calls for a video, without guidance: {len(sigmas)}; export and serve it")
+
+
+def _pairs(options: DistillOptions, teacher: Bundle) -> str:
+    """The folder of the pairs that the first teacher makes, of captions that the student is to see."""
+    if options.pairs is not None:
+        return str(options.pairs)
+    captions = iter_captions(Path(options.data), "train") if options.data else prompts_of(options.prompts, None, None, None)
+    path = make_pairs(
+        options.out / "pairs",
+        teacher,
+        captions,
+        count=options.num_pairs,
+        num_steps=options.pair_steps,
+        guidance=options.guidance or teacher.defaults.guidance,
+        num_processes=options.nproc,
+    )
+    return str(path)
 
 
 def _bounds(options: DistillOptions) -> Bounds:
@@ -222,6 +253,7 @@ def _train(
     name: str,
     guidance: float,
     sigmas: tuple[float, ...],
+    data: str | None,
 ) -> None:
     """Runs a stage to its end, in processes of its own."""
     of_all, of_stage = _overrides(options, name)
@@ -235,7 +267,7 @@ def _train(
         f"train.distill.guidance={guidance:g}",
         f"train.output_dir={folder}",
         *("diffusion.learned_uncertainty=false", "data.text_dropout=0.0", "validation.interval=0"),
-        *([] if options.data is None else [f"data.path={options.data}"]),
+        *([] if data is None else [f"data.path={data}"]),
     ]
     ranks = ["--nproc", str(options.nproc)] if options.nproc > 1 else []
     run_module("megadit.train", *source, *ranks, *given, *of_all, *of_stage)

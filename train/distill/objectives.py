@@ -20,7 +20,7 @@ from megadit.train.config.distill import DistillConfig, ObjectiveName
 from megadit.train.config.schema import DiffusionConfig
 from megadit.train.data.packed_batch import PackedBatch
 from megadit.train.loss import LossSums, weighted_error
-from megadit.train.noise_levels import draw_sigma, token_noise
+from megadit.train.noise_levels import draw_sigma, initial_noise, token_noise
 
 Denoise = Callable[[PackedBatch, Tensor, Tensor], Tensor]
 """(pack, x [S, 1, P], sigma_G) -> D(x; sigma) [S, 1, P] under the conditions of the pack, whatever its own tokens."""
@@ -94,6 +94,20 @@ def consistency(student: Denoise, teaching: Teaching, batch: PackedBatch, calls:
     return weighted_error(batch, student(batch, x_S1P, sigma_G), target_S1P, 1 / (sigma_G - next_G))
 
 
+def regression(student: Denoise, teaching: Teaching, batch: PackedBatch, calls: int) -> LossSums:
+    """lambda(sigma) |D(x; sigma) - x0|^2, where x0 is the video that the teacher made: at the first level of that very
+    noise (Luhman and Luhman, arXiv 2101.02388, eq. 7), at those below, which the sampler `restart` comes to by adding
+    noise, of x0 with any. The pack has no others (`megadit prepare trajectories`).
+    """
+    sigma_G, _ = _drawn_interval(batch, teaching.config.sigmas)
+    first = teaching.config.sigmas[0]
+    start = replace(batch, tokens_S1P=wanted_of(batch, torch.zeros_like(batch.tokens_S1P)))
+    x_S1P = start.noisy(sigma_G, initial_noise(batch, teaching.model), teaching.model.given_noise)
+    x_S1P = torch.where(_of_tokens(batch, sigma_G) == first, x_S1P, teaching.noisy(batch, sigma_G))
+    weight_G = teaching.parameterization.loss_weight(sigma_G)
+    return weighted_error(batch, student(batch, x_S1P, sigma_G), batch.tokens_S1P, weight_G)
+
+
 def distribution_matching(student: Denoise, teaching: Teaching, batch: PackedBatch, calls: int) -> LossSums:
     """Moves the student's x0 to where the teacher finds them likelier than the critic does: the gradient is
     (D_critic - D_teacher) / mean |x0 - D_teacher|, of x0 with new noise (Yin et al., arXiv 2311.18828, eqs. 7 and 8),
@@ -116,6 +130,7 @@ OBJECTIVES: dict[ObjectiveName, Objective] = {
     "guidance": guidance,
     "progressive": progressive,
     "consistency": consistency,
+    "regression": regression,
     "distribution_matching": distribution_matching,
 }
 """`train.distill.objective` -> what it is."""

@@ -135,6 +135,12 @@ BREACHES = (
         train={"distill": DistillConfig(teacher="nowhere", objective="consistency")},
     ),
     breach(
+        "train.distill.objective=regression learns what the teacher made of noise and text alone",
+        train={"distill": DistillConfig(teacher="nowhere", objective="regression", sigmas=(80.0,))},
+        data={"given": ("first_frame:0.5",)},
+        model={"given_sigma": 0.02},
+    ),
+    breach(
         "train.distill.sigmas=[1.0, 2.0] must decrease",
         train={"distill": DistillConfig(teacher="nowhere", objective="progressive", sigmas=(1.0, 2.0))},
     ),

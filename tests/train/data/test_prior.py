@@ -12,18 +12,23 @@ from megadit.infer.pipeline import TextToVideo
 from megadit.models.bundle.bundle import write_bundle
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
+from megadit.models.embeddings import patchify
 from megadit.models.initialize import initialize_
+from megadit.models.noise import latent_noise, seed_key
+from megadit.models.segments import TokenMesh
 from megadit.models.settings import SamplingSettings
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
 from megadit.train.data import prepare, prior
 from megadit.train.data.dataset_info import DatasetInfo
+from megadit.train.data.description import read_description
 from megadit.train.data.ingest.team import Team
 from megadit.train.data.packed_batch import PackFormat
+from megadit.train.data.rules import Rules
 from megadit.train.data.samples import UnreadableSampleError, decode
 from megadit.train.data.training_sample import TrainingSample
 from megadit.train.loss import edm_loss
-from megadit.train.noise_levels import token_noise
+from megadit.train.noise_levels import initial_noise, token_noise
 
 MODEL = DiTConfig(
     num_layers=1, hidden_size=32, num_attention_heads=2, in_channels=48, patch_spatial=2, crossattn_emb_size=16
@@ -102,14 +107,53 @@ def test_a_killed_run_goes_on(make, bundle, monkeypatch, tmp_path):
 
 def test_each_rank_writes_its_share(bundle, make, tmp_path):
     whole = make()
-    options = json.loads((whole / prior.REQUEST_FILE).read_text())
+    options = json.loads((whole / prior.PRIOR.request_file).read_text())
     settings = SamplingSettings.from_dict(options["settings"])
-    wanted = prior.Prior(prompts=PROMPTS, settings=settings, count=10, seed=0)
+    wanted = prior.Prior(purpose=prior.PRIOR, prompts=PROMPTS, settings=settings, count=10, seed=0)
     pipeline, halves = TextToVideo.from_pretrained(bundle), tmp_path / "halves"
     halves.mkdir()
     for rank in (1, 0):
         prior.write_shards(halves, pipeline, wanted, Team(rank=rank, size=2))
     assert shards(halves) == shards(whole)
+
+
+def test_the_noise_of_a_seed_is_what_a_student_begins_with(bundle, tmp_path):
+    """In a pack, of whichever shape its neighbours are, and on each of the ranks that share it."""
+    argv = ["trajectories", str(bundle), str(tmp_path / "pairs"), "--prompt", *PROMPTS, "--count", "3", "--seed", "7"]
+    assert prepare.main(argv) == 0
+    found, samples = members(tmp_path / "pairs"), []
+    for seed in (7, 8, 9):
+        name = f"trajectories-{seed:08d}"
+        crude = {suffix: found[f"{name}.{suffix}"] for suffix in ("json", "safetensors")}
+        samples.append(decode(crude | {"__key__": name, "__occurrence__": 0}))
+    assert [each.seed for each in samples] == [7, 8, 9] and not any(each.is_prior for each in samples)
+    samples.insert(1, replace(samples[0], latent_CTHW=samples[0].latent_CTHW[:, :1, :4], seed=11))
+    format = PackFormat(model=MODEL, seq_length=112, text_seq_length=40, seed=1, text_dropout=0.0, needs_seed=True)
+    pack, start = format.pack(samples), 0
+    noise_S1P = initial_noise(pack, MODEL)
+    for each in samples:
+        expected = patchify(latent_noise(torch.tensor([seed_key(each.seed)]), tuple(each.latent_CTHW.shape)), MODEL)
+        assert torch.equal(noise_S1P[start : start + len(expected)], expected)
+        start += len(expected)
+    for rank in range(2):
+        mine = pack.shard(TokenMesh(context=2, rank=rank))
+        assert torch.equal(initial_noise(mine, MODEL), noise_S1P[mine.layout.on("cpu").index_S])
+    rules = Rules(format=format, max_frames=1)
+    assert rules.reason_against(samples[0]) is None
+    assert rules.reason_against(rules.crop(samples[0]))[0] == "no_seed", "half a video is not what noise became"
+
+
+@pytest.mark.parametrize("more", [["--sampler", "euler", "--eta", "1"], ["--sampler", "restart"]])
+def test_a_trajectory_is_that_of_an_ode(bundle, tmp_path, more, capsys):
+    argv = ["trajectories", str(bundle), str(tmp_path / "pairs"), "--prompt", "a dog", *more]
+    assert prepare.main(argv) == 2 and not (tmp_path / "pairs").exists()
+    assert "adds noise on its way" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seed", ["7", True, -1, 1 << 63, 0.5])
+def test_a_seed_is_a_whole_number(seed):
+    with pytest.raises(UnreadableSampleError, match="seed"):
+        read_description(json.dumps({"fps": 0, "seed": seed}).encode())
 
 
 @pytest.mark.parametrize(
@@ -138,12 +182,13 @@ def test_no_prompt_and_foreign_folders_are_refused(bundle, tmp_path, capsys):
     assert "was not begun by this command" in capsys.readouterr().err
 
 
-def test_every_option_reaches_the_samples(bundle, tmp_path, monkeypatch):
+@pytest.mark.parametrize("purpose", ["prior", "trajectories"])
+def test_every_option_reaches_the_samples(bundle, tmp_path, monkeypatch, purpose):
     asked = []
     monkeypatch.setattr(prior, "write_shards", lambda out, pipeline, wanted, team: asked.append((pipeline, wanted)))
     monkeypatch.setattr(prior, "describe_dataset", lambda *_: None)
     (tmp_path / "prompts.txt").write_text("a small dog")
-    out = ["prior", str(bundle), str(tmp_path / "out")]
+    out = [purpose, str(bundle), str(tmp_path / "out")]
 
     def wanted(*more):
         assert prepare.main([*out, *more, "--overwrite"]) == 0

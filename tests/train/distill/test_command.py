@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,22 +45,25 @@ def command(teacher, data, out, *more):
 @pytest.mark.slow
 def test_stages_follow_one_another_and_go_on_where_they_were(teacher, tiny_dataset, tmp_path, capfd):
     told = command(teacher, tiny_dataset, tmp_path / "out", "--calls", "2", "--spread", "0.01", "100", "--nproc", "1")
-    assert main([*told, "distribution_matching.train.distill.critic_updates=1", "data.num_workers=0"]) == 0
+    told += ["--num_pairs", "6", "--pair_steps", "3"]
+    assert main([*told, "regression.optimizer.lr=0.001", "data.num_workers=0"]) == 0
     student = Bundle.open(tmp_path / "out" / "bundle")
     assert student.defaults.sampler == "restart" and student.defaults.guidance == 1
     assert student.defaults.sigmas == student_sigmas(Bundle.open(teacher), 2)
-    first, second = (tmp_path / "out" / name for name in ("1_guidance", "2_distribution_matching"))
+    first, second = (tmp_path / "out" / name for name in ("1_guidance", "2_regression"))
     assert "objective: guidance" in (first / "config.yaml").read_text()
     config = (second / "config.yaml").read_text()
-    assert "critic_updates: 1" in config and f"teacher: {first / 'bundle'}" in config
+    assert "lr: 0.001" in config and f"path: {tmp_path / 'out' / 'pairs' / 'dataset'}" in config and f"teacher: {first / 'bundle'}" in config
     assert json.loads((second / "comparison.json").read_text())["count"] == 16
     (video,) = TextToVideo.from_pretrained(student, device="cpu")(["sample number 3"])
     assert video.settings.num_steps == 2
 
+    asked = json.loads((tmp_path / "out" / "pairs" / "dataset" / "trajectories.json").read_text())
+    assert (asked["count"], asked["settings"]["num_steps"], asked["settings"]["sampler"]) == (6, 3, "euler")
     shutil.rmtree(tmp_path / "out" / "bundle")
     shutil.rmtree(second / "bundle")
     capfd.readouterr()
-    assert main([*told, "distribution_matching.train.distill.critic_updates=1", "data.num_workers=0"]) == 0
+    assert main([*told, "regression.optimizer.lr=0.001", "data.num_workers=0"]) == 0
     said = capfd.readouterr().out
     assert "all steps are done in" in said and "step 1/2" not in said, "nothing is trained again"
     again = Bundle.open(tmp_path / "out" / "bundle")
@@ -191,3 +195,17 @@ def test_every_option_reaches_its_part(tmp_path, monkeypatch):
     shutil.rmtree(out)
     assert main([str(bundle), str(out), *more, "--spread", "0.5", "1.7", "--distance", "1.2"]) == 2
     assert not (out / "bundle").exists()
+    shutil.rmtree(out)
+    monkeypatch.setattr("megadit.train.distill.pairs.launch", lambda *request, **ranks: made.append((request, ranks)))
+    of_pairs = ["--recipe", "digits", "--prompts", more[more.index("--prompts") + 1], "--stages", "regression"]
+    made, steps = [], ["--num_pairs", "5", "--pair_steps", "3", "--nproc", "2"]
+    assert main([str(bundle), str(out), *of_pairs, *steps, "--guidance", "4"]) == 0
+    ((module, request), ranks) = made[0]
+    assert module == "megadit.train.data.prepare" and ranks == {"num_processes": 2} and request[0] == "trajectories"
+    told = dict(zip(request[3::2], request[4::2], strict=True))
+    assert (told["--count"], told["--num_steps"], told["--guidance"], told["--eta"]) == ("5", "3", "4", "0")
+    assert {"a cat", "a dog"} == {json.loads(line)["prompt"] for line in Path(told["--prompt_file"]).open()}
+    assert f"data.path={out / 'pairs' / 'dataset'}" in asked[-2][1]
+    shutil.rmtree(out)
+    assert main([str(bundle), str(out), *of_pairs, "--pairs", "elsewhere"]) == 0
+    assert len(made) == 1 and "data.path=elsewhere" in asked[-2][1]

@@ -27,6 +27,7 @@ OBJECTIVES = {
     "guidance": {"objective": "guidance", "guidance": 3.0},
     "progressive": {"objective": "progressive", "guidance": 3.0, "sigmas": SIGMAS},
     "consistency": {"objective": "consistency", "sigmas": SIGMAS},
+    "regression": {"objective": "regression", "sigmas": SIGMAS},
     "matching": {"objective": "distribution_matching", "guidance": 3.0, "sigmas": SIGMAS},
 }
 EXPERTS = {"num_experts": 4, "ffn_hidden_size": 24}

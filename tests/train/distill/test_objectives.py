@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from megadit.models.config import DiTConfig
+from megadit.models.embeddings import patchify
 from megadit.models.layout import PackLayout
+from megadit.models.noise import latent_noise
 from megadit.models.segments import Segment
 from megadit.train.config.distill import DistillConfig
 from megadit.train.config.schema import DiffusionConfig
@@ -15,7 +17,7 @@ from megadit.train.distill.networks import guided
 from megadit.train.distill.objectives import OBJECTIVES, Teaching, student_state
 
 MEAN, DEVIATION = 0.7, 0.5
-MODEL = DiTConfig(num_layers=1, hidden_size=16, num_attention_heads=2, sigma_data=0.5)
+MODEL = DiTConfig(num_layers=1, hidden_size=16, num_attention_heads=2, sigma_data=0.5, patch_spatial=1)
 
 
 def pack(given=()):
@@ -29,6 +31,7 @@ def pack(given=()):
         layout=layout,
         fps_G=torch.tensor([0.0, 8.0, 0.0]),
         noise_key_G=torch.tensor([11, 22, 0]),
+        seed_key_G=torch.tensor([33, 44, 0]),
         loss_weight_G=torch.ones(3),
         sample_ids=("a", "b", ""),
     )
@@ -108,6 +111,28 @@ def test_the_end_of_the_ode_is_consistent():
     assert of_end < 1e-2 * of_others
 
 
+def test_a_pair_begins_with_the_noise_of_its_seed_and_ends_with_its_video():
+    batch, first, seen = pack(), 20.0, []
+
+    def student(batch, x_S1P, sigma_G):
+        seen.append((x_S1P, sigma_of(batch, sigma_G)))
+        return batch.tokens_S1P
+
+    assert loss("regression", student, None, batch=batch, sigmas=(first, 2.0)).objective == 0
+    assert loss("regression", lambda *_: batch.tokens_S1P + 1, None, batch=batch, sigmas=(first,)).squared_error == 12
+    loss("regression", student, None, batch=batch, sigmas=(first,))
+    x_S1P, sigma_S11 = seen[-1]
+    assert (sigma_S11 == first).all()
+    for key, grid, tokens in ((33, (1, 2, 2), slice(0, 4)), (44, (2, 2, 2), slice(4, 12))):
+        noise = latent_noise(torch.tensor([key]), (5, *grid))
+        torch.testing.assert_close(x_S1P[tokens], first * patchify(noise, MODEL))
+    levels = {sigma.item() for _, sigma_S11 in seen for sigma in sigma_S11.unique()}
+    assert levels <= {first, 2.0}
+    other = replace(batch, seed_key_G=batch.seed_key_G + 1)
+    loss("regression", student, None, batch=other, sigmas=(first,))
+    assert not torch.equal(seen[-1][0], x_S1P)
+
+
 def test_a_student_moves_to_where_the_teacher_is_and_stays_there():
     """A student of one number: its mean. Beside a critic that knows it, the gradient leads to the teacher's."""
 
@@ -175,7 +200,7 @@ def test_what_is_given_with_noise_has_it_in_every_objective():
         settings = {} if objective == "guidance" else {"sigmas": (20.0, 2.0)}
         loss(objective, asked, asked, asked, batch=batch, calls=2, model=model, **settings)
         found = torch.stack([x_S1P[:2] for x_S1P in seen]) - batch.tokens_S1P[:2]
-        assert len(seen) > 1 and ((found.std((1, 2, 3)) / 0.01 - 1).abs() < 0.7).all(), objective
+        assert seen and ((found.std((1, 2, 3)) / 0.01 - 1).abs() < 0.7).all(), objective
 
 
 def test_guidance_leads_away_from_no_text():
