@@ -41,7 +41,9 @@ class Licence:
         """
         name, asks_for_guardrail = values.get("name"), values.get("asks_for_guardrail")
         if not isinstance(name, str) or not isinstance(asks_for_guardrail, bool):
-            raise UserError(f"the licence {dict(values)!r:.100} has no name, or does not say if it asks for a guardrail")
+            raise UserError(
+                f"the licence {dict(values)!r:.100} has no name, or does not say if it asks for a guardrail"
+            )
         return cls(name=name, asks_for_guardrail=asks_for_guardrail)
 
 

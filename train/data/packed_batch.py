@@ -22,8 +22,8 @@ from megadit.train.data.given import Drawn, GivenPart, draw
 from megadit.train.data.training_sample import TrainingSample
 
 REFUSALS = (
-    "unreadable", "other_dtype", "other_channels", "other_text_width", "low_score", "no_seed", "odd_size", "too_long", "long_text",
-    "not_finite", "too_large",
+    "unreadable", "other_dtype", "other_channels", "other_text_width", "low_score", "no_seed", "odd_size", "too_long",
+    "long_text", "not_finite", "too_large",
 )  # fmt: skip
 """Why samples are left out; `rules` says it in words."""
 BATCH_TENSORS = ("tokens_S1P", "text_L1E", "fps_G", "noise_key_G", "seed_key_G", "loss_weight_G")

@@ -215,7 +215,9 @@ def _pairs(options: DistillOptions, teacher: Bundle) -> str:
     """The folder of the pairs that the first teacher makes, of captions that the student is to see."""
     if options.pairs is not None:
         return str(options.pairs)
-    captions = iter_captions(Path(options.data), "train") if options.data else prompts_of(options.prompts, None, None, None)
+    captions = (
+        iter_captions(Path(options.data), "train") if options.data else prompts_of(options.prompts, None, None, None)
+    )
     path = make_pairs(
         options.out / "pairs",
         teacher,

@@ -53,7 +53,11 @@ def test_stages_follow_one_another_and_go_on_where_they_were(teacher, tiny_datas
     first, second = (tmp_path / "out" / name for name in ("1_guidance", "2_regression"))
     assert "objective: guidance" in (first / "config.yaml").read_text()
     config = (second / "config.yaml").read_text()
-    assert "lr: 0.001" in config and f"path: {tmp_path / 'out' / 'pairs' / 'dataset'}" in config and f"teacher: {first / 'bundle'}" in config
+    assert (
+        "lr: 0.001" in config
+        and f"path: {tmp_path / 'out' / 'pairs' / 'dataset'}" in config
+        and f"teacher: {first / 'bundle'}" in config
+    )
     assert json.loads((second / "comparison.json").read_text())["count"] == 16
     (video,) = TextToVideo.from_pretrained(student, device="cpu")(["sample number 3"])
     assert video.settings.num_steps == 2
