@@ -20,8 +20,8 @@ from megadit.train.config.schema import RunConfig
 from megadit.train.data.distribute import TrainBatches, validation_batches
 from megadit.train.health import Anomaly, Judge, ReadingTime
 from megadit.train.metrics import Metrics
-from megadit.train.optimizer import restore_scaler, scaler_state
 from megadit.train.narration import beginning, ending, evaluated, validated
+from megadit.train.optimizer import restore_scaler, scaler_state
 from megadit.train.setup import Training, build_training, precision, start_processes
 from megadit.train.statistics import Statistics
 from megadit.train.step import Mark, StepResult, train_step
