@@ -88,6 +88,11 @@ def free_memory(device: torch.device) -> int:
     return min(left) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether torch could not allocate what was asked for, on a GPU or a CPU."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 def _available_memory() -> int:
     with suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()

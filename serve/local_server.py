@@ -14,10 +14,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from megadit.models.bundle.bundle import is_bundle
 from megadit.models.shared.errors import UserError
 from megadit.serve.supervise import Ailment, OwnedProcess, answers, reachable
 from megadit.serve.triton_binary import TritonBinary, find_triton
 
+PORT_FLAGS = {
+    "http": "--http_port",
+    "grpc": "--grpc_port",
+    "metrics": "--metrics_port (of `serve up` --triton_metrics_port)",
+}
 SHARED_MEMORY = Path("/dev/shm")
 STOP_SECONDS = 30
 """How long requests in progress may take to finish when the server is told to stop.
@@ -67,7 +73,20 @@ class Ports:
                 try:
                     probe.bind((host, port))
                 except OSError as error:
-                    raise UserError(f"{host}:{port} ({name}) cannot be used: {error.strerror}") from error
+                    raise UserError(
+                        f"{host}:{port} ({name}) cannot be used: {error.strerror}; {PORT_FLAGS[name]} takes another"
+                    ) from error
+
+
+def check_repository(path: Path) -> None:
+    """Raises UserError where there is no folder, or a bundle, of which a repository has yet to be made."""
+    if is_bundle(path):
+        raise UserError(
+            f"{path} is a bundle; make a model repository of it: `megadit serve build-repository {path} OUT`"
+        )
+    if not path.is_dir():
+        what = "is not a model repository" if path.exists() else "does not exist"
+        raise UserError(f"{path} {what}; `megadit serve build-repository` makes one")
 
 
 class LocalServer:
@@ -98,8 +117,7 @@ class LocalServer:
             UserError: if `repository` is no directory, lacks one of the models, or there is no tritonserver.
         """
         self.repository = Path(repository).absolute()
-        if not self.repository.is_dir():
-            raise UserError(f"{repository} is not a model repository; `megadit serve build-repository` makes one")
+        check_repository(self.repository)
         self.host = host
         self.ports = ports or Ports.free()
         for name in models:

@@ -12,7 +12,7 @@ from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import setting
-from megadit.serve.local_server import LocalServer, Ports, secret_in
+from megadit.serve.local_server import LocalServer, Ports, check_repository, secret_in
 from megadit.serve.model_config import PATHS, parameter_in
 from megadit.serve.supervise import keep_running, tell_on_stderr
 
@@ -85,8 +85,7 @@ def docker_command(
         UserError: if `repository` is no directory.
     """
     path = Path(repository).absolute()
-    if not path.is_dir():
-        raise UserError(f"{repository} is not a model repository; `megadit serve build-repository` makes one")
+    check_repository(path)
     inside = Ports()
     published = [f"{host}:{getattr(ports, name)}:{getattr(inside, name)}" for name in ("http", "grpc", "metrics")]
     return [

@@ -44,7 +44,7 @@ SIGNED, C2PA = "infer/test_signing.py", "--c2pa_certificate --c2pa_key"
 INGEST = {
     SELECTED: """
         --sizes --fps --cut --scene_threshold --min_brightness --min_motion --max_duplicate_bits --max_minutes
-        --val_share --seed --min_contrast --max_megapixels
+        --val_share --seed --min_contrast --max_megapixels --duplicates --background
     """,
     FOLDER: "--tokenizer --text_encoder --num_workers",
     f"{VIDEOS}::test_samples_hold_what_their_videos_show": "--height --width --num_frames",
@@ -250,6 +250,11 @@ SHOWN_BY = {
     "info": {
         "infer/inspect/test_info.py::test_command_prints_a_table_or_json": "--json",
         f"{VIDEOS}::test_a_sheet_shows_samples": "--sheet",
+        "infer/inspect/test_info.py::test_a_page_shows_a_run": "--html",
+    },
+    "new": {
+        "train/test_new.py::test_options_reach_the_proposal": "--out --captions --gpu --gpus --minutes",
+        "train/test_new.py::test_three_clips_become_a_model": "--go",
     },
     "doctor": {
         f"{RANKS}::test_command_starts_its_own_ranks_and_finds_them_healthy_enough": "--distributed --nproc",

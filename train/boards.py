@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases: where the numbers and videos of a run are looked at.
+"""TensorBoard, Weights & Biases and a picture of curves: where the numbers and videos of a run are looked at.
 
 A board takes the scalars of a step and the videos of a validation. One whose package is missing is left out, with one
 line that says so: no run ends over it.
@@ -7,7 +7,9 @@ line that says so: no run ends over it.
 import importlib.util
 import os
 import secrets
+import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
@@ -18,8 +20,10 @@ from megadit.infer.video_io import read_video
 from megadit.models.shared.files import read_json, write_json
 from megadit.train.config.load import to_plain_values
 from megadit.train.config.schema import RunConfig
+from megadit.train.curves import CURVES_FILE
 
 VIDEO_TAG = "validation_generation"
+SECONDS_BETWEEN_CURVES = 120.0
 WANDB_RUN = "wandb.json"
 """In the run's folder: the id under which Weights & Biases knows it, so that a resumed run goes on in one chart."""
 
@@ -43,6 +47,8 @@ def open_boards(config: RunConfig, *, start: int, taken_back: int = 0) -> list[B
         boards.append(TensorBoard(Path(config.train.output_dir) / "tensorboard", start))
     if config.logger.wandb_exp_name and _is_there("wandb", "logger.wandb_exp_name", "megadit[wandb]"):
         boards.append(WeightsAndBiases(config, taken_back))
+    if config.logger.curves and _is_there("matplotlib", "logger.curves", "megadit[train]"):
+        boards.append(Curves(Path(config.train.output_dir)))
     return boards
 
 
@@ -129,6 +135,45 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         self._run.finish()
+
+
+class Curves:
+    """curves.png in the run's folder, drawn from metrics.jsonl after each validation, every few minutes and at the end,
+    by a process of its own: no step waits for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._drawn = time.monotonic()
+        self._process: subprocess.Popen | None = None
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        is_due = time.monotonic() - self._drawn > SECONDS_BETWEEN_CURVES
+        if is_due or any(name.startswith("validation/") for name in values):
+            self._draw()
+
+    def videos(self, step: int, videos: Iterable[tuple[str, Path]]) -> None:
+        """Curves show none."""
+
+    def close(self) -> None:
+        self._wait()
+        self._draw()
+        if self._wait():
+            command = f"python -m megadit.train.curves {self._folder}"
+            print(f"{CURVES_FILE} could not be drawn; `{command}` says why", file=sys.stderr, flush=True)
+
+    def _draw(self) -> None:
+        if self._process is None or self._process.poll() is not None:
+            self._drawn = time.monotonic()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "megadit.train.curves", str(self._folder)],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C ends the run, not its last picture
+            )
+
+    def _wait(self) -> int:
+        """The exit code of the drawing under way, or 0."""
+        return 0 if self._process is None else self._process.wait()
 
 
 def _identity(folder: Path, taken_back: int) -> tuple[str, int]:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megadit.models.bundle.bundle import is_bundle
 from megadit.models.megatron.checkpoint import (
     CONFIG,
     STATE,
@@ -195,6 +196,7 @@ class CheckpointStore:
                 write_sums(unfinished, found)
                 publish(unfinished, path)
         if self._groups.is_first:
+            print(f"checkpoint: {path}", flush=True)
             if self._copy is not None:
                 self._copy.finish()  # the one before is still being read
             _delete_old(path, self._config.checkpoint.keep_last)
@@ -254,7 +256,12 @@ class CheckpointStore:
             return
         found = named_checkpoints(Path(other) / "checkpoints")
         if not found:
-            raise UserError(f"checkpoint.load={other} has no checkpoint; give the folder of a run")
+            remedy = "give the folder of a run"
+            if is_bundle(other):
+                remedy = f"a bundle has weights alone: checkpoint.init_from={other} starts from them"
+            elif not Path(other).exists():
+                remedy = "it does not exist"
+            raise UserError(f"checkpoint.load={other} has no checkpoint; {remedy}")
         yield from reversed(found)
 
     def _problem(self, path: Path) -> str | None:

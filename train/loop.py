@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from megadit.models.machine import peak_flops
+from megadit.models.machine import is_out_of_memory, peak_flops
 from megadit.models.megatron import groups as process_groups
 from megadit.models.shared.errors import UserError
 from megadit.train.balance import largest_load, restore_counts
@@ -20,6 +20,7 @@ from megadit.train.config.schema import RunConfig
 from megadit.train.data.distribute import TrainBatches, validation_batches
 from megadit.train.health import Anomaly, Judge, ReadingTime
 from megadit.train.metrics import Metrics
+from megadit.train.narration import beginning, ending, evaluated, validated
 from megadit.train.optimizer import restore_scaler, scaler_state
 from megadit.train.setup import Training, build_training, precision, start_processes
 from megadit.train.statistics import Statistics
@@ -40,18 +41,35 @@ def train(config: RunConfig) -> None:
         groups = start_processes(config)
         with _watchdog(config) as watchdog:
             try:
+                if groups.is_first:
+                    print(*beginning(config, groups.world_size, groups.device), sep="\n", flush=True)
                 _Run(build_training(config, groups), watchdog.mark).to_the_end(stop)
             except UserError:
                 if process_groups.claims_report("error"):
                     raise
                 raise SystemExit(2) from None
-            except RuntimeError:  # so a collective fails whose peer is gone
+            except RuntimeError as error:  # so a collective fails whose peer is gone
+                if is_out_of_memory(error):
+                    _end_for_memory(config, error)
                 if (lost := watchdog.lost_rank()) is None:
                     raise
                 print(f"error: {lost}; run the same command to continue", file=sys.stderr, flush=True)
                 os._exit(EXIT_CODE)  # the process groups cannot be taken down without it
             finally:
                 process_groups.destroy()
+
+
+def _end_for_memory(config: RunConfig, error: RuntimeError) -> NoReturn:
+    """Ends this rank; the others, which wait for it, name it."""
+    data, said = config.data, str(error).partition("\n")[0]
+    print(
+        f"error: no memory for packs of data.seq_length={data.seq_length:,} tokens, data.micro_batch_size="
+        f"{data.micro_batch_size} at a time ({said}); lower these, or recompute (parallel.recompute_granularity=auto); "
+        "`--dry-run` estimates what a run takes",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(2)  # the process groups cannot be taken down without the others
 
 
 def _watchdog(config: RunConfig) -> Watchdog:
@@ -104,10 +122,12 @@ class _Run:
         self.saved_iteration: int | None = None
         self.num_anomalies = 0  # since the last checkpoint
         self.reading = ReadingTime(training.config.health)
+        self.caption: str | None = None
+        """Of the last video that validation made."""
 
     def to_the_end(self, stop: StopRequest) -> None:
         self._resume()
-        is_first = self.training.groups.is_first
+        is_first, begin = self.training.groups.is_first, time.monotonic()
         with ExitStack() as stack:
             start, length = self.state.iteration, self.state.metrics_bytes
             metrics = stack.enter_context(Metrics(self.config, start=start, length=length, enabled=is_first))
@@ -120,6 +140,10 @@ class _Run:
             self.store.close()
         if self.state.iteration < self.config.train.train_iters:
             self._say(f"told to stop: saved after step {self.state.iteration}; run the same command to continue")
+        else:
+            steps, seconds = self.state.iteration - start, time.monotonic() - begin
+            reached = {"validation": self.state.validation, "caption": self.caption}
+            self._say(*ending(self.config, steps=steps, seconds=seconds, **reached))
 
     def _resume(self) -> None:
         path = self.store.latest()
@@ -175,10 +199,13 @@ class _Run:
             self.mark(step, "validating")
             self.state.validation, videos = validate(self.training, step)
             values["validation"] = self.state.validation["losses"]
+            self._say(validated(step, self.state.validation, videos))
+            self.caption = videos[-1].caption if videos else self.caption
             metrics.show(step, videos)
         if self._is_due(asked.evaluate_interval):
             self.mark(step, "evaluating")
             values["evaluation"] = evaluate_videos(self.training, self.state.validation.get("best", RAW))
+            self._say(evaluated(step, values["evaluation"]))
         metrics.log(values)
 
     def _tell_what_was_put_off(self, metrics: Metrics) -> None:
@@ -279,9 +306,9 @@ class _Run:
         self.store.save(self.state, self.training.tensors, self.batches.save_state())
         self.saved_iteration = self.state.iteration
 
-    def _say(self, message: str) -> None:
+    def _say(self, *lines: str) -> None:
         if self.training.groups.is_first:
-            print(message, flush=True)
+            print(*lines, sep="\n", flush=True)
 
 
 def _number(value: float) -> float | None:

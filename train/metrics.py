@@ -3,19 +3,27 @@
 import json
 import math
 import os
+import stat
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
-from megadit.models.shared.progress import Progress
+from megadit.models.shared.progress import Progress, duration
 from megadit.train.boards import open_boards
 from megadit.train.config.schema import RunConfig
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
-_IN_BAR = ("loss", "lr", "grad_norm", "samples_per_s", "tokens_per_s", "tflops", "mfu")
+_IN_BAR = {"loss": "loss", "seconds": "s/step", "lr": "lr", "grad_norm": "grad_norm"} | {
+    name: name for name in ("samples_per_s", "tokens_per_s", "tflops", "mfu")
+}
+"""Key in metrics.jsonl -> name on the terminal; what comes first is seen on narrow ones."""
+STEPS_BEFORE_ESTIMATE = 3
+"""Of this process; the first one is slower than the others."""
+FEW_STEPS = 10
+"""For which nobody needs an estimate."""
 
 
 class Metrics:
@@ -30,10 +38,10 @@ class Metrics:
         self._config = config
         self._enabled = enabled
         self._step = start
-        self._bar = Progress(
-            config.train.train_iters, "training", completed=start, enabled=enabled and sys.stderr.isatty()
-        )
-        self._prints = enabled and not sys.stderr.isatty()
+        self._start = start
+        has_bar = enabled and sys.stderr.isatty() and not _is_pipe(sys.stdout)  # `| tee` would write into the bar
+        self._bar = Progress(config.train.train_iters, "training", completed=start, enabled=has_bar)
+        self._prints = enabled and not (has_bar and sys.stdout.isatty())
         self._file = _open_at(Path(config.train.output_dir) / METRICS_FILE, length) if enabled else None
         self._boards = open_boards(config, start=start) if enabled else []
 
@@ -62,10 +70,12 @@ class Metrics:
         self._file.flush()
         for board in self._boards:
             board.scalars(self._step, _scalars(values))
-        self._bar.advance(1, **{name: values[name] for name in _IN_BAR if values.get(name) is not None})
-        is_last = self._step == self._config.train.train_iters
-        if self._prints and (self._step % self._config.train.log_interval == 0 or is_last):
-            print(plain_line(values, self._config), flush=True)
+        self._bar.advance(1, **{shown: values[name] for name, shown in _IN_BAR.items() if values.get(name) is not None})
+        left = self._config.train.train_iters - self._step
+        if self._prints and (self._step % self._config.train.log_interval == 0 or not left):
+            print(plain_line(values, self._config, self._bar.seconds_left), flush=True)
+        if self._step == self._start + STEPS_BEFORE_ESTIMATE and left > FEW_STEPS:
+            print(f"estimated time: {duration(self._bar.seconds_left)} for {left:,} steps more", flush=True)
 
     def rewind(self, step: int, length: int) -> None:
         """Forgets what was told after `step`, whose line ends after `length` bytes."""
@@ -91,8 +101,15 @@ class Metrics:
             board.videos(step, videos)
 
 
-def plain_line(values: dict[str, Any], config: RunConfig) -> str:
-    """A step in the words that logs of NeMo use."""
+def _is_pipe(stream: TextIO) -> bool:
+    try:
+        return stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
+    except (OSError, ValueError):  # no file at all
+        return False
+
+
+def plain_line(values: dict[str, Any], config: RunConfig, seconds_left: float | None) -> str:
+    """A step in the words that logs of NeMo use, and the time left."""
     return " | ".join(
         [
             f"Training iteration {values['step']}/{config.train.train_iters}",
@@ -102,6 +119,7 @@ def plain_line(values: dict[str, Any], config: RunConfig) -> str:
             f"reduced_train_loss: {math.nan if values['loss'] is None else values['loss']:.5g}",
             f"train_step_timing in s: {values['seconds']:.4g}",
             f"consumed_samples: {values['consumed_samples']}",
+            f"ETA: {'?' if seconds_left is None else duration(seconds_left)}",
         ]
     )
 

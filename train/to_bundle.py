@@ -137,6 +137,8 @@ def find_checkpoint(path: Path, step: str | None = None) -> Path:
         if step is not None:
             raise UserError(f"{path} is one checkpoint; give the folder of the run to choose with --step {step}")
         return path
+    if not path.exists():
+        raise UserError(f"{path} does not exist; give the folder of a run, or one of its checkpoints")
     found = find_checkpoints(path / "checkpoints")
     if not found:
         raise UserError(f"{path} holds no complete checkpoint; give the folder of a run, or one of its checkpoints")

@@ -1,6 +1,5 @@
 """report.html: one file that needs no other, to be read by people."""
 
-import base64
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -10,20 +9,7 @@ import numpy as np
 
 from megadit.infer.animations import encode_animation, encode_image
 from megadit.infer.evaluate.report import shown
-from megadit.models.shared.files import atomic_path
-
-_STYLE = """
-:root { color-scheme: light dark; --line: #d4d8de; --faint: #6b7380; --good: #1a7f4b; --bad: #b3372f }
-@media (prefers-color-scheme: dark) { :root { --line: #343a44; --faint: #98a1ae; --good: #5dd39e; --bad: #ff8a80 } }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin-top: 2.2rem }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
-th, td { text-align: left; padding: .3rem .7rem .3rem 0; border-bottom: 1px solid var(--line); vertical-align: top }
-th { color: var(--faint); font-weight: 500; font-size: .85rem }
-td.number, th.number { text-align: right; white-space: nowrap }
-small, .faint { color: var(--faint) } .good { color: var(--good) } .bad { color: var(--bad) }
-img { max-width: 100%; background: #fff } code { font-size: .8rem; overflow-wrap: anywhere }
-"""
+from megadit.infer.pages import embedded, write_html
 
 
 def write_page(path: Path, report: dict[str, Any], shows: Sequence[tuple[str, str, np.ndarray, float]]) -> None:
@@ -40,12 +26,7 @@ def write_page(path: Path, report: dict[str, Any], shows: Sequence[tuple[str, st
         *(_shown(*show) for show in shows),
         _protocols(report["figures"]),
     ]
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>Evaluation</title>'
-    page = (
-        f"<!doctype html><html lang=en><head>{head}<style>{_STYLE}</style></head><body>{''.join(body)}</body></html>\n"
-    )
-    with atomic_path(path) as temporary:
-        temporary.write_text(page, encoding="utf-8")
+    write_html(path, "Evaluation", body)
 
 
 def _title(report: dict[str, Any]) -> str:
@@ -108,8 +89,8 @@ def _shown(heading: str, explanation: str, frames_THWC: np.ndarray, fps: float) 
         kind, content = "png", encode_image(frames_THWC[0], ".png")
     else:
         kind, content = "webp", encode_animation(frames_THWC, fps or 8.0, ".webp")
-    source = f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
-    return f'<h2>{escape(heading)}</h2><p>{escape(explanation)}</p><img alt="{escape(heading)}" src="{source}">'
+    picture = embedded(content, f"image/{kind}", heading)
+    return f"<h2>{escape(heading)}</h2><p>{escape(explanation)}</p>{picture}"
 
 
 def _protocols(figures: Sequence[dict[str, Any]]) -> str:

@@ -40,6 +40,7 @@ class InfoOptions:
     )
     json: bool = setting(False, "print JSON instead of a table")
     sheet: Path | None = setting(None, "draw samples of a dataset into this picture")
+    html: Path | None = setting(None, "write curves, samples, events and configuration of a run into this page")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,6 +57,12 @@ def _run(argv: list[str]) -> int:
         from megadit.infer.inspect.dataset_sheet import write_sheet
 
         write_sheet(options.path, options.sheet)
+    if options.html is not None:
+        if "training run" not in facts:
+            raise UserError(f"--html is the page of a training run, and {options.path} is none")
+        from megadit.infer.inspect.run_page import write_run_page
+
+        write_run_page(options.path, options.html, facts)
     if options.json:
         print(json.dumps(facts, indent=2, default=str))
     else:

@@ -1,8 +1,14 @@
 """How far a long task has come."""
 
+import os
 import sys
 import time
+from contextlib import suppress
 from typing import Any, TextIO
+
+BAR, ASCII_BAR = "━─", "#-"
+SHORTEST_BAR, LONGEST_BAR = 8, 40
+USUAL_COLUMNS = 80
 
 
 def duration(seconds: float) -> str:
@@ -15,21 +21,21 @@ def duration(seconds: float) -> str:
     return f"{total // 3600} h {total % 3600 // 60} min"
 
 
-def _figures_text(figures: dict[str, Any]) -> str:
-    """`loss 0.1234  lr 0.008`."""
-    return "  ".join(
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in figures.items()
-    )
+def _figure_text(name: str, value: Any) -> str:
+    """`loss 0.1234`."""
+    return f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
 
 
 class Progress:
-    """How far a long task has come: a bar on a terminal, else a plain line every few seconds, on standard error.
+    """How far a long task has come: a line with a bar on a terminal, else a plain line every few seconds, on standard
+    error.
 
         with Progress(total, "training") as bar:
             bar.advance(1, loss=0.1, lr=1e-3)
 
     `completed` is where a resumed task starts; it does not count towards the speed. With `enabled=False` (ranks other
-    than the first) nothing is shown. A stream that is not a terminal always gets a last line.
+    than the first) nothing is shown. A terminal's line shows count and time left at any width, and of the figures those
+    that have room, the first ones first. A stream that is not a terminal always gets a last line.
     """
 
     def __init__(
@@ -44,61 +50,92 @@ class Progress:
     ) -> None:
         self.total = total
         self.description = description
-        self.completed = self._first = completed
+        self.completed = completed
         self._figures: dict[str, Any] = {}
         self._enabled = enabled
         self._plain_interval = plain_interval
         self._stream = stream or sys.stderr
-        self._bar = _terminal_bar(self._stream) if enabled and self._stream.isatty() else None
+        self._live = None
 
     def __enter__(self) -> "Progress":
-        self._start = self._last_line = time.monotonic()
-        if self._bar is not None:
-            self._bar.start()
-            self._task = self._bar.add_task(self.description, total=self.total, completed=self.completed, figures="")
+        self._start = self._last_line = self._last_advance = time.monotonic()
+        self._marks = [(self._start, self.completed)]
+        if self._enabled and self._stream.isatty():
+            self._live = self._terminal_line()
+            self._live.start()
         return self
 
     def advance(self, steps: int = 1, **figures: Any) -> None:
         """Counts `steps` more and shows `figures`; figures of earlier calls stay until they are given again."""
         self.completed += steps
         self._figures.update(figures)
-        if not self._enabled:
-            return
-        if self._bar is not None:
-            self._bar.update(self._task, completed=self.completed, figures=_figures_text(self._figures))
-        elif time.monotonic() - self._last_line >= self._plain_interval:
+        self._last_advance = time.monotonic()
+        if len(self._marks) == 1:
+            self._marks.append((self._last_advance, self.completed))
+        if self._enabled and self._live is None and self._last_advance - self._last_line >= self._plain_interval:
             self._print_line()
 
     def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        if self._live is not None:
+            self._live.stop()
         elif self._enabled:
             self._print_line()
 
+    @property
+    def seconds_left(self) -> float | None:
+        """At the mean pace so far, without the first step, which is slower than others; None before its end."""
+        since, at = self._marks[-1] if self.completed > self._marks[-1][1] else self._marks[0]
+        if self.completed <= at:
+            return None
+        pace = (self._last_advance - since) / (self.completed - at)
+        return max(0.0, pace * (self.total - self.completed) - (time.monotonic() - self._last_advance))
+
     def _print_line(self) -> None:
         self._last_line = time.monotonic()
-        elapsed = self._last_line - self._start
-        done, left = self.completed - self._first, self.total - self.completed
-        times = f"{duration(elapsed)} elapsed"
-        if done > 0 and left > 0:
-            times += f", {duration(elapsed / done * left)} left"
-        parts = [f"{self.description}: {self.completed}/{self.total}", _figures_text(self._figures), times]
+        times, left = f"{duration(self._last_line - self._start)} elapsed", self.seconds_left
+        if left is not None and self.completed < self.total:
+            times += f", {duration(left)} left"
+        figures = "  ".join(_figure_text(*figure) for figure in self._figures.items())
+        parts = [f"{self.description}: {self.completed}/{self.total}", figures, times]
         print("  ".join(part for part in parts if part), file=self._stream, flush=True)
 
+    def _terminal_line(self):
+        from rich.console import Console  # only needed where somebody looks
+        from rich.live import Live
+        from rich.text import Text
 
-def _terminal_bar(stream: TextIO):
-    from rich import progress  # only needed where somebody looks
-    from rich.console import Console
+        console = Console(file=self._stream)
 
-    return progress.Progress(
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TextColumn("{task.fields[figures]}"),
-        progress.TimeElapsedColumn(),
-        progress.TextColumn("<"),
-        progress.TimeRemainingColumn(),
-        console=Console(file=stream),
-        # Printed lines appear above the bar, but output that goes to a file must keep going there.
-        redirect_stdout=sys.stdout.isatty(),
-    )
+        def line() -> Text:
+            # rich asks standard input, which may be another terminal, or none
+            with suppress(OSError, ValueError):
+                if "COLUMNS" not in os.environ:
+                    console.width = os.get_terminal_size(self._stream.fileno()).columns or USUAL_COLUMNS
+            return Text(self._fitted(console.width, console.encoding), no_wrap=True, overflow="crop")
+
+        return Live(
+            console=console,
+            get_renderable=line,
+            # Printed lines appear above, but output that goes to a file must keep going there.
+            redirect_stdout=sys.stdout.isatty(),
+        )
+
+    def _fitted(self, width: int, encoding: str) -> str:
+        """The line of a terminal of so many columns."""
+        left = self.seconds_left
+        if self.completed >= self.total:
+            time_text = f"in {duration(self._last_advance - self._start)}"
+        else:
+            time_text = f"ETA {'?' if left is None else duration(left)}"
+        line = f"{self.description} {self.completed}/{self.total}  {time_text}"
+        for figure in self._figures.items():
+            text = f"  {_figure_text(*figure)}"
+            if len(line) + len(text) > width:
+                break
+            line += text
+        room = min(width - len(line) - 2, LONGEST_BAR)
+        if room < SHORTEST_BAR:
+            return line
+        done, rest = BAR if encoding.startswith("utf") else ASCII_BAR
+        filled = room * min(max(self.completed, 0), self.total) // max(self.total, 1)
+        return f"{line}  {done * filled}{rest * (room - filled)}"

@@ -11,6 +11,7 @@ from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError, choose_one, did_you_mean
 
 VERBS: dict[str, tuple[str, str]] = {
+    "new": ("megadit.train.new:main", "propose a run for a folder of videos or images, and do it with --go"),
     "prepare": ("megadit.train.data.prepare:main", "turn clips or the built-in digits into a training dataset"),
     "train": ("megadit.train.__main__:main", "train a recipe, on one rank or several"),
     "slurm": ("megadit.train.slurm.__main__:main", "write and submit the Slurm jobs from data to an exported model"),

@@ -108,7 +108,7 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         listening.bind((host, port))
     except OSError as error:
-        raise UserError(f"{host}:{port} cannot be used: {error.strerror}") from error
+        raise UserError(f"{host}:{port} cannot be used: {error.strerror}; --port takes another") from error
     return listening
 
 

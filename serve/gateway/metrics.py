@@ -111,5 +111,7 @@ def serve_metrics(metrics: Metrics, host: str, port: int) -> None:
     try:
         server = make_server(host, port, make_wsgi_app(metrics.registry), _Server, _Handler)
     except OSError as error:
-        raise UserError(f"{host}:{port} (metrics) cannot be used: {error.strerror}") from error
+        raise UserError(
+            f"{host}:{port} (metrics) cannot be used: {error.strerror}; --metrics_port takes another"
+        ) from error
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()

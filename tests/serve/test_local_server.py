@@ -20,7 +20,7 @@ from megadit.models.shared.errors import UserError
 from megadit.serve import triton_binary
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import ServiceError, VideoRequest
-from megadit.serve.local_server import SECRET_HEADER, SHARED_MEMORY, LocalServer, Ports, secret_in
+from megadit.serve.local_server import SECRET_HEADER, SHARED_MEMORY, LocalServer, Ports, check_repository, secret_in
 from megadit.serve.run import docker_command
 
 
@@ -159,7 +159,7 @@ def test_the_command_restarts_what_dies_and_ends_when_told(tritonserver, reposit
 
 
 def test_a_taken_port_is_told(tritonserver, repository):
-    with pytest.raises(UserError, match="cannot be used"):
+    with pytest.raises(UserError, match="cannot be used: .*; --http_port takes another"):
         ports = Ports.free()
         with LocalServer(repository, ports=ports), LocalServer(repository, ports=ports):
             pass
@@ -238,3 +238,10 @@ def test_a_secret_is_made_once_for_its_owner_alone(tmp_path):
     for bad in (path, tmp_path / "no" / "such" / "folder", tmp_path):
         with pytest.raises(UserError):
             secret_in(bad)
+
+
+def test_what_is_no_repository_is_told_with_what_to_do(bundle_dir, tmp_path):
+    for path, said in ((bundle_dir, "is a bundle; .*build-repository"), (tmp_path / "nowhere", "does not exist")):
+        with pytest.raises(UserError, match=said):
+            check_repository(path)
+    check_repository(tmp_path)

@@ -164,3 +164,7 @@ def test_another_run_is_continued_in_a_folder_of_its_own(finished, run_ranks, tm
 def test_another_run_without_a_checkpoint_is_a_mistake(run_ranks, tmp_path):
     (output,) = run_ranks(1, *arguments(tmp_path / "next", f"checkpoint.load={tmp_path}"), code=2)
     assert output.splitlines()[-1].startswith(f"error: checkpoint.load={tmp_path} has no checkpoint")
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "megadit.json").write_text("{}")
+    (output,) = run_ranks(1, *arguments(tmp_path / "next", f"checkpoint.load={tmp_path}"), code=2)
+    assert f"a bundle has weights alone: checkpoint.init_from={tmp_path}" in output.splitlines()[-1]

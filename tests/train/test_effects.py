@@ -249,6 +249,7 @@ EFFECTS = {
     "health.starving_share": seen("printed", "1e-9", "health.starving_share=1.0", "train.train_iters=35"),
     "health.statistics_interval": told("2"),
     "logger.tensorboard": seen("files", "true"),
+    "logger.curves": seen("files", "true"),
     "logger.wandb_exp_name": seen("wandb", "second", *LOGGED),
     "logger.wandb_project": seen("wandb", "elsewhere", *LOGGED),
     "logger.wandb_entity": seen("wandb", "us", *LOGGED),

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megadit.models.dit import DiT
 from megadit.models.flops import training_flops
 from megadit.models.layout import PackLayout
-from megadit.models.machine import peak_flops
+from megadit.models.machine import is_out_of_memory, peak_flops
 from megadit.models.megatron.checkpoint import find_checkpoints
 from megadit.models.segments import Segment
 from megadit.train.config.load import load_config
@@ -22,7 +22,7 @@ from megadit.train.recipes import load_recipe
 MOCK = ("-m", "megadit.train", "--recipe", "digits_tiny", "--mock", "validation.interval=0")
 LINE = re.compile(
     r"Training iteration (\d+)/5 \| lr: \S+ \| global_batch_size: 4 \| global_step: (\d+) \| "
-    r"reduced_train_loss: \S+ \| train_step_timing in s: \S+ \| consumed_samples: (\d+)"
+    r"reduced_train_loss: \S+ \| train_step_timing in s: \S+ \| consumed_samples: (\d+) \| ETA: \d+ s"
 )
 
 
@@ -70,6 +70,12 @@ def test_a_loss_that_is_no_number_ends_the_run(run_ranks, tmp_path):
     assert error.startswith("error: the loss of step 2 is not a finite number; samples: mock-")
     assert "Traceback" not in first and "error" not in second
     assert [path.name for path in find_checkpoints(tmp_path / "checkpoints")] == ["iter_0000001"]
+
+
+def test_too_little_memory_is_recognised():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value) and not is_out_of_memory(RuntimeError("connection closed by peer"))
 
 
 def test_a_mistake_that_every_rank_finds_is_told_once(finished, run_ranks):

@@ -178,7 +178,7 @@ def test_unknown_recipe_names_the_nearest():
         (["--recipe", "digits", "--nproc", "two"], "invalid int value: 'two'"),
         (["--recipe", "digits", "--nproc", "0"], "--nproc=0 must be at least 1"),
         (["--recipe", "digits", "--plan"], "--plan needs --gpus N and --gpu NAME"),
-        (["--recipe", "digits", "--plan", "--gpus", "4", "--gpu", "h100"], "did you mean 'h100-80gb'"),
+        (["--recipe", "digits", "--plan", "--gpus", "4", "--gpu", "h100-80"], "did you mean 'h100-80gb'"),
         (["--recipe", "digits", "--mock", "--gpus", "4"], "belong to --plan and --dry-run"),
         (["--recipe", "digits", "--mock", "--nproc", "3"], "use 3"),
         (["--recipe", "digits"], "data.path is not set"),

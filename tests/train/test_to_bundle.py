@@ -89,7 +89,7 @@ def test_a_folder_without_checkpoints(tmp_path):
 
 def test_the_data_set_may_lie_elsewhere(trained, tiny_dataset, tmp_path, capsys):
     assert main([str(trained), str(tmp_path / "bundle"), "--dataset", "/nowhere"]) == 2
-    assert "/nowhere is not a folder" in capsys.readouterr().err and not (tmp_path / "bundle").exists()
+    assert "/nowhere does not exist" in capsys.readouterr().err and not (tmp_path / "bundle").exists()
     shutil.copytree(tiny_dataset, tmp_path / "moved")
     assert main([str(trained), str(tmp_path / "bundle"), "--dataset", str(tmp_path / "moved")]) == 0
 

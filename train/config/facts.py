@@ -7,6 +7,13 @@ from typing import Any
 
 from megadit.models.megatron.parallel_sizes import Division, ParallelSizes
 
+OF_DATASET = {"in_channels": "latent_channels", "crossattn_emb_size": "text_width", "sigma_data": "sigma_data"}
+"""Setting of the network -> what a `DatasetInfo` says, which it has to be."""
+
+
+def agree(setting: Any, fact: Any) -> bool:
+    return math.isclose(setting, fact, rel_tol=1e-6)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:

@@ -1,4 +1,4 @@
-"""Recipe, YAML file, `a.b=c`: the later wins, and only keys that exist are accepted."""
+"""Recipe, data set, YAML file, `a.b=c`: the later wins, and only keys that exist are accepted."""
 
 import dataclasses
 import types
@@ -12,6 +12,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from megadit.models.shared.documents import parse_yaml
 from megadit.models.shared.errors import UserError, choose_one, nearest
 from megadit.train.config.compat import expand_braces, translate
+from megadit.train.config.facts import OF_DATASET, agree
 from megadit.train.config.schema import RunConfig
 from megadit.train.recipes import load_recipe
 
@@ -24,8 +25,9 @@ def resolve_config(
     config_file: str | Path | None = None,
     overrides: list[str] | None = None,
 ) -> RunConfig:
-    """The run that a command line stands for: recipe < `config_file` < `overrides` (each `a.b=c`).
+    """The run that a command line stands for: recipe < data set < `config_file` < `overrides` (each `a.b=c`).
 
+    What a network has to share with its data set (`facts.OF_DATASET`) is taken from there unless it is set.
     The file may name its recipe itself under the key `recipe`, as the config.yaml of every run does. Keys may be those
     of NeMo and DFM, or of earlier versions (see `compat`).
 
@@ -59,6 +61,7 @@ def _changed(config: Config, from_file: DictConfig, overrides: list[str]) -> Con
     updates = [from_file, _parse_overrides(overrides)]
     if isinstance(config, RunConfig):
         updates = [OmegaConf.create(_in_our_names(OmegaConf.to_container(update))) for update in updates]
+        updates.insert(0, OmegaConf.create({"model": _from_dataset(config, updates)}))
     merged = _mapping(config)
     OmegaConf.set_struct(merged, True)
     for name in _named_by_the_user(type(config)):
@@ -75,6 +78,22 @@ def named_recipe(config_file: str | Path) -> str | None:
         UserError: if it cannot be read.
     """
     return _read_yaml(config_file).get("recipe")
+
+
+def _from_dataset(config: RunConfig, updates: list[DictConfig]) -> dict[str, Any]:
+    """Settings of the network that the data set decides, where those of `config` do not fit it already."""
+    asked = {key: value for update in updates for key, value in _flatten(OmegaConf.to_container(update)).items()}
+    path = asked.get("data.path", config.data.path)
+    if path is None or asked.get("data.mock", config.data.mock):
+        return {}
+    from megadit.train.data.dataset_info import DatasetInfo
+
+    try:
+        info = DatasetInfo.read(path)
+    except (UserError, TypeError):  # told when the samples are asked for
+        return {}
+    facts = {setting: getattr(info, fact) for setting, fact in OF_DATASET.items()}
+    return {setting: fact for setting, fact in facts.items() if not agree(getattr(config.model, setting), fact)}
 
 
 def config_from_dict(values: dict[str, Any]) -> RunConfig:

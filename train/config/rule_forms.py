@@ -1,6 +1,5 @@
 """What the rules of a run are made of: forms that several share, longer messages, and what is accepted by trying."""
 
-import math
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -9,7 +8,7 @@ from megadit.models.megatron.parallel_sizes import Division, refusal
 from megadit.models.settings import SamplingSettings, resolve
 from megadit.models.shared.errors import nearest_multiples
 from megadit.models.shared.rules import Rule, always
-from megadit.train.config.facts import Run
+from megadit.train.config.facts import Run, agree
 
 SINGLE_IMAGE = SamplingSettings(num_steps=1, guidance=1.0, num_frames=1, height=1, width=1, fps=1.0)
 """Stands for the sizes that `validation.sampling` leaves to the data set."""
@@ -87,7 +86,7 @@ def of_graphs(needs: Condition, hindrance: str) -> Rule[Run]:
 def fits_dataset(setting: str, fact: str) -> Rule[Run]:
     return Rule(
         when=lambda run: run.dataset is not None,
-        needs=lambda run: math.isclose(getattr(run.model, setting), getattr(run.dataset, fact), rel_tol=1e-6),
+        needs=lambda run: agree(getattr(run.model, setting), getattr(run.dataset, fact)),
         remedy="{model." + setting + "=} does not fit {dataset.root}, whose value is {dataset." + fact + "}; set it to "
         "that",
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 from megadit.models.megatron import parallel_sizes
 from megadit.models.shared.rules import Rule, accepted_by, enforce
-from megadit.train.config.facts import Run
+from megadit.train.config.facts import OF_DATASET, Run
 from megadit.train.config.rule_forms import (
     MOST_MODE,
     check_copy_url,
@@ -408,9 +408,7 @@ RULES: tuple[Rule[Run], ...] = (
         needs=lambda run: run.data.path is not None,
         remedy="data.path is not set; give data.path=FOLDER (see `megadit prepare`), or --mock",
     ),
-    fits_dataset("in_channels", "latent_channels"),
-    fits_dataset("crossattn_emb_size", "text_width"),
-    fits_dataset("sigma_data", "sigma_data"),
+    *(fits_dataset(setting, fact) for setting, fact in OF_DATASET.items()),
     Rule(
         when=lambda run: run.dataset is not None and run.dataset.store is not None,
         needs=lambda run: run.data.encode == run.encoding,

@@ -29,6 +29,8 @@ Recompute = Literal["none", "selective", "full", "auto"]
 TransformerImpl = Literal["local", "transformer_engine"]
 WIDEST_PROFILE = 1 / 12**0.5
 """The sigma_rel of gamma -> 0, a plain mean over the whole run; wider profiles do not exist."""
+MOST_TOKENS = 10_000_000
+"""Of a pack: far beyond what is trained anywhere, and little enough to be counted before memory runs out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,9 +42,9 @@ class DataConfig:
     of Energon's that blends several of them."""
     mock: bool = False
     """Endless random samples in place of `path`."""
-    seq_length: int = setting(above=0)
+    seq_length: int = setting(above=0, high=MOST_TOKENS)
     """Video tokens of one pack; the tail that no sample fills is masked."""
-    text_seq_length: int = setting(above=0)
+    text_seq_length: int = setting(above=0, high=MOST_TOKENS)
     """Text slots of one pack, at least one per sample (the null token of a sample without text uses one)."""
     micro_batch_size: int = setting(1, above=0)
     """Packs that one data-parallel rank computes at a time."""

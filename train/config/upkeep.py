@@ -95,6 +95,8 @@ class LoggerConfig:
 
     tensorboard: bool = True
     """Scalars and validation videos in tensorboard/."""
+    curves: bool = True
+    """curves.png, kept up to date."""
     wandb_exp_name: str | None = None
     """Name of this run in Weights & Biases, which it switches on (needs megadit[wandb]). Without WANDB_API_KEY it
     writes files for `wandb sync`."""

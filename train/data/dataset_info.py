@@ -83,7 +83,8 @@ class DatasetInfo:
         if root.name.endswith((".yaml", ".yml")):
             return _read_blend(root)
         if not is_url(path) and not root.is_dir():
-            raise UserError(f"data.path={path} is not a folder; {REMEDY}")
+            what = "is not a folder" if root.exists() else "does not exist"
+            raise UserError(f"data.path={path} {what}; {REMEDY}")
         values = _read_info(root)
         version = values.pop("format_version", None)
         if not isinstance(version, int) or version > FORMAT_VERSION:

@@ -24,6 +24,7 @@ from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import Progress
 from megadit.models.shared.setting import setting
 from megadit.models.tokenizers import load_tokenizer
+from megadit.train.curves import read_metrics, training_curves
 from megadit.train.data import prepare
 from megadit.train.digits import figures, judge, score
 from megadit.train.digits.data import FPS, Attributes
@@ -189,8 +190,8 @@ def _draw_figures(demo: Demo) -> None:
         f"{result['unseen_combinations']['all']:.0%} where training never saw the three together (unseen)"
     )
     figures.contact_sheet(demo.out / "contact_sheet.png", rows, title=title)
-    records = figures.read_metrics(demo.training / "metrics.jsonl")
-    figures.training_curves(demo.out / "curves.png", records, title="training on handwritten digits")
+    records = read_metrics(demo.training / "metrics.jsonl")
+    training_curves(demo.out / "curves.png", records, title="training on handwritten digits")
 
 
 STAGES = (

@@ -1,19 +1,16 @@
-"""The pictures the demo leaves: a contact sheet of clips, and the curves of training."""
+"""The picture the demo leaves: a contact sheet of clips."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path
+from megadit.train.curves import BACKGROUND, TEXT
 
-BACKGROUND, TEXT, FAINT, GRID = "#101216", "#e8eaed", "#8a919c", "#2a2e36"
 RIGHT, WRONG, NOTE = "#5dd39e", "#ff6b6b", "#f2c14e"
 
 
@@ -75,107 +72,3 @@ def _strip(video_CTHW: Tensor, gap: int = 2) -> np.ndarray:
     for number, frame_HWC in enumerate(frames_THWC):
         strip[:, number * (width + gap) : number * (width + gap) + width] = frame_HWC
     return strip.numpy()
-
-
-def read_metrics(path: Path) -> list[dict]:
-    """The objects of a metrics.jsonl, one a line; a last line cut short by a kill is left out.
-
-    Raises:
-        UserError: if the file is missing.
-    """
-    if not path.is_file():
-        raise UserError(f"{path} does not exist; is its folder that of a training run?")
-    records = []
-    for line in path.read_text().splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return records
-
-
-def series(records: Sequence[dict], *keys: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of one metric, where it was recorded; a step told twice counts once.
-
-    Several `keys` lead into nested objects: `series(records, "validation", "none", "mean")`.
-    """
-    by_step = {record["step"]: _look_up(record, keys) for record in records}
-    steps = sorted(step for step, value in by_step.items() if value is not None)
-    return np.array(steps), np.array([by_step[step] for step in steps], dtype=float)
-
-
-def _look_up(record: dict, keys: Sequence[str]) -> float | None:
-    value: Any = record
-    for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
-
-
-def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Mean over the last `window` values (fewer at the start)."""
-    total = np.cumsum(np.concatenate([[0.0], values]))
-    last = np.arange(1, len(values) + 1)
-    first = np.maximum(last - window, 0)
-    return (total[last] - total[first]) / (last - first)
-
-
-PANELS = (
-    ("loss", "training loss", "linear"),
-    ("validation", "validation loss of the weights and their averages", "linear"),
-    ("lr", "learning rate", "linear"),
-    ("grad_norm", "gradient norm", "log"),
-    ("tokens_per_s", "tokens per second", "linear"),
-)
-"""Key in metrics.jsonl, title and scale of each panel."""
-COLOURS = ("#4c8dff", "#5dd39e", "#f2c14e", "#ff6b6b", "#b388ff", "#8a919c")
-
-
-def training_curves(path: Path, records: Sequence[dict], *, title: str) -> None:
-    """Draws every panel that the metrics have values for: faint as measured, bold as a moving mean."""
-    from matplotlib.figure import Figure
-
-    lines = {name: _lines(records, name) for name, _, _ in PANELS}
-    panels = [panel for panel in PANELS if lines[panel[0]]]
-    figure = Figure(figsize=(4.0 * max(len(panels), 1), 3.4), facecolor=BACKGROUND, layout="constrained")
-    figure.suptitle(title, color=TEXT, fontsize=12, x=0.01, ha="left")
-    axes = figure.subplots(1, max(len(panels), 1), squeeze=False)[0]
-    for axis, (name, label, scale) in zip(axes, panels, strict=False):
-        _draw_panel(axis, lines[name], label, scale)
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, dpi=110, facecolor=BACKGROUND)
-
-
-def _lines(records: Sequence[dict], name: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """The lines of one panel by label: one for a number, one for each kind of weights where there are several."""
-    kinds = sorted({kind for record in records if isinstance(record.get(name), dict) for kind in record[name]})
-    paths = {kind: (name, kind, "mean") for kind in kinds} or {"": (name,)}
-    lines = {label: series(records, *keys) for label, keys in paths.items()}
-    return {label: line for label, line in lines.items() if len(line[0])}
-
-
-def _draw_panel(axis, lines: dict[str, tuple[np.ndarray, np.ndarray]], label: str, scale: str) -> None:
-    axis.set_facecolor(BACKGROUND)
-    axis.set_title(label, color=TEXT, fontsize=10, loc="left")
-    axis.set_yscale(scale)
-    for colour, (name, (steps, values)) in zip(COLOURS, lines.items(), strict=False):
-        if len(values) < 50:
-            axis.plot(steps, values, color=colour, lw=1.2, marker="o", ms=3, label=name)
-            continue
-        axis.plot(steps, values, color=colour, alpha=0.3, lw=0.8)
-        axis.plot(steps, smooth(values, max(len(values) // 50, 5)), color=colour, lw=1.8, label=name)
-        if scale == "linear":
-            _leave_out_start(axis, values)
-    if len(lines) > 1:
-        axis.legend(fontsize=7, labelcolor=FAINT, facecolor=BACKGROUND, edgecolor=GRID)
-    axis.set_xlabel("step", color=FAINT, fontsize=8)
-    axis.tick_params(which="both", colors=FAINT, labelsize=8)
-    axis.grid(alpha=0.12)
-    for side in axis.spines.values():
-        side.set_color(GRID)
-
-
-def _leave_out_start(axis, values: np.ndarray) -> None:
-    """Scales the axis to all but the first steps, which would flatten what follows."""
-    low, high = np.quantile(values[len(values) // 50 :], [0, 0.999])
-    margin = 0.05 * (high - low) + 1e-12
-    axis.set_ylim(low - margin, high + margin)

@@ -23,9 +23,9 @@ from megadit.models.shared.files import atomic_path, write_json
 from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import Progress
 from megadit.models.shared.setting import setting
+from megadit.train.curves import BACKGROUND, FAINT, GRID, TEXT
 from megadit.train.digits import judge, score
 from megadit.train.digits.data import COLOURS, Attributes
-from megadit.train.digits.figures import BACKGROUND, FAINT, GRID, TEXT
 
 CALLS = (4, 6, 8, 12, 20, 35)
 """Denoiser calls at which solvers are compared; those of two calls a step come as close from below as they can."""

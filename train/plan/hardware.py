@@ -96,7 +96,7 @@ def this_device(ranks: int) -> Gpu:
     """What one of `ranks` ranks of this machine has: its GPU as the table knows it, or as far as torch can tell."""
     import torch
 
-    from megadit.models.machine import free_memory, matmul_flops
+    from megadit.models.machine import matmul_flops
 
     if torch.cuda.is_available():
         found = torch.cuda.get_device_properties(0)
@@ -106,7 +106,7 @@ def this_device(ranks: int) -> Gpu:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return Gpu(
         name=f"this machine's {device.type}",
-        memory=free_memory(device) / (1 if device.type == "cuda" else ranks),
+        memory=this_machines_memory(ranks),
         bf16_flops=matmul_flops(device, torch.bfloat16 if device.type == "cuda" else torch.float32),
         memory_bandwidth=10 * GB,  # of a CPU's core; loopback carries about as much
         link_bandwidth=2 * GB,
@@ -114,10 +114,23 @@ def this_device(ranks: int) -> Gpu:
     )
 
 
+def this_machines_memory(ranks: int) -> float:
+    """Bytes that each of `ranks` ranks of this machine can still take."""
+    import torch
+
+    from megadit.models.machine import free_memory
+
+    if torch.cuda.is_available():
+        return free_memory(torch.device("cuda"))
+    return free_memory(torch.device("cpu")) / ranks
+
+
 def find_gpu(name: str) -> Gpu:
-    """The GPU called `name`.
+    """The GPU called `name`, or the only one whose name begins with it ("h200").
 
     Raises:
         UserError: for a name that is not in the table, with the nearest that is.
     """
+    alike = [known for known in GPUS if known.startswith(f"{name}-")]
+    name = alike[0] if len(alike) == 1 else name
     return GPUS[choose_one(name, GPUS, f"--gpu {name} is unknown")]

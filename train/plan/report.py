@@ -7,10 +7,12 @@ from rich.console import Console
 from rich.table import Table
 
 from megadit.models.shared.errors import UserError
+from megadit.train.config.rules import check_dataset
 from megadit.train.config.schema import RunConfig
 from megadit.train.plan.budget import budget
+from megadit.train.plan.doubts import doubts
 from megadit.train.plan.estimate import tokens_per_second
-from megadit.train.plan.hardware import GIB, Gpu
+from megadit.train.plan.hardware import GIB, Gpu, this_machines_memory
 from megadit.train.plan.layout import Layout
 from megadit.train.plan.memory import Memory, memory_of
 from megadit.train.plan.recompute import choice_in_words, with_recompute
@@ -21,11 +23,13 @@ NUM_SHOWN = 12
 
 
 def dry_run(config: RunConfig, gpus: int, gpu: Gpu | None) -> str:
-    """Groups, parameters, memory, operations and traffic of a run, as YAML comments.
+    """Groups, parameters, memory, operations and traffic of a run, and what is doubtful, as YAML comments. The memory
+    is compared with that of `gpu`, or of this machine.
 
     Raises:
-        UserError: if the run does not fit the memory of `gpu`, with both figures.
+        UserError: if the run does not fit the memory of `gpu`, with both figures, or its data set cannot be used.
     """
+    info = None if config.data.mock or config.data.path is None else check_dataset(config)
     decided = config if gpu is None else with_recompute(config, gpus, gpu.memory)
     layout = Layout.of(decided, gpus)
     memory = memory_of(decided, layout)
@@ -34,6 +38,8 @@ def dry_run(config: RunConfig, gpus: int, gpu: Gpu | None) -> str:
         _check_fit(config, layout, gpu)
         lines += [f"recomputed: {choice_in_words(decided)} of each part"] if decided is not config else []
         lines += _time_lines(config, assess(config, layout, gpu))
+    free = math.inf if gpu is not None else this_machines_memory(gpus)
+    lines += [f"note: {doubt}" for doubt in doubts(config, info, needed=memory.total, free=free)]
     return "\n".join(f"# {line}" for line in lines)
 
 

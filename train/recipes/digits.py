@@ -176,6 +176,7 @@ def digits_tiny() -> RunConfig:
         ),
         optimizer=replace(run.optimizer, lr=8e-3, lr_warmup_iters=2),
         checkpoint=replace(run.checkpoint, save_interval=5),
+        logger=replace(run.logger, curves=False),
         validation=replace(
             run.validation,
             interval=5,

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megadit.infer.inspect import info
+from megadit.infer.video_io import write_video
 from megadit.models.bundle.bundle import write_bundle
 from megadit.models.dit import DiT
 from megadit.models.named_configs import NAMED_CONFIGS
@@ -107,6 +108,27 @@ def test_dataset(tmp_path):
     facts = info.describe(tmp_path)
     assert facts["num samples train"] == 70
     assert facts["shards"] == "1, 2 KiB"
+
+
+def test_a_page_shows_a_run(run, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    assert info.main([str(run), "--html", str(page)]) == 0
+    assert "There are none yet" in page.read_text() and "Nothing went wrong." in page.read_text()
+    frames = torch.randint(0, 255, (3, 16, 16, 3), dtype=torch.uint8).numpy()
+    for step in range(100, 1300, 100):
+        write_video(run / "samples" / f"step_{step:07d}" / "00_a_<red>_seven.mp4", frames, 8)
+    write_video(run / "samples" / "step_0001200" / "01_a_two.png", frames[:1])
+    write_video(run / "curves.png", frames[:1])
+    (run / "events.jsonl").write_text('{"time": 1.0, "kind": "<spike>"}\n{"time": 2')
+    assert info.main([str(run), "--html", str(page)]) == 0
+    text = page.read_text()
+    assert text.count("data:video/mp4;base64,") == 8 and text.count("data:image/png;base64,") == 2
+    assert "step 100<" in text and "step 1,200<" in text and "step 200<" not in text
+    assert "&lt;spike&gt;" in text and "a_&lt;red&gt;_seven" in text and "<red>" not in text
+    assert "recipe: digits" in text and "http" not in text
+    capsys.readouterr()
+    assert info.main([str(run / "checkpoints" / "iter_0000500"), "--html", str(page)]) == 2
+    assert "--html is the page of a training run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("as_json", [False, True])

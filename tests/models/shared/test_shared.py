@@ -2,8 +2,14 @@ import argparse
 import fcntl
 import io
 import os
+import pty
+import re
+import struct
 import subprocess
 import sys
+import termios
+import time
+from contextlib import suppress
 
 import pytest
 
@@ -171,6 +177,55 @@ def test_progress_shows_a_bar_on_a_terminal(monkeypatch):
     with Progress(2, "training", stream=stream) as bar:
         bar.advance(2, loss=0.25)
     assert "training" in stream.getvalue() and "2/2" in stream.getvalue() and "loss 0.25" in stream.getvalue()
+
+
+def redraws(columns, figures, encoding="utf-8"):
+    """What a pseudo-terminal of so many columns is shown of a task half done, one entry for each time it is drawn."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    with open(theirs, "w", encoding=encoding) as stream, Progress(1050, "training", stream=stream) as bar:
+        for _ in range(525):
+            bar.advance(1, **figures)
+    shown = b""
+    with suppress(OSError):  # what reading ends with where the other side is closed
+        while part := os.read(ours, 1 << 16):
+            shown += part
+    os.close(ours)
+    shown = shown.decode()
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
+    return [line for line in re.split(r"[\r\n]+", plain) if line.strip()]
+
+
+@pytest.mark.parametrize("columns", [40, 80, 100, 160])
+def test_progress_fits_the_terminal_and_shows_what_matters(columns, monkeypatch):
+    for name in ("COLUMNS", "LINES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    figures = {"loss": 0.123456, "s/step": 0.2314, "lr": 0.012, "grad_norm": 1.2345, "samples_per_s": 173.5}
+    line = redraws(columns, figures)[-1]
+    assert len(line) <= columns and re.match(r"training 525/1050  ETA \d+ s  loss 0\.1235", line)
+    assert ("s/step 0.2314" in line) == (columns >= 80) and ("grad_norm" in line) == (columns > 80)
+    assert ("━" in line and "─" in line) == (columns > 40)
+
+
+def test_progress_draws_its_bar_of_what_the_terminal_can_write(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    assert "#" in redraws(80, {}, encoding="ascii")[-1]
+
+
+def test_time_left_leaves_the_first_step_out(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[-1])
+    with Progress(12, "training", enabled=False) as bar:
+        assert bar.seconds_left is None
+        for second in (100.0, 101.0, 102.0):
+            clock.append(second)
+            bar.advance()
+        assert bar.seconds_left == pytest.approx(9.0)
+        clock.append(102.5)
+        assert bar.seconds_left == pytest.approx(8.5)
+        bar.advance(-3)
+        assert bar.seconds_left is None
 
 
 @pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])

@@ -298,3 +298,24 @@ def test_the_number_of_ranks_is_no_setting(theirs):
 def test_a_run_is_not_renamed():
     with pytest.raises(UserError, match="choose one with --recipe NAME"):
         resolve_config("digits", overrides=["recipe=pretrain_xl"])
+
+
+def test_a_network_takes_over_what_its_data_set_decides(tiny_dataset, tmp_path):
+    """Unless it is told otherwise; of a data set that is not there, nothing."""
+    from megadit.train.data.dataset_info import DatasetInfo
+
+    info, recipe = DatasetInfo.read(tiny_dataset), load_recipe("digits")
+    of_data = (info.latent_channels, info.text_width, info.sigma_data)
+    of_recipe = (recipe.model.in_channels, recipe.model.crossattn_emb_size, recipe.model.sigma_data)
+    assert not set(of_data) & set(of_recipe)
+
+    def shared(*overrides, **more):
+        model = resolve_config("digits", overrides=[*overrides], **more).model
+        return model.in_channels, model.crossattn_emb_size, model.sigma_data
+
+    here = f"data.path={tiny_dataset}"
+    assert shared(here) == of_data
+    assert shared(here, "model.in_channels=5") == (5, *of_data[1:])
+    file = write(tmp_path / "run.yaml", f"data: {{path: {tiny_dataset}}}\nmodel: {{sigma_data: 0.25}}")
+    assert shared(config_file=file) == (*of_data[:2], 0.25)
+    assert shared(here, "data.mock=true") == shared("data.path=/nowhere") == shared() == of_recipe

@@ -1,11 +1,9 @@
-"""The demo's pictures: frames arrive unchanged, metrics survive a kill and a resume."""
+"""The demo's picture: frames arrive unchanged."""
 
 import imageio.v3 as iio
 import numpy as np
-import pytest
 import torch
 
-from megadit.models.shared.errors import UserError
 from megadit.train.digits import figures
 
 
@@ -35,29 +33,3 @@ def test_contact_sheet_is_a_picture_with_every_clip(tmp_path):
     for colour in ([255, 0, 0], [0, 255, 0], [0, 0, 255]):
         assert (np.abs(pixels - colour).max(1) < 8).mean() > 0.05
     assert [path.name for path in tmp_path.iterdir()] == ["sheet.png"]
-
-
-def test_metrics_after_a_kill_and_a_resume(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    lines = ['{"step": 1, "loss": 3.0}', '{"step": 2, "loss": 9.0}', '{"step": 2, "loss": 2.0}', '{"step": 3, "lo']
-    path.write_text("\n".join(lines))
-    records = figures.read_metrics(path)
-    steps, values = figures.series(records, "loss")
-    assert steps.tolist() == [1, 2] and values.tolist() == [3.0, 2.0]
-    with pytest.raises(UserError, match=r"other\.jsonl does not exist"):
-        figures.read_metrics(tmp_path / "other.jsonl")
-
-
-def test_smoothing_is_a_mean_over_the_past():
-    assert figures.smooth(np.array([4.0, 2.0, 6.0, 0.0]), 2).tolist() == [4.0, 3.0, 4.0, 3.0]
-
-
-def test_curves_of_whatever_was_recorded(tmp_path):
-    records = [{"step": step, "loss": 1 / step, "lr": 1e-3, "grad_norm": 1.0} for step in range(1, 200)]
-    for step in (100, 199):
-        records[step - 1]["validation"] = {"none": {"mean": 50 / step, "1": 0.4}, "0.05": {"mean": 40 / step}}
-    assert figures.series(records, "validation", "0.05", "mean")[1].tolist() == [0.4, 40 / 199]
-    figures.training_curves(tmp_path / "some.png", records, title="a run")
-    figures.training_curves(tmp_path / "few.png", records[:1], title="one step")
-    wide, narrow = iio.imread(tmp_path / "some.png"), iio.imread(tmp_path / "few.png")
-    assert wide.shape[1] > narrow.shape[1] and wide.std() > 1

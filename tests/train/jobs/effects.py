@@ -32,6 +32,7 @@ from megadit.train.metrics import Metrics  # noqa: E402
 
 OF_TIME = {"seconds", "reading_seconds", "samples_per_s", "tokens_per_s", "tflops", "mfu", "time"}
 """What differs between two runs of one command."""
+OF_TIME_PRINTED = r"train_step_timing in s: \S+|ETA: .*|\S+ are free|in the last .* s|estimated time: .*"
 
 
 class Notes:
@@ -112,7 +113,7 @@ def run(folder, name, arguments):
             code = train([argument.replace("{out}", str(out)) for argument in arguments])
     except SystemExit as stop:
         code = stop.code
-    printed = re.sub(r"train_step_timing in s: \S+", "", told.getvalue()).replace(str(out), "OUT")
+    printed = re.sub(OF_TIME_PRINTED, "", told.getvalue()).replace(str(out), "OUT")
     return {
         "error": printed.strip().splitlines()[-1] if code else None,
         "printed": re.sub(r"\d+% of", "", printed).splitlines(),

@@ -5,6 +5,7 @@ from fractions import Fraction
 from typing import BinaryIO
 
 import av
+import numpy as np
 from PIL import Image
 
 from megadit.infer.animations import is_webp
@@ -52,7 +53,7 @@ class WebpVideo:
         return False
 
     def frames(self) -> Iterator[av.VideoFrame]:
-        """In RGB; what follows a damaged frame is left out."""
+        """In RGB, or RGBA; what follows a damaged frame is left out."""
         self._file.seek(0)
         with Image.open(self._file, formats=["WEBP"]) as image:
             start = 0
@@ -60,7 +61,10 @@ class WebpVideo:
                 still_alive()
                 try:
                     image.seek(number)
-                    frame = av.VideoFrame.from_image(image.convert("RGB"))
+                    mode = "RGBA" if image.has_transparency_data else "RGB"
+                    frame = av.VideoFrame.from_ndarray(
+                        np.asarray(image.convert(mode)), format={"RGBA": "rgba", "RGB": "rgb24"}[mode]
+                    )
                 except (EOFError, OSError, ValueError):
                     return
                 frame.pts, frame.time_base = start, self.time_base

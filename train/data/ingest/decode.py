@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import islice
 
 import av
 import numpy as np
@@ -51,6 +52,7 @@ class Timeline:
     seconds: float
     luma_THW: np.ndarray
     """Brightness, 0..255, THUMBNAIL x THUMBNAIL."""
+    is_transparent: bool
 
 
 class _Slice(io.RawIOBase):
@@ -109,7 +111,7 @@ def read_image(source: Source, settings: Settings) -> Image.Image:
             _check_canvas(file.peek(30)[:30], settings)
             image = Image.open(file, formats=IMAGE_FORMATS)
             _check_pixels(image.width, image.height, settings)
-            return ImageOps.exif_transpose(image).convert("RGB")
+            return opaque(ImageOps.exif_transpose(image), settings)
         except UnusableSourceError:
             raise
         except Exception as error:  # decoders raise whatever they like
@@ -121,6 +123,35 @@ def _check_canvas(head: bytes, settings: Settings) -> None:
     size = webp_size(head)
     if size is not None:
         _check_pixels(*size, settings)
+
+
+TRANSPARENT = "transparent"
+"""In `info` of an image that the background was seen through."""
+
+
+def opaque(image: Image.Image, settings: Settings) -> Image.Image:
+    """The picture in RGB, where it is transparent in front of `settings.background`."""
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    if image.getextrema()[3][0] == 255:
+        return image.convert("RGB")
+    ground = Image.new("RGBA", image.size, settings.background)
+    shown = Image.alpha_composite(ground, image).convert("RGB")
+    shown.info[TRANSPARENT] = True
+    return shown
+
+
+def opaque_frame(frame: av.VideoFrame, settings: Settings) -> tuple[av.VideoFrame, bool]:
+    """The same of a frame of video, and whether the background is seen."""
+    if not (frame.format.has_palette or any(part.is_alpha for part in frame.format.components)):
+        return frame, False
+    shown = opaque(Image.fromarray(frame.to_ndarray(format="rgba"), "RGBA"), settings)
+    if TRANSPARENT not in shown.info:
+        return frame, False
+    made = av.VideoFrame.from_image(shown)
+    made.pts, made.time_base = frame.pts, frame.time_base
+    return made, True
 
 
 def fit_image(image: Image.Image, height: int, width: int) -> np.ndarray:
@@ -137,8 +168,9 @@ def image_thumbnail(image: Image.Image) -> np.ndarray:
 # --- videos -------------------------------------------------------------------------------------------------------
 
 
-def read_timeline(source: Source, settings: Settings) -> Timeline:
-    """Every frame of the video once, small, at `settings.fps` or the video's own rate where that is slower.
+def read_timeline(source: Source, settings: Settings, most: int | None = None) -> Timeline:
+    """Every frame of the video once (or the first `most`), small, at `settings.fps` or the video's own rate where that
+    is slower.
 
     Frame k is the one shown at time k / fps, so that videos of variable rate come out even. What follows a damaged
     stretch is used as far as it can be decoded.
@@ -148,16 +180,18 @@ def read_timeline(source: Source, settings: Settings) -> Timeline:
     """
     with _open_video(source, settings) as video:
         fps = min(settings.fps, video.fps)
-        pts, thumbnails, shown = [], [], None
-        for frame in _sampled(video.frames(), video.time_base, fps, settings):
+        pts, thumbnails, shown, is_transparent = [], [], None, False
+        for frame in islice(_sampled(video.frames(), video.time_base, fps, settings), most):
             if not pts or frame.pts != pts[-1]:
+                frame, is_seen_through = opaque_frame(frame, settings)
+                is_transparent |= is_seen_through
                 shown = frame.reformat(THUMBNAIL, THUMBNAIL, format="gray", interpolation="AREA").to_ndarray()
                 height, width = _shown_size(frame)
             pts.append(frame.pts)
             thumbnails.append(shown)
     if not pts:
         raise UnusableSourceError("broken", "no frame can be decoded")
-    return Timeline(height, width, fps, pts, len(pts) / fps, np.stack(thumbnails))
+    return Timeline(height, width, fps, pts, len(pts) / fps, np.stack(thumbnails), is_transparent)
 
 
 def read_frames(source: Source, settings: Settings, pts: tuple[int, ...], height: int, width: int) -> np.ndarray:
@@ -174,7 +208,7 @@ def read_frames(source: Source, settings: Settings, pts: tuple[int, ...], height
                 continue
             for frame in video.frames():
                 if frame.pts in wanted:
-                    found[frame.pts] = _fitted(frame, height, width)
+                    found[frame.pts] = _fitted(opaque_frame(frame, settings)[0], height, width)
                 if len(found) == len(wanted) or frame.pts > pts[-1]:
                     break
         if len(found) == len(wanted):

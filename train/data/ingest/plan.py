@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from PIL import ImageColor
+
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path, read_json, write_json
 from megadit.models.shared.setting import check_settings, setting
@@ -48,6 +50,11 @@ class Settings:
     max_duplicate_bits: int = setting(
         7, "of 192: clips that differ in no more are duplicates; -1 keeps all (default: {default})"
     )
+    duplicates: Literal["same_caption", "any_caption"] = setting(
+        "same_caption", "which near-duplicates are left out: of one caption, or whatever it says (default: {default})"
+    )
+    """A caption that is empty is like any other."""
+    background: str = setting("black", "colour behind what is transparent: white, #8040ff (default: {default})")
     min_aesthetic_score: float | None = setting(None, "sources with a lower one, or none, are left out")
     """Of the `aesthetic_score` that sources come with."""
     max_megapixels: float = setting(100.0, "larger pictures are left out (default: {default})", above=0)
@@ -75,6 +82,10 @@ class Settings:
             raise UserError(f"sizes={self.sizes} needs at least one height and width, each 1 or more")
         if not self.num_frames or min(self.num_frames) < 1:
             raise UserError(f"num_frames={self.num_frames} needs at least one length, each 1 or more")
+        try:
+            ImageColor.getrgb(self.background)
+        except ValueError:
+            raise UserError(f"background={self.background!r} is no colour; white, black and #8040ff are") from None
         check_settings(self)
 
 
@@ -113,6 +124,9 @@ class Clip:
     """Seconds."""
     fingerprint: str
     """Hexadecimal perceptual hash."""
+
+    is_transparent: bool = False
+    """Whether the background is seen through it somewhere."""
 
     @property
     def num_frames(self) -> int:
@@ -225,7 +239,9 @@ class Notes:
                 raise UserError(f"{self.root} exists and is not a prepared data set; give another folder, or remove it")
             write_json(path, values)
             return
-        for name, saved, asked in _differences(read_json(path), values):
+        before = read_json(path)
+        before["settings"] = asdict(Settings()) | before.get("settings", {})  # begun by a version with fewer of them
+        for name, saved, asked in _differences(json.loads(json.dumps(before)), values):
             raise UserError(
                 f"{self.root} was begun with {name}={saved}, and is asked to go on with {asked}; "
                 "give the same value, another folder, or --overwrite"

@@ -12,6 +12,17 @@ from megadit.train.data.ingest.select import SPLITS
 
 REPORT = "report.json"
 PICTURE = "report.png"
+FLAGS = {
+    "near-duplicate": " (--max_duplicate_bits -1 keeps all)",
+    "static": " (--min_motion)",
+    "black": " (--min_brightness)",
+    "blank": " (--min_contrast)",
+    "too large": " (--max_megapixels)",
+    "long": " (--max_minutes)",
+    "small": " (--sizes)",
+    "short": " (--num_frames)",
+}
+"""Reason -> the option that decides it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +36,8 @@ class Report:
     samples: dict[str, int]
     """Of each split."""
     without_caption: int
+    transparent: int
+    """Samples through which the background is seen."""
     skips: dict[str, int]
     """Reason -> sources, or stretches of one, that were left out for it."""
     skipped_hours: dict[str, float]
@@ -47,6 +60,7 @@ def write_report(notes: Notes) -> Report:
         hours_kept=round(sum(_seconds(clip) for clip in every) / 3600, 6),
         samples={split: len(plan) for split, plan in clips.items()},
         without_caption=sum(not clip.source.caption for clip in every),
+        transparent=sum(clip.is_transparent for clip in every),
         skips=_counts(skip.reason for skip in skips),
         skipped_hours={
             reason: round(sum(skip.seconds for skip in skips if skip.reason == reason) / 3600, 4)
@@ -67,7 +81,9 @@ def summary(report: Report) -> str:
     lines = [f"{report.sources:,} sources -> {samples} samples" + (f", {length}" if report.hours_read else "")]
     if report.without_caption:
         lines.append(f"{report.without_caption:,} samples have no caption")
-    lines += [f"left out: {count:,} x {reason}" for reason, count in report.skips.items()]
+    if report.transparent:
+        lines.append(f"{report.transparent:,} samples are transparent in parts; --background says what is seen there")
+    lines += [f"left out: {count:,} x {reason}{FLAGS.get(reason, '')}" for reason, count in report.skips.items()]
     return "\n".join(lines)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from megadit.train.data.ingest.decode import (
     THUMBNAIL,
+    TRANSPARENT,
     UnusableSourceError,
     image_thumbnail,
     read_image,
@@ -46,7 +47,7 @@ def _scan_image(source: Source, settings: Settings) -> Finding:
         raise UnusableSourceError("blank", "it shows one colour")
     clip = Clip(
         key="", source=source, height=height, width=width, fps=0.0, pts=(0,), start=0.0,
-        fingerprint=fingerprint(luma_THW),
+        fingerprint=fingerprint(luma_THW), is_transparent=TRANSPARENT in image.info,
     )  # fmt: skip
     return Finding(source=source.name, clips=(with_key(clip, 0),))
 
@@ -81,6 +82,7 @@ def _scan_video(source: Source, settings: Settings) -> Finding:
                 pts=tuple(timeline.pts[start:stop]),
                 start=start / timeline.fps,
                 fingerprint=fingerprint(luma_THW),
+                is_transparent=timeline.is_transparent,
             )
             clips.append(with_key(clip, len(clips)))
         if end == scene_start:

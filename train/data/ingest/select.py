@@ -19,12 +19,14 @@ class Fingerprints:
     is a flat part of the pictures (the bars above and below a film) and says nothing.
     """
 
-    def __init__(self, max_bits: int) -> None:
+    def __init__(self, max_bits: int, *, any_caption: bool = True) -> None:
+        """Without `any_caption` two whose captions differ are no duplicates; an empty caption differs from none."""
         self.max_bits = max_bits
+        self._any_caption = any_caption
         self._width = min(BAND_BITS, FINGERPRINT_BITS // (max_bits + 1))
-        self._bands: dict[tuple[int, int], list[tuple[int, str]]] = {}
+        self._bands: dict[tuple[int, int], list[tuple[int, str, str]]] = {}
 
-    def duplicate_of(self, fingerprint: str, name: str) -> str | None:
+    def duplicate_of(self, fingerprint: str, name: str, caption: str = "") -> str | None:
         """The name of an earlier one like it; without one, remembers this."""
         number = int(fingerprint, 16)
         bands = [
@@ -33,11 +35,12 @@ class Fingerprints:
         ]
         bands = [band for band in bands if band[1]] or [(-1, number)]
         for band in bands:
-            for other, other_name in self._bands.get(band, ()):
-                if (number ^ other).bit_count() <= self.max_bits:
+            for other, other_name, other_caption in self._bands.get(band, ()):
+                is_alike = self._any_caption or not caption or not other_caption or caption == other_caption
+                if is_alike and (number ^ other).bit_count() <= self.max_bits:
                     return other_name
         for band in bands:
-            self._bands.setdefault(band, []).append((number, name))
+            self._bands.setdefault(band, []).append((number, name, caption))
         return None
 
 
@@ -70,12 +73,15 @@ def select(notes: Notes, settings: Settings) -> None:
 
 def drop_duplicates(findings: Iterable[Finding], settings: Settings) -> tuple[list[Clip], list[Skip]]:
     """The first of each group of clips that look alike, in the order of the sources."""
-    seen = Fingerprints(settings.max_duplicate_bits) if settings.max_duplicate_bits >= 0 else None
+    any_caption = settings.duplicates == "any_caption"
+    seen = (
+        Fingerprints(settings.max_duplicate_bits, any_caption=any_caption) if settings.max_duplicate_bits >= 0 else None
+    )
     kept: list[Clip] = []
     skips: list[Skip] = []
     for clip in (clip for finding in findings for clip in finding.clips):
         name = f"{clip.source.name} at {clip.start:.2f} s"
-        original = seen.duplicate_of(clip.fingerprint, name) if seen is not None else None
+        original = seen.duplicate_of(clip.fingerprint, name, clip.source.caption) if seen is not None else None
         if original is None:
             kept.append(clip)
             continue

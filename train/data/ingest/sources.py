@@ -78,7 +78,8 @@ def list_folder(root: str | Path, kind: Kind, table: str | None = None) -> Listi
     """
     folder = open_folder(root)
     if folder is None:
-        raise UserError(f"{root} is not a folder of {kind}s")
+        is_missing = not is_url(root) and not Path(root).exists()
+        raise UserError(f"{root} {'does not exist' if is_missing else f'is not a folder of {kind}s'}")
     table = table or next(filter(None, (folder.path(f"metadata{suffix}") for suffix in TABLES)), None)
     listing = Listing()
     if table not in (None, BY_FOLDER):
@@ -86,7 +87,7 @@ def list_folder(root: str | Path, kind: Kind, table: str | None = None) -> Listi
     else:
         labels = _labels(folder) if table else None
         for name in folder.names():
-            if _is_of_kind(folder, name, kind):
+            if is_of_kind(folder, name, kind):
                 caption = _side_caption(folder, name, listing) if labels is None else _label(labels, name)
                 listing.add(Source(name=name, kind=kind, path=folder.path(name), **caption))
     if not listing.sources:
@@ -95,7 +96,8 @@ def list_folder(root: str | Path, kind: Kind, table: str | None = None) -> Listi
     return listing.sorted()
 
 
-def _is_of_kind(folder: Folder, name: str, kind: Kind) -> bool:
+def is_of_kind(folder: Folder, name: str, kind: Kind) -> bool:
+    """Whether a file is one, as its name says; of pictures that may move, as their first bytes say."""
     suffix = PurePosixPath(name).suffix.lower()
     if kind == "video" and suffix in animations.SUFFIXES:
         try:
@@ -131,6 +133,8 @@ def _list_table(folder: Folder, kind: Kind, table: str, listing: Listing) -> Non
         column = column_of(row, FILE_COLUMNS)
         if column is None:
             raise UserError(f"{table} has no column of files; name it one of {', '.join(FILE_COLUMNS)}")
+        if column_of(row, CAPTION_COLUMNS) is None:
+            raise UserError(f"{table} has no column of captions; name it one of {', '.join(CAPTION_COLUMNS)}")
         name = str(row[column])
         if not folder.holds(name):
             listing.skip(name, "outside the source folder", f"row {number} of {PurePosixPath(table).name}")

@@ -9,7 +9,7 @@ from PIL import Image
 
 from megadit.train.data import prepare
 from megadit.train.data.ingest import animations
-from megadit.train.data.ingest.decode import UnusableSourceError, read_frames, read_timeline
+from megadit.train.data.ingest.decode import TRANSPARENT, UnusableSourceError, read_frames, read_image, read_timeline
 from megadit.train.data.ingest.plan import Settings, Source
 
 SETTINGS = Settings(sizes=((64, 64),), num_frames=(9,), fps=60.0)
@@ -112,3 +112,42 @@ def test_folders_are_labels(tmp_path, make_pan):
         "n01443537/1.jpg": "goldfish",
         "golden_retriever/1.jpg": "golden retriever",
     }
+
+
+@pytest.mark.parametrize("name", ["still.png", "still.webp", "moving.webp", "moving.png", "moving.gif"])
+def test_what_is_transparent_shows_the_background(tmp_path, name):
+    """Stills and clips alike; what hides behind transparency is never seen."""
+    pixels = np.full((64, 64, 4), (0, 200, 0, 255), np.uint8)
+    pixels[:, 32:] = (90, 0, 90, 0)
+    frames = np.stack([np.roll(pixels, 4 * number, axis=0) for number in range(3)])
+    frames[:, :4, :4] = np.array([[255, 0, 0, 255], [0, 0, 255, 255], [250, 250, 0, 255]])[:, None, None]
+    path = tmp_path / name
+    if "moving" in name:
+        write(path, frames, **({"disposal": 2} if name.endswith("gif") else {}))
+    else:
+        Image.fromarray(frames[0]).save(path, **({"lossless": True} if name.endswith("webp") else {}))
+    for background, colour in (("black", (0, 0, 0)), ("white", (255, 255, 255)), ("#8040ff", (128, 64, 255))):
+        settings = Settings(sizes=((64, 64),), fps=60.0, background=background)
+        if "moving" in name:
+            timeline = read_timeline(source(path), settings)
+            assert timeline.is_transparent and len(timeline.pts) == 3
+            shown = read_frames(source(path), settings, tuple(timeline.pts), 64, 64)[:, 20:44]
+        else:
+            image = read_image(source(path), settings)
+            assert TRANSPARENT in image.info
+            shown = np.array(image)[None, 20:44]
+        assert np.abs(shown[:, :, 36:].astype(int) - colour).max() <= 2
+        assert np.abs(shown[:, :, :28].astype(int) - (0, 200, 0)).max() <= 6
+
+
+def test_what_hides_nothing_is_left_as_it_is(tmp_path, make_pan):
+    pixels = make_pan("china.jpg", 3, 64, 64)
+    opaque = np.concatenate([pixels, np.full((3, 64, 64, 1), 255, np.uint8)], axis=3)
+    for frames, name in ((pixels, "a.png"), (opaque, "b.png")):
+        write(tmp_path / name, frames)
+    decoded = []
+    for name in ("a.png", "b.png"):
+        timeline = read_timeline(source(tmp_path / name), Settings(background="white"))
+        assert not timeline.is_transparent
+        decoded.append(read_frames(source(tmp_path / name), Settings(background="white"), tuple(timeline.pts), 64, 64))
+    assert np.array_equal(*decoded)

@@ -31,6 +31,12 @@ def sources(tmp_path_factory, make_clip, make_pan):
         picture = make_pan(name, 1, 96 + 32 * number, 128, start=(100, 60))[0]
         Image.fromarray(picture).save(root / "images" / f"{number}.png")
         (root / "images" / f"{number}.txt").write_text(f"picture {number}")
+    again = root / "images" / "again.png"
+    again.write_bytes((root / "images" / "0.png").read_bytes())
+    again.with_suffix(".txt").write_text("the same picture in other words")
+    stripes = Image.fromarray(make_pan("flower.jpg", 1, 96, 128, flip=2, start=(90, 80))[0])
+    stripes.putalpha(Image.fromarray(np.tile(np.repeat([0, 255], 16), (96, 4)).astype(np.uint8)))
+    stripes.save(root / "images" / "stripes.png")
     Image.new("RGB", (128, 96), "red").save(root / "images" / "plain.png")
     (root / "captions.csv").write_text("file_name,text\nslow.mp4,a flower\ncut.mp4,two scenes\n")
     HaarTokenizer.fit([torch.rand(4, 3, 9, 32, 32)], channels=8).save(root / "tokenizer")
@@ -82,6 +88,8 @@ def seen(sources, tmp_path, capsys, monkeypatch):
         ("videos", "--captions", "{sources}/captions.csv"),
         ("images", "--min_contrast", "0"),
         ("images", "--max_megapixels", "0.014"),
+        ("images", "--duplicates", "any_caption"),
+        ("images", "--background", "white"),
     ],
 )
 def test_an_option_changes_what_is_selected(seen, sources, kind, flag, value):
@@ -111,7 +119,12 @@ def test_a_preparation_is_begun_anew(sources, tmp_path, capsys):
     assert prepare.main([*command, "--fps", "12"]) == 2 and "--overwrite" in capsys.readouterr().err
     assert prepare.main([*command, "--fps", "12", "--overwrite"]) == 0
     assert '"fps": 12.0' in (tmp_path / "out/prepare/settings.json").read_text()
-    for mistake in (["--sizes", "50x50"], ["--encodings", str(tmp_path / "nowhere")], ["--redo", "first"]):
+    for mistake in (
+        ["--sizes", "50x50"],
+        ["--background", "blanc"],
+        ["--encodings", str(tmp_path / "nowhere")],
+        ["--redo", "first"],
+    ):
         assert prepare.main([*command, "--overwrite", *mistake]) == 2
     assert '"fps": 12.0' in (tmp_path / "out/prepare/settings.json").read_text()
 

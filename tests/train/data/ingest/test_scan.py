@@ -116,6 +116,17 @@ def test_fingerprints_survive_compression_and_tell_clips_apart(tmp_path, make_cl
     assert seen.duplicate_of(prints[2], "other") is None
 
 
+def test_pictures_that_look_alike_but_are_told_apart_stay():
+    number = int.from_bytes(np.random.default_rng(0).bytes(24))
+    alike = [f"{number ^ 1 << bit:048x}" for bit in range(4)]
+    for any_caption, found in ((False, None), (True, "first")):
+        seen = Fingerprints(max_bits=7, any_caption=any_caption)
+        assert seen.duplicate_of(alike[0], "first", "a red ball") is None
+        assert seen.duplicate_of(alike[1], "second", "a ball on the left") == found
+        assert seen.duplicate_of(alike[2], "third", "a red ball") == "first"
+        assert seen.duplicate_of(alike[3], "fourth") == "first", "no words differ from none"
+
+
 def test_fingerprints_within_the_limit_are_always_found():
     generator = np.random.default_rng(1)
     for _ in range(200):

@@ -26,7 +26,7 @@ from megadit.train.data.description import UnreadableSampleError
 from megadit.train.data.ingest.foreign import UnreadableTensorError, read_pickle, read_pth
 from megadit.train.data.ingest.plan import Settings, Source
 from megadit.train.data.ingest.scan import scan
-from megadit.train.data.ingest.sources import list_webdataset
+from megadit.train.data.ingest.sources import list_folder, list_webdataset
 from megadit.train.data.samples import OCCURRENCE
 
 OPTIONS = ["--sizes", "64x64", "--num_frames", "1", "--num_workers", "0", "--channels", "16", "--debug"]
@@ -395,3 +395,13 @@ def test_videos_in_s3_give_the_same_data_set_as_a_folder(s3, tmp_path, make_clip
     reports = [json.loads((tmp_path / out / "report.json").read_text()) for out in ("local", "stored")]
     assert reports[0] == reports[1] and sum(reports[0]["samples"].values()) == 9
     assert reports[0]["sources"] == 11 and reports[0]["skips"]["broken"] == 2
+
+
+def test_a_table_without_captions_is_named(tmp_path, make_clip, make_pan):
+    make_clip(tmp_path / "a.mp4", make_pan("china.jpg", 9, 64, 64))
+    (tmp_path / "metadata.csv").write_text("file_name,words\na.mp4,a temple\n")
+    with pytest.raises(UserError, match="metadata.csv has no column of captions; name it one of caption, text"):
+        list_folder(tmp_path, "video")
+    (tmp_path / "metadata.csv").write_text("clip,caption\na.mp4,a temple\n")
+    with pytest.raises(UserError, match="metadata.csv has no column of files"):
+        list_folder(tmp_path, "video")

@@ -1,0 +1,68 @@
+"""What is allowed and doubtful is said: before a run, and by a dry run, which opens the data set."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from megadit.train.__main__ import main
+from megadit.train.data.dataset_info import DatasetInfo
+from megadit.train.plan.doubts import doubts, reconstruction_psnr
+from megadit.train.plan.hardware import find_gpu
+from megadit.train.recipes import load_recipe
+
+GIB = 2**30
+
+
+@pytest.fixture
+def blurred(tiny_dataset, tmp_path):
+    """The data set, whose tokenizer says that it loses much."""
+    root = shutil.copytree(tiny_dataset, tmp_path / "blurred")
+    path = root / "tokenizer" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"reconstruction_psnr": 21.0}))
+    return root
+
+
+def test_nothing_is_doubtful_about_the_demo():
+    assert doubts(load_recipe("digits"), None, needed=GIB, free=2 * GIB) == []
+
+
+def test_tokens_that_hold_more_than_half_the_width():
+    run = load_recipe("digits")
+    (said,) = doubts(replace(run, model=replace(run.model, in_channels=64)), None)
+    assert "a token holds 64 numbers (64 channels x 1 x 1 x 1), more than half of model.hidden_size=96" in said
+
+
+def test_memory_that_this_machine_has_not():
+    (said,) = doubts(load_recipe("digits"), None, needed=3 * GIB, free=2 * GIB)
+    assert "needs about 3 GiB, and this machine has 2 for it" in said
+
+
+def test_a_tokenizer_that_loses_much(tiny_dataset, blurred):
+    infos = [DatasetInfo.read(root) for root in (tiny_dataset, blurred)]
+    assert [reconstruction_psnr(info) for info in infos] == [None, 21.0]
+    assert doubts(load_recipe("digits"), infos[0]) == []
+    (said,) = doubts(load_recipe("digits"), infos[1])
+    assert "gives its videos back at 21.0 dB only (24 channels)" in said
+
+
+def test_a_dry_run_opens_the_data_set(blurred, tmp_path, capsys):
+    command = ["--recipe", "digits_tiny", "--dry-run"]
+    assert main([*command, f"data.path={blurred}"]) == 0
+    assert "# note: the tokenizer of" in capsys.readouterr().out
+    assert main([*command, f"data.path={tmp_path / 'nowhere'}"]) == 2
+    assert "nowhere does not exist" in capsys.readouterr().err
+    assert main([*command, f"data.path={blurred}", "model.in_channels=16"]) == 2
+    assert "model.in_channels=16 does not fit" in capsys.readouterr().err
+
+
+def test_a_dry_run_compares_with_this_machine(capsys):
+    assert main(["--recipe", "pretrain_7b", "--dry-run", "data.micro_batch_size=1", "data.global_batch_size=1"]) == 0
+    assert "# note: a rank needs about" in capsys.readouterr().out
+
+
+def test_a_gpu_by_the_beginning_of_its_name(capsys):
+    assert find_gpu("h200") is find_gpu("h200-141gb")
+    assert main(["--recipe", "digits", "--dry-run", "--gpu", "a100"]) == 2
+    assert "--gpu a100 is unknown; did you mean 'a100-" in capsys.readouterr().err

@@ -1,0 +1,64 @@
+"""Curves of a run: metrics survive a kill and a resume, and are drawn while it goes on."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import imageio.v3 as iio
+import numpy as np
+import pytest
+
+from megadit.models.shared.errors import UserError
+from megadit.train import boards, curves
+from megadit.train.boards import open_boards
+from megadit.train.recipes import load_recipe
+
+
+def test_metrics_after_a_kill_and_a_resume(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = ['{"step": 1, "loss": 3.0}', '{"step": 2, "loss": 9.0}', '{"step": 2, "loss": 2.0}', '{"step": 3, "lo']
+    path.write_text("\n".join(lines))
+    records = curves.read_metrics(path)
+    steps, values = curves.series(records, "loss")
+    assert steps.tolist() == [1, 2] and values.tolist() == [3.0, 2.0]
+    with pytest.raises(UserError, match=r"other\.jsonl does not exist"):
+        curves.read_metrics(tmp_path / "other.jsonl")
+
+
+def test_smoothing_is_a_mean_over_the_past():
+    assert curves.smooth(np.array([4.0, 2.0, 6.0, 0.0]), 2).tolist() == [4.0, 3.0, 4.0, 3.0]
+
+
+def test_curves_of_whatever_was_recorded(tmp_path):
+    records = [{"step": step, "loss": 1 / step, "lr": 1e-3, "grad_norm": 1.0} for step in range(1, 200)]
+    for step in (100, 199):
+        records[step - 1]["validation"] = {"none": {"mean": 50 / step, "1": 0.4}, "0.05": {"mean": 40 / step}}
+    assert curves.series(records, "validation", "0.05", "mean")[1].tolist() == [0.4, 40 / 199]
+    curves.training_curves(tmp_path / "some.png", records, title="a run")
+    curves.training_curves(tmp_path / "few.png", records[:1], title="one step")
+    wide, narrow = iio.imread(tmp_path / "some.png"), iio.imread(tmp_path / "few.png")
+    assert wide.shape[1] > narrow.shape[1] and wide.std() > 1
+
+
+def test_a_run_draws_its_curves_beside_its_steps(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(boards, "SECONDS_BETWEEN_CURVES", 1e9)
+    lines = [json.dumps({"step": step, "loss": 1 / step, "lr": 1e-3}) for step in range(1, 9)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    run = load_recipe("digits_tiny")
+    logger = replace(run.logger, tensorboard=False, curves=True)
+    (board,) = open_boards(replace(run, train=replace(run.train, output_dir=str(tmp_path)), logger=logger), start=0)
+    board.scalars(1, {"loss": 1.0})
+    assert board._process is None, "neither time nor validation asks for one"
+    board.scalars(2, {"loss": 1.0, "validation/none/mean": 2.0})
+    assert board._process is not None
+    board.close()
+    assert iio.imread(tmp_path / "curves.png").std() > 1
+    (tmp_path / "metrics.jsonl").unlink()
+    board.close()
+    assert "curves.png could not be drawn; `python -m megadit.train.curves" in capsys.readouterr().err
+
+
+def test_drawing_needs_no_torch():
+    program = "import sys, megadit.train.curves; print([name for name in ('torch', 'megatron') if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "[]"

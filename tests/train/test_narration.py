@@ -1,0 +1,131 @@
+"""A run says what it is, how far it is, what validation found, where its files are, and what comes next."""
+
+import fcntl
+import os
+import pty
+import re
+import shlex
+import struct
+import subprocess
+import sys
+import termios
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+
+from megadit.models.machine import free_memory
+from megadit.models.shared import verbs
+from megadit.train.narration import beginning, ending
+from megadit.train.recipes import load_recipe
+
+LINE = re.compile(r"Training iteration \d+/\d+ \| .* \| ETA: \d+ s")
+
+
+@pytest.fixture(scope="module")
+def told(run_ranks, tiny_arguments, tmp_path_factory):
+    """(folder, lines) of a run of two ranks into a pipe, its validations and checkpoints among its steps."""
+    out = tmp_path_factory.mktemp("told") / "run"
+    return out, run_ranks(2, *tiny_arguments, f"train.output_dir={out}")
+
+
+def test_what_a_run_says(told, tiny_dataset):
+    out, (first, second) = told
+    for line in (
+        r"digits_tiny: [\d,]+ parameters, on 2 rank\(s\)",
+        rf"data: 32 samples of {tiny_dataset}; at most 192 video tokens a step, in 2 packs of 96",
+        r"as the data set has it: model.in_channels=24 \(recipe: 32\), .*",
+        r"memory of a rank: about \S+ GiB beside what Python and torch take; \S+ are free",
+        rf"folder: {out}",
+        rf"validation at step 2: loss \S+ of .* \(best of .*\); 4 video\(s\) in {out}/samples/step_0000002",
+        rf"checkpoint: {out}/checkpoints/iter_0000002",
+        rf"checkpoint: {out}/checkpoints/iter_0000004",
+        r"done: 4 of 4 steps, 4 of them in the last \d+ s; validation loss \S+",
+        rf"look at: `megadit info {out} --html {out}.html`",
+        rf"next: megadit bundle {out} {out}/bundle",
+    ):
+        assert re.search(f"^{line}$", first, re.MULTILINE), line
+    assert len(LINE.findall(first)) == 4
+    assert not any(word in second for word in ("parameters", "validation at", "checkpoint:", "done:", "next:"))
+
+
+@pytest.mark.slow
+def test_the_next_commands_make_a_video(told):
+    out, (first, _) = told
+    commands = re.findall(r"^(?:next:|     ) megadit (.*)$", first, re.MULTILINE)
+    assert len(commands) == 2
+    for command in commands:
+        assert verbs.main([*shlex.split(command)]) == 0
+    assert (out.parent / "run.mp4").stat().st_size > 0
+
+
+def test_a_finished_run_says_so_again(told, run_ranks, tiny_arguments):
+    out, _ = told
+    first, _ = run_ranks(2, *tiny_arguments, f"train.output_dir={out}")
+    assert "done: 4 of 4 steps, 0 of them" in first and "all steps are done" in first
+
+
+def test_what_depends_on_the_run(tmp_path):
+    run = load_recipe("digits")
+    run = replace(run, train=replace(run.train, output_dir=str(tmp_path)), data=replace(run.data, mock=True))
+    import torch
+
+    lines = beginning(run, 2, torch.device("cpu"))
+    assert "data: random samples; at most 3,840 video tokens a step" in lines[1]
+    assert free_memory(torch.device("cpu")) > 0 and len(lines) == 4
+    end = ending(run, steps=1, seconds=2.0, validation={}, caption=None)
+    assert not any("next:" in line for line in end), "nothing encodes prompts of random samples"
+    (tmp_path / "curves.png").touch()
+    end = ending(run, steps=1, seconds=2.0, validation={}, caption=None)
+    assert f"look at: {tmp_path}/curves.png, " in end[1]
+
+
+def frames_of(recorded):
+    """What a terminal was shown, line by line, without its control sequences."""
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", recorded)
+    return [line for line in re.split(r"[\r\n]+", plain) if line.strip()]
+
+
+@pytest.mark.slow
+def test_progress_on_terminals_of_three_widths_in_one_run(tmp_path):
+    """The same run on a pseudo-terminal that is made wider on the way."""
+    command = ("-m", "megadit.train", "--recipe", "digits_tiny", "--mock", "validation.interval=0")
+    steps = ("train.train_iters=400", "checkpoint.save_interval=100", f"train.output_dir={tmp_path / 'run'}")
+    environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")}
+    ours, theirs = pty.openpty()
+    widths, recorded = iter((80, 100, 160)), {}
+
+    def resize(columns):
+        fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+        recorded[columns] = ""
+        return columns
+
+    columns = resize(next(widths))
+    process = subprocess.Popen(
+        [sys.executable, *command, *steps], stdout=theirs, stderr=theirs, env=environment | {"TERM": "xterm"}
+    )
+    os.close(theirs)
+    with suppress(OSError):  # what reading ends with when the run has
+        while part := os.read(ours, 1 << 14):
+            recorded[columns] += part.decode(errors="replace")
+            if columns < 160 and len(re.findall(r"training \d+/400  ETA \d", recorded[columns])) > 4:
+                columns = resize(next(widths))
+    process.wait()
+    assert process.returncode == 0 and list(recorded) == [80, 100, 160]
+    for columns, shown in recorded.items():
+        # the first one may have been drawn before the change of width
+        lines = [line for line in frames_of(shown) if re.match(r"training [1-9]\d*/400  ETA", line)][1:]
+        assert lines and all(len(line) <= columns for line in lines)
+        assert all(re.match(r"training \d+/400  ETA \d+ s  loss \d\S*  s/step \S+", line) for line in lines), lines
+    everything = "".join(recorded.values())
+    assert "checkpoint:" in everything and "parameters, on 1 rank" in everything and "estimated time:" in everything
+
+
+@pytest.mark.slow
+def test_progress_in_a_file(tmp_path):
+    command = ("-m", "megadit.train", "--recipe", "digits_tiny", "--mock", "validation.interval=0")
+    with (tmp_path / "log").open("w") as log:
+        subprocess.run(
+            [sys.executable, *command, f"train.output_dir={tmp_path / 'run'}"], stdout=log, stderr=log, check=True
+        )
+    assert len(LINE.findall((tmp_path / "log").read_text())) == 10

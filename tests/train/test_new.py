@@ -1,0 +1,198 @@
+"""`megadit new`: folders as people have them become runs that this machine can do."""
+
+import csv
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from megadit.infer.video_io import write_video
+from megadit.models.shared import verbs
+from megadit.models.shared.errors import UserError
+from megadit.train.data.ingest.look import Seen, look
+from megadit.train.new import main
+from megadit.train.proposal import CPU, GPU, choose_length, choose_sizes
+
+COLOURS = {"red": (220, 40, 40), "green": (40, 200, 60), "blue": (50, 70, 230)}
+
+
+def clip(number, *, frames, height, width):
+    """A coloured square that moves over a plain ground, each its own way."""
+    video = np.full((frames, height, width, 3), 20 + 9 * number % 60, np.uint8)
+    side = max(6, height // 4)
+    for t in range(frames):
+        y = (number * 7 + t * (number % 3)) % (height - side)
+        x = (number * 13 + t * (1 + number % 4) * 2) % (width - side)
+        video[t, y : y + side, x : x + side] = list(COLOURS.values())[number % 3]
+    return video
+
+
+def caption(number):
+    return f"a {list(COLOURS)[number % 3]} square moving, number {number}"
+
+
+def few(root):
+    """Three captioned clips."""
+    for number in range(3):
+        write_video(root / f"{number}.mp4", clip(number, frames=24, height=64, width=64), 12)
+        (root / f"{number}.txt").write_text(caption(number))
+
+
+def many(root):
+    """Enough to hold some out, without captions."""
+    for number in range(24):
+        write_video(root / f"{number:03d}.mp4", clip(number, frames=20, height=48, width=80), 24)
+
+
+def images(root):
+    for number in range(24):
+        write_video(root / f"{number:03d}.png", clip(number, frames=1, height=96, width=72 + 8 * (number % 3)))
+        (root / f"{number:03d}.txt").write_text(caption(number))
+
+
+def mixed(root):
+    """Two shapes, three lengths, captions in a table, and a file that is no video."""
+    rows = []
+    for number in range(24):
+        height, width = ((64, 64), (48, 88))[number % 2]
+        name = f"clips/{number:03d}.mp4"
+        write_video(root / name, clip(number, frames=(18, 24, 40)[number % 3], height=height, width=width), 10)
+        rows.append({"file_name": name, "caption": caption(number)})
+    (root / "clips" / "broken.mp4").write_text("no video")
+    rows.append({"file_name": "clips/broken.mp4", "caption": "nothing"})
+    with (root / "metadata.csv").open("w", newline="") as file:
+        table = csv.DictWriter(file, ["file_name", "caption"])
+        table.writeheader()
+        table.writerows(rows)
+
+
+KINDS = {each.__name__: each for each in (few, many, images, mixed)}
+
+
+@pytest.fixture
+def folder(tmp_path, request):
+    root = tmp_path / "mine"
+    root.mkdir()
+    KINDS[request.param](root)
+    return root
+
+
+def proposed(capsys, *argv):
+    """(the commands, what was printed) of a proposal."""
+    assert main([*map(str, argv)]) == 0
+    shown = capsys.readouterr().out
+    commands = [shlex.split(line)[1:] for line in re.findall(r"^    (megadit .*)$", shown, re.MULTILINE)]
+    assert [command[0] for command in commands] == ["prepare", "train", "bundle", "generate"]
+    return commands, shown
+
+
+@pytest.mark.parametrize("folder", KINDS, indirect=True)
+def test_what_is_proposed_passes_a_dry_run(folder, tmp_path, capsys):
+    """For this machine: prepared, read, compared with its memory."""
+    commands, _ = proposed(capsys, folder, "--out", tmp_path / "out")
+    assert verbs.main([*commands[0], "--num_workers", "0"]) == 0
+    capsys.readouterr()
+    assert verbs.main([*commands[1], "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "# memory of a rank" in shown and not re.search("# note: (a token|a rank)", shown)
+
+
+@pytest.mark.parametrize("folder", KINDS, indirect=True)
+def test_what_is_proposed_for_an_h200_fits_it(folder, tmp_path, capsys):
+    commands, shown = proposed(capsys, folder, "--out", tmp_path / "out", "--gpu", "h200", "--gpus", "2")
+    assert "2 x h200-141gb" in shown and commands[1][-2:] == ["--nproc", "2"]
+    assert verbs.main([*commands[1], "--mock", "--dry-run", "--gpu", "h200"]) == 0
+    assert "estimated on h200-141gb" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("folder", ["mixed"], indirect=True)
+def test_options_reach_the_proposal(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    commands, shown = proposed(capsys, "mine")
+    assert Path("runs/mine/run.yaml").is_file() and "25 videos, 25 with captions" in shown and "1 broken" in shown
+    assert commands[0][commands[0].index("--sizes") + 1] == "48x88,64x64"
+    run = yaml.safe_load(Path("runs/mine/run.yaml").read_text())
+    assert run["recipe"] == "digits" and run["data"]["path"] == "runs/mine/data"
+    assert run["validation"]["sampling"]["guidance"] == 3.0
+    again, shown = proposed(capsys, "mine")
+    assert "is there already" in shown and again == commands
+
+    table = tmp_path / "other.csv"
+    table.write_text("file_name,caption\nclips/000.mp4,only this\nclips/002.mp4,and that\n")
+    commands, shown = proposed(capsys, "mine", "--captions", table, "--out", "other", "--minutes", "1")
+    assert "2 videos, 2 with captions" in shown and commands[0][-2:] == ["--captions", str(table)]
+    assert commands[3][commands[3].index("--prompt") + 1] == "only this"
+    one = yaml.safe_load(Path("other/run.yaml").read_text())
+    assert 3 * one["train"]["train_iters"] < run["train"]["train_iters"] and one["data"]["use_train_split_for_val"]
+
+    proposed(capsys, "mine", "--out", "big", "--gpu", "b200", "--gpus", "8")
+    big = yaml.safe_load(Path("big/run.yaml").read_text())
+    assert big["recipe"] == "dit_pretrain" and big["data"]["global_batch_size"] % 8 == 0
+    assert main(["mine", "--out", "x", "--gpu", "b200", "--go"]) == 2
+    assert "--go runs here" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["few"], indirect=True)
+def test_three_clips_become_a_model(folder, tmp_path, capfd):
+    """All four commands; of training and sampling a few steps."""
+    out = tmp_path / "out"
+    assert main([str(folder), "--out", str(out)]) == 0
+    text = re.sub(r"(iters|interval|num_steps): \d+", r"\1: 2", (out / "run.yaml").read_text())
+    (out / "run.yaml").write_text(text.replace("lr_warmup_iters: 2", "lr_warmup_iters: 1"))
+    assert main([str(folder), "--out", str(out), "--go"]) == 0
+    shown = capfd.readouterr().out
+    assert (out / "video.mp4").stat().st_size > 0 and (out / "bundle" / "megadit.json").is_file()
+    assert "validation at step 2" in shown and "done: 2 of 2 steps" in shown
+    assert (out / "train" / "curves.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda root: None, "holds no images"),
+        (lambda root: (root / "a.mp4").write_text("no video"), "none of 1 videos"),
+        (lambda root: write_video(root / "a.mp4", clip(0, frames=3, height=64, width=64), 8), "fewer than 5 frames"),
+        (
+            lambda root: write_video(root / "a.mp4", clip(0, frames=9, height=64, width=64)[:, :6], 8),
+            "smaller than 8 x 8",
+        ),
+    ],
+)
+def test_folders_that_give_nothing(make, message, tmp_path, capsys):
+    root = tmp_path / "mine"
+    root.mkdir()
+    make(root)
+    assert main([str(root), "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and not (tmp_path / "out").exists()
+    assert main([str(tmp_path / "nowhere")]) == 2
+
+
+def seen(height, width, *, fps=24.0, frames=100):
+    return Seen(height=height, width=width, fps=fps, frames=frames)
+
+
+def test_sizes_are_those_that_most_fill():
+    assert choose_sizes([seen(480, 640)] * 9 + [seen(64, 64)], CPU) == ((56, 72),)
+    assert choose_sizes([seen(1080, 1920), seen(1920, 1080)], GPU) == ((192, 336), (336, 192))
+    assert choose_sizes([seen(40, 40)] * 3, CPU) == ((40, 40),)
+    with pytest.raises(UserError, match="smaller than 16 x 16"):
+        choose_sizes([seen(12, 12)], GPU)
+
+
+def test_clips_are_as_long_as_most_videos():
+    assert choose_length([seen(64, 64)] * 4, CPU) == (17, 8.0)
+    assert choose_length([seen(64, 64, frames=30)] * 4, CPU) == (9, 8.0)
+    assert choose_length([seen(64, 64, frames=20)] * 4, CPU) == (17, 24.0)
+    assert choose_length([seen(64, 64, fps=5.0, frames=10)] * 4, CPU) == (9, 5.0)
+
+
+def test_pictures_that_move_are_videos(tmp_path):
+    (tmp_path / "still.png").write_bytes(b"")
+    write_video(tmp_path / "a.gif", clip(0, frames=9, height=64, width=64), 10)
+    found = look(str(tmp_path))
+    assert (found.kind, found.count, found.seen[0].frames) == ("video", 1, 9)

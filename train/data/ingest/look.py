@@ -1,0 +1,77 @@
+"""A first look at a folder: videos or images, how large, how long, with which captions. Nothing is written."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from megadit.models.shared.errors import UserError
+from megadit.train.data.ingest.decode import UnusableSourceError, read_image, read_timeline
+from megadit.train.data.ingest.files import open_folder
+from megadit.train.data.ingest.plan import Kind, Settings, Source
+from megadit.train.data.ingest.sources import is_of_kind, list_folder
+
+LOOKED_AT = 48
+"""Sources that are opened, evenly over all."""
+MOST_FRAMES = 240
+"""Of each that are decoded."""
+OWN_RATE = Settings(fps=240.0)
+"""Frames as they are in the file."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """One source."""
+
+    height: int
+    width: int
+    fps: float
+    """0 for an image."""
+    frames: int
+    """At most `MOST_FRAMES`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Look:
+    """What a folder holds."""
+
+    kind: Kind
+    count: int
+    """Sources, those that cannot be read among them."""
+    seen: tuple[Seen, ...]
+    """Those that were opened and could be read."""
+    unusable: dict[str, int]
+    """Reason -> those that could not."""
+    captions: tuple[str, ...]
+    """That are not empty."""
+
+
+def look(root: str, table: str | None = None) -> Look:
+    """Looks at a folder as `megadit prepare videos` would, or `images` where it holds no video.
+
+    Raises:
+        UserError: if it is no folder of either, or nothing in it can be read.
+    """
+    folder = open_folder(root)
+    if folder is None:
+        raise UserError(f"{root} is not a folder, or does not exist")
+    kind: Kind = "video" if any(is_of_kind(folder, name, "video") for name in folder.names()) else "image"
+    sources = list_folder(root, kind, table).sources
+    count = min(len(sources), LOOKED_AT)
+    chosen = [sources[number * len(sources) // count] for number in range(count)]
+    seen, unusable = [], Counter()
+    for source in chosen:
+        try:
+            seen.append(_see(source))
+        except UnusableSourceError as error:
+            unusable[error.reason] += 1
+    if not seen:
+        raise UserError(f"none of {count} {kind}s of {root} can be read ({', '.join(unusable)})")
+    captions = tuple(source.caption for source in sources if source.caption)
+    return Look(kind=kind, count=len(sources), seen=tuple(seen), unusable=dict(unusable), captions=captions)
+
+
+def _see(source: Source) -> Seen:
+    if source.kind == "image":
+        image = read_image(source, OWN_RATE)
+        return Seen(height=image.height, width=image.width, fps=0.0, frames=1)
+    timeline = read_timeline(source, OWN_RATE, MOST_FRAMES)
+    return Seen(height=timeline.height, width=timeline.width, fps=timeline.fps, frames=len(timeline.pts))

@@ -1,0 +1,114 @@
+"""What a run says in words beside its figures: what it is, what validation found, what it reached and what comes next.
+
+Lines for people, of facts that are known anyway: nothing here asks a device or another rank.
+"""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megadit.models.machine import free_memory
+from megadit.models.shared.progress import duration
+from megadit.train.config.facts import OF_DATASET, agree
+from megadit.train.config.rules import check_dataset
+from megadit.train.config.schema import RunConfig
+from megadit.train.curves import CURVES_FILE
+from megadit.train.data.dataset_info import DatasetInfo
+from megadit.train.plan.doubts import doubts
+from megadit.train.plan.hardware import GIB
+from megadit.train.plan.recompute import needed_memory, with_recompute
+from megadit.train.plan.work import count_parameters, count_trained
+from megadit.train.recipes import RECIPES
+
+if TYPE_CHECKING:
+    import torch
+
+    from megadit.train.validation import SampledVideo
+
+
+def beginning(config: RunConfig, ranks: int, device: "torch.device") -> list[str]:
+    """What is about to be trained, on what, and where: before the first step."""
+    data, info = config.data, None if config.data.mock else check_dataset(config)
+    adapter = f" and {count_trained(config).total:,} of the adapter, which alone learn" if config.train.adapter else ""
+    samples = "random samples" if info is None else f"{info.num_samples.get('train', 0):,} samples of {data.path}"
+    tokens = data.global_batch_size * data.seq_length
+    free = free_memory(device)
+    needed = needed_memory(with_recompute(config, ranks, free), ranks)
+    return [
+        f"{config.recipe}: {count_parameters(config.model).total:,} parameters{adapter}, on {ranks} rank(s)",
+        f"data: {samples}; at most {tokens:,} video tokens a step, in {data.global_batch_size} packs of "
+        f"{data.seq_length:,}",
+        f"memory of a rank: about {needed / GIB:.2g} GiB beside what Python and torch take; {free / GIB:.3g} are free",
+        *_taken_from(info, config),
+        f"folder: {config.train.output_dir}",
+        *(f"note: {doubt}" for doubt in doubts(config, info, needed=needed, free=free)),
+    ]
+
+
+def _taken_from(info: DatasetInfo | None, config: RunConfig) -> list[str]:
+    """Settings that the recipe has otherwise."""
+    if info is None or config.recipe not in RECIPES:
+        return []
+    recipe = RECIPES[config.recipe]().model
+    ours = {name: (getattr(config.model, name), getattr(recipe, name)) for name in OF_DATASET}
+    other = [
+        f"model.{name}={value:g} (recipe: {was:g})" for name, (value, was) in ours.items() if not agree(value, was)
+    ]
+    return [f"as the data set has it: {', '.join(other)}"] if other else []
+
+
+def validated(step: int, found: dict[str, Any], videos: Sequence["SampledVideo"]) -> str:
+    """What a validation found, and where its videos are."""
+    best = found["best"]
+    line = f"validation at step {step}: loss {found['losses'][best]['mean']:.4g} of {average_in_words(best)}"
+    others = [f"{losses['mean']:.4g} of {average_in_words(name)}" for name, losses in found["losses"].items()]
+    if len(others) > 1:
+        line += f" (best of {', '.join(others)})"
+    return f"{line}; {len(videos)} video(s) in {videos[0].path.parent}" if videos else line
+
+
+def average_in_words(name: str) -> str:
+    """Weights as validation calls them."""
+    return "the weights" if name == "none" else f"average {name}"
+
+
+def evaluated(step: int, figures: dict[str, dict[str, float]]) -> str:
+    named = ", ".join(f"{name} {value['value']:.4g}" for name, value in figures.items())
+    return f"evaluation at step {step}: {named or 'no figures'}"
+
+
+def ending(
+    config: RunConfig, *, steps: int, seconds: float, validation: dict[str, Any], caption: str | None
+) -> list[str]:
+    """What was reached, where to look, and what is done next.
+
+    Args:
+        steps: those of this process, in `seconds`.
+        validation: the newest one, as `RunState` has it.
+        caption: something to ask the model for.
+    """
+    out, iterations = Path(config.train.output_dir), config.train.train_iters
+    best = f"; validation loss {validation['losses'][validation['best']]['mean']:.4g}" if validation else ""
+    picture = f"{out / CURVES_FILE}, " if (out / CURVES_FILE).is_file() else ""
+    return [
+        f"done: {iterations:,} of {iterations:,} steps, {steps:,} of them in the last {duration(seconds)}{best}",
+        f"look at: {picture}`megadit info {shlex.quote(str(out))} --html {shlex.quote(f'{out}.html')}`",
+        *_next(config, out, caption),
+    ]
+
+
+def _next(config: RunConfig, out: Path, caption: str | None) -> list[str]:
+    """The commands that make a video with what was trained; none where there is nothing to encode its prompt with, or
+    where another command goes on."""
+    if config.data.mock or config.train.distill is not None:
+        return []
+    run, prompt = shlex.quote(str(out)), shlex.quote(caption or "PROMPT")
+    made = shlex.quote(str(out / ("bundle" if config.train.adapter is None else "adapter")))
+    with_it = f"--checkpoint_path {made}"
+    if config.train.adapter is not None:
+        with_it = f"--checkpoint_path {shlex.quote(config.checkpoint.init_from)} --adapter {made}"
+    return [
+        f"next: megadit bundle {run} {made}",
+        f"      megadit generate {with_it} --prompt {prompt} --video_save_path {shlex.quote(f'{out}.mp4')}",
+    ]

@@ -1,0 +1,52 @@
+"""What is allowed, and seldom what was meant: said before a run, and by `--dry-run`."""
+
+import math
+from pathlib import Path
+
+from megadit.models.shared.documents import parse_json
+from megadit.models.shared.errors import UserError
+from megadit.train.config.schema import RunConfig
+from megadit.train.data.dataset_info import DatasetInfo
+from megadit.train.plan.hardware import GIB
+
+FAITHFUL_PSNR = 28.0
+"""Decibels below which what a tokenizer loses is seen at once: videos can be no better than their latents."""
+
+
+def doubts(config: RunConfig, info: DatasetInfo | None, *, needed: float = 0.0, free: float = math.inf) -> list[str]:
+    """Sentences about a run; `info` is its data set, None where it is not known.
+
+    Args:
+        needed: bytes that a rank takes, and `free` those that this machine has for it.
+    """
+    model, found = config.model, []
+    if 2 * model.patch_dim > model.hidden_size:
+        found.append(
+            f"a token holds {model.patch_dim} numbers ({model.in_channels} channels x {model.patch_temporal} x "
+            f"{model.patch_spatial} x {model.patch_spatial}), more than half of model.hidden_size="
+            f"{model.hidden_size}: a wider network, fewer channels or a smaller model.patch_spatial learn better"
+        )
+    if needed > free:
+        found.append(
+            f"a rank needs about {needed / GIB:.2g} GiB, and this machine has {free / GIB:.2g} for it: --gpu NAME "
+            "compares with another machine, data.micro_batch_size and data.seq_length make it less"
+        )
+    psnr = None if info is None else reconstruction_psnr(info)
+    if psnr is not None and psnr < FAITHFUL_PSNR:
+        found.append(
+            f"the tokenizer of {info.root} gives its videos back at {psnr:.1f} dB only ({info.latent_channels} "
+            "channels): prepare with more --channels, or another --tokenizer, for sharper ones"
+        )
+    return found
+
+
+def reconstruction_psnr(info: DatasetInfo) -> float | None:
+    """Decibels, as the tokenizer says of what it was fitted to; None where it does not say."""
+    if not isinstance(info.root, Path):
+        return None  # nothing is fetched for a remark
+    path = info.root / "tokenizer" / "config.json"
+    try:
+        value = parse_json(path.read_bytes(), str(path)).get("reconstruction_psnr")
+    except (OSError, UserError, AttributeError):
+        return None
+    return float(value) if isinstance(value, int | float) else None
