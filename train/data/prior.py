@@ -164,8 +164,8 @@ def _check_ode(settings: SamplingSettings) -> None:
     if settings_randomness(settings, torch.zeros(1, dtype=torch.long), (1, 1, 1, 1)):
         raise UserError(
             f"the sampler {settings.sampler} adds noise on its way (eta={settings.eta:g}, churn={settings.churn:g}), "
-            "and a video would not follow from its seed's noise alone: give --sampler euler --eta 0, or dpmpp_2m, which "
-            "adds none"
+            "and a video would not follow from its seed's noise alone: give --sampler euler --eta 0, or dpmpp_2m, "
+            "which adds none"
         )
 
 
