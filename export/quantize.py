@@ -126,7 +126,7 @@ def quantise(path: Path, ranges: Mapping[str, float], precision: str, prefix: st
     form, model = FORMATS[precision], ir.load(path)
     products = {node.name.rpartition("/")[0]: node for node in model.graph if node.op_type == "MatMul"}
     for layer, largest in ranges.items():
-        node = products.get(prefix + layer)
+        node = products.get(prefix + layer)  # those of adapters have layers of their own
         if node is None or node.inputs[1].const_value is None:
             raise UserError(f"{path.name}: the layer {layer} is no product with a weight, and cannot be quantised")
         _quantise_input(model.graph, node, largest, form)
