@@ -42,12 +42,12 @@ def adapter_inputs(
 
 
 def random_state(slots: AdapterSlots, rank: int, seed: int) -> State:
-    """An adapter state, whose changes are a tenth as large as what it reads."""
+    """An adapter state, whose changes are a fifth as large as what it reads."""
     generator, state = torch.Generator().manual_seed(seed), {}
     for name, target in chosen_targets(slots.config, slots.targets).items():
         shape = (rank, target.in_features)
         state[f"{name}.down"] = torch.randn(shape, generator=generator) * target.in_features**-0.5
-        state[f"{name}.up"] = 0.05 * torch.randn(target.out_features, rank, generator=generator) * rank**-0.5
+        state[f"{name}.up"] = 0.1 * torch.randn(target.out_features, rank, generator=generator) * rank**-0.5
     return state
 
 

@@ -3,9 +3,9 @@
     <group>.down   [B, N, R, I]      zeros in the rows beyond an adapter's rank
     <group>.up     [B, N, O, R]      with its scaling and its scale inside
 
-A *group* are the N targets of one name, one in each block: `blocks.self_attention.q` (so that a network of 28 blocks has
-some twenty such inputs, not hundreds). Several adapters of a sample stand side by side in the R rows. A slot of zeros is
-the base: a zero is added to what each linear gives.
+A *group* are the N targets of one name, one in each block: `blocks.self_attention.q` (so that a network of 28 blocks
+has some twenty such inputs, not hundreds). Several adapters of a sample stand side by side in the R rows. A slot of
+zeros is the base: a zero is added to what each linear gives.
 
 Shapes: B batch, N targets of a group, R rank of the slots, I and O input and output features of a target.
 """

@@ -1,4 +1,4 @@
-"""Exported denoisers that take adapters as inputs: torch's videos, a slot for each sample, and the base where it is empty."""
+"""Exported denoisers that take adapters as inputs: torch's videos, a slot for each sample; the base where it is empty."""
 
 import json
 from dataclasses import replace
@@ -30,7 +30,7 @@ from .conftest import CONFIG, write_tiny_bundle
 TARGETS = ("blocks.*", "final_layer.*")
 RANK = 5
 PROMPTS, SEEDS = ["a red seven", "a blue two", "waves"], [3, 4, 5]
-SETTINGS = ExportSettings(profiles=("text=1,4,9", "batch=1,1,3"), adapter_rank=RANK, adapter_targets=TARGETS)
+SETTINGS = ExportSettings(profiles=("text=1,4,9", "batch=1,1,5"), adapter_rank=RANK, adapter_targets=TARGETS)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_the_gate_compares_with_adapters_loaded_in_torch(slotted):
 
     for name in names:
         compare(cases[name])
-        for key in ("blocks.mlp.fc2.up", "blocks.self_attention.q.down", "final_layer.linear.up"):
+        for key in ("blocks.mlp.fc2.up", "blocks.self_attention.v.down", "final_layer.linear.up"):
             turned = cases[name].inputs | {key: cases[name].inputs[key].flip(0)}
             with pytest.raises(UserError, match=f"with {name} its F.* differs"):
                 compare(replace(cases[name], inputs=turned))
@@ -154,9 +154,11 @@ def test_generate_takes_them(slotted, adapters, tmp_path):
         command = ["--checkpoint_path", str(slotted.path), "--prompt_file", str(tmp_path / "prompts.jsonl"), "--device"]
         out = tmp_path / runtime
         assert generate.main([*command, "cpu", "--runtime", runtime, "--video_save_path", str(out), "--seed", "1"]) == 0
-        videos[runtime] = [read_video(path)[0].astype(int) for path in sorted(out.iterdir())]
+        videos[runtime] = [read_video(path)[0].astype(int) for path in sorted(out.glob("*.mp4"))]
     assert len(videos["onnx"]) == 3
-    assert max(map(difference, *videos.values())) <= 3, "two encodings of frames that differ by 1"
+    for ours, theirs in zip(*videos.values(), strict=True):  # a codec makes a little more of frames that differ by 1
+        assert np.abs(ours - theirs).mean() < 0.1
+    assert np.abs(videos["onnx"][0] - videos["onnx"][1]).mean() > 1
 
 
 def test_an_export_without_such_inputs_takes_none(exported, adapters, capsys):
@@ -171,7 +173,7 @@ def test_an_export_without_such_inputs_takes_none(exported, adapters, capsys):
 
 def test_a_network_of_many_blocks_has_few_inputs():
     many = AdapterSlots(config=replace(CONFIG, num_layers=28), rank=16)
-    assert len(many.inputs) == len(AdapterSlots(config=CONFIG, rank=16).inputs) == 18
+    assert len(many.inputs) == len(AdapterSlots(config=CONFIG, rank=16).inputs) == 20
     assert many.inputs["blocks.self_attention.q.down"] == (28, 16, CONFIG.hidden_size)
     assert many.inputs["blocks.mlp.fc1.up"] == (28, 4 * CONFIG.hidden_size, 16)
 
