@@ -1,4 +1,4 @@
-"""What `[deploy]` brings is enough: a bundle of Cosmos' tokenizer and T5 generates, exports and is served with it alone.
+"""What `[deploy]` brings is enough: a bundle of Cosmos' tokenizer and T5 generates, exports, is served with that alone.
 
 An environment here sees, of what is installed, the distributions alone that the extra's requirements lead to. Its
 tritonserver stands on the PATH, as the base image's does.

@@ -1,4 +1,4 @@
-"""Exported denoisers that take adapters as inputs: torch's videos, a slot for each sample; the base where it is empty."""
+"""Exported denoisers that take adapters: torch's videos, a slot for each sample, the base where one is empty."""
 
 import json
 from dataclasses import replace
