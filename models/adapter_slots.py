@@ -185,7 +185,7 @@ class SlottedLinears:
 
     @contextmanager
     def filled(self, values: Sequence[Tensor]) -> Iterator[None]:
-        """Within the block the network has these adapters: the inputs, in their order."""
+        """Within the block the network has these adapters: the inputs in their order, [B, N, R, I] and [B, N, O, R]."""
         factors = dict(zip(self._inputs, values, strict=True))
         try:
             for low_rank, places in self._places:

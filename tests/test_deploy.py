@@ -4,6 +4,7 @@ An environment here sees, of what is installed, the distributions alone that the
 tritonserver stands on the PATH, as the base image's does.
 """
 
+import json
 import subprocess
 import tomllib
 import venv
@@ -37,9 +38,12 @@ DEFAULTS = SamplingSettings(
 )
 
 MEGADIT = """
-import sys
+import json, sys
 from megadit.models.shared.verbs import main
-sys.exit(main(sys.argv[1:]))
+
+for command in json.loads(sys.argv[1]):
+    if code := main(command):
+        sys.exit(code)
 """
 SERVE = """
 import sys
@@ -50,12 +54,14 @@ from megadit.serve.contract import VideoRequest
 from megadit.serve.local_server import LocalServer
 from megadit.serve.model_config import Scheduling
 
-bundle, runtime, out = sys.argv[1:]
-repository = build_repository(bundle, out + "_models", scheduling=Scheduling(device="cpu"), runtime=runtime)
-with LocalServer(repository, log=Path(out + ".log"), stop_seconds=3) as server:
-    request = VideoRequest(prompt="a red seven moving left", seed=1)
-    Path(out).write_bytes(VideoClient(f"grpc://{server.grpc_url}").generate(request, timeout=300)[0].data)
+bundle, *pairs = sys.argv[1:]
+for runtime, out in zip(pairs[::2], pairs[1::2]):
+    repository = build_repository(bundle, out + "_models", scheduling=Scheduling(device="cpu"), runtime=runtime)
+    with LocalServer(repository, log=Path(out + ".log"), stop_seconds=3) as server:
+        request = VideoRequest(prompt="a red seven moving left", seed=1)
+        Path(out).write_bytes(VideoClient(f"grpc://{server.grpc_url}").generate(request, timeout=300)[0].data)
 """
+SIZES = ("batch=1", "frames=5", "height=32", "width=48", "text=1,4,9")
 
 
 def requirements_of(extras: Collection[str]) -> list[Requirement]:
@@ -139,7 +145,7 @@ def bundle(tmp_path_factory, make_cosmos_autoencoder, write_t5) -> Path:
     network = Network.build(kind.class_name, settings, vae.state_dict(), "the test")
     tokenizer = Autoencoder(kind=kind, network=network, sigma_data=CONFIG.sigma_data)
     encoder = T5TextEncoder(model=str(write_t5(folder / "t5")), dtype="float32", max_length=9)
-    config = replace(CONFIG, in_channels=4, crossattn_emb_size=encoder.dim)
+    config = replace(CONFIG, num_layers=1, in_channels=4, crossattn_emb_size=encoder.dim)
     write_bundle(
         folder / "bundle",
         config=config,
@@ -159,7 +165,7 @@ def image(tmp_path_factory):
         folder = tmp_path_factory.mktemp("image")
         site = make_environment(folder / "venv", names)
 
-        def run(script: str, *arguments: object, path: str = "") -> subprocess.CompletedProcess:
+        def run(script: str, *arguments: object, path: str | Path = "") -> subprocess.CompletedProcess:
             command = [folder / "venv/bin/python", "-c", script, *map(str, arguments)]
             environment = {"PATH": f"{path}:/usr/bin:/bin", "HOME": str(folder), "OMP_NUM_THREADS": "1"}
             return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=500)
@@ -172,22 +178,18 @@ def image(tmp_path_factory):
 @pytest.mark.slow
 def test_the_extra_generates_exports_and_serves(image, bundle, tritonserver_on_path, tmp_path):
     site, run = image(distributions(["deploy"]))
-    path = str(tritonserver_on_path(site))
-
-    def megadit(*arguments: object) -> None:
-        done = run(MEGADIT, *arguments)
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    megadit("doctor", "--extras", "deploy")
-    exported = tmp_path / "exported"
-    megadit("export", bundle, exported, "--profile", "batch=1", "--video_steps", "1")
-    for runtime in ("torch", "onnx"):
-        ask = ["--checkpoint_path", exported, "--prompt", PROMPT, "--seed", "1", "--device", "cpu"]
-        megadit("generate", *ask, "--runtime", runtime, "--video_save_path", tmp_path / f"{runtime}.mp4")
-        served = tmp_path / f"served_{runtime}.mp4"
-        done = run(SERVE, exported, runtime, served, path=path)
-        assert done.returncode == 0, done.stdout + done.stderr
-        ours, theirs = (read_video(each)[0].astype(int) for each in (tmp_path / f"{runtime}.mp4", served))
+    exported = str(tmp_path / "exported")
+    made, served = ({name: str(tmp_path / f"{who}_{name}.mp4") for name in ("torch", "onnx")} for who in ("a", "b"))
+    ask = ["--checkpoint_path", exported, "--prompt", PROMPT, "--seed", "1", "--device", "cpu"]
+    commands = [["doctor", "--extras", "deploy"], ["export", str(bundle), exported, "--video_steps", "1"]]
+    commands[1] += [word for size in SIZES for word in ("--profile", size)]
+    commands += [["generate", *ask, "--runtime", name, "--video_save_path", made[name]] for name in made]
+    done = run(MEGADIT, json.dumps(commands))
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = run(SERVE, exported, *(word for pair in served.items() for word in pair), path=tritonserver_on_path(site))
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in made:
+        ours, theirs = (read_video(files[name])[0].astype(int) for files in (made, served))
         assert np.abs(ours - theirs).mean() < 0.1, "two encodings of frames that differ by 1"
 
 
@@ -205,7 +207,7 @@ def test_the_extra_generates_exports_and_serves(image, bundle, tritonserver_on_p
 def test_without_one_of_its_libraries_it_fails(image, bundle, library, command):
     """The control: what is not named cannot be imported."""
     _, run = image(distributions(["deploy"]) - {library})
-    done = run(MEGADIT, *(str(bundle) if word == "BUNDLE" else word for word in command))
+    done = run(MEGADIT, json.dumps([[str(bundle) if word == "BUNDLE" else word for word in command]]))
     assert done.returncode != 0 and library in done.stderr, done.stderr
     assert run("import megatron.core").returncode != 0, "an extra that is not asked for"
 
