@@ -61,7 +61,7 @@ for runtime, out in zip(pairs[::2], pairs[1::2]):
         request = VideoRequest(prompt="a red seven moving left", seed=1)
         Path(out).write_bytes(VideoClient(f"grpc://{server.grpc_url}").generate(request, timeout=300)[0].data)
 """
-SIZES = ("batch=1", "frames=5", "height=32", "width=48", "text=1,4,9")
+SIZES = ("batch=1", "frames=1,5,9", "text=1,4,9")
 
 
 def requirements_of(extras: Collection[str]) -> list[Requirement]:
