@@ -97,7 +97,7 @@ def make_environment(folder: Path, names: Collection[str]) -> Path:
             if not link.exists():
                 link.parent.mkdir(parents=True, exist_ok=True)
                 link.symlink_to(Path(str(metadata.distribution(name).locate_file(link.relative_to(site)))))
-    (site / "megadit").symlink_to(REPOSITORY)
+    (site / "repository.pth").write_text(f"{REPOSITORY}\n")
     about = site / "megadit-0.dist-info"
     about.mkdir()
     lines = ["Metadata-Version: 2.1", "Name: megadit", "Version: 0"]
