@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from megadit.export import signatures as contract
 from megadit.export import verify
-from megadit.export.build import ExportSettings, export_bundle
+from megadit.export.build import ExportSettings, export_bundle, export_network
 from megadit.export.command import main as export
 from megadit.export.networks import build_network
 from megadit.infer import generate
@@ -55,7 +56,9 @@ def adapters(tiny_bundle, tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def pipelines(slotted) -> dict[str, TextToVideo]:
-    return {runtime: TextToVideo.load(slotted, device="cpu", runtime=runtime) for runtime in ("torch", "onnx")}
+    return {
+        runtime: TextToVideo.from_pretrained(slotted, device="cpu", runtime=runtime) for runtime in ("torch", "onnx")
+    }
 
 
 def made(pipeline: TextToVideo, asked, prompts=PROMPTS, seeds=SEEDS, **settings) -> list[np.ndarray]:
@@ -86,7 +89,7 @@ def test_each_sample_has_its_own_and_videos_are_torchs(pipelines, adapters):
 @pytest.mark.slow
 def test_an_empty_slot_is_a_graph_without_slots_bit_for_bit(pipelines, exported, adapters):
     """On this runtime; and nothing of what was in it stays."""
-    base = made(TextToVideo.load(exported, device="cpu", runtime="onnx"), {})
+    base = made(TextToVideo.from_pretrained(exported, device="cpu", runtime="onnx"), {})
     assert all(map(np.array_equal, made(pipelines["onnx"], {}), base))
     first = made(pipelines["onnx"], {adapters["one"]: 1.0})
     made(pipelines["onnx"], {adapters["two"]: 1.0})
@@ -166,7 +169,7 @@ def test_an_export_without_such_inputs_takes_none(exported, adapters, capsys):
     assert generate.main([*command, "--adapter", adapters["one"]]) == 2
     assert "exported without inputs for adapters: export again with --adapter_rank" in capsys.readouterr().err
     with pytest.raises(UserError, match="networks exported with --adapter_rank"):
-        made(TextToVideo.load(exported, device="cpu", runtime="onnx"), {adapters["one"]: 1.0})
+        made(TextToVideo.from_pretrained(exported, device="cpu", runtime="onnx"), {adapters["one"]: 1.0})
     assert export([str(exported.path), "out", "--adapter_targets", "blocks.*"]) == 2
     assert "--adapter_targets needs --adapter_rank" in capsys.readouterr().err
 
@@ -179,8 +182,6 @@ def test_a_network_of_many_blocks_has_few_inputs():
 
 
 def test_profiles_have_the_slots_of_a_batch(tiny_bundle):
-    from megadit.export import signatures as contract
-
     tokenizer = tiny_bundle.load_tokenizer()
     profiles = contract.default_profiles(tiny_bundle, tokenizer, tiny_bundle.load_text_encoder())
     slots = AdapterSlots(config=CONFIG, rank=4, targets=("blocks.*.mlp.fc2",))
@@ -191,30 +192,19 @@ def test_profiles_have_the_slots_of_a_batch(tiny_bundle):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "int8"])
-def test_halves_and_eight_bits(tiny_bundle, adapters, tmp_path, precision):
-    """The export compares, and refuses what differs."""
-    settings = replace(SETTINGS, precision=precision, video_steps=1)
-    report = export_bundle(tiny_bundle.path, tmp_path / "out", settings)
-    assert "adapters, two in a slot" in report["denoiser"]["cases"]
-
-
-@pytest.mark.slow
-def test_with_parts_given(tmp_path):
-    """Conditions come twice there: of what is wanted and of what is given."""
-    config = replace(CONFIG, given_sigma=0.02)
-    bundle = write_tiny_bundle(tmp_path / "bundle", config, training={"given": {"first_frame": 0.5}})
-    report = export_bundle(bundle.path, tmp_path / "out", replace(SETTINGS, video_steps=1))
-    assert {"given first_frame", "adapters, two in a slot"} <= report["denoiser"]["cases"].keys()
-    adapter = make_adapter(tmp_path / "one", bundle.path, 1)
-    from megadit.infer.given import GivenVideo
-
-    first = GivenVideo(frames=np.full((1, 16, 24, 3), 90, np.uint8), use="first_frame")
-    ours, theirs = (
-        made(TextToVideo.load(tmp_path / "out", device="cpu", runtime=runtime), [{adapter: 1.0}, {}, {}], given=first)
-        for runtime in ("onnx", "torch")
-    )
-    assert max(map(difference, ours, theirs)) <= 1 and difference(ours[0], ours[1]) > 1
+@pytest.mark.parametrize(("precision", "takes"), [("bf16", ()), ("int8", ()), ("fp32", ("first_frame",))])
+def test_precisions_and_given_parts(tmp_path, precision, takes):
+    """The export compares, and refuses what differs; with parts given, conditions come twice, and so do their slots."""
+    config = replace(CONFIG, num_layers=1, given_sigma=0.02) if takes else replace(CONFIG, num_layers=1)
+    training = {"given": dict.fromkeys(takes, 0.5)} if takes else None
+    bundle = write_tiny_bundle(tmp_path / "bundle", config, training=training)
+    tokenizer, settings = bundle.load_tokenizer(), replace(SETTINGS, precision=precision)
+    sizes = contract.default_profiles(bundle, tokenizer, bundle.load_text_encoder())
+    profiles = contract.parse_profiles(["text=1,4,9", "batch=1,1,2"], sizes)
+    slots = settings.adapter_slots(config)
+    spec = contract.specs(profiles, config, tokenizer, takes=bundle.takes, slots=slots)["denoiser"]
+    report = export_network("denoiser", bundle, tokenizer, spec, tmp_path / "denoiser.onnx", settings)
+    assert {"all sides max", "adapters, two in a slot", *(f"given {use}" for use in takes)} <= report["cases"].keys()
 
 
 def test_packing_folds_scaling_and_pads():

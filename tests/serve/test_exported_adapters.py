@@ -70,10 +70,10 @@ def test_requests_get_their_adapters_and_no_other(server, bundle_dir, plain_dir,
 
     alone = {name: ask(name).data for name in CASES}
     assert (alone["one"], alone["none"]) == (ask("one").data, ask("none").data), "A, B, A"
-    plain = TextToVideo.load(plain_dir, device="cpu", runtime="onnx")
+    plain = TextToVideo.from_pretrained(plain_dir, device="cpu", runtime="onnx")
     base = plain.generate(["a red seven"], seeds=5, num_frames=1)[0].video
     assert np.array_equal(image_of(alone["none"]), base[0]), "the base, bit for bit"
-    torch = TextToVideo.load(bundle_dir, device="cpu")
+    torch = TextToVideo.from_pretrained(bundle_dir, device="cpu")
     paths = {"one": str(folder / "one"), "two": str(folder / "two.safetensors")}
     for name, texts in CASES.items():
         scales = VideoRequest(prompt="", adapters=texts).adapter_scales()
