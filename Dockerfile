@@ -4,15 +4,17 @@
 # For Slurm (pyxis): enroot import --output megadit.sqsh dockerd://megadit, then cluster.container.image of `megadit slurm`.
 ARG PYTORCH_IMAGE=nvcr.io/nvidia/pytorch:26.01-py3
 FROM ${PYTORCH_IMAGE}
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 
 # numactl: torchrun --numa-binding keeps each rank on the cores beside its GPU
+# hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends numactl && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/megadit
 COPY . .
 # The image's own torch and TransformerEngine stay: pip may not replace what it finds installed.
 RUN pip list --format=freeze | grep -iE '^(torch|torchvision|transformer[-_]engine|triton)==' > /tmp/vendor.txt \
-    && pip install --no-cache-dir --constraint /tmp/vendor.txt '.[train,export,serve,t5,diffusers,wandb]' \
-    && megadit --help > /dev/null
+    && pip install --no-cache-dir --constraint /tmp/vendor.txt '.[train,deploy,wandb]' \
+    && megadit doctor --extras train deploy wandb
 
 WORKDIR /workspace

@@ -19,7 +19,9 @@ from megadit.infer.checkpoints import open_bundle
 from megadit.infer.resolve import DefaultOptions, with_changed_defaults
 from megadit.infer.runtimes.load import EXPORTED, weights_checksum
 from megadit.infer.runtimes.network_spec import SETTINGS_FILE, SETTINGS_VERSION, NetworkSpec
+from megadit.models.adapter_slots import AdapterSlots
 from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle, check_replaceable, check_single, write_manifest
+from megadit.models.config import DiTConfig
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, write_json
 from megadit.models.shared.setting import check_settings, group, setting
@@ -49,6 +51,15 @@ class ExportSettings:
         metavar="NAME=MIN,OPT,MAX",
         repeated=True,
     )
+    adapter_rank: int | None = setting(
+        None, "room for adapters of a request, as inputs of the denoiser; the rank of all of them together", low=1
+    )
+    adapter_targets: tuple[str, ...] = setting(
+        (),
+        "what these may change, as in train.adapter.targets (default: attention and MLPs)",
+        nargs="+",
+        metavar="NAME",
+    )
     defaults: DefaultOptions = group(DefaultOptions)
     video_steps: int = setting(10, "most steps of the video that is compared", low=1)
 
@@ -59,10 +70,19 @@ class ExportSettings:
             raise UserError(f"precision {self.precision} needs opset {self._least_opset} or newer, not {self.opset}")
         if self.calibration_prompts and self.precision not in FORMATS:
             raise UserError(f"calibration prompts are for {' and '.join(FORMATS)}, not for {self.precision}")
+        if self.adapter_targets and self.adapter_rank is None:
+            raise UserError("--adapter_targets needs --adapter_rank")
 
     @property
     def graph_opset(self) -> int:
         return self._least_opset if self.opset is None else self.opset
+
+    def adapter_slots(self, config: DiTConfig) -> AdapterSlots | None:
+        """The room for adapters that a network gets."""
+        if self.adapter_rank is None:
+            return None
+        targets = {"targets": self.adapter_targets} if self.adapter_targets else {}
+        return AdapterSlots(config=config, rank=self.adapter_rank, **targets)
 
     def precision_of(self, network: str) -> str:
         """Latents and texts, which decoders and encoders compute once for all steps, stay in float32."""
@@ -88,7 +108,8 @@ def export_bundle(source: str | Path, out: str | Path, settings: ExportSettings 
     tokenizer, text_encoder = bundle.load_tokenizer(), bundle.load_text_encoder()
     profiles = contract.parse_profiles(settings.profiles, contract.default_profiles(bundle, tokenizer, text_encoder))
     exported = _exported_text_encoder(text_encoder, settings)
-    specs = contract.specs(profiles, bundle.config, tokenizer, exported, bundle.takes)
+    slots = settings.adapter_slots(bundle.config)
+    specs = contract.specs(profiles, bundle.config, tokenizer, exported, bundle.takes, slots)
     try:
         with atomic_directory(out) as directory:
             return _write(directory, bundle, tokenizer, specs, settings)
@@ -169,7 +190,8 @@ def export_network(
 ) -> dict[str, Any]:
     """Exports one network and compares it; torch's copy is gone before ONNX Runtime loads its own."""
     inputs, precision = contract.sample_inputs(spec, contract.trace_sizes(spec)), settings.precision_of(name)
-    network = build_network(name, bundle, tokenizer, PRECISIONS[precision])
+    slots = settings.adapter_slots(bundle.config)
+    network = build_network(name, bundle, tokenizer, PRECISIONS[precision], slots)
     about = {"megadit_version": metadata.version("megadit"), "source": weights_checksum(bundle)}
     to_onnx.export_onnx(network, spec, inputs, path, opset=settings.graph_opset, metadata=about)
     ranges, unrounded = {}, []
@@ -177,20 +199,21 @@ def export_network(
         _say(f"{name}: learning the ranges of its numbers")
         ranges = calibrate(bundle, settings.calibration_prompts or (verify.usual_prompt(bundle),))
         quantise(path, ranges, precision)
-        unrounded = verify.reference_cases(network, spec, bundle)
+        unrounded = verify.reference_cases(network, spec, bundle, slots)
     weights = weight_hashes(network)
-    cases = verify.reference_cases(comparable(network, precision, ranges), spec, bundle)
+    cases = verify.reference_cases(comparable(network, precision, ranges), spec, bundle, slots)
     rounding = verify.check_rounding(unrounded, cases, precision, bundle.defaults) if ranges else {}
     del network
     gc.collect()  # traced programs and graphs refer to themselves, and would keep weights mapped
 
     def rebuild():
-        return comparable(build_network(name, bundle, tokenizer, PRECISIONS[precision]), precision, ranges)
+        return comparable(build_network(name, bundle, tokenizer, PRECISIONS[precision], slots), precision, ranges)
 
     return verify.verify_network(path, spec, cases, bundle.config, precision, weights, rebuild, ranges) | rounding
 
 
 def _onnx_settings(bundle: Bundle, specs: dict[str, NetworkSpec], settings: ExportSettings) -> dict[str, Any]:
+    slots = settings.adapter_slots(bundle.config)
     return {
         "format_version": SETTINGS_VERSION,
         "source": weights_checksum(bundle),
@@ -200,6 +223,7 @@ def _onnx_settings(bundle: Bundle, specs: dict[str, NetworkSpec], settings: Expo
         "defaults": bundle.defaults.to_dict(),
         "text_encoder": bundle.manifest["parts"]["text_encoder"],
         "networks": {name: spec.to_dict() for name, spec in specs.items()},
+        "adapters": None if slots is None else slots.to_dict(),
     }
 
 

@@ -24,7 +24,7 @@ from megadit.export.to_tensorrt import (
     refit_engine,
 )
 from megadit.infer.checkpoints import open_bundle
-from megadit.infer.runtimes.load import open_exported
+from megadit.infer.runtimes.load import adapter_slots, open_exported
 from megadit.infer.runtimes.network_spec import SETTINGS_FILE, ExportedNetworks
 from megadit.infer.runtimes.tensorrt import check_engine, open_engines
 from megadit.models.bundle.bundle import Bundle, write_manifest
@@ -110,8 +110,8 @@ def refit_engines(graphs: ExportedNetworks, plan: Path, before: ExportedNetworks
         UserError: if they are another machine's, or of other networks, sizes or number types.
     """
     check_engine(before, libraries.trt.__version__, *_gpu())
-    for what in ("precision", "opset", "networks"):
-        if before.settings[what] != graphs.settings[what]:
+    for what in ("precision", "opset", "networks", "adapters"):
+        if before.settings.get(what) != graphs.settings.get(what):
             raise UserError(
                 f"the engines of {before.directory} are of other {what}: export with their options, or without --refit"
             )
@@ -129,13 +129,14 @@ def _gpu() -> tuple[str, tuple[int, int]]:
 def _compare(bundle: Bundle, engines: ExportedNetworks) -> dict[str, Any]:
     opened, tokenizer = open_engines(engines, torch.device("cuda")), bundle.load_tokenizer()
     precision, graphs = engines.settings["precision"], bundle.manifest["export"]["onnx"]
-    report = {}
+    slots, report = adapter_slots(bundle, "tensorrt"), {}
     for name in engines.settings["networks"]:
         of_network = precision if name == "denoiser" else "fp32"
-        network, spec = build_network(name, bundle, tokenizer, PRECISIONS[of_network]), engines.network(name)
+        network = build_network(name, bundle, tokenizer, PRECISIONS[of_network], slots)
+        spec = engines.network(name)
         if of_network in FORMATS:
             round_linears(network.denoiser.dit, graphs["report"][name]["ranges"], of_network)
-        cases = verify.reference_cases(network, spec, bundle)
+        cases = verify.reference_cases(network, spec, bundle, slots)
         report[name] = verify.verify_runtime(opened[name], spec, cases, bundle.config, of_network)
     report["video"] = verify.compare_videos(bundle, precision, graphs["settings"]["video_steps"], "tensorrt")
     return report

@@ -1,12 +1,14 @@
 """The networks of a bundle as modules of tensors alone, which is what an exporter can trace."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from megadit.export.quantize import round_linears
+from megadit.models.adapter_slots import AdapterSlots, SlottedLinears
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.conditioning import Conditioning, Given, given_tokens
 from megadit.models.config import DiTConfig
@@ -30,12 +32,15 @@ PRECISIONS = {
 class DenoiserGraph(nn.Module):
     """D(x; sigma): preconditioning in float32, patches and the network in its own precision."""
 
-    def __init__(self, denoiser: EDMDenoiser) -> None:
+    def __init__(self, denoiser: EDMDenoiser, slots: AdapterSlots | None = None) -> None:
+        """`slots` are for adapters, whose inputs (`AdapterSlots.inputs`) then come after the others."""
         super().__init__()
         self.denoiser = denoiser
+        self.filled = nullcontext if slots is None else SlottedLinears(denoiser.dit, slots).filled
 
-    def forward(self, x: Tensor, sigma: Tensor, text: Tensor, text_length: Tensor, fps: Tensor) -> Tensor:
-        return self.denoiser(x, sigma, Conditioning(text, text_length, fps))
+    def forward(self, x, sigma, text, text_length, fps, *adapters: Tensor) -> Tensor:
+        with self.filled(adapters):
+            return self.denoiser(x, sigma, Conditioning(text, text_length, fps))
 
 
 class GivenDenoiserGraph(DenoiserGraph):
@@ -44,9 +49,10 @@ class GivenDenoiserGraph(DenoiserGraph):
     Frames that are only given come after those of the video, in `x` and `x0` too, where they have no meaning.
     """
 
-    def forward(self, x, sigma, text, text_length, fps, given, is_given, times) -> Tensor:
+    def forward(self, x, sigma, text, text_length, fps, given, is_given, times, *adapters: Tensor) -> Tensor:
         conditioning = Conditioning(text, text_length, fps, given=Given(given, is_given.bool()))
-        return self.denoiser(x, sigma, conditioning, _open_layout(conditioning, times, self.denoiser.dit.config))
+        with self.filled(adapters):
+            return self.denoiser(x, sigma, conditioning, _open_layout(conditioning, times, self.denoiser.dit.config))
 
 
 def _open_layout(conditioning: Conditioning, times_T: Tensor, config: DiTConfig) -> DenseLayout:
@@ -110,12 +116,14 @@ def _without_tiles(tokenizer: VideoTokenizer) -> VideoTokenizer:
     return replace(tokenizer, tiles=Tiles(side=2**30, overlap=0, frames=2**30, context=1))
 
 
-def build_network(name: str, bundle: Bundle, tokenizer: VideoTokenizer, dtype: torch.dtype) -> nn.Module:
-    """The module behind a contract of this name; only the denoiser computes in `dtype`."""
+def build_network(
+    name: str, bundle: Bundle, tokenizer: VideoTokenizer, dtype: torch.dtype, slots: AdapterSlots | None = None
+) -> nn.Module:
+    """The module behind a contract of this name; only the denoiser computes in `dtype`, and has `slots`."""
     if name == "denoiser":
         denoiser = EDMDenoiser(bundle.load_dit(dtype=dtype))
         denoiser.parameterization.scalings(torch.ones(1))  # before tracing, which could not make the cached tables
-        network = (GivenDenoiserGraph if bundle.takes else DenoiserGraph)(denoiser)
+        network = (GivenDenoiserGraph if bundle.takes else DenoiserGraph)(denoiser, slots)
     elif name == "text_encoder":
         network = TextEncoderGraph(bundle.load_text_encoder())
     else:

@@ -14,10 +14,12 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.runtimes.torch import TorchDenoiser
+from megadit.models.adapters import move_adapters
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.dit import DiT
 from megadit.models.shared.errors import UserError
@@ -102,19 +104,27 @@ def round_linears(dit: nn.Module, ranges: Mapping[str, float], precision: str) -
         linear = linears[name]
         number = torch.empty(0, dtype=linear.weight.dtype).numpy().dtype
         steps, scale = _weight_steps(linear.weight.detach().float().T.numpy(), form, number)
-        rounded = torch.from_numpy(steps.astype(np.float32) * scale.astype(np.float32)).T
-        linear.weight = nn.Parameter(rounded.to(linear.weight.dtype).contiguous(), requires_grad=False)
-        linear.register_forward_pre_hook(_rounder(float(_scale(np.asarray(largest), form, number)), form))
+        weight_OI = torch.from_numpy(steps.astype(np.float32) * scale.astype(np.float32)).T
+        weight_OI = weight_OI.to(linear.weight.dtype).contiguous()
+        rounded = RoundedLinear(linear, weight_OI, float(_scale(np.asarray(largest), form, number)), form)
+        move_adapters(linear, rounded)  # which read what was not rounded
+        dit.set_submodule(name, rounded)
 
 
-def _rounder(scale: float, form: EightBit):
-    def round_input(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        steps = args[0].float() / scale
-        steps = steps.round() if form.torch_dtype == torch.int8 else steps
-        steps = steps.clamp(form.least, form.largest).to(form.torch_dtype)
-        return ((steps.float() * scale).to(args[0].dtype), *args[1:])
+class RoundedLinear(nn.Linear):
+    """A linear whose weight was rounded, and which rounds what it reads to steps of `scale`."""
 
-    return round_input
+    def __init__(self, linear: nn.Linear, weight_OI: Tensor, scale: float, form: EightBit) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.weight, self.bias = nn.Parameter(weight_OI, requires_grad=False), linear.bias
+        self.scale, self.form = scale, form
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., I] -> [..., O]."""
+        steps = x.float() / self.scale
+        steps = steps.round() if self.form.torch_dtype == torch.int8 else steps
+        steps = steps.clamp(self.form.least, self.form.largest).to(self.form.torch_dtype)
+        return F.linear((steps.float() * self.scale).to(x.dtype), self.weight, self.bias)
 
 
 def quantise(path: Path, ranges: Mapping[str, float], precision: str, prefix: str = "denoiser.dit.") -> None:
@@ -126,7 +136,7 @@ def quantise(path: Path, ranges: Mapping[str, float], precision: str, prefix: st
     form, model = FORMATS[precision], ir.load(path)
     products = {node.name.rpartition("/")[0]: node for node in model.graph if node.op_type == "MatMul"}
     for layer, largest in ranges.items():
-        node = products.get(prefix + layer)
+        node = products.get(prefix + layer)  # those of adapters have layers of their own
         if node is None or node.inputs[1].const_value is None:
             raise UserError(f"{path.name}: the layer {layer} is no product with a weight, and cannot be quantised")
         _quantise_input(model.graph, node, largest, form)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megadit.infer.runtimes.network_spec import INPUTS, OUTPUTS, Axis, NetworkSpec, Shape, TensorSpec
+from megadit.models.adapter_slots import AdapterSlots
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.config import DiTConfig
 from megadit.models.shared.errors import UserError, choose_one
@@ -97,10 +98,11 @@ def specs(
     tokenizer: VideoTokenizer,
     text_encoder: TextEncoder | None = None,
     takes: Collection[str] = (),
+    slots: AdapterSlots | None = None,
 ) -> dict[str, NetworkSpec]:
     """The contract of each network, by name; that of a text encoder where one is given that is a network.
 
-    `takes` are the uses of given videos that the denoiser was trained for.
+    `takes` are the uses of given videos that the denoiser was trained for; `slots` are its room for adapters.
 
     Raises:
         UserError: for sizes that the tokenizer or the network cannot take; names the nearest that it can.
@@ -139,6 +141,7 @@ def specs(
             {"dtype": "int64", "axes": (batch,)},
             {"dtype": "float32", "axes": (batch,)},
             *(given if takes else ()),
+            further=() if slots is None else slot_tensors(slots, batch),
         ),
         "video_decoder": _network(
             "video_decoder", {"dtype": "float32", "axes": (one, config.in_channels, *_free(latent[1:]))}
@@ -151,12 +154,17 @@ def specs(
     return {name: network for name, network in networks.items() if not name.startswith("video_")}
 
 
-def _network(name: str, *inputs: dict[str, Any]) -> NetworkSpec:
+def _network(name: str, *inputs: dict[str, Any], further: tuple[TensorSpec, ...] = ()) -> NetworkSpec:
     """The signature of a network from what its inputs are beside their names, in their order; the last ones of
-    `INPUTS` may be missing."""
+    `INPUTS` may be missing. `further` come after them."""
     named = zip(INPUTS[name], inputs, strict=False)
     tensors = tuple(TensorSpec(name=input_name, **about) for input_name, about in named)
-    return NetworkSpec(name=name, inputs=tensors, output=OUTPUTS[name])
+    return NetworkSpec(name=name, inputs=tensors + further, output=OUTPUTS[name])
+
+
+def slot_tensors(slots: AdapterSlots, batch: Axis) -> tuple[TensorSpec, ...]:
+    """Inputs for adapters: one slot for each sample."""
+    return tuple(TensorSpec(name=name, dtype="float32", axes=(batch, *sides)) for name, sides in slots.inputs.items())
 
 
 def _longer(time: Axis, takes: Collection[str], config: DiTConfig) -> Axis:
@@ -239,7 +247,14 @@ def sample_inputs(spec: NetworkSpec, sizes: Mapping[str, int], seed: int = 0) ->
         "text_length": length_B,
         "fps": torch.tensor([24.0 if place % 3 else 0.0 for place in range(1, batch + 1)]),
     }
-    return inputs | (_sample_given(shapes, normal) if "given" in shapes else {})
+    inputs |= _sample_given(shapes, normal) if "given" in shapes else {}
+    return inputs | {name: _sample_slots(normal(shape)) for name, shape in shapes.items() if name not in inputs}
+
+
+def _sample_slots(factors: Tensor) -> Tensor:
+    """Another adapter in every slot, but for the last of several, which is empty."""
+    is_filled = torch.arange(len(factors)) < max(1, len(factors) - 1)
+    return factors * factors.shape[-1] ** -0.5 * is_filled[:, None, None, None]
 
 
 def _sample_given(shapes: Mapping[str, Shape], normal: Callable[[Shape], Tensor]) -> dict[str, Tensor]:

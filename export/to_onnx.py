@@ -6,6 +6,7 @@ errors, profilers and `layers.py` show. Files tell nothing of the machine that w
 
 import ast
 import contextlib
+import inspect
 import io
 import logging
 import warnings
@@ -46,7 +47,8 @@ def export_onnx(
 
     example = tuple(inputs[tensor.name] for tensor in spec.inputs)
     with torch.no_grad(), _quiet():
-        traced = torch.export.export(network, example, dynamic_shapes=_dynamic_shapes(spec), strict=False)
+        shapes = tuple(inspect.signature(network.forward).bind(*_dynamic_shapes(spec)).arguments.values())
+        traced = torch.export.export(network, example, dynamic_shapes=shapes, strict=False)
         _select_parts(traced.graph_module)
         program = torch.onnx.export(
             traced,

@@ -18,6 +18,7 @@ import onnx
 import torch
 from torch import Tensor, nn
 
+from megadit.export.adapter_cases import SCALES, adapter_inputs, beside
 from megadit.export.given_cases import given_inputs
 from megadit.export.graph_checks import check_open_sides, check_products, check_types
 from megadit.export.layers import (
@@ -35,6 +36,7 @@ from megadit.infer.runtimes.exported import denoiser_inputs
 from megadit.infer.runtimes.network_spec import Axis, NetworkSpec
 from megadit.infer.runtimes.onnx import open_session
 from megadit.infer.runtimes.widen import widened
+from megadit.models.adapter_slots import AdapterSlots
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
@@ -96,9 +98,11 @@ def check_runtime() -> None:
 # ----------------------------------------------------------------------------------------------------- cases
 
 
-def reference_cases(network: nn.Module, spec: NetworkSpec, bundle: Bundle) -> list[Case]:
+def reference_cases(
+    network: nn.Module, spec: NetworkSpec, bundle: Bundle, slots: AdapterSlots | None = None
+) -> list[Case]:
     """Random inputs at the extremes of every side and at the best sizes; for the denoiser every sigma and real text,
-    and each use of given videos."""
+    each use of given videos, and adapters in its `slots`."""
     inputs = {}
     for extreme in ("min", "opt", "max"):
         sizes = {name: getattr(axis, extreme) for name, axis in spec.axes.items()}
@@ -112,12 +116,24 @@ def reference_cases(network: nn.Module, spec: NetworkSpec, bundle: Bundle) -> li
     cases = [reference(network, name, values) for name, values in inputs.items()]
     if spec.name == "denoiser":
         usual = inputs_at(spec, SIGMA_OF_GIVEN, bundle)
-        cases += [reference(network, f"given {use}", *given_inputs(use, bundle, usual)) for use in bundle.takes]
+        for use in bundle.takes:
+            inputs, conditioning = given_inputs(use, bundle, usual)
+            cases.append(reference(network, f"given {use}", usual | inputs, conditioning))
+        cases += [] if slots is None else _adapter_cases(network, usual, slots)
+    return cases
+
+
+def _adapter_cases(network: nn.Module, usual: dict[str, Tensor], slots: AdapterSlots) -> list[Case]:
+    cases, conditioning = [], Conditioning(usual["text"], usual["text_length"], usual["fps"])
+    for name, scales in SCALES.items():
+        inputs, adapters = adapter_inputs(slots, len(conditioning), scales)
+        with beside(network.denoiser.dit, adapters):
+            cases.append(reference(network, f"adapters, {name}", usual | inputs, conditioning))
     return cases
 
 
 def inputs_at(spec: NetworkSpec, sigma: float, bundle: Bundle) -> dict[str, Tensor]:
-    """The best size, a real prompt beside no text, latents with noise of this level, and nothing given."""
+    """The best size, a real prompt beside no text, latents with noise of this level, nothing given and no adapter."""
     sizes = {name: axis.opt for name, axis in spec.axes.items()}
     features = bundle.load_text_encoder().encode([usual_prompt(bundle), ""])
     text_length, longest = features.length_B, features.features_BLE.shape[1]
@@ -132,7 +148,7 @@ def inputs_at(spec: NetworkSpec, sigma: float, bundle: Bundle) -> dict[str, Tens
     x = noise * (sigma**2 + bundle.config.sigma_data**2) ** 0.5
     conditioning = Conditioning(text_BLE, text_length[rows].clamp(max=length), inputs["fps"])
     values = denoiser_inputs(x, torch.full((batch,), sigma), conditioning)
-    return {name: values[name] for name in inputs}
+    return {name: values[name] if name in values else torch.zeros_like(of_slot) for name, of_slot in inputs.items()}
 
 
 def usual_prompt(bundle: Bundle) -> str:

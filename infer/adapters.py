@@ -1,13 +1,15 @@
 """Adapters while sampling: read when a prompt first asks for them, and dropped when others are wanted."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 
+from megadit.infer.runtimes.exported import ExportedDenoiser
 from megadit.infer.runtimes.torch import TorchDenoiser
+from megadit.models.adapter_slots import AdapterSlots
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.convert.adapter_files import read_adapter_of, tensor_file
 from megadit.models.shared.errors import UserError
@@ -18,15 +20,25 @@ NO_ADAPTERS: Scales = MappingProxyType({})
 KEPT, KEPT_BYTES = 8, 2 << 30
 """Adapters that stay in memory while no generation asks for them: so many, of so many bytes together."""
 MERGE_FIRST = "merge it into its base first: megadit bundle BASE OUT --merge ADAPTER"
+NO_ROOM = f"exported without inputs for adapters: export again with --adapter_rank N, or {MERGE_FIRST}"
+"""What is said of networks that were."""
 
 
 class AdapterShelf:
     """The adapters beside a denoiser's network."""
 
-    def __init__(self, denoiser: TorchDenoiser, bundle: Bundle, kept_bytes: int = KEPT_BYTES) -> None:
+    def __init__(
+        self,
+        denoiser: TorchDenoiser | ExportedDenoiser,
+        bundle: Bundle,
+        kept_bytes: int = KEPT_BYTES,
+        slots: AdapterSlots | None = None,
+    ) -> None:
+        """`slots`: the room that an exported denoiser has for those of one video."""
         self._denoiser = denoiser
         self._bundle = bundle
         self._kept_bytes = kept_bytes
+        self._slots = slots
         self._names: OrderedDict[tuple[str, int], str] = OrderedDict()
         """(path, time of its last change) -> name beside the network; those asked for last come last."""
         self._num_bytes: dict[str, int] = {}
@@ -48,6 +60,11 @@ class AdapterShelf:
         finally:
             self._num_users.subtract(names.values())
             self._drop()
+
+    def check_together(self, names: Iterable[str]) -> None:
+        """Raises UserError for more adapters of one video, by their names, than its denoiser takes."""
+        if self._slots is not None:
+            self._slots.check_together([self._denoiser.adapters[name].ranks for name in names])
 
     def _loaded(self, path: str) -> str:
         key = str(Path(path).resolve()), tensor_file(Path(path)).stat().st_mtime_ns
@@ -78,13 +95,18 @@ def hold_adapters(shelf: AdapterShelf | None, adapters: Sequence[Scales]) -> Ite
     """`AdapterShelf.held` for the adapters of several prompts; without any, no shelf is needed.
 
     Raises:
-        UserError: where a denoiser that has no shelf is asked for some.
+        UserError: where a denoiser that has no shelf is asked for some, and for more of a prompt than it takes.
     """
     paths = [path for scales in adapters for path in scales]
     if not paths:
         yield {}
     elif shelf is None:
-        raise UserError(f"adapters need the torch runtime on one rank, neither compiled nor recorded; {MERGE_FIRST}")
+        raise UserError(
+            "adapters need the torch runtime on one rank, neither compiled nor recorded, or networks exported with "
+            f"--adapter_rank; {MERGE_FIRST}"
+        )
     else:
         with shelf.held(paths) as names:
+            for scales in adapters:
+                shelf.check_together(names[path] for path, scale in scales.items() if scale)
             yield names

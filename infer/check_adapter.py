@@ -1,6 +1,6 @@
 """Whether a file that somebody sent is an adapter of a network, told by a process of its own.
 
-    python -m megadit.infer.check_adapter FILE < what.json       {"network": ..., "base": FINGERPRINT}
+    python -m megadit.infer.check_adapter FILE < what.json       {"network": ..., "base": FINGERPRINT, "slots": ...}
 
 prints JSON: {"error": null}, or what is wrong in one line. Nothing but safetensors is read; what a file does to this
 process is its end alone.
@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megadit.models.adapter_slots import AdapterSlots
 from megadit.models.config import DiTConfig
 from megadit.models.convert.adapter_files import open_adapter, read_adapter
 from megadit.models.shared.errors import UserError
@@ -21,10 +22,11 @@ _MOST_TENSORS = 20_000
 """Of a file: some five times as many as an adapter of every linear of the largest network has."""
 
 
-def problem_of(path: Path, network: dict[str, Any], base: str) -> str | None:
+def problem_of(path: Path, network: dict[str, Any], base: str, slots: dict[str, Any] | None = None) -> str | None:
     """Why this is no adapter of the network of this configuration and these weights; None: it is one.
 
-    An adapter that does not say to which weights it belongs is one of any.
+    An adapter that does not say to which weights it belongs is one of any. `slots` are the room that the network was
+    exported with (`AdapterSlots`).
     """
     try:
         opened = open_adapter(path)
@@ -32,7 +34,9 @@ def problem_of(path: Path, network: dict[str, Any], base: str) -> str | None:
             return f"the file has {len(opened.source.stored):,} tensors; {_MOST_TENSORS:,} is the most"
         if opened.base not in (None, base):
             return f"the adapter was trained with other weights ({opened.base}) than this service's ({base})"
-        read_adapter(path, DiTConfig.from_dict(network))
+        adapter = read_adapter(path, DiTConfig.from_dict(network))
+        if slots is not None:
+            AdapterSlots.from_dict(slots, adapter.config).check(adapter.to_state()[0])
     except UserError as error:
         return " ".join(str(error).replace(str(path), "the file").split())
     return None

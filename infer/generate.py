@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megadit.infer.adapters import NO_ROOM
 from megadit.infer.cache import bundle_plans, find_plan
 from megadit.infer.checkpoints import open_bundle, weaker_bundle
 from megadit.infer.contact_sheet import contact_sheet, middle_frame
@@ -24,7 +25,7 @@ from megadit.infer.pipeline import TextToVideo
 from megadit.infer.ranks import device_name, finish, is_first, start
 from megadit.infer.resolve import far_from_training, latent_size
 from megadit.infer.results import GeneratedVideo
-from megadit.infer.runtimes.load import taken
+from megadit.infer.runtimes.load import TORCH, adapter_slots, taken
 from megadit.infer.runtimes.torch import find_device, find_dtype
 from megadit.infer.signing import Marker, load_marker
 from megadit.infer.specs import Grid, VideoSpec, video_grid
@@ -128,12 +129,23 @@ def _check_videos(
     takes = taken(bundle, options.runtime or DEFAULT_RUNTIME)
     for given, settings in dict.fromkeys((spec.given, spec.settings) for spec in specs):
         check_given([media[file] for file in given], takes, Target.of(settings, bundle.config, tokenizer))
-    for path in dict.fromkeys(adapter.path for spec in specs for adapter in spec.adapters):
-        read_adapter_of(path, bundle)
+    _check_adapters(specs, options, bundle)
     suffix, names = Path(options.contact_sheet).suffix.lower(), (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES)
     is_picture = not options.contact_sheet or suffix in names
     refuse(not is_picture, f"--contact_sheet={options.contact_sheet}: use a name that ends in {', '.join(names)}")
     return media
+
+
+def _check_adapters(specs: Sequence[VideoSpec], options: GenerateOptions, bundle: Bundle) -> None:
+    paths = dict.fromkeys(adapter.path for spec in specs for adapter in spec.adapters)
+    states = {path: read_adapter_of(path, bundle).to_state() for path in paths}
+    if not paths or options.runtime in (None, TORCH):
+        return
+    slots = adapter_slots(bundle, options.runtime)
+    refuse(slots is None, f"{bundle.path} was {NO_ROOM}")
+    ranks = {path: slots.packed(*state).ranks for path, state in states.items()}
+    for adapters in dict.fromkeys(spec.adapters for spec in specs):
+        slots.check_together([ranks[adapter.path] for adapter in adapters if adapter.scale])
 
 
 def _tell_memory(

@@ -219,13 +219,14 @@ def check(options: GenerateOptions) -> None:
 
 
 def _check_machine(options: GenerateOptions) -> None:
-    takes_adapters = options.runtime in (None, "torch") and options.tp_size == options.cp_size == 1
+    on_one_rank = options.tp_size == options.cp_size == 1
     refuse(
-        options.adapter and (not takes_adapters or options.compile or options.cuda_graphs or options.resident_blocks),
-        f"--adapter needs the torch runtime on one rank, neither compiled nor recorded, with all blocks; {MERGE_FIRST}",
+        options.adapter and (not on_one_rank or options.compile or options.cuda_graphs or options.resident_blocks),
+        f"--adapter needs one rank, and a network with all blocks, neither compiled nor recorded; {MERGE_FIRST}",
     )
+    is_torch = options.runtime in (None, "torch")
     refuse(
-        options.resident_blocks and (not takes_adapters or options.compile or options.cuda_graphs),
+        options.resident_blocks and (not (is_torch and on_one_rank) or options.compile or options.cuda_graphs),
         f"--resident_blocks={options.resident_blocks} needs the torch runtime on one rank, neither compiled nor "
         "recorded: leave it out",
     )

@@ -47,6 +47,8 @@ from megadit.infer.ranks import split_over_ranks
 from megadit.infer.resolve import resolve_settings
 from megadit.infer.results import GeneratedVideo, GeneratedVideos
 from megadit.infer.runtimes.load import (
+    TORCH,
+    adapter_slots,
     check_runtime,
     load_denoiser,
     taken,
@@ -186,12 +188,13 @@ class TextToVideo:
         if split_guidance is not None:
             evaluate = split_over_ranks(split_guidance)
         denoiser = load(bundle)
-        takes_adapters = (
+        slots = None if runtime == TORCH else adapter_slots(bundle, runtime)
+        takes_adapters = slots is not None or (
             isinstance(denoiser, TorchDenoiser) and not (compile or resident_blocks) and tensor_parallel == 1
         )
         return cls(
             denoiser=denoiser,
-            adapters=AdapterShelf(denoiser, bundle, adapter_bytes) if takes_adapters else None,
+            adapters=AdapterShelf(denoiser, bundle, adapter_bytes, slots) if takes_adapters else None,
             tokenizer=with_exported_networks(tokenizer, bundle, runtime, place),
             text_encoder=with_exported_text_network(text_encoder, bundle, runtime, place),
             config=bundle.config,

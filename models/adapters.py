@@ -108,10 +108,14 @@ def _attach(dit: DiT, ranks: Mapping[str, int], adapter: AdapterConfig, name: st
             factors = Factors(target, rank, has_magnitude=has_magnitude, like=like)
             by_linear.setdefault(target.linear, {})[target_name.rpartition(".")[2]] = factors
     for path, factors in by_linear.items():
-        base = modules[path]
-        if not adapters_of(base):
-            Adapters().stand_beside(base)
-        base.adapters[name] = LowRank(factors, adapter.scaling)
+        beside(modules[path])[name] = LowRank(factors, adapter.scaling)
+
+
+def beside(base: nn.Module) -> Adapters:
+    """The adapters of a linear, where more can be put."""
+    if not adapters_of(base):
+        Adapters().stand_beside(base)
+    return base.adapters
 
 
 def move_adapters(base: nn.Module, other: nn.Module) -> None:

@@ -10,7 +10,7 @@ Shapes: I and O input and output features of the linear, R rank (of several targ
 theirs), B batch.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,9 +37,9 @@ class Rows:
         return matrix_OI.unflatten(0, (-1, self.period))[:, self.start : self.stop].flatten(0, 1)
 
     def spread(self, matrix_OR: Tensor) -> Tensor:
-        """A matrix of all rows that has these, and zeros in the others: [rows, R] -> [O, R]."""
-        turns = matrix_OR.unflatten(0, (-1, self.stop - self.start))
-        return F.pad(turns, (0, 0, self.start, self.period - self.stop)).flatten(0, 1)
+        """A matrix of all rows that has these, and zeros in the others: [..., rows, R] -> [..., O, R]."""
+        turns = matrix_OR.unflatten(-2, (-1, self.stop - self.start))
+        return F.pad(turns, (0, 0, self.start, self.period - self.stop)).flatten(-3, -2)
 
 
 class Target(NamedTuple):
@@ -100,11 +100,14 @@ class LowRank(nn.ModuleDict):
             down_RI = down_RI * self.kept_I.to(down_RI)  # as if the input had been multiplied
         h = self.exchange(linear(x, down_RI)) * self.scaling
         ratio_O = self._ratio(base.weight)
+        scale = self.scale
+        if isinstance(scale, Tensor):  # conditions come B at a time, twice where some is given
+            scale = scale.to(h.dtype).repeat(h.shape[-2] // len(scale), 1)
         if ratio_O is None:
-            return linear(h * self.scale, up_OR)
+            return linear(h * scale, up_OR)
         ratio_O = ratio_O.to(x.dtype)
         product = y if base.bias is None else y - base.bias
-        return self.scale * ((ratio_O - 1) * product + ratio_O * linear(h, up_OR))
+        return scale * ((ratio_O - 1) * product + ratio_O * linear(h, up_OR))
 
     def change_of(self, weight_OI: Tensor) -> Tensor:
         """What the adapter adds to a matrix at scale 1, [O, I] in the matrix's precision; all of it must be here."""
@@ -134,6 +137,33 @@ class LowRank(nn.ModuleDict):
         W, down, up = weight_OI.float(), factors.down.float(), factors.up.float() * self.scaling
         squares = squared_norms(W) + 2 * (up * (W @ down.T)).sum(1) + (up * (up @ (down @ down.T))).sum(1)
         return self.sum_inputs(squares).sqrt()
+
+
+class SlotLowRank(nn.Module):
+    """An adapter whose factors come with every call, others for each sample of a batch: that of exported networks.
+
+    `factors` are (down [B, R, I], up [B, rows, R]) of each target, scaling and scale within `up`; none change nothing.
+    """
+
+    def __init__(self, rows: Sequence[Rows]) -> None:
+        super().__init__()
+        self.rows = tuple(rows)
+        """Of the targets."""
+        self.factors: Sequence[tuple[Tensor, Tensor]] = ()
+
+    @property
+    def scale(self) -> float:
+        return 1.0 if self.factors else 0.0
+
+    def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
+        """The change of y = base(x), [..., O]; x is [S, B, I], or [G, I] of conditions, B once or several times."""
+        down_BRI = torch.cat([down for down, _ in self.factors], dim=1).to(x.dtype)
+        ups = [rows.spread(up) for rows, (_, up) in zip(self.rows, self.factors, strict=True)]
+        up_BOR = torch.cat(ups, dim=2).to(x.dtype)
+        batch = down_BRI.shape[0]  # a number that stays open, as len does not
+        x_SBI = x if x.ndim == 3 else x.unflatten(0, (-1, batch))
+        change_BSO = (x_SBI.transpose(0, 1) @ down_BRI.mT) @ up_BOR.mT
+        return change_BSO.transpose(0, 1).reshape(y.shape)
 
 
 class Adapters(nn.ModuleDict):

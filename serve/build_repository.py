@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from megadit.infer.adapters import KEPT_BYTES, MERGE_FIRST
+from megadit.infer.adapters import KEPT_BYTES, NO_ROOM
 from megadit.infer.checkpoints import open_bundle
 from megadit.infer.guardrail import find_guardrail
 from megadit.infer.resolve import DefaultOptions, with_changed_defaults
-from megadit.infer.runtimes.load import check_runtime, open_exported, taken
+from megadit.infer.runtimes.load import TORCH, adapter_slots, check_runtime, open_exported, taken
 from megadit.infer.runtimes.torch import find_dtype
 from megadit.infer.signing import SigningOptions, load_marker
 from megadit.models.bundle.bundle import Bundle, update_manifest
@@ -96,7 +96,7 @@ def build_repository(
     if path.is_dir() and any(path.iterdir()) and not (path / MODEL / "config.pbtxt").is_file():
         raise UserError(f"{path} holds files that are no repository of ours, and would be replaced; choose another")
     scheduling = scheduling or Scheduling()
-    folder = None if adapters is None else _adapter_folder(adapters, runtime)
+    folder = None if adapters is None else _adapter_folder(adapters, bundle, runtime)
     models = {MODEL: service_info(bundle, bundle.defaults, limits, runtime, folder)}
     if with_images:
         of_images = replace(bundle.defaults, num_frames=1)
@@ -125,10 +125,10 @@ def build_repository(
     return path
 
 
-def _adapter_folder(path: str | os.PathLike, runtime: str) -> Path:
+def _adapter_folder(path: str | os.PathLike, bundle: Bundle, runtime: str) -> Path:
     folder = Path(path).absolute()
-    if runtime != "torch":
-        raise UserError(f"adapters are served by the torch runtime, not by {runtime}; {MERGE_FIRST}")
+    if runtime != TORCH and adapter_slots(bundle, runtime) is None:
+        raise UserError(f"--adapters: {bundle.path} was {NO_ROOM}")
     if not folder.is_dir():
         raise UserError(f"{path} is no folder; adapters are the folders and .safetensors files in one")
     return folder
@@ -158,13 +158,19 @@ def service_info(
         examples=EXAMPLES.get((bundle.manifest.get("training") or {}).get("recipe"), ()),
         eta_samplers=(*STOCHASTIC, *(alias for name in STOCHASTIC for alias in SAMPLERS[name].aliases)),
         takes=taken(bundle, runtime),
-        adapters=None if adapters is None else _adapter_info(bundle, adapters),
+        adapters=None if adapters is None else _adapter_info(bundle, adapters, runtime),
     )
 
 
-def _adapter_info(bundle: Bundle, folder: Path) -> AdapterInfo:
+def _adapter_info(bundle: Bundle, folder: Path, runtime: str) -> AdapterInfo:
     names = tuple(name for name in adapters_in(folder) if not OF_A_KEY.fullmatch(name))
-    return AdapterInfo(names=names, base=bundle_fingerprint(bundle), network=bundle.config.to_dict())
+    slots = None if runtime == TORCH else adapter_slots(bundle, runtime)
+    return AdapterInfo(
+        names=names,
+        base=bundle_fingerprint(bundle),
+        network=bundle.config.to_dict(),
+        slots=None if slots is None else slots.to_dict(),
+    )
 
 
 GivenLimits = given_class("GivenLimits", Limits)

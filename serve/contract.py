@@ -295,6 +295,8 @@ class AdapterInfo:
     """Fingerprint of the weights that an adapter must belong to, if it says to which."""
     network: dict[str, Any]
     """The network's configuration, which an adapter must fit."""
+    slots: dict[str, Any] | None = None
+    """The room for adapters that the network was exported with (`models/adapter_slots.py`); None: torch takes any."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

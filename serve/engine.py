@@ -206,6 +206,8 @@ class Engine:
                 self.pipeline.admit_adapters({path: 1.0})
             except UserError as error:
                 raise UserError(f"the adapter {name!r} cannot be used: {error}".replace(path, name)) from None
+        if len(paths) > 1:  # an exported network has room for so much of them together
+            self.pipeline.admit_adapters({path: scales[name] for path, name in paths.items()})
         return {path: scales[name] for path, name in paths.items()}
 
     def _target(self, settings: SamplingSettings) -> Target:

@@ -16,16 +16,20 @@ def test_it_starts_from_the_vendor_s_image():
 
 
 @pytest.mark.parametrize("dockerfile", [DOCKERFILE, SERVED], ids=["train", "serve"])
-def test_extras_exist_and_decode_what_tokenizers_need(dockerfile):
-    extras = set(re.search(r"'[./\w]+\[([\w,]+)\]'", dockerfile)[1].split(","))
+def test_extras_exist_and_the_build_ends_with_looking_for_them(dockerfile):
+    """tests/test_deploy.py tries what `deploy` brings."""
+    extras = re.search(r"'[./\w]+\[([\w,]+)\]'", dockerfile)[1].split(",")
     known = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert extras <= set(known)
-    assert {"diffusers", "t5"} <= extras, "Cosmos' decoder is diffusers', the text encoder transformers'"
+    assert "deploy" in extras and set(extras) <= set(known)
+    (checked,) = re.findall(r"&& megadit doctor --extras ([\w ]+)$", dockerfile, re.MULTILINE)
+    assert checked.split() == extras
 
 
 def test_the_server_has_every_runtime_and_one_torch():
-    assert "onnxruntime-gpu" in SERVED and "tensorrt==" in SERVED and re.search(r'"torch==\$\{TORCH\}"', SERVED)
+    assert "onnxruntime-gpu==" in SERVED and "tensorrt==" in SERVED and re.search(r'"torch==\$\{TORCH\}"', SERVED)
     assert re.search(r"^ARG TORCH=\d+\.\d+\.\d+$", SERVED, re.MULTILINE)
+    assert "assert torch.version.cuda == '${CUDA}'" in SERVED
+    assert re.search(r"^ARG CUDA=\d+\.\d+$", SERVED, re.MULTILINE)
 
 
 def test_torch_is_pinned_to_what_the_image_brings():

@@ -175,6 +175,7 @@ SHOWN_BY = {
     "export": {
         "export/test_export.py::test_every_option_reaches_the_export": """
             --format --precision --profile --opset --calibration_prompts --no_text_encoder --video_steps --default
+            --adapter_rank --adapter_targets
             --workspace_gb --optimization_level --timing_cache --refittable --version_compatible --hardware_compatible
             --weight_streaming
         """,
@@ -258,6 +259,7 @@ SHOWN_BY = {
     },
     "doctor": {
         f"{RANKS}::test_command_starts_its_own_ranks_and_finds_them_healthy_enough": "--distributed --nproc",
+        "test_deploy.py::test_doctor_names_what_is_missing": "--extras",
     },
     "demo": {"train/digits/test_demo.py::test_every_option_reaches_the_demo": "--out --ranks --quick"},
     "demo-given": {

@@ -43,6 +43,9 @@ LIBRARIES: tuple[tuple[str, str, str, str], ...] = (
     ("transformer-engine", "transformer_engine", "fused kernels and FP8 on GPUs", "pip install 'megadit[te]'"),
     ("onnx", "onnx", "export to ONNX", "pip install 'megadit[export]'"),
     ("onnxruntime", "onnxruntime", "sampling from ONNX files", "pip install 'megadit[export]'"),
+    ("diffusers", "diffusers", "Cosmos' and other published tokenizers", "pip install 'megadit[diffusers]'"),
+    ("transformers", "transformers", "T5 as the text encoder", "pip install 'megadit[t5]'"),
+    ("c2pa-python", "c2pa", "signatures in videos", "pip install 'megadit[c2pa]'"),
     ("tensorrt", "tensorrt", "TensorRT engines", "pip install 'megadit[trt]'"),
     ("polygraphy", "polygraphy", "building TensorRT engines", "pip install 'megadit[trt]'"),
     ("tritonclient", "tritonclient", "talking to a Triton server", "pip install 'megadit[serve]'"),
@@ -59,11 +62,18 @@ class DoctorOptions:
     distributed: bool = setting(
         False, "try every rank's device and the links of all pairs of ranks and nodes; under torchrun, its ranks"
     )
+    extras: tuple[str, ...] = setting(
+        (),
+        "exit with 1 if anything is missing that these extras of megadit bring, such as deploy",
+        nargs="+",
+        metavar="EXTRA",
+    )
     nproc: int | None = setting(None, "ranks for --distributed (default: one for each GPU)", low=1, metavar="N")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints the table and exits with 0, since nothing that is missing is a fault; `--distributed` with 1 for one."""
+    """Prints the table and exits with 0, since nothing that is missing is a fault; `--distributed` and `--extras`
+    exit with 1 for one."""
     return run_command(_run, sys.argv[1:] if argv is None else argv)
 
 
@@ -83,7 +93,18 @@ def _run(argv: list[str]) -> int:
         ("video and programs", program_findings()),
     ):
         console.print(_table(title, findings))
-    return 0
+    return _tell_missing(options.extras) if options.extras else 0
+
+
+def _tell_missing(extras: tuple[str, ...]) -> int:
+    from megadit.infer.inspect.requirements import needs_of
+
+    needs = list(needs_of(extras))
+    missing = [need for need in needs if not need.is_met]
+    for need in missing:
+        print(f"{need.asked}, which {need.by} asks for, is {need.found or 'missing'}", file=sys.stderr)
+    print(f"{', '.join(extras)}: {len({need.name for need in needs})} libraries, {len(missing)} requirements unmet")
+    return 1 if missing else 0
 
 
 def machine_findings() -> list[Finding]:

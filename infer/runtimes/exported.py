@@ -6,12 +6,16 @@ Shapes: B batch, C latent channels, T/H/W latent frames/height/width, L text tok
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megadit.infer.runtimes.network_spec import INPUTS, Shape
+from megadit.models.adapter_config import AdapterConfig
+from megadit.models.adapter_slots import AdapterSlots, Packed
+from megadit.models.adapters import check_state
 from megadit.models.conditioning import Conditioning, Given
 from megadit.models.text_encoders import T5TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
@@ -31,14 +35,44 @@ class Networks(Protocol):
 class ExportedDenoiser:
     """D(x; sigma) by an exported network; called exactly like `TorchDenoiser`."""
 
-    def __init__(self, networks: Networks) -> None:
+    dtype = torch.float32
+    """Of what it takes and gives."""
+
+    def __init__(self, networks: Networks, slots: AdapterSlots | None = None) -> None:
+        """`slots` are its inputs for adapters, where it has any."""
         self.device = networks.device
         self._network = networks["denoiser"]
+        self._slots = slots
+        self.adapters: dict[str, Packed] = {}
+        """By name."""
+        self._filled: WeakKeyDictionary[Conditioning, dict[str, Tensor]] = WeakKeyDictionary()
 
     def __call__(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
         """Clean latents x0 (float32, on `device`); the inputs may lie anywhere."""
-        inputs = denoiser_inputs(x_BCTHW, sigma_B, conditioning)
+        inputs = denoiser_inputs(x_BCTHW, sigma_B, conditioning) | self._slots_of(conditioning)
         return self._network(inputs, tuple(inputs["x"].shape))[:, :, : x_BCTHW.shape[2]]
+
+    def load_adapter(self, name: str, state: Mapping[str, Tensor], adapter: AdapterConfig) -> None:
+        """Keeps an adapter, which is an input of calls whose conditions name it.
+
+        Raises:
+            UserError: for one that does not fit the network, or its inputs.
+        """
+        check_state(state, adapter, self._slots.config)
+        self.adapters[name] = self._slots.packed(state, adapter)
+
+    def remove_adapter(self, name: str) -> None:
+        """Forgets an adapter."""
+        del self.adapters[name]
+
+    def _slots_of(self, conditioning: Conditioning) -> dict[str, Tensor]:
+        """The inputs for adapters, put together once for all noise levels of a batch; {} where there are none."""
+        if self._slots is None:
+            return {}
+        if conditioning not in self._filled:
+            used = [(self.adapters[name], scale_B) for name, scale_B in conditioning.adapter_scale_B.items()]
+            self._filled[conditioning] = self._slots.filled(len(conditioning), used, self.device)
+        return self._filled[conditioning]
 
 
 def denoiser_inputs(x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from megadit.infer.runtimes.pair import PairDenoiser
 from megadit.infer.runtimes.shared_torch import load_shared_denoiser
 from megadit.infer.runtimes.streamed import load_streamed_dit
 from megadit.infer.runtimes.torch import TorchDenoiser
+from megadit.models.adapter_slots import AdapterSlots
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.text_encoders import TextEncoder
@@ -109,6 +110,16 @@ def taken(bundle: Bundle, runtime: str) -> tuple[str, ...]:
     return bundle.takes if names.issuperset(GIVEN_INPUTS) else ()
 
 
+def adapter_slots(bundle: Bundle, runtime: str) -> AdapterSlots | None:
+    """The room for adapters that a bundle's denoiser was exported with; None where it has none.
+
+    Raises:
+        UserError: if it was not exported for `runtime`.
+    """
+    about = open_exported(bundle, runtime).settings.get("adapters")
+    return None if about is None else AdapterSlots.from_dict(about, bundle.config)
+
+
 def weights_checksum(bundle: Bundle) -> str:
     """What an export remembers of the weights it was made from."""
     return bundle.manifest["files"]["transformer/model.safetensors"]["sha256"]
@@ -133,7 +144,7 @@ def load_denoiser(
         UserError: if it was not exported for `runtime`, or `runtime` does not run here; if ranks cannot share it.
     """
     if runtime != TORCH:
-        return ExportedDenoiser(_open(bundle, runtime, device))
+        return ExportedDenoiser(_open(bundle, runtime, device), adapter_slots(bundle, runtime))
     options = {"device": device, "dtype": dtype, "compile": compile}
     sizes = {"tensor": tensor_parallel, "context": context_parallel}
 

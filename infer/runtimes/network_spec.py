@@ -12,7 +12,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
 
 SETTINGS_FILE = "settings.json"
-SETTINGS_VERSION = 2
+SETTINGS_VERSION = 3
 GIVEN_INPUTS = ("given", "is_given", "times")
 """Of denoisers that were trained to be given parts of videos; others have none of them."""
 INPUTS: dict[str, tuple[str, ...]] = {
@@ -21,7 +21,8 @@ INPUTS: dict[str, tuple[str, ...]] = {
     "video_decoder": ("latents",),
     "video_encoder": ("video",),
 }
-"""What the inputs of each exported network are called, in order; one takes those that its `NetworkSpec` has."""
+"""What the inputs of each exported network are called, in order; one takes those that its `NetworkSpec` has. Those for
+adapters come after them (`models/adapter_slots.py`)."""
 OUTPUTS = {"text_encoder": "features", "denoiser": "x0", "video_decoder": "video", "video_encoder": "latents"}
 Extreme = Literal["min", "opt", "max"]
 Shape = tuple[int, ...]

@@ -182,7 +182,7 @@ class Adapters:
             yield
 
     def _check_file(self, path: Path, info: AdapterInfo) -> None:
-        question = json.dumps({"network": info.network, "base": info.base})
+        question = json.dumps({"network": info.network, "base": info.base, "slots": info.slots})
         try:
             checked = subprocess.run(
                 [sys.executable, "-m", _CHECK, str(path)],

@@ -268,9 +268,11 @@ def test_every_option_reaches_the_export(tmp_path, monkeypatch):
     plain = export()
     for option in (
         *(["--precision", "bf16"], ["--profile", "text=1,4,9"], ["--opset", "18"], ["--no_text_encoder"]),
-        *(["--video_steps", "3"], ["--default", "num_steps=3"], ["--format", "tensorrt"]),
+        *(["--video_steps", "3"], ["--default", "num_steps=3"], ["--format", "tensorrt"], ["--adapter_rank", "8"]),
     ):
         assert export(*option) != plain, option
+    room = ["--adapter_rank", "8"]
+    assert export(*room) != export(*room, "--adapter_targets", "blocks.*.mlp.*")
     int8 = ["--precision", "int8"]
     assert export(*int8) != export(*int8, "--calibration_prompts", str(tmp_path / "prompts.txt"))
     engines = export("--format", "tensorrt")

@@ -224,7 +224,7 @@ def test_each_line_of_a_prompt_file_has_its_own(pipeline, bundle_dir, one, two, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--adapter", "{one}", "--runtime", "onnx"], "merge it into its base first"),
+        (["--adapter", "{one}", "--runtime", "onnx"], "has no onnx/: make a bundle that has it"),
         (["--adapter", "{one}", "--compile"], "merge it into its base first"),
         (["--adapter", "{one}", "--tp_size", "2"], "merge it into its base first"),
         (["--adapter", "{one}:nan"], "the scale must be a finite number"),

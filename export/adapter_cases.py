@@ -1,0 +1,65 @@
+"""Cases of the gate with adapters: others for each sample of a batch, several of one, and none.
+
+Torch computes them as it does when it samples, with the adapters loaded beside its linears. The graph is told by its
+inputs.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from megadit.models.adapter_config import AdapterConfig
+from megadit.models.adapter_slots import AdapterSlots
+from megadit.models.adapters import chosen_targets, load_adapter, remove, set_scale
+from megadit.models.dit import DiT
+
+SCALES: Mapping[str, Sequence[Sequence[float]]] = {
+    "two in a slot": ([0.7, -1.0], [0.0, 1.0]),
+    "one beside none": ([1.0, 0.0], [0.0, 0.0]),
+}
+"""Name of a case -> how much of two adapters each sample gets, again and again."""
+State = dict[str, Tensor]
+
+
+def adapter_inputs(
+    slots: AdapterSlots, batch: int, scales: Sequence[Sequence[float]]
+) -> tuple[dict[str, Tensor], list[tuple[State, AdapterConfig, Tensor]]]:
+    """The inputs of a graph for random adapters, and these with their scales [B]; they share the rank of the slots
+    where it is more than one."""
+    ranks = (slots.rank - slots.rank // 2, max(slots.rank // 2, 1))
+    rows = [scales[sample % len(scales)] for sample in range(batch)]
+    if slots.rank == 1:  # no room for a second one
+        rows = [[one, 0.0 if one else other] for one, other in rows]
+    adapters = []
+    for number, rank in enumerate(ranks):
+        state = random_state(slots, rank, seed=number)
+        about = AdapterConfig(rank=rank, alpha=2.0 * rank, targets=slots.targets)
+        adapters.append((state, about, torch.tensor([row[number] for row in rows])))
+    packed = [(slots.packed(state, about), scale_B) for state, about, scale_B in adapters]
+    return slots.filled(batch, packed), adapters
+
+
+def random_state(slots: AdapterSlots, rank: int, seed: int) -> State:
+    """An adapter state, whose changes are a fifth as large as what it reads."""
+    generator, state = torch.Generator().manual_seed(seed), {}
+    for name, target in chosen_targets(slots.config, slots.targets).items():
+        shape = (rank, target.in_features)
+        state[f"{name}.down"] = torch.randn(shape, generator=generator) * target.in_features**-0.5
+        state[f"{name}.up"] = 0.1 * torch.randn(target.out_features, rank, generator=generator) * rank**-0.5
+    return state
+
+
+@contextmanager
+def beside(dit: DiT, adapters: Sequence[tuple[State, AdapterConfig, Tensor]]) -> Iterator[None]:
+    """Within the block these are beside the network, at their scales."""
+    names = [f"case_{number}" for number in range(len(adapters))]
+    try:
+        for name, (state, about, scale_B) in zip(names, adapters, strict=True):
+            load_adapter(dit, state, about, name)
+            set_scale(dit, scale_B, name)
+        yield
+    finally:
+        for name in names:
+            remove(dit, name)

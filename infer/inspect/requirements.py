@@ -1,0 +1,68 @@
+"""What extras of megadit bring, followed through the metadata of what is installed: whether all of it is here."""
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from megadit.models.shared.errors import choose_one
+
+NAME = "megadit"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Need:
+    """One requirement of a distribution."""
+
+    name: str
+    """In its canonical form."""
+    asked: str
+    """Such as `onnx>=1.18`."""
+    by: str
+    """The distribution that asks."""
+    found: str | None
+    """The installed version; None: it is missing."""
+    is_met: bool
+
+
+def needs_of(extras: Collection[str], name: str = NAME) -> Iterator[Need]:
+    """What a distribution with these extras asks for here, and what that asks for in turn; each pair once.
+
+    Raises:
+        UserError: for an extra that it does not have.
+    """
+    known = metadata.metadata(name).get_all("Provides-Extra") or []
+    for extra in extras:
+        choose_one(extra, known, f"{name} has no extra {extra!r}")
+    seen, waiting = set(), [(canonicalize_name(name), frozenset(extras))]
+    while waiting:
+        asking = waiting.pop()
+        if asking in seen:
+            continue
+        seen.add(asking)
+        for requirement in _required(*asking):
+            wanted = canonicalize_name(requirement.name)
+            found = _version(wanted)
+            is_met = found is not None and requirement.specifier.contains(found, prereleases=True)
+            if wanted != canonicalize_name(name):
+                asked = f"{requirement.name}{requirement.specifier}"
+                yield Need(name=wanted, asked=asked, by=asking[0], found=found, is_met=is_met)
+            if found is not None:
+                waiting.append((wanted, frozenset(requirement.extras)))
+
+
+def _required(name: str, extras: Iterable[str]) -> Iterator[Requirement]:
+    for text in metadata.requires(name) or []:
+        requirement = Requirement(text)
+        marker = requirement.marker
+        if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+            yield requirement
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

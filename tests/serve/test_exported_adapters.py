@@ -1,0 +1,127 @@
+"""Adapters as inputs of exported graphs, through a real tritonserver: the base, one after another, three at once."""
+
+import io
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megadit.export.build import ExportSettings, export_bundle
+from megadit.infer.pipeline import TextToVideo
+from megadit.models.shared.errors import UserError
+from megadit.serve.build_repository import build_repository
+from megadit.serve.client import VideoClient
+from megadit.serve.contract import InvalidRequestError, VideoRequest
+from megadit.serve.local_server import LocalServer
+from megadit.serve.model_config import Scheduling
+from tests.infer.conftest import make_adapter
+
+PATTERNS = ("blocks.*", "final_layer.*")
+REQUEST = VideoRequest(prompt="a red seven", seed=5, num_frames=1)
+"""Images, which are sent without loss."""
+CASES = {"none": (), "one": ("one",), "two": ("two:0.5",), "both": ("one:0.7", "two:-1"), "less": ("one:0.4",)}
+
+
+@pytest.fixture(scope="module")
+def folder(bundle_dir, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapters")
+    make_adapter(folder / "one", bundle_dir, 1)
+    make_adapter(folder / "two.safetensors", bundle_dir, 2)
+    make_adapter(folder / "dora.safetensors", bundle_dir, 3, kind="dora")
+    make_adapter(folder / "large.safetensors", bundle_dir, 4, rank=5)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain_dir(bundle_dir, tmp_path_factory):
+    """Exported without inputs for adapters."""
+    out = tmp_path_factory.mktemp("plain") / "exported"
+    export_bundle(bundle_dir, out, ExportSettings(profiles=("batch=1,1,3",), video_steps=1))
+    return out
+
+
+@pytest.fixture(scope="module")
+def server(tritonserver, bundle_dir, folder, tmp_path_factory):
+    path = tmp_path_factory.mktemp("service")
+    room = {"adapter_rank": 4, "adapter_targets": PATTERNS}
+    export_bundle(bundle_dir, path / "exported", ExportSettings(profiles=("batch=1,1,3",), video_steps=1, **room))
+    repository = build_repository(
+        path / "exported",
+        path / "models",
+        scheduling=Scheduling(device="cpu"),
+        runtime="onnx",
+        adapters=folder,
+        limits={"max_work": 16 * 24 * 5 * 5000},
+    )
+    with LocalServer(repository, log=path / "triton.log", stop_seconds=3) as running:
+        yield running
+
+
+@pytest.mark.slow
+def test_requests_get_their_adapters_and_no_other(server, bundle_dir, plain_dir, folder):
+    client = VideoClient(f"grpc://{server.grpc_url}")
+
+    def ask(name: str):
+        return client.generate(replace(REQUEST, adapters=CASES[name]), timeout=300)[0]
+
+    alone = {name: ask(name).data for name in CASES}
+    assert (alone["one"], alone["none"]) == (ask("one").data, ask("none").data), "A, B, A"
+    plain = TextToVideo.from_pretrained(plain_dir, device="cpu", runtime="onnx")
+    base = plain.generate(["a red seven"], seeds=5, num_frames=1)[0].video
+    assert np.array_equal(image_of(alone["none"]), base[0]), "the base, bit for bit"
+    torch = TextToVideo.from_pretrained(bundle_dir, device="cpu")
+    paths = {"one": str(folder / "one"), "two": str(folder / "two.safetensors")}
+    for name, texts in CASES.items():
+        scales = VideoRequest(prompt="", adapters=texts).adapter_scales()
+        scales = {paths[each]: scale for each, scale in scales.items()}
+        expected = torch.generate(["a red seven"], seeds=5, adapters=scales, num_frames=1)[0].video[0]
+        assert np.abs(image_of(alone[name]) - expected).max() <= 1, name
+    assert np.abs(image_of(alone["one"]) - image_of(alone["none"])).max() > 10, "negative control"
+
+    for name, videos in _in_one_batch(client, ("one", "two", "less")).items():
+        assert videos.batch_size == 3
+        assert np.abs(image_of(videos.data) - image_of(alone[name])).max() <= 1, name
+
+    for name, reason in {
+        "dora": "a DoRA scales what its base gives",
+        "large": "rank 5 together, of which exported networks take 4",
+    }.items():
+        with pytest.raises(InvalidRequestError, match=f"the adapter '{name}' cannot be used: .*{reason}"):
+            client.generate(replace(REQUEST, adapters=(name,)), timeout=300)
+    assert client.info().adapters.slots == {"rank": 4, "targets": list(PATTERNS)}
+    assert ask("none").data == alone["none"]
+
+
+def _set(event: threading.Event, step) -> None:
+    event.set()
+
+
+def image_of(data: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(data))).astype(int)
+
+
+def _in_one_batch(client: VideoClient, names):
+    """Asked while another request keeps the model busy, so that they wait together; each has as many adapters, as
+    Triton asks for of inputs in a batch."""
+    asked = [replace(REQUEST, adapters=CASES[name]) for name in names]
+    for _ in range(5):
+        is_busy = threading.Event()
+        tell = partial(_set, is_busy)
+        with ThreadPoolExecutor(4) as threads:
+            first = threads.submit(client.generate, replace(REQUEST, num_steps=2000), on_progress=tell, timeout=300)
+            assert is_busy.wait(300)
+            made = list(threads.map(lambda request: client.generate(request, timeout=300)[0], asked))
+            first.result()
+        if {video.batch_size for video in made} == {len(names)}:
+            break
+    return dict(zip(names, made, strict=True))
+
+
+def test_a_repository_of_graphs_without_such_inputs_is_refused(plain_dir, folder, tmp_path):
+    with pytest.raises(UserError, match="exported without inputs for adapters: export again with --adapter_rank"):
+        build_repository(plain_dir, tmp_path / "models", runtime="onnx", adapters=folder)
+    assert not (tmp_path / "models").exists()

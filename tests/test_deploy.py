@@ -1,0 +1,235 @@
+"""What `[deploy]` brings is enough: a bundle of Cosmos' tokenizer and T5 generates, exports, is served with that alone.
+
+An environment here sees, of what is installed, the distributions alone that the extra's requirements lead to. Its
+tritonserver stands on the PATH, as the base image's does.
+"""
+
+import json
+import subprocess
+import tomllib
+import venv
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from megadit.infer.inspect.requirements import needs_of
+from megadit.infer.video_io import read_video
+from megadit.models.bundle.bundle import write_bundle
+from megadit.models.settings import SamplingSettings
+from megadit.models.text_encoders import T5TextEncoder
+from megadit.models.tokenizers import Autoencoder
+from megadit.models.tokenizers.kinds import KINDS
+from megadit.models.tokenizers.network import Network, complete_config
+
+from .export.conftest import CONFIG, random_dit
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+PROMPT = "a red seven moving left"
+DEFAULTS = SamplingSettings(
+    sampler="euler", num_steps=2, guidance=2.0, num_frames=5, height=32, width=48, fps=8, sigma_max=20.0
+)
+
+MEGADIT = """
+import json, sys
+from megadit.models.shared.verbs import main
+
+for command in json.loads(sys.argv[1]):
+    if code := main(command):
+        sys.exit(code)
+"""
+SERVE = """
+import sys
+from pathlib import Path
+from megadit.serve.build_repository import build_repository
+from megadit.serve.client import VideoClient
+from megadit.serve.contract import VideoRequest
+from megadit.serve.local_server import LocalServer
+from megadit.serve.model_config import Scheduling
+
+bundle, *pairs = sys.argv[1:]
+for runtime, out in zip(pairs[::2], pairs[1::2]):
+    repository = build_repository(bundle, out + "_models", scheduling=Scheduling(device="cpu"), runtime=runtime)
+    with LocalServer(repository, log=Path(out + ".log"), stop_seconds=3) as server:
+        request = VideoRequest(prompt="a red seven moving left", seed=1)
+        Path(out).write_bytes(VideoClient(f"grpc://{server.grpc_url}").generate(request, timeout=300)[0].data)
+"""
+SIZES = ("batch=1", "frames=1,5,9", "text=1,4,9")
+
+
+def requirements_of(extras: Collection[str]) -> list[Requirement]:
+    """Of the project with these extras, those of extras that they name themselves in their place."""
+    texts = [*PROJECT["dependencies"], *(text for e in extras for text in PROJECT["optional-dependencies"][e])]
+    found = list(map(Requirement, texts))
+    own = {extra for each in found if each.name == PROJECT["name"] for extra in each.extras}
+    return [each for each in found if each.name != PROJECT["name"]] + (requirements_of(own) if own else [])
+
+
+def distributions(extras: Collection[str]) -> set[str]:
+    """All that these lead to, of what is installed."""
+    asked = requirements_of(extras)
+    return {canonicalize_name(each.name) for each in asked} | {
+        need.name for each in asked for need in needs_of(each.extras, each.name) if need.found
+    }
+
+
+def make_environment(folder: Path, names: Collection[str]) -> Path:
+    """An environment of these distributions, by links, and of this repository; gives its site-packages."""
+    venv.create(folder, symlinks=True)
+    site = next(folder.glob("lib/python*/site-packages"))
+    owners, files = defaultdict(set), {}
+    for each in metadata.distributions():
+        name = canonicalize_name(each.metadata["Name"])
+        files[name] = [file for file in each.files or () if file.parts[0] not in ("..", "__pycache__")]
+        for file in files[name]:
+            owners[file.parts[0]].add(name)
+    for name in set(names) - {PROJECT["name"]}:
+        for file in files[name]:
+            is_shared = not owners[file.parts[0]] <= set(names)
+            link = site / (file if is_shared else file.parts[0])
+            if not link.exists():
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.symlink_to(Path(str(metadata.distribution(name).locate_file(link.relative_to(site)))))
+    (site / "repository.pth").write_text(f"{REPOSITORY}\n")
+    about = site / "megadit-0.dist-info"
+    about.mkdir()
+    lines = ["Metadata-Version: 2.1", "Name: megadit", "Version: 0"]
+    lines += [f"Requires-Dist: {text}" for text in PROJECT["dependencies"]]
+    for extra, texts in PROJECT["optional-dependencies"].items():
+        lines += [f"Provides-Extra: {extra}", *(f'Requires-Dist: {text}; extra == "{extra}"' for text in texts)]
+    (about / "METADATA").write_text("\n".join(lines) + "\n")
+    return site
+
+
+@pytest.fixture(scope="module")
+def tritonserver_on_path(tmp_path_factory):
+    """tritonserver_on_path(site): a folder whose `tritonserver` runs models with the packages of `site`."""
+    from megadit.models.shared.errors import UserError
+    from megadit.serve.triton_binary import find_triton
+
+    try:
+        triton = find_triton()
+    except UserError as error:
+        pytest.skip(str(error))
+    prepared = Path(triton.environment["PATH"].partition(":")[0]).parent
+    numpy_1 = next(prepared.glob("lib/python*/site-packages"))
+
+    def put(site: Path) -> Path:
+        folder = tmp_path_factory.mktemp("vendor")
+        venv.create(folder / "python", symlinks=True)
+        inner = next((folder / "python").glob("lib/python*/site-packages"))
+        for path in numpy_1.glob("numpy*"):
+            (inner / path.name).symlink_to(path)
+        (inner / "image.pth").write_text(f"import site; site.addsitedir({str(site)!r})\n")
+        script = folder / "tritonserver"
+        exports = f'export LD_LIBRARY_PATH="{triton.environment["LD_LIBRARY_PATH"]}" PATH="{folder}/python/bin:$PATH"'
+        script.write_text(f'#!/bin/sh\n{exports}\nexec "{triton.path}" {" ".join(triton.arguments)} "$@"\n')
+        script.chmod(0o755)
+        return folder
+
+    return put
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory, make_cosmos_autoencoder, write_t5) -> Path:
+    folder = tmp_path_factory.mktemp("published")
+    vae, kind = make_cosmos_autoencoder(4, statistics=True), KINDS["cosmos"]
+    settings = complete_config(kind.class_name, dict(vae.config))
+    network = Network.build(kind.class_name, settings, vae.state_dict(), "the test")
+    tokenizer = Autoencoder(kind=kind, network=network, sigma_data=CONFIG.sigma_data)
+    encoder = T5TextEncoder(model=str(write_t5(folder / "t5")), dtype="float32", max_length=9)
+    config = replace(CONFIG, num_layers=1, in_channels=4, crossattn_emb_size=encoder.dim)
+    write_bundle(
+        folder / "bundle",
+        config=config,
+        state_dict=random_dit(config).state_dict(),
+        tokenizer=tokenizer,
+        text_encoder=encoder,
+        defaults=DEFAULTS,
+    )
+    return folder / "bundle"
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory):
+    """image(names, path): runs a script with arguments in an environment of these distributions."""
+
+    def make(names: Collection[str]):
+        folder = tmp_path_factory.mktemp("image")
+        site = make_environment(folder / "venv", names)
+
+        def run(script: str, *arguments: object, path: str | Path = "") -> subprocess.CompletedProcess:
+            command = [folder / "venv/bin/python", "-c", script, *map(str, arguments)]
+            environment = {"PATH": f"{path}:/usr/bin:/bin", "HOME": str(folder), "OMP_NUM_THREADS": "1"}
+            return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=500)
+
+        return site, run
+
+    return make
+
+
+@pytest.mark.slow
+def test_the_extra_generates_exports_and_serves(image, bundle, tritonserver_on_path, tmp_path):
+    site, run = image(distributions(["deploy"]))
+    exported = str(tmp_path / "exported")
+    made, served = ({name: str(tmp_path / f"{who}_{name}.mp4") for name in ("torch", "onnx")} for who in ("a", "b"))
+    ask = ["--checkpoint_path", exported, "--prompt", PROMPT, "--seed", "1", "--device", "cpu"]
+    commands = [["doctor", "--extras", "deploy"], ["export", str(bundle), exported, "--video_steps", "1"]]
+    commands[1] += [word for size in SIZES for word in ("--profile", size)]
+    commands += [["generate", *ask, "--runtime", name, "--video_save_path", made[name]] for name in made]
+    done = run(MEGADIT, json.dumps(commands))
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = run(SERVE, exported, *(word for pair in served.items() for word in pair), path=tritonserver_on_path(site))
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in made:
+        ours, theirs = (read_video(files[name])[0].astype(int) for files in (made, served))
+        assert np.abs(ours - theirs).mean() < 0.1, "two encodings of frames that differ by 1"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("library", "command"),
+    [
+        ("diffusers", ["generate", "--checkpoint_path", "BUNDLE", "--prompt", PROMPT, "--device", "cpu"]),
+        ("transformers", ["generate", "--checkpoint_path", "BUNDLE", "--prompt", PROMPT, "--device", "cpu"]),
+        ("onnxruntime", ["export", "BUNDLE", "out"]),
+        ("tritonclient", ["serve", "ask", PROMPT]),
+        ("sqlalchemy", ["doctor", "--extras", "deploy"]),
+    ],
+)
+def test_without_one_of_its_libraries_it_fails(image, bundle, library, command):
+    """The control: what is not named cannot be imported."""
+    _, run = image(distributions(["deploy"]) - {library})
+    done = run(MEGADIT, json.dumps([[str(bundle) if word == "BUNDLE" else word for word in command]]))
+    assert done.returncode != 0 and library in done.stderr, done.stderr
+    assert run("import megatron.core").returncode != 0, "an extra that is not asked for"
+
+
+def test_doctor_names_what_is_missing(monkeypatch, capsys):
+    from megadit.infer.inspect import doctor, requirements
+
+    known = {"megadit": ["one>=2; extra == 'deploy'", "other; extra == 'train'"], "one": ["two"], "two": []}
+    monkeypatch.setattr(requirements.metadata, "metadata", lambda name: Extras())
+    monkeypatch.setattr(requirements.metadata, "requires", known.get)
+    versions = {"one": "2.1", "two": "1.0"}
+    monkeypatch.setattr(requirements, "_version", versions.get)
+    assert doctor.main(["--extras", "deploy"]) == 0
+    versions["one"] = "1.9"
+    del versions["two"]
+    assert doctor.main(["--extras", "deploy"]) == 1
+    told = capsys.readouterr().err
+    assert "one>=2, which megadit asks for, is 1.9" in told and "two, which one asks for, is missing" in told
+    assert doctor.main(["--extras", "deplyo"]) == 2
+    assert "did you mean 'deploy'" in capsys.readouterr().err
+
+
+class Extras:
+    def get_all(self, name: str) -> list[str]:
+        return ["deploy", "train"]
