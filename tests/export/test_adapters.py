@@ -62,7 +62,7 @@ def pipelines(slotted) -> dict[str, TextToVideo]:
 
 
 def made(pipeline: TextToVideo, asked, prompts=PROMPTS, seeds=SEEDS, **settings) -> list[np.ndarray]:
-    videos = pipeline.generate(prompts, seeds=seeds, adapters=asked, **settings)
+    videos = pipeline(prompts, seeds=seeds, adapters=asked, **settings)
     return [video.video.astype(int) for video in videos]
 
 
