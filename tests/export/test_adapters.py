@@ -139,7 +139,7 @@ def test_what_inputs_cannot_hold_is_refused_before_any_work(pipelines, adapters,
     asked = []
     together = {adapters["two"]: 1.0, adapters["few"]: 1.0}
     with pytest.raises(UserError, match="rank 7 together"):
-        pipelines["onnx"].generate(PROMPTS, adapters=[{}, together, {}], on_step=asked.append)
+        pipelines["onnx"](PROMPTS, adapters=[{}, together, {}], on_step=asked.append)
     assert not asked
     made(pipelines["onnx"], {adapters["two"]: 1.0, adapters["few"]: 0.0})
     command = ["--checkpoint_path", str(slotted.path), "--prompt", "a", "--device", "cpu", "--runtime", "onnx"]

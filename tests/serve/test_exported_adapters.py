@@ -71,14 +71,14 @@ def test_requests_get_their_adapters_and_no_other(server, bundle_dir, plain_dir,
     alone = {name: ask(name).data for name in CASES}
     assert (alone["one"], alone["none"]) == (ask("one").data, ask("none").data), "A, B, A"
     plain = TextToVideo.from_pretrained(plain_dir, device="cpu", runtime="onnx")
-    base = plain.generate(["a red seven"], seeds=5, num_frames=1)[0].video
+    base = plain(["a red seven"], seeds=5, num_frames=1)[0].video
     assert np.array_equal(image_of(alone["none"]), base[0]), "the base, bit for bit"
     torch = TextToVideo.from_pretrained(bundle_dir, device="cpu")
     paths = {"one": str(folder / "one"), "two": str(folder / "two.safetensors")}
     for name, texts in CASES.items():
         scales = VideoRequest(prompt="", adapters=texts).adapter_scales()
         scales = {paths[each]: scale for each, scale in scales.items()}
-        expected = torch.generate(["a red seven"], seeds=5, adapters=scales, num_frames=1)[0].video[0]
+        expected = torch(["a red seven"], seeds=5, adapters=scales, num_frames=1)[0].video[0]
         assert np.abs(image_of(alone[name]) - expected).max() <= 1, name
     assert np.abs(image_of(alone["one"]) - image_of(alone["none"])).max() > 10, "negative control"
 
@@ -121,6 +121,7 @@ def _in_one_batch(client: VideoClient, names):
     return dict(zip(names, made, strict=True))
 
 
+@pytest.mark.slow
 def test_a_repository_of_graphs_without_such_inputs_is_refused(plain_dir, folder, tmp_path):
     with pytest.raises(UserError, match="exported without inputs for adapters: export again with --adapter_rank"):
         build_repository(plain_dir, tmp_path / "models", runtime="onnx", adapters=folder)
