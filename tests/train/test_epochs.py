@@ -34,7 +34,7 @@ def test_nemos_name_is_understood(tiny_dataset):
         (["data.mock=true"], "data.mock=true has no end"),
         (["data.path=null"], "data.path is not set"),
         (["data.path=blend.yaml"], "blend.yaml blends data sets"),
-        (["data.path=/nowhere"], "/nowhere is not a folder"),
+        (["data.path=/nowhere"], "/nowhere does not exist"),
         (["data.seq_length=15"], "no sample of known size fits into data.seq_length=15"),
     ],
 )

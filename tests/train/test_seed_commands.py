@@ -79,7 +79,8 @@ def place(tmp_path, monkeypatch):
     """A folder with the files that the documents tell one to have."""
     conf = tmp_path / "examples/megatron/recipes/dit/conf"
     conf.mkdir(parents=True)
-    shutil.copy(CONF / "dit_pretrain.yaml", conf)
+    template = (CONF / "dit_pretrain.yaml").read_text()
+    (conf / "dit_pretrain.yaml").write_text(template.replace("path: /path/to/dataset", "path: null"))  # one's own
     shutil.copy(conf / "dit_pretrain.yaml", conf / "my_config.yaml")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -51,6 +51,7 @@ def test_a_killed_run_continues_in_another_layout(
         assert losses(found, name) == pytest.approx(losses(expected, name), rel=allowed)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_cut_in_two_is_the_same_run(teacher, finished, run_ranks, tmp_path, read_metrics):
     command = (*COMMAND, f"train.distill.teacher={teacher}", f"train.output_dir={tmp_path}")
     run_ranks(1, *command, "train.train_iters=6", f"optimizer.lr_decay_iters={STEPS}")

@@ -122,7 +122,7 @@ def test_constants_are_found_again_from_what_they_predict():
     [
         (["--tune"], "--tune needs --nproc N"),
         (["--tune", "--nproc", "2", "--gpus", "2"], "--gpus and --gpu belong to"),
-        (["--tune", "--nproc", "2", "--gpu", "h100"], "--gpu h100 is unknown"),
+        (["--tune", "--nproc", "2", "--gpu", "h"], "--gpu h is unknown"),
     ],
 )
 def test_mistakes_are_told_before_anything_runs(options, message, capsys):
