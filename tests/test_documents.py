@@ -14,6 +14,7 @@ from megadit.models.shared.errors import UserError
 from megadit.train.config.load import resolve_config
 
 from . import test_extend
+from .bundles import write_able_bundle
 from .documents import PAGES, PYTHON, ROOT, SHOWN, Block, blocks, read_blocks, smaller
 from .test_flags import parsers
 
@@ -147,7 +148,7 @@ def shelf(run, tmp_path_factory) -> Path:
 
         torch.manual_seed(0)
         save_file(DigitReader().state_dict(), "runs/demo/judge.safetensors", metadata={KIND: "digits"})
-        write_given_bundle("runs/demo/bundle", "runs/demo-given/bundle")
+        write_able_bundle("runs/demo/bundle", "runs/demo-given/bundle")
     return folder
 
 
@@ -183,25 +184,6 @@ def write_media(folder: Path) -> None:
     )
     (folder / "prompts.txt").write_text(
         "".join(f"a red {digit} moving left\n" for digit in ("one", "two", "three") * 6)
-    )
-
-
-def write_given_bundle(path: str, out: str) -> None:
-    """The bundle, as if it had been trained to take given parts of every kind."""
-    from dataclasses import replace
-
-    from megadit.models.bundle.bundle import Bundle, write_bundle
-
-    bundle = Bundle.open(path)
-    uses = ("first_frame", "last_frame", "keyframes", "prefix", "suffix", "inpaint", "edit")
-    write_bundle(
-        out,
-        config=replace(bundle.config, given_sigma=0.02),
-        state_dict=bundle.load_dit().state_dict(),
-        tokenizer=bundle.load_tokenizer(),
-        text_encoder=bundle.load_text_encoder(),
-        defaults=bundle.defaults,
-        training={"given": dict.fromkeys(uses, 0.1)},
     )
 
 

@@ -1,4 +1,3 @@
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from megadit.models.dit import DiT
 from megadit.models.settings import SamplingSettings
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
+from tests.bundles import write_able_bundle
 
 CONFIG = DiTConfig(
     num_layers=2,
@@ -73,17 +73,8 @@ def make_adapter(path, bundle_dir, seed, *, kind="lora", rank=2, patterns=("bloc
 @pytest.fixture(scope="session")
 def able_dir(bundle_dir, tmp_path_factory) -> Path:
     """The same network, as if it had been trained to be given parts of every kind."""
-    bundle, out = Bundle.open(bundle_dir), tmp_path_factory.mktemp("able") / "bundle"
-    write_bundle(
-        out,
-        config=replace(bundle.config, given_sigma=0.02),
-        state_dict=bundle.load_dit().state_dict(),
-        tokenizer=bundle.load_tokenizer(),
-        text_encoder=bundle.load_text_encoder(),
-        defaults=bundle.defaults,
-        training={"given": {"first_frame": 0.2, "last_frame": 0.1, "keyframes": 0.1, "prefix": 0.1, "suffix": 0.1,
-                            "inpaint": 0.1, "edit": 1.0}},
-    )  # fmt: skip
+    out = tmp_path_factory.mktemp("able") / "bundle"
+    write_able_bundle(bundle_dir, out)
     return out
 
 

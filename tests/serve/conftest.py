@@ -4,19 +4,19 @@ import os
 import shutil
 import signal
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from megadit.models.bundle.bundle import Bundle, write_bundle
+from megadit.models.bundle.bundle import write_bundle
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
+from tests.bundles import write_able_bundle
 from tests.infer.conftest import make_adapter
 
 CONFIG = DiTConfig(
@@ -59,22 +59,11 @@ def pipeline(bundle_dir):
     return TextToVideo.from_pretrained(bundle_dir, device="cpu")
 
 
-USES = ("first_frame", "last_frame", "keyframes", "prefix", "suffix", "inpaint", "edit")
-
-
 @pytest.fixture(scope="session")
 def able_dir(bundle_dir, tmp_path_factory):
     """The tiny bundle as if it had been trained to be given parts of every kind."""
-    bundle, out = Bundle.open(bundle_dir), tmp_path_factory.mktemp("able") / "bundle"
-    write_bundle(
-        out,
-        config=replace(bundle.config, given_sigma=0.02),
-        state_dict=bundle.load_dit().state_dict(),
-        tokenizer=bundle.load_tokenizer(),
-        text_encoder=bundle.load_text_encoder(),
-        defaults=bundle.defaults,
-        training={"given": dict.fromkeys(USES, 0.1)},
-    )
+    out = tmp_path_factory.mktemp("able") / "bundle"
+    write_able_bundle(bundle_dir, out)
     return out
 
 

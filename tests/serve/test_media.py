@@ -19,8 +19,8 @@ from megadit.serve.build_repository import service_info
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import INPUTS, InvalidRequestError, VideoRequest
 from megadit.serve.engine import Engine
+from megadit.train.data.given import USES
 
-from .conftest import USES
 from .media import GIF, HALF, HOSTILE, MASK, MP4, OTHER_PNG, PNG
 from .test_engine import Asker, run
 
@@ -238,7 +238,7 @@ def test_served_videos_are_those_of_generate(able_server, able, able_dir, tmp_pa
         for data in HOSTILE.values():
             with pytest.raises(InvalidRequestError):
                 client.generate(replace(request_of("text"), image=data))
-        assert client.info().takes == USES
+        assert client.info().takes == tuple(USES)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.png").write_bytes(PNG)
     common = ["--image", "a.png", "--keyframe", "4:a.png", "--num_frames", "9", "--seed", "5"]
