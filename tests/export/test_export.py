@@ -18,6 +18,7 @@ from megadit.export.to_onnx import export_onnx
 from megadit.infer import generate
 from megadit.infer.benchmarks import generate as benchmark_generate
 from megadit.infer.pipeline import TextToVideo
+from megadit.infer.resolve import with_changed_defaults
 from megadit.infer.runtimes import load
 from megadit.infer.runtimes.load import load_denoiser, open_exported, with_exported_networks
 from megadit.infer.runtimes.onnx import OnnxNetwork, tensorrt_options
@@ -54,6 +55,18 @@ def test_denoiser_is_torchs_at_other_sizes(exported, size, lengths):
     x, sigma = torch.randn(len(lengths), exported.config.in_channels, *size), torch.rand(len(lengths)) + 0.1
     given = conditioning(exported.config, lengths)
     torch.testing.assert_close(onnx(x, sigma, given), reference(x, sigma, given), atol=2e-5, rtol=1e-4)
+
+
+def test_a_student_is_called_as_its_bundle_says(exported):
+    student = with_changed_defaults(exported, ["sampler=restart", "sigmas=20,2,0.4", "guidance=1"])
+    videos = {}
+    for runtime in ("torch", "onnx"):
+        called = []
+        pipeline = TextToVideo.from_pretrained(student, device="cpu", runtime=runtime)
+        (video,) = pipeline(["a red seven"], seeds=5, on_step=called.append)
+        assert [round(step.sigma, 6) for step in called] == [20, 2, 0.4]
+        videos[runtime] = video.video.astype(int)
+    assert abs(videos["torch"] - videos["onnx"]).max() <= 1
 
 
 def test_tokenizer_is_torchs(exported):

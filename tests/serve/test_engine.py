@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from megadit.infer.resolve import with_changed_defaults
 from megadit.infer.video_io import encode_mp4
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.errors import UserError
@@ -63,6 +64,17 @@ def engine(pipeline, bundle_dir):
 def run(engine, *askers):
     engine.run([asker.job() for asker in askers])
     assert all(len(asker.endings) == 1 for asker in askers), "every request ends exactly once"
+
+
+def test_a_student_is_called_as_its_bundle_says(pipeline, bundle_dir):
+    student = with_changed_defaults(Bundle.open(bundle_dir), ["sampler=restart", "sigmas=20,2,0.4", "guidance=1"])
+    asker = Asker(VideoRequest(prompt="a red seven", seed=5))
+    run(Engine(pipeline, service_info(student, student.defaults, None)), asker)
+    assert asker.endings == [None]
+    assert [(step.num_steps, round(step.sigma, 6)) for step in asker.steps] == [(3, 20), (3, 2), (3, 0.4)]
+    (expected,) = pipeline.stream(["a red seven"], student.defaults, seeds=5)
+    comment = json.dumps({"prompt": "a red seven", "seed": 5, **asdict(expected.settings)})
+    assert asker.videos[0].data == encode_mp4(expected.video, 8, metadata={"comment": comment, "title": "a red seven"})
 
 
 def test_a_request_gets_its_progress_and_the_video_of_generate(engine, pipeline):
