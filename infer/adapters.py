@@ -102,7 +102,7 @@ def hold_adapters(shelf: AdapterShelf | None, adapters: Sequence[Scales]) -> Ite
         yield {}
     elif shelf is None:
         raise UserError(
-            "adapters need the torch runtime on one rank, neither compiled nor recorded, or networks exported with "
+            "adapters need the torch runtime on one rank with all blocks, neither compiled nor recorded, or networks exported with "
             f"--adapter_rank; {MERGE_FIRST}"
         )
     else:

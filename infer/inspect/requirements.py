@@ -7,7 +7,7 @@ from importlib import metadata
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from megadit.models.shared.errors import choose_one
+from megadit.models.shared.errors import UserError, choose_one
 
 NAME = "megadit"
 
@@ -31,8 +31,10 @@ def needs_of(extras: Collection[str], name: str = NAME) -> Iterator[Need]:
     """What a distribution with these extras asks for here, and what that asks for in turn; each pair once.
 
     Raises:
-        UserError: for an extra that it does not have.
+        UserError: if it is not installed, or has no such extra.
     """
+    if _version(name) is None:
+        raise UserError(f"{name} is not installed, so nothing says what its extras are: pip install -e .")
     known = metadata.metadata(name).get_all("Provides-Extra") or []
     for extra in extras:
         choose_one(extra, known, f"{name} has no extra {extra!r}")
