@@ -102,8 +102,8 @@ def hold_adapters(shelf: AdapterShelf | None, adapters: Sequence[Scales]) -> Ite
         yield {}
     elif shelf is None:
         raise UserError(
-            "adapters need the torch runtime on one rank with all blocks, neither compiled nor recorded, or networks exported with "
-            f"--adapter_rank; {MERGE_FIRST}"
+            "adapters need the torch runtime on one rank with all blocks, neither compiled nor recorded, or networks "
+            f"exported with --adapter_rank; {MERGE_FIRST}"
         )
     else:
         with shelf.held(paths) as names:
