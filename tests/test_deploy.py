@@ -218,7 +218,7 @@ def test_doctor_names_what_is_missing(monkeypatch, capsys):
     known = {"megadit": ["one>=2; extra == 'deploy'", "other; extra == 'train'"], "one": ["two"], "two": []}
     monkeypatch.setattr(requirements.metadata, "metadata", lambda name: Extras())
     monkeypatch.setattr(requirements.metadata, "requires", known.get)
-    versions = {"one": "2.1", "two": "1.0"}
+    versions = {"megadit": "1.0", "one": "2.1", "two": "1.0"}
     monkeypatch.setattr(requirements, "_version", versions.get)
     assert doctor.main(["--extras", "deploy"]) == 0
     versions["one"] = "1.9"
@@ -228,6 +228,9 @@ def test_doctor_names_what_is_missing(monkeypatch, capsys):
     assert "one>=2, which megadit asks for, is 1.9" in told and "two, which one asks for, is missing" in told
     assert doctor.main(["--extras", "deplyo"]) == 2
     assert "did you mean 'deploy'" in capsys.readouterr().err
+    del versions["megadit"]
+    assert doctor.main(["--extras", "deploy"]) == 2
+    assert "megadit is not installed" in capsys.readouterr().err
 
 
 class Extras:
