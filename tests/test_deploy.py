@@ -84,9 +84,10 @@ def make_environment(folder: Path, names: Collection[str]) -> Path:
     """An environment of these distributions, by links, and of this repository; gives its site-packages."""
     venv.create(folder, symlinks=True)
     site = next(folder.glob("lib/python*/site-packages"))
-    owners, files = defaultdict(set), {}
-    for each in metadata.distributions():
-        name = canonicalize_name(each.metadata["Name"])
+    installed, files, owners = {}, {}, defaultdict(set)
+    for each in metadata.distributions():  # setuptools, once imported, puts copies of its own behind those installed
+        installed.setdefault(canonicalize_name(each.metadata["Name"]), each)
+    for name, each in installed.items():
         files[name] = [file for file in each.files or () if file.parts[0] not in ("..", "__pycache__")]
         for file in files[name]:
             owners[file.parts[0]].add(name)
@@ -96,7 +97,7 @@ def make_environment(folder: Path, names: Collection[str]) -> Path:
             link = site / (file if is_shared else file.parts[0])
             if not link.exists():
                 link.parent.mkdir(parents=True, exist_ok=True)
-                link.symlink_to(Path(str(metadata.distribution(name).locate_file(link.relative_to(site)))))
+                link.symlink_to(Path(str(installed[name].locate_file(link.relative_to(site)))))
     (site / "repository.pth").write_text(f"{REPOSITORY}\n")
     about = site / "megadit-0.dist-info"
     about.mkdir()
