@@ -56,7 +56,7 @@ from megadit.infer.runtimes.load import (
     with_exported_text_network,
 )
 from megadit.infer.runtimes.pair import PairDenoiser
-from megadit.infer.runtimes.torch import TorchDenoiser, find_device, find_dtype
+from megadit.infer.runtimes.torch import AdaptableDenoiser, find_device, find_dtype
 from megadit.infer.samplers import SAMPLERS, Denoise, num_denoiser_calls, settings_randomness
 from megadit.infer.schedules import settings_sigmas
 from megadit.infer.text_features import TextFeaturesCache
@@ -190,7 +190,7 @@ class TextToVideo:
         denoiser = load(bundle)
         slots = None if runtime == TORCH else adapter_slots(bundle, runtime)
         takes_adapters = slots is not None or (
-            isinstance(denoiser, TorchDenoiser) and not (compile or resident_blocks) and tensor_parallel == 1
+            isinstance(denoiser, AdaptableDenoiser) and not (compile or resident_blocks)
         )
         return cls(
             denoiser=denoiser,
