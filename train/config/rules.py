@@ -324,6 +324,11 @@ RULES: tuple[Rule[Run], ...] = (
         needs=lambda run: run.validation.sigmas,
         remedy="{validation.sigmas=} leaves nothing to measure; validation.interval=0 never validates",
     ),
+    Rule(
+        when=lambda run: run.validation.patience is not None,
+        needs=lambda run: run.validation.interval > 0,
+        remedy="{validation.patience=} counts validations: set validation.interval, the steps between them",
+    ),
     accepted_by(check_sampling, where="validation.sampling: "),
     Rule(
         needs=lambda run: not run.validation.sampling.autoguidance,

@@ -248,6 +248,9 @@ BREACHES = (
     ),
     breach("validation.sigmas=[] leaves nothing to measure", validation={"sigmas": ()}),
     breach(
+        "validation.patience=3 counts validations: set validation.interval", validation={"patience": 3, "interval": 0}
+    ),
+    breach(
         "validation.evaluate_interval=5 compares with the videos of a data set in a folder",
         data={"path": "s3://bucket/clips"},
         validation={"evaluate_interval": 5},
