@@ -16,8 +16,8 @@ from megadit.models.megatron.adapter_parallel import share_adapters
 from megadit.models.megatron.groups import Groups, initialize
 from megadit.models.megatron.parallel_sizes import ParallelSizes
 from megadit.models.megatron.parallelize import parallelize
-from megadit.models.megatron.plan import PLAN, own_part, role_of
-from megadit.models.megatron.shards import full_shape, shard
+from megadit.models.megatron.plan import PLAN, role_of
+from megadit.models.megatron.shards import full_shape, own_part, shard
 from megadit.models.megatron.transformer_config import transformer_config
 from megadit.models.weights import check_shapes, load_config
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from megadit.models.dit import DiT, Part
@@ -133,11 +133,3 @@ def local_shape(full: torch.Size, role: Role, axes: Axes) -> torch.Size:
     for dim, axis in role.split:
         shape[dim] //= axes[axis].size()
     return torch.Size(shape)
-
-
-def own_part(whole: Tensor, role: Role, axes: Axes) -> Tensor:
-    """A rank's part of a whole parameter of any shape, a view of it."""
-    shape = local_shape(whole.shape, role, axes)
-    for dim, axis in role.split:
-        whole = whole.narrow(dim, axes[axis].rank() * shape[dim], shape[dim])
-    return whole
