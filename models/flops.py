@@ -17,10 +17,10 @@ from megadit.models.layout import PackLayout
 from megadit.models.segments import Segment
 from megadit.models.weights import dit_shapes
 
-_TABLES = ("positions.", "class_embedder.")
+_TABLES = ("positions.", "class_embedder.", "x_embedder.positions")
 """Rows of these are looked up, not multiplied."""
-_OF_CONDITION = ("sigma_embedder.", "fps_embedder.", "shared_embedder.", "shared_modulation.")
-"""What reads the condition of a sample."""
+_OF_CONDITION = ("sigma_embedder.", "fps_embedder.", "shared_embedder.", "shared_modulation.", "head.")
+"""What reads the condition of a sample, or its class token."""
 
 
 def training_flops(

@@ -1,4 +1,4 @@
-"""A DiT on disk: config.json and model.safetensors, under the names that plain torch layers give the tensors."""
+"""A network on disk: config.json and model.safetensors, under the names that plain torch layers give the tensors."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -11,10 +11,12 @@ from torch import Tensor
 from megadit.models.bundle import components as parts
 from megadit.models.bundle.tensor_source import TensorSource, from_state_dict, write_safetensors
 from megadit.models.config import DiTConfig
-from megadit.models.dit import DiT
+from megadit.models.networks import Network, build_network
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
 
+TYPES = ("dit", "vit")
+"""What denoises, and what judges: `type` in config.json."""
 _MAX_LISTED = 8
 
 
@@ -24,14 +26,14 @@ def save_dit(
     state_dict: Mapping[str, Tensor] | TensorSource,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Writes the weights of `DiT(config)`, converted to `dtype` if one is given, one tensor at a time.
+    """Writes the weights of `build_network(config)`, converted to `dtype` if one is given, one tensor at a time.
 
     Raises:
         UserError: if `state_dict` is not exactly the tensors of that model.
     """
     source = state_dict if isinstance(state_dict, TensorSource) else from_state_dict(state_dict)
     check_shapes(source.shapes, dit_shapes(config), "the tensors to save")
-    parts.write_part(directory, {"type": "dit", **config.to_dict()}, {})
+    parts.write_part(directory, {"type": _type_of(config), **config.to_dict()}, {})
     write_safetensors(Path(directory) / parts.TENSOR_FILE, source, dtype)
 
 
@@ -39,16 +41,23 @@ def load_config(directory: str | os.PathLike) -> DiTConfig:
     """The configuration saved beside the weights.
 
     Raises:
-        UserError: if it is missing, or not that of a DiT of this version.
+        UserError: if it is missing, or not that of a network of this version.
     """
-    parts.part_type(directory, "network", ["dit"])
+    found = parts.part_type(directory, "network", TYPES)
     values = read_json(Path(directory) / parts.CONFIG_FILE)
-    return DiTConfig.from_dict({name: value for name, value in values.items() if name != "type"})
+    config = DiTConfig.from_dict({name: value for name, value in values.items() if name != "type"})
+    if found != _type_of(config):
+        raise UserError(f"{Path(directory) / parts.CONFIG_FILE}: family {config.family} is no {found}")
+    return config
+
+
+def _type_of(config: DiTConfig) -> str:
+    return TYPES[config.structure.classifies]
 
 
 def load_dit(
     directory: str | os.PathLike, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
-) -> DiT:
+) -> Network:
     """The network saved in `directory`, in evaluation mode; `dtype` None keeps the precision of the file.
 
     The model is built without memory and takes tensors over one at a time, so that nothing is held twice.
@@ -72,13 +81,13 @@ def load_dit(
 
 
 def dit_shapes(config: DiTConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of `DiT(config)`."""
+    """Name and shape of every tensor of `build_network(config)`."""
     return {name: tuple(tensor.shape) for name, tensor in _build_without_memory(config).state_dict().items()}
 
 
-def _build_without_memory(config: DiTConfig) -> DiT:
+def _build_without_memory(config: DiTConfig) -> Network:
     with torch.device("meta"):
-        return DiT(config)
+        return build_network(config)
 
 
 def check_shapes(found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], where: str) -> None:

@@ -63,6 +63,8 @@ def validated(step: int, found: dict[str, Any], videos: Sequence["SampledVideo"]
     """What a validation found, and where its videos are."""
     best = found["best"]
     line = f"validation at step {step}: loss {found['losses'][best]['mean']:.4g} of {average_in_words(best)}"
+    if (wrong := found["losses"][best].get("wrong")) is not None:
+        line += f", {1 - wrong:.2%} of the samples right"
     others = [f"{losses['mean']:.4g} of {average_in_words(name)}" for name, losses in found["losses"].items()]
     if len(others) > 1:
         line += f" (best of {', '.join(others)})"

@@ -26,7 +26,7 @@ from megadit.models.adapters import (
     initial_adapter_value,
     train_adapter_only,
 )
-from megadit.models.dit import DiT, Part
+from megadit.models.dit import Part
 from megadit.models.machine import free_memory
 from megadit.models.megatron import groups as process_groups
 from megadit.models.megatron.extensions import give_megatron_a_product
@@ -34,6 +34,7 @@ from megadit.models.megatron.groups import Groups
 from megadit.models.megatron.parallelize import parallelize
 from megadit.models.megatron.shards import initialize_dit_
 from megadit.models.megatron.transformer_config import transformer_config
+from megadit.models.networks import build_network
 from megadit.models.shared.files import atomic_path
 from megadit.models.weights import dit_shapes
 from megadit.train.checkpoint_tensors import TrainedTensors
@@ -333,7 +334,7 @@ def _build_network(
     """Part `index` of the network; of the DiT no values, and on the meta device no memory."""
     parallel = config.parallel
     with torch.device("meta"):
-        dit = DiT(config.model, Part(index, parallel.sizes.num_parts))
+        dit = build_network(config.model, Part(index, parallel.sizes.num_parts))
         if config.train.adapter is not None:
             attach(dit, config.train.adapter)
     parallelize(
@@ -349,7 +350,13 @@ def _build_network(
     if config.train.adapter is not None:
         train_adapter_only(dit, precision(config))
     with groups.device:
-        return TrainingModel(dit, config.diffusion, megatron, ModelType.encoder_or_decoder)
+        return TrainingModel(
+            dit,
+            config.diffusion,
+            megatron,
+            ModelType.encoder_or_decoder,
+            label_smoothing=config.train.label_smoothing,
+        )
 
 
 def _replicate(

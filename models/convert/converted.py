@@ -14,7 +14,7 @@ from megadit.models.weights import check_shapes, dit_shapes
 
 
 def to_ours(source: TensorSource, entries: Sequence[Entry], config: DiTConfig, *, ignored: str = "$^") -> TensorSource:
-    """Our tensors of `DiT(config)`, after a check that theirs are exactly those that the entries ask for.
+    """Our tensors of `build_network(config)`, after a check that theirs are exactly those that the entries ask for.
 
     Raises:
         UserError: listing the missing, unexpected and misshapen tensors; `ignored` is a pattern of those left aside.
