@@ -84,7 +84,7 @@ class DiTConfig:
     """Rank of the bottleneck in each modulation; None means none (`cosmos` and `dfm` have one, `st_dit` should)."""
     num_classes: int | None = None
     """Classes of a network conditioned on a class instead of text, the null class not counted (`dit`), or that it tells
-    apart (`vit`)."""
+    apart (`vit`, which without gives features)."""
     learned_variance: bool = False
     """The network also predicts DDPM's variance (arXiv 2102.09672), which is kept with the weights and not used."""
     padding_mask_channel: bool = False
@@ -277,7 +277,7 @@ RULES: tuple[Rule[DiTConfig], ...] = (
         remedy="model.family={family} is conditioned on text: leave model.num_classes",
     ),
     Rule(
-        when=lambda config: not config.structure.cross_attention,
+        when=lambda config: not config.structure.cross_attention and not config.structure.classifies,
         needs=lambda config: config.num_classes is not None,
         remedy="model.family={family} needs model.num_classes",
     ),

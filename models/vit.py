@@ -38,16 +38,17 @@ class PatchEmbedder(nn.Module):
 
 
 class ClassHead(nn.Module):
-    """The normalised class token to logits."""
+    """The normalised class token, and its logits where the network has classes."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
         self.layernorm = nn.LayerNorm(config.hidden_size, config.layernorm_epsilon)
-        self.linear = Linear(config.hidden_size, config.num_classes)
+        self.linear = None if config.num_classes is None else Linear(config.hidden_size, config.num_classes)
 
     def forward(self, x_GD: Tensor) -> Tensor:
-        """Logits [G, K] of class tokens [G, D]."""
-        return self.linear(self.layernorm(x_GD))
+        """Logits [G, K] of class tokens [G, D]; without classes features [G, D]."""
+        x_GD = self.layernorm(x_GD)
+        return x_GD if self.linear is None else self.linear(x_GD)
 
 
 class ViT(nn.Module):
@@ -69,7 +70,7 @@ class ViT(nn.Module):
         return next(self.parameters()).dtype
 
     def forward(self, x_BCTHW: Tensor) -> Tensor:
-        """Logits [B, K]; pixels are in [-1, 1].
+        """Logits [B, K], or features [B, D] of a network without classes; pixels are in [-1, 1].
 
         Raises:
             UserError: for another size than that of `config.learned_positions`.
@@ -81,7 +82,7 @@ class ViT(nn.Module):
         return self.head(self._transform(tokens_SBP, place_S1, DenseLayout(grid, no_text_BL, device))[0])
 
     def forward_packed(self, tokens_S1P: Tensor, layout: PackLayout) -> Tensor:
-        """Logits [G, K] of the segments of a pack, those of padding without meaning.
+        """Logits [G, K], or features, of the segments of a pack; those of padding have no meaning.
 
         A part of the network that is not the first takes the activations (S1D) of the part before in place of tokens;
         one that is not the last gives its own.

@@ -15,8 +15,6 @@ from megadit.models.networks import Network, build_network
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
 
-TYPES = ("dit", "vit")
-"""What denoises, and what judges: `type` in config.json."""
 _MAX_LISTED = 8
 
 
@@ -33,7 +31,7 @@ def save_dit(
     """
     source = state_dict if isinstance(state_dict, TensorSource) else from_state_dict(state_dict)
     check_shapes(source.shapes, dit_shapes(config), "the tensors to save")
-    parts.write_part(directory, {"type": _type_of(config), **config.to_dict()}, {})
+    parts.write_part(directory, {"type": "dit", **config.to_dict()}, {})
     write_safetensors(Path(directory) / parts.TENSOR_FILE, source, dtype)
 
 
@@ -43,16 +41,9 @@ def load_config(directory: str | os.PathLike) -> DiTConfig:
     Raises:
         UserError: if it is missing, or not that of a network of this version.
     """
-    found = parts.part_type(directory, "network", TYPES)
+    parts.part_type(directory, "network", ["dit"])
     values = read_json(Path(directory) / parts.CONFIG_FILE)
-    config = DiTConfig.from_dict({name: value for name, value in values.items() if name != "type"})
-    if found != _type_of(config):
-        raise UserError(f"{Path(directory) / parts.CONFIG_FILE}: family {config.family} is no {found}")
-    return config
-
-
-def _type_of(config: DiTConfig) -> str:
-    return TYPES[config.structure.classifies]
+    return DiTConfig.from_dict({name: value for name, value in values.items() if name != "type"})
 
 
 def load_dit(

@@ -1,4 +1,4 @@
-"""A bundle: the directory that holds all it takes to turn a prompt into a video.
+"""A bundle: the directory that holds all it takes to turn a prompt into a video, or to name the class of an image.
 
 megadit.json      which parts, versions, sampling defaults, how it was trained, size and checksum of every file
 transformer/      config.json, model.safetensors
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, inner_path, read_json, write_json
 from megadit.models.text_encoders import TextEncoder, load_text_encoder
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
+from megadit.models.vit import ViT
 
 MANIFEST_FILE = "megadit.json"
 NOTICES = "notices"
@@ -39,6 +40,12 @@ FORMAT_VERSION = 2
 OF_ONE_NETWORK = 1
 """The version of bundles with one network, which earlier versions read too."""
 LOW_NOISE = "transformer_2"
+Kind = Literal["video", "classifier"]
+USED_BY: dict[Kind, str] = {
+    "video": "makes videos: see `megadit generate`",
+    "classifier": "names the classes of images: see `megadit classify`",
+}
+"""Kind of a bundle -> what it does, and what takes it."""
 _PARTS = ("transformer", "tokenizer", "text_encoder")
 
 
@@ -51,6 +58,11 @@ class Bundle:
     """The contents of megadit.json."""
     defaults: SamplingSettings
     config: DiTConfig
+
+    @property
+    def kind(self) -> Kind:
+        """What it is for."""
+        return _kind_of(self.config)
 
     @property
     def takes(self) -> tuple[str, ...]:
@@ -92,12 +104,22 @@ class Bundle:
         )
 
     def load_dit(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> DiT:
-        """Its one network.
+        """Its one network, that of videos.
 
         Raises:
-            UserError: if it has two; see also `weights.load_dit`.
+            UserError: if it has two, or a classifier; see also `weights.load_dit`.
         """
         check_single(self)
+        check_kind(self, "video")
+        return weights.load_dit(self.path / "transformer", device=device, dtype=dtype)
+
+    def load_classifier(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> ViT:
+        """Its network, that names classes.
+
+        Raises:
+            UserError: if it is none; see also `weights.load_dit`.
+        """
+        check_kind(self, "classifier")
         return weights.load_dit(self.path / "transformer", device=device, dtype=dtype)
 
     def load_tokenizer(self) -> VideoTokenizer:
@@ -118,6 +140,16 @@ def check_single(bundle: Bundle) -> None:
             f"{bundle.path} has two networks, for high and for low noise, which can be sampled from and converted; "
             "this takes one: convert the published networks one by one"
         )
+
+
+def check_kind(bundle: Bundle, kind: Kind) -> None:
+    """Raises UserError for a bundle of another kind, with the command that takes it."""
+    if bundle.kind != kind:
+        raise UserError(f"{bundle.path} {USED_BY[bundle.kind]}")
+
+
+def _kind_of(config: DiTConfig) -> Kind:
+    return "classifier" if config.structure.classifies else "video"
 
 
 def write_bundle(
@@ -162,6 +194,7 @@ def write_bundle(
         manifest = {
             "format_version": OF_ONE_NETWORK if low_noise is None else FORMAT_VERSION,
             "megadit_version": metadata.version("megadit"),
+            **({} if _kind_of(config) == "video" else {"kind": _kind_of(config)}),
             "parts": {name: read_json(directory / name / CONFIG_FILE)["type"] for name in _PARTS},
             "fingerprints": {"tokenizer": tokenizer.fingerprint(), "text_encoder": text_encoder.fingerprint()},
             "defaults": defaults.to_dict(),
@@ -258,7 +291,7 @@ def _check_parts_fit(
         if ours != theirs:
             raise UserError(f"model.{setting}={ours} does not fit the {part}: {theirs}")
     frames = tokenizer.frames_covering(defaults.num_frames)
-    config.token_grid(*tokenizer.latent_shape(frames, defaults.height, defaults.width)[1:])
+    config.sample_grid(*tokenizer.latent_shape(frames, defaults.height, defaults.width)[1:])
 
 
 def _file_names(directory: Path) -> list[str]:

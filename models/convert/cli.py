@@ -5,6 +5,7 @@
     megadit convert iter_0010000/ bundle --tokenizer CV4x8x8/ --text_encoder t5-11b/
     megadit convert Cosmos-Tokenizer-CV4x8x8/autoencoder.jit tokenizer      # one part alone
     megadit convert bundle out --to diffusers
+    megadit convert google/vit-base-patch16-224 vit                         # and back: --to transformers
     megadit convert lora.safetensors adapter --base bundle                  # an adapter as a folder of PEFT's
     megadit convert adapter lora.safetensors                                # and as one file with diffusers' keys
 
@@ -26,10 +27,12 @@ from megadit.models.convert.adapter_files import is_adapter, read_adapter, with_
 from megadit.models.convert.published import (
     WEIGHTS,
     Published,
+    is_transformers,
     open_published,
     published_uses,
     write_diffusers,
     write_original,
+    write_transformers,
 )
 from megadit.models.convert.published_defaults import published_defaults
 from megadit.models.image_encoder import ImageEncoder
@@ -41,6 +44,7 @@ from megadit.models.shared.setting import setting
 from megadit.models.text_encoders import ClassLabels, T5TextEncoder, TextEncoder, load_text_encoder
 from megadit.models.tokenizers import (
     Autoencoder,
+    HaarTokenizer,
     VideoTokenizer,
     holds_tokenizer,
     load_tokenizer,
@@ -59,8 +63,9 @@ class ConvertOptions:
         help="a published checkpoint: directory, file, or name of a model in the hub's cache", positional=True
     )
     out: Path = setting(help="what to write; a bundle already there is replaced", positional=True)
-    to: Literal["bundle", "diffusers", "original"] = setting(
-        "bundle", "bundle (default); of a bundle: diffusers' form, or the names of the first publication"
+    to: Literal["bundle", "diffusers", "transformers", "original"] = setting(
+        "bundle",
+        "bundle (default); of a bundle: diffusers' form, transformers' (of a ViT), or the names of the first publication",
     )
     tokenizer: str | None = setting(None, "the video tokenizer; default: that of the pipeline", metavar="PATH")
     text_encoder: str | None = setting(
@@ -176,6 +181,8 @@ def _tell_licence(licence: Licence, out: Path) -> None:
 
 
 def _choose_tokenizer(source: Path, given: str | None, compression: str) -> VideoTokenizer | None:
+    if given is None and is_transformers(source):
+        return HaarTokenizer(temporal_compression=1, spatial_compression=1)  # it reads the pixels themselves
     if given is None and not holds_tokenizer(source / "vae"):
         return None
     path = source / "vae" if given is None else _locate(given)
@@ -186,6 +193,8 @@ def _choose_tokenizer(source: Path, given: str | None, compression: str) -> Vide
 
 def _choose_text_encoder(source: Path, published: Published, given: str | None) -> TextEncoder:
     """For classes their names; else the T5 that was given, is the pipeline's own, or is what they were trained with."""
+    if published.config.structure.classifies and published.config.num_classes is None:
+        return ClassLabels(names=("unlabelled",))
     if published.config.num_classes is not None:
         names = published.class_names or tuple(f"class {i}" for i in range(published.config.num_classes))
         return ClassLabels(names=names)
@@ -220,7 +229,11 @@ def _export(source: Path, out: Path, form: str) -> None:
     bundle = Bundle.open(source)
     networks = {part: open_safetensors(source / part / parts.TENSOR_FILE) for part in bundle.networks}
     with atomic_directory(_free(out)) as directory:
-        if form == "original":
+        if form == "transformers":
+            labels = bundle.load_text_encoder()
+            names = labels.names if isinstance(labels, ClassLabels) else ()
+            write_transformers(directory, bundle.config, networks["transformer"], names)
+        elif form == "original":
             check_single(bundle)
             write_original(directory, bundle.config, networks["transformer"])
         else:

@@ -15,13 +15,14 @@ from megadit.models.bundle.tensor_source import (
     write_safetensors,
 )
 from megadit.models.config import DiTConfig
-from megadit.models.convert import class_dit, cosmos, nemo, nemo_moviegen, wan
+from megadit.models.convert import class_dit, cosmos, nemo, nemo_moviegen, vit, wan
 from megadit.models.convert.converted import to_ours, to_theirs
 from megadit.models.convert.tensor_map import Entry
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import inner_path, read_json, write_json
 
-WEIGHTS = "diffusion_pytorch_model"
+WEIGHTS, OF_TRANSFORMERS = "diffusion_pytorch_model", "model"
+"""Names of files of weights, those of diffusers and those of transformers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,8 +170,8 @@ _OF_FAMILY = {"cosmos": cosmos, "dit": class_dit, "wan": wan}
 
 
 def open_published(path: Path) -> Published:
-    """The network at `path`: a directory of diffusers (of a pipeline or of its transformer), a `.pt` or safetensors
-    file, or a distributed checkpoint of Megatron.
+    """The network at `path`: a directory of diffusers (of a pipeline or of its transformer) or of transformers, a `.pt`
+    or safetensors file, or a distributed checkpoint of Megatron.
 
     Raises:
         UserError: if it is none of these, or not exactly the tensors of such a network.
@@ -186,6 +187,8 @@ def open_published(path: Path) -> Published:
         if index.get("expand_timesteps"):  # a first frame has a noise level of its own, which no tensor tells (Wan 2.2)
             config = replace(config, given_sigma=0.0)
         return replace(published, config=config, class_names=_class_names(index, config))
+    if is_transformers(path):
+        return _from_transformers(path)
     if (path / "config.json").is_file():
         return _from_tensors(open_safetensors(*_shards(path))) if _is_released(path) else _from_diffusers(path)
     if path.is_file():
@@ -242,14 +245,34 @@ def _from_diffusers(path: Path) -> Published:
     )
 
 
-def _shards(path: Path) -> list[Path]:
-    index = path / f"{WEIGHTS}.safetensors.index.json"
+def is_transformers(path: Path) -> bool:
+    """Whether a directory holds a network of images in the form of transformers."""
+    values = read_json(path / "config.json") if (path / "config.json").is_file() else None
+    return isinstance(values, dict) and values.get("model_type") == vit.MODEL_TYPE
+
+
+def _from_transformers(path: Path) -> Published:
+    vit.check_pixels(path)
+    values, source = read_json(path / "config.json"), open_safetensors(*_shards(path, OF_TRANSFORMERS))
+    try:
+        config = vit.config_from_transformers(values, has_classes="classifier.weight" in source.stored)
+    except KeyError as missing:
+        raise UserError(f"{path / 'config.json'} lacks {missing}, which every ViT has") from None
+    return Published(
+        config=config,
+        tensors=to_ours(source, vit.entries(config), config, ignored=vit.POOLER),
+        class_names=_class_names(values, config),
+    )
+
+
+def _shards(path: Path, weights: str = WEIGHTS) -> list[Path]:
+    index = path / f"{weights}.safetensors.index.json"
     if index.is_file():
         names = read_json(index)["weight_map"].values()
         return sorted({inner_path(path, name, follow_links=True) for name in names})
-    if (path / f"{WEIGHTS}.safetensors").is_file():
-        return [path / f"{WEIGHTS}.safetensors"]
-    raise UserError(f"{path} has no {WEIGHTS}.safetensors, nor an index of several")
+    if (path / f"{weights}.safetensors").is_file():
+        return [path / f"{weights}.safetensors"]
+    raise UserError(f"{path} has no {weights}.safetensors, nor an index of several")
 
 
 def _from_tensors(source: TensorSource) -> Published:
@@ -328,6 +351,20 @@ def write_diffusers(out: Path, config: DiTConfig, tensors: TensorSource, sample_
     values = _OF_FAMILY[config.family].config_to_diffusers(config, *sizes)
     write_json(out / "config.json", values)
     write_safetensors(out / f"{WEIGHTS}.safetensors", to_theirs(tensors, entries))
+
+
+def write_transformers(out: Path, config: DiTConfig, tensors: TensorSource, class_names: tuple[str, ...]) -> None:
+    """config.json, weights and what prepares images, as transformers reads them.
+
+    Raises:
+        UserError: if it has no such network.
+    """
+    if config.family != "vit":
+        raise UserError(f"transformers has no network of the family {config.family}; only of vit")
+    values = vit.config_to_transformers(config, class_names)
+    write_json(out / "config.json", values)
+    vit.write_preprocessor(out, values["image_size"])
+    write_safetensors(out / f"{OF_TRANSFORMERS}.safetensors", to_theirs(tensors, vit.entries(config)))
 
 
 def write_original(out: Path, config: DiTConfig, tensors: TensorSource) -> None:

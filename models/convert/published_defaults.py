@@ -1,5 +1,6 @@
 """How videos of a published network are sampled unless told otherwise: what its publishers' own commands do."""
 
+from megadit.models.config import DiTConfig
 from megadit.models.convert.published import Published
 from megadit.models.settings import SamplingSettings
 from megadit.models.tokenizers import VideoTokenizer
@@ -26,6 +27,8 @@ WAN_SETTINGS = {
 def published_defaults(published: Published, tokenizer: VideoTokenizer) -> SamplingSettings:
     """Sampler, noise levels, guidance and size, those of our convention: 1 is no guidance."""
     config = published.config
+    if config.structure.classifies:
+        return of_classifier(config, tokenizer)
     if config.family == "dit":
         return _of_classes((published.sample_size or 32) * tokenizer.spatial_compression)
     if config.family == "wan":
@@ -39,6 +42,20 @@ def published_defaults(published: Published, tokenizer: VideoTokenizer) -> Sampl
             sampler="res_2ab", num_steps=35, guidance=8.0, num_frames=1, height=768, width=1360, fps=16.0
         )
     return SamplingSettings(num_steps=35, guidance=8.0, num_frames=121, height=704, width=1280, fps=24.0)
+
+
+def of_classifier(config: DiTConfig, tokenizer: VideoTokenizer) -> SamplingSettings:
+    """Of a network that samples nothing, the size of what it sees."""
+    frames, height, width = config.learned_positions
+    side = config.patch_spatial * tokenizer.spatial_compression
+    return SamplingSettings(
+        num_steps=1,
+        guidance=1.0,
+        num_frames=frames * config.patch_temporal,
+        height=height * side,
+        width=width * side,
+        fps=0.0,
+    )
 
 
 def _of_classes(side: int) -> SamplingSettings:
