@@ -15,7 +15,7 @@ from megadit.export import to_onnx, verify
 from megadit.export.layers import weight_hashes
 from megadit.export.networks import PRECISIONS, build_network, comparable
 from megadit.export.quantize import FORMATS, calibrate, quantise
-from megadit.infer.checkpoints import open_bundle
+from megadit.infer.checkpoints import open_any_bundle
 from megadit.infer.resolve import DefaultOptions, with_changed_defaults
 from megadit.infer.runtimes.load import EXPORTED, weights_checksum
 from megadit.infer.runtimes.network_spec import SETTINGS_FILE, SETTINGS_VERSION, NetworkSpec
@@ -101,20 +101,27 @@ def export_bundle(source: str | Path, out: str | Path, settings: ExportSettings 
             full disk; and where an exported network is not the torch network, naming the layer.
     """
     settings = settings or ExportSettings()
-    bundle, out = with_changed_defaults(open_bundle(source), settings.defaults.default), Path(out)
-    _check_network(bundle)
+    bundle, out = with_changed_defaults(open_any_bundle(source), settings.defaults.default), Path(out)
+    _check_network(bundle, settings)
     _check_place(bundle, out)
     verify.check_runtime()
-    tokenizer, text_encoder = bundle.load_tokenizer(), bundle.load_text_encoder()
-    profiles = contract.parse_profiles(settings.profiles, contract.default_profiles(bundle, tokenizer, text_encoder))
-    exported = _exported_text_encoder(text_encoder, settings)
-    slots = settings.adapter_slots(bundle.config)
-    specs = contract.specs(profiles, bundle.config, tokenizer, exported, bundle.takes, slots)
+    tokenizer = bundle.load_tokenizer()
+    specs = _specs(bundle, tokenizer, settings)
     try:
         with atomic_directory(out) as directory:
             return _write(directory, bundle, tokenizer, specs, settings)
     except OSError as error:
         raise UserError(f"{out} cannot be written: {_reason(error)}") from error
+
+
+def _specs(bundle: Bundle, tokenizer: VideoTokenizer, settings: ExportSettings) -> dict[str, NetworkSpec]:
+    """What is exported of a bundle."""
+    text_encoder = bundle.load_text_encoder()
+    profiles = contract.parse_profiles(settings.profiles, contract.default_profiles(bundle, tokenizer, text_encoder))
+    if bundle.kind == "classifier":
+        return contract.classifier_specs(profiles, bundle, tokenizer)
+    exported, slots = _exported_text_encoder(text_encoder, settings), settings.adapter_slots(bundle.config)
+    return contract.specs(profiles, bundle.config, tokenizer, exported, bundle.takes, slots)
 
 
 def _reason(error: OSError) -> str:
@@ -135,8 +142,10 @@ def _exported_text_encoder(text_encoder: TextEncoder, settings: ExportSettings) 
     return text_encoder
 
 
-def _check_network(bundle: Bundle) -> None:
+def _check_network(bundle: Bundle, settings: ExportSettings) -> None:
     check_single(bundle)
+    if bundle.kind == "classifier" and (settings.precision != "fp32" or settings.adapter_rank is not None):
+        raise UserError("a classifier is exported in float32, without room for adapters: leave out these options")
     if not bundle.config.given.is_among or bundle.config.image_size is not None:
         raise UserError(
             f"the network of {bundle.path} reads what is given beside the noisy latents, which exported networks have "
@@ -172,9 +181,10 @@ def _write(
         _say(f"{name}: {verify.summary(report[name])}")
     write_json(onnx / SETTINGS_FILE, _onnx_settings(bundle, specs, settings))
     write_manifest(directory, bundle.manifest)
-    _say("comparing a whole video")
-    report["video"] = verify.compare_videos(Bundle.open(directory), settings.precision, settings.video_steps)
-    _say(f"video: {report['video']['psnr']:.1f} dB")
+    if bundle.kind == "video":
+        _say("comparing a whole video")
+        report["video"] = verify.compare_videos(Bundle.open(directory), settings.precision, settings.video_steps)
+        _say(f"video: {report['video']['psnr']:.1f} dB")
     record = {"settings": asdict(settings), "report": report}
     write_manifest(directory, {**bundle.manifest, "export": {**bundle.manifest.get("export", {}), "onnx": record}})
     return report

@@ -124,6 +124,8 @@ def build_network(
         denoiser = EDMDenoiser(bundle.load_dit(dtype=dtype))
         denoiser.parameterization.scalings(torch.ones(1))  # before tracing, which could not make the cached tables
         network = (GivenDenoiserGraph if bundle.takes else DenoiserGraph)(denoiser, slots)
+    elif name == "classifier":
+        network = bundle.load_classifier(dtype=dtype)
     elif name == "text_encoder":
         network = TextEncoderGraph(bundle.load_text_encoder())
     else:

@@ -154,6 +154,21 @@ def specs(
     return {name: network for name, network in networks.items() if not name.startswith("video_")}
 
 
+def classifier_specs(profiles: Profiles, bundle: Bundle, tokenizer: VideoTokenizer) -> dict[str, NetworkSpec]:
+    """The contract of a network that judges, whose pictures all have one size.
+
+    Raises:
+        UserError: where `profiles` are of several sizes.
+    """
+    size = bundle.defaults
+    if (profiles.frames[2], profiles.height[2], profiles.width[2]) != (size.num_frames, size.height, size.width):
+        raise UserError("--profile: a classifier sees pictures of one size; only batch may be given")
+    latent = tokenizer.latent_shape(size.num_frames, size.height, size.width)
+    return {
+        "classifier": _network("classifier", {"dtype": "float32", "axes": (_axis("batch", profiles.batch), *latent)})
+    }
+
+
 def _network(name: str, *inputs: dict[str, Any], further: tuple[TensorSpec, ...] = ()) -> NetworkSpec:
     """The signature of a network from what its inputs are beside their names, in their order; the last ones of
     `INPUTS` may be missing. `further` come after them."""

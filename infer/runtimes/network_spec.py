@@ -20,10 +20,17 @@ INPUTS: dict[str, tuple[str, ...]] = {
     "denoiser": ("x", "sigma", "text", "text_length", "fps", *GIVEN_INPUTS),
     "video_decoder": ("latents",),
     "video_encoder": ("video",),
+    "classifier": ("x",),
 }
 """What the inputs of each exported network are called, in order; one takes those that its `NetworkSpec` has. Those for
 adapters come after them (`models/adapter_slots.py`)."""
-OUTPUTS = {"text_encoder": "features", "denoiser": "x0", "video_decoder": "video", "video_encoder": "latents"}
+OUTPUTS = {
+    "text_encoder": "features",
+    "denoiser": "x0",
+    "video_decoder": "video",
+    "video_encoder": "latents",
+    "classifier": "logits",
+}
 Extreme = Literal["min", "opt", "max"]
 Shape = tuple[int, ...]
 
