@@ -42,7 +42,8 @@ class Profiles:
 
 
 def default_profiles(bundle: Bundle, tokenizer: VideoTokenizer, text_encoder: TextEncoder) -> Profiles:
-    """Best at the bundle's defaults; up to twice their sides and frames as far as the network can, and four videos."""
+    """Best at the bundle's defaults; up to twice their sides and frames as far as the network can, and four videos;
+    of a classifier 32 pictures."""
     defaults, side = bundle.defaults, tokenizer.spatial_compression * bundle.config.patch_spatial
     frames = _frames_of_patches(defaults.num_frames, bundle.config, tokenizer)
     most_frames = _frames_of_patches(2 * defaults.num_frames, bundle.config, tokenizer)
@@ -54,7 +55,7 @@ def default_profiles(bundle: Bundle, tokenizer: VideoTokenizer, text_encoder: Te
     longest = getattr(text_encoder, "max_length", 1) or LONGEST_TEXT
     is_filled = getattr(text_encoder, "text_padding", "none") == "zeros"
     return Profiles(
-        batch=(1, 1, 4),
+        batch=(1, 8, 32) if bundle.kind == "classifier" else (1, 1, 4),
         frames=(_frames_of_patches(1, bundle.config, tokenizer), frames, most_frames),
         height=(side, defaults.height, most_height),
         width=(side, defaults.width, most_width),

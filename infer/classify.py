@@ -57,10 +57,14 @@ class Classifier:
             UserError: for a bundle of another kind, of a network without classes, or not exported for `runtime`.
         """
         self.config, self.device = bundle.config, torch.device(device)
+        self.most: int | None = None
+        """Pictures that it takes at once; None: any number."""
         if runtime == TORCH:
             self._network = bundle.load_classifier(self.device)
         else:
-            self._network = self._exported(EXPORTED[runtime].open(open_exported(bundle, runtime), self.device))
+            exported = open_exported(bundle, runtime)
+            self.most = exported.network("classifier").axes["batch"].max
+            self._network = self._exported(EXPORTED[runtime].open(exported, self.device))
         if self.config.num_classes is None:
             raise UserError(f"the network of {bundle.path} was trained without classes: fine-tune it first")
         self.names = tuple(bundle.load_text_encoder().names)
@@ -98,12 +102,9 @@ def _run(argv: list[str]) -> None:
     )
     paths = list(_pictures(options.pictures))
     labels = [_label(path, classifier.names) for path in paths] if options.labelled else []
-    found = torch.cat(
-        [
-            classifier([_read(path) for path in paths[first : first + options.batch_size]])
-            for first in range(0, len(paths), options.batch_size)
-        ]
-    )
+    step = min(options.batch_size, classifier.most or options.batch_size)
+    parts = [paths[first : first + step] for first in range(0, len(paths), step)]
+    found = torch.cat([classifier([_read(path) for path in part]) for part in parts])
     best = [row.topk(min(options.top, len(classifier.names))) for row in found]
     named = [[(classifier.names[i], p) for p, i in zip(*map(Tensor.tolist, row), strict=True)] for row in best]
     rows = [{"picture": str(path), "classes": dict(classes)} for path, classes in zip(paths, named, strict=True)]

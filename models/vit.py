@@ -1,14 +1,15 @@
-"""The vision transformer (arXiv 2010.11929): the pixels of an image, or the latents of anything, to logits of its class.
+"""The vision transformer (arXiv 2010.11929): the pixels of an image, or any latents, to logits of its class.
 
-The blocks, linears and attention are those of the DiT, so ranks share them in the same ways. A sample is its class token
-and then its patches; the class token's place has no pixels.
+Linears, attention and MLP are those of the DiT, so ranks share them in the same ways. A sample is its class token and
+then its patches; the class token's place has no pixels.
 
-Shapes: B batch, C channels, T/H/W frames (of an image 1), height, width, S tokens, P patch dim, D width, G segments of a
-pack, K classes.
+Shapes: B batch, C channels, T/H/W frames (of an image 1), height, width, S tokens, P patch dim, D width, G segments of
+a pack, K classes.
 """
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from megadit.models.blocks import BLOCKS, BlockInputs, BlockStack
@@ -18,6 +19,7 @@ from megadit.models.dit import WHOLE_NETWORK, Part
 from megadit.models.embeddings import token_sequence
 from megadit.models.layout import Layout, PackLayout
 from megadit.models.ops.linear import Linear
+from megadit.models.segments import Grid
 
 
 class PatchEmbedder(nn.Module):
@@ -37,6 +39,17 @@ class PatchEmbedder(nn.Module):
         return x_SBD + F.embedding(place_S1, self.positions)
 
 
+def resized_positions(positions_SD: Tensor, grid: Grid, wanted: Grid) -> Tensor:
+    """The positions [S, D] of the places of one grid (t, h, w) as those of another: bicubic, as of pictures, along
+    height and width; of frames the nearest. That of the class token comes first and stays."""
+    places_TDHW = rearrange(positions_SD[1:], "(T H W) D -> T D H W", T=grid[0], H=grid[1])
+    if grid[1:] != wanted[1:]:
+        places_TDHW = F.interpolate(places_TDHW.float(), wanted[1:], mode="bicubic", align_corners=False)
+    frame_T = torch.arange(wanted[0]) * grid[0] // wanted[0]
+    resized_SD = rearrange(places_TDHW[frame_T], "T D H W -> (T H W) D").to(positions_SD)
+    return torch.cat([positions_SD[:1], resized_SD])
+
+
 class ClassHead(nn.Module):
     """The normalised class token, and its logits where the network has classes."""
 
@@ -52,7 +65,7 @@ class ClassHead(nn.Module):
 
 
 class ViT(nn.Module):
-    """`forward` takes a uniform batch (judging, export); `forward_packed` a pack (training). Both run the same blocks."""
+    """`forward` takes a uniform batch (judging, export), `forward_packed` a pack (training); both run the same blocks."""
 
     def __init__(self, config: DiTConfig, part: Part = WHOLE_NETWORK) -> None:
         super().__init__()

@@ -96,8 +96,8 @@ def classification_loss(
     vit: ViT, batch: PackedBatch, label_smoothing: float = 0.0, before: Tensor | None = None
 ) -> LossSums | Tensor:
     """-sum_k q_k ln p_k, where q is 1 at the sample's class, less `label_smoothing`, which all classes share (arXiv
-    1512.00567, section 7). Of a part of the network, which takes activations (`before` [S, 1, D]) and gives its own: see
-    `ViT.forward_packed`.
+    1512.00567, section 7). Of a part of the network, which takes activations (`before` [S, 1, D]) and gives its own:
+    see `ViT.forward_packed`.
     """
     logits_GK = vit.forward_packed(batch.tokens_S1P if vit.part.is_first else before, batch.layout)
     if not vit.part.is_last:

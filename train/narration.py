@@ -103,16 +103,19 @@ def ending(config: RunConfig, state: "RunState", *, steps: int, seconds: float, 
 
 
 def _next(config: RunConfig, out: Path, caption: str | None, step: int | None) -> list[str]:
-    """The commands that make a video with what was trained; none where there is nothing to encode its prompt with, or
-    where another command goes on."""
+    """The commands that make a video with what was trained, or name what a picture shows; none where there is nothing
+    to encode its prompt with, or where another command goes on."""
     if config.data.mock or config.train.distill is not None:
         return []
     run, prompt = shlex.quote(str(out)), shlex.quote(caption or "PROMPT")
     made = shlex.quote(str(out / ("bundle" if config.train.adapter is None else "adapter")))
     with_it = f"--checkpoint_path {made}"
+    bundled = f"next: megadit bundle {run} {made}{'' if step is None else f' --step {step}'}"
+    if config.model.structure.classifies:
+        return [bundled, f"      megadit classify {made} PICTURE"]
     if config.train.adapter is not None:
         with_it = f"--checkpoint_path {shlex.quote(config.checkpoint.init_from)} --adapter {made}"
     return [
-        f"next: megadit bundle {run} {made}{'' if step is None else f' --step {step}'}",
+        bundled,
         f"      megadit generate {with_it} --prompt {prompt} --video_save_path {shlex.quote(f'{out}.mp4')}",
     ]

@@ -99,8 +99,8 @@ def _validation_batches(training: Training) -> tuple[list[PackedBatch], int]:
 
 
 def _losses(training: Training, batches: list[PackedBatch], num_own: int) -> dict[str, float]:
-    """The weighted loss at each of `validation.sigmas`, a mean over all tokens of all ranks, and the mean of these; of a
-    classifier the cross-entropy, and the share of samples that it takes for another class ("wrong")."""
+    """The weighted loss at each of `validation.sigmas`, a mean over all tokens of all ranks, and the mean of these; of
+    a classifier the cross-entropy, and the share of samples that it takes for another class ("wrong")."""
     if training.config.model.structure.classifies:
         return _classified(training, batches, num_own)
     sigmas = training.config.validation.sigmas

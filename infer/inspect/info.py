@@ -98,12 +98,18 @@ def describe_bundle(path: Path) -> Facts:
     """Parts, sizes, parameters and origin of a bundle."""
     bundle = Bundle.open(path)
     files = bundle.manifest["files"]
-    facts: Facts = {"bundle": str(path), "written by": f"megadit {bundle.manifest.get('megadit_version', '?')}"}
+    facts: Facts = {
+        "bundle": str(path),
+        "kind": bundle.kind,
+        "written by": f"megadit {bundle.manifest.get('megadit_version', '?')}",
+    }
     for part, kind in bundle.manifest["parts"].items():
         size = sum(file["bytes"] for name, file in files.items() if name.startswith(f"{part}/"))
         facts[part] = f"{kind}, {_bytes(size)}"
     facts |= _model_facts(bundle.config)
-    facts |= {f"default {name}": value for name, value in bundle.defaults.to_dict().items() if value != ""}
+    known = bundle.defaults.to_dict()
+    shown = known if bundle.kind == "video" else ("num_frames", "height", "width")
+    facts |= {f"default {name}": known[name] for name in shown if known[name] != ""}
     for name, value in (bundle.manifest.get("training") or {}).items():
         facts[f"training {name}"] = value
     return facts

@@ -65,7 +65,7 @@ class ConvertOptions:
     out: Path = setting(help="what to write; a bundle already there is replaced", positional=True)
     to: Literal["bundle", "diffusers", "transformers", "original"] = setting(
         "bundle",
-        "bundle (default); of a bundle: diffusers' form, transformers' (of a ViT), or the names of the first publication",
+        "bundle (default); of a bundle: diffusers' form, transformers' (ViT), or the names of the first publication",
     )
     tokenizer: str | None = setting(None, "the video tokenizer; default: that of the pipeline", metavar="PATH")
     text_encoder: str | None = setting(

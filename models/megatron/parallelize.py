@@ -1,4 +1,4 @@
-"""A plain network becomes this rank's part of one: `parallelize` exchanges modules and marks parameters as the plan says.
+"""A plain network becomes a rank's part of one: `parallelize` exchanges modules and marks parameters as the plan says.
 
 What is exchanged, and why the rest of the network need not know:
 

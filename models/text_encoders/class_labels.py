@@ -51,6 +51,7 @@ class ClassLabels:
                 return int(text)
             raise UserError(f"class {text} does not exist: there are 0 to {len(self.names) - 1}")
         synonyms = {name.strip().lower(): i for i, names in enumerate(self.names) for name in names.split(",")}
+        synonyms |= {names.strip().lower(): i for i, names in enumerate(self.names)}  # all names of a class at once
         if text not in synonyms:
             hint = did_you_mean(text, synonyms, f"give one of its names, or 0 to {len(self.names) - 1}")
             raise UserError(f"{text!r} is not a class of this network{hint}")

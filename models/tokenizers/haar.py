@@ -48,7 +48,7 @@ class HaarTokenizer:
 
     Causal: the first frame is repeated to fill its temporal patch, so that an image is a video of one frame; a video
     of 1 + k * temporal_compression frames has 1 + k latent frames. Without `pca` the transform is lossless and all
-    3 * temporal_compression * spatial_compression^2 coefficients are channels: with factors of 1, the pixels themselves.
+    3 * temporal_compression * spatial_compression^2 coefficients are channels; with factors of 1, the pixels.
 
     Raises:
         UserError: for compression factors other than 1, 2, 4, 8 in time and 1, 2, 4, 8, 16 in space.

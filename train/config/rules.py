@@ -134,7 +134,9 @@ RULES: tuple[Rule[Run], ...] = (
         needs=lambda run: run.train.label_smoothing == 0,
         remedy="{train.label_smoothing=} is of classifiers, such as model.family=vit; leave it out",
     ),
-    of_classifier(lambda run: run.model.num_classes is not None, "{model.family=} learns classes: give model.num_classes"),
+    of_classifier(
+        lambda run: run.model.num_classes is not None, "{model.family=} learns classes: give model.num_classes"
+    ),
     of_classifier(
         lambda run: run.data.text_dropout == 0,
         "{data.text_dropout=} takes the labels of samples, which a classifier learns; use data.text_dropout=0",

@@ -233,8 +233,8 @@ def draw_images(attributes: Sequence[Attributes], split: Split, generator: torch
 
 
 def draw_glyphs(split: Split, index_B: Tensor, middle_B2: Tensor) -> tuple[Tensor, list[str]]:
-    """Images BCTHW of one frame of these glyphs of a split, in white, `middle_B2` pixels (height, width) off the middle;
-    and what each shows."""
+    """Images BCTHW of these glyphs of a split, in white and `middle_B2` pixels (height, width) off the middle; and what
+    each shows."""
     glyphs = load_glyphs(split)
     attributes = [Attributes(digit=digit, colour="white") for digit in glyphs.digit_B[index_B].tolist()]
     images_BCTHW = render_clips(glyphs.ink_BIJ[index_B], attributes, middle_B2, 1)
