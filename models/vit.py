@@ -65,7 +65,7 @@ class ClassHead(nn.Module):
 
 
 class ViT(nn.Module):
-    """`forward` takes a uniform batch (judging, export), `forward_packed` a pack (training); both run the same blocks."""
+    """`forward` takes a uniform batch (judging, export), `forward_packed` a pack (training): by the same blocks."""
 
     def __init__(self, config: DiTConfig, part: Part = WHOLE_NETWORK) -> None:
         super().__init__()

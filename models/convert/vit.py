@@ -27,7 +27,7 @@ def config_from_transformers(values: Mapping[str, Any], *, has_classes: bool) ->
     for name, expected in _EXPECTED.items():
         if values.get(name, expected) != expected:
             raise UserError(f"a ViT with {name}={values[name]!r} is not supported: it must be {expected!r}")
-    sides = {values["image_size"], values["patch_size"]}
+    sides = (values["image_size"], values["patch_size"])
     if not all(isinstance(side, int) for side in sides):
         raise UserError(f"a ViT with image_size={values['image_size']!r} is not supported: images must be square")
     grid = values["image_size"] // values["patch_size"]

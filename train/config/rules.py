@@ -154,11 +154,6 @@ RULES: tuple[Rule[Run], ...] = (
         lambda run: run.validation.evaluate_interval == 0,
         "{validation.evaluate_interval=} evaluates videos, of which a classifier makes none; leave it out",
     ),
-    Rule(
-        when=lambda run: run.model.structure.classifies and run.dataset is not None,
-        needs=lambda run: run.num_labels == run.model.num_classes,
-        remedy="{dataset.root} has {num_labels} classes (0: texts), not the {model.num_classes} of model.num_classes",
-    ),
     # adapter
     accepted_by(check_targets, where="train.adapter.targets: ", when=attrgetter("has_adapter")),
     Rule(
@@ -446,6 +441,11 @@ RULES: tuple[Rule[Run], ...] = (
         remedy="data.path is not set; give data.path=FOLDER (see `megadit prepare`), or --mock",
     ),
     *(fits_dataset(setting, fact) for setting, fact in OF_DATASET.items()),
+    Rule(
+        when=lambda run: run.model.structure.classifies and run.dataset is not None,
+        needs=lambda run: run.num_labels == run.model.num_classes,
+        remedy="{dataset.root} has {num_labels} classes (0: texts), not the {model.num_classes} of model.num_classes",
+    ),
     Rule(
         when=lambda run: run.dataset is not None and run.dataset.store is not None,
         needs=lambda run: run.data.encode == run.encoding,

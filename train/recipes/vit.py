@@ -139,7 +139,7 @@ def vit_digits() -> RunConfig:
         ),
         train=replace(
             run.train,
-            train_iters=400,
+            train_iters=320,
             output_dir="runs/vit_digits",
             precision="fp32",
             matmul_precision="bf16",
@@ -147,6 +147,6 @@ def vit_digits() -> RunConfig:
         ),
         optimizer=OptimizerConfig(optimizer="muon", lr=5e-3, adam_beta2=0.99, lr_warmup_iters=30),
         parallel=ParallelConfig(),
-        checkpoint=replace(run.checkpoint, save_interval=200),
-        validation=replace(run.validation, interval=100, num_batches=6),
+        checkpoint=replace(run.checkpoint, save_interval=160),
+        validation=replace(run.validation, interval=160, num_batches=6),
     )
