@@ -1,23 +1,19 @@
-"""The training objectives on packs, in float32: of denoisers (Karras et al., arXiv 2206.00364, eq. 2), of any
-parameterization, and of classifiers.
+"""The training objective on packs (Karras et al., arXiv 2206.00364, eq. 2), in float32, of any parameterization.
 
 Every sample of a pack has its own noise level. Noise and noise level are functions of the sample's key alone, so that
 the same sample is trained in the same way in any pack, on any rank and after any resume.
 
-Shapes: S video tokens, P patch dim, G segments of a pack (padding included), K classes.
+Shapes: S video tokens, P patch dim, G segments of a pack (padding included).
 """
 
 import math
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megadit.models.dit import DiT
-from megadit.models.embeddings import class_index
 from megadit.models.parameterization import denoise_packed, parameterization_of
-from megadit.models.vit import ViT
 from megadit.train.data.packed_batch import PackedBatch
 
 
@@ -90,25 +86,3 @@ def edm_loss(
         return D_S1P
     u_G = None if uncertainty is None else uncertainty(parameterization.scalings(sigma_G).c_noise)
     return weighted_error(batch, D_S1P, batch.tokens_S1P, parameterization.loss_weight(sigma_G), u_G)
-
-
-def classification_loss(
-    vit: ViT, batch: PackedBatch, label_smoothing: float = 0.0, before: Tensor | None = None
-) -> LossSums | Tensor:
-    """-sum_k q_k ln p_k, where q is 1 at the sample's class, less `label_smoothing`, which all classes share (arXiv
-    1512.00567, section 7). Of a part of the network, which takes activations (`before` [S, 1, D]) and gives its own:
-    see `ViT.forward_packed`.
-    """
-    logits_GK = vit.forward_packed(batch.tokens_S1P if vit.part.is_first else before, batch.layout)
-    if not vit.part.is_last:
-        return logits_GK
-    logits_GK, tensors = logits_GK.float(), batch.layout.on(logits_GK.device)
-    class_G = class_index(batch.text_L1E[tensors.first_text_G, 0], vit.config.num_classes)
-    entropy_G = F.cross_entropy(logits_GK, class_G, reduction="none")
-    objective_G = F.cross_entropy(logits_GK, class_G, reduction="none", label_smoothing=label_smoothing)
-    # a sample counts for each of its tokens, as its noise does in a denoiser: the mean is over tokens
-    tokens_G = torch.zeros_like(entropy_G).index_add_(0, tensors.segment_of_token_S, tensors.is_wanted_S.float())
-    tokens_G = tokens_G.masked_fill(tensors.has_no_text_G, 0.0)  # nothing is known of what has no label
-    is_wrong_G = logits_GK.detach().argmax(-1) != class_G
-    sums = tokens_G * batch.loss_weight_G * objective_G, tokens_G * entropy_G.detach(), tokens_G * is_wrong_G
-    return LossSums(*(values_G.sum() for values_G in sums))

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from megadit.models.networks import Network
 from megadit.models.parameterization import denoise_packed
+from megadit.train.classification import classification_loss
 from megadit.train.config.schema import DiffusionConfig
 from megadit.train.data.packed_batch import PackedBatch
-from megadit.train.loss import LossSums, Uncertainty, classification_loss, edm_loss
+from megadit.train.loss import LossSums, Uncertainty, edm_loss
 from megadit.train.noise_levels import draw_sigma, token_noise
 
 

@@ -22,8 +22,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from megadit.models.dit import Part
-from megadit.models.networks import Network
+from megadit.models.networks import Network, Part
 
 Axes = Mapping[str, ProcessGroup]
 """`tensor`, `expert` or `expert_tensor` -> the ranks among which a parameter may be split."""

@@ -19,12 +19,12 @@ from megadit.models.shared.files import read_json
 from megadit.models.text_encoders import ClassLabels
 from megadit.models.tokenizers import HaarTokenizer
 from megadit.models.vit import resized_positions
+from megadit.train.classification import classification_loss
 from megadit.train.data import prepare
 from megadit.train.data.packed_batch import PackFormat
 from megadit.train.data.training_sample import TrainingSample
 from megadit.train.digits import data as digits
 from megadit.train.given_network import given_network
-from megadit.train.loss import classification_loss
 from megadit.train.recipes import load_recipe
 from megadit.train.to_bundle import main as to_bundle
 
