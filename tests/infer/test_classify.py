@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from megadit.export.build import ExportSettings, export_bundle
+from megadit.export.engines import add_engines
+from megadit.export.to_tensorrt import EngineSettings
 from megadit.infer import generate
 from megadit.infer.classify import Classifier, accuracy, main
 from megadit.infer.evaluate.videos import Clip
@@ -148,6 +150,11 @@ def test_each_kind_of_bundle_names_its_command(bundle, bundle_dir, capsys):
     assert "names the classes of images: see `megadit classify`" in capsys.readouterr().err
     assert main([str(bundle_dir), "x.png"]) == 2
     assert "makes videos: see `megadit generate`" in capsys.readouterr().err
+
+
+def test_engines_of_its_graph_are_built_elsewhere(exported):
+    with pytest.raises(UserError, match="classify --runtime onnx_tensorrt"):
+        add_engines(exported[0], EngineSettings())
 
 
 @pytest.mark.parametrize("settings", [{"precision": "fp16"}, {"adapter_rank": 4}, {"profiles": ("height=16,32,32",)}])

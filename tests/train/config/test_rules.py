@@ -251,6 +251,14 @@ BREACHES = (
     of_graphs("train.distill: leave that out", train=STUDENT),
     of_graphs("experts, whose tokens are others each time", model=EXPERTS),
     of_graphs("attention along one axis", model=ST_DIT),
+    of_graphs(
+        "a classifier, whose blocks were never recorded",
+        model={
+            **{"family": "vit", "num_classes": 5, "crossattn_emb_size": 2},
+            **{"position_embedding": "learned", "learned_positions": (1, 4, 4)},
+        },
+        data={"text_dropout": 0.0},
+    ),
     of_graphs("train.precision=fp32: train.precision=bf16", train={"precision": "fp32"}),
     of_graphs("heads that the kernel for packs does not take", model={"head_dim": 12}),
     # Muon
