@@ -25,7 +25,7 @@ from megadit.models.config import DiTConfig
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, write_json
 from megadit.models.shared.setting import check_settings, group, setting
-from megadit.models.text_encoders import T5TextEncoder, TextEncoder
+from megadit.models.text_encoders import NetworkTextEncoder, TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
 
 
@@ -125,10 +125,10 @@ def _reason(error: OSError) -> str:
 
 
 def _exported_text_encoder(text_encoder: TextEncoder, settings: ExportSettings) -> TextEncoder | None:
-    if not (settings.text_encoder and isinstance(text_encoder, T5TextEncoder)):
+    if not (settings.text_encoder and isinstance(text_encoder, NetworkTextEncoder)):
         return None
     try:
-        _say(f"the text encoder is that of {text_encoder.directory}")
+        _say(f"the text encoder is that of {', '.join(map(str, text_encoder.directories))}")
     except UserError as error:
         _say(f"the text encoder is not exported: {error}")
         return None

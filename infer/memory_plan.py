@@ -22,7 +22,8 @@ from megadit.models.bundle.tensor_source import open_safetensors
 from megadit.models.config import DiTConfig
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
-from megadit.models.text_encoders.t5 import DTYPES, T5TextEncoder
+from megadit.models.text_encoders import NetworkTextEncoder
+from megadit.models.text_encoders.published import DTYPES
 from megadit.models.tokenizers import VideoTokenizer
 from megadit.models.weights import dit_shapes
 
@@ -192,10 +193,10 @@ def _file_bytes(directory: Path) -> int:
 
 
 def _text_encoder_bytes(bundle: Bundle, text_encoder: Any) -> int | None:
-    if not isinstance(text_encoder, T5TextEncoder):
+    if not isinstance(text_encoder, NetworkTextEncoder):
         return _file_bytes(bundle.path / "text_encoder")
     try:
-        files = sorted(text_encoder.directory.glob("*.safetensors"))
+        files = [file for folder in text_encoder.directories for file in sorted(folder.glob("*.safetensors"))]
     except UserError:
         return None
     numbers = sum(prod(stored.shape) for file in files for stored in open_safetensors(file).stored.values())
