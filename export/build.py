@@ -20,7 +20,7 @@ from megadit.infer.resolve import DefaultOptions, with_changed_defaults
 from megadit.infer.runtimes.load import EXPORTED, weights_checksum
 from megadit.infer.runtimes.network_spec import SETTINGS_FILE, SETTINGS_VERSION, NetworkSpec
 from megadit.models.adapter_slots import AdapterSlots
-from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle, check_replaceable, check_single, write_manifest
+from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle, check_replaceable, check_single, check_transformer, write_manifest
 from megadit.models.config import DiTConfig
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, write_json
@@ -137,6 +137,7 @@ def _exported_text_encoder(text_encoder: TextEncoder, settings: ExportSettings) 
 
 def _check_network(bundle: Bundle) -> None:
     check_single(bundle)
+    check_transformer(bundle, "it is not exported; leave it in torch")
     if not bundle.config.given.is_among or bundle.config.image_size is not None:
         raise UserError(
             f"the network of {bundle.path} reads what is given beside the noisy latents, which exported networks have "

@@ -109,7 +109,7 @@ def build_network(
 ) -> nn.Module:
     """The module behind a contract of this name; only the denoiser computes in `dtype`, and has `slots`."""
     if name == "denoiser":
-        denoiser = EDMDenoiser(bundle.load_dit(dtype=dtype))
+        denoiser = EDMDenoiser(bundle.load_network(dtype=dtype))
         denoiser.parameterization.scalings(torch.ones(1))  # before tracing, which could not make the cached tables
         network = (GivenDenoiserGraph if bundle.takes else DenoiserGraph)(denoiser, slots)
     elif name == "text_encoder":

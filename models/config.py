@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from megadit.models.expert_config import ExpertConfig
 from megadit.models.families import COMPAT, FAMILIES, Structure
 from megadit.models.given_forms import GIVEN_FORMS, GivenForm, GivenFormName
+from megadit.models.network_config import BetasName
 from megadit.models.shared.errors import UserError, choose_one, did_you_mean, nearest_multiples
 from megadit.models.shared.rules import Rule, enforce
 
@@ -112,6 +113,24 @@ class DiTConfig:
     @property
     def structure(self) -> Structure:
         return FAMILIES[self.family] if self.compat is None else COMPAT[self.family, self.compat]
+
+    @property
+    def betas(self) -> BetasName:
+        """The steps of its `vp` objective."""
+        return "ddpm"
+
+    @property
+    def pooled_size(self) -> None:
+        """It reads no pooled feature of a text."""
+        return None
+
+    @property
+    def has_text(self) -> bool:
+        return self.structure.cross_attention
+
+    @property
+    def outline(self) -> str:
+        return f"{self.num_layers} blocks of {self.hidden_size}"
 
     @property
     def dim_per_head(self) -> int:

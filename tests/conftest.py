@@ -142,7 +142,7 @@ def _write_clip(directory: Path, *, dim: int = 16, projection: int | None = None
         bos_token_id=begin,
         eos_token_id=end,
         pad_token_id=pieces.index(pad),
-        initializer_factor=8.0,
+        initializer_factor=3.0,
     )
     name = "CLIPTextModel" if projection is None else "CLIPTextModelWithProjection"
     getattr(transformers, name)(config).save_pretrained(directory)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megadit.models.bundle.bundle import Bundle, check_single, is_bundle
+from megadit.models.bundle.bundle import Bundle, check_single, check_transformer, is_bundle
 from megadit.models.bundle.components import TENSOR_FILE
 from megadit.models.bundle.tensor_source import open_safetensors
 from megadit.models.config import DiTConfig
@@ -18,6 +18,11 @@ from megadit.train.to_bundle import find_checkpoint
 
 Weights = Callable[[str], Tensor]
 """Gives a whole tensor of the network by its name."""
+UNTRAINED = (
+    "it is not trained here, where packs and parallel layouts are those of transformers; train a DiT on images "
+    "instead: megadit train --recipe pretrain_ditllama1b"
+)
+"""Of a network of another kind."""
 MAY_CHANGE = ("given_sigma", "preconditioner")
 """Settings of a network that no tensor depends on: it can go on with others."""
 
@@ -68,6 +73,7 @@ def read_given(config: RunConfig, source: str) -> GivenNetwork:
         return GivenNetwork(model, read_network(checkpoint).__getitem__)
     bundle = Bundle.open(source)
     check_single(bundle)
+    check_transformer(bundle, UNTRAINED)
     _check_same_network(config, bundle.config, source)
     return GivenNetwork(bundle.config, open_safetensors(bundle.path / "transformer" / TENSOR_FILE).read)
 

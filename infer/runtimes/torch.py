@@ -12,9 +12,9 @@ from megadit.models.adapters import load_adapter, remove, set_scale
 from megadit.models.conditioning import Conditioning
 from megadit.models.denoiser import EDMDenoiser
 from megadit.models.dense_layout import DenseLayout
-from megadit.models.dit import DiT
 from megadit.models.kept import Kept
 from megadit.models.shared.errors import UserError, choose_one
+from megadit.models.weights import Network
 
 DTYPES = {
     "float32": torch.float32,
@@ -49,7 +49,7 @@ class TorchDenoiser:
 
     def __init__(
         self,
-        dit: DiT,
+        dit: Network,
         *,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,

@@ -1,7 +1,7 @@
 """A bundle: the directory that holds all it takes to turn a prompt into a video.
 
 megadit.json      which parts, versions, sampling defaults, how it was trained, size and checksum of every file
-transformer/      config.json, model.safetensors
+transformer/      config.json, model.safetensors (of a U-Net, too)
 transformer_2/    the same, of two networks that of low noise levels
 tokenizer/        config.json, model.safetensors (where it has tensors)
 text_encoder/     config.json, model.safetensors (where it has tensors)
@@ -27,6 +27,7 @@ from megadit.models.bundle.tensor_source import TensorSource
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.image_encoder import ImageEncoder
+from megadit.models.network_config import NetworkConfig
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, inner_path, read_json, write_json
@@ -50,7 +51,7 @@ class Bundle:
     manifest: dict[str, Any]
     """The contents of megadit.json."""
     defaults: SamplingSettings
-    config: DiTConfig
+    config: NetworkConfig
 
     @property
     def takes(self) -> tuple[str, ...]:
@@ -91,14 +92,23 @@ class Bundle:
             config=weights.load_config(path / "transformer"),
         )
 
-    def load_dit(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> DiT:
+    def load_network(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> weights.Network:
         """Its one network.
 
         Raises:
-            UserError: if it has two; see also `weights.load_dit`.
+            UserError: if it has two; see also `weights.load_network`.
         """
         check_single(self)
-        return weights.load_dit(self.path / "transformer", device=device, dtype=dtype)
+        return weights.load_network(self.path / "transformer", device=device, dtype=dtype)
+
+    def load_dit(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> DiT:
+        """Its one network, a transformer.
+
+        Raises:
+            UserError: if it is none; see also `load_network`.
+        """
+        check_transformer(self, "this takes a transformer's blocks")
+        return self.load_network(device, dtype)
 
     def load_tokenizer(self) -> VideoTokenizer:
         return load_tokenizer(self.path / "tokenizer")
@@ -120,10 +130,19 @@ def check_single(bundle: Bundle) -> None:
         )
 
 
+def check_transformer(bundle: Bundle, reason: str) -> None:
+    """Raises UserError, with the reason, for a bundle of another network than a transformer."""
+    if not isinstance(bundle.config, DiTConfig):
+        raise UserError(
+            f"the network of {bundle.path} is {bundle.config.outline}, which is sampled from, converted and served: "
+            f"{reason}"
+        )
+
+
 def write_bundle(
     out: str | os.PathLike,
     *,
-    config: DiTConfig,
+    config: NetworkConfig,
     state_dict: Mapping[str, Tensor] | TensorSource,
     tokenizer: VideoTokenizer,
     text_encoder: TextEncoder,
@@ -150,9 +169,9 @@ def write_bundle(
     if (found := None if image_encoder is None else image_encoder.dim) != config.image_size:
         raise UserError(f"model.image_size={config.image_size} does not fit the image encoder's features: {found}")
     with atomic_directory(out) as directory:
-        weights.save_dit(directory / "transformer", config, state_dict, dtype)
+        weights.save_network(directory / "transformer", config, state_dict, dtype)
         if low_noise is not None:
-            weights.save_dit(directory / LOW_NOISE, config, low_noise, dtype)
+            weights.save_network(directory / LOW_NOISE, config, low_noise, dtype)
         tokenizer.save(directory / "tokenizer")
         text_encoder.save(directory / "text_encoder")
         if image_encoder is not None:
@@ -248,7 +267,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _check_parts_fit(
-    config: DiTConfig, tokenizer: VideoTokenizer, text_encoder: TextEncoder, defaults: SamplingSettings
+    config: NetworkConfig, tokenizer: VideoTokenizer, text_encoder: TextEncoder, defaults: SamplingSettings
 ) -> None:
     for setting, ours, theirs, part in (
         ("in_channels", config.in_channels, tokenizer.latent_channels, "tokenizer's latents"),
@@ -257,6 +276,11 @@ def _check_parts_fit(
     ):
         if ours != theirs:
             raise UserError(f"model.{setting}={ours} does not fit the {part}: {theirs}")
+    if config.pooled_size not in (None, text_encoder.pooled_dim):
+        raise UserError(
+            f"the network reads a pooled feature {config.pooled_size} wide, and the text encoder's is "
+            f"{text_encoder.pooled_dim}"
+        )
     frames = tokenizer.frames_covering(defaults.num_frames)
     config.token_grid(*tokenizer.latent_shape(frames, defaults.height, defaults.width)[1:])
 

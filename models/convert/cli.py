@@ -2,6 +2,7 @@
 
     megadit convert nvidia/Cosmos-1.0-Diffusion-7B-Text2World cosmos        # from the hub's cache: a bundle
     megadit convert DiT-XL-2-256/ dit --dtype bfloat16                      # diffusers' pipeline, tokenizer included
+    megadit convert stable-diffusion-v1-5/ sd                               # likewise; XL too
     megadit convert iter_0010000/ bundle --tokenizer CV4x8x8/ --text_encoder t5-11b/
     megadit convert Cosmos-Tokenizer-CV4x8x8/autoencoder.jit tokenizer      # one part alone
     megadit convert bundle out --to diffusers
@@ -12,7 +13,9 @@ Tensors are read, changed and written one at a time.
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -26,6 +29,7 @@ from megadit.models.convert.adapter_files import is_adapter, read_adapter, with_
 from megadit.models.convert.published import (
     WEIGHTS,
     Published,
+    diffusers_folder,
     open_published,
     published_uses,
     write_diffusers,
@@ -33,12 +37,13 @@ from megadit.models.convert.published import (
 )
 from megadit.models.convert.published_defaults import published_defaults
 from megadit.models.image_encoder import ImageEncoder
+from megadit.models.network_config import NetworkConfig
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, read_json, write_json
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import setting
-from megadit.models.text_encoders import ClassLabels, T5TextEncoder, TextEncoder, load_text_encoder
+from megadit.models.text_encoders import ClassLabels, CLIPTextEncoder, T5TextEncoder, TextEncoder, load_text_encoder
 from megadit.models.tokenizers import (
     Autoencoder,
     VideoTokenizer,
@@ -64,7 +69,7 @@ class ConvertOptions:
     )
     tokenizer: str | None = setting(None, "the video tokenizer; default: that of the pipeline", metavar="PATH")
     text_encoder: str | None = setting(
-        None, f"directory or name of a T5; default: that of the pipeline, or {T5} (Wan: {UMT5})", metavar="PATH"
+        None, f"directory or name of a T5 or CLIP; default: that of the pipeline, or {T5} (Wan: {UMT5})", metavar="PATH"
     )
     image_encoder: str | None = setting(
         None,
@@ -185,19 +190,43 @@ def _choose_tokenizer(source: Path, given: str | None, compression: str) -> Vide
 
 
 def _choose_text_encoder(source: Path, published: Published, given: str | None) -> TextEncoder:
-    """For classes their names; else the T5 that was given, is the pipeline's own, or is what they were trained with."""
-    if published.config.num_classes is not None:
+    """For classes their names; else what was given, is the pipeline's own, or is what they were trained with."""
+    if not published.config.has_text:
         names = published.class_names or tuple(f"class {i}" for i in range(published.config.num_classes))
         return ClassLabels(names=names)
     if given is not None and (Path(given) / parts.CONFIG_FILE).is_file():
         if "type" in read_json(Path(given) / parts.CONFIG_FILE):
             return load_text_encoder(given)
     of_pipeline = str(source) if (source / "text_encoder" / parts.CONFIG_FILE).is_file() else None
-    usual = UMT5 if published.config.family == "wan" else T5
-    return T5TextEncoder(model=given or of_pipeline or usual, text_padding=_padding(published.config))
+    return _TEXT_ENCODERS.get(published.config.family, _t5)(published, given or of_pipeline)
 
 
-def _choose_image_encoder(source: Path, config: DiTConfig, given: str | None) -> ImageEncoder | None:
+def _t5(published: Published, model: str | None, usual: str = T5) -> TextEncoder:
+    return T5TextEncoder(model=model or usual, text_padding=_padding(published.config))
+
+
+def _clip(published: Published, model: str | None) -> TextEncoder:
+    """All 77 places count, padding too. XL reads the layer before the last, and takes zeros for an empty text unless
+    its pipeline says otherwise."""
+    if model is None:
+        raise UserError("the pipeline has no text_encoder/: give --text_encoder, the directory of its CLIP")
+    is_xl = published.config.pooled_size is not None
+    return CLIPTextEncoder(
+        model=model,
+        layer="penultimate" if is_xl else "last",
+        text_padding="tokens",
+        empty_text="zeros" if is_xl and published.index.get("force_zeros_for_empty_prompt", True) else "encoded",
+    )
+
+
+_TEXT_ENCODERS: dict[str, Callable[[Published, str | None], TextEncoder]] = {
+    "stable_diffusion": _clip,
+    "wan": partial(_t5, usual=UMT5),
+}
+"""Family -> the text encoder of a directory, or the usual one; else a T5."""
+
+
+def _choose_image_encoder(source: Path, config: NetworkConfig, given: str | None) -> ImageEncoder | None:
     if config.image_size is None:
         return None
     of_pipeline = str(source) if (source / "image_encoder").is_dir() else None
@@ -227,8 +256,9 @@ def _export(source: Path, out: Path, form: str) -> None:
             tokenizer = bundle.load_tokenizer()
             side = bundle.defaults.height // tokenizer.spatial_compression
             for part, tensors in networks.items():
-                (directory / part).mkdir()
-                write_diffusers(directory / part, bundle.config, tensors, side)
+                folder = directory / diffusers_folder(bundle.config, part)
+                folder.mkdir()
+                write_diffusers(folder, bundle.config, tensors, side)
             _export_tokenizer(tokenizer, directory / "vae")
         if (source / "notices").is_dir():
             for notice in (source / "notices").iterdir():

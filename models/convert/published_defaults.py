@@ -30,6 +30,8 @@ def published_defaults(published: Published, tokenizer: VideoTokenizer) -> Sampl
         return _of_classes((published.sample_size or 32) * tokenizer.spatial_compression)
     if config.family == "wan":
         return _of_wan(published)
+    if config.family == "stable_diffusion":
+        return _of_stable_diffusion(published, published.sample_size * tokenizer.spatial_compression)
     # Cosmos' guidance of 7 means cond + 7 (cond - uncond)
     of_videos = {"num_frames": 93, "height": 704, "width": 1280}
     if config.preconditioner == "flow" and config.given_sigma is not None:  # Predict2's video-to-world
@@ -53,6 +55,22 @@ def _of_classes(side: int) -> SamplingSettings:
         fps=0.0,
         sigma_min=0.01,
         sigma_max=157.4,
+    )
+
+
+def _of_stable_diffusion(published: Published, side: int) -> SamplingSettings:
+    """Those of diffusers' pipelines; DDIM's steps, which need no memory of earlier ones."""
+    return SamplingSettings(
+        sampler="euler",
+        schedule="stable_diffusion",
+        num_steps=50,
+        guidance=7.5 if published.config.pooled_size is None else 5.0,
+        num_frames=1,
+        height=side,
+        width=side,
+        fps=0.0,
+        sigma_min=0.0292,
+        sigma_max=14.6147,
     )
 
 

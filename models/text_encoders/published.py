@@ -66,7 +66,7 @@ class PublishedText:
         return hashlib.sha256(self._vocabulary(directory).read_bytes()).hexdigest()
 
     def read_tensor(self, directory: Path, *names: str) -> Tensor:
-        """One tensor of the network, under the first of the names that versions of `transformers` gave it.
+        """One tensor of the network, of any shape, under the first of the names that `transformers` gave it over time.
 
         Raises:
             UserError: if it is not there.
