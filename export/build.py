@@ -20,7 +20,14 @@ from megadit.infer.resolve import DefaultOptions, with_changed_defaults
 from megadit.infer.runtimes.load import EXPORTED, weights_checksum
 from megadit.infer.runtimes.network_spec import SETTINGS_FILE, SETTINGS_VERSION, NetworkSpec
 from megadit.models.adapter_slots import AdapterSlots
-from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle, check_replaceable, check_single, check_transformer, write_manifest
+from megadit.models.bundle.bundle import (
+    MANIFEST_FILE,
+    Bundle,
+    check_replaceable,
+    check_single,
+    check_transformer,
+    write_manifest,
+)
 from megadit.models.config import DiTConfig
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, write_json

@@ -197,7 +197,7 @@ def _choose_text_encoder(source: Path, published: Published, given: str | None) 
     if given is not None and (Path(given) / parts.CONFIG_FILE).is_file():
         if "type" in read_json(Path(given) / parts.CONFIG_FILE):
             return load_text_encoder(given)
-    of_pipeline = str(source) if (source / "text_encoder" / parts.CONFIG_FILE).is_file() else None
+    of_pipeline = str(source.absolute()) if (source / "text_encoder" / parts.CONFIG_FILE).is_file() else None
     return _TEXT_ENCODERS.get(published.config.family, _t5)(published, given or of_pipeline)
 
 
