@@ -22,6 +22,7 @@ from megadit.models.bundle.tensor_source import open_safetensors
 from megadit.models.config import DiTConfig
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
+from megadit.models.text_encoders.qwen_vl import QwenVLTextEncoder
 from megadit.models.text_encoders.t5 import DTYPES, T5TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
 from megadit.models.weights import dit_shapes
@@ -192,11 +193,12 @@ def _file_bytes(directory: Path) -> int:
 
 
 def _text_encoder_bytes(bundle: Bundle, text_encoder: Any) -> int | None:
-    if not isinstance(text_encoder, T5TextEncoder):
-        return _file_bytes(bundle.path / "text_encoder")
+    in_bundle = _file_bytes(bundle.path / "text_encoder")
+    if not isinstance(text_encoder, T5TextEncoder | QwenVLTextEncoder):
+        return in_bundle
     try:
         files = sorted(text_encoder.directory.glob("*.safetensors"))
     except UserError:
         return None
     numbers = sum(prod(stored.shape) for file in files for stored in open_safetensors(file).stored.values())
-    return numbers * DTYPES[text_encoder.dtype].itemsize or None
+    return in_bundle + numbers * DTYPES[text_encoder.dtype].itemsize or None

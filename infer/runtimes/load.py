@@ -9,8 +9,8 @@ import torch
 from megadit.infer.graphs import RecordedDenoiser
 from megadit.infer.guidance import Denoiser
 from megadit.infer.runtimes.exported import ExportedDenoiser, ExportedTokenizer, Networks, with_exported_network
-from megadit.infer.runtimes.network_spec import GIVEN_INPUTS, ExportedNetworks
-from megadit.infer.runtimes.pair import PairDenoiser
+from megadit.infer.runtimes.network_spec import DENOISERS, GIVEN_INPUTS, ExportedNetworks
+from megadit.infer.runtimes.pair import as_one
 from megadit.infer.runtimes.shared_torch import load_shared_denoiser
 from megadit.infer.runtimes.streamed import load_streamed_dit
 from megadit.infer.runtimes.torch import TorchDenoiser
@@ -121,8 +121,9 @@ def adapter_slots(bundle: Bundle, runtime: str) -> AdapterSlots | None:
 
 
 def weights_checksum(bundle: Bundle) -> str:
-    """What an export remembers of the weights it was made from."""
-    return bundle.manifest["files"]["transformer/model.safetensors"]["sha256"]
+    """What an export remembers of the weights it was made from: the SHA-256 of each network's."""
+    files = bundle.manifest["files"]
+    return " ".join(files[f"{network}/model.safetensors"]["sha256"] for network in bundle.networks)
 
 
 def load_denoiser(
@@ -144,7 +145,9 @@ def load_denoiser(
         UserError: if it was not exported for `runtime`, or `runtime` does not run here; if ranks cannot share it.
     """
     if runtime != TORCH:
-        return ExportedDenoiser(_open(bundle, runtime, device), adapter_slots(bundle, runtime))
+        networks, slots = _open(bundle, runtime, device), adapter_slots(bundle, runtime)
+        names = DENOISERS[: len(bundle.networks)]
+        return as_one([ExportedDenoiser(networks, slots, name) for name in names], bundle.boundary)
     options = {"device": device, "dtype": dtype, "compile": compile}
     sizes = {"tensor": tensor_parallel, "context": context_parallel}
 
@@ -153,8 +156,7 @@ def load_denoiser(
             return load_shared_denoiser(bundle.path / part, **sizes, **options)
         return _load_whole(bundle.path / part, resident_blocks, cuda_graphs, **options)
 
-    denoisers = list(map(of_torch, bundle.networks))
-    return denoisers[0] if len(denoisers) == 1 else PairDenoiser(*denoisers, bundle.boundary)
+    return as_one(list(map(of_torch, bundle.networks)), bundle.boundary)
 
 
 def _load_whole(

@@ -15,15 +15,22 @@ SETTINGS_FILE = "settings.json"
 SETTINGS_VERSION = 3
 GIVEN_INPUTS = ("given", "is_given", "times")
 """Of denoisers that were trained to be given parts of videos; others have none of them."""
+DENOISERS = ("denoiser", "low_noise_denoiser")
+"""The first of a bundle's networks, and the second of those that have two (`Bundle.networks`)."""
 INPUTS: dict[str, tuple[str, ...]] = {
     "text_encoder": ("tokens", "mask"),
-    "denoiser": ("x", "sigma", "text", "text_length", "fps", *GIVEN_INPUTS),
+    **dict.fromkeys(DENOISERS, ("x", "sigma", "text", "text_length", "fps", *GIVEN_INPUTS)),
     "video_decoder": ("latents",),
     "video_encoder": ("video",),
 }
 """What the inputs of each exported network are called, in order; one takes those that its `NetworkSpec` has. Those for
 adapters come after them (`models/adapter_slots.py`)."""
-OUTPUTS = {"text_encoder": "features", "denoiser": "x0", "video_decoder": "video", "video_encoder": "latents"}
+OUTPUTS = {
+    "text_encoder": "features",
+    **dict.fromkeys(DENOISERS, "x0"),
+    "video_decoder": "video",
+    "video_encoder": "latents",
+}
 Extreme = Literal["min", "opt", "max"]
 Shape = tuple[int, ...]
 
@@ -75,6 +82,10 @@ class NetworkSpec:
     name: str
     inputs: tuple[TensorSpec, ...]
     output: str
+
+    @property
+    def is_denoiser(self) -> bool:
+        return self.name in DENOISERS
 
     @property
     def axes(self) -> dict[str, Axis]:

@@ -66,6 +66,12 @@ class TensorSource:
         stored = {short: self.stored[name] for short, name in names.items()}
         return TensorSource(self.label, stored, lambda short: self.read(names[short]))
 
+    def beside(self, others: Mapping[str, Tensor]) -> "TensorSource":
+        """These tensors and `others`."""
+        more = from_state_dict(others)
+        stored = {**self.stored, **more.stored}
+        return TensorSource(self.label, stored, lambda name: (more if name in others else self).read(name))
+
     def state_dict(self) -> dict[str, Tensor]:
         """All of them, in memory."""
         return {name: self.read(name) for name in self.stored}

@@ -38,7 +38,13 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, read_json, write_json
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import setting
-from megadit.models.text_encoders import ClassLabels, T5TextEncoder, TextEncoder, load_text_encoder
+from megadit.models.text_encoders import (
+    ClassLabels,
+    QwenVLTextEncoder,
+    T5TextEncoder,
+    TextEncoder,
+    load_text_encoder,
+)
 from megadit.models.tokenizers import (
     Autoencoder,
     VideoTokenizer,
@@ -64,7 +70,10 @@ class ConvertOptions:
     )
     tokenizer: str | None = setting(None, "the video tokenizer; default: that of the pipeline", metavar="PATH")
     text_encoder: str | None = setting(
-        None, f"directory or name of a T5; default: that of the pipeline, or {T5} (Wan: {UMT5})", metavar="PATH"
+        None,
+        "directory or name of a T5, for Predict2.5 of a Qwen2.5-VL; default: that of the pipeline, or "
+        f"{T5} (Wan: {UMT5})",
+        metavar="PATH",
     )
     image_encoder: str | None = setting(
         None,
@@ -141,7 +150,7 @@ def _is_part(path: Path) -> bool:
 
 def _import(source: Path, options: ConvertOptions) -> None:
     published = open_published(source)
-    takes = published_uses(published.config)
+    takes = published_uses(published)
     licence = find_licence(source, published.config.family)
     tokenizer = _choose_tokenizer(source, options.tokenizer, options.compression)
     if tokenizer is None:
@@ -185,7 +194,8 @@ def _choose_tokenizer(source: Path, given: str | None, compression: str) -> Vide
 
 
 def _choose_text_encoder(source: Path, published: Published, given: str | None) -> TextEncoder:
-    """For classes their names; else the T5 that was given, is the pipeline's own, or is what they were trained with."""
+    """For classes their names; else the network that was given, is the pipeline's own, or is what they were trained
+    with."""
     if published.config.num_classes is not None:
         names = published.class_names or tuple(f"class {i}" for i in range(published.config.num_classes))
         return ClassLabels(names=names)
@@ -193,6 +203,9 @@ def _choose_text_encoder(source: Path, published: Published, given: str | None) 
         if "type" in read_json(Path(given) / parts.CONFIG_FILE):
             return load_text_encoder(given)
     of_pipeline = str(source) if (source / "text_encoder" / parts.CONFIG_FILE).is_file() else None
+    if published.text_projection:
+        usual = QwenVLTextEncoder().model
+        return QwenVLTextEncoder(model=given or of_pipeline or usual, projection=dict(published.text_projection))
     usual = UMT5 if published.config.family == "wan" else T5
     return T5TextEncoder(model=given or of_pipeline or usual, text_padding=_padding(published.config))
 
@@ -225,10 +238,11 @@ def _export(source: Path, out: Path, form: str) -> None:
             write_original(directory, bundle.config, networks["transformer"])
         else:
             tokenizer = bundle.load_tokenizer()
+            projection = getattr(bundle.load_text_encoder(), "projection", {})
             side = bundle.defaults.height // tokenizer.spatial_compression
             for part, tensors in networks.items():
                 (directory / part).mkdir()
-                write_diffusers(directory / part, bundle.config, tensors, side)
+                write_diffusers(directory / part, bundle.config, tensors, side, projection)
             _export_tokenizer(tokenizer, directory / "vae")
         if (source / "notices").is_dir():
             for notice in (source / "notices").iterdir():

@@ -8,12 +8,14 @@ from megadit.models.shared.files import read_json
 from megadit.models.text_encoders.base import TextEncoder, TextFeatures
 from megadit.models.text_encoders.class_labels import ClassLabels
 from megadit.models.text_encoders.hashed_words import HashedWordEncoder
+from megadit.models.text_encoders.qwen_vl import QwenVLTextEncoder
 from megadit.models.text_encoders.t5 import NETWORKS, T5TextEncoder
 
 __all__ = [
     "TEXT_ENCODERS",
     "ClassLabels",
     "HashedWordEncoder",
+    "QwenVLTextEncoder",
     "T5TextEncoder",
     "TextEncoder",
     "TextFeatures",
@@ -23,6 +25,7 @@ __all__ = [
 TEXT_ENCODERS: dict[str, type[TextEncoder]] = {
     "class_labels": ClassLabels,
     "hashed_words": HashedWordEncoder,
+    "qwen_vl": QwenVLTextEncoder,
     "t5": T5TextEncoder,
 }
 
