@@ -60,6 +60,8 @@ def _generate(argv: list[str]) -> None:
         paths = output_paths(options.video_save_path, grid.specs, options.format)
         mark = load_marker(options.signing)
         ranks = start(tensor=options.tp_size, context=options.cp_size, split_guidance=options.cfg_parallel)
+        if options.compile and is_first():
+            print("the network is compiled when it is first asked, which may take minutes", file=sys.stderr)
         pipeline = TextToVideo.from_pretrained(
             bundle,
             device=device,

@@ -129,6 +129,7 @@ MISTAKES = {
     # info, doctor
     "info nowhere": "nowhere does not exist",
     "info notes.txt": "notes.txt is neither a bundle nor a dataset",
+    "info key.yaml": "key.yaml is no blend of data sets: `splits:` with a `path:`",
     "info bundle --html page.html": "--html is the page of a training run, and bundle is none",
     "doctor --nproc 2": "--nproc=2 needs --distributed",
     # serve
