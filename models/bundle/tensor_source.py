@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -94,6 +95,8 @@ def load_pickled(file: Path | IO[bytes], where: str = "") -> Any:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except UserError:
         raise
+    except pickle.UnpicklingError as error:  # torch's own words advise to run whatever the file holds
+        raise UserError(f"{where} is not read: it is no file of torch.save, or holds more than tensors") from error
     except Exception as error:  # torch raises many kinds for a damaged file, or one that is more than tensors
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise UserError(f"{where} is not read: {reason}") from error

@@ -1,9 +1,8 @@
 """Texts to features."""
 
 import os
-from pathlib import Path
 
-from megadit.models.bundle.components import CONFIG_FILE, part_type
+from megadit.models.bundle.components import CONFIG_FILE, part_folder, part_type
 from megadit.models.shared.files import read_json
 from megadit.models.text_encoders.base import TextEncoder, TextFeatures
 from megadit.models.text_encoders.class_labels import ClassLabels
@@ -31,12 +30,13 @@ TEXT_ENCODERS: dict[str, type[TextEncoder]] = {
 
 
 def load_text_encoder(directory: str | os.PathLike) -> TextEncoder:
-    """The text encoder saved in `directory`, which may also be a published T5's.
+    """The text encoder saved in `directory`, which may also be a published T5's, or that of the bundle there.
 
     Raises:
         UserError: if there is none, or if this version does not know its type.
     """
-    config = read_json(Path(directory) / CONFIG_FILE)
+    folder = part_folder(directory, "text_encoder")
+    config = read_json(folder / CONFIG_FILE)
     if isinstance(config, dict) and "type" not in config and config.get("model_type") in NETWORKS:
-        return T5TextEncoder(model=str(directory))
-    return TEXT_ENCODERS[part_type(directory, "text encoder", TEXT_ENCODERS)].load(directory)
+        return T5TextEncoder(model=str(folder))
+    return TEXT_ENCODERS[part_type(folder, "text encoder", TEXT_ENCODERS)].load(folder)

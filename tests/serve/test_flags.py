@@ -106,6 +106,9 @@ def test_every_option_reaches_the_server(tmp_path, note, monkeypatch):
 
 
 def test_every_option_reaches_the_container(tmp_path, capsys):
+    (tmp_path / "text_to_image").mkdir()
+    (tmp_path / "text_to_image" / "config.pbtxt").touch()
+
     def seen(*more):
         assert verbs.main(["serve", "run", str(tmp_path), "--docker", "print", *more]) == 0
         return capsys.readouterr().out
