@@ -11,6 +11,7 @@ from megadit.infer.guidance import Denoiser
 from megadit.infer.runtimes.exported import ExportedDenoiser, ExportedTokenizer, Networks, with_exported_network
 from megadit.infer.runtimes.network_spec import GIVEN_INPUTS, ExportedNetworks
 from megadit.infer.runtimes.pair import PairDenoiser
+from megadit.infer.runtimes.ranked import Placement, RankedDenoiser
 from megadit.infer.runtimes.shared_torch import load_shared_denoiser
 from megadit.infer.runtimes.streamed import load_streamed_dit
 from megadit.infer.runtimes.torch import TorchDenoiser
@@ -136,13 +137,18 @@ def load_denoiser(
     cuda_graphs: bool = False,
     tensor_parallel: int = 1,
     context_parallel: int = 1,
+    ranks: Placement | None = None,
 ) -> Denoiser:
     """The denoiser of a bundle, by options that `check_runtime` passed; with `resident_blocks`, so many and one more
-    have their weights in memory at once.
+    have their weights in memory at once; with `ranks`, they have them, and this process none.
 
     Raises:
         UserError: if it was not exported for `runtime`, or `runtime` does not run here; if ranks cannot share it.
     """
+    if ranks is not None:
+        of_ranks = {"runtime": runtime, "compile": compile, "resident_blocks": resident_blocks}
+        ranked = RankedDenoiser(bundle, ranks, device=device, dtype=dtype, cuda_graphs=cuda_graphs, **of_ranks)
+        return ranked if bundle.boundary is None else PairDenoiser(ranked, ranked, bundle.boundary)
     if runtime != TORCH:
         return ExportedDenoiser(_open(bundle, runtime, device), adapter_slots(bundle, runtime))
     options = {"device": device, "dtype": dtype, "compile": compile}
