@@ -223,7 +223,8 @@ SHOWN_BY = {
         "serve/test_flags.py::test_every_option_reaches_what_is_kept_up": """
             --model --host --port --drain_seconds --hang_seconds --http_port --grpc_port --triton_metrics_port
             --control_secret
-        """
+        """,
+        "serve/gateway/test_drain.py::test_nobody_is_asked_to_drain": "--drain",
     },
     "serve gateway": {
         "serve/test_flags.py::test_every_option_reaches_the_gateway": """
