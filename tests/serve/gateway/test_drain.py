@@ -66,6 +66,8 @@ def test_another_bundle_is_served_and_no_job_is_lost(serve_up, bundle_dir, retra
         assert service.status(video) == "completed", service.log()
     log = (service.folder / "log").read_text()
     assert "job interrupted" not in log and log.count('"job started"') == 7, "none was made twice"
+    before_the_stop = log.partition("Signal (15) received")[0]
+    assert all(before_the_stop.count(f'"job completed", "job": "{video}"') for video in (first, *running))
     now = service.children()
     assert now["gateway"] == before["gateway"] and now["tritonserver"] != before["tritonserver"]
     made = [pixels(service.content(video)) for video in (*during, after)]
