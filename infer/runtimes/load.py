@@ -184,9 +184,9 @@ def with_exported_networks(
     tokenizer: VideoTokenizer, bundle: Bundle, runtime: str, device: torch.device
 ) -> VideoTokenizer:
     """`tokenizer`, its networks under `runtime` where they were exported."""
-    if runtime == TORCH or "video_decoder" not in open_exported(bundle, runtime).settings["networks"]:
+    if runtime == TORCH or "video_decoder" not in (exported := open_exported(bundle, runtime)).settings["networks"]:
         return tokenizer
-    return ExportedTokenizer(_open(bundle, runtime, device), tokenizer)
+    return ExportedTokenizer(_open(bundle, runtime, device), tokenizer, exported.network("video_encoder").axes)
 
 
 def with_exported_text_network(
