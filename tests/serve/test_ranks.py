@@ -19,7 +19,6 @@ from megadit.serve.client import VideoClient
 from megadit.serve.contract import ServiceError, VideoRequest
 from megadit.serve.local_server import LocalServer
 from megadit.serve.model_config import Scheduling
-from tests.infer.conftest import make_adapter
 
 REQUEST = VideoRequest(prompt="a red seven", seed=5, num_frames=1)
 """An image, which is sent without loss."""
@@ -113,8 +112,6 @@ def test_ranks_end_with_their_backend_and_start_with_the_next(server):
     ],
 )
 def test_ranks_that_cannot_be_are_refused(bundle_dir, tmp_path, capsys, options, said):
-    make_adapter(tmp_path / "one", bundle_dir, 1)
-    options = [each.format(tmp_path) for each in options]
     assert verbs.main(["serve", "build-repository", str(bundle_dir), str(tmp_path / "models"), *options]) == 2
     with pytest.raises(UserError, match=said):
         raise UserError(capsys.readouterr().err)
