@@ -15,6 +15,7 @@ import torch
 from megadit.infer.batches import batch_size
 from megadit.infer.resolve import latent_size
 from megadit.infer.runtimes.torch import KEPT_BYTES
+from megadit.models.adapter_slots import AdapterSlots
 from megadit.models.blocks import MLP_SLICE
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.bundle.components import TENSOR_FILE
@@ -46,6 +47,8 @@ class Choices:
     offload_text_encoder: bool = False
     sequential_guidance: bool = False
     batch_size: int | None = None
+    slots: AdapterSlots | None = None
+    """The room for adapters of a network that was exported with some: it is taken with and without any."""
 
     @property
     def flags(self) -> str:
@@ -169,7 +172,9 @@ def _sampling_bytes(config: DiTConfig, settings: SamplingSettings, tokenizer: Vi
     kept = size * 2 * config.num_layers * TEXT_TOKENS * rows * config.attention_size
     patches = 4 * 4 * tokens * rows * config.token_dim
     state = 8 * SAMPLER_STATES * prod(shape) * videos
-    return size * (block + mlp) + min(kept, KEPT_BYTES) + patches + state
+    numbers = 0 if choices.slots is None else sum(map(prod, choices.slots.inputs.values()))
+    sets = 2 if settings.adapter_interval else 1  # filled for the noise levels within, empty for the others
+    return size * (block + mlp) + min(kept, KEPT_BYTES) + patches + state + 4 * rows * sets * numbers
 
 
 def _decoding_bytes(settings: SamplingSettings, tokenizer: VideoTokenizer) -> int:

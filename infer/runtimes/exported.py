@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megadit.infer.runtimes.network_spec import DENOISERS, INPUTS, Shape
+from megadit.infer.runtimes.network_spec import DENOISERS, INPUTS, Axis, Shape
 from megadit.models.adapter_config import AdapterConfig
 from megadit.models.adapter_slots import AdapterSlots, Packed
 from megadit.models.adapters import check_state
@@ -101,11 +101,17 @@ class ExportedTokenizer:
     Whole videos: what a torch tokenizer computes in tiles, these compute at once, up to the exported size.
     """
 
-    def __init__(self, networks: Networks, tokenizer: VideoTokenizer) -> None:
-        self._networks, self._tokenizer = networks, tokenizer
+    def __init__(self, networks: Networks, tokenizer: VideoTokenizer, axes: Mapping[str, Axis]) -> None:
+        """`axes` are the open sides of its encoder."""
+        self._networks, self._tokenizer, self._axes = networks, tokenizer, axes
 
     def __getattr__(self, name: str):
         return getattr(self._tokenizer, name)
+
+    def nearest_size(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
+        """The size of a video nearest to this one that the networks were exported for."""
+        sizes = zip(("frames", "video_height", "video_width"), (frames, height, width), strict=True)
+        return tuple(self._axes[name].nearest(size) for name, size in sizes)
 
     def encode(self, video_BCTHW: Tensor) -> Tensor:
         """Latents BCTHW of a video in -1..1."""

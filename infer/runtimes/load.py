@@ -11,6 +11,7 @@ from megadit.infer.guidance import Denoiser
 from megadit.infer.runtimes.exported import ExportedDenoiser, ExportedTokenizer, Networks, with_exported_network
 from megadit.infer.runtimes.network_spec import DENOISERS, GIVEN_INPUTS, ExportedNetworks
 from megadit.infer.runtimes.pair import as_one
+from megadit.infer.runtimes.ranked import Placement, RankedDenoiser
 from megadit.infer.runtimes.shared_torch import load_shared_denoiser
 from megadit.infer.runtimes.streamed import load_streamed_dit
 from megadit.infer.runtimes.torch import TorchDenoiser
@@ -137,13 +138,18 @@ def load_denoiser(
     cuda_graphs: bool = False,
     tensor_parallel: int = 1,
     context_parallel: int = 1,
+    ranks: Placement | None = None,
 ) -> Denoiser:
     """The denoiser of a bundle, by options that `check_runtime` passed; with `resident_blocks`, so many and one more
-    have their weights in memory at once.
+    have their weights in memory at once; with `ranks`, they have them, and this process none.
 
     Raises:
         UserError: if it was not exported for `runtime`, or `runtime` does not run here; if ranks cannot share it.
     """
+    if ranks is not None:
+        of_ranks = {"runtime": runtime, "compile": compile, "resident_blocks": resident_blocks}
+        ranked = RankedDenoiser(bundle, ranks, device=device, dtype=dtype, cuda_graphs=cuda_graphs, **of_ranks)
+        return as_one([ranked] * len(bundle.networks), bundle.boundary)
     if runtime != TORCH:
         networks, slots = _open(bundle, runtime, device), adapter_slots(bundle, runtime)
         names = DENOISERS[: len(bundle.networks)]
@@ -180,9 +186,9 @@ def with_exported_networks(
     tokenizer: VideoTokenizer, bundle: Bundle, runtime: str, device: torch.device
 ) -> VideoTokenizer:
     """`tokenizer`, its networks under `runtime` where they were exported."""
-    if runtime == TORCH or "video_decoder" not in open_exported(bundle, runtime).settings["networks"]:
+    if runtime == TORCH or "video_decoder" not in (exported := open_exported(bundle, runtime)).settings["networks"]:
         return tokenizer
-    return ExportedTokenizer(_open(bundle, runtime, device), tokenizer)
+    return ExportedTokenizer(_open(bundle, runtime, device), tokenizer, exported.network("video_encoder").axes)
 
 
 def with_exported_text_network(

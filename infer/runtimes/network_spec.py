@@ -55,6 +55,10 @@ class Axis:
                 rule = f"{self.offset} + a multiple of {self.step}" if self.offset else f"a multiple of {self.step}"
                 raise UserError(f"{self.name}: {size} must be {rule}")
 
+    def nearest(self, size: int) -> int:
+        """The admitted size nearest to one that is a multiple of `step` beyond `offset`."""
+        return min(max(size, self.min), self.max)
+
     def admits(self, size: int) -> bool:
         return self.min <= size <= self.max and (size - self.offset) % self.step == 0
 

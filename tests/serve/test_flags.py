@@ -128,7 +128,7 @@ UP = (
 def test_every_option_reaches_what_is_kept_up(tmp_path, note, monkeypatch):
     monkeypatch.setattr(up, "LocalServer", note(lambda: SimpleNamespace(grpc_url="127.0.0.1:8001", process=None)))
     monkeypatch.setattr(up, "gateway_process", note())
-    monkeypatch.setattr(up, "supervise", lambda servers: 0)
+    monkeypatch.setattr(up, "supervise", lambda *_: 0)
 
     def seen(*more):
         note.all.clear()
