@@ -18,7 +18,7 @@ from megadit.export.quantize import FORMATS, calibrate, quantise
 from megadit.infer.checkpoints import open_bundle
 from megadit.infer.resolve import DefaultOptions, with_changed_defaults
 from megadit.infer.runtimes.load import EXPORTED, weights_checksum
-from megadit.infer.runtimes.network_spec import SETTINGS_FILE, SETTINGS_VERSION, NetworkSpec
+from megadit.infer.runtimes.network_spec import DENOISERS, SETTINGS_FILE, SETTINGS_VERSION, NetworkSpec
 from megadit.models.adapter_slots import AdapterSlots
 from megadit.models.bundle.bundle import (
     MANIFEST_FILE,
@@ -93,7 +93,7 @@ class ExportSettings:
 
     def precision_of(self, network: str) -> str:
         """Latents and texts, which decoders and encoders compute once for all steps, stay in float32."""
-        return self.precision if network == "denoiser" else "fp32"
+        return self.precision if network in DENOISERS else "fp32"
 
     @property
     def _least_opset(self) -> int:
@@ -109,14 +109,15 @@ def export_bundle(source: str | Path, out: str | Path, settings: ExportSettings 
     """
     settings = settings or ExportSettings()
     bundle, out = with_changed_defaults(open_bundle(source), settings.defaults.default), Path(out)
-    _check_network(bundle)
+    _check_network(bundle, settings)
     _check_place(bundle, out)
     verify.check_runtime()
     tokenizer, text_encoder = bundle.load_tokenizer(), bundle.load_text_encoder()
     profiles = contract.parse_profiles(settings.profiles, contract.default_profiles(bundle, tokenizer, text_encoder))
     exported = _exported_text_encoder(text_encoder, settings)
     slots = settings.adapter_slots(bundle.config)
-    specs = contract.specs(profiles, bundle.config, tokenizer, exported, bundle.takes, slots)
+    denoisers = DENOISERS[: len(bundle.networks)]
+    specs = contract.specs(profiles, bundle.config, tokenizer, exported, bundle.takes, slots, denoisers)
     try:
         with atomic_directory(out) as directory:
             return _write(directory, bundle, tokenizer, specs, settings)
@@ -142,9 +143,10 @@ def _exported_text_encoder(text_encoder: TextEncoder, settings: ExportSettings) 
     return text_encoder
 
 
-def _check_network(bundle: Bundle) -> None:
-    check_single(bundle)
+def _check_network(bundle: Bundle, settings: ExportSettings) -> None:
     check_transformer(bundle, "it is not exported; leave it in torch")
+    if settings.adapter_rank is not None:
+        check_single(bundle)
     if not bundle.config.given.is_among or bundle.config.image_size is not None:
         raise UserError(
             f"the network of {bundle.path} reads what is given beside the noisy latents, which exported networks have "
@@ -205,12 +207,13 @@ def export_network(
     ranges, unrounded = {}, []
     if precision in FORMATS:
         _say(f"{name}: learning the ranges of its numbers")
-        ranges = calibrate(bundle, settings.calibration_prompts or (verify.usual_prompt(bundle),))
+        ranges = calibrate(bundle, settings.calibration_prompts or (verify.usual_prompt(bundle),), name)
         quantise(path, ranges, precision)
         unrounded = verify.reference_cases(network, spec, bundle, slots)
     weights = weight_hashes(network)
     cases = verify.reference_cases(comparable(network, precision, ranges), spec, bundle, slots)
-    rounding = verify.check_rounding(unrounded, cases, precision, bundle.defaults) if ranges else {}
+    levels = verify.sampled_levels(name, bundle)
+    rounding = verify.check_rounding(unrounded, cases, precision, levels) if ranges else {}
     del network
     gc.collect()  # traced programs and graphs refer to themselves, and would keep weights mapped
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megadit.export.quantize import round_linears
+from megadit.infer.runtimes.network_spec import DENOISERS
 from megadit.models.adapter_slots import AdapterSlots, SlottedLinears
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.conditioning import Conditioning, Given, given_tokens
@@ -17,6 +18,7 @@ from megadit.models.dense_layout import DenseLayout
 from megadit.models.segments import OpenRows
 from megadit.models.tokenizers import VideoTokenizer
 from megadit.models.tokenizers.tiling import Tiles
+from megadit.models.weights import load_network
 
 PRECISIONS = {
     "fp32": torch.float32,
@@ -107,9 +109,9 @@ def _without_tiles(tokenizer: VideoTokenizer) -> VideoTokenizer:
 def build_network(
     name: str, bundle: Bundle, tokenizer: VideoTokenizer, dtype: torch.dtype, slots: AdapterSlots | None = None
 ) -> nn.Module:
-    """The module behind a contract of this name; only the denoiser computes in `dtype`, and has `slots`."""
-    if name == "denoiser":
-        denoiser = EDMDenoiser(bundle.load_network(dtype=dtype))
+    """The module behind a contract of this name; only denoisers compute in `dtype`, and have `slots`."""
+    if name in DENOISERS:
+        denoiser = EDMDenoiser(load_network(bundle.path / bundle.networks[DENOISERS.index(name)], dtype=dtype))
         denoiser.parameterization.scalings(torch.ones(1))  # before tracing, which could not make the cached tables
         network = (GivenDenoiserGraph if bundle.takes else DenoiserGraph)(denoiser, slots)
     elif name == "text_encoder":

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megadit.infer.runtimes.network_spec import INPUTS, OUTPUTS, Axis, NetworkSpec, Shape, TensorSpec
+from megadit.infer.runtimes.network_spec import DENOISERS, INPUTS, OUTPUTS, Axis, NetworkSpec, Shape, TensorSpec
 from megadit.models.adapter_slots import AdapterSlots
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.config import DiTConfig
@@ -99,10 +99,12 @@ def specs(
     text_encoder: TextEncoder | None = None,
     takes: Collection[str] = (),
     slots: AdapterSlots | None = None,
+    denoisers: Sequence[str] = DENOISERS[:1],
 ) -> dict[str, NetworkSpec]:
     """The contract of each network, by name; that of a text encoder where one is given that is a network.
 
-    `takes` are the uses of given videos that the denoiser was trained for; `slots` are its room for adapters.
+    `takes` are the uses of given videos that the denoiser was trained for; `slots` are its room for adapters;
+    `denoisers` are the names of those that there are, all of `config`.
 
     Raises:
         UserError: for sizes that the tokenizer or the network cannot take; names the nearest that it can.
@@ -133,17 +135,17 @@ def specs(
     )
     is_network = isinstance(text_encoder, NetworkTextEncoder)
     texts = {"text_encoder": _text_encoder(text_encoder, one, text)} if is_network else {}
+    seen_by_denoisers = (
+        x,
+        {"dtype": "float32", "axes": (batch,)},
+        {"dtype": "float32", "axes": (batch, text, config.crossattn_emb_size)},
+        {"dtype": "int64", "axes": (batch,)},
+        {"dtype": "float32", "axes": (batch,)},
+        *(given if takes else ()),
+    )
+    further = () if slots is None else slot_tensors(slots, batch)
     networks = texts | {
-        "denoiser": _network(
-            "denoiser",
-            x,
-            {"dtype": "float32", "axes": (batch,)},
-            {"dtype": "float32", "axes": (batch, text, config.crossattn_emb_size)},
-            {"dtype": "int64", "axes": (batch,)},
-            {"dtype": "float32", "axes": (batch,)},
-            *(given if takes else ()),
-            further=() if slots is None else slot_tensors(slots, batch),
-        ),
+        **{name: _network(name, *seen_by_denoisers, further=further) for name in denoisers},
         "video_decoder": _network(
             "video_decoder", {"dtype": "float32", "axes": (one, config.in_channels, *_free(latent[1:]))}
         ),
@@ -233,7 +235,7 @@ def sample_inputs(spec: NetworkSpec, sizes: Mapping[str, int], seed: int = 0) ->
     if spec.name == "text_encoder":
         tokens = {"tokens": torch.randint(spec.inputs[0].below, shapes["tokens"], generator=generator)}
         return tokens | ({"mask": _sample_mask(*shapes["mask"])} if "mask" in shapes else {})
-    if spec.name != "denoiser":
+    if not spec.is_denoiser:
         (name,) = shapes
         return {name: 0.5 * normal(shapes[name])}
     (batch,) = shapes["sigma"]

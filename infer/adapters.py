@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from megadit.infer.runtimes.exported import ExportedDenoiser
-from megadit.infer.runtimes.torch import TorchDenoiser
+from megadit.infer.runtimes.torch import AdaptableDenoiser
 from megadit.models.adapter_slots import AdapterSlots
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.convert.adapter_files import read_adapter_of, tensor_file
@@ -29,7 +29,7 @@ class AdapterShelf:
 
     def __init__(
         self,
-        denoiser: TorchDenoiser | ExportedDenoiser,
+        denoiser: AdaptableDenoiser | ExportedDenoiser,
         bundle: Bundle,
         kept_bytes: int = KEPT_BYTES,
         slots: AdapterSlots | None = None,
@@ -102,7 +102,7 @@ def hold_adapters(shelf: AdapterShelf | None, adapters: Sequence[Scales]) -> Ite
         yield {}
     elif shelf is None:
         raise UserError(
-            "adapters need the torch runtime on one rank with all blocks, neither compiled nor recorded, or networks "
+            "adapters need the torch runtime with all blocks, neither compiled nor recorded, or networks "
             f"exported with --adapter_rank; {MERGE_FIRST}"
         )
     else:

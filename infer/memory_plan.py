@@ -16,6 +16,7 @@ import torch
 from megadit.infer.batches import batch_size
 from megadit.infer.resolve import latent_size
 from megadit.infer.runtimes.torch import KEPT_BYTES
+from megadit.models.adapter_slots import AdapterSlots
 from megadit.models.blocks import MLP_SLICE
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.bundle.components import TENSOR_FILE
@@ -24,7 +25,7 @@ from megadit.models.config import DiTConfig
 from megadit.models.network_config import NetworkConfig
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
-from megadit.models.text_encoders import NetworkTextEncoder
+from megadit.models.text_encoders.base import PublishedTextEncoder
 from megadit.models.text_encoders.published import DTYPES
 from megadit.models.tokenizers import VideoTokenizer
 from megadit.models.unet_config import UNetConfig
@@ -49,6 +50,8 @@ class Choices:
     offload_text_encoder: bool = False
     sequential_guidance: bool = False
     batch_size: int | None = None
+    slots: AdapterSlots | None = None
+    """The room for adapters of a network that was exported with some: it is taken with and without any."""
 
     @property
     def flags(self) -> str:
@@ -174,7 +177,11 @@ def _sampling_bytes(
     videos = batch_size(choices.batch_size, prod(config.token_grid(*shape[1:])))
     halves = 1 if choices.sequential_guidance or settings.guidance == 1 else 2
     state = 8 * SAMPLER_STATES * prod(shape) * videos
-    return _ACTIVATIONS[type(config)](config, shape, videos * halves, choices.dtype.itemsize) + state
+    numbers = 0 if choices.slots is None else sum(map(prod, choices.slots.inputs.values()))
+    sets = 2 if settings.adapter_interval else 1  # filled for the noise levels within, empty for the others
+    rows = videos * halves
+    activations = _ACTIVATIONS[type(config)](config, shape, rows, choices.dtype.itemsize)
+    return activations + state + 4 * rows * sets * numbers
 
 
 def _activations_of_dit(config: DiTConfig, shape: tuple[int, ...], rows: int, size: int) -> int:
@@ -223,11 +230,12 @@ def _file_bytes(directory: Path) -> int:
 
 
 def _text_encoder_bytes(bundle: Bundle, text_encoder: Any) -> int | None:
-    if not isinstance(text_encoder, NetworkTextEncoder):
-        return _file_bytes(bundle.path / "text_encoder")
+    in_bundle = _file_bytes(bundle.path / "text_encoder")
+    if not isinstance(text_encoder, PublishedTextEncoder):
+        return in_bundle
     try:
         files = [file for folder in text_encoder.directories for file in sorted(folder.glob("*.safetensors"))]
     except UserError:
         return None
     numbers = sum(prod(stored.shape) for file in files for stored in open_safetensors(file).stored.values())
-    return numbers * DTYPES[text_encoder.dtype].itemsize or None
+    return in_bundle + numbers * DTYPES[text_encoder.dtype].itemsize or None

@@ -221,8 +221,8 @@ def check(options: GenerateOptions) -> None:
 def _check_machine(options: GenerateOptions) -> None:
     on_one_rank = options.tp_size == options.cp_size == 1
     refuse(
-        options.adapter and (not on_one_rank or options.compile or options.cuda_graphs or options.resident_blocks),
-        f"--adapter needs one rank, and a network with all blocks, neither compiled nor recorded; {MERGE_FIRST}",
+        options.adapter and (options.compile or options.cuda_graphs or options.resident_blocks),
+        f"--adapter needs a network with all blocks, neither compiled nor recorded; {MERGE_FIRST}",
     )
     is_torch = options.runtime in (None, "torch")
     refuse(

@@ -56,7 +56,8 @@ from megadit.infer.runtimes.load import (
     with_exported_text_network,
 )
 from megadit.infer.runtimes.pair import PairDenoiser
-from megadit.infer.runtimes.torch import TorchDenoiser, find_device, find_dtype
+from megadit.infer.runtimes.ranked import Placement, RankedDenoiser
+from megadit.infer.runtimes.torch import AdaptableDenoiser, find_device, find_dtype
 from megadit.infer.samplers import SAMPLERS, Denoise, num_denoiser_calls, settings_randomness
 from megadit.infer.schedules import settings_sigmas
 from megadit.infer.text_features import TextFeaturesCache
@@ -142,6 +143,7 @@ class TextToVideo:
         tensor_parallel: int = 1,
         context_parallel: int = 1,
         split_guidance: ProcessGroup | None = None,
+        ranks: Placement | None = None,
     ) -> "TextToVideo":
         """The pipeline of a bundle (opened or not, or by its name in a hub's cache), or of a training directory.
 
@@ -155,13 +157,14 @@ class TextToVideo:
         `guardrail_dir` names a content filter (`megadit.infer.guardrail`); adapters that nobody asks for stay in memory
         up to `adapter_bytes`; `runtime` is torch, or onnx or tensorrt for a bundle that `megadit export` made.
         Processes of torchrun can share the network's matrices (`tensor_parallel` of them), the tokens of a video
-        (`context_parallel`) and, in groups, the halves of guidance; all of them then generate the same prompts.
+        (`context_parallel`) and, in groups, the halves of guidance; all of them then generate the same prompts. Without
+        torchrun, `ranks` are processes that this one starts to share all these (`runtimes/ranked.py`).
 
         Raises:
             UserError: if there is no such checkpoint, device or dtype, or a part is not the one trained with.
         """
         place, number_type = find_device(device), find_dtype(dtype)
-        num_ranks = tensor_parallel * context_parallel
+        num_ranks = tensor_parallel * context_parallel if ranks is None else ranks.per_share
         of_torch = {"compile": compile, "cuda_graphs": cuda_graphs, "resident_blocks": resident_blocks}
         runtime = check_runtime(runtime, dtype=dtype, num_ranks=num_ranks, device=place, **of_torch)
         bundle = path if isinstance(path, Bundle) else open_bundle(path)
@@ -179,6 +182,7 @@ class TextToVideo:
             **of_torch,
             tensor_parallel=tensor_parallel,
             context_parallel=context_parallel,
+            ranks=ranks,
         )
 
         def reload_text_encoder() -> TextEncoder:
@@ -188,9 +192,11 @@ class TextToVideo:
         if split_guidance is not None:
             evaluate = split_over_ranks(split_guidance)
         denoiser = load(bundle)
-        slots = None if runtime == TORCH else adapter_slots(bundle, runtime)
+        slots = None if runtime == TORCH or ranks else adapter_slots(bundle, runtime)
         takes_adapters = slots is not None or (
-            isinstance(denoiser, TorchDenoiser) and not (compile or resident_blocks) and tensor_parallel == 1
+            isinstance(denoiser, (AdaptableDenoiser, RankedDenoiser))
+            and runtime == TORCH
+            and not (compile or resident_blocks)
         )
         return cls(
             denoiser=denoiser,

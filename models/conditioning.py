@@ -137,6 +137,18 @@ class Conditioning:
         pooled_BP = None if self.pooled_BP is None else torch.zeros_like(self.pooled_BP)
         return replace(self, text_length_B=torch.zeros_like(self.text_length_B), pooled_BP=pooled_BP)
 
+    def at(self, places: list[int]) -> "Conditioning":
+        """Those of some of the videos."""
+        return Conditioning(
+            self.text_BLE[places],
+            self.text_length_B[places],
+            self.fps_B[places],
+            {name: scale_B[places] for name, scale_B in self.adapter_scale_B.items()},
+            self.given and replace(self.given, latents_BCTHW=self.given.latents_BCTHW[places]),
+            None if self.image_BIE is None else self.image_BIE[places],
+            None if self.pooled_BP is None else self.pooled_BP[places],
+        )
+
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Conditioning":
         """On another device; `dtype` applies to features of text and images alone."""
         return Conditioning(

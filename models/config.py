@@ -77,7 +77,7 @@ class DiTConfig:
 
     family: str = "megadit"
     """Whose structure: ours, or that of published weights. `families.py` lists what differs."""
-    compat: Literal["nemo"] | None = None
+    compat: Literal["nemo", "predict2_5"] | None = None
     """Whose departures from the family, for loading its checkpoints; None means none."""
     adaln_lora_dim: int | None = None
     """Rank of the bottleneck in each modulation; None means none (`cosmos` and `dfm` have one, `st_dit` should)."""

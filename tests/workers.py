@@ -22,6 +22,7 @@ GROUP_OF_FIXTURE = {
     "tritonserver": "triton",
     "exported": "export",
     "rank_servers": "ranks",
+    "quick_demo": "demo",
 }
 """Fixture of the session -> the group of the files that use it."""
 FIRST = ("triton", "ranks", "export")

@@ -27,7 +27,6 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megadit.models.bundle.bundle import is_bundle
 from megadit.models.megatron.checkpoint import (
     CONFIG,
     STATE,
@@ -74,6 +73,8 @@ class RunState:
     """Length of metrics.jsonl."""
     validation: dict[str, Any] = field(default_factory=dict)
     """The newest validation: its step, and the loss of each average ("none" for the weights themselves)."""
+    lowest: dict[str, float] = field(default_factory=dict)
+    """With `validation.patience`: step and mean loss of the best validation, and how many came `since`."""
     untold: dict[str, Any] | None = None
     """What metrics.jsonl is to say of the last step, whose validation was put off by a request to stop."""
     skipped_steps: int = 0
@@ -117,6 +118,8 @@ class CheckpointStore:
         self._teacher = teacher
         self._copy = None
         self._pending: tuple[Path, BackgroundWrite] | None = None
+        self._spared: str | None = None
+        """A checkpoint that stays however old it is."""
         if groups.is_first:
             self._copy = SecondCopy.at(config.checkpoint.copy_to)
             self.root.mkdir(parents=True, exist_ok=True)
@@ -157,6 +160,7 @@ class CheckpointStore:
         """
         self.finish()
         path = self.root / checkpoint_name(state.iteration)
+        self._spared = checkpoint_name(state.lowest["step"]) if state.lowest else None
         unfinished = unfinished_name(path)
         with self._all_or_nothing(unfinished):
             self._pending = path, self._start(unfinished, state, tensors, loader_state)
@@ -199,9 +203,9 @@ class CheckpointStore:
             print(f"checkpoint: {path}", flush=True)
             if self._copy is not None:
                 self._copy.finish()  # the one before is still being read
-            _delete_old(path, self._config.checkpoint.keep_last)
+            _delete_old(path, self._config.checkpoint.keep_last, self._spared)
             if self._copy is not None:
-                self._copy.start(path, keep_last=self._config.checkpoint.keep_last)
+                self._copy.start(path, keep_last=self._config.checkpoint.keep_last, spared=self._spared)
         dist.barrier()
 
     def close(self) -> None:
@@ -256,11 +260,7 @@ class CheckpointStore:
             return
         found = named_checkpoints(Path(other) / "checkpoints")
         if not found:
-            remedy = "give the folder of a run"
-            if is_bundle(other):
-                remedy = f"a bundle has weights alone: checkpoint.init_from={other} starts from them"
-            elif not Path(other).exists():
-                remedy = "it does not exist"
+            remedy = "give the folder of a run" if Path(other).exists() else "it does not exist"
             raise UserError(f"checkpoint.load={other} has no checkpoint; {remedy}")
         yield from reversed(found)
 
@@ -393,6 +393,7 @@ def _loader_file(data_rank: int) -> str:
     return f"{data_rank:05d}.json"
 
 
-def _delete_old(written: Path, keep_last: int) -> None:
+def _delete_old(written: Path, keep_last: int, spared: str | None) -> None:
     for old in outdated(find_checkpoints(written.parent), written, keep_last):
-        delete(old)
+        if old.name != spared:
+            delete(old)

@@ -25,7 +25,7 @@ from megadit.train.optimizer import restore_scaler, scaler_state
 from megadit.train.setup import Training, build_training, precision, start_processes
 from megadit.train.statistics import Statistics
 from megadit.train.step import Mark, StepResult, train_step
-from megadit.train.validation import RAW, evaluate_videos, validate
+from megadit.train.validation import RAW, evaluate_videos, lowest_so_far, validate
 from megadit.train.watchdog import EXIT_CODE, Watchdog
 
 
@@ -132,18 +132,22 @@ class _Run:
             start, length = self.state.iteration, self.state.metrics_bytes
             metrics = stack.enter_context(Metrics(self.config, start=start, length=length, enabled=is_first))
             self._tell_what_was_put_off(metrics)
-            while self.state.iteration < self.config.train.train_iters:
+            while not self._is_over():
                 result = self._step(stop, metrics)
                 if result.must_stop:
                     break
             self._save(metrics)
             self.store.close()
-        if self.state.iteration < self.config.train.train_iters:
+        if not self._is_over():
             self._say(f"told to stop: saved after step {self.state.iteration}; run the same command to continue")
         else:
             steps, seconds = self.state.iteration - start, time.monotonic() - begin
-            reached = {"validation": self.state.validation, "caption": self.caption}
-            self._say(*ending(self.config, steps=steps, seconds=seconds, **reached))
+            self._say(*ending(self.config, self.state, steps=steps, seconds=seconds, caption=self.caption))
+
+    def _is_over(self) -> bool:
+        """Whether all steps are done, or no validation has been better for longer than the run is to wait."""
+        patience, since = self.config.validation.patience, self.state.lowest.get("since", 0)
+        return self.state.iteration >= self.config.train.train_iters or (patience is not None and since >= patience)
 
     def _resume(self) -> None:
         path = self.store.latest()
@@ -156,8 +160,7 @@ class _Run:
         if (said := self.batches.restore_state(readers)) is not None:
             self._say(f"the data readers go on with {said}")
         self.saved_iteration = self.state.iteration if path.parent == self.store.root else None
-        is_done = self.state.iteration >= self.config.train.train_iters
-        self._say(f"{'all steps are done in' if is_done else 'continuing from'} {path}")
+        self._say(f"{'all steps are done in' if self._is_over() else 'continuing from'} {path}")
 
     def _step(self, stop: StopRequest, metrics: Metrics) -> StepResult:
         step = self.state.iteration + 1
@@ -184,7 +187,7 @@ class _Run:
         values = self._values(result) | ({"statistics": sizes.found} if sizes.found else {})
         self._tell(values, metrics, may_validate=not result.must_stop)
         self.store.poll()
-        if self._is_due(self.config.checkpoint.save_interval):
+        if self._is_due(self.config.checkpoint.save_interval) or self.state.lowest.get("step") == self.state.iteration:
             self._save(metrics)
         return result
 
@@ -199,6 +202,8 @@ class _Run:
             self.mark(step, "validating")
             self.state.validation, videos = validate(self.training, step)
             values["validation"] = self.state.validation["losses"]
+            if asked.patience is not None:
+                self.state.lowest = lowest_so_far(self.state.lowest, self.state.validation)
             self._say(validated(step, self.state.validation, videos))
             self.caption = videos[-1].caption if videos else self.caption
             metrics.show(step, videos)

@@ -24,6 +24,7 @@ from megadit.train.recipes import RECIPES
 if TYPE_CHECKING:
     import torch
 
+    from megadit.train.checkpoint import RunState
     from megadit.train.validation import SampledVideo
 
 
@@ -78,27 +79,28 @@ def evaluated(step: int, figures: dict[str, dict[str, float]]) -> str:
     return f"evaluation at step {step}: {named or 'no figures'}"
 
 
-def ending(
-    config: RunConfig, *, steps: int, seconds: float, validation: dict[str, Any], caption: str | None
-) -> list[str]:
+def ending(config: RunConfig, state: "RunState", *, steps: int, seconds: float, caption: str | None) -> list[str]:
     """What was reached, where to look, and what is done next.
 
     Args:
+        state: where the run stands.
         steps: those of this process, in `seconds`.
-        validation: the newest one, as `RunState` has it.
         caption: something to ask the model for.
     """
-    out, iterations = Path(config.train.output_dir), config.train.train_iters
+    out, validation = Path(config.train.output_dir), state.validation
     best = f"; validation loss {validation['losses'][validation['best']]['mean']:.4g}" if validation else ""
+    if state.iteration < config.train.train_iters:
+        best += f", and {state.lowest['loss']:.4g} at step {state.lowest['step']}, the lowest (validation.patience)"
     picture = f"{out / CURVES_FILE}, " if (out / CURVES_FILE).is_file() else ""
     return [
-        f"done: {iterations:,} of {iterations:,} steps, {steps:,} of them in the last {duration(seconds)}{best}",
+        f"done: {state.iteration:,} of {config.train.train_iters:,} steps, {steps:,} of them in the last "
+        f"{duration(seconds)}{best}",
         f"look at: {picture}`megadit info {shlex.quote(str(out))} --html {shlex.quote(f'{out}.html')}`",
-        *_next(config, out, caption),
+        *_next(config, out, caption, state.lowest.get("step")),
     ]
 
 
-def _next(config: RunConfig, out: Path, caption: str | None) -> list[str]:
+def _next(config: RunConfig, out: Path, caption: str | None, step: int | None) -> list[str]:
     """The commands that make a video with what was trained; none where there is nothing to encode its prompt with, or
     where another command goes on."""
     if config.data.mock or config.train.distill is not None:
@@ -109,6 +111,6 @@ def _next(config: RunConfig, out: Path, caption: str | None) -> list[str]:
     if config.train.adapter is not None:
         with_it = f"--checkpoint_path {shlex.quote(config.checkpoint.init_from)} --adapter {made}"
     return [
-        f"next: megadit bundle {run} {made}",
+        f"next: megadit bundle {run} {made}{'' if step is None else f' --step {step}'}",
         f"      megadit generate {with_it} --prompt {prompt} --video_save_path {shlex.quote(f'{out}.mp4')}",
     ]

@@ -71,6 +71,15 @@ def validate(training: Training, step: int) -> tuple[dict[str, Any], list[Sample
     return {"step": step, "best": best, "losses": losses}, videos
 
 
+def lowest_so_far(before: dict[str, float], found: dict[str, Any]) -> dict[str, float]:
+    """Step and mean loss of the best of all validations, and how many came `since`: with `found`, what `validate` gave,
+    after those of which `before` tells."""
+    loss = found["losses"][found["best"]]["mean"]
+    if before and not loss < before["loss"]:
+        return before | {"since": before["since"] + 1}
+    return {"step": found["step"], "loss": loss, "since": 0}
+
+
 def _validation_batches(training: Training) -> tuple[list[PackedBatch], int]:
     """Packs of this rank, and how many of them are to be counted.
 

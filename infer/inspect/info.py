@@ -38,7 +38,9 @@ Facts = dict[str, Any]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InfoOptions:
     path: Path = setting(
-        help="a bundle, an adapter, a run's folder or checkpoint, or a dataset", positional=True, metavar="PATH"
+        help="a bundle, an adapter, a run's folder or checkpoint, a dataset, or a YAML file that blends some",
+        positional=True,
+        metavar="PATH",
     )
     json: bool = setting(False, "print JSON instead of a table")
     sheet: Path | None = setting(None, "draw samples of a dataset into this picture")
@@ -90,6 +92,8 @@ def describe(path: Path) -> Facts:
         return describe_checkpoint(path)
     if _is_run(path):
         return describe_run(path)
+    if path.is_file() and path.suffix in (".yaml", ".yml"):
+        return describe_blend(path)
     raise UserError(
         f"{path} is neither a bundle nor a dataset (no {MANIFEST_FILE}), neither a training run (no {CONFIG} beside "
         f"{CHECKPOINTS}/) nor a complete checkpoint (no {STATE}), nor an adapter"
@@ -154,6 +158,27 @@ def describe_dataset(path: Path) -> Facts:
     for part in ("tokenizer", "text_encoder"):
         if (path / part / "config.json").is_file():
             facts[part.replace("_", " ")] = read_json(path / part / "config.json").get("type")
+    return facts
+
+
+def describe_blend(path: Path) -> Facts:
+    """What a blend of data sets takes from where: of each split the folders, their samples and their weights.
+
+    Raises:
+        UserError: if the file names no data sets, or one of them was not prepared.
+    """
+    document = parse_yaml(path.read_bytes(), str(path))
+    facts: Facts = {"blend": str(path)}
+    try:
+        for split, source in document["splits"].items():
+            for number, part in enumerate(source.get("blend") or [source], 1):
+                folder = path.parent / part["path"]
+                samples = read_json(folder / MANIFEST_FILE)["num_samples"].get(part.get("split_part", split), 0)
+                facts[f"{split} {number}"] = f"{folder}: {samples:,} samples, weight {part.get('weight', 1):g}"
+    except UserError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise UserError(f"{path} is no blend of data sets: `splits:` with a `path:` or a `blend:` of such") from error
     return facts
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megadit.infer.runtimes.network_spec import INPUTS, Shape
+from megadit.infer.runtimes.network_spec import DENOISERS, INPUTS, Axis, Shape
 from megadit.models.adapter_config import AdapterConfig
 from megadit.models.adapter_slots import AdapterSlots, Packed
 from megadit.models.adapters import check_state
@@ -38,10 +38,10 @@ class ExportedDenoiser:
     dtype = torch.float32
     """Of what it takes and gives."""
 
-    def __init__(self, networks: Networks, slots: AdapterSlots | None = None) -> None:
-        """`slots` are its inputs for adapters, where it has any."""
+    def __init__(self, networks: Networks, slots: AdapterSlots | None = None, name: str = DENOISERS[0]) -> None:
+        """`slots` are its inputs for adapters, where it has any; `name` is that of its network."""
         self.device = networks.device
-        self._network = networks["denoiser"]
+        self._network = networks[name]
         self._slots = slots
         self.adapters: dict[str, Packed] = {}
         """By name."""
@@ -92,7 +92,7 @@ def denoiser_inputs(x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning
         given.is_given_THW.long(),
         torch.tensor([*map(float, range(frames)), *given.extra_times]),
     )
-    return dict(zip(INPUTS["denoiser"], values, strict=True))
+    return dict(zip(INPUTS[DENOISERS[0]], values, strict=True))
 
 
 class ExportedTokenizer:
@@ -101,11 +101,17 @@ class ExportedTokenizer:
     Whole videos: what a torch tokenizer computes in tiles, these compute at once, up to the exported size.
     """
 
-    def __init__(self, networks: Networks, tokenizer: VideoTokenizer) -> None:
-        self._networks, self._tokenizer = networks, tokenizer
+    def __init__(self, networks: Networks, tokenizer: VideoTokenizer, axes: Mapping[str, Axis]) -> None:
+        """`axes` are the open sides of its encoder."""
+        self._networks, self._tokenizer, self._axes = networks, tokenizer, axes
 
     def __getattr__(self, name: str):
         return getattr(self._tokenizer, name)
+
+    def nearest_size(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
+        """The size of a video nearest to this one that the networks were exported for."""
+        sizes = zip(("frames", "video_height", "video_width"), (frames, height, width), strict=True)
+        return tuple(self._axes[name].nearest(size) for name, size in sizes)
 
     def encode(self, video_BCTHW: Tensor) -> Tensor:
         """Latents BCTHW of a video in -1..1."""

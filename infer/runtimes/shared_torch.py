@@ -3,12 +3,15 @@
 Shapes: B batch, C latent channels, T/H/W latent frames, height, width, S video tokens, P patch dim, G segments.
 """
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megadit.infer.runtimes.torch import TorchDenoiser
+from megadit.infer.runtimes.torch import AdaptableDenoiser, TorchDenoiser
+from megadit.models.adapters import load_adapter
 from megadit.models.conditioning import Conditioning
 from megadit.models.dense_packs import gather_tokens, pack_dense, pad_segments, unpack_dense
 from megadit.models.dit import DiT
@@ -17,35 +20,60 @@ from megadit.models.shared.errors import UserError
 from megadit.models.weights import load_config
 
 
-class ContextParallelDenoiser:
+class ContextParallelDenoiser(AdaptableDenoiser):
     """D(x; sigma) by ranks that hold a CP shard of every video's tokens; they call it together and all get the result.
 
     The batch travels as a pack, whose segments are cut evenly (`TokenMesh.span`).
     """
 
-    def __init__(self, dit: DiT, groups, *, multiple: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        dit: DiT,
+        groups,
+        *,
+        multiple: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        load: Callable[..., None] = load_adapter,
+    ) -> None:
         """`groups` are Megatron's (`megatron.groups.Groups`); packs have a multiple of `multiple` tokens."""
+        super().__init__(dit, load)
         self.device = device
         self.dtype = dtype
-        self._dit = dit
         self._groups = groups
         self._multiple = multiple
 
     @torch.no_grad()
     def __call__(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
         """Clean latents x0 (float32, on `device`); the inputs may lie anywhere."""
-        x_BCTHW = x_BCTHW.to(self.device, torch.float32)
+        x_BCTHW, sigma_B = x_BCTHW.to(self.device, torch.float32), sigma_B.to(self.device).float()
         conditioning = conditioning.to(self.device, self.dtype)
-        pack = pack_dense(x_BCTHW, conditioning, self._dit.config, self._multiple)
+        D_BCTHW = torch.empty_like(x_BCTHW)
+        for scales, places in _alike(conditioning):  # a pack has one scale of an adapter for all of its tokens
+            self._scale_adapters(scales)
+            D_BCTHW[places] = self._denoised(x_BCTHW[places], sigma_B[places], conditioning.at(places))
+        return D_BCTHW
+
+    def _denoised(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
+        pack = pack_dense(x_BCTHW, conditioning, self.dit.config, self._multiple)
         layout = pack.layout
-        sigma_G = pad_segments(sigma_B.to(self.device).float(), layout, value=1.0)
+        sigma_G = pad_segments(sigma_B, layout, value=1.0)
         mine = layout.shard(self._groups.mesh)
         own_S = mine.on(self.device).index_S
         beside_S1Q = None if pack.beside_S1Q is None else pack.beside_S1Q[own_S]
         own = (pack.tokens_S1P[own_S], sigma_G, pack.text_L1E, pack.fps_G, mine)
-        D_S1P = denoise_packed(self._dit, *own, beside_S1Q=beside_S1Q)
+        D_S1P = denoise_packed(self.dit, *own, beside_S1Q=beside_S1Q)
         D_S1P = gather_tokens(D_S1P, mine, self._groups.context.group)
-        return unpack_dense(D_S1P, layout, x_BCTHW, self._dit.config)
+        return unpack_dense(D_S1P, layout, x_BCTHW, self.dit.config)
+
+
+def _alike(conditioning: Conditioning) -> list[tuple[dict[str, float], list[int]]]:
+    """The scales of adapters that videos of a batch have, and the places of those that have them."""
+    by_scales: dict[tuple[float, ...], list[int]] = {}
+    names, scales = list(conditioning.adapter_scale_B), conditioning.adapter_scale_B.values()
+    for place in range(len(conditioning)):
+        by_scales.setdefault(tuple(scale_B[place].item() for scale_B in scales), []).append(place)
+    return [(dict(zip(names, own, strict=True)), places) for own, places in by_scales.items()]
 
 
 def load_shared_denoiser(
@@ -60,7 +88,7 @@ def load_shared_denoiser(
     from megadit.models.megatron import cpu_shim
 
     cpu_shim.install()
-    from megadit.models.megatron.load import load_split_dit
+    from megadit.models.megatron.load import load_split_adapter, load_split_dit
     from megadit.models.megatron.parallel_sizes import ParallelSizes
 
     config = load_config(directory)
@@ -70,7 +98,7 @@ def load_shared_denoiser(
         raise UserError(f"tp_size={tensor} does not divide experts; share the tokens of a video with cp_size instead")
     layout = ParallelSizes(tensor=tensor, context=context, context_comm="both")
     dit, groups = load_split_dit(directory, layout, device=device, dtype=dtype)
+    of_torch = {"device": device, "dtype": dtype, "load": partial(load_split_adapter, groups=groups)}
     if context == 1:
-        return TorchDenoiser(dit, device=device, dtype=dtype, compile=compile)
-    multiple = layout.sequence_multiple
-    return ContextParallelDenoiser(dit, groups, multiple=multiple, device=device, dtype=dtype)
+        return TorchDenoiser(dit, compile=compile, **of_torch)
+    return ContextParallelDenoiser(dit, groups, multiple=layout.sequence_multiple, **of_torch)

@@ -1,6 +1,6 @@
 """The denoiser in torch, on the CPU or a GPU."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -28,6 +28,35 @@ KEPT_BYTES = 2**28
 """Memory for what is computed once for all noise levels of a batch: most of it are keys and values of the text."""
 
 
+class AdaptableDenoiser:
+    """A denoiser by torch beside whose network adapters come and go; conditions say how much of each a video gets."""
+
+    def __init__(self, dit: Network, load: Callable[..., None] = load_adapter) -> None:
+        """`load` is `models.adapters.load_adapter`, or does the same for a network that ranks share."""
+        self.dit = dit
+        self._load = load
+        self._adapters: list[str] = []
+
+    def load_adapter(self, name: str, state: Mapping[str, Tensor], adapter: AdapterConfig) -> None:
+        """Puts an adapter beside the network.
+
+        Raises:
+            UserError: for one that does not fit the network.
+        """
+        self._load(self.dit, state, adapter, name)
+        self._adapters.append(name)
+
+    def remove_adapter(self, name: str) -> None:
+        """Takes an adapter away."""
+        remove(self.dit, name)
+        self._adapters.remove(name)
+
+    def _scale_adapters(self, scales: Mapping[str, float | Tensor]) -> None:
+        """What `set_scale` takes of each; nothing of one that is not named."""
+        for name in self._adapters:
+            set_scale(self.dit, scales.get(name, 0.0), name)
+
+
 class Prepared(NamedTuple):
     """Conditions, ready for the network."""
 
@@ -39,7 +68,7 @@ class Prepared(NamedTuple):
     """Of its adapters, as `set_scale` takes them."""
 
 
-class TorchDenoiser:
+class TorchDenoiser(AdaptableDenoiser):
     """D(x; sigma) by torch: the network in `dtype`, without autocast; its preconditioning in float32.
 
     Takes `dit` over: it is moved and cast in place. `compile` compiles it (torch.compile) at the first call, with sizes
@@ -54,12 +83,13 @@ class TorchDenoiser:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         compile: bool = False,
+        load: Callable[..., None] = load_adapter,
     ) -> None:
+        super().__init__(dit, load)
         self.device = torch.device(device)
         self.dtype = dtype
         self._denoiser = EDMDenoiser(dit).to(self.device, dtype).eval()
         self._is_compiled = compile
-        self._adapters: list[str] = []
         self._seen: WeakKeyDictionary[Conditioning, dict[torch.Size, Prepared]] = WeakKeyDictionary()
         if compile:
             self._denoiser.compile(dynamic=True)
@@ -68,23 +98,8 @@ class TorchDenoiser:
     def __call__(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
         """Clean latents x0 (float32, on `device`); the inputs may lie anywhere."""
         here, layout, scales = self._prepared(conditioning, x_BCTHW.shape[2:])
-        for name in self._adapters:
-            set_scale(self._denoiser.dit, scales.get(name, 0.0), name)
+        self._scale_adapters(scales)
         return self._denoiser(x_BCTHW.to(self.device), sigma_B.to(self.device), here, layout)
-
-    def load_adapter(self, name: str, state: Mapping[str, Tensor], adapter: AdapterConfig) -> None:
-        """Puts an adapter beside the network; conditions say how much of it each video gets.
-
-        Raises:
-            UserError: for one that does not fit the network.
-        """
-        load_adapter(self._denoiser.dit, state, adapter, name)
-        self._adapters.append(name)
-
-    def remove_adapter(self, name: str) -> None:
-        """Takes an adapter away."""
-        remove(self._denoiser.dit, name)
-        self._adapters.remove(name)
 
     def _prepared(self, conditioning: Conditioning, size: torch.Size) -> Prepared:
         if self._is_compiled:
@@ -92,7 +107,7 @@ class TorchDenoiser:
         by_size = self._seen.setdefault(conditioning, {})
         if size not in by_size:
             here = conditioning.to(self.device, self.dtype)
-            layout = self._denoiser.dit.dense_layout(here, size, self.device, Kept(KEPT_BYTES))
+            layout = self.dit.dense_layout(here, size, self.device, Kept(KEPT_BYTES))
             scales = {name: _scale(scale_B) for name, scale_B in here.adapter_scale_B.items()}
             by_size[size] = Prepared(here, layout, scales)
         return by_size[size]

@@ -125,8 +125,8 @@ def check_single(bundle: Bundle) -> None:
     """Raises UserError for a bundle of two networks, for what takes one."""
     if bundle.boundary is not None:
         raise UserError(
-            f"{bundle.path} has two networks, for high and for low noise, which can be sampled from and converted; "
-            "this takes one: convert the published networks one by one"
+            f"{bundle.path} has two networks, for high and for low noise, which can be sampled from, exported, "
+            "served and converted; this takes one: convert the published networks one by one"
         )
 
 

@@ -176,7 +176,7 @@ def tensor_file(path: Path) -> Path:
             "files than safetensors are not read"
         )
     if not path.exists():
-        raise UserError(f"{path} does not exist")
+        raise UserError(f"the adapter {path} does not exist; give PATH or PATH:SCALE, such as zog:0.8")
     if path.suffix != ".safetensors":
         raise UserError(f"{path} is not read: an adapter is a folder, or a file that ends in .safetensors")
     return path

@@ -43,7 +43,14 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, read_json, write_json
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import setting
-from megadit.models.text_encoders import ClassLabels, CLIPTextEncoder, T5TextEncoder, TextEncoder, load_text_encoder
+from megadit.models.text_encoders import (
+    ClassLabels,
+    CLIPTextEncoder,
+    QwenVLTextEncoder,
+    T5TextEncoder,
+    TextEncoder,
+    load_text_encoder,
+)
 from megadit.models.tokenizers import (
     Autoencoder,
     VideoTokenizer,
@@ -69,7 +76,10 @@ class ConvertOptions:
     )
     tokenizer: str | None = setting(None, "the video tokenizer; default: that of the pipeline", metavar="PATH")
     text_encoder: str | None = setting(
-        None, f"directory or name of a T5 or CLIP; default: that of the pipeline, or {T5} (Wan: {UMT5})", metavar="PATH"
+        None,
+        "directory or name of a T5 or CLIP, for Predict2.5 of a Qwen2.5-VL; default: that of the pipeline, or "
+        f"{T5} (Wan: {UMT5})",
+        metavar="PATH",
     )
     image_encoder: str | None = setting(
         None,
@@ -146,7 +156,7 @@ def _is_part(path: Path) -> bool:
 
 def _import(source: Path, options: ConvertOptions) -> None:
     published = open_published(source)
-    takes = published_uses(published.config)
+    takes = published_uses(published)
     licence = find_licence(source, published.config.family)
     tokenizer = _choose_tokenizer(source, options.tokenizer, options.compression)
     if tokenizer is None:
@@ -190,7 +200,8 @@ def _choose_tokenizer(source: Path, given: str | None, compression: str) -> Vide
 
 
 def _choose_text_encoder(source: Path, published: Published, given: str | None) -> TextEncoder:
-    """For classes their names; else what was given, is the pipeline's own, or is what they were trained with."""
+    """For classes their names; else the network that was given, is the pipeline's own, or is what they were trained
+    with."""
     if not published.config.has_text:
         names = published.class_names or tuple(f"class {i}" for i in range(published.config.num_classes))
         return ClassLabels(names=names)
@@ -198,7 +209,8 @@ def _choose_text_encoder(source: Path, published: Published, given: str | None) 
         if "type" in read_json(Path(given) / parts.CONFIG_FILE):
             return load_text_encoder(given)
     of_pipeline = str(source.absolute()) if (source / "text_encoder" / parts.CONFIG_FILE).is_file() else None
-    return _TEXT_ENCODERS.get(published.config.family, _t5)(published, given or of_pipeline)
+    family = "predict2_5" if published.text_projection else published.config.family
+    return _TEXT_ENCODERS.get(family, _t5)(published, given or of_pipeline)
 
 
 def _t5(published: Published, model: str | None, usual: str = T5) -> TextEncoder:
@@ -219,11 +231,16 @@ def _clip(published: Published, model: str | None) -> TextEncoder:
     )
 
 
+def _qwen_vl(published: Published, model: str | None) -> TextEncoder:
+    return QwenVLTextEncoder(model=model or QwenVLTextEncoder().model, projection=dict(published.text_projection))
+
+
 _TEXT_ENCODERS: dict[str, Callable[[Published, str | None], TextEncoder]] = {
+    "predict2_5": _qwen_vl,
     "stable_diffusion": _clip,
     "wan": partial(_t5, usual=UMT5),
 }
-"""Family -> the text encoder of a directory, or the usual one; else a T5."""
+"""Family, or its member that reads texts otherwise -> the text encoder of a directory, or the usual one; else a T5."""
 
 
 def _choose_image_encoder(source: Path, config: NetworkConfig, given: str | None) -> ImageEncoder | None:
@@ -254,11 +271,12 @@ def _export(source: Path, out: Path, form: str) -> None:
             write_original(directory, bundle.config, networks["transformer"])
         else:
             tokenizer = bundle.load_tokenizer()
+            projection = getattr(bundle.load_text_encoder(), "projection", {})
             side = bundle.defaults.height // tokenizer.spatial_compression
             for part, tensors in networks.items():
                 folder = directory / diffusers_folder(bundle.config, part)
                 folder.mkdir()
-                write_diffusers(folder, bundle.config, tensors, side)
+                write_diffusers(folder, bundle.config, tensors, side, projection)
             _export_tokenizer(tokenizer, directory / "vae")
         if (source / "notices").is_dir():
             for notice in (source / "notices").iterdir():

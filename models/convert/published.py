@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megadit.models.bundle.tensor_source import (
     TensorSource,
@@ -41,11 +42,15 @@ class Published:
     """A level t = sigma / (1 + sigma)."""
     index: Mapping[str, Any] = field(default_factory=dict)
     """What model_index.json says, where a pipeline has one."""
+    text_projection: Mapping[str, Tensor] = field(default_factory=dict)
+    """What it reads a Qwen2.5-VL's states by (`QwenVLTextEncoder.projection`); {}: it reads a T5's features."""
 
 
-def published_uses(config: NetworkConfig) -> tuple[str, ...]:
-    """What the published networks of a configuration were trained to be given."""
-    if config.given_sigma is None:
+def published_uses(published: Published) -> tuple[str, ...]:
+    """What a published network was trained to be given, as far as we can give it."""
+    config = published.config
+    # Predict2.5 tells the network a noise level of .1 for frames that have none, which is no form of ours
+    if config.given_sigma is None or published.text_projection:
         return ()
     if config.given.has_own_level and not config.given.marks or not config.given.is_among:  # Wan's
         return ("first_frame", "last_frame") if config.image_positions is not None else ("first_frame",)
@@ -168,8 +173,8 @@ DIFFUSERS = {known.DIFFUSERS_CLASS: known for known in (cosmos, class_dit, wan, 
 """Class -> the module that knows its settings and tensors."""
 BESIDE = {stable_diffusion.DIFFUSERS_CLASS: stable_diffusion.read_pipeline}
 """Class -> what reads settings of it that stand in other folders of its pipeline."""
-IGNORED = {wan.DIFFUSERS_CLASS: wan.IGNORED}
-"""Class -> a pattern of tensors in its files that it does not read itself."""
+IGNORED = {wan.DIFFUSERS_CLASS: wan.IGNORED, cosmos.DIFFUSERS_CLASS: r"^crossattn_proj\."}
+"""Class -> a pattern of tensors in its files that are no part of our network."""
 _OF_FAMILY = {"cosmos": cosmos, "dit": class_dit, "wan": wan, "stable_diffusion": stable_diffusion}
 _FOLDERS = {"stable_diffusion": stable_diffusion.FOLDER}
 """Family -> where diffusers' pipelines have its network; else in `transformer`."""
@@ -247,7 +252,16 @@ def _from_diffusers(path: Path) -> Published:
         config=config,
         tensors=to_ours(source, known.diffusers_entries(config), config, ignored=IGNORED.get(name, "$^")),
         sample_size=values.get("sample_size"),
+        text_projection=_text_projection(values, source),
     )
+
+
+def _text_projection(values: Mapping[str, Any], source: TensorSource) -> dict[str, Tensor]:
+    if not values.get("use_crossattn_projection"):
+        return {}
+    if missing := [name for name in cosmos.TEXT_PROJECTION.values() if name not in source.stored]:
+        raise UserError(f"{source.label} has no tensor {missing[0]}, which use_crossattn_projection asks for")
+    return {ours: source.read(theirs) for ours, theirs in cosmos.TEXT_PROJECTION.items()}
 
 
 def _shards(path: Path) -> list[Path]:
@@ -328,8 +342,10 @@ def original_entries(config: NetworkConfig) -> list[Entry] | None:
     return entries_of[form](config) if form in entries_of else None
 
 
-def write_diffusers(out: Path, config: NetworkConfig, tensors: TensorSource, sample_size: int) -> None:
-    """config.json and weights of our network as diffusers reads them.
+def write_diffusers(
+    out: Path, config: NetworkConfig, tensors: TensorSource, sample_size: int, text_projection: Mapping[str, Tensor]
+) -> None:
+    """config.json and weights of our network as diffusers reads them, `text_projection` (as `Published`'s) among them.
 
     Raises:
         UserError: if diffusers has no such network.
@@ -339,8 +355,9 @@ def write_diffusers(out: Path, config: NetworkConfig, tensors: TensorSource, sam
         raise UserError(f"diffusers has no network of the family {config.family}; only of {', '.join(_OF_FAMILY)}")
     sizes = (sample_size,) if config.family == "dit" else ()
     values = _OF_FAMILY[config.family].config_to_diffusers(config, *sizes)
-    write_json(out / "config.json", values)
-    write_safetensors(out / f"{WEIGHTS}.safetensors", to_theirs(tensors, entries))
+    settings, more = cosmos.projection_to_diffusers(text_projection) if text_projection else ({}, {})
+    write_json(out / "config.json", values | settings)
+    write_safetensors(out / f"{WEIGHTS}.safetensors", to_theirs(tensors, entries).beside(more))
 
 
 def write_original(out: Path, config: NetworkConfig, tensors: TensorSource) -> None:

@@ -34,6 +34,9 @@ def published_defaults(published: Published, tokenizer: VideoTokenizer) -> Sampl
         return _of_stable_diffusion(published, published.sample_size * tokenizer.spatial_compression)
     # Cosmos' guidance of 7 means cond + 7 (cond - uncond)
     of_videos = {"num_frames": 93, "height": 704, "width": 1280}
+    if published.text_projection:  # Predict2.5
+        levels = {"sigma_min": 0.01, "sigma_max": 200.0}
+        return SamplingSettings(sampler="unipc", num_steps=36, guidance=8.0, fps=16.0, **levels, **of_videos)
     if config.preconditioner == "flow" and config.given_sigma is not None:  # Predict2's video-to-world
         return SamplingSettings(sampler="res_2ab", num_steps=35, guidance=8.0, fps=16.0, **of_videos)
     if config.preconditioner == "flow":  # its text-to-image

@@ -1,17 +1,23 @@
-"""A DiT on disk, read into a network that is split over tensor-parallel ranks."""
+"""A DiT on disk, and adapters beside it, read into a network that is split over tensor-parallel ranks."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from torch import Tensor, nn
 
+from megadit.models.adapter_config import AdapterConfig
+from megadit.models.adapters import DEFAULT, load_adapter
 from megadit.models.bundle import components as parts
 from megadit.models.dit import DiT
+from megadit.models.megatron.adapter_parallel import share_adapters
 from megadit.models.megatron.groups import Groups, initialize
 from megadit.models.megatron.parallel_sizes import ParallelSizes
 from megadit.models.megatron.parallelize import parallelize
-from megadit.models.megatron.shards import full_shape, shard
+from megadit.models.megatron.plan import PLAN, role_of
+from megadit.models.megatron.shards import full_shape, own_part, shard
 from megadit.models.megatron.transformer_config import transformer_config
 from megadit.models.weights import check_shapes, load_config
 
@@ -39,3 +45,21 @@ def load_split_dit(
         for name, parameter in model.named_parameters():
             parameter.copy_(shard(parameter, file.get_tensor(name), groups.axes))
     return model.to(device, dtype).eval(), groups
+
+
+@torch.no_grad()
+def load_split_adapter(
+    dit: DiT, state: Mapping[str, Tensor], adapter: AdapterConfig, name: str = DEFAULT, *, groups: Groups
+) -> None:
+    """`adapters.load_adapter` for a network of `load_split_dit`: of each whole tensor a rank keeps its part.
+
+    Raises:
+        UserError: for tensors that do not fit the network, by name and shape, or are not finite; nothing has changed.
+    """
+    load_adapter(dit, state, adapter, name)
+    for path, module in dit.named_modules():
+        if f".adapters.{name}." in path:
+            for part, whole in list(module.named_parameters(recurse=False)):
+                own = own_part(whole, role_of(f"{path}.{part}"), groups.axes)
+                setattr(module, part, nn.Parameter(own.clone()))
+    share_adapters(dit, PLAN, groups.tensor, sequence_parallel=False)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megadit.models.initialize import Fill, initialize_
-from megadit.models.megatron.plan import Axes
+from megadit.models.megatron.plan import Axes, Role, local_shape
 
 
 def splits(parameter: Tensor) -> tuple[tuple[int, str], ...]:
@@ -36,6 +36,14 @@ def shard(parameter: Tensor, value: Tensor, axes: Axes) -> Tensor:
         size = parameter.shape[dim]
         value = value.narrow(dim, axes[axis].rank() * size, size)
     return value
+
+
+def own_part(whole: Tensor, role: Role, axes: Axes) -> Tensor:
+    """A rank's part of a whole parameter of any shape, a view of it."""
+    shape = local_shape(whole.shape, role, axes)
+    for dim, axis in role.split:
+        whole = whole.narrow(dim, axes[axis].rank() * shape[dim], shape[dim])
+    return whole
 
 
 def initialize_dit_(

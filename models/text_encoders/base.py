@@ -74,8 +74,11 @@ RunTokens = Callable[[Sequence[Tensor], tuple[int, ...]], Tensor]
 
 
 @runtime_checkable
-class NetworkTextEncoder(Protocol):
-    """A text encoder that has a network, which can be exported and run by another runtime."""
+class PublishedTextEncoder(Protocol):
+    """A text encoder whose network is not in the bundle."""
+
+    dtype: str
+    """In which its weights are loaded."""
 
     @property
     def directories(self) -> tuple[os.PathLike, ...]:
@@ -84,6 +87,11 @@ class NetworkTextEncoder(Protocol):
         Raises:
             UserError: if they are not on this machine; says what to download, and where to put it.
         """
+
+
+@runtime_checkable
+class NetworkTextEncoder(PublishedTextEncoder, Protocol):
+    """One whose network can be exported and run by another runtime."""
 
     @property
     def token_inputs(self) -> tuple[TokenInput, ...]:

@@ -226,7 +226,7 @@ def test_each_line_of_a_prompt_file_has_its_own(pipeline, bundle_dir, one, two, 
     [
         (["--adapter", "{one}", "--runtime", "onnx"], "has no onnx/: make a bundle that has it"),
         (["--adapter", "{one}", "--compile"], "merge it into its base first"),
-        (["--adapter", "{one}", "--tp_size", "2"], "merge it into its base first"),
+        (["--adapter", "{one}", "--resident_blocks", "1"], "merge it into its base first"),
         (["--adapter", "{one}:nan"], "the scale must be a finite number"),
         (["--adapter", "{one}", "--adapter", "{one}:2"], "given twice"),
         (["--adapter", "nowhere:0.5"], "nowhere does not exist"),

@@ -13,12 +13,16 @@ from megadit.infer.generate import main
 from megadit.infer.ranks import Ranks
 from megadit.infer.video_io import read_video
 
+from .conftest import make_adapter
+
 ARGUMENTS = ["--prompt", "a red seven", "a blue two", "a green three", "--seeds", "1", "2", "--format", "png"]
 
 
-def launch(bundle_dir, folder: Path, num_processes: int, *options: str) -> subprocess.CompletedProcess:
+def launch(
+    bundle_dir, folder: Path, num_processes: int, *options: str, arguments=ARGUMENTS
+) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
-    command += ["-m", "megadit.infer.generate", "--checkpoint_path", str(bundle_dir), "--device", "cpu", *ARGUMENTS]
+    command += ["-m", "megadit.infer.generate", "--checkpoint_path", str(bundle_dir), "--device", "cpu", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run([*command, *options], cwd=folder, env=environment, capture_output=True, text=True)
 
@@ -102,3 +106,24 @@ def test_context_parallel_ranks(bundle_dir, tmp_path, alone, num_processes, opti
     result = launch(bundle_dir, tmp_path, num_processes, *options, "--video_save_path", "out")
     assert result.returncode == 0, result.stderr
     check_same(tmp_path / "out", alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_processes", "options"),
+    [(2, ["--tp_size", "2"]), (4, ["--tp_size", "2", "--cp_size", "2"])],
+    ids=["tp", "tp-cp"],
+)
+def test_each_video_of_a_batch_has_its_adapters_on_ranks_that_share_it(bundle_dir, tmp_path, num_processes, options):
+    """LoRA and DoRA beside every linear, other scales for each prompt."""
+    pytest.importorskip("megatron.core")
+    lora, dora = (make_adapter(tmp_path / kind, bundle_dir, 1, kind=kind) for kind in ("lora", "dora"))
+    asked = {"a red seven": [f"{lora}:0.7"], "a blue two": [f"{lora}:0.3", f"{dora}:0.8"], "a green three": []}
+    lines = [json.dumps({"prompt": prompt, "adapter": adapters}) for prompt, adapters in asked.items()]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    arguments = ["--prompt_file", str(tmp_path / "prompts.jsonl"), *ARGUMENTS[4:]]
+    command = ["--checkpoint_path", str(bundle_dir), "--device", "cpu", *arguments]
+    assert main([*command, "--video_save_path", str(tmp_path / "alone")]) == 0
+    result = launch(bundle_dir, tmp_path, num_processes, *options, "--video_save_path", "out", arguments=arguments)
+    assert result.returncode == 0, result.stderr
+    check_same(tmp_path / "out", frames(tmp_path / "alone"))

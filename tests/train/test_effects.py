@@ -34,6 +34,7 @@ EVALUATED = (
     *(*REAL, "validation.evaluate_interval=3", "validation.evaluate_count=8", "data.use_train_split_for_val=true"),
     "validation.sampling.num_steps=2",
 )
+STILL = ("optimizer.lr=1e-30", "ema.sigma_rels=[]", "validation.interval=1")
 GUIDED = (*VALIDATED, "validation.sampling.num_steps=3", "validation.sampling.guidance=500.0")
 TWO_PROMPTS = (*GUIDED, "validation.sampling.second_prompt=a blue two", "validation.sampling.second_guidance=500.0")
 CLASSES = ("model.family=dit", "model.num_classes=5", "model.crossattn_emb_size=2", "model.position_embedding=sincos")
@@ -207,6 +208,7 @@ EFFECTS = {
     "checkpoint.init_from": told("{finished}"),
     "checkpoint.async_save": seen("there", "false", "checkpoint.save_interval=1"),
     "validation.interval": told("2", *VALIDATED),
+    "validation.patience": told("1", *VALIDATED, *STILL),
     "validation.num_batches": told("2", *VALIDATED),
     "validation.sigmas": told("[2.0]", *VALIDATED),
     "validation.prompts": seen("videos", "[a blue two,a green one]", *VALIDATED),

@@ -18,6 +18,7 @@ from megadit.models.segments import Segment
 from megadit.train.config.load import load_config
 from megadit.train.metrics import Metrics
 from megadit.train.recipes import load_recipe
+from megadit.train.validation import lowest_so_far
 
 MOCK = ("-m", "megadit.train", "--recipe", "digits_tiny", "--mock", "validation.interval=0")
 LINE = re.compile(
@@ -70,6 +71,37 @@ def test_a_loss_that_is_no_number_ends_the_run(run_ranks, tmp_path):
     assert error.startswith("error: the loss of step 2 is not a finite number; samples: mock-")
     assert "Traceback" not in first and "error" not in second
     assert [path.name for path in find_checkpoints(tmp_path / "checkpoints")] == ["iter_0000001"]
+
+
+def test_a_run_that_gets_no_better_ends_and_keeps_its_best(run_ranks, tmp_path):
+    """Validations at steps 2, 4 and 6, of which the first is the lowest: nothing is learnt at this rate."""
+    still = ("optimizer.lr=1e-30", "ema.sigma_rels=[]", "validation.interval=2", "validation.num_batches=1")
+    more = ("checkpoint.save_interval=1", "checkpoint.keep_last=1", f"train.output_dir={tmp_path / 'run'}")
+    copied = f"checkpoint.copy_to={tmp_path / 'copy'}"
+    command = (*MOCK[:-1], *still, *more, copied, "validation.patience=2", "train.train_iters=50")
+    first, _ = run_ranks(2, *command)
+    assert "done: 6 of 50 steps" in first and re.search(r"at step 2, the lowest \(validation.patience\)", first)
+    for folder in (tmp_path / "run" / "checkpoints", tmp_path / "copy"):
+        assert [path.name for path in find_checkpoints(folder)] == ["iter_0000002", "iter_0000006"]
+    again, _ = run_ranks(2, *command)
+    assert "all steps are done in" in again and "done: 6 of 50 steps, 0 of them" in again
+    longer, _ = run_ranks(2, *command, "validation.patience=3")
+    assert "continuing from" in longer and "done: 8 of 50 steps, 2 of them" in longer
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ([3.0, 2.0, 2.0, 2.5], {"step": 2, "loss": 2.0, "since": 2}),
+        ([3.0, 4.0, 2.0], {"step": 3, "loss": 2.0, "since": 0}),
+        ([3.0, float("nan")], {"step": 1, "loss": 3.0, "since": 1}),
+    ],
+)
+def test_the_lowest_validation_is_remembered(losses, expected):
+    found = {}
+    for step, loss in enumerate(losses, start=1):
+        found = lowest_so_far(found, {"step": step, "best": "none", "losses": {"none": {"mean": loss}}})
+    assert found == expected
 
 
 def test_too_little_memory_is_recognised():

@@ -16,6 +16,7 @@ import pytest
 
 from megadit.models.machine import free_memory
 from megadit.models.shared import verbs
+from megadit.train.checkpoint import RunState
 from megadit.train.narration import beginning, ending
 from megadit.train.recipes import load_recipe
 
@@ -73,10 +74,10 @@ def test_what_depends_on_the_run(tmp_path):
     lines = beginning(run, 2, torch.device("cpu"))
     assert "data: random samples; at most 3,840 video tokens a step" in lines[1]
     assert free_memory(torch.device("cpu")) > 0 and len(lines) == 4
-    end = ending(run, steps=1, seconds=2.0, validation={}, caption=None)
+    end = ending(run, RunState(iteration=10**9), steps=1, seconds=2.0, caption=None)
     assert not any("next:" in line for line in end), "nothing encodes prompts of random samples"
     (tmp_path / "curves.png").touch()
-    end = ending(run, steps=1, seconds=2.0, validation={}, caption=None)
+    end = ending(run, RunState(iteration=10**9), steps=1, seconds=2.0, caption=None)
     assert f"look at: {tmp_path}/curves.png, " in end[1]
 
 

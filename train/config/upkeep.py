@@ -42,6 +42,9 @@ class ValidationConfig:
     """Steps between validations; 0 never validates."""
     num_batches: int = setting(8, above=0)
     """Packs from which the loss is measured, each at every sigma."""
+    patience: int | None = setting(None, above=0)
+    """The run ends after so many validations in a row without a mean loss below the lowest before, whose checkpoint is
+    kept: for few samples, which are soon known by heart. None trains to the end."""
     sigmas: tuple[float, ...] = setting((0.1, 0.3, 1.0, 3.0, 10.0), above=0)
     """Noise levels of the measured losses."""
     prompts: tuple[str, ...] = ()

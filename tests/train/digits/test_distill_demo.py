@@ -36,14 +36,11 @@ def test_students_start_and_learn_where_they_should(monkeypatch):
 
 
 @pytest.mark.slow
-def test_students_are_judged_and_drawn(tmp_path, capsys):
+def test_students_are_judged_and_drawn(quick_demo, tmp_path, capsys):
     """With copies of a base, hardly trained, for students: all of it but their training."""
-    from megadit.train.digits import demo
-
-    assert demo.main(["--out", str(tmp_path / "base"), "--quick"]) == 0
     for calls in (4, 2, 1):
-        shutil.copytree(tmp_path / "base" / "bundle", tmp_path / "out" / f"calls{calls}" / "bundle")
-    options = ["--bundle", str(tmp_path / "base" / "bundle"), "--out", str(tmp_path / "out"), "--stride", "48"]
+        shutil.copytree(quick_demo / "bundle", tmp_path / "out" / f"calls{calls}" / "bundle")
+    options = ["--bundle", str(quick_demo / "bundle"), "--out", str(tmp_path / "out"), "--stride", "48"]
     assert distill_demo.main(options) == 0
     found = read_json(tmp_path / "out" / "score.json")
     assert len({(each["distance"], each["spread"], each["evaluations"]) for each in found.values()}) == 1
