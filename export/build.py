@@ -18,14 +18,21 @@ from megadit.export.quantize import FORMATS, calibrate, quantise
 from megadit.infer.checkpoints import open_any_bundle
 from megadit.infer.resolve import DefaultOptions, with_changed_defaults
 from megadit.infer.runtimes.load import EXPORTED, weights_checksum
-from megadit.infer.runtimes.network_spec import SETTINGS_FILE, SETTINGS_VERSION, NetworkSpec
+from megadit.infer.runtimes.network_spec import DENOISERS, SETTINGS_FILE, SETTINGS_VERSION, NetworkSpec
 from megadit.models.adapter_slots import AdapterSlots
-from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle, check_replaceable, check_single, write_manifest
+from megadit.models.bundle.bundle import (
+    MANIFEST_FILE,
+    Bundle,
+    check_replaceable,
+    check_single,
+    check_transformer,
+    write_manifest,
+)
 from megadit.models.config import DiTConfig
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, write_json
 from megadit.models.shared.setting import check_settings, group, setting
-from megadit.models.text_encoders import T5TextEncoder, TextEncoder
+from megadit.models.text_encoders import NetworkTextEncoder, TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
 
 
@@ -86,7 +93,7 @@ class ExportSettings:
 
     def precision_of(self, network: str) -> str:
         """Latents and texts, which decoders and encoders compute once for all steps, stay in float32."""
-        return self.precision if network == "denoiser" else "fp32"
+        return self.precision if network in DENOISERS else "fp32"
 
     @property
     def _least_opset(self) -> int:
@@ -121,7 +128,8 @@ def _specs(bundle: Bundle, tokenizer: VideoTokenizer, settings: ExportSettings) 
     if bundle.kind == "classifier":
         return contract.classifier_specs(profiles, bundle, tokenizer)
     exported, slots = _exported_text_encoder(text_encoder, settings), settings.adapter_slots(bundle.config)
-    return contract.specs(profiles, bundle.config, tokenizer, exported, bundle.takes, slots)
+    denoisers = DENOISERS[: len(bundle.networks)]
+    return contract.specs(profiles, bundle.config, tokenizer, exported, bundle.takes, slots, denoisers)
 
 
 def _reason(error: OSError) -> str:
@@ -132,10 +140,10 @@ def _reason(error: OSError) -> str:
 
 
 def _exported_text_encoder(text_encoder: TextEncoder, settings: ExportSettings) -> TextEncoder | None:
-    if not (settings.text_encoder and isinstance(text_encoder, T5TextEncoder)):
+    if not (settings.text_encoder and isinstance(text_encoder, NetworkTextEncoder)):
         return None
     try:
-        _say(f"the text encoder is that of {text_encoder.directory}")
+        _say(f"the text encoder is that of {', '.join(map(str, text_encoder.directories))}")
     except UserError as error:
         _say(f"the text encoder is not exported: {error}")
         return None
@@ -143,7 +151,9 @@ def _exported_text_encoder(text_encoder: TextEncoder, settings: ExportSettings) 
 
 
 def _check_network(bundle: Bundle, settings: ExportSettings) -> None:
-    check_single(bundle)
+    check_transformer(bundle, "it is not exported; leave it in torch")
+    if settings.adapter_rank is not None:
+        check_single(bundle)
     if bundle.kind == "classifier" and (settings.precision != "fp32" or settings.adapter_rank is not None):
         raise UserError("a classifier is exported in float32, without room for adapters: leave out these options")
     if not bundle.config.given.is_among or bundle.config.image_size is not None:
@@ -207,12 +217,13 @@ def export_network(
     ranges, unrounded = {}, []
     if precision in FORMATS:
         _say(f"{name}: learning the ranges of its numbers")
-        ranges = calibrate(bundle, settings.calibration_prompts or (verify.usual_prompt(bundle),))
+        ranges = calibrate(bundle, settings.calibration_prompts or (verify.usual_prompt(bundle),), name)
         quantise(path, ranges, precision)
         unrounded = verify.reference_cases(network, spec, bundle, slots)
     weights = weight_hashes(network)
     cases = verify.reference_cases(comparable(network, precision, ranges), spec, bundle, slots)
-    rounding = verify.check_rounding(unrounded, cases, precision, bundle.defaults) if ranges else {}
+    levels = verify.sampled_levels(name, bundle)
+    rounding = verify.check_rounding(unrounded, cases, precision, levels) if ranges else {}
     del network
     gc.collect()  # traced programs and graphs refer to themselves, and would keep weights mapped
 

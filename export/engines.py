@@ -134,9 +134,9 @@ def _compare(bundle: Bundle, engines: ExportedNetworks) -> dict[str, Any]:
     precision, graphs = engines.settings["precision"], bundle.manifest["export"]["onnx"]
     slots, report = adapter_slots(bundle, "tensorrt"), {}
     for name in engines.settings["networks"]:
-        of_network = precision if name == "denoiser" else "fp32"
-        network = build_network(name, bundle, tokenizer, PRECISIONS[of_network], slots)
         spec = engines.network(name)
+        of_network = precision if spec.is_denoiser else "fp32"
+        network = build_network(name, bundle, tokenizer, PRECISIONS[of_network], slots)
         if of_network in FORMATS:
             round_linears(network.denoiser.dit, graphs["report"][name]["ranges"], of_network)
         cases = verify.reference_cases(network, spec, bundle, slots)

@@ -18,11 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megadit.infer.pipeline import TextToVideo
+from megadit.infer.runtimes.network_spec import DENOISERS
+from megadit.infer.runtimes.pair import as_one
 from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.models.adapters import move_adapters
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.dit import DiT
 from megadit.models.shared.errors import UserError
+from megadit.models.weights import load_network
 
 _QUANTISED = re.compile(r"blocks\.\d+\.(self_attention|cross_attention|mlp)\.\w+$")
 CALIBRATION_STEPS = 8
@@ -52,33 +55,35 @@ def quantised_linears(dit: nn.Module) -> dict[str, nn.Linear]:
     return {name: module for name, module in found.items() if _QUANTISED.search(name)}
 
 
-def calibrate(bundle: Bundle, prompts: Sequence[str]) -> dict[str, float]:
-    """The largest magnitude that each quantised linear reads while these prompts are sampled as the bundle says.
+def calibrate(bundle: Bundle, prompts: Sequence[str], name: str = DENOISERS[0]) -> dict[str, float]:
+    """The largest magnitude that each quantised linear of the denoiser of this name reads while these prompts are
+    sampled as the bundle says.
 
     Raises:
         UserError: without prompts.
     """
     if not prompts:
         raise UserError("calibration needs at least one prompt")
-    dit = bundle.load_dit(dtype=torch.float32)
-    largest = dict.fromkeys(quantised_linears(dit), 0.0)
-    handles = [module.register_forward_pre_hook(_recorder(largest, n)) for n, module in quantised_linears(dit).items()]
+    dits = [load_network(bundle.path / network, dtype=torch.float32) for network in bundle.networks]
+    linears = quantised_linears(dits[DENOISERS.index(name)])
+    largest = dict.fromkeys(linears, 0.0)
+    handles = [module.register_forward_pre_hook(_recorder(largest, name)) for name, module in linears.items()]
     settings = bundle.defaults
     settings = replace(
         settings, num_steps=min(settings.num_steps, CALIBRATION_STEPS), autoguidance="", cache_budget=0.0
     )
     try:
         for seed, prompt in enumerate(prompts):
-            list(_pipeline(bundle, dit).stream([prompt], settings, seeds=seed))
+            list(_pipeline(bundle, dits).stream([prompt], settings, seeds=seed))
     finally:
         for handle in handles:
             handle.remove()
     return largest
 
 
-def _pipeline(bundle: Bundle, dit: DiT) -> TextToVideo:
+def _pipeline(bundle: Bundle, dits: Sequence[DiT]) -> TextToVideo:
     return TextToVideo(
-        denoiser=TorchDenoiser(dit),
+        denoiser=as_one(list(map(TorchDenoiser, dits)), bundle.boundary),
         tokenizer=bundle.load_tokenizer(),
         text_encoder=bundle.load_text_encoder(),
         config=bundle.config,

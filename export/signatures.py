@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megadit.infer.runtimes.network_spec import INPUTS, OUTPUTS, Axis, NetworkSpec, Shape, TensorSpec
+from megadit.infer.runtimes.network_spec import DENOISERS, INPUTS, OUTPUTS, Axis, NetworkSpec, Shape, TensorSpec
 from megadit.models.adapter_slots import AdapterSlots
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.config import DiTConfig
 from megadit.models.shared.errors import UserError, choose_one
-from megadit.models.text_encoders import T5TextEncoder, TextEncoder
+from megadit.models.text_encoders import NetworkTextEncoder, TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
 
 GUIDANCE_BATCH = 2
@@ -53,7 +53,7 @@ def default_profiles(bundle: Bundle, tokenizer: VideoTokenizer, text_encoder: Te
         most_frames = min(most_frames, 1 + (latents - 1) * tokenizer.temporal_compression)
         most_height, most_width = min(most_height, positions[1] * side), min(most_width, positions[2] * side)
     longest = getattr(text_encoder, "max_length", 1) or LONGEST_TEXT
-    is_filled = getattr(text_encoder, "text_padding", "none") == "zeros"
+    is_filled = getattr(text_encoder, "text_padding", "none") != "none"
     return Profiles(
         batch=(1, 8, 32) if bundle.kind == "classifier" else (1, 1, 4),
         frames=(_frames_of_patches(1, bundle.config, tokenizer), frames, most_frames),
@@ -100,10 +100,12 @@ def specs(
     text_encoder: TextEncoder | None = None,
     takes: Collection[str] = (),
     slots: AdapterSlots | None = None,
+    denoisers: Sequence[str] = DENOISERS[:1],
 ) -> dict[str, NetworkSpec]:
     """The contract of each network, by name; that of a text encoder where one is given that is a network.
 
-    `takes` are the uses of given videos that the denoiser was trained for; `slots` are its room for adapters.
+    `takes` are the uses of given videos that the denoiser was trained for; `slots` are its room for adapters;
+    `denoisers` are the names of those that there are, all of `config`.
 
     Raises:
         UserError: for sizes that the tokenizer or the network cannot take; names the nearest that it can.
@@ -132,18 +134,19 @@ def specs(
         {"dtype": "int64", "axes": (seen, height, width), "below": 2},
         {"dtype": "float32", "axes": (seen,)},
     )
-    texts = {"text_encoder": _text_encoder(text_encoder, one, text)} if isinstance(text_encoder, T5TextEncoder) else {}
+    is_network = isinstance(text_encoder, NetworkTextEncoder)
+    texts = {"text_encoder": _text_encoder(text_encoder, one, text)} if is_network else {}
+    seen_by_denoisers = (
+        x,
+        {"dtype": "float32", "axes": (batch,)},
+        {"dtype": "float32", "axes": (batch, text, config.crossattn_emb_size)},
+        {"dtype": "int64", "axes": (batch,)},
+        {"dtype": "float32", "axes": (batch,)},
+        *(given if takes else ()),
+    )
+    further = () if slots is None else slot_tensors(slots, batch)
     networks = texts | {
-        "denoiser": _network(
-            "denoiser",
-            x,
-            {"dtype": "float32", "axes": (batch,)},
-            {"dtype": "float32", "axes": (batch, text, config.crossattn_emb_size)},
-            {"dtype": "int64", "axes": (batch,)},
-            {"dtype": "float32", "axes": (batch,)},
-            *(given if takes else ()),
-            further=() if slots is None else slot_tensors(slots, batch),
-        ),
+        **{name: _network(name, *seen_by_denoisers, further=further) for name in denoisers},
         "video_decoder": _network(
             "video_decoder", {"dtype": "float32", "axes": (one, config.in_channels, *_free(latent[1:]))}
         ),
@@ -191,11 +194,11 @@ def _longer(time: Axis, takes: Collection[str], config: DiTConfig) -> Axis:
     return replace(time, max=time.max + beside)
 
 
-def _text_encoder(text_encoder: T5TextEncoder, batch: Axis, text: Axis) -> NetworkSpec:
+def _text_encoder(text_encoder: NetworkTextEncoder, batch: Axis, text: Axis) -> NetworkSpec:
+    inputs = text_encoder.token_inputs
     return _network(
         "text_encoder",
-        {"dtype": "int64", "axes": (batch, text), "below": text_encoder.vocabulary_size},
-        {"dtype": "int64", "axes": (batch, text), "below": 2},
+        *({"dtype": "int64", "axes": (batch, *(each.places or (text,))), "below": each.below} for each in inputs),
     )
 
 
@@ -246,10 +249,9 @@ def sample_inputs(spec: NetworkSpec, sizes: Mapping[str, int], seed: int = 0) ->
         return torch.randn(shape, generator=generator)
 
     if spec.name == "text_encoder":
-        tokens, lengths = spec.inputs[0], torch.arange(shapes["mask"][0]) % shapes["mask"][1] + 1
-        mask_BL = torch.arange(shapes["mask"][1]) < lengths.flip(0)[:, None]
-        return {"tokens": torch.randint(tokens.below, shapes["tokens"], generator=generator), "mask": mask_BL.long()}
-    if spec.name != "denoiser":
+        tokens = {"tokens": torch.randint(spec.inputs[0].below, shapes["tokens"], generator=generator)}
+        return tokens | ({"mask": _sample_mask(*shapes["mask"])} if "mask" in shapes else {})
+    if not spec.is_denoiser:
         (name,) = shapes
         return {name: 0.5 * normal(shapes[name])}
     (batch,) = shapes["sigma"]
@@ -265,6 +267,12 @@ def sample_inputs(spec: NetworkSpec, sizes: Mapping[str, int], seed: int = 0) ->
     }
     inputs |= _sample_given(shapes, normal) if "given" in shapes else {}
     return inputs | {name: _sample_slots(normal(shape)) for name, shape in shapes.items() if name not in inputs}
+
+
+def _sample_mask(batch: int, longest: int) -> Tensor:
+    """Texts of several lengths."""
+    length_B = (torch.arange(batch) % longest + 1).flip(0)
+    return (torch.arange(longest) < length_B[:, None]).long()
 
 
 def _sample_slots(factors: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from megadit.export.layers import (
 from megadit.export.signatures import sample_inputs
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.runtimes.exported import denoiser_inputs
-from megadit.infer.runtimes.network_spec import Axis, NetworkSpec
+from megadit.infer.runtimes.network_spec import DENOISERS, Axis, NetworkSpec
 from megadit.infer.runtimes.onnx import open_session
 from megadit.infer.runtimes.widen import widened
 from megadit.models.adapter_slots import AdapterSlots
@@ -41,9 +41,8 @@ from megadit.models.bundle.bundle import Bundle
 from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
 from megadit.models.parameterization import parameterization_of
-from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
-from megadit.models.text_encoders import T5TextEncoder, TextEncoder
+from megadit.models.text_encoders import NetworkTextEncoder, TextEncoder
 
 EPS = {"fp16": torch.finfo(torch.float16).eps, "bf16": torch.finfo(torch.bfloat16).eps}
 TOLERANCES = {"fp32": 1e-4, "fp16": 10 * EPS["fp16"], "bf16": 10 * EPS["bf16"], "int8": 8e-2, "fp8": 1.5e-1}
@@ -111,10 +110,10 @@ def reference_cases(
         if axis.max > axis.min:
             sizes = {other.name: other.min for other in spec.axes.values()} | {name: axis.max}
             inputs[f"{name} max, others min"] = sample_inputs(spec, sizes, seed=2)
-    if spec.name == "denoiser":
+    if spec.is_denoiser:
         inputs |= {f"{REAL} {sigma}": inputs_at(spec, sigma, bundle) for sigma in SIGMAS}
     cases = [reference(network, name, values) for name, values in inputs.items()]
-    if spec.name == "denoiser":
+    if spec.is_denoiser:
         usual = inputs_at(spec, SIGMA_OF_GIVEN, bundle)
         for use in bundle.takes:
             inputs, conditioning = given_inputs(use, bundle, usual)
@@ -251,17 +250,18 @@ def _compare(
 
 
 def check_rounding(
-    unrounded: list[Case], rounded: list[Case], precision: str, defaults: SamplingSettings
+    unrounded: list[Case], rounded: list[Case], precision: str, levels: tuple[float, float]
 ) -> dict[str, Any]:
     """The report of what 8 bits cost: F of torch with the graph's roundings against torch without, for real prompts.
 
-    Random inputs and noise levels that are not sampled are left out: they leave the ranges that sampling has.
+    Random inputs and noise levels outside of `levels`, which the network is not asked for, are left out: they leave the
+    ranges that sampling has.
 
     Raises:
         UserError: where they cost more than the format has to.
     """
     pairs = zip(unrounded, rounded, strict=True)
-    costs = {one.name: _largest(two.F, one.F) for one, two in pairs if _is_sampled(one, defaults)}
+    costs = {one.name: _largest(two.F, one.F) for one, two in pairs if _is_sampled(one, levels)}
     worst = max(costs, key=costs.get)
     if costs[worst] > ROUNDING_COSTS[precision]:
         raise UserError(
@@ -271,8 +271,16 @@ def check_rounding(
     return {"rounding": {"worst": costs[worst], "most": ROUNDING_COSTS[precision], "cases": costs}}
 
 
-def _is_sampled(case: Case, defaults: SamplingSettings) -> bool:
-    return case.name.startswith(REAL) and defaults.sigma_min <= case.inputs["sigma"][0] <= defaults.sigma_max
+def _is_sampled(case: Case, levels: tuple[float, float]) -> bool:
+    return case.name.startswith(REAL) and levels[0] <= case.inputs["sigma"][0] <= levels[1]
+
+
+def sampled_levels(name: str, bundle: Bundle) -> tuple[float, float]:
+    """The lowest and highest noise level at which sampling asks the denoiser of this name."""
+    low, high = bundle.defaults.sigma_min, bundle.defaults.sigma_max
+    if bundle.boundary is None:
+        return low, high
+    return (bundle.boundary, high) if name == DENOISERS[0] else (low, bundle.boundary)
 
 
 def verify_runtime(
@@ -308,7 +316,7 @@ def _graph(path: Path, spec: NetworkSpec) -> Callable[[Mapping[str, Tensor]], di
     """The graph as a function of inputs to its output and, of the denoiser, F."""
     model = onnx.load(path, load_external_data=False)
     wanted = {spec.output: spec.output}
-    if spec.name == "denoiser" and (found := last_values(path, [F_LAYER])):
+    if spec.is_denoiser and (found := last_values(path, [F_LAYER])):
         wanted["F"] = found[F_LAYER]
         if found[F_LAYER] not in {output.name for output in model.graph.output}:
             model.graph.output.append(onnx.helper.make_empty_tensor_value_info(found[F_LAYER]))
@@ -388,6 +396,6 @@ def compare_videos(bundle: Bundle, precision: str, num_steps: int, runtime: str 
 
 
 def _text_encoder(bundle: Bundle) -> TextEncoder:
-    """The bundle's; of a T5 in float32, as it was exported."""
+    """The bundle's; of a network in float32, as it was exported."""
     encoder = bundle.load_text_encoder()
-    return replace(encoder, dtype="float32") if isinstance(encoder, T5TextEncoder) else encoder
+    return encoder.in_float32() if isinstance(encoder, NetworkTextEncoder) else encoder

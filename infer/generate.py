@@ -55,12 +55,16 @@ def _generate(argv: list[str]) -> None:
             return
         if options.total_frames:
             grid = stories(grid, options, taken(bundle, options.runtime or DEFAULT_RUNTIME))
+        device = device_name(options.device)
+        find_device(device)
         paths = output_paths(options.video_save_path, grid.specs, options.format)
         mark = load_marker(options.signing)
         ranks = start(tensor=options.tp_size, context=options.cp_size, split_guidance=options.cfg_parallel)
+        if options.compile and is_first():
+            print("the network is compiled when it is first asked, which may take minutes", file=sys.stderr)
         pipeline = TextToVideo.from_pretrained(
             bundle,
-            device=device_name(options.device),
+            device=device,
             dtype=options.dtype or DEFAULT_DTYPE,
             tokenizer=tokenizer,
             text_encoder=load_text_encoder(options.t5_cache_dir) if options.t5_cache_dir else None,
@@ -158,6 +162,7 @@ def _tell_memory(
         offload_text_encoder=options.offload_text_encoder,
         sequential_guidance=options.sequential_guidance,
         batch_size=options.batch_size,
+        slots=None if options.runtime in (None, TORCH) else adapter_slots(bundle, options.runtime),
     )
     largest = max((spec.settings for spec in specs), key=lambda each: each.num_frames * each.height * each.width)
     text_encoder = load_text_encoder(options.t5_cache_dir) if options.t5_cache_dir else bundle.load_text_encoder()

@@ -56,14 +56,15 @@ from megadit.infer.runtimes.load import (
     with_exported_text_network,
 )
 from megadit.infer.runtimes.pair import PairDenoiser
+from megadit.infer.runtimes.ranked import Placement, RankedDenoiser
 from megadit.infer.runtimes.torch import AdaptableDenoiser, find_device, find_dtype
 from megadit.infer.samplers import SAMPLERS, Denoise, num_denoiser_calls, settings_randomness
 from megadit.infer.schedules import settings_sigmas
 from megadit.infer.text_features import TextFeaturesCache
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.conditioning import Conditioning
-from megadit.models.config import DiTConfig
 from megadit.models.image_encoder import ImageEncoder
+from megadit.models.network_config import NetworkConfig
 from megadit.models.noise import latent_noise, seed_key
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
@@ -84,7 +85,7 @@ class TextToVideo:
         denoiser: Denoiser,
         tokenizer: VideoTokenizer,
         text_encoder: TextEncoder,
-        config: DiTConfig,
+        config: NetworkConfig,
         defaults: SamplingSettings,
         device: torch.device | str = "cpu",
         evaluate: Evaluate = in_one_batch,
@@ -142,6 +143,7 @@ class TextToVideo:
         tensor_parallel: int = 1,
         context_parallel: int = 1,
         split_guidance: ProcessGroup | None = None,
+        ranks: Placement | None = None,
     ) -> "TextToVideo":
         """The pipeline of a bundle (opened or not, or by its name in a hub's cache), or of a training directory.
 
@@ -155,13 +157,14 @@ class TextToVideo:
         `guardrail_dir` names a content filter (`megadit.infer.guardrail`); adapters that nobody asks for stay in memory
         up to `adapter_bytes`; `runtime` is torch, or onnx or tensorrt for a bundle that `megadit export` made.
         Processes of torchrun can share the network's matrices (`tensor_parallel` of them), the tokens of a video
-        (`context_parallel`) and, in groups, the halves of guidance; all of them then generate the same prompts.
+        (`context_parallel`) and, in groups, the halves of guidance; all of them then generate the same prompts. Without
+        torchrun, `ranks` are processes that this one starts to share all these (`runtimes/ranked.py`).
 
         Raises:
             UserError: if there is no such checkpoint, device or dtype, or a part is not the one trained with.
         """
         place, number_type = find_device(device), find_dtype(dtype)
-        num_ranks = tensor_parallel * context_parallel
+        num_ranks = tensor_parallel * context_parallel if ranks is None else ranks.per_share
         of_torch = {"compile": compile, "cuda_graphs": cuda_graphs, "resident_blocks": resident_blocks}
         runtime = check_runtime(runtime, dtype=dtype, num_ranks=num_ranks, device=place, **of_torch)
         bundle = path if isinstance(path, Bundle) else open_bundle(path)
@@ -179,6 +182,7 @@ class TextToVideo:
             **of_torch,
             tensor_parallel=tensor_parallel,
             context_parallel=context_parallel,
+            ranks=ranks,
         )
 
         def reload_text_encoder() -> TextEncoder:
@@ -188,9 +192,11 @@ class TextToVideo:
         if split_guidance is not None:
             evaluate = split_over_ranks(split_guidance)
         denoiser = load(bundle)
-        slots = None if runtime == TORCH else adapter_slots(bundle, runtime)
+        slots = None if runtime == TORCH or ranks else adapter_slots(bundle, runtime)
         takes_adapters = slots is not None or (
-            isinstance(denoiser, AdaptableDenoiser) and not (compile or resident_blocks)
+            isinstance(denoiser, (AdaptableDenoiser, RankedDenoiser))
+            and runtime == TORCH
+            and not (compile or resident_blocks)
         )
         return cls(
             denoiser=denoiser,
@@ -213,9 +219,7 @@ class TextToVideo:
     def __repr__(self) -> str:
         default = self.defaults
         size = f"{default.num_frames} frames of {default.width}x{default.height}"
-        return (
-            f"<TextToVideo {self.config.family}, {self.config.num_layers} blocks of {self.config.hidden_size}: {size}>"
-        )
+        return f"<TextToVideo {self.config.family}, {self.config.outline}: {size}>"
 
     def __call__(
         self,
@@ -428,7 +432,8 @@ class TextToVideo:
         features = self.text_encoder.encode(prompts)
         fps = 0.0 if settings.num_frames == 1 else float(settings.fps)
         fps_B = torch.full((len(prompts),), fps)
-        return Conditioning(features.features_BLE, features.length_B, fps_B).to(self.device)
+        conditioning = Conditioning(features.features_BLE, features.length_B, fps_B, pooled_BP=features.pooled_BP)
+        return conditioning.to(self.device)
 
     def _decode(self, latents_CTHW: Tensor, num_frames: int) -> np.ndarray:
         """One video at a time: a decoder's memory grows with the batch, and no result depends on it."""

@@ -50,12 +50,14 @@ def fit_preview(tokenizer: VideoTokenizer, device: torch.device | str = "cpu") -
     """
     frames = tokenizer.frames_covering(1 + (_LATENT_FRAMES - 1) * tokenizer.temporal_compression)
     side = _SIDE * tokenizer.spatial_compression
-    C, T, H, W = tokenizer.latent_shape(frames, side, side)
+    nearest_size = getattr(tokenizer, "nearest_size", lambda *size: size)  # of one that was exported for some sizes
+    size = nearest_size(frames, side, side)
+    C, T, H, W = tokenizer.latent_shape(*size)
     detail = min(_MAX_DETAIL, tokenizer.spatial_compression)
     num_videos = math.ceil(_POSITIONS_PER_CHANNEL * C / (T * H * W))
     rows, patches = [], []
     for index in range(num_videos):
-        video_1cTHW = _made_up_video(index, (frames, side, side))
+        video_1cTHW = _made_up_video(index, size)
         latents_1CTHW = tokenizer.encode(video_1cTHW.to(device)).float()
         small_1cTHW = _made_small(tokenizer.decode(latents_1CTHW).float().cpu(), (T, H * detail, W * detail))
         rows.append(rearrange(latents_1CTHW.cpu(), "1 C T H W -> (T H W) C"))

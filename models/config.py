@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from megadit.models.expert_config import ExpertConfig
 from megadit.models.families import COMPAT, FAMILIES, Structure
 from megadit.models.given_forms import GIVEN_FORMS, GivenForm, GivenFormName
+from megadit.models.network_config import BetasName
 from megadit.models.shared.errors import UserError, choose_one, did_you_mean, nearest_multiples
 from megadit.models.shared.rules import Rule, enforce
 
@@ -78,7 +79,7 @@ class DiTConfig:
 
     family: str = "megadit"
     """Whose structure: ours, or that of published weights. `families.py` lists what differs."""
-    compat: Literal["nemo"] | None = None
+    compat: Literal["nemo", "predict2_5"] | None = None
     """Whose departures from the family, for loading its checkpoints; None means none."""
     adaln_lora_dim: int | None = None
     """Rank of the bottleneck in each modulation; None means none (`cosmos` and `dfm` have one, `st_dit` should)."""
@@ -115,6 +116,28 @@ class DiTConfig:
     @property
     def structure(self) -> Structure:
         return FAMILIES[self.family] if self.compat is None else COMPAT[self.family, self.compat]
+
+    @property
+    def betas(self) -> BetasName:
+        """The steps of its `vp` objective."""
+        return "ddpm"
+
+    @property
+    def pooled_size(self) -> None:
+        """It reads no pooled feature of a text."""
+        return None
+
+    @property
+    def has_text(self) -> bool:
+        return self.structure.cross_attention
+
+    @property
+    def classifies(self) -> bool:
+        return self.structure.classifies
+
+    @property
+    def outline(self) -> str:
+        return f"{self.num_layers} blocks of {self.hidden_size}"
 
     @property
     def dim_per_head(self) -> int:

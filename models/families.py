@@ -6,7 +6,7 @@ Sizes, and what differs between the networks of one family, are fields of `DiTCo
 |-----------|-----------------------------------------------------------|------------------------|
 | `megadit` | what this package trains                                  | `dit.py`               |
 | `dit`     | DiT-S/B/L/XL: images of a class                           | arXiv 2212.09748       |
-| `cosmos`  | Cosmos-1.0 (Predict1) and Predict2, 2B, 7B and 14B        | arXiv 2501.03575       |
+| `cosmos`  | Cosmos-1.0 (Predict1), Predict2 and 2.5, 2B, 7B and 14B   | arXiv 2501.03575       |
 | `nemo`    | the cross-attention DiT of NeMo's diffusion collection    | NeMo 2.x, `DiTConfig`  |
 | `dfm`     | the same as its successor DFM trains it, with adaLN-LoRA  | DFM, `DiTModelProvider`|
 | `moviegen`| MovieGen: blocks of Llama, grouped queries, text beside   | arXiv 2410.13720       |
@@ -15,7 +15,7 @@ Sizes, and what differs between the networks of one family, are fields of `DiTCo
 | `vit`     | ViT, which names the class of a sample and denoises none  | `vit.py`, 2010.11929   |
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 _ALONG_T_H_W = ((0, 2), (1, 3), (2, 3))
@@ -143,5 +143,6 @@ COMPAT: dict[tuple[str, str], Structure] = {
         condition_layernorm=True,
         final_modulation=False,
     ),
+    ("cosmos", "predict2_5"): replace(FAMILIES["cosmos"], fps="absent"),
 }
-"""(family, `DiTConfig.compat`): what another package made of a family, its departures included, for its checkpoints."""
+"""(family, `DiTConfig.compat`): what another package or version made of a family, for its checkpoints."""

@@ -96,7 +96,7 @@ def build_repository(
     if path.is_dir() and any(path.iterdir()) and not (path / MODEL / "config.pbtxt").is_file():
         raise UserError(f"{path} holds files that are no repository of ours, and would be replaced; choose another")
     scheduling = scheduling or Scheduling()
-    folder = None if adapters is None else _adapter_folder(adapters, bundle, runtime)
+    folder = None if adapters is None else _adapter_folder(adapters, bundle, runtime, scheduling)
     models = {MODEL: service_info(bundle, bundle.defaults, limits, runtime, folder)}
     if with_images:
         of_images = replace(bundle.defaults, num_frames=1)
@@ -125,8 +125,10 @@ def build_repository(
     return path
 
 
-def _adapter_folder(path: str | os.PathLike, bundle: Bundle, runtime: str) -> Path:
+def _adapter_folder(path: str | os.PathLike, bundle: Bundle, runtime: str, scheduling: Scheduling) -> Path:
     folder = Path(path).absolute()
+    if scheduling.ranks > 1 and runtime != TORCH:
+        raise UserError("--adapters: ranks take them with the torch runtime alone: leave out --ranks, or --runtime")
     if runtime != TORCH and adapter_slots(bundle, runtime) is None:
         raise UserError(f"--adapters: {bundle.path} was {NO_ROOM}")
     if not folder.is_dir():

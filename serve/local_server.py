@@ -79,12 +79,12 @@ class Ports:
 
 
 def check_repository(path: Path) -> None:
-    """Raises UserError where there is no folder, or a bundle, of which a repository has yet to be made."""
+    """Raises UserError where there is no model, or a bundle, of which a repository has yet to be made."""
     if is_bundle(path):
         raise UserError(
             f"{path} is a bundle; make a model repository of it: `megadit serve build-repository {path} OUT`"
         )
-    if not path.is_dir():
+    if not any(path.glob("*/config.pbtxt")):
         what = "is not a model repository" if path.exists() else "does not exist"
         raise UserError(f"{path} {what}; `megadit serve build-repository` makes one")
 

@@ -22,6 +22,16 @@ class Scheduling:
     device: str = setting("auto", "auto, cpu, or GPU numbers such as 0,1 (default: {default})", metavar="NAME")
     """auto: every GPU, or the CPU where there is none."""
     instances: int = setting(1, "pipelines on each device (default: {default})", above=0, metavar="N")
+    ranks: int = setting(
+        1,
+        "processes, each on a device of its own, that make a video together (default: {default})",
+        above=0,
+        metavar="N",
+    )
+    """GPU numbers are then taken so many at a time, each time for one instance."""
+    tp_size: int = setting(1, "of the ranks, those that share the network's matrices (tensor parallelism)", above=0)
+    cp_size: int = setting(1, "of the ranks, those that share the tokens of a video (context parallelism)", above=0)
+    """What ranks there are beyond both share the videos of a batch, and the halves of guidance."""
     max_batch_size: int = setting(8, "requests taken together (default: {default})", above=0, metavar="N")
     """Those of equal settings are then made in one batch."""
     max_queue_size: int = setting(64, "requests that may wait (default: {default})", above=0, metavar="N")
@@ -37,6 +47,26 @@ class Scheduling:
         check_settings(self)
         if self.device not in ("auto", "cpu") and not re.fullmatch(r"\d+(,\d+)*", self.device):
             raise UserError(f"device={self.device!r} must be auto, cpu, or GPU numbers such as 0,1")
+        if self.ranks % (self.tp_size * self.cp_size):
+            raise UserError(
+                f"ranks={self.ranks} must be a multiple of tp_size x cp_size = {self.tp_size * self.cp_size}"
+            )
+        num_named = 0 if self.device == "auto" else len(self.gpus) or self.ranks
+        if self.ranks > 1 and (not num_named or num_named % self.ranks):
+            raise UserError(
+                f"device={self.device!r} must name the GPUs of {self.ranks} ranks, as many for each instance: --device "
+                f"{','.join(map(str, range(self.ranks)))}"
+            )
+
+    @property
+    def gpus(self) -> list[str]:
+        """The numbers of those that are named."""
+        return self.device.split(",") if self.device not in ("auto", "cpu") else []
+
+    def parameters(self) -> dict[str, str]:
+        """What the backend is told of ranks."""
+        sizes = {name: getattr(self, name) for name in ("ranks", "tp_size", "cp_size")}
+        return {"device": self.device, **{name: str(size) for name, size in sizes.items()}}
 
 
 def service_config(
@@ -74,7 +104,7 @@ def service_config(
             _parameter("service", info.to_json()),
             _parameter("runtime", runtime),
             _parameter("dtype", dtype),
-            *(_parameter(key, value) for key, value in others.items()),
+            *(_parameter(key, value) for key, value in (scheduling.parameters() | dict(others)).items()),
             "",
         ]
     )
@@ -117,7 +147,8 @@ dynamic_batching {{
 
 def _instance_group(scheduling: Scheduling) -> str:
     kind = {"auto": "KIND_AUTO", "cpu": "KIND_CPU"}.get(scheduling.device)
-    where = f"kind: {kind}" if kind else f"kind: KIND_GPU gpus: [ {scheduling.device} ]"
+    gpus = ",".join(scheduling.gpus[:: scheduling.ranks])
+    where = f"kind: {kind}" if kind else f"kind: KIND_GPU gpus: [ {gpus} ]"
     return f"instance_group [ {{ count: {scheduling.instances} {where} }} ]"
 
 

@@ -96,10 +96,13 @@ class Child:
                 self.kill_group()
                 return self._process.wait()
 
+    def signal(self, number: int) -> None:
+        if self.is_alive():
+            self._process.send_signal(number)
+
     def stop(self, seconds: float) -> int:
         """Asks it to end, ends its group after so many seconds, and returns its exit code."""
-        if self.is_alive():
-            self._process.send_signal(signal.SIGTERM)
+        self.signal(signal.SIGTERM)
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -181,6 +184,11 @@ class OwnedProcess:
 
     def is_alive(self) -> bool:
         return self._child is not None and self._child.is_alive()
+
+    def signal(self, number: int) -> None:
+        """Sends it a signal, if it lives."""
+        if self._child is not None:
+            self._child.signal(number)
 
     def wait(self) -> int:
         """Waits until it ends, by itself or because of an ailment; its exit code."""

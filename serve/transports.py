@@ -127,13 +127,12 @@ class _Grpc:
                 stream_timeout=timeout,
                 headers={"triton_grpc_error": "true"},  # errors keep their codes
             )
-            client.async_stream_infer(
-                model,
-                [_tensor(name, value) for name, value in inputs.items()],
-                enable_empty_final_response=True,
-                timeout=_microseconds(timeout),
-                priority=priority,
-            )
+            tensors = [_tensor(name, value) for name, value in inputs.items()]
+            options = {"timeout": _microseconds(timeout), "priority": priority}
+            try:
+                client.async_stream_infer(model, tensors, enable_empty_final_response=True, **options)
+            except InferenceServerException as error:  # the stream has ended already
+                raise UnavailableError(f"grpc://{self.url} is gone: {error.message()}") from error
             try:
                 while (result := _next_answer(answers, cancelled)) is not None:
                     response = result.get_response()

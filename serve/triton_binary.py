@@ -70,7 +70,7 @@ def prepare(home: Path) -> Path:
         UserError: if numpy 1 can neither be downloaded nor found in pip's own places.
     """
     recipe = "\n".join([NUMPY, sys.version, sys.prefix, str(home), *_package_folders()])
-    directory = _cache() / f"triton-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
+    directory = cache_folder() / f"triton-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
     if directory.is_dir():
         return directory
     with held_alone(directory.with_name(f".{directory.name}.lock")):
@@ -126,7 +126,7 @@ def _package_folders() -> list[str]:
     return list(dict.fromkeys([*given, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]))
 
 
-def _cache() -> Path:
+def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megadit"
 
 

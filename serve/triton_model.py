@@ -15,6 +15,7 @@ import triton_python_backend_utils as pb_utils  # exists only inside Triton
 
 from megadit.infer.media import MediaReader
 from megadit.infer.pipeline import TextToVideo
+from megadit.infer.runtimes.ranked import Placement
 from megadit.infer.signing import SigningOptions, load_marker
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.errors import UserError
@@ -36,19 +37,20 @@ from megadit.serve.engine import Engine, OpenRequest, most_videos_at_once
 
 
 class TritonPythonModel:
-    """One instance: one pipeline on one device."""
+    """One instance: one pipeline on one device, or on a group of ranks that it starts."""
 
     def initialize(self, args: dict[str, str]) -> None:
         _check_numpy()
         parameters = {
             name: value["string_value"] for name, value in json.loads(args["model_config"])["parameters"].items()
         }
-        is_cpu = args["model_instance_kind"] == "CPU"
+        device = "cpu" if args["model_instance_kind"] == "CPU" else f"cuda:{args['model_instance_device_id']}"
         bundle = Bundle.open(Path(args["model_repository"]) / args["model_version"] / "bundle")
         runtime = parameters["runtime"]
         pipeline = TextToVideo.from_pretrained(
             bundle,
-            device="cpu" if is_cpu else f"cuda:{args['model_instance_device_id']}",
+            device=device,
+            ranks=_placement(parameters, device),
             dtype=parameters["dtype"],
             runtime=runtime,
             adapter_bytes=int(parameters["adapter_bytes"]),
@@ -79,6 +81,17 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         self._media.close()
+
+
+def _placement(parameters: dict[str, str], device: str) -> Placement | None:
+    """Of the ranks of the instance whose first one is on `device`; None where it makes videos by itself."""
+    num_ranks = int(parameters["ranks"])
+    if num_ranks == 1:
+        return None
+    devices = [device if device == "cpu" else f"cuda:{gpu}" for gpu in parameters["device"].split(",")]
+    devices = devices * num_ranks if device == "cpu" else devices[devices.index(device) :][:num_ranks]
+    sizes = {"tensor": int(parameters["tp_size"]), "context": int(parameters["cp_size"])}
+    return Placement(devices=tuple(devices), **sizes)
 
 
 class _Answer:

@@ -2,23 +2,34 @@
 
 Each is watched: one that dies is started again, one that answers nothing for a while is killed first, and a Triton
 whose Python backend lost a process, which would fail every request from then on, counts as dead.
+
+Told to renew (`serve up --drain`, SIGUSR1), it has the gateway begin no job, waits for those that run, starts Triton
+again, with whatever its repository then holds, and has the gateway go on: jobs are taken all the while.
 """
 
+import fcntl
+import os
 import signal
 import sys
 import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from megadit.models.shared.command import run_command
+from megadit.models.shared.errors import UserError
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import setting
 from megadit.serve.gateway.process import gateway_process
 from megadit.serve.local_server import HANG_SECONDS, LocalServer, Ports, secret_in
-from megadit.serve.supervise import OwnedProcess, keep_running, tell_on_stderr
+from megadit.serve.supervise import OwnedProcess, answers, keep_running, reachable, tell_on_stderr
+from megadit.serve.triton_binary import cache_folder
 
 _SECONDS_TO_ANSWER = 15
 """What a gateway may take to end beyond its drain."""
+_SECONDS_BETWEEN_LOOKS = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +48,9 @@ class UpOptions:
     grpc_port: int = setting(8001, "Triton's (default: {default})", metavar="PORT")
     triton_metrics_port: int = setting(8002, "(default: {default})", metavar="PORT")
     control_secret: Path | None = setting(None, "as of `megadit serve run`")
+    drain: bool = setting(
+        False, "have the `serve up` of this port finish its jobs and load its repository anew; wait until it has"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,6 +66,8 @@ def _run(argv: list[str]) -> int:
         prog="megadit serve up",
         description="A Triton server and the gateway, kept running. What follows `--` goes to `megadit serve gateway`.",
     )
+    if options.drain:
+        return ask_to_renew(options.port)
     of_the_gateway = argv[place + 1 :]
     ports = Ports(http=options.http_port, grpc=options.grpc_port, metrics=options.triton_metrics_port)
     models = options.models or ("*",)
@@ -67,12 +83,33 @@ def _run(argv: list[str]) -> int:
         stop_seconds=options.drain_seconds + _SECONDS_TO_ANSWER,
         hang_seconds=options.hang_seconds,
     )
-    return supervise([triton.process, gateway])
+    idle = f"http://{reachable(options.host)}:{options.port}/health/idle"
+    with noted(options.port) as note:
+
+        def renew(stopping: threading.Event) -> None:
+            _renew(triton.process, gateway, idle, stopping)
+            note()
+
+        return supervise([triton.process, gateway], renew)
 
 
-def supervise(servers: list[OwnedProcess]) -> int:
-    """Keeps all running until a signal comes, then ends them, the last first."""
-    stopping, failed = threading.Event(), []
+def _renew(triton: OwnedProcess, gateway: OwnedProcess, idle: str, stopping: threading.Event) -> None:
+    """Has Triton load its repository anew while it has no job."""
+    tell_on_stderr("tritonserver is to start anew: the gateway begins no job, and waits for those that run")
+    while not (answers(idle) or stopping.wait(_SECONDS_BETWEEN_LOOKS)):
+        if gateway.is_ready():  # a gateway that has just been started knows of nothing
+            gateway.signal(signal.SIGUSR1)
+    if not stopping.is_set():
+        triton.stop()
+        gateway.signal(signal.SIGUSR2)  # begins jobs once Triton is there again
+    while not (triton.is_alive() and triton.is_ready() or stopping.wait(_SECONDS_BETWEEN_LOOKS)):
+        pass
+
+
+def supervise(servers: list[OwnedProcess], renew: Callable[[threading.Event], None] = lambda _: None) -> int:
+    """Keeps all running until a signal comes, then ends them, the last first; calls `renew` when a SIGUSR1 comes."""
+    stopping, renewing, failed = threading.Event(), threading.Event(), []
+    signal.signal(signal.SIGUSR1, lambda *_: renewing.set())
 
     def keep(server: OwnedProcess) -> None:
         try:
@@ -86,8 +123,10 @@ def supervise(servers: list[OwnedProcess]) -> int:
     threads = [threading.Thread(target=keep, args=[server], name=server.name) for server in servers]
     for thread in threads:
         thread.start()
-    while not stopping.wait(1.0):  # with a limit, so that signals are handled
-        pass
+    while not stopping.wait(_SECONDS_BETWEEN_LOOKS):  # with a limit, so that signals are handled
+        if renewing.is_set():
+            renewing.clear()
+            renew(stopping)
     for server, thread in reversed(list(zip(servers, threads, strict=True))):
         while thread.is_alive():
             server.stop()
@@ -95,3 +134,67 @@ def supervise(servers: list[OwnedProcess]) -> int:
     if failed:
         raise failed[0]
     return 0
+
+
+# ------------------------------------------------------------------------------------------------------ --drain
+
+
+@contextmanager
+def noted(port: int) -> Iterator[Callable[[], None]]:
+    """Notes within the block, in a file that is held for as long, that this process serves at `port`; what it gives
+    notes that it was renewed. Without effect where another process (in another container) holds that file."""
+    with _note(port) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield lambda: None
+            return
+        count = 0
+
+        def write() -> None:
+            os.pwrite(file, f"{os.getpid()} {count:>9}\n".encode(), 0)
+
+        def renewed() -> None:
+            nonlocal count
+            count += 1
+            write()
+
+        os.ftruncate(file, 0)
+        write()
+        yield renewed
+
+
+def ask_to_renew(port: int) -> int:
+    """Tells the `serve up` at `port` to renew, and waits until it has; the exit code.
+
+    Raises:
+        UserError: if there is none, or it ends meanwhile.
+    """
+    with _note(port) as file:
+        before = _read_note(file, port)
+        os.kill(before[0], signal.SIGUSR1)
+        while _read_note(file, port) == before:
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+    tell_on_stderr(f"the `serve up` at port {port} has loaded its repository anew")
+    return 0
+
+
+@contextmanager
+def _note(port: int) -> Iterator[int]:
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    file = os.open(folder / f"up-{port}", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def _read_note(file: int, port: int) -> tuple[int, int]:
+    """(process, how often it was renewed)"""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        process, count = os.pread(file, 100, 0).split()
+        return int(process), int(count)
+    raise UserError(f"no `serve up` of yours runs at port {port} here; --port names another")

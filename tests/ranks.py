@@ -130,13 +130,15 @@ def rank_servers() -> Iterator[Callable[[int], RankServer | None]]:
 def start_ranks(rank_servers) -> Iterator[Callable[..., Ranks]]:
     """start_ranks(2, "-m", "megadit.train", ...): the same Python command on several ranks; killed after the module.
 
-    One rank alone is not told that it is one.
+    One rank alone is not told that it is one. With an `environment` (names beside those of this process) ranks import
+    for themselves.
     """
     started: Ranks = []
 
-    def start(count: int, *command: str | Path) -> Ranks:
+    def start(count: int, *command: str | Path, environment: dict[str, str] | None = None) -> Ranks:
         port = _free_port()
-        ranks = [_start_rank(rank_servers(rank), rank, count, port, command) for rank in range(count)]
+        servers = [rank_servers(rank) if environment is None else None for rank in range(count)]
+        ranks = [_start_rank(server, rank, count, port, command, environment) for rank, server in enumerate(servers)]
         started.extend(ranks)
         return ranks
 
@@ -157,8 +159,8 @@ def _free_port() -> int:
 def run_ranks(start_ranks) -> Callable[..., list[str]]:
     """Like `start_ranks`, but waits: what each rank printed, once all have exited with `code`."""
 
-    def run(count: int, *command: str | Path, code: int = 0, timeout: float = TIMEOUT) -> list[str]:
-        return _wait(start_ranks(count, *command), code, timeout)
+    def run(count: int, *command: str | Path, code: int = 0, timeout: float = TIMEOUT, **settings) -> list[str]:
+        return _wait(start_ranks(count, *command, **settings), code, timeout)
 
     return run
 
@@ -175,9 +177,11 @@ def _wait(ranks: Ranks, code: int = 0, timeout: float = TIMEOUT) -> list[str]:
     return outputs
 
 
-def _start_rank(server: RankServer | None, rank: int, count: int, port: int, command: tuple) -> Rank | subprocess.Popen:
+def _start_rank(
+    server: RankServer | None, rank: int, count: int, port: int, command: tuple, more: dict[str, str] | None
+) -> Rank | subprocess.Popen:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(more or {})}
     if count > 1:
         environment |= {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "localhost"}
     words = list(map(str, command))

@@ -216,6 +216,7 @@ SHOWN_BY = {
             --max_media_bytes --max_media_pixels --max_media_frames --max_media_side --max_media_seconds
             --max_adapters --max_adapter_bytes --adapters --adapter_bytes --guardrail_dir
         """,
+        "serve/test_ranks.py::test_options_of_ranks_change_the_repository": "--ranks --tp_size --cp_size",
         "serve/test_flags.py::test_exported_networks_and_runtimes_are_asked_for": "--networks --runtime",
         "serve/test_signing.py::test_the_repository_holds_paths_alone": C2PA,
         "serve/test_build_repository.py::test_defaults_are_changed_by_the_rules_of_a_request": "--default",
@@ -230,7 +231,8 @@ SHOWN_BY = {
         "serve/test_flags.py::test_every_option_reaches_what_is_kept_up": """
             --model --host --port --drain_seconds --hang_seconds --http_port --grpc_port --triton_metrics_port
             --control_secret
-        """
+        """,
+        "serve/gateway/test_drain.py::test_nobody_is_asked_to_drain": "--drain",
     },
     "serve gateway": {
         "serve/test_flags.py::test_every_option_reaches_the_gateway": """

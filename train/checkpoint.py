@@ -27,7 +27,6 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megadit.models.bundle.bundle import is_bundle
 from megadit.models.megatron.checkpoint import (
     CONFIG,
     STATE,
@@ -261,11 +260,7 @@ class CheckpointStore:
             return
         found = named_checkpoints(Path(other) / "checkpoints")
         if not found:
-            remedy = "give the folder of a run"
-            if is_bundle(other):
-                remedy = f"a bundle has weights alone: checkpoint.init_from={other} starts from them"
-            elif not Path(other).exists():
-                remedy = "it does not exist"
+            remedy = "give the folder of a run" if Path(other).exists() else "it does not exist"
             raise UserError(f"checkpoint.load={other} has no checkpoint; {remedy}")
         yield from reversed(found)
 

@@ -17,7 +17,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch import Tensor, nn
 
@@ -32,7 +36,9 @@ READ_AT_ONCE = 2**31
 """Bytes of whole tensors that a rank holds while it reads (or one tensor, and its optimizer state)."""
 Keys = Mapping[str, Mapping[str, str]]
 """Parameter -> what of it -> the key in a checkpoint."""
-OWN_WRITER = {"async_strategy": "mcore"} if "async_strategy" in signature(dist_checkpointing.save).parameters else {}
+FORM = CheckpointingConfig("torch_dist", 1)
+_WRITER_TAKES = signature(TorchDistSaveShardedStrategy.async_save).parameters
+OWN_WRITER = {"async_strategy": "mcore"} if "async_strategy" in _WRITER_TAKES else {}
 """From 0.17 on Megatron asks by default for nvidia-resiliency-ext, which writes in other processes."""
 
 
@@ -55,11 +61,7 @@ class TrainedTensors:
         shards = self._shards()
         for other, _ in self.others:
             shards |= other._shards()
-        # Megatron's writer reports through a queue of a manager process that it spawns; no other process is involved
-        filesystem_async._results_queue = queue.SimpleQueue()
-        strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
-        request = dist_checkpointing.save(shards, str(directory), strategy, async_sharded_save=True, **OWN_WRITER)
-        return BackgroundWrite(request, directory, prefix=f"__{dist.get_rank()}_")
+        return BackgroundWrite(_request(shards, directory), directory, prefix=f"__{dist.get_rank()}_")
 
     def _shards(self) -> dict[str, ShardedTensor]:
         shards = {}
@@ -145,6 +147,29 @@ class TrainedTensors:
         offsets = [(dim, axes[axis].rank(), axes[axis].size()) for dim, axis in splits(parameter)]
         copy = 0 if offsets else self.groups.tensor.rank()
         return ShardedTensor.from_rank_offsets(self.prefix + key, tensor, *offsets, replica_id=(0, copy, replica))
+
+
+def _request(shards: dict[str, ShardedTensor], directory: Path) -> AsyncRequest:
+    """Megatron's request to write tensors, and nothing else, as every version reads them.
+
+    `dist_checkpointing.save` of newer versions also writes what is no tensor among them, as an object to be unpickled,
+    and leaves out the file that 0.16.1 looks for.
+    """
+    shards, _ = save_preprocess(shards)  # compares ranks: each part of a tensor must be written by one
+    # Megatron's writer reports through a queue of a manager process that it spawns; no other process is involved
+    filesystem_async._results_queue = queue.SimpleQueue()
+    strategy = TorchDistSaveShardedStrategy(FORM.sharded_backend, FORM.sharded_backend_version, thread_count=1)
+    request = strategy.async_save(shards, directory, **OWN_WRITER)
+    request.finalize_fns.append(lambda: _describe(directory))
+    return request
+
+
+def _describe(directory: Path) -> None:
+    """Tells Megatron's readers the form of what lies there, once all ranks have written; every rank calls this."""
+    if dist.get_rank() == 0:
+        torch.save({}, directory / COMMON_STATE_FNAME)
+        save_config(FORM, str(directory))
+    dist.barrier()
 
 
 def _some_at_a_time(keys: Keys, parameters: Mapping[str, Tensor]) -> list[list[str]]:

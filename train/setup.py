@@ -36,7 +36,7 @@ from megadit.models.megatron.shards import initialize_dit_
 from megadit.models.megatron.transformer_config import transformer_config
 from megadit.models.networks import build_network
 from megadit.models.shared.files import atomic_path
-from megadit.models.weights import dit_shapes
+from megadit.models.weights import network_shapes
 from megadit.train.checkpoint_tensors import TrainedTensors
 from megadit.train.config.load import to_yaml
 from megadit.train.config.rules import check_layout
@@ -202,7 +202,7 @@ def _with_teacher(training: Training) -> Training:
             critic=None if critic is None else denoiser_of(critic.parts[0]),
             sum_over_context=partial(_summed, group=groups.context.group),
         ),
-        teacher_fingerprint=fingerprint(dit_shapes(config.model), teacher.read),
+        teacher_fingerprint=fingerprint(network_shapes(config.model), teacher.read),
     )
     training.network.objective = distillation.loss
     others = () if critic is None else ((critic.tensors, asked.critic_updates),)
@@ -237,13 +237,13 @@ def _build_frozen(config: RunConfig, groups: Groups, given: GivenNetwork) -> nn.
 def _fingerprint(config: RunConfig, given: Weights | None) -> str | None:
     if config.train.adapter is None or given is None:
         return None
-    return fingerprint(dit_shapes(config.model), given)
+    return fingerprint(network_shapes(config.model), given)
 
 
 def _starting_weights(config: RunConfig, given: Weights | None) -> Weights:
     """What gives each parameter of the network its first value, whole: `given`, or drawn from the seed."""
     model, seed, adapter = config.model, config.train.seed, config.train.adapter
-    shapes = dit_shapes(model)
+    shapes = network_shapes(model)
 
     def base(name: str) -> Tensor:
         return initialize.initial_value(name, torch.Size(shapes[name]), seed) if given is None else given(name)

@@ -139,6 +139,8 @@ def find_checkpoint(path: Path, step: str | None = None) -> Path:
         return path
     if not path.exists():
         raise UserError(f"{path} does not exist; give the folder of a run, or one of its checkpoints")
+    if is_bundle(path):
+        raise UserError(f"{path} is a bundle already; give a run, or --merge ADAPTER to add one to it")
     found = find_checkpoints(path / "checkpoints")
     if not found:
         raise UserError(f"{path} holds no complete checkpoint; give the folder of a run, or one of its checkpoints")

@@ -55,6 +55,8 @@ LIBRARIES: tuple[tuple[str, str, str, str], ...] = (
     ("wandb", "wandb", "metrics on Weights & Biases", "pip install 'megadit[wandb]'"),
 )
 """Distribution, module, what it enables, how to get it."""
+TESTED = {"megatron-core": ("0.16.1", "0.19.2")}
+"""Distribution -> the versions that the tests run, of libraries of which megadit takes a range."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,9 +205,15 @@ def _table(title: str, findings: list[Finding]) -> Table:
 
 
 def _library(distribution: str, module: str) -> str | None:
-    """The installed version; a library that is there and cannot be found by the import system counts as missing."""
+    """The installed version, and which are tested if it is none of these.
+
+    A library that is there and cannot be found by the import system counts as missing.
+    """
     version = _try(lambda: metadata.version(distribution))
-    return version if version and _try(lambda: importlib.util.find_spec(module)) else None
+    if not version or not _try(lambda: importlib.util.find_spec(module)):
+        return None
+    tested = TESTED.get(distribution, (version,))
+    return version if version in tested else f"{version}; tested are {' and '.join(tested)}"
 
 
 def _h264_encoder() -> str:

@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +19,15 @@ from megadit.models.convert.adapter import DOWN
 from megadit.models.convert.adapter_files import is_adapter, open_adapter, read_adapter, tensor_file
 from megadit.models.convert.adapter_names import split_key
 from megadit.models.megatron.checkpoint import CONFIG, STATE, is_complete, read_state
+from megadit.models.network_config import NetworkConfig
 from megadit.models.shared.command import run_command
 from megadit.models.shared.documents import parse_json, parse_yaml
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import setting
-from megadit.models.weights import dit_shapes
+from megadit.models.unet_config import UNetConfig
+from megadit.models.weights import network_shapes
 
 CHECKPOINTS = "checkpoints"
 
@@ -36,7 +38,9 @@ Facts = dict[str, Any]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InfoOptions:
     path: Path = setting(
-        help="a bundle, an adapter, a run's folder or checkpoint, or a dataset", positional=True, metavar="PATH"
+        help="a bundle, an adapter, a run's folder or checkpoint, a dataset, or a YAML file that blends some",
+        positional=True,
+        metavar="PATH",
     )
     json: bool = setting(False, "print JSON instead of a table")
     sheet: Path | None = setting(None, "draw samples of a dataset into this picture")
@@ -88,6 +92,8 @@ def describe(path: Path) -> Facts:
         return describe_checkpoint(path)
     if _is_run(path):
         return describe_run(path)
+    if path.is_file() and path.suffix in (".yaml", ".yml"):
+        return describe_blend(path)
     raise UserError(
         f"{path} is neither a bundle nor a dataset (no {MANIFEST_FILE}), neither a training run (no {CONFIG} beside "
         f"{CHECKPOINTS}/) nor a complete checkpoint (no {STATE}), nor an adapter"
@@ -158,6 +164,27 @@ def describe_dataset(path: Path) -> Facts:
     for part in ("tokenizer", "text_encoder"):
         if (path / part / "config.json").is_file():
             facts[part.replace("_", " ")] = read_json(path / part / "config.json").get("type")
+    return facts
+
+
+def describe_blend(path: Path) -> Facts:
+    """What a blend of data sets takes from where: of each split the folders, their samples and their weights.
+
+    Raises:
+        UserError: if the file names no data sets, or one of them was not prepared.
+    """
+    document = parse_yaml(path.read_bytes(), str(path))
+    facts: Facts = {"blend": str(path)}
+    try:
+        for split, source in document["splits"].items():
+            for number, part in enumerate(source.get("blend") or [source], 1):
+                folder = path.parent / part["path"]
+                samples = read_json(folder / MANIFEST_FILE)["num_samples"].get(part.get("split_part", split), 0)
+                facts[f"{split} {number}"] = f"{folder}: {samples:,} samples, weight {part.get('weight', 1):g}"
+    except UserError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise UserError(f"{path} is no blend of data sets: `splits:` with a `path:` or a `blend:` of such") from error
     return facts
 
 
@@ -245,14 +272,30 @@ def _last_record(metrics: Path) -> dict[str, Any]:
     return {}
 
 
-def _model_facts(config: DiTConfig) -> Facts:
-    parameters = sum(math.prod(shape) for shape in dit_shapes(config).values())
+def _model_facts(config: NetworkConfig) -> Facts:
+    parameters = sum(math.prod(shape) for shape in network_shapes(config).values())
     return {
         "parameters": f"{parameters:,}",
-        "layers x width": f"{config.num_layers} x {config.hidden_size}, {config.num_attention_heads} heads",
+        **_SIZES[type(config)](config),
         "latent channels": config.in_channels,
         "text width": config.crossattn_emb_size,
     }
+
+
+def _sizes_of_dit(config: DiTConfig) -> Facts:
+    return {"layers x width": f"{config.num_layers} x {config.hidden_size}, {config.num_attention_heads} heads"}
+
+
+def _sizes_of_unet(config: UNetConfig) -> Facts:
+    return {
+        "levels": f"{len(config.widths)}, {config.widths[0]} to {config.widths[-1]} wide",
+        "predicts": config.prediction,
+        "pooled text width": config.pooled_size,
+    }
+
+
+_SIZES: dict[type, Callable[[Any], Facts]] = {DiTConfig: _sizes_of_dit, UNetConfig: _sizes_of_unet}
+"""Class of a configuration -> what is told of its sizes."""
 
 
 def _bytes(count: int) -> str:

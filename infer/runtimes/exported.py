@@ -3,8 +3,8 @@
 Shapes: B batch, C latent channels, T/H/W latent frames/height/width, L text tokens, E text feature width.
 """
 
-from collections.abc import Callable, Mapping
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megadit.infer.runtimes.network_spec import INPUTS, Shape
+from megadit.infer.runtimes.network_spec import DENOISERS, INPUTS, Axis, Shape
 from megadit.models.adapter_config import AdapterConfig
 from megadit.models.adapter_slots import AdapterSlots, Packed
 from megadit.models.adapters import check_state
 from megadit.models.conditioning import Conditioning, Given
-from megadit.models.text_encoders import T5TextEncoder
+from megadit.models.text_encoders import NetworkTextEncoder, TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
 
 Run = Callable[[Mapping[str, Tensor], Shape], Tensor]
@@ -38,10 +38,10 @@ class ExportedDenoiser:
     dtype = torch.float32
     """Of what it takes and gives."""
 
-    def __init__(self, networks: Networks, slots: AdapterSlots | None = None) -> None:
-        """`slots` are its inputs for adapters, where it has any."""
+    def __init__(self, networks: Networks, slots: AdapterSlots | None = None, name: str = DENOISERS[0]) -> None:
+        """`slots` are its inputs for adapters, where it has any; `name` is that of its network."""
         self.device = networks.device
-        self._network = networks["denoiser"]
+        self._network = networks[name]
         self._slots = slots
         self.adapters: dict[str, Packed] = {}
         """By name."""
@@ -92,7 +92,7 @@ def denoiser_inputs(x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning
         given.is_given_THW.long(),
         torch.tensor([*map(float, range(frames)), *given.extra_times]),
     )
-    return dict(zip(INPUTS["denoiser"], values, strict=True))
+    return dict(zip(INPUTS[DENOISERS[0]], values, strict=True))
 
 
 class ExportedTokenizer:
@@ -101,11 +101,17 @@ class ExportedTokenizer:
     Whole videos: what a torch tokenizer computes in tiles, these compute at once, up to the exported size.
     """
 
-    def __init__(self, networks: Networks, tokenizer: VideoTokenizer) -> None:
-        self._networks, self._tokenizer = networks, tokenizer
+    def __init__(self, networks: Networks, tokenizer: VideoTokenizer, axes: Mapping[str, Axis]) -> None:
+        """`axes` are the open sides of its encoder."""
+        self._networks, self._tokenizer, self._axes = networks, tokenizer, axes
 
     def __getattr__(self, name: str):
         return getattr(self._tokenizer, name)
+
+    def nearest_size(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
+        """The size of a video nearest to this one that the networks were exported for."""
+        sizes = zip(("frames", "video_height", "video_width"), (frames, height, width), strict=True)
+        return tuple(self._axes[name].nearest(size) for name, size in sizes)
 
     def encode(self, video_BCTHW: Tensor) -> Tensor:
         """Latents BCTHW of a video in -1..1."""
@@ -129,23 +135,13 @@ def video_size(tokenizer: VideoTokenizer, frames: int, height: int, width: int) 
 
 
 def with_exported_network(
-    text_encoder: T5TextEncoder, load: Callable[[], Networks], device: torch.device
-) -> T5TextEncoder:
+    text_encoder: NetworkTextEncoder, load: Callable[[], Networks], device: torch.device
+) -> TextEncoder:
     """`text_encoder`, its network one of `load()`, which is called when a text is first encoded."""
-    return text_encoder.with_network(_ExportedT5(load, text_encoder.dim, device))
+    loaded = cache(load)
 
+    def run(inputs: Sequence[Tensor], shape: Shape) -> Tensor:
+        named = dict(zip(INPUTS["text_encoder"], inputs, strict=False))
+        return loaded()["text_encoder"](named, shape)
 
-class _ExportedT5:
-    """Called like the class of `transformers` that `T5TextEncoder` calls."""
-
-    def __init__(self, load: Callable[[], Networks], dim: int, device: torch.device) -> None:
-        self.device = device
-        self._load, self._dim = load, dim
-        self._run: Run | None = None
-
-    def __call__(self, tokens_BL: Tensor, *, attention_mask: Tensor) -> SimpleNamespace:
-        if self._run is None:
-            self._run = self._load()["text_encoder"]
-        inputs = dict(zip(INPUTS["text_encoder"], (tokens_BL, attention_mask), strict=True))
-        features_BLE = self._run(inputs, (*tokens_BL.shape, self._dim))
-        return SimpleNamespace(last_hidden_state=features_BLE)
+    return text_encoder.with_graph(run, device)

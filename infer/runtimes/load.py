@@ -9,17 +9,18 @@ import torch
 from megadit.infer.graphs import RecordedDenoiser
 from megadit.infer.guidance import Denoiser
 from megadit.infer.runtimes.exported import ExportedDenoiser, ExportedTokenizer, Networks, with_exported_network
-from megadit.infer.runtimes.network_spec import GIVEN_INPUTS, ExportedNetworks
-from megadit.infer.runtimes.pair import PairDenoiser
+from megadit.infer.runtimes.network_spec import DENOISERS, GIVEN_INPUTS, ExportedNetworks
+from megadit.infer.runtimes.pair import as_one
+from megadit.infer.runtimes.ranked import Placement, RankedDenoiser
 from megadit.infer.runtimes.shared_torch import load_shared_denoiser
 from megadit.infer.runtimes.streamed import load_streamed_dit
 from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.models.adapter_slots import AdapterSlots
-from megadit.models.bundle.bundle import Bundle
+from megadit.models.bundle.bundle import Bundle, check_transformer
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.text_encoders import TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
-from megadit.models.weights import load_config, load_dit
+from megadit.models.weights import load_config, load_network
 
 TORCH = "torch"
 
@@ -121,8 +122,9 @@ def adapter_slots(bundle: Bundle, runtime: str) -> AdapterSlots | None:
 
 
 def weights_checksum(bundle: Bundle) -> str:
-    """What an export remembers of the weights it was made from."""
-    return bundle.manifest["files"]["transformer/model.safetensors"]["sha256"]
+    """What an export remembers of the weights it was made from: the SHA-256 of each network's."""
+    files = bundle.manifest["files"]
+    return " ".join(files[f"{network}/model.safetensors"]["sha256"] for network in bundle.networks)
 
 
 def load_denoiser(
@@ -136,15 +138,24 @@ def load_denoiser(
     cuda_graphs: bool = False,
     tensor_parallel: int = 1,
     context_parallel: int = 1,
+    ranks: Placement | None = None,
 ) -> Denoiser:
     """The denoiser of a bundle, by options that `check_runtime` passed; with `resident_blocks`, so many and one more
-    have their weights in memory at once.
+    have their weights in memory at once; with `ranks`, they have them, and this process none.
 
     Raises:
         UserError: if it was not exported for `runtime`, or `runtime` does not run here; if ranks cannot share it.
     """
+    if ranks is not None:
+        of_ranks = {"runtime": runtime, "compile": compile, "resident_blocks": resident_blocks}
+        ranked = RankedDenoiser(bundle, ranks, device=device, dtype=dtype, cuda_graphs=cuda_graphs, **of_ranks)
+        return as_one([ranked] * len(bundle.networks), bundle.boundary)
     if runtime != TORCH:
-        return ExportedDenoiser(_open(bundle, runtime, device), adapter_slots(bundle, runtime))
+        networks, slots = _open(bundle, runtime, device), adapter_slots(bundle, runtime)
+        names = DENOISERS[: len(bundle.networks)]
+        return as_one([ExportedDenoiser(networks, slots, name) for name in names], bundle.boundary)
+    if resident_blocks is not None or tensor_parallel * context_parallel > 1:
+        check_transformer(bundle, "its parts take no turns, and no ranks share it")
     options = {"device": device, "dtype": dtype, "compile": compile}
     sizes = {"tensor": tensor_parallel, "context": context_parallel}
 
@@ -153,8 +164,7 @@ def load_denoiser(
             return load_shared_denoiser(bundle.path / part, **sizes, **options)
         return _load_whole(bundle.path / part, resident_blocks, cuda_graphs, **options)
 
-    denoisers = list(map(of_torch, bundle.networks))
-    return denoisers[0] if len(denoisers) == 1 else PairDenoiser(*denoisers, bundle.boundary)
+    return as_one(list(map(of_torch, bundle.networks)), bundle.boundary)
 
 
 def _load_whole(
@@ -167,7 +177,7 @@ def _load_whole(
     compile: bool,
 ) -> Denoiser:
     if resident_blocks is None or resident_blocks + 1 >= load_config(directory).num_layers:
-        dit = load_dit(directory, device=device, dtype=dtype)
+        dit = load_network(directory, device=device, dtype=dtype)
     else:
         dit = load_streamed_dit(directory, device=device, dtype=dtype, resident=resident_blocks)
     denoiser = TorchDenoiser(dit, device=device, dtype=dtype, compile=compile)
@@ -178,9 +188,9 @@ def with_exported_networks(
     tokenizer: VideoTokenizer, bundle: Bundle, runtime: str, device: torch.device
 ) -> VideoTokenizer:
     """`tokenizer`, its networks under `runtime` where they were exported."""
-    if runtime == TORCH or "video_decoder" not in open_exported(bundle, runtime).settings["networks"]:
+    if runtime == TORCH or "video_decoder" not in (exported := open_exported(bundle, runtime)).settings["networks"]:
         return tokenizer
-    return ExportedTokenizer(_open(bundle, runtime, device), tokenizer)
+    return ExportedTokenizer(_open(bundle, runtime, device), tokenizer, exported.network("video_encoder").axes)
 
 
 def with_exported_text_network(

@@ -15,9 +15,11 @@ SETTINGS_FILE = "settings.json"
 SETTINGS_VERSION = 3
 GIVEN_INPUTS = ("given", "is_given", "times")
 """Of denoisers that were trained to be given parts of videos; others have none of them."""
+DENOISERS = ("denoiser", "low_noise_denoiser")
+"""The first of a bundle's networks, and the second of those that have two (`Bundle.networks`)."""
 INPUTS: dict[str, tuple[str, ...]] = {
     "text_encoder": ("tokens", "mask"),
-    "denoiser": ("x", "sigma", "text", "text_length", "fps", *GIVEN_INPUTS),
+    **dict.fromkeys(DENOISERS, ("x", "sigma", "text", "text_length", "fps", *GIVEN_INPUTS)),
     "video_decoder": ("latents",),
     "video_encoder": ("video",),
     "classifier": ("x",),
@@ -26,7 +28,7 @@ INPUTS: dict[str, tuple[str, ...]] = {
 adapters come after them (`models/adapter_slots.py`)."""
 OUTPUTS = {
     "text_encoder": "features",
-    "denoiser": "x0",
+    **dict.fromkeys(DENOISERS, "x0"),
     "video_decoder": "video",
     "video_encoder": "latents",
     "classifier": "logits",
@@ -55,6 +57,10 @@ class Axis:
                 rule = f"{self.offset} + a multiple of {self.step}" if self.offset else f"a multiple of {self.step}"
                 raise UserError(f"{self.name}: {size} must be {rule}")
 
+    def nearest(self, size: int) -> int:
+        """The admitted size nearest to one that is a multiple of `step` beyond `offset`."""
+        return min(max(size, self.min), self.max)
+
     def admits(self, size: int) -> bool:
         return self.min <= size <= self.max and (size - self.offset) % self.step == 0
 
@@ -82,6 +88,10 @@ class NetworkSpec:
     name: str
     inputs: tuple[TensorSpec, ...]
     output: str
+
+    @property
+    def is_denoiser(self) -> bool:
+        return self.name in DENOISERS
 
     @property
     def axes(self) -> dict[str, Axis]:

@@ -79,7 +79,7 @@ class OnnxNetworks:
     def _open(self, name: str) -> OnnxNetwork:
         path, spec = self._exported.directory / f"{name}.onnx", self._exported.network(name)
         options = {"device": self.device, "rebuild": self._exported.rebuild, "provider": self._provider}
-        if self.device.type == "cpu" and name == "denoiser" and self._exported.settings["precision"] == "bf16":
+        if self.device.type == "cpu" and spec.is_denoiser and self._exported.settings["precision"] == "bf16":
             with widened(path) as copy:
                 return OnnxNetwork(copy, spec, **options)
         return OnnxNetwork(path, spec, **options)

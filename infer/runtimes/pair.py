@@ -3,10 +3,17 @@
 Shapes: B batch, C latent channels, T/H/W latent frames, height, width.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from megadit.infer.guidance import Denoiser
 from megadit.models.conditioning import Conditioning
+
+
+def as_one(denoisers: Sequence[Denoiser], boundary: float | None) -> Denoiser:
+    """The denoiser of a bundle's networks: its one, or its two, of which `Bundle.boundary` parts the noise levels."""
+    return denoisers[0] if boundary is None else PairDenoiser(*denoisers, boundary)
 
 
 class PairDenoiser:

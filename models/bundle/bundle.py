@@ -1,7 +1,7 @@
 """A bundle: the directory that holds all it takes to turn a prompt into a video, or to name the class of an image.
 
 megadit.json      which parts, versions, sampling defaults, how it was trained, size and checksum of every file
-transformer/      config.json, model.safetensors
+transformer/      config.json, model.safetensors (of a U-Net, too)
 transformer_2/    the same, of two networks that of low noise levels
 tokenizer/        config.json, model.safetensors (where it has tensors)
 text_encoder/     config.json, model.safetensors (where it has tensors)
@@ -27,6 +27,7 @@ from megadit.models.bundle.tensor_source import TensorSource
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.image_encoder import ImageEncoder
+from megadit.models.network_config import NetworkConfig
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, inner_path, read_json, write_json
@@ -57,7 +58,7 @@ class Bundle:
     manifest: dict[str, Any]
     """The contents of megadit.json."""
     defaults: SamplingSettings
-    config: DiTConfig
+    config: NetworkConfig
 
     @property
     def kind(self) -> Kind:
@@ -103,24 +104,33 @@ class Bundle:
             config=weights.load_config(path / "transformer"),
         )
 
-    def load_dit(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> DiT:
+    def load_network(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> weights.Network:
         """Its one network, that of videos.
 
         Raises:
-            UserError: if it has two, or a classifier; see also `weights.load_dit`.
+            UserError: if it has two, or a classifier; see also `weights.load_network`.
         """
         check_single(self)
         check_kind(self, "video")
-        return weights.load_dit(self.path / "transformer", device=device, dtype=dtype)
+        return weights.load_network(self.path / "transformer", device=device, dtype=dtype)
+
+    def load_dit(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> DiT:
+        """Its one network, a transformer.
+
+        Raises:
+            UserError: if it is none; see also `load_network`.
+        """
+        check_transformer(self, "this takes a transformer's blocks")
+        return self.load_network(device, dtype)
 
     def load_classifier(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> ViT:
         """Its network, that names classes.
 
         Raises:
-            UserError: if it is none; see also `weights.load_dit`.
+            UserError: if it is none; see also `weights.load_network`.
         """
         check_kind(self, "classifier")
-        return weights.load_dit(self.path / "transformer", device=device, dtype=dtype)
+        return weights.load_network(self.path / "transformer", device=device, dtype=dtype)
 
     def load_tokenizer(self) -> VideoTokenizer:
         return load_tokenizer(self.path / "tokenizer")
@@ -137,8 +147,17 @@ def check_single(bundle: Bundle) -> None:
     """Raises UserError for a bundle of two networks, for what takes one."""
     if bundle.boundary is not None:
         raise UserError(
-            f"{bundle.path} has two networks, for high and for low noise, which can be sampled from and converted; "
-            "this takes one: convert the published networks one by one"
+            f"{bundle.path} has two networks, for high and for low noise, which can be sampled from, exported, "
+            "served and converted; this takes one: convert the published networks one by one"
+        )
+
+
+def check_transformer(bundle: Bundle, reason: str) -> None:
+    """Raises UserError, with the reason, for a bundle of another network than a transformer."""
+    if not isinstance(bundle.config, DiTConfig):
+        raise UserError(
+            f"the network of {bundle.path} is {bundle.config.outline}, which is sampled from, converted and served: "
+            f"{reason}"
         )
 
 
@@ -148,14 +167,14 @@ def check_kind(bundle: Bundle, kind: Kind) -> None:
         raise UserError(f"{bundle.path} {USED_BY[bundle.kind]}")
 
 
-def _kind_of(config: DiTConfig) -> Kind:
-    return "classifier" if config.structure.classifies else "video"
+def _kind_of(config: NetworkConfig) -> Kind:
+    return "classifier" if config.classifies else "video"
 
 
 def write_bundle(
     out: str | os.PathLike,
     *,
-    config: DiTConfig,
+    config: NetworkConfig,
     state_dict: Mapping[str, Tensor] | TensorSource,
     tokenizer: VideoTokenizer,
     text_encoder: TextEncoder,
@@ -182,9 +201,9 @@ def write_bundle(
     if (found := None if image_encoder is None else image_encoder.dim) != config.image_size:
         raise UserError(f"model.image_size={config.image_size} does not fit the image encoder's features: {found}")
     with atomic_directory(out) as directory:
-        weights.save_dit(directory / "transformer", config, state_dict, dtype)
+        weights.save_network(directory / "transformer", config, state_dict, dtype)
         if low_noise is not None:
-            weights.save_dit(directory / LOW_NOISE, config, low_noise, dtype)
+            weights.save_network(directory / LOW_NOISE, config, low_noise, dtype)
         tokenizer.save(directory / "tokenizer")
         text_encoder.save(directory / "text_encoder")
         if image_encoder is not None:
@@ -281,7 +300,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _check_parts_fit(
-    config: DiTConfig, tokenizer: VideoTokenizer, text_encoder: TextEncoder, defaults: SamplingSettings
+    config: NetworkConfig, tokenizer: VideoTokenizer, text_encoder: TextEncoder, defaults: SamplingSettings
 ) -> None:
     for setting, ours, theirs, part in (
         ("in_channels", config.in_channels, tokenizer.latent_channels, "tokenizer's latents"),
@@ -290,6 +309,11 @@ def _check_parts_fit(
     ):
         if ours != theirs:
             raise UserError(f"model.{setting}={ours} does not fit the {part}: {theirs}")
+    if config.pooled_size not in (None, text_encoder.pooled_dim):
+        raise UserError(
+            f"the network reads a pooled feature {config.pooled_size} wide, and the text encoder's is "
+            f"{text_encoder.pooled_dim}"
+        )
     frames = tokenizer.frames_covering(defaults.num_frames)
     config.sample_grid(*tokenizer.latent_shape(frames, defaults.height, defaults.width)[1:])
 

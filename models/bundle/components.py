@@ -30,6 +30,20 @@ def write_part(directory: str | os.PathLike, config: Mapping[str, Any], tensors:
     write_json(directory / CONFIG_FILE, dict(config))
 
 
+def part_folder(directory: str | os.PathLike, part: str) -> Path:
+    """Where a part (tokenizer, text_encoder) is saved: `directory` itself, or its folder in the bundle that this is.
+
+    Raises:
+        UserError: if it is neither.
+    """
+    for folder in (Path(directory), Path(directory) / part):
+        if (folder / CONFIG_FILE).is_file():
+            return folder
+    raise UserError(
+        f"{Path(directory) / CONFIG_FILE} does not exist: give the folder of a {part.replace('_', ' ')}, or a bundle"
+    )
+
+
 def part_type(directory: str | os.PathLike, kind: str, known: Collection[str]) -> str:
     """The `type` that config.json names.
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -66,6 +67,12 @@ class TensorSource:
         stored = {short: self.stored[name] for short, name in names.items()}
         return TensorSource(self.label, stored, lambda short: self.read(names[short]))
 
+    def beside(self, others: Mapping[str, Tensor]) -> "TensorSource":
+        """These tensors and `others`."""
+        more = from_state_dict(others)
+        stored = {**self.stored, **more.stored}
+        return TensorSource(self.label, stored, lambda name: (more if name in others else self).read(name))
+
     def state_dict(self) -> dict[str, Tensor]:
         """All of them, in memory."""
         return {name: self.read(name) for name in self.stored}
@@ -88,6 +95,8 @@ def load_pickled(file: Path | IO[bytes], where: str = "") -> Any:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except UserError:
         raise
+    except pickle.UnpicklingError as error:  # torch's own words advise to run whatever the file holds
+        raise UserError(f"{where} is not read: it is no file of torch.save, or holds more than tensors") from error
     except Exception as error:  # torch raises many kinds for a damaged file, or one that is more than tensors
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise UserError(f"{where} is not read: {reason}") from error

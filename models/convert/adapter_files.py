@@ -18,7 +18,14 @@ from typing import Any
 import torch
 
 from megadit.models.adapters import fingerprint, targets_of
-from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle, check_files, check_single, write_manifest
+from megadit.models.bundle.bundle import (
+    MANIFEST_FILE,
+    Bundle,
+    check_files,
+    check_single,
+    check_transformer,
+    write_manifest,
+)
 from megadit.models.bundle.components import TENSOR_FILE
 from megadit.models.bundle.tensor_source import TensorSource, from_state_dict, open_safetensors, write_safetensors
 from megadit.models.config import DiTConfig
@@ -144,6 +151,7 @@ def read_adapter_of(path: str | Path, bundle: Bundle) -> Adapter:
             networks.
     """
     check_single(bundle)
+    check_transformer(bundle, "adapters for it are not read")
     adapter = read_adapter(path, bundle.config)
     if adapter.base is not None and adapter.base != (found := bundle_fingerprint(bundle)):
         raise UserError(
@@ -168,7 +176,7 @@ def tensor_file(path: Path) -> Path:
             "files than safetensors are not read"
         )
     if not path.exists():
-        raise UserError(f"{path} does not exist")
+        raise UserError(f"the adapter {path} does not exist; give PATH or PATH:SCALE, such as zog:0.8")
     if path.suffix != ".safetensors":
         raise UserError(f"{path} is not read: an adapter is a folder, or a file that ends in .safetensors")
     return path

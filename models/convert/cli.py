@@ -2,6 +2,7 @@
 
     megadit convert nvidia/Cosmos-1.0-Diffusion-7B-Text2World cosmos        # from the hub's cache: a bundle
     megadit convert DiT-XL-2-256/ dit --dtype bfloat16                      # diffusers' pipeline, tokenizer included
+    megadit convert stable-diffusion-v1-5/ sd                               # likewise; XL too
     megadit convert iter_0010000/ bundle --tokenizer CV4x8x8/ --text_encoder t5-11b/
     megadit convert Cosmos-Tokenizer-CV4x8x8/autoencoder.jit tokenizer      # one part alone
     megadit convert bundle out --to diffusers
@@ -13,7 +14,9 @@ Tensors are read, changed and written one at a time.
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -27,6 +30,7 @@ from megadit.models.convert.adapter_files import is_adapter, read_adapter, with_
 from megadit.models.convert.published import (
     WEIGHTS,
     Published,
+    diffusers_folder,
     is_transformers,
     open_published,
     published_uses,
@@ -36,12 +40,20 @@ from megadit.models.convert.published import (
 )
 from megadit.models.convert.published_defaults import published_defaults
 from megadit.models.image_encoder import ImageEncoder
+from megadit.models.network_config import NetworkConfig
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, read_json, write_json
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import setting
-from megadit.models.text_encoders import ClassLabels, T5TextEncoder, TextEncoder, load_text_encoder
+from megadit.models.text_encoders import (
+    ClassLabels,
+    CLIPTextEncoder,
+    QwenVLTextEncoder,
+    T5TextEncoder,
+    TextEncoder,
+    load_text_encoder,
+)
 from megadit.models.tokenizers import (
     Autoencoder,
     HaarTokenizer,
@@ -69,7 +81,10 @@ class ConvertOptions:
     )
     tokenizer: str | None = setting(None, "the video tokenizer; default: that of the pipeline", metavar="PATH")
     text_encoder: str | None = setting(
-        None, f"directory or name of a T5; default: that of the pipeline, or {T5} (Wan: {UMT5})", metavar="PATH"
+        None,
+        "directory or name of a T5 or CLIP, for Predict2.5 of a Qwen2.5-VL; default: that of the pipeline, or "
+        f"{T5} (Wan: {UMT5})",
+        metavar="PATH",
     )
     image_encoder: str | None = setting(
         None,
@@ -146,7 +161,7 @@ def _is_part(path: Path) -> bool:
 
 def _import(source: Path, options: ConvertOptions) -> None:
     published = open_published(source)
-    takes = published_uses(published.config)
+    takes = published_uses(published)
     licence = find_licence(source, published.config.family)
     tokenizer = _choose_tokenizer(source, options.tokenizer, options.compression)
     if tokenizer is None:
@@ -192,21 +207,51 @@ def _choose_tokenizer(source: Path, given: str | None, compression: str) -> Vide
 
 
 def _choose_text_encoder(source: Path, published: Published, given: str | None) -> TextEncoder:
-    """For classes their names; else the T5 that was given, is the pipeline's own, or is what they were trained with."""
-    if published.config.structure.classifies and published.config.num_classes is None:
-        return ClassLabels(names=("unlabelled",))
-    if published.config.num_classes is not None:
-        names = published.class_names or tuple(f"class {i}" for i in range(published.config.num_classes))
+    """For classes their names; else the network that was given, is the pipeline's own, or is what they were trained
+    with."""
+    if not published.config.has_text:
+        numbers = range(published.config.num_classes or 0)
+        names = published.class_names or tuple(f"class {i}" for i in numbers) or ("unlabelled",)
         return ClassLabels(names=names)
     if given is not None and (Path(given) / parts.CONFIG_FILE).is_file():
         if "type" in read_json(Path(given) / parts.CONFIG_FILE):
             return load_text_encoder(given)
-    of_pipeline = str(source) if (source / "text_encoder" / parts.CONFIG_FILE).is_file() else None
-    usual = UMT5 if published.config.family == "wan" else T5
-    return T5TextEncoder(model=given or of_pipeline or usual, text_padding=_padding(published.config))
+    of_pipeline = str(source.absolute()) if (source / "text_encoder" / parts.CONFIG_FILE).is_file() else None
+    family = "predict2_5" if published.text_projection else published.config.family
+    return _TEXT_ENCODERS.get(family, _t5)(published, given or of_pipeline)
 
 
-def _choose_image_encoder(source: Path, config: DiTConfig, given: str | None) -> ImageEncoder | None:
+def _t5(published: Published, model: str | None, usual: str = T5) -> TextEncoder:
+    return T5TextEncoder(model=model or usual, text_padding=_padding(published.config))
+
+
+def _clip(published: Published, model: str | None) -> TextEncoder:
+    """All 77 places count, padding too. XL reads the layer before the last, and takes zeros for an empty text unless
+    its pipeline says otherwise."""
+    if model is None:
+        raise UserError("the pipeline has no text_encoder/: give --text_encoder, the directory of its CLIP")
+    is_xl = published.config.pooled_size is not None
+    return CLIPTextEncoder(
+        model=model,
+        layer="penultimate" if is_xl else "last",
+        text_padding="tokens",
+        empty_text="zeros" if is_xl and published.index.get("force_zeros_for_empty_prompt", True) else "encoded",
+    )
+
+
+def _qwen_vl(published: Published, model: str | None) -> TextEncoder:
+    return QwenVLTextEncoder(model=model or QwenVLTextEncoder().model, projection=dict(published.text_projection))
+
+
+_TEXT_ENCODERS: dict[str, Callable[[Published, str | None], TextEncoder]] = {
+    "predict2_5": _qwen_vl,
+    "stable_diffusion": _clip,
+    "wan": partial(_t5, usual=UMT5),
+}
+"""Family, or its member that reads texts otherwise -> the text encoder of a directory, or the usual one; else a T5."""
+
+
+def _choose_image_encoder(source: Path, config: NetworkConfig, given: str | None) -> ImageEncoder | None:
     if config.image_size is None:
         return None
     of_pipeline = str(source) if (source / "image_encoder").is_dir() else None
@@ -238,10 +283,12 @@ def _export(source: Path, out: Path, form: str) -> None:
             write_original(directory, bundle.config, networks["transformer"])
         else:
             tokenizer = bundle.load_tokenizer()
+            projection = getattr(bundle.load_text_encoder(), "projection", {})
             side = bundle.defaults.height // tokenizer.spatial_compression
             for part, tensors in networks.items():
-                (directory / part).mkdir()
-                write_diffusers(directory / part, bundle.config, tensors, side)
+                folder = directory / diffusers_folder(bundle.config, part)
+                folder.mkdir()
+                write_diffusers(folder, bundle.config, tensors, side, projection)
             _export_tokenizer(tokenizer, directory / "vae")
         if (source / "notices").is_dir():
             for notice in (source / "notices").iterdir():

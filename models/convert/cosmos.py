@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from megadit.models.config import DiTConfig
 from megadit.models.convert.tensor_map import (
     Entry,
@@ -32,6 +34,8 @@ IGNORED = r"(logvar|pos_embedder|accum_)|_extra_state$|(^|\.)net\.(logvar|pos_em
 """Tensors of a released checkpoint that belong to its training."""
 GIVEN_SIGMA = {True: 0.001, False: 0.0001}
 """Of what is given, by whether positions are learned: `augment_sigma` of 1.0, `sigma_conditioning` of Predict2."""
+TEXT_PROJECTION = {"weight": "crossattn_proj.0.weight", "bias": "crossattn_proj.0.bias"}
+"""Our names -> diffusers' of what Predict2.5 reads a Qwen2.5-VL's states by: part of our text encoder."""
 QK_EPSILON = 1e-5
 """That of diffusers' attention, whatever its other norms have."""
 
@@ -40,12 +44,12 @@ def config_from_diffusers(values: Mapping[str, Any]) -> DiTConfig:
     """The configuration that diffusers' config.json stands for.
 
     Raises:
-        UserError: for a network of this class with parts that we do not have (Predict2.5, Transfer).
+        UserError: for a network of this class with parts that we do not have (Transfer).
     """
-    for name in ("use_crossattn_projection", "controlnet_block_every_n", "img_context_dim_in"):
+    for name in ("controlnet_block_every_n", "img_context_dim_in"):
         if values.get(name):
             raise UserError(
-                f"{DIFFUSERS_CLASS} with {name}={values[name]} is not supported: only Cosmos 1.0 and Predict2 are"
+                f"{DIFFUSERS_CLASS} with {name}={values[name]} is not supported: only Cosmos 1.0, Predict2 and 2.5 are"
             )
     channels, out_channels = values["in_channels"], values["out_channels"]
     if channels not in (out_channels, out_channels + 1):
@@ -62,6 +66,7 @@ def config_from_diffusers(values: Mapping[str, Any]) -> DiTConfig:
     given = {"given_form": "augmented" if has_positions else "marked", "given_sigma": GIVEN_SIGMA[has_positions]}
     return DiTConfig(
         family="cosmos",
+        compat="predict2_5" if values.get("use_crossattn_projection") else None,
         # Predict2 dropped learned positions and EDM together; no setting says which objective it is
         preconditioner="edm" if has_positions else "flow",
         sigma_data=0.5 if has_positions else 1.0,
@@ -102,6 +107,13 @@ def config_to_diffusers(config: DiTConfig) -> dict[str, Any]:
         "concat_padding_mask": config.padding_mask_channel,
         "extra_pos_embed_type": "learnable" if config.learned_positions else None,
     }
+
+
+def projection_to_diffusers(projection: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The settings and tensors by which diffusers' network reads a Qwen2.5-VL's states (`TEXT_PROJECTION`)."""
+    width, states = projection["weight"].shape
+    sizes = {"crossattn_proj_in_channels": states, "encoder_hidden_states_channels": width}
+    return {"use_crossattn_projection": True, **sizes}, {TEXT_PROJECTION[name]: projection[name] for name in projection}
 
 
 def diffusers_entries(config: DiTConfig) -> list[Entry]:

@@ -1,11 +1,12 @@
 """What a published checkpoint is, found out from its files: our configuration of it, and our view of its tensors."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megadit.models.bundle.tensor_source import (
     TensorSource,
@@ -15,9 +16,10 @@ from megadit.models.bundle.tensor_source import (
     write_safetensors,
 )
 from megadit.models.config import DiTConfig
-from megadit.models.convert import class_dit, cosmos, nemo, nemo_moviegen, vit, wan
+from megadit.models.convert import class_dit, cosmos, nemo, nemo_moviegen, stable_diffusion, vit, wan
 from megadit.models.convert.converted import to_ours, to_theirs
 from megadit.models.convert.tensor_map import Entry
+from megadit.models.network_config import NetworkConfig
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import inner_path, read_json, write_json
 
@@ -29,7 +31,7 @@ WEIGHTS, OF_TRANSFORMERS = "diffusion_pytorch_model", "model"
 class Published:
     """A network that was published."""
 
-    config: DiTConfig
+    config: NetworkConfig
     tensors: TensorSource
     """Under our names."""
     sample_size: int | None = None
@@ -39,11 +41,17 @@ class Published:
     """Of two networks the one for low noise levels, those below `boundary`; the other is `tensors`."""
     boundary: float | None = None
     """A level t = sigma / (1 + sigma)."""
+    index: Mapping[str, Any] = field(default_factory=dict)
+    """What model_index.json says, where a pipeline has one."""
+    text_projection: Mapping[str, Tensor] = field(default_factory=dict)
+    """What it reads a Qwen2.5-VL's states by (`QwenVLTextEncoder.projection`); {}: it reads a T5's features."""
 
 
-def published_uses(config: DiTConfig) -> tuple[str, ...]:
-    """What the published networks of a configuration were trained to be given."""
-    if config.given_sigma is None:
+def published_uses(published: Published) -> tuple[str, ...]:
+    """What a published network was trained to be given, as far as we can give it."""
+    config = published.config
+    # Predict2.5 tells the network a noise level of .1 for frames that have none, which is no form of ours
+    if config.given_sigma is None or published.text_projection:
         return ()
     if config.given.has_own_level and not config.given.marks or not config.given.is_among:  # Wan's
         return ("first_frame", "last_frame") if config.image_positions is not None else ("first_frame",)
@@ -162,11 +170,15 @@ FORMS = (
 
 PAIRS = (("transformer", "transformer_2"), ("high_noise_model", "low_noise_model"))
 """Folders of two networks, for high and for low noise: diffusers' and as released."""
-DIFFUSERS = {known.DIFFUSERS_CLASS: known for known in (cosmos, class_dit, wan)}
+DIFFUSERS = {known.DIFFUSERS_CLASS: known for known in (cosmos, class_dit, wan, stable_diffusion)}
 """Class -> the module that knows its settings and tensors."""
-IGNORED = {wan.DIFFUSERS_CLASS: wan.IGNORED}
-"""Class -> a pattern of tensors in its files that it does not read itself."""
-_OF_FAMILY = {"cosmos": cosmos, "dit": class_dit, "wan": wan}
+BESIDE = {stable_diffusion.DIFFUSERS_CLASS: stable_diffusion.read_pipeline}
+"""Class -> what reads settings of it that stand in other folders of its pipeline."""
+IGNORED = {wan.DIFFUSERS_CLASS: wan.IGNORED, cosmos.DIFFUSERS_CLASS: r"^crossattn_proj\."}
+"""Class -> a pattern of tensors in its files that are no part of our network."""
+_OF_FAMILY = {"cosmos": cosmos, "dit": class_dit, "wan": wan, "stable_diffusion": stable_diffusion}
+_FOLDERS = {"stable_diffusion": stable_diffusion.FOLDER}
+"""Family -> where diffusers' pipelines have its network; else in `transformer`."""
 
 
 def open_published(path: Path) -> Published:
@@ -182,11 +194,12 @@ def open_published(path: Path) -> Published:
         if (path / low).is_dir():
             return _pair(path, open_published(path / high), open_published(path / low))
     if (path / "model_index.json").is_file():
-        published, index = open_published(path / "transformer"), read_json(path / "model_index.json")
+        index = read_json(path / "model_index.json")
+        published = open_published(path / next((name for name in _FOLDERS.values() if name in index), "transformer"))
         config = published.config
         if index.get("expand_timesteps"):  # a first frame has a noise level of its own, which no tensor tells (Wan 2.2)
             config = replace(config, given_sigma=0.0)
-        return replace(published, config=config, class_names=_class_names(index, config))
+        return replace(published, config=config, class_names=_class_names(index, config), index=index)
     if is_transformers(path):
         return _from_transformers(path)
     if (path / "config.json").is_file():
@@ -226,7 +239,7 @@ def _from_diffusers(path: Path) -> Published:
     name = values.get("_class_name") if isinstance(values, dict) else None
     if name not in DIFFUSERS:
         raise UserError(f"{path} holds a {name or 'network of another kind'}; known are {', '.join(DIFFUSERS)}")
-    known = DIFFUSERS[name]
+    known, values = DIFFUSERS[name], values | (BESIDE[name](path) if name in BESIDE else {})
     for setting in sorted(values.keys() - known.SETTINGS):
         if not setting.startswith("_"):
             raise UserError(
@@ -242,6 +255,7 @@ def _from_diffusers(path: Path) -> Published:
         config=config,
         tensors=to_ours(source, known.diffusers_entries(config), config, ignored=IGNORED.get(name, "$^")),
         sample_size=values.get("sample_size"),
+        text_projection=_text_projection(values, source),
     )
 
 
@@ -263,6 +277,14 @@ def _from_transformers(path: Path) -> Published:
         tensors=to_ours(source, vit.entries(config), config, ignored=vit.POOLER),
         class_names=_class_names(values, config),
     )
+
+
+def _text_projection(values: Mapping[str, Any], source: TensorSource) -> dict[str, Tensor]:
+    if not values.get("use_crossattn_projection"):
+        return {}
+    if missing := [name for name in cosmos.TEXT_PROJECTION.values() if name not in source.stored]:
+        raise UserError(f"{source.label} has no tensor {missing[0]}, which use_crossattn_projection asks for")
+    return {ours: source.read(theirs) for ours, theirs in cosmos.TEXT_PROJECTION.items()}
 
 
 def _shards(path: Path, weights: str = WEIGHTS) -> list[Path]:
@@ -312,19 +334,24 @@ def open_tensor_file(path: Path) -> TensorSource:
     return from_state_dict(tensors, str(path))
 
 
-def _class_names(index: Mapping[str, Any], config: DiTConfig) -> tuple[str, ...]:
-    if config.num_classes is None:
+def _class_names(index: Mapping[str, Any], config: NetworkConfig) -> tuple[str, ...]:
+    if config.has_text:
         return ()
     named = index.get("id2label") or {}
     return tuple(named.get(str(i), f"class {i}") for i in range(config.num_classes))
 
 
-def diffusers_entries(config: DiTConfig) -> list[Entry] | None:
+def diffusers_folder(config: NetworkConfig, part: str) -> str:
+    """Where diffusers' pipelines have the network that a bundle has in its folder `part`."""
+    return _FOLDERS.get(config.family, part)
+
+
+def diffusers_entries(config: NetworkConfig) -> list[Entry] | None:
     """How diffusers holds the tensors of a network; None where it has no such network."""
     return _OF_FAMILY[config.family].diffusers_entries(config) if config.family in _OF_FAMILY else None
 
 
-def original_entries(config: DiTConfig) -> list[Entry] | None:
+def original_entries(config: NetworkConfig) -> list[Entry] | None:
     """How their first publication held the tensors of a network; None where there was none."""
     entries_of = {
         ("cosmos", None): cosmos.released_entries,
@@ -334,12 +361,14 @@ def original_entries(config: DiTConfig) -> list[Entry] | None:
         ("dfm", None): nemo.entries,
         ("moviegen", "nemo"): nemo_moviegen.entries,
     }
-    form = config.family, config.compat
+    form = config.family, getattr(config, "compat", None)
     return entries_of[form](config) if form in entries_of else None
 
 
-def write_diffusers(out: Path, config: DiTConfig, tensors: TensorSource, sample_size: int) -> None:
-    """config.json and weights of our network as diffusers reads them.
+def write_diffusers(
+    out: Path, config: NetworkConfig, tensors: TensorSource, sample_size: int, text_projection: Mapping[str, Tensor]
+) -> None:
+    """config.json and weights of our network as diffusers reads them, `text_projection` (as `Published`'s) among them.
 
     Raises:
         UserError: if diffusers has no such network.
@@ -349,8 +378,9 @@ def write_diffusers(out: Path, config: DiTConfig, tensors: TensorSource, sample_
         raise UserError(f"diffusers has no network of the family {config.family}; only of {', '.join(_OF_FAMILY)}")
     sizes = (sample_size,) if config.family == "dit" else ()
     values = _OF_FAMILY[config.family].config_to_diffusers(config, *sizes)
-    write_json(out / "config.json", values)
-    write_safetensors(out / f"{WEIGHTS}.safetensors", to_theirs(tensors, entries))
+    settings, more = cosmos.projection_to_diffusers(text_projection) if text_projection else ({}, {})
+    write_json(out / "config.json", values | settings)
+    write_safetensors(out / f"{WEIGHTS}.safetensors", to_theirs(tensors, entries).beside(more))
 
 
 def write_transformers(out: Path, config: DiTConfig, tensors: TensorSource, class_names: tuple[str, ...]) -> None:
@@ -367,7 +397,7 @@ def write_transformers(out: Path, config: DiTConfig, tensors: TensorSource, clas
     write_safetensors(out / f"{OF_TRANSFORMERS}.safetensors", to_theirs(tensors, vit.entries(config)))
 
 
-def write_original(out: Path, config: DiTConfig, tensors: TensorSource) -> None:
+def write_original(out: Path, config: NetworkConfig, tensors: TensorSource) -> None:
     """The tensors under the names of the first publication, as safetensors.
 
     Raises:
@@ -375,5 +405,5 @@ def write_original(out: Path, config: DiTConfig, tensors: TensorSource) -> None:
     """
     entries = original_entries(config)
     if entries is None:
-        raise UserError(f"the family {config.family} was never published otherwise; it is ours")
+        raise UserError(f"no other form of the family {config.family} is written")
     write_safetensors(out / "model.safetensors", to_theirs(tensors, entries))

@@ -27,14 +27,19 @@ WAN_SETTINGS = {
 def published_defaults(published: Published, tokenizer: VideoTokenizer) -> SamplingSettings:
     """Sampler, noise levels, guidance and size, those of our convention: 1 is no guidance."""
     config = published.config
-    if config.structure.classifies:
+    if config.classifies:
         return of_classifier(config, tokenizer)
     if config.family == "dit":
         return _of_classes((published.sample_size or 32) * tokenizer.spatial_compression)
     if config.family == "wan":
         return _of_wan(published)
+    if config.family == "stable_diffusion":
+        return _of_stable_diffusion(published, published.sample_size * tokenizer.spatial_compression)
     # Cosmos' guidance of 7 means cond + 7 (cond - uncond)
     of_videos = {"num_frames": 93, "height": 704, "width": 1280}
+    if published.text_projection:  # Predict2.5
+        levels = {"sigma_min": 0.01, "sigma_max": 200.0}
+        return SamplingSettings(sampler="unipc", num_steps=36, guidance=8.0, fps=16.0, **levels, **of_videos)
     if config.preconditioner == "flow" and config.given_sigma is not None:  # Predict2's video-to-world
         return SamplingSettings(sampler="res_2ab", num_steps=35, guidance=8.0, fps=16.0, **of_videos)
     if config.preconditioner == "flow":  # its text-to-image
@@ -70,6 +75,22 @@ def _of_classes(side: int) -> SamplingSettings:
         fps=0.0,
         sigma_min=0.01,
         sigma_max=157.4,
+    )
+
+
+def _of_stable_diffusion(published: Published, side: int) -> SamplingSettings:
+    """Those of diffusers' pipelines; DDIM's steps, which need no memory of earlier ones."""
+    return SamplingSettings(
+        sampler="euler",
+        schedule="stable_diffusion",
+        num_steps=50,
+        guidance=7.5 if published.config.pooled_size is None else 5.0,
+        num_frames=1,
+        height=side,
+        width=side,
+        fps=0.0,
+        sigma_min=0.0292,
+        sigma_max=14.6147,
     )
 
 

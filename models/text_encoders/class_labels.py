@@ -33,6 +33,10 @@ class ClassLabels:
     def dim(self) -> int:
         return 2
 
+    @property
+    def pooled_dim(self) -> None:
+        return None
+
     def encode(self, texts: list[str]) -> TextFeatures:
         """One token each: see `class_digits`.
 

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 
-from megadit.models.bundle.components import part_type
+from megadit.models.bundle.components import part_folder, part_type
 from megadit.models.tokenizers.autoencoder import Autoencoder
 from megadit.models.tokenizers.base import VideoTokenizer
 from megadit.models.tokenizers.haar import HaarTokenizer
@@ -27,9 +27,10 @@ _LOADERS: dict[str, Callable[[str | os.PathLike], VideoTokenizer]] = {
 
 
 def load_tokenizer(directory: str | os.PathLike) -> VideoTokenizer:
-    """The tokenizer saved in `directory`.
+    """The tokenizer saved in `directory`, or that of the bundle there.
 
     Raises:
         UserError: if there is none, or if this version does not know its type.
     """
-    return _LOADERS[part_type(directory, "tokenizer", _LOADERS)](directory)
+    folder = part_folder(directory, "tokenizer")
+    return _LOADERS[part_type(folder, "tokenizer", _LOADERS)](folder)

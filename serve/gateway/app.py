@@ -77,6 +77,14 @@ def _add_health(app: FastAPI, gateway: Gateway) -> None:
         response.status_code = 503
         return Health(status="not ready")
 
+    @app.get("/health/idle", tags=["health"], response_model=Health, responses={503: {"model": Health}})
+    async def idle(response: Response) -> Health:
+        """Whether this gateway was told to begin no job (SIGUSR1; SIGUSR2 ends it), and none is at a server."""
+        if gateway.runner.is_idle:
+            return Health(status="ok")
+        response.status_code = 503
+        return Health(status="not idle")
+
 
 def _add_documentation(app: FastAPI, gateway: Gateway) -> None:
     """The OpenAPI page, for browsers too: they ask for a name and a password, and the password is the key."""

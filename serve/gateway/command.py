@@ -82,6 +82,8 @@ def serve(gateway: Gateway, listening: socket.socket, door: Door, *, drain_secon
     told = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: _interrupt() if told.is_set() else told.set())
+    signal.signal(signal.SIGUSR1, lambda *_: gateway.runner.pause())
+    signal.signal(signal.SIGUSR2, lambda *_: gateway.runner.resume())
     web.start()
     while not told.wait(0.5):
         if not web.is_alive():

@@ -85,7 +85,10 @@ class Runner:
         self._store, self._servers, self._results, self._metrics = store, servers, results, metrics
         self._settings = settings
         self._draining, self._ended, self._news = threading.Event(), threading.Event(), threading.Event()
+        self._paused = threading.Event()
         self._runs: dict[str, _Run] = {}
+        self._handing_out: set[str] = set()
+        """Servers that are about to get a job, if there is one."""
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(sum(server.slots for server in servers.all), thread_name_prefix="job")
         self._threads = [
@@ -103,6 +106,20 @@ class Runner:
     @property
     def is_draining(self) -> bool:
         return self._draining.is_set()
+
+    def pause(self) -> None:
+        """Begins no job until `resume`; those that run go on, and new ones wait in the queue."""
+        self._paused.set()
+
+    def resume(self) -> None:
+        self._paused.clear()
+        self._news.set()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is paused and no job is at a server."""
+        with self._lock:
+            return self._paused.is_set() and not self._runs and not self._handing_out
 
     def tell_news(self) -> None:
         """There is a new job in the queue."""
@@ -155,11 +172,16 @@ class Runner:
         while not self._draining.is_set():
             if not server.free.acquire(timeout=_SECONDS_BETWEEN_LOOKS):
                 continue
+            with self._lock:
+                may_begin = server.is_healthy and not self._paused.is_set()
+                self._handing_out |= {server.url} if may_begin else set()
             try:
-                is_given = server.is_healthy and self._begin_next(server)
+                is_given = may_begin and self._begin_next(server)
             except SQLAlchemyError as error:
                 log("store failed", reason=in_a_line(error))
                 is_given = False
+            finally:
+                self._handing_out.discard(server.url)
             if not is_given:
                 server.free.release()
                 self._news.wait(_SECONDS_BETWEEN_LOOKS)

@@ -65,7 +65,7 @@ def test_graph_is_torch_with_the_same_roundings(check, eight_bit, tiny_bundle):
     """Random inputs that leave the calibrated ranges are cut off alike."""
     precision, _, ranges, plain, cases, _, _ = eight_bit
     report = check()
-    cost = verify.check_rounding(plain, cases, precision, tiny_bundle.defaults)["rounding"]
+    cost = verify.check_rounding(plain, cases, precision, verify.sampled_levels("denoiser", tiny_bundle))["rounding"]
     print(f"{precision}: {report['worst']:.1e}; costs {cost['worst']:.1e}")
     assert report["ranges"] == ranges and report["worst"] <= verify.TOLERANCES[precision]
     assert cost["worst"] > 1e-3 and len(cost["cases"]) == 6, "sigma 80 is not sampled by this bundle"
@@ -121,4 +121,4 @@ def test_ranges_that_cut_off_what_is_sampled(eight_bit, specs, tiny_bundle):
     with pytest.raises(
         ValueError, match=rf"{precision} changes what the denoiser predicts by \d+% .*--calibration_pro"
     ):
-        verify.check_rounding(plain, cases, precision, tiny_bundle.defaults)
+        verify.check_rounding(plain, cases, precision, verify.sampled_levels("denoiser", tiny_bundle))

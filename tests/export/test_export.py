@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megadit.export import command
+from megadit.export.build import ExportSettings, export_bundle
 from megadit.export.networks import build_network
 from megadit.export.signatures import sample_inputs, trace_sizes
 from megadit.export.to_onnx import export_onnx
@@ -295,3 +296,16 @@ def test_every_option_reaches_the_export(tmp_path, monkeypatch):
     ):
         assert export("--format", "tensorrt", *option) != engines, option
     assert export() == plain and export("--format", "tensorrt") == engines
+
+
+@pytest.mark.slow
+def test_previews_are_fitted_within_the_exported_sizes(tiny_bundle, tmp_path):
+    """Which are fewer frames, and wider ones, than those that previews prefer."""
+    profiles = ("frames=1,5,5", "height=16,16,16", "width=20,24,32", "batch=1,1,1", "text=1,2,8")
+    export_bundle(tiny_bundle.path, tmp_path / "out", ExportSettings(profiles=profiles, video_steps=1))
+    pipeline = TextToVideo.from_pretrained(tmp_path / "out", device="cpu", runtime="onnx")
+    (made,) = pipeline(["a"], num_steps=1)
+    shown = pipeline.preview(made.latents_CTHW[None]).astype(int)
+    of_torch = TextToVideo.from_pretrained(tiny_bundle, device="cpu").preview(made.latents_CTHW[None])
+    assert shown.shape == of_torch.shape and np.abs(shown - of_torch).mean() < 8, "fitted to other videos"
+    assert np.abs(shown[:, :, :, ::-1] - of_torch).mean() > 16, "the control: the wrong way around"

@@ -245,6 +245,13 @@ def test_an_option_changes_what_is_made(observe, flag):
         assert (first["error"], second["error"]) == (None, None)
 
 
+def test_compiling_is_said_before_it_begins(observe):
+    words = "the network is compiled when it is first asked"
+    plain = (*BASE, *PROMPT)
+    assert words in observe((*plain, "--compile"), loads=False)["said"]
+    assert words not in observe(plain, loads=False)["said"]
+
+
 def test_nothing_differs_without_a_change(observe):
     """The control: were it otherwise, the test above would see effects of nothing."""
     words = (*BASE, *LATENTS, *PROMPT)

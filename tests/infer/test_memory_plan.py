@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from megadit.infer.generate import main
 from megadit.infer.memory_plan import GIB, Choices, describe_plan, fitting, plan_memory
 from megadit.infer.runtimes.torch import TorchDenoiser
+from megadit.models.adapter_slots import AdapterSlots
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
@@ -81,6 +82,17 @@ def test_activations_are_planned(name):
     with torch.no_grad(), Live() as live:
         denoiser(x, torch.full((2,), 3.0), conditioning)
     assert 0.5 * planned < live.most <= planned, (live.most / 1e6, planned / 1e6)
+
+
+@pytest.mark.parametrize(("changes", "sets"), [({}, 2), ({"guidance": 1.0}, 1), ({"adapter_interval": (0.3, 80.0)}, 4)])
+def test_room_for_adapters_is_planned(changes, sets):
+    """As the inputs of a graph take it: for both halves of guidance, full and empty ones of an interval."""
+    slots = AdapterSlots(config=CONFIGS["dit"], rank=4)
+    asked = bundle_of(CONFIGS["dit"]), replace(settings(9, 64, 64), **changes), stand_in(CONFIGS["dit"]), None
+    choices = Choices(dtype=torch.float32, batch_size=1)
+    with_slots, without = (plan_memory(*asked, replace(choices, slots=each)).sampling for each in (slots, None))
+    taken = sum(value.nbytes for value in slots.filled(1, []).values())
+    assert with_slots - without == sets * taken > 0
 
 
 def test_14b_fits_24_gib_with_blocks_that_come_for_their_turn():

@@ -18,7 +18,7 @@ from megadit.models.segments import Segment
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
 from megadit.models.vit import resized_positions
-from megadit.models.weights import dit_shapes
+from megadit.models.weights import network_shapes
 
 SIZES = {
     "hidden_size": 32,
@@ -66,7 +66,7 @@ def images(count=3, side=16):
     [("vit_b_16", 86), ("vit_l_16", 303), ("vit_h_14", 632), ("vit_g_14", 1011), ("vit_G_14", 1843)],
 )
 def test_sizes_have_the_published_numbers_of_parameters(name, count):
-    found = sum(prod(shape) for shape in dit_shapes(NAMED_CONFIGS[name]).values())
+    found = sum(prod(shape) for shape in network_shapes(NAMED_CONFIGS[name]).values())
     assert found / MILLION == pytest.approx(count, rel=0.01)
 
 

@@ -79,14 +79,20 @@ def test_every_scheduling_field_reaches_the_configuration():
         "batching_seconds": 0.5,
         "instances": 2,
         "device": "0,3",
+        "ranks": 4,
+        "tp_size": 2,
+        "cp_size": 2,
     }
-    plain = service_config("m", info, Scheduling(), dtype="float32")
+    on_gpus = Scheduling(device="0,1,2,3,4,5,6,7", ranks=8)
+    plain = service_config("m", info, on_gpus, dtype="float32")
     assert set(changed) == set(Scheduling.__dataclass_fields__)
     for name, value in changed.items():
-        config = service_config("m", info, Scheduling(**{name: value}), dtype="float32")
+        ranks = {"ranks": 1} if name == "device" else {}
+        config = service_config("m", info, replace(on_gpus, **{name: value}, **ranks), dtype="float32")
         assert parse(config) != parse(plain), name
-    config = parse(service_config("m", info, Scheduling(device="0,3"), dtype="float32"))
-    assert list(config.instance_group[0].gpus) == [0, 3]
+    for scheduling, gpus in ((Scheduling(device="0,3"), [0, 3]), (replace(on_gpus, ranks=4), [0, 4])):
+        config = parse(service_config("m", info, scheduling, dtype="float32"))
+        assert list(config.instance_group[0].gpus) == gpus, "those of the first ranks"
 
 
 def test_an_old_triton_knows_every_field(repository):

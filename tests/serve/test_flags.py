@@ -106,6 +106,9 @@ def test_every_option_reaches_the_server(tmp_path, note, monkeypatch):
 
 
 def test_every_option_reaches_the_container(tmp_path, capsys):
+    (tmp_path / "text_to_image").mkdir()
+    (tmp_path / "text_to_image" / "config.pbtxt").touch()
+
     def seen(*more):
         assert verbs.main(["serve", "run", str(tmp_path), "--docker", "print", *more]) == 0
         return capsys.readouterr().out
@@ -125,7 +128,7 @@ UP = (
 def test_every_option_reaches_what_is_kept_up(tmp_path, note, monkeypatch):
     monkeypatch.setattr(up, "LocalServer", note(lambda: SimpleNamespace(grpc_url="127.0.0.1:8001", process=None)))
     monkeypatch.setattr(up, "gateway_process", note())
-    monkeypatch.setattr(up, "supervise", lambda servers: 0)
+    monkeypatch.setattr(up, "supervise", lambda *_: 0)
 
     def seen(*more):
         note.all.clear()

@@ -76,7 +76,7 @@ def test_a_first_start_that_fails_is_told_at_once():
 @pytest.fixture
 def signals():
     """Puts back what handled them."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)

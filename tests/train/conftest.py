@@ -60,10 +60,10 @@ def tiny_dataset(tmp_path_factory, write_tiny_dataset) -> Path:
 @pytest.fixture(scope="session")
 def write_tiny_dataset() -> Callable[..., None]:
     """write_tiny_dataset(root): the data set above; with `is_prior`, as a model's own samples."""
-    return _write_tiny_dataset
+    return write_noise_dataset
 
 
-def _write_tiny_dataset(root: Path, *, is_prior: bool = False) -> None:
+def write_noise_dataset(root: Path, *, is_prior: bool = False) -> None:
     import torch
 
     from megadit.models.text_encoders.hashed_words import HashedWordEncoder

@@ -296,4 +296,6 @@ def _wrong_type(value: Any, hint: Any, path: str) -> UserError:
 
 
 def _first_line(error: Exception) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: {error.problem}"
     return str(error).strip().partition("\n")[0]

@@ -16,6 +16,8 @@ FP8_MULTIPLE = {"tensorwise": 16, "blockwise": 16, "mxfp8": 32}
 """`train.fp8_recipe` -> what rows and columns of every matrix are a multiple of, on each rank."""
 MOST_MODE = 1.75
 """2 / (pi - 2) = 1.7519 is where t stops to fall with u (arXiv 2403.03206, eq. 20)."""
+WEIGHTS_IN = ("megadit.json", "checkpoints", "state.json")
+"""One of these lies in a bundle, the folder of a run, and a checkpoint."""
 
 Condition = Callable[[Run], Any]
 

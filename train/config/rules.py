@@ -13,6 +13,7 @@ from megadit.models.shared.rules import Rule, accepted_by, enforce
 from megadit.train.config.facts import OF_DATASET, Run
 from megadit.train.config.rule_forms import (
     MOST_MODE,
+    WEIGHTS_IN,
     check_copy_url,
     check_sampling,
     check_schedule,
@@ -427,6 +428,22 @@ RULES: tuple[Rule[Run], ...] = (
         when=lambda run: run.starts_here and run.is_student,
         needs=lambda run: Path(run.train.distill.teacher).exists(),
         remedy="{train.distill.teacher=} is not there; give a bundle, or the folder of a run",
+    ),
+    Rule(
+        when=lambda run: run.starts_here and run.checkpoint.init_from is not None,
+        needs=lambda run: any(Path(run.checkpoint.init_from, name).exists() for name in WEIGHTS_IN),
+        remedy="{checkpoint.init_from=} holds no weights; give a bundle, a run, or one of its checkpoints",
+    ),
+    Rule(
+        when=lambda run: run.starts_here and run.checkpoint.load is not None,
+        needs=lambda run: not Path(run.checkpoint.load, "megadit.json").is_file(),
+        remedy="{checkpoint.load=} has no checkpoint; a bundle has weights alone: "
+        "checkpoint.init_from={checkpoint.load} starts from them",
+    ),
+    Rule(
+        when=lambda run: run.starts_here and run.train.output_dir is not None,
+        needs=lambda run: not any(path.is_file() for path in Path(run.train.output_dir, "config.yaml").parents),
+        remedy="{train.output_dir=} cannot be a folder: there is a file of that name; give another",
     ),
     accepted_by(check_schedule, where="validation.sampling: ", when=attrgetter("starts_here")),
     accepted_by(check_copy_url, when=attrgetter("starts_here")),

@@ -1,5 +1,7 @@
 """`megadit doctor` reports, whatever is missing."""
 
+from importlib import metadata
+
 import pytest
 
 from megadit.infer.inspect import doctor
@@ -20,6 +22,15 @@ def test_a_missing_library_is_reported_with_its_remedy(monkeypatch):
     assert missing.found is None
     assert missing.remedy == "pip install it"
     assert present.found
+
+
+@pytest.mark.parametrize(("tested", "told"), [(("0.1", "0.2"), "{}; tested are 0.1 and 0.2"), (("0.1", None), "{}")])
+def test_a_version_that_no_test_ran_is_told(monkeypatch, tested, told):
+    installed = metadata.version("torch")
+    monkeypatch.setattr(doctor, "TESTED", {"torch": tuple(version or installed for version in tested)})
+    monkeypatch.setattr(doctor, "LIBRARIES", (("torch", "torch", "everything", ""),))
+    (finding,) = doctor.library_findings()
+    assert finding.found == told.format(installed)
 
 
 def test_remedies_keep_their_square_brackets(monkeypatch, capsys):

@@ -110,6 +110,29 @@ def test_dataset(tmp_path):
     assert facts["shards"] == "1, 2 KiB"
 
 
+def test_a_blend_of_datasets(tmp_path, capsys):
+    for name, samples in (("one", 70), ("two", 1200)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "megadit.json").write_text(json.dumps({"num_samples": {"train": samples, "val": 7}}))
+    blend = tmp_path / "both.yaml"
+    blend.write_text(
+        "splits:\n  train: {blend: [{weight: 1, path: one}, {weight: 2.5, path: two}]}\n  val: {path: one}\n"
+    )
+    assert info.describe(blend) == {
+        "blend": str(blend),
+        "train 1": f"{tmp_path / 'one'}: 70 samples, weight 1",
+        "train 2": f"{tmp_path / 'two'}: 1,200 samples, weight 2.5",
+        "val 1": f"{tmp_path / 'one'}: 7 samples, weight 1",
+    }
+    for text in ("a: 1\n", "splits: [1]\n", "splits: {train: {weight: 1}}\n", "splits: {train: {blend: 3}}\n"):
+        blend.write_text(text)
+        assert info.main([str(blend)]) == 2
+        assert "is no blend of data sets" in capsys.readouterr().err
+    blend.write_text("splits: {train: {path: three}}\n")
+    with pytest.raises(UserError, match="three/megadit.json does not exist"):
+        info.describe(blend)
+
+
 def test_a_page_shows_a_run(run, tmp_path, capsys):
     page = tmp_path / "page.html"
     assert info.main([str(run), "--html", str(page)]) == 0

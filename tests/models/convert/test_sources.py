@@ -72,7 +72,7 @@ def test_streamed_files_are_safetensors(tmp_path):
             {"_class_name": "FluxTransformer2DModel"},
             "holds a FluxTransformer2DModel; known are Cosmos",
         ),
-        ({"use_crossattn_projection": True}, "only Cosmos 1.0 and Predict2 are"),
+        ({"controlnet_block_every_n": 7}, "only Cosmos 1.0, Predict2 and 2.5 are"),
         ({"in_channels": 6}, "in_channels=6 but out_channels=4: as many are supported, and one more"),
         ({"use_time_travel": True}, "has the setting 'use_time_travel', which no Cosmos.* known to this version has"),
         ({"num_layers": 2}, r"missing: transformer_blocks.1.attn1"),
@@ -222,7 +222,7 @@ from megadit.models import weights
 from megadit.models.convert.published import open_published
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 published = open_published(Path(sys.argv[1]))
-weights.save_dit(sys.argv[2], published.config, published.tensors)
+weights.save_network(sys.argv[2], published.config, published.tensors)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10)
 """
 

@@ -3,6 +3,7 @@ import importlib.util
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -21,7 +22,9 @@ from megadit.serve.gateway.app import create_app
 from megadit.serve.gateway.database import Database
 from megadit.serve.gateway.keys import KeyLimits, KeyRing
 from megadit.serve.gateway.service import Gateway, GatewaySettings
-from megadit.serve.local_server import Ports
+from megadit.serve.local_server import SHARED_MEMORY, Ports
+
+from .served_up import Service, processes
 
 INFO = ServiceInfo(
     defaults={
@@ -227,3 +230,31 @@ def wait_for(condition, may_go_on=lambda: True, tell=lambda: "", *, seconds: flo
 def eventually():
     """Waits for a state, for as long as it takes on a slow machine."""
     return wait_for
+
+
+@pytest.fixture
+def serve_up(tritonserver, tmp_path, eventually):
+    """serve_up(repository): a service that is ready; it ends with the test and leaves nothing behind."""
+    services: list[Service] = []
+
+    def start(repository: Path, **settings) -> Service:
+        services.append(service := Service(repository, tmp_path, **settings))
+        eventually(service.is_ready, lambda: service.process.poll() is None, service.log)
+        return service
+
+    try:
+        yield start
+        for service in services:
+            service.children()
+            service.process.terminate()
+            assert service.process.wait(timeout=120) == 0
+            assert not [each for each in processes() if each.group in service.groups], "no orphan is left"
+            assert not list(SHARED_MEMORY.glob(f"megadit_{service.process.pid}_*")), "no shared memory is left"
+    finally:
+        for service in services:
+            if service.process.poll() is None:
+                service.process.kill()
+            for group in service.groups:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(group, signal.SIGKILL)
+            service.process.wait()

@@ -304,6 +304,14 @@ BREACHES = (
         validation={"evaluate_interval": 5, "extractors": ("nowhere.safetensors",)},
     ),
     on_start("checkpoint.copy_to=nowhere://x cannot be used", checkpoint={"copy_to": "nowhere://x"}),
+    on_start(
+        "checkpoint.init_from=nowhere holds no weights; give a bundle, a run, or one of its checkpoints",
+        checkpoint={"init_from": "nowhere"},
+    ),
+    on_start("weights alone: checkpoint.init_from=a_bundle starts from them", checkpoint={"load": "a_bundle"}),
+    on_start(
+        "train.output_dir=a_bundle/megadit.json cannot be a folder", train={"output_dir": "a_bundle/megadit.json"}
+    ),
     on_start("train.output_dir is not set; give train.output_dir=FOLDER", train={}),
     # the data set
     breach("data.path is not set; give data.path=FOLDER (see `megadit prepare`), or --mock", {"reads_data": True}),
@@ -329,8 +337,11 @@ BREACHES = (
 
 
 @pytest.fixture
-def found(monkeypatch):
+def found(tmp_path, monkeypatch):
     """found(breach, of=RULES): the message of the first of the rules that is broken, or None."""
+    (tmp_path / "a_bundle").mkdir()
+    (tmp_path / "a_bundle" / "megadit.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     other = SimpleNamespace(fingerprint=lambda: "another")
     monkeypatch.setattr(tokenizers, "load_tokenizer", lambda folder: other)

@@ -18,6 +18,7 @@ from megadit.models.megatron import cpu_shim
 if __name__ == "__main__":
     cpu_shim.install()
 
+import megatron.core  # noqa: E402
 from layouts import randomise_initial_values, run_config  # noqa: E402
 
 from megadit.models.megatron import groups as process_groups  # noqa: E402
@@ -49,6 +50,7 @@ def main():
     for settings in json.loads((out / "runs.json").read_text()):
         run(out, **settings)
         dist.barrier()
+    print(f"Megatron-core {megatron.core.__version__}")
     destroy()
 
 

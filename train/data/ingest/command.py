@@ -149,7 +149,7 @@ def prepare_command(kind: str, argv: list[str]) -> int:
             redo=None if common.redo in (None, FAILED) else _range(common.redo),
             redo_failed=common.redo == FAILED,
         )
-        stages.check_sizes(preparation)
+        stages.check_encoders(preparation)
         if team.is_first:
             if common.overwrite and _is_ours(notes):
                 shutil.rmtree(options.out)  # only now that nothing is wrong with what is to take its place
@@ -164,7 +164,12 @@ def prepare_command(kind: str, argv: list[str]) -> int:
             if team.is_first:
                 print(f"{options.out} is already prepared; nothing to do (--overwrite replaces it)")
             return 0
-        stages.run(preparation, names)
+        try:
+            stages.run(preparation, names)
+        except UserError:
+            if team.is_first and team.is_whole:
+                notes.withdraw()
+            raise
     return 0
 
 

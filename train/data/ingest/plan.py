@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -246,6 +247,13 @@ class Notes:
                 f"{self.root} was begun with {name}={saved}, and is asked to go on with {asked}; "
                 "give the same value, another folder, or --overwrite"
             )
+
+    def withdraw(self) -> None:
+        """Removes a request for which nothing was made, with its folders: the next one may be another."""
+        if all(path.is_dir() or path == self.settings for path in self.root.rglob("*")):
+            shutil.rmtree(self.folder)
+            with suppress(OSError):
+                self.root.rmdir()
 
     def forget_made(self) -> None:
         """Removes all that was made from the sources; the request and what was fetched stay."""

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from megadit.models.bundle.components import part_folder
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory
 from megadit.models.shared.progress import Progress
@@ -233,11 +234,11 @@ def load_encoders(preparation: Preparation) -> list[Encoder]:
     return [load_encoder(encoding, made, device) for encoding in preparation.encodings]
 
 
-def check_sizes(preparation: Preparation) -> None:
-    """Refuses sizes and lengths that the tokenizers cannot encode, before anything is decoded.
+def check_encoders(preparation: Preparation) -> None:
+    """Refuses encoders that are not there, and sizes and lengths that they cannot encode, before anything is decoded.
 
     Raises:
-        UserError: naming the nearest that they can.
+        UserError: naming the nearest sizes that they can.
     """
     for encoding in preparation.encodings:
         if encoding.modality == "video":
@@ -246,6 +247,8 @@ def check_sizes(preparation: Preparation) -> None:
             for height, width in preparation.settings.sizes:
                 for frames in preparation.settings.num_frames:
                     tokenizer.latent_shape(frames, height, width)
+        elif encoding.encoder != BUILT_IN["text"]:
+            part_folder(encoding.encoder, "text_encoder")
 
 
 def _require(path: Path, stage: str) -> None:

@@ -1,0 +1,96 @@
+"""A rank: a process that holds a denoiser, or its part of one, and does what `ranked.py` asks of it.
+
+Usage: python -m megadit.infer.runtimes.rank NUMBER, that of a connected socket. Questions and answers are pickled: both
+ends are ours, and nobody else has the socket. The rank ends with whoever holds the other end, whatever it is doing.
+
+Shapes: B batch, C latent channels, T/H/W latent frames, height, width.
+"""
+
+import os
+import pickle
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from torch import Tensor
+
+from megadit.infer.guidance import Denoiser
+from megadit.infer.runtimes.load import load_denoiser
+from megadit.infer.runtimes.torch import find_device, find_dtype
+from megadit.models.adapter_config import AdapterConfig
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.conditioning import Conditioning
+from megadit.models.shared.errors import UserError
+
+
+@dataclass(slots=True, eq=False)
+class Rank:
+    """What a rank can be asked for: its methods, by name."""
+
+    denoiser: Denoiser | None = None
+    tells: bool = True
+    """Whether it gives what is denoised: the ranks that share one call have the same."""
+    conditions: dict[int, Conditioning] = field(default_factory=dict)
+    """By the numbers that their owner gave them: what denoisers keep of conditions lives as long as these."""
+
+    def load(self, bundle: str, tells: bool, device: str, dtype: str, options: Mapping[str, Any]) -> None:
+        """Loads the denoiser of a bundle (`load_denoiser`).
+
+        Raises:
+            UserError: if there is none that runs here, or ranks cannot share it so.
+        """
+        self.tells = tells
+        self.denoiser = load_denoiser(
+            Bundle.open(bundle), **options, device=find_device(device), dtype=find_dtype(dtype)
+        )
+
+    def denoise(
+        self, x_BCTHW: Tensor, sigma_B: Tensor, number: int, condition: Conditioning | None, living: set[int]
+    ) -> Tensor | None:
+        """Clean latents x0_BCTHW, float32, on the CPU. `condition` comes once, then `number` stands for it; others than
+        the `living` are forgotten."""
+        if condition is not None:
+            self.conditions[number] = condition
+        self.conditions = {kept: self.conditions[kept] for kept in self.conditions.keys() & living}
+        x0_BCTHW = self.denoiser(x_BCTHW, sigma_B, self.conditions[number])
+        return x0_BCTHW.cpu() if self.tells else None
+
+    def load_adapter(self, name: str, state: Mapping[str, Tensor], adapter: AdapterConfig) -> None:
+        self.denoiser.load_adapter(name, state, adapter)
+
+    def remove_adapter(self, name: str) -> None:
+        self.denoiser.remove_adapter(name)
+
+
+def main() -> None:
+    """Answers until there is nobody left who asks."""
+    connection, questions, rank = Connection(int(sys.argv[1])), queue.SimpleQueue(), Rank()
+    threading.Thread(target=_receive, args=[connection, questions], daemon=True).start()
+    while True:
+        what, arguments = questions.get()
+        try:
+            answer, error = getattr(rank, what)(*arguments), None
+        except UserError as mistake:
+            answer, error = None, UserError(str(mistake))
+        except Exception as failure:
+            traceback.print_exc()
+            answer, error = None, RuntimeError(f"{type(failure).__name__}: {failure}")
+        connection.send_bytes(pickle.dumps((answer, error)))
+
+
+def _receive(connection: Connection, questions: queue.SimpleQueue) -> None:
+    """Beside the work, which may wait for another rank for ever: the end of the connection is that of the process."""
+    while True:
+        try:
+            questions.put(pickle.loads(connection.recv_bytes()))
+        except (EOFError, OSError):
+            os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

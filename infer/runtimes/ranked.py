@@ -1,0 +1,264 @@
+"""A denoiser on several ranks, processes that this one starts: it calls them together, and survives their loss.
+
+The ranks form shares, each of which answers for some videos of a batch (of which guidance makes two: its halves); those
+of one share split the network's matrices and the tokens of a video (`shared_torch.py`). Sampling, texts and the
+tokenizer stay with this process. A rank that dies, or fails, ends them all, since others may wait for it for ever. They
+are then started again, and what was asked of the lost ones is asked once more.
+
+Shapes: B batch, C latent channels, T/H/W latent frames, height, width.
+"""
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megadit.models.adapter_config import AdapterConfig
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.conditioning import Conditioning
+from megadit.models.shared.errors import UserError
+
+START_SECONDS, CALL_SECONDS = 600.0, 600.0
+"""What loading the network, and one call of it, may take before the ranks count as lost."""
+_SECONDS_AFTER_A_FAILURE = 5.0
+"""In which another rank may be seen to have ended, which then was the reason."""
+Question = tuple[str, tuple]
+"""(a method of `rank.Rank`, its arguments)"""
+
+
+class LostRankError(RuntimeError):
+    """A rank ended, or does not answer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """Which ranks there are."""
+
+    devices: tuple[str, ...]
+    """Of each rank."""
+    tensor: int = 1
+    """Ranks of a share that split the network's matrices."""
+    context: int = 1
+    """Ranks of a share that split the tokens of a video."""
+
+    def __post_init__(self) -> None:
+        if min(self.tensor, self.context) < 1 or not self.devices or len(self.devices) % self.per_share:
+            raise UserError(
+                f"{len(self.devices)} ranks cannot be divided into shares of {self.tensor} x {self.context} (tensor x "
+                f"context): take a multiple of {self.tensor * self.context}"
+            )
+
+    @property
+    def per_share(self) -> int:
+        return self.tensor * self.context
+
+    @property
+    def num_shares(self) -> int:
+        return len(self.devices) // self.per_share
+
+
+class RankedDenoiser:
+    """D(x; sigma) by ranks of this process's own; called exactly like `TorchDenoiser`."""
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        placement: Placement,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        **options: Any,
+    ) -> None:
+        """The denoiser of `bundle`, whose results lie on `device`; `options` are those of `load_denoiser`.
+
+        Raises:
+            UserError: if the network does not divide so, or cannot be loaded.
+        """
+        self.device, self.dtype = device, dtype
+        self._bundle, self._placement, self._options = bundle, placement, options
+        self._adapters: dict[str, tuple[Mapping[str, Tensor], AdapterConfig]] = {}
+        """By name: ranks that are started again need them."""
+        self._numbers: weakref.WeakKeyDictionary[Conditioning, int] = weakref.WeakKeyDictionary()
+        self._next_number = count()
+        self._group = self._started()
+
+    @torch.no_grad()
+    def __call__(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
+        """Clean latents x0 (float32, on `device`); the inputs may lie anywhere."""
+        if conditioning not in self._numbers:
+            self._numbers[conditioning] = next(self._next_number)
+        number, living = self._numbers[conditioning], set(self._numbers.values())
+        shares = [share.tolist() for share in torch.arange(len(conditioning)).tensor_split(self._placement.num_shares)]
+
+        def question(places: list[int], is_new: bool) -> Question | None:
+            """Of some videos. Picked by place, they are copies: a slice would be sent with the whole."""
+            if not places:
+                return None
+            condition = conditioning.at(places).to("cpu") if is_new else None
+            return "denoise", (x_BCTHW[places].cpu(), sigma_B[places].cpu(), number, condition, living)
+
+        def questions(group: _Group) -> list[Question | None]:
+            of_shares = [question(places, number not in group.told) for places in shares]
+            group.told.add(number)
+            return [asked for asked in of_shares for _ in range(self._placement.per_share)]
+
+        answers = self._ask(questions)
+        return torch.cat([x0 for x0 in answers if x0 is not None]).to(self.device)
+
+    def load_adapter(self, name: str, state: Mapping[str, Tensor], adapter: AdapterConfig) -> None:
+        """Puts an adapter beside the network of every rank; conditions say how much of it each video gets.
+
+        Raises:
+            UserError: for one that does not fit the network.
+        """
+        self._ask_all("load_adapter", name, state, adapter)
+        self._adapters[name] = state, adapter
+
+    def remove_adapter(self, name: str) -> None:
+        """Takes an adapter away."""
+        del self._adapters[name]
+        self._ask_all("remove_adapter", name)
+
+    def _ask_all(self, what: str, *arguments: Any) -> None:
+        self._ask(lambda group: [(what, arguments)] * len(self._placement.devices))
+
+    def _ask(self, questions: "Callable[[_Group], list[Question | None]]") -> list[Any]:
+        """What each rank answers; where ranks are lost, what those answer that are started in their place.
+
+        Raises:
+            LostRankError: if these are lost, too.
+        """
+        try:
+            return self._asked(questions)
+        except LostRankError as error:
+            print(f"{error}; starting the ranks again", file=sys.stderr, flush=True)
+            return self._asked(questions)
+
+    def _asked(self, questions: "Callable[[_Group], list[Question | None]]") -> list[Any]:
+        try:
+            self._group = self._group or self._started()
+        except UserError as error:  # no mistake of what is asked
+            raise LostRankError(f"the ranks cannot be started again: {error}") from error
+        try:
+            return self._group.ask(questions(self._group), CALL_SECONDS)
+        except UserError:
+            raise  # of every rank, which all go on
+        except BaseException:  # an answer may be on its way, or never come
+            self._group.end()
+            self._group = None
+            raise
+
+    def _started(self) -> "_Group":
+        group, options = _Group(self._placement), self._options
+        sizes = {"tensor_parallel": self._placement.tensor, "context_parallel": self._placement.context}
+        dtype = str(self.dtype).removeprefix("torch.")
+        try:
+            loads = [
+                ("load", (str(self._bundle.path), not rank % self._placement.per_share, device, dtype, options | sizes))
+                for rank, device in enumerate(self._placement.devices)
+            ]
+            group.ask(loads, START_SECONDS)
+            for name, adapter in self._adapters.items():
+                group.ask([("load_adapter", (name, *adapter))] * len(loads), CALL_SECONDS)
+        except BaseException:
+            group.end()
+            raise
+        return group
+
+
+class _Group:
+    """The ranks of a denoiser, from their start to their end, which is also that of the group."""
+
+    def __init__(self, placement: Placement) -> None:
+        self.told: set[int] = set()
+        """Conditions that the ranks have, by number."""
+        self._processes: list[subprocess.Popen] = []
+        self._connections: list[Connection] = []
+        self.end = weakref.finalize(self, _end, self._processes, self._connections)
+        ports = [_free_port() for _ in range(placement.num_shares)]
+        for number, device in enumerate(placement.devices):
+            share, place = divmod(number, placement.per_share)
+            self._start(_environment(placement, device, place, ports[share]))
+
+    def _start(self, environment: Mapping[str, str]) -> None:
+        ours, theirs = Pipe()
+        self._connections.append(ours)
+        with theirs:
+            command = [sys.executable, "-m", "megadit.infer.runtimes.rank", str(theirs.fileno())]
+            self._processes.append(
+                subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+            )
+
+    def ask(self, questions: Sequence[Question | None], seconds: float) -> list[Any]:
+        """What each rank answers to its question; None where it is asked nothing.
+
+        Raises:
+            UserError: where a rank does.
+            LostRankError: if one ended, or does not answer within `seconds`.
+            RuntimeError: if one failed; others may wait for it.
+        """
+        waiting = {self._connections[rank]: rank for rank, asked in enumerate(questions) if asked is not None}
+        answers, mistakes, failures = [None] * len(questions), [], []
+        for connection, rank in waiting.items():
+            with self._counted_as_lost(rank):
+                connection.send_bytes(pickle.dumps(questions[rank]))
+        while waiting:
+            answering = wait(list(waiting), _SECONDS_AFTER_A_FAILURE if failures else seconds)
+            if not answering and failures:
+                break
+            if not answering:
+                raise LostRankError(f"rank {min(waiting.values())} has not answered within {seconds:g} s")
+            for connection in answering:
+                rank = waiting.pop(connection)
+                with self._counted_as_lost(rank):
+                    answers[rank], error = pickle.loads(connection.recv_bytes())
+                if error is not None:
+                    (mistakes if isinstance(error, UserError) else failures).append(error)
+        if failures or mistakes:
+            raise (failures or mistakes)[0]
+        return answers
+
+    @contextmanager
+    def _counted_as_lost(self, rank: int) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, OSError):
+            raise LostRankError(f"rank {rank} of {len(self._processes)} ended") from None
+
+
+def _end(processes: list[subprocess.Popen], connections: list[Connection]) -> None:
+    for connection in connections:
+        connection.close()
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait()
+
+
+def _environment(placement: Placement, device: str, place: int, port: int) -> dict[str, str]:
+    """Of the rank that has this place in its share: a world of its own, which torch.distributed finds by the port."""
+    place_of_gpu = torch.device(device).index or 0
+    world = {"RANK": place, "WORLD_SIZE": placement.per_share, "LOCAL_RANK": place_of_gpu, "MASTER_PORT": port}
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in world.items()}}
+    if device == "cpu":  # else each would take all cores
+        threads = (os.cpu_count() or 1) // len(placement.devices)
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
+    return environment
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]

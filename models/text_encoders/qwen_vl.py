@@ -1,0 +1,224 @@
+"""Features of a published Qwen2.5-VL as Cosmos-Predict2.5 reads them, by `transformers` (arXiv 2502.13923).
+
+The states of all layers, each with mean 0 and deviation 1 over its channels, lie beside one another: for the 7B 28 x
+3584 = 100,352 numbers a token. The linear with which Predict2.5's network begins to read them knows no noise level, so
+that it belongs here: features have its width, 1024, are computed once for a video, and fit on a disk.
+
+Shapes: B batch, L text tokens, E text feature width, D width of all layers' states.
+"""
+
+import dataclasses
+import hashlib
+import os
+import re
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megadit.models.bundle import components as parts
+from megadit.models.bundle import hub
+from megadit.models.bundle.pretrained import check_weights, transformers_library
+from megadit.models.bundle.tensor_source import open_safetensors
+from megadit.models.shared.errors import UserError, choose_one
+from megadit.models.shared.files import read_json
+from megadit.models.text_encoders.base import TextFeatures
+from megadit.models.text_encoders.feature_files import FeatureFiles
+from megadit.models.text_encoders.published import DTYPES
+
+MODEL_TYPE = "qwen2_5_vl"
+SYSTEM = "You are a helpful assistant who will provide prompts to an image generator."
+"""What Predict2.5 was trained to have said before each prompt."""
+_FILES = "config.json, tokenizer.json and safetensors files"
+_LAST_NORM = re.compile(r"(model\.)?(language_model\.)?(model\.)?norm\.weight")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class QwenVLTextEncoder:
+    """Features of `max_length` tokens, padding included, which the network was trained to attend to; an empty text has
+    as many.
+
+    Raises:
+        UserError: for settings that do not exist, and when files are missing: what to download, and where to put it.
+    """
+
+    model: str = "nvidia/Cosmos-Reason1-7B"
+    """A directory, or the name of a model on the hub that was downloaded before; of a pipeline or of the network."""
+    max_length: int = 512
+    """Tokens, those of the system's sentence included; beyond this many they are cut off, with a warning."""
+    dtype: str = "bfloat16"
+    """Of the weights; states are normalised and projected in float32."""
+    feature_cache: str | None = None
+    """A directory in which features are kept between runs."""
+    projection: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    """`weight` ED and `bias` E of the linear before GELU; {}: the states themselves are the features."""
+    _loaded: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        choose_one(self.dtype, DTYPES, f"dtype={self.dtype!r} is unknown")
+        if self.max_length < 1:
+            raise UserError(f"max_length={self.max_length} must be at least 1")
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.projection.items()}
+        if shapes and not (shapes.keys() == {"weight", "bias"} and shapes["weight"][:1] == shapes["bias"]):
+            raise UserError(f"the projection of a Qwen2.5-VL's features has a weight ED and a bias E, not {shapes}")
+
+    @property
+    def directory(self) -> Path:
+        """Where the network's files are: those of the model, or in its folder `text_encoder` (a pipeline)."""
+        path = hub.local_directory(self.model, "text encoder", _FILES)
+        return path / "text_encoder" if (path / "text_encoder").is_dir() else path
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        return (self.directory,)
+
+    @property
+    def words_directory(self) -> Path:
+        """Where the tokenizer's files are: with the network's, or beside them in `tokenizer` (a pipeline)."""
+        path = hub.local_directory(self.model, "text encoder", _FILES)
+        return path / "tokenizer" if (path / "text_encoder").is_dir() else path
+
+    @property
+    def dim(self) -> int:
+        if self.projection:
+            return len(self.projection["bias"])
+        architecture = self._architecture()
+        return architecture["num_hidden_layers"] * architecture["hidden_size"]
+
+    @property
+    def pooled_dim(self) -> None:
+        """It has no feature of a whole text."""
+
+    def encode(self, texts: list[str]) -> TextFeatures:
+        """Features on the CPU, float32."""
+        files = None if self.feature_cache is None else FeatureFiles(self.feature_cache, self.fingerprint())
+        features = {text: files.read(text) if files else None for text in texts}
+        for text in [text for text, feature_LE in features.items() if feature_LE is None]:
+            features[text] = self._compute(text)  # one by one: the states of a text take 200 MB
+            if files:
+                files.write(text, features[text])
+        features_BLE = torch.stack([features[text] for text in texts])
+        return TextFeatures(features_BLE, torch.full((len(texts),), self.max_length, dtype=torch.int64))
+
+    @torch.no_grad()
+    def _compute(self, text: str) -> Tensor:
+        network = self.load_network()
+        tokens_1L = self._tokens(text).to(network.device)
+        states = network(input_ids=tokens_1L, output_hidden_states=True).hidden_states[1:]
+        normal = [(x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-8) for x in map(Tensor.float, states)]
+        features_LD = torch.cat(normal, dim=-1)[0].cpu()
+        if not self.projection:
+            return features_LD
+        return F.gelu(F.linear(features_LD, self.projection["weight"].float(), self.projection["bias"].float()))
+
+    def _tokens(self, text: str) -> Tensor:
+        tokenizer = self._load_tokenizer()
+        said = {"system": SYSTEM, "user": text}
+        turns = [{"role": role, "content": [{"type": "text", "text": words}]} for role, words in said.items()]
+        tokens = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=True, add_vision_id=False)["input_ids"]
+        if len(tokens) > self.max_length:
+            message = f"a text of {len(tokens)} tokens is cut to its first {self.max_length}"
+            warnings.warn(message, stacklevel=4)
+        cut = {"input_ids": [tokens[: self.max_length]]}
+        return tokenizer.pad(cut, padding="max_length", max_length=self.max_length, return_tensors="pt")["input_ids"]
+
+    # ------------------------------------------------------------------------------------------------- loading
+
+    def _load_tokenizer(self):
+        if "tokenizer" not in self._loaded:
+            self._vocabulary()  # without one, transformers makes a tokenizer that knows no word
+            library = transformers_library("a Qwen2.5-VL text encoder")
+            self._loaded["tokenizer"] = self._read(library.AutoTokenizer, self.words_directory)
+        return self._loaded["tokenizer"]
+
+    def load_network(self) -> Any:
+        """The network of `transformers` without its last linear, loaded when it is first asked for.
+
+        Raises:
+            UserError: if its files are missing or damaged.
+        """
+        if "network" not in self._loaded:
+            self._architecture()
+            library = transformers_library("a Qwen2.5-VL text encoder")
+            check_weights(self.directory)
+            kind = library.Qwen2_5_VLForConditionalGeneration
+            network = self._read(kind, self.directory, dtype=DTYPES[self.dtype]).model
+            self._loaded["network"] = (network.cuda() if torch.cuda.is_available() else network).eval()
+        return self._loaded["network"]
+
+    def _read(self, kind: type, directory: Path, **options: Any) -> Any:
+        try:
+            return kind.from_pretrained(directory, local_files_only=True, **options)
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise UserError(f"{directory} cannot be loaded ({reason}); needs {_FILES}") from error
+
+    # ------------------------------------------------------------------------------------------------ on disk
+
+    def save(self, directory: str | os.PathLike) -> None:
+        """Writes the settings, with the name of the model, whose weights stay where they are, and the projection."""
+        settings = {name: getattr(self, name) for name in _settings()}
+        settings = {"type": "qwen_vl", **settings, "fingerprint": self.fingerprint()}
+        parts.write_part(directory, settings, self.projection)
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike) -> "QwenVLTextEncoder":
+        """The inverse of `save`.
+
+        Raises:
+            UserError: if config.json is missing or has other settings.
+        """
+        settings = parts.read_settings(directory, [*_settings(), "fingerprint"])
+        fingerprint = settings.pop("fingerprint")
+        has_tensors = (Path(directory) / parts.TENSOR_FILE).is_file()
+        projection = parts.read_tensors(directory) if has_tensors else {}
+        return cls(**settings, projection=projection, _loaded={"fingerprint": fingerprint})
+
+    def fingerprint(self) -> str:
+        """Of what decides the features: architecture, words, a sample of the weights, length and projection.
+
+        As it was saved, where the encoder was loaded: its files may not be here.
+        """
+        if "fingerprint" not in self._loaded:
+            words = hashlib.sha256(self._vocabulary().read_bytes()).hexdigest()
+            settings = {"max_length": self.max_length, "words": words, **self._architecture()}
+            self._loaded["fingerprint"] = parts.fingerprint(settings, {"norm": self._last_norm(), **self.projection})
+        return self._loaded["fingerprint"]
+
+    def _last_norm(self) -> Tensor:
+        """The weight of the last norm, bfloat16, by which fine-tuned networks are told apart."""
+        source = open_safetensors(*sorted(self.directory.glob("*.safetensors")))
+        names = list(filter(_LAST_NORM.fullmatch, source.stored))
+        if len(names) != 1:
+            raise UserError(f"{self.directory} has no weight of a last norm; needs {_FILES}")
+        return source.read(names[0]).bfloat16()
+
+    def _vocabulary(self) -> Path:
+        path = self.words_directory / "tokenizer.json"
+        if not path.is_file():
+            raise UserError(f"{self.words_directory} has no tokenizer.json; needs {_FILES}")
+        return path
+
+    def _architecture(self) -> dict[str, int]:
+        """Depth, width and words of the language model, whether config.json has them apart or not."""
+        if "architecture" not in self._loaded:
+            values = read_json(self.directory / "config.json")
+            if values.get("model_type") != MODEL_TYPE:
+                kind = values.get("model_type")
+                raise UserError(f"{self.directory} is a model of type {kind!r}, not {MODEL_TYPE}")
+            values |= values.get("text_config") or {}
+            names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+            if missing := [name for name in names if not isinstance(values.get(name), int)]:
+                raise UserError(f"{self.directory / 'config.json'} has no number {missing[0]}")
+            self._loaded["architecture"] = {name: values[name] for name in names}
+        return self._loaded["architecture"]
+
+
+def _settings() -> list[str]:
+    """The settings that config.json holds."""
+    names = [one.name for one in dataclasses.fields(QwenVLTextEncoder)]
+    return [name for name in names if name not in ("projection", "_loaded")]

@@ -1,0 +1,103 @@
+"""Two networks split by noise level (Wan 2.2): each has a graph of its own, which passes the gate and is asked where it
+should be."""
+
+import shutil
+
+import pytest
+
+from megadit.export.build import ExportSettings, export_bundle
+from megadit.export.command import main
+from megadit.export.layers import changed_weight, weight_hashes
+from megadit.export.networks import build_network
+from megadit.export.quantize import calibrate
+from megadit.export.verify import sampled_levels
+from megadit.infer.pipeline import TextToVideo
+from megadit.infer.runtimes.network_spec import DENOISERS
+from megadit.models.bundle.bundle import Bundle, update_manifest
+from megadit.models.shared.errors import UserError
+from tests.bundles import write_pair_bundle
+
+SETTINGS = ExportSettings(profiles=("batch=1,1,2", "text=1,4,9"))
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_bundle, tmp_path_factory):
+    path = tmp_path_factory.mktemp("pair") / "bundle"
+    write_pair_bundle(tiny_bundle.path, path)
+    return Bundle.open(path)
+
+
+@pytest.fixture(scope="module")
+def exported_pair(pair, tmp_path_factory):
+    out = tmp_path_factory.mktemp("exported_pair") / "bundle"
+    export_bundle(pair.path, out, SETTINGS)
+    return Bundle.open(out, verify=True)
+
+
+def latents(bundle, runtime="torch", **settings):
+    (video,) = TextToVideo.from_pretrained(bundle, device="cpu", runtime=runtime)(["a red seven"], seeds=3, **settings)
+    return video.latents_CTHW
+
+
+def distance(ours, theirs):
+    return ((ours - theirs).norm() / theirs.norm()).item()
+
+
+@pytest.mark.slow
+def test_both_networks_pass_the_gate(exported_pair):
+    report = exported_pair.manifest["export"]["onnx"]["report"]
+    for name in DENOISERS:
+        cases = report[name]["cases"]
+        assert len([case for case in cases if case.startswith("sigma")]) == 7
+        assert all(error["F"] <= 1e-4 for error in cases.values())
+    assert report["video"]["psnr"] >= 50
+
+
+@pytest.mark.slow
+def test_each_graph_has_the_weights_of_its_network(exported_pair):
+    tokenizer = exported_pair.load_tokenizer()
+    for name in DENOISERS:
+        hashes = weight_hashes(build_network(name, exported_pair, tokenizer, None))
+        for other in DENOISERS:
+            layer = changed_weight(exported_pair.path / f"onnx/{other}.onnx", hashes)
+            assert (layer is None) == (name == other)
+
+
+@pytest.mark.slow
+def test_graphs_are_asked_by_noise_level(exported_pair, tmp_path):
+    expected = latents(exported_pair)
+    assert distance(latents(exported_pair, "onnx"), expected) <= 1e-4
+    for change in ({"guidance": 1.0}, {"low_guidance": 1.0}):
+        assert distance(latents(exported_pair, "onnx", **change), latents(exported_pair, **change)) <= 1e-4
+        assert distance(latents(exported_pair, **change), expected) > 1e-2, "each network has a guidance of its own"
+    shutil.copytree(exported_pair.path, tmp_path / "swapped")
+    swapped = Bundle.open(tmp_path / "swapped")
+    for name, other in zip(DENOISERS, reversed(DENOISERS), strict=True):
+        shutil.copy(exported_pair.path / f"onnx/{name}.onnx", swapped.path / f"onnx/{other}.onnx")
+    assert distance(latents(swapped, "onnx"), expected) > 1e-2, "negative control"
+
+
+@pytest.mark.slow
+def test_graphs_of_other_weights_are_refused(exported_pair, tmp_path):
+    """Of either network."""
+    for part in exported_pair.networks:
+        path = tmp_path / part
+        shutil.copytree(exported_pair.path, path)
+        files = exported_pair.manifest["files"]
+        name = f"{part}/model.safetensors"
+        update_manifest(path, files=files | {name: {**files[name], "sha256": "0" * 64}})
+        with pytest.raises(UserError, match="made from other weights"):
+            TextToVideo.from_pretrained(path, device="cpu", runtime="onnx")
+
+
+def test_ranges_of_8_bits_are_those_that_a_network_meets(pair):
+    ranges = [calibrate(pair, ["a red seven"], name) for name in DENOISERS]
+    assert ranges[0].keys() == ranges[1].keys() and all(ranges[0][layer] != ranges[1][layer] for layer in ranges[0])
+    low, high = (sampled_levels(name, pair) for name in reversed(DENOISERS))
+    assert low == (pair.defaults.sigma_min, pair.boundary) and high == (pair.boundary, pair.defaults.sigma_max)
+
+
+def test_adapters_take_one_network(pair, tmp_path, capsys):
+    assert main([str(pair.path), str(tmp_path / "out"), "--adapter_rank", "4"]) == 2
+    told = capsys.readouterr().err
+    assert "has two networks" in told and told.count("\n") == 1 and not (tmp_path / "out").exists()

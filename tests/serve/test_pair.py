@@ -1,0 +1,40 @@
+"""Two networks split by noise level (Wan 2.2), through a real tritonserver: torch's, and their graphs."""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megadit.export.build import ExportSettings, export_bundle
+from megadit.infer.pipeline import TextToVideo
+from megadit.serve.build_repository import build_repository
+from megadit.serve.client import VideoClient
+from megadit.serve.contract import VideoRequest
+from megadit.serve.local_server import LocalServer
+from megadit.serve.model_config import Scheduling
+from tests.bundles import write_pair_bundle
+
+PROMPT, SEED = "a red seven", 5
+
+
+@pytest.mark.slow
+def test_a_pair_is_served(tritonserver, bundle_dir, tmp_path):
+    pair, exported = tmp_path / "pair", tmp_path / "exported"
+    write_pair_bundle(bundle_dir, pair)
+    export_bundle(pair, exported, ExportSettings(profiles=("batch=1,1,2",), video_steps=1))
+    pipeline = TextToVideo.from_pretrained(pair, device="cpu")
+    expected, other = (image_of_pipeline(pipeline, **change) for change in ({}, {"low_guidance": 1.0}))
+    assert np.abs(expected - other).max() > 10, "negative control: the second network must matter"
+    for runtime, path in (("torch", pair), ("onnx", exported)):
+        repository = build_repository(
+            path, tmp_path / f"models_{runtime}", scheduling=Scheduling(device="cpu"), runtime=runtime
+        )
+        with LocalServer(repository, log=tmp_path / f"{runtime}.log", stop_seconds=3) as server:
+            client = VideoClient(f"grpc://{server.grpc_url}")
+            (video,) = client.generate(VideoRequest(prompt=PROMPT, seed=SEED, num_frames=1), timeout=300)
+            assert np.abs(np.asarray(Image.open(io.BytesIO(video.data))) - expected).max() <= 1, runtime
+
+
+def image_of_pipeline(pipeline, **settings):
+    return pipeline([PROMPT], seeds=SEED, num_frames=1, **settings)[0].video[0].astype(int)

@@ -1,0 +1,104 @@
+"""The newest Megatron-core that this package takes trains as the installed one does, and either continues the other.
+
+Python 3.11 is no longer among those for which newer wheels are meant, and runs them: unpacked with Triton's language,
+which they import, into a folder that goes first.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+from megadit.infer.inspect.doctor import TESTED
+from megadit.models.megatron.checkpoint import _read, find_checkpoints
+
+JOB = Path(__file__).parent / "jobs" / "chain.py"
+OLDEST, NEWEST = TESTED["megatron-core"]
+HALF, STEPS = 10, 20
+PAIRS = ((OLDEST, OLDEST), (OLDEST, NEWEST), (NEWEST, OLDEST))
+"""The version of the first half, and of the second."""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(metadata.version("megatron-core") != OLDEST, reason=f"compares with Megatron-core {OLDEST}"),
+]
+
+FEW = {"data": {"global_batch_size": 2}}
+EXPERTS = {"experts": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 24}}
+CASES = {
+    "tp, sp, muon": {
+        "parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        "optimizer": {"optimizer": "muon"},
+    },
+    "cp, fsdp": {"parallel": {"context_parallel_size": 2, "data_parallel": "fsdp"}},
+    "pp": {"parallel": {"pipeline_model_parallel_size": 2}},
+    "ep, distributed optimizer": {
+        "model": EXPERTS,
+        "parallel": {"expert_model_parallel_size": 2, "data_parallel": "distributed_optimizer"},
+    },
+}
+"""On two ranks; between them all that asks Megatron for something of its own."""
+
+
+@pytest.fixture(scope="module")
+def newest(tmp_path_factory):
+    """A folder that holds the newest Megatron-core; its 1 GB of Triton's language goes with the tests."""
+    folder = tmp_path_factory.mktemp("newest")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--only-binary=:all:"]
+    command += ["--ignore-requires-python", "--target", str(folder), f"megatron-core=={NEWEST}", "triton"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"Megatron-core {NEWEST} cannot be had: {done.stderr.strip().splitlines()[-1]}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(newest, run_ranks, tmp_path_factory):
+    """A folder of runs: VERSION/CASE is half of one, VERSION then VERSION/CASE another version's half after it."""
+    out = tmp_path_factory.mktemp("runs")
+    path = os.pathsep.join(filter(None, (str(newest), os.environ.get("PYTHONPATH"))))
+    environments = {OLDEST: None, NEWEST: {"PYTHONPATH": path}}
+
+    def run(version, *parts):
+        (out / "runs.json").write_text(json.dumps([part for of_a_kind in parts for part in of_a_kind]))
+        told = run_ranks(2, JOB, out, timeout=560, environment=environments[version])
+        assert all(f"Megatron-core {version}" in one for one in told)
+
+    run(OLDEST, halves(OLDEST))
+    run(NEWEST, halves(NEWEST), wholes(OLDEST, NEWEST))
+    run(OLDEST, wholes(OLDEST, OLDEST), wholes(NEWEST, OLDEST))
+    return out
+
+
+def halves(version):
+    return [{"folder": f"{version}/{name}", "iters": HALF, "case": FEW | case} for name, case in CASES.items()]
+
+
+def wholes(first, second):
+    return [
+        {"folder": f"{first} then {second}/{name}", "copy_of": f"{first}/{name}", "iters": STEPS, "case": FEW | case}
+        for name, case in CASES.items()
+    ]
+
+
+def tensors(folder):
+    """All that training changes."""
+    return _read(find_checkpoints(folder / "checkpoints")[-1] / "tensors", "")
+
+
+def losses(folder):
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_either_version_trains_as_the_other_and_continues_it(runs, name):
+    expected, *crossed = (runs / f"{first} then {second}" / name for first, second in PAIRS)
+    assert len(losses(expected)) == STEPS
+    for run in crossed:
+        assert losses(run) == pytest.approx(losses(expected), rel=1e-6)
+        torch.testing.assert_close(tensors(run), tensors(expected), rtol=1e-6, atol=1e-7)
