@@ -34,11 +34,25 @@ class Question:
     most_lines: int
 
 
-VOCABULARY = ("models/config.py", "models/families.py", "models/expert_config.py", "models/shared/")
+VOCABULARY = (
+    "models/config.py",
+    "models/network_config.py",
+    "models/families.py",
+    "models/given_forms.py",
+    "models/expert_config.py",
+    "models/shared/",
+)
 """Fields and errors, which every question meets."""
 
 NETWORK = (
-    *("models/dit.py", "models/blocks.py", "models/attention.py", "models/experts.py", "models/axial.py"),
+    *(
+        "models/dit.py",
+        "models/networks.py",
+        "models/blocks.py",
+        "models/attention.py",
+        "models/experts.py",
+        "models/axial.py",
+    ),
     *("models/layout.py", "models/dense_layout.py", "models/segments.py", "models/ops/"),
     *("models/adapters.py", "models/low_rank.py"),
 )
@@ -63,7 +77,15 @@ QUESTIONS = (
     Question(
         asks="What is the loss?",
         starts=("train/loss.py:edm_loss",),
-        beyond=(*VOCABULARY, "models/dit.py", "models/layout.py", "models/noise.py", "train/data/", "train/config/"),
+        beyond=(
+            *VOCABULARY,
+            "models/ddpm.py",
+            "models/dit.py",
+            "models/layout.py",
+            "models/noise.py",
+            "train/data/",
+            "train/config/",
+        ),
         most_files=2,
         most_lines=250,
     ),
@@ -111,11 +133,12 @@ SHORT = {
     "infer/inference_dit_model.py": "a name that users of NeMo type",
     "models/adapter_config.py": "settings, free of torch",
     "models/megatron/recomputed_blocks.py": "one of two block stacks of parallelize",
-    "models/text_encoders/feature_files.py": "a file format",
+    "models/networks.py": "both kinds of transformers, which do not know each other",
     "models/tokenizers/sizes.py": "shared by tokenizers, free of torch",
     "models/transfer.py": "shared by packs, layouts and optimizers",
     "serve/gateway/process.py": "what starts the gateway, without the gateway",
     "serve/examples/with_megadit.py": "a program to copy",
+    "train/classification.py": "the objective of one kind of networks",
     "train/cpu_memory.py": "a switch of the allocator",
     "train/data/tar_files.py": "shared by training and preparation, free of Energon",
     "train/pretrain_dit_model.py": "a name that users of DFM type",

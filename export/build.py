@@ -15,17 +15,24 @@ from megadit.export import to_onnx, verify
 from megadit.export.layers import weight_hashes
 from megadit.export.networks import PRECISIONS, build_network, comparable
 from megadit.export.quantize import FORMATS, calibrate, quantise
-from megadit.infer.checkpoints import open_bundle
+from megadit.infer.checkpoints import open_any_bundle
 from megadit.infer.resolve import DefaultOptions, with_changed_defaults
 from megadit.infer.runtimes.load import EXPORTED, weights_checksum
 from megadit.infer.runtimes.network_spec import DENOISERS, SETTINGS_FILE, SETTINGS_VERSION, NetworkSpec
 from megadit.models.adapter_slots import AdapterSlots
-from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle, check_replaceable, check_single, write_manifest
+from megadit.models.bundle.bundle import (
+    MANIFEST_FILE,
+    Bundle,
+    check_replaceable,
+    check_single,
+    check_transformer,
+    write_manifest,
+)
 from megadit.models.config import DiTConfig
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, write_json
 from megadit.models.shared.setting import check_settings, group, setting
-from megadit.models.text_encoders import T5TextEncoder, TextEncoder
+from megadit.models.text_encoders import NetworkTextEncoder, TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
 
 
@@ -101,21 +108,28 @@ def export_bundle(source: str | Path, out: str | Path, settings: ExportSettings 
             full disk; and where an exported network is not the torch network, naming the layer.
     """
     settings = settings or ExportSettings()
-    bundle, out = with_changed_defaults(open_bundle(source), settings.defaults.default), Path(out)
+    bundle, out = with_changed_defaults(open_any_bundle(source), settings.defaults.default), Path(out)
     _check_network(bundle, settings)
     _check_place(bundle, out)
     verify.check_runtime()
-    tokenizer, text_encoder = bundle.load_tokenizer(), bundle.load_text_encoder()
-    profiles = contract.parse_profiles(settings.profiles, contract.default_profiles(bundle, tokenizer, text_encoder))
-    exported = _exported_text_encoder(text_encoder, settings)
-    slots = settings.adapter_slots(bundle.config)
-    denoisers = DENOISERS[: len(bundle.networks)]
-    specs = contract.specs(profiles, bundle.config, tokenizer, exported, bundle.takes, slots, denoisers)
+    tokenizer = bundle.load_tokenizer()
+    specs = _specs(bundle, tokenizer, settings)
     try:
         with atomic_directory(out) as directory:
             return _write(directory, bundle, tokenizer, specs, settings)
     except OSError as error:
         raise UserError(f"{out} cannot be written: {_reason(error)}") from error
+
+
+def _specs(bundle: Bundle, tokenizer: VideoTokenizer, settings: ExportSettings) -> dict[str, NetworkSpec]:
+    """What is exported of a bundle."""
+    text_encoder = bundle.load_text_encoder()
+    profiles = contract.parse_profiles(settings.profiles, contract.default_profiles(bundle, tokenizer, text_encoder))
+    if bundle.kind == "classifier":
+        return contract.classifier_specs(profiles, bundle, tokenizer)
+    exported, slots = _exported_text_encoder(text_encoder, settings), settings.adapter_slots(bundle.config)
+    denoisers = DENOISERS[: len(bundle.networks)]
+    return contract.specs(profiles, bundle.config, tokenizer, exported, bundle.takes, slots, denoisers)
 
 
 def _reason(error: OSError) -> str:
@@ -126,10 +140,10 @@ def _reason(error: OSError) -> str:
 
 
 def _exported_text_encoder(text_encoder: TextEncoder, settings: ExportSettings) -> TextEncoder | None:
-    if not (settings.text_encoder and isinstance(text_encoder, T5TextEncoder)):
+    if not (settings.text_encoder and isinstance(text_encoder, NetworkTextEncoder)):
         return None
     try:
-        _say(f"the text encoder is that of {text_encoder.directory}")
+        _say(f"the text encoder is that of {', '.join(map(str, text_encoder.directories))}")
     except UserError as error:
         _say(f"the text encoder is not exported: {error}")
         return None
@@ -137,8 +151,11 @@ def _exported_text_encoder(text_encoder: TextEncoder, settings: ExportSettings) 
 
 
 def _check_network(bundle: Bundle, settings: ExportSettings) -> None:
+    check_transformer(bundle, "it is not exported; leave it in torch")
     if settings.adapter_rank is not None:
         check_single(bundle)
+    if bundle.kind == "classifier" and (settings.precision != "fp32" or settings.adapter_rank is not None):
+        raise UserError("a classifier is exported in float32, without room for adapters: leave out these options")
     if not bundle.config.given.is_among or bundle.config.image_size is not None:
         raise UserError(
             f"the network of {bundle.path} reads what is given beside the noisy latents, which exported networks have "
@@ -174,9 +191,10 @@ def _write(
         _say(f"{name}: {verify.summary(report[name])}")
     write_json(onnx / SETTINGS_FILE, _onnx_settings(bundle, specs, settings))
     write_manifest(directory, bundle.manifest)
-    _say("comparing a whole video")
-    report["video"] = verify.compare_videos(Bundle.open(directory), settings.precision, settings.video_steps)
-    _say(f"video: {report['video']['psnr']:.1f} dB")
+    if bundle.kind == "video":
+        _say("comparing a whole video")
+        report["video"] = verify.compare_videos(Bundle.open(directory), settings.precision, settings.video_steps)
+        _say(f"video: {report['video']['psnr']:.1f} dB")
     record = {"settings": asdict(settings), "report": report}
     write_manifest(directory, {**bundle.manifest, "export": {**bundle.manifest.get("export", {}), "onnx": record}})
     return report

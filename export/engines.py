@@ -72,12 +72,15 @@ def add_engines(path: Path, settings: EngineSettings, before: ExportedNetworks |
     Engines are built as `settings` say, or are those of `before` with this bundle's weights.
 
     Raises:
-        UserError: without TensorRT or a GPU; for a graph that TensorRT does not read; for an engine that differs.
+        UserError: of a classifier; without TensorRT or a GPU; for a graph that TensorRT does not read; for an engine
+            that differs.
     """
+    bundle = Bundle.open(path)
+    if bundle.kind == "classifier":
+        raise UserError("those of classifiers are ONNX Runtime's to build: classify --runtime onnx_tensorrt")
     libraries = load_libraries()
     if not torch.cuda.is_available():
         raise UserError("engines are built and measured on a GPU, and torch sees none")
-    bundle = Bundle.open(path)
     graphs = open_exported(bundle, "onnx")
     with atomic_directory(path / "plan") as plan:
         if before is None:

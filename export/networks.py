@@ -16,10 +16,9 @@ from megadit.models.config import DiTConfig
 from megadit.models.denoiser import EDMDenoiser
 from megadit.models.dense_layout import DenseLayout
 from megadit.models.segments import OpenRows
-from megadit.models.text_encoders import T5TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
 from megadit.models.tokenizers.tiling import Tiles
-from megadit.models.weights import load_dit
+from megadit.models.weights import load_network
 
 PRECISIONS = {
     "fp32": torch.float32,
@@ -70,17 +69,6 @@ def _open_layout(conditioning: Conditioning, times_T: Tensor, config: DiTConfig)
     )
 
 
-class TextEncoderGraph(nn.Module):
-    """Tokens of texts to their features."""
-
-    def __init__(self, text_encoder: T5TextEncoder) -> None:
-        super().__init__()
-        self.network = replace(text_encoder, dtype="float32", placement="cpu", _loaded={}).load_network()
-
-    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        return self.network(tokens, attention_mask=mask).last_hidden_state
-
-
 class DecoderGraph(nn.Module):
     """Latents to video."""
 
@@ -123,11 +111,13 @@ def build_network(
 ) -> nn.Module:
     """The module behind a contract of this name; only denoisers compute in `dtype`, and have `slots`."""
     if name in DENOISERS:
-        denoiser = EDMDenoiser(load_dit(bundle.path / bundle.networks[DENOISERS.index(name)], dtype=dtype))
+        denoiser = EDMDenoiser(load_network(bundle.path / bundle.networks[DENOISERS.index(name)], dtype=dtype))
         denoiser.parameterization.scalings(torch.ones(1))  # before tracing, which could not make the cached tables
         network = (GivenDenoiserGraph if bundle.takes else DenoiserGraph)(denoiser, slots)
+    elif name == "classifier":
+        network = bundle.load_classifier(dtype=dtype)
     elif name == "text_encoder":
-        network = TextEncoderGraph(bundle.load_text_encoder())
+        network = bundle.load_text_encoder().graph()
     else:
         network = {"video_decoder": DecoderGraph, "video_encoder": EncoderGraph}[name](tokenizer)
     return network.eval().requires_grad_(False)

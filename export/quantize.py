@@ -25,7 +25,7 @@ from megadit.models.adapters import move_adapters
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.dit import DiT
 from megadit.models.shared.errors import UserError
-from megadit.models.weights import load_dit
+from megadit.models.weights import load_network
 
 _QUANTISED = re.compile(r"blocks\.\d+\.(self_attention|cross_attention|mlp)\.\w+$")
 CALIBRATION_STEPS = 8
@@ -64,7 +64,7 @@ def calibrate(bundle: Bundle, prompts: Sequence[str], name: str = DENOISERS[0]) 
     """
     if not prompts:
         raise UserError("calibration needs at least one prompt")
-    dits = [load_dit(bundle.path / network, dtype=torch.float32) for network in bundle.networks]
+    dits = [load_network(bundle.path / network, dtype=torch.float32) for network in bundle.networks]
     linears = quantised_linears(dits[DENOISERS.index(name)])
     largest = dict.fromkeys(linears, 0.0)
     handles = [module.register_forward_pre_hook(_recorder(largest, name)) for name, module in linears.items()]

@@ -16,7 +16,7 @@ from megadit.models.adapter_slots import AdapterSlots
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.config import DiTConfig
 from megadit.models.shared.errors import UserError, choose_one
-from megadit.models.text_encoders import T5TextEncoder, TextEncoder
+from megadit.models.text_encoders import NetworkTextEncoder, TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
 
 GUIDANCE_BATCH = 2
@@ -42,7 +42,8 @@ class Profiles:
 
 
 def default_profiles(bundle: Bundle, tokenizer: VideoTokenizer, text_encoder: TextEncoder) -> Profiles:
-    """Best at the bundle's defaults; up to twice their sides and frames as far as the network can, and four videos."""
+    """Best at the bundle's defaults; up to twice their sides and frames as far as the network can, and four videos;
+    of a classifier 32 pictures."""
     defaults, side = bundle.defaults, tokenizer.spatial_compression * bundle.config.patch_spatial
     frames = _frames_of_patches(defaults.num_frames, bundle.config, tokenizer)
     most_frames = _frames_of_patches(2 * defaults.num_frames, bundle.config, tokenizer)
@@ -52,9 +53,9 @@ def default_profiles(bundle: Bundle, tokenizer: VideoTokenizer, text_encoder: Te
         most_frames = min(most_frames, 1 + (latents - 1) * tokenizer.temporal_compression)
         most_height, most_width = min(most_height, positions[1] * side), min(most_width, positions[2] * side)
     longest = getattr(text_encoder, "max_length", 1) or LONGEST_TEXT
-    is_filled = getattr(text_encoder, "text_padding", "none") == "zeros"
+    is_filled = getattr(text_encoder, "text_padding", "none") != "none"
     return Profiles(
-        batch=(1, 1, 4),
+        batch=(1, 8, 32) if bundle.kind == "classifier" else (1, 1, 4),
         frames=(_frames_of_patches(1, bundle.config, tokenizer), frames, most_frames),
         height=(side, defaults.height, most_height),
         width=(side, defaults.width, most_width),
@@ -133,7 +134,8 @@ def specs(
         {"dtype": "int64", "axes": (seen, height, width), "below": 2},
         {"dtype": "float32", "axes": (seen,)},
     )
-    texts = {"text_encoder": _text_encoder(text_encoder, one, text)} if isinstance(text_encoder, T5TextEncoder) else {}
+    is_network = isinstance(text_encoder, NetworkTextEncoder)
+    texts = {"text_encoder": _text_encoder(text_encoder, one, text)} if is_network else {}
     seen_by_denoisers = (
         x,
         {"dtype": "float32", "axes": (batch,)},
@@ -154,6 +156,21 @@ def specs(
         return networks
     # a tokenizer that streams takes as many calls as there are frames, which no graph has: torch runs it
     return {name: network for name, network in networks.items() if not name.startswith("video_")}
+
+
+def classifier_specs(profiles: Profiles, bundle: Bundle, tokenizer: VideoTokenizer) -> dict[str, NetworkSpec]:
+    """The contract of a network that judges, whose pictures all have one size.
+
+    Raises:
+        UserError: where `profiles` are of several sizes.
+    """
+    size = bundle.defaults
+    if (profiles.frames[2], profiles.height[2], profiles.width[2]) != (size.num_frames, size.height, size.width):
+        raise UserError("--profile: a classifier sees pictures of one size; only batch may be given")
+    latent = tokenizer.latent_shape(size.num_frames, size.height, size.width)
+    return {
+        "classifier": _network("classifier", {"dtype": "float32", "axes": (_axis("batch", profiles.batch), *latent)})
+    }
 
 
 def _network(name: str, *inputs: dict[str, Any], further: tuple[TensorSpec, ...] = ()) -> NetworkSpec:
@@ -177,11 +194,11 @@ def _longer(time: Axis, takes: Collection[str], config: DiTConfig) -> Axis:
     return replace(time, max=time.max + beside)
 
 
-def _text_encoder(text_encoder: T5TextEncoder, batch: Axis, text: Axis) -> NetworkSpec:
+def _text_encoder(text_encoder: NetworkTextEncoder, batch: Axis, text: Axis) -> NetworkSpec:
+    inputs = text_encoder.token_inputs
     return _network(
         "text_encoder",
-        {"dtype": "int64", "axes": (batch, text), "below": text_encoder.vocabulary_size},
-        {"dtype": "int64", "axes": (batch, text), "below": 2},
+        *({"dtype": "int64", "axes": (batch, *(each.places or (text,))), "below": each.below} for each in inputs),
     )
 
 
@@ -232,9 +249,8 @@ def sample_inputs(spec: NetworkSpec, sizes: Mapping[str, int], seed: int = 0) ->
         return torch.randn(shape, generator=generator)
 
     if spec.name == "text_encoder":
-        tokens, lengths = spec.inputs[0], torch.arange(shapes["mask"][0]) % shapes["mask"][1] + 1
-        mask_BL = torch.arange(shapes["mask"][1]) < lengths.flip(0)[:, None]
-        return {"tokens": torch.randint(tokens.below, shapes["tokens"], generator=generator), "mask": mask_BL.long()}
+        tokens = {"tokens": torch.randint(spec.inputs[0].below, shapes["tokens"], generator=generator)}
+        return tokens | ({"mask": _sample_mask(*shapes["mask"])} if "mask" in shapes else {})
     if not spec.is_denoiser:
         (name,) = shapes
         return {name: 0.5 * normal(shapes[name])}
@@ -251,6 +267,12 @@ def sample_inputs(spec: NetworkSpec, sizes: Mapping[str, int], seed: int = 0) ->
     }
     inputs |= _sample_given(shapes, normal) if "given" in shapes else {}
     return inputs | {name: _sample_slots(normal(shape)) for name, shape in shapes.items() if name not in inputs}
+
+
+def _sample_mask(batch: int, longest: int) -> Tensor:
+    """Texts of several lengths."""
+    length_B = (torch.arange(batch) % longest + 1).flip(0)
+    return (torch.arange(longest) < length_B[:, None]).long()
 
 
 def _sample_slots(factors: Tensor) -> Tensor:

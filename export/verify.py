@@ -42,7 +42,7 @@ from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
 from megadit.models.parameterization import parameterization_of
 from megadit.models.shared.errors import UserError
-from megadit.models.text_encoders import T5TextEncoder, TextEncoder
+from megadit.models.text_encoders import NetworkTextEncoder, TextEncoder
 
 EPS = {"fp16": torch.finfo(torch.float16).eps, "bf16": torch.finfo(torch.bfloat16).eps}
 TOLERANCES = {"fp32": 1e-4, "fp16": 10 * EPS["fp16"], "bf16": 10 * EPS["bf16"], "int8": 8e-2, "fp8": 1.5e-1}
@@ -396,6 +396,6 @@ def compare_videos(bundle: Bundle, precision: str, num_steps: int, runtime: str 
 
 
 def _text_encoder(bundle: Bundle) -> TextEncoder:
-    """The bundle's; of a T5 in float32, as it was exported."""
+    """The bundle's; of a network in float32, as it was exported."""
     encoder = bundle.load_text_encoder()
-    return replace(encoder, dtype="float32") if isinstance(encoder, T5TextEncoder) else encoder
+    return encoder.in_float32() if isinstance(encoder, NetworkTextEncoder) else encoder

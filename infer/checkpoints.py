@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle
+from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle, check_kind
 from megadit.models.bundle.hub import cached_model
 from megadit.models.convert.adapter_files import is_adapter
 from megadit.models.shared.errors import UserError
@@ -15,6 +15,17 @@ from megadit.models.tokenizers import VideoTokenizer
 
 
 def open_bundle(path: str | Path) -> Bundle:
+    """The bundle of videos at `path`; see `open_any_bundle`.
+
+    Raises:
+        UserError: if there is none, or one that makes no videos.
+    """
+    bundle = open_any_bundle(path)
+    check_kind(bundle, "video")
+    return bundle
+
+
+def open_any_bundle(path: str | Path) -> Bundle:
     """The bundle at `path`; for a training directory, that of its newest valid step; by name, one of a hub's cache.
 
     A training directory (the one that holds `checkpoints/`) is converted once into its folder `bundle/`, and again

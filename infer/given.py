@@ -14,8 +14,8 @@ import numpy as np
 from torch import Tensor
 
 from megadit.infer.resolve import latent_size
-from megadit.models.config import DiTConfig
 from megadit.models.given_forms import GivenForm
+from megadit.models.network_config import NetworkConfig
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.tokenizers import VideoTokenizer
@@ -106,7 +106,7 @@ class Target(NamedTuple):
     """How the network sees what is given."""
 
     @classmethod
-    def of(cls, settings: SamplingSettings, config: DiTConfig, tokenizer: VideoTokenizer) -> "Target":
+    def of(cls, settings: SamplingSettings, config: NetworkConfig, tokenizer: VideoTokenizer) -> "Target":
         """Raises UserError for a size that cannot be made; see `latent_size`."""
         return cls(settings, *latent_size(settings, config, tokenizer), tokenizer, config.given)
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from megadit.infer.given import REMAKE, USES, GivenVideo, Media, Target, lengthened, strength_of, trained_as
 from megadit.infer.samplers import Denoise
 from megadit.models.conditioning import Given
-from megadit.models.config import DiTConfig
 from megadit.models.image_encoder import ImageEncoder
+from megadit.models.network_config import NetworkConfig
 from megadit.models.noise import Stream, latent_noise
 from megadit.models.settings import SamplingSettings
 from megadit.models.tokenizers import VideoTokenizer
@@ -42,7 +42,7 @@ class Known:
         """x = known latents + sigma noise, float64 BCTHW."""
         return self.latents_BCTHW.double() + sigma * noise_BCTHW.double()
 
-    def seen(self, config: DiTConfig, key_B: Tensor) -> dict[str, Any]:
+    def seen(self, config: NetworkConfig, key_B: Tensor) -> dict[str, Any]:
         """What the conditions of videos of these keys say of it; some networks see it with noise."""
         given = self.given
         if given is not None and config.given.is_noised:

@@ -5,6 +5,7 @@ of the network and the autoencoder stay through all of them, those of the text e
 Activations are counted as the tensors that live at once in the largest step of each phase (rounded up).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -21,12 +22,14 @@ from megadit.models.bundle.bundle import Bundle
 from megadit.models.bundle.components import TENSOR_FILE
 from megadit.models.bundle.tensor_source import open_safetensors
 from megadit.models.config import DiTConfig
+from megadit.models.network_config import NetworkConfig
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
-from megadit.models.text_encoders.qwen_vl import QwenVLTextEncoder
-from megadit.models.text_encoders.t5 import DTYPES, T5TextEncoder
+from megadit.models.text_encoders.base import PublishedTextEncoder
+from megadit.models.text_encoders.published import DTYPES
 from megadit.models.tokenizers import VideoTokenizer
-from megadit.models.weights import dit_shapes
+from megadit.models.unet_config import UNetConfig
+from megadit.models.weights import network_shapes
 
 GIB = 2**30
 LIVE_WIDTHS = 10
@@ -98,12 +101,13 @@ def plan_memory(
         UserError: for a size that cannot be made.
     """
     config, size = bundle.config, choices.dtype.itemsize
-    shapes = dit_shapes(config)
+    shapes = network_shapes(config)
     blocks = size * sum(prod(shape) for name, shape in shapes.items() if name.startswith("blocks."))
     around = size * sum(map(prod, shapes.values())) - blocks
     resident = choices.resident_blocks
-    is_streamed = resident is not None and resident + 1 < config.num_layers
-    here = blocks * (resident + 1) // config.num_layers if is_streamed else blocks
+    count_blocks = num_blocks(config)
+    is_streamed = resident is not None and resident + 1 < count_blocks
+    here = blocks * (resident + 1) // count_blocks if is_streamed else blocks
     count = len(bundle.networks)
     return MemoryPlan(
         network=count * (here + around),
@@ -131,7 +135,7 @@ def fitting(
             "sequential_guidance": in_turn or choices.sequential_guidance,
         }
         is_last = in_turn
-        numbers = [None, *(range(bundle.config.num_layers - 2, 0, -1) if is_last else ())]
+        numbers = [None, *(range(num_blocks(bundle.config) - 2, 0, -1) if is_last else ())]
         for resident in numbers:
             tried = replace(choices, resident_blocks=resident, **kept)
             if plan_memory(bundle, settings, tokenizer, text_encoder, tried).peak <= room:
@@ -160,21 +164,49 @@ def _gib(size: int) -> str:
     return f"{size / GIB:.2f} GiB"
 
 
-def _sampling_bytes(config: DiTConfig, settings: SamplingSettings, tokenizer: VideoTokenizer, choices: Choices) -> int:
+def num_blocks(config: NetworkConfig) -> int:
+    """Parts of a network that may take turns in memory."""
+    return config.num_layers if isinstance(config, DiTConfig) else 0
+
+
+def _sampling_bytes(
+    config: NetworkConfig, settings: SamplingSettings, tokenizer: VideoTokenizer, choices: Choices
+) -> int:
     """Of the network's activations and the sampler's state; what is given beside a video is not counted."""
     shape = latent_size(settings, config, tokenizer)[1]
-    tokens = prod(config.token_grid(*shape[1:]))
-    videos = batch_size(choices.batch_size, tokens)
+    videos = batch_size(choices.batch_size, prod(config.token_grid(*shape[1:])))
     halves = 1 if choices.sequential_guidance or settings.guidance == 1 else 2
-    size, rows = choices.dtype.itemsize, videos * halves
+    state = 8 * SAMPLER_STATES * prod(shape) * videos
+    numbers = 0 if choices.slots is None else sum(map(prod, choices.slots.inputs.values()))
+    sets = 2 if settings.adapter_interval else 1  # filled for the noise levels within, empty for the others
+    rows = videos * halves
+    activations = _ACTIVATIONS[type(config)](config, shape, rows, choices.dtype.itemsize)
+    return activations + state + 4 * rows * sets * numbers
+
+
+def _activations_of_dit(config: DiTConfig, shape: tuple[int, ...], rows: int, size: int) -> int:
+    tokens = prod(config.token_grid(*shape[1:]))
     block = LIVE_WIDTHS * tokens * rows * config.hidden_size
     mlp = 2 * min(tokens, MLP_SLICE) * rows * config.mlp_rows
     kept = size * 2 * config.num_layers * TEXT_TOKENS * rows * config.attention_size
     patches = 4 * 4 * tokens * rows * config.token_dim
-    state = 8 * SAMPLER_STATES * prod(shape) * videos
-    numbers = 0 if choices.slots is None else sum(map(prod, choices.slots.inputs.values()))
-    sets = 2 if settings.adapter_interval else 1  # filled for the noise levels within, empty for the others
-    return size * (block + mlp) + min(kept, KEPT_BYTES) + patches + state + 4 * rows * sets * numbers
+    return size * (block + mlp) + min(kept, KEPT_BYTES) + patches
+
+
+def _activations_of_unet(config: UNetConfig, shape: tuple[int, ...], rows: int, size: int) -> int:
+    """The finest level's, and what each level on the way in keeps for the way out."""
+    latents, layers = prod(shape[1:]), config.settings["layers_per_block"]
+    of_levels = [width * latents / 4**level for level, width in enumerate(config.widths)]
+    skipped = sum((1 + (layers if isinstance(layers, int) else max(layers))) * numbers for numbers in of_levels)
+    return int(size * rows * (LIVE_WIDTHS * max(of_levels) + skipped))
+
+
+_ACTIVATIONS: dict[type, Callable[[Any, tuple[int, ...], int, int], int]] = {
+    DiTConfig: _activations_of_dit,
+    UNetConfig: _activations_of_unet,
+}
+"""Class of a configuration -> bytes of its activations, of latents of a shape (CTHW), rows of a batch, bytes of a
+number."""
 
 
 def _decoding_bytes(settings: SamplingSettings, tokenizer: VideoTokenizer) -> int:
@@ -199,10 +231,10 @@ def _file_bytes(directory: Path) -> int:
 
 def _text_encoder_bytes(bundle: Bundle, text_encoder: Any) -> int | None:
     in_bundle = _file_bytes(bundle.path / "text_encoder")
-    if not isinstance(text_encoder, T5TextEncoder | QwenVLTextEncoder):
+    if not isinstance(text_encoder, PublishedTextEncoder):
         return in_bundle
     try:
-        files = sorted(text_encoder.directory.glob("*.safetensors"))
+        files = [file for folder in text_encoder.directories for file in sorted(folder.glob("*.safetensors"))]
     except UserError:
         return None
     numbers = sum(prod(stored.shape) for file in files for stored in open_safetensors(file).stored.values())

@@ -63,8 +63,8 @@ from megadit.infer.schedules import settings_sigmas
 from megadit.infer.text_features import TextFeaturesCache
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.conditioning import Conditioning
-from megadit.models.config import DiTConfig
 from megadit.models.image_encoder import ImageEncoder
+from megadit.models.network_config import NetworkConfig
 from megadit.models.noise import latent_noise, seed_key
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
@@ -85,7 +85,7 @@ class TextToVideo:
         denoiser: Denoiser,
         tokenizer: VideoTokenizer,
         text_encoder: TextEncoder,
-        config: DiTConfig,
+        config: NetworkConfig,
         defaults: SamplingSettings,
         device: torch.device | str = "cpu",
         evaluate: Evaluate = in_one_batch,
@@ -219,9 +219,7 @@ class TextToVideo:
     def __repr__(self) -> str:
         default = self.defaults
         size = f"{default.num_frames} frames of {default.width}x{default.height}"
-        return (
-            f"<TextToVideo {self.config.family}, {self.config.num_layers} blocks of {self.config.hidden_size}: {size}>"
-        )
+        return f"<TextToVideo {self.config.family}, {self.config.outline}: {size}>"
 
     def __call__(
         self,
@@ -434,7 +432,8 @@ class TextToVideo:
         features = self.text_encoder.encode(prompts)
         fps = 0.0 if settings.num_frames == 1 else float(settings.fps)
         fps_B = torch.full((len(prompts),), fps)
-        return Conditioning(features.features_BLE, features.length_B, fps_B).to(self.device)
+        conditioning = Conditioning(features.features_BLE, features.length_B, fps_B, pooled_BP=features.pooled_BP)
+        return conditioning.to(self.device)
 
     def _decode(self, latents_CTHW: Tensor, num_frames: int) -> np.ndarray:
         """One video at a time: a decoder's memory grows with the batch, and no result depends on it."""

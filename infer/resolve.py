@@ -7,7 +7,7 @@ from typing import Any
 
 from megadit.infer.schedules import settings_sigmas
 from megadit.models.bundle.bundle import Bundle
-from megadit.models.config import DiTConfig
+from megadit.models.network_config import NetworkConfig
 from megadit.models.settings import SamplingSettings, resolve
 from megadit.models.shared.errors import UserError, nearest_multiples
 from megadit.models.shared.options import read_assignments
@@ -46,7 +46,7 @@ class DefaultOptions:
 
 
 def changed_defaults(
-    defaults: SamplingSettings, changes: Sequence[str], config: DiTConfig, tokenizer: VideoTokenizer
+    defaults: SamplingSettings, changes: Sequence[str], config: NetworkConfig, tokenizer: VideoTokenizer
 ) -> SamplingSettings:
     """A bundle's defaults with those of `DefaultOptions` in their place.
 
@@ -67,7 +67,7 @@ def with_changed_defaults(bundle: Bundle, changes: Sequence[str]) -> Bundle:
 
 
 def latent_size(
-    settings: SamplingSettings, config: DiTConfig, tokenizer: VideoTokenizer
+    settings: SamplingSettings, config: NetworkConfig, tokenizer: VideoTokenizer
 ) -> tuple[int, tuple[int, int, int, int]]:
     """Frames that the latents decode to (at least `settings.num_frames`), and the latents' shape (C, T, H, W).
 
@@ -90,7 +90,7 @@ def latent_size(
 
 
 def far_from_training(
-    settings: SamplingSettings, defaults: SamplingSettings, config: DiTConfig, tokenizer: VideoTokenizer
+    settings: SamplingSettings, defaults: SamplingSettings, config: NetworkConfig, tokenizer: VideoTokenizer
 ) -> str | None:
     """A warning where a video has far more or fewer tokens along an axis than the checkpoint's default; else None."""
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megadit.models.parameterization import DDPM_STEPS, ddpm_sigmas
+from megadit.models.ddpm import DDPM_STEPS, ddpm_sigmas
 from megadit.models.settings import SamplingSettings, find_schedule
 from megadit.models.shared.errors import UserError
 
@@ -65,6 +65,19 @@ def ddpm_leading_sigmas(num_steps: int, sigma_min: float = 0.0, sigma_max: float
     return torch.cat([levels, levels.new_zeros(1)])
 
 
+def stable_diffusion_sigmas(num_steps: int, sigma_min: float = 0.0, sigma_max: float = 0.0, rho: float = 0.0) -> Tensor:
+    """As `ddpm_leading_sigmas`, [N + 1], for Stable Diffusion's steps from 1 on: its schedulers have `steps_offset` 1.
+
+    Raises:
+        UserError: for as many steps as it was trained with, or more.
+    """
+    if num_steps != int(num_steps) or not 1 <= num_steps < DDPM_STEPS:
+        raise UserError(f"num_steps={num_steps} must be a whole number from 1 to {DDPM_STEPS - 1}")
+    steps = 1 + torch.arange(int(num_steps)) * (DDPM_STEPS // int(num_steps))
+    levels = ddpm_sigmas("stable_diffusion")[steps].flip(0)
+    return torch.cat([levels, levels.new_zeros(1)])
+
+
 SCHEDULES = {
     "karras": karras_sigmas,
     "log_linear": log_linear_sigmas,
@@ -72,6 +85,7 @@ SCHEDULES = {
     "linear": linear_sigmas,
     "flow": flow_sigmas,
     "ddpm": ddpm_leading_sigmas,
+    "stable_diffusion": stable_diffusion_sigmas,
 }
 
 

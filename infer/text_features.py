@@ -6,10 +6,6 @@ Shapes: B batch, L text tokens, E text feature width.
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
-import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
-
 from megadit.models.text_encoders import TextEncoder, TextFeatures
 
 _KEPT = 1024
@@ -25,7 +21,7 @@ class TextFeaturesCache:
         """With `reload`, the encoder is dropped after every `prepare`, and loaded again for texts not seen yet."""
         self._encoder: TextEncoder | None = encoder
         self._reload = reload
-        self._seen: OrderedDict[str, Tensor] = OrderedDict()
+        self._seen: OrderedDict[str, TextFeatures] = OrderedDict()
         self._most = _KEPT
 
     def prepare(self, texts: Iterable[str]) -> None:
@@ -38,21 +34,16 @@ class TextFeaturesCache:
             self._encoder = None
 
     def encode(self, texts: list[str]) -> TextFeatures:
-        features = [self._features(text) for text in texts]
-        features_BLE = pad_sequence(features, batch_first=True)
-        if features_BLE.shape[1] == 0:  # L is at least 1
-            features_BLE = features_BLE.new_zeros(len(texts), 1, features_BLE.shape[2])
-        return TextFeatures(features_BLE, torch.tensor([len(feature_LE) for feature_LE in features]))
+        return TextFeatures.concatenate([self._features(text) for text in texts])
 
-    def _features(self, text: str) -> Tensor:
-        """Features [L, E] of a text without padding."""
+    def _features(self, text: str) -> TextFeatures:
+        """Features of one text."""
         if text not in self._seen:
             if self._encoder is None:
                 self._encoder = self._reload()
-            encoded = self._encoder.encode([text])
-            self._seen[text] = encoded.features_BLE[0, : encoded.length_B[0]]
+            self._seen[text] = self._encoder.encode([text])
         self._seen.move_to_end(text)
-        feature_LE = self._seen[text]
+        features = self._seen[text]
         while len(self._seen) > self._most:
             self._seen.popitem(last=False)
-        return feature_LE
+        return features

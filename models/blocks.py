@@ -36,11 +36,11 @@ MLP_SLICE = 8192
 class BlockInputs:
     """What every block reads beside the tokens."""
 
-    condition_GD: Tensor
-    """Noise level and frame rate, or class, of each condition row."""
-    text_LBD: Tensor | None
-    """What keys and values read; None where the sample is conditioned on a class instead."""
     layout: Layout
+    condition_GD: Tensor | None = None
+    """Noise level and frame rate, or class, of each condition row; None in networks that denoise nothing."""
+    text_LBD: Tensor | None = None
+    """What keys and values read; None where the sample is conditioned on a class instead, or on nothing."""
     image_IBD: Tensor | None = None
     """What keys and values read of a given image beside the text, in networks that do."""
     rotary: Rotary | None = None
@@ -275,12 +275,33 @@ class STDiTBlock(nn.Module):
         return gated(x_SBD, vectors, h_SBD, at.layout.rows)
 
 
+class ViTBlock(nn.Module):
+    """Self-attention and an MLP behind norms of their own (arXiv 2010.11929, eq. 2 and 3):
+
+    x = x + SelfAttention(norm(x))
+    x = x + MLP(norm(x))
+    """
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.attention_layernorm = nn.LayerNorm(config.hidden_size, config.layernorm_epsilon)
+        self.self_attention = SelfAttention(config)
+        self.mlp_layernorm = nn.LayerNorm(config.hidden_size, config.layernorm_epsilon)
+        self.mlp = build_mlp(config)
+
+    def forward(self, x_SBD: Tensor, c: BlockInputs) -> Tensor:
+        """Tokens after this block, [S, B, D]."""
+        x_SBD = x_SBD + self.self_attention(self.attention_layernorm(x_SBD), c.layout, c.rotary)
+        return x_SBD + self.mlp(self.mlp_layernorm(x_SBD), c.layout)
+
+
 BLOCKS: dict[str, type[nn.Module]] = {
     "dit": DiTBlock,
     "class_dit": ClassDiTBlock,
     "moviegen": MovieGenBlock,
     "st_dit": STDiTBlock,
     "wan": WanBlock,
+    "vit": ViTBlock,
 }
 """`Structure.block` -> what a network is stacked from."""
 

@@ -1,7 +1,7 @@
 """What a video is made from, beside noise.
 
-Shapes: B batch, C latent channels, T/H/W latent frames/height/width, L text tokens, E feature width, I tokens
-of an image, M marks.
+Shapes: B batch, C latent channels, T/H/W latent frames/height/width, L text tokens, E feature width, P width of a
+pooled feature, I tokens of an image, M marks.
 """
 
 from collections.abc import Mapping
@@ -110,6 +110,8 @@ class Conditioning:
     """What is known of the videos."""
     image_BIE: Tensor | None = None
     """Features of a given image (I tokens, E wide), for networks that attend to them."""
+    pooled_BP: Tensor | None = None
+    """One feature of each whole text, for networks that read it."""
 
     def __len__(self) -> int:
         return self.text_BLE.shape[0]
@@ -132,7 +134,8 @@ class Conditioning:
 
     def null(self) -> "Conditioning":
         """The same videos without their text."""
-        return replace(self, text_length_B=torch.zeros_like(self.text_length_B))
+        pooled_BP = None if self.pooled_BP is None else torch.zeros_like(self.pooled_BP)
+        return replace(self, text_length_B=torch.zeros_like(self.text_length_B), pooled_BP=pooled_BP)
 
     def at(self, places: list[int]) -> "Conditioning":
         """Those of some of the videos."""
@@ -143,10 +146,11 @@ class Conditioning:
             {name: scale_B[places] for name, scale_B in self.adapter_scale_B.items()},
             self.given and replace(self.given, latents_BCTHW=self.given.latents_BCTHW[places]),
             None if self.image_BIE is None else self.image_BIE[places],
+            None if self.pooled_BP is None else self.pooled_BP[places],
         )
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Conditioning":
-        """On another device; `dtype` applies to the text features alone."""
+        """On another device; `dtype` applies to features of text and images alone."""
         return Conditioning(
             self.text_BLE.to(device, dtype or self.text_BLE.dtype),
             self.text_length_B.to(device),
@@ -154,6 +158,7 @@ class Conditioning:
             {name: scale_B.to(device) for name, scale_B in self.adapter_scale_B.items()},
             self.given and self.given.to(device),
             None if self.image_BIE is None else self.image_BIE.to(device, dtype or self.image_BIE.dtype),
+            None if self.pooled_BP is None else self.pooled_BP.to(device, dtype or self.pooled_BP.dtype),
         )
 
     @staticmethod
@@ -168,4 +173,5 @@ class Conditioning:
             {name: torch.cat([part.adapter_scale_B[name] for part in parts]) for name in parts[0].adapter_scale_B},
             Given.concatenate([part.given for part in parts]),
             None if parts[0].image_BIE is None else torch.cat([part.image_BIE for part in parts]),
+            None if parts[0].pooled_BP is None else torch.cat([part.pooled_BP for part in parts]),
         )

@@ -1,12 +1,14 @@
-"""The shape of a video DiT; sizes that have names are in `named_configs.py`."""
+"""The shape of a network; sizes that have names are in `named_configs.py`."""
 
 import dataclasses
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megadit.models.expert_config import ExpertConfig
 from megadit.models.families import COMPAT, FAMILIES, Structure
 from megadit.models.given_forms import GIVEN_FORMS, GivenForm, GivenFormName
+from megadit.models.network_config import BetasName
 from megadit.models.shared.errors import UserError, choose_one, did_you_mean, nearest_multiples
 from megadit.models.shared.rules import Rule, enforce
 
@@ -55,7 +57,8 @@ class DiTConfig:
     section 3.1); 1 changes nothing."""
     learned_positions: tuple[int, int, int] | None = None
     """Largest grid of tokens (time, height, width) of learned positions, which are added in every block: the sum of
-    one vector for each axis, normalised where the family does so. None has none."""
+    one vector for each axis, normalised where the family does so. None has none. Of `vit` the only grid: each of its
+    places has a vector of its own, added once."""
     qk_layernorm: bool = True
     """RMS-normalise queries and keys per head (arXiv 2302.05442), which keeps attention logits bounded."""
     layernorm_epsilon: float = 1e-6
@@ -81,7 +84,8 @@ class DiTConfig:
     adaln_lora_dim: int | None = None
     """Rank of the bottleneck in each modulation; None means none (`cosmos` and `dfm` have one, `st_dit` should)."""
     num_classes: int | None = None
-    """Classes of a network conditioned on a class instead of text, the null class not counted (`dit`)."""
+    """Classes of a network conditioned on a class instead of text, the null class not counted (`dit`), or that it tells
+    apart (`vit`, which without gives features)."""
     learned_variance: bool = False
     """The network also predicts DDPM's variance (arXiv 2102.09672), which is kept with the weights and not used."""
     padding_mask_channel: bool = False
@@ -112,6 +116,28 @@ class DiTConfig:
     @property
     def structure(self) -> Structure:
         return FAMILIES[self.family] if self.compat is None else COMPAT[self.family, self.compat]
+
+    @property
+    def betas(self) -> BetasName:
+        """The steps of its `vp` objective."""
+        return "ddpm"
+
+    @property
+    def pooled_size(self) -> None:
+        """It reads no pooled feature of a text."""
+        return None
+
+    @property
+    def has_text(self) -> bool:
+        return self.structure.cross_attention
+
+    @property
+    def classifies(self) -> bool:
+        return self.structure.classifies
+
+    @property
+    def outline(self) -> str:
+        return f"{self.num_layers} blocks of {self.hidden_size}"
 
     @property
     def dim_per_head(self) -> int:
@@ -206,9 +232,30 @@ class DiTConfig:
                 raise UserError(f"latent {name} {size} is not a multiple of the patch size {patch}; use {choices}")
         return frames // self.patch_temporal, height // self.patch_spatial, width // self.patch_spatial
 
+    @property
+    def position_grid(self) -> tuple[int, int, int] | None:
+        """The largest grid with learned positions (None: any); of a classifier class token and patches, in a row."""
+        if not self.structure.classifies:
+            return self.learned_positions
+        return 1, 1, 1 + prod(self.learned_positions)
+
+    def sample_grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
+        """Tokens of a sample whose latent has this size, as they lie in the sequence.
+
+        Raises:
+            UserError: as `token_grid`; of a classifier, for any grid but its own.
+        """
+        grid = self.token_grid(frames, height, width)
+        if not self.structure.classifies:
+            return grid
+        if grid != self.learned_positions:
+            found, known = ("x".join(map(str, sides)) for sides in (grid, self.learned_positions))
+            raise UserError(f"{found} tokens (time x height x width) are not those of model.learned_positions, {known}")
+        return self.position_grid
+
     def check_grid(self, grid: tuple[int, int, int]) -> None:
         """Raises UserError for more tokens along an axis than the network has learned positions for."""
-        largest = self.learned_positions
+        largest = self.position_grid
         if largest is not None and any(size > most for size, most in zip(grid, largest, strict=True)):
             raise UserError(
                 f"{'x'.join(map(str, grid))} tokens (time x height x width) are more than the "
@@ -253,7 +300,7 @@ RULES: tuple[Rule[DiTConfig], ...] = (
         remedy="model.family={family} is conditioned on text: leave model.num_classes",
     ),
     Rule(
-        when=lambda config: not config.structure.cross_attention,
+        when=lambda config: not config.structure.cross_attention and not config.structure.classifies,
         needs=lambda config: config.num_classes is not None,
         remedy="model.family={family} needs model.num_classes",
     ),
@@ -287,6 +334,11 @@ RULES: tuple[Rule[DiTConfig], ...] = (
         when=lambda config: config.position_embedding == "learned",
         needs=lambda config: config.learned_positions is not None,
         remedy="model.position_embedding=learned needs model.learned_positions, the largest grid",
+    ),
+    Rule(
+        when=lambda config: config.structure.classifies,
+        needs=lambda config: config.position_embedding == "learned",
+        remedy="model.family={family} needs model.position_embedding=learned and model.learned_positions, its grid",
     ),
     # what is given
     Rule(

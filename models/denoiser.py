@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 from megadit.models.conditioning import Conditioning
 from megadit.models.dense_layout import DenseLayout
-from megadit.models.dit import DiT
 from megadit.models.parameterization import parameterization_of
+from megadit.models.weights import Network
 
 
 class EDMDenoiser(nn.Module):
     """D(x; sigma) = c_skip x + c_out F(c_in x; c_noise) (eq. 7), in float32 whatever the network's precision."""
 
-    def __init__(self, dit: DiT) -> None:
+    def __init__(self, dit: Network) -> None:
         super().__init__()
         self.dit = dit
         self.parameterization = parameterization_of(dit.config)

@@ -34,6 +34,12 @@ def patchify(x_BCTHW: Tensor, config: DiTConfig) -> Tensor:
     )
 
 
+def token_sequence(x_BCTHW: Tensor, config: DiTConfig) -> Tensor:
+    """Samples as they lie in the sequence, [S, B, P]: their patches; of a classifier behind an empty place."""
+    tokens_SBP = patchify(x_BCTHW, config)
+    return F.pad(tokens_SBP, (0, 0, 0, 0, 1, 0)) if config.structure.classifies else tokens_SBP
+
+
 def unpatchify(x_SBP: Tensor, grid: tuple[int, int, int], config: DiTConfig) -> Tensor:
     """The inverse of `patchify`: BCTHW; `grid` counts tokens along time, height and width."""
     frames, height, width = grid
@@ -166,14 +172,19 @@ class ClassEmbedder(nn.Module):
 
     def forward(self, digits_G2: Tensor, is_null_G: Tensor) -> Tensor:
         """Embeddings [G, D] of class labels, kept in two numbers each."""
-        high, low = digits_G2.float().round().long().unbind(-1)
-        index_G = (CLASS_BASE * high + low).clamp(0, self.num_classes - 1)
+        index_G = class_index(digits_G2, self.num_classes)
         return F.embedding(index_G.masked_fill(is_null_G, self.num_classes), self.weight)
 
 
 def class_digits(index: int) -> tuple[float, float]:
     """A class index as `ClassEmbedder` reads it."""
     return float(index // CLASS_BASE), float(index % CLASS_BASE)
+
+
+def class_index(digits_G2: Tensor, num_classes: int) -> Tensor:
+    """The inverse of `class_digits` for labels [G, 2]: int64 [G], the nearest that exists."""
+    high, low = digits_G2.float().round().long().unbind(-1)
+    return (CLASS_BASE * high + low).clamp(0, num_classes - 1)
 
 
 def sigma_sinusoids(config: DiTConfig) -> Sinusoids:

@@ -12,6 +12,7 @@ Sizes, and what differs between the networks of one family, are fields of `DiTCo
 | `moviegen`| MovieGen: blocks of Llama, grouped queries, text beside   | arXiv 2410.13720       |
 | `st_dit`  | attention along time and space beside that over all       | `blocks.py`, `axial.py`|
 | `wan`     | Wan 2.1 and 2.2, of text and of images                    | arXiv 2503.20314       |
+| `vit`     | ViT, which names the class of a sample and denoises none  | `vit.py`, 2010.11929   |
 """
 
 from dataclasses import dataclass, replace
@@ -26,6 +27,8 @@ class Structure:
 
     block: str = "dit"
     """A row of `blocks.BLOCKS`."""
+    classifies: bool = False
+    """The network reads a sample and gives the logits of its class (`vit.py`), instead of denoising it (`dit.py`)."""
     cross_attention: bool = True
     """Text is attended. False: the sample is conditioned on a class instead."""
     projects_text: bool = True
@@ -125,6 +128,7 @@ FAMILIES: dict[str, Structure] = {
         fps="absent",
         single_modulation=True,
     ),
+    "vit": Structure(block="vit", classifies=True, cross_attention=False, linear_bias=True, fps="absent"),
 }
 
 COMPAT: dict[tuple[str, str], Structure] = {

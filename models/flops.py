@@ -15,12 +15,12 @@ from megadit.models.adapters import chosen_targets
 from megadit.models.config import DiTConfig
 from megadit.models.layout import PackLayout
 from megadit.models.segments import Segment
-from megadit.models.weights import dit_shapes
+from megadit.models.weights import network_shapes
 
-_TABLES = ("positions.", "class_embedder.")
+_TABLES = ("positions.", "class_embedder.", "x_embedder.positions")
 """Rows of these are looked up, not multiplied."""
-_OF_CONDITION = ("sigma_embedder.", "fps_embedder.", "shared_embedder.", "shared_modulation.")
-"""What reads the condition of a sample."""
+_OF_CONDITION = ("sigma_embedder.", "fps_embedder.", "shared_embedder.", "shared_modulation.", "head.")
+"""What reads the condition of a sample, or its class token."""
 
 
 def training_flops(
@@ -72,7 +72,7 @@ def _rows(segment: Segment) -> dict[str, int]:
 def _readers(model: DiTConfig) -> dict[str, int]:
     """Numbers in the matrices that every video token, every word or every sample is multiplied with."""
     sizes = {"token": 0, "word": 0, "sample": 0}
-    for name, shape in dit_shapes(model).items():
+    for name, shape in network_shapes(model).items():
         if len(shape) == 2 and not name.startswith(_TABLES):
             sizes[_reader(name)] += prod(shape)
     return sizes
@@ -81,7 +81,7 @@ def _readers(model: DiTConfig) -> dict[str, int]:
 @lru_cache(maxsize=64)
 def _adapter_readers(model: DiTConfig, adapter: AdapterConfig) -> dict[str, int]:
     """The same of an adapter: those of one linear are multiplied together, [R, I] and [O, R]."""
-    shapes, sizes = dit_shapes(model), {"token": 0, "word": 0, "sample": 0}
+    shapes, sizes = network_shapes(model), {"token": 0, "word": 0, "sample": 0}
     for target in chosen_targets(model, adapter.targets).values():
         sizes[_reader(f"{target.linear}.weight")] += adapter.rank * sum(shapes[f"{target.linear}.weight"])
     return sizes

@@ -19,7 +19,7 @@ def is_zero_initialised(name: str) -> bool:
     """adaLN-Zero (arXiv 2212.09748, section 3.2): modulation and output start at zero, every block as identity."""
     if name.endswith("modulation.down.weight"):  # of a product of two matrices, one must not be zero
         return False
-    zero_prefixes = ("final_layer.linear.", "shared_embedder.linear_2.", "shared_modulation.")
+    zero_prefixes = ("final_layer.linear.", "head.linear.", "shared_embedder.linear_2.", "shared_modulation.")
     return "modulation." in name or name.startswith(zero_prefixes) or name.endswith("bias")
 
 
@@ -52,10 +52,10 @@ def initialize_(
     fill: Fill = Tensor.copy_,
     given: Callable[[str], Tensor] | None = None,
 ) -> nn.Module:
-    """Fills every parameter of a DiT in place.
+    """Fills every parameter of a network in place.
 
     Args:
-        model: a `DiT`; its parameters' names are the canonical ones.
+        model: a plain network; its parameters' names are the canonical ones.
         seed: the same seed gives the same network in any layout.
         full_shape: the shape of a parameter before it was split over ranks.
         fill: sets what is held here of a parameter from the whole tensor.

@@ -341,6 +341,11 @@ class LayoutTensors(NamedTuple):
         return torch.tensor(self.layout.text_starts).clamp(max=self.layout.text_capacity - 1)
 
     @_tensor
+    def first_token_G(self) -> Tensor:
+        """int64: the first token of each segment; padding may have none, and gets any."""
+        return torch.tensor(self.layout.starts).clamp(max=self.layout.capacity - 1)
+
+    @_tensor
     def has_no_text_G(self) -> Tensor:
         """bool: the segments without text."""
         return torch.tensor([segment.text_length == 0 or segment.is_padding for segment in self.layout.segments])

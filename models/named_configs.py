@@ -59,6 +59,13 @@ CLIP = {"image_size": 1280}
 """The features of ViT-H, which Wan 2.1 reads."""
 
 
+def _vit(side: int, patch: int, **sizes: Any) -> DiTConfig:
+    """ViT (arXiv 2010.11929, table 1; g and G: 2106.04560, table 2) of square images in the classes of ImageNet-1k."""
+    usual = {"in_channels": 3, "crossattn_emb_size": 2, "num_classes": 1000, "patch_spatial": patch}
+    positions = {"position_embedding": "learned", "learned_positions": (1, side // patch, side // patch)}
+    return DiTConfig(family="vit", qk_layernorm=False, layernorm_epsilon=1e-12, **usual | positions | sizes)
+
+
 NAMED_CONFIGS: dict[str, DiTConfig] = {
     "dit_s": DiTConfig(num_layers=12, hidden_size=384, num_attention_heads=6),
     "dit_b": DiTConfig(num_layers=12, hidden_size=768, num_attention_heads=12),
@@ -110,6 +117,12 @@ NAMED_CONFIGS: dict[str, DiTConfig] = {
         in_channels=48,
         given_sigma=0.0,
     ),
+    "vit_b_16": _vit(224, 16, num_layers=12, hidden_size=768, num_attention_heads=12),
+    "vit_l_16": _vit(224, 16, num_layers=24, hidden_size=1024, num_attention_heads=16),
+    "vit_h_14": _vit(224, 14, num_layers=32, hidden_size=1280, num_attention_heads=16),
+    "vit_g_14": _vit(224, 14, num_layers=40, hidden_size=1408, num_attention_heads=16, ffn_hidden_size=6144),
+    "vit_G_14": _vit(224, 14, num_layers=48, hidden_size=1664, num_attention_heads=16, ffn_hidden_size=8192),
+    "vit_digits": _vit(32, 4, num_layers=4, hidden_size=64, num_attention_heads=4, num_classes=10),
     "digits": DiTConfig(
         num_layers=4,
         hidden_size=96,

@@ -4,19 +4,15 @@ Shapes: S video tokens, P patch dim, L text tokens, E text feature width, G segm
 """
 
 from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from megadit.models.config import DiTConfig
+from megadit.models.ddpm import ddpm_step
 from megadit.models.dit import DiT
 from megadit.models.layout import PackLayout
-
-DDPM_BETAS = (1e-4, 0.02)
-DDPM_STEPS = 1000
-"""beta rises linearly from the first to the last of the steps (arXiv 2006.11239, section 4)."""
+from megadit.models.network_config import BetasName, NetworkConfig
 
 
 class Scalings(NamedTuple):
@@ -68,26 +64,42 @@ class EDM:
 class VP:
     """D = x - sigma F(x / sqrt(1 + sigma^2); t(sigma)) (arXiv 2206.00364, table 1, column "VP"), with DDPM's steps t.
 
-    t(sigma) inverts `ddpm_sigmas`, linear in log sigma between two steps; beyond the first and last it is theirs.
+    t(sigma) is `ddpm_step`.
     """
 
+    betas: BetasName = "ddpm"
     target_name = "noise"
 
     def scalings(self, sigma: Tensor) -> Scalings:
         """Those of the nearest of DDPM's steps, of noise levels of any shape."""
-        sigmas, log_ratios = _ddpm_steps(sigma.dtype, sigma.device)
-        within = sigma.clamp(sigmas[0], sigmas[-1])
-        # the step below, found by comparisons: exporters have no searchsorted
-        low = (sigmas < within[..., None]).sum(-1).clamp(1, DDPM_STEPS - 1) - 1
-        # exact at every step in float32 too, as a difference of two logarithms is not
-        t = low + torch.log1p((within - sigmas[low]) / sigmas[low]) / log_ratios[low]
         return Scalings(
-            c_skip=torch.ones_like(sigma), c_out=-sigma, c_in=1 / (1 + sigma**2).sqrt(), c_noise=t.to(sigma.dtype)
+            c_skip=torch.ones_like(sigma),
+            c_out=-sigma,
+            c_in=1 / (1 + sigma**2).sqrt(),
+            c_noise=ddpm_step(sigma, self.betas),
         )
 
     def loss_weight(self, sigma: Tensor) -> Tensor:
         """lambda(sigma) = 1 / sigma^2 = 1 / c_out^2, shaped like sigma: DDPM's L_simple (arXiv 2006.11239, eq. 14)."""
         return 1 / sigma**2
+
+
+@dataclass(frozen=True, slots=True)
+class VPVelocity:
+    """F predicts the velocity v = a n - s x0 of DDPM's state a x0 + s n, a = 1 / sqrt(1 + sigma^2), s = sigma a
+    (arXiv 2202.00512, section 4), so that D = a (a x) - s F(a x; t(sigma)), with the steps t of `VP`."""
+
+    betas: BetasName = "ddpm"
+    target_name = "velocity"
+
+    def scalings(self, sigma: Tensor) -> Scalings:
+        """Those of the nearest of DDPM's steps, of noise levels of any shape."""
+        a = 1 / (1 + sigma**2).sqrt()
+        return Scalings(c_skip=a**2, c_out=-sigma * a, c_in=a, c_noise=ddpm_step(sigma, self.betas))
+
+    def loss_weight(self, sigma: Tensor) -> Tensor:
+        """lambda(sigma) = 1 + 1 / sigma^2 = 1 / c_out^2, shaped like sigma: |F - v|^2 counts once."""
+        return 1 + 1 / sigma**2
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,28 +123,14 @@ class Flow:
         return ((1 + sigma) / sigma) ** 2
 
 
-def parameterization_of(config: DiTConfig) -> Parameterization:
+def parameterization_of(config: NetworkConfig) -> Parameterization:
     """The parameterization that `config.preconditioner` names."""
-    return {"edm": EDM(config.sigma_data), "vp": VP(), "flow": Flow()}[config.preconditioner]
-
-
-@cache
-def ddpm_sigmas() -> Tensor:
-    """sigma_t = sqrt((1 - abar_t) / abar_t) of DDPM's steps t = 0, 1, ..., with x_t scaled to variance-exploding form.
-
-    float64 [DDPM_STEPS]; abar_t is the product of 1 - beta up to t (arXiv 2006.11239, eq. 4).
-    """
-    # as the published networks were trained: beta in float32, which shows in the last digits of sigma
-    beta = torch.linspace(*DDPM_BETAS, DDPM_STEPS, dtype=torch.float32)
-    alpha_bar = (1 - beta).cumprod(0).double()
-    return ((1 - alpha_bar) / alpha_bar).sqrt()
-
-
-@cache
-def _ddpm_steps(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """`ddpm_sigmas` in this precision, and the logarithm of the ratio of each to the next; sent to a device once."""
-    sigmas = ddpm_sigmas().to(dtype)
-    return sigmas.to(device), sigmas.double().log().diff().to(device, dtype)
+    return {
+        "edm": EDM(config.sigma_data),
+        "vp": VP(config.betas),
+        "vp_velocity": VPVelocity(config.betas),
+        "flow": Flow(),
+    }[config.preconditioner]
 
 
 def denoise_packed(

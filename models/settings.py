@@ -44,7 +44,7 @@ INSTEAD = {
 }
 """Samplers of other programs that are none here, and what to use."""
 STOCHASTIC = tuple(name for name, traits in SAMPLERS.items() if traits.adds_noise)
-SCHEDULES = ("karras", "log_linear", "exponential", "linear", "flow", "ddpm")
+SCHEDULES = ("karras", "log_linear", "exponential", "linear", "flow", "ddpm", "stable_diffusion")
 AUTO_SHIFTS = ("auto", "auto_video")
 """As `shift`: the one that suits the pixels of a frame, or those of all frames (see `fitting_shift`)."""
 _ADDED_NOISE = {"churn": 0.0, "eta": 0.0}

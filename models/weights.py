@@ -1,8 +1,9 @@
-"""A DiT on disk: config.json and model.safetensors, under the names that plain torch layers give the tensors."""
+"""A network on disk: config.json and model.safetensors, under the names that plain torch layers give the tensors."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -12,43 +13,58 @@ from megadit.models.bundle import components as parts
 from megadit.models.bundle.tensor_source import TensorSource, from_state_dict, write_safetensors
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
+from megadit.models.network_config import NetworkConfig
+from megadit.models.networks import build_network
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
+from megadit.models.unet import UNet
+from megadit.models.unet_config import UNetConfig
+from megadit.models.vit import ViT
 
 _MAX_LISTED = 8
+Network = DiT | ViT | UNet
 
 
-def save_dit(
+class _Kind(NamedTuple):
+    config: type[DiTConfig] | type[UNetConfig]
+    build: Callable[..., Network]
+
+
+NETWORKS: dict[str, _Kind] = {"dit": _Kind(DiTConfig, build_network), "unet": _Kind(UNetConfig, UNet)}
+"""Type of a saved network -> the classes of its configuration and of itself."""
+
+
+def save_network(
     directory: str | os.PathLike,
-    config: DiTConfig,
+    config: NetworkConfig,
     state_dict: Mapping[str, Tensor] | TensorSource,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Writes the weights of `DiT(config)`, converted to `dtype` if one is given, one tensor at a time.
+    """Writes the weights of the network, converted to `dtype` if one is given, one tensor at a time.
 
     Raises:
         UserError: if `state_dict` is not exactly the tensors of that model.
     """
     source = state_dict if isinstance(state_dict, TensorSource) else from_state_dict(state_dict)
-    check_shapes(source.shapes, dit_shapes(config), "the tensors to save")
-    parts.write_part(directory, {"type": "dit", **config.to_dict()}, {})
+    check_shapes(source.shapes, network_shapes(config), "the tensors to save")
+    parts.write_part(directory, {"type": _type_of(config), **config.to_dict()}, {})
     write_safetensors(Path(directory) / parts.TENSOR_FILE, source, dtype)
 
 
-def load_config(directory: str | os.PathLike) -> DiTConfig:
+def load_config(directory: str | os.PathLike) -> NetworkConfig:
     """The configuration saved beside the weights.
 
     Raises:
-        UserError: if it is missing, or not that of a DiT of this version.
+        UserError: if it is missing, or not that of a network of this version.
     """
-    parts.part_type(directory, "network", ["dit"])
+    kind = NETWORKS[parts.part_type(directory, "network", NETWORKS)]
     values = read_json(Path(directory) / parts.CONFIG_FILE)
-    return DiTConfig.from_dict({name: value for name, value in values.items() if name != "type"})
+    return kind.config.from_dict({name: value for name, value in values.items() if name != "type"})
 
 
-def load_dit(
+def load_network(
     directory: str | os.PathLike, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
-) -> DiT:
+) -> Network:
     """The network saved in `directory`, in evaluation mode; `dtype` None keeps the precision of the file.
 
     The model is built without memory and takes tensors over one at a time, so that nothing is held twice.
@@ -62,7 +78,7 @@ def load_dit(
     try:
         with safe_open(path, framework="pt") as file:
             found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
-            check_shapes(found, dit_shapes(config), f"the tensors of {path}")
+            check_shapes(found, network_shapes(config), f"the tensors of {path}")
             tensors = {name: file.get_tensor(name).to(device, dtype) for name in found}
     except SafetensorError as error:
         raise UserError(f"{path} is not a safetensors file: {error}") from None
@@ -71,14 +87,18 @@ def load_dit(
     return model.eval()
 
 
-def dit_shapes(config: DiTConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of `DiT(config)`."""
+def network_shapes(config: NetworkConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of the network."""
     return {name: tuple(tensor.shape) for name, tensor in _build_without_memory(config).state_dict().items()}
 
 
-def _build_without_memory(config: DiTConfig) -> DiT:
+def _build_without_memory(config: NetworkConfig) -> Network:
     with torch.device("meta"):
-        return DiT(config)
+        return NETWORKS[_type_of(config)].build(config)
+
+
+def _type_of(config: NetworkConfig) -> str:
+    return next(name for name, kind in NETWORKS.items() if isinstance(config, kind.config))
 
 
 def check_shapes(found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], where: str) -> None:

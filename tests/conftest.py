@@ -113,6 +113,49 @@ def write_t5() -> Callable[..., Path]:
     return _write_t5
 
 
+def _write_clip(directory: Path, *, dim: int = 16, projection: int | None = None, pad: str = "<|endoftext|>") -> Path:
+    """config.json, vocab.json and merges.txt, model.safetensors; with a `projection` of this width, the class that has
+    one. Words are spelled, each letter a token."""
+    import json
+    import string
+
+    import torch
+    import transformers
+
+    letters = string.ascii_lowercase + string.digits + "!,.-"
+    pieces = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    begin, end = len(pieces) - 2, len(pieces) - 1
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "vocab.json").write_text(json.dumps({piece: place for place, piece in enumerate(pieces)}))
+    (directory / "merges.txt").write_text("#version: 0.2\n")
+    about = {"tokenizer_class": "CLIPTokenizer", "model_max_length": 77, "pad_token": pad}
+    (directory / "tokenizer_config.json").write_text(json.dumps(about))
+    torch.manual_seed(dim)
+    config = transformers.CLIPTextConfig(
+        vocab_size=len(pieces),
+        hidden_size=dim,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        projection_dim=projection or 12,
+        hidden_act="quick_gelu" if projection is None else "gelu",
+        bos_token_id=begin,
+        eos_token_id=end,
+        pad_token_id=pieces.index(pad),
+        initializer_factor=3.0,
+    )
+    name = "CLIPTextModel" if projection is None else "CLIPTextModelWithProjection"
+    getattr(transformers, name)(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def write_clip() -> Callable[..., Path]:
+    """Writes a CLIP of texts with random weights, and its words, into a directory."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    return _write_clip
+
+
 def _randomised(network):
     """Every tensor random."""
     import torch

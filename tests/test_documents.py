@@ -16,6 +16,7 @@ from megadit.train.config.load import resolve_config
 from . import test_extend
 from .bundles import write_able_bundle
 from .documents import PAGES, PYTHON, ROOT, SHOWN, Block, blocks, read_blocks, smaller
+from .stable_diffusion import make_pipeline
 from .test_flags import parsers
 
 MODULES = {module: verb for verb, (place, _) in verbs.VERBS.items() for module in [place.partition(":")[0]]}
@@ -128,7 +129,7 @@ def run(run_ranks):
 
 
 @pytest.fixture(scope="module")
-def shelf(run, tmp_path_factory) -> Path:
+def shelf(run, tmp_path_factory, write_clip) -> Path:
     """What pages begin with: clips of one's own, and what the demos leave in runs/, after two steps each."""
     from megadit.infer.evaluate.extractors.digits import DigitReader
     from megadit.infer.evaluate.extractors.files import KIND
@@ -149,6 +150,7 @@ def shelf(run, tmp_path_factory) -> Path:
         torch.manual_seed(0)
         save_file(DigitReader().state_dict(), "runs/demo/judge.safetensors", metadata={KIND: "digits"})
         write_able_bundle("runs/demo/bundle", "runs/demo-given/bundle")
+        make_pipeline(folder / "stable-diffusion-v1-5", "1.x", write_clip)
     return folder
 
 

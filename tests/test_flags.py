@@ -70,6 +70,9 @@ SHOWN_BY = {
         "train/data/test_prepare.py::test_the_seed_decides_the_files": "--seed",
         "train/data/test_prepare.py::test_a_finished_folder_is_replaced_on_demand": "--overwrite",
     },
+    "prepare digit_classes": {
+        "train/data/test_prepare.py::test_labelled_digits": "--num_images --seed --overwrite",
+    },
     "prepare dummy_images": {
         "train/data/test_dummy_images.py::test_what_nemo_s_documents_say": "--num_images --size",
         "train/data/test_dummy_images.py::test_options_decide_the_pictures": "--seed --overwrite",
@@ -143,6 +146,11 @@ SHOWN_BY = {
     "push": {},
     "pull": {},
     "generate": {MADE: GENERATE, f"{SIGNED}::test_generated_files_are_signed_and_repeated": C2PA},
+    "classify": {
+        "infer/test_classify.py::test_every_option_reaches_what_is_named": (
+            "--top --labelled --out --batch_size --runtime --device"
+        )
+    },
     "calibrate-cache": {CALIBRATED: GENERATE, f"{SIGNED}::test_what_writes_nothing_signs_nothing": C2PA},
     "check-cache": {CALIBRATED: GENERATE, f"{SIGNED}::test_what_writes_nothing_signs_nothing": C2PA},
     "evaluate": {

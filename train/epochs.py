@@ -56,7 +56,7 @@ def _samples_of_a_pack(config: RunConfig, info) -> float:
     for sample in islice(iter_descriptions(info.root, "train"), LOOKED_AT):
         if sample.num_frames and sample.height and sample.width:
             frames, *sides = tokenizer.latent_shape(sample.num_frames, sample.height, sample.width)[-3:]
-            tokens = prod(config.model.token_grid(min(frames, config.data.max_frames or frames), *sides))
+            tokens = prod(config.model.sample_grid(min(frames, config.data.max_frames or frames), *sides))
             lengths += [(tokens, 1)] if tokens <= capacity else []
     if not lengths:
         raise UserError(f"{info.root}: no sample of known size fits into data.seq_length={capacity}; raise that")

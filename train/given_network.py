@@ -4,22 +4,33 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from megadit.models.bundle.bundle import Bundle, check_single, is_bundle
+from megadit.models.bundle.bundle import Bundle, check_single, check_transformer, is_bundle
 from megadit.models.bundle.components import TENSOR_FILE
 from megadit.models.bundle.tensor_source import open_safetensors
 from megadit.models.config import DiTConfig
+from megadit.models.initialize import initial_value
 from megadit.models.megatron.checkpoint import CONFIG, read_network
 from megadit.models.shared.errors import UserError
+from megadit.models.vit import resized_positions
+from megadit.models.weights import network_shapes
 from megadit.train.config.load import load_config
 from megadit.train.config.schema import RunConfig
 from megadit.train.to_bundle import find_checkpoint
 
 Weights = Callable[[str], Tensor]
 """Gives a whole tensor of the network by its name."""
+UNTRAINED = (
+    "it is not trained here, where packs and parallel layouts are those of transformers; train a DiT on images "
+    "instead: megadit train --recipe pretrain_ditllama1b"
+)
+"""Of a network of another kind."""
 MAY_CHANGE = ("given_sigma", "preconditioner")
 """Settings of a network that no tensor depends on: it can go on with others."""
+MAY_CHANGE_OF_CLASSIFIER = ("learned_positions", "num_classes")
+"""It can go on at another size, with its positions resized, and with other classes, which a new head learns."""
 
 
 class GivenNetwork(NamedTuple):
@@ -65,15 +76,33 @@ def read_given(config: RunConfig, source: str) -> GivenNetwork:
         checkpoint = find_checkpoint(Path(source))
         model = load_config(checkpoint / CONFIG).model
         _check_same_network(config, model, source)
-        return GivenNetwork(model, read_network(checkpoint).__getitem__)
+        return GivenNetwork(model, _adapted(read_network(checkpoint).__getitem__, model, config.model))
     bundle = Bundle.open(source)
     check_single(bundle)
+    check_transformer(bundle, UNTRAINED)
     _check_same_network(config, bundle.config, source)
-    return GivenNetwork(bundle.config, open_safetensors(bundle.path / "transformer" / TENSOR_FILE).read)
+    read = open_safetensors(bundle.path / "transformer" / TENSOR_FILE).read
+    return GivenNetwork(bundle.config, _adapted(read, bundle.config, config.model))
+
+
+def _adapted(read: Weights, theirs: DiTConfig, ours: DiTConfig) -> Weights:
+    """The tensors of a classifier as one of another size or of other classes begins with them."""
+    if not ours.structure.classifies:
+        return read
+
+    def value(name: str) -> Tensor:
+        if name == "x_embedder.positions":
+            return resized_positions(read(name), theirs.learned_positions, ours.learned_positions)
+        if name.startswith("head.linear.") and theirs.num_classes != ours.num_classes:
+            return initial_value(name, torch.Size(network_shapes(ours)[name]), seed=0)
+        return read(name)
+
+    return value
 
 
 def _check_same_network(config: RunConfig, model: DiTConfig, source: str) -> None:
     ours, theirs = config.model.to_dict(), model.to_dict()
-    if differing := [name for name in ours if ours[name] != theirs[name] and name not in MAY_CHANGE]:
+    may_change = MAY_CHANGE + MAY_CHANGE_OF_CLASSIFIER * config.model.structure.classifies
+    if differing := [name for name in ours if ours[name] != theirs[name] and name not in may_change]:
         told = ", ".join(f"model.{name}={theirs[name]} (not {ours[name]})" for name in differing[:6])
         raise UserError(f"the network of {source} has {told}; give the run the same")

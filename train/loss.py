@@ -23,9 +23,10 @@ class LossSums(NamedTuple):
     objective: Tensor
     """What is minimised: the weighted loss, divided by the learned uncertainty where there is one."""
     weighted: Tensor
-    """lambda(sigma) |D - x0|^2: 1 for a network that knows nothing, at every noise level."""
-    squared_error: Tensor
-    """|D - x0|^2."""
+    """lambda(sigma) |D - x0|^2: 1 for a network that knows nothing, at every noise level. Of a classifier the
+    cross-entropy."""
+    error: Tensor
+    """|D - x0|^2. Of a classifier 1 where another class is the likeliest, else 0."""
 
 
 class Uncertainty(nn.Module):

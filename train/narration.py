@@ -63,6 +63,8 @@ def validated(step: int, found: dict[str, Any], videos: Sequence["SampledVideo"]
     """What a validation found, and where its videos are."""
     best = found["best"]
     line = f"validation at step {step}: loss {found['losses'][best]['mean']:.4g} of {average_in_words(best)}"
+    if (wrong := found["losses"][best].get("wrong")) is not None:
+        line += f", {1 - wrong:.2%} of the samples right"
     others = [f"{losses['mean']:.4g} of {average_in_words(name)}" for name, losses in found["losses"].items()]
     if len(others) > 1:
         line += f" (best of {', '.join(others)})"
@@ -101,16 +103,19 @@ def ending(config: RunConfig, state: "RunState", *, steps: int, seconds: float, 
 
 
 def _next(config: RunConfig, out: Path, caption: str | None, step: int | None) -> list[str]:
-    """The commands that make a video with what was trained; none where there is nothing to encode its prompt with, or
-    where another command goes on."""
+    """The commands that make a video with what was trained, or name what a picture shows; none where there is nothing
+    to encode its prompt with, or where another command goes on."""
     if config.data.mock or config.train.distill is not None:
         return []
     run, prompt = shlex.quote(str(out)), shlex.quote(caption or "PROMPT")
     made = shlex.quote(str(out / ("bundle" if config.train.adapter is None else "adapter")))
     with_it = f"--checkpoint_path {made}"
+    bundled = f"next: megadit bundle {run} {made}{'' if step is None else f' --step {step}'}"
+    if config.model.structure.classifies:
+        return [bundled, f"      megadit classify {made} PICTURE"]
     if config.train.adapter is not None:
         with_it = f"--checkpoint_path {shlex.quote(config.checkpoint.init_from)} --adapter {made}"
     return [
-        f"next: megadit bundle {run} {made}{'' if step is None else f' --step {step}'}",
+        bundled,
         f"      megadit generate {with_it} --prompt {prompt} --video_save_path {shlex.quote(f'{out}.mp4')}",
     ]

@@ -26,7 +26,7 @@ from megadit.models.adapters import (
     initial_adapter_value,
     train_adapter_only,
 )
-from megadit.models.dit import DiT, Part
+from megadit.models.dit import Part
 from megadit.models.machine import free_memory
 from megadit.models.megatron import groups as process_groups
 from megadit.models.megatron.extensions import give_megatron_a_product
@@ -34,8 +34,9 @@ from megadit.models.megatron.groups import Groups
 from megadit.models.megatron.parallelize import parallelize
 from megadit.models.megatron.shards import initialize_dit_
 from megadit.models.megatron.transformer_config import transformer_config
+from megadit.models.networks import build_network
 from megadit.models.shared.files import atomic_path
-from megadit.models.weights import dit_shapes
+from megadit.models.weights import network_shapes
 from megadit.train.checkpoint_tensors import TrainedTensors
 from megadit.train.config.load import to_yaml
 from megadit.train.config.rules import check_layout
@@ -201,7 +202,7 @@ def _with_teacher(training: Training) -> Training:
             critic=None if critic is None else denoiser_of(critic.parts[0]),
             sum_over_context=partial(_summed, group=groups.context.group),
         ),
-        teacher_fingerprint=fingerprint(dit_shapes(config.model), teacher.read),
+        teacher_fingerprint=fingerprint(network_shapes(config.model), teacher.read),
     )
     training.network.objective = distillation.loss
     others = () if critic is None else ((critic.tensors, asked.critic_updates),)
@@ -236,13 +237,13 @@ def _build_frozen(config: RunConfig, groups: Groups, given: GivenNetwork) -> nn.
 def _fingerprint(config: RunConfig, given: Weights | None) -> str | None:
     if config.train.adapter is None or given is None:
         return None
-    return fingerprint(dit_shapes(config.model), given)
+    return fingerprint(network_shapes(config.model), given)
 
 
 def _starting_weights(config: RunConfig, given: Weights | None) -> Weights:
     """What gives each parameter of the network its first value, whole: `given`, or drawn from the seed."""
     model, seed, adapter = config.model, config.train.seed, config.train.adapter
-    shapes = dit_shapes(model)
+    shapes = network_shapes(model)
 
     def base(name: str) -> Tensor:
         return initialize.initial_value(name, torch.Size(shapes[name]), seed) if given is None else given(name)
@@ -333,7 +334,7 @@ def _build_network(
     """Part `index` of the network; of the DiT no values, and on the meta device no memory."""
     parallel = config.parallel
     with torch.device("meta"):
-        dit = DiT(config.model, Part(index, parallel.sizes.num_parts))
+        dit = build_network(config.model, Part(index, parallel.sizes.num_parts))
         if config.train.adapter is not None:
             attach(dit, config.train.adapter)
     parallelize(
@@ -349,7 +350,13 @@ def _build_network(
     if config.train.adapter is not None:
         train_adapter_only(dit, precision(config))
     with groups.device:
-        return TrainingModel(dit, config.diffusion, megatron, ModelType.encoder_or_decoder)
+        return TrainingModel(
+            dit,
+            config.diffusion,
+            megatron,
+            ModelType.encoder_or_decoder,
+            label_smoothing=config.train.label_smoothing,
+        )
 
 
 def _replicate(

@@ -31,8 +31,9 @@ class StepResult:
     """One step, summed over all data-parallel ranks."""
 
     loss: float
-    """lambda(sigma) |D - x0|^2, a mean over the tokens of the global batch."""
-    squared_error: float
+    """lambda(sigma) |D - x0|^2, or the cross-entropy of a classifier, a mean over the tokens of the global batch."""
+    error: float
+    """|D - x0|^2, likewise; of a classifier the share of samples whose likeliest class is another."""
     objective: float
     grad_norm: float
     lr: float
@@ -93,7 +94,7 @@ def train_step(
         training.averages.update(step)
     return StepResult(
         loss=loss,
-        squared_error=totals["squared_error"] / totals["tokens"],
+        error=totals["error"] / totals["tokens"],
         objective=totals["objective"] / totals["tokens"],
         grad_norm=grad_norm,
         lr=training.optimizer.param_groups[0]["lr"],
@@ -197,11 +198,11 @@ def _reduce(
     """
     groups, config = training.groups, training.config
     forwards = 0 if config.train.distill is None else config.train.distill.forwards
-    objective, weighted, squared_error = sums.double().sum(0)
+    objective, weighted, error = sums.double().sum(0)
     bad_rank = (~sums.isfinite()).any().double()
     share = groups.is_last_stage / groups.context.size  # of samples that all ranks of a copy know whole
     checksum = share * torch.stack([_checksum(batch) for batch in seen]).sum().double()  # float32 would round it
-    losses = torch.stack([objective, weighted, squared_error, bad_rank, checksum]).nan_to_num(0.0)
+    losses = torch.stack([objective, weighted, error, bad_rank, checksum]).nan_to_num(0.0)
     counts = [
         groups.is_last_stage * sum(batch.num_tokens for batch in seen),
         share * sum(not segment.is_padding for batch in seen for segment in batch.layout.segments),
@@ -211,7 +212,7 @@ def _reduce(
     ]
     values = torch.cat([losses, *sent_together([torch.tensor(counts, dtype=torch.float64)], losses.device)])
     dist.all_reduce(values)
-    names = ("objective", "weighted", "squared_error", "bad_ranks", "sample_checksum")
+    names = ("objective", "weighted", "error", "bad_ranks", "sample_checksum")
     names = (*names, "tokens", "samples", "flops", "must_stop", *REFUSALS, "norm")
     last = torch.full((1,), math.nan, device=losses.device) if norm is None else norm.view(1)
     return dict(zip(names, torch.cat([values / groups.tensor.size(), last.double()]).tolist(), strict=True))

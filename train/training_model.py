@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from megadit.models.dit import DiT
+from megadit.models.networks import Network
 from megadit.models.parameterization import denoise_packed
+from megadit.train.classification import classification_loss
 from megadit.train.config.schema import DiffusionConfig
 from megadit.train.data.packed_batch import PackedBatch
 from megadit.train.loss import LossSums, Uncertainty, edm_loss
@@ -23,12 +24,16 @@ class TrainingModel(nn.Module):
 
     share_embeddings_and_output_weights = False
 
-    def __init__(self, dit: DiT, diffusion: DiffusionConfig, config, model_type) -> None:
+    def __init__(
+        self, dit: Network, diffusion: DiffusionConfig, config, model_type, *, label_smoothing: float = 0.0
+    ) -> None:
         super().__init__()
         self.config = config
         self.model_type = model_type
         self.diffusion = diffusion
+        self.label_smoothing = label_smoothing
         self.dit = dit
+        """Or the classifier in its place."""
         self.objective: Callable[[Callable[..., Tensor], PackedBatch], LossSums] | None = None
         """(D of packs, pack) -> what is minimised in place of the EDM loss."""
         has_uncertainty = diffusion.learned_uncertainty and dit.part.is_last
@@ -44,9 +49,11 @@ class TrainingModel(nn.Module):
     ) -> LossSums | Tensor:
         """The sums of losses of this step's noise and noise levels, or of another objective; with `sigma_G`, those of
         these noise levels, without uncertainty; with `is_noisy`, D(tokens; sigma). Activations, where this is not
-        the last part.
+        the last part. A classifier knows no noise.
         """
         self._announce_direct_reads()
+        if self.dit.config.structure.classifies:
+            return classification_loss(self.dit, batch, self.label_smoothing, self._before)
         if is_noisy:
             return self._denoise(batch, batch.tokens_S1P, sigma_G)
         if sigma_G is None and self.objective is not None:

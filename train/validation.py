@@ -58,7 +58,7 @@ def validate(training: Training, step: int) -> tuple[dict[str, Any], list[Sample
 
     Returns:
         {"step", "best", "losses": {name: {"mean", and one for each sigma}}}: `loss.edm_loss`'s weighted loss; a name is
-        a sigma_rel, or "none". And the videos of all ranks.
+        a sigma_rel, or "none". And the videos of all ranks, of which a classifier makes none.
     """
     batches, num_own = _validation_batches(training)
     losses = {}
@@ -99,7 +99,10 @@ def _validation_batches(training: Training) -> tuple[list[PackedBatch], int]:
 
 
 def _losses(training: Training, batches: list[PackedBatch], num_own: int) -> dict[str, float]:
-    """The weighted loss at each of `validation.sigmas`, a mean over all tokens of all ranks, and the mean of these."""
+    """The weighted loss at each of `validation.sigmas`, a mean over all tokens of all ranks, and the mean of these; of
+    a classifier the cross-entropy, and the share of samples that it takes for another class ("wrong")."""
+    if training.config.model.structure.classifies:
+        return _classified(training, batches, num_own)
     sigmas = training.config.validation.sigmas
     sums = torch.zeros(len(sigmas) + 1, dtype=torch.float64, device=training.groups.device)
     for index, sigma in enumerate(sigmas if batches else ()):
@@ -109,12 +112,25 @@ def _losses(training: Training, batches: list[PackedBatch], num_own: int) -> dic
 
         found = evaluate(training, loss, batches)[:num_own]
         sums[index] = sum(value.weighted.double() for value in found)
-    if training.groups.is_last_stage:
-        sums[-1] = sum(batch.num_tokens for batch in batches[:num_own])
-    dist.all_reduce(sums)  # tensor-parallel ranks count alike in every sum
-    means = (sums[:-1] / sums[-1]).tolist()
+    means = _means(training, sums, batches[:num_own])
     named = {f"{sigma:g}": mean for sigma, mean in zip(sigmas, means, strict=True)}
     return {"mean": sum(means) / len(means), **named}
+
+
+def _classified(training: Training, batches: list[PackedBatch], num_own: int) -> dict[str, float]:
+    sums = torch.zeros(3, dtype=torch.float64, device=training.groups.device)
+    if batches:
+        for found in evaluate(training, lambda part, batch: part(batch), batches)[:num_own]:
+            sums[:-1] += torch.stack([found.weighted, found.error]).double()
+    return dict(zip(("mean", "wrong"), _means(training, sums, batches[:num_own]), strict=True))
+
+
+def _means(training: Training, sums: torch.Tensor, batches: list[PackedBatch]) -> list[float]:
+    """What these packs of each rank add up to, over their tokens; the last of `sums` takes the number of these."""
+    if training.groups.is_last_stage:
+        sums[-1] = sum(batch.num_tokens for batch in batches)
+    dist.all_reduce(sums)  # tensor-parallel ranks count alike in every sum
+    return (sums[:-1] / sums[-1]).tolist()
 
 
 def _sample_videos(training: Training, step: int, sigma_rel: float | None) -> list[SampledVideo]:
@@ -123,7 +139,7 @@ def _sample_videos(training: Training, step: int, sigma_rel: float | None) -> li
     Copies that work together all make the same videos.
     """
     config, groups = training.config, training.groups
-    if config.data.mock:
+    if config.data.mock or config.model.structure.classifies:
         return []  # nothing to encode prompts or decode latents with
     prompts = list(enumerate(list(config.validation.prompts) or validation_captions(config, NUM_PROMPTS)))
     is_together = config.parallel.sizes.copies_work_together

@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +19,15 @@ from megadit.models.convert.adapter import DOWN
 from megadit.models.convert.adapter_files import is_adapter, open_adapter, read_adapter, tensor_file
 from megadit.models.convert.adapter_names import split_key
 from megadit.models.megatron.checkpoint import CONFIG, STATE, is_complete, read_state
+from megadit.models.network_config import NetworkConfig
 from megadit.models.shared.command import run_command
 from megadit.models.shared.documents import parse_json, parse_yaml
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import setting
-from megadit.models.weights import dit_shapes
+from megadit.models.unet_config import UNetConfig
+from megadit.models.weights import network_shapes
 
 CHECKPOINTS = "checkpoints"
 
@@ -102,12 +104,18 @@ def describe_bundle(path: Path) -> Facts:
     """Parts, sizes, parameters and origin of a bundle."""
     bundle = Bundle.open(path)
     files = bundle.manifest["files"]
-    facts: Facts = {"bundle": str(path), "written by": f"megadit {bundle.manifest.get('megadit_version', '?')}"}
+    facts: Facts = {
+        "bundle": str(path),
+        "kind": bundle.kind,
+        "written by": f"megadit {bundle.manifest.get('megadit_version', '?')}",
+    }
     for part, kind in bundle.manifest["parts"].items():
         size = sum(file["bytes"] for name, file in files.items() if name.startswith(f"{part}/"))
         facts[part] = f"{kind}, {_bytes(size)}"
     facts |= _model_facts(bundle.config)
-    facts |= {f"default {name}": value for name, value in bundle.defaults.to_dict().items() if value != ""}
+    known = bundle.defaults.to_dict()
+    shown = known if bundle.kind == "video" else ("num_frames", "height", "width")
+    facts |= {f"default {name}": known[name] for name in shown if known[name] != ""}
     for name, value in (bundle.manifest.get("training") or {}).items():
         facts[f"training {name}"] = value
     return facts
@@ -264,14 +272,30 @@ def _last_record(metrics: Path) -> dict[str, Any]:
     return {}
 
 
-def _model_facts(config: DiTConfig) -> Facts:
-    parameters = sum(math.prod(shape) for shape in dit_shapes(config).values())
+def _model_facts(config: NetworkConfig) -> Facts:
+    parameters = sum(math.prod(shape) for shape in network_shapes(config).values())
     return {
         "parameters": f"{parameters:,}",
-        "layers x width": f"{config.num_layers} x {config.hidden_size}, {config.num_attention_heads} heads",
+        **_SIZES[type(config)](config),
         "latent channels": config.in_channels,
         "text width": config.crossattn_emb_size,
     }
+
+
+def _sizes_of_dit(config: DiTConfig) -> Facts:
+    return {"layers x width": f"{config.num_layers} x {config.hidden_size}, {config.num_attention_heads} heads"}
+
+
+def _sizes_of_unet(config: UNetConfig) -> Facts:
+    return {
+        "levels": f"{len(config.widths)}, {config.widths[0]} to {config.widths[-1]} wide",
+        "predicts": config.prediction,
+        "pooled text width": config.pooled_size,
+    }
+
+
+_SIZES: dict[type, Callable[[Any], Facts]] = {DiTConfig: _sizes_of_dit, UNetConfig: _sizes_of_unet}
+"""Class of a configuration -> what is told of its sizes."""
 
 
 def _bytes(count: int) -> str:

@@ -3,8 +3,8 @@
 Shapes: B batch, C latent channels, T/H/W latent frames/height/width, L text tokens, E text feature width.
 """
 
-from collections.abc import Callable, Mapping
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -17,7 +17,7 @@ from megadit.models.adapter_config import AdapterConfig
 from megadit.models.adapter_slots import AdapterSlots, Packed
 from megadit.models.adapters import check_state
 from megadit.models.conditioning import Conditioning, Given
-from megadit.models.text_encoders import T5TextEncoder
+from megadit.models.text_encoders import NetworkTextEncoder, TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
 
 Run = Callable[[Mapping[str, Tensor], Shape], Tensor]
@@ -135,23 +135,13 @@ def video_size(tokenizer: VideoTokenizer, frames: int, height: int, width: int) 
 
 
 def with_exported_network(
-    text_encoder: T5TextEncoder, load: Callable[[], Networks], device: torch.device
-) -> T5TextEncoder:
+    text_encoder: NetworkTextEncoder, load: Callable[[], Networks], device: torch.device
+) -> TextEncoder:
     """`text_encoder`, its network one of `load()`, which is called when a text is first encoded."""
-    return text_encoder.with_network(_ExportedT5(load, text_encoder.dim, device))
+    loaded = cache(load)
 
+    def run(inputs: Sequence[Tensor], shape: Shape) -> Tensor:
+        named = dict(zip(INPUTS["text_encoder"], inputs, strict=False))
+        return loaded()["text_encoder"](named, shape)
 
-class _ExportedT5:
-    """Called like the class of `transformers` that `T5TextEncoder` calls."""
-
-    def __init__(self, load: Callable[[], Networks], dim: int, device: torch.device) -> None:
-        self.device = device
-        self._load, self._dim = load, dim
-        self._run: Run | None = None
-
-    def __call__(self, tokens_BL: Tensor, *, attention_mask: Tensor) -> SimpleNamespace:
-        if self._run is None:
-            self._run = self._load()["text_encoder"]
-        inputs = dict(zip(INPUTS["text_encoder"], (tokens_BL, attention_mask), strict=True))
-        features_BLE = self._run(inputs, (*tokens_BL.shape, self._dim))
-        return SimpleNamespace(last_hidden_state=features_BLE)
+    return text_encoder.with_graph(run, device)

@@ -16,11 +16,11 @@ from megadit.infer.runtimes.shared_torch import load_shared_denoiser
 from megadit.infer.runtimes.streamed import load_streamed_dit
 from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.models.adapter_slots import AdapterSlots
-from megadit.models.bundle.bundle import Bundle
+from megadit.models.bundle.bundle import Bundle, check_transformer
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.text_encoders import TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
-from megadit.models.weights import load_config, load_dit
+from megadit.models.weights import load_config, load_network
 
 TORCH = "torch"
 
@@ -154,6 +154,8 @@ def load_denoiser(
         networks, slots = _open(bundle, runtime, device), adapter_slots(bundle, runtime)
         names = DENOISERS[: len(bundle.networks)]
         return as_one([ExportedDenoiser(networks, slots, name) for name in names], bundle.boundary)
+    if resident_blocks is not None or tensor_parallel * context_parallel > 1:
+        check_transformer(bundle, "its parts take no turns, and no ranks share it")
     options = {"device": device, "dtype": dtype, "compile": compile}
     sizes = {"tensor": tensor_parallel, "context": context_parallel}
 
@@ -175,7 +177,7 @@ def _load_whole(
     compile: bool,
 ) -> Denoiser:
     if resident_blocks is None or resident_blocks + 1 >= load_config(directory).num_layers:
-        dit = load_dit(directory, device=device, dtype=dtype)
+        dit = load_network(directory, device=device, dtype=dtype)
     else:
         dit = load_streamed_dit(directory, device=device, dtype=dtype, resident=resident_blocks)
     denoiser = TorchDenoiser(dit, device=device, dtype=dtype, compile=compile)

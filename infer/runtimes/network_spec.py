@@ -22,6 +22,7 @@ INPUTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(DENOISERS, ("x", "sigma", "text", "text_length", "fps", *GIVEN_INPUTS)),
     "video_decoder": ("latents",),
     "video_encoder": ("video",),
+    "classifier": ("x",),
 }
 """What the inputs of each exported network are called, in order; one takes those that its `NetworkSpec` has. Those for
 adapters come after them (`models/adapter_slots.py`)."""
@@ -30,6 +31,7 @@ OUTPUTS = {
     **dict.fromkeys(DENOISERS, "x0"),
     "video_decoder": "video",
     "video_encoder": "latents",
+    "classifier": "logits",
 }
 Extreme = Literal["min", "opt", "max"]
 Shape = tuple[int, ...]

@@ -17,7 +17,7 @@ from megadit.models.bundle.components import TENSOR_FILE
 from megadit.models.bundle.tensor_source import DTYPES, open_safetensors
 from megadit.models.dit import DiT
 from megadit.models.shared.documents import parse_json
-from megadit.models.weights import check_shapes, dit_shapes, load_config
+from megadit.models.weights import check_shapes, load_config, network_shapes
 
 Tensors = dict[str, Tensor]
 
@@ -75,7 +75,7 @@ def load_streamed_dit(directory: Path, *, device: torch.device, dtype: torch.dty
     """
     config, path = load_config(directory), directory / TENSOR_FILE
     shapes = open_safetensors(path).shapes
-    check_shapes(shapes, dit_shapes(config), f"the tensors of {path}")
+    check_shapes(shapes, network_shapes(config), f"the tensors of {path}")
     with torch.device("meta"):
         dit = DiT(config)
     read = _reader(path)

@@ -1,7 +1,7 @@
-"""A bundle: the directory that holds all it takes to turn a prompt into a video.
+"""A bundle: the directory that holds all it takes to turn a prompt into a video, or to name the class of an image.
 
 megadit.json      which parts, versions, sampling defaults, how it was trained, size and checksum of every file
-transformer/      config.json, model.safetensors
+transformer/      config.json, model.safetensors (of a U-Net, too)
 transformer_2/    the same, of two networks that of low noise levels
 tokenizer/        config.json, model.safetensors (where it has tensors)
 text_encoder/     config.json, model.safetensors (where it has tensors)
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,11 +27,13 @@ from megadit.models.bundle.tensor_source import TensorSource
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.image_encoder import ImageEncoder
+from megadit.models.network_config import NetworkConfig
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, inner_path, read_json, write_json
 from megadit.models.text_encoders import TextEncoder, load_text_encoder
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
+from megadit.models.vit import ViT
 
 MANIFEST_FILE = "megadit.json"
 NOTICES = "notices"
@@ -39,6 +41,12 @@ FORMAT_VERSION = 2
 OF_ONE_NETWORK = 1
 """The version of bundles with one network, which earlier versions read too."""
 LOW_NOISE = "transformer_2"
+Kind = Literal["video", "classifier"]
+USED_BY: dict[Kind, str] = {
+    "video": "makes videos: see `megadit generate`",
+    "classifier": "names the classes of images: see `megadit classify`",
+}
+"""Kind of a bundle -> what it does, and what takes it."""
 _PARTS = ("transformer", "tokenizer", "text_encoder")
 
 
@@ -50,7 +58,12 @@ class Bundle:
     manifest: dict[str, Any]
     """The contents of megadit.json."""
     defaults: SamplingSettings
-    config: DiTConfig
+    config: NetworkConfig
+
+    @property
+    def kind(self) -> Kind:
+        """What it is for."""
+        return _kind_of(self.config)
 
     @property
     def takes(self) -> tuple[str, ...]:
@@ -91,14 +104,33 @@ class Bundle:
             config=weights.load_config(path / "transformer"),
         )
 
-    def load_dit(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> DiT:
-        """Its one network.
+    def load_network(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> weights.Network:
+        """Its one network, that of videos.
 
         Raises:
-            UserError: if it has two; see also `weights.load_dit`.
+            UserError: if it has two, or a classifier; see also `weights.load_network`.
         """
         check_single(self)
-        return weights.load_dit(self.path / "transformer", device=device, dtype=dtype)
+        check_kind(self, "video")
+        return weights.load_network(self.path / "transformer", device=device, dtype=dtype)
+
+    def load_dit(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> DiT:
+        """Its one network, a transformer.
+
+        Raises:
+            UserError: if it is none; see also `load_network`.
+        """
+        check_transformer(self, "this takes a transformer's blocks")
+        return self.load_network(device, dtype)
+
+    def load_classifier(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> ViT:
+        """Its network, that names classes.
+
+        Raises:
+            UserError: if it is none; see also `weights.load_network`.
+        """
+        check_kind(self, "classifier")
+        return weights.load_network(self.path / "transformer", device=device, dtype=dtype)
 
     def load_tokenizer(self) -> VideoTokenizer:
         return load_tokenizer(self.path / "tokenizer")
@@ -120,10 +152,29 @@ def check_single(bundle: Bundle) -> None:
         )
 
 
+def check_transformer(bundle: Bundle, reason: str) -> None:
+    """Raises UserError, with the reason, for a bundle of another network than a transformer."""
+    if not isinstance(bundle.config, DiTConfig):
+        raise UserError(
+            f"the network of {bundle.path} is {bundle.config.outline}, which is sampled from, converted and served: "
+            f"{reason}"
+        )
+
+
+def check_kind(bundle: Bundle, kind: Kind) -> None:
+    """Raises UserError for a bundle of another kind, with the command that takes it."""
+    if bundle.kind != kind:
+        raise UserError(f"{bundle.path} {USED_BY[bundle.kind]}")
+
+
+def _kind_of(config: NetworkConfig) -> Kind:
+    return "classifier" if config.classifies else "video"
+
+
 def write_bundle(
     out: str | os.PathLike,
     *,
-    config: DiTConfig,
+    config: NetworkConfig,
     state_dict: Mapping[str, Tensor] | TensorSource,
     tokenizer: VideoTokenizer,
     text_encoder: TextEncoder,
@@ -150,9 +201,9 @@ def write_bundle(
     if (found := None if image_encoder is None else image_encoder.dim) != config.image_size:
         raise UserError(f"model.image_size={config.image_size} does not fit the image encoder's features: {found}")
     with atomic_directory(out) as directory:
-        weights.save_dit(directory / "transformer", config, state_dict, dtype)
+        weights.save_network(directory / "transformer", config, state_dict, dtype)
         if low_noise is not None:
-            weights.save_dit(directory / LOW_NOISE, config, low_noise, dtype)
+            weights.save_network(directory / LOW_NOISE, config, low_noise, dtype)
         tokenizer.save(directory / "tokenizer")
         text_encoder.save(directory / "text_encoder")
         if image_encoder is not None:
@@ -162,6 +213,7 @@ def write_bundle(
         manifest = {
             "format_version": OF_ONE_NETWORK if low_noise is None else FORMAT_VERSION,
             "megadit_version": metadata.version("megadit"),
+            **({} if _kind_of(config) == "video" else {"kind": _kind_of(config)}),
             "parts": {name: read_json(directory / name / CONFIG_FILE)["type"] for name in _PARTS},
             "fingerprints": {"tokenizer": tokenizer.fingerprint(), "text_encoder": text_encoder.fingerprint()},
             "defaults": defaults.to_dict(),
@@ -248,7 +300,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _check_parts_fit(
-    config: DiTConfig, tokenizer: VideoTokenizer, text_encoder: TextEncoder, defaults: SamplingSettings
+    config: NetworkConfig, tokenizer: VideoTokenizer, text_encoder: TextEncoder, defaults: SamplingSettings
 ) -> None:
     for setting, ours, theirs, part in (
         ("in_channels", config.in_channels, tokenizer.latent_channels, "tokenizer's latents"),
@@ -257,8 +309,13 @@ def _check_parts_fit(
     ):
         if ours != theirs:
             raise UserError(f"model.{setting}={ours} does not fit the {part}: {theirs}")
+    if config.pooled_size not in (None, text_encoder.pooled_dim):
+        raise UserError(
+            f"the network reads a pooled feature {config.pooled_size} wide, and the text encoder's is "
+            f"{text_encoder.pooled_dim}"
+        )
     frames = tokenizer.frames_covering(defaults.num_frames)
-    config.token_grid(*tokenizer.latent_shape(frames, defaults.height, defaults.width)[1:])
+    config.sample_grid(*tokenizer.latent_shape(frames, defaults.height, defaults.width)[1:])
 
 
 def _file_names(directory: Path) -> list[str]:

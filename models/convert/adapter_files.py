@@ -18,7 +18,14 @@ from typing import Any
 import torch
 
 from megadit.models.adapters import fingerprint, targets_of
-from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle, check_files, check_single, write_manifest
+from megadit.models.bundle.bundle import (
+    MANIFEST_FILE,
+    Bundle,
+    check_files,
+    check_single,
+    check_transformer,
+    write_manifest,
+)
 from megadit.models.bundle.components import TENSOR_FILE
 from megadit.models.bundle.tensor_source import TensorSource, from_state_dict, open_safetensors, write_safetensors
 from megadit.models.config import DiTConfig
@@ -144,6 +151,7 @@ def read_adapter_of(path: str | Path, bundle: Bundle) -> Adapter:
             networks.
     """
     check_single(bundle)
+    check_transformer(bundle, "adapters for it are not read")
     adapter = read_adapter(path, bundle.config)
     if adapter.base is not None and adapter.base != (found := bundle_fingerprint(bundle)):
         raise UserError(

@@ -26,7 +26,7 @@ from megadit.models.convert.adapter import ALPHA, DOWN, MAGNITUDE, UP, Change
 from megadit.models.convert.published import diffusers_entries, original_entries
 from megadit.models.convert.tensor_map import Entry
 from megadit.models.shared.errors import UserError
-from megadit.models.weights import dit_shapes
+from megadit.models.weights import network_shapes
 
 PREFIXES = ("base_model.model.", "transformer.", "diffusion_model.", "lora_unet_", "lora_transformer_")
 """What stands before the name of a linear; removed in this order."""
@@ -63,7 +63,7 @@ class NamedRows:
 @lru_cache(maxsize=16)
 def our_linears(config: DiTConfig) -> tuple[NamedRows, ...]:
     """The targets of `DiT(config)`, as the network calls them."""
-    sizes, found = dit_shapes(config), []
+    sizes, found = network_shapes(config), []
     for name, target in targets_of(config).items():
         every_row = torch.arange(sizes[f"{target.linear}.weight"][0])
         rows_O = target.rows.of(every_row[:, None])[:, 0]
@@ -101,7 +101,7 @@ def split_key(key: str) -> tuple[str, str] | None:
 
 def _linears(entries: Iterable[Entry], config: DiTConfig) -> list[NamedRows]:
     """Their linears that compute rows of ours; one whose inputs have another order is none of them, nor is a copy."""
-    sizes = dit_shapes(config)
+    sizes = network_shapes(config)
     widths = {target.linear: target.in_features for target in targets_of(config).values()}
     found = []
     for entry in entries:

@@ -2,9 +2,11 @@
 
     megadit convert nvidia/Cosmos-1.0-Diffusion-7B-Text2World cosmos        # from the hub's cache: a bundle
     megadit convert DiT-XL-2-256/ dit --dtype bfloat16                      # diffusers' pipeline, tokenizer included
+    megadit convert stable-diffusion-v1-5/ sd                               # likewise; XL too
     megadit convert iter_0010000/ bundle --tokenizer CV4x8x8/ --text_encoder t5-11b/
     megadit convert Cosmos-Tokenizer-CV4x8x8/autoencoder.jit tokenizer      # one part alone
     megadit convert bundle out --to diffusers
+    megadit convert google/vit-base-patch16-224 vit                         # and back: --to transformers
     megadit convert lora.safetensors adapter --base bundle                  # an adapter as a folder of PEFT's
     megadit convert adapter lora.safetensors                                # and as one file with diffusers' keys
 
@@ -12,7 +14,9 @@ Tensors are read, changed and written one at a time.
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -26,13 +30,17 @@ from megadit.models.convert.adapter_files import is_adapter, read_adapter, with_
 from megadit.models.convert.published import (
     WEIGHTS,
     Published,
+    diffusers_folder,
+    is_transformers,
     open_published,
     published_uses,
     write_diffusers,
     write_original,
+    write_transformers,
 )
 from megadit.models.convert.published_defaults import published_defaults
 from megadit.models.image_encoder import ImageEncoder
+from megadit.models.network_config import NetworkConfig
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, read_json, write_json
@@ -40,6 +48,7 @@ from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import setting
 from megadit.models.text_encoders import (
     ClassLabels,
+    CLIPTextEncoder,
     QwenVLTextEncoder,
     T5TextEncoder,
     TextEncoder,
@@ -47,6 +56,7 @@ from megadit.models.text_encoders import (
 )
 from megadit.models.tokenizers import (
     Autoencoder,
+    HaarTokenizer,
     VideoTokenizer,
     holds_tokenizer,
     load_tokenizer,
@@ -65,13 +75,14 @@ class ConvertOptions:
         help="a published checkpoint: directory, file, or name of a model in the hub's cache", positional=True
     )
     out: Path = setting(help="what to write; a bundle already there is replaced", positional=True)
-    to: Literal["bundle", "diffusers", "original"] = setting(
-        "bundle", "bundle (default); of a bundle: diffusers' form, or the names of the first publication"
+    to: Literal["bundle", "diffusers", "transformers", "original"] = setting(
+        "bundle",
+        "bundle (default); of a bundle: diffusers' form, transformers' (ViT), or the names of the first publication",
     )
     tokenizer: str | None = setting(None, "the video tokenizer; default: that of the pipeline", metavar="PATH")
     text_encoder: str | None = setting(
         None,
-        "directory or name of a T5, for Predict2.5 of a Qwen2.5-VL; default: that of the pipeline, or "
+        "directory or name of a T5 or CLIP, for Predict2.5 of a Qwen2.5-VL; default: that of the pipeline, or "
         f"{T5} (Wan: {UMT5})",
         metavar="PATH",
     )
@@ -185,6 +196,8 @@ def _tell_licence(licence: Licence, out: Path) -> None:
 
 
 def _choose_tokenizer(source: Path, given: str | None, compression: str) -> VideoTokenizer | None:
+    if given is None and is_transformers(source):
+        return HaarTokenizer(temporal_compression=1, spatial_compression=1)  # it reads the pixels themselves
     if given is None and not holds_tokenizer(source / "vae"):
         return None
     path = source / "vae" if given is None else _locate(given)
@@ -196,21 +209,49 @@ def _choose_tokenizer(source: Path, given: str | None, compression: str) -> Vide
 def _choose_text_encoder(source: Path, published: Published, given: str | None) -> TextEncoder:
     """For classes their names; else the network that was given, is the pipeline's own, or is what they were trained
     with."""
-    if published.config.num_classes is not None:
-        names = published.class_names or tuple(f"class {i}" for i in range(published.config.num_classes))
+    if not published.config.has_text:
+        numbers = range(published.config.num_classes or 0)
+        names = published.class_names or tuple(f"class {i}" for i in numbers) or ("unlabelled",)
         return ClassLabels(names=names)
     if given is not None and (Path(given) / parts.CONFIG_FILE).is_file():
         if "type" in read_json(Path(given) / parts.CONFIG_FILE):
             return load_text_encoder(given)
-    of_pipeline = str(source) if (source / "text_encoder" / parts.CONFIG_FILE).is_file() else None
-    if published.text_projection:
-        usual = QwenVLTextEncoder().model
-        return QwenVLTextEncoder(model=given or of_pipeline or usual, projection=dict(published.text_projection))
-    usual = UMT5 if published.config.family == "wan" else T5
-    return T5TextEncoder(model=given or of_pipeline or usual, text_padding=_padding(published.config))
+    of_pipeline = str(source.absolute()) if (source / "text_encoder" / parts.CONFIG_FILE).is_file() else None
+    family = "predict2_5" if published.text_projection else published.config.family
+    return _TEXT_ENCODERS.get(family, _t5)(published, given or of_pipeline)
 
 
-def _choose_image_encoder(source: Path, config: DiTConfig, given: str | None) -> ImageEncoder | None:
+def _t5(published: Published, model: str | None, usual: str = T5) -> TextEncoder:
+    return T5TextEncoder(model=model or usual, text_padding=_padding(published.config))
+
+
+def _clip(published: Published, model: str | None) -> TextEncoder:
+    """All 77 places count, padding too. XL reads the layer before the last, and takes zeros for an empty text unless
+    its pipeline says otherwise."""
+    if model is None:
+        raise UserError("the pipeline has no text_encoder/: give --text_encoder, the directory of its CLIP")
+    is_xl = published.config.pooled_size is not None
+    return CLIPTextEncoder(
+        model=model,
+        layer="penultimate" if is_xl else "last",
+        text_padding="tokens",
+        empty_text="zeros" if is_xl and published.index.get("force_zeros_for_empty_prompt", True) else "encoded",
+    )
+
+
+def _qwen_vl(published: Published, model: str | None) -> TextEncoder:
+    return QwenVLTextEncoder(model=model or QwenVLTextEncoder().model, projection=dict(published.text_projection))
+
+
+_TEXT_ENCODERS: dict[str, Callable[[Published, str | None], TextEncoder]] = {
+    "predict2_5": _qwen_vl,
+    "stable_diffusion": _clip,
+    "wan": partial(_t5, usual=UMT5),
+}
+"""Family, or its member that reads texts otherwise -> the text encoder of a directory, or the usual one; else a T5."""
+
+
+def _choose_image_encoder(source: Path, config: NetworkConfig, given: str | None) -> ImageEncoder | None:
     if config.image_size is None:
         return None
     of_pipeline = str(source) if (source / "image_encoder").is_dir() else None
@@ -233,7 +274,11 @@ def _export(source: Path, out: Path, form: str) -> None:
     bundle = Bundle.open(source)
     networks = {part: open_safetensors(source / part / parts.TENSOR_FILE) for part in bundle.networks}
     with atomic_directory(_free(out)) as directory:
-        if form == "original":
+        if form == "transformers":
+            labels = bundle.load_text_encoder()
+            names = labels.names if isinstance(labels, ClassLabels) else ()
+            write_transformers(directory, bundle.config, networks["transformer"], names)
+        elif form == "original":
             check_single(bundle)
             write_original(directory, bundle.config, networks["transformer"])
         else:
@@ -241,8 +286,9 @@ def _export(source: Path, out: Path, form: str) -> None:
             projection = getattr(bundle.load_text_encoder(), "projection", {})
             side = bundle.defaults.height // tokenizer.spatial_compression
             for part, tensors in networks.items():
-                (directory / part).mkdir()
-                write_diffusers(directory / part, bundle.config, tensors, side, projection)
+                folder = directory / diffusers_folder(bundle.config, part)
+                folder.mkdir()
+                write_diffusers(folder, bundle.config, tensors, side, projection)
             _export_tokenizer(tokenizer, directory / "vae")
         if (source / "notices").is_dir():
             for notice in (source / "notices").iterdir():

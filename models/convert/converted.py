@@ -7,19 +7,21 @@ import torch
 from torch import Tensor
 
 from megadit.models.bundle.tensor_source import Stored, TensorSource
-from megadit.models.config import DiTConfig
 from megadit.models.convert.tensor_map import Entry
+from megadit.models.network_config import NetworkConfig
 from megadit.models.shared.errors import UserError
-from megadit.models.weights import check_shapes, dit_shapes
+from megadit.models.weights import check_shapes, network_shapes
 
 
-def to_ours(source: TensorSource, entries: Sequence[Entry], config: DiTConfig, *, ignored: str = "$^") -> TensorSource:
-    """Our tensors of `DiT(config)`, after a check that theirs are exactly those that the entries ask for.
+def to_ours(
+    source: TensorSource, entries: Sequence[Entry], config: NetworkConfig, *, ignored: str = "$^"
+) -> TensorSource:
+    """Our tensors of the network, after a check that theirs are exactly those that the entries ask for.
 
     Raises:
         UserError: listing the missing, unexpected and misshapen tensors; `ignored` is a pattern of those left aside.
     """
-    ours = dit_shapes(config)
+    ours = network_shapes(config)
     expected = {name: shape for entry in entries for name, shape in their_shapes(entry, ours[entry.name]).items()}
     found = {name: shape for name, shape in source.shapes.items() if name in expected or not re.search(ignored, name)}
     check_shapes(found, expected, f"the tensors of {source.label}")

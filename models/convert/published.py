@@ -16,20 +16,22 @@ from megadit.models.bundle.tensor_source import (
     write_safetensors,
 )
 from megadit.models.config import DiTConfig
-from megadit.models.convert import class_dit, cosmos, nemo, nemo_moviegen, wan
+from megadit.models.convert import class_dit, cosmos, nemo, nemo_moviegen, stable_diffusion, vit, wan
 from megadit.models.convert.converted import to_ours, to_theirs
 from megadit.models.convert.tensor_map import Entry
+from megadit.models.network_config import NetworkConfig
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import inner_path, read_json, write_json
 
-WEIGHTS = "diffusion_pytorch_model"
+WEIGHTS, OF_TRANSFORMERS = "diffusion_pytorch_model", "model"
+"""Names of files of weights, those of diffusers and those of transformers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Published:
     """A network that was published."""
 
-    config: DiTConfig
+    config: NetworkConfig
     tensors: TensorSource
     """Under our names."""
     sample_size: int | None = None
@@ -39,6 +41,8 @@ class Published:
     """Of two networks the one for low noise levels, those below `boundary`; the other is `tensors`."""
     boundary: float | None = None
     """A level t = sigma / (1 + sigma)."""
+    index: Mapping[str, Any] = field(default_factory=dict)
+    """What model_index.json says, where a pipeline has one."""
     text_projection: Mapping[str, Tensor] = field(default_factory=dict)
     """What it reads a Qwen2.5-VL's states by (`QwenVLTextEncoder.projection`); {}: it reads a T5's features."""
 
@@ -166,16 +170,20 @@ FORMS = (
 
 PAIRS = (("transformer", "transformer_2"), ("high_noise_model", "low_noise_model"))
 """Folders of two networks, for high and for low noise: diffusers' and as released."""
-DIFFUSERS = {known.DIFFUSERS_CLASS: known for known in (cosmos, class_dit, wan)}
+DIFFUSERS = {known.DIFFUSERS_CLASS: known for known in (cosmos, class_dit, wan, stable_diffusion)}
 """Class -> the module that knows its settings and tensors."""
+BESIDE = {stable_diffusion.DIFFUSERS_CLASS: stable_diffusion.read_pipeline}
+"""Class -> what reads settings of it that stand in other folders of its pipeline."""
 IGNORED = {wan.DIFFUSERS_CLASS: wan.IGNORED, cosmos.DIFFUSERS_CLASS: r"^crossattn_proj\."}
 """Class -> a pattern of tensors in its files that are no part of our network."""
-_OF_FAMILY = {"cosmos": cosmos, "dit": class_dit, "wan": wan}
+_OF_FAMILY = {"cosmos": cosmos, "dit": class_dit, "wan": wan, "stable_diffusion": stable_diffusion}
+_FOLDERS = {"stable_diffusion": stable_diffusion.FOLDER}
+"""Family -> where diffusers' pipelines have its network; else in `transformer`."""
 
 
 def open_published(path: Path) -> Published:
-    """The network at `path`: a directory of diffusers (of a pipeline or of its transformer), a `.pt` or safetensors
-    file, or a distributed checkpoint of Megatron.
+    """The network at `path`: a directory of diffusers (of a pipeline or of its transformer) or of transformers, a `.pt`
+    or safetensors file, or a distributed checkpoint of Megatron.
 
     Raises:
         UserError: if it is none of these, or not exactly the tensors of such a network.
@@ -186,11 +194,14 @@ def open_published(path: Path) -> Published:
         if (path / low).is_dir():
             return _pair(path, open_published(path / high), open_published(path / low))
     if (path / "model_index.json").is_file():
-        published, index = open_published(path / "transformer"), read_json(path / "model_index.json")
+        index = read_json(path / "model_index.json")
+        published = open_published(path / next((name for name in _FOLDERS.values() if name in index), "transformer"))
         config = published.config
         if index.get("expand_timesteps"):  # a first frame has a noise level of its own, which no tensor tells (Wan 2.2)
             config = replace(config, given_sigma=0.0)
-        return replace(published, config=config, class_names=_class_names(index, config))
+        return replace(published, config=config, class_names=_class_names(index, config), index=index)
+    if is_transformers(path):
+        return _from_transformers(path)
     if (path / "config.json").is_file():
         return _from_tensors(open_safetensors(*_shards(path))) if _is_released(path) else _from_diffusers(path)
     if path.is_file():
@@ -228,7 +239,7 @@ def _from_diffusers(path: Path) -> Published:
     name = values.get("_class_name") if isinstance(values, dict) else None
     if name not in DIFFUSERS:
         raise UserError(f"{path} holds a {name or 'network of another kind'}; known are {', '.join(DIFFUSERS)}")
-    known = DIFFUSERS[name]
+    known, values = DIFFUSERS[name], values | (BESIDE[name](path) if name in BESIDE else {})
     for setting in sorted(values.keys() - known.SETTINGS):
         if not setting.startswith("_"):
             raise UserError(
@@ -248,6 +259,26 @@ def _from_diffusers(path: Path) -> Published:
     )
 
 
+def is_transformers(path: Path) -> bool:
+    """Whether a directory holds a network of images in the form of transformers."""
+    values = read_json(path / "config.json") if (path / "config.json").is_file() else None
+    return isinstance(values, dict) and values.get("model_type") == vit.MODEL_TYPE
+
+
+def _from_transformers(path: Path) -> Published:
+    vit.check_pixels(path)
+    values, source = read_json(path / "config.json"), open_safetensors(*_shards(path, OF_TRANSFORMERS))
+    try:
+        config = vit.config_from_transformers(values, has_classes="classifier.weight" in source.stored)
+    except KeyError as missing:
+        raise UserError(f"{path / 'config.json'} lacks {missing}, which every ViT has") from None
+    return Published(
+        config=config,
+        tensors=to_ours(source, vit.entries(config), config, ignored=vit.POOLER),
+        class_names=_class_names(values, config),
+    )
+
+
 def _text_projection(values: Mapping[str, Any], source: TensorSource) -> dict[str, Tensor]:
     if not values.get("use_crossattn_projection"):
         return {}
@@ -256,14 +287,14 @@ def _text_projection(values: Mapping[str, Any], source: TensorSource) -> dict[st
     return {ours: source.read(theirs) for ours, theirs in cosmos.TEXT_PROJECTION.items()}
 
 
-def _shards(path: Path) -> list[Path]:
-    index = path / f"{WEIGHTS}.safetensors.index.json"
+def _shards(path: Path, weights: str = WEIGHTS) -> list[Path]:
+    index = path / f"{weights}.safetensors.index.json"
     if index.is_file():
         names = read_json(index)["weight_map"].values()
         return sorted({inner_path(path, name, follow_links=True) for name in names})
-    if (path / f"{WEIGHTS}.safetensors").is_file():
-        return [path / f"{WEIGHTS}.safetensors"]
-    raise UserError(f"{path} has no {WEIGHTS}.safetensors, nor an index of several")
+    if (path / f"{weights}.safetensors").is_file():
+        return [path / f"{weights}.safetensors"]
+    raise UserError(f"{path} has no {weights}.safetensors, nor an index of several")
 
 
 def _from_tensors(source: TensorSource) -> Published:
@@ -303,19 +334,24 @@ def open_tensor_file(path: Path) -> TensorSource:
     return from_state_dict(tensors, str(path))
 
 
-def _class_names(index: Mapping[str, Any], config: DiTConfig) -> tuple[str, ...]:
-    if config.num_classes is None:
+def _class_names(index: Mapping[str, Any], config: NetworkConfig) -> tuple[str, ...]:
+    if config.has_text:
         return ()
     named = index.get("id2label") or {}
     return tuple(named.get(str(i), f"class {i}") for i in range(config.num_classes))
 
 
-def diffusers_entries(config: DiTConfig) -> list[Entry] | None:
+def diffusers_folder(config: NetworkConfig, part: str) -> str:
+    """Where diffusers' pipelines have the network that a bundle has in its folder `part`."""
+    return _FOLDERS.get(config.family, part)
+
+
+def diffusers_entries(config: NetworkConfig) -> list[Entry] | None:
     """How diffusers holds the tensors of a network; None where it has no such network."""
     return _OF_FAMILY[config.family].diffusers_entries(config) if config.family in _OF_FAMILY else None
 
 
-def original_entries(config: DiTConfig) -> list[Entry] | None:
+def original_entries(config: NetworkConfig) -> list[Entry] | None:
     """How their first publication held the tensors of a network; None where there was none."""
     entries_of = {
         ("cosmos", None): cosmos.released_entries,
@@ -325,12 +361,12 @@ def original_entries(config: DiTConfig) -> list[Entry] | None:
         ("dfm", None): nemo.entries,
         ("moviegen", "nemo"): nemo_moviegen.entries,
     }
-    form = config.family, config.compat
+    form = config.family, getattr(config, "compat", None)
     return entries_of[form](config) if form in entries_of else None
 
 
 def write_diffusers(
-    out: Path, config: DiTConfig, tensors: TensorSource, sample_size: int, text_projection: Mapping[str, Tensor]
+    out: Path, config: NetworkConfig, tensors: TensorSource, sample_size: int, text_projection: Mapping[str, Tensor]
 ) -> None:
     """config.json and weights of our network as diffusers reads them, `text_projection` (as `Published`'s) among them.
 
@@ -347,7 +383,21 @@ def write_diffusers(
     write_safetensors(out / f"{WEIGHTS}.safetensors", to_theirs(tensors, entries).beside(more))
 
 
-def write_original(out: Path, config: DiTConfig, tensors: TensorSource) -> None:
+def write_transformers(out: Path, config: DiTConfig, tensors: TensorSource, class_names: tuple[str, ...]) -> None:
+    """config.json, weights and what prepares images, as transformers reads them.
+
+    Raises:
+        UserError: if it has no such network.
+    """
+    if config.family != "vit":
+        raise UserError(f"transformers has no network of the family {config.family}; only of vit")
+    values = vit.config_to_transformers(config, class_names)
+    write_json(out / "config.json", values)
+    vit.write_preprocessor(out, values["image_size"])
+    write_safetensors(out / f"{OF_TRANSFORMERS}.safetensors", to_theirs(tensors, vit.entries(config)))
+
+
+def write_original(out: Path, config: NetworkConfig, tensors: TensorSource) -> None:
     """The tensors under the names of the first publication, as safetensors.
 
     Raises:
@@ -355,5 +405,5 @@ def write_original(out: Path, config: DiTConfig, tensors: TensorSource) -> None:
     """
     entries = original_entries(config)
     if entries is None:
-        raise UserError(f"the family {config.family} was never published otherwise; it is ours")
+        raise UserError(f"no other form of the family {config.family} is written")
     write_safetensors(out / "model.safetensors", to_theirs(tensors, entries))

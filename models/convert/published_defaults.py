@@ -1,5 +1,6 @@
 """How videos of a published network are sampled unless told otherwise: what its publishers' own commands do."""
 
+from megadit.models.config import DiTConfig
 from megadit.models.convert.published import Published
 from megadit.models.settings import SamplingSettings
 from megadit.models.tokenizers import VideoTokenizer
@@ -26,10 +27,14 @@ WAN_SETTINGS = {
 def published_defaults(published: Published, tokenizer: VideoTokenizer) -> SamplingSettings:
     """Sampler, noise levels, guidance and size, those of our convention: 1 is no guidance."""
     config = published.config
+    if config.classifies:
+        return of_classifier(config, tokenizer)
     if config.family == "dit":
         return _of_classes((published.sample_size or 32) * tokenizer.spatial_compression)
     if config.family == "wan":
         return _of_wan(published)
+    if config.family == "stable_diffusion":
+        return _of_stable_diffusion(published, published.sample_size * tokenizer.spatial_compression)
     # Cosmos' guidance of 7 means cond + 7 (cond - uncond)
     of_videos = {"num_frames": 93, "height": 704, "width": 1280}
     if published.text_projection:  # Predict2.5
@@ -44,6 +49,20 @@ def published_defaults(published: Published, tokenizer: VideoTokenizer) -> Sampl
     return SamplingSettings(num_steps=35, guidance=8.0, num_frames=121, height=704, width=1280, fps=24.0)
 
 
+def of_classifier(config: DiTConfig, tokenizer: VideoTokenizer) -> SamplingSettings:
+    """Of a network that samples nothing, the size of what it sees."""
+    frames, height, width = config.learned_positions
+    side = config.patch_spatial * tokenizer.spatial_compression
+    return SamplingSettings(
+        num_steps=1,
+        guidance=1.0,
+        num_frames=frames * config.patch_temporal,
+        height=height * side,
+        width=width * side,
+        fps=0.0,
+    )
+
+
 def _of_classes(side: int) -> SamplingSettings:
     return SamplingSettings(
         sampler="euler",
@@ -56,6 +75,22 @@ def _of_classes(side: int) -> SamplingSettings:
         fps=0.0,
         sigma_min=0.01,
         sigma_max=157.4,
+    )
+
+
+def _of_stable_diffusion(published: Published, side: int) -> SamplingSettings:
+    """Those of diffusers' pipelines; DDIM's steps, which need no memory of earlier ones."""
+    return SamplingSettings(
+        sampler="euler",
+        schedule="stable_diffusion",
+        num_steps=50,
+        guidance=7.5 if published.config.pooled_size is None else 5.0,
+        num_frames=1,
+        height=side,
+        width=side,
+        fps=0.0,
+        sigma_min=0.0292,
+        sigma_max=14.6147,
     )
 
 

@@ -22,9 +22,9 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megadit.models.dit import DiT
 from megadit.models.low_rank import LowRank, adapters_of
 from megadit.models.megatron.plan import COLUMN, ROW, Role, Row, role_of
+from megadit.models.networks import Network
 
 
 def share_adapter(adapter: LowRank, role: Role, group: ProcessGroup, *, sequence_parallel: bool) -> None:
@@ -41,7 +41,7 @@ def share_adapter(adapter: LowRank, role: Role, group: ProcessGroup, *, sequence
         adapter.exchange = partial(copy_to_tensor_model_parallel_region, group=group)
 
 
-def share_adapters(dit: DiT, plan: Sequence[Row], group: ProcessGroup, *, sequence_parallel: bool) -> None:
+def share_adapters(dit: Network, plan: Sequence[Row], group: ProcessGroup, *, sequence_parallel: bool) -> None:
     """Does so for the adapters beside all linears that the ranks of `group` share by the plan."""
     for path, module in dit.named_modules():
         if adapters_of(module) and (role := role_of(f"{path}.weight", plan)).is_linear and group.size() > 1:

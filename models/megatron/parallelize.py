@@ -1,4 +1,4 @@
-"""A plain DiT becomes this rank's part of one: `parallelize` exchanges modules and marks parameters as the plan says.
+"""A plain network becomes a rank's part of one: `parallelize` exchanges modules and marks parameters as the plan says.
 
 What is exchanged, and why the rest of the network need not know:
 
@@ -28,7 +28,6 @@ from megadit.models.adapters import move_adapters
 from megadit.models.attention import SelfAttention, WidthNorm
 from megadit.models.axial import move
 from megadit.models.blocks import STDiTBlock
-from megadit.models.dit import DiT
 from megadit.models.experts import ExpertMLP
 from megadit.models.megatron.adapter_parallel import share_adapters
 from megadit.models.megatron.context_parallel import shared_attention
@@ -40,6 +39,7 @@ from megadit.models.megatron.plan import PLAN, Axes, Role, Row, local_shape, mar
 from megadit.models.megatron.recomputed_blocks import RecomputedBlocks
 from megadit.models.megatron.sequence_parallel import GatherTokens, ScatterTokens, sum_of_parts
 from megadit.models.megatron.te_linears import fp8_arithmetic, te_linear
+from megadit.models.networks import Network
 from megadit.models.ops.ledger import recomputed
 
 Recompute = Literal["none", "selective", "full"]
@@ -51,7 +51,7 @@ LINEARS: dict[str, Callable[[nn.Linear, Role, TransformerConfig], nn.Module]] = 
 
 
 def parallelize(
-    dit: DiT,
+    dit: Network,
     config: TransformerConfig,
     groups: Groups,
     *,
@@ -61,7 +61,7 @@ def parallelize(
     recompute: Recompute = "none",
     recompute_num_layers: int | None = None,
     cuda_graph_max_segments: int | None = None,
-) -> DiT:
+) -> Network:
     """Makes of `dit`, built on the meta device, what this rank computes of it, in place; values are yet to be set.
 
     Names of parameters stay as they are, so that any layout reads and writes the same checkpoints. The whole network is
@@ -97,7 +97,7 @@ def parallelize(
 
 
 def _hold_own_parts(
-    dit: DiT, plan: Sequence[Row], config: TransformerConfig, axes: Axes, impl: str, device: torch.device
+    dit: Network, plan: Sequence[Row], config: TransformerConfig, axes: Axes, impl: str, device: torch.device
 ) -> None:
     """Every parameter in the shape that this rank holds, on `device`; linears are those that the plan asks for."""
     roles = {name: role_of(name, plan) for name, _ in dit.named_parameters()}
@@ -114,7 +114,7 @@ def _hold_own_parts(
             setattr(module, name.rpartition(".")[2], nn.Parameter(torch.empty(shape, device=device)))
 
 
-def _share_tokens(dit: DiT, config: TransformerConfig, groups: Groups) -> None:
+def _share_tokens(dit: Network, config: TransformerConfig, groups: Groups) -> None:
     group = groups.context.group
     if config.sequence_parallel:
         group = parallel_state.get_tensor_and_context_parallel_group()
@@ -125,7 +125,7 @@ def _share_tokens(dit: DiT, config: TransformerConfig, groups: Groups) -> None:
             block.move = partial(move, group=group)
 
 
-def _share_attention(dit: DiT, groups: Groups, recompute: Recompute) -> None:
+def _share_attention(dit: Network, groups: Groups, recompute: Recompute) -> None:
     for norm in _all(dit, WidthNorm):
         norm.sum_over_ranks = partial(sum_of_parts, group=groups.tensor)
     for attention in _all(dit, SelfAttention):
@@ -135,7 +135,7 @@ def _share_attention(dit: DiT, groups: Groups, recompute: Recompute) -> None:
             attention.core = partial(recomputed, attention.core)
 
 
-def _share_experts(dit: DiT, config: TransformerConfig, groups: Groups) -> None:
+def _share_experts(dit: Network, config: TransformerConfig, groups: Groups) -> None:
     mlps = list(_all(dit, ExpertMLP))
     context = groups.context if groups.context.size > 1 else None
     cut = groups.tensor if config.sequence_parallel else None
@@ -148,5 +148,5 @@ def _share_experts(dit: DiT, config: TransformerConfig, groups: Groups) -> None:
             mlp.compute = dispatch
 
 
-def _all(dit: DiT, kind: type[nn.Module]) -> Iterator[nn.Module]:
+def _all(dit: Network, kind: type[nn.Module]) -> Iterator[nn.Module]:
     return (module for module in dit.modules() if isinstance(module, kind))

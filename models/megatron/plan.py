@@ -1,4 +1,4 @@
-"""The parallel plan: one table that says how ranks share each parameter of a DiT.
+"""The parallel plan: one table that says how ranks share each parameter of a network.
 
 The first row with a parameter's name gives its role, from which derive the linear that replaces a plain one
 (`parallelize.py`), the shape that a rank holds (`local_shape`) and what Megatron and checkpoints are told (`mark`).
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from megadit.models.dit import DiT, Part
+from megadit.models.networks import Network, Part
 
 Axes = Mapping[str, ProcessGroup]
 """`tensor`, `expert` or `expert_tensor` -> the ranks among which a parameter may be split."""
@@ -80,12 +80,12 @@ PLAN = (
     Row("blocks.*_attention.proj.[ba]*|blocks.*.fc2.[ba]*", PARTIAL),  # added to a rank's tokens after the sum
     Row("blocks.*.[qk]_layernorm.weight", SUM_OVER_HEADS),
     Row("blocks.*.modulation.*|blocks.*_layernorm.*|blocks.*.router.weight|shared_modulation.*", PARTIAL),
-    Row("x_embedder.*|text_embedder.*|image_embedder.*|null_text|positions.*", WHOLE),
+    Row("x_embedder.*|text_embedder.*|image_embedder.*|null_text|positions.*|head.*", WHOLE),
     Row("*_embedder.*|condition_layernorm.weight|final_layer.*", PARTIAL),
 )
 """The first row that has a parameter's name decides."""
 
-_OF_ONE_PART = ("x_embedder.", "blocks.", "final_layer.")
+_OF_ONE_PART = ("x_embedder.", "blocks.", "final_layer.", "head.")
 """Beginnings of the names of parameters that one part of a pipeline has; of the others every part has a copy."""
 
 
@@ -101,7 +101,7 @@ def role_of(name: str, plan: Sequence[Row] = PLAN) -> Role:
     raise LookupError(f"the parallel plan has no row for the parameter {name!r}: add one (models/megatron/plan.py)")
 
 
-def mark(dit: DiT, plan: Sequence[Row], *, sequence_parallel: bool) -> None:
+def mark(dit: Network, plan: Sequence[Row], *, sequence_parallel: bool) -> None:
     """Sets on each parameter the marks from which Megatron and our checkpoints tell how ranks share it."""
     for name, parameter in dit.named_parameters():
         role = role_of(name, plan)

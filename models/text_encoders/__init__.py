@@ -4,16 +4,20 @@ import os
 
 from megadit.models.bundle.components import CONFIG_FILE, part_folder, part_type
 from megadit.models.shared.files import read_json
-from megadit.models.text_encoders.base import TextEncoder, TextFeatures
+from megadit.models.text_encoders import clip, t5
+from megadit.models.text_encoders.base import NetworkTextEncoder, TextEncoder, TextFeatures
 from megadit.models.text_encoders.class_labels import ClassLabels
+from megadit.models.text_encoders.clip import CLIPTextEncoder
 from megadit.models.text_encoders.hashed_words import HashedWordEncoder
 from megadit.models.text_encoders.qwen_vl import QwenVLTextEncoder
-from megadit.models.text_encoders.t5 import NETWORKS, T5TextEncoder
+from megadit.models.text_encoders.t5 import T5TextEncoder
 
 __all__ = [
     "TEXT_ENCODERS",
+    "CLIPTextEncoder",
     "ClassLabels",
     "HashedWordEncoder",
+    "NetworkTextEncoder",
     "QwenVLTextEncoder",
     "T5TextEncoder",
     "TextEncoder",
@@ -23,20 +27,26 @@ __all__ = [
 
 TEXT_ENCODERS: dict[str, type[TextEncoder]] = {
     "class_labels": ClassLabels,
+    "clip": CLIPTextEncoder,
     "hashed_words": HashedWordEncoder,
     "qwen_vl": QwenVLTextEncoder,
     "t5": T5TextEncoder,
 }
+PUBLISHED: dict[str, type[T5TextEncoder] | type[CLIPTextEncoder]] = {
+    **dict.fromkeys(t5.NETWORKS, T5TextEncoder),
+    **dict.fromkeys(clip.NETWORKS, CLIPTextEncoder),
+}
+"""Type of a model of `transformers` -> what encodes texts with it."""
 
 
 def load_text_encoder(directory: str | os.PathLike) -> TextEncoder:
-    """The text encoder saved in `directory`, which may also be a published T5's, or that of the bundle there.
+    """The text encoder saved in `directory`, which may also be a published T5's or CLIP's, or that of the bundle there.
 
     Raises:
         UserError: if there is none, or if this version does not know its type.
     """
     folder = part_folder(directory, "text_encoder")
     config = read_json(folder / CONFIG_FILE)
-    if isinstance(config, dict) and "type" not in config and config.get("model_type") in NETWORKS:
-        return T5TextEncoder(model=str(folder))
+    if isinstance(config, dict) and "type" not in config and config.get("model_type") in PUBLISHED:
+        return PUBLISHED[config["model_type"]](model=str(folder))
     return TEXT_ENCODERS[part_type(folder, "text encoder", TEXT_ENCODERS)].load(folder)

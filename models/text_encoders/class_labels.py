@@ -33,6 +33,10 @@ class ClassLabels:
     def dim(self) -> int:
         return 2
 
+    @property
+    def pooled_dim(self) -> None:
+        return None
+
     def encode(self, texts: list[str]) -> TextFeatures:
         """One token each: see `class_digits`.
 
@@ -51,6 +55,7 @@ class ClassLabels:
                 return int(text)
             raise UserError(f"class {text} does not exist: there are 0 to {len(self.names) - 1}")
         synonyms = {name.strip().lower(): i for i, names in enumerate(self.names) for name in names.split(",")}
+        synonyms |= {names.strip().lower(): i for i, names in enumerate(self.names)}  # all names of a class at once
         if text not in synonyms:
             hint = did_you_mean(text, synonyms, f"give one of its names, or 0 to {len(self.names) - 1}")
             raise UserError(f"{text!r} is not a class of this network{hint}")

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -10,6 +11,9 @@ from torch import Tensor
 
 from megadit.models.shared.files import atomic_path
 
+TextTensors = Mapping[str, Tensor]
+"""Of one text: its `features`, and whatever else its encoder makes of it."""
+
 
 class FeatureFiles:
     """A directory that several processes may read and write at once."""
@@ -17,17 +21,31 @@ class FeatureFiles:
     def __init__(self, directory: str | os.PathLike, fingerprint: str) -> None:
         self._directory = Path(directory) / fingerprint
 
-    def read(self, text: str) -> Tensor | None:
-        """The features [L, E] of this text, or None where they are not kept; a damaged file counts as none."""
+    def read(self, text: str) -> TextTensors | None:
+        """What is kept of this text, or None where nothing is; a damaged file counts as none."""
         try:
-            return load_file(self._path(text))["features"]
-        except (FileNotFoundError, SafetensorError, KeyError):
+            tensors = load_file(self._path(text))
+            return tensors if "features" in tensors else None
+        except (FileNotFoundError, SafetensorError):
             return None
 
-    def write(self, text: str, feature_LE: Tensor) -> None:
+    def write(self, text: str, tensors: TextTensors) -> None:
         with atomic_path(self._path(text)) as path:
-            save_file({"features": feature_LE.contiguous()}, path)
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
     def _path(self, text: str) -> Path:
         name = hashlib.sha256(text.encode()).hexdigest()
         return self._directory / name[:2] / f"{name}.safetensors"
+
+
+def kept_or_computed(
+    texts: Iterable[str], compute: Callable[[Sequence[str]], Sequence[TextTensors]], files: FeatureFiles | None
+) -> dict[str, TextTensors]:
+    """What an encoder makes of each text, computed at once for those that `files` does not keep, and kept there."""
+    found = {text: files and files.read(text) for text in texts}
+    missing = [text for text, tensors in found.items() if tensors is None]
+    for text, tensors in zip(missing, compute(missing), strict=True):
+        found[text] = tensors
+        if files is not None:
+            files.write(text, tensors)
+    return found

@@ -46,6 +46,10 @@ class HashedWordEncoder:
         if self.max_length is not None and self.max_length < 1:
             raise UserError(f"max_length={self.max_length} must be at least 1, or None for no limit")
 
+    @property
+    def pooled_dim(self) -> None:
+        return None
+
     def encode(self, texts: list[str]) -> TextFeatures:
         """Features on the CPU; letter case, punctuation and spacing make no difference."""
         words = [split_words(text)[: self.max_length] for text in texts]

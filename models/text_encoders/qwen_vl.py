@@ -28,7 +28,7 @@ from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import read_json
 from megadit.models.text_encoders.base import TextFeatures
 from megadit.models.text_encoders.feature_files import FeatureFiles
-from megadit.models.text_encoders.t5 import DTYPES
+from megadit.models.text_encoders.published import DTYPES
 
 MODEL_TYPE = "qwen2_5_vl"
 SYSTEM = "You are a helpful assistant who will provide prompts to an image generator."
@@ -73,6 +73,10 @@ class QwenVLTextEncoder:
         return path / "text_encoder" if (path / "text_encoder").is_dir() else path
 
     @property
+    def directories(self) -> tuple[Path, ...]:
+        return (self.directory,)
+
+    @property
     def words_directory(self) -> Path:
         """Where the tokenizer's files are: with the network's, or beside them in `tokenizer` (a pipeline)."""
         path = hub.local_directory(self.model, "text encoder", _FILES)
@@ -84,6 +88,10 @@ class QwenVLTextEncoder:
             return len(self.projection["bias"])
         architecture = self._architecture()
         return architecture["num_hidden_layers"] * architecture["hidden_size"]
+
+    @property
+    def pooled_dim(self) -> None:
+        """It has no feature of a whole text."""
 
     def encode(self, texts: list[str]) -> TextFeatures:
         """Features on the CPU, float32."""

@@ -4,33 +4,31 @@ Shapes: B batch, L text tokens, E text feature width.
 """
 
 import dataclasses
-import hashlib
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
 import torch
-from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from megadit.models.bundle import components as parts
 from megadit.models.bundle import hub
-from megadit.models.bundle.pretrained import check_weights, require, transformers_library
-from megadit.models.bundle.tensor_source import load_pickled
+from megadit.models.bundle.pretrained import require, transformers_library
 from megadit.models.shared.errors import UserError, choose_one
-from megadit.models.shared.files import inner_path, read_json
-from megadit.models.text_encoders.base import TextFeatures
-from megadit.models.text_encoders.feature_files import FeatureFiles
+from megadit.models.shared.files import read_json
+from megadit.models.text_encoders.base import RunTokens, TextFeatures, TokenInput
+from megadit.models.text_encoders.feature_files import FeatureFiles, TextTensors, kept_or_computed
+from megadit.models.text_encoders.published import DTYPES, PublishedText
 
 TextPadding = Literal["none", "zeros"]
 Placement = Literal["auto", "cpu", "8bit", "offload"]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 NETWORKS = {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel", "umt5": "UMT5EncoderModel"}
 """Type of a model -> the class of `transformers` that is its encoder."""
-_FILES = "config.json, tokenizer.json and model.safetensors (or pytorch_model.bin)"
+_PUBLISHED = PublishedText("a T5 text encoder", vocabularies=("tokenizer.json", "spiece.model"))
 _ARCHITECTURE = ("model_type", "d_model", "d_kv", "d_ff", "num_layers", "num_heads", "vocab_size", "feed_forward_proj")
 
 
@@ -71,13 +69,13 @@ class T5TextEncoder:
     @property
     def directory(self) -> Path:
         """Where the network's files are: those of the model, or in its folder `text_encoder` (a pipeline)."""
-        path = hub.local_directory(self.model, "text encoder", _FILES)
+        path = hub.local_directory(self.model, "text encoder", _PUBLISHED.files)
         return path / "text_encoder" if (path / "text_encoder").is_dir() else path
 
     @property
     def words_directory(self) -> Path:
         """Where the tokenizer's files are: with the network's, or beside them in `tokenizer` (a pipeline)."""
-        path = hub.local_directory(self.model, "text encoder", _FILES)
+        path = hub.local_directory(self.model, "text encoder", _PUBLISHED.files)
         return path / "tokenizer" if (path / "text_encoder").is_dir() else path
 
     @property
@@ -88,22 +86,38 @@ class T5TextEncoder:
     def vocabulary_size(self) -> int:
         return self._architecture()["vocab_size"]
 
-    def with_network(self, network: Callable[..., Any]) -> "T5TextEncoder":
-        """The same encoder, whose tokens go through `network`, which is called like the class of `transformers`."""
-        return dataclasses.replace(self, _loaded={**self._loaded, "network": network})
+    @property
+    def pooled_dim(self) -> None:
+        return None
+
+    # -------------------------------------------------------------------------------------------------- export
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        return (self.directory,)
+
+    @property
+    def token_inputs(self) -> tuple[TokenInput, ...]:
+        """Tokens, and 1 where one is of the text."""
+        return TokenInput(self.vocabulary_size), TokenInput(2)
+
+    def graph(self) -> nn.Module:
+        """(tokens BL, mask BL) -> features BLE."""
+        return _Graph(dataclasses.replace(self.in_float32(), placement="cpu", _loaded={}).load_network())
+
+    def with_graph(self, run: RunTokens, device: torch.device) -> "T5TextEncoder":
+        return dataclasses.replace(self, _loaded={**self._loaded, "network": _Exported(run, self.dim, device)})
+
+    def in_float32(self) -> "T5TextEncoder":
+        return dataclasses.replace(self, dtype="float32")
 
     # ------------------------------------------------------------------------------------------------ features
 
     def encode(self, texts: list[str]) -> TextFeatures:
         """Features on the CPU, float32; an empty text has none."""
         files = None if self.feature_cache is None else FeatureFiles(self.feature_cache, self.fingerprint())
-        features = {text: files.read(text) if files and text else None for text in texts}
-        missing = [text for text, feature_LE in features.items() if feature_LE is None and text]
-        for text, feature_LE in zip(missing, self._compute(missing), strict=True):
-            features[text] = feature_LE
-            if files:
-                files.write(text, feature_LE)
-        return self._assemble([features[text] if text else None for text in texts])
+        found = kept_or_computed(filter(None, texts), self._compute, files)
+        return self._assemble([found[text]["features"] if text else None for text in texts])
 
     def _assemble(self, features: list[Tensor | None]) -> TextFeatures:
         lengths = [0 if feature is None else len(feature) for feature in features]
@@ -116,8 +130,8 @@ class T5TextEncoder:
         return TextFeatures(features_BLE, torch.tensor(lengths, dtype=torch.int64))
 
     @torch.no_grad()
-    def _compute(self, texts: list[str]) -> list[Tensor]:
-        """[L, E] of each text, true lengths."""
+    def _compute(self, texts: Sequence[str]) -> list[TextTensors]:
+        """`features` [L, E] of each text, true lengths."""
         if not texts:
             return []
         tokenizer, network = self._load_tokenizer(), self.load_network()
@@ -131,24 +145,15 @@ class T5TextEncoder:
         mask_BL = tokens.attention_mask.to(network.device)
         hidden_BLE = network(tokens.input_ids.to(network.device), attention_mask=mask_BL).last_hidden_state
         lengths = mask_BL.sum(1).tolist()
-        return [row_LE[:length].float().cpu() for row_LE, length in zip(hidden_BLE, lengths, strict=True)]
+        rows = zip(hidden_BLE, lengths, strict=True)
+        return [{"features": row_LE[:length].float().cpu()} for row_LE, length in rows]
 
     # ------------------------------------------------------------------------------------------------- loading
 
     def _load_tokenizer(self):
         if "tokenizer" not in self._loaded:
             self._architecture()
-            _vocabulary(self.words_directory)  # without one, transformers makes a tokenizer that knows no word
-            try:
-                library = transformers_library("a T5 text encoder")
-                self._loaded["tokenizer"] = library.AutoTokenizer.from_pretrained(
-                    self.words_directory, local_files_only=True
-                )
-            except (OSError, ValueError) as error:
-                reason = str(error).strip().partition("\n")[0]
-                raise UserError(
-                    f"{self.words_directory} has no readable tokenizer ({reason}); needs {_FILES}"
-                ) from error
+            self._loaded["tokenizer"] = _PUBLISHED.load_tokenizer(self.words_directory)
         return self._loaded["tokenizer"]
 
     def load_network(self) -> Any:
@@ -158,19 +163,11 @@ class T5TextEncoder:
             UserError: if its files are missing or damaged.
         """
         if "network" not in self._loaded:
-            library = transformers_library("a T5 text encoder")
-            network_class = getattr(library, NETWORKS[self._architecture()["model_type"]])
-            check_weights(self.directory)
-            try:
-                network = network_class.from_pretrained(
-                    self.directory, local_files_only=True, dtype=DTYPES[self.dtype], **self._placing()
-                )
-            except (OSError, ValueError, RuntimeError) as error:
-                reason = str(error).strip().partition("\n")[0]
-                raise UserError(f"{self.directory} cannot be loaded ({reason}); needs {_FILES}") from error
+            name = NETWORKS[self._architecture()["model_type"]]
+            network = _PUBLISHED.load_network(self.directory, name, dtype=DTYPES[self.dtype], **self._placing())
             if self.placement == "auto" and torch.cuda.is_available():
                 network = network.cuda()
-            self._loaded["network"] = network.eval()
+            self._loaded["network"] = network
         return self._loaded["network"]
 
     def _placing(self) -> dict[str, Any]:
@@ -210,10 +207,10 @@ class T5TextEncoder:
         As it was saved, where the encoder was loaded: its files may not be here.
         """
         if "fingerprint" not in self._loaded:
-            words = hashlib.sha256(_vocabulary(self.words_directory).read_bytes()).hexdigest()
+            words = _PUBLISHED.vocabulary_hash(self.words_directory)
             settings = {"max_length": self.max_length, "text_padding": self.text_padding, "words": words}
             architecture = {name: self._architecture().get(name) for name in _ARCHITECTURE}
-            norm = _read_tensor(self.directory, "encoder.final_layer_norm.weight").bfloat16()
+            norm = _PUBLISHED.read_tensor(self.directory, "encoder.final_layer_norm.weight").bfloat16()
             self._loaded["fingerprint"] = parts.fingerprint({**settings, **architecture}, {"norm": norm})
         return self._loaded["fingerprint"]
 
@@ -232,33 +229,23 @@ class T5TextEncoder:
         return self._loaded["architecture"]
 
 
-def _vocabulary(directory: Path) -> Path:
-    """The file that the words come from.
+class _Graph(nn.Module):
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
 
-    Raises:
-        UserError: if there is none.
-    """
-    for name in ("tokenizer.json", "spiece.model"):
-        if (directory / name).is_file():
-            return directory / name
-    raise UserError(f"{directory} has neither tokenizer.json nor spiece.model; needs {_FILES}")
+    def forward(self, tokens_BL: Tensor, mask_BL: Tensor) -> Tensor:
+        return self.network(tokens_BL, attention_mask=mask_BL).last_hidden_state
 
 
-def _read_tensor(directory: Path, name: str) -> Tensor:
-    """One tensor of a model in the form of `transformers`.
+@dataclass(frozen=True, slots=True)
+class _Exported:
+    """Called like the class of `transformers`."""
 
-    Raises:
-        UserError: if it is not there.
-    """
-    shards = directory / "model.safetensors.index.json"
-    try:
-        if shards.exists():
-            path = inner_path(directory, read_json(shards)["weight_map"][name], follow_links=True)
-        else:
-            path = directory / "model.safetensors"
-        if path.exists():
-            with safe_open(path, framework="pt") as file:
-                return file.get_tensor(name)
-        return load_pickled(directory / "pytorch_model.bin")[name]
-    except (OSError, KeyError, RuntimeError, TypeError) as error:
-        raise UserError(f"{directory} has no readable tensor {name}: {error}; needs {_FILES}") from error
+    run: RunTokens
+    dim: int
+    device: torch.device
+
+    def __call__(self, tokens_BL: Tensor, *, attention_mask: Tensor) -> SimpleNamespace:
+        features_BLE = self.run((tokens_BL, attention_mask), (*tokens_BL.shape, self.dim))
+        return SimpleNamespace(last_hidden_state=features_BLE)

@@ -19,7 +19,7 @@ from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.tokenizers.sizes import frames_covering, latent_size
 
 _TEMPORAL_FACTORS = (1, 2, 4, 8)
-_SPATIAL_FACTORS = (2, 4, 8, 16)
+_SPATIAL_FACTORS = (1, 2, 4, 8, 16)
 _PIXEL_SIGMA = 0.5
 """About the standard deviation of natural images in [-1, 1] (arXiv 2206.00364); an orthonormal transform keeps it."""
 
@@ -48,10 +48,10 @@ class HaarTokenizer:
 
     Causal: the first frame is repeated to fill its temporal patch, so that an image is a video of one frame; a video
     of 1 + k * temporal_compression frames has 1 + k latent frames. Without `pca` the transform is lossless and all
-    3 * temporal_compression * spatial_compression^2 coefficients are channels.
+    3 * temporal_compression * spatial_compression^2 coefficients are channels; with factors of 1, the pixels.
 
     Raises:
-        UserError: for compression factors other than 1, 2, 4, 8 in time and 2, 4, 8, 16 in space.
+        UserError: for compression factors other than 1, 2, 4, 8 in time and 1, 2, 4, 8, 16 in space.
     """
 
     temporal_compression: int = 4

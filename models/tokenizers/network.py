@@ -113,8 +113,18 @@ def read_diffusers(directory: Path, known: Collection[str]) -> tuple[str, dict[s
         raise UserError(f"{directory} holds a {class_name}, not one of {', '.join(known)}")
     for name in _FILES:
         if (directory / name).is_file():
-            return class_name, config, load_tensors(directory / name)
+            tensors = load_tensors(directory / name)
+            return class_name, config, {_present_name(key): tensor for key, tensor in tensors.items()}
     raise UserError(f"{directory} has neither {' nor '.join(_FILES)}")
+
+
+def _present_name(name: str) -> str:
+    """Of a tensor, also where a file was written before diffusers renamed linears of attention (Stable Diffusion 1)."""
+    owner, _, layer = name.rpartition(".attentions.")
+    place, _, linear = layer.partition(".")
+    before, _, kind = linear.rpartition(".")
+    renamed = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}.get(before)
+    return name if renamed is None else f"{owner}.attentions.{place}.{renamed}.{kind}"
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:

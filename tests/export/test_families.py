@@ -12,14 +12,14 @@ from megadit.export.build import ExportSettings, export_bundle, export_network
 from megadit.export.operators import check_operators
 from megadit.infer import generate
 from megadit.infer.pipeline import TextToVideo
-from megadit.infer.runtimes.exported import denoiser_inputs
+from megadit.infer.runtimes.exported import denoiser_inputs, with_exported_network
 from megadit.infer.runtimes.load import open_exported
-from megadit.infer.runtimes.onnx import OnnxNetwork
+from megadit.infer.runtimes.onnx import OnnxNetwork, open_session
 from megadit.infer.video_io import read_video
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.config import DiTConfig
 from megadit.models.expert_config import ExpertConfig
-from megadit.models.text_encoders import ClassLabels, HashedWordEncoder, T5TextEncoder
+from megadit.models.text_encoders import ClassLabels, CLIPTextEncoder, HashedWordEncoder, T5TextEncoder
 from megadit.models.tokenizers import Autoencoder, HaarTokenizer
 from megadit.models.tokenizers.cosmos_image import CosmosImageNetwork
 from megadit.models.tokenizers.kinds import KINDS
@@ -200,3 +200,29 @@ def test_a_cosmos_bundle_whole(make_tokenizer, write_t5, tmp_path):
     # of files, a video codec makes a little more of such a pixel
     assert told["onnx"].shape == told["torch"].shape
     assert np.abs(told["onnx"].astype(int) - told["torch"].astype(int)).mean() < 0.1
+
+
+def test_a_clip(write_clip, tmp_path):
+    """Its graph, run by ONNX Runtime in the encoder's place, gives features of all places and the pooled one."""
+    encoder = CLIPTextEncoder(model=str(write_clip(tmp_path / "clip", projection=20)))
+    config = DiTConfig(**SMALL | {"in_channels": 48}, hidden_size=48)
+    bundle = write_tiny_bundle(tmp_path / "b", config, None, encoder)
+    tokenizer = bundle.load_tokenizer()
+    profiles = contract.default_profiles(bundle, tokenizer, encoder)
+    spec = contract.specs(profiles, config, tokenizer, encoder)["text_encoder"]
+    path = tmp_path / "text_encoder.onnx"
+    assert export_network("text_encoder", bundle, tokenizer, spec, path, ExportSettings())["worst"] <= 1e-4
+    check_operators(path)
+    session, asked = open_session(path, torch.device("cpu")), []
+
+    def run(inputs, shape):
+        asked.append(shape)
+        (output,) = session.run(None, {"tokens": inputs["tokens"].numpy()})
+        return torch.from_numpy(output)
+
+    texts = ["a red seven", "", "the robot waves"]
+    found = with_exported_network(encoder, lambda: {"text_encoder": run}, torch.device("cpu")).encode(texts)
+    expected = encoder.encode(texts)
+    assert asked == [(2, 78, 20)] and found.length_B.tolist() == expected.length_B.tolist()
+    torch.testing.assert_close(found.features_BLE, expected.features_BLE, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.pooled_BP, expected.pooled_BP, rtol=1e-4, atol=1e-4)

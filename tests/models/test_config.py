@@ -53,6 +53,10 @@ BREACHES = (
     ({"image_size": 8}, "model.image_size is for model.family=wan, not for megadit"),
     ({"family": "wan", "image_positions": 8}, "model.image_positions needs model.image_size"),
     ({"position_embedding": "learned"}, "needs model.learned_positions, the largest grid"),
+    (
+        {"family": "vit", "num_classes": 5, "crossattn_emb_size": 2},
+        "model.family=vit needs model.position_embedding=learned and model.learned_positions, its grid",
+    ),
     ({"num_query_groups": 4}, "model.num_query_groups=4 does not divide model.num_attention_heads=6"),
     ({"hidden_size": 100, "num_attention_heads": 7}, "use 5 heads"),
     ({"hidden_size": 8, "num_attention_heads": 4}, "even head width of at least 6"),

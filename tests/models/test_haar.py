@@ -112,8 +112,16 @@ def test_frames_covering_is_the_smallest_valid_count():
 def test_unsupported_factors_are_refused():
     with pytest.raises(UserError, match="temporal_compression=3 .* 1, 2, 4, 8"):
         HaarTokenizer(temporal_compression=3)
-    with pytest.raises(UserError, match="spatial_compression=1 .* 2, 4, 8, 16"):
-        HaarTokenizer(spatial_compression=1)
+    with pytest.raises(UserError, match="spatial_compression=3 .* 1, 2, 4, 8, 16"):
+        HaarTokenizer(spatial_compression=3)
+
+
+def test_with_factors_of_one_latents_are_the_pixels():
+    tokenizer = HaarTokenizer(temporal_compression=1, spatial_compression=1)
+    video_BCTHW = torch.rand(2, 3, 4, 5, 7) * 2 - 1
+    assert tokenizer.latent_shape(4, 5, 7) == (3, 4, 5, 7)
+    assert torch.equal(tokenizer.encode(video_BCTHW), video_BCTHW)
+    assert torch.equal(tokenizer.decode(video_BCTHW), video_BCTHW)
 
 
 def test_fitted_latents_are_normalised(fitted):

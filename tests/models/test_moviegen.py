@@ -18,7 +18,7 @@ from megadit.models.convert.converted import to_ours, to_theirs
 from megadit.models.dense_layout import DenseLayout
 from megadit.models.dit import DiT
 from megadit.models.named_configs import NAMED_CONFIGS
-from megadit.models.weights import dit_shapes
+from megadit.models.weights import network_shapes
 
 BILLION = 1e9
 WIDTH, HEADS, GROUPS, HEAD, TEXT = 288, 16, 8, 18, 24
@@ -26,7 +26,7 @@ GRID = (2, 3, 4)
 
 
 def count(config, prefix=""):
-    return sum(torch.Size(shape).numel() for name, shape in dit_shapes(config).items() if name.startswith(prefix))
+    return sum(torch.Size(shape).numel() for name, shape in network_shapes(config).items() if name.startswith(prefix))
 
 
 def as_nemo(config):

@@ -7,10 +7,11 @@ import torch
 
 from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig, Preconditioner
+from megadit.models.ddpm import ddpm_sigmas
 from megadit.models.denoiser import EDMDenoiser
 from megadit.models.dit import DiT
 from megadit.models.initialize import initialize_
-from megadit.models.parameterization import EDM, VP, Flow, ddpm_sigmas, parameterization_of
+from megadit.models.parameterization import EDM, VP, Flow, VPVelocity, parameterization_of
 
 SIGMAS = torch.logspace(-3, 2, 11, dtype=torch.float64)
 
@@ -81,10 +82,20 @@ def test_every_preconditioner_of_the_config_has_its_parameterization():
 
 def test_a_target_is_what_its_name_says():
     x0, noise = torch.randn(2, len(SIGMAS), dtype=torch.float64)
-    for found in (EDM(0.5), VP()):
+    for found in (EDM(0.5), VP(), VPVelocity()):
         c_skip, c_out, _, _ = found.scalings(SIGMAS)
         target = (x0 - c_skip * (x0 + SIGMAS * noise)) / c_out
         assert torch.allclose(target, noise, rtol=1e-6) == (found.target_name == "noise")
+
+
+def test_a_velocity_is_that_of_ddpms_state():
+    x0, noise = torch.randn(2, len(SIGMAS), dtype=torch.float64)
+    a = 1 / (1 + SIGMAS**2).sqrt()
+    c_skip, c_out, c_in, c_noise = VPVelocity("stable_diffusion").scalings(SIGMAS)
+    torch.testing.assert_close((x0 - c_skip * (x0 + SIGMAS * noise)) / c_out, a * noise - SIGMAS * a * x0)
+    assert torch.equal(c_in, a) and torch.equal(c_noise, VP("stable_diffusion").scalings(SIGMAS).c_noise)
+    assert not torch.equal(c_noise, VP().scalings(SIGMAS).c_noise), "negative control: the steps are others"
+    torch.testing.assert_close(VPVelocity().loss_weight(SIGMAS), c_out**-2)
 
 
 def test_flow_in_sigma_is_flow_in_t():

@@ -38,6 +38,11 @@ STILL = ("optimizer.lr=1e-30", "ema.sigma_rels=[]", "validation.interval=1")
 GUIDED = (*VALIDATED, "validation.sampling.num_steps=3", "validation.sampling.guidance=500.0")
 TWO_PROMPTS = (*GUIDED, "validation.sampling.second_prompt=a blue two", "validation.sampling.second_guidance=500.0")
 CLASSES = ("model.family=dit", "model.num_classes=5", "model.crossattn_emb_size=2", "model.position_embedding=sincos")
+CLASSIFIER = (
+    *("model.family=vit", "model.num_classes=5", "model.crossattn_emb_size=2", "model.position_embedding=learned"),
+    *("model.learned_positions=[1,4,4]", "data.mock_latent_shapes=[[1,4,4]]", "data.text_dropout=0"),
+    "diffusion.learned_uncertainty=false",
+)
 SPIKES = ("train.train_iters=6", "health.on_spike=skip", "health.spike_window=2", "health.spike_factor=1e-9")
 HALF = ("train.precision=fp16", "optimizer.optimizer=adamw", "train.loss_scale=1024")
 EXPERTS = ("model.experts.num_experts=4", "optimizer.optimizer=adamw")
@@ -155,6 +160,7 @@ EFFECTS = {
     "train.adapter.targets": seen("names", "[blocks.*.fc1]", *ADAPTER),
     "train.adapter.dropout": told("0.5", *ADAPTER),
     "train.adapter.kind": seen("names", "dora", *ADAPTER),
+    "train.label_smoothing": told("0.5", *CLASSIFIER),
     "train.distill.teacher": ends("nowhere is not there", "nowhere", *STUDENT),
     "train.distill.objective": told("consistency", *STUDENT),
     "train.distill.guidance": told("3.0", *STUDENT),

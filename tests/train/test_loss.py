@@ -72,7 +72,7 @@ def test_a_pack_has_the_loss_of_its_samples(dit):
         error = (D - x0).square().mean() * num_tokens
         squared += error
         weighted += (sigma**2 + 0.7**2) / (sigma * 0.7) ** 2 * error
-    assert sums.squared_error == pytest.approx(squared.item(), rel=1e-5)
+    assert sums.error == pytest.approx(squared.item(), rel=1e-5)
     assert sums.weighted == pytest.approx(weighted.item(), rel=1e-5)
     assert sums.objective == sums.weighted
 

@@ -103,7 +103,7 @@ class Run:
         Raises:
             UserError: if a side is not a multiple of the patch.
         """
-        tokens = {shape: math.prod(self.model.token_grid(*shape)) for shape in self.data.mock_latent_shapes}
+        tokens = {shape: math.prod(self.model.sample_grid(*shape)) for shape in self.data.mock_latent_shapes}
         return max(tokens.items(), key=lambda item: item[1])
 
     @property
@@ -128,6 +128,13 @@ class Run:
         from megadit.models.tokenizers import load_tokenizer
 
         return load_tokenizer(self.validation.tokenizer_folder).fingerprint() == self.dataset.tokenizer_fingerprint
+
+    @property
+    def num_labels(self) -> int:
+        """Classes that the data set knows; 0 where its texts are no labels."""
+        from megadit.models.text_encoders import load_text_encoder
+
+        return len(getattr(load_text_encoder(self.dataset.text_encoder_folder), "names", ()))
 
     # -------------------------------------------------------------------------------------------- machine
 

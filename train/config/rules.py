@@ -25,6 +25,7 @@ from megadit.train.config.rule_forms import (
     fp8_multiple,
     long_mock_in_words,
     multiple_of,
+    of_classifier,
     of_fp8,
     of_fp16,
     of_graphs,
@@ -127,6 +128,32 @@ RULES: tuple[Rule[Run], ...] = (
     Rule(
         needs=lambda run: min(run.data.given_dropout) >= 0 and sum(run.data.given_dropout) < 1,
         remedy="{data.given_dropout=} must be three shares from 0 that leave some: what is given, the text, both",
+    ),
+    # a classifier
+    Rule(
+        when=lambda run: not run.model.structure.classifies,
+        needs=lambda run: run.train.label_smoothing == 0,
+        remedy="{train.label_smoothing=} is of classifiers, such as model.family=vit; leave it out",
+    ),
+    of_classifier(
+        lambda run: run.model.num_classes is not None, "{model.family=} learns classes: give model.num_classes"
+    ),
+    of_classifier(
+        lambda run: run.data.text_dropout == 0,
+        "{data.text_dropout=} takes the labels of samples, which a classifier learns; use data.text_dropout=0",
+    ),
+    of_classifier(
+        lambda run: run.sizes.context == 1,
+        "{parallel.context_parallel_size=} would leave a sample's class token to one rank; use tensor, sequence or "
+        "pipeline parallelism, or fsdp",
+    ),
+    of_classifier(
+        lambda run: not (run.is_student or run.has_adapter or run.diffusion.learned_uncertainty),
+        "train.distill, train.adapter and diffusion.learned_uncertainty are of networks that denoise; leave them out",
+    ),
+    of_classifier(
+        lambda run: run.validation.evaluate_interval == 0,
+        "{validation.evaluate_interval=} evaluates videos, of which a classifier makes none; leave it out",
     ),
     # adapter
     accepted_by(check_targets, where="train.adapter.targets: ", when=attrgetter("has_adapter")),
@@ -287,6 +314,7 @@ RULES: tuple[Rule[Run], ...] = (
     of_graphs(lambda run: not run.is_student, "train.distill: leave that out"),
     of_graphs(lambda run: not run.has_experts, "experts, whose tokens are others each time"),
     of_graphs(lambda run: run.model.structure.block != "st_dit", "attention along one axis (st_dit)"),
+    of_graphs(lambda run: not run.model.structure.classifies, "a classifier, whose blocks were never recorded"),
     of_graphs(lambda run: run.train.precision == "bf16", "{train.precision=}: train.precision=bf16"),
     of_graphs(
         lambda run: run.model.dim_per_head % 8 == 0 and run.model.dim_per_head <= 256,
@@ -431,6 +459,11 @@ RULES: tuple[Rule[Run], ...] = (
         remedy="data.path is not set; give data.path=FOLDER (see `megadit prepare`), or --mock",
     ),
     *(fits_dataset(setting, fact) for setting, fact in OF_DATASET.items()),
+    Rule(
+        when=lambda run: run.model.structure.classifies and run.dataset is not None,
+        needs=lambda run: run.num_labels == run.model.num_classes,
+        remedy="{dataset.root} has {num_labels} classes (0: texts), not the {model.num_classes} of model.num_classes",
+    ),
     Rule(
         when=lambda run: run.dataset is not None and run.dataset.store is not None,
         needs=lambda run: run.data.encode == run.encoding,

@@ -122,6 +122,9 @@ class TrainConfig:
     """CPU threads of one rank; None divides the machine's cores among its ranks."""
     adapter: AdapterConfig | None = None
     """What is trained in place of the network, whose weights stay those of `checkpoint.init_from`; None: all of it."""
+    label_smoothing: float = setting(0.0, low=0, below=1)
+    """Of a classifier: the share of a sample's certainty that goes to all classes alike (arXiv 1512.00567, section
+    7)."""
     distill: DistillConfig | None = None
     """The teacher whose student the network is; None: it learns from the samples alone."""
 

@@ -13,7 +13,7 @@ from einops import rearrange
 from torch import Tensor
 
 from megadit.models.config import DiTConfig
-from megadit.models.embeddings import patchify
+from megadit.models.embeddings import token_sequence
 from megadit.models.layout import PackLayout
 from megadit.models.noise import Stream, sample_key, seed_key, uniform
 from megadit.models.segments import Segment, TokenMesh
@@ -177,7 +177,7 @@ class PackFormat:
         text_length = len(drawn.text_LE) if keeps_text else 0
         if drawn.part is not None:
             return drawn.part.segment(self.model, text_length)
-        return Segment(self.model.token_grid(*sample.latent_CTHW.shape[1:]), text_length)
+        return Segment(self.model.sample_grid(*sample.latent_CTHW.shape[1:]), text_length)
 
     def _keeps_text(self, samples: Sequence[TrainingSample], keys: list[int]) -> list[bool]:
         key_R = torch.tensor(keys, dtype=torch.long)
@@ -191,7 +191,7 @@ class PackFormat:
         tokens_S1P = torch.zeros(self.seq_length, 1, self.model.patch_dim)
         start = 0
         for _, group in groupby(latents, key=lambda latent: latent.shape):
-            x_SBP = patchify(torch.stack(list(group)), self.model)
+            x_SBP = token_sequence(torch.stack(list(group)), self.model)
             x_RP = rearrange(x_SBP, "S B P -> (B S) P")
             tokens_S1P[start : start + len(x_RP), 0] = x_RP
             start += len(x_RP)

@@ -232,6 +232,15 @@ def draw_images(attributes: Sequence[Attributes], split: Split, generator: torch
     return render_clips(ink_BIJ, attributes, middle_B2 + travelled * way, 1)
 
 
+def draw_glyphs(split: Split, index_B: Tensor, middle_B2: Tensor) -> tuple[Tensor, list[str]]:
+    """Images BCTHW of these glyphs of a split, in white and `middle_B2` pixels (height, width) off the middle; and what
+    each shows."""
+    glyphs = load_glyphs(split)
+    attributes = [Attributes(digit=digit, colour="white") for digit in glyphs.digit_B[index_B].tolist()]
+    images_BCTHW = render_clips(glyphs.ink_BIJ[index_B], attributes, middle_B2, 1)
+    return images_BCTHW, [DIGITS[each.digit] for each in attributes]
+
+
 def random_attributes(count: int, *, images: bool, generator: torch.Generator) -> list[Attributes]:
     """Attributes of training samples: uniform over digits and colours, and over what training sees of motion."""
     colours, combinations = list(COLOURS), seen_combinations()

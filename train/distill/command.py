@@ -24,7 +24,7 @@ from megadit.infer.resolve import resolve_settings
 from megadit.infer.runtimes.torch import find_device
 from megadit.infer.schedules import karras_sigmas, log_linear_sigmas, settings_sigmas
 from megadit.infer.tune_sampler import write_defaults
-from megadit.models.bundle.bundle import Bundle, check_single
+from megadit.models.bundle.bundle import Bundle, check_single, check_transformer
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.command import run_command, run_module
 from megadit.models.shared.errors import UserError, choose_one
@@ -36,6 +36,7 @@ from megadit.train.config.schema import RunConfig
 from megadit.train.data.dataset_info import iter_captions
 from megadit.train.distill.check import Bounds, compare
 from megadit.train.distill.pairs import make_pairs
+from megadit.train.given_network import UNTRAINED
 
 MIDDLE_SIGMA, LOWEST_SIGMA = 6.0, 0.7
 """Of data with unit deviation: the second of a student's noise levels (of what lies above little can be seen), and the
@@ -183,6 +184,7 @@ def _run(argv: list[str]) -> None:
     refuse(options.sigmas and len(options.sigmas) != options.calls, "--sigmas are as many as --calls")
     teacher = open_bundle(options.teacher)
     check_single(teacher)
+    check_transformer(teacher, UNTRAINED)
     sigmas = tuple(options.sigmas) or student_sigmas(teacher, options.calls)
     recipe = options.recipe or (teacher.manifest.get("training") or {}).get("recipe")
     refuse(not recipe, f"{options.teacher} does not say which recipe made it: give --recipe NAME")

@@ -17,10 +17,10 @@ import torch
 from megadit.models.adapter_config import AdapterConfig
 from megadit.models.adapters import adapter_key, attach
 from megadit.models.config import DiTConfig
-from megadit.models.dit import DiT
 from megadit.models.flops import attention_flops, training_flops
 from megadit.models.layout import PackLayout
 from megadit.models.megatron.plan import role_of
+from megadit.models.networks import build_network
 from megadit.models.segments import Segment
 from megadit.train.config.schema import RunConfig
 from megadit.train.plan.layout import Layout
@@ -67,7 +67,7 @@ def count_parameters(model: DiTConfig, adapter: AdapterConfig | None = None) -> 
     Counted on the meta device: the network is built in full and takes no memory.
     """
     with torch.device("meta"):
-        dit = DiT(model)
+        dit = build_network(model)
     if adapter is not None:
         attach(dit, adapter)
     counts = {"split": 0, "whole": 0, "outside": 0, "experts": 0}
@@ -96,7 +96,7 @@ def typical_pack(config: RunConfig) -> PackLayout:
     """One pack filled with the sizes of `data.mock_latent_shapes` in turn, as far as they fit."""
     grids, left = [], config.data.seq_length
     for shape in itertools.cycle(config.data.mock_latent_shapes):
-        grid = config.model.token_grid(*shape)
+        grid = config.model.sample_grid(*shape)
         if prod(grid) > left or len(grids) == config.data.text_seq_length:
             break
         grids.append(grid)

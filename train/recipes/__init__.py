@@ -15,6 +15,7 @@ from megadit.train.recipes import (
     performance,
     pretrain,
     st_dit,
+    vit,
     wan,
 )  # they register themselves
 from megadit.train.recipes.registry import RECIPES
@@ -29,6 +30,7 @@ __all__ = [
     "performance",
     "pretrain",
     "st_dit",
+    "vit",
     "wan",
 ]
 

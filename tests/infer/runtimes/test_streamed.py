@@ -12,7 +12,7 @@ from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.shared.errors import UserError
-from megadit.models.weights import load_dit, save_dit
+from megadit.models.weights import load_network, save_network
 
 NUM_LAYERS = 6
 CONFIG = DiTConfig(
@@ -28,7 +28,7 @@ def directory(tmp_path_factory):
     for parameter in dit.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     path = tmp_path_factory.mktemp("network") / "transformer"
-    save_dit(path, CONFIG, dit.state_dict())
+    save_network(path, CONFIG, dit.state_dict())
     return path
 
 
@@ -52,7 +52,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.mark.parametrize("resident", range(1, NUM_LAYERS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_same_to_the_last_bit(directory, resident, dtype, device):
-    whole = ask(load_dit(directory, dtype=dtype), device, dtype)
+    whole = ask(load_network(directory, dtype=dtype), device, dtype)
     parts = ask(streamed(directory, resident, device, dtype), device, dtype)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(parts, whole, strict=True))
 
@@ -96,7 +96,7 @@ def test_weights_that_left_are_gone(directory):
 
 
 def test_a_pass_that_was_broken_off_changes_nothing(directory):
-    whole, dit = ask(load_dit(directory)), streamed(directory, 2)
+    whole, dit = ask(load_network(directory)), streamed(directory, 2)
 
     def stop(*_):
         raise RuntimeError("broken off")

@@ -15,7 +15,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
-from megadit.models.weights import dit_shapes, load_dit, save_dit
+from megadit.models.weights import load_network, network_shapes, save_network
 
 TOKENIZER = HaarTokenizer(temporal_compression=2, spatial_compression=2)
 TEXT_ENCODER = HashedWordEncoder(dim=16)
@@ -36,7 +36,7 @@ TRAINING = {"recipe": "digits", "step": 300, "ema": 0.05, "consumed_samples": 96
 def state_dict():
     """Every tensor random, those that start at zero included."""
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(shape, generator=generator) for name, shape in dit_shapes(CONFIG).items()}
+    return {name: torch.randn(shape, generator=generator) for name, shape in network_shapes(CONFIG).items()}
 
 
 @pytest.fixture
@@ -59,8 +59,8 @@ def predict(dit):
 
 
 def test_saving_and_loading_gives_the_same_network(tmp_path, state_dict):
-    save_dit(tmp_path, CONFIG, state_dict)
-    loaded = load_dit(tmp_path)
+    save_network(tmp_path, CONFIG, state_dict)
+    loaded = load_network(tmp_path)
     assert loaded.config == CONFIG and not loaded.training
     assert all(torch.equal(tensor, state_dict[name]) for name, tensor in loaded.state_dict().items())
     built = DiT(CONFIG)
@@ -69,21 +69,23 @@ def test_saving_and_loading_gives_the_same_network(tmp_path, state_dict):
 
 
 def test_precision_is_chosen_when_saving_or_loading(tmp_path, state_dict):
-    save_dit(tmp_path, CONFIG, state_dict, dtype=torch.bfloat16)
-    assert load_dit(tmp_path).dtype == torch.bfloat16
-    assert {tensor.dtype for tensor in load_dit(tmp_path, dtype=torch.float32).state_dict().values()} == {torch.float32}
+    save_network(tmp_path, CONFIG, state_dict, dtype=torch.bfloat16)
+    assert load_network(tmp_path).dtype == torch.bfloat16
+    assert {tensor.dtype for tensor in load_network(tmp_path, dtype=torch.float32).state_dict().values()} == {
+        torch.float32
+    }
 
 
 def test_views_of_one_buffer_can_be_saved(tmp_path, state_dict):
     """As Megatron keeps parameters: slices of one flat tensor."""
     flat = torch.cat([tensor.flatten() for tensor in state_dict.values()])
     slices = flat.split([tensor.numel() for tensor in state_dict.values()])
-    save_dit(tmp_path, CONFIG, {n: part.view_as(state_dict[n]) for n, part in zip(state_dict, slices, strict=True)})
-    assert all(torch.equal(tensor, state_dict[name]) for name, tensor in load_dit(tmp_path).state_dict().items())
+    save_network(tmp_path, CONFIG, {n: part.view_as(state_dict[n]) for n, part in zip(state_dict, slices, strict=True)})
+    assert all(torch.equal(tensor, state_dict[name]) for name, tensor in load_network(tmp_path).state_dict().items())
 
 
 def test_tensors_that_do_not_fit_are_listed(tmp_path, state_dict):
-    save_dit(tmp_path, CONFIG, state_dict)
+    save_network(tmp_path, CONFIG, state_dict)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["null_text"]
     tensors["surplus"] = torch.zeros(1)
@@ -91,7 +93,7 @@ def test_tensors_that_do_not_fit_are_listed(tmp_path, state_dict):
     tensors[name] = tensors[name][:, :-1].contiguous()
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UserError) as error:
-        load_dit(tmp_path)
+        load_network(tmp_path)
     told = str(error.value)
     assert "missing: null_text" in told and "unexpected: surplus" in told and "misshapen: x_embedder.weight [" in told
 
@@ -99,17 +101,17 @@ def test_tensors_that_do_not_fit_are_listed(tmp_path, state_dict):
 def test_wrong_tensors_are_refused_before_anything_is_written(tmp_path, state_dict):
     config = dataclasses.replace(CONFIG, num_layers=3)
     with pytest.raises(UserError, match=r"missing: blocks.*and \d+ more"):
-        save_dit(tmp_path / "out", config, state_dict)
+        save_network(tmp_path / "out", config, state_dict)
     assert not (tmp_path / "out").exists()
 
 
 def test_loading_tells_what_is_missing(tmp_path, state_dict):
     with pytest.raises(UserError, match="config.json does not exist"):
-        load_dit(tmp_path)
-    save_dit(tmp_path, CONFIG, state_dict)
+        load_network(tmp_path)
+    save_network(tmp_path, CONFIG, state_dict)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(UserError, match="model.safetensors does not exist"):
-        load_dit(tmp_path)
+        load_network(tmp_path)
 
 
 def test_bundle_gives_back_its_parts(bundle_path, state_dict):

@@ -12,7 +12,7 @@ import pytest
 from megadit.models.convert import wan
 from megadit.models.convert.converted import their_shapes
 from megadit.models.named_configs import NAMED_CONFIGS
-from megadit.models.weights import dit_shapes
+from megadit.models.weights import network_shapes
 from tests.models.convert.test_wan import small_autoencoder
 
 pytest.importorskip("diffusers", reason="diffusers is not installed")
@@ -22,7 +22,7 @@ TENSORS_OF_SHARD = 200
 
 def write_sparse(directory, config):
     """diffusers' transformer of a configuration in bfloat16 shards without data: holes, which read as zeros."""
-    ours = dit_shapes(config)
+    ours = network_shapes(config)
     shapes = [item for entry in wan.diffusers_entries(config) for item in their_shapes(entry, ours[entry.name]).items()]
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(wan.config_to_diffusers(config)))

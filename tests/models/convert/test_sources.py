@@ -222,7 +222,7 @@ from megadit.models import weights
 from megadit.models.convert.published import open_published
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 published = open_published(Path(sys.argv[1]))
-weights.save_dit(sys.argv[2], published.config, published.tensors)
+weights.save_network(sys.argv[2], published.config, published.tensors)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10)
 """
 

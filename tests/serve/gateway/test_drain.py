@@ -12,7 +12,7 @@ from PIL import Image
 
 from megadit.models.bundle.bundle import Bundle, write_bundle
 from megadit.models.shared import verbs
-from megadit.models.weights import load_dit
+from megadit.models.weights import load_network
 from megadit.serve.build_repository import build_repository
 from megadit.serve.local_server import Ports
 from megadit.serve.model_config import Scheduling
@@ -29,7 +29,7 @@ def build(bundle, repository) -> None:
 def retrained_dir(bundle_dir, tmp_path):
     """The bundle with other weights."""
     bundle = Bundle.open(bundle_dir)
-    state = load_dit(bundle.path / "transformer", device="cpu", dtype=torch.float32).state_dict()
+    state = load_network(bundle.path / "transformer", device="cpu", dtype=torch.float32).state_dict()
     tokenizer, text_encoder = bundle.load_tokenizer(), bundle.load_text_encoder()
     state = {name: 1.5 * value for name, value in state.items()}
     parts = {"config": bundle.config, "tokenizer": tokenizer, "text_encoder": text_encoder}

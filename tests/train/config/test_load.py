@@ -187,6 +187,10 @@ NEEDS = {
     **{f"validation.sampling.{name}": ["validation.sampling.sampler=euler"] for name in ("eta", "churn")},
     **{f"train.distill.{name}": STUDENT for name in STUDENT_SETTINGS},
     "train.precision": ["optimizer.optimizer=adamw"],
+    "train.label_smoothing": [
+        *("model.family=vit", "model.num_classes=5", "model.crossattn_emb_size=2", "data.text_dropout=0"),
+        *("model.position_embedding=learned", "model.learned_positions=[1,4,4]", "diffusion.learned_uncertainty=false"),
+    ],
     "train.fp8": ["train.precision=bf16", "parallel.transformer_impl=transformer_engine", "model.hidden_size=128"],
     "data.given": ["model.given_sigma=0.02"],
     "model.given_form": ["model.given_sigma=0.02"],

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megadit.models import tokenizers
+from megadit.models import text_encoders, tokenizers
 from megadit.models.adapter_config import AdapterConfig
 from megadit.models.expert_config import ExpertConfig
 from megadit.models.shared.errors import UserError
@@ -64,6 +64,12 @@ def of_graphs(says: str, *, parallel=None, **of: dict[str, Any]) -> Breach:
     return breach(says, parallel={"cuda_graph_max_segments": 8, **(parallel or {})}, **of)
 
 
+def of_classifier(says: str, seen=None, *, model=None, data=None, **of: dict[str, Any]) -> Breach:
+    positions = {"position_embedding": "learned", "learned_positions": (1, 4, 4), "crossattn_emb_size": 2}
+    model = {"family": "vit", "num_classes": 5, **positions, **(model or {})}
+    return breach(says, seen, model=model, data={"text_dropout": 0.0, **(data or {})}, **of)
+
+
 def on_start(says: str, **of: dict[str, Any]) -> Breach:
     of = {"train": {"output_dir": "runs/x"}, **of}
     return breach(says, {"starts_here": True}, **of)
@@ -106,6 +112,15 @@ BREACHES = (
         model={"given_form": "channels", "given_sigma": 0.02},
     ),
     breach("data.given_dropout=[0.5, 0.3, 0.2] must be three shares", data={"given_dropout": (0.5, 0.3, 0.2)}),
+    breach("train.label_smoothing=0.1 is of classifiers", train={"label_smoothing": 0.1}),
+    of_classifier("model.family=vit learns classes: give model.num_classes", model={"num_classes": None}),
+    of_classifier("data.text_dropout=0.1 takes the labels of samples", data={"text_dropout": 0.1}),
+    of_classifier("parallel.context_parallel_size=2 would leave", parallel={"context_parallel_size": 2}),
+    of_classifier("are of networks that denoise; leave them out", diffusion={"learned_uncertainty": True}),
+    of_classifier(
+        "validation.evaluate_interval=5 evaluates videos, of which a classifier makes none",
+        validation={"evaluate_interval": 5},
+    ),
     breach(
         "train.adapter.targets: no linear of the network is named 'mlp'",
         train={"adapter": AdapterConfig(rank=2, targets=("mlp",))},
@@ -236,6 +251,14 @@ BREACHES = (
     of_graphs("train.distill: leave that out", train=STUDENT),
     of_graphs("experts, whose tokens are others each time", model=EXPERTS),
     of_graphs("attention along one axis", model=ST_DIT),
+    of_graphs(
+        "a classifier, whose blocks were never recorded",
+        model={
+            **{"family": "vit", "num_classes": 5, "crossattn_emb_size": 2},
+            **{"position_embedding": "learned", "learned_positions": (1, 4, 4)},
+        },
+        data={"text_dropout": 0.0},
+    ),
     of_graphs("train.precision=fp32: train.precision=bf16", train={"precision": "fp32"}),
     of_graphs("heads that the kernel for packs does not take", model={"head_dim": 12}),
     # Muon
@@ -295,6 +318,10 @@ BREACHES = (
     of_dataset("model.in_channels=16 does not fit here, whose value is 8; set it to that", latent_channels=8),
     of_dataset("model.crossattn_emb_size=1024 does not fit here, whose value is 512", text_width=512),
     of_dataset("model.sigma_data=0.5 does not fit here, whose value is 0.7", sigma_data=0.7),
+    of_classifier(
+        "here has 3 classes (0: texts), not the 5 of model.num_classes",
+        {"dataset": SimpleNamespace(**{**vars(DATASET), "text_width": 2, "text_encoder_folder": "here"})},
+    ),
     of_dataset("data.encode=precached does not fit here, which holds pixels; set it to on_the_fly", store="raw"),
     breach(
         "data.given=['last_frame:0.2'] needs frames encoded as images, which here has none of: prepare it with",
@@ -318,6 +345,8 @@ def found(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     other = SimpleNamespace(fingerprint=lambda: "another")
     monkeypatch.setattr(tokenizers, "load_tokenizer", lambda folder: other)
+    three_classes = SimpleNamespace(names=("one", "two", "three"))
+    monkeypatch.setattr(text_encoders, "load_text_encoder", lambda folder: three_classes)
 
     def message(case: Breach, of=RULES) -> str | None:
         monkeypatch.setattr(rules, "RULES", ())

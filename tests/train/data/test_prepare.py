@@ -8,6 +8,7 @@ import safetensors.torch
 import torch
 
 from megadit.models.shared.errors import UserError
+from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.data import prepare
 from megadit.train.data.dataset_info import DatasetInfo
@@ -42,6 +43,26 @@ def test_counts(prepared):
     frames = [description["num_frames"] for _, description, _ in read_samples(prepared, "train")]
     assert sorted(frames) == [1] * 120 + [digits.NUM_FRAMES] * 60
     assert info.sigma_data == 1 and info.latent_channels == prepare.LATENT_CHANNELS
+
+
+def test_labelled_digits(tmp_path, capsys):
+    out, again = tmp_path / "out", ["--num_images", "40", "--overwrite"]
+    assert prepare.main(["digit_classes", str(out), *again]) == 0
+    info, labels = DatasetInfo.read(out), load_text_encoder(out / "text_encoder")
+    assert info.num_samples == {"train": 40, "val": 355} and labels.names == digits.DIGITS
+    first = read_samples(out, "train")
+    for _, description, tensors in first:
+        (digits_E,) = tensors["text"]
+        assert tensors["latent"].shape == (3, 1, digits.FRAME_SIZE, digits.FRAME_SIZE)
+        assert labels.names[int(digits_E[1])] == description["caption"]
+    held_out = [description["caption"] for _, description, _ in read_samples(out, "val")]
+    counts = digits.load_glyphs("heldout").digit_B.bincount().tolist()
+    assert [held_out.count(name) for name in digits.DIGITS] == counts
+    assert prepare.main(["digit_classes", str(out), *again, "--seed", "1"]) == 0
+    other = read_samples(out, "train")
+    assert any(not torch.equal(x["latent"], y["latent"]) for (_, _, x), (_, _, y) in zip(first, other, strict=True))
+    assert prepare.main(["digit_classes", str(out)]) == 0 and "already prepared" in capsys.readouterr().out
+    assert prepare.main(["digit_classes", str(tmp_path / "none"), "--num_images", "0"]) == 2
 
 
 def test_decoded_clips_show_their_captions(prepared):

@@ -93,9 +93,9 @@ def test_one_step_of_the_student_is_several_of_the_teacher(steps):
         return x0_S1P
 
     sums = loss("progressive", student, TEACHER, sigmas=sigmas, teacher_steps=steps)
-    assert sums.squared_error < 1e-8
+    assert sums.error < 1e-8
     if steps > 1:
-        assert loss("progressive", TEACHER, TEACHER, sigmas=sigmas, teacher_steps=steps).squared_error > 1e-4
+        assert loss("progressive", TEACHER, TEACHER, sigmas=sigmas, teacher_steps=steps).error > 1e-4
 
 
 def test_the_end_of_the_ode_is_consistent():
@@ -107,7 +107,7 @@ def test_the_end_of_the_ode_is_consistent():
         return MEAN + (x_S1P - MEAN) * DEVIATION / (DEVIATION**2 + sigma**2).sqrt()
 
     fine = tuple(torch.logspace(1, -2, 200).tolist())
-    of_end, of_others = (loss("consistency", each, TEACHER, sigmas=fine).squared_error for each in (end, TEACHER))
+    of_end, of_others = (loss("consistency", each, TEACHER, sigmas=fine).error for each in (end, TEACHER))
     assert of_end < 1e-2 * of_others
 
 
@@ -119,7 +119,7 @@ def test_a_pair_begins_with_the_noise_of_its_seed_and_ends_with_its_video():
         return batch.tokens_S1P
 
     assert loss("regression", student, None, batch=batch, sigmas=(first, 2.0)).objective == 0
-    assert loss("regression", lambda *_: batch.tokens_S1P + 1, None, batch=batch, sigmas=(first,)).squared_error == 12
+    assert loss("regression", lambda *_: batch.tokens_S1P + 1, None, batch=batch, sigmas=(first,)).error == 12
     loss("regression", student, None, batch=batch, sigmas=(first,))
     x_S1P, sigma_S11 = seen[-1]
     assert (sigma_S11 == first).all()
@@ -184,7 +184,7 @@ def test_what_is_given_stays_and_bears_no_loss():
         moved = loss(
             objective, lambda b, x, s: torch.full_like(x, 100.0), TEACHER, TEACHER, batch=other, calls=2, **settings
         )
-        torch.testing.assert_close(moved.squared_error, sums.squared_error, msg=objective)
+        torch.testing.assert_close(moved.error, sums.error, msg=objective)
 
 
 def test_what_is_given_with_noise_has_it_in_every_objective():

@@ -27,13 +27,13 @@ from megadit.models.adapter_config import AdapterConfig  # noqa: E402
 from megadit.models.attention import WidthNorm  # noqa: E402
 from megadit.models.conditioning import Conditioning, Given  # noqa: E402
 from megadit.models.config import DiTConfig  # noqa: E402
-from megadit.models.dit import DiT  # noqa: E402
 from megadit.models.expert_config import ExpertConfig  # noqa: E402
 from megadit.models.given_forms import GIVEN_FORMS  # noqa: E402
 from megadit.models.low_rank import LowRank, _identity  # noqa: E402
 from megadit.models.megatron import context_parallel, expert_parallel  # noqa: E402
 from megadit.models.megatron import groups as process_groups  # noqa: E402
 from megadit.models.megatron.shards import is_expert, splits  # noqa: E402
+from megadit.models.networks import build_network  # noqa: E402
 from megadit.models.noise import latent_noise, seed_key  # noqa: E402
 from megadit.models.ops import linear  # noqa: E402
 from megadit.train import balance, loss  # noqa: E402
@@ -71,14 +71,17 @@ def run_config(out, case):
     if "given" in case:
         data |= {"given": tuple(case["given"]), "seq_length": 128, "text_seq_length": 96}
         model["given_sigma"] = 0.02
+    data |= case.get("data", {})
+    data["mock_latent_shapes"] = tuple(map(tuple, data["mock_latent_shapes"]))
+    is_of_noise = "distill" not in case and model.get("family") != "vit"
     settings = {"optimizer": "adamw", "lr": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5}
     return replace(
         run,
         model=replace(run.model, **{"num_layers": 2, "num_attention_heads": 12, "head_dim": 8} | model),
-        data=replace(run.data, **data | case.get("data", {})),
+        data=replace(run.data, **data),
         train=replace(run.train, **train | case.get("train", {})),
         optimizer=replace(run.optimizer, **settings | case.get("optimizer", {})),
-        diffusion=replace(run.diffusion, learned_uncertainty="distill" not in case),
+        diffusion=replace(run.diffusion, learned_uncertainty=is_of_noise),
         checkpoint=replace(run.checkpoint, init_from=case.get("init_from")),
         parallel=ParallelConfig(**case.get("parallel", {})),
     )
@@ -323,7 +326,8 @@ def save(training, folder):
 def torch_reference(out, case):
     """The gradients of one global batch by plain torch layers, without Megatron."""
     config = run_config(out, case)
-    model = TrainingModel(DiT(config.model), config.diffusion, None, None)
+    smoothing = config.train.label_smoothing
+    model = TrainingModel(build_network(config.model), config.diffusion, None, None, label_smoothing=smoothing)
     initialize.initialize_(model.dit, 0)
     loader = iter(build_train_loader(config, rank=0, world_size=1))
     packs = [next(loader) for _ in range(config.data.global_batch_size)]
@@ -364,7 +368,8 @@ def run(out, case):
     }
     numbers |= decisions()
     with evaluation(training):
-        numbers |= {"spread": spread(training), "sampled": sampled(training).flatten().tolist()}
+        is_denoiser = not config.model.structure.classifies
+        numbers |= {"spread": spread(training), "sampled": sampled(training).flatten().tolist() if is_denoiser else []}
     if config.parallel.data_parallel == "fsdp":
         numbers["bytes"] = bytes_held(training)
     if "broken" not in case:

@@ -9,7 +9,7 @@ import pytest
 from megadit.models.flops import training_flops
 from megadit.models.named_configs import NAMED_CONFIGS
 from megadit.models.shared.errors import UserError
-from megadit.models.weights import dit_shapes
+from megadit.models.weights import network_shapes
 from megadit.train.__main__ import main
 from megadit.train.config.load import resolve_config
 from megadit.train.plan.hardware import GIB, GPUS, find_gpu
@@ -30,7 +30,7 @@ def layout(gpus=256, **settings):
 
 @pytest.mark.parametrize("name", ["digits", "dit_xl", "dit_28b"])
 def test_every_parameter_is_counted_once(name):
-    total = sum(np.prod(shape) for shape in dit_shapes(NAMED_CONFIGS[name]).values())
+    total = sum(np.prod(shape) for shape in network_shapes(NAMED_CONFIGS[name]).values())
     assert count_parameters(NAMED_CONFIGS[name]).total == total
 
 

@@ -35,11 +35,15 @@ class PrepareOptions:
     num_frames: str = setting("33", "of clips; several: 17,33,121 (default: {default})")
     settings: Settings = group(Settings)
     tokenizer: str = setting(
-        "haar", "folder of a tokenizer, or haar: fitted to the clips", names=("--tokenizer", "--tokenizer_cache_dir")
+        "haar",
+        "folder of a tokenizer, haar: fitted to the clips, or pixels: as they are",
+        names=("--tokenizer", "--tokenizer_cache_dir"),
     )
     channels: int = setting(32, "latent channels of a fitted tokenizer (default: {default})")
     text_encoder: str = setting(
-        "hashed_words", "folder of a text encoder, or hashed_words", names=("--text_encoder", "--t5_cache_dir")
+        "hashed_words",
+        "folder of a text encoder, hashed_words, or labels: captions are names of classes",
+        names=("--text_encoder", "--t5_cache_dir"),
     )
     encodings: Path | None = setting(None, "YAML list of encodings in place of these two")
     num_workers: int | None = setting(None, "decoding processes of a rank")

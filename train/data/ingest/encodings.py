@@ -6,15 +6,17 @@ A file lists them:
     - {name: text, modality: text, encoder: weights/t5, precision: float16}
     - {name: text_short, modality: text, encoder: hashed_words, precision: float32, padding: 16}
 
-`encoder` is a folder with a config.json, or a name: `haar`, fitted to the clips, and `hashed_words` need none.
+`encoder` is a folder with a config.json, or a name of one that needs none: `haar`, fitted to the clips, or `pixels`, as
+they are; `hashed_words`, or `labels`, where captions are the names of classes.
 `latent` and `text` are what training reads; others are kept beside them. `padding` is the length that texts are padded
 with zeros, and cut, to; without it each keeps its own.
 
 Shapes: B clips, C channels, T/H/W frames, height, width, L text tokens, E text feature width.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,11 +26,19 @@ import yaml
 from torch import Tensor
 
 from megadit.models.shared.errors import UserError, choose_one
-from megadit.models.text_encoders import HashedWordEncoder, TextEncoder, load_text_encoder
+from megadit.models.text_encoders import ClassLabels, HashedWordEncoder, TextEncoder, load_text_encoder
 from megadit.models.tokenizers import HaarTokenizer, VideoTokenizer, load_tokenizer
 
 PRECISIONS = {"float16": torch.float16, "float32": torch.float32}
-BUILT_IN = {"video": "haar", "text": "hashed_words"}
+MODALITIES = ("video", "text")
+HAAR, LABELS = "haar", "labels"
+"""Encoders that are made of the clips, or of their captions; in the notes of a preparation each has its folder."""
+BUILT_IN: dict[str, Callable[[], VideoTokenizer | TextEncoder]] = {
+    HAAR: HaarTokenizer,
+    "pixels": partial(HaarTokenizer, temporal_compression=1, spatial_compression=1),
+    "hashed_words": HashedWordEncoder,
+}
+"""Name -> an encoder that needs no folder; of `haar` one that is not fitted yet."""
 LATENT, TEXT = "latent", "text"
 """Names of the two encodings that training reads."""
 
@@ -44,7 +54,7 @@ class Encoding:
     padding: int | None = None
 
     def __post_init__(self) -> None:
-        if self.modality not in BUILT_IN:
+        if self.modality not in MODALITIES:
             raise UserError(f"encoding {self.name!r}: modality={self.modality!r} must be video or text")
         if self.precision not in PRECISIONS:
             raise UserError(f"encoding {self.name!r}: precision={self.precision!r} must be {' or '.join(PRECISIONS)}")
@@ -132,15 +142,16 @@ class Encoder:
         return stored
 
 
-def load_encoder(encoding: Encoding, fitted: Path, device: torch.device) -> Encoder:
-    """The encoder of an encoding; a `haar` tokenizer is the one that was fitted and saved.
+def load_encoder(encoding: Encoding, made: Path, device: torch.device) -> Encoder:
+    """The encoder of an encoding; of those that are made of the data, the one that was saved in the folder `made`.
 
     Raises:
         UserError: if there is none.
     """
-    if encoding.encoder == BUILT_IN["text"]:
-        return Encoder(encoding, HashedWordEncoder(), device)
-    folder = fitted if encoding.encoder == BUILT_IN["video"] else Path(encoding.encoder)
+    name = encoding.encoder
+    if name in BUILT_IN and name != HAAR:
+        return Encoder(encoding, BUILT_IN[name](), device)
+    folder = made / name if name in (HAAR, LABELS) else Path(name)
     load = load_tokenizer if encoding.modality == "video" else load_text_encoder
     return Encoder(encoding, _on(load(folder), device), device)
 
@@ -148,6 +159,18 @@ def load_encoder(encoding: Encoding, fitted: Path, device: torch.device) -> Enco
 def _on(model: Any, device: torch.device) -> Any:
     """Encoders with weights move; the others follow their input."""
     return model.to(device) if hasattr(model, "to") else model
+
+
+def gather_labels(captions: Iterable[str]) -> ClassLabels:
+    """The classes that captions name, in the order of the alphabet.
+
+    Raises:
+        UserError: if a caption is empty.
+    """
+    names = sorted({caption.strip().lower() for caption in captions})
+    if "" in names:
+        raise UserError("a picture without a label has no class: name its folder, or give --captions a table")
+    return ClassLabels(names=tuple(names))
 
 
 def fit_haar(videos: Iterable[Tensor], channels: int) -> HaarTokenizer:

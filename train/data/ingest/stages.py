@@ -22,10 +22,22 @@ from megadit.models.bundle.components import part_folder
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory
 from megadit.models.shared.progress import Progress
-from megadit.models.tokenizers import load_tokenizer
+from megadit.models.text_encoders import ClassLabels
+from megadit.models.tokenizers import HaarTokenizer, load_tokenizer
 from megadit.train.data.dataset_info import INFO_FILE
 from megadit.train.data.ingest.encode import decoded_clips, encode_shard, store_shard, to_video
-from megadit.train.data.ingest.encodings import BUILT_IN, LATENT, TEXT, Encoder, Encoding, fit_haar, load_encoder
+from megadit.train.data.ingest.encodings import (
+    BUILT_IN,
+    HAAR,
+    LABELS,
+    LATENT,
+    TEXT,
+    Encoder,
+    Encoding,
+    fit_haar,
+    gather_labels,
+    load_encoder,
+)
 from megadit.train.data.ingest.plan import (
     Clip,
     Finding,
@@ -142,11 +154,20 @@ def select_clips(preparation: Preparation) -> None:
     if not notes.clips("train"):
         report = write_report(notes)
         raise UserError(f"no clip is left to train on; {summary(report)}".replace("\n", "; "))
-    if _haar(preparation) and not _fitted(preparation).is_dir():
-        _fit(preparation)
+    for name, make in {HAAR: _fit, LABELS: _gather}.items():
+        if any(encoding.encoder == name for encoding in preparation.encodings) and not (notes.folder / name).is_dir():
+            encoder = make(preparation)
+            with atomic_directory(notes.folder / name) as folder:
+                encoder.save(folder)
 
 
-def _fit(preparation: Preparation) -> None:
+def _gather(preparation: Preparation) -> ClassLabels:
+    labels = gather_labels(clip.source.caption for split in SPLITS for clip in preparation.notes.clips(split))
+    print(f"labels: {len(labels.names):,} classes")
+    return labels
+
+
+def _fit(preparation: Preparation) -> HaarTokenizer:
     settings, train = preparation.settings, preparation.notes.clips("train")
     with Pool(preparation.num_workers) as pool:
         videos = [
@@ -157,8 +178,7 @@ def _fit(preparation: Preparation) -> None:
     print(
         f"tokenizer: {preparation.channels} channels, {tokenizer.reconstruction_psnr:.1f} dB on what it was fitted to"
     )
-    with atomic_directory(_fitted(preparation)) as folder:
-        tokenizer.save(folder)
+    return tokenizer
 
 
 def all_shards(preparation: Preparation) -> list[tuple[Path, list[Clip]]]:
@@ -210,8 +230,8 @@ def index(preparation: Preparation) -> None:
 
 def load_encoders(preparation: Preparation) -> list[Encoder]:
     torch.set_num_threads(1 if preparation.num_workers else torch.get_num_threads())
-    fitted, device = _fitted(preparation), preparation.team.device
-    return [load_encoder(encoding, fitted, device) for encoding in preparation.encodings]
+    made, device = preparation.notes.folder, preparation.team.device
+    return [load_encoder(encoding, made, device) for encoding in preparation.encodings]
 
 
 def check_encoders(preparation: Preparation) -> None:
@@ -220,25 +240,15 @@ def check_encoders(preparation: Preparation) -> None:
     Raises:
         UserError: naming the nearest sizes that they can.
     """
-    from megadit.models.tokenizers import HaarTokenizer
-
     for encoding in preparation.encodings:
         if encoding.modality == "video":
-            is_haar = encoding.encoder == BUILT_IN["video"]
-            tokenizer = HaarTokenizer() if is_haar else load_tokenizer(encoding.encoder)
+            name = encoding.encoder
+            tokenizer = BUILT_IN[name]() if name in BUILT_IN else load_tokenizer(name)
             for height, width in preparation.settings.sizes:
                 for frames in preparation.settings.num_frames:
                     tokenizer.latent_shape(frames, height, width)
         elif encoding.encoder != BUILT_IN["text"]:
             part_folder(encoding.encoder, "text_encoder")
-
-
-def _haar(preparation: Preparation) -> bool:
-    return any(encoding.encoder == BUILT_IN["video"] for encoding in preparation.encodings)
-
-
-def _fitted(preparation: Preparation) -> Path:
-    return preparation.notes.folder / "tokenizer"
 
 
 def _require(path: Path, stage: str) -> None:

@@ -1,0 +1,128 @@
+"""ViT (arXiv 2010.11929) as transformers has it: `ViTForImageClassification`, and `ViTModel`, which has no classes."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megadit.models.config import DiTConfig
+from megadit.models.convert.tensor_map import Entry, flattened, fuse_heads, permute_axis, rename, rename_linear
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import read_json, write_json
+
+MODEL_TYPE = "vit"
+POOLER = r"^(vit\.)?pooler\."
+"""A layer behind `ViTModel` that no published one has trained for classes."""
+PREPROCESSOR = "preprocessor_config.json"
+_HALF = [0.5, 0.5, 0.5]
+"""Mean and standard deviation that bring pixels to [-1, 1], as our networks take them."""
+_EXPECTED = {"hidden_act": "gelu", "qkv_bias": True}
+
+
+def config_from_transformers(values: Mapping[str, Any], *, has_classes: bool) -> DiTConfig:
+    """The configuration that transformers' config.json stands for.
+
+    Raises:
+        UserError: for a network of this type that is built otherwise than the published ones.
+    """
+    for name, expected in _EXPECTED.items():
+        if values.get(name, expected) != expected:
+            raise UserError(f"a ViT with {name}={values[name]!r} is not supported: it must be {expected!r}")
+    sides = (values["image_size"], values["patch_size"])
+    if not all(isinstance(side, int) for side in sides):
+        raise UserError(f"a ViT with image_size={values['image_size']!r} is not supported: images must be square")
+    grid = values["image_size"] // values["patch_size"]
+    return DiTConfig(
+        family="vit",
+        num_layers=values["num_hidden_layers"],
+        hidden_size=values["hidden_size"],
+        num_attention_heads=values["num_attention_heads"],
+        ffn_hidden_size=values["intermediate_size"],
+        in_channels=values.get("num_channels", 3),
+        patch_spatial=values["patch_size"],
+        position_embedding="learned",
+        learned_positions=(1, grid, grid),
+        crossattn_emb_size=2,
+        num_classes=len(values["id2label"]) if has_classes else None,
+        qk_layernorm=False,
+        layernorm_epsilon=values.get("layer_norm_eps", 1e-12),
+    )
+
+
+def config_to_transformers(config: DiTConfig, class_names: tuple[str, ...]) -> dict[str, Any]:
+    """The inverse of `config_from_transformers`.
+
+    Raises:
+        UserError: for a network of clips, or of a grid that is not square.
+    """
+    frames, height, width = config.learned_positions
+    if frames * config.patch_temporal != 1 or height != width:
+        raise UserError(f"transformers' ViT sees square images, not {frames}x{height}x{width} patches")
+    labels = {"id2label": dict(enumerate(class_names)), "label2id": {name: i for i, name in enumerate(class_names)}}
+    return {
+        "architectures": ["ViTModel" if config.num_classes is None else "ViTForImageClassification"],
+        "model_type": MODEL_TYPE,
+        **_EXPECTED,
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "intermediate_size": config.mlp_size,
+        "num_channels": config.in_channels,
+        "image_size": height * config.patch_spatial,
+        "patch_size": config.patch_spatial,
+        "layer_norm_eps": config.layernorm_epsilon,
+        **({} if config.num_classes is None else labels),
+    }
+
+
+def check_pixels(directory: Path) -> None:
+    """Raises UserError where a checkpoint was trained on pixels that are brought to another range than [-1, 1]."""
+    path = directory / PREPROCESSOR
+    values = read_json(path) if path.is_file() else {}
+    for name in ("image_mean", "image_std"):
+        if values.get(name, _HALF) != _HALF:
+            raise UserError(f"{path} has {name}={values[name]!r:.60}: our networks take pixels with {_HALF}")
+
+
+def write_preprocessor(directory: Path, side: int) -> None:
+    """What transformers' `ViTImageProcessor` reads beside the weights."""
+    values = {"image_processor_type": "ViTImageProcessor", "size": {"height": side, "width": side}}
+    write_json(directory / PREPROCESSOR, {**values, "image_mean": _HALF, "image_std": _HALF})
+
+
+def entries(config: DiTConfig) -> list[Entry]:
+    """How transformers' files hold the tensors of a network."""
+    prefix = "" if config.num_classes is None else "vit."
+    embeddings, width = f"{prefix}embeddings", config.hidden_size
+    patches = f"{embeddings}.patch_embeddings.projection"
+    pattern = "D C ph pw -> D (ph pw C)"
+    found = [
+        permute_axis("x_embedder.linear.weight", f"{patches}.weight", pattern, config, channels=config.in_channels),
+        rename("x_embedder.linear.bias", f"{patches}.bias"),
+        flattened("x_embedder.class_token", f"{embeddings}.cls_token", (1, 1)),
+        Entry(
+            "x_embedder.positions",
+            (f"{embeddings}.position_embeddings",),
+            lambda parts: parts[0].reshape(-1, width),
+            lambda whole: (whole[None],),
+        ),
+        *rename_linear("head.layernorm", f"{prefix}layernorm", bias=True),
+    ]
+    if config.num_classes is not None:
+        found += rename_linear("head.linear", "classifier", bias=True)
+    for i in range(config.num_layers):
+        ours, theirs = f"blocks.{i}", f"{prefix}encoder.layer.{i}"
+        for kind in ("weight", "bias"):
+            projections = [f"{theirs}.attention.attention.{x}.{kind}" for x in ("query", "key", "value")]
+            found.append(fuse_heads(f"{ours}.self_attention.qkv.{kind}", projections, config.dim_per_head))
+        for our_name, their_name in _LAYER.items():
+            found += rename_linear(f"{ours}.{our_name}", f"{theirs}.{their_name}", bias=True)
+    return found
+
+
+_LAYER = {
+    "attention_layernorm": "layernorm_before",
+    "self_attention.proj": "attention.output.dense",
+    "mlp_layernorm": "layernorm_after",
+    "mlp.fc1": "intermediate.dense",
+    "mlp.fc2": "output.dense",
+}

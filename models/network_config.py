@@ -1,0 +1,71 @@
+"""What the rest of the package reads of a network's configuration, whatever its class.
+
+`DiTConfig` and `UNetConfig` are such; `weights.NETWORKS` has a row for each.
+"""
+
+from typing import Any, Literal, Protocol
+
+from megadit.models.given_forms import GivenForm
+
+BetasName = Literal["ddpm", "stable_diffusion"]
+PreconditionerName = Literal["edm", "vp", "vp_velocity", "flow"]
+
+
+class NetworkConfig(Protocol):
+    """Everything that decides the tensors of a network, and how it is asked; sizes count latent pixels."""
+
+    family: str
+    in_channels: int
+    """Channels of the latents, in and out."""
+    crossattn_emb_size: int
+    """Width of the text features."""
+    pooled_size: int | None
+    """Width of the one feature of the whole text that it reads; None: it reads none."""
+    sigma_data: float
+    """Standard deviation of the latents that it was trained on."""
+    preconditioner: PreconditionerName
+    """The objective (`parameterization.py`)."""
+    betas: BetasName
+    """The steps of DDPM that it was trained at, where its objective has such."""
+    patch_spatial: int
+    """Latent pixels along a side, of which height and width are multiples."""
+    patch_temporal: int
+    """Latent frames, of which a video's are a multiple."""
+    learned_positions: tuple[int, int, int] | None
+    """The largest grid of tokens that it takes; None: any."""
+    has_text: bool
+    """It reads texts of any length; False: one token, that of a class."""
+    classifies: bool
+    """It names the classes of images, and denoises nothing."""
+    given: GivenForm
+    given_sigma: float | None
+    """The noise level of what is given of a video; None: it was trained without, and takes nothing."""
+    given_noise: float
+    given_scaled_as: float
+    image_size: int | None
+    """Width of the features of a given image; None: it reads none."""
+    outline: str
+    """Its size in a few words."""
+
+    def token_grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
+        """What is computed at once along time, height and width of a latent of this size.
+
+        Raises:
+            UserError: for a size that it cannot take; names the nearest that it can.
+        """
+
+    def sample_grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
+        """The same as they lie in the sequence of a sample; raises as `token_grid`."""
+
+    def check_grid(self, grid: tuple[int, int, int]) -> None:
+        """Raises UserError for more tokens along an axis than it takes."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "NetworkConfig":
+        """The inverse of `to_dict`.
+
+        Raises:
+            UserError: for a key this version does not know, or a value of another kind.
+        """

@@ -1,0 +1,291 @@
+"""The text encoder of a published CLIP (arXiv 2103.00020), or two side by side as in SDXL (arXiv 2307.01952).
+
+Shapes: B batch, K encoders, L = 77 text tokens, E width of all encoders together, P width of the pooled feature.
+"""
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megadit.models.bundle import components as parts
+from megadit.models.bundle import hub
+from megadit.models.shared.errors import UserError, choose_one
+from megadit.models.shared.files import read_json
+from megadit.models.text_encoders.base import RunTokens, TextFeatures, TokenInput
+from megadit.models.text_encoders.feature_files import FeatureFiles, TextTensors, kept_or_computed
+from megadit.models.text_encoders.published import DTYPES, PublishedText
+
+Layer = Literal["last", "penultimate"]
+TextPadding = Literal["none", "tokens"]
+EmptyText = Literal["none", "encoded", "zeros"]
+Placement = Literal["auto", "cpu"]
+NETWORKS = ("clip_text_model", "clip")
+"""Types of models that have such an encoder: it alone, or a whole CLIP."""
+WITHOUT_PROJECTION, WITH_PROJECTION = "CLIPTextModel", "CLIPTextModelWithProjection"
+"""Its classes in `transformers`."""
+FOLDERS = (("text_encoder", "tokenizer"), ("text_encoder_2", "tokenizer_2"))
+"""Network and words of each encoder, in a pipeline."""
+_PUBLISHED = PublishedText("a CLIP text encoder", vocabularies=("tokenizer.json", "vocab.json"))
+_NORM = "final_layer_norm.weight"
+_ARCHITECTURE = {
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 77,
+    "vocab_size": 49408,
+    "hidden_act": "quick_gelu",
+    "projection_dim": 512,
+}
+"""What decides a network, and the values that `transformers` leaves out of a file."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class CLIPTextEncoder:
+    """Features of each token, those of two encoders side by side, and the pooled feature of the last encoder.
+
+    Raises:
+        UserError: for settings that do not exist, and when files are missing: what to download, and where to put it.
+    """
+
+    model: str
+    """A directory, or the name of a model on the hub that was downloaded before; of a pipeline, whose `text_encoder/`
+    and, where there is one, `text_encoder_2/` these are."""
+    layer: Layer = "last"
+    """Whose features: `last`, after its norm, or `penultimate`, before any (SDXL). The pooled one is of the last."""
+    text_padding: TextPadding = "none"
+    """`tokens`: texts are filled with tokens of padding to the 77 places, and all of them count (Stable Diffusion)."""
+    empty_text: EmptyText = "none"
+    """What stands for an empty text: nothing (length 0), the features of its tokens, or as many zeros."""
+    dtype: str = "float32"
+    """Of the weights and the features."""
+    placement: Placement = "auto"
+    """`auto`: on the GPU where there is one."""
+    feature_cache: str | None = None
+    """A directory in which features are kept between runs."""
+    _loaded: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, choices in (
+            ("layer", get_args(Layer)),
+            ("text_padding", get_args(TextPadding)),
+            ("empty_text", get_args(EmptyText)),
+            ("dtype", DTYPES),
+            ("placement", get_args(Placement)),
+        ):
+            choose_one(getattr(self, name), choices, f"{name}={getattr(self, name)!r} is unknown")
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        return tuple(network for network, _ in self._folders)
+
+    @property
+    def dim(self) -> int:
+        return sum(values["hidden_size"] for values in self._architectures())
+
+    @property
+    def pooled_dim(self) -> int:
+        values = self._architectures()[-1]
+        return values["projection_dim"] if values["has_projection"] else values["hidden_size"]
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that a text has at most, its beginning and end included; beyond, it is cut with a warning."""
+        return min(values["max_position_embeddings"] for values in self._architectures())
+
+    # ------------------------------------------------------------------------------------------------ features
+
+    def encode(self, texts: list[str]) -> TextFeatures:
+        """Features on the CPU, float32."""
+        files = None if self.feature_cache is None else FeatureFiles(self.feature_cache, self.fingerprint())
+        asked = [text for text in texts if text or self.empty_text == "encoded"]
+        found = kept_or_computed(asked, self._compute, files)
+        rows = [found[text] if text in found else self._of_empty_text() for text in texts]
+        lengths = [len(row["features"]) for row in rows]
+        features_BLE = torch.zeros(len(rows), max([1, *lengths]), self.dim)
+        for row_LE, row in zip(features_BLE, rows, strict=True):
+            row_LE[: len(row["features"])] = row["features"]
+        pooled_BP = torch.stack([row["pooled"] for row in rows]) if rows else torch.zeros(0, self.pooled_dim)
+        return TextFeatures(features_BLE, torch.tensor(lengths, dtype=torch.int64), pooled_BP)
+
+    def _of_empty_text(self) -> TextTensors:
+        length = self.max_length if self.empty_text == "zeros" else 0
+        return {"features": torch.zeros(length, self.dim), "pooled": torch.zeros(self.pooled_dim)}
+
+    @torch.no_grad()
+    def _compute(self, texts: Sequence[str]) -> list[TextTensors]:
+        """`features` [L, E] and `pooled` [P] of each text."""
+        if not texts:
+            return []
+        tokens_BKL, lengths = self._tokens(list(texts))
+        features_BLE, pooled_BP = unpacked(self._network()(tokens_BKL).float().cpu(), self.dim, self.pooled_dim)
+        kept = lengths if self.text_padding == "none" else [self.max_length] * len(texts)
+        rows = zip(features_BLE, pooled_BP, kept, strict=True)
+        return [{"features": row_LE[:length].clone(), "pooled": row_P.clone()} for row_LE, row_P, length in rows]
+
+    def _tokens(self, texts: list[str]) -> tuple[Tensor, list[int]]:
+        """Tokens of each encoder, filled to all places, and how many are of each text."""
+        of_encoders, most = [], self.max_length
+        for tokenizer in self._tokenizers():
+            longest = max(map(len, tokenizer(texts, verbose=False).input_ids))
+            if longest > most:
+                warnings.warn(f"a text of {longest} tokens is cut to its first {most}", stacklevel=5)
+            filled = {"padding": "max_length", "truncation": True, "max_length": most}
+            of_encoders.append(tokenizer(texts, return_tensors="pt", **filled))
+        tokens_BKL = torch.stack([tokens.input_ids for tokens in of_encoders], dim=1)
+        return tokens_BKL, of_encoders[0].attention_mask.sum(1).tolist()
+
+    # -------------------------------------------------------------------------------------------------- export
+
+    @property
+    def token_inputs(self) -> tuple[TokenInput, ...]:
+        """Tokens of each encoder."""
+        vocabulary = min(values["vocab_size"] for values in self._architectures())
+        return (TokenInput(vocabulary, (len(self._folders), self.max_length)),)
+
+    def graph(self) -> nn.Module:
+        """See `SideBySide`."""
+        return dataclasses.replace(self.in_float32(), placement="cpu", _loaded={}).load_network()
+
+    def with_graph(self, run: RunTokens, device: torch.device) -> "CLIPTextEncoder":
+        width = max(self.dim, self.pooled_dim)
+
+        def network(tokens_BKL: Tensor) -> Tensor:
+            return run((tokens_BKL,), (len(tokens_BKL), self.max_length + 1, width))
+
+        return dataclasses.replace(self, _loaded={**self._loaded, "network": network})
+
+    def in_float32(self) -> "CLIPTextEncoder":
+        return dataclasses.replace(self, dtype="float32")
+
+    # ------------------------------------------------------------------------------------------------- loading
+
+    def load_network(self) -> "SideBySide":
+        """The encoders of `transformers`.
+
+        Raises:
+            UserError: if their files are missing or damaged.
+        """
+        networks = []
+        for directory, values in zip(self.directories, self._architectures(), strict=True):
+            name = WITH_PROJECTION if values["has_projection"] else WITHOUT_PROJECTION
+            networks.append(_PUBLISHED.load_network(directory, name, dtype=DTYPES[self.dtype]))
+        network = SideBySide(networks, self.layer).eval()
+        return network.cuda() if self.placement == "auto" and torch.cuda.is_available() else network
+
+    def _network(self) -> Any:
+        """What is called with tokens [B, K, L], loaded when it is first asked for."""
+        if "network" not in self._loaded:
+            self._loaded["network"] = self.load_network()
+        return self._loaded["network"]
+
+    def _tokenizers(self) -> list[Any]:
+        if "tokenizers" not in self._loaded:
+            self._loaded["tokenizers"] = [_PUBLISHED.load_tokenizer(words) for _, words in self._folders]
+        return self._loaded["tokenizers"]
+
+    @property
+    def _folders(self) -> tuple[tuple[Path, Path], ...]:
+        """Where the files of each network and of its words are."""
+        root = hub.local_directory(self.model, "text encoder", _PUBLISHED.files)
+        found = tuple((root / network, root / words) for network, words in FOLDERS if (root / network).is_dir())
+        return found or ((root, root),)
+
+    def _architectures(self) -> list[dict[str, Any]]:
+        if "architectures" not in self._loaded:
+            self._loaded["architectures"] = [_architecture(directory) for directory in self.directories]
+        return self._loaded["architectures"]
+
+    # ------------------------------------------------------------------------------------------------ on disk
+
+    def save(self, directory: str | os.PathLike) -> None:
+        """Writes the settings, with the name of the model: its weights stay where they are."""
+        parts.write_part(directory, {"type": "clip", **self._settings(), "fingerprint": self.fingerprint()}, {})
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike) -> "CLIPTextEncoder":
+        """The inverse of `save`.
+
+        Raises:
+            UserError: if config.json is missing or has other settings.
+        """
+        known = [f.name for f in dataclasses.fields(cls) if not f.name.startswith("_")]
+        settings = parts.read_settings(directory, [*known, "fingerprint"])
+        fingerprint = settings.pop("fingerprint")
+        return cls(**settings, _loaded={"fingerprint": fingerprint})
+
+    def fingerprint(self) -> str:
+        """Of what decides the features: architectures, words, a sample of the weights, layer, padding, empty texts.
+
+        As it was saved, where the encoder was loaded: its files may not be here.
+        """
+        if "fingerprint" not in self._loaded:
+            words = [_PUBLISHED.vocabulary_hash(words) for _, words in self._folders]
+            named = ("layer", "text_padding", "empty_text")
+            settings = {"words": words, **{name: getattr(self, name) for name in named}}
+            norms = {
+                f"norm_{place}": _PUBLISHED.read_tensor(folder, f"text_model.{_NORM}", _NORM).bfloat16()
+                for place, folder in enumerate(self.directories)
+            }
+            settings["architectures"] = self._architectures()
+            self._loaded["fingerprint"] = parts.fingerprint(settings, norms)
+        return self._loaded["fingerprint"]
+
+    def _settings(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if not f.name.startswith("_")}
+
+
+class SideBySide(nn.Module):
+    """Tokens [B, K, L] of K encoders to their features, packed as [B, L + 1, the larger of E and P]: those of the
+    tokens, then the pooled one; the narrower is filled with zeros."""
+
+    def __init__(self, networks: Sequence[nn.Module], layer: Layer) -> None:
+        super().__init__()
+        self.networks = nn.ModuleList(networks)
+        self.layer = layer
+
+    def forward(self, tokens_BKL: Tensor) -> Tensor:
+        features, pooled_BP = [], None
+        tokens_BKL = tokens_BKL.to(next(self.parameters()).device)
+        for place, network in enumerate(self.networks):
+            # no mask: the encoder is causal, and was trained to see its padding
+            given = network(tokens_BKL[:, place], output_hidden_states=True)
+            features.append(given.last_hidden_state if self.layer == "last" else given.hidden_states[-2])
+            pooled_BP = given.text_embeds if hasattr(network, "text_projection") else given.pooler_output
+        features_BLE = torch.cat(features, dim=-1)
+        return packed(features_BLE, pooled_BP)
+
+
+def packed(features_BLE: Tensor, pooled_BP: Tensor) -> Tensor:
+    """[B, L, E] and [B, P] as [B, L + 1, the larger of E and P]."""
+    width = max(features_BLE.shape[-1], pooled_BP.shape[-1])
+    rows = (features_BLE, pooled_BP[:, None])
+    return torch.cat([F.pad(row, (0, width - row.shape[-1])) for row in rows], dim=1)
+
+
+def unpacked(rows: Tensor, dim: int, pooled_dim: int) -> tuple[Tensor, Tensor]:
+    """The inverse of `packed`: features [B, L, E] and the pooled ones [B, P]."""
+    return rows[:, :-1, :dim], rows[:, -1, :pooled_dim]
+
+
+def _architecture(directory: Path) -> dict[str, Any]:
+    """Sizes of a network, from its config.json; those of a whole CLIP are under `text_config`.
+
+    Raises:
+        UserError: for a model of another kind.
+    """
+    values = read_json(directory / parts.CONFIG_FILE)
+    kind = values.get("model_type") if isinstance(values, dict) else None
+    if kind not in NETWORKS:
+        raise UserError(f"{directory} is a model of type {kind!r}, not one of {', '.join(NETWORKS)}")
+    sizes = values.get("text_config") or values
+    has_projection = kind == "clip" or WITH_PROJECTION in (values.get("architectures") or ())
+    return {name: sizes.get(name, usual) for name, usual in _ARCHITECTURE.items()} | {"has_projection": has_projection}

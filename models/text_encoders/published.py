@@ -1,0 +1,102 @@
+"""Files of a published text encoder in the form of `transformers`: its words, its network, single tensors."""
+
+import hashlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from megadit.models.bundle.pretrained import check_weights, transformers_library
+from megadit.models.bundle.tensor_source import load_pickled
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import inner_path, read_json
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedText:
+    """How text encoders of one kind lie on disk."""
+
+    what: str
+    """As messages call it."""
+    vocabularies: tuple[str, ...]
+    """Files that its words may come from, the first that is there."""
+
+    @property
+    def files(self) -> str:
+        """What its folder has to hold."""
+        return f"config.json, {self.vocabularies[0]} and model.safetensors (or pytorch_model.bin)"
+
+    def load_tokenizer(self, directory: Path) -> Any:
+        """The tokenizer of `transformers`.
+
+        Raises:
+            UserError: if its files are missing or damaged.
+        """
+        self._vocabulary(directory)  # without one, transformers makes a tokenizer that knows no word
+        try:
+            return transformers_library(self.what).AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{directory} has no readable tokenizer ({_reason(error)}); needs {self.files}") from error
+
+    def load_network(self, directory: Path, class_name: str, **options: Any) -> Any:
+        """The network of this class of `transformers`, in evaluation mode; `options` are those of `from_pretrained`.
+
+        Raises:
+            UserError: if its files are missing or damaged.
+        """
+        network_class = getattr(transformers_library(self.what), class_name)
+        check_weights(directory)
+        try:
+            return network_class.from_pretrained(directory, local_files_only=True, **options).eval()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise UserError(f"{directory} cannot be loaded ({_reason(error)}); needs {self.files}") from error
+
+    def vocabulary_hash(self, directory: Path) -> str:
+        """Of the file that the words come from.
+
+        Raises:
+            UserError: if there is none.
+        """
+        return hashlib.sha256(self._vocabulary(directory).read_bytes()).hexdigest()
+
+    def read_tensor(self, directory: Path, *names: str) -> Tensor:
+        """One tensor of the network, of any shape, under the first of the names that `transformers` gave it over time.
+
+        Raises:
+            UserError: if it is not there.
+        """
+        shards = directory / "model.safetensors.index.json"
+        try:
+            if shards.exists():
+                places = read_json(shards)["weight_map"]
+                paths = {inner_path(directory, places[name], follow_links=True) for name in names if name in places}
+            else:
+                paths = {directory / "model.safetensors"}
+            for path in filter(Path.exists, paths):
+                with safe_open(path, framework="pt") as file:
+                    return file.get_tensor(_first(names, file.keys()))
+            pickled = load_pickled(directory / "pytorch_model.bin")
+            return pickled[_first(names, pickled)]
+        except (OSError, KeyError, RuntimeError, TypeError) as error:
+            raise UserError(f"{directory} has no readable tensor {names[0]}: {error}; needs {self.files}") from error
+
+    def _vocabulary(self, directory: Path) -> Path:
+        for name in self.vocabularies:
+            if (directory / name).is_file():
+                return directory / name
+        raise UserError(f"{directory} has neither {' nor '.join(self.vocabularies)}; needs {self.files}")
+
+
+def _first(names: Sequence[str], known: Collection[str]) -> str:
+    """The first of the names that is known, or the first of all."""
+    return next((name for name in names if name in known), names[0])
+
+
+def _reason(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

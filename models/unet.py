@@ -1,0 +1,66 @@
+"""Stable Diffusion's U-Net by diffusers' own class, called like a `DiT`.
+
+Shapes: B batch, C latent channels, H/W latent height, width (T = 1), L text tokens, E text feature width, P width of
+the pooled feature.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from megadit.models.conditioning import Conditioning
+from megadit.models.kept import Kept
+from megadit.models.shared.errors import UserError
+from megadit.models.unet_config import DIFFUSERS_CLASS, UNetConfig
+
+
+class UNet(nn.Module):
+    """F of an image. All rows of the text are attended: CLIP's have no padding that would be left out."""
+
+    def __init__(self, config: UNetConfig) -> None:
+        """Raises UserError if diffusers is not installed, or cannot build such a network."""
+        super().__init__()
+        self.config = config
+        self.network = _build(config)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    def forward(self, x_BCTHW: Tensor, c_noise_B: Tensor, conditioning: Conditioning, layout: None = None) -> Tensor:
+        """Predicts F (BCTHW) for images; `c_noise_B` are DDPM's steps. `layout` is `dense_layout`'s, which is None."""
+        added = {}
+        if self.config.pooled_size is not None:
+            height, width = (side * self.config.pixels_per_latent for side in x_BCTHW.shape[3:])
+            # as if the picture had always been of its size, with nothing cut off
+            sizes = torch.tensor([height, width, 0, 0, height, width], device=x_BCTHW.device, dtype=x_BCTHW.dtype)
+            added = {"text_embeds": conditioning.pooled_BP, "time_ids": sizes.expand(x_BCTHW.shape[0], -1)}
+        (F_BCHW,) = self.network(
+            x_BCTHW[:, :, 0], c_noise_B, conditioning.text_BLE, added_cond_kwargs=added, return_dict=False
+        )
+        return F_BCHW[:, :, None]
+
+    def dense_layout(
+        self,
+        conditioning: Conditioning,
+        size: tuple[int, int, int],
+        device: torch.device,
+        kept: Kept | None = None,
+    ) -> None:
+        """Nothing that depends on conditions and size (T, H, W) alone is kept.
+
+        Raises:
+            UserError: for a size that the network cannot take.
+        """
+        self.config.token_grid(*size)
+
+
+def _build(config: UNetConfig) -> nn.Module:
+    try:
+        import diffusers
+    except ModuleNotFoundError:
+        raise UserError(f"{DIFFUSERS_CLASS} needs the library diffusers: pip install 'megadit[diffusers]'") from None
+    try:
+        return getattr(diffusers, DIFFUSERS_CLASS)(**config.settings)
+    except (TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"diffusers {diffusers.__version__} cannot build this {DIFFUSERS_CLASS}: {reason}") from error
