@@ -197,7 +197,9 @@ def test_what_samples_ask_for_is_not_asked_of_pairs(tmp_path, monkeypatch, is_in
     (tmp_path / "prompts.txt").write_text("a cat")
     values = [f"data.{name}={value}" for name, (value, _) in OF_SAMPLES.items()]
     if is_in_file:
-        (tmp_path / "run.yaml").write_text(OmegaConf.to_yaml(OmegaConf.from_dotlist([*values, "model.given_sigma=0.02"])))
+        (tmp_path / "run.yaml").write_text(
+            OmegaConf.to_yaml(OmegaConf.from_dotlist([*values, "model.given_sigma=0.02"]))
+        )
         values = ["--config-file", str(tmp_path / "run.yaml")]
     more = ["--recipe", "digits_tiny", "--calls", "2", "--prompts", str(tmp_path / "prompts.txt"), "--pairs", "pairs"]
     assert main([str(bundle), str(tmp_path / "out"), *more, *values]) == 0
