@@ -91,13 +91,13 @@ SHOWN_BY = {
     "prepare prior": {
         "train/data/test_prior.py::test_every_option_reaches_the_samples": """
             --prompt --prompt_file --count --seed --batch_size --device --dtype --overwrite --sampler --num_steps
-            --guidance --num_video_frames --height --width --fps --negative_prompt --eta
+            --guidance --num_video_frames --height --width --fps --negative_prompt --eta --churn
         """
     },
     "prepare trajectories": {
         "train/data/test_prior.py::test_every_option_reaches_the_samples": """
             --prompt --prompt_file --count --seed --batch_size --device --dtype --overwrite --sampler --num_steps
-            --guidance --num_video_frames --height --width --fps --negative_prompt --eta
+            --guidance --num_video_frames --height --width --fps --negative_prompt --eta --churn
         """
     },
     "prepare edits": {

@@ -1,5 +1,6 @@
 """How many steps some passes over a data set take: a run counts steps, whose packs hold as many samples as fit."""
 
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from math import ceil, prod
@@ -12,7 +13,7 @@ LOOKED_AT = 1000
 
 
 def with_epochs(config: RunConfig) -> RunConfig:
-    """`config` with the steps that `train.max_epochs` takes as `train.train_iters`; as it is without.
+    """`config` with the steps of `train.max_epochs` as `train.train_iters`, in its place; as it is without.
 
     An epoch is as many samples as the training split holds. How many a step takes is told by packing the first
     `LOOKED_AT`, by their video tokens: where texts fill packs first, the run sees fewer.
@@ -29,7 +30,7 @@ def with_epochs(config: RunConfig) -> RunConfig:
     info = DatasetInfo.read(config.data.path)
     samples = info.num_samples.get("train", 0)
     steps = ceil(epochs * samples / (config.data.global_batch_size * _samples_of_a_pack(config, info)))
-    return replace(config, train=replace(config.train, train_iters=max(1, steps)))
+    return replace(config, train=replace(config.train, train_iters=max(1, steps), max_epochs=None))
 
 
 def _require_a_size(config: RunConfig) -> None:
@@ -54,7 +55,7 @@ def _samples_of_a_pack(config: RunConfig, info) -> float:
     tokenizer, capacity = load_tokenizer(info.tokenizer_folder), config.data.seq_length
     lengths = []
     for sample in islice(iter_descriptions(info.root, "train"), LOOKED_AT):
-        if sample.num_frames and sample.height and sample.width:
+        with suppress(UserError):  # of an odd size: readers leave it out, too
             frames, *sides = tokenizer.latent_shape(sample.num_frames, sample.height, sample.width)[-3:]
             tokens = prod(config.model.sample_grid(min(frames, config.data.max_frames or frames), *sides))
             lengths += [(tokens, 1)] if tokens <= capacity else []

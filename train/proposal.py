@@ -34,6 +34,8 @@ COMMON = 0.15
 """Share of the sources from which a shape has a bucket of its own."""
 FILLING = 0.9
 """Share of the sources of a shape that fill its bucket without being enlarged."""
+USUAL_RATES = (30.0, 60.0)
+"""Tried, slowest first, where videos are too short at a scale's rate: at 120 frames a second hardly anything moves."""
 LONG_ENOUGH = 0.75
 """Share of the videos that have as many frames as a clip."""
 FEW = 20
@@ -253,13 +255,14 @@ def _size(side: int, shape: float, scale: Scale) -> tuple[int, int]:
 
 
 def choose_length(seen: Sequence[Seen], scale: Scale) -> tuple[int, float]:
-    """(frames, frames per second) of clips: the longest that most videos have at the scale's rate, else at their own.
+    """(frames, frames per second) of clips: the longest that most videos have at the scale's rate, else at a higher one
+    up to their own.
 
     Raises:
         UserError: for videos of fewer frames than the shortest clip.
     """
     own_rate = statistics.median(one.fps for one in seen)
-    for fps in (min(scale.fps, own_rate), own_rate):
+    for fps in sorted({min(rate, own_rate) for rate in (scale.fps, *USUAL_RATES, own_rate)}):
         available = [int(one.frames * min(fps, one.fps) / one.fps) for one in seen]
         for length in (one for one in LENGTHS if one <= scale.num_frames):
             if length >= 9 or fps == own_rate:

@@ -131,6 +131,16 @@ def write_json(path: str | os.PathLike, obj: Any) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
+def differences(saved: dict[str, Any], asked: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted name, value in `saved`, value in `asked`) of what differs in two nested objects; None: not there."""
+    for name in sorted(saved.keys() | asked.keys()):
+        old, new = saved.get(name), asked.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from differences(old, new, f"{prefix}{name}.")
+        elif old != new:
+            yield f"{prefix}{name}", old, new
+
+
 def read_json(path: str | os.PathLike, *, max_bytes: int = MAX_BYTES, is_finite: bool = True) -> Any:
     """The contents of a JSON file, within the limits of `parse_json`.
 

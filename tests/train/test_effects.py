@@ -144,7 +144,7 @@ EFFECTS = {
     "data.min_aesthetic_score": told("2.0", *REAL),
     "data.keep": told("[image:0.3]", *REAL),
     "train.train_iters": told("4"),
-    "train.max_epochs": told("1.0", *REAL),
+    "train.max_epochs": ends("both say how long", "1.0", *REAL),
     "train.seed": told("7"),
     "train.output_dir": seen("files", "{out}-elsewhere"),
     "train.precision": told("bf16"),

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from megadit.models.shared.errors import UserError
-from megadit.train.config.load import resolve_config
+from megadit.train.config.load import resolve_config, to_yaml
 from megadit.train.data.dataset_info import DatasetInfo
 from megadit.train.epochs import with_epochs
 
@@ -21,7 +21,33 @@ def test_an_epoch_is_all_training_samples(tiny_dataset):
     for epochs in (1, 2.5, 10):
         found = with_epochs(run_of(tiny_dataset, f"train.max_epochs={epochs}", "data.seq_length=64"))
         assert found.train.train_iters == math.ceil(epochs * samples / (2 * 64 / 24))
+        assert found.train.max_epochs is None and with_epochs(found) == found, "what is saved says one length"
     assert with_epochs(run_of(tiny_dataset)).train.train_iters == resolve_config("digits_tiny").train.train_iters
+
+
+def test_samples_of_an_odd_size_are_not_counted_on(tiny_dataset):
+    """Images have one latent frame, which are no tokens of two."""
+    found = with_epochs(run_of(tiny_dataset, "train.max_epochs=1", "data.seq_length=64", "model.patch_temporal=2"))
+    assert found.train.train_iters == math.ceil(32 / (2 * 64 / 16))
+
+
+def test_the_length_given_last_counts(tiny_dataset, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("train: {max_epochs: 3}")
+    overrides = [f"data.path={tiny_dataset}", "train.train_iters=7"]
+    assert with_epochs(resolve_config("digits_tiny", config_file=file, overrides=overrides)).train.train_iters == 7
+    assert resolve_config("digits_tiny", config_file=file).train.max_epochs == 3
+    file.write_text("train: {train_iters: 7}")
+    assert resolve_config("digits_tiny", config_file=file, overrides=["train.max_epochs=2"]).train.max_epochs == 2
+    saved = with_epochs(run_of(tiny_dataset, "train.max_epochs=2"))
+    file.write_text(to_yaml(saved))
+    assert with_epochs(resolve_config(config_file=file)).train.train_iters == saved.train.train_iters
+
+
+@pytest.mark.parametrize("steps", ["train.train_iters=7", "trainer.max_steps=7"])
+def test_two_lengths_at_once_are_refused(tiny_dataset, steps):
+    with pytest.raises(UserError, match="both say how long the run is; give one of them"):
+        run_of(tiny_dataset, "train.max_epochs=2", steps)
 
 
 def test_nemos_name_is_understood(tiny_dataset):

@@ -6,9 +6,11 @@
 
 Every data-parallel rank has as much to do in each row (`--packs` a step). Each row is a run of `megadit benchmark
 train`, whose figures stay in FOLDER: a second call measures what is missing. Rows of more ranks than there are devices
-here are said to be not measured, unless their figures are brought from where there are.
+here are said to be not measured, unless their figures are brought from where there are. A row measured with another
+configuration, or over other `--steps`, is refused.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -20,10 +22,11 @@ from rich.table import Table
 
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import atomic_path, read_json, write_json
+from megadit.models.shared.files import atomic_path, differences, read_json, write_json
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import setting
-from megadit.train.config.load import resolve_config
+from megadit.train.benchmarks.train import run_of
+from megadit.train.config.load import resolve_config, to_plain_values
 from megadit.train.config.rules import check_layout
 
 NOT_MEASURED = "not measured"
@@ -80,6 +83,12 @@ def measure(options: ScalingOptions, ranks: int, devices: int) -> Row:
     record = read_json(file)
     if (record["recipe"], record["machine"]["ranks"]) != (options.recipe, ranks):
         raise UserError(f"{file} has figures of {record['recipe']} on {record['machine']['ranks']} ranks; delete it")
+    config = to_plain_values(run_of(options.recipe, None, overrides_of(options, ranks)))
+    asked = json.loads(json.dumps(config | {"steps": options.steps}))
+    if not {"config", "steps"} <= record.keys():
+        raise UserError(f"{file} does not say with which settings it was measured; delete it")
+    for name, there, here in differences(record["config"] | {"steps": record["steps"]}, asked):
+        raise UserError(f"{file} has figures of a run with {name}={there}, not {here}; delete it, or ask for the same")
     figures = record["figures"]
     return Row(ranks=ranks, samples_per_second=figures["samples_per_step"] / figures["seconds"])
 

@@ -23,7 +23,7 @@ from megadit.models.shared.files import write_json
 from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import Progress
 from megadit.models.shared.setting import setting
-from megadit.train.config.load import resolve_config
+from megadit.train.config.load import resolve_config, to_plain_values
 from megadit.train.config.rules import check_inputs, check_layout
 from megadit.train.config.schema import RunConfig
 from megadit.train.recipes import RECIPES
@@ -57,7 +57,7 @@ def _run(argv: list[str], *, debug: bool) -> int:
         options = _parse(argv)
         for_ranks = rank_arguments(argv, debug=debug) if options.nproc else []
         _force(options.ops)
-        config = _config(options)
+        config = run_of(options.recipe, options.config_file, options.overrides)
         check_layout(config, options.nproc or world_size)
         check_inputs(config)
     if options.nproc:
@@ -100,10 +100,10 @@ def _measure(config: RunConfig, options: BenchmarkTrainOptions) -> tuple[StepFig
         process_groups.destroy()
 
 
-def _config(options: BenchmarkTrainOptions) -> RunConfig:
+def run_of(recipe: str | None, config_file: str | None, overrides: Sequence[str]) -> RunConfig:
     """The recipe's run, without what a benchmark leaves out: validation, logs, checkpoints."""
     fixed = ["validation.interval=0", "logger.tensorboard=false", "train.output_dir=."]
-    config = resolve_config(options.recipe, config_file=options.config_file, overrides=[*options.overrides, *fixed])
+    config = resolve_config(recipe, config_file=config_file, overrides=[*overrides, *fixed])
     if config.data.path is None and not config.data.mock:
         config = replace(config, data=replace(config.data, mock=True))
     return config
@@ -119,8 +119,8 @@ def _tell(config: RunConfig, figures: StepFigures, about: dict[str, Any], option
     console.print(f"ops: {describe_variants(variants_run())}", soft_wrap=True, highlight=False)
     console.print(describe_in_words(about), soft_wrap=True)
     if options.json:
-        record = {"recipe": config.recipe, "overrides": options.overrides, "machine": about, "figures": asdict(figures)}
-        record["ops"] = variants_run()
+        run = {"config": to_plain_values(config), "steps": options.steps}
+        record = {"recipe": config.recipe, **run, "machine": about, "figures": asdict(figures), "ops": variants_run()}
         write_json(options.json, record)
         print(options.json)
 

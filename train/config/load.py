@@ -60,7 +60,8 @@ def change(config: Config, *, config_file: str | Path | None = None, overrides: 
 def _changed(config: Config, from_file: DictConfig, overrides: list[str]) -> Config:
     updates = [from_file, _parse_overrides(overrides)]
     if isinstance(config, RunConfig):
-        updates = [OmegaConf.create(_in_our_names(OmegaConf.to_container(update))) for update in updates]
+        named = [_in_our_names(OmegaConf.to_container(update)) for update in updates]
+        updates = [OmegaConf.create(_with_one_length(values)) for values in named]
         updates.insert(0, OmegaConf.create({"model": _from_dataset(config, updates)}))
     merged = _mapping(config)
     OmegaConf.set_struct(merged, True)
@@ -69,6 +70,20 @@ def _changed(config: Config, from_file: DictConfig, overrides: list[str]) -> Con
     for update in updates:
         merged = _merge(merged, update, type(config))
     return _build(type(config), _plain(merged), path="", root=type(config))
+
+
+def _with_one_length(values: dict[str, Any]) -> dict[str, Any]:
+    """Steps set aside the epochs that were asked for before, as a later value does.
+
+    Raises:
+        UserError: where both are asked for at once.
+    """
+    train = values.get("train", {})
+    if train.get("train_iters") is None:
+        return values
+    if train.get("max_epochs") is not None:
+        raise UserError("train.train_iters and train.max_epochs both say how long the run is; give one of them")
+    return {**values, "train": {**train, "max_epochs": None}}
 
 
 def named_recipe(config_file: str | Path) -> str | None:

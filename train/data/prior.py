@@ -84,7 +84,7 @@ class PriorOptions:
     dtype: str = setting("float32", "of the network (default: {default})", metavar="NAME")
     overwrite: bool = setting(False, "replace a finished folder")
     settings: GivenSettings = group(
-        GivenSettings, "settings of sampling (default: those of the checkpoint)", only=OF_PROMPTS
+        GivenSettings, "settings of sampling (default: those of the checkpoint)", only=(*OF_PROMPTS, "churn")
     )
 
 
@@ -164,8 +164,8 @@ def _check_ode(settings: SamplingSettings) -> None:
     if settings_randomness(settings, torch.zeros(1, dtype=torch.long), (1, 1, 1, 1)):
         raise UserError(
             f"the sampler {settings.sampler} adds noise on its way (eta={settings.eta:g}, churn={settings.churn:g}), "
-            "and a video would not follow from its seed's noise alone: give --sampler euler --eta 0, or dpmpp_2m, "
-            "which adds none"
+            "and a video would not follow from its seed's noise alone: give --sampler euler --eta 0 --churn 0, or "
+            "dpmpp_2m, which adds none"
         )
 
 

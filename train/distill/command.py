@@ -25,6 +25,7 @@ from megadit.infer.runtimes.torch import find_device
 from megadit.infer.schedules import karras_sigmas, log_linear_sigmas, settings_sigmas
 from megadit.infer.tune_sampler import write_defaults
 from megadit.models.bundle.bundle import Bundle, check_single, check_transformer
+from megadit.models.config import DiTConfig
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.command import run_command, run_module
 from megadit.models.shared.errors import UserError, choose_one
@@ -32,15 +33,18 @@ from megadit.models.shared.files import atomic_directory, write_json
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import setting
 from megadit.train.config.load import resolve_config
+from megadit.train.config.rules import check_layout
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.dataset_info import iter_captions
 from megadit.train.distill.check import Bounds, compare
-from megadit.train.distill.pairs import make_pairs
+from megadit.train.distill.pairs import DATASET, make_pairs
 from megadit.train.given_network import UNTRAINED
 
 MIDDLE_SIGMA, LOWEST_SIGMA = 6.0, 0.7
 """Of data with unit deviation: the second of a student's noise levels (of what lies above little can be seen), and the
 last, below which one call clears all."""
+PAIRS = "pairs"
+"""Folder of the pairs beside those of the stages."""
 FEW_CALLS = 4
 """Of fewer, each has to end in a video: the student must learn how videos are distributed."""
 CONSISTENCY_LEVELS = 14
@@ -85,6 +89,15 @@ class DistillOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StageRun:
+    """A stage as it is trained here."""
+
+    folder: Path
+    command: tuple[str, ...]
+    """What `megadit train` is told."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
     """What the run of an objective has in place of the recipe's values."""
 
@@ -93,7 +106,18 @@ class Stage:
     sampler: str = "restart"
     """How the student is to be called."""
     takes_pairs: bool = False
-    """It learns from videos of the first teacher in place of --data."""
+    """It learns from videos of the first teacher in place of --data, as `OF_PAIRS` says."""
+
+
+OF_PAIRS = (
+    "data.given=[]",
+    "data.encode=precached",
+    "data.min_aesthetic_score=null",
+    "data.max_frames=null",
+    "data.keep=[]",
+)
+"""How such videos are read, whatever the recipe and the values of all stages choose of --data: they are latents of
+noise and text alone, which nobody has scored, and what is cut off would be missing beside its noise."""
 
 
 def _levels(sigmas: Sequence[float]) -> str:
@@ -188,19 +212,19 @@ def _run(argv: list[str]) -> None:
     sigmas = tuple(options.sigmas) or student_sigmas(teacher, options.calls)
     recipe = options.recipe or (teacher.manifest.get("training") or {}).get("recipe")
     refuse(not recipe, f"{options.teacher} does not say which recipe made it: give --recipe NAME")
+    runs = _runs(options, stages, recipe, teacher, sigmas)
     check = _check(options, teacher)
-    before, guidance = teacher, options.guidance or teacher.defaults.guidance
-    for number, name in enumerate(stages, start=1):
-        folder = options.out / f"{number}_{name}"
-        student = folder / "bundle"
+    before = teacher
+    for number, (name, run) in enumerate(zip(stages, runs, strict=True), start=1):
+        student = run.folder / "bundle"
         print(f"[{number}/{len(stages)}] {name}", flush=True)
         if not student.exists():
-            settings = student_settings(teacher.defaults, STAGES[name].sampler, sigmas)
-            data = _pairs(options, teacher) if STAGES[name].takes_pairs else options.data
-            _train(options, folder, recipe, before, name, guidance, sigmas, data)
-            _bundle(folder, settings)
+            if STAGES[name].takes_pairs and options.pairs is None:
+                _make_pairs(options, teacher)
+            run_module("megadit.train", *run.command)
+            _bundle(run.folder, student_settings(teacher.defaults, STAGES[name].sampler, sigmas))
         found = check(options.out / "check", Bundle.open(student))
-        write_json(folder / "comparison.json", found.to_dict())
+        write_json(run.folder / "comparison.json", found.to_dict())
         print(f"{student}: {found.text}", flush=True)
         if (fault := found.fault(_bounds(options))) is not None:
             kept = "no student" if before is teacher else str(before.path)
@@ -208,20 +232,18 @@ def _run(argv: list[str]) -> None:
                 f"{name}: the student has collapsed: {fault}; it has {found.text}. {kept} is kept; try a lower "
                 f"{name}.optimizer.lr, fewer {name}.train.train_iters, or other --sigmas"
             )
-        before, guidance = Bundle.open(student), 1.0
+        before = Bundle.open(student)
     _publish(before.path, options.out / "bundle")
     print(f"{options.out / 'bundle'}: calls for a video, without guidance: {len(sigmas)}; export and serve it")
 
 
-def _pairs(options: DistillOptions, teacher: Bundle) -> str:
-    """The folder of the pairs that the first teacher makes, of captions that the student is to see."""
-    if options.pairs is not None:
-        return str(options.pairs)
+def _make_pairs(options: DistillOptions, teacher: Bundle) -> None:
+    """Pairs that the first teacher makes, of captions that the student is to see."""
     captions = (
         iter_captions(Path(options.data), "train") if options.data else prompts_of(options.prompts, None, None, None)
     )
-    path = make_pairs(
-        options.out / "pairs",
+    make_pairs(
+        options.out / PAIRS,
         teacher,
         captions,
         count=options.num_pairs,
@@ -229,7 +251,6 @@ def _pairs(options: DistillOptions, teacher: Bundle) -> str:
         guidance=options.guidance or teacher.defaults.guidance,
         num_processes=options.nproc,
     )
-    return str(path)
 
 
 def _bounds(options: DistillOptions) -> Bounds:
@@ -249,37 +270,45 @@ def _check(options: DistillOptions, teacher: Bundle) -> Callable:
     return lambda folder, student: compare(folder, teacher, student, prompts, **found)
 
 
-def _train(
-    options: DistillOptions,
-    folder: Path,
-    recipe: str,
-    teacher: Bundle,
-    name: str,
-    guidance: float,
-    sigmas: tuple[float, ...],
-    data: str | None,
-) -> None:
-    """Runs a stage to its end, in processes of its own."""
-    of_all, of_stage = _overrides(options, name)
+def _runs(
+    options: DistillOptions, stages: Sequence[str], recipe: str, teacher: Bundle, sigmas: tuple[float, ...]
+) -> list[StageRun]:
+    """The run of each stage.
+
+    Raises:
+        UserError: for one that could not begin: the first has not been trained then.
+    """
     source = ["--recipe", recipe, *(["--config-file", options.config_file] if options.config_file else [])]
-    run = resolve_config(recipe, config_file=options.config_file)
-    given = [
-        *_model_of(teacher, run),
-        *STAGES[name].overrides(run, sigmas),
-        f"train.distill.teacher={teacher.path}",
-        f"train.distill.objective={name}",
-        f"train.distill.guidance={guidance:g}",
-        f"train.output_dir={folder}",
-        *("diffusion.learned_uncertainty=false", "data.text_dropout=0.0", "validation.interval=0"),
-        *([] if data is None else [f"data.path={data}"]),
-    ]
     ranks = ["--nproc", str(options.nproc)] if options.nproc > 1 else []
-    run_module("megadit.train", *source, *ranks, *given, *of_all, *of_stage)
+    plain = resolve_config(recipe, config_file=options.config_file)
+    model, path, guidance = teacher.config, teacher.path, options.guidance or teacher.defaults.guidance
+    runs = []
+    for number, name in enumerate(stages, start=1):
+        folder, of_pairs = options.out / f"{number}_{name}", []
+        if STAGES[name].takes_pairs:
+            of_pairs = [*OF_PAIRS, f"data.path={options.pairs or options.out / PAIRS / DATASET}"]
+        of_all, of_stage = _overrides(options, name)
+        overrides = [
+            *_model_of(model, plain),
+            *STAGES[name].overrides(plain, sigmas),
+            f"train.distill.teacher={path}",
+            f"train.distill.objective={name}",
+            f"train.distill.guidance={guidance:g}",
+            f"train.output_dir={folder}",
+            *("diffusion.learned_uncertainty=false", "data.text_dropout=0.0", "validation.interval=0"),
+            *([] if options.data is None else [f"data.path={options.data}"]),
+            *(*of_all, *of_pairs, *of_stage),
+        ]
+        config = resolve_config(recipe, config_file=options.config_file, overrides=overrides)
+        check_layout(config, options.nproc)
+        runs.append(StageRun(folder=folder, command=(*source, *ranks, *overrides)))
+        model, path, guidance = config.model, folder / "bundle", 1.0
+    return runs
 
 
-def _model_of(teacher: Bundle, run: RunConfig) -> list[str]:
+def _model_of(teacher: DiTConfig, run: RunConfig) -> list[str]:
     """What a run needs to have the teacher's network."""
-    theirs, ours = teacher.config.to_dict(), run.model.to_dict()
+    theirs, ours = teacher.to_dict(), run.model.to_dict()
     return [f"model.{name}={json.dumps(value)}" for name, value in theirs.items() if value != ours[name]]
 
 

@@ -10,6 +10,8 @@ from megadit.models.megatron.launch import launch
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path
 
+DATASET = "dataset"
+"""Folder of the samples in that of the pairs."""
 SAMPLER = "euler"
 """An ODE's: what is added on the way would hide which noise a video comes of."""
 
@@ -23,8 +25,8 @@ def make_pairs(
     num_steps: int,
     guidance: float,
     num_processes: int,
-) -> Path:
-    """The data set of `count` videos of some of the captions, made by `megadit prepare trajectories`.
+) -> None:
+    """Makes the data set of `count` videos of some of the captions, by `megadit prepare trajectories`.
 
     A folder that is finished stays as it is, one that was cut off is completed.
 
@@ -37,8 +39,8 @@ def make_pairs(
     prompts = folder / "captions.jsonl"
     with atomic_path(prompts) as temporary:
         temporary.write_text("".join(json.dumps({"prompt": caption}) + "\n" for caption in chosen[:count]))
-    request = [str(teacher.path), str(folder / "dataset"), "--prompt_file", str(prompts), "--count", str(count)]
-    way = ["--sampler", SAMPLER, "--num_steps", str(num_steps), "--guidance", f"{guidance:g}", "--eta", "0"]
+    request = [str(teacher.path), str(folder / DATASET), "--prompt_file", str(prompts), "--count", str(count)]
+    way = ["--sampler", SAMPLER, "--eta", "0", "--churn", "0"]
+    way += ["--num_steps", str(num_steps), "--guidance", f"{guidance:g}"]
     if launch("megadit.train.data.prepare", ["trajectories", *request, *way], num_processes=num_processes):
         raise UserError(f"no videos were made to learn from: {folder / 'dataset'} is not whole; run the command again")
-    return folder / "dataset"

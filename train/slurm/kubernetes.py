@@ -57,12 +57,13 @@ def manifests(chain: ChainConfig, exclude: tuple[str, ...] = ()) -> dict[str, st
 
 
 def job_name(chain: ChainConfig, stage: str) -> str:
-    """What Kubernetes calls a stage: small letters, digits and dashes.
+    """What Kubernetes calls a stage: small letters, digits and dashes, a letter first (names of Services have one).
 
     Raises:
         UserError: if that is too long.
     """
     name = re.sub(r"[^a-z0-9]+", "-", f"{chain.name}-{stage}".lower()).strip("-")
+    name = name if name[0].isalpha() else f"chain-{name}"
     if len(name) > LONGEST_NAME:
         raise UserError(f"--kubernetes: {name} is longer than {LONGEST_NAME} letters; shorten name or stages.{stage}")
     return name
@@ -95,9 +96,12 @@ def _documents(chain: ChainConfig, name: str, exclude: tuple[str, ...]) -> list[
 
 
 def _retries(stage: StageConfig) -> dict[str, int]:
-    """Where one node fails all ranks end; tasks of an array fail alone, and a command that fails once fails again."""
+    """Where one node fails all ranks end; tasks of an array fail alone, and a command that fails once fails again.
+
+    With the eviction of the first pod, where the nodes meet, the others fail: these count, and there is room for them.
+    """
     if stage.torchrun:
-        return {"backoffLimit": stage.max_restarts * stage.nodes}
+        return {"backoffLimit": max(stage.max_restarts * stage.nodes, stage.nodes - 1)}
     return {"backoffLimit": 0} if stage.tasks is None else {"backoffLimitPerIndex": 0}
 
 

@@ -20,8 +20,10 @@ condition() { # Complete, Failed, or nothing
 }
 
 for job in "${order[@]}"; do
-  [ "$(condition "$job")" != Failed ] || kubectl delete job "$job" --wait=true
-  [ -n "$(kubectl get job "$job" --ignore-not-found -o name)" ] || kubectl apply -f "${files[$job]}"
+  state=$(condition "$job")
+  [ "$state" != Failed ] || kubectl delete job "$job" --wait=true
+  found=$(kubectl get job "$job" --ignore-not-found -o name)
+  [ -n "$found" ] || kubectl apply -f "${files[$job]}"
 done
 
 failed=0
@@ -37,11 +39,12 @@ while [ "${#outcome[@]}" -lt "${#order[@]}" ]; do
       esac
     done
     [ -n "$is_free" ] || continue
-    outcome[$job]=$(condition "$job")
-    case ${outcome[$job]} in
-      Complete) echo "$job: complete" ;;
-      Failed) failed=1 && echo "$job: failed; kubectl logs job/$job" ;;
-      *) unset "outcome[$job]" && kubectl patch job "$job" --type=merge -p '{"spec":{"suspend":false}}' >/dev/null ;;
+    # days go by here: a call that the cluster does not answer is made again in the next round
+    state=$(condition "$job") || continue
+    case $state in
+      Complete) outcome[$job]=Complete && echo "$job: complete" ;;
+      Failed) outcome[$job]=Failed failed=1 && echo "$job: failed; kubectl logs job/$job" ;;
+      *) kubectl patch job "$job" --type=merge -p '{"spec":{"suspend":false}}' >/dev/null || continue ;;
     esac
   done
   [ "${#outcome[@]}" -ge "${#order[@]}" ] || sleep "${POLL_SECONDS:-10}"

@@ -145,7 +145,7 @@ def test_exponents_are_the_slopes(tmp_path):
 def test_options_of_the_steps_reach_them(tmp_path, monkeypatch):
     (tmp_path / "run.yaml").write_text("train: {seed: 77}")
     options = benchmark_train._parse(["--recipe", "digits", "--config-file", str(tmp_path / "run.yaml")])
-    assert benchmark_train._config(options).train.seed == 77
+    assert benchmark_train.run_of(options.recipe, options.config_file, ()).train.seed == 77
     started = []
     monkeypatch.setattr(benchmark_train, "launch", lambda *asked, num_processes: started.append(num_processes) or 0)
     assert benchmark_train.main(["--recipe", "digits", "--nproc", "2"]) == 0 and started == [2]

@@ -1,6 +1,8 @@
 """`megadit prepare prior`: a model's own samples as a data set, and what their loss counts."""
 
 import json
+import re
+import shutil
 import tarfile
 from dataclasses import asdict, replace
 
@@ -9,7 +11,8 @@ import safetensors.torch
 import torch
 
 from megadit.infer.pipeline import TextToVideo
-from megadit.models.bundle.bundle import write_bundle
+from megadit.infer.tune_sampler import write_defaults
+from megadit.models.bundle.bundle import Bundle, write_bundle
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.embeddings import patchify
@@ -27,6 +30,7 @@ from megadit.train.data.packed_batch import PackFormat
 from megadit.train.data.rules import Rules
 from megadit.train.data.samples import UnreadableSampleError, decode
 from megadit.train.data.training_sample import TrainingSample
+from megadit.train.distill import pairs
 from megadit.train.loss import edm_loss
 from megadit.train.noise_levels import initial_noise, token_noise
 
@@ -150,6 +154,32 @@ def test_a_trajectory_is_that_of_an_ode(bundle, tmp_path, more, capsys):
     assert "adds noise on its way" in capsys.readouterr().err
 
 
+@pytest.fixture
+def churning(bundle, tmp_path):
+    """A model whose videos are made with noise that is added before and after steps."""
+    shutil.copytree(bundle, tmp_path / "churning")
+    found = Bundle.open(tmp_path / "churning")
+    write_defaults(found, replace(found.defaults, sampler="heun", churn=4.0, eta=0.5))
+    return tmp_path / "churning"
+
+
+def test_what_the_refusal_names_makes_trajectories(churning, tmp_path, capsys):
+    argv = ["trajectories", str(churning), str(tmp_path / "pairs"), "--prompt", "a dog", "--count", "2"]
+    assert prepare.main(argv) == 2
+    remedy = re.search(r"give ((--\w+ \w+ ?)+), or dpmpp_2m", capsys.readouterr().err)[1].split()
+    assert prepare.main([*argv, *remedy]) == 0
+    asked = json.loads((tmp_path / "pairs" / "trajectories.json").read_text())["settings"]
+    assert (asked["sampler"], asked["churn"], asked["eta"]) == ("euler", 0, 0)
+
+
+def test_pairs_of_such_a_model_are_an_odes(churning, tmp_path, monkeypatch):
+    monkeypatch.setattr(pairs, "launch", lambda module, argv, **_: prepare.main(argv))
+    pairs.make_pairs(
+        tmp_path / "pairs", Bundle.open(churning), PROMPTS, count=2, num_steps=2, guidance=1.0, num_processes=1
+    )
+    assert DatasetInfo.read(tmp_path / "pairs" / pairs.DATASET).num_samples["train"] == 2
+
+
 @pytest.mark.parametrize("seed", ["7", True, -1, 1 << 63, 0.5])
 def test_a_seed_is_a_whole_number(seed):
     with pytest.raises(UnreadableSampleError, match="seed"):
@@ -204,12 +234,14 @@ def test_every_option_reaches_the_samples(bundle, tmp_path, monkeypatch, purpose
     assert prepare.main([*out, *file, "--overwrite", "--device", "nothing"]) == 2
     settings = {
         **{"--sampler": "heun", "--num_steps": "5", "--guidance": "3", "--num_video_frames": "9", "--height": "24"},
-        **{"--width": "32", "--fps": "4", "--negative_prompt": "a cat", "--eta": "0"},
+        **{"--width": "32", "--fps": "4", "--negative_prompt": "a cat", "--eta": "0", "--churn": "2"},
     }
+    if purpose == "trajectories":
+        settings["--churn"] = "0"
     _, other = wanted(*file, *(word for pair in settings.items() for word in pair))
     assert asdict(other.settings) == asdict(plain.settings) | {
         **{"sampler": "heun", "num_steps": 5, "guidance": 3, "num_frames": 9, "height": 24},
-        **{"width": 32, "fps": 4, "negative_prompt": "a cat", "eta": 0},
+        **{"width": 32, "fps": 4, "negative_prompt": "a cat", "eta": 0, "churn": float(settings["--churn"])},
     }
 
 

@@ -8,12 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from megadit.infer.evaluate.videos import videos_in_memory
 from megadit.infer.pipeline import TextToVideo
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
+from megadit.train.config.load import resolve_config
 from megadit.train.distill.check import Bounds, Comparison, compare, spread
 from megadit.train.distill.command import STAGES, main, student_settings, student_sigmas
 from tests.train.test_adapter_runs import write
@@ -148,6 +150,9 @@ def test_a_collapse_that_no_judge_of_prompts_sees_is_seen(tmp_path, monkeypatch)
         (["train.adapter.rank=4"], "a stage begins with the whole network of the one before"),
         ([], "does not say which recipe made it: give --recipe NAME"),
         (["--recipe", "digits_tiny"], "give --data FOLDER, or --prompts FILE"),
+        (["--recipe", "digits_tiny", "--calls", "2", "regression.data.encode=on_the_fly"], "and give latents"),
+        (["--recipe", "digits_tiny", "--calls", "2", "regression.data.seq_len=9"], "unknown key data.seq_len"),
+        (["--recipe", "digits_tiny", "--nproc", "2", "data.global_batch_size=1"], "data.global_batch_size"),
     ],
 )
 def test_mistakes_are_one_line_before_anything_is_trained(tmp_path, capsys, more, says):
@@ -161,6 +166,48 @@ def test_every_objective_has_a_stage():
     from megadit.train.distill.objectives import OBJECTIVES
 
     assert STAGES.keys() == OBJECTIVES.keys()
+
+
+OF_SAMPLES = {
+    "given": ("[first_frame:0.5]", ()),
+    "encode": ("on_the_fly", "precached"),
+    "min_aesthetic_score": ("5.0", None),
+    "max_frames": ("1", None),
+    "keep": ("[image:0.5]", ()),
+    "path": ("clips", "pairs"),
+}
+"""Settings of `data`: what the samples ask for, what pairs are read with."""
+
+
+@pytest.mark.parametrize("is_in_file", [True, False])
+def test_what_samples_ask_for_is_not_asked_of_pairs(tmp_path, monkeypatch, is_in_file):
+    bundle, asked = write(tmp_path / "teacher", 0, given_sigma=0.02), []
+
+    def run_module(module, *arguments):
+        if module == "megadit.train":
+            start = 4 if "--config-file" in arguments else 2
+            file = arguments[3] if start == 4 else None
+            asked.append(resolve_config(arguments[1], config_file=file, overrides=list(arguments[start:])))
+        else:
+            shutil.copytree(bundle, arguments[1], dirs_exist_ok=True)
+
+    monkeypatch.setattr("megadit.train.distill.command.run_module", run_module)
+    found = Comparison(spread=1.0, distance=None, seen_by="", count=4)
+    monkeypatch.setattr("megadit.train.distill.command.compare", lambda *_, **__: found)
+    (tmp_path / "prompts.txt").write_text("a cat")
+    values = [f"data.{name}={value}" for name, (value, _) in OF_SAMPLES.items()]
+    if is_in_file:
+        (tmp_path / "run.yaml").write_text(
+            OmegaConf.to_yaml(OmegaConf.from_dotlist([*values, "model.given_sigma=0.02"]))
+        )
+        values = ["--config-file", str(tmp_path / "run.yaml")]
+    more = ["--recipe", "digits_tiny", "--calls", "2", "--prompts", str(tmp_path / "prompts.txt"), "--pairs", "pairs"]
+    assert main([str(bundle), str(tmp_path / "out"), *more, *values]) == 0
+    of_samples, of_pairs = (run.data for run in asked)
+    for name, (value, read) in OF_SAMPLES.items():
+        assert getattr(of_pairs, name) == read, name
+        assert getattr(of_samples, name) == getattr(resolve_config("digits_tiny", overrides=[
+            "model.given_sigma=0.02", f"data.{name}={value}"]).data, name), name  # fmt: skip
 
 
 def test_every_option_reaches_its_part(tmp_path, monkeypatch):
@@ -181,14 +228,14 @@ def test_every_option_reaches_its_part(tmp_path, monkeypatch):
     monkeypatch.setattr("megadit.train.distill.command.compare", found)
     monkeypatch.setattr("megadit.train.distill.command.open_extractors", lambda path, device: [path])
     monkeypatch.setattr("megadit.train.distill.command.open_videos", lambda path, count: path)
-    more = ["--data", "clips", "--recipe", "digits", "--config-file", str(tmp_path / "changes.yaml"), "--nproc", "3"]
+    more = ["--data", "clips", "--recipe", "digits", "--config-file", str(tmp_path / "changes.yaml"), "--nproc", "2"]
     more += ["--calls", "3", "--sigmas", "70", "3", "1", "--guidance", "5", "--stages", "consistency"]
     more += ["--prompts", str(tmp_path / "prompts.txt"), "--count", "8", "--extractors", "judge", "--device", "cpu"]
     out = tmp_path / "out"
     assert main([str(bundle), str(out), "consistency.optimizer.lr=9", *more, "--spread", "0.5", "1.7"]) == 0
     module, arguments = asked[0]
     assert module == "megadit.train" and arguments[:4] == ("--recipe", "digits", "--config-file", more[5])
-    assert {"--nproc", "3", "data.path=clips", "train.distill.guidance=5", "optimizer.lr=9"} <= {*arguments}
+    assert {"--nproc", "2", "data.path=clips", "train.distill.guidance=5", "optimizer.lr=9"} <= {*arguments}
     assert "train.distill.objective=consistency" in arguments and "model.num_layers=2" in arguments
     assert Bundle.open(out / "bundle").defaults.sigmas == (70, 3, 1)
     prompts, given = compared[0]

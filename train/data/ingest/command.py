@@ -13,12 +13,13 @@ from megadit.train.data.dataset_info import INFO_FILE
 from megadit.train.data.ingest import stages
 from megadit.train.data.ingest.download import Downloads
 from megadit.train.data.ingest.encodings import default_encodings, read_encodings
-from megadit.train.data.ingest.engine import choose_engine, run_on_ray
+from megadit.train.data.ingest.engine import choose_engine, run_on_ray, start_ray
 from megadit.train.data.ingest.plan import Notes, Settings
 from megadit.train.data.ingest.pool import default_workers
 from megadit.train.data.ingest.sources import Listing, list_folder, list_webdataset
 from megadit.train.data.ingest.tables import Tables
 from megadit.train.data.ingest.team import Part, join_team
+from megadit.train.data.places import is_url
 from megadit.train.data.writer import is_prepared
 
 BUTTERFLIES = "huggan/smithsonian_butterflies_subset"
@@ -123,12 +124,17 @@ KINDS: dict[str, tuple[type[Options], str]] = {
 def prepare_command(kind: str, argv: list[str]) -> int:
     """Runs one of the sources above; a second run goes on where the first was stopped."""
     of, description = KINDS[kind]
-    options = read_options(of, argv, prog=f"megadit prepare {kind}", description=description)
+    prepare(kind, read_options(of, argv, prog=f"megadit prepare {kind}", description=description))
+    return 0
+
+
+def prepare(kind: str, options: Options) -> None:
+    """Prepares a part of a source, or all of it."""
     common, notes = options.common, Notes(root=options.out)
-    if choose_engine(common.engine) == "ray":
-        _prepare_on_ray(kind, argv, common, notes)
-        return 0
+    is_on_ray = choose_engine(common.engine) == "ray"
     with join_team(Part.parse(common.part)) as team:
+        if is_on_ray and not team.is_whole:
+            raise UserError("--engine ray divides the stages itself; leave out --part")
         names = _stages(common)
         if not team.is_whole and (alone := [name for name in names if name not in stages.SHARED_STAGES]):
             raise UserError(f"--part divides {', '.join(stages.SHARED_STAGES)}; give --stages without {alone[0]}")
@@ -150,9 +156,10 @@ def prepare_command(kind: str, argv: list[str]) -> int:
             redo_failed=common.redo == FAILED,
         )
         stages.check_encoders(preparation)
+        ray = start_ray() if is_on_ray else None
         if team.is_first:
             if common.overwrite and _is_ours(notes):
-                shutil.rmtree(options.out)  # only now that nothing is wrong with what is to take its place
+                _remove(options)  # only now that nothing is wrong with what is to take its place
             request = {
                 "source": f"{kind} {options.source}",
                 "encodings": [_plain(encoding) for encoding in preparation.encodings],
@@ -163,29 +170,42 @@ def prepare_command(kind: str, argv: list[str]) -> int:
         if (options.out / INFO_FILE).is_file() and common.redo is None and common.stages is None:
             if team.is_first:
                 print(f"{options.out} is already prepared; nothing to do (--overwrite replaces it)")
-            return 0
+            return
         try:
-            stages.run(preparation, names)
+            if ray is None:
+                stages.run(preparation, names)
+            else:
+                run_on_ray(
+                    ray,
+                    partial(_prepare_part, kind, options),
+                    stages=[(name, name in stages.SHARED_STAGES) for name in names],
+                    num_workers=preparation.num_workers,
+                    num_tasks=common.engine_tasks,
+                )
         except UserError:
             if team.is_first and team.is_whole:
                 notes.withdraw()
             raise
-    return 0
 
 
-def _prepare_on_ray(kind: str, argv: list[str], common: PrepareOptions, notes: Notes) -> None:
-    if common.part != "0/1":
-        raise UserError("--engine ray divides the stages itself; leave out --part")
-    if common.overwrite and _is_ours(notes):
-        shutil.rmtree(notes.root)
-    run_on_ray(
-        prepare_command,
-        kind,
-        argv,
-        stages=[(name, name in stages.SHARED_STAGES) for name in _stages(common)],
-        num_workers=default_workers() if common.num_workers is None else common.num_workers,
-        num_tasks=common.engine_tasks,
-    )
+def _prepare_part(kind: str, options: Options, stage: str, part: str) -> None:
+    common = replace(options.common, stages=stage, part=part, engine="none", overwrite=False)
+    prepare(kind, replace(options, common=common))
+
+
+def _remove(options: Options) -> None:
+    """Removes the data set to begin anew.
+
+    Raises:
+        UserError: where nothing could take its place: the source is missing, or is the data set itself.
+    """
+    if not isinstance(options, TableOptions | ButterflyOptions) and not is_url(options.source):
+        source, out = Path(options.source).resolve(), options.out.resolve()
+        if not source.exists():
+            raise UserError(f"{options.source} does not exist; {options.out} is left as it is")
+        if source.is_relative_to(out):
+            raise UserError(f"--overwrite would remove {options.source}, which lies in {options.out}; give another OUT")
+    shutil.rmtree(options.out)
 
 
 def _is_ours(notes: Notes) -> bool:

@@ -7,7 +7,7 @@ Frames are uint8, RGB, 0..255. Shapes: T/H/W frames, height, width.
 import io
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -168,9 +168,9 @@ def image_thumbnail(image: Image.Image) -> np.ndarray:
 # --- videos -------------------------------------------------------------------------------------------------------
 
 
-def read_timeline(source: Source, settings: Settings, most: int | None = None) -> Timeline:
-    """Every frame of the video once (or the first `most`), small, at `settings.fps` or the video's own rate where that
-    is slower.
+def read_timeline(source: Source, settings: Settings, most: Callable[[float], int] | None = None) -> Timeline:
+    """Every frame of the video once (or the first `most` of its rate), small, at `settings.fps` or the video's own rate
+    where that is slower.
 
     Frame k is the one shown at time k / fps, so that videos of variable rate come out even. What follows a damaged
     stretch is used as far as it can be decoded.
@@ -181,7 +181,7 @@ def read_timeline(source: Source, settings: Settings, most: int | None = None) -
     with _open_video(source, settings) as video:
         fps = min(settings.fps, video.fps)
         pts, thumbnails, shown, is_transparent = [], [], None, False
-        for frame in islice(_sampled(video.frames(), video.time_base, fps, settings), most):
+        for frame in islice(_sampled(video.frames(), video.time_base, fps, settings), most and most(fps)):
             if not pts or frame.pts != pts[-1]:
                 frame, is_seen_through = opaque_frame(frame, settings)
                 is_transparent |= is_seen_through

@@ -5,15 +5,15 @@ where the command was given. Bytes are those of any other way, and a task that d
 All machines must see the source and the output under the same paths.
 """
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from megadit.models.shared.errors import UserError, choose_one
 
 ENGINES = ("none", "ray")
-LOCAL_OPTIONS = ("--overwrite",)
-"""What the first process does alone, before any task."""
 
 
 def choose_engine(name: str) -> str:
@@ -21,24 +21,11 @@ def choose_engine(name: str) -> str:
     return choose_one(name, ENGINES, f"--engine: unknown engine {name!r}")
 
 
-def run_on_ray(
-    prepare: Callable[[str, list[str]], int],
-    kind: str,
-    argv: Sequence[str],
-    *,
-    stages: Sequence[tuple[str, bool]],
-    num_workers: int,
-    num_tasks: int | None,
-) -> None:
-    """Runs each of the `stages` (name, whether parts divide it) on the cluster of RAY_ADDRESS, or on this machine.
-
-    Args:
-        prepare: the command, of a source and its arguments `argv`.
-        num_workers: decoding processes of a task, each of which needs a core.
-        num_tasks: of a stage; None: as many as the cluster has room for.
+def start_ray() -> Any:
+    """The module, connected to the cluster of RAY_ADDRESS, or to one on this machine.
 
     Raises:
-        UserError: without Ray; where a task found a mistake.
+        UserError: without Ray.
     """
     try:
         import ray
@@ -46,17 +33,35 @@ def run_on_ray(
         raise UserError("--engine ray needs Ray; pip install 'megadit[ray]'") from None
     if not ray.is_initialized():
         ray.init(log_to_driver=False, include_dashboard=False)
-    resources = ray.cluster_resources()
-    cores = max(1, num_workers)
-    count = num_tasks or max(1, int(resources.get("CPU", 1)) // cores)
-    task = ray.remote(num_cpus=cores, num_gpus=min(1, resources.get("GPU", 0)))(_run_part)
-    words = [word for word in argv if word not in LOCAL_OPTIONS]
+    return ray
+
+
+def run_on_ray(
+    ray: Any,
+    prepare: Callable[[str, str], None],
+    *,
+    stages: Sequence[tuple[str, bool]],
+    num_workers: int,
+    num_tasks: int | None,
+) -> None:
+    """Runs each of the `stages` (name, whether parts divide it), those that parts divide as tasks.
+
+    Args:
+        prepare: does a part, such as "0/2", of a stage.
+        num_workers: decoding processes of a task, each of which has a core where a node has so many.
+        num_tasks: of a stage; None: as many as the cluster has room for.
+
+    Raises:
+        UserError: where a task found a mistake; where no node has a core.
+    """
+    cores, gpus, room = share([node["Resources"] for node in ray.nodes() if node["Alive"]], num_workers)
+    count = num_tasks or room
+    task = ray.remote(num_cpus=cores, num_gpus=gpus)(_run_part)
     for stage, is_shared in stages:
-        command = [*words, "--engine", "none", "--stages", stage]
         if not is_shared:
-            prepare(kind, command)
+            prepare(stage, "0/1")
             continue
-        parts = [task.remote(prepare, kind, [*command, "--part", f"{n}/{count}"], Path.cwd()) for n in range(count)]
+        parts = [task.remote(prepare, stage, f"{number}/{count}", Path.cwd()) for number in range(count)]
         try:
             ray.get(parts)
         except ray.exceptions.RayTaskError as error:
@@ -64,7 +69,23 @@ def run_on_ray(
         print(f"{stage}: {count} tasks of Ray", flush=True)
 
 
-def _run_part(prepare: Callable[[str, list[str]], int], kind: str, argv: list[str], folder: Path) -> None:
+def share(nodes: Sequence[dict[str, float]], num_workers: int) -> tuple[int, int, int]:
+    """(cores and GPUs of a task, how many tasks have room): a task that asked for more than any node has would wait
+    for ever.
+
+    Raises:
+        UserError: where no node has a core.
+    """
+    gpus = int(any(node.get("GPU", 0) >= 1 for node in nodes))
+    able = [node for node in nodes if node.get("GPU", 0) >= gpus and node.get("CPU", 0) >= 1]
+    if not able:
+        raise UserError(f"--engine ray: no node of the cluster has a core{' beside its GPU' if gpus else ''}")
+    cores = max(1, min(num_workers, int(max(node["CPU"] for node in able))))
+    room = (min(node["CPU"] // cores, node["GPU"] if gpus else math.inf) for node in able)
+    return cores, gpus, int(sum(room))
+
+
+def _run_part(prepare: Callable[[str, str], None], stage: str, part: str, folder: Path) -> None:
     """A task, in the folder of the command."""
     os.chdir(folder)
-    prepare(kind, argv)
+    prepare(stage, part)

@@ -1,5 +1,6 @@
 """A first look at a folder: videos or images, how large, how long, with which captions. Nothing is written."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -11,8 +12,8 @@ from megadit.train.data.ingest.sources import is_of_kind, list_folder
 
 LOOKED_AT = 48
 """Sources that are opened, evenly over all."""
-MOST_FRAMES = 240
-"""Of each that are decoded."""
+MOST_FRAMES, MOST_SECONDS = 240, 4.0
+"""Of each that are decoded: whichever is more, so that a clip at the scale's rate fits into either."""
 OWN_RATE = Settings(fps=240.0)
 """Frames as they are in the file."""
 
@@ -26,7 +27,7 @@ class Seen:
     fps: float
     """0 for an image."""
     frames: int
-    """At most `MOST_FRAMES`."""
+    """Of those that were decoded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,5 +74,5 @@ def _see(source: Source) -> Seen:
     if source.kind == "image":
         image = read_image(source, OWN_RATE)
         return Seen(height=image.height, width=image.width, fps=0.0, frames=1)
-    timeline = read_timeline(source, OWN_RATE, MOST_FRAMES)
+    timeline = read_timeline(source, OWN_RATE, lambda fps: max(MOST_FRAMES, math.ceil(MOST_SECONDS * fps)))
     return Seen(height=timeline.height, width=timeline.width, fps=timeline.fps, frames=len(timeline.pts))

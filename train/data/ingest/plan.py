@@ -18,7 +18,7 @@ from typing import Any, Literal
 from PIL import ImageColor
 
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import atomic_path, read_json, write_json
+from megadit.models.shared.files import atomic_path, differences, read_json, write_json
 from megadit.models.shared.setting import check_settings, setting
 from megadit.train.data.description import MOST_FRAMES
 
@@ -242,10 +242,10 @@ class Notes:
             return
         before = read_json(path)
         before["settings"] = asdict(Settings()) | before.get("settings", {})  # begun by a version with fewer of them
-        for name, saved, asked in _differences(json.loads(json.dumps(before)), values):
+        for name, saved, asked in differences(json.loads(json.dumps(before)), values):
             raise UserError(
-                f"{self.root} was begun with {name}={saved}, and is asked to go on with {asked}; "
-                "give the same value, another folder, or --overwrite"
+                f"{self.root} was begun with {name.removeprefix('settings.')}={saved}, and is asked to go on with "
+                f"{asked}; give the same value, another folder, or --overwrite"
             )
 
     def withdraw(self) -> None:
@@ -278,15 +278,6 @@ class Notes:
 
 def _is_whole_file(path: Path) -> bool:
     return path.is_file() and not TEMPORARY.fullmatch(path.name)
-
-
-def _differences(saved: dict[str, Any], asked: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    for name in sorted(saved.keys() | asked.keys()):
-        old, new = saved.get(name), asked.get(name)
-        if isinstance(old, dict) and isinstance(new, dict):
-            yield from _differences(old, new)
-        elif old != new:
-            yield name, old, new
 
 
 def with_key(clip: Clip, number: int) -> Clip:

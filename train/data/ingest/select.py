@@ -1,6 +1,7 @@
 """Which clips become samples, in which split and shard: decided once, from all findings together."""
 
 import hashlib
+import heapq
 import math
 from collections.abc import Iterable
 
@@ -24,7 +25,9 @@ class Fingerprints:
         self.max_bits = max_bits
         self._any_caption = any_caption
         self._width = min(BAND_BITS, FINGERPRINT_BITS // (max_bits + 1))
-        self._bands: dict[tuple[int, int], list[tuple[int, str, str]]] = {}
+        self._seen: dict[tuple[int, int, str | None], list[tuple[int, int, str]]] = {}
+        """(place and bits of a band, caption; None: all of them) -> (count, fingerprint, name), in their order."""
+        self._count = 0
 
     def duplicate_of(self, fingerprint: str, name: str, caption: str = "") -> str | None:
         """The name of an earlier one like it; without one, remembers this."""
@@ -35,13 +38,20 @@ class Fingerprints:
         ]
         bands = [band for band in bands if band[1]] or [(-1, number)]
         for band in bands:
-            for other, other_name, other_caption in self._bands.get(band, ()):
-                is_alike = self._any_caption or not caption or not other_caption or caption == other_caption
-                if is_alike and (number ^ other).bit_count() <= self.max_bits:
+            for _, other, other_name in self._candidates(band, caption):
+                if (number ^ other).bit_count() <= self.max_bits:
                     return other_name
+        self._count += 1
         for band in bands:
-            self._bands.setdefault(band, []).append((number, name, caption))
+            for key in [None] if self._any_caption else [None, caption]:
+                self._seen.setdefault((*band, key), []).append((self._count, number, name))
         return None
+
+    def _candidates(self, band: tuple[int, int], caption: str) -> Iterable[tuple[int, int, str]]:
+        """Those that agree in a band and whose captions do not differ, in the order in which they were seen."""
+        if self._any_caption or not caption:
+            return self._seen.get((*band, None), ())
+        return heapq.merge(self._seen.get((*band, caption), ()), self._seen.get((*band, ""), ()))
 
 
 def select(notes: Notes, settings: Settings) -> None:

@@ -129,12 +129,12 @@ def _label(labels: dict[str, str], name: str) -> dict[str, Any]:
 
 
 def _list_table(folder: Folder, kind: Kind, table: str, listing: Listing) -> None:
+    has_captions = False
     for number, row in enumerate(read_table(table)):
         column = column_of(row, FILE_COLUMNS)
         if column is None:
             raise UserError(f"{table} has no column of files; name it one of {', '.join(FILE_COLUMNS)}")
-        if column_of(row, CAPTION_COLUMNS) is None:
-            raise UserError(f"{table} has no column of captions; name it one of {', '.join(CAPTION_COLUMNS)}")
+        has_captions |= column_of(row, CAPTION_COLUMNS) is not None
         name = str(row[column])
         if not folder.holds(name):
             listing.skip(name, "outside the source folder", f"row {number} of {PurePosixPath(table).name}")
@@ -142,6 +142,8 @@ def _list_table(folder: Folder, kind: Kind, table: str, listing: Listing) -> Non
             listing.skip(name, "missing file", f"row {number} of {PurePosixPath(table).name}")
         else:
             listing.add(Source(name=name, kind=kind, path=path, **described(row)))
+    if not has_captions:
+        raise UserError(f"{table} has no column of captions; name it one of {', '.join(CAPTION_COLUMNS)}")
     if len({source.name for source in listing.sources}) < len(listing.sources):
         raise UserError(f"{table} names a file twice; give each of them one row")
 

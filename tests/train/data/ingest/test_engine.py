@@ -1,10 +1,13 @@
 """A preparation as tasks of Ray leaves what one process leaves."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from megadit.models.shared.errors import UserError
 from megadit.train.data import prepare
+from megadit.train.data.ingest.engine import share
 
 OPTIONS = ("--sizes", "64x64", "--num_frames", "9", "--num_workers", "0", "--channels", "16")
 
@@ -38,6 +41,61 @@ def test_tasks_of_ray_leave_the_same_bytes(ray, videos, tmp_path, capsys):
     wrong = ["videos", str(tmp_path / "nowhere"), str(tmp_path / "wrong"), *OPTIONS, "--engine", "ray"]
     assert prepare.main(wrong) == 2
     assert "nowhere" in capsys.readouterr().err
+    many = ["--engine", "ray", "--stages", "fetch", "--num_workers", "5"]  # no node has five cores
+    assert prepare.main(["videos", str(videos), str(tmp_path / "many"), *OPTIONS, *many]) == 0
+    assert "fetch: 1 tasks of Ray" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("engine", ["none", "ray"])
+@pytest.mark.parametrize(
+    ("source", "mistake", "told"),
+    [
+        ("clips", ("--sizes", "50x50"), "a multiple of 8"),
+        ("clips", ("--part", "1/2"), "--part"),
+        ("nowhere", (), "nowhere does not exist"),
+        ("out/clips", (), "give another OUT"),
+    ],
+)
+def test_a_data_set_stays_where_nothing_can_take_its_place(
+    source, mistake, told, engine, tmp_path, capsys, monkeypatch
+):
+    begun = tmp_path / "out/prepare/settings.json"
+    for folder in (begun.parent, tmp_path / "clips", tmp_path / "out/clips"):
+        folder.mkdir(parents=True)
+    begun.write_text("{}")
+    command = ["videos", str(tmp_path / source), str(tmp_path / "out"), *OPTIONS, "--engine", engine, "--overwrite"]
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True))
+    assert prepare.main([*command, *mistake]) == 2 and told in capsys.readouterr().err
+    assert begun.read_text() == "{}"
+
+
+def test_a_data_set_stays_without_ray(tmp_path, capsys, monkeypatch):
+    begun = tmp_path / "out/prepare/settings.json"
+    begun.parent.mkdir(parents=True)
+    begun.write_text("{}")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    command = ["videos", str(tmp_path), str(tmp_path / "out"), *OPTIONS, "--engine", "ray", "--overwrite"]
+    assert prepare.main(command) == 2 and "megadit[ray]" in capsys.readouterr().err and begun.is_file()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "wanted", "found"),
+    [
+        ([{"CPU": 4}, {"CPU": 8}], 4, (4, 0, 3)),
+        ([{"CPU": 4}, {"CPU": 8}], 0, (1, 0, 12)),
+        ([{"CPU": 4}, {"CPU": 8}], 16, (8, 0, 1)),
+        ([{"CPU": 64}, {"CPU": 8, "GPU": 2}], 16, (8, 1, 1)),
+        ([{"CPU": 64}, {"CPU": 8, "GPU": 2}], 1, (1, 1, 2)),
+    ],
+)
+def test_a_task_asks_for_what_a_node_has(nodes, wanted, found):
+    assert share(nodes, wanted) == found
+
+
+@pytest.mark.parametrize("nodes", [[], [{"GPU": 8}], [{"CPU": 8}, {"GPU": 8}]])
+def test_nodes_without_a_core_are_refused(nodes):
+    with pytest.raises(UserError, match="no node of the cluster"):
+        share(nodes, 1)
 
 
 def test_mistakes_are_told(tmp_path, capsys, monkeypatch):

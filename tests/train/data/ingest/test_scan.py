@@ -127,6 +127,62 @@ def test_pictures_that_look_alike_but_are_told_apart_stay():
         assert seen.duplicate_of(alike[3], "fourth") == "first", "no words differ from none"
 
 
+class Caption(str):
+    """Counts how often captions are compared."""
+
+    compared = 0
+
+    def __eq__(self, other) -> bool:
+        Caption.compared += 1
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+def test_clips_are_not_compared_with_those_of_other_captions(monkeypatch):
+    """A thousand that agree in all but one band, as clips of one channel do that begin with its logo."""
+    monkeypatch.setattr(Caption, "compared", 0)
+    seen, same = Fingerprints(max_bits=7, any_caption=False), (1 << 168) - 1
+    for number in range(1000):
+        assert seen.duplicate_of(f"{number << 168 | same:048x}", str(number), Caption(number)) is None
+    assert Caption.compared < 100_000
+
+
+def first_like(kept, number, caption, *, max_bits, any_caption):
+    """By looking at all: the first that agrees in the first band in which one does."""
+
+    def is_alike(other, other_caption):
+        is_same = any_caption or not caption or not other_caption or caption == other_caption
+        return is_same and (number ^ other).bit_count() <= max_bits
+
+    width = 192 // (max_bits + 1)
+    masks = [((1 << width) - 1) << place for place in range(0, 192 - width + 1, width)]
+    for mask in masks:
+        for other, name, other_caption in kept:
+            if number & mask and number & mask == other & mask and is_alike(other, other_caption):
+                return name
+    return None
+
+
+@pytest.mark.parametrize("any_caption", [True, False])
+def test_duplicates_are_those_that_looking_at_all_finds(any_caption):
+    generator = np.random.default_rng(2)
+    originals = [generator.integers(0, 2, 192) for _ in range(6)]
+    for bits in originals[:3]:
+        bits[24:48] = originals[3][24:48]  # a band that several share
+    seen, kept, found = Fingerprints(max_bits=7, any_caption=any_caption), [], 0
+    for count in range(600):
+        bits = originals[generator.integers(6)].copy()
+        bits[generator.choice(192, generator.integers(0, 8), replace=False)] ^= 1
+        number, caption = int(np.packbits(bits).tobytes().hex(), 16), generator.choice(["", "a cat", "a dog", "a fox"])
+        expected = first_like(kept, number, caption, max_bits=7, any_caption=any_caption)
+        assert seen.duplicate_of(f"{number:048x}", str(count), caption) == expected
+        found += expected is not None
+        if expected is None:
+            kept.append((number, str(count), caption))
+    assert 100 < found < 600 and len(kept) > 6
+
+
 def test_fingerprints_within_the_limit_are_always_found():
     generator = np.random.default_rng(1)
     for _ in range(200):

@@ -405,3 +405,15 @@ def test_a_table_without_captions_is_named(tmp_path, make_clip, make_pan):
     (tmp_path / "metadata.csv").write_text("clip,caption\na.mp4,a temple\n")
     with pytest.raises(UserError, match="metadata.csv has no column of files"):
         list_folder(tmp_path, "video")
+
+
+def test_a_row_without_a_caption_is_a_sample_without_one(tmp_path, make_clip, make_pan):
+    for name in ("a", "b"):
+        make_clip(tmp_path / f"{name}.mp4", make_pan("china.jpg", 9, 64, 64))
+    table = tmp_path / "metadata.jsonl"
+    table.write_text('{"file_name": "a.mp4"}\n{"file_name": "b.mp4", "caption": "a temple"}\n')
+    listing = list_folder(tmp_path, "video")
+    assert [source.caption for source in listing.sources] == ["", "a temple"] and not listing.skips
+    table.write_text('{"file_name": "a.mp4"}\n{"file_name": "b.mp4", "words": "a temple"}\n')
+    with pytest.raises(UserError, match="metadata.jsonl has no column of captions"):
+        list_folder(tmp_path, "video")
