@@ -14,6 +14,7 @@ from megadit.train.recipes import (
     moviegen_stages,
     performance,
     pretrain,
+    shapes,
     st_dit,
     wan,
 )  # they register themselves
@@ -28,6 +29,7 @@ __all__ = [
     "moviegen_stages",
     "performance",
     "pretrain",
+    "shapes",
     "st_dit",
     "wan",
 ]

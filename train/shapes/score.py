@@ -1,0 +1,53 @@
+"""The score of `make demo-shapes`: how many clips show what their captions say, with 95 % intervals."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megadit.infer.evaluate.intervals import wilson
+from megadit.train.shapes.data import Scene, random_captions, random_scenes
+from megadit.train.shapes.judge import Verdict, judge
+
+GROUPS: dict[str, tuple[int, bool]] = {"single": (1, False), "pair": (2, False), "single_unseen": (1, True), "pair_unseen": (2, True)}
+"""Kinds of captions that are scored -> number of things, and whether training never saw such scenes."""
+
+
+def scored_scenes(count: int) -> dict[str, list[Scene]]:
+    """`count` scenes of each kind."""
+    generator = torch.Generator().manual_seed(11)
+    return {
+        name: random_scenes(count, num_things, generator, unseen=unseen)
+        for name, (num_things, unseen) in GROUPS.items()
+    }
+
+
+def heldout_captions(scenes: Sequence[Scene], seed: int = 0) -> list[str]:
+    """Wordings that training never had, where a scene has such."""
+    return random_captions(scenes, "heldout", torch.Generator().manual_seed(seed))
+
+
+def right(verdict: Verdict, scene: Scene) -> dict[str, bool]:
+    """What of a scene its clip shows. Of two things, shape and colour are those of both; `all`: everything."""
+    mover, other = verdict.mover, verdict.other
+    if mover is None or len(verdict.things) != scene.num_things:
+        return dict.fromkeys(("shape", "colour", "action", "relation", "all"), False)
+    found = {
+        "shape": mover.shape == scene.shape,
+        "colour": mover.colour == scene.colour and mover.becomes == scene.becomes,
+        "action": mover.action == scene.action,
+        "relation": True,
+    }
+    if scene.relation is not None:
+        found["shape"] &= other.shape == scene.other_shape
+        found["colour"] &= other.colour == scene.other_colour and other.becomes is None
+        found["relation"] = verdict.relation == scene.relation
+    return {**found, "all": all(found.values())}
+
+
+def score(video_BCTHW: Tensor, scenes: Sequence[Scene]) -> dict[str, float | int | list[float]]:
+    """Shares, 0..1, of clips (BCTHW in [-1, 1]) that show their scene; `interval`: Wilson's, of `all`."""
+    rows = [right(verdict, scene) for verdict, scene in zip(judge(video_BCTHW), scenes, strict=True)]
+    shares = {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
+    interval = [round(end, 4) for end in wilson(shares["all"], len(rows))]
+    return {**{name: round(share, 4) for name, share in shares.items()}, "interval": interval, "num_clips": len(rows)}
