@@ -121,7 +121,7 @@ NAMED_CONFIGS: dict[str, DiTConfig] = {
     ),
     "shapes": DiTConfig(
         num_layers=4,
-        hidden_size=128,
+        hidden_size=96,
         num_attention_heads=2,
         in_channels=48,
         patch_spatial=1,

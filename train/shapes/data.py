@@ -86,13 +86,15 @@ RELATIONS = {
     "right": Relation(("right of", "to the right of"), "the right one", (0, 1)),
 }
 
-SIZES, TRAVELS = {1: 36.0, 2: 26.0}, {1: 20.0, 2: 10.0}
+SIZES, TRAVELS = {1: 38.0, 2: 28.0}, {1: 20.0, 2: 10.0}
 """By the number of things: pixels of a glyph's longer side, and of the way of one that moves."""
 APART = 33.0
 """Pixels between the middles of two things."""
 JITTER = {1: 2.5, 2: 1.0}
 """A thing is up to this many pixels from its place, along each axis."""
 SIZE_JITTER = 0.04
+EDGE = 3.0
+"""Pixels in which a thing's edge fades: sharper ones are what a small model learns last."""
 
 Split = Literal["train", "heldout"]
 
@@ -249,7 +251,7 @@ def draw_things(shape_B: Tensor, centre_BT2: Tensor, size_BT: Tensor, degrees_BT
         distances()[shape_B][:, None], grid_BTHW2.flatten(1, 2), padding_mode="border", align_corners=False
     )
     distance_BTHW = distance_B1THW.view(grid_BTHW2.shape[:-1]) * size_BT[..., None, None]
-    return (distance_BTHW + 0.5).clamp_(0, 1)
+    return (distance_BTHW / EDGE + 0.5).clamp_(0, 1)
 
 
 def draw_scenes(scenes: Sequence[Scene], generator: torch.Generator, num_frames: int = NUM_FRAMES) -> Tensor:

@@ -41,13 +41,12 @@ def _draw_fitting(count: int, generator: torch.Generator) -> Iterator[Tensor]:
 SHAPES = Drawn(
     name="shapes",
     description="Captioned scenes of one thing or two that move, turn, grow or change colour.",
-    num_clips=24_000,
-    num_images=8_000,
+    num_clips=14_000,
+    num_images=14_000,
     num_val=480,
     draw=_draw,
     draw_fitting=_draw_fitting,
     channels=48,
-    temporal_compression=2,
     spatial_compression=16,
     chunk=50,  # larger ones are given back to the system, page by page
 )
