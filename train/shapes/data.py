@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -96,8 +96,6 @@ SIZE_JITTER = 0.04
 EDGE = 3.0
 """Pixels in which a thing's edge fades: sharper ones are what a small model learns last."""
 
-Split = Literal["train", "heldout"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scene:
@@ -121,15 +119,14 @@ class Scene:
     @property
     def is_unseen(self) -> bool:
         """Whether training never sees it: one in ten of (shape, colour, action), and of pairs of shapes."""
-        return _share((self.shape, self.colour, self.action)) < 0.1 or (
-            self.relation is not None and _share((self.shape, self.other_shape)) < 0.1
+        return _is_left_out(self.shape, self.colour, self.action) or (
+            self.relation is not None and _is_left_out(self.shape, self.other_shape)
         )
 
 
-def _share(names: tuple[str | None, ...] | str) -> float:
-    """A number in 0..1 that these names alone decide."""
-    text = names if isinstance(names, str) else " ".join(map(str, names))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") / 2**32
+def _is_left_out(*names: str | None) -> bool:
+    """True of one combination in ten, told by its hash."""
+    return hashlib.blake2b(" ".join(map(str, names)).encode(), digest_size=1).digest()[0] < 26
 
 
 # --- scenes and captions ------------------------------------------------------------------------------------------
@@ -168,23 +165,16 @@ def _random_scene(num_things: int, images: bool, generator: torch.Generator) -> 
     )
 
 
-@cache
-def captions(scene: Scene, split: Split) -> tuple[str, ...]:
-    """Every wording of a scene in one split; one in eight, told by its hash, is held out of training.
-
-    The background is left unsaid in half of them.
-    """
+def captions(scene: Scene) -> list[str]:
+    """Every wording of a scene; the background is left unsaid in half of them."""
     verbs = ("",) if scene.action is None else ACTIONS[scene.action].verbs
     joints = ("",) if scene.relation is None else RELATIONS[scene.relation].wordings
     other = "" if scene.relation is None else f"a {scene.other_colour} {scene.other_shape}"
-    first = f"a {scene.colour} {scene.shape}"
-    worded = (
-        " ".join(" ".join((first, verb.format(becomes=scene.becomes), joint, other, place)).split())
-        for verb, joint, place in product(verbs, joints, ("", scene.background))
-    )
-    every = tuple(worded)
-    chosen = tuple(each for each in every if (_share(each) < 0.125) == (split == "heldout"))
-    return chosen or every[:1]
+    parts = product(verbs, joints, ("", scene.background))
+    return [
+        " ".join(f"a {scene.colour} {scene.shape} {verb.format(becomes=scene.becomes)} {joint} {other} {place}".split())
+        for verb, joint, place in parts
+    ]
 
 
 def neutral_caption(scene: Scene, generator: torch.Generator) -> str:
@@ -194,10 +184,10 @@ def neutral_caption(scene: Scene, generator: torch.Generator) -> str:
     return f"{RELATIONS[scene.relation].one if scene.relation else 'it'} {verb}"
 
 
-def random_captions(scenes: Sequence[Scene], split: Split, generator: torch.Generator) -> list[str]:
+def random_captions(scenes: Sequence[Scene], generator: torch.Generator) -> list[str]:
     """One caption each, drawn evenly from its wordings."""
     draws = torch.rand(len(scenes), generator=generator).tolist()
-    choices = [captions(scene, split) for scene in scenes]
+    choices = [captions(scene) for scene in scenes]
     return [choice[int(draw * len(choice))] for choice, draw in zip(choices, draws, strict=True)]
 
 

@@ -153,7 +153,7 @@ STAGES: Sequence[Stage[ShapesDemo]] = (
     Stage("prepare", "draw captioned scenes and write them as shards", _prepare, lambda demo: [demo.dataset]),
     Stage("train", "train the recipe `shapes` on Megatron-core", _train, lambda demo: [demo.training / "finished"]),
     Stage("bundle", "gather network, tokenizer and text encoder in one folder", _bundle, lambda demo: [demo.bundle]),
-    Stage("generate", "make a clip of each held-out caption", _generate, lambda demo: [demo.clips("text")]),
+    Stage("generate", "make a clip of each caption", _generate, lambda demo: [demo.clips("text")]),
     Stage("continue", "go on from first frames", _continue, lambda demo: [demo.clips("first_frame")]),
     Stage("score", "judge every clip", _score, lambda demo: [demo.out / "score.json"]),
     Stage("figures", "draw the contact sheet and write videos", _draw, lambda demo: [demo.out / "contact_sheet.png"]),
@@ -178,7 +178,7 @@ def neutral_captions(scenes: Sequence[Scene]) -> list[str]:
 def _asked(demo: ShapesDemo) -> list[tuple[Scene, str]]:
     """Every scored scene, kind by kind, with its caption."""
     scenes = [scene for scenes in demo.scenes.values() for scene in scenes]
-    return list(zip(scenes, score.heldout_captions(scenes), strict=True))
+    return list(zip(scenes, score.scored_captions(scenes), strict=True))
 
 
 def _by_kind(demo: ShapesDemo, video_BCTHW: Tensor) -> dict[str, Any]:

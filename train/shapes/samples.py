@@ -24,7 +24,7 @@ def _draw(split: str, kind: str, numbers: range, generator: torch.Generator) -> 
         split=split,
         keys=[f"{split}-{kind}-{number:06d}" for number in numbers],
         video_BCTHW=shapes.draw_scenes(scenes, generator, 1 if images else shapes.NUM_FRAMES),
-        captions=shapes.random_captions(scenes, "train" if split == "train" else "heldout", generator),
+        captions=shapes.random_captions(scenes, generator),
         fps=0.0 if images else shapes.FPS,
         given_captions=None if images else [shapes.neutral_caption(scene, generator) for scene in scenes],
     )

@@ -9,7 +9,12 @@ from megadit.infer.evaluate.intervals import wilson
 from megadit.train.shapes.data import Scene, random_captions, random_scenes
 from megadit.train.shapes.judge import Verdict, judge
 
-GROUPS: dict[str, tuple[int, bool]] = {"single": (1, False), "pair": (2, False), "single_unseen": (1, True), "pair_unseen": (2, True)}
+GROUPS: dict[str, tuple[int, bool]] = {
+    "single": (1, False),
+    "pair": (2, False),
+    "single_unseen": (1, True),
+    "pair_unseen": (2, True),
+}
 """Kinds of captions that are scored -> number of things, and whether training never saw such scenes."""
 
 
@@ -22,9 +27,8 @@ def scored_scenes(count: int) -> dict[str, list[Scene]]:
     }
 
 
-def heldout_captions(scenes: Sequence[Scene], seed: int = 0) -> list[str]:
-    """Wordings that training never had, where a scene has such."""
-    return random_captions(scenes, "heldout", torch.Generator().manual_seed(seed))
+def scored_captions(scenes: Sequence[Scene]) -> list[str]:
+    return random_captions(scenes, torch.Generator().manual_seed(0))
 
 
 def right(verdict: Verdict, scene: Scene) -> dict[str, bool]:
