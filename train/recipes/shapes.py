@@ -28,6 +28,6 @@ def shapes() -> RunConfig:
             mock_latent_shapes=((1, 4, 4), (3, 4, 4)),
             given=("first_frame:0.15",),
         ),
-        train=replace(run.train, train_iters=1400, output_dir="runs/shapes"),
-        validation=replace(run.validation, interval=700),
+        train=replace(run.train, train_iters=1000, output_dir="runs/shapes"),
+        validation=replace(run.validation, interval=500),
     )
