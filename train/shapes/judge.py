@@ -22,8 +22,8 @@ FAINTEST, FULL = 0.36, 0.62
 """Largest channel, 0..1, of a pixel that belongs to no thing, and of one that belongs to one wholly."""
 SMALLEST = 24.0
 """Pixels that a thing covers at least."""
-LEAST_LIKE = 0.6
-"""Correlation with a drawing below which a thing is none of them."""
+LEAST_LIKE = 0.8
+"""Correlation with a drawing below which a thing is none of them; what a tokenizer leaves of real ones has .88 and more."""
 STEP_DEGREES, WIDEST_TURN = 9, 36
 """Between angles of drawings; most that a thing turns from one frame to the next."""
 CROP_SIZE, CROP_RADII = 24, 2.6

@@ -10,8 +10,8 @@ from megadit.train.shapes import data as shapes
 
 
 def _scenes(count: int, images: bool, generator: torch.Generator) -> list[shapes.Scene]:
-    """Two things in every other one."""
-    num_pairs = count // 2
+    """Two things in three of five."""
+    num_pairs = 3 * count // 5
     scenes = shapes.random_scenes(count - num_pairs, 1, generator, images=images)
     return scenes + shapes.random_scenes(num_pairs, 2, generator, images=images)
 
@@ -41,8 +41,8 @@ def _draw_fitting(count: int, generator: torch.Generator) -> Iterator[Tensor]:
 SHAPES = Drawn(
     name="shapes",
     description="Captioned scenes of one thing or two that move, turn, grow or change colour.",
-    num_clips=12_000,
-    num_images=12_000,
+    num_clips=14_000,
+    num_images=14_000,
     num_val=480,
     draw=_draw,
     draw_fitting=_draw_fitting,
