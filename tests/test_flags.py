@@ -71,7 +71,9 @@ SHOWN_BY = {
         "train/data/test_prepare.py::test_a_finished_folder_is_replaced_on_demand": "--overwrite",
     },
     "prepare shapes": {
-        "train/shapes/test_samples.py::test_every_option_reaches_the_data_set": "--num_clips --num_images --num_val --seed",
+        "train/shapes/test_samples.py::test_every_option_reaches_the_data_set": (
+            "--num_clips --num_images --num_val --seed"
+        ),
         "train/data/test_prepare.py::test_a_finished_folder_is_replaced_on_demand": "--overwrite",
     },
     "prepare dummy_images": {

@@ -23,7 +23,7 @@ FAINTEST, FULL = 0.36, 0.62
 SMALLEST = 24.0
 """Pixels that a thing covers at least."""
 LEAST_LIKE = 0.8
-"""Correlation with a drawing below which a thing is none of them; what a tokenizer leaves of real ones has .88 and more."""
+"""Correlation with a drawing below which a thing is none of them; real ones have .88 and more after a tokenizer."""
 STEP_DEGREES, WIDEST_TURN = 9, 36
 """Between angles of drawings; most that a thing turns from one frame to the next."""
 CROP_SIZE, CROP_RADII = 24, 2.6
@@ -66,13 +66,11 @@ class Verdict:
         still = [thing for thing in self.things if thing is not self.mover]
         return still[0] if self.mover is not None and len(still) == 1 else None
 
-    @property
-    def relation(self) -> str | None:
-        """Where the mover is, seen from the other."""
-        if self.other is None:
-            return None
-        way = np.subtract(self.mover.middle_2, self.other.middle_2)
-        return max(RELATIONS, key=lambda name: float(np.dot(way, RELATIONS[name].way)))
+
+def relation(mover: Seen, other: Seen) -> str:
+    """Where the one is, seen from the other."""
+    way = np.subtract(mover.middle_2, other.middle_2)
+    return max(RELATIONS, key=lambda name: float(np.dot(way, RELATIONS[name].way)))
 
 
 def judge(video_BCTHW: Tensor) -> list[Verdict]:

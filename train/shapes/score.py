@@ -1,13 +1,14 @@
 """The score of `make demo-shapes`: how many clips show what their captions say, with 95 % intervals."""
 
 from collections.abc import Sequence
+from itertools import permutations
 
 import torch
 from torch import Tensor
 
 from megadit.infer.evaluate.intervals import wilson
 from megadit.train.shapes.data import Scene, random_captions, random_scenes
-from megadit.train.shapes.judge import Verdict, judge
+from megadit.train.shapes.judge import Seen, Verdict, judge, relation
 
 GROUPS: dict[str, tuple[int, bool]] = {
     "single": (1, False),
@@ -32,20 +33,31 @@ def scored_captions(scenes: Sequence[Scene]) -> list[str]:
 
 
 def right(verdict: Verdict, scene: Scene) -> dict[str, bool]:
-    """What of a scene its clip shows. Of two things, shape and colour are those of both; `all`: everything."""
-    mover, other = verdict.mover, verdict.other
-    if mover is None or len(verdict.things) != scene.num_things:
+    """What of a scene its clip shows. Of two things, shape and colour are those of both; `all`: everything.
+
+    Where neither acts, or both do, they are taken in the order that is right in more.
+    """
+    if len(verdict.things) != scene.num_things:
         return dict.fromkeys(("shape", "colour", "action", "relation", "all"), False)
+    orders = [(verdict.mover, verdict.other)] if verdict.mover else permutations(verdict.things)
+    return max((_right(mover, other, scene, verdict.mover is not None) for mover, other in orders), key=_count)
+
+
+def _count(found: dict[str, bool]) -> int:
+    return sum(found.values())
+
+
+def _right(mover: Seen, other: Seen | None, scene: Scene, one_acts: bool) -> dict[str, bool]:
     found = {
         "shape": mover.shape == scene.shape,
         "colour": mover.colour == scene.colour and mover.becomes == scene.becomes,
-        "action": mover.action == scene.action,
+        "action": one_acts and mover.action == scene.action,
         "relation": True,
     }
     if scene.relation is not None:
         found["shape"] &= other.shape == scene.other_shape
         found["colour"] &= other.colour == scene.other_colour and other.becomes is None
-        found["relation"] = verdict.relation == scene.relation
+        found["relation"] = relation(mover, other) == scene.relation
     return {**found, "all": all(found.values())}
 
 
