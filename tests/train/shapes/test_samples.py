@@ -11,9 +11,9 @@ from megadit.train.shapes.samples import SHAPES
 def test_every_option_reaches_the_data_set(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(drawn, "prepare_drawn", lambda source, out, **counts: asked.append((source.name, out, counts)))
-    counts = {"num_clips": 5, "num_images": 6, "num_val": 7, "seed": 8}
-    options = [word for name, count in counts.items() for word in (f"--{name}", str(count))]
+    options = ["--num_clips", "5", "--num_images", "6", "--num_val", "7", "--seed", "8"]
     assert prepare.main(["shapes", str(tmp_path / "out"), *options]) == 0
+    counts = {"num_clips": 5, "num_images": 6, "num_val": 7, "seed": 8}
     assert asked == [("shapes", tmp_path / "out", counts)]
 
 
