@@ -84,3 +84,22 @@ def test_a_turn_is_clockwise():
 
     assert top(clip[0]) < top(still[0]) - 2 and top(clip[-1]) > top(still[-1]) + 2
     torch.testing.assert_close(clip[4], still[4], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("action", "axis", "sign"), [("left", 1, -1), ("right", 1, 1), ("up", 0, -1), ("down", 0, 1)])
+def test_a_thing_moves_as_told(action, axis, sign):
+    clip_THW = shapes.draw_scenes([Scene(shape="star", colour="white", action=action)], generator())[0, 0]
+    first, last = ((clip_THW[time] > 0.2).nonzero().float().mean(0) for time in (0, -1))
+    travelled = (last - first) * sign
+    assert travelled[axis] == pytest.approx(shapes.TRAVELS[1], abs=1) and travelled[1 - axis].abs() < 1
+
+
+@pytest.mark.parametrize(
+    ("relation", "axis", "sign"), [("left", 1, -1), ("right", 1, 1), ("above", 0, -1), ("below", 0, 1)]
+)
+def test_a_thing_is_where_the_caption_says(relation, axis, sign):
+    """A red one, seen from a blue one."""
+    scene = Scene(shape="star", colour="red", relation=relation, other_shape="heart", other_colour="blue")
+    red, _, blue = shapes.draw_scenes([scene], generator(), 1)[0, :, 0]
+    way = [(here > there).nonzero().float().mean(0) for here, there in ((red - 0.5, blue), (blue - 0.5, red))]
+    assert (way[0] - way[1])[axis] * sign > 28
