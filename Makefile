@@ -3,6 +3,7 @@
 #   make demo-adapter  teach that model a shape it never saw, from ten clips
 #   make demo-given  teach it to take first and last frames, clips, masks and instructions
 #   make demo-distill  students of that model that need four calls for a clip, two, or one
+#   make demo-shapes  a model of its own: scenes in which things move, turn, grow and change colour
 #   make serve       Triton and a page in the browser, on what `make demo` made
 #   make test        the fast tests            make test-slow   the others
 #   make docs        the pages of docs/ as a site, in build/site
@@ -12,7 +13,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup demo demo-adapter demo-given demo-distill serve test test-slow docs lint format gpu-check gpu-wheels clean
+.PHONY: setup demo demo-adapter demo-given demo-distill demo-shapes serve test test-slow docs lint format gpu-check gpu-wheels clean
 
 setup: $(READY)
 
@@ -40,6 +41,9 @@ demo-distill: $(READY)
 demo-adapter: $(READY)
 	@test -d runs/demo/bundle || $(BIN)/megadit demo
 	@$(BIN)/megadit demo-adapter
+
+demo-shapes: $(READY)
+	@$(BIN)/megadit demo-shapes
 
 serve: $(READY)
 	@$(BIN)/megadit serve demo

@@ -144,6 +144,7 @@ SHORT = {
     "train/pretrain_dit_model.py": "a name that users of DFM type",
     "train/recipes/experts.py": "the recipes of a family",
     "train/recipes/registry.py": "recipes register without importing one another",
+    "train/recipes/shapes.py": "the recipe of a demo",
     "train/sampling_defaults.py": "shared by validation and bundles",
 }
 """Why a file has fewer than 40 lines."""

@@ -132,7 +132,17 @@ NAMED_CONFIGS: dict[str, DiTConfig] = {
         crossattn_emb_size=64,
         sigma_data=1.0,
     ),
+    "shapes": DiTConfig(
+        num_layers=4,
+        hidden_size=96,
+        num_attention_heads=2,
+        in_channels=48,
+        patch_spatial=1,
+        crossattn_emb_size=64,
+        sigma_data=1.0,
+        given_sigma=0.02,
+    ),
 }
 """The published sizes (L, XL and 7B as trained upstream on text and video; MovieGen's are those of NeMo's `DiTLlama*`),
-published networks (Cosmos, Cosmos-Predict2, Wan 2.1 and 2.2, the class-conditional DiT-XL/2) and the one that
-`make demo` trains."""
+published networks (Cosmos, Cosmos-Predict2, Wan 2.1 and 2.2, the class-conditional DiT-XL/2) and those that
+`make demo` and `make demo-shapes` train."""

@@ -73,6 +73,12 @@ SHOWN_BY = {
     "prepare digit_classes": {
         "train/data/test_prepare.py::test_labelled_digits": "--num_images --seed --overwrite",
     },
+    "prepare shapes": {
+        "train/shapes/test_samples.py::test_every_option_reaches_the_data_set": (
+            "--num_clips --num_images --num_val --seed"
+        ),
+        "train/data/test_prepare.py::test_a_finished_folder_is_replaced_on_demand": "--overwrite",
+    },
     "prepare dummy_images": {
         "train/data/test_dummy_images.py::test_what_nemo_s_documents_say": "--num_images --size",
         "train/data/test_dummy_images.py::test_options_decide_the_pictures": "--seed --overwrite",
@@ -272,6 +278,7 @@ SHOWN_BY = {
         "test_deploy.py::test_doctor_names_what_is_missing": "--extras",
     },
     "demo": {"train/digits/test_demo.py::test_every_option_reaches_the_demo": "--out --ranks --quick"},
+    "demo-shapes": {"train/shapes/test_demo.py::test_every_option_reaches_the_demo": "--out --ranks --quick"},
     "demo-given": {
         "train/digits/test_given_demo.py::test_every_option_reaches_the_demo": (
             "--out --bundle --ranks --steps --stride --seed"

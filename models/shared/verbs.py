@@ -64,6 +64,10 @@ VERBS: dict[str, tuple[str, str]] = {
         "megadit.train.digits.distill_demo:main",
         "train students of the demo's model that make a clip in four calls, two, or one",
     ),
+    "demo-shapes": (
+        "megadit.train.shapes.demo:main",
+        "a model of scenes in which things move, turn and change colour, from captions and first frames",
+    ),
     "demo-adapter": ("megadit.train.digits.adapter_demo:main", "teach the demo's model a new shape, from ten clips"),
 }
 """Verb, of one word or two -> (module:function, one line of help)."""

@@ -20,10 +20,11 @@ from megadit.infer.contact_sheet import contact_sheet
 from megadit.infer.pipeline import TextToVideo
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.text_encoders import ClassLabels
-from megadit.train.data.prepare import fit_tokenizer, prepare_digits
+from megadit.train.data.drawn import prepare_drawn
 from megadit.train.data.writer import DatasetWriter
 from megadit.train.digits import data as digits
 from megadit.train.digits.judge import DigitReader, judge
+from megadit.train.digits.samples import DIGITS
 from megadit.train.to_bundle import main as make_bundle
 
 JOB = Path(__file__).parent / "jobs" / "families.py"
@@ -56,7 +57,7 @@ CLASSES = tuple(f"{colour} {digit}" for colour in digits.COLOURS for digit in di
 
 def write_classes(out):
     """Images of digits, each of the class that says what it shows."""
-    tokenizer, labels, generator = fit_tokenizer(0), ClassLabels(names=CLASSES), torch.Generator().manual_seed(1)
+    tokenizer, labels, generator = DIGITS.fit_tokenizer(0), ClassLabels(names=CLASSES), torch.Generator().manual_seed(1)
     with DatasetWriter(out, tokenizer=tokenizer, text_encoder=labels) as writer:
         for split, count, glyphs in (("val", 64, "heldout"), ("train", COUNT, "train")):
             shown = digits.random_attributes(count, images=True, generator=generator)
@@ -83,7 +84,7 @@ def write_classes(out):
 def trained(tmp_path_factory):
     """The folder in which all families were trained."""
     folder = tmp_path_factory.mktemp("families")
-    prepare_digits(folder / "digits", num_clips=COUNT // 2, num_images=COUNT, num_val=64)
+    prepare_drawn(DIGITS, folder / "digits", num_clips=COUNT // 2, num_images=COUNT, num_val=64)
     write_classes(folder / "images")
     settings = (
         *("data.num_workers=0", "data.global_batch_size=1", "train.train_iters=30", "train.num_threads=1"),

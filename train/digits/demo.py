@@ -11,31 +11,27 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from megadit.infer.pipeline import TextToVideo
 from megadit.infer.video_io import write_video
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.command import run_command, run_module
-from megadit.models.shared.files import atomic_directory, atomic_path, read_json, write_json
+from megadit.models.shared.files import atomic_directory, read_json, write_json
 from megadit.models.shared.options import read_options
-from megadit.models.shared.progress import Progress
 from megadit.models.shared.setting import setting
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.curves import read_metrics, training_curves
-from megadit.train.data import prepare
+from megadit.train.data.drawn import prepare_drawn
 from megadit.train.digits import figures, judge, score
+from megadit.train.digits.clips import make_clips, read_clips, wall, watchable
 from megadit.train.digits.data import FPS, Attributes
 from megadit.train.digits.evaluation import evaluate_bundle
+from megadit.train.digits.samples import DIGITS
 from megadit.train.digits.stages import Stage, run_stages, summary_of_seconds
 
-BATCH_SIZE = 48
 MP4_ZOOM = 8
 """Each pixel of a clip becomes a square of this side in its mp4: 32 pixels are too few to watch."""
-MP4_LOOPS = 3
-"""A clip lasts a second; its mp4 plays it this often."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +47,7 @@ class DemoSize:
     """Generate and score every so-manyth clip."""
 
 
-FULL = DemoSize(num_clips=prepare.NUM_CLIPS, num_images=prepare.NUM_IMAGES, num_val=prepare.NUM_VAL)
+FULL = DemoSize(num_clips=DIGITS.num_clips, num_images=DIGITS.num_images, num_val=DIGITS.num_val)
 QUICK = DemoSize(
     num_clips=200,
     num_images=400,
@@ -112,7 +108,7 @@ class Demo:
 
 def _prepare(demo: Demo) -> None:
     size = demo.size
-    prepare.prepare_digits(demo.dataset, num_clips=size.num_clips, num_images=size.num_images, num_val=size.num_val)
+    prepare_drawn(DIGITS, demo.dataset, num_clips=size.num_clips, num_images=size.num_images, num_val=size.num_val)
 
 
 def _train(demo: Demo) -> None:
@@ -126,18 +122,9 @@ def _bundle(demo: Demo) -> None:
 
 
 def _generate(demo: Demo) -> None:
-    """Every scored clip, kept as uint8 BCTHW; those training saw come first."""
+    """Every scored clip; those training saw come first."""
     seen, unseen = demo.attributes
-    captions = score.heldout_captions(seen + unseen)
-    pipeline = TextToVideo.from_pretrained(demo.bundle, device="cpu")
-    seeds = list(range(len(captions)))
-    clips = []
-    with Progress(len(captions), "generating clips") as bar:
-        for video in pipeline.stream(captions, seeds=seeds, batch_size=BATCH_SIZE):
-            clips.append(torch.from_numpy(video.video).permute(3, 0, 1, 2))
-            bar.advance()
-    with atomic_path(demo.generated) as temporary:
-        save_file({"video_BCTHW": torch.stack(clips)}, temporary)
+    make_clips(demo.generated, demo.bundle, score.heldout_captions(seen + unseen))
 
 
 def _write_videos(demo: Demo) -> None:
@@ -146,8 +133,8 @@ def _write_videos(demo: Demo) -> None:
     with atomic_directory(demo.videos) as folder:
         for number, (clip_CTHW, caption) in enumerate(zip(clips, captions, strict=True)):
             path = folder / f"{number:02d}-{caption.replace(' ', '-')}.mp4"
-            write_video(path, _watchable(clip_CTHW, MP4_ZOOM), FPS, metadata={"title": caption})
-        write_video(folder / "all.mp4", _watchable(_wall(clips), MP4_ZOOM // 2), FPS)
+            write_video(path, watchable(clip_CTHW, MP4_ZOOM), FPS, metadata={"title": caption})
+        write_video(folder / "all.mp4", watchable(wall(clips), MP4_ZOOM // 2), FPS)
 
 
 def _score(demo: Demo) -> None:
@@ -155,7 +142,7 @@ def _score(demo: Demo) -> None:
     round_trip = judge.round_trip(tokenizer)
     reader = judge.load_or_train_reader(demo.out / "judge.safetensors", round_trip, tokenizer.fingerprint())
     seen, unseen = demo.attributes
-    clips = _generated_clips(demo)
+    clips = read_clips(demo.generated)
     result = score.score(reader, clips[: len(seen)], seen)
     result["unseen_combinations"] = score.score(reader, clips[len(seen) :], unseen)
     result["real"] = score.score(reader, score.real_clips(seen), seen)
@@ -219,33 +206,12 @@ STAGES = (
 # --- what stages share --------------------------------------------------------------------------------------------
 
 
-def _generated_clips(demo: Demo) -> Tensor:
-    """BCTHW in [-1, 1]."""
-    return load_file(demo.generated)["video_BCTHW"].float() / 127.5 - 1
-
-
 def _showcase(demo: Demo) -> tuple[Tensor, list[Attributes], list[str]]:
     """Up to 24 clips to look at, evenly spread over those that are scored: 18 seen combinations, 6 unseen."""
     seen, unseen = demo.attributes
     chosen = [*figures.spread(range(len(seen)), 18), *figures.spread(range(len(seen), len(seen) + len(unseen)), 6)]
     attributes, captions = seen + unseen, score.heldout_captions(seen + unseen)
-    return _generated_clips(demo)[chosen], [attributes[i] for i in chosen], [captions[i] for i in chosen]
-
-
-def _wall(clips_BCTHW: Tensor, columns: int = 6) -> Tensor:
-    """All clips as one, CTHW, side by side in rows; what is left of the last row stays black."""
-    num_rows = -(-len(clips_BCTHW) // columns)
-    _, channels, frames, height, width = clips_BCTHW.shape
-    wall = clips_BCTHW.new_full((num_rows * columns, channels, frames, height, width), -1.0)
-    wall[: len(clips_BCTHW)] = clips_BCTHW
-    wall = wall.reshape(num_rows, columns, channels, frames, height, width).permute(2, 3, 0, 4, 1, 5)
-    return wall.reshape(channels, frames, num_rows * height, columns * width)
-
-
-def _watchable(clip_CTHW: Tensor, zoom: int):
-    """uint8 THWC, each pixel a square of side `zoom`, played `MP4_LOOPS` times."""
-    frames = ((clip_CTHW + 1) * 127.5).round().byte().permute(1, 2, 3, 0)
-    return frames.repeat_interleave(zoom, 1).repeat_interleave(zoom, 2).repeat(MP4_LOOPS, 1, 1, 1).numpy()
+    return read_clips(demo.generated)[chosen], [attributes[i] for i in chosen], [captions[i] for i in chosen]
 
 
 # --- the command --------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megadit.models.bundle.bundle import Bundle
-from megadit.train.data.prepare import Chunk, write_chunk
+from megadit.train.data.drawn import Chunk, write_chunk
 from megadit.train.data.writer import DatasetWriter
 from megadit.train.digits.data import (
     COLOURS,

@@ -10,10 +10,11 @@ import torch
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import load_tokenizer
-from megadit.train.data import prepare
+from megadit.train.data import drawn, prepare
 from megadit.train.data.dataset_info import DatasetInfo
 from megadit.train.digits import data as digits
 from megadit.train.digits import judge
+from megadit.train.digits.samples import DIGITS
 
 
 def read_samples(root, split: str) -> list[tuple[str, dict, dict]]:
@@ -42,7 +43,7 @@ def test_counts(prepared):
     assert info.num_samples == {"train": 180, "val": 30}
     frames = [description["num_frames"] for _, description, _ in read_samples(prepared, "train")]
     assert sorted(frames) == [1] * 120 + [digits.NUM_FRAMES] * 60
-    assert info.sigma_data == 1 and info.latent_channels == prepare.LATENT_CHANNELS
+    assert info.sigma_data == 1 and info.latent_channels == DIGITS.channels
 
 
 def test_labelled_digits(tmp_path, capsys):
@@ -75,7 +76,7 @@ def test_decoded_clips_show_their_captions(prepared):
         colour = list(digits.COLOURS)[verdicts.colour_BT[row].mode().values]
         direction = list(digits.DIRECTIONS)[verdicts.direction_B[row]]
         assert colour in words and (direction in words or f"{direction}wards" in words)
-        assert tensors["text"].shape == (len(words), prepare.TEXT_WIDTH) and description["fps"] == digits.FPS
+        assert tensors["text"].shape == (len(words), drawn.TEXT_WIDTH) and description["fps"] == digits.FPS
 
 
 def test_validation_has_captions_and_combinations_of_its_own(prepared):
@@ -114,6 +115,6 @@ def test_mistakes_are_told(tmp_path):
 
 def test_a_finished_folder_is_replaced_on_demand(prepared, monkeypatch):
     replaced = []
-    monkeypatch.setattr(prepare, "prepare_digits", lambda out, **_: replaced.append(out))
+    monkeypatch.setattr(drawn, "prepare_drawn", lambda drawn, out, **_: replaced.append(out))
     assert prepare.main(["digits", str(prepared)]) == 0 and not replaced
     assert prepare.main(["digits", str(prepared), "--overwrite"]) == 0 and replaced == [prepared]

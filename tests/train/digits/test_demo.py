@@ -10,6 +10,7 @@ from megadit.models.shared.command import run_module
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
 from megadit.train.digits import demo as demo_module
+from megadit.train.digits.clips import wall, watchable
 from megadit.train.digits.demo import QUICK, Demo
 from megadit.train.digits.stages import Stage
 
@@ -76,7 +77,7 @@ def test_a_child_that_fails_is_told_with_its_command():
 
 def test_mp4s_play_every_pixel_several_times():
     clip = torch.rand(3, 9, 32, 32) * 2 - 1
-    frames = demo_module._watchable(clip, 8)
+    frames = watchable(clip, 8)
     assert frames.shape == (27, 256, 256, 3)
     assert (frames[:9] == frames[18:]).all()
     assert (frames[4, 8:16, 16:24] == frames[4, 8, 16]).all()
@@ -84,15 +85,15 @@ def test_mp4s_play_every_pixel_several_times():
 
 def test_the_wall_shows_each_clip_in_its_place():
     clips = torch.arange(7.0).reshape(7, 1, 1, 1, 1).expand(7, 3, 2, 4, 4)
-    wall = demo_module._wall(clips, columns=3)
-    assert wall.shape == (3, 2, 12, 12)
-    assert wall[0, 1, ::4, ::4].tolist() == [[0, 1, 2], [3, 4, 5], [6, -1, -1]]
+    sheet = wall(clips, columns=3)
+    assert sheet.shape == (3, 2, 12, 12)
+    assert sheet[0, 1, ::4, ::4].tolist() == [[0, 1, 2], [3, 4, 5], [6, -1, -1]]
 
 
 def test_the_showcase_has_both_kinds_of_combination(demo, monkeypatch):
     seen, unseen = demo.attributes
     clips = torch.zeros(len(seen) + len(unseen), 3, 9, 32, 32)
-    monkeypatch.setattr(demo_module, "_generated_clips", lambda demo: clips)
+    monkeypatch.setattr(demo_module, "read_clips", lambda path: clips)
     shown, attributes, captions = demo_module._showcase(demo)
     assert len(shown) == len(attributes) == len(captions) == 24
     assert sum(a in unseen for a in attributes) == 6

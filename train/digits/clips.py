@@ -1,0 +1,56 @@
+"""Clips that a demo makes, keeps and shows.
+
+Shapes: B clips, C colour channels, T/H/W frames, height, width.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megadit.infer.pipeline import TextToVideo
+from megadit.infer.resolve import resolve_settings
+from megadit.models.shared.files import atomic_path
+from megadit.models.shared.progress import Progress
+
+BATCH_SIZE = 48
+LOOPS = 3
+"""A clip lasts a second; its mp4 plays it this often."""
+
+
+def make_clips(path: Path, bundle: Path, prompts: Sequence[str], given: Any = None, **settings: Any) -> None:
+    """A clip of each prompt, and of what is given for it, from the seeds 0, 1, ...; kept as uint8 BCTHW."""
+    pipeline, clips = TextToVideo.from_pretrained(bundle, device="cpu"), []
+    chosen = resolve_settings(pipeline.defaults, **settings)
+    seeds = list(range(len(prompts)))
+    with Progress(len(prompts), "generating clips") as bar:
+        for video in pipeline.stream(prompts, chosen, seeds=seeds, batch_size=BATCH_SIZE, given=given):
+            clips.append(torch.from_numpy(video.video).permute(3, 0, 1, 2))
+            bar.advance()
+    with atomic_path(path) as temporary:
+        save_file({"video_BCTHW": torch.stack(clips)}, temporary)
+
+
+def read_clips(path: Path) -> Tensor:
+    """BCTHW in [-1, 1]."""
+    return load_file(path)["video_BCTHW"].float() / 127.5 - 1
+
+
+def wall(clips_BCTHW: Tensor, columns: int = 6) -> Tensor:
+    """All clips as one, CTHW, side by side in rows; what is left of the last row stays black."""
+    num_rows = -(-len(clips_BCTHW) // columns)
+    _, channels, frames, height, width = clips_BCTHW.shape
+    sheet = clips_BCTHW.new_full((num_rows * columns, channels, frames, height, width), -1.0)
+    sheet[: len(clips_BCTHW)] = clips_BCTHW
+    sheet = sheet.reshape(num_rows, columns, channels, frames, height, width).permute(2, 3, 0, 4, 1, 5)
+    return sheet.reshape(channels, frames, num_rows * height, columns * width)
+
+
+def watchable(clip_CTHW: Tensor, zoom: int, loops: int = LOOPS) -> np.ndarray:
+    """uint8 THWC, each pixel a square of side `zoom`, played `loops` times."""
+    frames = ((clip_CTHW + 1) * 127.5).round().byte().permute(1, 2, 3, 0)
+    return frames.repeat_interleave(zoom, 1).repeat_interleave(zoom, 2).repeat(loops, 1, 1, 1).numpy()
