@@ -393,7 +393,7 @@ def _loader_file(data_rank: int) -> str:
     return f"{data_rank:05d}.json"
 
 
-def _delete_old(written: Path, keep_last: int, spared: str | None) -> None:
+def _delete_old(written: Path, keep_last: int, spared: str | None = None) -> None:
     for old in outdated(find_checkpoints(written.parent), written, keep_last):
         if old.name != spared:
             delete(old)

@@ -335,7 +335,7 @@ def open_tensor_file(path: Path) -> TensorSource:
 
 
 def _class_names(index: Mapping[str, Any], config: NetworkConfig) -> tuple[str, ...]:
-    if config.has_text:
+    if config.has_text or config.num_classes is None:
         return ()
     named = index.get("id2label") or {}
     return tuple(named.get(str(i), f"class {i}") for i in range(config.num_classes))

@@ -12,6 +12,7 @@ import hashlib
 import os
 import re
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from megadit.models.bundle.tensor_source import open_safetensors
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import read_json
 from megadit.models.text_encoders.base import TextFeatures
-from megadit.models.text_encoders.feature_files import FeatureFiles
+from megadit.models.text_encoders.feature_files import FeatureFiles, TextTensors, kept_or_computed
 from megadit.models.text_encoders.published import DTYPES
 
 MODEL_TYPE = "qwen2_5_vl"
@@ -96,13 +97,12 @@ class QwenVLTextEncoder:
     def encode(self, texts: list[str]) -> TextFeatures:
         """Features on the CPU, float32."""
         files = None if self.feature_cache is None else FeatureFiles(self.feature_cache, self.fingerprint())
-        features = {text: files.read(text) if files else None for text in texts}
-        for text in [text for text, feature_LE in features.items() if feature_LE is None]:
-            features[text] = self._compute(text)  # one by one: the states of a text take 200 MB
-            if files:
-                files.write(text, features[text])
-        features_BLE = torch.stack([features[text] for text in texts])
+        features = kept_or_computed(texts, self._compute_all, files)
+        features_BLE = torch.stack([features[text]["features"] for text in texts])
         return TextFeatures(features_BLE, torch.full((len(texts),), self.max_length, dtype=torch.int64))
+
+    def _compute_all(self, texts: Sequence[str]) -> list[TextTensors]:
+        return [{"features": self._compute(text)} for text in texts]  # one by one: the states of a text take 200 MB
 
     @torch.no_grad()
     def _compute(self, text: str) -> Tensor:

@@ -224,7 +224,7 @@ class ErrorBody(BaseModel):
 
 
 class Health(BaseModel):
-    status: Literal["ok", "not ready"]
+    status: Literal["ok", "not ready", "not idle"]
 
 
 def check(request: VideoRequest, info: ServiceInfo) -> None:

@@ -244,4 +244,8 @@ def test_what_is_no_repository_is_told_with_what_to_do(bundle_dir, tmp_path):
     for path, said in ((bundle_dir, "is a bundle; .*build-repository"), (tmp_path / "nowhere", "does not exist")):
         with pytest.raises(UserError, match=said):
             check_repository(path)
+    with pytest.raises(UserError, match="is not a model repository"):
+        check_repository(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.pbtxt").touch()
     check_repository(tmp_path)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megadit.models.dit import DiT
 from megadit.models.megatron.plan import COLUMN, COLUMN_OF_TEXT, PARTIAL, PLAN, ROW, WHOLE, Row, role_of
 from megadit.models.named_configs import NAMED_CONFIGS
+from megadit.models.networks import build_network
 
 FOLDER = Path(__file__).parent
 
@@ -78,7 +78,7 @@ def test_every_pattern_decides_about_a_parameter(found):
 @pytest.mark.parametrize("name", NAMED_CONFIGS)
 def test_every_published_network_is_in_the_plan(name):
     with torch.device("meta"):
-        names = [parameter for parameter, _ in DiT(NAMED_CONFIGS[name]).named_parameters()]
+        names = [parameter for parameter, _ in build_network(NAMED_CONFIGS[name]).named_parameters()]
     assert all(role_of(parameter) for parameter in names)
 
 

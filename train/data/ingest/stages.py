@@ -247,7 +247,7 @@ def check_encoders(preparation: Preparation) -> None:
             for height, width in preparation.settings.sizes:
                 for frames in preparation.settings.num_frames:
                     tokenizer.latent_shape(frames, height, width)
-        elif encoding.encoder != BUILT_IN["text"]:
+        elif encoding.encoder not in (*BUILT_IN, LABELS):
             part_folder(encoding.encoder, "text_encoder")
 
 

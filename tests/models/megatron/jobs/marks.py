@@ -1,4 +1,4 @@
-"""What a rank holds of each parameter and how it is marked: ten networks in every kind of layout, on rank 0 of a group
+"""What a rank holds of each parameter and how it is marked: networks in every kind of layout, on rank 0 of a group
 of ranks that are not there.
 
 Usage: marks.py OUT. OUT has {"marks": {network: {parameter: {case: marks}}}, "unseen": [changes of the plan that leave
@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from megadit.models.adapter_config import AdapterConfig  # noqa: E402
 from megadit.models.adapters import adapter_key, attach  # noqa: E402
 from megadit.models.config import DiTConfig  # noqa: E402
-from megadit.models.dit import DiT, Part  # noqa: E402
+from megadit.models.dit import Part  # noqa: E402
 from megadit.models.expert_config import ExpertConfig  # noqa: E402
 from megadit.models.megatron import groups as process_groups  # noqa: E402
 from megadit.models.megatron import plan  # noqa: E402
@@ -32,6 +32,7 @@ from megadit.models.megatron.parallel_sizes import ParallelSizes  # noqa: E402
 from megadit.models.megatron.parallelize import parallelize  # noqa: E402
 from megadit.models.megatron.shards import is_expert, splits  # noqa: E402
 from megadit.models.megatron.transformer_config import transformer_config  # noqa: E402
+from megadit.models.networks import build_network  # noqa: E402
 
 SIZES = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 4, "crossattn_emb_size": 16, "in_channels": 2}
 LEARNED = {"position_embedding": "learned", "learned_positions": (4, 5, 5)}
@@ -49,6 +50,10 @@ NETWORKS = {
     "st_dit": {"family": "st_dit", "adaln_lora_dim": 4},
     "wan": {"family": "wan"},
     "wan of images": {"family": "wan", "image_size": 20, "image_positions": 3},
+    "vit": {
+        **{"family": "vit", "position_embedding": "learned", "learned_positions": (1, 4, 4), "qk_layernorm": False},
+        **{"num_classes": 5, "crossattn_emb_size": 2},
+    },
     "experts": {"experts": ExpertConfig(**EXPERTS, shared_ffn_hidden_size=20)},
     "experts of moviegen": MOVIEGEN | {"experts": ExpertConfig(**EXPERTS, routing="expert_choice")},
 }
@@ -84,7 +89,7 @@ def marks(config, sizes, table=plan.PLAN, adapter=None):
     try:
         for index in range(sizes.num_parts):
             with torch.device("meta"):
-                dit = DiT(config, Part(index, sizes.num_parts))
+                dit = build_network(config, Part(index, sizes.num_parts))
             if adapter is not None:
                 attach(dit, adapter)
             megatron = transformer_config(config, sizes, dtype=torch.float32)
