@@ -98,9 +98,7 @@ def test_mistakes_are_told(tmp_path):
     with pytest.raises(UserError, match="max_length=0"):
         HashedWordEncoder(max_length=0)
     write_json(tmp_path / "config.json", {"type": "t6"})
-    with pytest.raises(
-        UserError, match="unknown text encoder type 't6'; this version knows class_labels, clip"
-    ):
+    with pytest.raises(UserError, match="unknown text encoder type 't6'; this version knows class_labels, clip"):
         load_text_encoder(tmp_path)
 
 
