@@ -174,7 +174,7 @@ def _sampling_bytes(
 ) -> int:
     """Of the network's activations and the sampler's state; what is given beside a video is not counted."""
     shape = latent_size(settings, config, tokenizer)[1]
-    videos = batch_size(choices.batch_size, prod(config.token_grid(*shape[1:])))
+    videos = batch_size(choices.batch_size, config.num_tokens(*shape[1:]))
     halves = 1 if choices.sequential_guidance or settings.guidance == 1 else 2
     state = 8 * SAMPLER_STATES * prod(shape) * videos
     numbers = 0 if choices.slots is None else sum(map(prod, choices.slots.inputs.values()))

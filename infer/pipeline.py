@@ -346,7 +346,7 @@ class TextToVideo:
         """Which videos are sampled together: neighbours of which the same places are given."""
         _, frames, *size = target.shape
         most = frames + max(num_extra_frames(media, target) for media in all_media)
-        num_tokens = math.prod(self.config.token_grid(most, *size))
+        num_tokens = self.config.num_tokens(most, *size)
         return cut_batches([structure_of(media, target) for media in all_media], batch_size(asked, num_tokens))
 
     def _sigmas(self, settings: SamplingSettings, all_media: Sequence[Media]) -> Tensor:

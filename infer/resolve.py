@@ -1,7 +1,6 @@
 """What a video is going to be: its settings with noise levels that exist, and the size of its latents."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -82,7 +81,7 @@ def latent_size(
     frames = tokenizer.frames_covering(settings.num_frames)
     while (shape := tokenizer.latent_shape(frames, settings.height, settings.width))[1] % config.patch_temporal:
         frames = tokenizer.frames_covering(frames + 1)
-    num_tokens = math.prod(config.token_grid(*shape[1:]))
+    num_tokens = config.num_tokens(*shape[1:])
     if num_tokens > MOST_TOKENS:
         size = f"{settings.num_frames} frames of {settings.height}x{settings.width}"
         raise UserError(f"{size} are {num_tokens:,} video tokens, more than the {MOST_TOKENS:,} that are possible")

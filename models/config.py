@@ -232,6 +232,10 @@ class DiTConfig:
                 raise UserError(f"latent {name} {size} is not a multiple of the patch size {patch}; use {choices}")
         return frames // self.patch_temporal, height // self.patch_spatial, width // self.patch_spatial
 
+    def num_tokens(self, frames: int, height: int, width: int) -> int:
+        """Tokens of a latent of this size; raises as `token_grid`."""
+        return prod(self.token_grid(frames, height, width))
+
     @property
     def position_grid(self) -> tuple[int, int, int] | None:
         """The largest grid with learned positions (None: any); of a classifier class token and patches, in a row."""

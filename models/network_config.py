@@ -54,6 +54,9 @@ class NetworkConfig(Protocol):
             UserError: for a size that it cannot take; names the nearest that it can.
         """
 
+    def num_tokens(self, frames: int, height: int, width: int) -> int:
+        """What counts of a sample in a batch: its tokens; of convolutions its latent pixels. Raises as `token_grid`."""
+
     def sample_grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
         """The same as they lie in the sequence of a sample; raises as `token_grid`."""
 

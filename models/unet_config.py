@@ -222,6 +222,11 @@ class UNetConfig:
                 raise UserError(f"latent {name} {size} is not a multiple of {self.patch_spatial}; use {choices}")
         return 1, height // self.patch_spatial, width // self.patch_spatial
 
+    def num_tokens(self, frames: int, height: int, width: int) -> int:
+        """Latent pixels: the finest level computes with each of them."""
+        self.token_grid(frames, height, width)
+        return height * width
+
     def sample_grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
         """As `token_grid`."""
         return self.token_grid(frames, height, width)

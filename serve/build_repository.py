@@ -22,7 +22,7 @@ from megadit.infer.runtimes.load import TORCH, adapter_slots, check_runtime, ope
 from megadit.infer.runtimes.torch import find_dtype
 from megadit.infer.signing import SigningOptions, load_marker
 from megadit.models.bundle.bundle import Bundle, update_manifest
-from megadit.models.convert.adapter_files import bundle_fingerprint
+from megadit.models.convert.adapter_files import bundle_fingerprint, check_adaptable
 from megadit.models.given_settings import MediaLimits
 from megadit.models.named_adapters import OF_A_KEY, adapters_in
 from megadit.models.settings import SAMPLERS, STOCHASTIC, SamplingSettings
@@ -127,6 +127,7 @@ def build_repository(
 
 def _adapter_folder(path: str | os.PathLike, bundle: Bundle, runtime: str, scheduling: Scheduling) -> Path:
     folder = Path(path).absolute()
+    check_adaptable(bundle)
     if scheduling.ranks > 1 and runtime != TORCH:
         raise UserError("--adapters: ranks take them with the torch runtime alone: leave out --ranks, or --runtime")
     if runtime != TORCH and adapter_slots(bundle, runtime) is None:

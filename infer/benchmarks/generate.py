@@ -24,6 +24,7 @@ from megadit.infer.runtimes.exported import video_size
 from megadit.infer.runtimes.torch import find_dtype
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.conditioning import Conditioning
+from megadit.models.config import DiTConfig
 from megadit.models.flops import forward_flops
 from megadit.models.machine import datasheet_flops, describe, describe_in_words, matmul_flops
 from megadit.models.segments import Segment
@@ -73,8 +74,10 @@ class Workload:
     flops: int
 
     @classmethod
-    def of(cls, pipeline: TextToVideo, settings: SamplingSettings, prompt: str) -> "Workload":
-        """Of a prompt and the negative prompt."""
+    def of(cls, pipeline: TextToVideo, settings: SamplingSettings, prompt: str) -> "Workload | None":
+        """Of a prompt and the negative prompt; None of networks that see no tokens."""
+        if not isinstance(pipeline.config, DiTConfig):
+            return None
         _, shape = latent_size(settings, pipeline.config, pipeline.tokenizer)
         lengths = pipeline.text_encoder.encode([prompt, settings.negative_prompt]).length_B.tolist()
         segments = [Segment(pipeline.config.token_grid(*shape[1:]), length) for length in lengths]
@@ -110,8 +113,8 @@ def measure(pipelines: dict[str, TextToVideo], settings: SamplingSettings, promp
             median=statistics.median(times),
             lowest=min(times),
             highest=max(times),
-            tokens_per_second=work.tokens / statistics.median(times) if what == NETWORK else None,
-            tflops=work.flops / statistics.median(times) / 1e12 if what == NETWORK else None,
+            tokens_per_second=work.tokens / statistics.median(times) if work and what == NETWORK else None,
+            tflops=work.flops / statistics.median(times) / 1e12 if work and what == NETWORK else None,
             peak_gpu_gb=peaks[runtime, what] if on_gpu else None,
         )
         for (runtime, what), times in seconds.items()
@@ -125,7 +128,7 @@ def _tasks(pipeline: TextToVideo, settings: SamplingSettings, prompt: str) -> li
     sigma = torch.full((2,), SIGMA, device=pipeline.device)
     text = pipeline.text_encoder.encode([prompt, settings.negative_prompt])
     fps_B = torch.full((2,), float(settings.fps))
-    conditioning = Conditioning(text.features_BLE, text.length_B, fps_B).to(pipeline.device)
+    conditioning = Conditioning(text.features_BLE, text.length_B, fps_B, pooled_BP=text.pooled_BP).to(pipeline.device)
     video = torch.zeros(1, 3, *video_size(pipeline.tokenizer, *shape[1:]), device=pipeline.device)
     return [
         (NETWORK, lambda: pipeline.denoiser(x, sigma, conditioning)),
@@ -253,7 +256,7 @@ def _run(argv: list[str]) -> None:
         _show_shares(f"whole video, {runtime}", part)
     _show_shares(f"operations, {name}", operations)
     call = next(one for one in figures if one.what == NETWORK)
-    for rate, tflops in rates.items():
+    for rate, tflops in rates.items() if call.tflops is not None else ():
         print(
             f"{rate}: " + ("not known" if tflops is None else f"{tflops:.4g} TFLOP/s, MFU {call.tflops / tflops:.1%}")
         )

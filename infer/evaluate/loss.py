@@ -45,7 +45,7 @@ class LossScorer:
         noise = latent_noise(key_B, tuple(x0.shape[1:]))
         text = pipeline.text_encoder.encode(list(prompts))
         fps_B = torch.full((len(prompts),), float(pipeline.defaults.fps) if video_BTHWC.shape[1] > 1 else 0.0)
-        conditioning = Conditioning(text.features_BLE, text.length_B, fps_B).to(self._device)
+        conditioning = Conditioning(text.features_BLE, text.length_B, fps_B, pooled_BP=text.pooled_BP).to(self._device)
         losses = [self._weighted(x0, noise, sigma, conditioning) for sigma in SIGMAS]
         return torch.stack(losses, dim=1).cpu()
 

@@ -154,8 +154,8 @@ def load_denoiser(
         networks, slots = _open(bundle, runtime, device), adapter_slots(bundle, runtime)
         names = DENOISERS[: len(bundle.networks)]
         return as_one([ExportedDenoiser(networks, slots, name) for name in names], bundle.boundary)
-    if resident_blocks is not None or tensor_parallel * context_parallel > 1:
-        check_transformer(bundle, "its parts take no turns, and no ranks share it")
+    if cuda_graphs or resident_blocks is not None or tensor_parallel * context_parallel > 1:
+        check_transformer(bundle, "its kernels are not recorded, its parts take no turns, and no ranks share it")
     options = {"device": device, "dtype": dtype, "compile": compile}
     sizes = {"tensor": tensor_parallel, "context": context_parallel}
 

@@ -143,6 +143,11 @@ def read_adapter(path: str | Path, config: DiTConfig | None = None) -> Adapter:
     )
 
 
+def check_adaptable(bundle: Bundle) -> None:
+    """Raises UserError for a bundle whose network takes no adapters."""
+    check_transformer(bundle, "adapters for it are not read")
+
+
 def read_adapter_of(path: str | Path, bundle: Bundle) -> Adapter:
     """The adapter at `path`, for the network of a bundle.
 
@@ -151,7 +156,7 @@ def read_adapter_of(path: str | Path, bundle: Bundle) -> Adapter:
             networks.
     """
     check_single(bundle)
-    check_transformer(bundle, "adapters for it are not read")
+    check_adaptable(bundle)
     adapter = read_adapter(path, bundle.config)
     if adapter.base is not None and adapter.base != (found := bundle_fingerprint(bundle)):
         raise UserError(

@@ -269,7 +269,8 @@ def _from_transformers(path: Path) -> Published:
     vit.check_pixels(path)
     values, source = read_json(path / "config.json"), open_safetensors(*_shards(path, OF_TRANSFORMERS))
     try:
-        config = vit.config_from_transformers(values, has_classes="classifier.weight" in source.stored)
+        (num_classes, *_) = source.shapes.get("classifier.weight", (None,))
+        config = vit.config_from_transformers(values, num_classes=num_classes)
     except KeyError as missing:
         raise UserError(f"{path / 'config.json'} lacks {missing}, which every ViT has") from None
     return Published(

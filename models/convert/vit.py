@@ -18,8 +18,8 @@ _HALF = [0.5, 0.5, 0.5]
 _EXPECTED = {"hidden_act": "gelu", "qkv_bias": True}
 
 
-def config_from_transformers(values: Mapping[str, Any], *, has_classes: bool) -> DiTConfig:
-    """The configuration that transformers' config.json stands for.
+def config_from_transformers(values: Mapping[str, Any], *, num_classes: int | None) -> DiTConfig:
+    """The configuration that transformers' config.json stands for, with a head of so many classes (None: it has none).
 
     Raises:
         UserError: for a network of this type that is built otherwise than the published ones.
@@ -31,18 +31,19 @@ def config_from_transformers(values: Mapping[str, Any], *, has_classes: bool) ->
     if not all(isinstance(side, int) for side in sides):
         raise UserError(f"a ViT with image_size={values['image_size']!r} is not supported: images must be square")
     grid = values["image_size"] // values["patch_size"]
+    width, inner = values["hidden_size"], values["intermediate_size"]
     return DiTConfig(
         family="vit",
         num_layers=values["num_hidden_layers"],
-        hidden_size=values["hidden_size"],
+        hidden_size=width,
         num_attention_heads=values["num_attention_heads"],
-        ffn_hidden_size=values["intermediate_size"],
+        ffn_hidden_size=None if inner == 4 * width else inner,
         in_channels=values.get("num_channels", 3),
         patch_spatial=values["patch_size"],
         position_embedding="learned",
         learned_positions=(1, grid, grid),
         crossattn_emb_size=2,
-        num_classes=len(values["id2label"]) if has_classes else None,
+        num_classes=num_classes,
         qk_layernorm=False,
         layernorm_epsilon=values.get("layer_norm_eps", 1e-12),
     )

@@ -144,10 +144,16 @@ def test_another_size_is_refused():
         build_network(open_config())(images(side=24)[:, :, None])
 
 
+def test_a_published_one_goes_on_with_the_recipe_of_its_size():
+    from megadit.models.convert.vit import config_from_transformers
+
+    assert config_from_transformers(ViTConfig().to_dict(), num_classes=1000) == NAMED_CONFIGS["vit_b_16"]
+
+
 def open_config():
     from megadit.models.convert.vit import config_from_transformers
 
-    return config_from_transformers(ViTConfig(**SIZES).to_dict(), has_classes=True)
+    return config_from_transformers(ViTConfig(**SIZES).to_dict(), num_classes=2)
 
 
 @torch.no_grad()

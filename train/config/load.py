@@ -78,8 +78,8 @@ def _with_one_length(values: dict[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: where both are asked for at once.
     """
-    train = values.get("train", {})
-    if train.get("train_iters") is None:
+    train = values.get("train")
+    if not isinstance(train, dict) or train.get("train_iters") is None:
         return values
     if train.get("max_epochs") is not None:
         raise UserError("train.train_iters and train.max_epochs both say how long the run is; give one of them")

@@ -12,8 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from megadit.export.build import export_bundle
 from megadit.infer import generate
+from megadit.infer.batches import batch_size
+from megadit.infer.benchmarks.generate import measure
+from megadit.infer.evaluate.loss import LossScorer
 from megadit.infer.inspect import info
 from megadit.infer.pipeline import TextToVideo
+from megadit.infer.runtimes.load import load_denoiser
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.conditioning import Conditioning
 from megadit.models.convert.cli import main
@@ -253,9 +257,28 @@ def test_a_network_needs_its_pipeline(made, tmp_path, capsys):
         pipeline([PROMPT], height=30)
     with pytest.raises(UserError, match="adapters for it are not read"):
         pipeline([PROMPT], adapters={str(next((folder / "unet").glob("*.safetensors"))): 1.0})
-    for options in ({"resident_blocks": 1}, {"tensor_parallel": 2}):
-        with pytest.raises(UserError, match="its parts take no turns, and no ranks share it"):
-            TextToVideo.from_pretrained(bundle, device="cpu", **options)
+    for options in ({"resident_blocks": 1}, {"tensor_parallel": 2}, {"cuda_graphs": True}):
+        with pytest.raises(UserError, match="its kernels are not recorded, its parts take no turns, and no ranks"):
+            load_denoiser(Bundle.open(bundle), "torch", device=torch.device("cpu"), dtype=torch.float32, **options)
+    save_file({"lora_unet_x.lora_down.weight": torch.ones(2, 2)}, tmp_path / "lora.safetensors")
+    assert main([str(tmp_path / "lora.safetensors"), str(tmp_path / "lora"), "--base", str(bundle)]) == 2
+    assert "adapters for it are not read" in capsys.readouterr().err
+
+
+def test_a_batch_counts_latent_pixels(made):
+    config = Bundle.open(made("1.x")[2]).config
+    assert [batch_size(None, config.num_tokens(1, side, side)) for side in (64, 128)] == [8, 2]
+
+
+def test_it_is_timed_and_its_loss_is_measured(made):
+    """XL's, which reads a pooled feature too."""
+    bundle = Bundle.open(made("xl")[2])
+    pipeline = TextToVideo.from_pretrained(bundle, device="cpu")
+    (network, *_) = measure({"torch": pipeline}, pipeline.defaults, PROMPT, 1)
+    assert network.median > 0 and network.tflops is None
+    video_BTHWC = torch.zeros(1, 1, 32, 32, 3, dtype=torch.uint8)
+    losses = LossScorer(bundle, torch.device("cpu"), "float32")(video_BTHWC, [PROMPT])
+    assert losses.shape == (1, 5) and losses.isfinite().all()
 
 
 def test_training_is_refused_with_the_reason_and_the_recipe_to_take(made):
