@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from sqlalchemy import select
@@ -12,7 +13,7 @@ from megadit.serve.gateway.database import JOBS, Database
 from megadit.serve.local_server import LocalServer
 
 LONG = {"prompt": "a long one", "num_steps": 600, "num_frames": 1}
-SHORTER = LONG | {"num_steps": 300}
+SHORTER = LONG | {"num_steps": 400}
 
 
 @pytest.fixture
@@ -105,7 +106,8 @@ def a_job_is_cancelled_at_the_other_gateway(visitor, gateways, eventually) -> No
 
 
 def work_goes_round_a_triton_that_stands_still(visitor, gateways, triton, eventually) -> None:
-    ids = [visitor.create(index % 2, **SHORTER | {"seed": index}) for index in range(8)]
+    with ThreadPoolExecutor(8) as pool:  # asked for one after the other, the first would be done before the last
+        ids = list(pool.map(lambda index: visitor.create(index % 2, **SHORTER | {"seed": index}), range(8)))
     eventually(lambda: sum(visitor.owners_of_running().values()) > 4)  # more than one Triton is given
     os.killpg(triton.process.pid, signal.SIGSTOP)
     visitor.finish(*ids, visitor.create(0, prompt="after"), visitor.create(1, prompt="after"))
