@@ -429,11 +429,8 @@ class TextToVideo:
         return self._weaker[path]
 
     def _conditioning(self, prompts: list[str], settings: SamplingSettings) -> Conditioning:
-        features = self.text_encoder.encode(prompts)
         fps = 0.0 if settings.num_frames == 1 else float(settings.fps)
-        fps_B = torch.full((len(prompts),), fps)
-        conditioning = Conditioning(features.features_BLE, features.length_B, fps_B, pooled_BP=features.pooled_BP)
-        return conditioning.to(self.device)
+        return Conditioning.of_texts(self.text_encoder.encode(prompts), fps).to(self.device)
 
     def _decode(self, latents_CTHW: Tensor, num_frames: int) -> np.ndarray:
         """One video at a time: a decoder's memory grows with the batch, and no result depends on it."""

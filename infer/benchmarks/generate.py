@@ -126,9 +126,8 @@ def _tasks(pipeline: TextToVideo, settings: SamplingSettings, prompt: str) -> li
     _, shape = latent_size(settings, pipeline.config, pipeline.tokenizer)
     x = torch.randn(2, *shape, device=pipeline.device)
     sigma = torch.full((2,), SIGMA, device=pipeline.device)
-    text = pipeline.text_encoder.encode([prompt, settings.negative_prompt])
-    fps_B = torch.full((2,), float(settings.fps))
-    conditioning = Conditioning(text.features_BLE, text.length_B, fps_B, pooled_BP=text.pooled_BP).to(pipeline.device)
+    texts = pipeline.text_encoder.encode([prompt, settings.negative_prompt])
+    conditioning = Conditioning.of_texts(texts, float(settings.fps)).to(pipeline.device)
     video = torch.zeros(1, 3, *video_size(pipeline.tokenizer, *shape[1:]), device=pipeline.device)
     return [
         (NETWORK, lambda: pipeline.denoiser(x, sigma, conditioning)),

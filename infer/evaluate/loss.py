@@ -43,9 +43,8 @@ class LossScorer:
         x0 = pipeline.tokenizer.encode(video_BTHWC.permute(0, 4, 1, 2, 3).float() / 127.5 - 1).to(self._device)
         key_B = torch.tensor([seed_key(int(video.long().sum())) for video in video_BTHWC], device=self._device)
         noise = latent_noise(key_B, tuple(x0.shape[1:]))
-        text = pipeline.text_encoder.encode(list(prompts))
-        fps_B = torch.full((len(prompts),), float(pipeline.defaults.fps) if video_BTHWC.shape[1] > 1 else 0.0)
-        conditioning = Conditioning(text.features_BLE, text.length_B, fps_B, pooled_BP=text.pooled_BP).to(self._device)
+        fps = float(pipeline.defaults.fps) if video_BTHWC.shape[1] > 1 else 0.0
+        conditioning = Conditioning.of_texts(pipeline.text_encoder.encode(list(prompts)), fps).to(self._device)
         losses = [self._weighted(x0, noise, sigma, conditioning) for sigma in SIGMAS]
         return torch.stack(losses, dim=1).cpu()
 

@@ -67,12 +67,12 @@ def _suits_onednn(x: Tensor, weight: Tensor) -> bool:
     """Half precision is oneDNN's anyway, and torch complains of what does not fit."""
     return (
         x.is_cpu
+        and x.numel() * weight.shape[0] >= FEWEST_MULTIPLICATIONS  # first: of a small network, asking is a share
         and x.dtype == weight.dtype == torch.float32
         and x.shape[-1] == weight.shape[-1]
         and (weight.is_contiguous() or weight.t().is_contiguous())  # others oneDNN multiplies number by number
         and _BY_ONEDNN is not None
         and x.numel() >= FEWEST_ROWS * x.shape[-1]
-        and x.numel() * len(weight) >= FEWEST_MULTIPLICATIONS
         and torch.backends.mkldnn.matmul.fp32_precision != "bf16"  # torch takes oneDNN's reduced products by itself
         and not torch.is_autocast_enabled("cpu")
     )

@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -221,11 +222,16 @@ def _along_each(x: Tensor, *matrices: Tensor) -> Tensor:
 
 def haar_matrix(size: int) -> Tensor:
     """The orthonormal Haar matrix [coefficient, position] of a power of two; row 0 is the mean times sqrt(size)."""
+    return torch.tensor(_haar(size), dtype=torch.float32)  # a constant, where a graph is traced
+
+
+@cache
+def _haar(size: int) -> np.ndarray:
     matrix = np.ones((1, 1))
     while len(matrix) < size:
         sums, differences = np.kron(matrix, [[1.0, 1.0]]), np.kron(np.eye(len(matrix)), [[1.0, -1.0]])
         matrix = np.concatenate([sums, differences]) / math.sqrt(2)
-    return torch.tensor(matrix, dtype=torch.float32)  # a constant, where a graph is traced
+    return matrix
 
 
 def psnr(tokenizer: HaarTokenizer, videos: Iterable[Tensor]) -> float:
