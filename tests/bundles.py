@@ -1,4 +1,4 @@
-"""Bundles that tests make of others."""
+"""Bundles that tests make, at random or of others."""
 
 from dataclasses import replace
 from os import PathLike
@@ -10,7 +10,34 @@ from megadit.models.bundle.bundle import Bundle, write_bundle
 from megadit.models.bundle.tensor_source import from_state_dict
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
+from megadit.models.settings import SamplingSettings
+from megadit.models.text_encoders import HashedWordEncoder
+from megadit.models.tokenizers import HaarTokenizer
 from megadit.train.data.given import USES
+
+CONFIG = DiTConfig(
+    num_layers=2, hidden_size=32, num_attention_heads=2, in_channels=48, patch_spatial=2, crossattn_emb_size=16
+)
+DEFAULTS = SamplingSettings(
+    sampler="euler", num_steps=3, guidance=2.0, num_frames=5, height=16, width=24, fps=8, sigma_max=20.0
+)
+
+
+def write_tiny_bundle(
+    path: PathLike | str, config=CONFIG, tokenizer=None, text_encoder=None, defaults=DEFAULTS, **more
+) -> Bundle:
+    """A random network; where no other tokenizer is given, latents of 4x4x4 pixels, tokens of 2x2 latents."""
+    write_bundle(
+        path,
+        config=config,
+        state_dict=random_state(config),
+        tokenizer=tokenizer
+        or HaarTokenizer(temporal_compression=4, spatial_compression=2, sigma_data=config.sigma_data),
+        text_encoder=text_encoder or HashedWordEncoder(dim=config.crossattn_emb_size),
+        defaults=defaults,
+        **more,
+    )
+    return Bundle.open(path)
 
 
 def write_able_bundle(source: PathLike | str, out: PathLike | str) -> None:
@@ -44,7 +71,14 @@ def write_pair_bundle(source: PathLike | str, out: PathLike | str) -> None:
     )
 
 
-def random_state(config: DiTConfig, seed: int) -> dict[str, Tensor]:
+def random_dit(config: DiTConfig) -> DiT:
+    """As `random_state`."""
+    model = DiT(config)
+    model.load_state_dict(random_state(config))
+    return model
+
+
+def random_state(config: DiTConfig, seed: int = 0) -> dict[str, Tensor]:
     """Every tensor random: with adaLN-Zero at its initialisation, a wrong network would change nothing."""
     generator = torch.Generator().manual_seed(seed)
     state = DiT(config).state_dict()

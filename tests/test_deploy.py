@@ -28,7 +28,7 @@ from megadit.models.tokenizers import Autoencoder
 from megadit.models.tokenizers.kinds import KINDS
 from megadit.models.tokenizers.network import Network, complete_config
 
-from .export.conftest import CONFIG, random_dit
+from .bundles import CONFIG, random_dit
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]

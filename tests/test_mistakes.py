@@ -15,7 +15,8 @@ from megadit.models.shared import verbs
 from megadit.models.text_encoders import HashedWordEncoder, load_text_encoder
 from megadit.models.tokenizers import HaarTokenizer, load_tokenizer
 from megadit.serve.build_repository import build_repository
-from tests.infer.conftest import CONFIG, DEFAULTS, make_adapter, random_dit
+from tests.bundles import CONFIG, DEFAULTS, random_dit
+from tests.infer.conftest import make_adapter
 from tests.train.conftest import write_noise_dataset
 
 TRAIN = "train --recipe digits data.path=data train.output_dir=runs/mine"

@@ -24,9 +24,8 @@ from megadit.models.adapter_slots import AdapterSlots
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.convert.adapter_files import bundle_fingerprint
 from megadit.models.shared.errors import UserError
+from tests.bundles import CONFIG, write_tiny_bundle
 from tests.infer.conftest import make_adapter
-
-from .conftest import CONFIG, write_tiny_bundle
 
 TARGETS = ("blocks.*", "final_layer.*")
 RANK = 5

@@ -24,8 +24,7 @@ from megadit.models.tokenizers import Autoencoder, HaarTokenizer
 from megadit.models.tokenizers.cosmos_image import CosmosImageNetwork
 from megadit.models.tokenizers.kinds import KINDS
 from megadit.models.tokenizers.network import Network, complete_config
-
-from .conftest import DEFAULTS, write_tiny_bundle
+from tests.bundles import DEFAULTS, write_tiny_bundle
 
 pytestmark = pytest.mark.slow
 

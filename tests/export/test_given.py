@@ -23,8 +23,7 @@ from megadit.models.image_encoder import ImageEncoder
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
 from megadit.train.data.given import USES
-
-from .conftest import CONFIG, DEFAULTS, write_tiny_bundle
+from tests.bundles import CONFIG, DEFAULTS, write_tiny_bundle
 
 SETTINGS = {"num_frames": 9, "seeds": [1, 2]}
 """Neither the size that was traced, nor that which is compared."""

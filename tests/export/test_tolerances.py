@@ -15,8 +15,7 @@ from megadit.export import verify
 from megadit.export.layers import relative_error
 from megadit.export.networks import build_network
 from megadit.export.quantize import FORMATS, quantised_linears, round_linears
-
-from .conftest import CONFIG, write_tiny_bundle
+from tests.bundles import CONFIG, write_tiny_bundle
 
 SIGMAS = (0.002, 0.2, 5.0, 80.0)
 

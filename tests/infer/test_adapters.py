@@ -23,8 +23,9 @@ from megadit.models.image_encoder import ImageEncoder
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
 from megadit.train.to_bundle import main as bundle_command
+from tests.bundles import random_dit
 
-from .conftest import make_adapter, random_dit
+from .conftest import make_adapter
 
 PROMPTS, SEEDS = ["a red seven", "a blue two", "waves"], [3, 4, 5]
 TOLERANCE = 1e-5

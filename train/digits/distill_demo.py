@@ -33,6 +33,9 @@ TWICE = 3
 """Of every so-manyth caption that is scored there are two clips, whose difference is the spread."""
 SHOWN = 6
 """Prompts in the picture."""
+FOUR_SIGMAS = ("12", "4", "1.5", "0.5")
+"""Of the student that answers guidance in one call: from 80, where that is a mean, clips of a prompt come to be more
+alike."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +67,7 @@ class DistillDemo(FollowingDemo):
 
 
 def _four(demo: DistillDemo) -> None:
-    _distill(demo, 4, "guidance")
+    _distill(demo, 4, "guidance", "--sigmas", *FOUR_SIGMAS)
 
 
 def _two(demo: DistillDemo) -> None:
