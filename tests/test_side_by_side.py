@@ -1,11 +1,16 @@
 """Comparisons: what a ratio is, and how it is told."""
 
 import json
+import runpy
+from pathlib import Path
 
 import pytest
+import side_by_side
 from side_by_side import Comparison, compare, show
 
 from megadit.models.shared.errors import UserError
+
+BENCHMARKS = Path(side_by_side.__file__).parent
 
 
 def test_the_ratio_is_that_of_neighbours():
@@ -22,3 +27,8 @@ def test_what_is_slower_than_allowed_is_marked(tmp_path, capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert shown.count("too slow") == 1
     assert [one["ratio"] for one in json.loads(file.read_text())["comparisons"]] == [0.5, 1.5]
+
+
+@pytest.mark.parametrize("script", sorted(BENCHMARKS.glob("*.py")), ids=lambda path: path.stem)
+def test_every_benchmark_finds_what_it_times(script):
+    runpy.run_path(str(script))

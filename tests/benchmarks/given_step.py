@@ -19,7 +19,8 @@ from megadit.models.layout import PackLayout
 from megadit.models.shared.command import run_command
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.packed_batch import PackedBatch
-from megadit.train.loss import edm_loss, token_noise
+from megadit.train.loss import edm_loss
+from megadit.train.noise_levels import token_noise
 from megadit.train.recipes import load_recipe
 
 CASES = {
