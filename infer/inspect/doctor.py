@@ -49,7 +49,6 @@ LIBRARIES: tuple[tuple[str, str, str, str], ...] = (
     ("tensorrt", "tensorrt", "TensorRT engines", "pip install 'megadit[trt]'"),
     ("polygraphy", "polygraphy", "building TensorRT engines", "pip install 'megadit[trt]'"),
     ("tritonclient", "tritonclient", "talking to a Triton server", "pip install 'megadit[serve]'"),
-    ("nvidia-pytriton", "pytriton", "a Triton server without a container", "pip install --no-deps nvidia-pytriton"),
     ("fastapi", "fastapi", "the HTTP service", "pip install 'megadit[serve]'"),
     ("gradio", "gradio", "the demo page in a browser", "pip install 'megadit[serve]'"),
     ("wandb", "wandb", "metrics on Weights & Biases", "pip install 'megadit[wandb]'"),
@@ -176,9 +175,9 @@ def program_findings() -> list[Finding]:
         ),
         Finding(
             name="tritonserver",
-            found=shutil.which("tritonserver"),
+            found=shutil.which("tritonserver") or _packaged_triton(),
             enables="serving without a container",
-            remedy="use the container of NVIDIA Triton",
+            remedy="pip install --no-deps nvidia-pytriton, or use the container of NVIDIA Triton",
         ),
         Finding(
             name="trtexec",
@@ -214,6 +213,11 @@ def _library(distribution: str, module: str) -> str | None:
         return None
     tested = TESTED.get(distribution, (version,))
     return version if version in tested else f"{version}; tested are {' and '.join(tested)}"
+
+
+def _packaged_triton() -> str | None:
+    version = _library("nvidia-pytriton", "pytriton")
+    return version and f"that of nvidia-pytriton {version}"
 
 
 def _h264_encoder() -> str:

@@ -33,6 +33,21 @@ def test_a_version_that_no_test_ran_is_told(monkeypatch, tested, told):
     assert finding.found == told.format(installed)
 
 
+@pytest.mark.parametrize(
+    ("on_path", "packaged", "told"),
+    [
+        ("/opt/tritonserver", "0.7.0", "/opt/tritonserver"),
+        (None, "0.7.0", "that of nvidia-pytriton 0.7.0"),
+        (None,) * 3,
+    ],
+)
+def test_either_tritonserver_is_found(monkeypatch, on_path, packaged, told):
+    monkeypatch.setattr(doctor.shutil, "which", {"tritonserver": on_path}.get)
+    monkeypatch.setattr(doctor, "_library", lambda *names: {("nvidia-pytriton", "pytriton"): packaged}[names])
+    found = {finding.name: finding.found for finding in doctor.program_findings()}
+    assert found["tritonserver"] == told
+
+
 def test_remedies_keep_their_square_brackets(monkeypatch, capsys):
     row = ("no-such-library", "no_such_library", "nothing", "pip install 'megadit[te]'")
     monkeypatch.setattr(doctor, "LIBRARIES", (row,))
