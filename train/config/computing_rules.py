@@ -1,0 +1,152 @@
+"""Rules of how a step is computed: layouts, precision, CUDA graphs, and the optimizer that needs whole matrices."""
+
+from operator import attrgetter
+
+from megadit.models.megatron import parallel_sizes
+from megadit.models.shared.rules import Rule
+from megadit.train.config.facts import Run
+from megadit.train.config.rule_forms import (
+    fp8_multiple,
+    multiple_of,
+    of_fp8,
+    of_fp16,
+    of_graphs,
+    of_layout,
+    packs_in_words,
+)
+
+COMPUTING: tuple[Rule[Run], ...] = (
+    # layout
+    Rule(
+        when=lambda run: run.parallel.gradient_accumulation_fusion,
+        needs=lambda run: run.parallel.data_parallel != "fsdp",
+        remedy="parallel.gradient_accumulation_fusion=true adds to sums that parallel.data_parallel=fsdp has not; use "
+        "ddp or distributed_optimizer, or leave it out",
+    ),
+    Rule(
+        when=lambda run: run.parallel.recompute_num_layers is not None,
+        needs=lambda run: run.parallel.recompute_granularity == "full",
+        remedy="{parallel.recompute_num_layers=} needs parallel.recompute_granularity=full",
+    ),
+    *map(of_layout, parallel_sizes.RULES),
+    multiple_of(
+        "data.seq_length",
+        attrgetter("data.seq_length"),
+        attrgetter("sizes.sequence_multiple"),
+        lambda run: (
+            f"{run.sizes.sequence_multiple}: it is cut over {run.sizes.sequence_multiple} ranks by "
+            "parallel.context_parallel_size and parallel.sequence_parallel"
+        ),
+    ),
+    multiple_of(
+        "data.global_batch_size",
+        attrgetter("data.global_batch_size"),
+        attrgetter("packs_at_a_time"),
+        packs_in_words,
+        when=lambda run: run.world_size is not None,
+    ),
+    # eight bits
+    of_fp8(
+        lambda run: run.parallel.transformer_impl == "transformer_engine",
+        "is TransformerEngine's; give parallel.transformer_impl=transformer_engine, too",
+    ),
+    of_fp8(
+        lambda run: run.train.precision == "bf16",
+        "stands beside train.precision=bf16, not {train.precision}; set that",
+    ),
+    of_fp8(
+        lambda run: run.parallel.data_parallel != "fsdp",
+        "does not go with parallel.data_parallel=fsdp; use distributed_optimizer",
+    ),
+    of_fp8(
+        lambda run: not run.has_experts,
+        "does not reach experts, which would stay in bf16; leave it out",
+    ),
+    of_fp8(
+        lambda run: run.model.structure.block != "st_dit" or run.sizes.sequence_multiple == 1,
+        "needs equally many tokens on each of {sizes.sequence_multiple} ranks, which st_dit's attentions change",
+    ),
+    fp8_multiple("model.hidden_size", attrgetter("model.hidden_size"), lambda run: 1),
+    fp8_multiple("model.ffn_hidden_size", attrgetter("model.mlp_size"), attrgetter("sizes.tensor")),
+    fp8_multiple(
+        "model.num_attention_heads x model.head_dim", attrgetter("model.attention_size"), attrgetter("sizes.tensor")
+    ),
+    fp8_multiple("rows of queries, keys and values", attrgetter("projection_rows"), attrgetter("sizes.tensor")),
+    fp8_multiple("data.seq_length", attrgetter("data.seq_length"), attrgetter("sizes.sequence_multiple")),
+    fp8_multiple(
+        "model.crossattn_emb_size",
+        attrgetter("model.text_size"),
+        lambda run: 1,
+        when=attrgetter("model.structure.cross_attention"),
+    ),
+    fp8_multiple(
+        "data.text_seq_length",
+        attrgetter("data.text_seq_length"),
+        lambda run: 1,
+        when=attrgetter("model.structure.cross_attention"),
+    ),
+    # fp16
+    of_fp16(
+        lambda run: run.parallel.data_parallel != "fsdp",
+        "which parameters that parallel.data_parallel=fsdp cuts have none of; use distributed_optimizer",
+    ),
+    of_fp16(
+        lambda run: run.optimizer.optimizer != "muon",
+        "which optimizer.optimizer=muon has none of; use adamw, or train.precision=bf16",
+    ),
+    of_fp16(
+        lambda run: not run.has_experts,
+        "and experts would have one of their own, which may differ; use train.precision=bf16",
+    ),
+    of_fp16(
+        lambda run: not (run.is_student and run.train.distill.has_critic),
+        "and train.distill.objective=distribution_matching would leave out steps of one of two networks; use "
+        "train.precision=bf16",
+    ),
+    # CUDA graphs
+    of_graphs(
+        lambda run: run.sizes.model_parallel_size == 1,
+        "ranks that share a copy of the network: data parallelism alone",
+    ),
+    of_graphs(lambda run: run.parallel.data_parallel != "fsdp", "parallel.data_parallel=fsdp: use ddp"),
+    of_graphs(
+        lambda run: run.parallel.data_parallel != "distributed_optimizer" or not run.parallel.overlap_param_gather,
+        "weights gathered meanwhile: parallel.overlap_param_gather=false",
+    ),
+    of_graphs(
+        lambda run: run.parallel.transformer_impl == "local",
+        "TransformerEngine: parallel.transformer_impl=local",
+    ),
+    of_graphs(
+        lambda run: not run.parallel.gradient_accumulation_fusion,
+        "gradient_accumulation_fusion: leave that out",
+    ),
+    of_graphs(
+        lambda run: run.parallel.recompute_granularity == "none",
+        "blocks computed again: parallel.recompute_granularity=none",
+    ),
+    of_graphs(lambda run: not run.has_adapter, "train.adapter: leave that out"),
+    of_graphs(lambda run: not run.is_student, "train.distill: leave that out"),
+    of_graphs(lambda run: not run.has_experts, "experts, whose tokens are others each time"),
+    of_graphs(lambda run: run.model.structure.block != "st_dit", "attention along one axis (st_dit)"),
+    of_graphs(lambda run: not run.model.structure.classifies, "a classifier, whose blocks were never recorded"),
+    of_graphs(lambda run: run.train.precision == "bf16", "{train.precision=}: train.precision=bf16"),
+    of_graphs(
+        lambda run: run.model.dim_per_head % 8 == 0 and run.model.dim_per_head <= 256,
+        "heads that the kernel for packs does not take: model.head_dim of 8 n <= 256",
+    ),
+    # Muon
+    Rule(
+        when=lambda run: run.optimizer.optimizer == "muon",
+        needs=lambda run: run.parallel.data_parallel != "fsdp",
+        remedy="optimizer.optimizer=muon needs whole matrices, which parallel.data_parallel=fsdp cuts; use "
+        "parallel.data_parallel=distributed_optimizer, or optimizer.optimizer=adamw",
+    ),
+    Rule(
+        when=lambda run: run.optimizer.optimizer == "muon",
+        needs=lambda run: not run.has_experts,
+        remedy="optimizer.optimizer=muon knows no experts, which are stacks of matrices on ranks of their own; use "
+        "optimizer.optimizer=adamw",
+    ),
+)
+"""In the order in which they are checked."""

@@ -1,0 +1,154 @@
+"""Rules of what is learnt, and of what: samples, what is given of them, the kind of network, its optimizer."""
+
+from operator import attrgetter
+
+from megadit.models.shared.rules import Rule, accepted_by
+from megadit.train.config.facts import Run
+from megadit.train.config.rule_forms import (
+    MOST_MODE,
+    check_student_sigmas,
+    check_targets,
+    check_uses,
+    long_mock_in_words,
+    multiple_of,
+    of_classifier,
+)
+
+LEARNING: tuple[Rule[Run], ...] = (
+    # data
+    multiple_of(
+        "data.global_batch_size",
+        attrgetter("data.global_batch_size"),
+        attrgetter("data.micro_batch_size"),
+        lambda run: f"data.micro_batch_size={run.data.micro_batch_size}",
+    ),
+    Rule(
+        needs=lambda run: (
+            run.data.mock_latent_shapes and all(side >= 1 for shape in run.data.mock_latent_shapes for side in shape)
+        ),
+        remedy="{data.mock_latent_shapes=} needs at least one (T, H, W), each side 1 or more",
+    ),
+    Rule(
+        when=attrgetter("data.mock"),
+        needs=lambda run: run.longest_mock[1] <= run.data.seq_length,
+        remedy=long_mock_in_words,
+    ),
+    # optimizer and EMA
+    Rule(
+        when=lambda run: run.optimizer.optimizer == "muon",
+        needs=lambda run: run.optimizer.moments == "fp32",
+        remedy="{optimizer.moments=} is for optimizer.optimizer=adamw; leave it out with muon",
+    ),
+    Rule(
+        needs=lambda run: run.optimizer.min_lr <= run.optimizer.lr,
+        remedy="{optimizer.min_lr=} exceeds {optimizer.lr=}; lower it",
+    ),
+    Rule(
+        when=lambda run: run.optimizer.lr_decay_iters is not None,
+        needs=lambda run: run.optimizer.lr_decay_iters > run.optimizer.lr_warmup_iters,
+        remedy="{optimizer.lr_decay_iters=} must exceed {optimizer.lr_warmup_iters=}",
+    ),
+    Rule(
+        needs=lambda run: len(set(run.ema.sigma_rels)) == len(run.ema.sigma_rels),
+        remedy="{ema.sigma_rels=} names one profile twice",
+    ),
+    # noise levels
+    Rule(
+        when=lambda run: run.diffusion.noise_levels == "mode",
+        needs=lambda run: run.diffusion.p_std <= MOST_MODE,
+        remedy="{diffusion.p_std=} is the scale of diffusion.noise_levels=mode, at most "
+        + str(MOST_MODE)
+        + ": beyond, "
+        "two draws would give one noise level",
+    ),
+    # what is given
+    accepted_by(check_uses, when=lambda run: bool(run.data.given)),
+    Rule(
+        when=lambda run: bool(run.data.given),
+        needs=lambda run: run.model.given_sigma is not None,
+        remedy="data.given needs model.given_sigma, the noise level that the network is told of what is given; 0.02 "
+        "served digits best",
+    ),
+    Rule(
+        needs=lambda run: run.model.given.is_among and run.model.image_size is None,
+        remedy="{model.given_form=} {model.image_size=}: what such a network is given, latents of a video beside the "
+        "noisy ones or features of an image, is in no data set here; it converts and samples",
+    ),
+    Rule(
+        needs=lambda run: min(run.data.given_dropout) >= 0 and sum(run.data.given_dropout) < 1,
+        remedy="{data.given_dropout=} must be three shares from 0 that leave some: what is given, the text, both",
+    ),
+    # a classifier
+    Rule(
+        when=lambda run: not run.model.structure.classifies,
+        needs=lambda run: run.train.label_smoothing == 0,
+        remedy="{train.label_smoothing=} is of classifiers, such as model.family=vit; leave it out",
+    ),
+    of_classifier(
+        lambda run: run.model.num_classes is not None, "{model.family=} learns classes: give model.num_classes"
+    ),
+    of_classifier(
+        lambda run: run.data.text_dropout == 0,
+        "{data.text_dropout=} takes the labels of samples, which a classifier learns; use data.text_dropout=0",
+    ),
+    of_classifier(
+        lambda run: run.sizes.context == 1,
+        "{parallel.context_parallel_size=} would leave a sample's class token to one rank; use tensor, sequence or "
+        "pipeline parallelism, or fsdp",
+    ),
+    of_classifier(
+        lambda run: not (run.is_student or run.has_adapter or run.diffusion.learned_uncertainty),
+        "train.distill, train.adapter and diffusion.learned_uncertainty are of networks that denoise; leave them out",
+    ),
+    of_classifier(
+        lambda run: run.validation.evaluate_interval == 0,
+        "{validation.evaluate_interval=} evaluates videos, of which a classifier makes none; leave it out",
+    ),
+    # adapter
+    accepted_by(check_targets, where="train.adapter.targets: ", when=attrgetter("has_adapter")),
+    Rule(
+        when=attrgetter("has_adapter"),
+        needs=lambda run: not run.parallel.gradient_accumulation_fusion,
+        remedy="parallel.gradient_accumulation_fusion=true adds up gradients of matrices that train.adapter leaves as "
+        "they are; leave it out",
+    ),
+    Rule(
+        when=lambda run: run.has_adapter and run.sizes.num_parts > 1,
+        needs=lambda run: all(run.adapted_parts),
+        remedy="{train.adapter.targets=} leaves nothing to train in one of the {sizes.num_parts} parts of the network "
+        "that pipeline stages hold; name linears of blocks in each, or take fewer stages",
+    ),
+    # a student
+    Rule(
+        when=attrgetter("is_student"),
+        needs=lambda run: run.sizes.num_parts == 1,
+        remedy="train.distill asks whole networks in turn, which pipeline stages hold in parts; use "
+        "parallel.pipeline_model_parallel_size=1, and tensor or context parallelism or fsdp",
+    ),
+    Rule(
+        when=attrgetter("is_student"),
+        needs=lambda run: not run.diffusion.learned_uncertainty,
+        remedy="diffusion.learned_uncertainty=true weights the loss of samples, of which train.distill has none; leave "
+        "it out",
+    ),
+    Rule(
+        when=lambda run: run.is_student and run.train.distill.objective != "guidance",
+        needs=lambda run: run.train.distill.sigmas,
+        remedy="{train.distill.objective=} needs the noise levels of the student's calls: "
+        "train.distill.sigmas=[80,6,1.3,0.3]",
+    ),
+    Rule(
+        when=lambda run: run.is_student and run.train.distill.learns_of_pairs,
+        needs=lambda run: not run.data.given and run.data.encode != "on_the_fly",
+        remedy="{train.distill.objective=} learns what the teacher made of noise and text alone: leave out data.given, "
+        "and give latents (`megadit prepare trajectories`)",
+    ),
+    accepted_by(check_student_sigmas, where="train.distill.", when=attrgetter("is_student")),
+    Rule(
+        when=lambda run: run.is_student and run.train.distill.objective == "distribution_matching",
+        needs=lambda run: run.health.on_not_finite == "stop" and run.health.on_spike is None,
+        remedy="{train.distill.objective=} updates two networks in a step, and cannot leave out that of one: use "
+        "health.on_not_finite=stop and no health.on_spike",
+    ),
+)
+"""In the order in which they are checked."""
