@@ -41,8 +41,7 @@ LAYOUTS = {
     },
     "matching distributed optimizer": {"data_parallel": "distributed_optimizer"},
     "matching given, ring": {**CP, "context_parallel_comm": "ring"},
-    "guidance experts": {"expert_model_parallel_size": 2},
-    "matching experts": {"expert_model_parallel_size": 2},
+    **{f"{name} experts": {"expert_model_parallel_size": 2} for name in OBJECTIVES},
 }
 """The first word is the objective; `given` and `experts` are what the network has."""
 BROKEN = {"sum over the ranks of a sample": ("matching", CP), "text left out": ("guidance", SP)}
