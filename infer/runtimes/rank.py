@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megadit.infer.guidance import Denoiser
 from megadit.infer.runtimes.load import load_denoiser
+from megadit.infer.runtimes.ranked import PING, PONG
 from megadit.infer.runtimes.torch import find_device, find_dtype
 from megadit.models.adapter_config import AdapterConfig
 from megadit.models.bundle.bundle import Bundle
@@ -69,8 +70,9 @@ class Rank:
 
 def main() -> None:
     """Answers until there is nobody left who asks."""
-    connection, questions, rank = Connection(int(sys.argv[1])), queue.SimpleQueue(), Rank()
-    threading.Thread(target=_receive, args=[connection, questions], daemon=True).start()
+    connection, sending = Connection(int(sys.argv[1])), threading.Lock()
+    questions, rank = queue.SimpleQueue(), Rank()
+    threading.Thread(target=_receive, args=[connection, sending, questions], daemon=True).start()
     while True:
         what, arguments = questions.get()
         try:
@@ -80,14 +82,21 @@ def main() -> None:
         except Exception as failure:
             traceback.print_exc()
             answer, error = None, RuntimeError(f"{type(failure).__name__}: {failure}")
-        connection.send_bytes(pickle.dumps((answer, error)))
+        with sending:
+            connection.send_bytes(pickle.dumps((answer, error)))
 
 
-def _receive(connection: Connection, questions: queue.SimpleQueue) -> None:
-    """Beside the work, which may wait for another rank for ever: the end of the connection is that of the process."""
+def _receive(connection: Connection, sending: threading.Lock, questions: queue.SimpleQueue) -> None:
+    """Beside the work, which may wait for another rank for ever: says that the process lives; the end of the connection
+    is its end."""
     while True:
         try:
-            questions.put(pickle.loads(connection.recv_bytes()))
+            message = connection.recv_bytes()
+            if message != PING:
+                questions.put(pickle.loads(message))
+                continue
+            with sending:
+                connection.send_bytes(PONG)
         except (EOFError, OSError):
             os._exit(1)
 

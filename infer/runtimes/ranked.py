@@ -8,13 +8,16 @@ are then started again, and what was asked of the lost ones is asked once more.
 Shapes: B batch, C latent channels, T/H/W latent frames, height, width.
 """
 
+import math
 import os
 import pickle
 import socket
+import struct
 import subprocess
 import sys
+import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -34,6 +37,11 @@ START_SECONDS, CALL_SECONDS = 600.0, 600.0
 """What loading the network, and one call of it, may take before the ranks count as lost."""
 _SECONDS_AFTER_A_FAILURE = 5.0
 """In which another rank may be seen to have ended, which then was the reason."""
+PATIENCE = 30.0
+"""Seconds in which a rank says that it is there, whatever it is doing."""
+PING = b"are you there?"
+PONG = b"yes"
+"""Bytes that are no pickle."""
 Question = tuple[str, tuple]
 """(a method of `rank.Rank`, its arguments)"""
 
@@ -128,8 +136,8 @@ class RankedDenoiser:
 
     def remove_adapter(self, name: str) -> None:
         """Takes an adapter away."""
-        del self._adapters[name]
         self._ask_all("remove_adapter", name)
+        del self._adapters[name]  # afterwards: ranks that are started meanwhile are asked again, and must have it
 
     def _ask_all(self, what: str, *arguments: Any) -> None:
         self._ask(lambda group: [(what, arguments)] * len(self._placement.devices))
@@ -153,11 +161,10 @@ class RankedDenoiser:
             raise LostRankError(f"the ranks cannot be started again: {error}") from error
         try:
             return self._group.ask(questions(self._group), CALL_SECONDS)
-        except UserError:
-            raise  # of every rank, which all go on
-        except BaseException:  # an answer may be on its way, or never come
-            self._group.end()
-            self._group = None
+        except BaseException as error:
+            if not (isinstance(error, UserError) and self._group.is_idle):  # an answer may be on its way, or never come
+                self._group.end()
+                self._group = None
             raise
 
     def _started(self) -> "_Group":
@@ -184,6 +191,9 @@ class _Group:
     def __init__(self, placement: Placement) -> None:
         self.told: set[int] = set()
         """Conditions that the ranks have, by number."""
+        self._waiting: dict[Connection, int] = {}
+        """Ranks that owe an answer."""
+        self._heard: set[Connection] = set()
         self._processes: list[subprocess.Popen] = []
         self._connections: list[Connection] = []
         self.end = weakref.finalize(self, _end, self._processes, self._connections)
@@ -194,6 +204,8 @@ class _Group:
 
     def _start(self, environment: Mapping[str, str]) -> None:
         ours, theirs = Pipe()
+        with socket.socket(fileno=os.dup(ours.fileno())) as sending:  # else to one that stands still for ever
+            sending.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", math.ceil(PATIENCE), 0))
         self._connections.append(ours)
         with theirs:
             command = [sys.executable, "-m", "megadit.infer.runtimes.rank", str(theirs.fileno())]
@@ -206,34 +218,64 @@ class _Group:
 
         Raises:
             UserError: where a rank does.
-            LostRankError: if one ended, or does not answer within `seconds`.
-            RuntimeError: if one failed; others may wait for it.
+            LostRankError: if one ended, is silent, or does not answer within `seconds`.
+            RuntimeError: if one failed.
+
+        After these, ranks may wait for one another for ever, unless `is_idle`.
         """
-        waiting = {self._connections[rank]: rank for rank, asked in enumerate(questions) if asked is not None}
+        self._waiting = {self._connections[rank]: rank for rank, asked in enumerate(questions) if asked is not None}
         answers, mistakes, failures = [None] * len(questions), [], []
-        for connection, rank in waiting.items():
-            with self._counted_as_lost(rank):
-                connection.send_bytes(pickle.dumps(questions[rank]))
-        while waiting:
-            answering = wait(list(waiting), _SECONDS_AFTER_A_FAILURE if failures else seconds)
-            if not answering and failures:
+        for rank in self._waiting.values():
+            self._send(rank, pickle.dumps(questions[rank]))
+        silent, deadline = set(), time.monotonic() + seconds
+        while self._waiting:
+            is_amiss = bool(failures or mistakes)
+            left = max(0.0, deadline - time.monotonic())
+            answering = wait(list(self._waiting), _SECONDS_AFTER_A_FAILURE if is_amiss else min(PATIENCE, left))
+            if not answering and is_amiss:
                 break
             if not answering:
-                raise LostRankError(f"rank {min(waiting.values())} has not answered within {seconds:g} s")
+                if silent:
+                    raise LostRankError(f"{self._named(silent)} has been silent for {PATIENCE:g} s")
+                if not left:
+                    raise LostRankError(f"{self._named(self._waiting)} has not answered within {seconds:g} s")
+                silent = self._waiting.keys() & self._heard  # one that starts cannot say so yet
+                for connection in silent:
+                    self._send(self._waiting[connection], PING)
             for connection in answering:
-                rank = waiting.pop(connection)
+                rank = self._waiting[connection]
                 with self._counted_as_lost(rank):
-                    answers[rank], error = pickle.loads(connection.recv_bytes())
+                    message = connection.recv_bytes()
+                self._heard.add(connection)
+                silent.discard(connection)
+                if message == PONG:
+                    continue
+                del self._waiting[connection]
+                answers[rank], error = pickle.loads(message)
                 if error is not None:
                     (mistakes if isinstance(error, UserError) else failures).append(error)
         if failures or mistakes:
             raise (failures or mistakes)[0]
         return answers
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no rank owes an answer."""
+        return not self._waiting
+
+    def _send(self, rank: int, message: bytes) -> None:
+        with self._counted_as_lost(rank):
+            self._connections[rank].send_bytes(message)
+
+    def _named(self, connections: Collection[Connection]) -> str:
+        return f"rank {min(self._waiting[connection] for connection in connections)} of {len(self._processes)}"
+
     @contextmanager
     def _counted_as_lost(self, rank: int) -> Iterator[None]:
         try:
             yield
+        except BlockingIOError:
+            raise LostRankError(f"rank {rank} of {len(self._processes)} takes no message") from None
         except (EOFError, OSError):
             raise LostRankError(f"rank {rank} of {len(self._processes)} ended") from None
 

@@ -16,7 +16,9 @@ from megadit.infer.given import GivenVideo
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.runtimes.ranked import Placement
 from megadit.models.adapter_config import AdapterConfig
+from megadit.models.bundle.bundle import Bundle
 from megadit.models.conditioning import Conditioning, Given
+from megadit.models.convert.adapter_files import read_adapter_of
 from megadit.models.shared.errors import UserError
 
 from .conftest import make_adapter
@@ -82,6 +84,41 @@ def test_a_failure_ends_the_ranks_and_a_mistake_does_not(ranked, pipeline):
         ranked.denoiser(torch.zeros(2, 5, 2, 4, 6), torch.ones(2), conditioning)
     assert not children()
     assert difference(ranked(PROMPTS[:1]), pipeline(PROMPTS[:1])) <= 1
+
+
+def test_an_adapter_is_taken_away_from_ranks_that_were_lost(ranked, bundle_dir, pipeline, tmp_path):
+    adapter = read_adapter_of(make_adapter(tmp_path / "one", bundle_dir, 1), Bundle.open(bundle_dir))
+    ranked.denoiser.load_adapter("one", *adapter.to_state())
+    os.kill(max(children()), signal.SIGKILL)
+    ranked.denoiser.remove_adapter("one")
+    assert len(children()) == 2
+    assert difference(ranked(PROMPTS[:1]), pipeline(PROMPTS[:1])) <= 1
+
+
+def test_a_rank_that_stands_still_is_lost_and_one_that_was_slow_is_not(ranked, pipeline, monkeypatch, capfd):
+    monkeypatch.setattr("megadit.infer.runtimes.ranked.PATIENCE", 2.0)
+    expected = pipeline(PROMPTS)
+    slow = max(children())
+    os.kill(slow, signal.SIGSTOP)
+    going_on = threading.Timer(3, os.kill, [slow, signal.SIGCONT])
+    going_on.start()
+    assert difference(ranked(PROMPTS), expected) <= 1
+    going_on.join()
+    assert slow in children() and not capfd.readouterr().err
+    os.kill(slow, signal.SIGSTOP)
+    assert difference(ranked(PROMPTS), expected) <= 1
+    assert slow not in children()
+    assert "rank 1 of 2 has been silent for 2 s; starting the ranks again" in capfd.readouterr().err
+
+
+def test_a_rank_that_stands_still_takes_no_large_message_for_ever(bundle_dir, pipeline, monkeypatch, capfd):
+    monkeypatch.setattr("megadit.infer.runtimes.ranked.PATIENCE", 1.0)
+    ranked = TextToVideo.from_pretrained(bundle_dir, device="cpu", ranks=Placement(devices=("cpu", "cpu")))
+    stopped = max(children())
+    os.kill(stopped, signal.SIGSTOP)
+    large = {"num_frames": 17, "height": 64, "width": 96, "num_steps": 1}
+    assert difference(ranked(PROMPTS, **large), pipeline(PROMPTS, **large)) <= 1
+    assert "rank 1 of 2 takes no message; starting the ranks again" in capfd.readouterr().err
 
 
 def test_rows_of_conditions_put_together_are_the_whole():
