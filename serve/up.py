@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,11 +142,14 @@ def supervise(servers: list[OwnedProcess], renew: Callable[[threading.Event], No
 @contextmanager
 def noted(port: int) -> Iterator[Callable[[], None]]:
     """Notes within the block, in a file that is held for as long, that this process serves at `port`; what it gives
-    notes that it was renewed. Without effect where another process (in another container) holds that file."""
-    with _note(port) as file:
+    notes that it was renewed. Without effect where another process (in another container) holds that file, or there can
+    be none."""
+    with ExitStack() as stack:
         try:
+            file = stack.enter_context(_note(port))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError as error:
+            tell_on_stderr(f"`serve up --drain` will not find this service: {error.strerror} ({cache_folder()})")
             yield lambda: None
             return
         count = 0
@@ -195,6 +198,6 @@ def _read_note(file: int, port: int) -> tuple[int, int]:
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        process, count = os.pread(file, 100, 0).split()
-        return int(process), int(count)
+        if written := os.pread(file, 100, 0).split():  # else one is starting
+            return int(written[0]), int(written[1])
     raise UserError(f"no `serve up` of yours runs at port {port} here; --port names another")

@@ -48,8 +48,12 @@ class ContextParallelDenoiser(AdaptableDenoiser):
         """Clean latents x0 (float32, on `device`); the inputs may lie anywhere."""
         x_BCTHW, sigma_B = x_BCTHW.to(self.device, torch.float32), sigma_B.to(self.device).float()
         conditioning = conditioning.to(self.device, self.dtype)
+        alike = _alike(conditioning)  # a pack has one scale of an adapter for all of its tokens
+        if len(alike) == 1:
+            self._scale_adapters(alike[0][0])
+            return self._denoised(x_BCTHW, sigma_B, conditioning)
         D_BCTHW = torch.empty_like(x_BCTHW)
-        for scales, places in _alike(conditioning):  # a pack has one scale of an adapter for all of its tokens
+        for scales, places in alike:
             self._scale_adapters(scales)
             D_BCTHW[places] = self._denoised(x_BCTHW[places], sigma_B[places], conditioning.at(places))
         return D_BCTHW
@@ -69,10 +73,13 @@ class ContextParallelDenoiser(AdaptableDenoiser):
 
 def _alike(conditioning: Conditioning) -> list[tuple[dict[str, float], list[int]]]:
     """The scales of adapters that videos of a batch have, and the places of those that have them."""
+    names = list(conditioning.adapter_scale_B)
+    if not names:
+        return [({}, list(range(len(conditioning))))]
     by_scales: dict[tuple[float, ...], list[int]] = {}
-    names, scales = list(conditioning.adapter_scale_B), conditioning.adapter_scale_B.values()
-    for place in range(len(conditioning)):
-        by_scales.setdefault(tuple(scale_B[place].item() for scale_B in scales), []).append(place)
+    scales = [scale_B.tolist() for scale_B in conditioning.adapter_scale_B.values()]
+    for place, own in enumerate(zip(*scales, strict=True)):
+        by_scales.setdefault(own, []).append(place)
     return [(dict(zip(names, own, strict=True)), places) for own, places in by_scales.items()]
 
 

@@ -213,7 +213,6 @@ def write_bundle(
         manifest = {
             "format_version": OF_ONE_NETWORK if low_noise is None else FORMAT_VERSION,
             "megadit_version": metadata.version("megadit"),
-            **({} if _kind_of(config) == "video" else {"kind": _kind_of(config)}),
             "parts": {name: read_json(directory / name / CONFIG_FILE)["type"] for name in _PARTS},
             "fingerprints": {"tokenizer": tokenizer.fingerprint(), "text_encoder": text_encoder.fingerprint()},
             "defaults": defaults.to_dict(),

@@ -10,7 +10,7 @@ import pytest
 
 from megadit.models.shared.errors import UserError
 from megadit.serve.supervise import OwnedProcess, answers, keep_running
-from megadit.serve.up import supervise
+from megadit.serve.up import noted, supervise
 
 
 class FakeServer:
@@ -115,3 +115,20 @@ def test_what_speaks_no_http_does_not_answer():
         thread.start()
         assert not answers(f"http://127.0.0.1:{listening.getsockname()[1]}/health/live")
         thread.join()
+
+
+def test_a_service_runs_where_nothing_can_be_noted(tmp_path, monkeypatch, capsys):
+    (tmp_path / "megadit").touch()  # where its folder would be
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with noted(8080) as renewed:
+        renewed()
+    assert "`serve up --drain` will not find this service: File exists" in capsys.readouterr().err
+
+
+def test_the_second_at_a_port_leaves_the_note_of_the_first(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with noted(8080) as first, noted(8080) as second:
+        first()
+        second()
+    assert (tmp_path / "megadit" / "up-8080").read_text().split() == [str(os.getpid()), "1"]
+    assert capsys.readouterr().err.count("will not find") == 1
