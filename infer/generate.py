@@ -20,11 +20,11 @@ from megadit.infer.given_files import GivenFile
 from megadit.infer.long_videos import stories, write_long_videos
 from megadit.infer.memory_plan import GIB, Choices, describe_plan, fitting, plan_memory
 from megadit.infer.options import DEFAULT_DTYPE, DEFAULT_RUNTIME, GenerateOptions, parse, refuse
-from megadit.infer.outputs import checkpoint_fingerprint, make_record, output_paths, read_record, repeated, save
+from megadit.infer.outputs import make_record, output_paths, read_record, repeated, save
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.ranks import device_name, finish, is_first, start
 from megadit.infer.resolve import far_from_training, latent_size
-from megadit.infer.results import GeneratedVideo
+from megadit.infer.results import GeneratedVideo, checkpoint_fingerprint
 from megadit.infer.runtimes.load import TORCH, adapter_slots, taken
 from megadit.infer.runtimes.torch import find_device, find_dtype
 from megadit.infer.signing import Marker, load_marker
