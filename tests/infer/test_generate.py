@@ -14,6 +14,7 @@ from megadit.infer.given import GivenVideo
 from megadit.infer.outputs import output_paths
 from megadit.infer.specs import VideoSpec
 from megadit.infer.video_io import read_video, write_video
+from megadit.models.bundle.words import write_words
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 
@@ -86,7 +87,7 @@ def test_subject_name_fills_its_place(run, tmp_path):
     assert run("--prompt", "a red {subject}", "--subject_name", "seven", *base, "subject.png")[0] == 0
     assert run("--prompt", "a red seven", *base, "plain.png")[0] == 0
     assert (tmp_path / "subject.png").read_bytes() == (tmp_path / "plain.png").read_bytes()
-    assert json.loads((tmp_path / "subject.safetensors.json").read_text())["prompt"] == "a red seven"
+    assert json.loads((tmp_path / "subject.png.json").read_text())["prompt"] == "a red seven"
 
 
 def test_copies_of_tokenizer_and_text_encoder(run, bundle_dir):
@@ -352,6 +353,16 @@ def test_video_to_video(run, tmp_path, pipeline):
     (same,) = pipeline(["a"], num_steps=5, given=given)
     assert torch.equal(load_file("a.safetensors")["latents_CTHW"], same.latents_CTHW)
     assert json.loads((tmp_path / "a.safetensors.json").read_text())["num_denoiser_calls"] == 2
+
+
+def test_words_that_training_never_said_are_warned_of(run, tmp_path, bundle_dir):
+    assert "no caption" not in run("--prompt", "a zeppelin", "--num_steps", "1")[2]  # a bundle that keeps none
+    shutil.copytree(bundle_dir, tmp_path / "told")
+    write_words(tmp_path / "told", ["a", "red", "seven"])
+    code, _, stderr = run("--prompt", "A red seven", "a red zeppelin", "--num_steps", "1", checkpoint="told")
+    assert code == 0 and stderr.count("warning:") == 1
+    assert "warning: no caption of the training data says 'zeppelin': to this model that means nothing" in stderr
+    assert "warning:" not in run("--prompt", "A red seven", "--num_steps", "1", checkpoint="told")[2]
 
 
 def test_a_shape_far_from_training_is_warned_of(run):
