@@ -3,6 +3,7 @@
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
@@ -13,6 +14,7 @@ from megadit.models.adapter_slots import AdapterSlots
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.convert.adapter_files import read_adapter_of, tensor_file
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import sha256_of
 
 Scales = Mapping[str, float]
 """Path of an adapter -> how much of it is added: 1 as it was trained, 0 nothing."""
@@ -22,6 +24,28 @@ KEPT, KEPT_BYTES = 8, 2 << 30
 MERGE_FIRST = "merge it into its base first: megadit bundle BASE OUT --merge ADAPTER"
 NO_ROOM = f"exported without inputs for adapters: export again with --adapter_rank N, or {MERGE_FIRST}"
 """What is said of networks that were."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterUse:
+    """An adapter, and how much of it a video gets."""
+
+    path: str
+    scale: float
+    sha256: str
+    """Of its tensors."""
+
+
+def adapter_uses(scales: Scales) -> tuple[AdapterUse, ...]:
+    """What records say of adapters.
+
+    Raises:
+        UserError: for a path that is no adapter's.
+    """
+    return tuple(
+        AdapterUse(path=str(Path(path).resolve()), scale=scale, sha256=sha256_of(tensor_file(Path(path))))
+        for path, scale in scales.items()
+    )
 
 
 class AdapterShelf:

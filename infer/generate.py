@@ -20,17 +20,18 @@ from megadit.infer.given_files import GivenFile
 from megadit.infer.long_videos import stories, write_long_videos
 from megadit.infer.memory_plan import GIB, Choices, describe_plan, fitting, plan_memory
 from megadit.infer.options import DEFAULT_DTYPE, DEFAULT_RUNTIME, GenerateOptions, parse, refuse
-from megadit.infer.outputs import checkpoint_fingerprint, make_record, output_paths, read_record, repeated, save
+from megadit.infer.outputs import make_record, output_paths, read_record, repeated, save
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.ranks import device_name, finish, is_first, start
 from megadit.infer.resolve import far_from_training, latent_size
-from megadit.infer.results import GeneratedVideo
+from megadit.infer.results import GeneratedVideo, checkpoint_fingerprint
 from megadit.infer.runtimes.load import TORCH, adapter_slots, taken
 from megadit.infer.runtimes.torch import find_device, find_dtype
 from megadit.infer.signing import Marker, load_marker
 from megadit.infer.specs import Grid, VideoSpec, video_grid
 from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, write_video
 from megadit.models.bundle.bundle import Bundle
+from megadit.models.bundle.words import unseen_words
 from megadit.models.convert.adapter_files import read_adapter_of
 from megadit.models.machine import free_memory
 from megadit.models.shared.command import run_command
@@ -129,6 +130,10 @@ def _check_videos(
         find_plan(bundle_plans(bundle, options.cache_measure), settings)
         if settings.autoguidance:
             weaker_bundle(settings.autoguidance, bundle)
+    # what an adapter was told, it does not say
+    warning = unseen_words([spec.prompt for spec in specs if not spec.adapters], bundle.path)
+    if warning and is_first():
+        print(f"warning: {warning}", file=sys.stderr)
     media = {file: file.load() for file in dict.fromkeys(file for spec in specs for file in spec.given)}
     takes = taken(bundle, options.runtime or DEFAULT_RUNTIME)
     for given, settings in dict.fromkeys((spec.given, spec.settings) for spec in specs):

@@ -81,12 +81,16 @@ def options_of(recorded: Any) -> dict[str, Any]:
     """The options that give what a record says.
 
     Raises:
-        UserError: if one of the files was changed since.
+        UserError: if one of the files was changed since, and for what was given from Python, in no file.
     """
     if not recorded:
         return {}
     # records of earlier versions hold one file, whose use its settings say
-    files = [GivenFile(**values) for values in ([recorded] if isinstance(recorded, dict) else recorded)]
+    recorded = [recorded] if isinstance(recorded, dict) else recorded
+    uses = ", ".join(values["use"] for values in recorded if "path" not in values)
+    if uses:
+        raise UserError(f"its {uses} came from Python and is in no file; give it with the options, such as --image FILE")
+    files = [GivenFile(**values) for values in recorded]
     found: dict[str, Any] = {}
     names = {use: name for name, use in MEDIA.items()} | {"inpaint": "video"}
     for file in files:

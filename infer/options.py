@@ -95,7 +95,7 @@ class GenerateOptions(GivenOptions):
     video_save_path: str = setting(
         "outputs",
         "a file (mp4, gif, webp; png or jpg for one frame; safetensors for latents), or a directory; several videos "
-        "are numbered, and a .json with the settings is written beside each (default: outputs)",
+        "are numbered, and NAME.mp4.json with the settings is written beside each (default: outputs)",
         metavar="PATH",
     )
     format: str | None = setting(

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 from safetensors.torch import save_file
 
+from megadit.infer.adapters import AdapterUse
 from megadit.infer.animations import encode_image
 from megadit.infer.given_files import MEDIA, as_record, options_of
 from megadit.infer.options import DEFAULT_DTYPE, DEFAULT_RUNTIME, GenerateOptions, check, refuse
-from megadit.infer.results import GeneratedVideo
+from megadit.infer.results import GeneratedVideo, origin_of
 from megadit.infer.signing import Marker
-from megadit.infer.specs import AdapterUse, VideoSpec, adapter_uses
+from megadit.infer.specs import VideoSpec, adapters_of
 from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, check_fps, read_comment, stream_mp4
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.settings import SamplingSettings
@@ -25,7 +26,8 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, atomic_path, read_json, write_json
 
 LATENTS_SUFFIX = ".safetensors"
-_RECORD_VERSION = 1
+RECORD_SUFFIX = ".json"
+"""Behind the whole name of a video."""
 
 
 # ---------------------------------------------------------------------------------------------------------- names
@@ -118,7 +120,7 @@ def save(
                 (folder / f"{number:05d}.{format}").write_bytes(mark(data, f".{format}") if mark else data)
     else:
         result.save(path, record=record, mark=mark)
-    write_json(path.with_suffix(".json"), record)
+    write_json(record_path(path), record)
 
 
 def save_long(
@@ -143,7 +145,12 @@ def save_long(
     }
     comment = {"comment": json.dumps(record), "title": story[0]}
     stream_mp4(path, parts, spec.settings.fps, metadata=comment, mark=mark)
-    write_json(path.with_suffix(".json"), record)
+    write_json(record_path(path), record)
+
+
+def record_path(path: Path) -> Path:
+    """Where the record of a video lies: a.mp4 and a.gif have one each."""
+    return path.with_name(f"{path.name}{RECORD_SUFFIX}")
 
 
 def make_record(result: GeneratedVideo, spec: VideoSpec, options: GenerateOptions, bundle: Bundle) -> dict[str, Any]:
@@ -156,20 +163,15 @@ def make_record(result: GeneratedVideo, spec: VideoSpec, options: GenerateOption
 
 def _record(spec: VideoSpec, options: GenerateOptions, bundle: Bundle) -> dict[str, Any]:
     return {
-        "megadit_record": _RECORD_VERSION,
-        "checkpoint_path": str(bundle.path.resolve()),
-        "checkpoint": checkpoint_fingerprint(bundle),
-        "dtype": options.dtype or DEFAULT_DTYPE,
-        "runtime": options.runtime or DEFAULT_RUNTIME,
-        "cache_measure": options.cache_measure,
+        **origin_of(
+            bundle,
+            dtype=options.dtype or DEFAULT_DTYPE,
+            runtime=options.runtime or DEFAULT_RUNTIME,
+            cache_measure=options.cache_measure,
+        ),
         "given": as_record(spec.given),
         "adapters": [asdict(adapter) for adapter in spec.adapters],
     }
-
-
-def checkpoint_fingerprint(bundle: Bundle) -> str:
-    """A short hash of the weights."""
-    return bundle.manifest["files"]["transformer/model.safetensors"]["sha256"][:16]
 
 
 # -------------------------------------------------------------------------------------------------------- repeating
@@ -183,9 +185,9 @@ def read_record(path: str) -> dict[str, Any]:
     """
     file = Path(path).resolve()
     if file.is_dir():
-        file = next(iter(sorted(file.glob("00000.*"))), file.with_suffix(".json"))
-    if file.suffix.lower() in (".json", LATENTS_SUFFIX):
-        record = read_json(file.with_suffix(".json"))
+        file = next(iter(sorted(file.glob("00000.*"))), record_path(file))
+    if file.suffix.lower() in (RECORD_SUFFIX, LATENTS_SUFFIX):
+        record = read_json(file if file.suffix.lower() == RECORD_SUFFIX else record_path(file))
     else:
         try:
             record = json.loads(read_comment(file) or "null")
@@ -238,7 +240,7 @@ def _repeated_length(options: GenerateOptions, record: Mapping[str, Any]) -> dic
 
 def _repeated_adapters(uses: Sequence[AdapterUse], options: GenerateOptions) -> tuple[str, ...]:
     texts = tuple(f"{use.path}:{use.scale!r}" for use in uses)
-    for use, now in zip(uses, adapter_uses(texts), strict=True):
+    for use, now in zip(uses, adapters_of(texts), strict=True):
         if use.sha256 != now.sha256:
             raise UserError(f"--repeat={options.repeat}: the adapter {use.path} was changed since")
     return texts

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ from megadit.infer.guidance import (
 from megadit.infer.preview import LinearPreview, fit_preview
 from megadit.infer.ranks import split_over_ranks
 from megadit.infer.resolve import resolve_settings
-from megadit.infer.results import GeneratedVideo, GeneratedVideos
+from megadit.infer.results import GeneratedVideo, GeneratedVideos, origin_of
 from megadit.infer.runtimes.load import (
     TORCH,
     adapter_slots,
@@ -97,13 +98,14 @@ class TextToVideo:
         image_encoder: ImageEncoder | None = None,
         cache_plans: Sequence[CachePlan] = (),
         overlap_decoding: bool = False,
+        origin: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """`evaluate` asks for the halves of guidance; `load_weaker` gives the denoiser of a checkpoint for
         autoguidance; with `reload_text_encoder` the encoder is not kept in memory while sampling; `adapters` holds
         those of the denoiser, where it takes any; `takes` are the uses of given videos that it was trained for
         (`Bundle.takes`), `image_encoder` gives the features of given images to networks that read them;
         `cache_plans` are those that `cache_budget` chooses from; with `overlap_decoding` a batch is decoded while the
-        next is sampled."""
+        next is sampled; `origin` is kept in the record of each video (`results.origin_of`)."""
         self.denoiser = denoiser
         self.tokenizer = tokenizer
         self.text_encoder = TextFeaturesCache(text_encoder, reload_text_encoder)
@@ -117,6 +119,7 @@ class TextToVideo:
         self._adapters = adapters
         self._cache_plans = cache_plans
         self._overlap_decoding = overlap_decoding
+        self._origin = origin
         self._load_weaker = load_weaker
         self._weaker: dict[str, Denoiser] = {}
         self._preview: LinearPreview | None = None
@@ -214,6 +217,7 @@ class TextToVideo:
             image_encoder=bundle.load_image_encoder(),
             cache_plans=bundle_plans(bundle, cache_measure),
             overlap_decoding=overlap_decoding,
+            origin=origin_of(bundle, dtype=dtype, runtime=runtime, cache_measure=cache_measure),
         )
 
     def __repr__(self) -> str:
@@ -301,14 +305,17 @@ class TextToVideo:
 
         def decoded(sample: tuple[Batch, Tensor]) -> Iterator[GeneratedVideo]:
             batch, latents_BCTHW = sample
-            for latents_CTHW, prompt, seed in zip(latents_BCTHW, batch.prompts, batch.seeds, strict=True):
+            for place, latents_CTHW in zip(batch.places, latents_BCTHW, strict=True):
                 yield GeneratedVideo(
                     video=self._decode(latents_CTHW, settings.num_frames),
-                    prompt=prompt,
-                    seed=seed,
+                    prompt=videos.prompts[place],
+                    seed=videos.seeds[place],
                     settings=settings,
                     latents_CTHW=latents_CTHW.cpu(),
                     num_denoiser_calls=num_calls - len(skipped),
+                    origin=self._origin,
+                    adapters=videos.adapters[place],
+                    given=[part.use for part in videos.given[place]],
                 )
 
         aside = self._overlap_decoding

@@ -3,21 +3,43 @@
 import base64
 import html
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from megadit.infer.adapters import Scales, adapter_uses
 from megadit.infer.animations import encode_image
 from megadit.infer.signing import Marker
 from megadit.infer.video_io import encode_mp4, write_video
+from megadit.models.bundle.bundle import Bundle
 from megadit.models.settings import SamplingSettings
 
 _NARROWEST = 256
 """Pixels of the screen that a notebook gives a video at least."""
+
+
+_RECORD_VERSION = 1
+
+
+def origin_of(bundle: Bundle, *, dtype: str, runtime: str, cache_measure: str) -> dict[str, Any]:
+    """What made a video beside its settings: a part of its record."""
+    return {
+        "megadit_record": _RECORD_VERSION,
+        "checkpoint_path": str(bundle.path.resolve()),
+        "checkpoint": checkpoint_fingerprint(bundle),
+        "dtype": dtype,
+        "runtime": runtime,
+        "cache_measure": cache_measure,
+    }
+
+
+def checkpoint_fingerprint(bundle: Bundle) -> str:
+    """A short hash of the weights."""
+    return bundle.manifest["files"]["transformer/model.safetensors"]["sha256"][:16]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
@@ -33,14 +55,26 @@ class GeneratedVideo:
     latents_CTHW: Tensor
     """What the video was decoded from; float32, on the CPU."""
     num_denoiser_calls: int
+    origin: Mapping[str, Any] = field(default_factory=dict)
+    """As `origin_of`; empty of a pipeline that was put together by hand."""
+    adapters: Scales = field(default_factory=dict)
+    given: Sequence[str] = ()
+    """The uses of what was given of it."""
 
     def record(self) -> dict[str, Any]:
-        """All of it but the numbers of frames and latents, for JSON."""
+        """All of it but the numbers of frames and latents, for JSON; `megadit generate --repeat` reads it.
+
+        Raises:
+            UserError: if an adapter is no longer there.
+        """
         return {
             "prompt": self.prompt,
             "seed": self.seed,
             **asdict(self.settings),
             "num_denoiser_calls": self.num_denoiser_calls,
+            **self.origin,
+            "given": [{"use": use} for use in self.given],
+            "adapters": [asdict(use) for use in adapter_uses(self.adapters)],
         }
 
     def save(self, path: str | Path, *, record: Mapping[str, Any] | None = None, mark: Marker | None = None) -> Path:

@@ -6,30 +6,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megadit.infer.adapters import AdapterUse, adapter_uses
 from megadit.infer.given_files import OPTIONS as GIVEN
 from megadit.infer.given_files import GivenFile, given_files
 from megadit.infer.guidance import guidance_scale
 from megadit.infer.options import GenerateOptions, check_path, refuse
 from megadit.infer.resolve import resolve_settings
-from megadit.models.convert.adapter_files import tensor_file
 from megadit.models.named_adapters import parse_adapters
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import sha256_of
 from megadit.models.shared.setting import check_json, settings_of
 
 SUBJECT = "{subject}"
 """The place in a prompt that --subject_name fills."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdapterUse:
-    """An adapter, and how much of it a video gets."""
-
-    path: str
-    scale: float
-    sha256: str
-    """Of its tensors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +72,7 @@ def _rows(
     scales = [line["guidance"]] if "guidance" in line else list(options.guidances) or [options.guidance]
     seeds = [line["seed"]] if "seed" in line else line.get("seeds") or options.seeds or [options.seed or 0]
     prompt = line["prompt"].replace(SUBJECT, options.subject_name)
-    adapters = adapter_uses(line.get("adapter", options.adapter))
+    adapters = adapters_of(line.get("adapter", options.adapter))
     for scale in scales:
         guidance = None if scale is None else guidance_scale(scale, options.guidance_convention)
         settings = resolve_settings(defaults, trained=trained, **values | {"guidance": guidance})
@@ -91,7 +80,7 @@ def _rows(
         yield [VideoSpec(prompt=prompt, seed=seed, settings=settings, given=given, adapters=adapters) for seed in seeds]
 
 
-def adapter_uses(texts: Sequence[str]) -> tuple[AdapterUse, ...]:
+def adapters_of(texts: Sequence[str]) -> tuple[AdapterUse, ...]:
     """What texts of the form PATH:SCALE ask for.
 
     Raises:
@@ -100,10 +89,7 @@ def adapter_uses(texts: Sequence[str]) -> tuple[AdapterUse, ...]:
     scales = parse_adapters(texts)
     for path in scales:
         check_path("adapter", path)
-    return tuple(
-        AdapterUse(path=str(Path(path).resolve()), scale=scale, sha256=sha256_of(tensor_file(Path(path))))
-        for path, scale in scales.items()
-    )
+    return adapter_uses(scales)
 
 
 def _check_subject(prompts: list[str], subject: str) -> None:

@@ -4,6 +4,7 @@ A board takes the scalars of a step and the videos of a validation. One whose pa
 line that says so: no run ends over it.
 """
 
+import contextlib
 import importlib.util
 import os
 import secrets
@@ -20,7 +21,7 @@ from megadit.infer.video_io import read_video
 from megadit.models.shared.files import read_json, write_json
 from megadit.train.config.load import to_plain_values
 from megadit.train.config.schema import RunConfig
-from megadit.train.curves import CURVES_FILE
+from megadit.train.curves import AGAIN, CURVES_FILE, END, FOLLOW
 
 VIDEO_TAG = "validation_generation"
 SECONDS_BETWEEN_CURVES = 120.0
@@ -139,7 +140,7 @@ class WeightsAndBiases:
 
 class Curves:
     """curves.png in the run's folder, drawn from metrics.jsonl after each validation, every few minutes and at the end,
-    by a process of its own: no step waits for it."""
+    by a process of its own that reads what is new there: no step waits for it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -155,25 +156,31 @@ class Curves:
         """Curves show none."""
 
     def close(self) -> None:
-        self._wait()
         self._draw()
-        if self._wait():
+        self._tell(END)
+        if self._process.wait():
             command = f"python -m megadit.train.curves {self._folder}"
             print(f"{CURVES_FILE} could not be drawn; `{command}` says why", file=sys.stderr, flush=True)
 
     def _draw(self) -> None:
-        if self._process is None or self._process.poll() is not None:
-            self._drawn = time.monotonic()
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "megadit.train.curves", str(self._folder)],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C ends the run, not its last picture
-            )
+        self._drawn = time.monotonic()
+        if self._process is not None and self._process.poll() is None:
+            self._tell(AGAIN)
+            return
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "megadit.train.curves", str(self._folder), FOLLOW],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,  # Ctrl-C ends the run, not its last picture
+        )
 
-    def _wait(self) -> int:
-        """The exit code of the drawing under way, or 0."""
-        return 0 if self._process is None else self._process.wait()
+    def _tell(self, line: str) -> None:
+        """A word to the drawing process; END is one, since workers that were forked meanwhile hold its input open."""
+        with contextlib.suppress(BrokenPipeError):  # it has failed: its exit code says so
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
 
 
 def _identity(folder: Path, taken_back: int) -> tuple[str, int]:

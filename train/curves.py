@@ -2,13 +2,15 @@
 
     python -m megadit.train.curves RUN
 
-draws it in a process of its own, as a run does while it goes on; nothing here needs torch.
+draws it in a process of its own; with --follow once more for each line of its input, until "end" or the end of the
+input, as a run has it drawn while it goes on. Nothing here needs torch.
 """
 
 import json
 import os
 import sys
 from collections.abc import Sequence
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -21,29 +23,46 @@ CURVES_FILE = "curves.png"
 BACKGROUND, TEXT, FAINT, GRID = "#101216", "#e8eaed", "#8a919c", "#2a2e36"
 
 
+FOLLOW, AGAIN, END = "--follow", "again\n", "end\n"
+"""The option, and the lines that one who gave it writes."""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Draws the picture of one run, out of the way of whatever else the machine computes."""
-    (run,) = sys.argv[1:] if argv is None else argv
+    run, *options = sys.argv[1:] if argv is None else argv
     os.nice(10)
-    training_curves(Path(run) / CURVES_FILE, read_metrics(Path(run) / "metrics.jsonl"), title=run)
+    metrics = MetricsFile(Path(run) / "metrics.jsonl")
+    asked = sys.stdin if options == [FOLLOW] else ()
+    for _ in chain([AGAIN], takewhile(lambda line: line != END, asked)):
+        training_curves(Path(run) / CURVES_FILE, metrics.read(), title=run)
     return 0
 
 
-def read_metrics(path: Path) -> list[dict]:
-    """The objects of a metrics.jsonl, one a line; a last line cut short by a kill is left out.
+class MetricsFile:
+    """What a metrics.jsonl tells of the panels below, read as it grows."""
 
-    Raises:
-        UserError: if the file is missing.
-    """
-    if not path.is_file():
-        raise UserError(f"{path} does not exist; is its folder that of a training run?")
-    records = []
-    for line in path.read_text().splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return records
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read = 0
+        self._records: list[dict] = []
+
+    def read(self) -> list[dict]:
+        """All of its steps so far, of which those are read that are new; a last line cut short by a kill is left out.
+
+        Raises:
+            UserError: if the file is missing.
+        """
+        if not self._path.is_file():
+            raise UserError(f"{self._path} does not exist; is its folder that of a training run?")
+        with self._path.open("rb") as file:
+            file.seek(self._read)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                told = json.loads(line)
+                self._records.append({name: told[name] for name in KEPT if name in told})
+                self._read += len(line)
+        return self._records
 
 
 def series(records: Sequence[dict], *keys: str) -> tuple[np.ndarray, np.ndarray]:
@@ -79,6 +98,7 @@ PANELS = (
     ("tokens_per_s", "tokens per second", "linear"),
 )
 """Key in metrics.jsonl, title and scale of each panel."""
+KEPT = ("step", *(name for name, _, _ in PANELS))
 COLOURS = ("#4c8dff", "#5dd39e", "#f2c14e", "#ff6b6b", "#b388ff", "#8a919c")
 
 

@@ -18,7 +18,7 @@ from megadit.models.vit import resized_positions
 from megadit.models.weights import network_shapes
 from megadit.train.config.load import load_config
 from megadit.train.config.schema import RunConfig
-from megadit.train.to_bundle import find_checkpoint
+from megadit.train.to_bundle import find_checkpoint, starting_weights
 
 Weights = Callable[[str], Tensor]
 """Gives a whole tensor of the network by its name."""
@@ -47,9 +47,7 @@ def given_network(config: RunConfig) -> GivenNetwork | None:
     Raises:
         UserError: as `read_given`.
     """
-    source = config.checkpoint.init_from
-    if source is None and config.train.distill is not None:
-        source = config.train.distill.teacher
+    source = starting_weights(config)
     return None if source is None else read_given(config, source)
 
 

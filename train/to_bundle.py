@@ -22,6 +22,7 @@ from typing import Any
 from megadit.infer.checkpoints import open_bundle
 from megadit.infer.resolve import DefaultOptions, changed_defaults
 from megadit.models.bundle.bundle import Bundle, is_bundle, write_bundle
+from megadit.models.bundle.words import MOST_CAPTIONS, read_words, words_of
 from megadit.models.convert.adapter import Adapter
 from megadit.models.convert.adapter_files import write_adapter
 from megadit.models.convert.merge import merge_bundle
@@ -40,12 +41,13 @@ from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import group, setting
-from megadit.models.text_encoders import load_text_encoder
+from megadit.models.text_encoders import HashedWordEncoder, TextEncoder, load_text_encoder
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.config.load import load_config
 from megadit.train.config.schema import RunConfig
-from megadit.train.data.dataset_info import DatasetInfo
+from megadit.train.data.dataset_info import DatasetInfo, training_captions
 from megadit.train.data.given import parse_uses
+from megadit.train.data.places import is_url
 from megadit.train.sampling_defaults import sampling_defaults
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -193,16 +195,39 @@ def convert(
         write_adapter(out, trained_adapter(config, checkpoint, ema))
         return
     info = _dataset(config, dataset)
-    tokenizer = load_tokenizer(info.tokenizer_folder)
+    tokenizer, text_encoder = load_tokenizer(info.tokenizer_folder), load_text_encoder(info.text_encoder_folder)
     write_bundle(
         out,
         config=config.model,
         state_dict=read_network(checkpoint, ema=ema),
         tokenizer=tokenizer,
-        text_encoder=load_text_encoder(info.text_encoder_folder),
+        text_encoder=text_encoder,
         defaults=changed_defaults(sampling_defaults(config, info), defaults, config.model, tokenizer),
         training=_origin(config, checkpoint, ema),
+        words=training_words(config, dataset or config.data.path, info, text_encoder),
     )
+
+
+def training_words(
+    config: RunConfig, path: str | Path, info: DatasetInfo, text_encoder: TextEncoder
+) -> set[str] | None:
+    """Those that the network was told, in this run and before; None where that cannot be known (what is given is told
+    in captions that data sets do not keep), and where words that it was not told mean something too."""
+    begun = starting_weights(config)
+    before = set() if begun is None else read_words(Path(begun))
+    is_known = isinstance(text_encoder, HashedWordEncoder) and config.checkpoint.load is None and not config.data.given
+    is_few = info.num_samples["train"] <= MOST_CAPTIONS and not is_url(path)
+    if not is_known or not is_few or before is None:
+        return None
+    now = words_of(training_captions(path))
+    return None if now is None else now | before
+
+
+def starting_weights(config: RunConfig) -> str | None:
+    """Where the tensors lie that training starts from: `checkpoint.init_from`, or a student's teacher."""
+    if config.checkpoint.init_from is None and config.train.distill is not None:
+        return config.train.distill.teacher
+    return config.checkpoint.init_from
 
 
 def trained_adapter(config: RunConfig, checkpoint: Path, ema: float | None) -> Adapter:

@@ -20,6 +20,7 @@ import safetensors.torch
 import torch
 from PIL import Image
 
+from megadit.infer.outputs import record_path
 from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, open_container, read_video
 from megadit.models.shared.documents import check_size, check_tensor_header, parse_json
 from megadit.models.shared.errors import UserError
@@ -132,11 +133,12 @@ def _part_of_files(folder: Path, files: Sequence[Path]) -> Part:
 
 
 def _caption(video: Path) -> str:
-    """What stands beside a video: in NAME.json (as `megadit generate` writes it) or NAME.txt."""
-    record, text = video.with_suffix(".json"), video.with_suffix(".txt")
-    if record.is_file():
-        values = read_json(record, max_bytes=MAX_CAPTION_BYTES)
-        return str(values.get("prompt") or values.get("caption") or "") if isinstance(values, dict) else ""
+    """What stands beside a video: in NAME.mp4.json (as `megadit generate` writes it), NAME.json or NAME.txt."""
+    text = video.with_suffix(".txt")
+    for record in (record_path(video), video.with_suffix(".json")):
+        if record.is_file():
+            values = read_json(record, max_bytes=MAX_CAPTION_BYTES)
+            return str(values.get("prompt") or values.get("caption") or "") if isinstance(values, dict) else ""
     if text.is_file():
         with open(text, "rb") as file:
             return file.read(MAX_CAPTION_BYTES).decode("utf-8", "replace").strip()

@@ -6,12 +6,13 @@ transformer_2/    the same, of two networks that of low noise levels
 tokenizer/        config.json, model.safetensors (where it has tensors)
 text_encoder/     config.json, model.safetensors (where it has tensors)
 image_encoder/    config.json (of networks that read features of a given image)
+words.json        those of the training captions, where prompts can be compared with them
 notices/          licence files of published weights, where the bundle was made of them
 """
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -24,6 +25,7 @@ from megadit.models import weights
 from megadit.models.bundle.components import CONFIG_FILE
 from megadit.models.bundle.licence import Licence
 from megadit.models.bundle.tensor_source import TensorSource
+from megadit.models.bundle.words import write_words
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.image_encoder import ImageEncoder
@@ -185,12 +187,14 @@ def write_bundle(
     image_encoder: ImageEncoder | None = None,
     low_noise: TensorSource | None = None,
     boundary: float | None = None,
+    words: Iterable[str] | None = None,
 ) -> None:
     """Writes a bundle, whole or not at all; one already at `out` is replaced.
 
     `training` tells where the weights come from (recipe, step, EMA profile, samples consumed); `dtype` converts them;
     `licence` is that of published weights, whose files travel along. `low_noise` are the weights of a second network of
-    this configuration, for the noise levels t = sigma / (1 + sigma) below `boundary`.
+    this configuration, for the noise levels t = sigma / (1 + sigma) below `boundary`; `words` are those of its training
+    (`words.py`).
 
     Raises:
         UserError: if the parts do not fit each other, or if `out` is a directory that holds something else.
@@ -208,6 +212,8 @@ def write_bundle(
         text_encoder.save(directory / "text_encoder")
         if image_encoder is not None:
             image_encoder.save(directory / "image_encoder")
+        if words is not None:
+            write_words(directory, words)
         if licence is not None:
             licence.copy_files(directory / NOTICES)
         manifest = {

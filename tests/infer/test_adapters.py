@@ -11,6 +11,7 @@ import torch
 from megadit.infer import adapters as shelf
 from megadit.infer.generate import main
 from megadit.infer.inspect.info import describe
+from megadit.infer.outputs import record_path
 from megadit.infer.pipeline import TextToVideo
 from megadit.models.adapters import adapter_names
 from megadit.models.bundle.bundle import Bundle, write_bundle
@@ -200,10 +201,17 @@ def test_generate(pipeline, bundle_dir, one, two, tmp_path, capsys):
     assert run(bundle_dir, out, *options, "--adapter", f"{one}:0.8", "--adapter", two) == 0, capsys.readouterr().err
     expected = latents(pipeline, PROMPTS[:1], [3], adapters={one: 0.8, two: 1.0}, adapter_interval=(0.1, 30.0))[0]
     assert torch.equal(saved(out), expected)
-    record = json.loads(out.with_suffix(".json").read_text())
+    record = json.loads(record_path(out).read_text())
     assert [(use["path"], use["scale"]) for use in record["adapters"]] == [(one, 0.8), (two, 1.0)]
     assert main(["--repeat", str(out), "--video_save_path", str(tmp_path / "b.safetensors"), "--device", "cpu"]) == 0
     assert torch.equal(saved(tmp_path / "b.safetensors"), expected)
+
+
+def test_what_was_saved_from_python_is_made_again_with_its_adapters(pipeline, one, tmp_path):
+    (video,) = pipeline(PROMPTS[:1], seeds=[3], adapters={one: 0.8})
+    path = str(video.save(tmp_path / "a.mp4"))
+    assert main(["--repeat", path, "--video_save_path", str(tmp_path / "b.safetensors"), "--device", "cpu"]) == 0
+    assert torch.equal(saved(tmp_path / "b.safetensors"), video.latents_CTHW)
 
 
 def test_each_line_of_a_prompt_file_has_its_own(pipeline, bundle_dir, one, two, tmp_path, capsys):

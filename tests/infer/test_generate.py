@@ -14,6 +14,7 @@ from megadit.infer.given import GivenVideo
 from megadit.infer.outputs import output_paths
 from megadit.infer.specs import VideoSpec
 from megadit.infer.video_io import read_video, write_video
+from megadit.models.bundle.words import write_words
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 
@@ -40,7 +41,7 @@ def test_one_video_with_its_settings(run, tmp_path, pipeline):
     assert "sampling: 3/3" in stderr  # Heun: 2 steps, 3 calls
     frames, fps = read_video("seven.mp4")
     assert frames.shape == (7, 32, 36, 3) and fps == 12
-    settings = json.loads((tmp_path / "seven.json").read_text())
+    settings = json.loads((tmp_path / "seven.mp4.json").read_text())
     expected = {
         "prompt": "a red seven", "seed": 5, "fps": 12, "num_frames": 7, "height": 32, "width": 36, "num_steps": 2,
         "sampler": "heun", "guidance": 3, "negative_prompt": "blue", "sigma_max": 20,
@@ -50,7 +51,7 @@ def test_one_video_with_its_settings(run, tmp_path, pipeline):
     (same,) = pipeline(["a red seven"], seeds=5, **{name: settings[name] for name in names})
     # Random weights give noise, of which H.264 keeps the brightness best (measured 0.86; another seed gives 0.2).
     assert np.corrcoef(same.video.mean(-1).ravel(), frames.mean(-1).ravel())[0, 1] > 0.8
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["seven.json", "seven.mp4"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["seven.mp4", "seven.mp4.json"]
 
 
 def test_prompts_times_seeds_are_numbered(run, tmp_path):
@@ -64,7 +65,7 @@ def test_prompts_times_seeds_are_numbered(run, tmp_path):
     )]  # fmt: skip
     assert stdout.split() == [f"outputs/{name}.mp4" for name in names]
     files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-    assert files == {"prompts.txt"} | {f"outputs/{name}.{suffix}" for name in names for suffix in ("mp4", "json")}
+    assert files == {"prompts.txt"} | {f"outputs/{name}.{suffix}" for name in names for suffix in ("mp4", "mp4.json")}
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg"])
@@ -86,7 +87,7 @@ def test_subject_name_fills_its_place(run, tmp_path):
     assert run("--prompt", "a red {subject}", "--subject_name", "seven", *base, "subject.png")[0] == 0
     assert run("--prompt", "a red seven", *base, "plain.png")[0] == 0
     assert (tmp_path / "subject.png").read_bytes() == (tmp_path / "plain.png").read_bytes()
-    assert json.loads((tmp_path / "subject.json").read_text())["prompt"] == "a red seven"
+    assert json.loads((tmp_path / "subject.png.json").read_text())["prompt"] == "a red seven"
 
 
 def test_copies_of_tokenizer_and_text_encoder(run, bundle_dir):
@@ -99,7 +100,7 @@ def test_batch_size_and_dtype_reach_the_pipeline(run):
     assert "sampling: 6/6" in stderr  # two batches of three steps
     *_, stderr = run("--prompt", "a", "b", "c", "--dtype", "bf16", "--video_save_path", "out")
     assert "sampling: 3/3" in stderr
-    with open("out/0000_a_seed0.json") as file:
+    with open("out/0000_a_seed0.mp4.json") as file:
         assert json.load(file)["dtype"] == "bf16"
 
 
@@ -246,7 +247,7 @@ def test_a_jsonl_file_overrides_settings_line_by_line(run, tmp_path, pipeline):
     (same,) = pipeline(["a blue two"], seeds=5, num_frames=1, num_steps=2, guidance=5.0, sampler="heun")
     # it shared a batch: float32 sums in another order
     assert np.abs(read_video(f"outputs/{names[2]}")[0].astype(int) - same.video).max() <= 1
-    clip = json.loads((tmp_path / "outputs/0003_a-clip_seed0.json").read_text())
+    clip = json.loads((tmp_path / "outputs/0003_a-clip_seed0.mp4.json").read_text())
     assert (clip["height"], clip["negative_prompt"], clip["shift"]) == (32, "green", 2**0.5)
 
 
@@ -295,10 +296,19 @@ def test_repeat_makes_the_same_file_again(run, tmp_path, suffix):
     assert run(*arguments, "--video_save_path", f"first.{suffix}")[0] == 0
     assert run("--repeat", f"first.{suffix}", "--video_save_path", f"again.{suffix}", checkpoint="")[0] == 0
     assert (tmp_path / f"first.{suffix}").read_bytes() == (tmp_path / f"again.{suffix}").read_bytes()
-    assert (tmp_path / "first.json").read_bytes() == (tmp_path / "again.json").read_bytes()
-    assert run("--repeat", "again.json", "--seed", "6", "--video_save_path", "other.mp4", checkpoint="")[0] == 0
-    record, other = (json.loads((tmp_path / name).read_text()) for name in ("first.json", "other.json"))
+    assert (tmp_path / f"first.{suffix}.json").read_bytes() == (tmp_path / f"again.{suffix}.json").read_bytes()
+    beside = ["--repeat", f"again.{suffix}.json", "--seed", "6", "--video_save_path", "other.mp4"]
+    assert run(*beside, checkpoint="")[0] == 0
+    record, other = (json.loads((tmp_path / f"{name}.json").read_text()) for name in (f"first.{suffix}", "other.mp4"))
     assert other == record | {"seed": 6}
+
+
+def test_every_kind_of_file_keeps_a_record_of_its_own(run, tmp_path):
+    for seed, name in enumerate(("cat.mp4", "cat.gif", "cat.webp")):
+        assert run("--prompt", "a", "--seed", str(seed), "--num_steps", "1", "--video_save_path", name)[0] == 0
+    assert run("--prompt", "a", "--seed", "3", "--num_frames", "1", "--video_save_path", "cat.png")[0] == 0
+    seeds = [json.loads((tmp_path / f"cat.{kind}.json").read_text())["seed"] for kind in ("mp4", "gif", "webp", "png")]
+    assert seeds == [0, 1, 2, 3]
 
 
 def test_repeat_of_frames_latents_and_given_videos(run, tmp_path, pipeline):
@@ -342,7 +352,17 @@ def test_video_to_video(run, tmp_path, pipeline):
     given = GivenVideo(frames=read_video("grey.gif")[0], strength=0.4)
     (same,) = pipeline(["a"], num_steps=5, given=given)
     assert torch.equal(load_file("a.safetensors")["latents_CTHW"], same.latents_CTHW)
-    assert json.loads((tmp_path / "a.json").read_text())["num_denoiser_calls"] == 2
+    assert json.loads((tmp_path / "a.safetensors.json").read_text())["num_denoiser_calls"] == 2
+
+
+def test_words_that_training_never_said_are_warned_of(run, tmp_path, bundle_dir):
+    assert "no caption" not in run("--prompt", "a zeppelin", "--num_steps", "1")[2]  # a bundle that keeps none
+    shutil.copytree(bundle_dir, tmp_path / "told")
+    write_words(tmp_path / "told", ["a", "red", "seven"])
+    code, _, stderr = run("--prompt", "A red seven", "a red zeppelin", "--num_steps", "1", checkpoint="told")
+    assert code == 0 and stderr.count("warning:") == 1
+    assert "warning: no caption of the training data says 'zeppelin': to this model that means nothing" in stderr
+    assert "warning:" not in run("--prompt", "A red seven", "--num_steps", "1", checkpoint="told")[2]
 
 
 def test_a_shape_far_from_training_is_warned_of(run):

@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from megadit.infer.generate import main
+from megadit.infer.given import GivenVideo
+from megadit.infer.outputs import read_record
 from megadit.infer.pipeline import TextToVideo
-from megadit.infer.video_io import read_comment, read_video
+from megadit.infer.video_io import read_comment, read_video, write_video
 from megadit.models.shared.errors import UserError
 
 
@@ -30,6 +33,21 @@ def test_a_video_is_saved_with_all_that_made_it(videos, tmp_path):
     assert (read_video(tmp_path / "seven.webp")[0].shape) == videos[0].video.shape
     with pytest.raises(UserError, match=r"cannot write .*seven\.doc"):
         videos[0].save(tmp_path / "seven.doc")
+
+
+def test_what_was_saved_from_python_is_made_again(pipeline, videos, tmp_path, capsys):
+    path = videos[1].save(tmp_path / "two.mp4")
+    assert main(["--repeat", str(path), "--video_save_path", str(tmp_path / "again.mp4")]) == 0
+    assert np.array_equal(read_video(tmp_path / "again.mp4")[0], read_video(path)[0])
+    assert read_record(str(tmp_path / "again.mp4")) == read_record(str(path))
+    first = GivenVideo(frames=videos[0].video[:1], use="first_frame")
+    (given,) = pipeline(["a two"], given=first)
+    repeat = ["--repeat", str(given.save(tmp_path / "given.mp4")), "--video_save_path", str(tmp_path / "more.mp4")]
+    assert main(repeat) == 2
+    assert "its first_frame came from Python and is in no file; give it with the options" in capsys.readouterr().err
+    write_video(tmp_path / "first.png", videos[0].video[:1])
+    assert main([*repeat, "--image", str(tmp_path / "first.png")]) == 0
+    assert np.array_equal(read_video(tmp_path / "more.mp4")[0], read_video(tmp_path / "given.mp4")[0])
 
 
 def test_notebooks_show_videos_and_their_prompts(videos):

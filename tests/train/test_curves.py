@@ -19,11 +19,21 @@ def test_metrics_after_a_kill_and_a_resume(tmp_path):
     path = tmp_path / "metrics.jsonl"
     lines = ['{"step": 1, "loss": 3.0}', '{"step": 2, "loss": 9.0}', '{"step": 2, "loss": 2.0}', '{"step": 3, "lo']
     path.write_text("\n".join(lines))
-    records = curves.read_metrics(path)
-    steps, values = curves.series(records, "loss")
+    metrics = curves.MetricsFile(path)
+    steps, values = curves.series(metrics.read(), "loss")
     assert steps.tolist() == [1, 2] and values.tolist() == [3.0, 2.0]
     with pytest.raises(UserError, match=r"other\.jsonl does not exist"):
-        curves.read_metrics(tmp_path / "other.jsonl")
+        curves.MetricsFile(tmp_path / "other.jsonl").read()
+
+
+def test_what_was_read_is_not_read_again(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 3.0, "other": 1}\n{"step": 2, "lo')
+    metrics = curves.MetricsFile(path)
+    assert metrics.read() == [{"step": 1, "loss": 3.0}]
+    told = path.read_text()
+    path.write_text(told.replace("3.0", "9.9") + 'ss": 2.0}\n')  # a reader of all would see 9.9
+    assert metrics.read() == [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}]
 
 
 def test_smoothing_is_a_mean_over_the_past():
@@ -51,8 +61,12 @@ def test_a_run_draws_its_curves_beside_its_steps(tmp_path, monkeypatch, capsys):
     board.scalars(1, {"loss": 1.0})
     assert board._process is None, "neither time nor validation asks for one"
     board.scalars(2, {"loss": 1.0, "validation/none/mean": 2.0})
-    assert board._process is not None
+    drawing = board._process
+    assert drawing is not None
+    board.scalars(3, {"loss": 1.0, "validation/none/mean": 2.0})
+    assert board._process is drawing, "the one that has read the steps before"
     board.close()
+    assert drawing.returncode == 0
     assert iio.imread(tmp_path / "curves.png").std() > 1
     (tmp_path / "metrics.jsonl").unlink()
     board.close()

@@ -10,13 +10,22 @@ import torch
 from megadit.infer.checkpoints import open_bundle
 from megadit.infer.pipeline import TextToVideo
 from megadit.models.bundle.bundle import Bundle
+from megadit.models.bundle.words import read_words, write_words
 from megadit.models.convert.adapter_files import read_adapter_of
 from megadit.models.megatron.checkpoint import read_adapter as read_trained
 from megadit.models.megatron.checkpoint import read_network
 from megadit.models.shared.errors import UserError
-from megadit.train.to_bundle import choose_average, find_checkpoint, main
+from megadit.models.text_encoders import load_text_encoder
+from megadit.train.config.load import load_config
+from megadit.train.data.dataset_info import DatasetInfo
+from megadit.train.to_bundle import choose_average, find_checkpoint, main, training_words
 
 pytestmark = pytest.mark.slow
+BLEND = """
+__module__: megatron.energon
+__class__: MetadatasetV2
+splits: {{train: {{path: {first}, split_part: val}}}}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +56,25 @@ def test_the_bundle_samples_what_was_trained_on(trained, tmp_path):
     defaults = Bundle.open(tmp_path / "bundle").defaults
     assert (defaults.num_frames, defaults.height, defaults.width, defaults.fps) == (3, 8, 8, 8)
     assert (defaults.num_steps, defaults.guidance) == (2, 3.0)
+
+
+def test_the_bundle_knows_its_training_words_and_those_before(trained, tiny_dataset, tmp_path):
+    main([str(trained), str(tmp_path / "bundle")])
+    held_out, told = {str(number) for number in range(8)}, {str(number) for number in range(8, 40)}
+    assert read_words(tmp_path / "bundle") == {"sample", "number", *told}
+    config, info = load_config(trained / "checkpoints" / "iter_0000004" / "config.yaml"), DatasetInfo.read(tiny_dataset)
+    blend = tmp_path / "blend.yaml"
+    blend.write_text(BLEND.format(first=tiny_dataset))
+    encoder = load_text_encoder(info.text_encoder_folder)
+    assert training_words(config, str(blend), info, encoder) == {"sample", "number", *held_out}
+    write_words(tmp_path / "bundle", ["before"])
+    for begun, expected in ((tmp_path / "bundle", {"before", "sample", "number", *held_out}), (trained, None)):
+        after = replace(config, checkpoint=replace(config.checkpoint, init_from=str(begun)))
+        assert training_words(after, str(blend), info, encoder) == expected
+    model, data = replace(config.model, given_sigma=0.02), replace(config.data, given=("first_frame:0.3",))
+    given = replace(config, model=model, data=data)
+    assert training_words(given, str(blend), info, encoder) is None
+    assert training_words(config, str(blend), info, object()) is None  # one with words of its own
 
 
 def test_averages_and_steps_are_chosen(trained, tmp_path):

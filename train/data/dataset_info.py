@@ -155,20 +155,10 @@ def _read_info(root: "Path | EPath") -> dict[str, Any]:
 
 def _read_blend(path: "Path | EPath") -> DatasetInfo:
     """What the data sets of a blend have in common, and the sum of their samples; `root` is that of the first."""
-    from megatron.energon.metadataset.loader import traverse_metadataset
-
     if not path.is_file():
         raise UserError(f"data.path={path} does not exist")
     check_blend(path)
-    splits: dict[str, list[tuple[DatasetInfo, str]]] = {}
-    for split in ("train", "val"):
-        try:
-            leaves = traverse_metadataset(path, split_part=split)
-        except KeyError:
-            leaves = []  # a blend need not say how to validate
-        except (ValueError, AssertionError, TypeError, OSError) as error:
-            raise UserError(f"{path} is not a blend of data sets ({error}); see Energon's metadatasets") from None
-        splits[split] = [(DatasetInfo.read(str(leaf.path)), leaf.split_part) for leaf in leaves]
+    splits = {split: _leaves(path, split) for split in ("train", "val")}
     everything = [info for leaves in splits.values() for info, _ in leaves]
     if not splits["train"]:
         raise UserError(f"{path} blends nothing in its split 'train'")
@@ -185,6 +175,27 @@ def _read_blend(path: "Path | EPath") -> DatasetInfo:
                 )
     counts = {split: sum(info.num_samples.get(part, 0) for info, part in leaves) for split, leaves in splits.items()}
     return replace(first, num_samples=counts)
+
+
+def _leaves(path: "Path | EPath", split: str) -> list[tuple[DatasetInfo, str]]:
+    """The data sets that a blend mixes in a split, each with the name of the split there."""
+    from megatron.energon.metadataset.loader import traverse_metadataset
+
+    try:
+        leaves = traverse_metadataset(path, split_part=split)
+    except KeyError:
+        return []  # a blend need not say how to validate
+    except (ValueError, AssertionError, TypeError, OSError) as error:
+        raise UserError(f"{path} is not a blend of data sets ({error}); see Energon's metadatasets") from None
+    return [(DatasetInfo.read(str(leaf.path)), leaf.split_part) for leaf in leaves]
+
+
+def training_captions(path: "str | Path | EPath") -> Iterator[str]:
+    """Those of a data set, or of all that a blend mixes."""
+    root = place(path)
+    is_blend = root.name.endswith((".yaml", ".yml"))
+    for info, split in _leaves(root, "train") if is_blend else [(DatasetInfo.read(path), "train")]:
+        yield from iter_captions(info.root, split)
 
 
 def iter_descriptions(root: "Path | EPath", split: str) -> Iterator[Description]:

@@ -21,7 +21,7 @@ from megadit.models.shared.files import atomic_directory, read_json, write_json
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import setting
 from megadit.models.tokenizers import load_tokenizer
-from megadit.train.curves import read_metrics, training_curves
+from megadit.train.curves import MetricsFile, training_curves
 from megadit.train.data.drawn import prepare_drawn
 from megadit.train.digits import figures, judge, score
 from megadit.train.digits.clips import make_clips, read_clips, wall, watchable
@@ -177,7 +177,7 @@ def _draw_figures(demo: Demo) -> None:
         f"{result['unseen_combinations']['all']:.0%} where training never saw the three together (unseen)"
     )
     figures.contact_sheet(demo.out / "contact_sheet.png", rows, title=title)
-    records = read_metrics(demo.training / "metrics.jsonl")
+    records = MetricsFile(demo.training / "metrics.jsonl").read()
     training_curves(demo.out / "curves.png", records, title="training on handwritten digits")
 
 

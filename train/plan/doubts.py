@@ -3,14 +3,18 @@
 import math
 from pathlib import Path
 
+from megadit.models.bundle.bundle import Bundle, is_bundle
 from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.dataset_info import DatasetInfo
 from megadit.train.plan.hardware import GIB
+from megadit.train.recipes import RECIPES
 
 FAITHFUL_PSNR = 28.0
 """Decibels below which what a tokenizer loses is seen at once: videos can be no better than their latents."""
+SIZES = ("num_layers", "hidden_size", "in_channels")
+"""Of a network that a recipe's sampling settings suit."""
 
 
 def doubts(config: RunConfig, info: DatasetInfo | None, *, needed: float = 0.0, free: float = math.inf) -> list[str]:
@@ -31,6 +35,7 @@ def doubts(config: RunConfig, info: DatasetInfo | None, *, needed: float = 0.0, 
             f"a rank needs about {needed / GIB:.2g} GiB, and this machine has {free / GIB:.2g} for it: --gpu NAME "
             "compares with another machine, data.micro_batch_size and data.seq_length make it less"
         )
+    found += _inherited_guidance(config)
     psnr = None if info is None else reconstruction_psnr(info)
     if psnr is not None and psnr < FAITHFUL_PSNR:
         found.append(
@@ -38,6 +43,23 @@ def doubts(config: RunConfig, info: DatasetInfo | None, *, needed: float = 0.0, 
             "channels): prepare with more --channels, or another --tokenizer, for sharper ones"
         )
     return found
+
+
+def _inherited_guidance(config: RunConfig) -> list[str]:
+    """Where nobody chose how videos are sampled: as suits the recipe's network, of which this is none."""
+    model, sampling = config.model, config.validation.sampling
+    recipe = RECIPES[config.recipe]() if config.recipe in RECIPES else None
+    if recipe is None or sampling != recipe.validation.sampling or model.structure.classifies:
+        return []
+    if all(getattr(model, name) == getattr(recipe.model, name) for name in SIZES):
+        return []
+    base = config.checkpoint.init_from
+    of_base = f" (that of {base}: {Bundle.open(base).defaults.guidance:g})" if base and is_bundle(base) else ""
+    return [
+        f"videos will be made with guidance={sampling.guidance:g}{of_base} and {sampling.num_steps} steps, which recipe "
+        f"{config.recipe} has for a network of another size: set validation.sampling.guidance, 3 to begin with, or let "
+        "`megadit tune-sampler` find it"
+    ]
 
 
 def reconstruction_psnr(info: DatasetInfo) -> float | None:

@@ -6,6 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from megadit.models.bundle.bundle import write_bundle
+from megadit.models.config import DiTConfig
+from megadit.models.dit import DiT
+from megadit.models.settings import SamplingSettings
+from megadit.models.text_encoders import HashedWordEncoder
+from megadit.models.tokenizers import HaarTokenizer
 from megadit.train.__main__ import main
 from megadit.train.data.dataset_info import DatasetInfo
 from megadit.train.plan.doubts import doubts, reconstruction_psnr
@@ -13,6 +19,19 @@ from megadit.train.plan.hardware import find_gpu
 from megadit.train.recipes import load_recipe
 
 GIB = 2**30
+
+
+def write_random_bundle(path, *, guidance):
+    network = DiTConfig(num_layers=1, hidden_size=24, num_attention_heads=2, in_channels=24, crossattn_emb_size=16)
+    write_bundle(
+        path,
+        config=network,
+        state_dict=DiT(network).state_dict(),
+        tokenizer=HaarTokenizer(temporal_compression=2, spatial_compression=2),
+        text_encoder=HashedWordEncoder(dim=16),
+        defaults=SamplingSettings(num_steps=4, guidance=guidance, num_frames=3, height=8, width=8, fps=8.0),
+    )
+    return path
 
 
 @pytest.fixture
@@ -30,8 +49,21 @@ def test_nothing_is_doubtful_about_the_demo():
 
 def test_tokens_that_hold_more_than_half_the_width():
     run = load_recipe("digits")
-    (said,) = doubts(replace(run, model=replace(run.model, in_channels=64)), None)
+    (said, _) = doubts(replace(run, model=replace(run.model, in_channels=64)), None)
     assert "a token holds 64 numbers (64 channels x 1 x 1 x 1), more than half of model.hidden_size=96" in said
+
+
+def test_guidance_that_another_network_had(tmp_path):
+    run = load_recipe("digits")
+    other = replace(run, model=replace(run.model, num_layers=6, hidden_size=192))
+    (said,) = doubts(other, None)
+    assert "guidance=4 and 4 steps, which recipe digits has for a network of another size" in said
+    bundle = write_random_bundle(tmp_path / "bundle", guidance=2.5)
+    tuned = replace(other, checkpoint=replace(run.checkpoint, init_from=str(bundle)))
+    assert f"guidance=4 (that of {bundle}: 2.5)" in doubts(tuned, None)[0]
+    chosen = replace(run.validation, sampling=replace(run.validation.sampling, guidance=3.0))
+    assert doubts(replace(other, validation=chosen), None) == []
+    assert doubts(replace(run, checkpoint=tuned.checkpoint), None) == []  # a network that the recipe is for
 
 
 def test_memory_that_this_machine_has_not():

@@ -34,6 +34,7 @@ class WebpVideo:
     """An animated WebP, read as `decode` reads videos."""
 
     time_base = Fraction(1, 1000)
+    pixel_aspect = 1.0
 
     def __init__(self, file: BinaryIO) -> None:
         """Raises ValueError for one that does not move, or is too large to try."""

@@ -52,6 +52,8 @@ class Timeline:
     seconds: float
     luma_THW: np.ndarray
     """Brightness, 0..255, THUMBNAIL x THUMBNAIL."""
+    motion_T: np.ndarray
+    """Mean change of its colours, 0..255, since the frame before; things as bright as what they move over count too."""
     is_transparent: bool
 
 
@@ -143,7 +145,7 @@ def opaque(image: Image.Image, settings: Settings) -> Image.Image:
 
 
 def opaque_frame(frame: av.VideoFrame, settings: Settings) -> tuple[av.VideoFrame, bool]:
-    """The same of a frame of video, and whether the background is seen."""
+    """The same of a frame of video, which no longer says how it is turned, and whether the background is seen."""
     if not (frame.format.has_palette or any(part.is_alpha for part in frame.format.components)):
         return frame, False
     shown = opaque(Image.fromarray(frame.to_ndarray(format="rgba"), "RGBA"), settings)
@@ -180,18 +182,24 @@ def read_timeline(source: Source, settings: Settings, most: Callable[[float], in
     """
     with _open_video(source, settings) as video:
         fps = min(settings.fps, video.fps)
-        pts, thumbnails, shown, is_transparent = [], [], None, False
+        pts, thumbnails, motion, colours, is_transparent = [], [], [], None, False
         for frame in islice(_sampled(video.frames(), video.time_base, fps, settings), most and most(fps)):
+            change = 0.0
             if not pts or frame.pts != pts[-1]:
+                height, width = _shown_size(frame, video.pixel_aspect)
                 frame, is_seen_through = opaque_frame(frame, settings)
                 is_transparent |= is_seen_through
-                shown = frame.reformat(THUMBNAIL, THUMBNAIL, format="gray", interpolation="AREA").to_ndarray()
-                height, width = _shown_size(frame)
+                small = frame.reformat(THUMBNAIL, THUMBNAIL, format="rgb24", interpolation="AREA")
+                luma, before, colours = small.reformat(format="gray").to_ndarray(), colours, small.to_ndarray()
+                change = 0.0 if before is None else np.abs(colours.astype(np.int16) - before).mean()
             pts.append(frame.pts)
-            thumbnails.append(shown)
+            thumbnails.append(luma)
+            motion.append(change)
     if not pts:
         raise UnusableSourceError("broken", "no frame can be decoded")
-    return Timeline(height, width, fps, pts, len(pts) / fps, np.stack(thumbnails), is_transparent)
+    return Timeline(
+        height, width, fps, pts, len(pts) / fps, np.stack(thumbnails), np.array(motion, np.float32), is_transparent
+    )
 
 
 def read_frames(source: Source, settings: Settings, pts: tuple[int, ...], height: int, width: int) -> np.ndarray:
@@ -208,7 +216,8 @@ def read_frames(source: Source, settings: Settings, pts: tuple[int, ...], height
                 continue
             for frame in video.frames():
                 if frame.pts in wanted:
-                    found[frame.pts] = _fitted(opaque_frame(frame, settings)[0], height, width)
+                    shown, _ = opaque_frame(frame, settings)
+                    found[frame.pts] = _fitted(shown, _quarter_turns(frame), video.pixel_aspect, height, width)
                 if len(found) == len(wanted) or frame.pts > pts[-1]:
                     break
         if len(found) == len(wanted):
@@ -236,6 +245,12 @@ class _Video:
             if rate is not None and 0.1 < float(rate) < 1000:
                 return float(rate)
         return math.inf
+
+    @property
+    def pixel_aspect(self) -> float:
+        """Width of a pixel by its height; frames do not say."""
+        ratio = self._stream.sample_aspect_ratio
+        return float(ratio) if ratio and 0.1 < ratio < 10 else 1.0
 
     def seek(self, pts: int) -> bool:
         """Goes to the last key frame before `pts`; False if the container cannot."""
@@ -307,32 +322,27 @@ def _sampled(
         yield shown
 
 
-def _is_sideways(frame: av.VideoFrame) -> bool:
-    return round(frame.rotation / 90) % 2 == 1
+def _quarter_turns(frame: av.VideoFrame) -> int:
+    """Counter-clockwise, 0 to 3."""
+    return round(frame.rotation / 90) % 4
 
 
-def _shown_size(frame: av.VideoFrame) -> tuple[int, int]:
+def _shown_size(frame: av.VideoFrame, pixel_aspect: float) -> tuple[int, int]:
     """Height and width as a player shows them."""
-    width = round(frame.width * _pixel_aspect(frame))
-    return (width, frame.height) if _is_sideways(frame) else (frame.height, width)
+    width = round(frame.width * pixel_aspect)
+    return (width, frame.height) if _quarter_turns(frame) % 2 else (frame.height, width)
 
 
-def _pixel_aspect(frame: av.VideoFrame) -> float:
-    """Width of a pixel by its height."""
-    ratio = getattr(frame, "sample_aspect_ratio", None)
-    return float(ratio) if ratio and 0.1 < ratio < 10 else 1.0
-
-
-def _fitted(frame: av.VideoFrame, height: int, width: int) -> np.ndarray:
-    if _is_sideways(frame):
+def _fitted(frame: av.VideoFrame, quarter_turns: int, pixel_aspect: float, height: int, width: int) -> np.ndarray:
+    if quarter_turns % 2:
         height, width = width, height
-    shown_width = frame.width * _pixel_aspect(frame)
+    shown_width = frame.width * pixel_aspect
     scale = max(height / frame.height, width / shown_width)
     scaled_height, scaled_width = max(height, round(frame.height * scale)), max(width, round(shown_width * scale))
     picture = frame.reformat(scaled_width, scaled_height, format="rgb24", interpolation="AREA").to_ndarray()
     top, left = (scaled_height - height) // 2, (scaled_width - width) // 2
     picture = picture[top : top + height, left : left + width]
-    return np.ascontiguousarray(np.rot90(picture, round(frame.rotation / 90) % 4))
+    return np.ascontiguousarray(np.rot90(picture, quarter_turns))
 
 
 def _check_pixels(width: int, height: int, settings: Settings) -> None:

@@ -218,6 +218,11 @@ class Notes:
         return self.folder / f"{split}.jsonl"
 
     @property
+    def skips(self) -> Path:
+        """What was left out of the data set, and why."""
+        return self.folder / "skips.jsonl"
+
+    @property
     def selection(self) -> Path:
         """Counts of the selection; its presence says that the plans are complete."""
         return self.folder / "selection.json"

@@ -21,6 +21,7 @@ FLAGS = {
     "long": " (--max_minutes)",
     "small": " (--sizes)",
     "short": " (--num_frames)",
+    "rest of a scene": ", shorter than any of --num_frames",
 }
 """Reason -> the option that decides it."""
 
@@ -50,7 +51,7 @@ class Report:
 def write_report(notes: Notes) -> Report:
     """Writes report.json and report.png, and returns what they say."""
     clips = {split: notes.clips(split) for split in SPLITS}
-    skips = [Skip(**values) for values in read_lines(notes.folder / "skips.jsonl")]
+    skips = [Skip(**values) for values in read_lines(notes.skips)]
     every = [clip for plan in clips.values() for clip in plan]
     selection = read_json(notes.selection)
     unlisted = Counter(skip.source for skip in (Skip(**values) for values in read_lines(notes.skipped)))
@@ -74,7 +75,7 @@ def write_report(notes: Notes) -> Report:
     return report
 
 
-def summary(report: Report) -> str:
+def summary(report: Report, notes: Notes) -> str:
     """A few lines for the terminal."""
     samples = ", ".join(f"{count:,} {split}" for split, count in report.samples.items())
     length = f"{duration(3600 * report.hours_kept)} of {duration(3600 * report.hours_read)} of video"
@@ -84,6 +85,8 @@ def summary(report: Report) -> str:
     if report.transparent:
         lines.append(f"{report.transparent:,} samples are transparent in parts; --background says what is seen there")
     lines += [f"left out: {count:,} x {reason}{FLAGS.get(reason, '')}" for reason, count in report.skips.items()]
+    if report.skips:
+        lines.append(f"each by its name: {notes.skips}")
     return "\n".join(lines)
 
 

@@ -70,7 +70,7 @@ def _scan_video(source: Source, settings: Settings) -> Finding:
         for start, stop in windows(scene_start, scene_stop, settings.num_frames):
             end = stop
             luma_THW = timeline.luma_THW[start:stop]
-            if reason := dull(luma_THW, settings):
+            if reason := dull(luma_THW, timeline.motion_T[start + 1 : stop], settings):
                 leave_out(reason, start, stop)
                 continue
             clip = Clip(
@@ -126,11 +126,11 @@ def windows(start: int, stop: int, lengths: tuple[int, ...]) -> list[tuple[int, 
     return found
 
 
-def dull(luma_THW: np.ndarray, settings: Settings) -> str | None:
-    """Why nothing could be learned from these frames, or None."""
+def dull(luma_THW: np.ndarray, motion_T: np.ndarray, settings: Settings) -> str | None:
+    """Why nothing could be learned from these frames, or None; `motion_T` is that between them, one fewer."""
     if luma_THW.mean(axis=(1, 2)).max() < settings.min_brightness:
         return "black"
-    if len(luma_THW) > 1 and _changes(luma_THW).max() < settings.min_motion:
+    if len(motion_T) and motion_T.max() < settings.min_motion:
         return "static"
     return None
 

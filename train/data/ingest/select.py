@@ -68,7 +68,7 @@ def select(notes: Notes, settings: Settings) -> None:
         write_lines(notes.plan(split), plans[split])
     skips = [*(Skip(**values) for values in read_lines(notes.skipped)), *duplicates]
     skips += [skip for finding in findings for skip in finding.skips]
-    write_lines(notes.folder / "skips.jsonl", skips)
+    write_lines(notes.skips, skips)
     write_json(
         notes.selection,
         {

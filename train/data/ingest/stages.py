@@ -153,7 +153,7 @@ def select_clips(preparation: Preparation) -> None:
         select(notes, preparation.settings)
     if not notes.clips("train"):
         report = write_report(notes)
-        raise UserError(f"no clip is left to train on; {summary(report)}".replace("\n", "; "))
+        raise UserError(f"no clip is left to train on; {summary(report, notes)}".replace("\n", "; "))
     for name, make in {HAAR: _fit, LABELS: _gather}.items():
         if any(encoding.encoder == name for encoding in preparation.encodings) and not (notes.folder / name).is_dir():
             encoder = make(preparation)
@@ -225,7 +225,7 @@ def index(preparation: Preparation) -> None:
             with atomic_directory(root / name) as folder:
                 part.save(folder)
         describe_dataset(root, tokenizer, text_encoder, report.samples)
-    print(summary(report))
+    print(summary(report, notes))
 
 
 def load_encoders(preparation: Preparation) -> list[Encoder]:

@@ -45,21 +45,25 @@ def write_clip(
     fps: int = 24,
     times: Sequence[int] | None = None,
     rotation: int = 0,
+    pix_fmt: str = "yuv420p",
+    aspect: Fraction | None = None,
 ) -> Path:
-    """`times` in milliseconds, for a variable rate."""
+    """`times` in milliseconds, for a variable rate; `aspect` of a pixel, its width by its height."""
     with av.open(path, "w") as container:
         stream = container.add_stream(codec, rate=fps)
         stream.height, stream.width = frames.shape[1:3]
-        stream.pix_fmt = "yuv420p"
+        stream.pix_fmt = pix_fmt
         stream.thread_count = 1
         if codec == "libvpx-vp9":
             stream.options = {"deadline": "realtime", "cpu-used": "8"}
         if times is not None:
             stream.codec_context.time_base = stream.time_base = Fraction(1, 1000)
+        if aspect is not None:
+            stream.codec_context.sample_aspect_ratio = aspect
         if rotation:
             stream.set_display_rotation(rotation)
         for number, picture in enumerate(frames):
-            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24")
+            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format={3: "rgb24", 4: "rgba"}[picture.shape[-1]])
             if times is not None:
                 frame.pts, frame.time_base = times[number], Fraction(1, 1000)
             container.mux(stream.encode(frame))

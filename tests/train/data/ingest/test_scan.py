@@ -1,5 +1,7 @@
 """Cutting, buckets, filters and frames of single videos."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 
@@ -66,6 +68,37 @@ def test_rotated_videos_stand_upright(tmp_path, make_clip, rotation):
     expected = np.rot90(frames[0], rotation // 90)[::32, ::32].mean(axis=2)
     corners = picture[[8, 8, 56, 56], [8, 56, 8, 56]] > 128
     assert corners.tolist() == (expected[[0, 0, -1, -1], [0, -1, 0, -1]] > 128).tolist()
+
+
+@pytest.mark.parametrize("rotation", [0, 90, 180, 270])
+def test_transparent_videos_stand_upright_with_square_pixels(tmp_path, make_clip, rotation):
+    frames = np.full((9, 96, 64, 4), (30, 30, 30, 255), np.uint8)
+    frames[:, :48, :32, :3] = 220  # light in the upper left
+    frames[:, :, -8:, 3] = 0
+    shown = {"codec": "qtrle", "rotation": rotation, "aspect": Fraction(2)}
+    sizes, corners = [], []
+    for pix_fmt, channels in (("argb", 4), ("rgb24", 3)):
+        path = make_clip(tmp_path / f"{pix_fmt}.mov", frames[..., :channels], pix_fmt=pix_fmt, **shown)
+        timeline = read_timeline(video(path), SETTINGS)
+        assert timeline.is_transparent == (pix_fmt == "argb")
+        sizes.append((timeline.height, timeline.width))
+        picture = read_frames(video(path), SETTINGS, tuple(timeline.pts[:1]), 64, 64)[0].mean(axis=2)
+        corners.append((picture[[16, 16, 48, 48], [16, 48, 16, 48]] > 128).tolist())
+    assert sizes == [(128, 96) if rotation % 180 else (96, 128)] * 2
+    assert corners[0] == corners[1] and sum(corners[0]) == 1
+
+
+def test_what_is_as_bright_as_its_ground_moves_too(tmp_path, make_clip):
+    """Red over a green of the same brightness; noise that compression leaves is still."""
+    frames = np.full((17, 96, 96, 3), (60, 130, 60), np.uint8)
+    for number, frame in enumerate(frames):
+        frame[30:60, 4 * number : 4 * number + 30] = (230, 45, 60)
+    grey = frames @ np.array([0.299, 0.587, 0.114])
+    assert grey.std() < 1
+    (finding,) = scan(video(make_clip(tmp_path / "moves.mp4", frames)), SETTINGS).clips
+    assert finding.num_frames == 9
+    still = scan(video(make_clip(tmp_path / "still.mp4", frames[:1].repeat(17, 0))), SETTINGS)
+    assert not still.clips and {skip.reason for skip in still.skips} == {"static", "rest of a scene"}
 
 
 def test_frames_of_the_middle_are_those_that_the_scan_saw(tmp_path, make_clip, make_pan):

@@ -1,0 +1,71 @@
+"""The words that a network was told in training, kept in its bundle (`words.json`).
+
+A text encoder that learned from no text (hashed words) gives a word nobody trained with a vector like any other, and
+the network knows nothing of it: prompts can be compared with what it was told. Published encoders bring words of their
+own, and so many words that no sample would be left to say are not kept.
+"""
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import read_json, write_json
+from megadit.models.text_encoders.hashed_words import split_words
+
+WORDS_FILE = "words.json"
+MOST_WORDS = 50_000
+MOST_CAPTIONS = 100_000
+"""That are read for them, some ten seconds."""
+_MOST_BYTES = 4 << 20
+_MOST_SAID = 8
+
+
+def words_of(captions: Iterable[str]) -> set[str] | None:
+    """All words of these; None if there are more than `MOST_WORDS`."""
+    found: set[str] = set()
+    for caption in captions:
+        found.update(split_words(caption))
+        if len(found) > MOST_WORDS:
+            return None
+    return found
+
+
+def write_words(directory: Path, words: Iterable[str]) -> None:
+    write_json(directory / WORDS_FILE, sorted(words))
+
+
+def read_words(directory: Path) -> frozenset[str] | None:
+    """Those of a bundle; None where it keeps none.
+
+    Raises:
+        UserError: if its file holds something else.
+    """
+    path = directory / WORDS_FILE
+    if not path.is_file():
+        return None
+    words = read_json(path, max_bytes=_MOST_BYTES)
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise UserError(f"{path} is not a list of words; `megadit bundle` writes it")
+    return frozenset(words)
+
+
+def unseen_words(prompts: Iterable[str], directory: Path) -> str | None:
+    """A warning of words in prompts that no caption had in training, with the nearest that one had; else None."""
+    known = read_words(directory)
+    if known is None:
+        return None
+    unseen = list(dict.fromkeys(word for prompt in prompts for word in split_words(prompt) if word not in known))
+    if not unseen:
+        return None
+    said = [_with_nearest(word, known) for word in unseen[:_MOST_SAID]]
+    more = f" and {len(unseen) - _MOST_SAID} more" if len(unseen) > _MOST_SAID else ""
+    return (
+        f"no caption of the training data says {', '.join(said)}{more}: to this model that means nothing; "
+        f"{directory / WORDS_FILE} has its words"
+    )
+
+
+def _with_nearest(word: str, known: frozenset[str]) -> str:
+    nearest = difflib.get_close_matches(word, known, n=1)
+    return f"{word!r} (but {nearest[0]!r})" if nearest else repr(word)

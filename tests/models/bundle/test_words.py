@@ -1,0 +1,36 @@
+"""Words of the training captions in a bundle: what a prompt says beside them is warned of; none of a stranger's is trusted."""
+
+import json
+import random
+import string
+
+import pytest
+
+from megadit.models.bundle.words import MOST_WORDS, WORDS_FILE, read_words, unseen_words, words_of, write_words
+from megadit.models.shared.errors import UserError
+
+
+def test_words_of_captions_are_kept_and_compared(tmp_path):
+    assert unseen_words(["a cat"], tmp_path) is None, "a bundle that keeps none says nothing"
+    write_words(tmp_path, words_of(["A red ball, moving left!", "a blue box"]))
+    assert json.loads((tmp_path / WORDS_FILE).read_text()) == ["a", "ball", "blue", "box", "left", "moving", "red"]
+    assert unseen_words(["A RED box", "a ball"], tmp_path) is None
+    said = unseen_words(["a red bal", "a cat on a ball", "a cat"], tmp_path)
+    assert said.startswith("no caption of the training data says 'bal' (but 'ball'), 'cat', 'on': ")
+    assert f"{tmp_path / WORDS_FILE} has its words" in said
+    assert "'k' and 2 more:" in unseen_words(["d e f g h i j k l m"], tmp_path)
+
+
+def test_there_is_an_end_to_words(tmp_path):
+    assert len(words_of(f"word{number}" for number in range(MOST_WORDS))) == MOST_WORDS
+    assert words_of(f"word{number}" for number in range(10 * MOST_WORDS)) is None
+    longest = random.Random(0).choices(string.ascii_lowercase, k=12)
+    write_words(tmp_path, (f"{''.join(longest)}{number}" for number in range(MOST_WORDS)))
+    assert len(read_words(tmp_path)) == MOST_WORDS
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", '["a", null]', "[", " " * (5 << 20)])
+def test_what_is_no_list_of_words_is_refused_in_a_line(tmp_path, text):
+    (tmp_path / WORDS_FILE).write_text(text)
+    with pytest.raises(UserError, match=WORDS_FILE):
+        read_words(tmp_path)
