@@ -89,7 +89,9 @@ def options_of(recorded: Any) -> dict[str, Any]:
     recorded = [recorded] if isinstance(recorded, dict) else recorded
     uses = ", ".join(values["use"] for values in recorded if "path" not in values)
     if uses:
-        raise UserError(f"its {uses} came from Python and is in no file; give it with the options, such as --image FILE")
+        raise UserError(
+            f"its {uses} came from Python and is in no file; give it with the options, such as --image FILE"
+        )
     files = [GivenFile(**values) for values in recorded]
     found: dict[str, Any] = {}
     names = {use: name for name, use in MEDIA.items()} | {"inpaint": "video"}

@@ -33,9 +33,9 @@ from megadit.infer.evaluate.show import write_report
 from megadit.infer.evaluate.videos import Clip, VideoSet, open_videos
 from megadit.infer.evaluate.window import Window, window_of
 from megadit.infer.options import DEFAULT_DTYPE, refuse
-from megadit.infer.outputs import checkpoint_fingerprint
 from megadit.infer.ranks import Ranks, device_name, finish, is_first, start, world_size
 from megadit.infer.resolve import resolve_settings
+from megadit.infer.results import checkpoint_fingerprint
 from megadit.infer.runtimes.torch import find_device
 from megadit.infer.specs import prompt_lines
 from megadit.models.settings import OF_PROMPTS, GivenSettings

@@ -17,10 +17,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megadit.infer.evaluate.videos import PART, Clip, Part, VideoSet, decoded, hashed
-from megadit.infer.outputs import checkpoint_fingerprint
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.ranks import Ranks
 from megadit.infer.resolve import latent_size
+from megadit.infer.results import checkpoint_fingerprint
 from megadit.infer.video_io import encode_mp4
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.settings import SamplingSettings

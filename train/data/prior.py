@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from megadit.infer.checkpoints import open_bundle
-from megadit.infer.outputs import checkpoint_fingerprint
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.resolve import latent_size, resolve_settings
+from megadit.infer.results import checkpoint_fingerprint
 from megadit.infer.samplers import settings_randomness
 from megadit.infer.specs import prompt_lines
 from megadit.models.bundle.bundle import Bundle

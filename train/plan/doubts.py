@@ -56,9 +56,9 @@ def _inherited_guidance(config: RunConfig) -> list[str]:
     base = config.checkpoint.init_from
     of_base = f" (that of {base}: {Bundle.open(base).defaults.guidance:g})" if base and is_bundle(base) else ""
     return [
-        f"videos will be made with guidance={sampling.guidance:g}{of_base} and {sampling.num_steps} steps, which recipe "
-        f"{config.recipe} has for a network of another size: set validation.sampling.guidance, 3 to begin with, or let "
-        "`megadit tune-sampler` find it"
+        f"videos will be made with guidance={sampling.guidance:g}{of_base} and {sampling.num_steps} steps, which "
+        f"recipe {config.recipe} has for a network of another size: set validation.sampling.guidance, 3 to begin with, "
+        "or let `megadit tune-sampler` find it"
     ]
 
 

@@ -1,4 +1,4 @@
-"""Words of the training captions in a bundle: what a prompt says beside them is warned of; none of a stranger's is trusted."""
+"""Words of the training captions in a bundle: what a prompt says beside them is warned of."""
 
 import json
 import random

@@ -63,7 +63,9 @@ def write_clip(
         if rotation:
             stream.set_display_rotation(rotation)
         for number, picture in enumerate(frames):
-            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format={3: "rgb24", 4: "rgba"}[picture.shape[-1]])
+            frame = av.VideoFrame.from_ndarray(
+                np.ascontiguousarray(picture), format={3: "rgb24", 4: "rgba"}[picture.shape[-1]]
+            )
             if times is not None:
                 frame.pts, frame.time_base = times[number], Fraction(1, 1000)
             container.mux(stream.encode(frame))
