@@ -38,6 +38,8 @@ class Rows:
 
     def spread(self, matrix_OR: Tensor) -> Tensor:
         """A matrix of all rows that has these, and zeros in the others: [..., rows, R] -> [..., O, R]."""
+        if self == Rows():  # all of them: a copy of each matrix in each step would be seen in a small network's time
+            return matrix_OR
         turns = matrix_OR.unflatten(-2, (-1, self.stop - self.start))
         return F.pad(turns, (0, 0, self.start, self.period - self.stop)).flatten(-3, -2)
 
@@ -95,16 +97,17 @@ class LowRank(nn.ModuleDict):
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
         """The change of y = base(x), [..., O]."""
         pairs = [factors(x.dtype) for factors in self.values()]
-        down_RI, up_OR = torch.cat([down for down, _ in pairs]), torch.cat([up for _, up in pairs], dim=1)
+        down_RI, up_OR = pairs[0] if len(pairs) == 1 else (torch.cat(side, dim=at) for at, side in enumerate(zip(*pairs)))
         if self.kept_I is not None and torch.is_grad_enabled():
             down_RI = down_RI * self.kept_I.to(down_RI)  # as if the input had been multiplied
-        h = self.exchange(linear(x, down_RI)) * self.scaling
+        h = self.exchange(linear(x, down_RI))
         ratio_O = self._ratio(base.weight)
         scale = self.scale
         if isinstance(scale, Tensor):  # conditions come B at a time, twice where some is given
             scale = scale.to(h.dtype).repeat(h.shape[-2] // len(scale), 1)
         if ratio_O is None:
-            return linear(h * scale, up_OR)
+            return linear(_times(h, scale * self.scaling), up_OR)
+        h = _times(h, self.scaling)
         ratio_O = ratio_O.to(x.dtype)
         product = y if base.bias is None else y - base.bias
         return scale * ((ratio_O - 1) * product + ratio_O * linear(h, up_OR))
@@ -202,6 +205,10 @@ def squared_norms(weight_OI: Tensor) -> Tensor:
 
 def _with_changes(base: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> Tensor:
     return base.adapters(inputs[0], y, base)
+
+
+def _times(x: Tensor, factor: float | Tensor) -> Tensor:
+    return x if isinstance(factor, float) and factor == 1 else x * factor
 
 
 def _identity(x: Tensor) -> Tensor:
