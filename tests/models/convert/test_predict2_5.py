@@ -3,21 +3,31 @@
 import inspect
 import json
 
+import numpy as np
 import pytest
 import torch
 
+from megadit.infer import generate
 from megadit.infer.given import GivenVideo
+from megadit.infer.media import decode
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.schedules import settings_sigmas
+from megadit.infer.video_io import read_video
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.convert.cli import main
+from megadit.models.given_settings import MediaLimits
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import QwenVLTextEncoder, load_text_encoder
+from megadit.serve.build_repository import service_info
+from megadit.serve.contract import VideoRequest
+from megadit.serve.engine import Engine
 from tests.conftest import WORDS
 from tests.models.convert.test_given_weights import frames, pictures, random_cosmos
 from tests.models.convert.test_parity import distance
 from tests.models.convert.test_pipelines import Harmless
 from tests.models.convert.test_wan import save, small_autoencoder, start_noise
+from tests.serve.media import MP4, PNG
+from tests.serve.test_engine import Asker, run
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -190,6 +200,37 @@ def test_videos_equal_diffusers(pipeline, bundle, num_given, monkeypatch, withou
     bias += 1
     assert distance(diffused(clip)[:, kept:], latents[:, kept:]) > 1e-3, "negative control: the projection must matter"
     bias -= 1
+
+
+GIVEN = {
+    "image": ({"image": PNG}, "first.png", GivenVideo(frames=decode(PNG, MediaLimits()), use="first_frame")),
+    "clip": (
+        {"continue_video": MP4, "keep_frames": 5},
+        "beginning.mp4",
+        GivenVideo(frames=decode(MP4, MediaLimits()), keep_frames=5),
+    ),
+}
+"""What a request gives, the name of the same as a file, and what it is."""
+
+
+@pytest.mark.parametrize("kind", GIVEN)
+def test_what_is_given_is_generated_and_served(bundle, tmp_path, kind):
+    asked, name, given = GIVEN[kind]
+    ours, settings = TextToVideo.from_pretrained(bundle, device="cpu"), {**SIZE, "num_steps": 2, "fps": 16.0}
+    (expected,) = ours([PROMPT], seeds=3, given=given, **settings)
+    (without,) = ours([PROMPT], seeds=3, **settings)
+    assert not np.array_equal(expected.video, without.video), "negative control"
+    asker = Asker(VideoRequest(prompt=PROMPT, seed=3, **settings, **asked))
+    run(Engine(ours, service_info(bundle, bundle.defaults, None)), asker)
+    assert asker.endings == [None]
+    (tmp_path / "served.mp4").write_bytes(asker.videos[0].data)
+    (tmp_path / name).write_bytes(PNG if kind == "image" else MP4)
+    options = {**settings, "seed": 3, **asked, next(iter(asked)): tmp_path / name, "device": "cpu"}
+    options |= {"checkpoint_path": bundle.path, "prompt": PROMPT, "video_save_path": tmp_path / "generated.mp4"}
+    assert generate.main([str(part) for option, value in options.items() for part in (f"--{option}", value)]) == 0
+    expected.save(tmp_path / "expected.mp4")
+    frames = [read_video(tmp_path / f"{name}.mp4")[0] for name in ("expected", "served", "generated")]
+    assert np.array_equal(frames[0], frames[1]) and np.array_equal(frames[0], frames[2])
 
 
 def test_weights_go_back(pipeline, bundle, tmp_path):
