@@ -4,7 +4,7 @@
 |-------------|----------------------------------------|--------------------------------------------------------|
 | `tokens`    | what this package trains; Wan 2.2's 5B | clean tokens at a noise level of their own             |
 | `augmented` | Cosmos-1.0 (Predict1) video-to-world   | tokens with a little noise, at the sample's level      |
-| `marked`    | Cosmos-Predict2 video-to-world         | clean tokens at a noise level of their own, not scaled |
+| `marked`    | Cosmos-Predict2 and 2.5 video-to-world | clean tokens at a noise level of their own, not scaled |
 | `channels`  | Wan 2.1 and 2.2 image-to-video         | channels beside the noisy latents                      |
 """
 

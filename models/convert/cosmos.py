@@ -33,7 +33,8 @@ SETTINGS = {
 IGNORED = r"(logvar|pos_embedder|accum_)|_extra_state$|(^|\.)net\.(logvar|pos_embedder|accum_)"
 """Tensors of a released checkpoint that belong to its training."""
 GIVEN_SIGMA = {True: 0.001, False: 0.0001}
-"""Of what is given, by whether positions are learned: `augment_sigma` of 1.0, `sigma_conditioning` of Predict2."""
+"""Of what is given, by whether positions are learned: `augment_sigma` of 1.0; `sigma_conditioning` of Predict2, and of
+2.5 `conditional_frame_timestep`, the t of a sigma that is 1e-8 larger."""
 TEXT_PROJECTION = {"weight": "crossattn_proj.0.weight", "bias": "crossattn_proj.0.bias"}
 """Our names -> diffusers' of what Predict2.5 reads a Qwen2.5-VL's states by: part of our text encoder."""
 QK_EPSILON = 1e-5

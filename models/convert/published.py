@@ -50,8 +50,7 @@ class Published:
 def published_uses(published: Published) -> tuple[str, ...]:
     """What a published network was trained to be given, as far as we can give it."""
     config = published.config
-    # Predict2.5 tells the network a noise level of .1 for frames that have none, which is no form of ours
-    if config.given_sigma is None or published.text_projection:
+    if config.given_sigma is None:
         return ()
     if config.given.has_own_level and not config.given.marks or not config.given.is_among:  # Wan's
         return ("first_frame", "last_frame") if config.image_positions is not None else ("first_frame",)

@@ -1,5 +1,7 @@
 """How videos of a published network are sampled unless told otherwise: what its publishers' own commands do."""
 
+from typing import Any
+
 from megadit.models.config import DiTConfig
 from megadit.models.convert.published import Published
 from megadit.models.settings import SamplingSettings
@@ -11,6 +13,15 @@ WAN_NEGATIVE = (
     "倒着走"
 )
 """Wan's negative prompt: garish colours, overexposed, still, blurred, subtitles, worst quality, bad hands, ..."""
+COSMOS_NEGATIVE = (
+    "The video captures a series of frames showing ugly scenes, static with no motion, motion blur, over- "
+    "saturation, shaky footage, low resolution, grainy texture, pixelated images, poorly lit areas, underexposed "
+    "and overexposed scenes, poor color balance, washed out colors, choppy sequences, jerky movements, low frame "
+    "rate, artifacting, color banding, unnatural transitions, outdated special effects, fake elements, unconvincing "
+    "visuals, poorly edited content, jump cuts, visual noise, and flickering. Overall, the video is of poor "
+    "quality."
+)
+"""That of Cosmos 1.0, Predict2 and 2.5 alike, which diffusers' pipelines take where none is given."""
 WAN_SETTINGS = {
     # channels, width, form of what is given, two networks: (frames, height, width, frames per second, steps, guidance,
     # guidance by the second, shift)
@@ -35,18 +46,7 @@ def published_defaults(published: Published, tokenizer: VideoTokenizer) -> Sampl
         return _of_wan(published)
     if config.family == "stable_diffusion":
         return _of_stable_diffusion(published, published.sample_size * tokenizer.spatial_compression)
-    # Cosmos' guidance of 7 means cond + 7 (cond - uncond)
-    of_videos = {"num_frames": 93, "height": 704, "width": 1280}
-    if published.text_projection:  # Predict2.5
-        levels = {"sigma_min": 0.01, "sigma_max": 200.0}
-        return SamplingSettings(sampler="unipc", num_steps=36, guidance=8.0, fps=16.0, **levels, **of_videos)
-    if config.preconditioner == "flow" and config.given_sigma is not None:  # Predict2's video-to-world
-        return SamplingSettings(sampler="res_2ab", num_steps=35, guidance=8.0, fps=16.0, **of_videos)
-    if config.preconditioner == "flow":  # its text-to-image
-        return SamplingSettings(
-            sampler="res_2ab", num_steps=35, guidance=8.0, num_frames=1, height=768, width=1360, fps=16.0
-        )
-    return SamplingSettings(num_steps=35, guidance=8.0, num_frames=121, height=704, width=1280, fps=24.0)
+    return SamplingSettings(**_of_cosmos(published), negative_prompt=COSMOS_NEGATIVE)
 
 
 def of_classifier(config: DiTConfig, tokenizer: VideoTokenizer) -> SamplingSettings:
@@ -92,6 +92,19 @@ def _of_stable_diffusion(published: Published, side: int) -> SamplingSettings:
         sigma_min=0.0292,
         sigma_max=14.6147,
     )
+
+
+def _of_cosmos(published: Published) -> dict[str, Any]:
+    """Their guidance of 7 means cond + 7 (cond - uncond)."""
+    of_videos = {"guidance": 8.0, "num_frames": 93, "height": 704, "width": 1280, "fps": 16.0}
+    if published.text_projection:  # Predict2.5, by diffusers' pipeline and the scheduler that its conversion writes
+        return of_videos | {"sampler": "unipc", "num_steps": 36, "sigma_min": 0.01, "sigma_max": 200.0}
+    if published.config.preconditioner == "edm":
+        return of_videos | {"num_steps": 35, "num_frames": 121, "fps": 24.0}
+    of_predict2 = of_videos | {"sampler": "res_2ab", "num_steps": 35}
+    if published.config.given_sigma is not None:  # its video-to-world
+        return of_predict2
+    return of_predict2 | {"num_frames": 1, "height": 768, "width": 1360}
 
 
 def _of_wan(published: Published) -> SamplingSettings:

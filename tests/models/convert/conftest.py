@@ -1,5 +1,11 @@
+import numpy as np
 import pytest
 import torch
+
+
+def to_tensor(image):
+    """float32 [3, H, W], 0..1."""
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
 
 
 def nearest_resize(mask, size, interpolation=None):
@@ -8,10 +14,12 @@ def nearest_resize(mask, size, interpolation=None):
 
 @pytest.fixture
 def without_torchvision(monkeypatch):
-    """diffusers resizes the padding mask with torchvision, which need not be installed."""
+    """diffusers resizes the padding mask and reads an image with torchvision, which need not be installed."""
     from types import SimpleNamespace
 
     stand_in = SimpleNamespace(
         functional=SimpleNamespace(resize=nearest_resize), InterpolationMode=SimpleNamespace(NEAREST="nearest")
     )
     monkeypatch.setattr("diffusers.models.transformers.transformer_cosmos.transforms", stand_in, raising=False)
+    reader = SimpleNamespace(transforms=SimpleNamespace(functional=SimpleNamespace(to_tensor=to_tensor)))
+    monkeypatch.setattr("diffusers.pipelines.cosmos.pipeline_cosmos2_5_predict.torchvision", reader, raising=False)

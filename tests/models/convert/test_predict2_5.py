@@ -1,20 +1,33 @@
 """Predict2.5: a Qwen2.5-VL's states, what reads them, and whole videos, as diffusers has them."""
 
+import inspect
 import json
 
+import numpy as np
 import pytest
 import torch
 
+from megadit.infer import generate
+from megadit.infer.given import GivenVideo
+from megadit.infer.media import decode
 from megadit.infer.pipeline import TextToVideo
+from megadit.infer.schedules import settings_sigmas
+from megadit.infer.video_io import read_video
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.convert.cli import main
+from megadit.models.given_settings import MediaLimits
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import QwenVLTextEncoder, load_text_encoder
+from megadit.serve.build_repository import service_info
+from megadit.serve.contract import VideoRequest
+from megadit.serve.engine import Engine
 from tests.conftest import WORDS
-from tests.models.convert.test_given_weights import random_cosmos
+from tests.models.convert.test_given_weights import frames, pictures, random_cosmos
 from tests.models.convert.test_parity import distance
 from tests.models.convert.test_pipelines import Harmless
 from tests.models.convert.test_wan import save, small_autoencoder, start_noise
+from tests.serve.media import MP4, PNG
+from tests.serve.test_engine import Asker, run
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -116,43 +129,118 @@ def test_on_disk(pipeline, tmp_path):
         encoder_of(path, projection={"weight": projection["weight"]})
 
 
-def test_videos_equal_diffusers(pipeline, tmp_path, monkeypatch, without_torchvision):
+@pytest.fixture
+def bundle(pipeline, tmp_path):
+    assert main([str(pipeline[1]), str(tmp_path / "bundle")]) == 0
+    return Bundle.open(tmp_path / "bundle", verify=True)
+
+
+def published_levels(num_steps):
+    """t of the scheduler that diffusers' conversion of the published weights writes, with the last 0."""
+    scheduler = diffusers.UniPCMultistepScheduler(
+        use_karras_sigmas=True, use_flow_sigmas=True, prediction_type="flow_prediction", sigma_max=200.0, sigma_min=0.01
+    )
+    scheduler.set_timesteps(num_steps)
+    return scheduler.sigmas.double()
+
+
+def test_it_is_sampled_as_diffusers_does(bundle):
+    defaults, theirs = bundle.defaults, inspect.signature(diffusers.Cosmos2_5_PredictBasePipeline.__call__).parameters
+    names = ("height", "width", "num_frames", "num_inference_steps")
+    ours = (defaults.height, defaults.width, defaults.num_frames, defaults.num_steps)
+    assert ours == tuple(theirs[name].default for name in names)
+    assert defaults.guidance == 1 + theirs["guidance_scale"].default, "theirs adds it to the conditioned half"
+    assert defaults.negative_prompt == diffusers.pipelines.cosmos.pipeline_cosmos2_5_predict.DEFAULT_NEGATIVE_PROMPT
+    sigmas = settings_sigmas(defaults)
+    torch.testing.assert_close(sigmas / (1 + sigmas), published_levels(36), rtol=0, atol=1e-6)
+    t = bundle.config.given_sigma / (1 + bundle.config.given_sigma)
+    assert t == pytest.approx(theirs["conditional_frame_timestep"].default, rel=1e-3)
+
+
+@pytest.mark.parametrize("num_given", [0, 1, 5])
+def test_videos_equal_diffusers(pipeline, bundle, num_given, monkeypatch, without_torchvision):
+    """Of text, of an image (its first frame) and of a clip (its first five), at the published noise levels."""
     theirs, path = pipeline
-    assert main([str(path), str(tmp_path / "bundle")]) == 0
-    bundle = Bundle.open(tmp_path / "bundle", verify=True)
-    assert bundle.takes == () and (bundle.defaults.num_steps, bundle.defaults.guidance) == (36, 8.0)
-    saved = bundle.load_text_encoder()
-    encoder = encoder_of(path, projection=saved.projection)
+    assert bundle.takes == ("first_frame", "prefix")
+    encoder = encoder_of(path, projection=bundle.load_text_encoder().projection)
     ours = TextToVideo.from_pretrained(bundle, device="cpu", text_encoder=encoder)
-    settings = {"sampler": "euler", "schedule": "flow", "sigma_max": 999.0, "num_steps": STEPS, "fps": 16}
-    (video,) = ours([PROMPT], seeds=3, guidance=4.0, negative_prompt=NEGATIVE, **SIZE, **settings)
-    levels = torch.linspace(0.999, 0, STEPS + 1)[:-1].tolist()
-    set_timesteps = theirs.scheduler.set_timesteps
+    settings = {**SIZE, "sampler": "euler", "num_steps": STEPS, "fps": 16}
+    clip, other = frames(5), frames(5, seed=6)
+    use = {0: None, 1: {"use": "first_frame"}, 5: {"keep_frames": 5}}[num_given]
+    given = use and GivenVideo(frames=clip[:num_given], **use)
+    (video,) = ours([PROMPT], seeds=3, guidance=4.0, negative_prompt=NEGATIVE, given=given, **settings)
+    levels, set_timesteps = published_levels(STEPS)[:-1].tolist(), theirs.scheduler.set_timesteps
     monkeypatch.setattr(
         theirs.scheduler, "set_timesteps", lambda n, device: set_timesteps(sigmas=levels, device=device)
     )
-    arguments = {
-        "prompt": PROMPT,
-        "negative_prompt": NEGATIVE,
-        **SIZE,
-        "num_inference_steps": STEPS,
-        "guidance_scale": 3.0,
-        "latents": start_noise(ours, SIZE["num_frames"]) * 0.999,
-        "output_type": "latent",
-    }
-    latents = theirs(**arguments).frames
-    assert distance(video.latents_CTHW[None], latents) <= 1e-5
-    changed = theirs(**arguments | {"guidance_scale": 2.0}).frames
-    assert distance(changed, latents) > 1e-3, "negative control: guidance must matter"
-    assert main([str(tmp_path / "bundle"), str(tmp_path / "out"), "--to", "diffusers"]) == 0
+
+    def diffused(clip, guidance=3.0):
+        """Theirs, of the first frames of `clip`."""
+        return theirs(
+            prompt=PROMPT,
+            negative_prompt=NEGATIVE,
+            **SIZE,
+            **{0: {}, 1: {"image": pictures(clip)[0]}, 5: {"video": pictures(clip)}}[num_given],
+            num_inference_steps=STEPS,
+            guidance_scale=guidance,
+            latents=start_noise(ours, SIZE["num_frames"]) * levels[0],
+            output_type="latent",
+        ).frames[0]
+
+    latents, kept = diffused(clip), {0: 0, 1: 1, 5: 2}[num_given]
+    assert distance(video.latents_CTHW[:, kept:], latents[:, kept:]) <= 1e-5
+    assert distance(diffused(clip, guidance=2.0)[:, kept:], latents[:, kept:]) > 1e-3, "negative control: guidance"
+    if num_given:
+        # theirs begins at t < 1 as if it were 1, so that of what is given 1 - t of the first noise is left at the end
+        noise = start_noise(ours, SIZE["num_frames"])[0, :, :kept] * levels[0]
+        left = (1 - levels[0]) * (noise - video.latents_CTHW[:, :kept])
+        assert distance(video.latents_CTHW[:, :kept] + left, latents[:, :kept]) <= 1e-5
+        assert distance(diffused(other)[:, kept:], latents[:, kept:]) > 1e-4, "negative control: what is given matters"
+    bias = theirs.transformer.crossattn_proj[0].bias.data
+    bias += 1
+    assert distance(diffused(clip)[:, kept:], latents[:, kept:]) > 1e-3, "negative control: the projection must matter"
+    bias -= 1
+
+
+GIVEN = {
+    "image": ({"image": PNG}, "first.png", GivenVideo(frames=decode(PNG, MediaLimits()), use="first_frame")),
+    "clip": (
+        {"continue_video": MP4, "keep_frames": 5},
+        "beginning.mp4",
+        GivenVideo(frames=decode(MP4, MediaLimits()), keep_frames=5),
+    ),
+}
+"""What a request gives, the name of the same as a file, and what it is."""
+
+
+@pytest.mark.parametrize("kind", GIVEN)
+def test_what_is_given_is_generated_and_served(bundle, tmp_path, kind):
+    asked, name, given = GIVEN[kind]
+    ours, settings = TextToVideo.from_pretrained(bundle, device="cpu"), {**SIZE, "num_steps": 2, "fps": 16.0}
+    (expected,) = ours([PROMPT], seeds=3, given=given, **settings)
+    (without,) = ours([PROMPT], seeds=3, **settings)
+    assert not np.array_equal(expected.video, without.video), "negative control"
+    asker = Asker(VideoRequest(prompt=PROMPT, seed=3, **settings, **asked))
+    run(Engine(ours, service_info(bundle, bundle.defaults, None)), asker)
+    assert asker.endings == [None]
+    (tmp_path / "served.mp4").write_bytes(asker.videos[0].data)
+    (tmp_path / name).write_bytes(PNG if kind == "image" else MP4)
+    options = {**settings, "seed": 3, **asked, next(iter(asked)): tmp_path / name, "device": "cpu"}
+    options |= {"checkpoint_path": bundle.path, "prompt": PROMPT, "video_save_path": tmp_path / "generated.mp4"}
+    assert generate.main([str(part) for option, value in options.items() for part in (f"--{option}", value)]) == 0
+    expected.save(tmp_path / "expected.mp4")
+    frames = [read_video(tmp_path / f"{name}.mp4")[0] for name in ("expected", "served", "generated")]
+    assert np.array_equal(frames[0], frames[1]) and np.array_equal(frames[0], frames[2])
+
+
+def test_weights_go_back(pipeline, bundle, tmp_path):
+    assert main([str(bundle.path), str(tmp_path / "out"), "--to", "diffusers"]) == 0
     before, after = (
         diffusers.CosmosTransformer3DModel.from_pretrained(folder / "transformer")
-        for folder in (path, tmp_path / "out")
+        for folder in (pipeline[1], tmp_path / "out")
     )
     assert after.config["crossattn_proj_in_channels"] == LAYERS * WIDTH
     assert all(torch.equal(after.state_dict()[name], tensor) for name, tensor in before.state_dict().items())
-    theirs.transformer.crossattn_proj[0].bias.data += 1
-    assert distance(theirs(**arguments).frames, latents) > 1e-3, "negative control: the projection must matter"
 
 
 def test_what_is_missing_is_told(pipeline, tmp_path, capsys):
