@@ -12,10 +12,13 @@ Shapes: R rows, B batch, C latent channels, T/H/W latent frames/height/width.
 import hashlib
 import math
 from enum import IntEnum
+from typing import TypeVar
 
 import torch
 from einops import rearrange
 from torch import Tensor
+
+Words = TypeVar("Words", int, Tensor)
 
 _WORD = 0xFFFFFFFF
 _ROUNDS = 10
@@ -83,6 +86,14 @@ def uniform(key_R: Tensor, position_R: Tensor, width: int, *, stream: int) -> Te
     return _columns(((words >> 9).double() + 0.5) * 2.0**-23, width)
 
 
+def uniform_numbers(key: int, width: int, *, stream: int) -> list[float]:
+    """The row of `uniform` that belongs to one key and position 0, computed without tensors: for so few numbers, making
+    tensors takes longer than everything else."""
+    key_words = key & _WORD, key >> 32 & _WORD
+    words = [word for block in range(-(-width // 4)) for word in philox4x32((block, 0, 0, stream), key_words)]
+    return [((word >> 9) + 0.5) * 2.0**-23 for word in words[:width]]
+
+
 def latent_noise(key_B: Tensor, shape: tuple[int, int, int, int], *, stream: int = Stream.NOISE) -> Tensor:
     """Standard normal latents, float32 BCTHW, for `shape` (C, T, H, W).
 
@@ -95,8 +106,9 @@ def latent_noise(key_B: Tensor, shape: tuple[int, int, int, int], *, stream: int
     return rearrange(noise_RC, "(B T H W) C -> B C T H W", T=T, H=H, W=W).contiguous()
 
 
-def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Four 32-bit words from a counter of four and a key of two, all held in int64 tensors of shapes that broadcast."""
+def philox4x32(counter: tuple[Words, ...], key: tuple[Words, ...]) -> tuple[Words, ...]:
+    """Four 32-bit words from a counter of four and a key of two: Python's integers, or int64 tensors of shapes that
+    broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -107,8 +119,8 @@ def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Te
     return c0, c1, c2, c3
 
 
-def _multiply(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low word of a 32 x 32 bit product: it wraps around in int64, and so keeps all of its 64 bits."""
+def _multiply(constant: int, x: Words) -> tuple[Words, Words]:
+    """High and low word of a 32 x 32 bit product: in int64 it wraps around, and so keeps all of its 64 bits."""
     product = constant * x
     return product >> 32 & _WORD, product & _WORD
 

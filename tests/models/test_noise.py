@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from megadit.models.noise import Stream, latent_noise, normal, philox4x32, sample_key, seed_key, uniform
+from megadit.models.noise import Stream, latent_noise, normal, philox4x32, sample_key, seed_key, uniform, uniform_numbers
 
 # Random123 (https://github.com/DEShawResearch/random123), tests/kat_vectors, philox 4x32 with 10 rounds.
 KNOWN_ANSWERS = [
@@ -27,6 +27,13 @@ def rows(count, seed=0):
     """Keys and positions over the whole range of int64."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-(2**63), 2**63 - 1, (2, count), generator=generator).unbind()
+
+
+def test_numbers_without_tensors_are_those_of_a_row():
+    for key in (0, 1, -1, 2**63 - 1, -(2**63), 1234567890123456789):
+        row_W = uniform(torch.tensor([key]), torch.tensor([0]), 9, stream=5)[0]
+        assert uniform_numbers(key, 9, stream=5) == row_W.tolist()
+        assert uniform_numbers(key, 9, stream=6) != row_W.tolist()
 
 
 @pytest.mark.parametrize("draw", [normal, uniform])

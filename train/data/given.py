@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megadit.models.conditioning import partly_given
 from megadit.models.config import DiTConfig
-from megadit.models.noise import Stream, uniform
+from megadit.models.noise import Stream, uniform_numbers
 from megadit.models.segments import Segment
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.train.data.training_sample import TrainingSample
@@ -172,8 +172,7 @@ def draw(
         dropout: shares of the samples drawn that lose what is given, their text, or both: guidance needs each
             (arXiv 2211.09800, section 3.2.1).
     """
-    key_1 = torch.tensor([key])
-    chosen, dropped, *draws = uniform(key_1, torch.zeros_like(key_1), NUM_DRAWS, stream=Stream.GIVEN)[0].tolist()
+    chosen, dropped, *draws = uniform_numbers(key, NUM_DRAWS, stream=Stream.GIVEN)
     is_edit = sample.reference_CTHW is not None
     for name, share in shares:
         if (name == "edit") != is_edit:

@@ -6,7 +6,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from megadit.models.noise import Stream, sample_key, uniform
+from megadit.models.noise import Stream, sample_key, uniform_numbers
 from megadit.models.shared.errors import UserError
 from megadit.train.config.schema import DataConfig
 from megadit.train.data.packed_batch import PackFormat
@@ -70,8 +70,8 @@ class Rules:
                 share *= part
         if share >= 1:
             return True
-        key = torch.tensor([sample_key(self.format.seed, sample.sample_id, sample.occurrence)])
-        return uniform(key, torch.zeros_like(key), 1, stream=Stream.KEEP).item() < share
+        key = sample_key(self.format.seed, sample.sample_id, sample.occurrence)
+        return uniform_numbers(key, 1, stream=Stream.KEEP)[0] < share
 
     def reason_against(self, sample: TrainingSample) -> tuple[str, str] | None:
         """Why a sample cannot be trained on, one of `REFUSALS` and in words; or None."""
