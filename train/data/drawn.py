@@ -1,9 +1,10 @@
 """Data sets that are drawn, not read: `megadit prepare digits OUT`, `megadit prepare shapes OUT`."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import imageio.v3 as iio
 import torch
@@ -22,6 +23,7 @@ from megadit.train.data.writer import DatasetWriter, is_done
 TEXT_WIDTH = 64
 NUM_FITTING_CLIPS = 600
 """Clips and as many images from which the tokenizer's principal components are computed."""
+KINDS = "clip", "image"
 PREVIEW = "preview.png"
 
 
@@ -38,6 +40,15 @@ class Chunk:
     """For when a part of them is given that shows the rest."""
 
 
+class Drawing(NamedTuple):
+    """Samples of one size, of whatever split and number."""
+
+    video_BCTHW: Tensor
+    captions: list[str]
+    given_captions: list[str] | None = None
+    """See `Chunk`."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawn:
     """A data set that is drawn, its full size, and the latents that it is kept as."""
@@ -47,10 +58,10 @@ class Drawn:
     num_clips: int
     num_images: int
     num_val: int
-    draw: Callable[[str, str, range, torch.Generator], Chunk]
-    """Of a split ("train", "val") and a kind ("clip", "image"), samples of these numbers."""
-    draw_fitting: Callable[[int, torch.Generator], Iterable[Tensor]]
-    """That many clips and as many images, in batches, for the tokenizer."""
+    fps: float
+    """Of its clips."""
+    draw: Callable[[str, str, int, torch.Generator], Drawing]
+    """So many samples of a split ("train", "val") and a kind ("clip", "image")."""
     channels: int
     temporal_compression: int = 4
     spatial_compression: int = 8
@@ -59,11 +70,22 @@ class Drawn:
 
     def fit_tokenizer(self, seed: int) -> HaarTokenizer:
         """Principal components of clips and images as training has them."""
+        generator = torch.Generator().manual_seed(seed)
+        counts = [min(self.chunk, NUM_FITTING_CLIPS - first) for first in range(0, NUM_FITTING_CLIPS, self.chunk)]
         return HaarTokenizer.fit(
-            self.draw_fitting(NUM_FITTING_CLIPS, torch.Generator().manual_seed(seed)),
+            (self.draw("train", kind, count, generator).video_BCTHW for kind in KINDS for count in counts),
             channels=self.channels,
             temporal_compression=self.temporal_compression,
             spatial_compression=self.spatial_compression,
+        )
+
+    def chunk_of(self, split: str, kind: str, numbers: range, generator: torch.Generator) -> Chunk:
+        """The samples of these numbers."""
+        return Chunk(
+            split=split,
+            keys=[f"{split}-{kind}-{number:06d}" for number in numbers],
+            fps=self.fps if kind == "clip" else 0.0,
+            **self.draw(split, kind, len(numbers), generator)._asdict(),
         )
 
 
@@ -112,12 +134,12 @@ def draw_chunks(drawn: Drawn, num_clips: int, num_images: int, num_val: int, see
     generator = torch.Generator().manual_seed(seed + 1)
     num_rounds = -(-max(num_clips, num_images) // drawn.chunk)
     for turn in range(num_rounds):
-        for kind, count in (("clip", num_clips), ("image", num_images)):
+        for kind, count in zip(KINDS, (num_clips, num_images), strict=True):
             first, last = (count * n // num_rounds for n in (turn, turn + 1))
             if last > first:
-                yield drawn.draw("train", kind, range(first, last), generator)
+                yield drawn.chunk_of("train", kind, range(first, last), generator)
     for first in range(0, num_val, drawn.chunk):
-        yield drawn.draw("val", "clip", range(first, min(first + drawn.chunk, num_val)), generator)
+        yield drawn.chunk_of("val", "clip", range(first, min(first + drawn.chunk, num_val)), generator)
 
 
 def write_chunk(writer: DatasetWriter, chunk: Chunk, latents_BCTHW: Tensor) -> None:

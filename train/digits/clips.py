@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.resolve import resolve_settings
+from megadit.infer.video_io import write_video
 from megadit.models.shared.files import atomic_path
 from megadit.models.shared.progress import Progress
 
@@ -38,6 +39,14 @@ def make_clips(path: Path, bundle: Path, prompts: Sequence[str], given: Any = No
 def read_clips(path: Path) -> Tensor:
     """BCTHW in [-1, 1]."""
     return load_file(path)["video_BCTHW"].float() / 127.5 - 1
+
+
+def write_clips(folder: Path, clips_BCTHW: Tensor, captions: Sequence[str], *, fps: float, zoom: int) -> None:
+    """An mp4 for each clip, named by its caption, and `all.mp4` of all of them side by side at half the size."""
+    for number, (clip_CTHW, caption) in enumerate(zip(clips_BCTHW, captions, strict=True)):
+        path = folder / f"{number:02d}-{caption.replace(' ', '-')}.mp4"
+        write_video(path, watchable(clip_CTHW, zoom), fps, metadata={"title": caption})
+    write_video(folder / "all.mp4", watchable(wall(clips_BCTHW), zoom // 2), fps)
 
 
 def wall(clips_BCTHW: Tensor, columns: int = 6) -> Tensor:

@@ -14,9 +14,8 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megadit.infer.video_io import write_video
 from megadit.models.bundle.bundle import Bundle
-from megadit.models.shared.command import run_command, run_module
+from megadit.models.shared.command import run_command
 from megadit.models.shared.files import atomic_directory, read_json, write_json
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import setting
@@ -24,11 +23,11 @@ from megadit.models.tokenizers import load_tokenizer
 from megadit.train.curves import read_metrics, training_curves
 from megadit.train.data.drawn import prepare_drawn
 from megadit.train.digits import figures, judge, score
-from megadit.train.digits.clips import make_clips, read_clips, wall, watchable
+from megadit.train.digits.clips import make_clips, read_clips, write_clips
 from megadit.train.digits.data import FPS, Attributes
 from megadit.train.digits.evaluation import evaluate_bundle
 from megadit.train.digits.samples import DIGITS
-from megadit.train.digits.stages import Stage, run_stages, summary_of_seconds
+from megadit.train.digits.stages import Stage, TrainingDemo, run_stages, summary_of_seconds, training_stages
 
 MP4_ZOOM = 8
 """Each pixel of a clip becomes a square of this side in its mp4: 32 pixels are too few to watch."""
@@ -64,29 +63,11 @@ QUICK = DemoSize(
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Demo:
-    """The folder of a demo and what goes into it."""
+@dataclass(frozen=True, kw_only=True)
+class Demo(TrainingDemo):
+    """The folder of this demo and what goes into it."""
 
-    out: Path
     size: DemoSize
-    num_ranks: int = 2
-
-    @property
-    def dataset(self) -> Path:
-        return self.out / "dataset"
-
-    @property
-    def training(self) -> Path:
-        return self.out / "train"
-
-    @property
-    def bundle(self) -> Path:
-        return self.out / "bundle"
-
-    @property
-    def videos(self) -> Path:
-        return self.out / "videos"
 
     @property
     def generated(self) -> Path:
@@ -111,16 +92,6 @@ def _prepare(demo: Demo) -> None:
     prepare_drawn(DIGITS, demo.dataset, num_clips=size.num_clips, num_images=size.num_images, num_val=size.num_val)
 
 
-def _train(demo: Demo) -> None:
-    arguments = [f"data.path={demo.dataset}", f"train.output_dir={demo.training}", *demo.size.overrides]
-    run_module("megadit.train", "--recipe", "digits", "--nproc", str(demo.num_ranks), *arguments)
-    (demo.training / "finished").touch()
-
-
-def _bundle(demo: Demo) -> None:
-    run_module("megadit.train.to_bundle", str(demo.training), str(demo.bundle))
-
-
 def _generate(demo: Demo) -> None:
     """Every scored clip; those training saw come first."""
     seen, unseen = demo.attributes
@@ -128,13 +99,10 @@ def _generate(demo: Demo) -> None:
 
 
 def _write_videos(demo: Demo) -> None:
-    """An mp4 for each clip of the contact sheet, and one of all of them side by side."""
+    """The clips of the contact sheet."""
     clips, _, captions = _showcase(demo)
     with atomic_directory(demo.videos) as folder:
-        for number, (clip_CTHW, caption) in enumerate(zip(clips, captions, strict=True)):
-            path = folder / f"{number:02d}-{caption.replace(' ', '-')}.mp4"
-            write_video(path, watchable(clip_CTHW, MP4_ZOOM), FPS, metadata={"title": caption})
-        write_video(folder / "all.mp4", watchable(wall(clips), MP4_ZOOM // 2), FPS)
+        write_clips(folder, clips, captions, fps=FPS, zoom=MP4_ZOOM)
 
 
 def _score(demo: Demo) -> None:
@@ -183,8 +151,7 @@ def _draw_figures(demo: Demo) -> None:
 
 STAGES = (
     Stage("prepare", "draw captioned clips and write them as shards", _prepare, lambda demo: [demo.dataset]),
-    Stage("train", "train the recipe `digits` on Megatron-core", _train, lambda demo: [demo.training / "finished"]),
-    Stage("bundle", "gather network, tokenizer and text encoder in one folder", _bundle, lambda demo: [demo.bundle]),
+    *training_stages("digits", "on Megatron-core", lambda demo: demo.size.overrides),
     Stage("generate", "make a clip of each held-out caption", _generate, lambda demo: [demo.generated]),
     Stage("videos", "write mp4 files", _write_videos, lambda demo: [demo.videos]),
     Stage("score", "judge every frame", _score, lambda demo: [demo.out / "score.json"]),

@@ -15,13 +15,20 @@ from torch import Tensor
 from megadit.infer.given import GivenVideo, Media
 from megadit.infer.pipeline import TextToVideo
 from megadit.models.bundle.bundle import Bundle
-from megadit.models.shared.command import run_command, run_module
+from megadit.models.shared.command import run_command
 from megadit.models.shared.files import read_json, write_json
 from megadit.models.shared.progress import Progress
 from megadit.train.digits import figures, given_data, given_score, judge, score
 from megadit.train.digits.data import Attributes
 from megadit.train.digits.given_score import generate, neutral_captions, pixels, video_of
-from megadit.train.digits.stages import FollowingDemo, Stage, following_demo, run_stages, summary_of_seconds
+from megadit.train.digits.stages import (
+    FollowingDemo,
+    Stage,
+    following_demo,
+    run_stages,
+    summary_of_seconds,
+    training_stages,
+)
 
 GRID_SCALES = (1.0, 1.5, 2.0, 3.0)
 """Of guidance by text and by the clip, in the picture and the figures of edits."""
@@ -29,19 +36,7 @@ GRID_SCALES = (1.0, 1.5, 2.0, 3.0)
 
 @dataclass(frozen=True, kw_only=True)
 class GivenDemo(FollowingDemo):
-    """The folders of this demo."""
-
-    @property
-    def dataset(self) -> Path:
-        return self.out / "dataset"
-
-    @property
-    def training(self) -> Path:
-        return self.out / "train"
-
-    @property
-    def bundle(self) -> Path:
-        return self.out / "bundle"
+    """The folder of this demo and what goes into it."""
 
     @property
     def attributes(self) -> list[Attributes]:
@@ -55,16 +50,9 @@ def _prepare(demo: GivenDemo) -> None:
     given_data.write_given(demo.dataset, Bundle.open(demo.base))
 
 
-def _train(demo: GivenDemo) -> None:
-    settings = [f"data.path={demo.dataset}", f"train.output_dir={demo.training}", f"train.seed={demo.seed}"]
-    settings += [f"checkpoint.init_from={demo.base}"]
-    settings += [] if demo.steps is None else [f"train.train_iters={demo.steps}"]
-    run_module("megadit.train", "--recipe", "digits_given", "--nproc", str(demo.num_ranks), *settings)
-    (demo.training / "finished").touch()
-
-
-def _bundle(demo: GivenDemo) -> None:
-    run_module("megadit.train.to_bundle", str(demo.training), str(demo.bundle))
+def _settings(demo: GivenDemo) -> list[str]:
+    steps = [] if demo.steps is None else [f"train.train_iters={demo.steps}"]
+    return [f"checkpoint.init_from={demo.base}", f"train.seed={demo.seed}", *steps]
 
 
 def _score(demo: GivenDemo) -> None:
@@ -175,13 +163,7 @@ def _edited(pipeline: TextToVideo, instruction: str, source: Tensor, by_text: fl
 
 STAGES = (
     Stage("prepare", "draw clips with frames to give, and clips to edit", _prepare, lambda demo: [demo.dataset]),
-    Stage(
-        "train",
-        "train the recipe `digits_given` from the demo's model",
-        _train,
-        lambda demo: [demo.training / "finished"],
-    ),
-    Stage("bundle", "gather network, tokenizer and text encoder in one folder", _bundle, lambda demo: [demo.bundle]),
+    *training_stages("digits_given", "from the demo's model", _settings),
     Stage("score", "give it frames, clips, masks and instructions", _score, lambda demo: [demo.out / "score.json"]),
     Stage(
         "figures",

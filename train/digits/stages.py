@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
+from megadit.models.shared.command import run_module
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
 from megadit.models.shared.options import read_options
@@ -27,14 +28,36 @@ Demo = TypeVar("Demo", bound=HasFolder)
 
 
 @dataclass(frozen=True, kw_only=True)
-class FollowingDemo:
-    """A demo that goes on from the model of another."""
+class TrainingDemo:
+    """A demo that trains a model on a data set of its own."""
 
     out: Path
     """Folder for everything."""
+    num_ranks: int = 2
+
+    @property
+    def dataset(self) -> Path:
+        return self.out / "dataset"
+
+    @property
+    def training(self) -> Path:
+        return self.out / "train"
+
+    @property
+    def bundle(self) -> Path:
+        return self.out / "bundle"
+
+    @property
+    def videos(self) -> Path:
+        return self.out / "videos"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FollowingDemo(TrainingDemo):
+    """A demo that goes on from the model of another."""
+
     base: Path
     """The model's bundle; what its demo left beside it is there too."""
-    num_ranks: int = 2
     steps: int | None = None
     """Of training; None: those of the recipe."""
     stride: int = 1
@@ -81,6 +104,30 @@ class Stage(Generic[Demo]):
     run: Callable[[Demo], None]
     results: Callable[[Demo], Sequence[Path]]
     """Complete once they exist: each is written under a temporary name and renamed."""
+
+
+def training_stages(
+    recipe: str, goal: str, settings: Callable[[Demo], Sequence[str]]
+) -> tuple[Stage[Demo], Stage[Demo]]:
+    """A recipe trained on the demo's data set, with `settings` of its configuration, and the bundle of what it learnt.
+
+    A run that was interrupted goes on where it stopped.
+    """
+
+    def train(demo: Demo) -> None:
+        folders = f"data.path={demo.dataset}", f"train.output_dir={demo.training}"
+        ranks = "--nproc", str(demo.num_ranks)
+        run_module("megadit.train", "--recipe", recipe, *ranks, *folders, *settings(demo))
+        (demo.training / "finished").touch()
+
+    def gather(demo: Demo) -> None:
+        run_module("megadit.train.to_bundle", str(demo.training), str(demo.bundle))
+
+    parts = "gather network, tokenizer and text encoder in one folder"
+    return (
+        Stage("train", f"train the recipe `{recipe}` {goal}", train, lambda demo: [demo.training / "finished"]),
+        Stage("bundle", parts, gather, lambda demo: [demo.bundle]),
+    )
 
 
 def run_stages(demo: Demo, stages: Sequence[Stage[Demo]]) -> dict[str, float]:

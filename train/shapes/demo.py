@@ -18,15 +18,15 @@ from torch import Tensor
 from megadit.infer.given import GivenVideo
 from megadit.infer.video_io import write_video
 from megadit.models.bundle.bundle import Bundle
-from megadit.models.shared.command import run_command, run_module
+from megadit.models.shared.command import run_command
 from megadit.models.shared.files import atomic_directory, read_json, write_json
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import setting
 from megadit.train.data.drawn import prepare_drawn
 from megadit.train.digits import figures
-from megadit.train.digits.clips import make_clips, read_clips, wall, watchable
+from megadit.train.digits.clips import make_clips, read_clips, wall, watchable, write_clips
 from megadit.train.digits.judge import round_trip
-from megadit.train.digits.stages import Stage, run_stages, summary_of_seconds
+from megadit.train.digits.stages import Stage, TrainingDemo, run_stages, summary_of_seconds, training_stages
 from megadit.train.shapes import score
 from megadit.train.shapes.data import FPS, Scene, draw_scenes, neutral_caption
 from megadit.train.shapes.judge import judge
@@ -61,29 +61,11 @@ QUICK = Size(
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShapesDemo:
-    """The folder of the demo and what goes into it."""
+@dataclass(frozen=True, kw_only=True)
+class ShapesDemo(TrainingDemo):
+    """The folder of this demo and what goes into it."""
 
-    out: Path
     size: Size = Size()
-    num_ranks: int = 2
-
-    @property
-    def dataset(self) -> Path:
-        return self.out / "dataset"
-
-    @property
-    def training(self) -> Path:
-        return self.out / "train"
-
-    @property
-    def bundle(self) -> Path:
-        return self.out / "bundle"
-
-    @property
-    def videos(self) -> Path:
-        return self.out / "videos"
 
     @property
     def scenes(self) -> dict[str, list[Scene]]:
@@ -100,16 +82,6 @@ class ShapesDemo:
 def _prepare(demo: ShapesDemo) -> None:
     size = demo.size
     prepare_drawn(SHAPES, demo.dataset, num_clips=size.num_clips, num_images=size.num_images, num_val=size.num_val)
-
-
-def _train(demo: ShapesDemo) -> None:
-    arguments = [f"data.path={demo.dataset}", f"train.output_dir={demo.training}", *demo.size.overrides]
-    run_module("megadit.train", "--recipe", "shapes", "--nproc", str(demo.num_ranks), *arguments)
-    (demo.training / "finished").touch()
-
-
-def _bundle(demo: ShapesDemo) -> None:
-    run_module("megadit.train.to_bundle", str(demo.training), str(demo.bundle))
 
 
 def _generate(demo: ShapesDemo) -> None:
@@ -137,11 +109,7 @@ def _draw(demo: ShapesDemo) -> None:
     asked, clips, found = _asked(demo), read_clips(demo.clips("text")), read_json(demo.out / "score.json")["text"]
     chosen = _showcase(demo)
     with atomic_directory(demo.videos) as folder:
-        for number, place in enumerate(chosen):
-            caption = asked[place][1]
-            path = folder / f"{number:02d}-{caption.replace(' ', '-')}.mp4"
-            write_video(path, watchable(clips[place], ZOOM), FPS, metadata={"title": caption})
-        write_video(folder / "all.mp4", watchable(wall(clips[chosen]), ZOOM // 2), FPS)
+        write_clips(folder, clips[chosen], [asked[place][1] for place in chosen], fps=FPS, zoom=ZOOM)
         write_video(folder / "all.gif", watchable(wall(clips[chosen]), ZOOM // 2, loops=1), FPS)
     kinds = {"single": "captions of one thing", "pair": "of two", "pair_unseen": "of two never seen together"}
     shares = [f"{found[kind]['all']:.0%} of {found[kind]['num_clips']} {name}" for kind, name in kinds.items()]
@@ -151,8 +119,7 @@ def _draw(demo: ShapesDemo) -> None:
 
 STAGES: Sequence[Stage[ShapesDemo]] = (
     Stage("prepare", "draw captioned scenes and write them as shards", _prepare, lambda demo: [demo.dataset]),
-    Stage("train", "train the recipe `shapes` on Megatron-core", _train, lambda demo: [demo.training / "finished"]),
-    Stage("bundle", "gather network, tokenizer and text encoder in one folder", _bundle, lambda demo: [demo.bundle]),
+    *training_stages("shapes", "on Megatron-core", lambda demo: demo.size.overrides),
     Stage("generate", "make a clip of each caption", _generate, lambda demo: [demo.clips("text")]),
     Stage("continue", "go on from first frames", _continue, lambda demo: [demo.clips("first_frame")]),
     Stage("score", "judge every clip", _score, lambda demo: [demo.out / "score.json"]),

@@ -19,7 +19,7 @@ def test_every_option_reaches_the_data_set(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["clip", "image"])
 def test_samples_are_scenes_that_training_sees(kind):
-    chunk = SHAPES.draw("train", kind, range(40, 60), torch.Generator().manual_seed(0))
+    chunk = SHAPES.chunk_of("train", kind, range(40, 60), torch.Generator().manual_seed(0))
     frames = shapes.NUM_FRAMES if kind == "clip" else 1
     assert chunk.video_BCTHW.shape == (20, 3, frames, shapes.FRAME_SIZE, shapes.FRAME_SIZE)
     assert chunk.keys[0] == f"train-{kind}-000040" and len(set(chunk.keys)) == 20
@@ -28,6 +28,6 @@ def test_samples_are_scenes_that_training_sees(kind):
 
 
 def test_the_same_seed_gives_the_same_samples():
-    first, again = (SHAPES.draw("val", "clip", range(4), torch.Generator().manual_seed(3)) for _ in range(2))
+    first, again = (SHAPES.chunk_of("val", "clip", range(4), torch.Generator().manual_seed(3)) for _ in range(2))
     assert first.captions == again.captions and torch.equal(first.video_BCTHW, again.video_BCTHW)
     assert first.given_captions == again.given_captions
