@@ -136,11 +136,12 @@ NAMED_CONFIGS: dict[str, DiTConfig] = {
         num_layers=4,
         hidden_size=96,
         num_attention_heads=2,
-        in_channels=48,
+        in_channels=64,
         patch_spatial=1,
         crossattn_emb_size=64,
         sigma_data=1.0,
         given_sigma=0.02,
+        learned_positions=(3, 4, 4),
     ),
 }
 """The published sizes (L, XL and 7B as trained upstream on text and video; MovieGen's are those of NeMo's `DiTLlama*`),

@@ -149,7 +149,8 @@ def test_parameter_counts_follow_the_architecture(name):
     scalar_embedder = (256 + 1) * width + (width + 1) * width
     ends = (config.patch_dim + 1) * width + (config.crossattn_emb_size + 1) * width + width
     final = 2 * width**2 + (width + 1) * config.patch_dim
-    assert counted == config.num_layers * layer + 2 * scalar_embedder + ends + final
+    positions = sum(config.learned_positions or ()) * width
+    assert counted == config.num_layers * layer + 2 * scalar_embedder + ends + final + positions
 
 
 @pytest.mark.parametrize("config_class", [DiTConfig, ExpertConfig, Structure, SamplingSettings, RunConfig])

@@ -3,7 +3,16 @@ import math
 import pytest
 import torch
 
-from megadit.models.noise import Stream, latent_noise, normal, philox4x32, sample_key, seed_key, uniform, uniform_numbers
+from megadit.models.noise import (
+    Stream,
+    latent_noise,
+    normal,
+    philox4x32,
+    sample_key,
+    seed_key,
+    uniform,
+    uniform_numbers,
+)
 
 # Random123 (https://github.com/DEShawResearch/random123), tests/kat_vectors, philox 4x32 with 10 rounds.
 KNOWN_ANSWERS = [

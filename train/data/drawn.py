@@ -21,8 +21,8 @@ from megadit.train.data.dataset_info import DatasetInfo
 from megadit.train.data.writer import DatasetWriter, is_done
 
 TEXT_WIDTH = 64
-NUM_FITTING_CLIPS = 600
-"""Clips and as many images from which the tokenizer's principal components are computed."""
+NUM_FITTING = 300
+"""Clips, at most, and as many images from which the tokenizer's principal components are computed."""
 KINDS = "clip", "image"
 PREVIEW = "preview.png"
 
@@ -68,10 +68,10 @@ class Drawn:
     chunk: int = 250
     """Samples drawn, encoded and written at a time."""
 
-    def fit_tokenizer(self, seed: int) -> HaarTokenizer:
-        """Principal components of clips and images as training has them."""
+    def fit_tokenizer(self, seed: int, num_fitting: int = NUM_FITTING) -> HaarTokenizer:
+        """Principal components of so many clips and images as training has them."""
         generator = torch.Generator().manual_seed(seed)
-        counts = [min(self.chunk, NUM_FITTING_CLIPS - first) for first in range(0, NUM_FITTING_CLIPS, self.chunk)]
+        counts = [min(self.chunk, num_fitting - first) for first in range(0, num_fitting, self.chunk)]
         return HaarTokenizer.fit(
             (self.draw("train", kind, count, generator).video_BCTHW for kind in KINDS for count in counts),
             channels=self.channels,
@@ -109,7 +109,7 @@ def prepare_drawn(
         if count < 1:
             raise UserError(f"{name}={count} must be at least 1")
     start = time.monotonic()
-    tokenizer = drawn.fit_tokenizer(seed)
+    tokenizer = drawn.fit_tokenizer(seed, min(NUM_FITTING, counts["num_clips"]))
     print(f"tokenizer: {drawn.channels} channels, {tokenizer.reconstruction_psnr:.1f} dB on what it was fitted to")
     text_encoder = HashedWordEncoder(dim=TEXT_WIDTH)
     preview: list[Tensor] = []

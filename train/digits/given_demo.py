@@ -5,7 +5,6 @@ megadit demo-given                # from the bundle of `megadit demo`, into runs
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np

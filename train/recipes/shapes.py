@@ -28,6 +28,11 @@ def shapes() -> RunConfig:
             mock_latent_shapes=((1, 4, 4), (3, 4, 4)),
             given=("first_frame:0.15",),
         ),
-        train=replace(run.train, train_iters=1000, output_dir="runs/shapes"),
-        validation=replace(run.validation, interval=500),
+        train=replace(run.train, train_iters=1200, output_dir="runs/shapes"),
+        validation=replace(
+            run.validation,
+            interval=600,
+            # at 4, as for digits, fewer clips are right, of one thing as of two
+            sampling=replace(run.validation.sampling, guidance=2.0),
+        ),
     )

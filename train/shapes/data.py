@@ -1,4 +1,4 @@
-"""Captioned scenes of one thing or two that move, turn, grow or change colour: "a red star rises over a blue horse".
+"""Captioned scenes of one thing or two that move, turn, grow or change colour: "a red star rises over a blue heart".
 
 Things are glyphs of DejaVu Sans, which matplotlib brings along, drawn from their signed distances at any place, size
 and angle on 64x64 frames. Of two things the first one acts, the other stands still.
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from torch import Tensor
 
 from megadit.train.digits.data import COLOURS
 
+Name = TypeVar("Name", str, str | None)
+
 FRAME_SIZE = 64
 NUM_FRAMES = 9
 FPS = 8.0
@@ -28,14 +30,13 @@ FPS = 8.0
 SHAPES = {
     "star": "\u2605",
     "heart": "\u2665",
-    "horse": "\u265e",
     "castle": "\u265c",
     "cloud": "\u2601",
-    "plane": "\u2708",
-    "flag": "\u2691",
     "flower": "\u273f",
+    "arrow": "\u2b06",
+    "cross": "\u271a",
 }
-"""Name -> its glyph."""
+"""Name -> its glyph: of bold outlines, no two alike at any angle."""
 BACKGROUNDS = {
     "at night": ((0.02, 0.02, 0.10), (0.08, 0.08, 0.30)),
     "in a forest": ((0.02, 0.08, 0.03), (0.07, 0.26, 0.08)),
@@ -55,6 +56,9 @@ class Action(NamedTuple):
     """Clockwise."""
     growth: float = 1.0
     """Size of the last frame over that of the first."""
+    share: int = 1
+    """How often training sees it beside the others: what looks different with every shape, or every two colours, takes
+    longer to learn."""
 
 
 ACTIONS = {
@@ -62,11 +66,16 @@ ACTIONS = {
     "right": Action(("moves right", "slides right"), way=(0, 1)),
     "up": Action(("rises", "climbs"), way=(-1, 0)),
     "down": Action(("falls", "sinks"), way=(1, 0)),
-    "turn": Action(("turns", "spins"), degrees=90.0),
+    "turn": Action(("turns", "spins"), degrees=90.0, share=2),
     "grow": Action(("grows", "swells"), growth=1.8),
     "shrink": Action(("shrinks", "dwindles"), growth=1 / 1.8),
-    "recolour": Action(("becomes {becomes}", "changes to {becomes}")),
+    "recolour": Action(("becomes {becomes}", "changes to {becomes}"), share=2),
 }
+IN_TRAINING = {
+    "clip": tuple(name for name, action in ACTIONS.items() for _ in range(action.share)),
+    "image": (None,),
+}
+"""Kind of sample -> actions that its scenes are drawn from."""
 
 
 class Relation(NamedTuple):
@@ -86,11 +95,11 @@ RELATIONS = {
     "right": Relation(("right of", "to the right of"), "the right one", (0, 1)),
 }
 
-SIZES, TRAVELS = {1: 38.0, 2: 28.0}, {1: 20.0, 2: 10.0}
-"""By the number of things: pixels of a glyph's longer side, and of the way of one that moves."""
-APART = 33.0
-"""Pixels between the middles of two things."""
-JITTER = {1: 2.5, 2: 1.0}
+SIZE, TRAVEL = 26.0, 10.0
+"""Pixels of a glyph's longer side, and of the way of one that moves."""
+APART = 32.0
+"""Pixels between the middles of two things: each looks to the network like one alone that is a token aside."""
+JITTER = 1.0
 """A thing is up to this many pixels from its place, along each axis."""
 SIZE_JITTER = 0.04
 EDGE = 3.0
@@ -133,26 +142,31 @@ def _is_left_out(*names: str | None) -> bool:
 
 
 def random_scenes(
-    count: int, num_things: int, generator: torch.Generator, *, images: bool = False, unseen: bool = False
+    count: int,
+    num_things: int,
+    generator: torch.Generator,
+    *,
+    actions: Sequence[str | None] = tuple(ACTIONS),
+    unseen: bool = False,
 ) -> list[Scene]:
-    """Scenes drawn evenly among those that training sees, or among those that it does not."""
+    """Scenes drawn evenly, each of `actions` alike, among those that training sees, or among those that it does not."""
     scenes: list[Scene] = []
     while len(scenes) < count:
-        scene = _random_scene(num_things, images, generator)
+        scene = _random_scene(num_things, actions, generator)
         if scene.is_unseen == unseen:
             scenes.append(scene)
     return scenes
 
 
-def _random_scene(num_things: int, images: bool, generator: torch.Generator) -> Scene:
+def _random_scene(num_things: int, actions: Sequence[str | None], generator: torch.Generator) -> Scene:
     draws = iter(torch.rand(8, generator=generator).tolist())
 
-    def one_of(names: Sequence[str]) -> str:
+    def one_of(names: Sequence[Name]) -> Name:
         return names[int(next(draws) * len(names))]
 
     shape, colour = one_of(list(SHAPES)), one_of(list(COLOURS))
     scene = Scene(shape=shape, colour=colour, background=one_of(list(BACKGROUNDS)))
-    action = None if images else one_of(list(ACTIONS))
+    action = one_of(actions)
     becomes = one_of([name for name in COLOURS if name != colour])
     scene = replace(scene, action=action, becomes=becomes if action == "recolour" else None)
     if num_things == 1:
@@ -249,8 +263,7 @@ def draw_scenes(scenes: Sequence[Scene], generator: torch.Generator, num_frames:
     progress_T = torch.linspace(-0.5, 0.5, num_frames) if num_frames > 1 else torch.zeros(1)
     video_BCTHW = _backgrounds(scenes, num_frames)
     place_B2, other_place_B2 = _places(scenes, generator)
-    size_B2 = 1 + SIZE_JITTER * (2 * torch.rand(len(scenes), 2, generator=generator) - 1)
-    size_B2 = size_B2 * torch.tensor([SIZES[scene.num_things] for scene in scenes])[:, None]
+    size_B2 = SIZE * (1 + SIZE_JITTER * (2 * torch.rand(len(scenes), 2, generator=generator) - 1))
     _paint(video_BCTHW, scenes, place_B2, size_B2[:, 0], progress_T)
     pairs = [row for row, scene in enumerate(scenes) if scene.relation]
     if pairs:
@@ -264,8 +277,7 @@ def draw_scenes(scenes: Sequence[Scene], generator: torch.Generator, num_frames:
 def _paint(video_BCTHW: Tensor, scenes: Sequence[Scene], place_B2: Tensor, size_B: Tensor, progress_T: Tensor) -> None:
     """Draws the thing of each scene that acts over a video in 0..1; `place_B2` is the middle of its way."""
     actions = [ACTIONS[scene.action] if scene.action else Action(()) for scene in scenes]
-    travels = [TRAVELS[scene.num_things] for scene in scenes]
-    way_B2 = torch.tensor([action.way for action in actions]) * torch.tensor(travels)[:, None]
+    way_B2 = TRAVEL * torch.tensor([action.way for action in actions])
     growth_B1 = torch.tensor([[action.growth] for action in actions])
     covered_BTHW = draw_things(
         torch.tensor([list(SHAPES).index(scene.shape) for scene in scenes]),
@@ -283,9 +295,8 @@ def _paint(video_BCTHW: Tensor, scenes: Sequence[Scene], place_B2: Tensor, size_
 
 def _places(scenes: Sequence[Scene], generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Middles (height, width) of the way of the thing that acts, and of the other, from the middle of the frame."""
-    spread_B1 = torch.tensor([[JITTER[scene.num_things]] for scene in scenes])
     ways_B2 = torch.tensor([RELATIONS[s.relation].way if s.relation else (0, 0) for s in scenes]) * APART / 2
-    jitter_2B2 = (2 * torch.rand(2, len(scenes), 2, generator=generator) - 1) * spread_B1
+    jitter_2B2 = (2 * torch.rand(2, len(scenes), 2, generator=generator) - 1) * JITTER
     return ways_B2 + jitter_2B2[0], -ways_B2 + jitter_2B2[1]
 
 

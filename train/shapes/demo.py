@@ -32,8 +32,6 @@ from megadit.train.shapes.data import FPS, Scene, draw_scenes, neutral_caption
 from megadit.train.shapes.judge import judge
 from megadit.train.shapes.samples import SHAPES
 
-GUIDANCE_GIVEN = 2.0
-"""Where a first frame is given, which says most."""
 SHOWN = {"single": 6, "pair": 12, "single_unseen": 3, "pair_unseen": 3}
 """Clips of each kind in the pictures."""
 ZOOM = 4
@@ -93,7 +91,7 @@ def _continue(demo: ShapesDemo) -> None:
     scenes = [scene for scene, _ in _asked(demo)]
     frames = _pixels(real_clips(scenes)[:, :, :1])
     given = [GivenVideo(frames=frame, use="first_frame") for frame in frames]
-    make_clips(demo.clips("first_frame"), demo.bundle, neutral_captions(scenes), given, guidance=GUIDANCE_GIVEN)
+    make_clips(demo.clips("first_frame"), demo.bundle, neutral_captions(scenes), given)
 
 
 def _score(demo: ShapesDemo) -> None:
@@ -204,7 +202,7 @@ def _run(argv: list[str]) -> int:
     print(f"{summary_of_seconds(seconds)}\n\nLook at {demo.out / 'contact_sheet.png'} and {demo.videos / 'all.gif'}.")
     print(
         f"Make your own: megadit generate --checkpoint_path {demo.bundle} "
-        '--prompt "a red star rises left of a blue horse"'
+        '--prompt "a red star rises left of a blue heart"'
     )
     return 0
 

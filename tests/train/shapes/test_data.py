@@ -91,7 +91,7 @@ def test_a_thing_moves_as_told(action, axis, sign):
     clip_THW = shapes.draw_scenes([Scene(shape="star", colour="white", action=action)], generator())[0, 0]
     first, last = ((clip_THW[time] > 0.2).nonzero().float().mean(0) for time in (0, -1))
     travelled = (last - first) * sign
-    assert travelled[axis] == pytest.approx(shapes.TRAVELS[1], abs=1) and travelled[1 - axis].abs() < 1
+    assert travelled[axis] == pytest.approx(shapes.TRAVEL, abs=1) and travelled[1 - axis].abs() < 1
 
 
 @pytest.mark.parametrize(

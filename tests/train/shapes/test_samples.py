@@ -1,5 +1,7 @@
 """`megadit prepare shapes`: what its shards hold, and that its options decide it."""
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -25,6 +27,15 @@ def test_samples_are_scenes_that_training_sees(kind):
     assert chunk.keys[0] == f"train-{kind}-000040" and len(set(chunk.keys)) == 20
     pairs = sum(sum(word in shapes.SHAPES for word in caption.split()) == 2 for caption in chunk.captions)
     assert pairs == 12 and (chunk.given_captions is None) == (kind == "image")
+
+
+def test_clips_show_each_action_as_often_as_its_share_says():
+    scenes = shapes.random_scenes(2000, 1, torch.Generator().manual_seed(1), actions=shapes.IN_TRAINING["clip"])
+    counts = Counter(scene.action for scene in scenes)
+    shares = sum(action.share for action in shapes.ACTIONS.values())
+    for name, action in shapes.ACTIONS.items():
+        assert counts[name] / 2000 == pytest.approx(action.share / shares, rel=0.25)
+    assert len({action.share for action in shapes.ACTIONS.values()}) > 1
 
 
 def test_the_same_seed_gives_the_same_samples():
