@@ -97,7 +97,9 @@ class LowRank(nn.ModuleDict):
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
         """The change of y = base(x), [..., O]."""
         pairs = [factors(x.dtype) for factors in self.values()]
-        down_RI, up_OR = pairs[0] if len(pairs) == 1 else (torch.cat(side, dim=at) for at, side in enumerate(zip(*pairs)))
+        if len(pairs) > 1:
+            pairs = [tuple(torch.cat(side, dim=at) for at, side in enumerate(zip(*pairs, strict=True)))]
+        ((down_RI, up_OR),) = pairs
         if self.kept_I is not None and torch.is_grad_enabled():
             down_RI = down_RI * self.kept_I.to(down_RI)  # as if the input had been multiplied
         h = self.exchange(linear(x, down_RI))
