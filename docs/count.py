@@ -140,6 +140,8 @@ SHORT = {
     "serve/examples/with_megadit.py": "a program to copy",
     "train/classification.py": "the objective of one kind of networks",
     "train/cpu_memory.py": "a switch of the allocator",
+    "train/digits/samples.py": "a data set, written like that of shapes",
+    "train/shapes/samples.py": "a data set, written like that of digits",
     "train/data/tar_files.py": "shared by training and preparation, free of Energon",
     "train/pretrain_dit_model.py": "a name that users of DFM type",
     "train/recipes/experts.py": "the recipes of a family",
