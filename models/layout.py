@@ -255,8 +255,9 @@ def _on(layout: PackLayout, compute: Callable[["LayoutTensors"], Tensor], device
 def _all_on(layout: PackLayout, device: torch.device) -> list[Tensor]:
     """All tensors of a layout on a GPU, those of its condition rows too, by one copy."""
     made = [layout.memo(_on, compute, CPU) for compute in _COMPUTED]
-    *tensors, row_S = sent_together([*made, layout.rows.of_token(CPU)], device)
-    layout.rows.keep(device, row_S)
+    rows = layout.rows
+    *tensors, row_S, starts_P = sent_together([*made, rows.of_token(CPU), rows.starts_of_runs(CPU)], device)
+    rows.keep(device, row_S, starts_P)
     return tensors
 
 

@@ -9,12 +9,16 @@ Shapes: S video tokens of a rank.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from math import ceil, prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+LONGEST_RUN = 32
+"""Tokens that one program of a kernel takes: 8,192 of them keep a GPU of 132 processors busy, and what a program leaves
+behind, some float32 rows, is a sixteenth of what it reads."""
 
 Grid = tuple[int, int, int]
 Span = tuple[int, int]
@@ -127,20 +131,36 @@ class ConditionRows:
     def of_token(self, device: torch.device) -> Tensor:
         """int64 [S]."""
         if device not in self._of_token and device.type != "cpu":
-            self.keep(device, self.of_token(torch.device("cpu")).to(device, non_blocking=True))
+            self._of_token[device] = self.of_token(torch.device("cpu")).to(device, non_blocking=True)
         if device not in self._of_token:
             row_S = torch.empty(sum(group.count * group.length for group in self.groups), dtype=torch.long)
             for group in self.groups:
                 group.tokens_of(row_S).copy_(torch.arange(group.first, group.first + group.count)[:, None])
-            self.keep(device, row_S)
+            self._of_token[device] = row_S
         return self._of_token[device]
 
-    def keep(self, device: torch.device, row_S: Tensor) -> None:
-        """Takes what `of_token` gives for a device, int64 [S]."""
-        self._of_token[device] = row_S
+    def starts_of_runs(self, device: torch.device) -> Tensor:
+        """int32 [P + 1]: where each run of at most `LONGEST_RUN` neighbours with one row begins, and S."""
+        if device not in self._starts and device.type != "cpu":
+            self._starts[device] = self.starts_of_runs(torch.device("cpu")).to(device, non_blocking=True)
+        if device not in self._starts:
+            row_S = self.of_token(device)
+            changes = (row_S.diff().nonzero().flatten() + 1).tolist()
+            edges = [0, *changes, len(row_S)]
+            starts = [at for first, stop in pairwise(edges) for at in range(first, stop, LONGEST_RUN)]
+            self._starts[device] = torch.tensor([*starts, len(row_S)], dtype=torch.int32)
+        return self._starts[device]
+
+    def keep(self, device: torch.device, row_S: Tensor, starts_P: Tensor) -> None:
+        """Takes what `of_token`, int64 [S], and `starts_of_runs`, int32 [P + 1], give for a device."""
+        self._of_token[device], self._starts[device] = row_S, starts_P
 
     @cached_property
     def _of_token(self) -> dict[torch.device, Tensor]:
+        return {}
+
+    @cached_property
+    def _starts(self) -> dict[torch.device, Tensor]:
         return {}
 
 
@@ -181,13 +201,19 @@ class OpenRows:
 
 @dataclass(frozen=True, slots=True)
 class RowsByToken:
-    """Condition rows of which only a tensor is known, not how they are grouped: a recording's, which has any pack's."""
+    """Condition rows of which only tensors are known, not how they are grouped: a recording's, which has any pack's."""
 
     row_S: Tensor
+    starts_P: Tensor
+    """What `ConditionRows.starts_of_runs` says, and S as often as there is room."""
 
     def of_token(self, device: torch.device) -> Tensor:
         """int64 [S]."""
         return self.row_S
+
+    def starts_of_runs(self, device: torch.device) -> Tensor:
+        """int32 [P + 1]."""
+        return self.starts_P
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megadit.models.blocks import BlockInputs, BlockStack
 from megadit.models.embeddings import Rotary
 from megadit.models.ops.ledger import cheap_values_recomputed
-from megadit.models.segments import RowsByToken
+from megadit.models.segments import LONGEST_RUN, RowsByToken
 from megadit.models.shared.errors import UserError
 
 Record = Callable[[tuple[nn.Module, ...], tuple[tuple[Tensor, ...], ...]], tuple[Callable[..., Tensor], ...]]
@@ -78,7 +78,8 @@ class FixedLayout:
 
 
 class GraphedBlocks(BlockStack):
-    """Blocks that are replayed where a backward follows, and called where not, or where a pack has more segments."""
+    """Blocks that are replayed where a backward follows, and called where not, or where a pack has more
+    segments or pieces."""
 
     def __init__(self, blocks: dict[str, nn.Module], max_segments: int, record: Record = record_cuda_graphs) -> None:
         super().__init__(blocks)
@@ -89,7 +90,7 @@ class GraphedBlocks(BlockStack):
     def forward(self, x_SBD: Tensor, inputs: BlockInputs) -> Tensor:
         """Tokens [S, B, D] after all blocks."""
         is_watched = any(block._forward_hooks for block in self.values())
-        if not torch.is_grad_enabled() or is_watched or len(inputs.condition_GD) > self.max_segments:
+        if not torch.is_grad_enabled() or is_watched or not self._has_room(inputs, len(x_SBD)):
             return super().forward(x_SBD, inputs)
         tensors = _tensors(inputs, self.max_segments)
         if self._graphs is None:
@@ -98,10 +99,20 @@ class GraphedBlocks(BlockStack):
             x_SBD = graph(x_SBD, *tensors.values())
         return x_SBD
 
+    def _has_room(self, inputs: BlockInputs, num_tokens: int) -> bool:
+        num_starts = len(inputs.layout.rows.starts_of_runs(inputs.condition_GD.device))
+        fits = num_starts <= _most_starts(num_tokens, self.max_segments)
+        return fits and len(inputs.condition_GD) <= self.max_segments
+
     def _recorded(self, x_SBD: Tensor, tensors: dict[str, Tensor]) -> tuple[Callable[..., Tensor], ...]:
         modules = tuple(_OfTensors(block, tuple(tensors)) for block in self.values())
         shared = tuple(_place(tensor) for tensor in tensors.values())  # every block reads the same there
         return self._record(modules, tuple((_place(x_SBD), *shared) for _ in modules))
+
+
+def _most_starts(num_tokens: int, num_segments: int) -> int:
+    """Of runs of tokens: two stretches for each segment, and each run of full length."""
+    return num_tokens // LONGEST_RUN + 2 * num_segments + 1
 
 
 def _place(tensor: Tensor) -> Tensor:
@@ -113,6 +124,8 @@ def _tensors(inputs: BlockInputs, num_segments: int) -> dict[str, Tensor]:
     layout, device = inputs.layout, inputs.condition_GD.device
     missing = num_segments - layout.num_segments
     missing_rows = num_segments - len(inputs.condition_GD)
+    row_S, starts_P = layout.rows.of_token(device), layout.rows.starts_of_runs(device)
+    missing_starts = _most_starts(len(row_S), num_segments) - len(starts_P)
 
     def extended(bounds: Tensor) -> Tensor:
         return torch.cat([bounds, bounds[-1:].expand(missing)])
@@ -120,7 +133,8 @@ def _tensors(inputs: BlockInputs, num_segments: int) -> dict[str, Tensor]:
     found = {
         "condition": F.pad(inputs.condition_GD, (0, 0, 0, missing_rows)),
         "text": inputs.text_LBD,
-        "row": layout.rows.of_token(device),
+        "row": row_S,
+        "starts": F.pad(starts_P, (0, missing_starts), value=len(row_S)),
         "token_bounds": extended(layout.on(device).bounds),
         "text_bounds": extended(layout.on(device).text_bounds),
         "shared": None if inputs.shared_GM is None else F.pad(inputs.shared_GM, (0, 0, 0, missing_rows)),
@@ -145,7 +159,7 @@ class _OfTensors(nn.Module):
             text_bounds=given["text_bounds"],
             longest=len(x_SBD),
             longest_text=0 if text_LBD is None else len(text_LBD),
-            rows=RowsByToken(given["row"]),
+            rows=RowsByToken(given["row"], given["starts"]),
         )
         inputs = BlockInputs(
             condition_GD=given["condition"],

@@ -7,13 +7,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megadit.models.ops.fusion import is_compiled
+from megadit.models.ops.fusion import has_kernels, is_compiled
 from megadit.models.segments import ConditionRows, DenseRows, LengthGroup, Rows, RowsByToken
 
 
 def are_looked_up(x: Tensor, rows: Rows | None) -> bool:
     """Whether each token of x [S, 1, D] looks its row up: on a GPU, inside one compiled kernel."""
     return isinstance(rows, RowsByToken) or (isinstance(rows, ConditionRows) and is_compiled(x))
+
+
+def are_in_runs(x: Tensor, rows: Rows | None) -> bool:
+    """Whether kernels take x [S, 1, D] by runs of tokens that have one row."""
+    return isinstance(rows, ConditionRows | RowsByToken) and has_kernels(x)
 
 
 def are_grouped(rows: Rows | None) -> bool:

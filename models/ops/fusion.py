@@ -14,10 +14,35 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 COMPILED_ON = frozenset({"cuda"} if find_spec("triton") else ())
 """Devices where a pass over memory costs more than what is computed in it; on a CPU it is already in the caches."""
-BACKEND: str | Callable = "inductor"
+KERNELS_ON = COMPILED_ON
+"""Devices that run kernels written in Triton."""
+OPTIONS = {
+    "realize_reads_threshold": 64,
+    "realize_acc_reads_threshold": 64,
+    "realize_opcount_threshold": 1000,
+    "triton.mix_order_reduction_non_strict_mode": True,
+}
+"""Of inductor. What is computed of few numbers and needed twice is computed twice, not written to memory and read; sums
+along rows and across them are one kernel for all sizes (docs/kernels.md)."""
+
+
+def by_inductor(graph: GraphModule, inputs: list) -> Callable:
+    """Compiles a graph, in as few kernels as may be."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(graph, inputs, config_patches=options_there())
+
+
+def options_there() -> dict[str, int | bool]:
+    """`OPTIONS` that this torch has."""
+    return {name: OPTIONS[name] for name in OPTIONS.keys() & torch._inductor.list_options()}
+
+
+BACKEND: Callable = by_inductor
 MOST_VARIANTS = 64
 """Kinds of inputs that one chain is compiled for."""
 _AS_WRITTEN: set[Callable] = set()
@@ -27,6 +52,11 @@ _AS_WRITTEN: set[Callable] = set()
 def is_compiled(x: Tensor) -> bool:
     """Whether chains of operations on `x`, of any shape, are compiled."""
     return x.device.type in COMPILED_ON and not torch.compiler.is_compiling()
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Whether kernels written in Triton, which compute in float32, take `x`, of any shape."""
+    return x.device.type in KERNELS_ON and x.dtype != torch.float64 and not torch.compiler.is_compiling()
 
 
 def fused(function: Callable[..., Any], *inputs: Any) -> Any:

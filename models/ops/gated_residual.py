@@ -9,6 +9,7 @@ from torch import Tensor
 from megadit.models.ops.condition_rows import (
     are_dense,
     are_grouped,
+    are_in_runs,
     are_looked_up,
     of_each_token,
     rows_of,
@@ -36,6 +37,12 @@ def by_run(x_SBD: Tensor, gate_GD: Tensor, y_SBD: Tensor, rows: Rows | None) -> 
     """x + gate * y, [S, B, D]; tokens that are given, and those that are not, broadcast theirs."""
     runs = [torch.addcmul(x_SBD[a:b], gate_GD[own], y_SBD[a:b]) for (a, b), own in rows.runs]
     return torch.cat(runs)
+
+
+@gated_residual.variant("by_run_of_tokens", suits=lambda x, gate, y, rows=None: are_in_runs(x, rows))
+def by_run_of_tokens(x_S1D: Tensor, gate_GD: Tensor, y_S1D: Tensor, rows: Rows | None) -> Tensor:
+    """x + gate * y, [S, 1, D]; the backward reads its tokens once, for sums over rows as well."""
+    return _ByRun.apply(x_S1D, gate_GD, y_S1D, rows.of_token(x_S1D.device), rows.starts_of_runs(x_S1D.device))
 
 
 @gated_residual.variant("by_token", suits=lambda x, gate, y, rows=None: are_looked_up(x, rows))
@@ -76,6 +83,23 @@ class _ByToken(torch.autograd.Function):
         gate, *others = ctx.saved_tensors
         grad_gate, grad_y = fused(_backward, grad.contiguous(), two_or_more(gate), *others)
         return grad, None if grad_gate is None else grad_gate[: len(gate)], grad_y, None
+
+
+class _ByRun(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, gate, y, row_S, starts_P):
+        ctx.save_for_backward(gate, _if_gate_learns(ctx, y), row_S, starts_P)
+        return fused(_forward, x, two_or_more(gate), y, row_S)
+
+    @staticmethod
+    def backward(ctx, grad):
+        gate, y, row_S, starts_P = ctx.saved_tensors
+        grad = grad.contiguous()
+        if y is None:
+            return grad, *fused(_backward, grad, two_or_more(gate), None, row_S), None, None
+        from megadit.models.ops.row_sums import gate_backward
+
+        return grad, *gate_backward(grad, gate.contiguous(), y.contiguous(), row_S, starts_P), None, None
 
 
 class _ByLengthGroup(torch.autograd.Function):

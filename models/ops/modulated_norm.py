@@ -2,7 +2,8 @@
 
 A pack's forward never gathers a row per token on a CPU: a length group is viewed as a batch and broadcast. The backward
 reduces over each segment, in a fixed order, so that the same pack gives the same gradient to the last bit; normalised
-activations are recomputed rather than kept. On a GPU each token looks its row up inside one compiled kernel.
+activations are recomputed rather than kept. On a GPU each token looks its row up inside one compiled kernel, and the
+backward is one kernel of our own (`row_sums.py`); packs whose runs of tokens nobody knows have two products beside it.
 
 Shapes: S video tokens, B batch, D width, G condition rows.
 """
@@ -14,6 +15,7 @@ from torch import Tensor
 from megadit.models.ops.condition_rows import (
     are_dense,
     are_grouped,
+    are_in_runs,
     are_looked_up,
     of_each_token,
     rows_of,
@@ -79,6 +81,15 @@ def by_run(x_SBD, shift_GD, scale_GD, eps, rows, rms_weight_D=None) -> Tensor:
     y_SBD = _normalize(x_SBD, eps, rms_weight_D is not None)[0]
     runs = [torch.addcmul(shift_GD[own], y_SBD[first:stop], factor_GD[own]) for (first, stop), own in rows.runs]
     return torch.cat(runs)
+
+
+@modulated_norm.variant(
+    "by_run_of_tokens", suits=lambda x, shift, scale, eps, rows=None, rms_weight=None: are_in_runs(x, rows)
+)
+def by_run_of_tokens(x_S1D, shift_GD, scale_GD, eps, rows, rms_weight_D=None) -> Tensor:
+    """norm(x) (1 + scale) + shift, [S, 1, D]; the backward reads its tokens once, for sums over rows as well."""
+    of_tokens = rows.of_token(x_S1D.device), rows.starts_of_runs(x_S1D.device)
+    return _ByRun.apply(x_S1D, shift_GD, _factor(scale_GD, rms_weight_D), eps, *of_tokens, rms_weight_D is not None)
 
 
 @modulated_norm.variant(
@@ -186,3 +197,19 @@ class _ByToken(torch.autograd.Function):
         x, factor, *others = ctx.saved_tensors
         grad_x, *of_rows = fused(_backward, grad.contiguous(), x, two_or_more(factor), *others, ctx.is_rms)
         return grad_x, *(gradient[: len(factor)] for gradient in of_rows), None, None, None
+
+
+class _ByRun(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, shift, factor, eps, row_S, starts_P, is_rms):
+        y, mean, root_inverse = fused(_forward, x, two_or_more(shift), two_or_more(factor), eps, row_S, is_rms)
+        ctx.save_for_backward(x, factor, mean, root_inverse, row_S, starts_P)
+        ctx.is_rms = is_rms
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        from megadit.models.ops.row_sums import norm_backward
+
+        inputs = (tensor.contiguous() for tensor in (grad, *ctx.saved_tensors))
+        return *norm_backward(*inputs, ctx.is_rms), None, None, None, None
