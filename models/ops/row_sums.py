@@ -36,14 +36,15 @@ def norm_backward(
     `starts_P` is `ConditionRows.starts_of_runs`; all are contiguous.
     """
     grad_x, width = torch.empty_like(x_S1D), x_S1D.shape[-1]
+    block = triton.next_power_of_2(width)
     sums_2PD, row_P = _partial(2, starts_P, x_S1D)
     _norm_backward[(len(row_P),)](
         *(grad_S1D, x_S1D, factor_GD, mean_S11, root_inverse_S11, row_S, starts_P, grad_x, sums_2PD, row_P),
         len(row_P),
         width,
         IS_RMS=is_rms,
-        BLOCK=triton.next_power_of_2(width),
-        num_warps=8,
+        BLOCK=block,
+        num_warps=num_warps(block),
     )
     grad_shift, grad_factor = _of_rows(sums_2PD, row_P, factor_GD).unbind()
     return grad_x, grad_shift, grad_factor
@@ -59,6 +60,11 @@ def gate_backward(
         *(grad_S1D, gate_GD, y_S1D, row_S, starts_P, grad_y, sums_1PD, row_P), width, BLOCK=COLUMNS
     )
     return _of_rows(sums_1PD, row_P, gate_GD)[0], grad_y
+
+
+def num_warps(block: int) -> int:
+    """Of a program that keeps `block` numbers of five tensors in registers: 16 of each in a thread."""
+    return min(max(block // 512, 1), 32)
 
 
 def _partial(count: int, starts_P: Tensor, x_S1D: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,7 +108,7 @@ def _norm_backward(
     factor = tl.load(factor_ptr + row * width + column, inside & (row >= 0), 0.0).to(tl.float32)
     of_shift, of_factor = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     at = first.to(tl.int64) * width + column
-    for _token in range(first, stop):
+    for token in range(first, stop):
         grad = tl.load(grad_ptr + at, inside, 0.0).to(tl.float32)
         x = tl.load(x_ptr + at, inside, 0.0).to(tl.float32)
         mean, root_inverse = tl.load(mean_ptr + token), tl.load(root_inverse_ptr + token)

@@ -286,8 +286,11 @@ def _split(text: str) -> list[str]:
 
 def _sizes(source: str) -> Callable[[str], int]:
     """Bytes of a tensor that the wrapper names, or of a view that it takes."""
-    numbers = {name: int(n) for name, n in re.findall(r"^    (arg\w+) = (\d+)$", source, re.M)}
-    numbers |= {name: numbers[of] for name, of in re.findall(r"^ +(s\d+) = (arg\w+)$", source, re.M)}
+    numbers: dict[str, Any] = {name: int(n) for name, n in re.findall(r"^    (arg\w+) = (\d+)$", source, re.M)}
+    for name, shape in re.findall(r"^    (arg\w+) = rand_strided\((\(.*?\)),", source, re.M):
+        numbers[f"{name}_size"] = eval(shape)
+    for name, of in re.findall(r"^ +(s\d+) = (.+)$", source, re.M):
+        numbers[name] = eval(of, {}, numbers)
     made = re.findall(r"^ +(\w+) = (?:rand_strided|empty_strided_cuda)\((.*)\)$", source, re.M)
     width = {name: getattr(torch, re.search(r"torch\.(\w+)$", text)[1]).itemsize for name, text in made}
     sizes = {name: width[name] * _numel(_split(text)[0], numbers) for name, text in made}
@@ -305,7 +308,7 @@ def _sizes(source: str) -> Callable[[str], int]:
     return size
 
 
-def _numel(shape: str, numbers: dict[str, int]) -> int:
+def _numel(shape: str, numbers: dict[str, Any]) -> int:
     return prod(eval(shape, {"math": math}, numbers))
 
 

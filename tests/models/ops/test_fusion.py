@@ -178,7 +178,7 @@ ROWS = [torch.tensor([0, 0, 1, 2, 2, 2]), torch.tensor([1, 0, 0])]
 def numbers(row_S, *, is_rms):
     """Results and gradients of the three ops whose operations are fused."""
     torch.manual_seed(0)
-    rows = RowsByToken(row_S)
+    rows = RowsByToken(row_S, torch.arange(len(row_S) + 1, dtype=torch.int32))
     x, y = (torch.randn(len(row_S), 1, 24, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
     shift, scale, gate = (torch.randn(3, 24, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     weight = torch.randn(24, dtype=torch.bfloat16) if is_rms else None

@@ -25,7 +25,13 @@ from megadit.models.segments import DenseRows, RowsByToken, Segment
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
 """Relative error of a whole tensor: some roundings of 2^-24 or 2^-9, the sum of whose results partly cancels."""
-NEED_A_GPU = {("linear", "grouped_product"), ("attention", "varlen_flash")}
+NEED_A_GPU = {
+    ("linear", "grouped_product"),
+    ("attention", "varlen_flash"),
+    ("modulated_norm", "by_run_of_tokens"),
+    ("gated_residual", "by_run_of_tokens"),
+}
+"""`by_run_of_tokens` runs in test_row_sums.py."""
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 EPS = 1e-6
 
@@ -140,7 +146,13 @@ def rows_of_packs() -> Iterator[tuple[str, int, int, Any]]:
     for index, pack in enumerate((*PACKS, GIVEN)):
         count = len(pack.segment_of_row)
         yield f"pack {index}", pack.capacity, count, pack.rows
-        yield f"pack {index} by token", pack.capacity, count, RowsByToken(pack.rows.of_token(CPU))
+        yield f"pack {index} by token", pack.capacity, count, by_token(pack.rows.of_token(CPU))
+
+
+def by_token(row_S: Tensor) -> RowsByToken:
+    """Rows of which only tensors are known, whose table of runs has room for more."""
+    edges = [0, *(row_S.diff().nonzero().flatten() + 1).tolist(), len(row_S)]
+    return RowsByToken(row_S, torch.tensor([*edges, len(row_S), len(row_S)], dtype=torch.int32))
 
 
 def modulated_norm_cases() -> Iterator[Case]:
@@ -364,12 +376,12 @@ def test_a_tile_in_the_wrong_place_is_seen(monkeypatch):
 
 def test_rows_in_another_order_are_seen():
     for name in ("modulated_norm", "gated_residual"):
-        by_token = OPS[name].variants["by_token"]
+        variant = OPS[name].variants["by_token"]
 
-        def flipped(*inputs, compute=by_token.compute):
-            return compute(*(RowsByToken(x.row_S.flip(0)) if isinstance(x, RowsByToken) else x for x in inputs))
+        def flipped(*inputs, compute=variant.compute):
+            return compute(*(by_token(x.row_S.flip(0)) if isinstance(x, RowsByToken) else x for x in inputs))
 
-        found = errors(OPS[name], replace(by_token, compute=flipped), "cpu")
+        found = errors(OPS[name], replace(variant, compute=flipped), "cpu")
         assert min(error for case, error in found.items() if "pack 0" in case) > 2
 
 
