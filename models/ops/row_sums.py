@@ -4,7 +4,7 @@ A gradient of the tokens and the sums over all tokens of a condition row want th
 kernel and a matrix product of them, and a tensor as long as the pack between. Here a program takes a run of tokens that
 have one row, and keeps the row's sums in its registers. What the runs of a row have found is added up after that, in
 the order of the runs: the same pack gives the same gradient to the last bit. Runs without tokens, as those that fill a
-recording's table up, have no row.
+recording's table up, find 0 for row 0.
 
 Imported where there is Triton; `TRITON_INTERPRET=1` runs the kernels on a CPU.
 
@@ -102,10 +102,10 @@ def _norm_backward(
 ):
     run = tl.program_id(0)
     first, stop = tl.load(starts_ptr + run), tl.load(starts_ptr + run + 1)
-    row = tl.load(row_ptr + first, first < stop, -1)
+    row = tl.load(row_ptr + first, first < stop, 0)
     column = tl.arange(0, BLOCK)
     inside = column < width
-    factor = tl.load(factor_ptr + row * width + column, inside & (row >= 0), 0.0).to(tl.float32)
+    factor = tl.load(factor_ptr + row * width + column, inside, 0.0).to(tl.float32)
     of_shift, of_factor = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     at = first.to(tl.int64) * width + column
     for token in range(first, stop):
@@ -132,10 +132,10 @@ def _gate_backward(
 ):
     run = tl.program_id(0)
     first, stop = tl.load(starts_ptr + run), tl.load(starts_ptr + run + 1)
-    row = tl.load(row_ptr + first, first < stop, -1)
+    row = tl.load(row_ptr + first, first < stop, 0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    gate = tl.load(gate_ptr + row * width + column, inside & (row >= 0), 0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * width + column, inside, 0.0).to(tl.float32)
     of_gate = tl.zeros([BLOCK], tl.float32)
     at = first.to(tl.int64) * width + column
     for _token in range(first, stop):

@@ -82,6 +82,8 @@ class Generated:
     kernels: list[Kernel]
     least: int
     """Bytes of the chain's inputs and outputs, each once."""
+    guards: tuple[str, ...] = ()
+    """What inductor asked of sizes: where it is otherwise, the chain is compiled anew."""
 
     @property
     def ratio(self) -> float:
@@ -168,8 +170,11 @@ def generated(run: Callable[[], object]) -> list[Generated]:
 
     def compiler(module: fx.GraphModule, inputs: list) -> Callable:
         least = _least(module)
+        shapes = detect_fake_mode(inputs).shape_env
+        known = len(shapes.guards)
         source = source_of(copy.deepcopy(module), inputs)
-        found.append(Generated(names[-1], source, kernels_of(source), least))
+        guards = tuple(str(guard.expr) for guard in shapes.guards[known:])
+        found.append(Generated(names[-1], source, kernels_of(source), least, guards))
         return make_boxed_func(module.forward)
 
     backend = aot_autograd(
@@ -318,7 +323,7 @@ TOKENS, WIDTH, HEADS, TEXT = 8192, 3072, 24, 512
 
 
 def chains() -> None:
-    """Computes each chain, forward and backward, as a block of 7B does for a pack of seven samples and padding."""
+    """Computes each chain, forward and backward, as a block of 7B does, of a pack of seven samples and padding."""
     layout = PackLayout.pack([Segment((1, 1, TOKENS // 8), TEXT // 8)] * 7, capacity=TOKENS, text_capacity=TEXT)
     x, y = (_normal(TOKENS, 1, WIDTH) for _ in range(2))
     shift, scale, gate = (_normal(layout.num_segments, WIDTH) for _ in range(3))

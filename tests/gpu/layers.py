@@ -16,8 +16,8 @@ from megadit.train.plan.work import typical_pack
 
 LAYERS = 4
 ONE_PACK = ("data.mock=true", "data.global_batch_size=1", "data.micro_batch_size=1", "optimizer.optimizer=adamw")
-SMALL = ("model.hidden_size=64", "model.num_attention_heads=2", "data.seq_length=256", "data.text_seq_length=16",
-         "data.mock_latent_shapes=[[4,16,16]]", "model.ffn_hidden_size=128")  # fmt: skip
+SMALL = ("model.hidden_size=256", "model.num_attention_heads=2", "data.seq_length=256", "data.text_seq_length=16",
+         "data.mock_latent_shapes=[[4,16,16]]", "model.ffn_hidden_size=512")  # fmt: skip
 IN_BLOCKS = ("linears", "attention", "norm", "gates", "activation")
 
 
