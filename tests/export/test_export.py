@@ -138,6 +138,16 @@ def test_graphs_are_sound_and_named(exported):
         assert "denoiser.dit.blocks.1.mlp.fc2/MatMul" in " ".join(names) or name != "denoiser"
 
 
+def test_attention_is_a_softmax_between_two_products(exported):
+    """What TensorRT makes one kernel of; what stands between, as `IsNaN` behind a masked softmax, would end it."""
+    nodes = onnx.load(exported.path / "onnx/denoiser.onnx").graph.node
+    softmaxes = [node for node in nodes if node.op_type == "Softmax"]
+    assert len(softmaxes) == 4, "of videos and of texts, in two blocks"
+    for softmax in softmaxes:
+        assert [node.op_type for node in nodes if softmax.output[0] in node.input] == ["MatMul"], softmax.name
+    assert not [node.name for node in nodes if node.op_type == "IsNaN"]
+
+
 def test_sizes_beyond_the_profile_say_so(exported):
     denoiser = load_denoiser(exported, "onnx", device=CPU, dtype=torch.float32)
     x = torch.zeros(1, exported.config.in_channels, 1, 4, 400)

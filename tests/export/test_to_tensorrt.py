@@ -23,11 +23,12 @@ from onnx import TensorProto, helper
 from megadit.export import command, to_tensorrt
 from megadit.export.engines import refit_engines, write_engines
 from megadit.export.operators import check_operators, known_operators
-from megadit.export.to_tensorrt import EngineSettings, Libraries, build_engine, load_libraries
+from megadit.export.to_tensorrt import EngineSettings, Libraries, build_engine, check_refittable, load_libraries
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.runtimes import tensorrt as runtime
 from megadit.infer.runtimes.load import open_exported
 from megadit.infer.runtimes.network_spec import ExportedNetworks
+from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
 
 ROOT = Path(to_tensorrt.__file__).parent.parent
@@ -270,6 +271,14 @@ def test_engines_of_an_earlier_export_take_new_weights(exported, refittable, tmp
     with_its_version = {**before.settings, "engine": {**before.settings["engine"], "version_compatible": False}}
     with pytest.raises(ValueError, match="are of TensorRT 11.4.0.106, not 12.0"):
         refit_engines(graphs, plan, ExportedNetworks(before.directory, with_its_version), Libraries(fake, None))
+
+
+def test_weights_are_not_exchanged_where_tensorrt_loses_some():
+    for version in ("10.16.1.11", "11.2.0.1", "11.4.0.106"):
+        check_refittable(EngineSettings(refittable=True), version)
+    check_refittable(EngineSettings(), "11.3.0.12")
+    with pytest.raises(UserError, match="TensorRT 11.3.0.12 may drop biases of such engines; use 11.4"):
+        check_refittable(EngineSettings(refittable=True), "11.3.0.12")
 
 
 def test_what_cannot_be_refitted_is_refused_before_anything_is_exported(exported, refittable, capsys):
