@@ -1,5 +1,6 @@
 """One picture of many videos, in rows and columns under their names."""
 
+import math
 import textwrap
 from collections.abc import Sequence
 
@@ -7,7 +8,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 _MARGIN = 6
-_LINES = 2
+_MOST_LINES = 12
 _FONT_SIZE = 12
 _LINE_HEIGHT = 14
 _GAP = 3
@@ -17,20 +18,23 @@ _SMALLEST = 128
 
 
 def contact_sheet(
-    videos: Sequence[np.ndarray], captions: Sequence[str], num_columns: int, *, num_lines: int = _LINES
+    videos: Sequence[np.ndarray], captions: Sequence[str], num_columns: int, *, num_lines: int | None = None
 ) -> np.ndarray:
     """uint8 [T, H, W, 3] from videos of any sizes and lengths, `num_columns` of them in a row.
 
-    As long as the longest; shorter ones stay at their last frame. Captions have room for `num_lines`.
+    As long as the longest; shorter ones stay at their last frame. Captions have room for `num_lines`; None: as many as
+    the longest of them takes, up to a dozen.
     """
     videos = [_enlarged(video) for video in videos]
     height, width = (max(video.shape[axis] for video in videos) for axis in (1, 2))
+    labels = [_wrapped(caption, width, _MOST_LINES if num_lines is None else num_lines) for caption in captions]
+    num_lines = max(map(len, labels)) if num_lines is None else num_lines
     text_height = num_lines * _LINE_HEIGHT + (_GAP if num_lines else 0)
     cell = (height + text_height + _MARGIN, width + _MARGIN)
     num_rows = -(-len(videos) // num_columns)
     page = Image.new("RGB", (cell[1] * num_columns + _MARGIN, cell[0] * num_rows + _MARGIN), "white")
-    for place, caption in enumerate(captions):
-        _write(page, caption, _corner(place, num_columns, cell), width, num_lines)
+    for place, label in enumerate(labels):
+        _write(page, label, _corner(place, num_columns, cell))
     sheet = np.repeat(np.asarray(page)[None], max(map(len, videos)), axis=0)
     for place, video in enumerate(videos):
         top, left = _corner(place, num_columns, cell)
@@ -43,8 +47,13 @@ def contact_sheet(
 def under_heading(sheet: np.ndarray, heading: str) -> np.ndarray:
     """A sheet, THWC, below one line of text."""
     strip = Image.new("RGB", (sheet.shape[2], _LINE_HEIGHT + 2 * _MARGIN), "white")
-    _write(strip, heading, (_MARGIN, _MARGIN), sheet.shape[2] - 2 * _MARGIN, 1)
+    _write(strip, _wrapped(heading, sheet.shape[2] - 2 * _MARGIN, 1), (_MARGIN, _MARGIN))
     return np.concatenate([np.repeat(np.asarray(strip)[None], len(sheet), axis=0), sheet], axis=1)
+
+
+def grid_columns(count: int) -> int:
+    """Of a grid of so many videos that is about as wide as high."""
+    return max(1, math.ceil(math.sqrt(count)))
 
 
 def middle_frame(video: np.ndarray) -> np.ndarray:
@@ -61,11 +70,20 @@ def _corner(place: int, num_columns: int, cell: tuple[int, int]) -> tuple[int, i
     return _MARGIN + row * cell[0], _MARGIN + column * cell[1]
 
 
-def _write(page: Image.Image, caption: str, corner: tuple[int, int], width: int, num_lines: int) -> None:
+def _wrapped(caption: str, width: int, num_lines: int) -> list[str]:
+    """Its lines, each broken where it is wider; at most `num_lines`."""
     if not num_lines:
-        return
-    font = ImageFont.load_default(_FONT_SIZE)
-    letters = max(4, int(width / font.getlength("n")))
-    lines = textwrap.wrap(caption, letters, max_lines=num_lines, placeholder="…")
+        return []
+    letters = max(4, int(width / _font().getlength("n")))
+    lines = [part for line in caption.splitlines() for part in textwrap.wrap(line, letters, max_lines=num_lines)]
+    rest = "\n".join(lines[num_lines - 1 :])
+    return [*lines[: num_lines - 1], *textwrap.wrap(rest, letters, max_lines=1, placeholder="…")]
+
+
+def _write(page: Image.Image, lines: Sequence[str], corner: tuple[int, int]) -> None:
     for number, line in enumerate(lines):
-        ImageDraw.Draw(page).text((corner[1], corner[0] + number * _LINE_HEIGHT), line, fill="black", font=font)
+        ImageDraw.Draw(page).text((corner[1], corner[0] + number * _LINE_HEIGHT), line, fill="black", font=_font())
+
+
+def _font() -> ImageFont.FreeTypeFont:
+    return ImageFont.load_default(_FONT_SIZE)

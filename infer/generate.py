@@ -167,6 +167,7 @@ def _tell_memory(
         offload_text_encoder=options.offload_text_encoder,
         sequential_guidance=options.sequential_guidance,
         batch_size=options.batch_size,
+        num_videos=len(specs),
         slots=None if options.runtime in (None, TORCH) else adapter_slots(bundle, options.runtime),
     )
     largest = max((spec.settings for spec in specs), key=lambda each: each.num_frames * each.height * each.width)

@@ -50,6 +50,8 @@ class Choices:
     offload_text_encoder: bool = False
     sequential_guidance: bool = False
     batch_size: int | None = None
+    num_videos: int | None = None
+    """That are asked for: no batch is larger; None: any number."""
     slots: AdapterSlots | None = None
     """The room for adapters of a network that was exported with some: it is taken with and without any."""
 
@@ -175,6 +177,7 @@ def _sampling_bytes(
     """Of the network's activations and the sampler's state; what is given beside a video is not counted."""
     shape = latent_size(settings, config, tokenizer)[1]
     videos = batch_size(choices.batch_size, config.num_tokens(*shape[1:]))
+    videos = videos if choices.num_videos is None else min(videos, choices.num_videos)
     halves = 1 if choices.sequential_guidance or settings.guidance == 1 else 2
     state = 8 * SAMPLER_STATES * prod(shape) * videos
     numbers = 0 if choices.slots is None else sum(map(prod, choices.slots.inputs.values()))

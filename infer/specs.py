@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megadit.infer.adapters import AdapterUse, adapter_uses
+from megadit.infer.contact_sheet import grid_columns
 from megadit.infer.given_files import OPTIONS as GIVEN
 from megadit.infer.given_files import GivenFile, given_files
 from megadit.infer.guidance import guidance_scale
@@ -38,7 +39,7 @@ class Grid:
 
     specs: list[VideoSpec]
     num_columns: int
-    """Videos in a row of the contact sheet: the seeds of one prompt and scale."""
+    """Videos in a row of the contact sheet: the seeds of one prompt and scale, or a square of what has one seed."""
 
 
 def video_grid(options: GenerateOptions, defaults: SamplingSettings, trained: SamplingSettings | None = None) -> Grid:
@@ -55,7 +56,8 @@ def video_grid(options: GenerateOptions, defaults: SamplingSettings, trained: Sa
     specs = [spec for row in rows for spec in row]
     has_interval = any(spec.settings.adapter_interval for spec in specs)
     refuse(has_interval and not any(spec.adapters for spec in specs), "adapter_interval needs an adapter")
-    return Grid(specs=specs, num_columns=max(map(len, rows)))
+    most_seeds = max(map(len, rows))
+    return Grid(specs=specs, num_columns=most_seeds if most_seeds > 1 else grid_columns(len(specs)))
 
 
 def _rows(

@@ -42,18 +42,6 @@ from megadit.serve.triton_model import TritonPythonModel
 __all__ = ["TritonPythonModel"]
 '''
 
-EXAMPLES = {
-    "digits": (
-        "a red seven moving left",
-        "a green three moving up",
-        "a blue two moving right",
-        "a yellow nine moving down",
-        "a white zero moving left",
-        "a purple five moving up",
-    )
-}
-"""Recipe -> prompts that show what its models can do."""
-
 _SIZE_BEYOND_DEFAULT = 4
 _STEPS_BEYOND_DEFAULT = 10
 
@@ -158,7 +146,7 @@ def service_info(
         limits=Limits(**room | (limits or {})),
         samplers=SAMPLERS,
         size_multiple=multiple,
-        examples=EXAMPLES.get((bundle.manifest.get("training") or {}).get("recipe"), ()),
+        examples=bundle.prompts,
         eta_samplers=(*STOCHASTIC, *(alias for name in STOCHASTIC for alias in SAMPLERS[name].aliases)),
         takes=taken(bundle, runtime),
         adapters=None if adapters is None else _adapter_info(bundle, adapters, runtime),

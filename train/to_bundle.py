@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from itertools import compress
+from itertools import compress, islice
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +45,15 @@ from megadit.models.text_encoders import HashedWordEncoder, TextEncoder, load_te
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.config.load import load_config
 from megadit.train.config.schema import RunConfig
-from megadit.train.data.dataset_info import DatasetInfo, training_captions
+from megadit.train.data.dataset_info import DatasetInfo, iter_captions, training_captions
 from megadit.train.data.given import parse_uses
 from megadit.train.data.places import is_url
 from megadit.train.sampling_defaults import sampling_defaults
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 """OWNER/NAME."""
+NUM_PROMPTS = 6
+"""That a bundle is shown with, as in the page of `megadit serve demo`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,9 +205,16 @@ def convert(
         tokenizer=tokenizer,
         text_encoder=text_encoder,
         defaults=changed_defaults(sampling_defaults(config, info), defaults, config.model, tokenizer),
-        training=_origin(config, checkpoint, ema),
+        training={**_origin(config, checkpoint, ema), "prompts": _prompts(config, info)},
         words=training_words(config, dataset or config.data.path, info, text_encoder),
     )
+
+
+def _prompts(config: RunConfig, info: DatasetInfo) -> list[str]:
+    """A few to begin with: those of validation, or captions held out."""
+    split = "val" if info.num_samples.get("val") else "train"
+    prompts = config.validation.prompts or filter(None, iter_captions(info.root, split))
+    return list(islice(dict.fromkeys(islice(prompts, 10 * NUM_PROMPTS)), NUM_PROMPTS))
 
 
 def training_words(

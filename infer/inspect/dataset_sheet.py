@@ -13,17 +13,17 @@ import imageio.v3 as iio
 import numpy as np
 import safetensors.torch
 import torch
-from PIL import Image, ImageDraw
+from PIL import Image
 
+from megadit.infer.contact_sheet import contact_sheet, grid_columns
 from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
 
-FRAMES_OF_A_ROW = 6
-THUMBNAIL_HEIGHT = 96
-LINE_HEIGHT = 16
-MARGIN = 6
+FRAMES_OF_A_STRIP = 6
+THUMBNAIL_HEIGHT = 128
+GAP = 6
 MAX_WIDTH = 1600
 
 
@@ -36,17 +36,15 @@ def write_sheet(dataset: Path, path: Path, *, num_samples: int = 12) -> None:
     if path.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
         raise UserError(f"--sheet {path}: use a name that ends in .png, .jpg or .webp")
     tokenizer = load_tokenizer(dataset / "tokenizer")
-    rows = [_row(key, members, tokenizer) for key, members in islice(_samples(dataset, num_samples), num_samples)]
-    if not rows:
+    drawn = [_strip(key, members, tokenizer) for key, members in islice(_samples(dataset, num_samples), num_samples)]
+    if not drawn:
         raise UserError(f"{dataset} holds no samples to draw")
-    width = max(row.width for row in rows)
-    sheet = Image.new("RGB", (width, sum(row.height for row in rows)), "white")
-    top = 0
-    for row in rows:
-        sheet.paste(row, (0, top))
-        top += row.height
+    strips, labels = zip(*drawn, strict=True)
+    widest = max(strip.shape[2] for strip in strips)
+    num_columns = min(grid_columns(len(strips)), max(1, MAX_WIDTH // widest))
+    (sheet,) = contact_sheet(strips, labels, num_columns)
     with atomic_path(path) as temporary:
-        sheet.save(temporary)
+        Image.fromarray(sheet).save(temporary)
 
 
 def _samples(dataset: Path, count: int) -> Iterator[tuple[str, dict[str, bytes]]]:
@@ -72,8 +70,8 @@ def _members(shard: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
         yield key, members
 
 
-def _row(key: str, members: dict[str, bytes], tokenizer: VideoTokenizer) -> Image.Image:
-    """One sample: two lines of text above its frames."""
+def _strip(key: str, members: dict[str, bytes], tokenizer: VideoTokenizer) -> tuple[np.ndarray, str]:
+    """A few frames of a sample side by side, [1, H, W, 3], and what is said of it."""
     caption, fps = "(no caption)", 0.0
     try:
         description = parse_json(members["json"], "its description")
@@ -81,20 +79,13 @@ def _row(key: str, members: dict[str, bytes], tokenizer: VideoTokenizer) -> Imag
         frames_THWC, facts = _decoded(members, tokenizer)
     except Exception as error:  # whatever a sample provokes in decoders
         frames_THWC, facts = np.zeros((1, 64, 64, 3), np.uint8), f"cannot be decoded: {error}"
-    height, width = frames_THWC.shape[1:3]
-    places = np.linspace(0, len(frames_THWC) - 1, min(FRAMES_OF_A_ROW, len(frames_THWC))).round().astype(int)
+    count, height, width = frames_THWC.shape[:3]
+    places = np.linspace(0, count - 1, min(FRAMES_OF_A_STRIP, count)).round().astype(int)
     size = max(1, round(width * THUMBNAIL_HEIGHT / height)), THUMBNAIL_HEIGHT
-    thumbnails = [Image.fromarray(frames_THWC[place]).resize(size) for place in places]
-    line = f"{key}: {len(frames_THWC)} frames of {height}x{width}" + (f" at {fps:g} fps" if fps else "") + f"; {facts}"
-    pictures_width = MARGIN + len(thumbnails) * (size[0] + MARGIN)
-    row_width = min(MAX_WIDTH, max(pictures_width, 8 * max(len(caption), len(line)) + 2 * MARGIN))
-    row = Image.new("RGB", (max(row_width, pictures_width), 2 * LINE_HEIGHT + THUMBNAIL_HEIGHT + 2 * MARGIN), "white")
-    draw = ImageDraw.Draw(row)
-    draw.text((MARGIN, MARGIN), caption, fill="black")
-    draw.text((MARGIN, MARGIN + LINE_HEIGHT), line, fill="dimgray")
-    for number, thumbnail in enumerate(thumbnails):
-        row.paste(thumbnail, (MARGIN + number * (size[0] + MARGIN), MARGIN + 2 * LINE_HEIGHT))
-    return row
+    thumbnails = [np.asarray(Image.fromarray(frames_THWC[place]).resize(size)) for place in places]
+    strip = np.concatenate([np.pad(each, ((0, 0), (0, GAP), (0, 0)), constant_values=255) for each in thumbnails], 1)
+    what = f"{count} frames of {height}x{width} at {fps:g} fps" if count > 1 else f"an image of {height}x{width}"
+    return strip[None, :, :-GAP], f"{caption}\n{key}: {what}; {facts}"
 
 
 @torch.inference_mode()

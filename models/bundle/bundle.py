@@ -73,6 +73,12 @@ class Bundle:
         return tuple((self.manifest.get("training") or {}).get("given") or ())
 
     @property
+    def prompts(self) -> tuple[str, ...]:
+        """A few that its training was validated with, to begin with."""
+        found = (self.manifest.get("training") or {}).get("prompts")
+        return tuple(prompt for prompt in found if isinstance(prompt, str)) if isinstance(found, list) else ()
+
+    @property
     def networks(self) -> tuple[str, ...]:
         """The folders of its networks: one, or one for high and one for low noise levels."""
         return ("transformer",) if self.boundary is None else ("transformer", LOW_NOISE)

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from megadit.infer import generate
+from megadit.infer.contact_sheet import contact_sheet, grid_columns
 from megadit.infer.generate import main
 from megadit.infer.given import GivenVideo
 from megadit.infer.outputs import output_paths
@@ -287,6 +288,26 @@ def test_a_grid_of_scales_and_seeds_with_its_contact_sheet(run, tmp_path):
     assert (sheet == 255).all(-1).mean() < 0.6  # not mostly paper
     run("--prompt", "a", "--seeds", "1", "2", "--contact_sheet", "sheet.mp4", "--video_save_path", "two")
     assert len(read_video("sheet.mp4")[0]) == 5
+
+
+def test_labels_of_a_contact_sheet_are_whole():
+    videos = [np.zeros((2, 16, 24, 3), np.uint8)] * 3
+    said = [f"{'a long way to the end of a caption ' * 3}{word}" for word in ("one", "two", "six")]
+    whole, other = (contact_sheet(videos, [caption] * 3, 3) for caption in said[:2])
+    assert whole.shape == other.shape and not np.array_equal(whole, other)
+    short, alike = (contact_sheet(videos, [caption] * 3, 3, num_lines=2) for caption in said[:2])
+    assert np.array_equal(short, alike) and short.shape[1] < whole.shape[1]
+    endless = contact_sheet(videos, ["word " * 10_000] * 3, 3)
+    assert endless.shape[1] < 400
+    assert [grid_columns(count) for count in (1, 2, 4, 5, 12)] == [1, 2, 2, 3, 4]
+
+
+def test_prompts_of_one_seed_make_a_square(run):
+    prompts = [f"a {number}" for number in range(5)]
+    arguments = ["--num_steps", "1", "--contact_sheet", "sheet.png", "--video_save_path", "many"]
+    assert run("--prompt", *prompts, *arguments)[0] == 0
+    height, width = read_video("sheet.png")[0].shape[1:3]
+    assert 1.2 < width / height < 2, "three columns and two rows"
 
 
 @pytest.mark.parametrize("suffix", ["mp4", "gif", "webp"])

@@ -122,3 +122,16 @@ def test_a_dry_run_tells_and_makes_nothing(bundle_dir, tmp_path, monkeypatch, ca
     assert main([*command, "--device_memory", "0.0001"]) == 0
     assert "too much" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
+
+
+def test_no_more_videos_are_planned_than_are_asked_for(bundle_dir, capsys):
+    """A small network's default batch holds hundreds."""
+    command = ["--checkpoint_path", str(bundle_dir), "--prompt", "a", "--device", "cpu", "--dry-run"]
+
+    def said(*more: str) -> str:
+        assert main([*command, *more]) == 0
+        return capsys.readouterr().out
+
+    assert said() == said("--batch_size", "1")
+    assert said("--seeds", *map(str, range(400))) == said("--seeds", *map(str, range(400)), "--batch_size", "400")
+    assert said("--seeds", *map(str, range(400))) != said()

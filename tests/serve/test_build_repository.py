@@ -7,7 +7,7 @@ import pytest
 
 from megadit.infer.runtimes.load import weights_checksum
 from megadit.infer.runtimes.network_spec import Axis, NetworkSpec, TensorSpec
-from megadit.models.bundle.bundle import Bundle
+from megadit.models.bundle.bundle import Bundle, update_manifest
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared import verbs
 from megadit.models.shared.errors import UserError
@@ -68,6 +68,14 @@ def test_configuration_says_what_the_contract_says(repository, bundle_dir):
     info = ServiceInfo.from_json(config.parameters["service"].string_value)
     assert SamplingSettings.from_dict(info.defaults) == Bundle.open(bundle_dir).defaults
     assert info.size_multiple == 4
+
+
+def test_the_page_begins_with_what_the_bundle_was_validated_with(bundle_dir, tmp_path):
+    shutil.copytree(bundle_dir, tmp_path / "bundle")
+    update_manifest(tmp_path / "bundle", training={"prompts": ["a cat jumps", 7, "a dog"]})
+    build_repository(tmp_path / "bundle", tmp_path / "models")
+    config = parse((tmp_path / "models" / "text_to_video" / "config.pbtxt").read_text())
+    assert ServiceInfo.from_json(config.parameters["service"].string_value).examples == ("a cat jumps", "a dog")
 
 
 def test_every_scheduling_field_reaches_the_configuration():

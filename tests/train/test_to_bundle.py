@@ -62,6 +62,7 @@ def test_the_bundle_knows_its_training_words_and_those_before(trained, tiny_data
     main([str(trained), str(tmp_path / "bundle")])
     held_out, told = {str(number) for number in range(8)}, {str(number) for number in range(8, 40)}
     assert read_words(tmp_path / "bundle") == {"sample", "number", *told}
+    assert Bundle.open(tmp_path / "bundle").prompts == tuple(f"sample number {number}" for number in range(6))
     config, info = load_config(trained / "checkpoints" / "iter_0000004" / "config.yaml"), DatasetInfo.read(tiny_dataset)
     blend = tmp_path / "blend.yaml"
     blend.write_text(BLEND.format(first=tiny_dataset))

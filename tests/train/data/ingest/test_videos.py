@@ -115,7 +115,7 @@ def test_shards_of_a_split_are_equally_large(prepared):
 def test_a_sheet_shows_samples(prepared, tmp_path, capsys):
     assert info.main([str(prepared), "--sheet", str(tmp_path / "sheet.png")]) == 0
     with Image.open(tmp_path / "sheet.png") as sheet:
-        assert sheet.height == 12 * 140 and np.asarray(sheet).std() > 20
+        assert sheet.width > 1000 and np.asarray(sheet).std() > 20  # strips of six frames in two columns
     assert info.main([str(prepared), "--sheet", str(tmp_path / "sheet.txt")]) == 2
     assert "use a name that ends in .png" in capsys.readouterr().err
 
