@@ -60,10 +60,10 @@ NO_TENSOR_SPLIT = tuple(
     f"models/megatron/{name}.py"
     for name in (
         *("groups", "sequence_parallel", "context_parallel", "expert_parallel", "adapter_parallel"),
-        *("recomputed_blocks", "graphed_blocks", "te_linears"),
+        *("recomputed_blocks", "graphed_blocks", "te_linears", "int8_linears"),
     )
 )
-"""Who moves tokens and when blocks are computed; another library's linears in the same places."""
+"""Who moves tokens and when blocks are computed; other linears in the same places."""
 
 POSITIONS = tuple(f"models/{name}.py" for name in ("layout", "dense_layout", "segments", "axial", "embeddings"))
 """Who is where: a block hands it on to its operations."""

@@ -237,10 +237,12 @@ def fingerprint(names: Iterable[str], read: Callable[[str], Tensor]) -> str:
 
 
 def train_adapter_only(dit: DiT, dtype: torch.dtype) -> None:
-    """Freezes the base, which computes in `dtype` and is kept so: no gradients of its parameters are computed."""
+    """Freezes the base, which computes in `dtype` and is kept so (or in eight bits): no gradients of its parameters are
+    computed."""
     for name, parameter in dit.named_parameters():
         if adapter_key(name) is None:
-            parameter.requires_grad_(False).data = parameter.data.to(dtype)
+            kept = dtype if parameter.is_floating_point() else parameter.dtype
+            parameter.requires_grad_(False).data = parameter.data.to(kept)
 
 
 def initial_adapter_value(

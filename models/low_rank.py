@@ -97,9 +97,7 @@ class LowRank(nn.ModuleDict):
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
         """The change of y = base(x), [..., O]."""
         pairs = [factors(x.dtype) for factors in self.values()]
-        if len(pairs) > 1:
-            pairs = [tuple(torch.cat(side, dim=at) for at, side in enumerate(zip(*pairs, strict=True)))]
-        ((down_RI, up_OR),) = pairs
+        down_RI, up_OR = (_beside(side, dim) for dim, side in enumerate(zip(*pairs, strict=True)))
         if self.kept_I is not None and torch.is_grad_enabled():
             down_RI = down_RI * self.kept_I.to(down_RI)  # as if the input had been multiplied
         h = self.exchange(linear(x, down_RI))
@@ -207,6 +205,10 @@ def squared_norms(weight_OI: Tensor) -> Tensor:
 
 def _with_changes(base: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> Tensor:
     return base.adapters(inputs[0], y, base)
+
+
+def _beside(matrices: Sequence[Tensor], dim: int) -> Tensor:
+    return matrices[0] if len(matrices) == 1 else torch.cat(matrices, dim)
 
 
 def _times(x: Tensor, factor: float | Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from megadit.models.machine import free_memory
 from megadit.models.megatron import groups as process_groups
 from megadit.models.megatron.extensions import give_megatron_a_product
 from megadit.models.megatron.groups import Groups
+from megadit.models.megatron.int8_linears import eight_bits
 from megadit.models.megatron.parallelize import parallelize
 from megadit.models.megatron.shards import initialize_dit_
 from megadit.models.megatron.transformer_config import transformer_config
@@ -248,10 +249,12 @@ def _starting_weights(config: RunConfig, given: Weights | None) -> Weights:
     def base(name: str) -> Tensor:
         return initialize.initial_value(name, torch.Size(shapes[name]), seed) if given is None else given(name)
 
+    held = eight_bits(base) if config.train.base_is_int8 else base
+
     def value(name: str) -> Tensor:
         if (key := adapter_key(name)) is None:
-            return base(name)
-        return initial_adapter_value(key, model, adapter.rank, seed=seed, base=base, dtype=precision(config))
+            return held(name)
+        return initial_adapter_value(key, model, adapter.rank, seed=seed, base=held, dtype=precision(config))
 
     return value
 
@@ -342,7 +345,7 @@ def _build_network(
         megatron,
         groups,
         device=device,
-        impl=parallel.transformer_impl,
+        impl="int8" if config.train.base_is_int8 else parallel.transformer_impl,
         recompute=parallel.recompute_granularity,
         recompute_num_layers=parallel.recompute_num_layers,
         cuda_graph_max_segments=parallel.cuda_graph_max_segments,

@@ -4,7 +4,7 @@ What is exchanged, and why the rest of the network need not know:
 
 | of the plain network    | becomes, where the layout asks for it                                                |
 |-------------------------|--------------------------------------------------------------------------------------|
-| `Linear` of the plan    | Megatron's or TransformerEngine's, of which ranks hold rows or columns               |
+| `Linear` of the plan    | Megatron's, TransformerEngine's or eight bits, of which ranks hold rows or columns   |
 | other parameters        | the same, whole; an expert's own part                                                |
 | `enter`, `leave`        | scatter and gather of the tokens (sequence parallelism)                              |
 | `SelfAttention.core`    | attention to other ranks' tokens (context parallelism); computed again in backward   |
@@ -34,6 +34,7 @@ from megadit.models.megatron.context_parallel import shared_attention
 from megadit.models.megatron.expert_parallel import Dispatch, shared_choice
 from megadit.models.megatron.graphed_blocks import GraphedBlocks
 from megadit.models.megatron.groups import Groups
+from megadit.models.megatron.int8_linears import int8_linear
 from megadit.models.megatron.linears import split_linear
 from megadit.models.megatron.plan import PLAN, Axes, Role, Row, local_shape, mark, role_of
 from megadit.models.megatron.recomputed_blocks import RecomputedBlocks
@@ -46,6 +47,7 @@ Recompute = Literal["none", "selective", "full"]
 LINEARS: dict[str, Callable[[nn.Linear, Role, TransformerConfig], nn.Module]] = {
     "local": split_linear,
     "transformer_engine": te_linear,
+    "int8": int8_linear,
 }
 """Whose linears stand for the plain ones."""
 
@@ -57,7 +59,7 @@ def parallelize(
     *,
     device: torch.device,
     plan: Sequence[Row] = PLAN,
-    impl: Literal["local", "transformer_engine"] = "local",
+    impl: Literal["local", "transformer_engine", "int8"] = "local",
     recompute: Recompute = "none",
     recompute_num_layers: int | None = None,
     cuda_graph_max_segments: int | None = None,
@@ -73,7 +75,7 @@ def parallelize(
         groups: this rank's.
         device: where parameters get memory; on the meta device they get none.
         plan: how ranks share each parameter.
-        impl: whose linears.
+        impl: whose linears; those in `int8` are frozen.
         recompute: what is computed again in backward: nothing, attention (`selective`), blocks (`full`).
         recompute_num_layers: how many blocks of the part; None means all.
         cuda_graph_max_segments: replay blocks for packs of so many segments at most; None: never.

@@ -76,7 +76,8 @@ PLAN = (
     Row("blocks.*.cross_attention.*kv.*.down", WHOLE),
     Row("blocks.*_attention.qkv.[wba]*|blocks.*.cross_attention.q.[wba]*|blocks.*.fc1.[wba]*|*[._][qk]_norm.*", COLUMN),
     Row("blocks.*.cross_attention.*kv.[wba]*", COLUMN_OF_TEXT),
-    Row("blocks.*_attention.proj.weight|blocks.*_attention.proj.*.down|blocks.*.fc2.weight|blocks.*.fc2.*.down", ROW),
+    Row("blocks.*_attention.proj.weight_steps|blocks.*.fc2.weight_steps", WHOLE),  # of the rows of `int8_linears.py`
+    Row("blocks.*_attention.proj.weight*|blocks.*_attention.proj.*.down|blocks.*.fc2.weight*|blocks.*.fc2.*.down", ROW),
     Row("blocks.*_attention.proj.[ba]*|blocks.*.fc2.[ba]*", PARTIAL),  # added to a rank's tokens after the sum
     Row("blocks.*.[qk]_layernorm.weight", SUM_OVER_HEADS),
     Row("blocks.*.modulation.*|blocks.*_layernorm.*|blocks.*.router.weight|shared_modulation.*", PARTIAL),

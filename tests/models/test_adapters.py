@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -194,6 +196,52 @@ def test_adapters_come_and_go():
         remove(dit)
     assert tensors() == before
     assert not any(module._forward_hooks for module in dit.modules())
+
+
+RESIDENT = """
+import gc, sys
+from pathlib import Path
+import torch
+from megadit.models.adapter_config import AdapterConfig
+from megadit.models.adapters import adapter_state, attach, load_adapter, remove
+from megadit.models.config import DiTConfig
+from megadit.models.dit import DiT
+
+def resident():
+    gc.collect()
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
+    return int(line.split()[1]) / 1024
+
+torch.set_num_threads(1)
+dit = DiT(DiTConfig(num_layers=2, hidden_size=256, num_attention_heads=4, crossattn_emb_size=16))
+adapter = AdapterConfig(rank=64)
+attach(dit, adapter)
+state = {key: torch.ones(value.shape) for key, value in adapter_state(dit).items()}
+remove(dit)
+kept = []
+
+def load_and_drop(times):
+    for number in range(times):
+        load_adapter(dit, state, adapter, f"number{number}")
+        if sys.argv[1] == "kept":
+            kept.append(adapter_state(dit, f"number{number}"))
+        remove(dit, f"number{number}")
+
+load_and_drop(5)
+before = resident()
+load_and_drop(100)
+print(resident() - before, sum(value.nbytes for value in state.values()) / 2**20)
+"""
+
+
+@pytest.mark.parametrize("what", ["dropped", "kept"])
+def test_a_process_stays_as_large_when_adapters_come_and_go(what):
+    """A hundred of 3 MB: resident memory grows by less than three of them; by nearly all, where somebody keeps them."""
+    done = subprocess.run([sys.executable, "-c", RESIDENT, what], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    grown, of_one = map(float, done.stdout.split())
+    assert of_one > 2
+    assert grown < 3 * of_one if what == "dropped" else grown > 90 * of_one, (grown, of_one)
 
 
 def test_the_base_gets_no_gradient_and_every_tensor_of_the_adapter_one():

@@ -160,6 +160,7 @@ EFFECTS = {
     "train.adapter.targets": seen("names", "[blocks.*.fc1]", *ADAPTER),
     "train.adapter.dropout": told("0.5", *ADAPTER),
     "train.adapter.kind": seen("names", "dora", *ADAPTER),
+    "train.base_precision": told("int8", *ADAPTER),
     "train.label_smoothing": told("0.5", *CLASSIFIER),
     "train.distill.teacher": ends("nowhere is not there", "nowhere", *STUDENT),
     "train.distill.objective": told("consistency", *STUDENT),

@@ -12,6 +12,7 @@ from megadit.train.config.rule_forms import (
     long_mock_in_words,
     multiple_of,
     of_classifier,
+    of_int8_base,
 )
 
 LEARNING: tuple[Rule[Run], ...] = (
@@ -117,6 +118,15 @@ LEARNING: tuple[Rule[Run], ...] = (
         needs=lambda run: all(run.adapted_parts),
         remedy="{train.adapter.targets=} leaves nothing to train in one of the {sizes.num_parts} parts of the network "
         "that pipeline stages hold; name linears of blocks in each, or take fewer stages",
+    ),
+    of_int8_base(attrgetter("has_adapter"), "is of the weights beside an adapter; give train.adapter.rank, too"),
+    of_int8_base(
+        lambda run: run.parallel.data_parallel != "fsdp",
+        "does not go with parallel.data_parallel=fsdp, which divides the base among ranks; use distributed_optimizer",
+    ),
+    of_int8_base(
+        lambda run: run.parallel.transformer_impl == "local",
+        "holds linears of its own; leave parallel.transformer_impl at local",
     ),
     # a student
     Rule(

@@ -53,6 +53,12 @@ def of_fp8(needs: Condition, words: str) -> Rule[Run]:
     return Rule(when=attrgetter("is_fp8"), needs=needs, remedy="{train.fp8=} " + words)
 
 
+def of_int8_base(needs: Condition, words: str) -> Rule[Run]:
+    return Rule(
+        when=lambda run: run.train.base_precision == "int8", needs=needs, remedy="{train.base_precision=} " + words
+    )
+
+
 def of_fp16(needs: Condition, words: str) -> Rule[Run]:
     """Megatron's loss scaler, without which fp16 loses small gradients, is beside one AdamW for all parameters."""
     return Rule(

@@ -22,6 +22,7 @@ NoiseLevels = Literal["log_normal", "uniform", "mode"]
 Fp8 = Literal["none", "e4m3", "hybrid"]
 Fp8Recipe = Literal["tensorwise", "blockwise", "mxfp8"]
 MatmulPrecision = Literal["ieee", "tf32", "bf16"]
+BasePrecision = Literal["same", "int8"]
 OptimizerName = Literal["adamw", "muon"]
 LRDecayStyle = Literal["cosine", "linear", "constant"]
 DataParallel = Literal["ddp", "distributed_optimizer", "fsdp"]
@@ -122,6 +123,9 @@ class TrainConfig:
     """CPU threads of one rank; None divides the machine's cores among its ranks."""
     adapter: AdapterConfig | None = None
     """What is trained in place of the network, whose weights stay those of `checkpoint.init_from`; None: all of it."""
+    base_precision: BasePrecision = setting("same")
+    """Of the weights beside which an adapter is trained: that of `precision`, or `int8`, a byte for each weight of
+    attention and MLP, made whole for each product. The adapter is then of any copy of that base."""
     label_smoothing: float = setting(0.0, low=0, below=1)
     """Of a classifier: the share of a sample's certainty that goes to all classes alike (arXiv 1512.00567, section
     7)."""
@@ -135,6 +139,11 @@ class TrainConfig:
     def is_half(self) -> bool:
         """Whether a number of the network takes two bytes."""
         return self.precision != "fp32"
+
+    @property
+    def base_is_int8(self) -> bool:
+        """Whether frozen linears are held in eight bits."""
+        return self.adapter is not None and self.base_precision == "int8"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

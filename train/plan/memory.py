@@ -41,11 +41,10 @@ def memory_of(config: RunConfig, layout: Layout) -> Memory:
     owned = trained.share(layout)
     whole = _whole(trained, layout)
     stored = _stored(trained, layout)
-    learners, frozen = _networks(config)
-    frozen = frozen * _stored(count_parameters(config.model), layout)
+    learners = _num_learners(config)
     kept_per_layer = _layer_bytes(config, layout)
     return Memory(
-        parameters=_size(config) * (frozen + learners * stored),
+        parameters=_frozen_bytes(config, layout) + _size(config) * learners * stored,
         gradients=4 * learners * stored,
         optimizer=learners * _optimizer_bytes(config) * (owned if spreads_optimizer(config, layout) else whole),
         averages=4 * len(config.ema.sigma_rels) * owned,
@@ -54,11 +53,25 @@ def memory_of(config: RunConfig, layout: Layout) -> Memory:
     )
 
 
-def _networks(config: RunConfig) -> tuple[int, int]:
-    """How many are trained, or have an adapter trained, and how many whole ones stay as they are."""
+def _base_bytes(config: RunConfig, layout: Layout) -> float:
+    """Of a network that an adapter is trained beside; in eight bits, of each matrix that ranks can share a byte a
+    number (the step of each row is a thousandth of that)."""
+    base = count_parameters(config.model)
+    in_int8 = base.split / layout.tensor / layout.pipeline if config.train.base_is_int8 else 0.0
+    return _size(config) * (_stored(base, layout) - in_int8) + in_int8
+
+
+def _num_learners(config: RunConfig) -> int:
+    """How many networks are trained, or have an adapter trained."""
     distill = config.train.distill
-    learners = 1 if distill is None or not distill.has_critic else 2
-    return learners, (distill is not None) + (learners if config.train.adapter is not None else 0)
+    return 1 if distill is None or not distill.has_critic else 2
+
+
+def _frozen_bytes(config: RunConfig, layout: Layout) -> float:
+    """Of the networks that stay as they are: bases of adapters, and a teacher."""
+    bases = _num_learners(config) * _base_bytes(config, layout) if config.train.adapter is not None else 0.0
+    has_teacher = config.train.distill is not None
+    return bases + has_teacher * _size(config) * _stored(count_parameters(config.model), layout)
 
 
 def _whole(parameters: Parameters, layout: Layout) -> float:
@@ -175,6 +188,8 @@ def _passing(config: RunConfig, layout: Layout, layer_bytes: float) -> float:
     backward = _size(config) * max(tokens * (8 * A + 2 * D), min(tokens, 8192) * 3 * M + tokens * 3 * D)
     if layout.recompute == "full":
         backward += layer_bytes
+    if config.train.base_is_int8:  # a matrix as it is made for its product: its codes, and these times their steps
+        backward += 2 * _size(config) * D * model.mlp_rows / layout.tensor
     if layout.data_parallel == "fsdp":  # two blocks gathered, the gradients of one before they are scattered
         backward += 2 * _size(config) * _of_block(count_parameters(model), config, layout)
         backward += 4 * _of_block(count_trained(config), config, layout)

@@ -184,6 +184,7 @@ NEEDS = {
     "parallel.recompute_num_layers": ["parallel.recompute_granularity=full"],
     "parallel.cuda_graph_max_segments": ["train.precision=bf16", "parallel.overlap_param_gather=false"],
     **{f"train.adapter.{name}": ["train.adapter.rank=4"] for name in ("rank", "alpha", "targets", "dropout", "kind")},
+    "train.base_precision": ["train.adapter.rank=4"],
     **{f"validation.sampling.{name}": ["validation.sampling.sampler=euler"] for name in ("eta", "churn")},
     **{f"train.distill.{name}": STUDENT for name in STUDENT_SETTINGS},
     "train.precision": ["optimizer.optimizer=adamw"],

@@ -87,6 +87,7 @@ def of_sampling(says: str, **sampling: Any) -> Breach:
 ST_DIT = {"family": "st_dit", "adaln_lora_dim": 16}
 MUON = {"optimizer": "muon"}
 ADAPTER = {"adapter": AdapterConfig(rank=2)}
+IN_INT8 = {**ADAPTER, "base_precision": "int8"}
 STUDENT = {"distill": DistillConfig(teacher="nowhere", objective="guidance")}
 MATCHING = {"distill": DistillConfig(teacher="nowhere", objective="distribution_matching", sigmas=(80.0, 1.0))}
 BREACHES = (
@@ -134,6 +135,17 @@ BREACHES = (
         "train.adapter.targets=['blocks.0.*'] leaves nothing to train in one of the 2 parts",
         train={"adapter": AdapterConfig(rank=2, targets=("blocks.0.*",))},
         parallel={"pipeline_model_parallel_size": 2},
+    ),
+    breach("train.base_precision=int8 is of the weights beside an adapter", train={"base_precision": "int8"}),
+    breach(
+        "train.base_precision=int8 does not go with parallel.data_parallel=fsdp",
+        train=IN_INT8,
+        parallel={"data_parallel": "fsdp"},
+    ),
+    breach(
+        "train.base_precision=int8 holds linears of its own",
+        train=IN_INT8,
+        parallel={"transformer_impl": "transformer_engine"},
     ),
     breach(
         "train.distill asks whole networks in turn, which pipeline stages hold in parts",

@@ -58,6 +58,16 @@ def test_memory_of_an_adapter_is_within_5_percent_of_what_is_measured(measure):
     assert measured["optimizer"] == 2 * measured["gradients"] < 0.04 * measured["parameters"]
 
 
+def test_a_base_in_eight_bits_is_as_small_as_planned(measure):
+    adapter = ("train.precision=bf16", "train.adapter.rank=8")
+    measured, estimate = measure(*adapter, "train.base_precision=int8")
+    whole, planned = measure(*adapter)
+    assert estimate.parameters == pytest.approx(measured["parameters"], rel=5e-3)  # steps of rows are not planned
+    saved = whole["parameters"] - measured["parameters"]
+    assert planned.parameters - estimate.parameters == pytest.approx(saved, rel=0.01)
+    assert estimate.activations + estimate.passing == pytest.approx(measured["peak"] - measured["resting"], rel=0.1)
+
+
 def test_memory_of_a_student_with_its_teacher_and_critic_is_what_is_measured(measure, tmp_path):
     shape = {"num_layers": 2, "hidden_size": 512, "num_attention_heads": 8, "patch_spatial": 2}
     teacher = write(tmp_path / "teacher", 0, **shape)
