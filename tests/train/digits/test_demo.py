@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import imageio.v3 as iio
 import pytest
 import torch
 
@@ -10,9 +11,10 @@ from megadit.models.shared.command import run_module
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
 from megadit.train.digits import demo as demo_module
-from megadit.train.digits.clips import wall, watchable
+from megadit.train.digits import stages
+from megadit.train.digits.clips import wall, watchable, write_clips
 from megadit.train.digits.demo import QUICK, Demo
-from megadit.train.digits.stages import Stage
+from megadit.train.digits.stages import Stage, TrainingDemo
 
 SCORES = {"digit": 0.9, "colour": 1.0, "direction": 1.0, "all": 0.9, "every_frame": 0.5, "num_clips": 3}
 
@@ -114,3 +116,29 @@ def test_every_option_reaches_the_demo(tmp_path, monkeypatch):
     assert placed == replace(plain, out=tmp_path) != plain
     assert divided == replace(plain, num_ranks=5) != plain
     assert quick == replace(plain, size=QUICK) != plain
+
+
+def test_clips_are_written_under_their_captions_and_all_together(tmp_path):
+    clips = torch.linspace(-1, 1, 8 * 3 * 9 * 16 * 16).reshape(8, 3, 9, 16, 16)
+    captions = [f"a red {number}" for number in range(8)]
+    write_clips(tmp_path, clips, captions, fps=8.0, zoom=4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*(f"0{n}-a-red-{n}.mp4" for n in range(8)), "all.mp4"]
+    one, everything = (iio.imread(tmp_path / name) for name in ("03-a-red-3.mp4", "all.mp4"))
+    assert one.shape == (27, 64, 64, 3) and everything.shape == (27, 64, 192, 3)
+
+
+def test_a_training_stage_asks_for_the_demos_folders_ranks_and_settings(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(stages, "run_module", lambda *arguments: asked.append(arguments))
+    demo = TrainingDemo(out=tmp_path, num_ranks=3)
+    demo.training.mkdir()
+    train, bundle = stages.training_stages("digits", "here", lambda demo: ["train.seed=7"])
+    for stage in (train, bundle):
+        assert not any(path.exists() for path in stage.results(demo))
+        stage.run(demo)
+    folders = f"data.path={demo.dataset}", f"train.output_dir={demo.training}"
+    assert asked == [
+        ("megadit.train", "--recipe", "digits", "--nproc", "3", *folders, "train.seed=7"),
+        ("megadit.train.to_bundle", str(demo.training), str(demo.bundle)),
+    ]
+    assert train.results(demo)[0].exists() and "`digits` here" in train.purpose
