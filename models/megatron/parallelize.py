@@ -44,11 +44,8 @@ from megadit.models.networks import Network
 from megadit.models.ops.ledger import recomputed
 
 Recompute = Literal["none", "selective", "full"]
-LINEARS: dict[str, Callable[[nn.Linear, Role, TransformerConfig], nn.Module]] = {
-    "local": split_linear,
-    "transformer_engine": te_linear,
-    "int8": int8_linear,
-}
+MakeLinear = Callable[[nn.Linear, Role, TransformerConfig], nn.Module]
+LINEARS: dict[str, MakeLinear] = {"local": split_linear, "transformer_engine": te_linear, "int8": int8_linear}
 """Whose linears stand for the plain ones."""
 
 
@@ -66,8 +63,7 @@ def parallelize(
 ) -> Network:
     """Makes of `dit`, built on the meta device, what this rank computes of it, in place; values are yet to be set.
 
-    Names of parameters stay as they are, so that any layout reads and writes the same checkpoints. The whole network is
-    never in memory.
+    Names of parameters stay, so that any layout reads and writes the same checkpoints. It is never in memory whole.
 
     Args:
         dit: the network, or one part of it.
