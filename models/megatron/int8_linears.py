@@ -72,7 +72,7 @@ class Int8Linear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The matrix in the precision of the steps, for who reads it (DoRA's norms)."""
+        """The matrix, [O, I], in the precision of the steps, for who reads it (DoRA's norms)."""
         return Int8Matrix(self.weight_codes, self.weight_steps).in_precision(self.weight_steps.dtype)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ def test_generate_gives_torchs_video(exported, tmp_path):
     ]
     assert generate.main(again) == 0
     assert (tmp_path / "again.mp4").read_bytes() == (tmp_path / "onnx.mp4").read_bytes()
-    assert json.loads((tmp_path / "again.json").read_text())["runtime"] == "onnx"
+    assert json.loads((tmp_path / "again.mp4.json").read_text())["runtime"] == "onnx"
 
 
 @pytest.mark.slow

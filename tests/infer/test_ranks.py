@@ -92,7 +92,7 @@ def test_a_mistake_is_told_once(bundle_dir, tmp_path):
 def test_the_record_tells_nothing_of_ranks(alone, bundle_dir, tmp_path):
     arguments = ["--checkpoint_path", str(bundle_dir), "--device", "cpu", "--prompt", "a", "--num_video_frames", "1"]
     assert main([*arguments, "--video_save_path", str(tmp_path / "a.png")]) == 0
-    assert not {"tp_size", "cfg_parallel", "device"} & json.loads((tmp_path / "a.mp4.json").read_text()).keys()
+    assert not {"tp_size", "cfg_parallel", "device"} & json.loads((tmp_path / "a.png.json").read_text()).keys()
 
 
 @pytest.mark.slow

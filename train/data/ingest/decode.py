@@ -189,8 +189,7 @@ def read_timeline(source: Source, settings: Settings, most: Callable[[float], in
                 height, width = _shown_size(frame, video.pixel_aspect)
                 frame, is_seen_through = opaque_frame(frame, settings)
                 is_transparent |= is_seen_through
-                small = frame.reformat(THUMBNAIL, THUMBNAIL, format="rgb24", interpolation="AREA")
-                luma, before, colours = small.reformat(format="gray").to_ndarray(), colours, small.to_ndarray()
+                luma, colours, before = _thumbnail(frame, "gray"), _thumbnail(frame, "rgb24"), colours
                 change = 0.0 if before is None else np.abs(colours.astype(np.int16) - before).mean()
             pts.append(frame.pts)
             thumbnails.append(luma)
@@ -200,6 +199,10 @@ def read_timeline(source: Source, settings: Settings, most: Callable[[float], in
     return Timeline(
         height, width, fps, pts, len(pts) / fps, np.stack(thumbnails), np.array(motion, np.float32), is_transparent
     )
+
+
+def _thumbnail(frame: av.VideoFrame, format: str) -> np.ndarray:
+    return frame.reformat(THUMBNAIL, THUMBNAIL, format=format, interpolation="AREA").to_ndarray()
 
 
 def read_frames(source: Source, settings: Settings, pts: tuple[int, ...], height: int, width: int) -> np.ndarray:

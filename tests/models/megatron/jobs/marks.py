@@ -83,7 +83,7 @@ def network(name):
     return DiTConfig(**SIZES | NETWORKS[name])
 
 
-def marks(config, sizes, table=plan.PLAN, adapter=None):
+def marks(config, sizes, table=plan.PLAN, adapter=None, impl="local"):
     """{case: {parameter: its marks}} of each part of the network."""
     groups, found = process_groups.initialize(sizes, config), {}
     try:
@@ -93,7 +93,7 @@ def marks(config, sizes, table=plan.PLAN, adapter=None):
             if adapter is not None:
                 attach(dit, adapter)
             megatron = transformer_config(config, sizes, dtype=torch.float32)
-            parallelize(dit, megatron, groups, device=torch.device("cpu"), plan=table)
+            parallelize(dit, megatron, groups, device=torch.device("cpu"), plan=table, impl=impl)
             found[f" {index}" if sizes.num_parts > 1 else ""] = {
                 name: in_words(dit.get_submodule(name.rpartition(".")[0]), parameter)
                 for name, parameter in dit.named_parameters()
@@ -138,13 +138,14 @@ def unseen_changes():
     """(row, role) of each change of one row under which every network is marked as before; an error is seen."""
     start(2)
     sizes = ParallelSizes(**SP)
-    networks = [(network(name), None) for name in NETWORKS] + [(network("megadit"), ADAPTER)]
-    before = [marks(config, sizes, adapter=adapter) for config, adapter in networks]
+    networks = [(network(name), None, "local") for name in NETWORKS]
+    networks += [(network("megadit"), ADAPTER, "local"), (network("megadit"), None, "int8")]
+    before = [marks(config, sizes, adapter=adapter, impl=impl) for config, adapter, impl in networks]
 
     def is_seen(table):
-        for (config, adapter), expected in zip(networks, before, strict=True):
+        for (config, *beside), expected in zip(networks, before, strict=True):
             try:
-                if marks(config, sizes, table, adapter) != expected:
+                if marks(config, sizes, table, *beside) != expected:
                     return True
             except (AssertionError, IndexError, RuntimeError, LookupError):
                 return True
@@ -162,16 +163,16 @@ def unseen_changes():
     return found
 
 
-def adapter_marks():
-    """{key of an adapter state: its marks} under sequence parallelism."""
+def marks_beside(**beside):
+    """{parameter: its marks} under sequence parallelism."""
     start(2)
-    (found,) = marks(network("megadit"), ParallelSizes(**SP), adapter=ADAPTER).values()
+    (found,) = marks(network("megadit"), ParallelSizes(**SP), **beside).values()
     dist.destroy_process_group()
-    return {name: words for name, words in found.items() if adapter_key(name)}
+    return found
 
 
-def unused_patterns(found, adapted):
-    names = {name for parameters in found.values() for name in parameters} | set(adapted)
+def unused_patterns(found, others):
+    names = {name for parameters in found.values() for name in parameters} | set(others)
     decided = {name: next(row for row in plan.PLAN if row.has(name)) for name in names}
     patterns = [(row, pattern) for row in plan.PLAN for pattern in row.names.split("|")]
     return [
@@ -182,7 +183,8 @@ def unused_patterns(found, adapted):
 
 
 if __name__ == "__main__":
-    found, adapted = all_marks(), adapter_marks()
-    unused = unused_patterns(found, adapted)
+    found, adapted, in_eight_bits = all_marks(), marks_beside(adapter=ADAPTER), marks_beside(impl="int8")
+    adapted = {name: words for name, words in adapted.items() if adapter_key(name)}
+    unused = unused_patterns(found, [*adapted, *in_eight_bits])
     result = {"marks": found, "adapter": adapted, "unseen": unseen_changes(), "unused": unused}
     Path(sys.argv[1]).write_text(json.dumps(result))
