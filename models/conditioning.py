@@ -43,7 +43,7 @@ class Given:
     def channels(self, config: DiTConfig) -> Tensor:
         """What channels of their own tell of it (`config.given_channels`), float32 [B, M + C or M, T, H, W]."""
         marks_MTHW = self.is_given_THW[None] if self.marks_MTHW is None else self.marks_MTHW
-        size = (len(self.latents_BCTHW), config.given.marks, *self.size)
+        size = (self.latents_BCTHW.shape[0], config.given.marks, *self.size)
         marks_BMTHW = marks_MTHW.to(self.latents_BCTHW).expand(size)
         return marks_BMTHW if config.given.is_among else torch.cat([marks_BMTHW, self.latents_BCTHW], dim=1)
 

@@ -15,11 +15,11 @@ WAN_NEGATIVE = (
 """Wan's negative prompt: garish colours, overexposed, still, blurred, subtitles, worst quality, bad hands, ..."""
 COSMOS_NEGATIVE = (
     "The video captures a series of frames showing ugly scenes, static with no motion, motion blur, "
-    "over-saturation, shaky footage, low resolution, grainy texture, pixelated images, poorly lit areas, underexposed "
-    "and overexposed scenes, poor color balance, washed out colors, choppy sequences, jerky movements, low frame "
-    "rate, artifacting, color banding, unnatural transitions, outdated special effects, fake elements, unconvincing "
-    "visuals, poorly edited content, jump cuts, visual noise, and flickering. Overall, the video is of poor "
-    "quality."
+    "over-saturation, shaky footage, low resolution, grainy texture, pixelated images, poorly lit areas, "
+    "underexposed and overexposed scenes, poor color balance, washed out colors, choppy sequences, jerky movements, "
+    "low frame rate, artifacting, color banding, unnatural transitions, outdated special effects, fake elements, "
+    "unconvincing visuals, poorly edited content, jump cuts, visual noise, and flickering. Overall, the video is of "
+    "poor quality."
 )
 """That of Cosmos 1.0, Predict2 and 2.5 alike, which diffusers' pipelines take where none is given."""
 WAN_SETTINGS = {

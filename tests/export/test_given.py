@@ -96,6 +96,26 @@ def test_networks_without_inputs_for_what_they_are_given_are_refused(tmp_path, c
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("form", ["augmented", "marked"])
+def test_networks_that_are_told_by_marks(tmp_path, form):
+    """Cosmos' forms, whose marks are a channel of the tokens."""
+    config = replace(CONFIG, num_layers=1, preconditioner="flow", given_form=form, given_sigma=1e-3)
+    uses = ("first_frame", "prefix")
+    bundle = write_tiny_bundle(tmp_path / "bundle", config, training={"given": dict.fromkeys(uses, 0.5)})
+    export_bundle(bundle.path, tmp_path / "exported", ExportSettings(profiles=("text=1,4,9", "batch=1,1,2")))
+    exported = Bundle.open(tmp_path / "exported")
+    report = exported.manifest["export"]["onnx"]["report"]["denoiser"]
+    assert report["worst"] <= 1e-4 and {f"given {use}" for use in uses} <= report["cases"].keys()
+    ours, theirs = (
+        TextToVideo.from_pretrained(exported, device="cpu", runtime=runtime)(
+            ["a cat"], seeds=1, num_frames=9, given=medium("prefix")
+        )
+        for runtime in ("onnx", "torch")
+    )
+    assert difference(ours[0].video, theirs[0].video) <= 1
+
+
+@pytest.mark.slow
 def test_every_use_is_torchs(pipelines):
     """Two videos at once, of which each has a seed and text of its own."""
     made = {}

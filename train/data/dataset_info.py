@@ -1,5 +1,6 @@
 """What a data set says of itself: the contents of its `megadit.json`, alone or as part of a blend."""
 
+import random
 import re
 import tarfile
 from collections.abc import Callable, Iterator
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 INFO_FILE = "megadit.json"
 REMEDY = "write it with `megadit prepare`"
+CAPTIONS_LOOKED_AT = 100
+"""For each one that is drawn: data sets of few captions repeat them."""
 Store = Literal["latents", "raw"]
 STORES_BY_SUFFIX: dict[str, Store] = {"safetensors": "latents", "mp4": "raw", "png": "raw"}
 
@@ -201,13 +204,33 @@ def training_captions(path: "str | Path | EPath") -> Iterator[str]:
 def iter_descriptions(root: "Path | EPath", split: str) -> Iterator[Description]:
     """What is known of each sample of a split, in the order of its shards; broken ones are left out, as in training."""
     for path in sorted(root.glob(f"{split}-*.tar")):
-        with path.open("rb") as file, suppress(tarfile.TarError), ForeignTarFile.open(fileobj=file, mode="r:") as shard:
-            for member in shard:
-                if member.name.endswith(".json") and member.isreg() and member.size <= MAX_DESCRIPTION_BYTES:
-                    with suppress(UnreadableSampleError):
-                        yield read_description(shard.extractfile(member).read())
+        yield from _descriptions_of(path)
+
+
+def _descriptions_of(shard: "Path | EPath") -> Iterator[Description]:
+    with shard.open("rb") as file, suppress(tarfile.TarError), ForeignTarFile.open(fileobj=file, mode="r:") as members:
+        for member in members:
+            if member.name.endswith(".json") and member.isreg() and member.size <= MAX_DESCRIPTION_BYTES:
+                with suppress(UnreadableSampleError):
+                    yield read_description(members.extractfile(member).read())
 
 
 def iter_captions(root: "Path | EPath", split: str) -> Iterator[str]:
     """Captions of a split in the order of its shards."""
     return (description.caption for description in iter_descriptions(root, split))
+
+
+def draw_captions(root: "Path | EPath", split: str, count: int) -> list[str]:
+    """At most `count` different captions of a split, from its shards in a random order that is always the same.
+
+    No more shards are opened than these take, nor more than `CAPTIONS_LOOKED_AT` captions read for each.
+    """
+    shards = sorted(root.glob(f"{split}-*.tar"))
+    random.Random(0).shuffle(shards)
+    captions = (description.caption for shard in shards for description in _descriptions_of(shard))
+    found: dict[str, None] = {}
+    for caption in islice(captions, count * CAPTIONS_LOOKED_AT):
+        found[caption] = None
+        if len(found) == count:
+            break
+    return list(found)

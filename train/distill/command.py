@@ -35,7 +35,7 @@ from megadit.models.shared.setting import setting
 from megadit.train.config.load import resolve_config
 from megadit.train.config.rules import check_layout
 from megadit.train.config.schema import RunConfig
-from megadit.train.data.dataset_info import iter_captions
+from megadit.train.data.dataset_info import draw_captions
 from megadit.train.distill.check import Bounds, compare
 from megadit.train.distill.pairs import DATASET, make_pairs
 from megadit.train.given_network import UNTRAINED
@@ -240,7 +240,9 @@ def _run(argv: list[str]) -> None:
 def _make_pairs(options: DistillOptions, teacher: Bundle) -> None:
     """Pairs that the first teacher makes, of captions that the student is to see."""
     captions = (
-        iter_captions(Path(options.data), "train") if options.data else prompts_of(options.prompts, None, None, None)
+        draw_captions(Path(options.data), "train", options.num_pairs)
+        if options.data
+        else prompts_of(options.prompts, None, None, None)
     )
     make_pairs(
         options.out / PAIRS,

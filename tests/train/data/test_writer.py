@@ -2,6 +2,7 @@
 
 import json
 import tarfile
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ from megatron.energon import (
 )
 
 from megadit.models.shared.errors import UserError
-from megadit.train.data.dataset_info import DatasetInfo, iter_captions
+from megadit.train.data import dataset_info
+from megadit.train.data.dataset_info import DatasetInfo, draw_captions, iter_captions
 
 
 @edataclass
@@ -93,6 +95,24 @@ def test_equal_data_give_equal_shards(new_writer, toy, tmp_path):
 def test_captions_in_order(dataset):
     captions = iter_captions(dataset, "val")
     assert [next(captions), next(captions)] == ["sample 0", "sample 1"]
+
+
+def test_captions_are_drawn_from_few_shards(dataset, toy, monkeypatch):
+    """Of five shards of 48 samples those are opened that hold what is wanted."""
+    everything, opened, read = set(iter_captions(dataset, "train")), [], dataset_info._descriptions_of
+    monkeypatch.setattr(dataset_info, "_descriptions_of", lambda shard: opened.append(shard.name) or read(shard))
+    drawn = draw_captions(dataset, "train", 60)
+    assert len(set(drawn)) == 60 and set(drawn) < everything and len(opened) == 2
+    assert drawn == draw_captions(dataset, "train", 60) and opened[:2] != ["train-000000.tar", "train-000001.tar"]
+    assert set(draw_captions(dataset, "train", 1000)) == everything and len(everything) == toy.num_train
+
+
+def test_captions_that_repeat_end_the_search(dataset, monkeypatch):
+    looked_at = []
+    monkeypatch.setattr(
+        dataset_info, "read_description", lambda data: looked_at.append(data) or SimpleNamespace(caption="a")
+    )
+    assert draw_captions(dataset, "train", 2) == ["a"] and len(looked_at) == 200
 
 
 def test_nothing_appears_after_an_error(new_writer, toy, tmp_path):
