@@ -78,6 +78,21 @@ def test_a_killed_run_continues_in_another_layout(
     assert all((ours[key] - value).norm() < 1e-5 * value.norm() for key, value in theirs.items())
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_beside_its_base_in_eight_bits(base, finished, run_ranks, tmp_path, read_metrics):
+    """On two ranks that share the matrices; what it leaves is an adapter of the base in full precision."""
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    command = (*COMMAND, f"checkpoint.init_from={base}", f"train.output_dir={out}", f"train.train_iters={STEPS + 2}")
+    assert "continuing from" in run_ranks(2, *command, *SP, "train.base_precision=int8")[0]
+    assert [line["step"] for line in read_metrics(out)] == list(range(1, STEPS + 3))
+    checkpoint = find_checkpoints(out / "checkpoints")[-1]
+    assert base_of(checkpoint) == base_of(find_checkpoints(finished / "checkpoints")[-1])
+    check_state(read_adapter(checkpoint), ADAPTER, MODEL)
+    kept = _read(checkpoint / "tensors", "")
+    assert all(".adapters." in key or ".uncertainty." in key for key in kept)
+
+
 def test_a_checkpoint_has_the_adapter_alone_and_names_its_base(base, finished):
     checkpoint = find_checkpoints(finished / "checkpoints")[-1]
     weights = Bundle.open(base).load_dit()
