@@ -96,6 +96,8 @@ def restore_scaler(optimizer: MegatronOptimizer, state: dict[str, float] | None)
     scaler = loss_scaler(optimizer)
     if scaler is not None and state is not None:
         counts = {name: int(value) for name, value in state.items()}
+        # a window that is shorter now may be over: Megatron asks whether the count equals it, which no later one would
+        counts["growth_tracker"] = min(counts["growth_tracker"], scaler.growth_interval - 1)
         scaler.load_state_dict({**counts, "scale": torch.tensor([state["scale"]])})
 
 

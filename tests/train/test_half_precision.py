@@ -63,3 +63,12 @@ def test_a_killed_run_continues_exactly(kill_in_the_middle, run_ranks, tmp_path,
     assert same(cut, whole)
     scales = [line["loss_scale"] for line in whole]
     assert [line["loss_scale"] for line in cut] == scales and len(set(scales)) > 2
+
+
+def test_a_window_that_was_shortened_ends(run_ranks, tmp_path, read_metrics):
+    """After six steps without an overflow, of a run that goes on with a window of four, the next one ends it."""
+    command = (*HALF, "train.loss_scale=1024", "checkpoint.save_interval=6", f"train.output_dir={tmp_path}")
+    run_ranks(1, *command, "train.train_iters=6", "train.loss_scale_window=100")
+    run_ranks(1, *command, "train.train_iters=12", "train.loss_scale_window=4")
+    scales = [line["loss_scale"] for line in read_metrics(tmp_path)]
+    assert scales == [1024] * 6 + [2048] * 4 + [4096] * 2
