@@ -104,9 +104,14 @@ def make_environment(folder: Path, names: Collection[str]) -> Path:
     lines = ["Metadata-Version: 2.1", "Name: megadit", "Version: 0"]
     lines += [f"Requires-Dist: {text}" for text in PROJECT["dependencies"]]
     for extra, texts in PROJECT["optional-dependencies"].items():
-        lines += [f"Provides-Extra: {extra}", *(f'Requires-Dist: {text}; extra == "{extra}"' for text in texts)]
+        lines += [f"Provides-Extra: {extra}", *(f"Requires-Dist: {_of_extra(text, extra)}" for text in texts)]
     (about / "METADATA").write_text("\n".join(lines) + "\n")
     return site
+
+
+def _of_extra(text: str, extra: str) -> str:
+    requirement, _, marker = text.partition(";")
+    return f'{requirement}; {f"({marker.strip()}) and " if marker else ""}extra == "{extra}"'
 
 
 @pytest.fixture(scope="module")
