@@ -119,8 +119,8 @@ def server():
 @pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setattr(download, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(download, "SILENCE", 0.3)
-    return Downloads(seconds=1.5, private_addresses=True)
+    monkeypatch.setattr(download, "SILENCE", 1.0)
+    return Downloads(seconds=4.0, private_addresses=True)
 
 
 def test_as_many_are_under_way_as_asked_for(server, tmp_path):
@@ -208,7 +208,7 @@ def test_addresses_of_the_internet_are_public():
 
 
 @pytest.fixture
-def table(server, tmp_path, quick, monkeypatch):
+def table(server, tmp_path, monkeypatch):
     """Twenty rows in two Parquet files, three units of eight rows and less."""
     from pyarrow import parquet
 
@@ -311,7 +311,7 @@ def test_each_way_to_fail_is_counted_by_its_reason(server, tmp_path, quick, monk
     (tmp_path / "table").mkdir()
     parquet.write_table(pyarrow.table(rows), tmp_path / "table" / "train.parquet")
     out = tmp_path / "out"
-    options = ("--download_seconds", "1.5", "--val_share", "0")
+    options = ("--download_seconds", "4", "--val_share", "0")
     with ThreadingHTTPServer(("127.0.0.2", server.server_port), Answers) as other:
         threading.Thread(target=other.serve_forever, daemon=True).start()
         assert prepare.main(["hf", str(tmp_path / "table"), str(out), *PREPARE[:-1], *options]) == 0
