@@ -430,7 +430,7 @@ class TextToVideo:
 
     def _conditioning(self, prompts: list[str], settings: SamplingSettings) -> Conditioning:
         fps = 0.0 if settings.num_frames == 1 else float(settings.fps)
-        return Conditioning.of_texts(self.text_encoder.encode(prompts), fps).to(self.device)
+        return self.text_encoder.conditioning(prompts, fps).to(self.device)
 
     def _decode(self, latents_CTHW: Tensor, num_frames: int) -> np.ndarray:
         """One video at a time: a decoder's memory grows with the batch, and no result depends on it."""

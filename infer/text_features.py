@@ -6,6 +6,9 @@ Shapes: B batch, L text tokens, E text feature width.
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
+import torch
+
+from megadit.models.conditioning import Conditioning
 from megadit.models.text_encoders import TextEncoder, TextFeatures
 
 _KEPT = 1024
@@ -35,6 +38,12 @@ class TextFeaturesCache:
 
     def encode(self, texts: list[str]) -> TextFeatures:
         return TextFeatures.concatenate([self._features(text) for text in texts])
+
+    def conditioning(self, texts: list[str], fps: float) -> Conditioning:
+        """Of videos of these texts, one each, with as many frames per second (0: images)."""
+        encoded = self.encode(texts)
+        fps_B = torch.full((len(texts),), fps)
+        return Conditioning(encoded.features_BLE, encoded.length_B, fps_B, pooled_BP=encoded.pooled_BP)
 
     def _features(self, text: str) -> TextFeatures:
         """Features of one text."""

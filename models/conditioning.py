@@ -6,7 +6,6 @@ pooled feature, I tokens of an image, M marks.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +14,6 @@ from torch import Tensor
 
 from megadit.models.config import DiTConfig
 from megadit.models.segments import Segment, Span
-
-if TYPE_CHECKING:
-    from megadit.models.text_encoders import TextFeatures
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,12 +112,6 @@ class Conditioning:
     """Features of a given image (I tokens, E wide), for networks that attend to them."""
     pooled_BP: Tensor | None = None
     """One feature of each whole text, for networks that read it."""
-
-    @staticmethod
-    def of_texts(texts: "TextFeatures", fps: float) -> "Conditioning":
-        """Videos of these texts, one each, all of as many frames per second (0: images)."""
-        fps_B = torch.full((len(texts.length_B),), fps)
-        return Conditioning(texts.features_BLE, texts.length_B, fps_B, pooled_BP=texts.pooled_BP)
 
     def __len__(self) -> int:
         return self.text_BLE.shape[0]

@@ -23,7 +23,6 @@ from megadit.infer.resolve import latent_size, resolve_settings
 from megadit.infer.runtimes.exported import video_size
 from megadit.infer.runtimes.torch import find_dtype
 from megadit.models.bundle.bundle import Bundle
-from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
 from megadit.models.flops import forward_flops
 from megadit.models.machine import datasheet_flops, describe, describe_in_words, matmul_flops
@@ -126,8 +125,8 @@ def _tasks(pipeline: TextToVideo, settings: SamplingSettings, prompt: str) -> li
     _, shape = latent_size(settings, pipeline.config, pipeline.tokenizer)
     x = torch.randn(2, *shape, device=pipeline.device)
     sigma = torch.full((2,), SIGMA, device=pipeline.device)
-    texts = pipeline.text_encoder.encode([prompt, settings.negative_prompt])
-    conditioning = Conditioning.of_texts(texts, float(settings.fps)).to(pipeline.device)
+    texts = [prompt, settings.negative_prompt]
+    conditioning = pipeline.text_encoder.conditioning(texts, float(settings.fps)).to(pipeline.device)
     video = torch.zeros(1, 3, *video_size(pipeline.tokenizer, *shape[1:]), device=pipeline.device)
     return [
         (NETWORK, lambda: pipeline.denoiser(x, sigma, conditioning)),

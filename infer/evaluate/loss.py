@@ -44,7 +44,7 @@ class LossScorer:
         key_B = torch.tensor([seed_key(int(video.long().sum())) for video in video_BTHWC], device=self._device)
         noise = latent_noise(key_B, tuple(x0.shape[1:]))
         fps = float(pipeline.defaults.fps) if video_BTHWC.shape[1] > 1 else 0.0
-        conditioning = Conditioning.of_texts(pipeline.text_encoder.encode(list(prompts)), fps).to(self._device)
+        conditioning = pipeline.text_encoder.conditioning(list(prompts), fps).to(self._device)
         losses = [self._weighted(x0, noise, sigma, conditioning) for sigma in SIGMAS]
         return torch.stack(losses, dim=1).cpu()
 
