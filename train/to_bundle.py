@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from itertools import compress, islice
+from itertools import chain, compress, islice
 from pathlib import Path
 from typing import Any
 
@@ -228,8 +228,7 @@ def training_words(
     is_few = info.num_samples["train"] <= MOST_CAPTIONS and not is_url(path)
     if not is_known or not is_few or before is None:
         return None
-    now = words_of(training_captions(path))
-    return None if now is None else now | before
+    return words_of(chain(before, training_captions(path)))
 
 
 def starting_weights(config: RunConfig) -> str | None:
