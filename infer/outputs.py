@@ -23,11 +23,9 @@ from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, check_fps, re
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import atomic_directory, atomic_path, read_json, write_json
+from megadit.models.shared.files import RECORD_SUFFIX, atomic_directory, atomic_path, read_json, record_path, write_json
 
 LATENTS_SUFFIX = ".safetensors"
-RECORD_SUFFIX = ".json"
-"""Behind the whole name of a video."""
 
 
 # ---------------------------------------------------------------------------------------------------------- names
@@ -146,11 +144,6 @@ def save_long(
     comment = {"comment": json.dumps(record), "title": story[0]}
     stream_mp4(path, parts, spec.settings.fps, metadata=comment, mark=mark)
     write_json(record_path(path), record)
-
-
-def record_path(path: Path) -> Path:
-    """Where the record of a video lies: a.mp4 and a.gif have one each."""
-    return path.with_name(f"{path.name}{RECORD_SUFFIX}")
 
 
 def make_record(result: GeneratedVideo, spec: VideoSpec, options: GenerateOptions, bundle: Bundle) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import torch
 from megadit.infer import adapters as shelf
 from megadit.infer.generate import main
 from megadit.infer.inspect.info import describe
-from megadit.infer.outputs import record_path
 from megadit.infer.pipeline import TextToVideo
 from megadit.models.adapters import adapter_names
 from megadit.models.bundle.bundle import Bundle, write_bundle
@@ -22,7 +21,7 @@ from megadit.models.convert.cli import main as convert
 from megadit.models.convert.merge import merge_bundle
 from megadit.models.image_encoder import ImageEncoder
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import write_json
+from megadit.models.shared.files import record_path, write_json
 from megadit.train.to_bundle import main as bundle_command
 from tests.bundles import random_dit
 
