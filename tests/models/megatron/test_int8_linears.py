@@ -35,7 +35,7 @@ def test_no_weight_is_further_than_half_of_its_row_s_step():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_change_of_precision_leaves_steps_as_they_are(dtype):
-    steps_O = Int8Matrix.of(random(64, 64)).weight_steps
+    steps_O = Int8Matrix.of(random(64, 64) * torch.logspace(-3, 3, 64)[:, None]).weight_steps
     assert torch.equal(steps_O.to(dtype).float(), steps_O)
 
 
