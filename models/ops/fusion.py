@@ -66,9 +66,8 @@ def triton_works(device: torch.device) -> bool:
     try:
         from megadit.models.ops.row_sums import gate_backward
 
-        one = torch.ones(1, 1, 1, device=device)
-        row_S, starts_P = torch.zeros(1, dtype=torch.long, device=device), torch.tensor([0, 1], dtype=torch.int32)
-        gate_backward(one, one[0], one, row_S, starts_P.to(device))
+        one, row_S = torch.ones(1, 1, 1, device=device), torch.zeros(1, dtype=torch.long, device=device)
+        gate_backward(one, one[0], one, row_S, torch.arange(2, dtype=torch.int32, device=device))
     except Exception as error:  # whatever compilers and drivers raise
         reason = (str(error).strip().splitlines() or [""])[0]
         warnings.warn(f"kernels of our own do not run, so that a step takes longer: {reason}", stacklevel=2)
