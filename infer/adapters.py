@@ -4,6 +4,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
@@ -43,9 +44,20 @@ def adapter_uses(scales: Scales) -> tuple[AdapterUse, ...]:
         UserError: for a path that is no adapter's.
     """
     return tuple(
-        AdapterUse(path=str(Path(path).resolve()), scale=scale, sha256=sha256_of(tensor_file(Path(path))))
+        AdapterUse(path=str(Path(path).resolve()), scale=scale, sha256=_checksum(tensor_file(Path(path))))
         for path, scale in scales.items()
     )
+
+
+def _checksum(file: Path) -> str:
+    """Of a file that prompts and videos may name by the hundred: read again only when it was written again."""
+    written = file.stat()
+    return _read_checksum(file, written.st_mtime_ns, written.st_size)
+
+
+@lru_cache(maxsize=64)
+def _read_checksum(file: Path, *written: int) -> str:
+    return sha256_of(file)
 
 
 class AdapterShelf:

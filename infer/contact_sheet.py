@@ -75,7 +75,7 @@ def _wrapped(caption: str, width: int, num_lines: int) -> list[str]:
     if not num_lines:
         return []
     letters = max(4, int(width / _font().getlength("n")))
-    lines = [part for line in caption.splitlines() for part in textwrap.wrap(line, letters, max_lines=num_lines)]
+    lines = [part for line in caption.splitlines() for part in textwrap.wrap(line, letters)]
     rest = "\n".join(lines[num_lines - 1 :])
     return [*lines[: num_lines - 1], *textwrap.wrap(rest, letters, max_lines=1, placeholder="…")]
 

@@ -89,7 +89,7 @@ def _generate(argv: list[str]) -> None:
     specs, videos = ranks.mine(grid.specs), []
     for path, spec, result in zip(ranks.mine(paths), specs, _videos(pipeline, specs, media, options), strict=True):
         if ranks.writes:
-            save(path, result, make_record(result, spec, options, bundle), options.format, mark)
+            save(path, result, make_record(result, spec), options.format, mark)
             print(f"{path}\n", end="", flush=True)  # in one write: several ranks share the output
         if options.contact_sheet:
             videos.append(result.video)

@@ -23,11 +23,9 @@ from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, check_fps, re
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import atomic_directory, atomic_path, read_json, write_json
+from megadit.models.shared.files import RECORD_SUFFIX, atomic_directory, atomic_path, read_json, record_path, write_json
 
 LATENTS_SUFFIX = ".safetensors"
-RECORD_SUFFIX = ".json"
-"""Behind the whole name of a video."""
 
 
 # ---------------------------------------------------------------------------------------------------------- names
@@ -134,7 +132,13 @@ def save_long(
 ) -> None:
     """Writes a video whose frames come part by part, with its record inside and beside it."""
     record = {
-        **_record(spec, options, bundle),
+        **origin_of(
+            bundle,
+            dtype=options.dtype or DEFAULT_DTYPE,
+            runtime=options.runtime or DEFAULT_RUNTIME,
+            cache_measure=options.cache_measure,
+        ),
+        **_files_of(spec),
         "prompt": story[0],
         "seed": spec.seed,
         **asdict(spec.settings),
@@ -148,30 +152,13 @@ def save_long(
     write_json(record_path(path), record)
 
 
-def record_path(path: Path) -> Path:
-    """Where the record of a video lies: a.mp4 and a.gif have one each."""
-    return path.with_name(f"{path.name}{RECORD_SUFFIX}")
-
-
-def make_record(result: GeneratedVideo, spec: VideoSpec, options: GenerateOptions, bundle: Bundle) -> dict[str, Any]:
+def make_record(result: GeneratedVideo, spec: VideoSpec) -> dict[str, Any]:
     """All that made a video; `--repeat` reads it."""
-    return {
-        **result.record(),
-        **_record(spec, options, bundle),
-    }
+    return {**result.record(), **_files_of(spec)}
 
 
-def _record(spec: VideoSpec, options: GenerateOptions, bundle: Bundle) -> dict[str, Any]:
-    return {
-        **origin_of(
-            bundle,
-            dtype=options.dtype or DEFAULT_DTYPE,
-            runtime=options.runtime or DEFAULT_RUNTIME,
-            cache_measure=options.cache_measure,
-        ),
-        "given": as_record(spec.given),
-        "adapters": [asdict(adapter) for adapter in spec.adapters],
-    }
+def _files_of(spec: VideoSpec) -> dict[str, Any]:
+    return {"given": as_record(spec.given), "adapters": [asdict(adapter) for adapter in spec.adapters]}
 
 
 # -------------------------------------------------------------------------------------------------------- repeating

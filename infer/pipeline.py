@@ -313,8 +313,8 @@ class TextToVideo:
                     settings=settings,
                     latents_CTHW=latents_CTHW.cpu(),
                     num_denoiser_calls=num_calls - len(skipped),
-                    origin=self._origin,
-                    adapters=videos.adapters[place],
+                    origin=dict(self._origin),
+                    adapters=dict(videos.adapters[place]),
                     given=[part.use for part in videos.given[place]],
                 )
 

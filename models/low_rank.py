@@ -101,7 +101,7 @@ class LowRank(nn.ModuleDict):
         if self.kept_I is not None and torch.is_grad_enabled():
             down_RI = down_RI * self.kept_I.to(down_RI)  # as if the input had been multiplied
         h = self.exchange(linear(x, down_RI))
-        ratio_O = self._ratio(base.weight)
+        ratio_O = self._ratio(base)
         scale = self.scale
         if isinstance(scale, Tensor):  # conditions come B at a time, twice where some is given
             scale = scale.to(h.dtype).repeat(h.shape[-2] // len(scale), 1)
@@ -123,16 +123,18 @@ class LowRank(nn.ModuleDict):
             change_OI += factors.rows.spread(changed - own)
         return change_OI
 
-    def _ratio(self, weight_OI: Tensor) -> Tensor | None:
+    def _ratio(self, base: nn.Module) -> Tensor | None:
         """DoRA's m / ||W + scaling up down||, float32, 1 in the rows of no target; None without magnitudes."""
-        changes = []
-        for factors in self.values():
-            if factors.magnitude is not None:
-                # rounded as the magnitudes are, which begin as these norms
-                norm = self._norm(factors.rows.of(weight_OI), factors).to(factors.magnitude.dtype)
-                change = factors.magnitude.float() / norm.float() - 1
-                changes.append(factors.rows.spread(change[:, None])[:, 0])
-        return 1 + sum(changes) if changes else None
+        targets = [factors for factors in self.values() if factors.magnitude is not None]
+        if not targets:
+            return None  # before the matrix is asked for: one in eight bits would be made whole for nothing
+        weight_OI, changes = base.weight, []
+        for factors in targets:
+            # rounded as the magnitudes are, which begin as these norms
+            norm = self._norm(factors.rows.of(weight_OI), factors).to(factors.magnitude.dtype)
+            change = factors.magnitude.float() / norm.float() - 1
+            changes.append(factors.rows.spread(change[:, None])[:, 0])
+        return 1 + sum(changes)
 
     @torch.no_grad()
     def _norm(self, weight_OI: Tensor, factors: Factors) -> Tensor:

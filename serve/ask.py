@@ -8,7 +8,7 @@ from typing import Any
 from megadit.models.given_settings import MEDIA, GivenOptions, split_keyframe
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import atomic_path, write_json
+from megadit.models.shared.files import atomic_path, record_path, write_json
 from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import Progress
 from megadit.models.shared.setting import group, setting
@@ -64,7 +64,7 @@ def _run(argv: list[str]) -> int:
     for video, path in zip(videos, output_paths(options.output, videos), strict=True):
         with atomic_path(path) as temporary:
             temporary.write_bytes(video.data)
-        write_json(path.with_suffix(".json"), {"prompt": video.prompt, "seed": video.seed, **video.settings})
+        write_json(record_path(path), {"prompt": video.prompt, "seed": video.seed, **video.settings})
         print(path)
     return 0
 

@@ -157,15 +157,17 @@ class Curves:
 
     def close(self) -> None:
         self._draw()
-        self._tell(END)
-        if self._process.wait():
+        self._process.communicate(END)  # not by the end of its input: workers that were forked meanwhile hold that open
+        if self._process.returncode:
             command = f"python -m megadit.train.curves {self._folder}"
             print(f"{CURVES_FILE} could not be drawn; `{command}` says why", file=sys.stderr, flush=True)
 
     def _draw(self) -> None:
         self._drawn = time.monotonic()
         if self._process is not None and self._process.poll() is None:
-            self._tell(AGAIN)
+            with contextlib.suppress(BrokenPipeError):  # it has failed: its exit code says so
+                self._process.stdin.write(AGAIN)
+                self._process.stdin.flush()
             return
         self._process = subprocess.Popen(
             [sys.executable, "-m", "megadit.train.curves", str(self._folder), FOLLOW],
@@ -175,12 +177,6 @@ class Curves:
             text=True,
             start_new_session=True,  # Ctrl-C ends the run, not its last picture
         )
-
-    def _tell(self, line: str) -> None:
-        """A word to the drawing process; END is one, since workers that were forked meanwhile hold its input open."""
-        with contextlib.suppress(BrokenPipeError):  # it has failed: its exit code says so
-            self._process.stdin.write(line)
-            self._process.stdin.flush()
 
 
 def _identity(folder: Path, taken_back: int) -> tuple[str, int]:

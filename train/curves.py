@@ -33,8 +33,12 @@ def main(argv: list[str] | None = None) -> int:
     os.nice(10)
     metrics = MetricsFile(Path(run) / "metrics.jsonl")
     asked = sys.stdin if options == [FOLLOW] else ()
+    num_drawn = -1
     for _ in chain([AGAIN], takewhile(lambda line: line != END, asked)):
-        training_curves(Path(run) / CURVES_FILE, metrics.read(), title=run)
+        records = metrics.read()
+        if len(records) > num_drawn:  # of requests that came while one was drawn, the next draws what all asked for
+            training_curves(Path(run) / CURVES_FILE, records, title=run)
+            num_drawn = len(records)
     return 0
 
 

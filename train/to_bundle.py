@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from itertools import compress, islice
+from itertools import chain, compress, islice
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ from megadit.models.text_encoders import HashedWordEncoder, TextEncoder, load_te
 from megadit.models.tokenizers import load_tokenizer
 from megadit.train.config.load import load_config
 from megadit.train.config.schema import RunConfig
-from megadit.train.data.dataset_info import DatasetInfo, iter_captions, training_captions
+from megadit.train.data.dataset_info import DatasetInfo, captions_of
 from megadit.train.data.given import parse_uses
 from megadit.train.data.places import is_url
 from megadit.train.sampling_defaults import sampling_defaults
@@ -196,7 +196,7 @@ def convert(
             raise UserError(f"--default is of bundles, and {checkpoint} has an adapter, whose base has the defaults")
         write_adapter(out, trained_adapter(config, checkpoint, ema))
         return
-    info = _dataset(config, dataset)
+    path, info = dataset or config.data.path, _dataset(config, dataset)
     tokenizer, text_encoder = load_tokenizer(info.tokenizer_folder), load_text_encoder(info.text_encoder_folder)
     write_bundle(
         out,
@@ -205,15 +205,15 @@ def convert(
         tokenizer=tokenizer,
         text_encoder=text_encoder,
         defaults=changed_defaults(sampling_defaults(config, info), defaults, config.model, tokenizer),
-        training={**_origin(config, checkpoint, ema), "prompts": _prompts(config, info)},
-        words=training_words(config, dataset or config.data.path, info, text_encoder),
+        training={**_origin(config, checkpoint, ema), "prompts": prompts_of(config, path, info)},
+        words=training_words(config, path, info, text_encoder),
     )
 
 
-def _prompts(config: RunConfig, info: DatasetInfo) -> list[str]:
+def prompts_of(config: RunConfig, path: str | Path, info: DatasetInfo) -> list[str]:
     """A few to begin with: those of validation, or captions held out."""
     split = "val" if info.num_samples.get("val") else "train"
-    prompts = config.validation.prompts or filter(None, iter_captions(info.root, split))
+    prompts = config.validation.prompts or filter(None, captions_of(path, split))
     return list(islice(dict.fromkeys(islice(prompts, 10 * NUM_PROMPTS)), NUM_PROMPTS))
 
 
@@ -228,8 +228,7 @@ def training_words(
     is_few = info.num_samples["train"] <= MOST_CAPTIONS and not is_url(path)
     if not is_known or not is_few or before is None:
         return None
-    now = words_of(training_captions(path))
-    return None if now is None else now | before
+    return words_of(chain(before, captions_of(path, "train")))
 
 
 def starting_weights(config: RunConfig) -> str | None:

@@ -20,11 +20,10 @@ import safetensors.torch
 import torch
 from PIL import Image
 
-from megadit.infer.outputs import record_path
 from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, open_container, read_video
 from megadit.models.shared.documents import check_size, check_tensor_header, parse_json
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import read_json, sha256_of
+from megadit.models.shared.files import read_json, record_path, sha256_of
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
 
 PART = 16

@@ -76,7 +76,8 @@ def _strip(key: str, members: dict[str, bytes], tokenizer: VideoTokenizer) -> tu
     try:
         description = parse_json(members["json"], "its description")
         caption, fps = str(description.get("caption") or "(no caption)"), float(description.get("fps") or 0)
-        frames_THWC, facts = _decoded(members, tokenizer)
+        frames_THWC, stored = _decoded(members, tokenizer)
+        facts = f"{_in_words(frames_THWC, fps)}; {stored}"
     except Exception as error:  # whatever a sample provokes in decoders
         frames_THWC, facts = np.zeros((1, 64, 64, 3), np.uint8), f"cannot be decoded: {error}"
     count, height, width = frames_THWC.shape[:3]
@@ -84,8 +85,12 @@ def _strip(key: str, members: dict[str, bytes], tokenizer: VideoTokenizer) -> tu
     size = max(1, round(width * THUMBNAIL_HEIGHT / height)), THUMBNAIL_HEIGHT
     thumbnails = [np.asarray(Image.fromarray(frames_THWC[place]).resize(size)) for place in places]
     strip = np.concatenate([np.pad(each, ((0, 0), (0, GAP), (0, 0)), constant_values=255) for each in thumbnails], 1)
-    what = f"{count} frames of {height}x{width} at {fps:g} fps" if count > 1 else f"an image of {height}x{width}"
-    return strip[None, :, :-GAP], f"{caption}\n{key}: {what}; {facts}"
+    return strip[None, :, :-GAP], f"{caption}\n{key}: {facts}"
+
+
+def _in_words(frames_THWC: np.ndarray, fps: float) -> str:
+    count, height, width = frames_THWC.shape[:3]
+    return f"{count} frames of {height}x{width} at {fps:g} fps" if count > 1 else f"an image of {height}x{width}"
 
 
 @torch.inference_mode()

@@ -18,17 +18,19 @@ MOST_WORDS = 50_000
 MOST_CAPTIONS = 100_000
 """That are read for them, some ten seconds."""
 _MOST_BYTES = 4 << 20
+"""Of all words; their file has a few more."""
 _MOST_SAID = 8
 
 
 def words_of(captions: Iterable[str]) -> set[str] | None:
-    """All words of these; None if there are more than `MOST_WORDS`."""
+    """All words of these; None if there are more than `MOST_WORDS`, or longer ones than a file of them has room for
+    (those of a script that puts no spaces between words are clauses)."""
     found: set[str] = set()
     for caption in captions:
         found.update(split_words(caption))
         if len(found) > MOST_WORDS:
             return None
-    return found
+    return found if sum(len(word.encode()) for word in found) <= _MOST_BYTES else None
 
 
 def write_words(directory: Path, words: Iterable[str]) -> None:
@@ -44,7 +46,7 @@ def read_words(directory: Path) -> frozenset[str] | None:
     path = directory / WORDS_FILE
     if not path.is_file():
         return None
-    words = read_json(path, max_bytes=_MOST_BYTES)
+    words = read_json(path, max_bytes=2 * _MOST_BYTES)
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise UserError(f"{path} is not a list of words; `megadit bundle` writes it")
     return frozenset(words)

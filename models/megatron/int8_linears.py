@@ -1,11 +1,12 @@
 """Linears of a frozen base whose matrices are held in eight bits, a byte for each weight.
 
-    step_o = max |W_o| / 127        of each row, rounded up to a number that bfloat16 and float16 have, too
+    step_o = max |W_o| / 127        of each row, rounded up to a number of bfloat16
     codes  = round(W / step)        int8, -127..127
     y      = x (step codes)^T + b
 
 The matrix is made anew for each product, in the precision of x, and gone after it: the backward needs no more than
-dx = dy (step codes). Steps follow from whole rows, so that any layout holds the same numbers.
+dx = dy (step codes). Steps follow from whole rows, so that any layout holds the same numbers. Those from 2^-17 on are
+numbers of float16, too; smaller ones, of rows without a weight beyond 0.001, it rounds.
 
 Shapes: I and O input and output features, of which ranks hold a part.
 """
@@ -31,7 +32,7 @@ from megadit.models.ops.linear import linear
 
 LARGEST = 127
 STEPS_DTYPE = torch.bfloat16
-"""What steps are rounded to: a network's change of precision leaves them as they are."""
+"""What steps are rounded to, so that a network's change of precision leaves them as they are."""
 _ROUNDED_UP = 1 + torch.finfo(STEPS_DTYPE).eps
 """So that no code is beyond the largest where the rounding itself goes down."""
 

@@ -56,7 +56,23 @@ def is_compiled(x: Tensor) -> bool:
 
 def has_kernels(x: Tensor) -> bool:
     """Whether kernels written in Triton, which compute in float32, take `x`, of any shape."""
-    return x.device.type in KERNELS_ON and x.dtype != torch.float64 and not torch.compiler.is_compiling()
+    is_there = x.device.type in KERNELS_ON and x.dtype != torch.float64 and not torch.compiler.is_compiling()
+    return is_there and triton_works(x.device)
+
+
+@cache
+def triton_works(device: torch.device) -> bool:
+    """Whether a kernel of our own runs there; Triton asks for a C compiler, which not every machine has."""
+    try:
+        from megadit.models.ops.row_sums import gate_backward
+
+        one, row_S = torch.ones(1, 1, 1, device=device), torch.zeros(1, dtype=torch.long, device=device)
+        gate_backward(one, one[0], one, row_S, torch.arange(2, dtype=torch.int32, device=device))
+    except Exception as error:  # whatever compilers and drivers raise
+        reason = (str(error).strip().splitlines() or [""])[0]
+        warnings.warn(f"kernels of our own do not run, so that a step takes longer: {reason}", stacklevel=2)
+        return False
+    return True
 
 
 def fused(function: Callable[..., Any], *inputs: Any) -> Any:

@@ -15,6 +15,8 @@ from megadit.models.shared.documents import MAX_BYTES, parse_json
 from megadit.models.shared.errors import UserError
 
 LONGEST_NAME, LONGEST_PATH = 255, 1024
+RECORD_SUFFIX = ".json"
+"""Behind the whole name of a video."""
 
 
 def _temporary_sibling(path: Path) -> Path:
@@ -129,6 +131,11 @@ def write_json(path: str | os.PathLike, obj: Any) -> None:
     text = json.dumps(obj, indent=2, ensure_ascii=False) + "\n"
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def record_path(path: Path) -> Path:
+    """Where the record of a video lies: a.mp4 and a.gif have one each."""
+    return path.with_name(f"{path.name}{RECORD_SUFFIX}")
 
 
 def differences(saved: dict[str, Any], asked: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -87,7 +87,7 @@ def files(work: Path, bundle: Path) -> Iterator[tuple[str, Any]]:
         )
     yield "torch/mp4", digest_tensor(frames(work / "one.mp4"))
     yield from digest_tensors(load_file(work / "one.safetensors"), "torch/latents/")
-    beside = (work / "one.mp4").with_suffix(".json")
+    beside = next(path for path in (work / "one.mp4.json", work / "one.json") if path.exists())  # of older checkouts
     yield "torch/settings.json", beside.read_text().replace(str(work), "WORK").splitlines()
 
 

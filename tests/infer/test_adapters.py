@@ -2,6 +2,7 @@
 
 import gc
 import json
+import shutil
 import weakref
 from dataclasses import replace
 
@@ -11,7 +12,6 @@ import torch
 from megadit.infer import adapters as shelf
 from megadit.infer.generate import main
 from megadit.infer.inspect.info import describe
-from megadit.infer.outputs import record_path
 from megadit.infer.pipeline import TextToVideo
 from megadit.models.adapters import adapter_names
 from megadit.models.bundle.bundle import Bundle, write_bundle
@@ -22,7 +22,7 @@ from megadit.models.convert.cli import main as convert
 from megadit.models.convert.merge import merge_bundle
 from megadit.models.image_encoder import ImageEncoder
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import write_json
+from megadit.models.shared.files import record_path, sha256_of, write_json
 from megadit.train.to_bundle import main as bundle_command
 from tests.bundles import random_dit
 
@@ -205,6 +205,17 @@ def test_generate(pipeline, bundle_dir, one, two, tmp_path, capsys):
     assert [(use["path"], use["scale"]) for use in record["adapters"]] == [(one, 0.8), (two, 1.0)]
     assert main(["--repeat", str(out), "--video_save_path", str(tmp_path / "b.safetensors"), "--device", "cpu"]) == 0
     assert torch.equal(saved(tmp_path / "b.safetensors"), expected)
+
+
+def test_an_adapter_is_read_once_for_all_its_records(one, tmp_path, monkeypatch):
+    copied, read = tmp_path / "copy", []
+    shutil.copytree(one, copied)
+    monkeypatch.setattr(shelf, "sha256_of", lambda file: read.append(file) or sha256_of(file))
+    before, again = (shelf.adapter_uses({str(copied): scale})[0] for scale in (1.0, 0.5))
+    assert len(read) == 1 and before.sha256 == again.sha256
+    with read[0].open("ab") as file:
+        file.write(b" ")
+    assert shelf.adapter_uses({str(copied): 1.0})[0].sha256 != before.sha256
 
 
 def test_what_was_saved_from_python_is_made_again_with_its_adapters(pipeline, one, tmp_path):

@@ -299,6 +299,8 @@ def test_labels_of_a_contact_sheet_are_whole():
     assert np.array_equal(short, alike) and short.shape[1] < whole.shape[1]
     endless = contact_sheet(videos, ["word " * 10_000] * 3, 3)
     assert endless.shape[1] < 400
+    tall = contact_sheet([np.zeros((1, 256, 8, 3), np.uint8)], ["a caption wider than the video"], 1)
+    assert tall.shape[2] < 32  # pixels: room for four letters
     assert [grid_columns(count) for count in (1, 2, 4, 5, 12)] == [1, 2, 2, 3, 4]
 
 

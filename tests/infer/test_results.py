@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import pickle
 import re
 
 import av
@@ -48,6 +49,11 @@ def test_what_was_saved_from_python_is_made_again(pipeline, videos, tmp_path, ca
     write_video(tmp_path / "first.png", videos[0].video[:1])
     assert main([*repeat, "--image", str(tmp_path / "first.png")]) == 0
     assert np.array_equal(read_video(tmp_path / "more.mp4")[0], read_video(tmp_path / "given.mp4")[0])
+
+
+def test_videos_go_to_other_processes(videos):
+    again = pickle.loads(pickle.dumps(videos[0]))
+    assert again.record() == videos[0].record() and np.array_equal(again.video, videos[0].video)
 
 
 def test_notebooks_show_videos_and_their_prompts(videos):

@@ -228,7 +228,7 @@ def test_every_option_reaches_the_service(tmp_path, note, monkeypatch, capsys):
     assert differing(seen, flags) == [flag for flag, *_ in flags]
     (_, ((request, _), _)), _ = seen("--seed", "5")
     assert request == VideoRequest(prompt="a", seed=5)
-    assert json.loads((tmp_path / "elsewhere.json").read_text())["seed"] == 1
+    assert json.loads((tmp_path / "elsewhere.mp4.json").read_text())["seed"] == 1
 
 
 def test_every_option_reaches_the_page(tmp_path, note, monkeypatch, capsys):

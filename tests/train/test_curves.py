@@ -1,5 +1,6 @@
 """Curves of a run: metrics survive a kill and a resume, and are drawn while it goes on."""
 
+import io
 import json
 import subprocess
 import sys
@@ -71,6 +72,22 @@ def test_a_run_draws_its_curves_beside_its_steps(tmp_path, monkeypatch, capsys):
     (tmp_path / "metrics.jsonl").unlink()
     board.close()
     assert "curves.png could not be drawn; `python -m megadit.train.curves" in capsys.readouterr().err
+
+
+def test_requests_that_waited_are_drawn_once(tmp_path, monkeypatch):
+    path, drawn = tmp_path / "metrics.jsonl", []
+
+    def draw(_, records, *, title):
+        drawn.append(len(records))
+        if len(drawn) == 1:  # while the first is drawn, two steps end
+            with path.open("a") as file:
+                file.write('{"step": 2, "loss": 2.0}\n{"step": 3, "loss": 2.0}\n')
+
+    path.write_text('{"step": 1, "loss": 3.0}\n')
+    monkeypatch.setattr(curves, "training_curves", draw)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(2 * curves.AGAIN + curves.END))
+    assert curves.main([str(tmp_path), curves.FOLLOW]) == 0
+    assert drawn == [1, 3]
 
 
 def test_drawing_needs_no_torch():

@@ -18,7 +18,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import load_text_encoder
 from megadit.train.config.load import load_config
 from megadit.train.data.dataset_info import DatasetInfo
-from megadit.train.to_bundle import choose_average, find_checkpoint, main, training_words
+from megadit.train.to_bundle import choose_average, find_checkpoint, main, prompts_of, training_words
 
 pytestmark = pytest.mark.slow
 BLEND = """
@@ -68,6 +68,8 @@ def test_the_bundle_knows_its_training_words_and_those_before(trained, tiny_data
     blend.write_text(BLEND.format(first=tiny_dataset))
     encoder = load_text_encoder(info.text_encoder_folder)
     assert training_words(config, str(blend), info, encoder) == {"sample", "number", *held_out}
+    (first, *_) = prompts_of(config, blend, DatasetInfo.read(blend))
+    assert first == "sample number 0", "what the blend takes, not what its first data set has beside"
     write_words(tmp_path / "bundle", ["before"])
     for begun, expected in ((tmp_path / "bundle", {"before", "sample", "number", *held_out}), (trained, None)):
         after = replace(config, checkpoint=replace(config.checkpoint, init_from=str(begun)))

@@ -193,12 +193,12 @@ def _leaves(path: "Path | EPath", split: str) -> list[tuple[DatasetInfo, str]]:
     return [(DatasetInfo.read(str(leaf.path)), leaf.split_part) for leaf in leaves]
 
 
-def training_captions(path: "str | Path | EPath") -> Iterator[str]:
-    """Those of a data set, or of all that a blend mixes."""
+def captions_of(path: "str | Path | EPath", split: str) -> Iterator[str]:
+    """Those of a split of a data set, or of all that a blend mixes in it."""
     root = place(path)
     is_blend = root.name.endswith((".yaml", ".yml"))
-    for info, split in _leaves(root, "train") if is_blend else [(DatasetInfo.read(path), "train")]:
-        yield from iter_captions(info.root, split)
+    for info, part in _leaves(root, split) if is_blend else [(DatasetInfo.read(path), split)]:
+        yield from iter_captions(info.root, part)
 
 
 def iter_descriptions(root: "Path | EPath", split: str) -> Iterator[Description]:

@@ -24,6 +24,10 @@ def test_words_of_captions_are_kept_and_compared(tmp_path):
 def test_there_is_an_end_to_words(tmp_path):
     assert len(words_of(f"word{number}" for number in range(MOST_WORDS))) == MOST_WORDS
     assert words_of(f"word{number}" for number in range(10 * MOST_WORDS)) is None
+    clauses = ["".join(random.Random(number).choices("日月火水木金土", k=40)) for number in range(MOST_WORDS)]
+    assert words_of(clauses) is None, "their file would be too long to be read"
+    write_words(tmp_path, words_of(clauses[: MOST_WORDS // 2]))
+    assert len(read_words(tmp_path)) == MOST_WORDS // 2
     longest = random.Random(0).choices(string.ascii_lowercase, k=12)
     write_words(tmp_path, (f"{''.join(longest)}{number}" for number in range(MOST_WORDS)))
     assert len(read_words(tmp_path)) == MOST_WORDS

@@ -6,6 +6,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
+from megadit.models.low_rank import Factors, LowRank, Rows, Target
 from megadit.models.megatron.int8_linears import Int8Linear, Int8Matrix, eight_bits
 from megadit.models.megatron.plan import COLUMN, ROW, WHOLE, role_of
 
@@ -34,7 +35,7 @@ def test_no_weight_is_further_than_half_of_its_row_s_step():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_change_of_precision_leaves_steps_as_they_are(dtype):
-    steps_O = Int8Matrix.of(random(64, 64)).weight_steps
+    steps_O = Int8Matrix.of(random(64, 64) * torch.logspace(-3, 3, 64)[:, None]).weight_steps
     assert torch.equal(steps_O.to(dtype).float(), steps_O)
 
 
@@ -54,6 +55,17 @@ def test_autograd_keeps_codes_and_no_matrix():
     with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         layer(random(7, 32).requires_grad_())
     assert {(tuple(each.shape), each.dtype) for each in kept} == {((48, 32), torch.int8), ((48,), torch.float32)}
+
+
+@pytest.mark.parametrize("has_magnitude", [False, True])
+def test_an_adapter_without_magnitudes_has_no_matrix_made(has_magnitude, monkeypatch):
+    read, of_codes = [], Int8Linear.weight
+    monkeypatch.setattr(Int8Linear, "weight", property(lambda layer: read.append(layer) or of_codes.fget(layer)))
+    base, x_SI = linear_of(random(48, 32)), random(7, 32)
+    target = Target("", Rows(), in_features=32, out_features=48)
+    adapter = LowRank({"all": Factors(target, 4, has_magnitude=has_magnitude, like=x_SI)}, 1.0)
+    adapter(x_SI, base(x_SI), base)
+    assert len(read) == has_magnitude
 
 
 def test_of_a_network_attention_and_mlp_are_held_in_eight_bits():

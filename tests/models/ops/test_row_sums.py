@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from megadit.models.ops.registry import OPS, Variant
 from megadit.models.segments import LONGEST_RUN, RowsByToken, Segment
 
 triton = pytest.importorskip("triton")
+row_sums = pytest.importorskip("megadit.models.ops.row_sums")
 
 PACK = PackLayout.pack(
     [Segment((1, 1, 5), 1), Segment((2, 1, 20), 1, given=((0, 3), (38, 40))), Segment((1, 1, 3), 1)],
@@ -35,6 +37,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def kernels_run_here(monkeypatch):
     """On a CPU by Triton's interpreter (conftest.py)."""
     monkeypatch.setattr(fusion, "KERNELS_ON", {DEVICE})
+    fusion.triton_works.cache_clear()
+    yield
+    fusion.triton_works.cache_clear()
 
 
 def filled_up() -> RowsByToken:
@@ -89,6 +94,22 @@ def test_a_kernel_is_as_exact_as_its_reference(name, is_rms, rows):
         theirs = errors(results(op.reference, inputs, dtype), exact)
         most = [1e-6 if dtype == torch.float32 else 1.5 * CUT_OFF * error for error in theirs]
         assert all(error <= bound for error, bound in zip(ours, most, strict=True)), (dtype, ours, theirs)
+
+
+def test_without_a_compiler_chains_compute_the_same(monkeypatch):
+    """Negative control: the kernel itself is as broken as what tries it out."""
+    fails = mock.Mock(side_effect=RuntimeError("Failed to find C compiler.\nPlease"))
+    monkeypatch.setattr(row_sums, "gate_backward", fails)
+    op, inputs = OPS["gated_residual"], inputs_of("gated_residual", rows=PACK.rows, is_rms=False)
+    inputs = tuple(x.to(DEVICE, torch.float32) if isinstance(x, torch.Tensor) else x for x in inputs)
+    with pytest.warns(UserWarning, match=r"do not run, so that a step takes longer: Failed to find C compiler\.$"):
+        variant = op.choose(*inputs)
+    assert variant.name != "by_run_of_tokens" and op.choose(*inputs) is variant
+    ours, exact = results(variant, inputs, torch.float32), results(op.reference, inputs, torch.float64)
+    assert max(errors(ours, exact)) < 1e-6
+    with pytest.raises(RuntimeError):
+        results(op.variants["by_run_of_tokens"], inputs, torch.float32)
+    assert fails.call_count == 2, "tried out once"
 
 
 def test_the_same_pack_gives_the_same_bits():

@@ -70,8 +70,8 @@ def _as_text(name: str) -> str:
 
 def list_folder(root: str | Path, kind: Kind, table: str | None = None) -> Listing:
     """Files under `root`, captioned by a table (`metadata.csv`, `.jsonl` or `.parquet`, or the one given), by
-    `clip.txt` or `clip.json` beside `clip.mp4`, or (with `folders` for a table) by the folder that each lies in, for
-    whose name one of `LABELS` may give other words.
+    `clip.mp4.json` (as `megadit generate` writes it), `clip.json` or `clip.txt` beside `clip.mp4`, or (with `folders`
+    for a table) by the folder that each lies in, for whose name one of `LABELS` may give other words.
 
     Raises:
         UserError: if there is no such folder, no such file in it, or the table has no column of files.
@@ -218,12 +218,11 @@ def _open_parquet(path: str) -> Iterator[Any]:
 
 
 def _side_caption(folder: Folder, name: str, listing: Listing) -> dict[str, Any]:
-    text, description = (folder.path(str(PurePosixPath(name).with_suffix(suffix))) for suffix in (".txt", ".json"))
+    beside = f"{name}.json", *(str(PurePosixPath(name).with_suffix(suffix)) for suffix in (".json", ".txt"))
     try:
-        if description is not None:
-            return _caption(".json", _beginning(description))
-        if text is not None:
-            return _caption(".txt", _beginning(text))
+        for side in beside:
+            if (path := folder.path(side)) is not None:
+                return _caption(PurePosixPath(side).suffix, _beginning(path))
     except (OSError, ValueError) as error:
         listing.skip(PurePosixPath(name).name, "unreadable caption", str(error))
     return {}

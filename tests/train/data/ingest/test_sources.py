@@ -397,6 +397,22 @@ def test_videos_in_s3_give_the_same_data_set_as_a_folder(s3, tmp_path, make_clip
     assert reports[0]["sources"] == 11 and reports[0]["skips"]["broken"] == 2
 
 
+def test_captions_lie_beside_videos(tmp_path):
+    """The record that `megadit generate` leaves comes first: other suffixes may be another video's."""
+    for beside, text in {
+        "a.mp4.json": '{"prompt": "a record"}',
+        "a.json": '{"caption": "of a.gif"}',
+        "b.json": '{"caption": "a description"}',
+        "b.txt": "a text",
+        "c.txt": "a text",
+    }.items():
+        (tmp_path / beside).write_text(text)
+    for name in "abcd":
+        (tmp_path / f"{name}.mp4").touch()
+    listing = list_folder(tmp_path, "video")
+    assert [source.caption for source in listing.sources] == ["a record", "a description", "a text", ""]
+
+
 def test_a_table_without_captions_is_named(tmp_path, make_clip, make_pan):
     make_clip(tmp_path / "a.mp4", make_pan("china.jpg", 9, 64, 64))
     (tmp_path / "metadata.csv").write_text("file_name,words\na.mp4,a temple\n")

@@ -19,7 +19,7 @@ from megatron.energon.tools.info import command as energon_info
 from megatron.energon.tools.lint import command as energon_lint
 from PIL import Image
 
-from megadit.infer.inspect import info
+from megadit.infer.inspect import dataset_sheet, info
 from megadit.models.config import DiTConfig
 from megadit.models.shared.errors import UserError
 from megadit.models.tokenizers import load_tokenizer
@@ -116,6 +116,8 @@ def test_a_sheet_shows_samples(prepared, tmp_path, capsys):
     assert info.main([str(prepared), "--sheet", str(tmp_path / "sheet.png")]) == 0
     with Image.open(tmp_path / "sheet.png") as sheet:
         assert sheet.width > 1000 and np.asarray(sheet).std() > 20  # strips of six frames in two columns
+    _, label = dataset_sheet._strip("key", {"json": b'{"caption": "a", "fps": 8}', "mp4": b"no video"}, None)
+    assert label.startswith("a\nkey: cannot be decoded: ")
     assert info.main([str(prepared), "--sheet", str(tmp_path / "sheet.txt")]) == 2
     assert "use a name that ends in .png" in capsys.readouterr().err
 
