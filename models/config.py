@@ -133,6 +133,7 @@ class DiTConfig:
 
     @property
     def classifies(self) -> bool:
+        """See `Structure.classifies`."""
         return self.structure.classifies
 
     @property
@@ -239,7 +240,7 @@ class DiTConfig:
     @property
     def position_grid(self) -> tuple[int, int, int] | None:
         """The largest grid with learned positions (None: any); of a classifier class token and patches, in a row."""
-        if not self.structure.classifies:
+        if not self.classifies:
             return self.learned_positions
         return 1, 1, 1 + prod(self.learned_positions)
 
@@ -250,7 +251,7 @@ class DiTConfig:
             UserError: as `token_grid`; of a classifier, for any grid but its own.
         """
         grid = self.token_grid(frames, height, width)
-        if not self.structure.classifies:
+        if not self.classifies:
             return grid
         if grid != self.learned_positions:
             found, known = ("x".join(map(str, sides)) for sides in (grid, self.learned_positions))
@@ -304,7 +305,7 @@ RULES: tuple[Rule[DiTConfig], ...] = (
         remedy="model.family={family} is conditioned on text: leave model.num_classes",
     ),
     Rule(
-        when=lambda config: not config.structure.cross_attention and not config.structure.classifies,
+        when=lambda config: not config.structure.cross_attention and not config.classifies,
         needs=lambda config: config.num_classes is not None,
         remedy="model.family={family} needs model.num_classes",
     ),
@@ -340,7 +341,7 @@ RULES: tuple[Rule[DiTConfig], ...] = (
         remedy="model.position_embedding=learned needs model.learned_positions, the largest grid",
     ),
     Rule(
-        when=lambda config: config.structure.classifies,
+        when=lambda config: config.classifies,
         needs=lambda config: config.position_embedding == "learned",
         remedy="model.family={family} needs model.position_embedding=learned and model.learned_positions, its grid",
     ),

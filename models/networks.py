@@ -9,4 +9,4 @@ Network = DiT | ViT
 
 def build_network(config: DiTConfig, part: Part = WHOLE_NETWORK) -> Network:
     """The network, or one part of it."""
-    return (ViT if config.structure.classifies else DiT)(config, part)
+    return (ViT if config.classifies else DiT)(config, part)

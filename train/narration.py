@@ -111,7 +111,7 @@ def _next(config: RunConfig, out: Path, caption: str | None, step: int | None) -
     made = shlex.quote(str(out / ("bundle" if config.train.adapter is None else "adapter")))
     with_it = f"--checkpoint_path {made}"
     bundled = f"next: megadit bundle {run} {made}{'' if step is None else f' --step {step}'}"
-    if config.model.structure.classifies:
+    if config.model.classifies:
         return [bundled, f"      megadit classify {made} PICTURE"]
     if config.train.adapter is not None:
         with_it = f"--checkpoint_path {shlex.quote(config.checkpoint.init_from)} --adapter {made}"

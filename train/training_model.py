@@ -52,7 +52,7 @@ class TrainingModel(nn.Module):
         the last part. A classifier knows no noise.
         """
         self._announce_direct_reads()
-        if self.dit.config.structure.classifies:
+        if self.dit.config.classifies:
             return classification_loss(self.dit, batch, self.label_smoothing, self._before)
         if is_noisy:
             return self._denoise(batch, batch.tokens_S1P, sigma_G)

@@ -101,7 +101,7 @@ def _validation_batches(training: Training) -> tuple[list[PackedBatch], int]:
 def _losses(training: Training, batches: list[PackedBatch], num_own: int) -> dict[str, float]:
     """The weighted loss at each of `validation.sigmas`, a mean over all tokens of all ranks, and the mean of these; of
     a classifier the cross-entropy, and the share of samples that it takes for another class ("wrong")."""
-    if training.config.model.structure.classifies:
+    if training.config.model.classifies:
         return _classified(training, batches, num_own)
     sigmas = training.config.validation.sigmas
     sums = torch.zeros(len(sigmas) + 1, dtype=torch.float64, device=training.groups.device)
@@ -139,7 +139,7 @@ def _sample_videos(training: Training, step: int, sigma_rel: float | None) -> li
     Copies that work together all make the same videos.
     """
     config, groups = training.config, training.groups
-    if config.data.mock or config.model.structure.classifies:
+    if config.data.mock or config.model.classifies:
         return []  # nothing to encode prompts or decode latents with
     prompts = list(enumerate(list(config.validation.prompts) or validation_captions(config, NUM_PROMPTS)))
     is_together = config.parallel.sizes.copies_work_together

@@ -112,7 +112,9 @@ class Bundle:
             config=weights.load_config(path / "transformer"),
         )
 
-    def load_network(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> weights.Network:
+    def load_network(
+        self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    ) -> weights.SavedNetwork:
         """Its one network, that of videos.
 
         Raises:

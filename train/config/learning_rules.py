@@ -81,7 +81,7 @@ LEARNING: tuple[Rule[Run], ...] = (
     ),
     # a classifier
     Rule(
-        when=lambda run: not run.model.structure.classifies,
+        when=lambda run: not run.model.classifies,
         needs=lambda run: run.train.label_smoothing == 0,
         remedy="{train.label_smoothing=} is of classifiers, such as model.family=vit; leave it out",
     ),

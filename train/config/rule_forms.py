@@ -46,7 +46,7 @@ def of_layout(rule: Rule[Division]) -> Rule[Run]:
 
 
 def of_classifier(needs: Condition, remedy: str) -> Rule[Run]:
-    return Rule(when=attrgetter("model.structure.classifies"), needs=needs, remedy=remedy)
+    return Rule(when=attrgetter("model.classifies"), needs=needs, remedy=remedy)
 
 
 def of_fp8(needs: Condition, words: str) -> Rule[Run]:

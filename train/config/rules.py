@@ -183,7 +183,7 @@ RULES: tuple[Rule[Run], ...] = (
     ),
     *(fits_dataset(setting, fact) for setting, fact in OF_DATASET.items()),
     Rule(
-        when=lambda run: run.model.structure.classifies and run.dataset is not None,
+        when=lambda run: run.model.classifies and run.dataset is not None,
         needs=lambda run: run.num_labels == run.model.num_classes,
         remedy="{dataset.root} has {num_labels} classes (0: texts), not the {model.num_classes} of model.num_classes",
     ),

@@ -368,7 +368,7 @@ def run(out, case):
     }
     numbers |= decisions()
     with evaluation(training):
-        is_denoiser = not config.model.structure.classifies
+        is_denoiser = not config.model.classifies
         numbers |= {"spread": spread(training), "sampled": sampled(training).flatten().tolist() if is_denoiser else []}
     if config.parallel.data_parallel == "fsdp":
         numbers["bytes"] = bytes_held(training)
