@@ -3,14 +3,13 @@
 Shapes: S tokens, D width, G segments of a pack (padding included), K classes.
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megadit.models.embeddings import class_index
 from megadit.models.vit import ViT
 from megadit.train.data.packed_batch import PackedBatch
-from megadit.train.loss import LossSums
+from megadit.train.loss import LossSums, sums_of_samples
 
 
 def classification_loss(
@@ -27,9 +26,4 @@ def classification_loss(
     class_G = class_index(batch.text_L1E[tensors.first_text_G, 0], vit.config.num_classes)
     entropy_G = F.cross_entropy(logits_GK, class_G, reduction="none")
     objective_G = F.cross_entropy(logits_GK, class_G, reduction="none", label_smoothing=label_smoothing)
-    # a sample counts for each of its tokens, as its noise does in a denoiser: the mean is over tokens
-    tokens_G = torch.zeros_like(entropy_G).index_add_(0, tensors.segment_of_token_S, tensors.is_wanted_S.float())
-    tokens_G = tokens_G.masked_fill(tensors.has_no_text_G, 0.0)  # nothing is known of what has no label
-    is_wrong_G = logits_GK.detach().argmax(-1) != class_G
-    sums = tokens_G * batch.loss_weight_G * objective_G, tokens_G * entropy_G.detach(), tokens_G * is_wrong_G
-    return LossSums(*(values_G.sum() for values_G in sums))
+    return sums_of_samples(batch, objective_G, entropy_G, logits_GK.detach().argmax(-1) != class_G)

@@ -24,9 +24,10 @@ class LossSums(NamedTuple):
     """What is minimised: the weighted loss, divided by the learned uncertainty where there is one."""
     weighted: Tensor
     """lambda(sigma) |D - x0|^2: 1 for a network that knows nothing, at every noise level. Of a classifier the
-    cross-entropy."""
+    cross-entropy, of what matches images and texts its loss."""
     error: Tensor
-    """|D - x0|^2. Of a classifier 1 where another class is the likeliest, else 0."""
+    """|D - x0|^2. Of a classifier 1 where another class is the likeliest, else 0; so, of what matches, where another
+    text is."""
 
 
 class Uncertainty(nn.Module):
@@ -50,6 +51,16 @@ class Uncertainty(nn.Module):
         features = math.sqrt(2) * torch.cos(c_noise_G.float()[:, None] * frequency + phase)
         # divided by sqrt(features), or one step of Adam at a large rate would move u by more than its range
         return (features @ self.linear.weight.float().T)[:, 0] / math.sqrt(len(frequency))
+
+
+def sums_of_samples(batch: PackedBatch, objective_G: Tensor, weighted_G: Tensor, is_wrong_G: Tensor) -> LossSums:
+    """Losses of whole samples as those of their tokens, for the mean is over tokens; without text, of which nothing is
+    known, they count nothing."""
+    tensors = batch.layout.on(objective_G.device)
+    tokens_G = torch.zeros_like(weighted_G).index_add_(0, tensors.segment_of_token_S, tensors.is_wanted_S.float())
+    tokens_G = tokens_G.masked_fill(tensors.has_no_text_G, 0.0)
+    sums = tokens_G * batch.loss_weight_G * objective_G, tokens_G * weighted_G.detach(), tokens_G * is_wrong_G
+    return LossSums(*(values_G.sum() for values_G in sums))
 
 
 def weighted_error(

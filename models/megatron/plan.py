@@ -17,6 +17,7 @@ The first row with a parameter's name gives its role, from which derive the line
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from re import sub
 
 import torch
 from torch import nn
@@ -81,7 +82,7 @@ PLAN = (
     Row("blocks.*_attention.proj.[ba]*|blocks.*.fc2.[ba]*", PARTIAL),  # added to a rank's tokens after the sum
     Row("blocks.*.[qk]_layernorm.weight", SUM_OVER_HEADS),
     Row("blocks.*.modulation.*|blocks.*_layernorm.*|blocks.*.router.weight|shared_modulation.*", PARTIAL),
-    Row("x_embedder.*|text_embedder.*|image_embedder.*|null_text|positions.*|head.*", WHOLE),
+    Row("x_embedder.*|text_embedder.*|image_embedder.*|null_text|positions.*|head.*|log_scale|score_offset", WHOLE),
     Row("*_embedder.*|condition_layernorm.weight|final_layer.*", PARTIAL),
 )
 """The first row that has a parameter's name decides."""
@@ -91,13 +92,14 @@ _OF_ONE_PART = ("x_embedder.", "blocks.", "final_layer.", "head.")
 
 
 def role_of(name: str, plan: Sequence[Row] = PLAN) -> Role:
-    """The role of the parameter `name`.
+    """The role of the parameter `name`; in one of two towers that which it has in a network of one.
 
     Raises:
         LookupError: if no row of the plan has it.
     """
+    in_tower = sub(r"^(image|text)_tower\.", "", name)
     for row in plan:
-        if row.has(name):
+        if row.has(in_tower):
             return row.role
     raise LookupError(f"the parallel plan has no row for the parameter {name!r}: add one (models/megatron/plan.py)")
 
