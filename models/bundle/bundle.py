@@ -26,6 +26,7 @@ from megadit.models.bundle.components import CONFIG_FILE
 from megadit.models.bundle.licence import Licence
 from megadit.models.bundle.tensor_source import TensorSource
 from megadit.models.bundle.words import write_words
+from megadit.models.clip import CLIP
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.families import Task
@@ -143,6 +144,15 @@ class Bundle:
             UserError: if it is none; see also `weights.load_network`.
         """
         check_kind(self, "classifier")
+        return weights.load_network(self.path / "transformer", device=device, dtype=dtype)
+
+    def load_clip(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> CLIP:
+        """Its network, that matches images and texts.
+
+        Raises:
+            UserError: if it is none; see also `weights.load_network`.
+        """
+        check_kind(self, "clip")
         return weights.load_network(self.path / "transformer", device=device, dtype=dtype)
 
     def load_tokenizer(self) -> VideoTokenizer:
