@@ -70,9 +70,10 @@ SHOWN_BY = {
         "train/data/test_prepare.py::test_the_seed_decides_the_files": "--seed",
         "train/data/test_prepare.py::test_a_finished_folder_is_replaced_on_demand": "--overwrite",
     },
-    "prepare digit_classes": {
-        "train/data/test_prepare.py::test_labelled_digits": "--num_images --seed --overwrite",
-    },
+    **dict.fromkeys(
+        ("prepare digit_classes", "prepare digit_captions"),
+        {"train/data/test_prepare.py::test_digits_in_pixels": "--num_images --seed --overwrite"},
+    ),
     "prepare shapes": {
         "train/shapes/test_samples.py::test_every_option_reaches_the_data_set": (
             "--num_clips --num_images --num_val --seed"
@@ -155,7 +156,11 @@ SHOWN_BY = {
     "classify": {
         "infer/test_classify.py::test_every_option_reaches_what_is_named": (
             "--top --labelled --out --batch_size --runtime --device"
-        )
+        ),
+        "infer/test_similarity.py::test_labels_and_prompts_name_pictures": "--labels --prompts",
+    },
+    "similarity": {
+        "infer/test_similarity.py::test_every_option_reaches_what_is_told": "--out --batch_size --runtime --device",
     },
     "calibrate-cache": {CALIBRATED: GENERATE, f"{SIGNED}::test_what_writes_nothing_signs_nothing": C2PA},
     "check-cache": {CALIBRATED: GENERATE, f"{SIGNED}::test_what_writes_nothing_signs_nothing": C2PA},

@@ -36,7 +36,7 @@ OUTPUTS = {
     "video_decoder": "video",
     "video_encoder": "latents",
     "classifier": "logits",
-    **dict.fromkeys(TOWERS, "embedding"),
+    **dict.fromkeys(TOWERS, "features"),
 }
 Extreme = Literal["min", "opt", "max"]
 Shape = tuple[int, ...]

@@ -1,6 +1,8 @@
 """Two towers learn by the trainer of the denoisers: their losses by hand, the same on any ranks, coloured digits."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from functools import cache
 
@@ -9,13 +11,20 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 
+from megadit.infer.classify import Classifier
+from megadit.infer.evaluate.videos import Clip
+from megadit.infer.matching import Matcher
+from megadit.models.bundle.bundle import Bundle
 from megadit.models.embeddings import class_digits
 from megadit.models.megatron.checkpoint import _read
 from megadit.models.named_configs import NAMED_CONFIGS
 from megadit.models.networks import build_network
+from megadit.train.data import prepare
 from megadit.train.data.packed_batch import PackFormat
 from megadit.train.data.training_sample import TrainingSample
+from megadit.train.digits import data as digits
 from megadit.train.matching import matching_loss
+from megadit.train.to_bundle import main as to_bundle
 from tests.train.test_vit_layouts import FSDP, JOB, SP, TP, distance
 
 MODEL = replace(NAMED_CONFIGS["clip_digits"], num_layers=2, hidden_size=32, num_attention_heads=2)
@@ -154,7 +163,9 @@ def test_chunks_change_no_gradient(folders):
     )
     for name, gradient in whole.items():
         assert gradient.norm() > 0, f"{name} has no gradient"
-    assert distance(chunks, whole) < 1e-6
+    # of the whole gradient: that of a single tensor may be small enough for rounding to be more of it
+    far, size = (sum(x.square().sum() for x in of) for of in ((chunks[n] - whole[n] for n in whole), whole.values()))
+    assert (far / size).sqrt() < 1e-6
 
 
 @pytest.mark.slow
@@ -163,3 +174,40 @@ def test_what_is_left_out_would_be_noticed(folders, name):
     """Negative controls: negatives of one's own rank alone, and no gradient from the losses of other ranks."""
     loss, norm, _ = deviations(folders, 2, name, "clip")
     assert loss > 1e-3 or norm > 1e-3
+
+
+def held_out_digits(count=600):
+    """(clips by writers that training never saw, the colour and digit of each)."""
+    generator = torch.Generator().manual_seed(5)
+    attributes = digits.random_attributes(count, images=True, generator=generator)
+    images_BCTHW = digits.draw_images(attributes, "heldout", generator)
+    pixels = ((images_BCTHW.movedim(1, -1) + 1) * 127.5).round().byte().numpy()
+    labels = [f"{each.colour} {digits.DIGITS[each.digit]}" for each in attributes]
+    return [Clip(pixels_THWC, 0.0, "a digit") for pixels_THWC in pixels], labels
+
+
+def shares(bundle):
+    """Top-1 among all 60 coloured digits, and the share of (right, wrong) captions in the right order."""
+    clips, labels = held_out_digits()
+    every = [f"{colour} {digit}" for colour in digits.COLOURS for digit in digits.DIGITS]
+    own = torch.tensor([every.index(label) for label in labels])
+    prompts = ["a {}", "a picture of a {}", "{}"]
+    found = Classifier(Bundle.open(bundle), labels=every, prompts=prompts)(clips)
+    matcher = Matcher(Bundle.open(bundle))
+    similarity = matcher.pictures(clips) @ matcher.texts([f"a {label}" for label in every]).T
+    is_other = torch.ones_like(similarity, dtype=torch.bool).scatter(1, own[:, None], False)
+    is_above = similarity.gather(1, own[:, None]) > similarity
+    return (found.argmax(1) == own).float().mean().item(), is_above[is_other].float().mean().item()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_coloured_digits_that_it_never_saw(tmp_path):
+    """The recipe as it stands, on two ranks: 90 % of 60 classes, 95 % of pairs of captions."""
+    assert prepare.main(["digit_captions", str(tmp_path / "data")]) == 0
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "megadit.train", "--recipe", "clip_digits", "--nproc", "2"]
+    subprocess.run([*command, f"data.path={tmp_path / 'data'}", f"train.output_dir={run}"], check=True)
+    assert to_bundle([str(run), str(tmp_path / "bundle")]) == 0
+    top, ordered = shares(tmp_path / "bundle")
+    assert top >= 0.9 and ordered >= 0.95

@@ -20,7 +20,7 @@ def clip_b_32() -> RunConfig:
     Command: torchrun --nnodes 8 --nproc-per-node 8 -m megadit.train --recipe clip_b_32 data.path=FOLDER
     Hardware: eight nodes of 8 GPUs with 24 GB.
     Tokens: 1,638,400 a step (32,768 images of 50 in 128 packs).
-    Memory: 1 GiB a rank.
+    Memory: 11 GiB a rank.
     """
     run = vit_b_16()
     return replace(
@@ -67,9 +67,9 @@ def clip_l_14() -> RunConfig:
     """CLIP ViT-L/14, otherwise as `clip_b_32`.
 
     Command: torchrun --nnodes 32 --nproc-per-node 8 -m megadit.train --recipe clip_l_14 data.path=FOLDER
-    Hardware: 32 nodes of 8 GPUs with 80 GB.
+    Hardware: 32 nodes of 8 GPUs with 40 GB.
     Tokens: 8,421,376 a step (32,768 images of 257 in 512 packs).
-    Memory: 1 GiB a rank.
+    Memory: 30 GiB a rank.
     """
     return _of_size("clip_l_14", images=64, packs=512, tokens=257, at_once=2, rate=4e-4)
 
@@ -79,9 +79,9 @@ def clip_h_14() -> RunConfig:
     """CLIP ViT-H/14 in LAION's form, otherwise as `clip_b_32`.
 
     Command: torchrun --nnodes 64 --nproc-per-node 8 -m megadit.train --recipe clip_h_14 data.path=FOLDER
-    Hardware: 64 nodes of 8 GPUs with 80 GB.
+    Hardware: 64 nodes of 8 GPUs with 40 GB.
     Tokens: 8,421,376 a step (32,768 images of 257 in 512 packs).
-    Memory: 1 GiB a rank.
+    Memory: 28 GiB a rank.
     """
     return _of_size("clip_h_14", images=64, packs=512, tokens=257, at_once=1, rate=5e-4)
 
@@ -93,7 +93,7 @@ def clip_digits() -> RunConfig:
     Command: torchrun --nproc-per-node 2 -m megadit.train --recipe clip_digits data.path=FOLDER
     Hardware: 2 CPU cores.
     Tokens: 16,640 a step in two packs (an image of 32 x 32 is 65).
-    Memory: 1 GiB a rank, beside what Python and torch take.
+    Memory: 0.32 GiB a rank, beside what Python and torch take.
     """
     run = vit_digits()
     return replace(

@@ -115,7 +115,7 @@ BREACHES = (
     breach("data.given_dropout=[0.5, 0.3, 0.2] must be three shares", data={"given_dropout": (0.5, 0.3, 0.2)}),
     breach("train.label_smoothing=0.1 is of classifiers", train={"label_smoothing": 0.1}),
     of_classifier("model.family=vit learns classes: give model.num_classes", model={"num_classes": None}),
-    of_classifier("data.text_dropout=0.1 takes the labels of samples", data={"text_dropout": 0.1}),
+    of_classifier("data.text_dropout=0.1 takes the labels or texts", data={"text_dropout": 0.1}),
     of_classifier("parallel.context_parallel_size=2 would leave", parallel={"context_parallel_size": 2}),
     of_classifier("are of networks that denoise; leave them out", diffusion={"learned_uncertainty": True}),
     of_classifier(
