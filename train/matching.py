@@ -47,7 +47,7 @@ def softmax_loss(
     """-(ln p(text n | image n) + ln p(image n | text n)) / 2 over all pairs of all ranks (arXiv 2103.00020, figure 3),
     [N]; and 1 where another text is likelier, [N]. With `rows`, the scores of so many images and texts at a time.
 
-    The gradient is exact: that of an embedding comes from the losses of all ranks.
+    The gradient is exact: that of an embedding comes from the losses of all ranks. `scale` is [1].
     """
     counts, rank = _counts(len(images_NE), images_NE.device, readers)
     most = max(counts)
@@ -105,7 +105,8 @@ def pairwise_loss(
     """Of each image the sum of -ln sigmoid(+-(scale cosine + offset)) over all texts of all ranks (arXiv 2303.15343,
     eq. 1), + where they are a pair, [N]; and 1 where another text is likelier, [N].
 
-    Texts go round the ring of ranks: none ever has all of them, nor more scores than of two ranks' samples.
+    `scale` and `offset` are [1]. Texts go round the ring of ranks: none ever has all of them, nor more scores than of
+    two ranks' samples.
     """
     counts, _ = _counts(len(images_NE), images_NE.device, readers)
     texts_mE = F.pad(texts_NE, (0, 0, 0, max(counts) - len(texts_NE)))

@@ -210,7 +210,7 @@ def _pairs_with(source: int, layout: PackLayout, groups: ContextGroups) -> list[
 
 
 def round_trip(kv: Tensor, ring: ProcessGroup):
-    """(place of the ring they come from, keys and values), one's own first; the next come while these are used."""
+    """(place of the ring it comes from, a tensor of any shape), one's own first; the next comes while this is used."""
     for step in range(ring.size()):
         is_last = step == ring.size() - 1
         shift = None if is_last else Shift(kv, ring)
@@ -231,7 +231,7 @@ class Shift:
         )
 
     def wait(self) -> Tensor:
-        """What the place before has sent."""
+        """What the place before has sent, of any shape that is the same everywhere."""
         for request in self._requests:
             request.wait()
         return self._received

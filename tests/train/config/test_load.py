@@ -153,6 +153,7 @@ SPECIAL = {
     "validation.sigmas": [2.0],
     "validation.extractors": ["judge.safetensors"],
     "model.family": "nemo",
+    "model.text_tower.num_words": 600,
     "model.num_query_groups": 1,
     "model.hidden_size": 192,
     "model.num_attention_heads": 4,
