@@ -52,6 +52,7 @@ INGEST = {
     f"{VIDEOS}::test_shards_of_a_split_are_equally_large": "--shard_size",
     f"{VIDEOS}::test_pixels_can_be_stored_instead": "--store",
     f"{VIDEOS}::test_an_image_is_a_video_of_one_frame": "--channels --min_aesthetic_score",
+    "train/data/ingest/test_fitting.py::test_pictures_whose_caption_fits_less_are_left_out": "--min_clip_score",
     f"{VIDEOS}::test_stages_run_alone_and_name_the_one_before": "--stages",
     f"{VIDEOS}::test_a_second_run_does_nothing_and_a_shard_can_be_made_again": "--redo",
     f"{DOWNLOAD}::test_parts_in_any_order_leave_what_one_process_leaves": "--part",

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from megadit.infer.checkpoints import open_any_bundle
+from megadit.models.bundle.bundle import check_kind
 from megadit.models.bundle.components import part_folder
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory
@@ -40,6 +42,7 @@ from megadit.train.data.ingest.encodings import (
     gather_labels,
     load_encoder,
 )
+from megadit.train.data.ingest.fitting import drop_unfit, parse_least
 from megadit.train.data.ingest.plan import (
     Clip,
     Finding,
@@ -154,7 +157,8 @@ def select_clips(preparation: Preparation) -> None:
     if len(list((notes.folder / "scan").glob("*.jsonl"))) < math.ceil(num_sources / SOURCES_OF_A_UNIT):
         raise UserError(f"{preparation.root}: not all sources are scanned; run the stage scan first")
     if not notes.selection.is_file():
-        select(notes, preparation.settings)
+        fit = {"num_workers": preparation.num_workers, "device": preparation.team.device}
+        select(notes, preparation.settings, partial(drop_unfit, settings=preparation.settings, **fit))
     if not notes.clips("train"):
         report = write_report(notes)
         raise UserError(f"no clip is left to train on; {summary(report, notes)}".replace("\n", "; "))
@@ -254,6 +258,8 @@ def check_encoders(preparation: Preparation) -> None:
     Raises:
         UserError: naming the nearest sizes that they can.
     """
+    if preparation.settings.min_clip_score is not None:
+        check_kind(open_any_bundle(parse_least(preparation.settings.min_clip_score)[0]), "clip")
     for encoding in preparation.encodings:
         if encoding.modality == "video":
             name = encoding.encoder
