@@ -219,6 +219,7 @@ def transformers_type(path: Path) -> str | None:
 
 def _from_transformers(path: Path, kind: str) -> Published:
     known = TRANSFORMERS[kind]
+    known.pixels_of(path)  # which refuses those of another range
     values, source = read_json(path / "config.json"), open_safetensors(*_shards(path, OF_TRANSFORMERS))
     try:
         config = known.config_from_transformers(values, source.shapes)
