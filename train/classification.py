@@ -3,13 +3,14 @@
 Shapes: S tokens, D width, G segments of a pack (padding included), K classes.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megadit.models.embeddings import class_index
 from megadit.models.vit import ViT
 from megadit.train.data.packed_batch import PackedBatch
-from megadit.train.loss import LossSums, sums_of_samples
+from megadit.train.loss import LossSums
 
 
 def classification_loss(
@@ -27,3 +28,13 @@ def classification_loss(
     entropy_G = F.cross_entropy(logits_GK, class_G, reduction="none")
     objective_G = F.cross_entropy(logits_GK, class_G, reduction="none", label_smoothing=label_smoothing)
     return sums_of_samples(batch, objective_G, entropy_G, logits_GK.detach().argmax(-1) != class_G)
+
+
+def sums_of_samples(batch: PackedBatch, objective_G: Tensor, weighted_G: Tensor, is_wrong_G: Tensor) -> LossSums:
+    """Losses of whole samples as those of their tokens, for the mean is over tokens; without text, of which nothing is
+    known, they count nothing."""
+    tensors = batch.layout.on(objective_G.device)
+    tokens_G = torch.zeros_like(weighted_G).index_add_(0, tensors.segment_of_token_S, tensors.is_wanted_S.float())
+    tokens_G = tokens_G.masked_fill(tensors.has_no_text_G, 0.0)
+    sums = tokens_G * batch.loss_weight_G * objective_G, tokens_G * weighted_G.detach(), tokens_G * is_wrong_G
+    return LossSums(*(values_G.sum() for values_G in sums))

@@ -53,16 +53,6 @@ class Uncertainty(nn.Module):
         return (features @ self.linear.weight.float().T)[:, 0] / math.sqrt(len(frequency))
 
 
-def sums_of_samples(batch: PackedBatch, objective_G: Tensor, weighted_G: Tensor, is_wrong_G: Tensor) -> LossSums:
-    """Losses of whole samples as those of their tokens, for the mean is over tokens; without text, of which nothing is
-    known, they count nothing."""
-    tensors = batch.layout.on(objective_G.device)
-    tokens_G = torch.zeros_like(weighted_G).index_add_(0, tensors.segment_of_token_S, tensors.is_wanted_S.float())
-    tokens_G = tokens_G.masked_fill(tensors.has_no_text_G, 0.0)
-    sums = tokens_G * batch.loss_weight_G * objective_G, tokens_G * weighted_G.detach(), tokens_G * is_wrong_G
-    return LossSums(*(values_G.sum() for values_G in sums))
-
-
 def weighted_error(
     batch: PackedBatch, D_S1P: Tensor, target_S1P: Tensor, weight_G: Tensor, u_G: Tensor | None = None
 ) -> LossSums:

@@ -19,8 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megadit.models.clip import CLIP
 from megadit.models.megatron.context_parallel import Shift, round_trip
+from megadit.train.classification import sums_of_samples
 from megadit.train.data.packed_batch import PackedBatch
-from megadit.train.loss import LossSums, sums_of_samples
+from megadit.train.loss import LossSums
 
 
 def matching_loss(clip: CLIP, batch: PackedBatch, readers: ProcessGroup | None, rows: int | None = None) -> LossSums:

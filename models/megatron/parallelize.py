@@ -85,13 +85,13 @@ def parallelize(
     _share_experts(dit, config, groups)
     share_adapters(dit, plan, groups.tensor, sequence_parallel=config.sequence_parallel)
     for tower in towers(dit):
+        most = (recompute_num_layers or len(tower.blocks)) if recompute == "full" else 0
         blocks = dict(tower.blocks.items())
         if cuda_graph_max_segments is not None:
             tower.blocks = GraphedBlocks(blocks, cuda_graph_max_segments)
             continue
-        most = len(blocks) if recompute_num_layers is None else recompute_num_layers
         arithmetic = fp8_arithmetic(config) if impl == "transformer_engine" else nullcontext
-        tower.blocks = RecomputedBlocks(blocks, most if recompute == "full" else 0, arithmetic)
+        tower.blocks = RecomputedBlocks(blocks, most, arithmetic)
     mark(dit, plan, sequence_parallel=config.sequence_parallel)
     return dit
 

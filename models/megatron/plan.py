@@ -17,7 +17,6 @@ The first row with a parameter's name gives its role, from which derive the line
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from re import sub
 
 import torch
 from torch import nn
@@ -97,9 +96,8 @@ def role_of(name: str, plan: Sequence[Row] = PLAN) -> Role:
     Raises:
         LookupError: if no row of the plan has it.
     """
-    in_tower = sub(r"^(image|text)_tower\.", "", name)
     for row in plan:
-        if row.has(in_tower):
+        if row.has(name.removeprefix("image_tower.").removeprefix("text_tower.")):
             return row.role
     raise LookupError(f"the parallel plan has no row for the parameter {name!r}: add one (models/megatron/plan.py)")
 
