@@ -87,11 +87,9 @@ def parallelize(
     for tower in towers(dit):
         most = (recompute_num_layers or len(tower.blocks)) if recompute == "full" else 0
         blocks = dict(tower.blocks.items())
-        if cuda_graph_max_segments is not None:
-            tower.blocks = GraphedBlocks(blocks, cuda_graph_max_segments)
-            continue
         arithmetic = fp8_arithmetic(config) if impl == "transformer_engine" else nullcontext
-        tower.blocks = RecomputedBlocks(blocks, most, arithmetic)
+        made = RecomputedBlocks(blocks, most, arithmetic)
+        tower.blocks = made if cuda_graph_max_segments is None else GraphedBlocks(blocks, cuda_graph_max_segments)
     mark(dit, plan, sequence_parallel=config.sequence_parallel)
     return dit
 
