@@ -125,8 +125,8 @@ def _specs(bundle: Bundle, tokenizer: VideoTokenizer, settings: ExportSettings) 
     """What is exported of a bundle."""
     text_encoder = bundle.load_text_encoder()
     profiles = contract.parse_profiles(settings.profiles, contract.default_profiles(bundle, tokenizer, text_encoder))
-    if bundle.kind == "classifier":
-        return contract.classifier_specs(profiles, bundle, tokenizer)
+    if bundle.kind != "video":
+        return contract.judge_specs(profiles, bundle, tokenizer)
     exported, slots = _exported_text_encoder(text_encoder, settings), settings.adapter_slots(bundle.config)
     denoisers = DENOISERS[: len(bundle.networks)]
     return contract.specs(profiles, bundle.config, tokenizer, exported, bundle.takes, slots, denoisers)
@@ -154,8 +154,8 @@ def _check_network(bundle: Bundle, settings: ExportSettings) -> None:
     check_transformer(bundle, "it is not exported; leave it in torch")
     if settings.adapter_rank is not None:
         check_single(bundle)
-    if bundle.kind == "classifier" and (settings.precision != "fp32" or settings.adapter_rank is not None):
-        raise UserError("a classifier is exported in float32, without room for adapters: leave out these options")
+    if bundle.kind != "video" and (settings.precision != "fp32" or settings.adapter_rank is not None):
+        raise UserError(f"a {bundle.kind} is exported in float32, without room for adapters: leave out these options")
     if not bundle.config.given.is_among or bundle.config.image_size is not None:
         raise UserError(
             f"the network of {bundle.path} reads what is given beside the noisy latents, which exported networks have "

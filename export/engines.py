@@ -76,8 +76,8 @@ def add_engines(path: Path, settings: EngineSettings, before: ExportedNetworks |
             that differs.
     """
     bundle = Bundle.open(path)
-    if bundle.kind == "classifier":
-        raise UserError("those of classifiers are ONNX Runtime's to build: classify --runtime onnx_tensorrt")
+    if bundle.kind != "video":
+        raise UserError(f"those of a {bundle.kind} are ONNX Runtime's to build: classify --runtime onnx_tensorrt")
     libraries = load_libraries()
     if not torch.cuda.is_available():
         raise UserError("engines are built and measured on a GPU, and torch sees none")

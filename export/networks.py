@@ -5,10 +5,11 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megadit.export.quantize import round_linears
-from megadit.infer.runtimes.network_spec import DENOISERS
+from megadit.infer.runtimes.network_spec import DENOISERS, TOWERS
 from megadit.models.adapter_slots import AdapterSlots, SlottedLinears
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.conditioning import Conditioning, Given, given_tokens
@@ -93,6 +94,17 @@ class EncoderGraph(nn.Module):
         return self.tokenizer.encode(video)
 
 
+class TowerGraph(nn.Module):
+    """Pictures, or tokens and their numbers, to unit vectors."""
+
+    def __init__(self, tower: nn.Module) -> None:
+        super().__init__()
+        self.tower = tower
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return F.normalize(self.tower(*inputs).float(), dim=-1)
+
+
 def network_of(tokenizer: VideoTokenizer) -> nn.Module | None:
     """The module inside a tokenizer, so that an exporter finds its weights; Haar has none."""
     network = getattr(tokenizer, "network", None)
@@ -116,6 +128,8 @@ def build_network(
         network = (GivenDenoiserGraph if bundle.takes else DenoiserGraph)(denoiser, slots)
     elif name == "classifier":
         network = bundle.load_classifier(dtype=dtype)
+    elif name in TOWERS:
+        network = TowerGraph(getattr(bundle.load_clip(dtype=dtype), name))
     elif name == "text_encoder":
         network = bundle.load_text_encoder().graph()
     else:

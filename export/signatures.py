@@ -43,7 +43,7 @@ class Profiles:
 
 def default_profiles(bundle: Bundle, tokenizer: VideoTokenizer, text_encoder: TextEncoder) -> Profiles:
     """Best at the bundle's defaults; up to twice their sides and frames as far as the network can, and four videos;
-    of a classifier 32 pictures."""
+    of a network that judges 32 pictures."""
     defaults, side = bundle.defaults, tokenizer.spatial_compression * bundle.config.patch_spatial
     frames = _frames_of_patches(defaults.num_frames, bundle.config, tokenizer)
     most_frames = _frames_of_patches(2 * defaults.num_frames, bundle.config, tokenizer)
@@ -55,7 +55,7 @@ def default_profiles(bundle: Bundle, tokenizer: VideoTokenizer, text_encoder: Te
     longest = getattr(text_encoder, "max_length", 1) or LONGEST_TEXT
     is_filled = getattr(text_encoder, "text_padding", "none") != "none"
     return Profiles(
-        batch=(1, 8, 32) if bundle.kind == "classifier" else (1, 1, 4),
+        batch=(1, 1, 4) if bundle.kind == "video" else (1, 8, 32),
         frames=(_frames_of_patches(1, bundle.config, tokenizer), frames, most_frames),
         height=(side, defaults.height, most_height),
         width=(side, defaults.width, most_width),
@@ -158,18 +158,26 @@ def specs(
     return {name: network for name, network in networks.items() if not name.startswith("video_")}
 
 
-def classifier_specs(profiles: Profiles, bundle: Bundle, tokenizer: VideoTokenizer) -> dict[str, NetworkSpec]:
-    """The contract of a network that judges, whose pictures all have one size.
+def judge_specs(profiles: Profiles, bundle: Bundle, tokenizer: VideoTokenizer) -> dict[str, NetworkSpec]:
+    """The contract of a network that judges, or of its towers; pictures all have one size.
 
     Raises:
         UserError: where `profiles` are of several sizes.
     """
     size = bundle.defaults
     if (profiles.frames[2], profiles.height[2], profiles.width[2]) != (size.num_frames, size.height, size.width):
-        raise UserError("--profile: a classifier sees pictures of one size; only batch may be given")
+        raise UserError(f"--profile: a {bundle.kind} sees pictures of one size; only batch and text may be given")
     latent = tokenizer.latent_shape(size.num_frames, size.height, size.width)
+    batch = _axis("batch", profiles.batch)
+    pictures = {"dtype": "float32", "axes": (batch, *latent)}
+    if bundle.kind == "classifier":
+        return {"classifier": _network("classifier", pictures)}
+    below = bundle.config.text_tower.num_words
+    tokens = {"dtype": "int64", "axes": (batch, _axis("text", profiles.text)), "below": below}
+    length = {"dtype": "int64", "axes": (batch,)}
     return {
-        "classifier": _network("classifier", {"dtype": "float32", "axes": (_axis("batch", profiles.batch), *latent)})
+        "image_tower": _network("image_tower", pictures),
+        "text_tower": _network("text_tower", tokens, length),
     }
 
 
@@ -251,6 +259,9 @@ def sample_inputs(spec: NetworkSpec, sizes: Mapping[str, int], seed: int = 0) ->
     if spec.name == "text_encoder":
         tokens = {"tokens": torch.randint(spec.inputs[0].below, shapes["tokens"], generator=generator)}
         return tokens | ({"mask": _sample_mask(*shapes["mask"])} if "mask" in shapes else {})
+    if spec.name == "text_tower":
+        tokens = torch.randint(spec.inputs[0].below, shapes["tokens"], generator=generator)
+        return {"tokens": tokens, "length": _sample_mask(*shapes["tokens"]).sum(1)}
     if not spec.is_denoiser:
         (name,) = shapes
         return {name: 0.5 * normal(shapes[name])}

@@ -88,15 +88,20 @@ def swiglu(x: Tensor) -> Tensor:
     return F.silu(gate) * value
 
 
+def quick_gelu(x: Tensor) -> Tensor:
+    """x sigmoid(1.702 x) (arXiv 1606.08415, section 2), of any shape."""
+    return x * torch.sigmoid(1.702 * x)
+
+
 def _activation(config: DiTConfig) -> Callable[[Tensor], Tensor]:
     if config.structure.gated_mlp:
         return swiglu
-    return partial(F.gelu, approximate=_gelu_form(config))
+    return quick_gelu if config.quick_gelu else partial(F.gelu, approximate=_gelu_form(config))
 
 
 def _gelu_form(config: DiTConfig) -> str | None:
     """`approximate` of `F.gelu`; None where the MLP has another activation."""
-    if config.structure.gated_mlp:
+    if config.structure.gated_mlp or config.quick_gelu:
         return None
     return "tanh" if config.structure.gelu_tanh else "none"
 

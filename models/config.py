@@ -6,11 +6,12 @@ from math import prod
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megadit.models.expert_config import ExpertConfig
-from megadit.models.families import COMPAT, FAMILIES, Structure
+from megadit.models.families import COMPAT, FAMILIES, Structure, Task
 from megadit.models.given_forms import GIVEN_FORMS, GivenForm, GivenFormName
 from megadit.models.network_config import BetasName
 from megadit.models.shared.errors import UserError, choose_one, did_you_mean, nearest_multiples
 from megadit.models.shared.rules import Rule, enforce
+from megadit.models.text_tower_config import TextTowerConfig
 
 MOST_LAYERS = 1000
 """Of a network that is built: a description may come from anywhere, and each layer takes its time."""
@@ -96,6 +97,10 @@ class DiTConfig:
     """None means `layernorm_epsilon`."""
     mlp_layernorm_epsilon: float | None = None
     """Of the norm before the MLP; None means `layernorm_epsilon`."""
+    quick_gelu: bool = False
+    """The MLP's GELU is x sigmoid(1.702 x), as in OpenAI's CLIP."""
+    text_tower: TextTowerConfig = TextTowerConfig()
+    """What reads texts beside the images (`clip`); none unless it has layers."""
 
     def __post_init__(self) -> None:
         self._check_values()
@@ -129,11 +134,16 @@ class DiTConfig:
 
     @property
     def has_text(self) -> bool:
-        return self.structure.cross_attention
+        return self.structure.cross_attention or self.task == "match"
 
     @property
-    def classifies(self) -> bool:
-        return self.structure.classifies
+    def task(self) -> Task:
+        return self.structure.task
+
+    @property
+    def denoises(self) -> bool:
+        """False: it has a class token, of one grid, and makes nothing."""
+        return self.task == "denoise"
 
     @property
     def outline(self) -> str:
@@ -238,8 +248,8 @@ class DiTConfig:
 
     @property
     def position_grid(self) -> tuple[int, int, int] | None:
-        """The largest grid with learned positions (None: any); of a classifier class token and patches, in a row."""
-        if not self.structure.classifies:
+        """The largest grid with learned positions (None: any); with a class token this and patches, in a row."""
+        if self.denoises:
             return self.learned_positions
         return 1, 1, 1 + prod(self.learned_positions)
 
@@ -247,10 +257,10 @@ class DiTConfig:
         """Tokens of a sample whose latent has this size, as they lie in the sequence.
 
         Raises:
-            UserError: as `token_grid`; of a classifier, for any grid but its own.
+            UserError: as `token_grid`; with a class token, for any grid but its own.
         """
         grid = self.token_grid(frames, height, width)
-        if not self.structure.classifies:
+        if self.denoises:
             return grid
         if grid != self.learned_positions:
             found, known = ("x".join(map(str, sides)) for sides in (grid, self.learned_positions))
@@ -276,8 +286,9 @@ class DiTConfig:
         Raises:
             UserError: for a key this version does not know, or a value of another kind.
         """
-        experts = _checked(values.get("experts", {}), ExpertConfig)
-        return cls(**_checked({**values, "experts": ExpertConfig(**experts)}, cls))
+        sections = {"experts": ExpertConfig, "text_tower": TextTowerConfig}
+        made = {name: kind(**_checked(values.get(name, {}), kind)) for name, kind in sections.items()}
+        return cls(**_checked({**values, **made}, cls))
 
 
 def _nearest_number_of_heads(config: DiTConfig) -> int:
@@ -304,14 +315,24 @@ RULES: tuple[Rule[DiTConfig], ...] = (
         remedy="model.family={family} is conditioned on text: leave model.num_classes",
     ),
     Rule(
-        when=lambda config: not config.structure.cross_attention and not config.structure.classifies,
+        when=lambda config: not config.structure.cross_attention and config.denoises,
         needs=lambda config: config.num_classes is not None,
         remedy="model.family={family} needs model.num_classes",
     ),
     Rule(
-        when=lambda config: config.num_classes is not None,
+        when=lambda config: config.num_classes is not None or config.task == "match",
         needs=lambda config: config.crossattn_emb_size == 2,
-        remedy="model.crossattn_emb_size={crossattn_emb_size}: a class is read as two digits, which takes 2",
+        remedy="model.crossattn_emb_size={crossattn_emb_size}: a class or a token is read as two digits, which takes 2",
+    ),
+    Rule(
+        needs=lambda config: (config.text_tower.num_layers > 0) == (config.task == "match"),
+        remedy="model.family={family} with model.text_tower.num_layers={text_tower.num_layers}: model.family=clip has "
+        "a text tower, and no other",
+    ),
+    Rule(
+        when=lambda config: config.task == "match",
+        needs=lambda config: config.num_classes is None,
+        remedy="model.family={family} matches texts: leave model.num_classes",
     ),
     Rule(
         when=lambda config: config.structure.fps == "padded",
@@ -340,7 +361,7 @@ RULES: tuple[Rule[DiTConfig], ...] = (
         remedy="model.position_embedding=learned needs model.learned_positions, the largest grid",
     ),
     Rule(
-        when=lambda config: config.structure.classifies,
+        when=lambda config: not config.denoises,
         needs=lambda config: config.position_embedding == "learned",
         remedy="model.family={family} needs model.position_embedding=learned and model.learned_positions, its grid",
     ),

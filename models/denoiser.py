@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from megadit.models.conditioning import Conditioning
 from megadit.models.dense_layout import DenseLayout
 from megadit.models.parameterization import parameterization_of
-from megadit.models.weights import Network
+from megadit.models.weights import SavedNetwork
 
 
 class EDMDenoiser(nn.Module):
     """D(x; sigma) = c_skip x + c_out F(c_in x; c_noise) (eq. 7), in float32 whatever the network's precision."""
 
-    def __init__(self, dit: Network) -> None:
+    def __init__(self, dit: SavedNetwork) -> None:
         super().__init__()
         self.dit = dit
         self.parameterization = parameterization_of(dit.config)

@@ -45,14 +45,20 @@ class DenseLayout:
     text_mask_BL: Tensor
     """bool: True where a text token may be attended."""
     device: torch.device
-    over: Literal["sample", "time", "space"] = "sample"
-    """What self-attention sees: all tokens of a sample, those of the same pixel, or those of the same frame."""
+    over: Literal["sample", "before", "time", "space"] = "sample"
+    """What self-attention sees: all tokens of a sample, those up to each, those of the same pixel, or those of the same
+    frame."""
     rows: DenseRows | OpenRows | None = None
     """Where some tokens are given in every sample; None: modulation broadcasts over the batch."""
     times: tuple[float, ...] | Tensor | None = None
     """When each frame of tokens is, float32 [T]; None: 0, 1, 2, ..."""
     kept: Kept | None = None
     """Where the same conditions come at many noise levels: what depends on them and on sizes alone. None: seen once."""
+
+    @property
+    def is_causal(self) -> bool:
+        """See `PackLayout.is_causal`."""
+        return self.over == "before"
 
     @property
     def groups(self) -> None:

@@ -35,9 +35,9 @@ def patchify(x_BCTHW: Tensor, config: DiTConfig) -> Tensor:
 
 
 def token_sequence(x_BCTHW: Tensor, config: DiTConfig) -> Tensor:
-    """Samples as they lie in the sequence, [S, B, P]: their patches; of a classifier behind an empty place."""
+    """Samples as they lie in the sequence, [S, B, P]: their patches, behind an empty place for a class token."""
     tokens_SBP = patchify(x_BCTHW, config)
-    return F.pad(tokens_SBP, (0, 0, 0, 0, 1, 0)) if config.structure.classifies else tokens_SBP
+    return tokens_SBP if config.denoises else F.pad(tokens_SBP, (0, 0, 0, 0, 1, 0))
 
 
 def unpatchify(x_SBP: Tensor, grid: tuple[int, int, int], config: DiTConfig) -> Tensor:

@@ -13,11 +13,13 @@ Sizes, and what differs between the networks of one family, are fields of `DiTCo
 | `st_dit`  | attention along time and space beside that over all       | `blocks.py`, `axial.py`|
 | `wan`     | Wan 2.1 and 2.2, of text and of images                    | arXiv 2503.20314       |
 | `vit`     | ViT, which names the class of a sample and denoises none  | `vit.py`, 2010.11929   |
+| `clip`    | CLIP: a ViT beside a tower of texts, which match          | `clip.py`, 2103.00020  |
 """
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
+Task = Literal["denoise", "classify", "match"]
 _ALONG_T_H_W = ((0, 2), (1, 3), (2, 3))
 
 
@@ -27,8 +29,9 @@ class Structure:
 
     block: str = "dit"
     """A row of `blocks.BLOCKS`."""
-    classifies: bool = False
-    """The network reads a sample and gives the logits of its class (`vit.py`), instead of denoising it (`dit.py`)."""
+    task: Task = "denoise"
+    """What the network is for: it denoises samples (`dit.py`), gives the logits of their classes (`vit.py`), or tells
+    which texts they match (`clip.py`)."""
     cross_attention: bool = True
     """Text is attended. False: the sample is conditioned on a class instead."""
     projects_text: bool = True
@@ -40,6 +43,8 @@ class Structure:
     """In attention, MLP and modulation."""
     patch_bias: bool = True
     """In the first linear, that reads patches."""
+    patch_layernorm: bool = False
+    """What the blocks of a network of class tokens read is normalised once, positions included."""
     gated_mlp: bool = False
     """The MLP is SwiGLU (arXiv 2002.05202): two products up, one down."""
     norm_across_heads: bool = False
@@ -128,7 +133,16 @@ FAMILIES: dict[str, Structure] = {
         fps="absent",
         single_modulation=True,
     ),
-    "vit": Structure(block="vit", classifies=True, cross_attention=False, linear_bias=True, fps="absent"),
+    "vit": Structure(block="vit", task="classify", cross_attention=False, linear_bias=True, fps="absent"),
+    "clip": Structure(
+        block="vit",
+        task="match",
+        cross_attention=False,
+        linear_bias=True,
+        patch_bias=False,
+        patch_layernorm=True,
+        fps="absent",
+    ),
 }
 
 COMPAT: dict[tuple[str, str], Structure] = {

@@ -17,7 +17,7 @@ from megadit.models.layout import PackLayout
 from megadit.models.segments import Segment
 from megadit.models.weights import network_shapes
 
-_TABLES = ("positions.", "class_embedder.", "x_embedder.positions")
+_TABLES = ("positions.", "class_embedder.", "x_embedder.positions", "x_embedder.words")
 """Rows of these are looked up, not multiplied."""
 _OF_CONDITION = ("sigma_embedder.", "fps_embedder.", "shared_embedder.", "shared_modulation.", "head.")
 """What reads the condition of a sample, or its class token."""
@@ -60,7 +60,9 @@ def attention_flops(segment: Segment, model: DiTConfig) -> int:
         keys += frames + height * width
     if model.structure.cross_attention:
         keys += segment.text_slots
-    return 4 * segment.num_tokens * keys * model.attention_size * model.num_layers
+    text = model.text_tower
+    of_text = 4 * segment.text_slots**2 * text.hidden_size * text.num_layers
+    return 4 * segment.num_tokens * keys * model.attention_size * model.num_layers + of_text
 
 
 def _rows(segment: Segment) -> dict[str, int]:
@@ -73,7 +75,7 @@ def _readers(model: DiTConfig) -> dict[str, int]:
     """Numbers in the matrices that every video token, every word or every sample is multiplied with."""
     sizes = {"token": 0, "word": 0, "sample": 0}
     for name, shape in network_shapes(model).items():
-        if len(shape) == 2 and not name.startswith(_TABLES):
+        if len(shape) == 2 and not _in_tower(name).startswith(_TABLES):
             sizes[_reader(name)] += prod(shape)
     return sizes
 
@@ -88,10 +90,15 @@ def _adapter_readers(model: DiTConfig, adapter: AdapterConfig) -> dict[str, int]
 
 
 def _reader(name: str) -> str:
-    if name.startswith("text_embedder.") or ".cross_attention.kv." in name:
-        return "word"
-    is_of_sample = ".modulation." in name or name.startswith(_OF_CONDITION)
-    return "sample" if is_of_sample else "token"
+    if ".modulation." in name or _in_tower(name).startswith(_OF_CONDITION):
+        return "sample"
+    is_of_text = name.startswith(("text_embedder.", "text_tower.")) or ".cross_attention.kv." in name
+    return "word" if is_of_text else "token"
+
+
+def _in_tower(name: str) -> str:
+    """The name of a parameter in its tower, of networks that have two."""
+    return name.removeprefix("image_tower.").removeprefix("text_tower.")
 
 
 def _expert_flops(num_tokens: int, model: DiTConfig) -> int:

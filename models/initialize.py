@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 Fill = Callable[[nn.Parameter, Tensor], object]
 FullShape = Callable[[nn.Parameter], torch.Size]
+CONSTANTS = {"log_scale": math.log(1 / 0.07), "score_offset": -10.0}
+"""What scores of CLIP begin with (arXiv 2103.00020, section 2.5; 2303.15343, section 3.2)."""
 
 
 def is_zero_initialised(name: str) -> bool:
@@ -24,7 +26,10 @@ def is_zero_initialised(name: str) -> bool:
 
 
 def initial_value(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """The whole float32 tensor `name`, of this `shape`: zeros, ones for norms, else normal of variance 1 / fan_in."""
+    """The whole float32 tensor `name`, of this `shape`: a constant, zeros, ones for norms, or normal of variance
+    1 / fan_in."""
+    if name in CONSTANTS:
+        return torch.full(shape, CONSTANTS[name])
     if is_zero_initialised(name):
         return torch.zeros(shape)
     if name.endswith("norm.weight"):

@@ -38,10 +38,12 @@ class PackLayout:
     pieces: tuple[Piece, ...] = ()
     """The condition rows of the tokens; empty: those of the segments. Segment g has row g; what is given of the j-th
     segment that has given tokens has row G + j."""
+    is_causal: bool = False
+    """Each token attends to those before it in its segment, and itself; else to all."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leaves behind, when sent to another process, what was computed here."""
-        return PackLayout, (self.segments, self.mesh, self.pieces)
+        return PackLayout, (self.segments, self.mesh, self.pieces, self.is_causal)
 
     @classmethod
     def pack(cls, segments: Sequence[Segment], *, capacity: int, text_capacity: int) -> "PackLayout":
@@ -73,7 +75,7 @@ class PackLayout:
         """The same pack as `mesh` divides it."""
         if mesh == self.mesh:
             return self
-        made = PackLayout(self.segments, mesh)
+        made = PackLayout(self.segments, mesh, is_causal=self.is_causal)
         vars(made)["_whole"] = self.whole
         return made
 
@@ -84,7 +86,7 @@ class PackLayout:
 
     @cached_property
     def _whole(self) -> "PackLayout":
-        return PackLayout(self.segments)
+        return PackLayout(self.segments, is_causal=self.is_causal)
 
     @cached_property
     def spans(self) -> tuple[tuple[int, int], ...]:
@@ -345,6 +347,12 @@ class LayoutTensors(NamedTuple):
     def first_token_G(self) -> Tensor:
         """int64: the first token of each segment; padding may have none, and gets any."""
         return torch.tensor(self.layout.starts).clamp(max=self.layout.capacity - 1)
+
+    @_tensor
+    def last_token_G(self) -> Tensor:
+        """int64: the last token of each segment; padding may have none, and gets any."""
+        ends = zip(self.layout.starts, self.layout.lengths, strict=True)
+        return torch.tensor([start + length - 1 for start, length in ends]).clamp(min=0)
 
     @_tensor
     def has_no_text_G(self) -> Tensor:

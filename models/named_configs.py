@@ -3,6 +3,7 @@
 from typing import Any
 
 from megadit.models.config import DiTConfig
+from megadit.models.text_tower_config import TextTowerConfig
 
 
 def _moviegen(**sizes: int) -> DiTConfig:
@@ -66,6 +67,14 @@ def _vit(side: int, patch: int, **sizes: Any) -> DiTConfig:
     return DiTConfig(family="vit", qk_layernorm=False, layernorm_epsilon=1e-12, **usual | positions | sizes)
 
 
+def _clip(side: int, patch: int, text: dict[str, Any], **sizes: Any) -> DiTConfig:
+    """CLIP (arXiv 2103.00020, table 20; H: LAION's, arXiv 2210.08402) of square images, with the words of OpenAI's."""
+    usual = {"in_channels": 3, "crossattn_emb_size": 2, "patch_spatial": patch, "layernorm_epsilon": 1e-5}
+    positions = {"position_embedding": "learned", "learned_positions": (1, side // patch, side // patch)}
+    tower = TextTowerConfig(**{"num_layers": 12} | text)
+    return DiTConfig(family="clip", qk_layernorm=False, text_tower=tower, **usual | positions | sizes)
+
+
 NAMED_CONFIGS: dict[str, DiTConfig] = {
     "dit_s": DiTConfig(num_layers=12, hidden_size=384, num_attention_heads=6),
     "dit_b": DiTConfig(num_layers=12, hidden_size=768, num_attention_heads=12),
@@ -116,6 +125,39 @@ NAMED_CONFIGS: dict[str, DiTConfig] = {
         ffn_hidden_size=14336,
         in_channels=48,
         given_sigma=0.0,
+    ),
+    "clip_b_32": _clip(224, 32, {}, num_layers=12, hidden_size=768, num_attention_heads=12, quick_gelu=True),
+    "clip_l_14": _clip(
+        224,
+        14,
+        {"hidden_size": 768, "num_attention_heads": 12, "embedding_size": 768},
+        num_layers=24,
+        hidden_size=1024,
+        num_attention_heads=16,
+        quick_gelu=True,
+    ),
+    "clip_h_14": _clip(
+        224,
+        14,
+        {"num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "embedding_size": 1024},
+        num_layers=32,
+        hidden_size=1280,
+        num_attention_heads=16,
+    ),
+    "clip_digits": _clip(
+        32,
+        4,
+        {
+            "num_layers": 2,
+            "hidden_size": 64,
+            "num_attention_heads": 2,
+            "num_words": 512,
+            "max_length": 24,
+            "embedding_size": 64,
+        },
+        num_layers=4,
+        hidden_size=96,
+        num_attention_heads=3,
     ),
     "vit_b_16": _vit(224, 16, num_layers=12, hidden_size=768, num_attention_heads=12),
     "vit_l_16": _vit(224, 16, num_layers=24, hidden_size=1024, num_attention_heads=16),

@@ -5,6 +5,7 @@
 
 from typing import Any, Literal, Protocol
 
+from megadit.models.families import Task
 from megadit.models.given_forms import GivenForm
 
 BetasName = Literal["ddpm", "stable_diffusion"]
@@ -35,8 +36,8 @@ class NetworkConfig(Protocol):
     """The largest grid of tokens that it takes; None: any."""
     has_text: bool
     """It reads texts of any length; False: one token, that of a class."""
-    classifies: bool
-    """It names the classes of images, and denoises nothing."""
+    task: Task
+    """What it is for."""
     given: GivenForm
     given_sigma: float | None
     """The noise level of what is given of a video; None: it was trained without, and takes nothing."""

@@ -1,12 +1,20 @@
-"""What a configuration stands for: a network that denoises, or one that judges."""
+"""What a configuration stands for: a network that denoises, names classes, or matches images and texts."""
 
+from megadit.models.clip import CLIP, TextTower
 from megadit.models.config import DiTConfig
 from megadit.models.dit import WHOLE_NETWORK, DiT, Part
+from megadit.models.families import Task
 from megadit.models.vit import ViT
 
-Network = DiT | ViT
+Network = DiT | ViT | CLIP
+OF_TASK: dict[Task, type[Network]] = {"denoise": DiT, "classify": ViT, "match": CLIP}
 
 
 def build_network(config: DiTConfig, part: Part = WHOLE_NETWORK) -> Network:
     """The network, or one part of it."""
-    return (ViT if config.structure.classifies else DiT)(config, part)
+    return OF_TASK[config.task](config, part)
+
+
+def towers(network: Network) -> tuple[DiT | ViT | TextTower, ...]:
+    """Its stacks of blocks with what stands around them, each with tokens of its own."""
+    return network.towers if isinstance(network, CLIP) else (network,)

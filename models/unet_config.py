@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from megadit.models.families import Task
 from megadit.models.given_forms import GIVEN_FORMS, GivenForm
 from megadit.models.network_config import BetasName, PreconditionerName
 from megadit.models.shared.errors import UserError, choose_one, nearest_multiples
@@ -180,8 +181,8 @@ class UNetConfig:
         return True
 
     @property
-    def classifies(self) -> bool:
-        return False
+    def task(self) -> Task:
+        return "denoise"
 
     @property
     def given(self) -> GivenForm:

@@ -27,16 +27,18 @@ class PatchEmbedder(nn.Module):
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
-        self.linear = Linear(config.token_dim, config.hidden_size)
+        self.linear = Linear(config.token_dim, config.hidden_size, bias=config.structure.patch_bias)
         self.class_token = nn.Parameter(torch.zeros(config.hidden_size))
         self.positions = nn.Parameter(torch.zeros(config.position_grid[-1], config.hidden_size))
+        has_norm = config.structure.patch_layernorm
+        self.layernorm = nn.LayerNorm(config.hidden_size, config.layernorm_epsilon) if has_norm else nn.Identity()
 
     def forward(self, tokens_SBP: Tensor, place_S1: Tensor) -> Tensor:
         """[S, B, D]; `place_S1` is each token's place in its sample, that of the class token 0."""
         place_S1 = place_S1.clamp(max=len(self.positions) - 1)  # only a pack's padding is beyond
         tokens_SBP = tokens_SBP.to(self.linear.weight.dtype)
         x_SBD = torch.where(place_S1[..., None] == 0, self.class_token, self.linear(tokens_SBP))
-        return x_SBD + F.embedding(place_S1, self.positions)
+        return self.layernorm(x_SBD + F.embedding(place_S1, self.positions))
 
 
 def resized_positions(positions_SD: Tensor, grid: Grid, wanted: Grid) -> Tensor:
@@ -51,15 +53,18 @@ def resized_positions(positions_SD: Tensor, grid: Grid, wanted: Grid) -> Tensor:
 
 
 class ClassHead(nn.Module):
-    """The normalised class token, and its logits where the network has classes."""
+    """The normalised class token (of a text its last), and its logits where the network has classes, or its place in
+    the space that texts and images share."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
         self.layernorm = nn.LayerNorm(config.hidden_size, config.layernorm_epsilon)
-        self.linear = None if config.num_classes is None else Linear(config.hidden_size, config.num_classes)
+        is_matched = config.task == "match"
+        rows = config.text_tower.embedding_size if is_matched else config.num_classes
+        self.linear = None if rows is None else Linear(config.hidden_size, rows, bias=not is_matched)
 
     def forward(self, x_GD: Tensor) -> Tensor:
-        """Logits [G, K] of class tokens [G, D]; without classes features [G, D]."""
+        """Logits [G, K] of class tokens [G, D], or embeddings [G, E]; without either features [G, D]."""
         x_GD = self.layernorm(x_GD)
         return x_GD if self.linear is None else self.linear(x_GD)
 

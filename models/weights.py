@@ -12,22 +12,20 @@ from torch import Tensor
 from megadit.models.bundle import components as parts
 from megadit.models.bundle.tensor_source import TensorSource, from_state_dict, write_safetensors
 from megadit.models.config import DiTConfig
-from megadit.models.dit import DiT
 from megadit.models.network_config import NetworkConfig
-from megadit.models.networks import build_network
+from megadit.models.networks import Network, build_network
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
 from megadit.models.unet import UNet
 from megadit.models.unet_config import UNetConfig
-from megadit.models.vit import ViT
 
 _MAX_LISTED = 8
-Network = DiT | ViT | UNet
+SavedNetwork = Network | UNet
 
 
 class _Kind(NamedTuple):
     config: type[DiTConfig] | type[UNetConfig]
-    build: Callable[..., Network]
+    build: Callable[..., SavedNetwork]
 
 
 NETWORKS: dict[str, _Kind] = {"dit": _Kind(DiTConfig, build_network), "unet": _Kind(UNetConfig, UNet)}
@@ -64,7 +62,7 @@ def load_config(directory: str | os.PathLike) -> NetworkConfig:
 
 def load_network(
     directory: str | os.PathLike, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
-) -> Network:
+) -> SavedNetwork:
     """The network saved in `directory`, in evaluation mode; `dtype` None keeps the precision of the file.
 
     The model is built without memory and takes tensors over one at a time, so that nothing is held twice.
@@ -92,7 +90,7 @@ def network_shapes(config: NetworkConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in _build_without_memory(config).state_dict().items()}
 
 
-def _build_without_memory(config: NetworkConfig) -> Network:
+def _build_without_memory(config: NetworkConfig) -> SavedNetwork:
     with torch.device("meta"):
         return NETWORKS[_type_of(config)].build(config)
 

@@ -38,7 +38,7 @@ SMALLER = (
         r"\1 train.train_iters=2 checkpoint.save_interval=2 validation.interval=0",
         "two steps, and no videos between",
     ),
-    (r"(?<=megadit prepare digit_classes )", "--num_images 200 ", "a small data set"),
+    (r"(megadit prepare digit_(?:classes|captions) )", r"\1--num_images 200 ", "a small data set"),
     (r"(?<=megadit prepare videos )", "--num_workers 0 ", "no processes of its own"),
 )
 """(what a page says, what runs here instead, why): the only changes."""

@@ -52,6 +52,7 @@ INGEST = {
     f"{VIDEOS}::test_shards_of_a_split_are_equally_large": "--shard_size",
     f"{VIDEOS}::test_pixels_can_be_stored_instead": "--store",
     f"{VIDEOS}::test_an_image_is_a_video_of_one_frame": "--channels --min_aesthetic_score",
+    "train/data/ingest/test_fitting.py::test_pictures_whose_caption_fits_less_are_left_out": "--min_clip_score",
     f"{VIDEOS}::test_stages_run_alone_and_name_the_one_before": "--stages",
     f"{VIDEOS}::test_a_second_run_does_nothing_and_a_shard_can_be_made_again": "--redo",
     f"{DOWNLOAD}::test_parts_in_any_order_leave_what_one_process_leaves": "--part",
@@ -70,9 +71,10 @@ SHOWN_BY = {
         "train/data/test_prepare.py::test_the_seed_decides_the_files": "--seed",
         "train/data/test_prepare.py::test_a_finished_folder_is_replaced_on_demand": "--overwrite",
     },
-    "prepare digit_classes": {
-        "train/data/test_prepare.py::test_labelled_digits": "--num_images --seed --overwrite",
-    },
+    **dict.fromkeys(
+        ("prepare digit_classes", "prepare digit_captions"),
+        {"train/data/test_prepare.py::test_digits_in_pixels": "--num_images --seed --overwrite"},
+    ),
     "prepare shapes": {
         "train/shapes/test_samples.py::test_every_option_reaches_the_data_set": (
             "--num_clips --num_images --num_val --seed"
@@ -155,7 +157,11 @@ SHOWN_BY = {
     "classify": {
         "infer/test_classify.py::test_every_option_reaches_what_is_named": (
             "--top --labelled --out --batch_size --runtime --device"
-        )
+        ),
+        "infer/test_similarity.py::test_labels_and_prompts_name_pictures": "--labels --prompts",
+    },
+    "similarity": {
+        "infer/test_similarity.py::test_every_option_reaches_what_is_told": "--out --batch_size --runtime --device",
     },
     "calibrate-cache": {CALIBRATED: GENERATE, f"{SIGNED}::test_what_writes_nothing_signs_nothing": C2PA},
     "check-cache": {CALIBRATED: GENERATE, f"{SIGNED}::test_what_writes_nothing_signs_nothing": C2PA},

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megadit.models.experts import ExpertMLP
+from megadit.models.networks import towers
 from megadit.train.setup import Training
 
 Counts = list[list[int]]
@@ -41,6 +42,7 @@ def largest_load(counts: Counts) -> float:
 def _expert_mlps(training: Training) -> Iterator[tuple[int, ExpertMLP]]:
     """(layer, its experts) of this rank."""
     for part in training.parts:
-        for index, block in part.module.dit.blocks.items():
-            if isinstance(block.mlp, ExpertMLP):
-                yield int(index), block.mlp
+        for tower in towers(part.module.dit):
+            for index, block in tower.blocks.items():
+                if isinstance(block.mlp, ExpertMLP):
+                    yield int(index), block.mlp

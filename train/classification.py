@@ -27,9 +27,14 @@ def classification_loss(
     class_G = class_index(batch.text_L1E[tensors.first_text_G, 0], vit.config.num_classes)
     entropy_G = F.cross_entropy(logits_GK, class_G, reduction="none")
     objective_G = F.cross_entropy(logits_GK, class_G, reduction="none", label_smoothing=label_smoothing)
-    # a sample counts for each of its tokens, as its noise does in a denoiser: the mean is over tokens
-    tokens_G = torch.zeros_like(entropy_G).index_add_(0, tensors.segment_of_token_S, tensors.is_wanted_S.float())
-    tokens_G = tokens_G.masked_fill(tensors.has_no_text_G, 0.0)  # nothing is known of what has no label
-    is_wrong_G = logits_GK.detach().argmax(-1) != class_G
-    sums = tokens_G * batch.loss_weight_G * objective_G, tokens_G * entropy_G.detach(), tokens_G * is_wrong_G
+    return sums_of_samples(batch, objective_G, entropy_G, logits_GK.detach().argmax(-1) != class_G)
+
+
+def sums_of_samples(batch: PackedBatch, objective_G: Tensor, weighted_G: Tensor, is_wrong_G: Tensor) -> LossSums:
+    """Losses of whole samples as those of their tokens, for the mean is over tokens; without text, of which nothing is
+    known, they count nothing."""
+    tensors = batch.layout.on(objective_G.device)
+    tokens_G = torch.zeros_like(weighted_G).index_add_(0, tensors.segment_of_token_S, tensors.is_wanted_S.float())
+    tokens_G = tokens_G.masked_fill(tensors.has_no_text_G, 0.0)
+    sums = tokens_G * batch.loss_weight_G * objective_G, tokens_G * weighted_G.detach(), tokens_G * is_wrong_G
     return LossSums(*(values_G.sum() for values_G in sums))

@@ -84,12 +84,12 @@ def read_given(config: RunConfig, source: str) -> GivenNetwork:
 
 
 def _adapted(read: Weights, theirs: DiTConfig, ours: DiTConfig) -> Weights:
-    """The tensors of a classifier as one of another size or of other classes begins with them."""
-    if not ours.structure.classifies:
+    """The tensors of a network of class tokens as one of another size or of other classes begins with them."""
+    if ours.denoises:
         return read
 
     def value(name: str) -> Tensor:
-        if name == "x_embedder.positions":
+        if name.removeprefix("image_tower.") == "x_embedder.positions":
             return resized_positions(read(name), theirs.learned_positions, ours.learned_positions)
         if name.startswith("head.linear.") and theirs.num_classes != ours.num_classes:
             return initial_value(name, torch.Size(network_shapes(ours)[name]), seed=0)
@@ -100,7 +100,7 @@ def _adapted(read: Weights, theirs: DiTConfig, ours: DiTConfig) -> Weights:
 
 def _check_same_network(config: RunConfig, model: DiTConfig, source: str) -> None:
     ours, theirs = config.model.to_dict(), model.to_dict()
-    may_change = MAY_CHANGE + MAY_CHANGE_OF_CLASSIFIER * config.model.structure.classifies
+    may_change = MAY_CHANGE + MAY_CHANGE_OF_CLASSIFIER * (not config.model.denoises)
     if differing := [name for name in ours if ours[name] != theirs[name] and name not in may_change]:
         told = ", ".join(f"model.{name}={theirs[name]} (not {ours[name]})" for name in differing[:6])
         raise UserError(f"the network of {source} has {told}; give the run the same")

@@ -280,7 +280,7 @@ class _Run:
         return {
             "step": self.state.iteration,
             "loss": _number(result.loss),
-            "wrong" if self.config.model.structure.classifies else "squared_error": result.error,
+            "squared_error" if self.config.model.denoises else "wrong": result.error,
             "objective": result.objective,
             "grad_norm": _number(result.grad_norm),
             "lr": result.lr,

@@ -24,9 +24,10 @@ class LossSums(NamedTuple):
     """What is minimised: the weighted loss, divided by the learned uncertainty where there is one."""
     weighted: Tensor
     """lambda(sigma) |D - x0|^2: 1 for a network that knows nothing, at every noise level. Of a classifier the
-    cross-entropy."""
+    cross-entropy, of what matches images and texts its loss."""
     error: Tensor
-    """|D - x0|^2. Of a classifier 1 where another class is the likeliest, else 0."""
+    """|D - x0|^2. Of a classifier 1 where another class is the likeliest, else 0; so, of what matches, where another
+    text is."""
 
 
 class Uncertainty(nn.Module):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megadit.models.families import Task
 from megadit.models.machine import free_memory
 from megadit.models.shared.progress import duration
 from megadit.train.config.facts import OF_DATASET, agree
@@ -102,6 +103,10 @@ def ending(config: RunConfig, state: "RunState", *, steps: int, seconds: float, 
     ]
 
 
+_JUDGED_BY: dict[Task, str] = {"classify": "classify {} PICTURE", "match": "similarity {} PICTURE TEXT TEXT"}
+"""What looks at pictures with a network -> our command, less its bundle."""
+
+
 def _next(config: RunConfig, out: Path, caption: str | None, step: int | None) -> list[str]:
     """The commands that make a video with what was trained, or name what a picture shows; none where there is nothing
     to encode its prompt with, or where another command goes on."""
@@ -111,8 +116,8 @@ def _next(config: RunConfig, out: Path, caption: str | None, step: int | None) -
     made = shlex.quote(str(out / ("bundle" if config.train.adapter is None else "adapter")))
     with_it = f"--checkpoint_path {made}"
     bundled = f"next: megadit bundle {run} {made}{'' if step is None else f' --step {step}'}"
-    if config.model.structure.classifies:
-        return [bundled, f"      megadit classify {made} PICTURE"]
+    if config.model.task in _JUDGED_BY:
+        return [bundled, f"      megadit {_JUDGED_BY[config.model.task].format(made)}"]
     if config.train.adapter is not None:
         with_it = f"--checkpoint_path {shlex.quote(config.checkpoint.init_from)} --adapter {made}"
     return [

@@ -359,6 +359,8 @@ def _build_network(
             megatron,
             ModelType.encoder_or_decoder,
             label_smoothing=config.train.label_smoothing,
+            contrast_rows=config.train.contrast_rows,
+            readers=groups.readers,
         )
 
 

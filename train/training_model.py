@@ -6,6 +6,7 @@ Shapes: G segments of a pack (padding included).
 from collections.abc import Callable
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megadit.models.networks import Network
 from megadit.models.parameterization import denoise_packed
@@ -13,6 +14,7 @@ from megadit.train.classification import classification_loss
 from megadit.train.config.schema import DiffusionConfig
 from megadit.train.data.packed_batch import PackedBatch
 from megadit.train.loss import LossSums, Uncertainty, edm_loss
+from megadit.train.matching import matching_loss
 from megadit.train.noise_levels import draw_sigma, token_noise
 
 
@@ -25,15 +27,26 @@ class TrainingModel(nn.Module):
     share_embeddings_and_output_weights = False
 
     def __init__(
-        self, dit: Network, diffusion: DiffusionConfig, config, model_type, *, label_smoothing: float = 0.0
+        self,
+        dit: Network,
+        diffusion: DiffusionConfig,
+        config,
+        model_type,
+        *,
+        label_smoothing: float = 0.0,
+        contrast_rows: int | None = None,
+        readers: ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         self.model_type = model_type
         self.diffusion = diffusion
         self.label_smoothing = label_smoothing
+        self.contrast_rows = contrast_rows
+        self.readers = readers
+        """The ranks whose samples are compared with one another, where a loss does so; None: this one."""
         self.dit = dit
-        """Or the classifier in its place."""
+        """Or what stands in its place."""
         self.objective: Callable[[Callable[..., Tensor], PackedBatch], LossSums] | None = None
         """(D of packs, pack) -> what is minimised in place of the EDM loss."""
         has_uncertainty = diffusion.learned_uncertainty and dit.part.is_last
@@ -45,14 +58,17 @@ class TrainingModel(nn.Module):
         self._before = input_tensor[0]
 
     def forward(
-        self, batch: PackedBatch, sigma_G: Tensor | None = None, *, is_noisy: bool = False
+        self, batch: PackedBatch, sigma_G: Tensor | None = None, *, is_noisy: bool = False, is_alone: bool = False
     ) -> LossSums | Tensor:
         """The sums of losses of this step's noise and noise levels, or of another objective; with `sigma_G`, those of
         these noise levels, without uncertainty; with `is_noisy`, D(tokens; sigma). Activations, where this is not
-        the last part. A classifier knows no noise.
+        the last part. What denoises nothing knows no noise; with `is_alone`, images are matched with the texts of this
+        micro-batch alone.
         """
         self._announce_direct_reads()
-        if self.dit.config.structure.classifies:
+        if self.dit.config.task == "match":
+            return matching_loss(self.dit, batch, None if is_alone else self.readers, self.contrast_rows)
+        if self.dit.config.task == "classify":
             return classification_loss(self.dit, batch, self.label_smoothing, self._before)
         if is_noisy:
             return self._denoise(batch, batch.tokens_S1P, sigma_G)

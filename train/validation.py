@@ -100,9 +100,10 @@ def _validation_batches(training: Training) -> tuple[list[PackedBatch], int]:
 
 def _losses(training: Training, batches: list[PackedBatch], num_own: int) -> dict[str, float]:
     """The weighted loss at each of `validation.sigmas`, a mean over all tokens of all ranks, and the mean of these; of
-    a classifier the cross-entropy, and the share of samples that it takes for another class ("wrong")."""
-    if training.config.model.structure.classifies:
-        return _classified(training, batches, num_own)
+    a classifier the cross-entropy, and the share of samples that it takes for another class ("wrong"); of what matches
+    images and texts the same of each pack by itself, whatever the ranks."""
+    if not training.config.model.denoises:
+        return _judged(training, batches, num_own)
     sigmas = training.config.validation.sigmas
     sums = torch.zeros(len(sigmas) + 1, dtype=torch.float64, device=training.groups.device)
     for index, sigma in enumerate(sigmas if batches else ()):
@@ -117,10 +118,10 @@ def _losses(training: Training, batches: list[PackedBatch], num_own: int) -> dic
     return {"mean": sum(means) / len(means), **named}
 
 
-def _classified(training: Training, batches: list[PackedBatch], num_own: int) -> dict[str, float]:
+def _judged(training: Training, batches: list[PackedBatch], num_own: int) -> dict[str, float]:
     sums = torch.zeros(3, dtype=torch.float64, device=training.groups.device)
     if batches:
-        for found in evaluate(training, lambda part, batch: part(batch), batches)[:num_own]:
+        for found in evaluate(training, lambda part, batch: part(batch, is_alone=True), batches)[:num_own]:
             sums[:-1] += torch.stack([found.weighted, found.error]).double()
     return dict(zip(("mean", "wrong"), _means(training, sums, batches[:num_own]), strict=True))
 
@@ -139,7 +140,7 @@ def _sample_videos(training: Training, step: int, sigma_rel: float | None) -> li
     Copies that work together all make the same videos.
     """
     config, groups = training.config, training.groups
-    if config.data.mock or config.model.structure.classifies:
+    if config.data.mock or not config.model.denoises:
         return []  # nothing to encode prompts or decode latents with
     prompts = list(enumerate(list(config.validation.prompts) or validation_captions(config, NUM_PROMPTS)))
     is_together = config.parallel.sizes.copies_work_together

@@ -17,12 +17,16 @@ GIVEN_INPUTS = ("given", "is_given", "times")
 """Of denoisers that were trained to be given parts of videos; others have none of them."""
 DENOISERS = ("denoiser", "low_noise_denoiser")
 """The first of a bundle's networks, and the second of those that have two (`Bundle.networks`)."""
+TOWERS = ("image_tower", "text_tower")
+"""Those of a network that matches images and texts."""
 INPUTS: dict[str, tuple[str, ...]] = {
     "text_encoder": ("tokens", "mask"),
     **dict.fromkeys(DENOISERS, ("x", "sigma", "text", "text_length", "fps", *GIVEN_INPUTS)),
     "video_decoder": ("latents",),
     "video_encoder": ("video",),
     "classifier": ("x",),
+    "image_tower": ("x",),
+    "text_tower": ("tokens", "length"),
 }
 """What the inputs of each exported network are called, in order; one takes those that its `NetworkSpec` has. Those for
 adapters come after them (`models/adapter_slots.py`)."""
@@ -32,6 +36,7 @@ OUTPUTS = {
     "video_decoder": "video",
     "video_encoder": "latents",
     "classifier": "logits",
+    **dict.fromkeys(TOWERS, "features"),
 }
 Extreme = Literal["min", "opt", "max"]
 Shape = tuple[int, ...]

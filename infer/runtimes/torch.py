@@ -14,7 +14,7 @@ from megadit.models.denoiser import EDMDenoiser
 from megadit.models.dense_layout import DenseLayout
 from megadit.models.kept import Kept
 from megadit.models.shared.errors import UserError, choose_one
-from megadit.models.weights import Network
+from megadit.models.weights import SavedNetwork
 
 DTYPES = {
     "float32": torch.float32,
@@ -31,7 +31,7 @@ KEPT_BYTES = 2**28
 class AdaptableDenoiser:
     """A denoiser by torch beside whose network adapters come and go; conditions say how much of each a video gets."""
 
-    def __init__(self, dit: Network, load: Callable[..., None] = load_adapter) -> None:
+    def __init__(self, dit: SavedNetwork, load: Callable[..., None] = load_adapter) -> None:
         """`load` is `models.adapters.load_adapter`, or does the same for a network that ranks share."""
         self.dit = dit
         self._load = load
@@ -78,7 +78,7 @@ class TorchDenoiser(AdaptableDenoiser):
 
     def __init__(
         self,
-        dit: Network,
+        dit: SavedNetwork,
         *,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,

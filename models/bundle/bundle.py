@@ -26,8 +26,10 @@ from megadit.models.bundle.components import CONFIG_FILE
 from megadit.models.bundle.licence import Licence
 from megadit.models.bundle.tensor_source import TensorSource
 from megadit.models.bundle.words import write_words
+from megadit.models.clip import CLIP
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
+from megadit.models.families import Task
 from megadit.models.image_encoder import ImageEncoder
 from megadit.models.network_config import NetworkConfig
 from megadit.models.settings import SamplingSettings
@@ -43,10 +45,12 @@ FORMAT_VERSION = 2
 OF_ONE_NETWORK = 1
 """The version of bundles with one network, which earlier versions read too."""
 LOW_NOISE = "transformer_2"
-Kind = Literal["video", "classifier"]
+Kind = Literal["video", "classifier", "clip"]
+KINDS: dict[Task, Kind] = {"denoise": "video", "classify": "classifier", "match": "clip"}
 USED_BY: dict[Kind, str] = {
     "video": "makes videos: see `megadit generate`",
     "classifier": "names the classes of images: see `megadit classify`",
+    "clip": "tells how well texts fit images: see `megadit similarity`",
 }
 """Kind of a bundle -> what it does, and what takes it."""
 _PARTS = ("transformer", "tokenizer", "text_encoder")
@@ -112,7 +116,9 @@ class Bundle:
             config=weights.load_config(path / "transformer"),
         )
 
-    def load_network(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> weights.Network:
+    def load_network(
+        self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    ) -> weights.SavedNetwork:
         """Its one network, that of videos.
 
         Raises:
@@ -138,6 +144,15 @@ class Bundle:
             UserError: if it is none; see also `weights.load_network`.
         """
         check_kind(self, "classifier")
+        return weights.load_network(self.path / "transformer", device=device, dtype=dtype)
+
+    def load_clip(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> CLIP:
+        """Its network, that matches images and texts.
+
+        Raises:
+            UserError: if it is none; see also `weights.load_network`.
+        """
+        check_kind(self, "clip")
         return weights.load_network(self.path / "transformer", device=device, dtype=dtype)
 
     def load_tokenizer(self) -> VideoTokenizer:
@@ -176,7 +191,7 @@ def check_kind(bundle: Bundle, kind: Kind) -> None:
 
 
 def _kind_of(config: NetworkConfig) -> Kind:
-    return "classifier" if config.classifies else "video"
+    return KINDS[config.task]
 
 
 def write_bundle(

@@ -6,7 +6,7 @@
     megadit convert iter_0010000/ bundle --tokenizer CV4x8x8/ --text_encoder t5-11b/
     megadit convert Cosmos-Tokenizer-CV4x8x8/autoencoder.jit tokenizer      # one part alone
     megadit convert bundle out --to diffusers
-    megadit convert google/vit-base-patch16-224 vit                         # and back: --to transformers
+    megadit convert google/vit-base-patch16-224 vit                         # and back: --to transformers; CLIP too
     megadit convert lora.safetensors adapter --base bundle                  # an adapter as a folder of PEFT's
     megadit convert adapter lora.safetensors                                # and as one file with diffusers' keys
 
@@ -28,12 +28,13 @@ from megadit.models.bundle.tensor_source import DTYPES, from_state_dict, open_sa
 from megadit.models.config import DiTConfig
 from megadit.models.convert.adapter_files import check_adaptable, is_adapter, read_adapter, with_base, write_adapter
 from megadit.models.convert.published import (
+    TRANSFORMERS,
     WEIGHTS,
     Published,
     diffusers_folder,
-    is_transformers,
     open_published,
     published_uses,
+    transformers_type,
     write_diffusers,
     write_original,
     write_transformers,
@@ -54,9 +55,9 @@ from megadit.models.text_encoders import (
     TextEncoder,
     load_text_encoder,
 )
+from megadit.models.text_encoders.token_ids import published_words
 from megadit.models.tokenizers import (
     Autoencoder,
-    HaarTokenizer,
     VideoTokenizer,
     holds_tokenizer,
     load_tokenizer,
@@ -77,7 +78,8 @@ class ConvertOptions:
     out: Path = setting(help="what to write; a bundle already there is replaced", positional=True)
     to: Literal["bundle", "diffusers", "transformers", "original"] = setting(
         "bundle",
-        "bundle (default); of a bundle: diffusers' form, transformers' (ViT), or the names of the first publication",
+        "bundle (default); of a bundle: diffusers' form, transformers' (ViT, CLIP), or the names of the first "
+        "publication",
     )
     tokenizer: str | None = setting(None, "the video tokenizer; default: that of the pipeline", metavar="PATH")
     text_encoder: str | None = setting(
@@ -198,8 +200,8 @@ def _tell_licence(licence: Licence, out: Path) -> None:
 
 
 def _choose_tokenizer(source: Path, given: str | None, compression: str) -> VideoTokenizer | None:
-    if given is None and is_transformers(source):
-        return HaarTokenizer(temporal_compression=1, spatial_compression=1)  # it reads the pixels themselves
+    if given is None and (kind := transformers_type(source)) is not None:
+        return TRANSFORMERS[kind].pixels_of(source)
     if given is None and not holds_tokenizer(source / "vae"):
         return None
     path = source / "vae" if given is None else _locate(given)
@@ -218,7 +220,8 @@ def _choose_text_encoder(source: Path, published: Published, given: str | None) 
     if given is not None and (Path(given) / parts.CONFIG_FILE).is_file():
         if "type" in read_json(Path(given) / parts.CONFIG_FILE):
             return load_text_encoder(given)
-    of_pipeline = str(source.absolute()) if (source / "text_encoder" / parts.CONFIG_FILE).is_file() else None
+    has_own = transformers_type(source) is not None or (source / "text_encoder" / parts.CONFIG_FILE).is_file()
+    of_pipeline = str(source.absolute()) if has_own else None
     family = "predict2_5" if published.text_projection else published.config.family
     return _TEXT_ENCODERS.get(family, _t5)(published, given or of_pipeline)
 
@@ -245,7 +248,12 @@ def _qwen_vl(published: Published, model: str | None) -> TextEncoder:
     return QwenVLTextEncoder(model=model or QwenVLTextEncoder().model, projection=dict(published.text_projection))
 
 
+def _words(published: Published, model: str | None) -> TextEncoder:
+    return published_words(model, published.config.text_tower.max_length)
+
+
 _TEXT_ENCODERS: dict[str, Callable[[Published, str | None], TextEncoder]] = {
+    "clip": _words,
     "predict2_5": _qwen_vl,
     "stable_diffusion": _clip,
     "wan": partial(_t5, usual=UMT5),
@@ -277,9 +285,8 @@ def _export(source: Path, out: Path, form: str) -> None:
     networks = {part: open_safetensors(source / part / parts.TENSOR_FILE) for part in bundle.networks}
     with atomic_directory(_free(out)) as directory:
         if form == "transformers":
-            labels = bundle.load_text_encoder()
-            names = labels.names if isinstance(labels, ClassLabels) else ()
-            write_transformers(directory, bundle.config, networks["transformer"], names)
+            beside = bundle.load_tokenizer(), bundle.load_text_encoder()
+            write_transformers(directory, bundle.config, networks["transformer"], *beside)
         elif form == "original":
             check_single(bundle)
             write_original(directory, bundle.config, networks["transformer"])

@@ -88,6 +88,58 @@ def config_from_diffusers(values: Mapping[str, Any]) -> DiTConfig:
     )
 
 
+def config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> DiTConfig:
+    """Of Cosmos 1.0 as released: 7B and 14B differ in width, depth and how far their positions were stretched."""
+    width = shapes["affline_norm.weight"][0]
+    head_dim = shapes["blocks.block0.blocks.0.block.attn.to_q.1.weight"][0]
+    rows = shapes["final_layer.linear.weight"][0]
+    layers = {name.split(".")[1] for name in shapes if name.startswith("blocks.block")}
+    columns = shapes["x_embedder.proj.1.weight"][1]
+    sizes = [shapes.get(f"extra_pos_embedder.pos_emb_{axis}", (0,))[0] for axis in "thw"]
+    return config_from_diffusers(
+        {
+            "in_channels": columns // 4 - (columns > rows),
+            "out_channels": rows // 4,
+            "num_attention_heads": width // head_dim,
+            "attention_head_dim": head_dim,
+            "num_layers": len(layers),
+            "mlp_ratio": shapes["blocks.block0.blocks.2.block.layer1.weight"][0] / width,
+            "text_embed_dim": shapes["blocks.block0.blocks.1.block.attn.to_k.0.weight"][1],
+            "adaln_lora_dim": shapes["final_layer.adaLN_modulation.1.weight"][0],
+            "max_size": (sizes[0], 2 * sizes[1], 2 * sizes[2]),
+            "patch_size": (1, 2, 2),
+            "rope_scale": (2.0, 2.0, 2.0) if width == 5120 else (2.0, 1.0, 1.0),
+            "concat_padding_mask": columns > rows,
+            "extra_pos_embed_type": "learnable" if all(sizes) else None,
+        }
+    )
+
+
+def predict2_config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> DiTConfig:
+    """Of Predict2 as released: text-to-image and video-to-world, 2B and 14B."""
+    width, block = shapes["t_embedding_norm.weight"][0], "blocks.0"
+    head_dim, rows = shapes[f"{block}.self_attn.q_norm.weight"][0], shapes["final_layer.linear.weight"][0]
+    channels = shapes["x_embedder.proj.1.weight"][1] // 4 - 1
+    of_videos = (20 / 24, 2.0, 2.0) if width == 5120 else (1.0, 3.0, 3.0)
+    return config_from_diffusers(
+        {
+            "in_channels": channels,
+            "out_channels": rows // 4,
+            "num_attention_heads": width // head_dim,
+            "attention_head_dim": head_dim,
+            "num_layers": len({name.split(".")[1] for name in shapes if name.startswith("blocks.")}),
+            "mlp_ratio": shapes[f"{block}.mlp.layer1.weight"][0] / width,
+            "text_embed_dim": shapes[f"{block}.cross_attn.k_proj.weight"][1],
+            "adaln_lora_dim": shapes["final_layer.adaln_modulation.1.weight"][0],
+            "max_size": (128, 240, 240),
+            "patch_size": (1, 2, 2),
+            "rope_scale": of_videos if channels > rows // 4 else (1.0, 4.0, 4.0),
+            "concat_padding_mask": True,
+            "extra_pos_embed_type": None,
+        }
+    )
+
+
 def config_to_diffusers(config: DiTConfig) -> dict[str, Any]:
     """The inverse of `config_from_diffusers`; without learned positions any video fits, and `max_size` is generous."""
     patch = (config.patch_temporal, config.patch_spatial, config.patch_spatial)

@@ -16,12 +16,14 @@ from megadit.models.bundle.tensor_source import (
     write_safetensors,
 )
 from megadit.models.config import DiTConfig
-from megadit.models.convert import class_dit, cosmos, nemo, nemo_moviegen, stable_diffusion, vit, wan
+from megadit.models.convert import class_dit, clip, cosmos, nemo, nemo_moviegen, stable_diffusion, vit, wan
 from megadit.models.convert.converted import to_ours, to_theirs
 from megadit.models.convert.tensor_map import Entry
 from megadit.models.network_config import NetworkConfig
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import inner_path, read_json, write_json
+from megadit.models.text_encoders import TextEncoder
+from megadit.models.tokenizers import VideoTokenizer
 
 WEIGHTS, OF_TRANSFORMERS = "diffusion_pytorch_model", "model"
 """Names of files of weights, those of diffusers and those of transformers."""
@@ -69,70 +71,18 @@ class _Form:
     ignored: Callable[[DiTConfig], str]
 
 
-def _cosmos_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> DiTConfig:
-    """7B and 14B differ in width, depth and how far their positions were stretched."""
-    width = shapes["affline_norm.weight"][0]
-    head_dim = shapes["blocks.block0.blocks.0.block.attn.to_q.1.weight"][0]
-    rows = shapes["final_layer.linear.weight"][0]
-    layers = {name.split(".")[1] for name in shapes if name.startswith("blocks.block")}
-    columns = shapes["x_embedder.proj.1.weight"][1]
-    sizes = [shapes.get(f"extra_pos_embedder.pos_emb_{axis}", (0,))[0] for axis in "thw"]
-    return cosmos.config_from_diffusers(
-        {
-            "in_channels": columns // 4 - (columns > rows),
-            "out_channels": rows // 4,
-            "num_attention_heads": width // head_dim,
-            "attention_head_dim": head_dim,
-            "num_layers": len(layers),
-            "mlp_ratio": shapes["blocks.block0.blocks.2.block.layer1.weight"][0] / width,
-            "text_embed_dim": shapes["blocks.block0.blocks.1.block.attn.to_k.0.weight"][1],
-            "adaln_lora_dim": shapes["final_layer.adaLN_modulation.1.weight"][0],
-            "max_size": (sizes[0], 2 * sizes[1], 2 * sizes[2]),
-            "patch_size": (1, 2, 2),
-            "rope_scale": (2.0, 2.0, 2.0) if width == 5120 else (2.0, 1.0, 1.0),
-            "concat_padding_mask": columns > rows,
-            "extra_pos_embed_type": "learnable" if all(sizes) else None,
-        }
-    )
-
-
-def _cosmos2_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> DiTConfig:
-    """Predict2 text-to-image and video-to-world, 2B and 14B."""
-    width, block = shapes["t_embedding_norm.weight"][0], "blocks.0"
-    head_dim, rows = shapes[f"{block}.self_attn.q_norm.weight"][0], shapes["final_layer.linear.weight"][0]
-    channels = shapes["x_embedder.proj.1.weight"][1] // 4 - 1
-    of_videos = (20 / 24, 2.0, 2.0) if width == 5120 else (1.0, 3.0, 3.0)
-    return cosmos.config_from_diffusers(
-        {
-            "in_channels": channels,
-            "out_channels": rows // 4,
-            "num_attention_heads": width // head_dim,
-            "attention_head_dim": head_dim,
-            "num_layers": len({name.split(".")[1] for name in shapes if name.startswith("blocks.")}),
-            "mlp_ratio": shapes[f"{block}.mlp.layer1.weight"][0] / width,
-            "text_embed_dim": shapes[f"{block}.cross_attn.k_proj.weight"][1],
-            "adaln_lora_dim": shapes["final_layer.adaln_modulation.1.weight"][0],
-            "max_size": (128, 240, 240),
-            "patch_size": (1, 2, 2),
-            "rope_scale": of_videos if channels > rows // 4 else (1.0, 4.0, 4.0),
-            "concat_padding_mask": True,
-            "extra_pos_embed_type": None,
-        }
-    )
-
-
 FORMS = (
     _Form(
         "Cosmos 1.0 (model.pt)",
         "blocks.block0.blocks.0.block.attn.to_q.0.weight",
-        _cosmos_from_shapes,
+        cosmos.config_from_shapes,
         cosmos.released_entries,
         lambda config: cosmos.IGNORED,
     ),
     _Form(
         "Cosmos-Predict2 (model.pt)",
         "blocks.0.adaln_modulation_self_attn.1.weight",
-        _cosmos2_from_shapes,
+        cosmos.predict2_config_from_shapes,
         cosmos.released_entries,
         lambda config: cosmos.IGNORED,
     ),
@@ -175,6 +125,8 @@ BESIDE = {stable_diffusion.DIFFUSERS_CLASS: stable_diffusion.read_pipeline}
 """Class -> what reads settings of it that stand in other folders of its pipeline."""
 IGNORED = {wan.DIFFUSERS_CLASS: wan.IGNORED, cosmos.DIFFUSERS_CLASS: r"^crossattn_proj\."}
 """Class -> a pattern of tensors in its files that are no part of our network."""
+TRANSFORMERS = {known.MODEL_TYPE: known for known in (vit, clip)}
+"""Type of a model of transformers, which is our family's name -> the module that knows it."""
 _OF_FAMILY = {"cosmos": cosmos, "dit": class_dit, "wan": wan, "stable_diffusion": stable_diffusion}
 _FOLDERS = {"stable_diffusion": stable_diffusion.FOLDER}
 """Family -> where diffusers' pipelines have its network; else in `transformer`."""
@@ -199,8 +151,8 @@ def open_published(path: Path) -> Published:
         if index.get("expand_timesteps"):  # a first frame has a noise level of its own, which no tensor tells (Wan 2.2)
             config = replace(config, given_sigma=0.0)
         return replace(published, config=config, class_names=_class_names(index, config), index=index)
-    if is_transformers(path):
-        return _from_transformers(path)
+    if (kind := transformers_type(path)) is not None:
+        return _from_transformers(path, kind)
     if (path / "config.json").is_file():
         return _from_tensors(open_safetensors(*_shards(path))) if _is_released(path) else _from_diffusers(path)
     if path.is_file():
@@ -258,23 +210,24 @@ def _from_diffusers(path: Path) -> Published:
     )
 
 
-def is_transformers(path: Path) -> bool:
-    """Whether a directory holds a network of images in the form of transformers."""
+def transformers_type(path: Path) -> str | None:
+    """Which of `TRANSFORMERS` a directory holds, if any."""
     values = read_json(path / "config.json") if (path / "config.json").is_file() else None
-    return isinstance(values, dict) and values.get("model_type") == vit.MODEL_TYPE
+    found = values.get("model_type") if isinstance(values, dict) else None
+    return found if found in TRANSFORMERS else None
 
 
-def _from_transformers(path: Path) -> Published:
-    vit.check_pixels(path)
+def _from_transformers(path: Path, kind: str) -> Published:
+    known = TRANSFORMERS[kind]
+    known.pixels_of(path)  # which refuses those of another range
     values, source = read_json(path / "config.json"), open_safetensors(*_shards(path, OF_TRANSFORMERS))
     try:
-        (num_classes, *_) = source.shapes.get("classifier.weight", (None,))
-        config = vit.config_from_transformers(values, num_classes=num_classes)
+        config = known.config_from_transformers(values, source.shapes)
     except KeyError as missing:
-        raise UserError(f"{path / 'config.json'} lacks {missing}, which every ViT has") from None
+        raise UserError(f"{path / 'config.json'} lacks {missing}, which every {kind} has") from None
     return Published(
         config=config,
-        tensors=to_ours(source, vit.entries(config), config, ignored=vit.POOLER),
+        tensors=to_ours(source, known.entries(config), config, ignored=known.IGNORED),
         class_names=_class_names(values, config),
     )
 
@@ -383,18 +336,20 @@ def write_diffusers(
     write_safetensors(out / f"{WEIGHTS}.safetensors", to_theirs(tensors, entries).beside(more))
 
 
-def write_transformers(out: Path, config: DiTConfig, tensors: TensorSource, class_names: tuple[str, ...]) -> None:
-    """config.json, weights and what prepares images, as transformers reads them.
+def write_transformers(
+    out: Path, config: NetworkConfig, tensors: TensorSource, tokenizer: VideoTokenizer, text_encoder: TextEncoder
+) -> None:
+    """config.json, weights and what prepares images and texts, as transformers reads them.
 
     Raises:
         UserError: if it has no such network.
     """
-    if config.family != "vit":
-        raise UserError(f"transformers has no network of the family {config.family}; only of vit")
-    values = vit.config_to_transformers(config, class_names)
-    write_json(out / "config.json", values)
-    vit.write_preprocessor(out, values["image_size"])
-    write_safetensors(out / f"{OF_TRANSFORMERS}.safetensors", to_theirs(tensors, vit.entries(config)))
+    known = TRANSFORMERS.get(config.family)
+    if known is None:
+        raise UserError(f"transformers has no network of the family {config.family}; only of {', '.join(TRANSFORMERS)}")
+    write_json(out / "config.json", known.config_to_transformers(config, text_encoder))
+    known.write_beside(out, config, tokenizer, text_encoder)
+    write_safetensors(out / f"{OF_TRANSFORMERS}.safetensors", to_theirs(tensors, known.entries(config)))
 
 
 def write_original(out: Path, config: NetworkConfig, tensors: TensorSource) -> None:

@@ -38,7 +38,7 @@ WAN_SETTINGS = {
 def published_defaults(published: Published, tokenizer: VideoTokenizer) -> SamplingSettings:
     """Sampler, noise levels, guidance and size, those of our convention: 1 is no guidance."""
     config = published.config
-    if config.classifies:
+    if config.task != "denoise":
         return of_classifier(config, tokenizer)
     if config.family == "dit":
         return _of_classes((published.sample_size or 32) * tokenizer.spatial_compression)

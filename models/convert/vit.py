@@ -8,9 +8,11 @@ from megadit.models.config import DiTConfig
 from megadit.models.convert.tensor_map import Entry, flattened, fuse_heads, permute_axis, rename, rename_linear
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
+from megadit.models.text_encoders import TextEncoder
+from megadit.models.tokenizers import HaarTokenizer, VideoTokenizer
 
 MODEL_TYPE = "vit"
-POOLER = r"^(vit\.)?pooler\."
+IGNORED = r"^(vit\.)?pooler\."
 """A layer behind `ViTModel` that no published one has trained for classes."""
 PREPROCESSOR = "preprocessor_config.json"
 _HALF = [0.5, 0.5, 0.5]
@@ -18,8 +20,8 @@ _HALF = [0.5, 0.5, 0.5]
 _EXPECTED = {"hidden_act": "gelu", "qkv_bias": True}
 
 
-def config_from_transformers(values: Mapping[str, Any], *, num_classes: int | None) -> DiTConfig:
-    """The configuration that transformers' config.json stands for, with a head of so many classes (None: it has none).
+def config_from_transformers(values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> DiTConfig:
+    """The configuration that transformers' config.json stands for; whether it has a head the tensors tell.
 
     Raises:
         UserError: for a network of this type that is built otherwise than the published ones.
@@ -43,13 +45,13 @@ def config_from_transformers(values: Mapping[str, Any], *, num_classes: int | No
         position_embedding="learned",
         learned_positions=(1, grid, grid),
         crossattn_emb_size=2,
-        num_classes=num_classes,
+        num_classes=shapes.get("classifier.weight", (None,))[0],
         qk_layernorm=False,
         layernorm_epsilon=values.get("layer_norm_eps", 1e-12),
     )
 
 
-def config_to_transformers(config: DiTConfig, class_names: tuple[str, ...]) -> dict[str, Any]:
+def config_to_transformers(config: DiTConfig, classes: TextEncoder) -> dict[str, Any]:
     """The inverse of `config_from_transformers`.
 
     Raises:
@@ -58,6 +60,7 @@ def config_to_transformers(config: DiTConfig, class_names: tuple[str, ...]) -> d
     frames, height, width = config.learned_positions
     if frames * config.patch_temporal != 1 or height != width:
         raise UserError(f"transformers' ViT sees square images, not {frames}x{height}x{width} patches")
+    class_names = getattr(classes, "names", ())
     labels = {"id2label": dict(enumerate(class_names)), "label2id": {name: i for i, name in enumerate(class_names)}}
     return {
         "architectures": ["ViTModel" if config.num_classes is None else "ViTForImageClassification"],
@@ -75,17 +78,23 @@ def config_to_transformers(config: DiTConfig, class_names: tuple[str, ...]) -> d
     }
 
 
-def check_pixels(directory: Path) -> None:
-    """Raises UserError where a checkpoint was trained on pixels that are brought to another range than [-1, 1]."""
+def pixels_of(directory: Path) -> HaarTokenizer:
+    """Pixels in [-1, 1].
+
+    Raises:
+        UserError: where a checkpoint was trained on those of another range.
+    """
     path = directory / PREPROCESSOR
     values = read_json(path) if path.is_file() else {}
     for name in ("image_mean", "image_std"):
         if values.get(name, _HALF) != _HALF:
             raise UserError(f"{path} has {name}={values[name]!r:.60}: our networks take pixels with {_HALF}")
+    return HaarTokenizer(temporal_compression=1, spatial_compression=1)
 
 
-def write_preprocessor(directory: Path, side: int) -> None:
+def write_beside(directory: Path, config: DiTConfig, tokenizer: VideoTokenizer, classes: TextEncoder) -> None:
     """What transformers' `ViTImageProcessor` reads beside the weights."""
+    side = config.learned_positions[1] * config.patch_spatial
     values = {"image_processor_type": "ViTImageProcessor", "size": {"height": side, "width": side}}
     write_json(directory / PREPROCESSOR, {**values, "image_mean": _HALF, "image_std": _HALF})
 

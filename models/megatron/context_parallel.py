@@ -169,7 +169,7 @@ class _Ring(torch.autograd.Function):
         q, kv = q[:, 0], torch.stack([k[:, 0], v[:, 0]])
         out = torch.zeros_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
         lse = torch.full(q.shape[:2], -torch.inf, device=q.device)
-        for source, (k_now, v_now) in _round_trip(kv, groups.ring):
+        for source, (k_now, v_now) in round_trip(kv, groups.ring):
             for pair in _pairs_with(source, layout, groups):
                 part, part_lse = attend_block(pair.queries(q), pair.keys(k_now), pair.keys(v_now))
                 _join(pair.queries(out), pair.queries(lse), part, part_lse)
@@ -184,14 +184,14 @@ class _Ring(torch.autograd.Function):
         grad, ring = grad[:, 0].contiguous(), ctx.groups.ring
         grad_q = torch.zeros_like(q, dtype=torch.float32)
         grad_kv = torch.zeros_like(kv, dtype=torch.float32)
-        for source, (k_now, v_now) in _round_trip(kv, ring):
+        for source, (k_now, v_now) in round_trip(kv, ring):
             for pair in _pairs_with(source, ctx.layout, ctx.groups):
                 here = [pair.queries(x) for x in (grad, q, out, lse)]
                 parts = attend_block_backward(*here, pair.keys(k_now), pair.keys(v_now))
                 totals = pair.queries(grad_q), pair.keys(grad_kv[0]), pair.keys(grad_kv[1])
                 for total, part in zip(totals, parts, strict=True):
                     total += part
-            grad_kv = _Shift(grad_kv, ring).wait()  # travels with its keys and values; the last shift brings it back
+            grad_kv = Shift(grad_kv, ring).wait()  # travels with its keys and values; the last shift brings it back
         grad_k, grad_v = grad_kv.to(kv.dtype)
         return grad_q.to(q.dtype)[:, None], grad_k[:, None], grad_v[:, None], None, None
 
@@ -209,17 +209,17 @@ def _pairs_with(source: int, layout: PackLayout, groups: ContextGroups) -> list[
     return layout.memo(_pairs, own, theirs)
 
 
-def _round_trip(kv: Tensor, ring: ProcessGroup):
-    """(place of the ring they come from, keys and values), one's own first; the next come while these are used."""
+def round_trip(kv: Tensor, ring: ProcessGroup):
+    """(place of the ring it comes from, a tensor of any shape), one's own first; the next comes while this is used."""
     for step in range(ring.size()):
         is_last = step == ring.size() - 1
-        shift = None if is_last else _Shift(kv, ring)
+        shift = None if is_last else Shift(kv, ring)
         yield (ring.rank() - step) % ring.size(), kv
         if shift is not None:
             kv = shift.wait()
 
 
-class _Shift:
+class Shift:
     """A tensor on its way to the next place of the ring."""
 
     def __init__(self, x: Tensor, ring: ProcessGroup) -> None:
@@ -231,7 +231,7 @@ class _Shift:
         )
 
     def wait(self) -> Tensor:
-        """What the place before has sent."""
+        """What the place before has sent, of any shape that is the same everywhere."""
         for request in self._requests:
             request.wait()
         return self._received

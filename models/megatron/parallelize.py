@@ -40,7 +40,7 @@ from megadit.models.megatron.plan import PLAN, Axes, Role, Row, local_shape, mar
 from megadit.models.megatron.recomputed_blocks import RecomputedBlocks
 from megadit.models.megatron.sequence_parallel import GatherTokens, ScatterTokens, sum_of_parts
 from megadit.models.megatron.te_linears import fp8_arithmetic, te_linear
-from megadit.models.networks import Network
+from megadit.models.networks import Network, towers
 from megadit.models.ops.ledger import recomputed
 
 Recompute = Literal["none", "selective", "full"]
@@ -84,12 +84,12 @@ def parallelize(
     _share_attention(dit, groups, recompute)
     _share_experts(dit, config, groups)
     share_adapters(dit, plan, groups.tensor, sequence_parallel=config.sequence_parallel)
-    if cuda_graph_max_segments is not None:
-        dit.blocks = GraphedBlocks(dict(dit.blocks.items()), cuda_graph_max_segments)
-    else:
-        most = len(dit.blocks) if recompute_num_layers is None else recompute_num_layers
+    for tower in towers(dit):
+        most = (recompute_num_layers or len(tower.blocks)) if recompute == "full" else 0
+        blocks = dict(tower.blocks.items())
         arithmetic = fp8_arithmetic(config) if impl == "transformer_engine" else nullcontext
-        dit.blocks = RecomputedBlocks(dict(dit.blocks.items()), most if recompute == "full" else 0, arithmetic)
+        made = RecomputedBlocks(blocks, most, arithmetic)
+        tower.blocks = made if cuda_graph_max_segments is None else GraphedBlocks(blocks, cuda_graph_max_segments)
     mark(dit, plan, sequence_parallel=config.sequence_parallel)
     return dit
 
@@ -116,7 +116,8 @@ def _share_tokens(dit: Network, config: TransformerConfig, groups: Groups) -> No
     group = groups.context.group
     if config.sequence_parallel:
         group = parallel_state.get_tensor_and_context_parallel_group()
-        dit.enter, dit.leave = ScatterTokens(groups.tensor), GatherTokens(groups.tensor)
+        for tower in towers(dit):
+            tower.enter, tower.leave = ScatterTokens(groups.tensor), GatherTokens(groups.tensor)
     if groups.mesh.size > 1:
         assert (group.size(), group.rank()) == (groups.mesh.size, groups.mesh.rank)
         for block in _all(dit, STDiTBlock):

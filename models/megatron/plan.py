@@ -81,7 +81,7 @@ PLAN = (
     Row("blocks.*_attention.proj.[ba]*|blocks.*.fc2.[ba]*", PARTIAL),  # added to a rank's tokens after the sum
     Row("blocks.*.[qk]_layernorm.weight", SUM_OVER_HEADS),
     Row("blocks.*.modulation.*|blocks.*_layernorm.*|blocks.*.router.weight|shared_modulation.*", PARTIAL),
-    Row("x_embedder.*|text_embedder.*|image_embedder.*|null_text|positions.*|head.*", WHOLE),
+    Row("x_embedder.*|text_embedder.*|image_embedder.*|null_text|positions.*|head.*|log_scale|score_offset", WHOLE),
     Row("*_embedder.*|condition_layernorm.weight|final_layer.*", PARTIAL),
 )
 """The first row that has a parameter's name decides."""
@@ -91,13 +91,13 @@ _OF_ONE_PART = ("x_embedder.", "blocks.", "final_layer.", "head.")
 
 
 def role_of(name: str, plan: Sequence[Row] = PLAN) -> Role:
-    """The role of the parameter `name`.
+    """The role of the parameter `name`; in one of two towers that which it has in a network of one.
 
     Raises:
         LookupError: if no row of the plan has it.
     """
     for row in plan:
-        if row.has(name):
+        if row.has(name.removeprefix("image_tower.").removeprefix("text_tower.")):
             return row.role
     raise LookupError(f"the parallel plan has no row for the parameter {name!r}: add one (models/megatron/plan.py)")
 

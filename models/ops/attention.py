@@ -45,6 +45,8 @@ def _attended(layout: Layout, cross: bool, num_queries: int, num_keys: int, devi
         if cross:
             return layout.text_mask_BL[:, None]
         token_S, area = torch.arange(num_queries, device=device), layout.grid[1] * layout.grid[2]
+        if layout.is_causal:
+            return up_to_each(num_keys, device)[None]
         sample_S = {"sample": token_S * 0, "time": token_S % area, "space": token_S // area}[layout.over]
         return (sample_S[:, None] == sample_S)[None]
     tensors = layout.on(device)
@@ -55,13 +57,20 @@ def _attended(layout: Layout, cross: bool, num_queries: int, num_keys: int, devi
             (tensors.text_bounds if cross else tensors.bounds, num_keys),
         )
     )
-    return (segment_S[:, None] == segment_L)[None]
+    attended_SL = segment_S[:, None] == segment_L
+    return (attended_SL & up_to_each(num_keys, device) if layout.is_causal and not cross else attended_SL)[None]
+
+
+def up_to_each(num_tokens: int, device: torch.device) -> Tensor:
+    """bool [S, S]: True for the tokens up to each."""
+    return torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
 
 
 attention = Op("attention", masked_softmax)
 
 _DENSE = {
     "sample": ("S B N K", "B N S K"),
+    "before": ("S B N K", "B N S K"),
     "time": ("(T H W) B N K", "(B H W) N T K"),
     "space": ("(T H W) B N K", "(B T) N (H W) K"),
 }
@@ -74,6 +83,8 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, layout: DenseLayout, cross: bo
     order, by_kernel = _DENSE["sample" if cross else layout.over]
     sizes = {axis: size for axis, size in zip("THW", layout.grid, strict=True) if axis in order}
     mask = layout.text_mask_BL[:, None, None] if cross else None
+    if layout.is_causal and not cross:
+        mask = up_to_each(q.shape[0], q.device)[None, None]
     q, k, v = (rearrange(x, f"{order} -> {by_kernel}", **sizes) for x in (q, k, v))
     return rearrange(batch_attention(q, k, v, mask), f"{by_kernel} -> {order}", **sizes).flatten(2)
 
@@ -106,6 +117,8 @@ def has_few_long_groups(layout: Layout) -> bool:
 def _suits_varlen(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cross: bool) -> bool:
     if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] % 8 or q.shape[-1] > 256:
         return False
+    if layout.is_causal:  # torch has named this otherwise in each release
+        return False
     return has_varlen_attention() and not (_has_fast_dense_attention() and has_few_long_groups(layout))
 
 
@@ -133,7 +146,8 @@ def attend_by_length_group(q: Tensor, k: Tensor, v: Tensor, layout: PackLayout, 
     if cross:
         keys = _texts_of_groups(k, v, layout)
     else:
-        keys = zip(_cut(k.squeeze(1), shapes), _cut(v.squeeze(1), shapes), [None] * len(shapes), strict=True)
+        masks = [up_to_each(length, q.device)[None, None] if layout.is_causal else None for _, length in shapes]
+        keys = zip(_cut(k.squeeze(1), shapes), _cut(v.squeeze(1), shapes), masks, strict=True)
     outputs = []
     for group, q_csNK, keys_of_group in zip(layout.groups, _cut(q.squeeze(1), shapes), keys, strict=True):
         is_padding = group.is_padding

@@ -17,7 +17,8 @@ _matmul = torch.backends.mkldnn.matmul
 
 
 def _reference(q_BNSK: Tensor, k_BNLK: Tensor, v_BNLK: Tensor, mask_B11L: Tensor | None) -> Tensor:
-    """softmax(q k^T / sqrt(K)) v, [B, N, S, K]; `mask_B11L` is True where a key may be attended."""
+    """softmax(q k^T / sqrt(K)) v, [B, N, S, K]; `mask_B11L` is True where a key may be attended, by each query in turn
+    where it has a row for each."""
     q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q_BNSK, k_BNLK, v_BNLK))
     score_BNSL = q @ k.mT * q.shape[-1] ** -0.5
     if mask_B11L is not None:

@@ -21,6 +21,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "pull": ("megadit.models.bundle.transfer:pull", "copy a bundle from a hub or a store"),
     "generate": ("megadit.infer.generate:main", "make videos from prompts"),
     "classify": ("megadit.infer.classify:main", "name what pictures show, by the bundle of a classifier"),
+    "similarity": ("megadit.infer.similarity:main", "tell how well texts fit pictures, by a network that matches them"),
     "evaluate": ("megadit.infer.evaluate.command:main", "measure how good videos are: figures with intervals, a page"),
     "evaluate tokenizer": ("megadit.infer.evaluate.tokenizer:main", "measure what a tokenizer loses of videos"),
     "evaluate compare": ("megadit.infer.evaluate.compare:main", "put the figures of several evaluations side by side"),

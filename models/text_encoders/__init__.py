@@ -11,6 +11,7 @@ from megadit.models.text_encoders.clip import CLIPTextEncoder
 from megadit.models.text_encoders.hashed_words import HashedWordEncoder
 from megadit.models.text_encoders.qwen_vl import QwenVLTextEncoder
 from megadit.models.text_encoders.t5 import T5TextEncoder
+from megadit.models.text_encoders.token_ids import TokenIds
 
 __all__ = [
     "TEXT_ENCODERS",
@@ -22,6 +23,7 @@ __all__ = [
     "T5TextEncoder",
     "TextEncoder",
     "TextFeatures",
+    "TokenIds",
     "load_text_encoder",
 ]
 
@@ -31,6 +33,7 @@ TEXT_ENCODERS: dict[str, type[TextEncoder]] = {
     "hashed_words": HashedWordEncoder,
     "qwen_vl": QwenVLTextEncoder,
     "t5": T5TextEncoder,
+    "token_ids": TokenIds,
 }
 PUBLISHED: dict[str, type[T5TextEncoder] | type[CLIPTextEncoder]] = {
     **dict.fromkeys(t5.NETWORKS, T5TextEncoder),

@@ -16,12 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megadit.models.bundle import components as parts
-from megadit.models.bundle import hub
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import read_json
 from megadit.models.text_encoders.base import RunTokens, TextFeatures, TokenInput
 from megadit.models.text_encoders.feature_files import FeatureFiles, TextTensors, kept_or_computed
-from megadit.models.text_encoders.published import DTYPES, PublishedText
+from megadit.models.text_encoders.published import DTYPES, PublishedText, load_settings, save_settings
 
 Layer = Literal["last", "penultimate"]
 TextPadding = Literal["none", "tokens"]
@@ -195,7 +194,7 @@ class CLIPTextEncoder:
     @property
     def _folders(self) -> tuple[tuple[Path, Path], ...]:
         """Where the files of each network and of its words are."""
-        root = hub.local_directory(self.model, "text encoder", _PUBLISHED.files)
+        root = _PUBLISHED.root(self.model)
         found = tuple((root / network, root / words) for network, words in FOLDERS if (root / network).is_dir())
         return found or ((root, root),)
 
@@ -208,7 +207,7 @@ class CLIPTextEncoder:
 
     def save(self, directory: str | os.PathLike) -> None:
         """Writes the settings, with the name of the model: its weights stay where they are."""
-        parts.write_part(directory, {"type": "clip", **self._settings(), "fingerprint": self.fingerprint()}, {})
+        save_settings(self, directory, "clip")
 
     @classmethod
     def load(cls, directory: str | os.PathLike) -> "CLIPTextEncoder":
@@ -217,10 +216,7 @@ class CLIPTextEncoder:
         Raises:
             UserError: if config.json is missing or has other settings.
         """
-        known = [f.name for f in dataclasses.fields(cls) if not f.name.startswith("_")]
-        settings = parts.read_settings(directory, [*known, "fingerprint"])
-        fingerprint = settings.pop("fingerprint")
-        return cls(**settings, _loaded={"fingerprint": fingerprint})
+        return load_settings(cls, directory)
 
     def fingerprint(self) -> str:
         """Of what decides the features: architectures, words, a sample of the weights, layer, padding, empty texts.
@@ -238,9 +234,6 @@ class CLIPTextEncoder:
             settings["architectures"] = self._architectures()
             self._loaded["fingerprint"] = parts.fingerprint(settings, norms)
         return self._loaded["fingerprint"]
-
-    def _settings(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if not f.name.startswith("_")}
 
 
 class SideBySide(nn.Module):

@@ -1,21 +1,26 @@
-"""Files of a published text encoder in the form of `transformers`: its words, its network, single tensors."""
+"""Published text encoders: their files in the form of `transformers` (words, network, single tensors), and what we save
+of them."""
 
 import hashlib
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from megadit.models.bundle import components as parts
+from megadit.models.bundle import hub
 from megadit.models.bundle.pretrained import check_weights, transformers_library
 from megadit.models.bundle.tensor_source import load_pickled
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import inner_path, read_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Encoder = TypeVar("Encoder")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,25 @@ class PublishedText:
     def files(self) -> str:
         """What its folder has to hold."""
         return f"config.json, {self.vocabularies[0]} and model.safetensors (or pytorch_model.bin)"
+
+    def root(self, model: str) -> Path:
+        """Where the files of a model are, which is a directory or the name of one on the hub.
+
+        Raises:
+            UserError: if they are not on this machine; says what to download, and where to put it.
+        """
+        return hub.local_directory(model, "text encoder", self.files)
+
+    def folders(self, model: str) -> tuple[Path, Path]:
+        """Where the files of its network are, and those of its words: together, or in `text_encoder` and `tokenizer`
+        (a pipeline).
+
+        Raises:
+            UserError: as `root`.
+        """
+        root = self.root(model)
+        is_pipeline = (root / "text_encoder").is_dir()
+        return (root / "text_encoder", root / "tokenizer") if is_pipeline else (root, root)
 
     def load_tokenizer(self, directory: Path) -> Any:
         """The tokenizer of `transformers`.
@@ -91,6 +115,31 @@ class PublishedText:
             if (directory / name).is_file():
                 return directory / name
         raise UserError(f"{directory} has neither {' nor '.join(self.vocabularies)}; needs {self.files}")
+
+
+def settings_of(encoder: type) -> list[str]:
+    """What config.json holds of an encoder of this class: the fields that its repr shows, neither tensors nor what was
+    loaded."""
+    return [field.name for field in fields(encoder) if field.repr]
+
+
+def save_settings(
+    encoder: Any, directory: str | os.PathLike, kind: str, tensors: Mapping[str, Tensor] | None = None
+) -> None:
+    """Writes the settings, with the name of the model, whose weights stay where they are, and these tensors."""
+    settings = {name: getattr(encoder, name) for name in settings_of(type(encoder))}
+    parts.write_part(directory, {"type": kind, **settings, "fingerprint": encoder.fingerprint()}, tensors or {})
+
+
+def load_settings(encoder: type[Encoder], directory: str | os.PathLike, **more: Any) -> Encoder:
+    """The inverse of `save_settings`; `more` are fields that it does not write.
+
+    Raises:
+        UserError: if config.json is missing or has other settings.
+    """
+    settings = parts.read_settings(directory, [*settings_of(encoder), "fingerprint"])
+    fingerprint = settings.pop("fingerprint")
+    return encoder(**settings, **more, _loaded={"fingerprint": fingerprint})
 
 
 def _first(names: Sequence[str], known: Collection[str]) -> str:

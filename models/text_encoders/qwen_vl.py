@@ -7,10 +7,7 @@ that it belongs here: features have its width, 1024, are computed once for a vid
 Shapes: B batch, L text tokens, E text feature width, D width of all layers' states.
 """
 
-import dataclasses
-import hashlib
 import os
-import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,20 +19,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megadit.models.bundle import components as parts
-from megadit.models.bundle import hub
-from megadit.models.bundle.pretrained import check_weights, transformers_library
-from megadit.models.bundle.tensor_source import open_safetensors
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import read_json
 from megadit.models.text_encoders.base import TextFeatures
 from megadit.models.text_encoders.feature_files import FeatureFiles, TextTensors, kept_or_computed
-from megadit.models.text_encoders.published import DTYPES
+from megadit.models.text_encoders.published import DTYPES, PublishedText, load_settings, save_settings
 
 MODEL_TYPE = "qwen2_5_vl"
 SYSTEM = "You are a helpful assistant who will provide prompts to an image generator."
 """What Predict2.5 was trained to have said before each prompt."""
-_FILES = "config.json, tokenizer.json and safetensors files"
-_LAST_NORM = re.compile(r"(model\.)?(language_model\.)?(model\.)?norm\.weight")
+_PUBLISHED = PublishedText("a Qwen2.5-VL text encoder", vocabularies=("tokenizer.json",))
+_LAST_NORMS = ("model.norm.weight", "model.language_model.norm.weight", "language_model.model.norm.weight")
+"""Names that `transformers` gave it over time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -68,20 +63,8 @@ class QwenVLTextEncoder:
             raise UserError(f"the projection of a Qwen2.5-VL's features has a weight ED and a bias E, not {shapes}")
 
     @property
-    def directory(self) -> Path:
-        """Where the network's files are: those of the model, or in its folder `text_encoder` (a pipeline)."""
-        path = hub.local_directory(self.model, "text encoder", _FILES)
-        return path / "text_encoder" if (path / "text_encoder").is_dir() else path
-
-    @property
     def directories(self) -> tuple[Path, ...]:
-        return (self.directory,)
-
-    @property
-    def words_directory(self) -> Path:
-        """Where the tokenizer's files are: with the network's, or beside them in `tokenizer` (a pipeline)."""
-        path = hub.local_directory(self.model, "text encoder", _FILES)
-        return path / "tokenizer" if (path / "text_encoder").is_dir() else path
+        return (self._folders[0],)
 
     @property
     def dim(self) -> int:
@@ -128,11 +111,14 @@ class QwenVLTextEncoder:
 
     # ------------------------------------------------------------------------------------------------- loading
 
+    @property
+    def _folders(self) -> tuple[Path, Path]:
+        """Where the files of the network and of its words are."""
+        return _PUBLISHED.folders(self.model)
+
     def _load_tokenizer(self):
         if "tokenizer" not in self._loaded:
-            self._vocabulary()  # without one, transformers makes a tokenizer that knows no word
-            library = transformers_library("a Qwen2.5-VL text encoder")
-            self._loaded["tokenizer"] = self._read(library.AutoTokenizer, self.words_directory)
+            self._loaded["tokenizer"] = _PUBLISHED.load_tokenizer(self._folders[1])
         return self._loaded["tokenizer"]
 
     def load_network(self) -> Any:
@@ -143,27 +129,16 @@ class QwenVLTextEncoder:
         """
         if "network" not in self._loaded:
             self._architecture()
-            library = transformers_library("a Qwen2.5-VL text encoder")
-            check_weights(self.directory)
-            kind = library.Qwen2_5_VLForConditionalGeneration
-            network = self._read(kind, self.directory, dtype=DTYPES[self.dtype]).model
-            self._loaded["network"] = (network.cuda() if torch.cuda.is_available() else network).eval()
+            name = "Qwen2_5_VLForConditionalGeneration"
+            network = _PUBLISHED.load_network(self._folders[0], name, dtype=DTYPES[self.dtype]).model
+            self._loaded["network"] = network.cuda() if torch.cuda.is_available() else network
         return self._loaded["network"]
-
-    def _read(self, kind: type, directory: Path, **options: Any) -> Any:
-        try:
-            return kind.from_pretrained(directory, local_files_only=True, **options)
-        except (OSError, ValueError, RuntimeError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise UserError(f"{directory} cannot be loaded ({reason}); needs {_FILES}") from error
 
     # ------------------------------------------------------------------------------------------------ on disk
 
     def save(self, directory: str | os.PathLike) -> None:
         """Writes the settings, with the name of the model, whose weights stay where they are, and the projection."""
-        settings = {name: getattr(self, name) for name in _settings()}
-        settings = {"type": "qwen_vl", **settings, "fingerprint": self.fingerprint()}
-        parts.write_part(directory, settings, self.projection)
+        save_settings(self, directory, "qwen_vl", self.projection)
 
     @classmethod
     def load(cls, directory: str | os.PathLike) -> "QwenVLTextEncoder":
@@ -172,11 +147,9 @@ class QwenVLTextEncoder:
         Raises:
             UserError: if config.json is missing or has other settings.
         """
-        settings = parts.read_settings(directory, [*_settings(), "fingerprint"])
-        fingerprint = settings.pop("fingerprint")
         has_tensors = (Path(directory) / parts.TENSOR_FILE).is_file()
         projection = parts.read_tensors(directory) if has_tensors else {}
-        return cls(**settings, projection=projection, _loaded={"fingerprint": fingerprint})
+        return load_settings(cls, directory, projection=projection)
 
     def fingerprint(self) -> str:
         """Of what decides the features: architecture, words, a sample of the weights, length and projection.
@@ -184,41 +157,24 @@ class QwenVLTextEncoder:
         As it was saved, where the encoder was loaded: its files may not be here.
         """
         if "fingerprint" not in self._loaded:
-            words = hashlib.sha256(self._vocabulary().read_bytes()).hexdigest()
-            settings = {"max_length": self.max_length, "words": words, **self._architecture()}
-            self._loaded["fingerprint"] = parts.fingerprint(settings, {"norm": self._last_norm(), **self.projection})
+            network, words = self._folders
+            settings = {"max_length": self.max_length, "words": _PUBLISHED.vocabulary_hash(words)}
+            norm = _PUBLISHED.read_tensor(network, *_LAST_NORMS).bfloat16()
+            tensors = {"norm": norm, **self.projection}
+            self._loaded["fingerprint"] = parts.fingerprint({**settings, **self._architecture()}, tensors)
         return self._loaded["fingerprint"]
-
-    def _last_norm(self) -> Tensor:
-        """The weight of the last norm, bfloat16, by which fine-tuned networks are told apart."""
-        source = open_safetensors(*sorted(self.directory.glob("*.safetensors")))
-        names = list(filter(_LAST_NORM.fullmatch, source.stored))
-        if len(names) != 1:
-            raise UserError(f"{self.directory} has no weight of a last norm; needs {_FILES}")
-        return source.read(names[0]).bfloat16()
-
-    def _vocabulary(self) -> Path:
-        path = self.words_directory / "tokenizer.json"
-        if not path.is_file():
-            raise UserError(f"{self.words_directory} has no tokenizer.json; needs {_FILES}")
-        return path
 
     def _architecture(self) -> dict[str, int]:
         """Depth, width and words of the language model, whether config.json has them apart or not."""
         if "architecture" not in self._loaded:
-            values = read_json(self.directory / "config.json")
+            directory = self._folders[0]
+            values = read_json(directory / "config.json")
             if values.get("model_type") != MODEL_TYPE:
                 kind = values.get("model_type")
-                raise UserError(f"{self.directory} is a model of type {kind!r}, not {MODEL_TYPE}")
+                raise UserError(f"{directory} is a model of type {kind!r}, not {MODEL_TYPE}")
             values |= values.get("text_config") or {}
             names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
             if missing := [name for name in names if not isinstance(values.get(name), int)]:
-                raise UserError(f"{self.directory / 'config.json'} has no number {missing[0]}")
+                raise UserError(f"{directory / 'config.json'} has no number {missing[0]}")
             self._loaded["architecture"] = {name: values[name] for name in names}
         return self._loaded["architecture"]
-
-
-def _settings() -> list[str]:
-    """The settings that config.json holds."""
-    names = [one.name for one in dataclasses.fields(QwenVLTextEncoder)]
-    return [name for name in names if name not in ("projection", "_loaded")]

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from megadit.models.bundle import components as parts
-from megadit.models.bundle import hub
 from megadit.models.bundle.pretrained import require, transformers_library
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import read_json
 from megadit.models.text_encoders.base import RunTokens, TextFeatures, TokenInput
 from megadit.models.text_encoders.feature_files import FeatureFiles, TextTensors, kept_or_computed
-from megadit.models.text_encoders.published import DTYPES, PublishedText
+from megadit.models.text_encoders.published import DTYPES, PublishedText, load_settings, save_settings
 
 TextPadding = Literal["none", "zeros"]
 Placement = Literal["auto", "cpu", "8bit", "offload"]
@@ -67,18 +66,6 @@ class T5TextEncoder:
             raise UserError(f"max_length={self.max_length} must be at least 1")
 
     @property
-    def directory(self) -> Path:
-        """Where the network's files are: those of the model, or in its folder `text_encoder` (a pipeline)."""
-        path = hub.local_directory(self.model, "text encoder", _PUBLISHED.files)
-        return path / "text_encoder" if (path / "text_encoder").is_dir() else path
-
-    @property
-    def words_directory(self) -> Path:
-        """Where the tokenizer's files are: with the network's, or beside them in `tokenizer` (a pipeline)."""
-        path = hub.local_directory(self.model, "text encoder", _PUBLISHED.files)
-        return path / "tokenizer" if (path / "text_encoder").is_dir() else path
-
-    @property
     def dim(self) -> int:
         return self._architecture()["d_model"]
 
@@ -94,7 +81,7 @@ class T5TextEncoder:
 
     @property
     def directories(self) -> tuple[Path, ...]:
-        return (self.directory,)
+        return (self._folders[0],)
 
     @property
     def token_inputs(self) -> tuple[TokenInput, ...]:
@@ -150,10 +137,15 @@ class T5TextEncoder:
 
     # ------------------------------------------------------------------------------------------------- loading
 
+    @property
+    def _folders(self) -> tuple[Path, Path]:
+        """Where the files of the network and of its words are."""
+        return _PUBLISHED.folders(self.model)
+
     def _load_tokenizer(self):
         if "tokenizer" not in self._loaded:
             self._architecture()
-            self._loaded["tokenizer"] = _PUBLISHED.load_tokenizer(self.words_directory)
+            self._loaded["tokenizer"] = _PUBLISHED.load_tokenizer(self._folders[1])
         return self._loaded["tokenizer"]
 
     def load_network(self) -> Any:
@@ -164,7 +156,7 @@ class T5TextEncoder:
         """
         if "network" not in self._loaded:
             name = NETWORKS[self._architecture()["model_type"]]
-            network = _PUBLISHED.load_network(self.directory, name, dtype=DTYPES[self.dtype], **self._placing())
+            network = _PUBLISHED.load_network(self._folders[0], name, dtype=DTYPES[self.dtype], **self._placing())
             if self.placement == "auto" and torch.cuda.is_available():
                 network = network.cuda()
             self._loaded["network"] = network
@@ -187,7 +179,7 @@ class T5TextEncoder:
 
     def save(self, directory: str | os.PathLike) -> None:
         """Writes the settings, with the name of the model: its weights stay where they are."""
-        parts.write_part(directory, {"type": "t5", **self._settings(), "fingerprint": self.fingerprint()}, {})
+        save_settings(self, directory, "t5")
 
     @classmethod
     def load(cls, directory: str | os.PathLike) -> "T5TextEncoder":
@@ -196,10 +188,7 @@ class T5TextEncoder:
         Raises:
             UserError: if config.json is missing or has other settings.
         """
-        known = [f.name for f in dataclasses.fields(cls) if not f.name.startswith("_")]
-        settings = parts.read_settings(directory, [*known, "fingerprint"])
-        fingerprint = settings.pop("fingerprint")
-        return cls(**settings, _loaded={"fingerprint": fingerprint})
+        return load_settings(cls, directory)
 
     def fingerprint(self) -> str:
         """Of what decides the features: architecture, words, a sample of the weights, length and padding.
@@ -207,23 +196,20 @@ class T5TextEncoder:
         As it was saved, where the encoder was loaded: its files may not be here.
         """
         if "fingerprint" not in self._loaded:
-            words = _PUBLISHED.vocabulary_hash(self.words_directory)
+            words = _PUBLISHED.vocabulary_hash(self._folders[1])
             settings = {"max_length": self.max_length, "text_padding": self.text_padding, "words": words}
             architecture = {name: self._architecture().get(name) for name in _ARCHITECTURE}
-            norm = _PUBLISHED.read_tensor(self.directory, "encoder.final_layer_norm.weight").bfloat16()
+            norm = _PUBLISHED.read_tensor(self._folders[0], "encoder.final_layer_norm.weight").bfloat16()
             self._loaded["fingerprint"] = parts.fingerprint({**settings, **architecture}, {"norm": norm})
         return self._loaded["fingerprint"]
 
-    def _settings(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if not f.name.startswith("_")}
-
     def _architecture(self) -> dict[str, Any]:
         if "architecture" not in self._loaded:
-            values = read_json(self.directory / "config.json")
+            directory = self._folders[0]
+            values = read_json(directory / "config.json")
             if values.get("model_type") not in NETWORKS:
                 raise UserError(
-                    f"{self.directory} is a model of type {values.get('model_type')!r}, not one of "
-                    f"{', '.join(NETWORKS)}"
+                    f"{directory} is a model of type {values.get('model_type')!r}, not one of {', '.join(NETWORKS)}"
                 )
             self._loaded["architecture"] = values
         return self._loaded["architecture"]

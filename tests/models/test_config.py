@@ -16,6 +16,7 @@ from megadit.models.families import Structure
 from megadit.models.named_configs import NAMED_CONFIGS
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
+from megadit.models.text_tower_config import TextTowerConfig
 from megadit.train.config.schema import RunConfig
 
 
@@ -34,13 +35,16 @@ def test_impossible_values_are_named(values, message):
         DiTConfig(**values)
 
 
+CLIP = {"family": "clip", "crossattn_emb_size": 2, "text_tower": TextTowerConfig(num_layers=1)}
 CLASSES = {"family": "dit", "num_classes": 10, "crossattn_emb_size": 2}
 BREACHES = (
     ({"num_layers": 10**6}, "model.num_layers=1000000 are more than any network has; at most 1000"),
     ({"compat": "nemo"}, "model.compat=nemo does not go with model.family=megadit, only model.family=moviegen model"),
+    ({"text_tower": TextTowerConfig(num_layers=1)}, "model.family=clip has a text tower, and no other"),
+    ({**CLIP, "num_classes": 10}, "model.family=clip matches texts: leave model.num_classes"),
     ({"num_classes": 10}, "model.family=megadit is conditioned on text: leave model.num_classes"),
     ({"family": "dit"}, "model.family=dit needs model.num_classes"),
-    ({"family": "dit", "num_classes": 10}, "model.crossattn_emb_size=1024: a class is read as two digits"),
+    ({"family": "dit", "num_classes": 10}, "model.crossattn_emb_size=1024: a class or a token is read as two digits"),
     ({"family": "nemo", "hidden_size": 96}, "model.family=nemo needs model.hidden_size >= 256, got 96"),
     ({**CLASSES, "experts": ExpertConfig(num_experts=4)}, "model.family=dit has biases, which experts lack"),
     ({"family": "cosmos"}, "model.family=cosmos needs model.adaln_lora_dim"),

@@ -124,7 +124,7 @@ def test_other_networks_have_no_such_form():
     from megadit.models.convert.published import write_transformers
 
     with pytest.raises(UserError, match="transformers has no network of the family megadit"):
-        write_transformers(None, NAMED_CONFIGS["digits"], None, ())
+        write_transformers(None, NAMED_CONFIGS["digits"], None, None, None)
 
 
 @torch.no_grad()
@@ -147,13 +147,15 @@ def test_another_size_is_refused():
 def test_a_published_one_goes_on_with_the_recipe_of_its_size():
     from megadit.models.convert.vit import config_from_transformers
 
-    assert config_from_transformers(ViTConfig().to_dict(), num_classes=1000) == NAMED_CONFIGS["vit_b_16"]
+    assert (
+        config_from_transformers(ViTConfig().to_dict(), {"classifier.weight": (1000, 768)}) == NAMED_CONFIGS["vit_b_16"]
+    )
 
 
 def open_config():
     from megadit.models.convert.vit import config_from_transformers
 
-    return config_from_transformers(ViTConfig(**SIZES).to_dict(), num_classes=2)
+    return config_from_transformers(ViTConfig(**SIZES).to_dict(), {"classifier.weight": (2, 32)})
 
 
 @torch.no_grad()

@@ -43,6 +43,11 @@ CLASSIFIER = (
     *("model.learned_positions=[1,4,4]", "data.mock_latent_shapes=[[1,4,4]]", "data.text_dropout=0"),
     "diffusion.learned_uncertainty=false",
 )
+MATCHING = (
+    *("model.family=clip", "model.text_tower.num_layers=1", "model.crossattn_emb_size=2", "data.text_dropout=0"),
+    *("model.position_embedding=learned", "model.learned_positions=[1,4,4]", "data.mock_latent_shapes=[[1,4,4]]"),
+    *("diffusion.learned_uncertainty=false", "model.text_tower.num_words=600"),
+)
 SPIKES = ("train.train_iters=6", "health.on_spike=skip", "health.spike_window=2", "health.spike_factor=1e-9")
 HALF = ("train.precision=fp16", "optimizer.optimizer=adamw", "train.loss_scale=1024")
 EXPERTS = ("model.experts.num_experts=4", "optimizer.optimizer=adamw")
@@ -122,6 +127,15 @@ EFFECTS = {
     "model.experts.ffn_hidden_size": seen("weights", "50", *EXPERTS),
     "model.experts.shared_ffn_hidden_size": seen("names", "24", *EXPERTS),
     "model.experts.balance_coefficient": seen("weights", "100.0", *EXPERTS),
+    "model.quick_gelu": told("true", *MATCHING),
+    "model.text_tower.num_layers": told("2", *MATCHING),
+    "model.text_tower.hidden_size": told("64", *MATCHING),
+    "model.text_tower.num_attention_heads": told("4", *MATCHING),
+    "model.text_tower.ffn_hidden_size": told("96", *MATCHING),
+    "model.text_tower.num_words": told("700", *MATCHING),
+    "model.text_tower.max_length": told("40", *MATCHING),
+    "model.text_tower.embedding_size": told("24", *MATCHING),
+    "model.text_tower.pairwise": told("true", *MATCHING),
     "data.path": ends("data.path=/nowhere", "/nowhere", *REAL),
     "data.mock": told("true", *REAL),
     "data.seq_length": told("128"),
@@ -162,6 +176,7 @@ EFFECTS = {
     "train.adapter.kind": seen("names", "dora", *ADAPTER),
     "train.base_precision": told("int8", *ADAPTER),
     "train.label_smoothing": told("0.5", *CLASSIFIER),
+    "train.contrast_rows": ends("train.contrast_rows=2 is of a softmax over all pairs", "2"),
     "train.distill.teacher": ends("nowhere is not there", "nowhere", *STUDENT),
     "train.distill.objective": told("consistency", *STUDENT),
     "train.distill.guidance": told("3.0", *STUDENT),

@@ -129,7 +129,7 @@ COMPUTING: tuple[Rule[Run], ...] = (
     of_graphs(lambda run: not run.is_student, "train.distill: leave that out"),
     of_graphs(lambda run: not run.has_experts, "experts, whose tokens are others each time"),
     of_graphs(lambda run: run.model.structure.block != "st_dit", "attention along one axis (st_dit)"),
-    of_graphs(lambda run: not run.model.structure.classifies, "a classifier, whose blocks were never recorded"),
+    of_graphs(lambda run: run.model.denoises, "a network that denoises nothing, whose blocks were never recorded"),
     of_graphs(lambda run: run.train.precision == "bf16", "{train.precision=}: train.precision=bf16"),
     of_graphs(
         lambda run: run.model.dim_per_head % 8 == 0 and run.model.dim_per_head <= 256,

@@ -136,6 +136,13 @@ class Run:
 
         return len(getattr(load_text_encoder(self.dataset.text_encoder_folder), "names", ()))
 
+    @property
+    def num_words(self) -> int:
+        """Tokens that texts of the data set are made of; 0 where they are features."""
+        from megadit.models.text_encoders import load_text_encoder
+
+        return getattr(load_text_encoder(self.dataset.text_encoder_folder), "num_words", 0)
+
     # -------------------------------------------------------------------------------------------- machine
 
     @property

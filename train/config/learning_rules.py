@@ -11,8 +11,9 @@ from megadit.train.config.rule_forms import (
     check_uses,
     long_mock_in_words,
     multiple_of,
-    of_classifier,
     of_int8_base,
+    of_judge,
+    of_match,
 )
 
 LEARNING: tuple[Rule[Run], ...] = (
@@ -79,31 +80,59 @@ LEARNING: tuple[Rule[Run], ...] = (
         needs=lambda run: min(run.data.given_dropout) >= 0 and sum(run.data.given_dropout) < 1,
         remedy="{data.given_dropout=} must be three shares from 0 that leave some: what is given, the text, both",
     ),
-    # a classifier
+    # what denoises nothing
     Rule(
-        when=lambda run: not run.model.structure.classifies,
+        when=lambda run: run.model.task != "classify",
         needs=lambda run: run.train.label_smoothing == 0,
         remedy="{train.label_smoothing=} is of classifiers, such as model.family=vit; leave it out",
     ),
-    of_classifier(
-        lambda run: run.model.num_classes is not None, "{model.family=} learns classes: give model.num_classes"
+    Rule(
+        when=lambda run: run.model.task == "classify",
+        needs=lambda run: run.model.num_classes is not None,
+        remedy="{model.family=} learns classes: give model.num_classes",
     ),
-    of_classifier(
+    of_judge(
         lambda run: run.data.text_dropout == 0,
-        "{data.text_dropout=} takes the labels of samples, which a classifier learns; use data.text_dropout=0",
+        "{data.text_dropout=} takes the labels or texts that {model.family} learns; use data.text_dropout=0",
     ),
-    of_classifier(
+    of_judge(
         lambda run: run.sizes.context == 1,
         "{parallel.context_parallel_size=} would leave a sample's class token to one rank; use tensor, sequence or "
         "pipeline parallelism, or fsdp",
     ),
-    of_classifier(
+    of_judge(
         lambda run: not (run.is_student or run.has_adapter or run.diffusion.learned_uncertainty),
         "train.distill, train.adapter and diffusion.learned_uncertainty are of networks that denoise; leave them out",
     ),
-    of_classifier(
+    of_judge(
         lambda run: run.validation.evaluate_interval == 0,
-        "{validation.evaluate_interval=} evaluates videos, of which a classifier makes none; leave it out",
+        "{validation.evaluate_interval=} evaluates videos, of which {model.family} makes none; leave it out",
+    ),
+    # two towers
+    of_match(
+        lambda run: run.sizes.num_parts == 1,
+        "has two towers with a sequence each, of which pipeline stages would send one; use "
+        "parallel.pipeline_model_parallel_size=1, and tensor parallelism or fsdp",
+    ),
+    multiple_of(
+        "model.text_tower.num_attention_heads",
+        attrgetter("model.text_tower.num_attention_heads"),
+        attrgetter("sizes.tensor"),
+        lambda run: f"parallel.tensor_model_parallel_size={run.sizes.tensor}",
+        when=lambda run: run.model.task == "match",
+    ),
+    multiple_of(
+        "data.text_seq_length",
+        attrgetter("data.text_seq_length"),
+        attrgetter("sizes.sequence_multiple"),
+        lambda run: f"{run.sizes.sequence_multiple}: parallel.sequence_parallel cuts the tokens of the text tower",
+        when=lambda run: run.model.task == "match",
+    ),
+    Rule(
+        when=lambda run: run.train.contrast_rows is not None,
+        needs=lambda run: run.model.task == "match" and not run.model.text_tower.pairwise,
+        remedy="{train.contrast_rows=} is of a softmax over all pairs of images and texts (model.family=clip without "
+        "model.text_tower.pairwise); leave it out",
     ),
     # adapter
     accepted_by(check_targets, where="train.adapter.targets: ", when=attrgetter("has_adapter")),

@@ -45,8 +45,13 @@ def of_layout(rule: Rule[Division]) -> Rule[Run]:
     )
 
 
-def of_classifier(needs: Condition, remedy: str) -> Rule[Run]:
-    return Rule(when=attrgetter("model.structure.classifies"), needs=needs, remedy=remedy)
+def of_judge(needs: Condition, remedy: str) -> Rule[Run]:
+    """Of a network that denoises nothing."""
+    return Rule(when=lambda run: not run.model.denoises, needs=needs, remedy=remedy)
+
+
+def of_match(needs: Condition, words: str) -> Rule[Run]:
+    return Rule(when=lambda run: run.model.task == "match", needs=needs, remedy="{model.family=} " + words)
 
 
 def of_fp8(needs: Condition, words: str) -> Rule[Run]:

@@ -183,9 +183,15 @@ RULES: tuple[Rule[Run], ...] = (
     ),
     *(fits_dataset(setting, fact) for setting, fact in OF_DATASET.items()),
     Rule(
-        when=lambda run: run.model.structure.classifies and run.dataset is not None,
+        when=lambda run: run.model.task == "classify" and run.dataset is not None,
         needs=lambda run: run.num_labels == run.model.num_classes,
         remedy="{dataset.root} has {num_labels} classes (0: texts), not the {model.num_classes} of model.num_classes",
+    ),
+    Rule(
+        when=lambda run: run.model.task == "match" and run.dataset is not None,
+        needs=lambda run: 0 < run.num_words <= run.model.text_tower.num_words,
+        remedy="{dataset.root} has texts of {num_words} tokens (0: none, but features), not of the "
+        "{model.text_tower.num_words} of model.text_tower.num_words; prepare it with --text_encoder tokens",
     ),
     Rule(
         when=lambda run: run.dataset is not None and run.dataset.store is not None,

@@ -129,6 +129,9 @@ class TrainConfig:
     label_smoothing: float = setting(0.0, low=0, below=1)
     """Of a classifier: the share of a sample's certainty that goes to all classes alike (arXiv 1512.00567, section
     7)."""
+    contrast_rows: int | None = setting(None, above=0)
+    """Of a network that matches images and texts: for how many of a rank's samples the scores with those of all ranks
+    are in memory at once; computed again in the backward. None: of all."""
     distill: DistillConfig | None = None
     """The teacher whose student the network is; None: it learns from the samples alone."""
 

@@ -1,8 +1,10 @@
-"""Handwritten digits as images with their names as labels, in pixels: `megadit prepare digit_classes OUT`."""
+"""Handwritten digits as images in pixels: with their names as labels, `megadit prepare digit_classes OUT`, or coloured,
+with captions, `megadit prepare digit_captions OUT`."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -12,22 +14,38 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import Progress
 from megadit.models.shared.setting import setting
+from megadit.models.text_encoders import TextEncoder
 from megadit.models.text_encoders.class_labels import ClassLabels
+from megadit.models.text_encoders.token_ids import TokenIds, learned_words
 from megadit.models.tokenizers.haar import HaarTokenizer
 from megadit.train.data.dataset_info import DatasetInfo
 from megadit.train.data.drawn import PREVIEW, Chunk, report, save_preview, side_by_side, write_chunk
 from megadit.train.data.writer import DatasetWriter, is_done
 from megadit.train.digits import data as digits
 
-NUM_LABELLED = 20_000
+NUM_IMAGES = 20_000
+NUM_HELDOUT = 600
+"""Captioned images of writers that training never sees."""
+NUM_WORDS = 512
 MAX_SHIFT = 3.0
 """Labelled training digits lie within this many pixels of the middle, along each axis."""
 CHUNK = 250
 """Samples drawn and written at a time."""
 
 
-def prepare_digit_classes(out: Path, *, num_images: int = NUM_LABELLED, seed: int = 0) -> DatasetInfo:
-    """Writes labelled digits: training glyphs at random places, and each held-out one once in the middle.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Images:
+    """A data set of single digits."""
+
+    name: str
+    description: str
+    make_text_encoder: Callable[[], TextEncoder]
+    draw: Callable[[int, int], Iterator[Chunk]]
+    """(number of training images, seed) -> all samples."""
+
+
+def prepare_images(images: Images, out: Path, *, num_images: int = NUM_IMAGES, seed: int = 0) -> DatasetInfo:
+    """Writes them.
 
     Raises:
         UserError: for a count that is not positive.
@@ -38,14 +56,15 @@ def prepare_digit_classes(out: Path, *, num_images: int = NUM_LABELLED, seed: in
     writer = DatasetWriter(
         out,
         tokenizer=HaarTokenizer(temporal_compression=1, spatial_compression=1),
-        text_encoder=ClassLabels(names=digits.DIGITS),
+        text_encoder=images.make_text_encoder(),
     )
     preview: list[Tensor] = []
-    with writer, Progress(num_images + len(digits.load_glyphs("heldout").digit_B), "writing samples") as bar:
-        for chunk in draw_labelled(num_images, seed):
+    with writer, Progress(num_images, "writing samples") as bar:
+        for chunk in images.draw(num_images, seed):
             write_chunk(writer, chunk, chunk.video_BCTHW.half())
             preview = preview or [side_by_side(chunk.video_BCTHW[:8], chunk.video_BCTHW[8:16])]
-            bar.advance(len(chunk.keys))
+            if chunk.split == "train":
+                bar.advance(len(chunk.keys))
     save_preview(out / PREVIEW, preview[0])
     info = DatasetInfo.read(out)
     report(info, time.monotonic() - start)
@@ -53,40 +72,65 @@ def prepare_digit_classes(out: Path, *, num_images: int = NUM_LABELLED, seed: in
 
 
 def draw_labelled(num_images: int, seed: int) -> Iterator[Chunk]:
-    """All samples of `prepare_digit_classes`."""
+    """Training glyphs at random places, and each held-out one once in the middle."""
     generator = torch.Generator().manual_seed(seed)
     num_glyphs, num_heldout = (len(digits.load_glyphs(split).digit_B) for split in ("train", "heldout"))
     for first in range(0, num_images, CHUNK):
         count = min(CHUNK, num_images - first)
         index_B = torch.randint(num_glyphs, (count,), generator=generator)
         middle_B2 = MAX_SHIFT * (2 * torch.rand(count, 2, generator=generator) - 1)
-        yield _labelled("train", first, digits.draw_glyphs("train", index_B, middle_B2))
+        yield _chunk("train", first, *digits.draw_glyphs("train", index_B, middle_B2))
     shuffled = torch.randperm(num_heldout, generator=generator)
-    yield _labelled("val", 0, digits.draw_glyphs("heldout", shuffled, torch.zeros(num_heldout, 2)))
+    yield _chunk("val", 0, *digits.draw_glyphs("heldout", shuffled, torch.zeros(num_heldout, 2)))
 
 
-def _labelled(split: str, first: int, drawn: tuple[Tensor, list[str]]) -> Chunk:
-    images_BCTHW, names = drawn
-    keys = [f"{split}-{number:06d}" for number in range(first, first + len(names))]
-    return Chunk(split=split, keys=keys, video_BCTHW=images_BCTHW, captions=names, fps=0.0)
+def draw_captioned(num_images: int, seed: int) -> Iterator[Chunk]:
+    """Digits of all colours at random places, in the words of training; the last ones by held-out writers."""
+    generator = torch.Generator().manual_seed(seed)
+    for split, writers, total in (("train", "train", num_images), ("val", "heldout", NUM_HELDOUT)):
+        for first in range(0, total, CHUNK):
+            attributes = digits.random_attributes(min(CHUNK, total - first), images=True, generator=generator)
+            images_BCTHW = digits.draw_images(attributes, writers, generator)
+            yield _chunk(split, first, images_BCTHW, digits.random_captions(attributes, "train", generator))
+
+
+def _chunk(split: str, first: int, images_BCTHW: Tensor, captions: list[str]) -> Chunk:
+    keys = [f"{split}-{number:06d}" for number in range(first, first + len(captions))]
+    return Chunk(split=split, keys=keys, video_BCTHW=images_BCTHW, captions=captions, fps=0.0)
+
+
+def _words() -> TokenIds:
+    """Of all captions of training."""
+    every = (digits.Attributes(digit=digit, colour=colour) for digit, colour in product(range(10), digits.COLOURS))
+    texts = [caption for attributes in every for caption in digits.captions(attributes, "train")]
+    return learned_words(texts, num_words=NUM_WORDS)
+
+
+CLASSES = Images(
+    name="digit_classes",
+    description="Images of the handwritten digits inside scikit-learn with their names as labels, in pixels.",
+    make_text_encoder=lambda: ClassLabels(names=digits.DIGITS),
+    draw=draw_labelled,
+)
+CAPTIONS = Images(
+    name="digit_captions",
+    description="Coloured images of the handwritten digits inside scikit-learn with captions, in pixels and tokens.",
+    make_text_encoder=_words,
+    draw=draw_captioned,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DigitClassesOptions:
+class ImagesOptions:
     out: Path = setting(help="folder to write", positional=True, metavar="OUT")
-    num_images: int = setting(NUM_LABELLED, "training images ({default})")
+    num_images: int = setting(NUM_IMAGES, "training images ({default})")
     seed: int = setting(0, "the same seed gives the same files (default: {default})")
     overwrite: bool = setting(False, "replace a finished folder")
 
 
-def command(argv: list[str]) -> int:
-    """`megadit prepare digit_classes OUT`."""
-    options = read_options(
-        DigitClassesOptions,
-        argv,
-        prog="megadit prepare digit_classes",
-        description="Images of the handwritten digits inside scikit-learn with their names as labels, in pixels.",
-    )
+def command(images: Images, argv: list[str]) -> int:
+    """`megadit prepare NAME OUT`."""
+    options = read_options(ImagesOptions, argv, prog=f"megadit prepare {images.name}", description=images.description)
     if not is_done(options.out, overwrite=options.overwrite):
-        prepare_digit_classes(options.out, num_images=options.num_images, seed=options.seed)
+        prepare_images(images, options.out, num_images=options.num_images, seed=options.seed)
     return 0

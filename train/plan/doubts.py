@@ -49,7 +49,7 @@ def _inherited_guidance(config: RunConfig) -> list[str]:
     """Where nobody chose how videos are sampled: as suits the recipe's network, of which this is none."""
     model, sampling = config.model, config.validation.sampling
     recipe = RECIPES[config.recipe]() if config.recipe in RECIPES else None
-    if recipe is None or sampling != recipe.validation.sampling or model.structure.classifies:
+    if recipe is None or sampling != recipe.validation.sampling or not model.denoises:
         return []
     if all(getattr(model, name) == getattr(recipe.model, name) for name in SIZES):
         return []

@@ -8,6 +8,7 @@ at full size, hardware, tokens, and the memory of a GPU as the planner estimates
 from megadit.models.shared.errors import choose_one
 from megadit.train.config.schema import RunConfig
 from megadit.train.recipes import (
+    clip,
     digits,
     experts,
     moviegen,
@@ -23,6 +24,7 @@ from megadit.train.recipes.registry import RECIPES
 
 __all__ = [
     "RECIPES",
+    "clip",
     "digits",
     "experts",
     "load_recipe",

@@ -4,12 +4,13 @@ import dataclasses
 import json
 import re
 import types
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
 from megadit.models.shared.errors import UserError
+from megadit.models.text_tower_config import TextTowerConfig
 from megadit.train.config.compat import FIXED, KEYS, SECTIONS, STARTED_BY_TORCHRUN
 from megadit.train.config.load import config_from_dict, known_keys, load_config, resolve_config, to_yaml
 from megadit.train.config.schema import RunConfig
@@ -152,6 +153,7 @@ SPECIAL = {
     "validation.sigmas": [2.0],
     "validation.extractors": ["judge.safetensors"],
     "model.family": "nemo",
+    "model.text_tower.num_words": 600,
     "model.num_query_groups": 1,
     "model.hidden_size": 192,
     "model.num_attention_heads": 4,
@@ -170,6 +172,11 @@ STUDENT = [
     *("train.distill.teacher=nowhere", "train.distill.objective=guidance", "train.distill.sigmas=[80.0]"),
     "diffusion.learned_uncertainty=false",
 ]
+MATCHING = [
+    *("model.family=clip", "model.text_tower.num_layers=1", "model.crossattn_emb_size=2", "data.text_dropout=0"),
+    *("model.position_embedding=learned", "model.learned_positions=[1,4,4]", "diffusion.learned_uncertainty=false"),
+]
+TEXT_TOWER = [field.name for field in fields(TextTowerConfig)]
 STUDENT_SETTINGS = ("teacher", "objective", "guidance", "sigmas", "teacher_steps", "critic_lr", "critic_updates")
 NEEDS = {
     "model.experts.num_experts": ["optimizer.optimizer=adamw"],
@@ -188,6 +195,9 @@ NEEDS = {
     **{f"validation.sampling.{name}": ["validation.sampling.sampler=euler"] for name in ("eta", "churn")},
     **{f"train.distill.{name}": STUDENT for name in STUDENT_SETTINGS},
     "train.precision": ["optimizer.optimizer=adamw"],
+    "train.contrast_rows": MATCHING,
+    "model.quick_gelu": MATCHING,
+    **{f"model.text_tower.{name}": MATCHING for name in TEXT_TOWER},
     "train.label_smoothing": [
         *("model.family=vit", "model.num_classes=5", "model.crossattn_emb_size=2", "data.text_dropout=0"),
         *("model.position_embedding=learned", "model.learned_positions=[1,4,4]", "diffusion.learned_uncertainty=false"),

@@ -13,6 +13,7 @@ from megadit.models.adapter_config import AdapterConfig
 from megadit.models.expert_config import ExpertConfig
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.rules import first_broken
+from megadit.models.text_tower_config import TextTowerConfig
 from megadit.train.config import rules
 from megadit.train.config.distill import DistillConfig
 from megadit.train.config.facts import Run
@@ -70,6 +71,12 @@ def of_classifier(says: str, seen=None, *, model=None, data=None, **of: dict[str
     return breach(says, seen, model=model, data={"text_dropout": 0.0, **(data or {})}, **of)
 
 
+def of_towers(says: str, seen=None, *, model=None, **of: dict[str, Any]) -> Breach:
+    tower = TextTowerConfig(num_layers=1, num_attention_heads=2, num_words=600)
+    two = {"family": "clip", "num_classes": None, "text_tower": tower, **(model or {})}
+    return of_classifier(says, seen, model=two, **of)
+
+
 def on_start(says: str, **of: dict[str, Any]) -> Breach:
     of = {"train": {"output_dir": "runs/x"}, **of}
     return breach(says, {"starts_here": True}, **of)
@@ -115,11 +122,22 @@ BREACHES = (
     breach("data.given_dropout=[0.5, 0.3, 0.2] must be three shares", data={"given_dropout": (0.5, 0.3, 0.2)}),
     breach("train.label_smoothing=0.1 is of classifiers", train={"label_smoothing": 0.1}),
     of_classifier("model.family=vit learns classes: give model.num_classes", model={"num_classes": None}),
-    of_classifier("data.text_dropout=0.1 takes the labels of samples", data={"text_dropout": 0.1}),
+    of_towers("model.family=clip has two towers with a sequence each", parallel={"pipeline_model_parallel_size": 2}),
+    of_towers(
+        "model.text_tower.num_attention_heads=2 is not a multiple of parallel.tensor_model_parallel_size=3",
+        parallel={"tensor_model_parallel_size": 3},
+    ),
+    of_towers(
+        "data.text_seq_length=63 is not a multiple of 2: parallel.sequence_parallel cuts",
+        data={"text_seq_length": 63},
+        parallel={"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    ),
+    breach("train.contrast_rows=8 is of a softmax over all pairs", train={"contrast_rows": 8}),
+    of_classifier("data.text_dropout=0.1 takes the labels or texts", data={"text_dropout": 0.1}),
     of_classifier("parallel.context_parallel_size=2 would leave", parallel={"context_parallel_size": 2}),
     of_classifier("are of networks that denoise; leave them out", diffusion={"learned_uncertainty": True}),
     of_classifier(
-        "validation.evaluate_interval=5 evaluates videos, of which a classifier makes none",
+        "validation.evaluate_interval=5 evaluates videos, of which vit makes none",
         validation={"evaluate_interval": 5},
     ),
     breach(
@@ -264,7 +282,7 @@ BREACHES = (
     of_graphs("experts, whose tokens are others each time", model=EXPERTS),
     of_graphs("attention along one axis", model=ST_DIT),
     of_graphs(
-        "a classifier, whose blocks were never recorded",
+        "a network that denoises nothing, whose blocks were never recorded",
         model={
             **{"family": "vit", "num_classes": 5, "crossattn_emb_size": 2},
             **{"position_embedding": "learned", "learned_positions": (1, 4, 4)},
@@ -330,6 +348,10 @@ BREACHES = (
     of_dataset("model.in_channels=16 does not fit here, whose value is 8; set it to that", latent_channels=8),
     of_dataset("model.crossattn_emb_size=1024 does not fit here, whose value is 512", text_width=512),
     of_dataset("model.sigma_data=0.5 does not fit here, whose value is 0.7", sigma_data=0.7),
+    of_towers(
+        "here has texts of 0 tokens (0: none, but features), not of the 600",
+        {"dataset": SimpleNamespace(**{**vars(DATASET), "text_width": 2, "text_encoder_folder": "here"})},
+    ),
     of_classifier(
         "here has 3 classes (0: texts), not the 5 of model.num_classes",
         {"dataset": SimpleNamespace(**{**vars(DATASET), "text_width": 2, "text_encoder_folder": "here"})},

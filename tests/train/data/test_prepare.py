@@ -46,24 +46,41 @@ def test_counts(prepared):
     assert info.sigma_data == 1 and info.latent_channels == DIGITS.channels
 
 
-def test_labelled_digits(tmp_path, capsys):
-    out, again = tmp_path / "out", ["--num_images", "40", "--overwrite"]
-    assert prepare.main(["digit_classes", str(out), *again]) == 0
+def test_labelled_digits(tmp_path):
+    out = tmp_path / "out"
+    assert prepare.main(["digit_classes", str(out), "--num_images", "40"]) == 0
     info, labels = DatasetInfo.read(out), load_text_encoder(out / "text_encoder")
     assert info.num_samples == {"train": 40, "val": 355} and labels.names == digits.DIGITS
-    first = read_samples(out, "train")
-    for _, description, tensors in first:
+    for _, description, tensors in read_samples(out, "train"):
         (digits_E,) = tensors["text"]
         assert tensors["latent"].shape == (3, 1, digits.FRAME_SIZE, digits.FRAME_SIZE)
         assert labels.names[int(digits_E[1])] == description["caption"]
     held_out = [description["caption"] for _, description, _ in read_samples(out, "val")]
     counts = digits.load_glyphs("heldout").digit_B.bincount().tolist()
     assert [held_out.count(name) for name in digits.DIGITS] == counts
-    assert prepare.main(["digit_classes", str(out), *again, "--seed", "1"]) == 0
+
+
+def test_captioned_digits(tmp_path):
+    """Tokens are those of their captions, all of whose words have been learned."""
+    out = tmp_path / "out"
+    assert prepare.main(["digit_captions", str(out), "--num_images", "40"]) == 0
+    words = load_text_encoder(out / "text_encoder")
+    assert DatasetInfo.read(out).num_samples == {"train": 40, "val": 600} and words.num_words <= 512
+    for _, description, tensors in read_samples(out, "train"):
+        found = words.encode([description["caption"]])
+        assert torch.equal(tensors["text"].float(), found.features_BLE[0]) and len(tensors["text"]) <= 12
+
+
+@pytest.mark.parametrize("source", ["digit_classes", "digit_captions"])
+def test_digits_in_pixels(tmp_path, capsys, source):
+    out, again = tmp_path / "out", ["--num_images", "40", "--overwrite"]
+    assert prepare.main([source, str(out), *again]) == 0
+    first = read_samples(out, "train")
+    assert prepare.main([source, str(out), *again, "--seed", "1"]) == 0
     other = read_samples(out, "train")
     assert any(not torch.equal(x["latent"], y["latent"]) for (_, _, x), (_, _, y) in zip(first, other, strict=True))
-    assert prepare.main(["digit_classes", str(out)]) == 0 and "already prepared" in capsys.readouterr().out
-    assert prepare.main(["digit_classes", str(tmp_path / "none"), "--num_images", "0"]) == 2
+    assert prepare.main([source, str(out)]) == 0 and "already prepared" in capsys.readouterr().out
+    assert prepare.main([source, str(tmp_path / "none"), "--num_images", "0"]) == 2
 
 
 def test_decoded_clips_show_their_captions(prepared):

@@ -21,6 +21,7 @@ if __name__ == "__main__":
     cpu_shim.install()
 
 import safetensors.torch  # noqa: E402
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # noqa: E402
 
 from megadit.models import axial, experts, initialize, layout, parameterization  # noqa: E402
 from megadit.models.adapter_config import AdapterConfig  # noqa: E402
@@ -36,7 +37,8 @@ from megadit.models.megatron.shards import is_expert, splits  # noqa: E402
 from megadit.models.networks import build_network  # noqa: E402
 from megadit.models.noise import latent_noise, seed_key  # noqa: E402
 from megadit.models.ops import linear  # noqa: E402
-from megadit.train import balance, loss  # noqa: E402
+from megadit.models.text_tower_config import TextTowerConfig  # noqa: E402
+from megadit.train import balance, loss, matching  # noqa: E402
 from megadit.train.config.distill import DistillConfig  # noqa: E402
 from megadit.train.config.schema import ParallelConfig  # noqa: E402
 from megadit.train.data import packed_batch  # noqa: E402
@@ -60,8 +62,9 @@ def run_config(out, case):
     run = load_recipe("digits_tiny")
     data = {"mock": True, "mock_latent_shapes": SHAPES, "text_dropout": 0.4, "global_batch_size": 4}
     model = {key: tuple(value) if isinstance(value, list) else value for key, value in case.get("model", {}).items()}
-    if "experts" in model:
-        model["experts"] = ExpertConfig(**model["experts"])
+    for name, kind in {"experts": ExpertConfig, "text_tower": TextTowerConfig}.items():
+        if name in model:
+            model[name] = kind(**model[name])
     train = {"output_dir": str(out), "precision": case.get("precision", "fp32"), "num_threads": 1}
     if "adapter" in case:
         train["adapter"] = AdapterConfig(**case["adapter"])
@@ -73,7 +76,7 @@ def run_config(out, case):
         model["given_sigma"] = 0.02
     data |= case.get("data", {})
     data["mock_latent_shapes"] = tuple(map(tuple, data["mock_latent_shapes"]))
-    is_of_noise = "distill" not in case and model.get("family") != "vit"
+    is_of_noise = "distill" not in case and model.get("family") not in ("vit", "clip")
     settings = {"optimizer": "adamw", "lr": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5}
     return replace(
         run,
@@ -159,11 +162,19 @@ def break_it(what, training):
         training.distillation.teaching = teaching
     elif what == "text left out":
         patch(packed_batch.PackedBatch, "without_text", lambda batch: batch)
+    elif what == "pairs of other ranks":
+        training.network.readers = None
+    elif what == "gradient from other ranks":
+        patch(matching, "gather_from_sequence_parallel_region", _with_own_gradient)
     elif what == "keys of others":
-        wait = context_parallel._Shift.wait
-        patch(context_parallel._Shift, "wait", lambda shift: (wait(shift), shift._sent)[1])
+        wait = context_parallel.Shift.wait
+        patch(context_parallel.Shift, "wait", lambda shift: (wait(shift), shift._sent)[1])
     else:
         raise ValueError(what)
+
+
+def _with_own_gradient(x, tensor_parallel_output_grad, group):
+    return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False, group=group)
 
 
 def _at_the_level_of_the_sample(dit, x, sigma_G, text, fps, pack, before=None):
@@ -368,7 +379,7 @@ def run(out, case):
     }
     numbers |= decisions()
     with evaluation(training):
-        is_denoiser = not config.model.structure.classifies
+        is_denoiser = config.model.denoises
         numbers |= {"spread": spread(training), "sampled": sampled(training).flatten().tolist() if is_denoiser else []}
     if config.parallel.data_parallel == "fsdp":
         numbers["bytes"] = bytes_held(training)

@@ -43,7 +43,7 @@ class PrepareOptions:
     channels: int = setting(32, "latent channels of a fitted tokenizer (default: {default})")
     text_encoder: str = setting(
         "hashed_words",
-        "folder of a text encoder, hashed_words, or labels: captions are names of classes",
+        "folder of a text encoder, hashed_words, labels: captions are names of classes, or tokens: for CLIP",
         names=("--text_encoder", "--t5_cache_dir"),
     )
     encodings: Path | None = setting(None, "YAML list of encodings in place of these two")

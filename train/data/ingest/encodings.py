@@ -7,7 +7,7 @@ A file lists them:
     - {name: text_short, modality: text, encoder: hashed_words, precision: float32, padding: 16}
 
 `encoder` is a folder with a config.json, or a name of one that needs none: `haar`, fitted to the clips, or `pixels`, as
-they are; `hashed_words`, or `labels`, where captions are the names of classes.
+they are; `hashed_words`; `labels`, where captions are the names of classes; or `tokens`, byte pairs of the captions.
 `latent` and `text` are what training reads; others are kept beside them. `padding` is the length that texts are padded
 with zeros, and cut, to; without it each keeps its own.
 
@@ -31,7 +31,7 @@ from megadit.models.tokenizers import HaarTokenizer, VideoTokenizer, load_tokeni
 
 PRECISIONS = {"float16": torch.float16, "float32": torch.float32}
 MODALITIES = ("video", "text")
-HAAR, LABELS = "haar", "labels"
+HAAR, LABELS, TOKENS = "haar", "labels", "tokens"
 """Encoders that are made of the clips, or of their captions; in the notes of a preparation each has its folder."""
 BUILT_IN: dict[str, Callable[[], VideoTokenizer | TextEncoder]] = {
     HAAR: HaarTokenizer,
@@ -151,7 +151,7 @@ def load_encoder(encoding: Encoding, made: Path, device: torch.device) -> Encode
     name = encoding.encoder
     if name in BUILT_IN and name != HAAR:
         return Encoder(encoding, BUILT_IN[name](), device)
-    folder = made / name if name in (HAAR, LABELS) else Path(name)
+    folder = made / name if name in (HAAR, LABELS, TOKENS) else Path(name)
     load = load_tokenizer if encoding.modality == "video" else load_text_encoder
     return Encoder(encoding, _on(load(folder), device), device)
 

@@ -58,6 +58,10 @@ class Settings:
     background: str = setting("black", "colour behind what is transparent: white, #8040ff (default: {default})")
     min_aesthetic_score: float | None = setting(None, "sources with a lower one, or none, are left out")
     """Of the `aesthetic_score` that sources come with."""
+    min_clip_score: str | None = setting(
+        None, "of a CLIP: clips whose caption fits less, or that have none, are left out", metavar="BUNDLE:SCORE"
+    )
+    """A similarity, -1..1, of the middle frame."""
     max_megapixels: float = setting(100.0, "larger pictures are left out (default: {default})", above=0)
     """They are not decoded."""
     max_minutes: float = setting(240.0, "longer videos are left out (default: {default})", above=0)

@@ -3,7 +3,7 @@
 import hashlib
 import heapq
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from megadit.models.shared.files import write_json
 from megadit.train.data.ingest.plan import Clip, Finding, Notes, Settings, Skip, read_lines, write_lines
@@ -11,6 +11,8 @@ from megadit.train.data.ingest.plan import Clip, Finding, Notes, Settings, Skip,
 BAND_BITS = 24
 FINGERPRINT_BITS = 192
 SPLITS = ("train", "val")
+DropUnfit = Callable[[list[Clip]], tuple[list[Clip], list[Skip]]]
+"""What is kept of clips, and why the others are not."""
 
 
 class Fingerprints:
@@ -54,10 +56,11 @@ class Fingerprints:
         return heapq.merge(self._seen.get((*band, caption), ()), self._seen.get((*band, ""), ()))
 
 
-def select(notes: Notes, settings: Settings) -> None:
-    """Writes the plan of each split and the selection's counts."""
+def select(notes: Notes, settings: Settings, drop_unfit: DropUnfit) -> None:
+    """Writes the plan of each split and the selection's counts; `drop_unfit` looks at what is no duplicate."""
     findings = list(notes.findings())
     clips, duplicates = drop_duplicates(findings, settings)
+    clips, unfit = drop_unfit(clips)
     validation = validation_sources({clip.source.key for clip in clips}, settings)
     ordered = sorted(clips, key=lambda clip: _draw(settings.seed, clip.key))
     plans = {
@@ -66,7 +69,7 @@ def select(notes: Notes, settings: Settings) -> None:
     }
     for split in SPLITS:
         write_lines(notes.plan(split), plans[split])
-    skips = [*(Skip(**values) for values in read_lines(notes.skipped)), *duplicates]
+    skips = [*(Skip(**values) for values in read_lines(notes.skipped)), *duplicates, *unfit]
     skips += [skip for finding in findings for skip in finding.skips]
     write_lines(notes.skips, skips)
     write_json(

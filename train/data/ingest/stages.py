@@ -10,7 +10,7 @@
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -18,11 +18,14 @@ from pathlib import Path
 
 import torch
 
+from megadit.infer.checkpoints import open_any_bundle
+from megadit.models.bundle.bundle import check_kind
 from megadit.models.bundle.components import part_folder
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory
 from megadit.models.shared.progress import Progress
-from megadit.models.text_encoders import ClassLabels
+from megadit.models.text_encoders import ClassLabels, TokenIds
+from megadit.models.text_encoders.token_ids import learned_words
 from megadit.models.tokenizers import HaarTokenizer, load_tokenizer
 from megadit.train.data.dataset_info import INFO_FILE
 from megadit.train.data.ingest.encode import decoded_clips, encode_shard, store_shard, to_video
@@ -32,12 +35,14 @@ from megadit.train.data.ingest.encodings import (
     LABELS,
     LATENT,
     TEXT,
+    TOKENS,
     Encoder,
     Encoding,
     fit_haar,
     gather_labels,
     load_encoder,
 )
+from megadit.train.data.ingest.fitting import drop_unfit, parse_least
 from megadit.train.data.ingest.plan import (
     Clip,
     Finding,
@@ -62,6 +67,8 @@ STAGES = ("fetch", "scan", "select", "encode", "index")
 SHARED_STAGES = ("fetch", "scan", "encode")
 """Those that ranks and parts divide among them; the others take one process seconds."""
 SOURCES_OF_A_UNIT = 64
+LEARNED_WORDS = 32_768
+"""Tokens that are learned of captions, at most."""
 FITTING_CLIPS = 256
 """Clips that a `haar` tokenizer is fitted to."""
 
@@ -150,19 +157,30 @@ def select_clips(preparation: Preparation) -> None:
     if len(list((notes.folder / "scan").glob("*.jsonl"))) < math.ceil(num_sources / SOURCES_OF_A_UNIT):
         raise UserError(f"{preparation.root}: not all sources are scanned; run the stage scan first")
     if not notes.selection.is_file():
-        select(notes, preparation.settings)
+        fit = {"num_workers": preparation.num_workers, "device": preparation.team.device}
+        select(notes, preparation.settings, partial(drop_unfit, settings=preparation.settings, **fit))
     if not notes.clips("train"):
         report = write_report(notes)
         raise UserError(f"no clip is left to train on; {summary(report, notes)}".replace("\n", "; "))
-    for name, make in {HAAR: _fit, LABELS: _gather}.items():
+    for name, make in {HAAR: _fit, LABELS: _gather, TOKENS: _learn}.items():
         if any(encoding.encoder == name for encoding in preparation.encodings) and not (notes.folder / name).is_dir():
             encoder = make(preparation)
             with atomic_directory(notes.folder / name) as folder:
                 encoder.save(folder)
 
 
+def _captions(preparation: Preparation, splits: Sequence[str]) -> Iterator[str]:
+    return (clip.source.caption for split in splits for clip in preparation.notes.clips(split))
+
+
+def _learn(preparation: Preparation) -> TokenIds:
+    words = learned_words(_captions(preparation, ["train"]), num_words=LEARNED_WORDS)
+    print(f"words: {words.num_words:,} tokens")
+    return words
+
+
 def _gather(preparation: Preparation) -> ClassLabels:
-    labels = gather_labels(clip.source.caption for split in SPLITS for clip in preparation.notes.clips(split))
+    labels = gather_labels(_captions(preparation, SPLITS))
     print(f"labels: {len(labels.names):,} classes")
     return labels
 
@@ -240,6 +258,8 @@ def check_encoders(preparation: Preparation) -> None:
     Raises:
         UserError: naming the nearest sizes that they can.
     """
+    if preparation.settings.min_clip_score is not None:
+        check_kind(open_any_bundle(parse_least(preparation.settings.min_clip_score)[0]), "clip")
     for encoding in preparation.encodings:
         if encoding.modality == "video":
             name = encoding.encoder
@@ -247,7 +267,7 @@ def check_encoders(preparation: Preparation) -> None:
             for height, width in preparation.settings.sizes:
                 for frames in preparation.settings.num_frames:
                     tokenizer.latent_shape(frames, height, width)
-        elif encoding.encoder not in (*BUILT_IN, LABELS):
+        elif encoding.encoder not in (*BUILT_IN, LABELS, TOKENS):
             part_folder(encoding.encoder, "text_encoder")
 
 

@@ -1,0 +1,64 @@
+"""Pictures as networks see them that judge: files, what is cut of them, and their latents.
+
+Shapes: N pictures, T/H/W frames, height, width, C colours.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megadit.infer.evaluate.videos import Clip
+from megadit.infer.evaluate.window import Window, cut
+from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, read_video
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.shared.errors import UserError
+
+SUFFIXES = (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)
+
+
+def picture_files(paths: Sequence[Path]) -> Iterator[Path]:
+    """All files, those of folders in the order of their names.
+
+    Raises:
+        UserError: for a path without any.
+    """
+    for path in paths:
+        files = sorted(each for each in path.rglob("*") if each.suffix.lower() in SUFFIXES) if path.is_dir() else [path]
+        if not files:
+            raise UserError(f"{path} holds no picture; known are {', '.join(SUFFIXES)}")
+        yield from files
+
+
+def read_picture(path: Path) -> Clip:
+    """The frames of a picture, or of a video.
+
+    Raises:
+        UserError: if it cannot be read.
+    """
+    frames_THWC, fps = read_video(path)
+    return Clip(np.ascontiguousarray(frames_THWC), fps, str(path))
+
+
+class Sight:
+    """Clips to the latents that the network of a bundle was trained on: cropped to the middle in its shape and resized;
+    of a video its middle frames."""
+
+    def __init__(self, bundle: Bundle, device: torch.device) -> None:
+        self._tokenizer, self._device = bundle.load_tokenizer(), device
+        size = bundle.defaults
+        self.window = Window(
+            frames=size.num_frames, height=size.height, width=size.width, fps=size.fps, is_resized=True
+        )
+
+    def __call__(self, clips: Sequence[Clip]) -> Tensor:
+        """Latents of N clips, BCTHW with B = N.
+
+        Raises:
+            UserError: for a video that is shorter than those it was trained on, or of another speed.
+        """
+        seen_NTHWC = torch.stack([cut(clip, clip.prompt, self.window) for clip in clips])
+        video_NCTHW = seen_NTHWC.to(self._device).movedim(-1, 1).float() / 127.5 - 1
+        return self._tokenizer.encode(video_NCTHW)

@@ -1,0 +1,65 @@
+"""Clips that their captions do not fit, by a network that matches images and texts: `--min_clip_score BUNDLE:SCORE`."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from megadit.infer.checkpoints import open_any_bundle
+from megadit.infer.evaluate.videos import Clip as Seen
+from megadit.infer.matching import Matcher
+from megadit.models.shared.errors import UserError
+from megadit.train.data.ingest.encode import decoded_clips
+from megadit.train.data.ingest.plan import Clip, Settings, Skip
+from megadit.train.data.ingest.pool import Pool
+
+REASON = "low CLIP score"
+AT_ONCE = 32
+"""Clips that the network sees together."""
+
+
+def parse_least(text: str) -> tuple[str, float]:
+    """The bundle and the least similarity of `BUNDLE:SCORE`.
+
+    Raises:
+        UserError: if it is not that, or the score not within -1 and 1.
+    """
+    bundle, _, score = text.rpartition(":")
+    try:
+        least = float(score)
+    except ValueError:
+        least = np.nan
+    if not bundle or not -1 <= least <= 1:
+        raise UserError(f"--min_clip_score {text}: write BUNDLE:SCORE, a score between -1 and 1")
+    return bundle, least
+
+
+def drop_unfit(
+    clips: Sequence[Clip], settings: Settings, num_workers: int, device: torch.device
+) -> tuple[list[Clip], list[Skip]]:
+    """Those whose middle frame and caption are as near as asked for, in their order; what has no caption is left out.
+
+    Raises:
+        UserError: for a bundle that matches nothing, or a source that has changed since it was scanned.
+    """
+    if settings.min_clip_score is None:
+        return list(clips), []
+    bundle, least = parse_least(settings.min_clip_score)
+    matcher = Matcher(open_any_bundle(bundle), device=device)
+    kept, skips = [], []
+    with Pool(num_workers) as pool:
+        for first in range(0, len(clips), AT_ONCE):
+            part = clips[first : first + AT_ONCE]
+            frames = [decoded.frames_THWC for decoded in decoded_clips(part, settings, pool)]
+            middles = [Seen(x[len(x) // 2 :][:1], 0.0, clip.source.name) for x, clip in zip(frames, part, strict=True)]
+            texts_NE = matcher.texts([clip.source.caption for clip in part])
+            scores = (matcher.pictures(middles) * texts_NE).sum(1).tolist()
+            for clip, score in zip(part, scores, strict=True):
+                if clip.source.caption and score >= least:
+                    kept.append(clip)
+                    continue
+                seconds = clip.num_frames / clip.fps if clip.fps else 0.0
+                detail = f"{score:.3f}" if clip.source.caption else "no caption"
+                name = clip.source.name
+                skips.append(Skip(source=name, reason=REASON, detail=detail, start=clip.start, seconds=seconds))
+    return kept, skips
