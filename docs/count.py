@@ -135,6 +135,7 @@ SHORT = {
     "models/megatron/recomputed_blocks.py": "one of two block stacks of parallelize",
     "models/networks.py": "both kinds of transformers, which do not know each other",
     "models/tokenizers/sizes.py": "shared by tokenizers, free of torch",
+    "models/shared/ports.py": "shared by ranks and servers",
     "models/transfer.py": "shared by packs, layouts and optimizers",
     "serve/gateway/process.py": "what starts the gateway, without the gateway",
     "serve/examples/with_megadit.py": "a program to copy",

@@ -78,8 +78,8 @@ class AdapterShelf:
         """
         names = {path: self._loaded(path) for path in dict.fromkeys(paths)}
         self._num_users.update(names.values())
-        self._drop()
         try:
+            self._drop()
             yield names
         finally:
             self._num_users.subtract(names.values())
