@@ -129,6 +129,7 @@ SHORT = {
     "infer/runtimes/pair.py": "one of the denoisers, a file each",
     "models/bundle/pretrained.py": "shared by encoders of texts and of images",
     "models/given_forms.py": "a table, free of torch",
+    "infer/user_program.py": "shared by the hooks of a filter and of a judge",
     "infer/evaluate/compare.py": "a command of its own",
     "infer/inference_dit_model.py": "a name that users of NeMo type",
     "models/adapter_config.py": "settings, free of torch",
