@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from megadit.infer.runtimes.exported import ExportedDenoiser
+from megadit.infer.runtimes.ranked import RankedDenoiser
 from megadit.infer.runtimes.torch import AdaptableDenoiser
 from megadit.models.adapter_slots import AdapterSlots
 from megadit.models.bundle.bundle import Bundle
@@ -53,7 +54,7 @@ class AdapterShelf:
 
     def __init__(
         self,
-        denoiser: AdaptableDenoiser | ExportedDenoiser,
+        denoiser: AdaptableDenoiser | ExportedDenoiser | RankedDenoiser,
         bundle: Bundle,
         kept_bytes: int = KEPT_BYTES,
         slots: AdapterSlots | None = None,
