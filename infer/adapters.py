@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from megadit.infer.runtimes.exported import ExportedDenoiser
+from megadit.infer.runtimes.ranked import RankedDenoiser
 from megadit.infer.runtimes.torch import AdaptableDenoiser
 from megadit.models.adapter_slots import AdapterSlots
 from megadit.models.bundle.bundle import Bundle
@@ -65,7 +66,7 @@ class AdapterShelf:
 
     def __init__(
         self,
-        denoiser: AdaptableDenoiser | ExportedDenoiser,
+        denoiser: AdaptableDenoiser | ExportedDenoiser | RankedDenoiser,
         bundle: Bundle,
         kept_bytes: int = KEPT_BYTES,
         slots: AdapterSlots | None = None,
@@ -90,8 +91,8 @@ class AdapterShelf:
         """
         names = {path: self._loaded(path) for path in dict.fromkeys(paths)}
         self._num_users.update(names.values())
-        self._drop()
         try:
+            self._drop()
             yield names
         finally:
             self._num_users.subtract(names.values())

@@ -11,7 +11,6 @@ The directory holds `guardrail.py`, the user's own program, which is run as such
 One that raises refuses: nothing passes a filter that does not work.
 """
 
-import importlib.util
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -21,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from megadit.infer.user_program import find_program, run_program
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.errors import UserError
 
@@ -45,12 +45,7 @@ class Guardrail:
             UserError: if there is none, it fails, or defines nothing to check with.
         """
         path = find_guardrail(directory)
-        spec = importlib.util.spec_from_file_location("megadit_guardrail", path)
-        module = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except Exception as error:  # a program of the user's may fail in any way
-            raise UserError(f"{path} fails: {type(error).__name__}: {error}") from error
+        module = run_program(path)
         checks = [getattr(module, name, None) for name in ("check_prompt", "check_video")]
         if not any(map(callable, checks)):
             raise UserError(f"{path} defines neither check_prompt nor check_video")
@@ -92,10 +87,7 @@ def find_guardrail(directory: str | Path) -> Path:
     Raises:
         UserError: if there is none.
     """
-    path = Path(directory).absolute() / FILE
-    if not path.is_file():
-        raise UserError(f"--guardrail_dir={directory}: there is no {FILE}; it defines check_prompt or check_video")
-    return path
+    return find_program(directory, FILE, option="--guardrail_dir", defines="check_prompt or check_video")
 
 
 def load_guardrail(directory: str | None, bundle: Bundle) -> Guardrail | None:

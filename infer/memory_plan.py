@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from megadit.infer.batches import batch_size
+from megadit.infer.checkpoints import weaker_bundle
 from megadit.infer.resolve import latent_size
 from megadit.infer.runtimes.torch import KEPT_BYTES
 from megadit.models.adapter_slots import AdapterSlots
@@ -102,23 +103,16 @@ def plan_memory(
     Raises:
         UserError: for a size that cannot be made.
     """
-    config, size = bundle.config, choices.dtype.itemsize
-    shapes = network_shapes(config)
-    blocks = size * sum(prod(shape) for name, shape in shapes.items() if name.startswith("blocks."))
-    around = size * sum(map(prod, shapes.values())) - blocks
-    resident = choices.resident_blocks
-    count_blocks = num_blocks(config)
-    is_streamed = resident is not None and resident + 1 < count_blocks
-    here = blocks * (resident + 1) // count_blocks if is_streamed else blocks
-    count = len(bundle.networks)
+    bundles = [bundle, *([weaker_bundle(settings.autoguidance, bundle)] if settings.autoguidance else [])]
+    networks = [_network_bytes(each.config, choices) for each in bundles for _ in each.networks]
     return MemoryPlan(
-        network=count * (here + around),
+        network=sum(here for here, _ in networks),
         autoencoder=_file_bytes(bundle.path / "tokenizer"),
         text_encoder=_text_encoder_bytes(bundle, text_encoder),
         keeps_text_encoder=not choices.offload_text_encoder,
-        sampling=_sampling_bytes(config, settings, tokenizer, choices),
+        sampling=_sampling_bytes(bundle.config, settings, tokenizer, choices),
         decoding=_decoding_bytes(settings, tokenizer),
-        host=count * blocks if is_streamed else 0,
+        host=sum(host for _, host in networks),
     )
 
 
@@ -171,6 +165,24 @@ def num_blocks(config: NetworkConfig) -> int:
     return config.num_layers if isinstance(config, DiTConfig) else 0
 
 
+def _network_bytes(config: NetworkConfig, choices: Choices) -> tuple[int, int]:
+    """Of a network's weights on the device, and in the host's memory."""
+    shapes, size = network_shapes(config), choices.dtype.itemsize
+    blocks = size * sum(prod(shape) for name, shape in shapes.items() if name.startswith("blocks."))
+    around = size * sum(map(prod, shapes.values())) - blocks
+    resident, count = choices.resident_blocks, num_blocks(config)
+    if resident is None or resident + 1 >= count:
+        return blocks + around, 0
+    return blocks * (resident + 1) // count + around, blocks
+
+
+def _rows(settings: SamplingSettings) -> int:
+    """Conditions of a video for which one call of the network asks: those wanted, and the one that guidance leads away
+    from, unless it is another network's (`guidance.in_one_batch`)."""
+    wanted, total = 1 + bool(settings.second_prompt), settings.guidance + settings.second_guidance
+    return wanted if total == 1 or settings.autoguidance else wanted + 1
+
+
 def _sampling_bytes(
     config: NetworkConfig, settings: SamplingSettings, tokenizer: VideoTokenizer, choices: Choices
 ) -> int:
@@ -178,11 +190,10 @@ def _sampling_bytes(
     shape = latent_size(settings, config, tokenizer)[1]
     videos = batch_size(choices.batch_size, config.num_tokens(*shape[1:]))
     videos = videos if choices.num_videos is None else min(videos, choices.num_videos)
-    halves = 1 if choices.sequential_guidance or settings.guidance == 1 else 2
     state = 8 * SAMPLER_STATES * prod(shape) * videos
     numbers = 0 if choices.slots is None else sum(map(prod, choices.slots.inputs.values()))
     sets = 2 if settings.adapter_interval else 1  # filled for the noise levels within, empty for the others
-    rows = videos * halves
+    rows = videos * (1 if choices.sequential_guidance else _rows(settings))
     activations = _ACTIVATIONS[type(config)](config, shape, rows, choices.dtype.itemsize)
     return activations + state + 4 * rows * sets * numbers
 

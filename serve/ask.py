@@ -64,8 +64,9 @@ def _run(argv: list[str]) -> int:
     for video, path in zip(videos, output_paths(options.output, videos), strict=True):
         with atomic_path(path) as temporary:
             temporary.write_bytes(video.data)
-        write_json(record_path(path), {"prompt": video.prompt, "seed": video.seed, **video.settings})
-        print(path)
+        scores = {} if video.scores is None else {"scores": video.scores}
+        write_json(record_path(path), {"prompt": video.prompt, "seed": video.seed, **video.settings, **scores})
+        print(path, *(f"{name}={score:g}" for name, score in (video.scores or {}).items()))
     return 0
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from megadit.infer.adapters import KEPT_BYTES, NO_ROOM
 from megadit.infer.checkpoints import open_bundle
 from megadit.infer.guardrail import find_guardrail
+from megadit.infer.judge import find_judge
 from megadit.infer.resolve import DefaultOptions, with_changed_defaults
 from megadit.infer.runtimes.load import TORCH, adapter_slots, check_runtime, open_exported, taken
 from megadit.infer.runtimes.torch import find_dtype
@@ -60,6 +61,7 @@ def build_repository(
     adapter_bytes: int = KEPT_BYTES,
     defaults: Sequence[str] = (),
     guardrail_dir: str | os.PathLike | None = None,
+    judge_dir: str | os.PathLike | None = None,
     signing: SigningOptions | None = None,
 ) -> Path:
     """Writes the repository, whole or not at all, and returns its path; one already there is replaced.
@@ -69,7 +71,8 @@ def build_repository(
     `with_networks` adds each exported network as a model of Triton's own backends. `adapters` is the folder of those
     that requests may name, which is read while requests are served and not copied; `adapter_bytes` of them stay in
     memory; `defaults` are changes of the bundle's, such as num_steps=20; `guardrail_dir` is the folder of a content
-    filter (`infer/guardrail.py`), which is run where it is, in Triton; `signing` names what videos are signed with, of
+    filter (`infer/guardrail.py`), and `judge_dir` that of a judge (`infer/judge.py`) for requests that ask to be
+    evaluated, which are run where they are, in Triton; `signing` names what videos are signed with, of
     which the repository holds the paths alone.
 
     Raises:
@@ -95,6 +98,8 @@ def build_repository(
     found = signing.found()  # of the environment, too: a container has another
     others |= {name: str(found.get(name, "")) for name in asdict(signing)}
     others["guardrail_dir"] = "" if guardrail_dir is None else str(find_guardrail(guardrail_dir).parent)
+    others["judge_dir"] = "" if judge_dir is None else str(find_judge(judge_dir).parent)
+    models = {name: replace(info, has_judge=judge_dir is not None) for name, info in models.items()}
     with atomic_directory(path) as temporary:
         for name, info in models.items():
             version = temporary / name / "1"
@@ -183,6 +188,9 @@ class RepositoryOptions:
     guardrail_dir: Path | None = setting(
         None, "folder of a content filter, which sees every prompt and video; run there, not copied", metavar="DIR"
     )
+    judge_dir: Path | None = setting(
+        None, "folder of a judge, which scores videos whose requests ask for it; run there, not copied", metavar="DIR"
+    )
     runtime: str = setting("torch", "torch; onnx or tensorrt for a bundle of `megadit export` (default: {default})")
     defaults: DefaultOptions = group(DefaultOptions)
     scheduling: Scheduling = group(Scheduling, "queue and devices")
@@ -215,6 +223,7 @@ def _run(argv: list[str]) -> None:
         adapter_bytes=options.adapter_bytes,
         defaults=options.defaults.default,
         guardrail_dir=options.guardrail_dir,
+        judge_dir=options.judge_dir,
         signing=options.signing,
     )
     print(

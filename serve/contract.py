@@ -72,6 +72,7 @@ class VideoRequest(_GivenSettings):
     num_videos: int | None = setting(None, "how many videos to make of the prompt (default: 1)")
     preview_every: int | None = None
     """A preview with the first step and every so many after it; None or 0 is never."""
+    evaluate: bool = setting(False, "a judge's scores beside each video, of a service that has one")
     adapters: tuple[str, ...] | None = setting(
         None,
         "an adapter of the service, and how much of it (default: 1); repeat for several",
@@ -183,7 +184,7 @@ def _keyframe_of(value: bytes) -> bytes:
     return b"%d:%b" % (number, plain_bytes(file))
 
 
-_DATA_TYPES = {str: "TYPE_STRING", int: "TYPE_INT32", float: "TYPE_FP32"}
+_DATA_TYPES = {str: "TYPE_STRING", int: "TYPE_INT32", float: "TYPE_FP32", bool: "TYPE_BOOL"}
 _ALIASES = {"unconditional_guidance_scale": "guidance", "inference_steps": "num_steps"}
 """The names under which NeMo's deployed pipelines took settings."""
 
@@ -317,6 +318,13 @@ class ServiceInfo:
     """Uses of given videos that the network was trained for; to some others it can be held while sampling."""
     adapters: AdapterInfo | None = None
     """None: it takes none."""
+    has_judge: bool = False
+    """Whether requests may ask to be evaluated."""
+
+    def check_evaluate(self, request: VideoRequest) -> None:
+        """Raises UserError for a request to be evaluated where there is no judge."""
+        if request.evaluate and not self.has_judge:
+            raise UserError("this service has no judge, and evaluates nothing: it was built without --judge_dir")
 
     def check_adapters(self, request: VideoRequest) -> dict[str, float]:
         """Name -> scale of the adapters of a request.
@@ -375,6 +383,8 @@ class VideoResult:
     """From the start of the work on the request, without its time in the queue."""
     batch_size: int
     """How many videos the network made at once; the others may be of other requests."""
+    scores: dict[str, float] | None = None
+    """A judge's; None where none was asked for, empty where the judge failed."""
 
     @property
     def suffix(self) -> str:

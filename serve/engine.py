@@ -18,6 +18,7 @@ from megadit.infer.given import Media, Target, check_given, strength_of, structu
 from megadit.infer.given_parts import decoded
 from megadit.infer.guardrail import Guardrail
 from megadit.infer.guardrail import HeldBackError as Refused
+from megadit.infer.judge import Judge
 from megadit.infer.media import decode as decode_here
 from megadit.infer.media import within_total
 from megadit.infer.pipeline import TextToVideo
@@ -112,12 +113,15 @@ class Engine:
         decode: Callable[[bytes], np.ndarray] | None = None,
         adapters: Path | None = None,
         guardrail: Guardrail | None = None,
+        judge: Judge | None = None,
         mark: Marker | None = None,
     ) -> None:
         """`batch_size`: videos made at once, at most (None: as many as the pipeline finds good); `decode` gives the
         frames (uint8 THWC) of a file that was sent (None: in this process); `adapters` is the folder of those that
         requests name (`named_adapters.py`); `guardrail` is a content filter, which here ends the requests alone that
-        it refuses (the pipeline's own would end a batch); `mark` signs what is sent."""
+        it refuses (the pipeline's own would end a batch); `judge` scores the videos of requests that ask for it;
+        `mark` signs what is sent."""
+        self.judge = judge
         self.mark = mark
         self.guardrail = guardrail
         self.adapters = adapters
@@ -178,6 +182,7 @@ class Engine:
             self.guardrail.admit([request.text, *filter(None, [settings.second_prompt])])
         latent_size(settings, self.pipeline.config, self.pipeline.tokenizer)
         request.check_given(self.pipeline.takes, self.info.limits)
+        self.info.check_evaluate(request)
         texts = [request.text, settings.negative_prompt, settings.second_prompt]
         self.info.limits.check_tokens(int(self.pipeline.text_encoder.encode(texts).length_B.max()))
         return settings
@@ -265,9 +270,16 @@ class Engine:
                 except Refused as error:
                     _fail(row.owner, error)
                     continue
-                row.owner.send(_result(row, video, seconds=clock.seconds(), batch_size=len(batch), mark=self.mark))
+                scores = self._scores(row, video)
+                result = _result(row, video, seconds=clock.seconds(), batch_size=len(batch), mark=self.mark)
+                row.owner.send(replace(result, scores=scores))
                 if all(other.is_done for other in rows if other.owner is row.owner):
                     row.owner.finish()
+
+    def _scores(self, row: _Row, video: GeneratedVideo) -> dict[str, float] | None:
+        if not row.owner.request.evaluate or self.judge is None:
+            return None
+        return self.judge.scores(video.video, row.owner.request.text)
 
 
 def most_videos_at_once(bundle: Bundle, runtime: str) -> int | None:

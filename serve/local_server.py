@@ -10,12 +10,12 @@ import secrets
 import shutil
 import socket
 import tempfile
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from megadit.models.bundle.bundle import is_bundle
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.ports import free_ports
 from megadit.serve.supervise import Ailment, OwnedProcess, answers, reachable
 from megadit.serve.triton_binary import TritonBinary, find_triton
 
@@ -55,11 +55,7 @@ class Ports:
     @classmethod
     def free(cls) -> "Ports":
         """Three ports that nobody listens on at this moment."""
-        with ExitStack() as stack:
-            sockets = [stack.enter_context(socket.socket()) for _ in range(3)]
-            for each in sockets:
-                each.bind(("127.0.0.1", 0))
-            http, grpc, metrics = (each.getsockname()[1] for each in sockets)
+        http, grpc, metrics = free_ports(3)
         return cls(http=http, grpc=grpc, metrics=metrics)
 
     def check_free(self, host: str) -> None:

@@ -10,7 +10,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.setting import check_settings, setting
 from megadit.serve.contract import DATA, EVENT, INPUTS, ServiceInfo
 
-PATHS = ("adapters", "guardrail_dir", "c2pa_certificate", "c2pa_key")
+PATHS = ("adapters", "guardrail_dir", "judge_dir", "c2pa_certificate", "c2pa_key")
 """Parameters that name files and folders outside of the repository, read at run time."""
 NO_OTHERS: Mapping[str, str] = MappingProxyType({})
 

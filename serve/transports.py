@@ -42,8 +42,9 @@ _KINDS = {
     "TYPE_FP32": "finite number",
     "TYPE_INT32": "whole number of 32 bits",
     "TYPE_INT64": "whole number of 64 bits",
+    "TYPE_BOOL": "true or false",
 }
-_NUMPY_TYPES = {"TYPE_INT32": np.int32, "TYPE_INT64": np.int64, "TYPE_FP32": np.float32}
+_NUMPY_TYPES = {"TYPE_INT32": np.int32, "TYPE_INT64": np.int64, "TYPE_FP32": np.float32, "TYPE_BOOL": np.bool_}
 
 
 class Transport(Protocol):
@@ -207,6 +208,8 @@ def _checked(name: str, value: Any) -> Any:
     kind = _INPUTS[name].data_type
     if kind == "TYPE_STRING":
         is_right = isinstance(value, str)
+    elif kind == "TYPE_BOOL":
+        is_right = isinstance(value, bool)
     elif kind == "TYPE_FP32":
         is_right = isinstance(value, (int, float)) and math.isfinite(value)
     else:

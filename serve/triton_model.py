@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import triton_python_backend_utils as pb_utils  # exists only inside Triton
 
+from megadit.infer.judge import Judge
 from megadit.infer.media import MediaReader
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.runtimes.ranked import Placement
@@ -67,6 +68,7 @@ class TritonPythonModel:
             decode=self._media.read,
             adapters=Path(parameters["adapters"]) if info.adapters else None,
             guardrail=guardrail,
+            judge=Judge.load(parameters["judge_dir"]) if info.has_judge else None,
             mark=load_marker(SigningOptions(**{name: parameters[name] for name in settings_of(SigningOptions)})),
         )
 

@@ -94,7 +94,12 @@ def _run(argv: list[str]) -> int:
 
 
 def _renew(triton: OwnedProcess, gateway: OwnedProcess, idle: str, stopping: threading.Event) -> None:
-    """Has Triton load its repository anew while it has no job."""
+    """Has Triton load its repository anew while it has no job.
+
+    One that is just starting is waited for: it has read some of the repository, and ended now it would count as one
+    that cannot start.
+    """
+    _wait_for(triton, stopping)
     tell_on_stderr("tritonserver is to start anew: the gateway begins no job, and waits for those that run")
     while not (answers(idle) or stopping.wait(_SECONDS_BETWEEN_LOOKS)):
         if gateway.is_ready():  # a gateway that has just been started knows of nothing
@@ -102,7 +107,11 @@ def _renew(triton: OwnedProcess, gateway: OwnedProcess, idle: str, stopping: thr
     if not stopping.is_set():
         triton.stop()
         gateway.signal(signal.SIGUSR2)  # begins jobs once Triton is there again
-    while not (triton.is_alive() and triton.is_ready() or stopping.wait(_SECONDS_BETWEEN_LOOKS)):
+    _wait_for(triton, stopping)
+
+
+def _wait_for(server: OwnedProcess, stopping: threading.Event) -> None:
+    while not (server.is_alive() and server.is_ready() or stopping.wait(_SECONDS_BETWEEN_LOOKS)):
         pass
 
 
@@ -175,7 +184,10 @@ def ask_to_renew(port: int) -> int:
     """
     with _note(port) as file:
         before = _read_note(file, port)
-        os.kill(before[0], signal.SIGUSR1)
+        try:
+            os.kill(before[0], signal.SIGUSR1)
+        except (ProcessLookupError, PermissionError):
+            raise UserError(f"the `serve up` at port {port} is not in this container, or not yours") from None
         while _read_note(file, port) == before:
             time.sleep(_SECONDS_BETWEEN_LOOKS)
     tell_on_stderr(f"the `serve up` at port {port} has loaded its repository anew")

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from megadit.models.shared.ports import free_ports
+
 TIMEOUT = 240
 RANK_SERVER = Path(__file__).with_name("rank_server.py")
 
@@ -136,7 +138,7 @@ def start_ranks(rank_servers) -> Iterator[Callable[..., Ranks]]:
     started: Ranks = []
 
     def start(count: int, *command: str | Path, environment: dict[str, str] | None = None) -> Ranks:
-        port = _free_port()
+        (port,) = free_ports(1)
         servers = [rank_servers(rank) if environment is None else None for rank in range(count)]
         ranks = [_start_rank(server, rank, count, port, command, environment) for rank, server in enumerate(servers)]
         started.extend(ranks)
@@ -147,12 +149,6 @@ def start_ranks(rank_servers) -> Iterator[Callable[..., Ranks]]:
         if process.poll() is None:
             process.kill()
             process.communicate()
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return free.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

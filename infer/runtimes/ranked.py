@@ -32,6 +32,7 @@ from megadit.models.adapter_config import AdapterConfig
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.conditioning import Conditioning
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.ports import free_ports
 
 START_SECONDS, CALL_SECONDS = 600.0, 600.0
 """What loading the network, and one call of it, may take before the ranks count as lost."""
@@ -119,7 +120,7 @@ class RankedDenoiser:
 
         def questions(group: _Group) -> list[Question | None]:
             of_shares = [question(places, number not in group.told) for places in shares]
-            group.told.add(number)
+            group.told = group.told & living | {number}
             return [asked for asked in of_shares for _ in range(self._placement.per_share)]
 
         answers = self._ask(questions)
@@ -136,8 +137,10 @@ class RankedDenoiser:
 
     def remove_adapter(self, name: str) -> None:
         """Takes an adapter away."""
-        self._ask_all("remove_adapter", name)
-        del self._adapters[name]  # afterwards: ranks that are started meanwhile are asked again, and must have it
+        try:
+            self._ask_all("remove_adapter", name)
+        finally:  # not before: ranks that are started meanwhile are asked again, and must have it
+            del self._adapters[name]
 
     def _ask_all(self, what: str, *arguments: Any) -> None:
         self._ask(lambda group: [(what, arguments)] * len(self._placement.devices))
@@ -197,15 +200,16 @@ class _Group:
         self._processes: list[subprocess.Popen] = []
         self._connections: list[Connection] = []
         self.end = weakref.finalize(self, _end, self._processes, self._connections)
-        ports = [_free_port() for _ in range(placement.num_shares)]
+        ports = free_ports(placement.num_shares)
         for number, device in enumerate(placement.devices):
             share, place = divmod(number, placement.per_share)
             self._start(_environment(placement, device, place, ports[share]))
 
     def _start(self, environment: Mapping[str, str]) -> None:
         ours, theirs = Pipe()
-        with socket.socket(fileno=os.dup(ours.fileno())) as sending:  # else to one that stands still for ever
-            sending.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", math.ceil(PATIENCE), 0))
+        with socket.socket(fileno=os.dup(ours.fileno())) as ends:  # else of one that stands still for ever
+            for limit in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                ends.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", math.ceil(PATIENCE), 0))
         self._connections.append(ours)
         with theirs:
             command = [sys.executable, "-m", "megadit.infer.runtimes.rank", str(theirs.fileno())]
@@ -275,7 +279,7 @@ class _Group:
         try:
             yield
         except BlockingIOError:
-            raise LostRankError(f"rank {rank} of {len(self._processes)} takes no message") from None
+            raise LostRankError(f"rank {rank} of {len(self._processes)} stands still within a message") from None
         except (EOFError, OSError):
             raise LostRankError(f"rank {rank} of {len(self._processes)} ended") from None
 
@@ -298,9 +302,3 @@ def _environment(placement: Placement, device: str, place: int, port: int) -> di
         threads = (os.cpu_count() or 1) // len(placement.devices)
         environment.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
     return environment
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]

@@ -75,7 +75,7 @@ class GatewayClient:
                 raise InvalidRequestError(
                     f"num_videos={request.num_videos}: a gateway makes one video for each request"
                 )
-            names = ("prompt", "seed", "preview_every", *SERVED)
+            names = ("prompt", "seed", "preview_every", "evaluate", *SERVED)
             body = {name: value for name in names if (value := getattr(request, name)) is not None}
             body |= {name: _in_json(name, value) for name, value in request.given().items() if value is not None}
             if scales := request.adapter_scales():
@@ -124,6 +124,7 @@ class GatewayClient:
             settings={name: value for name, value in video["settings"].items() if name in (*SERVED, "adapters")},
             seconds=time.monotonic() - began,
             batch_size=1,
+            scores=video["scores"],
         )
 
     def _told(self, video_id: str, cancelled: threading.Event) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -38,7 +38,7 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from megadit.models.shared.errors import UserError
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 _SECONDS_TO_WAIT_FOR_A_LOCK = 30
 _SECONDS_TO_STAND_STILL = 10.0
 """Of a gateway in the midst of a transaction, before the others go on without it."""
@@ -103,6 +103,7 @@ JOBS = Table(
     Column("media_type", String(64)),
     Column("num_bytes", BigInteger),
     Column("sha256", String(64)),
+    Column("scores", Text),
     Column("result_name", String(80)),
     Column("given_name", String(80)),
     Column("given_bytes", BigInteger),
@@ -158,12 +159,17 @@ def _keep_given(connection: Connection) -> None:
     connection.exec_driver_sql("CREATE INDEX given_to_jobs ON jobs (given_name, key_id, given_bytes)")
 
 
+def _keep_scores(connection: Connection) -> None:
+    connection.exec_driver_sql("ALTER TABLE jobs ADD COLUMN scores TEXT")
+
+
 MIGRATIONS: dict[int, Callable[[Connection], None]] = {
     2: _add_webhooks,
     3: _add_previews,
     4: _add_rates,
     5: _name_results,
     6: _keep_given,
+    7: _keep_scores,
 }
 """Version -> what turns the tables of the version before it into its own."""
 

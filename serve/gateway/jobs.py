@@ -42,6 +42,8 @@ class Job:
     media_type: str | None
     num_bytes: int | None
     sha256: str | None
+    scores: dict[str, float] | None
+    """Of a judge, where one was asked for."""
     result_name: str | None
     """Of the file of its video."""
     given_name: str | None
@@ -105,12 +107,16 @@ def failure(now: float, code: str, message: str) -> dict[str, Any]:
     }
 
 
+_IN_JSON = ("request", "scores")
+
+
 def job_of(row: Row, now: float) -> Job:
     """The job that a row of the table is; `now` is of the store's clock."""
-    plain = {name: getattr(row, name) for name in Job.__dataclass_fields__ if name in JOBS.c and name != "request"}
+    plain = {name: getattr(row, name) for name in Job.__dataclass_fields__ if name in JOBS.c and name not in _IN_JSON}
     return Job(
         **plain,
         request=VideoRequest(**json.loads(row.request, object_hook=_with_tuples)),
+        scores=None if row.scores is None else json.loads(row.scores),
         seconds_to_live=None if row.expires_tick is None else row.expires_tick - now,
     )
 

@@ -300,7 +300,8 @@ class Runner:
             return
         self._metrics.stages.labels("store", run.job.key_id).observe(time.monotonic() - began)
         seconds = self._settings.result_seconds
-        if self._persist(lambda: self._store.complete(run.job, result, seconds_to_live=seconds)):
+        told = {"seconds_to_live": seconds, "scores": video.scores}
+        if self._persist(lambda: self._store.complete(run.job, result, **told)):
             self._end(run, "completed")
         else:
             self._results.remove(result.name)  # deleted in the meantime, or another gateway's by now

@@ -66,6 +66,7 @@ class _VideoBody(BaseModel):
     preview_every: int = Field(
         0, ge=0, le=_INT32, description="A preview with the first step and every so many after it, among the events"
     )
+    evaluate: bool = Field(False, description="A judge's `scores` of the video, of a model that has one")
     priority: int = Field(2, ge=1, le=3, description="Among the videos of the same key: 1 is made first")
     adapters: Annotated[tuple[AdapterUse, ...], BeforeValidator(_of_form)] = Field(
         (), max_length=_MOST_ADAPTERS, description="To make it with; a form gives the same JSON as text"
@@ -80,7 +81,7 @@ class _VideoBody(BaseModel):
         Raises:
             InvalidRequestError: if the settings contradict each other.
         """
-        given = {name: getattr(self, name) for name in ("seed", "preview_every", *_SETTINGS, *_GIVEN)}
+        given = {name: getattr(self, name) for name in ("seed", "preview_every", "evaluate", *_SETTINGS, *_GIVEN)}
         if self.prompt is None and not self.instruction:
             raise InvalidRequestError("prompt: say what the video shows")
         given["prompt"] = self.prompt or ""
@@ -146,6 +147,7 @@ class Video(BaseModel):
     remixed_from_video_id: str | None = None
     media_type: str | None = None
     sha256: str | None = None
+    scores: dict[str, float] | None = Field(None, description="A judge's, where asked for; empty where it failed")
     step: int
     settings: dict[str, Any] = Field(description="Everything that decides the video")
 
@@ -168,6 +170,7 @@ class Video(BaseModel):
             remixed_from_video_id=job.remixed_from,
             media_type=job.media_type,
             sha256=job.sha256,
+            scores=job.scores,
             step=job.step,
             settings={name: getattr(request, name) for name in ("seed", *SERVED)}
             | {name: value for name, value in request.given().items() if value is not None}
@@ -236,6 +239,7 @@ def check(request: VideoRequest, info: ServiceInfo) -> None:
     """
     info.limits.check_texts(request)
     info.check_adapters(request)
+    info.check_evaluate(request)
     request.check_given(info.takes, info.limits)
     if request.sampler not in info.samplers:
         raise InvalidRequestError(f"sampler={request.sampler!r} is unknown; choose one of {', '.join(info.samplers)}")

@@ -5,7 +5,7 @@ A change of a running job names its owner and attempt: a gateway that was though
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, and_, delete, func, select, update
@@ -201,7 +201,9 @@ class JobStore:
         """False if the job is not ours to run any more. A preview stays until the next, or until the job stops."""
         return self._change(job, lambda now: {"step": step}, preview)
 
-    def complete(self, job: Job, result: Result, *, seconds_to_live: float) -> bool:
+    def complete(
+        self, job: Job, result: Result, *, seconds_to_live: float, scores: Mapping[str, float] | None = None
+    ) -> bool:
         """False if the job is not ours to run any more, and its result therefore nobody's."""
 
         def values(now: float) -> dict[str, Any]:
@@ -213,6 +215,7 @@ class JobStore:
                 "media_type": result.media_type,
                 "num_bytes": result.num_bytes,
                 "sha256": result.sha256,
+                "scores": None if scores is None else json.dumps(scores),
                 "completed_at": time.time(),
                 "ended_tick": now,
                 "expires_tick": now + seconds_to_live,

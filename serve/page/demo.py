@@ -128,6 +128,8 @@ class Take:
     seconds: float
     """That it took."""
     path: Path
+    scores: dict[str, float] | None
+    """A judge's, of a service that has one."""
     picture: Path
     """A small animation of it, for the gallery."""
     given: Path | None = None
@@ -163,7 +165,8 @@ class Studio:
     def request(self, *, seed: int | None, **settings) -> VideoRequest:
         """A request that leaves nothing out; `seed` None is a new one."""
         seed = random.randrange(2**31) if seed is None else seed
-        return VideoRequest(seed=seed, **settings).filled(self.info.defaults, self.info.eta_samplers)
+        asked = VideoRequest(seed=seed, evaluate=self.info.has_judge, **settings)
+        return asked.filled(self.info.defaults, self.info.eta_samplers)
 
     def estimate(self, request: VideoRequest) -> float:
         """Seconds that a request is going to take, from those before it."""
@@ -232,6 +235,7 @@ class Studio:
             given=given if media else None,
             media_type=result.media_type,
             seconds=result.seconds,
+            scores=result.scores,
             path=folder / f"seed{result.seed}{result.suffix}",
             picture=folder / "picture.webp",
         )

@@ -277,7 +277,7 @@ class _VideoTab:
     def _finished(self, take: Take, note: str = "") -> dict:
         return {
             self.stage: _finished_stage(take),
-            self.facts: view.facts(take.again(), take.seconds, note),
+            self.facts: view.facts(take.again(), take.seconds, note, take.scores),
             self.again: gr.Button(interactive=True),
             self.download: gr.DownloadButton(value=str(take.path), interactive=True),
             self.seed.number: take.request.seed,
@@ -333,7 +333,7 @@ class _CompareTab:
                 yield {self.stages[side]: view.progress_stage(_size(first), event)}
             else:
                 take = self.studio.keep(requests[side], event)
-                facts = view.facts(take.request, take.seconds)
+                facts = view.facts(take.request, take.seconds, scores=take.scores)
                 yield {self.stages[side]: _finished_stage(take), self.facts[side]: facts}
         yield {self.make: gr.Button(interactive=True)}
 

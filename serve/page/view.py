@@ -1,7 +1,7 @@
 """What the demo page looks like: its style, and the HTML of the stage on which a video appears."""
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -140,8 +140,13 @@ def finished_stage(preset: Preset, url: str, media_type: str) -> str:
     return _stage(preset, f'<img class="final" src="{escape(url)}" alt="the image">')
 
 
-def facts(request: VideoRequest, seconds: float | None = None, note: str = "") -> str:
-    """A prompt and its settings, as small labels."""
+def facts(
+    request: VideoRequest,
+    seconds: float | None = None,
+    note: str = "",
+    scores: Mapping[str, float] | None = None,
+) -> str:
+    """A prompt, its settings and a judge's scores, as small labels."""
     shown: Sequence[str] = [
         f"seed {request.seed}",
         f"{request.num_steps} steps",
@@ -153,6 +158,7 @@ def facts(request: VideoRequest, seconds: float | None = None, note: str = "") -
         *(f"adapter {text}" for text in request.adapters or () if text),
         *([f"without: {request.negative_prompt}"] if request.negative_prompt else []),
         *([f"made in {seconds:.1f} s"] if seconds is not None else []),
+        *(f"{name} {score:.4g}" for name, score in (scores or {}).items()),
         *([note] if note else []),
     ]
     labels = "".join(f"<span>{escape(text)}</span>" for text in shown)

@@ -13,6 +13,7 @@ from megadit.infer import adapters as shelf
 from megadit.infer.generate import main
 from megadit.infer.inspect.info import describe
 from megadit.infer.pipeline import TextToVideo
+from megadit.infer.runtimes.torch import AdaptableDenoiser
 from megadit.models.adapters import adapter_names
 from megadit.models.bundle.bundle import Bundle, write_bundle
 from megadit.models.bundle.tensor_source import from_state_dict
@@ -172,6 +173,25 @@ def test_one_that_is_used_is_not_dropped(bundle_dir, one, two, monkeypatch):
     assert adapter_names(dit) == []
     expected = latents(pipeline, adapters={one: 1.0}, batch_size=1)
     assert torch.equal(torch.stack([each.latents_CTHW for each in rest]), expected)
+
+
+def test_one_is_dropped_after_another_could_not_be(bundle_dir, one, two, monkeypatch):
+    pipeline = TextToVideo.from_pretrained(bundle_dir, device="cpu")
+    with pipeline._adapters.held([one]) as names:
+        stuck = names[one]
+
+    def remove(denoiser, name):
+        if name == stuck:
+            raise RuntimeError("it stays")
+        remove_adapter(denoiser, name)
+
+    remove_adapter = AdaptableDenoiser.remove_adapter
+    monkeypatch.setattr(AdaptableDenoiser, "remove_adapter", remove)
+    monkeypatch.setattr(shelf, "KEPT", 0)
+    with pytest.raises(RuntimeError, match="it stays"), pipeline._adapters.held([two]):
+        pass
+    with pipeline._adapters.held([]):
+        assert list(adapter_names(pipeline.denoiser._denoiser.dit)) == [stuck]
 
 
 def test_a_changed_file_is_read_again(bundle_dir, tmp_path):

@@ -84,7 +84,15 @@ def test_activations_are_planned(name):
     assert 0.5 * planned < live.most <= planned, (live.most / 1e6, planned / 1e6)
 
 
-@pytest.mark.parametrize(("changes", "sets"), [({}, 2), ({"guidance": 1.0}, 1), ({"adapter_interval": (0.3, 80.0)}, 4)])
+@pytest.mark.parametrize(
+    ("changes", "sets"),
+    [
+        ({}, 2),
+        ({"guidance": 1.0}, 1),
+        ({"adapter_interval": (0.3, 80.0)}, 4),
+        ({"second_prompt": "rain", "second_guidance": 2.0}, 3),
+    ],
+)
 def test_room_for_adapters_is_planned(changes, sets):
     """As the inputs of a graph take it: for both halves of guidance, full and empty ones of an interval."""
     slots = AdapterSlots(config=CONFIGS["dit"], rank=4)
@@ -93,6 +101,15 @@ def test_room_for_adapters_is_planned(changes, sets):
     with_slots, without = (plan_memory(*asked, replace(choices, slots=each)).sampling for each in (slots, None))
     taken = sum(value.nbytes for value in slots.filled(1, []).values())
     assert with_slots - without == sets * taken > 0
+
+
+def test_the_weaker_network_of_autoguidance_is_planned(bundle_dir):
+    """Beside the other, of which it takes a call of its own."""
+    bundle, config = Bundle.open(bundle_dir), CONFIGS["dit"]
+    asked = (stand_in(config), None, replace(BF16, batch_size=1))
+    guided = replace(settings(9, 64, 64), autoguidance=str(bundle_dir))
+    with_it, without = (plan_memory(bundle, each, *asked) for each in (guided, replace(guided, autoguidance="")))
+    assert with_it.network == 2 * without.network and with_it.sampling < without.sampling
 
 
 def test_14b_fits_24_gib_with_blocks_that_come_for_their_turn():

@@ -14,7 +14,8 @@ import torch
 
 from megadit.infer.given import GivenVideo
 from megadit.infer.pipeline import TextToVideo
-from megadit.infer.runtimes.ranked import Placement
+from megadit.infer.runtimes import ranked as ranked_module
+from megadit.infer.runtimes.ranked import LostRankError, Placement, RankedDenoiser
 from megadit.models.adapter_config import AdapterConfig
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.conditioning import Conditioning, Given
@@ -95,6 +96,21 @@ def test_an_adapter_is_taken_away_from_ranks_that_were_lost(ranked, bundle_dir, 
     assert difference(ranked(PROMPTS[:1]), pipeline(PROMPTS[:1])) <= 1
 
 
+def test_an_adapter_is_forgotten_though_ranks_cannot_be_asked(ranked, bundle_dir, pipeline, tmp_path, monkeypatch):
+    def refuse(_):
+        raise UserError("no room for them")
+
+    adapter = read_adapter_of(make_adapter(tmp_path / "one", bundle_dir, 1), Bundle.open(bundle_dir))
+    ranked.denoiser.load_adapter("one", *adapter.to_state())
+    os.kill(max(children()), signal.SIGKILL)
+    with monkeypatch.context() as without, pytest.raises(LostRankError, match="no room for them"):
+        without.setattr(RankedDenoiser, "_started", refuse)
+        ranked.denoiser.remove_adapter("one")
+    ranked.denoiser.load_adapter("one", *adapter.to_state())
+    ranked.denoiser.remove_adapter("one")
+    assert difference(ranked(PROMPTS[:1]), pipeline(PROMPTS[:1])) <= 1
+
+
 def test_a_rank_that_stands_still_is_lost_and_one_that_was_slow_is_not(ranked, pipeline, monkeypatch, capfd):
     monkeypatch.setattr("megadit.infer.runtimes.ranked.PATIENCE", 2.0)
     expected = pipeline(PROMPTS)
@@ -118,7 +134,28 @@ def test_a_rank_that_stands_still_takes_no_large_message_for_ever(bundle_dir, pi
     os.kill(stopped, signal.SIGSTOP)
     large = {"num_frames": 17, "height": 64, "width": 96, "num_steps": 1}
     assert difference(ranked(PROMPTS, **large), pipeline(PROMPTS, **large)) <= 1
-    assert "rank 1 of 2 takes no message; starting the ranks again" in capfd.readouterr().err
+    assert "rank 1 of 2 stands still within a message; starting the ranks again" in capfd.readouterr().err
+
+
+def test_a_rank_that_stands_still_in_its_answer_is_lost(bundle_dir, pipeline, monkeypatch, capfd):
+    """An answer larger than what a socket holds: a part of it has come."""
+    monkeypatch.setattr("megadit.infer.runtimes.ranked.PATIENCE", 4.0)
+    others = children().keys()
+    ranked = TextToVideo.from_pretrained(bundle_dir, device="cpu", ranks=Placement(devices=("cpu",)))
+    large = {"num_frames": 17, "height": 64, "width": 96, "num_steps": 1}
+    expected, (rank,), wait = pipeline(PROMPTS[:1], **large), children().keys() - others, ranked_module.wait
+
+    def wait_until_it_stands_still(connections, seconds):
+        answering = wait(connections, seconds)
+        if answering and rank in children():
+            time.sleep(0.5)
+            os.kill(rank, signal.SIGSTOP)
+        return answering
+
+    monkeypatch.setattr(ranked_module, "wait", wait_until_it_stands_still)
+    assert difference(ranked(PROMPTS[:1], **large), expected) <= 1
+    assert rank not in children()
+    assert "rank 0 of 1 stands still within a message; starting the ranks again" in capfd.readouterr().err
 
 
 def test_rows_of_conditions_put_together_are_the_whole():

@@ -24,7 +24,8 @@ def test_every_field_of_a_request_is_an_input_and_the_reverse():
 
 def test_request_survives_its_inputs():
     request = VideoRequest(prompt="a", seed=3, guidance=1.5, sampler="heun")
-    assert request.to_inputs() == {"prompt": "a", "seed": 3, "guidance": 1.5, "sampler": "heun"}
+    inputs = {"prompt": "a", "seed": 3, "guidance": 1.5, "sampler": "heun"}
+    assert request.to_inputs() == inputs | {"evaluate": False}
     assert VideoRequest.from_inputs(request.to_inputs()) == request
 
 

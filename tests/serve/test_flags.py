@@ -55,6 +55,7 @@ REPOSITORY = (
     *(("--max_media_frames", "5"), ("--max_media_seconds", "4")),
     *(("--max_adapters", "3"), ("--max_adapter_bytes", "2"), ("--adapters", "."), ("--adapter_bytes", "1")),
     ("--guardrail_dir", "guard"),
+    ("--judge_dir", "judge"),
 )
 
 
@@ -62,6 +63,8 @@ def test_every_option_changes_the_repository(bundle_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "guard").mkdir()
     (tmp_path / "guard" / "guardrail.py").touch()
+    (tmp_path / "judge").mkdir()
+    (tmp_path / "judge" / "judge.py").touch()
 
     def seen(*more):
         out = tmp_path / "repository"
@@ -198,7 +201,7 @@ REQUEST = (
     *(("--strength", "0.5"), ("--continue_video", "a.png"), ("--lead_to_video", "a.png"), ("--keep_frames", "2")),
     *(("--image", "a.png"), ("--first_frame", "a.png"), ("--conditioned_image_or_video_path", "a.png")),
     *(("--last_image", "a.png"), ("--last_frame", "a.png"), ("--keyframe", "3:a.png"), ("--video", "a.png")),
-    *(("--mask", "a.png"), ("--instruction", "make it red"), ("--adapter", "zog:0.8")),
+    *(("--mask", "a.png"), ("--instruction", "make it red"), ("--adapter", "zog:0.8"), ("--evaluate",)),
 )
 ASKED = (("--url", "grpc://elsewhere:1"), ("--model", "text_to_image"), ("--timeout", "9"), ("--priority", "1"))
 

@@ -3,14 +3,17 @@
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 
 import pytest
 
 from megadit.models.shared.errors import UserError
 from megadit.serve.supervise import OwnedProcess, answers, keep_running
-from megadit.serve.up import noted, supervise
+from megadit.serve.up import _renew, ask_to_renew, noted, supervise
 
 
 class FakeServer:
@@ -97,6 +100,34 @@ def test_a_server_that_starts_when_it_is_told_to_stop_is_stopped(signals):
     assert not sleeper.is_alive()
 
 
+def test_a_server_that_just_starts_is_renewed_once_it_is_ready(signals):
+    """Asked for as soon as it can be: a first start that is ended would end the service."""
+    starts, looks = count(), count()
+
+    def prepare():
+        if next(starts) == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    def renew(stopping):
+        _renew(sleeper, sleeper, f"http://127.0.0.1:{idle.server_port}/health/idle", stopping)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    class Idle(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+
+    sleeper = OwnedProcess(
+        command=["sleep", "600"], name="sleeper", addresses="nowhere", is_ready=lambda: next(looks) > 30,
+        ailment=lambda: None, start_seconds=60, stop_seconds=60, prepare=prepare,
+    )  # fmt: skip
+    with ThreadingHTTPServer(("127.0.0.1", 0), Idle) as idle:
+        threading.Thread(target=idle.serve_forever, daemon=True).start()
+        assert supervise([sleeper], renew) == 0
+        idle.shutdown()
+    assert next(starts) == 2
+
+
 def test_all_ends_where_one_cannot_be_kept(signals):
     server = FakeServer(ZeroDivisionError("a fault of ours"))
     server.stop = lambda: None
@@ -132,3 +163,13 @@ def test_the_second_at_a_port_leaves_the_note_of_the_first(tmp_path, monkeypatch
         second()
     assert (tmp_path / "megadit" / "up-8080").read_text().split() == [str(os.getpid()), "1"]
     assert capsys.readouterr().err.count("will not find") == 1
+
+
+def test_a_service_of_another_container_is_not_signalled(tmp_path, monkeypatch):
+    """Where both have the folder: a process of that number is another here, or none."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    with noted(8080), pytest.raises(UserError, match="at port 8080 is not in this container"):
+        (tmp_path / "megadit" / "up-8080").write_text(f"{ended.pid} 0\n")
+        ask_to_renew(8080)

@@ -156,6 +156,17 @@ def captions(attributes: Attributes, split: Split) -> tuple[str, ...]:
     return tuple(caption for caption in worded if _is_heldout(caption) == (split == "heldout"))
 
 
+def attributes_in(prompt: str) -> Attributes | None:
+    """What a prompt asks for, by its words; None where it names no digit or no colour."""
+    words = re.findall(r"[a-z]+|[0-9]+", prompt.lower())
+    digit = next((number for number, name in enumerate(DIGITS) if {name, str(number)} & set(words)), None)
+    colour = next((colour for colour in COLOURS if colour in words), None)
+    direction = next((way for way, wordings in WAYS.items() if {each.split()[-1] for each in wordings} & set(words)), None)
+    if digit is None or colour is None:
+        return None
+    return Attributes(digit=digit, colour=colour, direction=direction)
+
+
 def _tidy(caption: str) -> str:
     return re.sub(r"\ba (?=eight|8)", "an ", " ".join(caption.split()))
 

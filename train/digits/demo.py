@@ -109,6 +109,7 @@ def _score(demo: Demo) -> None:
     tokenizer = load_tokenizer(demo.dataset / "tokenizer")
     round_trip = judge.round_trip(tokenizer)
     reader = judge.load_or_train_reader(demo.out / "judge.safetensors", round_trip, tokenizer.fingerprint())
+    (demo.out / "judge.py").write_text(score.SERVED_JUDGE)
     seen, unseen = demo.attributes
     clips = read_clips(demo.generated)
     result = score.score(reader, clips[: len(seen)], seen)
@@ -126,8 +127,7 @@ def _evaluate(demo: Demo) -> None:
 
 def _draw_figures(demo: Demo) -> None:
     clips, attributes, captions = _showcase(demo)
-    reader = judge.DigitReader().eval()
-    reader.load_state_dict(load_file(demo.out / "judge.safetensors"))
+    reader = judge.load_reader(demo.out / "judge.safetensors")
     verdicts = score.frames_and_clips_right(judge.judge(reader, clips), attributes)
     unseen = {a.combination for a in demo.attributes[1]}
     rows = [

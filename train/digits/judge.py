@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megadit.infer.evaluate.extractors.digits import CROP_SIZE, DigitReader, centred_crops, centres_of_mass, strokes
@@ -132,18 +132,23 @@ def round_trip(tokenizer: VideoTokenizer) -> Callable[[Tensor], Tensor]:
 
 def load_or_train_reader(path: Path, round_trip: Callable[[Tensor], Tensor], fingerprint: str) -> DigitReader:
     """The judge's network, kept in a safetensors file; trained anew if it was trained on another tokenizer's clips."""
-    reader = DigitReader().eval().requires_grad_(False)
     recipe = f"{fingerprint} clips={NUM_TRAINING_CLIPS} steps={NUM_TRAINING_STEPS} crop={CROP_SIZE}"
     if path.exists():
         with safe_open(path, framework="pt") as stored:
             about = stored.metadata() or {}
-            if about.get("recipe") == recipe and KIND in about:
-                reader.load_state_dict({name: stored.get_tensor(name) for name in stored.keys()})
-                return reader
+        if about.get("recipe") == recipe and KIND in about:
+            return load_reader(path)
     reader = train_reader(round_trip)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as temporary:
         save_file(reader.state_dict(), temporary, metadata={"recipe": recipe, KIND: "digits"})
+    return reader
+
+
+def load_reader(path: Path) -> DigitReader:
+    """The judge's network in a safetensors file."""
+    reader = DigitReader().eval().requires_grad_(False)
+    reader.load_state_dict(load_file(path))
     return reader
 
 

@@ -3,9 +3,11 @@
 Shapes: B clips, C colour channels, T/H/W frames, height, width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,13 +16,14 @@ from megadit.train.digits.data import (
     DIRECTIONS,
     SPEEDS,
     Attributes,
+    attributes_in,
     draw_clips,
     random_captions,
     seen_combinations,
     unseen_combinations,
     with_speed,
 )
-from megadit.train.digits.judge import DigitReader, Verdicts, judge
+from megadit.train.digits.judge import NONE, DigitReader, Verdicts, judge, load_reader
 
 CAPTIONS_PER_UNSEEN = 2
 """Captions of each unseen combination and speed; one of each seen combination and speed."""
@@ -46,12 +49,12 @@ def real_clips(attributes: Sequence[Attributes], seed: int = 0) -> Tensor:
 def frames_and_clips_right(verdicts: Verdicts, attributes: Sequence[Attributes]) -> dict[str, Tensor]:
     """What is right: `digit` and `colour` bool [B, T] for each frame, `direction` and `all` bool [B] for each clip.
 
-    `all`: digit and colour in more than half of the frames, and the direction.
+    `all`: digit and colour in more than half of the frames, and the direction. Without one, a clip is to go nowhere.
     """
     colours, directions = list(COLOURS), list(DIRECTIONS)
     wanted_digit_B = torch.tensor([a.digit for a in attributes])
     wanted_colour_B = torch.tensor([colours.index(a.colour) for a in attributes])
-    wanted_direction_B = torch.tensor([directions.index(a.direction) for a in attributes])
+    wanted_direction_B = torch.tensor([directions.index(a.direction) if a.direction else NONE for a in attributes])
     digit_BT = verdicts.digit_BT == wanted_digit_B[:, None]
     colour_BT = verdicts.colour_BT == wanted_colour_B[:, None]
     direction_B = verdicts.direction_B == wanted_direction_B
@@ -86,3 +89,31 @@ def score(reader: DigitReader, video_BCTHW: Tensor, attributes: Sequence[Attribu
         **{name: round(share.float().mean().item(), 4) for name, share in shares.items()},
         "num_clips": len(attributes),
     }
+
+
+SERVED_JUDGE = '''"""What a service asks of this demo's judge: megadit serve build-repository BUNDLE OUT --judge_dir THIS_FOLDER"""
+
+from pathlib import Path
+
+from megadit.train.digits.score import judge_of_prompts
+
+judge = judge_of_prompts(Path(__file__).with_name("judge.safetensors"))
+'''
+"""The program that `infer/judge.py` runs."""
+
+
+def judge_of_prompts(path: Path) -> Callable[[np.ndarray, str], dict[str, float]]:
+    """The judge of a service, by the network in a file: of a video (uint8 THWC) the shares, 0..1, of frames whose digit
+    and colour are those of its prompt, and whether its direction, and all three, are right; nothing of other prompts.
+    """
+    reader = load_reader(path)
+
+    def scores(video_THWC: np.ndarray, prompt: str) -> dict[str, float]:
+        wanted = attributes_in(prompt)
+        if wanted is None:
+            return {}
+        video_1CTHW = torch.from_numpy(video_THWC).permute(3, 0, 1, 2)[None].float() / 127.5 - 1
+        right = frames_and_clips_right(judge(reader, video_1CTHW), [wanted])
+        return {name: share.float().mean().item() for name, share in right.items()}
+
+    return scores

@@ -122,3 +122,11 @@ def test_the_seed_decides():
     (first, said_first), (again, said_again), (other, said_other) = draw(1), draw(1), draw(2)
     assert torch.equal(first, again) and said_first == said_again
     assert not torch.equal(first, other) and said_first != said_other
+
+
+def test_captions_are_read_back():
+    everything = [*digits.seen_combinations(), *digits.unseen_combinations(), Attributes(digit=8, colour="white")]
+    for attributes in everything:
+        for caption in (*digits.captions(attributes, "train"), *digits.captions(attributes, "heldout")):
+            assert digits.attributes_in(caption) == attributes, caption
+    assert digits.attributes_in("a red dog moving left") is None and digits.attributes_in("the number seven") is None

@@ -1,0 +1,66 @@
+"""A hook for a judge of videos: `build-repository --judge_dir DIRECTORY`, for requests that ask to be evaluated.
+
+The directory holds `judge.py`, the user's own program, which is run as such, with what it needs beside it. It defines:
+
+    def judge(video: numpy.ndarray, prompt: str) -> dict[str, float]:
+        "Scores of a video (uint8 THWC) that was made of this prompt, by their names."
+
+One that fails costs nobody a video: it has no scores then.
+"""
+
+import math
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megadit.infer.user_program import find_program, run_program
+from megadit.models.shared.errors import UserError
+
+FILE = "judge.py"
+MOST_SCORES = 64
+"""Of a video: they are kept with its job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    judge: Callable[[np.ndarray, str], Mapping[str, float]]
+
+    @classmethod
+    def load(cls, directory: str | Path) -> "Judge":
+        """Runs the directory's judge.py.
+
+        Raises:
+            UserError: if there is none, it fails, or defines no judge.
+        """
+        path = find_judge(directory)
+        judge = getattr(run_program(path), "judge", None)
+        if not callable(judge):
+            raise UserError(f"{path} defines no judge")
+        return cls(judge)
+
+    def scores(self, video_THWC: np.ndarray, prompt: str) -> dict[str, float]:
+        """What the judge says of a video, uint8; nothing where it fails, which is told on stderr."""
+        try:
+            return _checked(self.judge(video_THWC.copy(), prompt))
+        except Exception as error:  # a program of the user's may fail in any way
+            traceback.print_exception(error)
+            return {}
+
+
+def _checked(scores: Mapping[str, float]) -> dict[str, float]:
+    plain = {str(name)[:100]: float(score) for name, score in scores.items()}
+    if len(plain) > MOST_SCORES or not all(map(math.isfinite, plain.values())):
+        raise ValueError(f"a judge gives up to {MOST_SCORES} finite numbers; this one gave {plain!r:.200}")
+    return plain
+
+
+def find_judge(directory: str | Path) -> Path:
+    """The program in a directory, absolute.
+
+    Raises:
+        UserError: if there is none.
+    """
+    return find_program(directory, FILE, option="--judge_dir", defines="judge")

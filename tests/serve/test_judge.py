@@ -1,0 +1,70 @@
+"""`evaluate`: a judge's scores beside each video whose request asks for them, before Triton."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megadit.infer.judge import Judge
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.shared.errors import UserError
+from megadit.serve.build_repository import build_repository, service_info
+from megadit.serve.contract import InvalidRequestError, VideoRequest
+from megadit.serve.engine import Engine
+
+from .test_engine import Asker, run
+
+ASKED = VideoRequest(prompt="a red seven moving left", seed=1, evaluate=True)
+PROGRAM = """
+def judge(video, prompt):
+    if "throw" in prompt:
+        raise KeyError("secret")
+    scores = {"mean": video.mean(), "words": len(prompt.split())}
+    video[:] = 0
+    return scores | ({"nan": float("nan")} if "nan" in prompt else {})
+"""
+
+
+def judge_in(folder: Path, program: str) -> Path:
+    folder.mkdir()
+    (folder / "judge.py").write_text(program)
+    return folder
+
+
+@pytest.fixture
+def judged(pipeline, bundle_dir, tmp_path):
+    bundle = Bundle.open(bundle_dir)
+    info = replace(service_info(bundle, bundle.defaults, None), has_judge=True)
+    return Engine(pipeline, info, judge=Judge.load(judge_in(tmp_path / "judge", PROGRAM)))
+
+
+def test_scores_are_given_to_who_asks_and_a_judge_that_fails_costs_no_video(judged, pipeline):
+    askers = [Asker(replace(ASKED, prompt=text)) for text in ("a red three", "please throw", "nan")]
+    unasked = Asker(replace(ASKED, prompt="a red three", evaluate=False))
+    run(judged, *askers, unasked)
+    assert [asker.endings for asker in (*askers, unasked)] == [[None]] * 4
+    expected = pipeline(["a red three"], seeds=1)[0].video.mean()
+    assert askers[0].videos[0].scores == {"mean": pytest.approx(expected, abs=0.1), "words": 3.0}
+    assert [asker.videos[0].scores for asker in askers[1:]] == [{}, {}] and unasked.videos[0].scores is None
+    assert askers[0].videos[0].data == unasked.videos[0].data, "what a judge does to the frames stays with it"
+
+
+def test_a_service_without_a_judge_refuses(pipeline, bundle_dir):
+    bundle = Bundle.open(bundle_dir)
+    run(Engine(pipeline, service_info(bundle, bundle.defaults, None)), asker := Asker(ASKED))
+    assert isinstance(asker.endings[0], InvalidRequestError) and "has no judge" in str(asker.endings[0])
+    assert not asker.events, "before any work"
+
+
+@pytest.mark.parametrize(
+    ("program", "message"), [("x = 1", "defines no judge"), ("1 / 0", "judge.py fails: ZeroDivisionError")]
+)
+def test_programs_that_are_no_judge(program, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        Judge.load(judge_in(tmp_path / "judge", program))
+
+
+def test_a_folder_without_a_judge_is_told_before_anything_is_written(bundle_dir, tmp_path):
+    with pytest.raises(UserError, match="there is no judge.py"):
+        build_repository(bundle_dir, tmp_path / "models", judge_dir=tmp_path)
+    assert not (tmp_path / "models").exists()
