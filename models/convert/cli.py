@@ -275,17 +275,17 @@ def _export(source: Path, out: Path, form: str) -> None:
         raise UserError(f"--to {form} takes a bundle, which {source} is not")
     bundle = Bundle.open(source)
     networks = {part: open_safetensors(source / part / parts.TENSOR_FILE) for part in bundle.networks}
+    text_encoder = bundle.load_text_encoder()
+    projection = getattr(text_encoder, "projection", {})
     with atomic_directory(_free(out)) as directory:
         if form == "transformers":
-            labels = bundle.load_text_encoder()
-            names = labels.names if isinstance(labels, ClassLabels) else ()
+            names = text_encoder.names if isinstance(text_encoder, ClassLabels) else ()
             write_transformers(directory, bundle.config, networks["transformer"], names)
         elif form == "original":
             check_single(bundle)
-            write_original(directory, bundle.config, networks["transformer"])
+            write_original(directory, bundle.config, networks["transformer"], projection)
         else:
             tokenizer = bundle.load_tokenizer()
-            projection = getattr(bundle.load_text_encoder(), "projection", {})
             side = bundle.defaults.height // tokenizer.spatial_compression
             for part, tensors in networks.items():
                 folder = directory / diffusers_folder(bundle.config, part)

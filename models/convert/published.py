@@ -97,11 +97,12 @@ def _cosmos_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> DiTConfig:
 
 
 def _cosmos2_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> DiTConfig:
-    """Predict2 text-to-image and video-to-world, 2B and 14B."""
+    """Predict2 text-to-image and video-to-world, and Predict2.5, 2B and 14B."""
     width, block = shapes["t_embedding_norm.weight"][0], "blocks.0"
     head_dim, rows = shapes[f"{block}.self_attn.q_norm.weight"][0], shapes["final_layer.linear.weight"][0]
     channels = shapes["x_embedder.proj.1.weight"][1] // 4 - 1
-    of_videos = (20 / 24, 2.0, 2.0) if width == 5120 else (1.0, 3.0, 3.0)
+    reads_states = cosmos.TEXT_PROJECTION["weight"] in shapes
+    of_videos = (20 / 24, 2.0, 2.0) if width == 5120 and not reads_states else (1.0, 3.0, 3.0)
     return cosmos.config_from_diffusers(
         {
             "in_channels": channels,
@@ -117,6 +118,7 @@ def _cosmos2_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> DiTConfig:
             "rope_scale": of_videos if channels > rows // 4 else (1.0, 4.0, 4.0),
             "concat_padding_mask": True,
             "extra_pos_embed_type": None,
+            "use_crossattn_projection": reads_states,
         }
     )
 
@@ -130,11 +132,11 @@ FORMS = (
         lambda config: cosmos.IGNORED,
     ),
     _Form(
-        "Cosmos-Predict2 (model.pt)",
+        "Cosmos-Predict2 or 2.5 (model.pt)",
         "blocks.0.adaln_modulation_self_attn.1.weight",
         _cosmos2_from_shapes,
         cosmos.released_entries,
-        lambda config: cosmos.IGNORED,
+        lambda config: f"{cosmos.IGNORED}|{cosmos.PROJECTION}",
     ),
     _Form(
         "Wan (as released)",
@@ -173,7 +175,7 @@ DIFFUSERS = {known.DIFFUSERS_CLASS: known for known in (cosmos, class_dit, wan, 
 """Class -> the module that knows its settings and tensors."""
 BESIDE = {stable_diffusion.DIFFUSERS_CLASS: stable_diffusion.read_pipeline}
 """Class -> what reads settings of it that stand in other folders of its pipeline."""
-IGNORED = {wan.DIFFUSERS_CLASS: wan.IGNORED, cosmos.DIFFUSERS_CLASS: r"^crossattn_proj\."}
+IGNORED = {wan.DIFFUSERS_CLASS: wan.IGNORED, cosmos.DIFFUSERS_CLASS: cosmos.PROJECTION}
 """Class -> a pattern of tensors in its files that are no part of our network."""
 _OF_FAMILY = {"cosmos": cosmos, "dit": class_dit, "wan": wan, "stable_diffusion": stable_diffusion}
 _FOLDERS = {"stable_diffusion": stable_diffusion.FOLDER}
@@ -254,7 +256,7 @@ def _from_diffusers(path: Path) -> Published:
         config=config,
         tensors=to_ours(source, known.diffusers_entries(config), config, ignored=IGNORED.get(name, "$^")),
         sample_size=values.get("sample_size"),
-        text_projection=_text_projection(values, source),
+        text_projection=_text_projection(config, source),
     )
 
 
@@ -279,8 +281,8 @@ def _from_transformers(path: Path) -> Published:
     )
 
 
-def _text_projection(values: Mapping[str, Any], source: TensorSource) -> dict[str, Tensor]:
-    if not values.get("use_crossattn_projection"):
+def _text_projection(config: NetworkConfig, source: TensorSource) -> dict[str, Tensor]:
+    if getattr(config, "compat", None) != "predict2_5":
         return {}
     if missing := [name for name in cosmos.TEXT_PROJECTION.values() if name not in source.stored]:
         raise UserError(f"{source.label} has no tensor {missing[0]}, which use_crossattn_projection asks for")
@@ -309,6 +311,7 @@ def _from_tensors(source: TensorSource) -> Published:
             return Published(
                 config=config,
                 tensors=to_ours(source, form.entries(config), config, ignored=form.ignored(config)),
+                text_projection=_text_projection(config, source),
             )
     known = ", ".join(form.name for form in FORMS)
     some = ", ".join(list(source.stored)[:3])
@@ -355,6 +358,7 @@ def original_entries(config: NetworkConfig) -> list[Entry] | None:
     """How their first publication held the tensors of a network; None where there was none."""
     entries_of = {
         ("cosmos", None): cosmos.released_entries,
+        ("cosmos", "predict2_5"): cosmos.released_entries,
         ("dit", None): class_dit.original_entries,
         ("wan", None): wan.released_entries,
         ("nemo", None): nemo.entries,
@@ -378,7 +382,7 @@ def write_diffusers(
         raise UserError(f"diffusers has no network of the family {config.family}; only of {', '.join(_OF_FAMILY)}")
     sizes = (sample_size,) if config.family == "dit" else ()
     values = _OF_FAMILY[config.family].config_to_diffusers(config, *sizes)
-    settings, more = cosmos.projection_to_diffusers(text_projection) if text_projection else ({}, {})
+    settings, more = cosmos.projection_to_diffusers(text_projection)
     write_json(out / "config.json", values | settings)
     write_safetensors(out / f"{WEIGHTS}.safetensors", to_theirs(tensors, entries).beside(more))
 
@@ -397,8 +401,10 @@ def write_transformers(out: Path, config: DiTConfig, tensors: TensorSource, clas
     write_safetensors(out / f"{OF_TRANSFORMERS}.safetensors", to_theirs(tensors, vit.entries(config)))
 
 
-def write_original(out: Path, config: NetworkConfig, tensors: TensorSource) -> None:
-    """The tensors under the names of the first publication, as safetensors.
+def write_original(
+    out: Path, config: NetworkConfig, tensors: TensorSource, text_projection: Mapping[str, Tensor]
+) -> None:
+    """The tensors, `text_projection` (as `Published`'s) among them, under the names of the first publication.
 
     Raises:
         UserError: if there was none.
@@ -406,4 +412,5 @@ def write_original(out: Path, config: NetworkConfig, tensors: TensorSource) -> N
     entries = original_entries(config)
     if entries is None:
         raise UserError(f"no other form of the family {config.family} is written")
-    write_safetensors(out / "model.safetensors", to_theirs(tensors, entries))
+    _, more = cosmos.projection_to_diffusers(text_projection)
+    write_safetensors(out / "model.safetensors", to_theirs(tensors, entries).beside(more))

@@ -38,6 +38,16 @@ COSMOS = DiTConfig(
     learned_positions=(12, 20, 20),
     padding_mask_channel=True,
 )
+PREDICT2 = DiTConfig(
+    **SMALL,
+    hidden_size=48,
+    family="cosmos",
+    preconditioner="flow",
+    sigma_data=1.0,
+    adaln_lora_dim=6,
+    rope_scale=(1.0, 4.0, 4.0),
+    padding_mask_channel=True,
+)
 NEMO = DiTConfig(**SMALL, hidden_size=260, family="nemo", position_embedding="sincos")
 MOVIEGEN = DiTConfig(
     **SMALL | {"num_attention_heads": 4},
@@ -50,6 +60,8 @@ MOVIEGEN = DiTConfig(
 )
 FAMILIES = {
     "cosmos": COSMOS,
+    "predict2": PREDICT2,
+    "predict2.5": dataclasses.replace(PREDICT2, compat="predict2_5", rope_scale=(1.0, 3.0, 3.0)),
     "nemo": NEMO,
     "dfm": dataclasses.replace(NEMO, family="dfm", adaln_lora_dim=6),
     "dit": DiTConfig(

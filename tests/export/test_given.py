@@ -98,14 +98,16 @@ def test_networks_without_inputs_for_what_they_are_given_are_refused(tmp_path, c
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["augmented", "marked"])
 def test_networks_that_are_told_by_marks(tmp_path, form):
-    """Cosmos' forms, whose marks are a channel of the tokens."""
-    config = replace(CONFIG, num_layers=1, preconditioner="flow", given_form=form, given_sigma=1e-3)
+    """Cosmos' forms, whose marks are a channel of the tokens, at every noise level."""
+    family = {"family": "cosmos", "adaln_lora_dim": 4, "padding_mask_channel": True}
+    config = replace(CONFIG, num_layers=1, preconditioner="flow", given_form=form, given_sigma=1e-3, **family)
     uses = ("first_frame", "prefix")
     bundle = write_tiny_bundle(tmp_path / "bundle", config, training={"given": dict.fromkeys(uses, 0.5)})
     export_bundle(bundle.path, tmp_path / "exported", ExportSettings(profiles=("text=1,4,9", "batch=1,1,2")))
     exported = Bundle.open(tmp_path / "exported")
     report = exported.manifest["export"]["onnx"]["report"]["denoiser"]
     assert report["worst"] <= 1e-4 and {f"given {use}" for use in uses} <= report["cases"].keys()
+    assert len([name for name in report["cases"] if name.startswith("sigma")]) == 7
     ours, theirs = (
         TextToVideo.from_pretrained(exported, device="cpu", runtime=runtime)(
             ["a cat"], seeds=1, num_frames=9, given=medium("prefix")
