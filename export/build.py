@@ -129,7 +129,8 @@ def _specs(bundle: Bundle, tokenizer: VideoTokenizer, settings: ExportSettings) 
         return contract.classifier_specs(profiles, bundle, tokenizer)
     exported, slots = _exported_text_encoder(text_encoder, settings), settings.adapter_slots(bundle.config)
     denoisers = DENOISERS[: len(bundle.networks)]
-    return contract.specs(profiles, bundle.config, tokenizer, exported, bundle.takes, slots, denoisers)
+    given = {"takes": bundle.takes, "image_encoder": bundle.load_image_encoder()}
+    return contract.specs(profiles, bundle.config, tokenizer, exported, **given, slots=slots, denoisers=denoisers)
 
 
 def _reason(error: OSError) -> str:
@@ -156,11 +157,6 @@ def _check_network(bundle: Bundle, settings: ExportSettings) -> None:
         check_single(bundle)
     if bundle.kind == "classifier" and (settings.precision != "fp32" or settings.adapter_rank is not None):
         raise UserError("a classifier is exported in float32, without room for adapters: leave out these options")
-    if not bundle.config.given.is_among or bundle.config.image_size is not None:
-        raise UserError(
-            f"the network of {bundle.path} reads what is given beside the noisy latents, which exported networks have "
-            "no inputs for: leave it in torch"
-        )
 
 
 def _check_place(bundle: Bundle, out: Path) -> None:

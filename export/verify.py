@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megadit.export.adapter_cases import SCALES, adapter_inputs, beside
-from megadit.export.given_cases import given_inputs
+from megadit.export.given_cases import always_given, given_inputs, given_together
 from megadit.export.graph_checks import check_open_sides, check_products, check_types
 from megadit.export.layers import (
     Weights,
@@ -33,7 +33,7 @@ from megadit.export.layers import (
 from megadit.export.signatures import sample_inputs
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.runtimes.exported import denoiser_inputs
-from megadit.infer.runtimes.network_spec import DENOISERS, Axis, NetworkSpec
+from megadit.infer.runtimes.network_spec import BESIDE_INPUTS, DENOISERS, Axis, NetworkSpec
 from megadit.infer.runtimes.onnx import open_session
 from megadit.infer.runtimes.widen import widened
 from megadit.models.adapter_slots import AdapterSlots
@@ -115,9 +115,9 @@ def reference_cases(
     cases = [reference(network, name, values) for name, values in inputs.items()]
     if spec.is_denoiser:
         usual = inputs_at(spec, SIGMA_OF_GIVEN, bundle)
-        for use in bundle.takes:
-            inputs, conditioning = given_inputs(use, bundle, usual)
-            cases.append(reference(network, f"given {use}", usual | inputs, conditioning))
+        for uses, media in given_together(bundle).items():
+            inputs, conditioning = given_inputs(media, bundle, usual)
+            cases.append(reference(network, f"given {uses}", usual | inputs, conditioning))
         cases += [] if slots is None else _adapter_cases(network, usual, slots)
     return cases
 
@@ -132,7 +132,8 @@ def _adapter_cases(network: nn.Module, usual: dict[str, Tensor], slots: AdapterS
 
 
 def inputs_at(spec: NetworkSpec, sigma: float, bundle: Bundle) -> dict[str, Tensor]:
-    """The best size, a real prompt beside no text, latents with noise of this level, nothing given and no adapter."""
+    """The best size, a real prompt beside no text, latents with noise of this level, nothing given (random
+    numbers where it stands beside the latents) and no adapter."""
     sizes = {name: axis.opt for name, axis in spec.axes.items()}
     features = bundle.load_text_encoder().encode([usual_prompt(bundle), ""])
     text_length, longest = features.length_B, features.features_BLE.shape[1]
@@ -147,6 +148,8 @@ def inputs_at(spec: NetworkSpec, sigma: float, bundle: Bundle) -> dict[str, Tens
     x = noise * (sigma**2 + bundle.config.sigma_data**2) ** 0.5
     conditioning = Conditioning(text_BLE, text_length[rows].clamp(max=length), inputs["fps"])
     values = denoiser_inputs(x, torch.full((batch,), sigma), conditioning)
+    if not bundle.config.given.is_among:  # without which it is never asked
+        values |= {name: inputs[name] for name in BESIDE_INPUTS if name in inputs}
     return {name: values[name] if name in values else torch.zeros_like(of_slot) for name, of_slot in inputs.items()}
 
 
@@ -381,7 +384,7 @@ def compare_videos(bundle: Bundle, precision: str, num_steps: int, runtime: str 
         pipeline = TextToVideo.from_pretrained(
             bundle, device=device, dtype=dtype or "float32", runtime=name, text_encoder=texts
         )
-        (video,) = pipeline.stream([prompt], settings, seeds=1)
+        (video,) = pipeline.stream([prompt], settings, seeds=1, given=always_given(bundle))
         frames[name] = video.video.astype(np.float64)
         del pipeline  # before the next one comes
     mean_square_T = ((frames["torch"] - frames[runtime]) ** 2).mean(axis=(1, 2, 3))

@@ -21,9 +21,9 @@ from megadit.infer.video_io import read_video
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.image_encoder import ImageEncoder
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import write_json
 from megadit.train.data.given import USES
 from tests.bundles import CONFIG, DEFAULTS, write_tiny_bundle
+from tests.models.convert.test_given_weights import image_parts
 
 SETTINGS = {"num_frames": 9, "seeds": [1, 2]}
 """Neither the size that was traced, nor that which is compared."""
@@ -74,7 +74,7 @@ def test_inputs_say_what_torch_is_told(tmp_path, patch_temporal):
     for use in USES:
         if patch_temporal > 1 and use in ("last_frame", "keyframes"):
             continue  # one frame is no token there
-        inputs, conditioning = given_inputs(use, bundle, usual)
+        inputs, conditioning = given_inputs((random_medium(use, bundle.defaults, seed=4),), bundle, usual)
         with torch.no_grad():
             found[use] = network(*inputs.values())
             expected = network.denoiser(inputs["x"], inputs["sigma"], conditioning)
@@ -84,15 +84,48 @@ def test_inputs_say_what_torch_is_told(tmp_path, patch_temporal):
     assert all((edited - video[:, :, :6]).abs().max() > 0.01 for video in found.values())
 
 
-@pytest.mark.parametrize("changes", [{"given_form": "channels", "given_sigma": 0.0}, {"image_size": 8}])
-def test_networks_without_inputs_for_what_they_are_given_are_refused(tmp_path, changes):
-    config = replace(CONFIG, family="wan", preconditioner="flow", **changes)
-    write_json(tmp_path / "clip" / "config.json", {"model_type": "clip_vision_model", "hidden_size": 8})
-    clip = ImageEncoder(model=str(tmp_path / "clip")) if "image_size" in changes else None
-    bundle = write_tiny_bundle(tmp_path / "bundle", config, training={"given": ["first_frame"]}, image_encoder=clip)
-    with pytest.raises(UserError, match="which exported networks have no inputs for: leave it in torch"):
-        export_bundle(bundle.path, tmp_path / "exported")
-    assert not (tmp_path / "exported").exists()
+FIRST, LAST = (
+    GivenVideo(use=use, frames=np.random.default_rng(seed).integers(0, 256, (1, 32, 48, 3), dtype=np.uint8))
+    for seed, use in enumerate(("first_frame", "last_frame"))
+)
+BESIDE = {
+    "wan2.2": ({}, (FIRST,)),
+    "wan2.1": ({"image_size": 20}, (FIRST,)),
+    "wan2.1 first and last": ({"image_size": 20, "image_positions": 10}, (FIRST, LAST)),
+}
+"""Wan's networks of images -> what they read beside that of 2.2, and what they are given."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BESIDE)
+def test_networks_that_read_images_beside_their_latents(tmp_path, name):
+    changes, given = BESIDE[name]
+    config = replace(CONFIG, num_layers=1, family="wan", preconditioner="flow", given_form="channels", given_sigma=0.0)
+    for part in image_parts():
+        part.save_pretrained(tmp_path / "clip")
+    clip = ImageEncoder(model=str(tmp_path / "clip")) if changes else None
+    uses = [medium.use for medium in given]
+    bundle = write_tiny_bundle(
+        tmp_path / "bundle", replace(config, **changes), training={"given": uses}, image_encoder=clip
+    )
+    export_bundle(bundle.path, tmp_path / "exported", ExportSettings(profiles=("text=1,4,9", "batch=1,1,2")))
+    exported = Bundle.open(tmp_path / "exported")
+    report = exported.manifest["export"]["onnx"]["report"]
+    cases = report["denoiser"]["cases"]
+    assert f"given {' and '.join(uses)}" in cases and len([case for case in cases if case.startswith("sigma")]) == 7
+    assert report["denoiser"]["worst"] <= 1e-4 and report["video"]["psnr"] >= 50
+    assert taken(exported, "onnx") == tuple(uses)
+    by_onnx, by_torch = (
+        TextToVideo.from_pretrained(exported, device="cpu", runtime=name) for name in ("onnx", "torch")
+    )
+    asked = {"seeds": [1, 2], "num_frames": 9}
+    made, expected = (pipeline(["a cat", "dogs"], given=given, **asked) for pipeline in (by_onnx, by_torch))
+    assert max(difference(ours.video, theirs.video) for ours, theirs in zip(made, expected, strict=True)) <= 1
+    others = tuple(replace(medium, frames=255 - medium.frames) for medium in given)
+    (other, _) = by_onnx(["a cat", "dogs"], given=others, **asked)
+    assert difference(other.video, made[0].video) > 1, "negative control: what is given must matter"
+    with pytest.raises(UserError, match="makes videos of a first frame"):
+        by_onnx(["a cat"])
 
 
 @pytest.mark.slow
