@@ -15,6 +15,7 @@ from megadit.export import to_onnx, verify
 from megadit.export.layers import weight_hashes
 from megadit.export.networks import PRECISIONS, build_network, comparable
 from megadit.export.quantize import FORMATS, calibrate, quantise
+from megadit.export.references import reference_cases, usual_prompt
 from megadit.infer.checkpoints import open_any_bundle
 from megadit.infer.resolve import DefaultOptions, with_changed_defaults
 from megadit.infer.runtimes.load import EXPORTED, weights_checksum
@@ -213,11 +214,11 @@ def export_network(
     ranges, unrounded = {}, []
     if precision in FORMATS:
         _say(f"{name}: learning the ranges of its numbers")
-        ranges = calibrate(bundle, settings.calibration_prompts or (verify.usual_prompt(bundle),), name)
+        ranges = calibrate(bundle, settings.calibration_prompts or (usual_prompt(bundle),), name)
         quantise(path, ranges, precision)
-        unrounded = verify.reference_cases(network, spec, bundle, slots)
+        unrounded = reference_cases(network, spec, bundle, slots)
     weights = weight_hashes(network)
-    cases = verify.reference_cases(comparable(network, precision, ranges), spec, bundle, slots)
+    cases = reference_cases(comparable(network, precision, ranges), spec, bundle, slots)
     levels = verify.sampled_levels(name, bundle)
     rounding = verify.check_rounding(unrounded, cases, precision, levels) if ranges else {}
     del network

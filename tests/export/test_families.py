@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from megadit.export import signatures as contract
-from megadit.export import verify
 from megadit.export.build import ExportSettings, export_bundle, export_network
 from megadit.export.operators import check_operators
+from megadit.export.references import usual_prompt
 from megadit.infer import generate
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.runtimes.exported import denoiser_inputs, with_exported_network
@@ -119,7 +119,7 @@ def least_psnr(bundle, network):
         config=bundle.config,
         defaults=bundle.defaults,
     )
-    (ours,), (theirs,) = (one([verify.usual_prompt(bundle)], seeds=1) for one in (by_onnx, by_torch))
+    (ours,), (theirs,) = (one([usual_prompt(bundle)], seeds=1) for one in (by_onnx, by_torch))
     assert theirs.video.std() > 0
     error_T = ((ours.video.astype(float) - theirs.video) ** 2).mean(axis=(1, 2, 3))
     return 10 * np.log10(255**2 / max(error_T.max(), 1e-3))

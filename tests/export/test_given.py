@@ -12,6 +12,7 @@ from megadit.export.build import ExportSettings, export_bundle
 from megadit.export.given_cases import given_inputs, random_medium
 from megadit.export.networks import build_network
 from megadit.export.quantize import calibrate
+from megadit.export.references import inputs_at, reference_cases
 from megadit.infer import generate
 from megadit.infer.animations import encode_image
 from megadit.infer.given import GivenVideo
@@ -71,7 +72,7 @@ def test_inputs_say_what_torch_is_told(tmp_path, patch_temporal):
     profiles = contract.default_profiles(bundle, tokenizer, encoder)
     spec = contract.specs(profiles, config, tokenizer, takes=bundle.takes)["denoiser"]
     network = build_network("denoiser", bundle, tokenizer, torch.float32)
-    usual, found = verify.inputs_at(spec, 2.0, bundle), {}
+    usual, found = inputs_at(spec, 2.0, bundle), {}
     for use in USES:
         if patch_temporal > 1 and use in ("last_frame", "keyframes"):
             continue  # one frame is no token there
@@ -180,7 +181,7 @@ def test_a_graph_with_another_noise_level_of_given_tokens_is_refused(able):
     spec, path = open_exported(able, "onnx").network("denoiser"), able.path / "onnx/denoiser.onnx"
     network = build_network("denoiser", able, able.load_tokenizer(), torch.float32)
     network.denoiser.dit.config = replace(able.config, given_sigma=0.5)
-    cases = {case.name: case for case in verify.reference_cases(network, spec, able)}
+    cases = {case.name: case for case in reference_cases(network, spec, able)}
 
     def compare(name: str) -> None:
         verify.verify_network(path, spec, [cases[name]], able.config, "fp32", {}, lambda: network)
