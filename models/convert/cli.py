@@ -27,18 +27,9 @@ from megadit.models.bundle.licence import Licence, find_licence
 from megadit.models.bundle.tensor_source import DTYPES, from_state_dict, open_safetensors, write_safetensors
 from megadit.models.config import DiTConfig
 from megadit.models.convert.adapter_files import check_adaptable, is_adapter, read_adapter, with_base, write_adapter
-from megadit.models.convert.published import (
-    WEIGHTS,
-    Published,
-    diffusers_folder,
-    is_transformers,
-    open_published,
-    published_uses,
-    write_diffusers,
-    write_original,
-    write_transformers,
-)
+from megadit.models.convert.published import WEIGHTS, Published, is_transformers, open_published, published_uses
 from megadit.models.convert.published_defaults import published_defaults
+from megadit.models.convert.written import diffusers_folder, write_diffusers, write_original, write_transformers
 from megadit.models.image_encoder import ImageEncoder
 from megadit.models.network_config import NetworkConfig
 from megadit.models.shared.command import run_command
