@@ -36,6 +36,7 @@ class Question:
 
 VOCABULARY = (
     "models/config.py",
+    "models/config_rules.py",
     "models/network_config.py",
     "models/families.py",
     "models/given_forms.py",

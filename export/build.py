@@ -15,6 +15,7 @@ from megadit.export import to_onnx, verify
 from megadit.export.layers import weight_hashes
 from megadit.export.networks import PRECISIONS, build_network, comparable
 from megadit.export.quantize import FORMATS, calibrate, quantise
+from megadit.export.references import reference_cases, usual_prompt
 from megadit.infer.checkpoints import open_any_bundle
 from megadit.infer.resolve import DefaultOptions, with_changed_defaults
 from megadit.infer.runtimes.load import EXPORTED, weights_checksum
@@ -129,7 +130,8 @@ def _specs(bundle: Bundle, tokenizer: VideoTokenizer, settings: ExportSettings) 
         return contract.judge_specs(profiles, bundle, tokenizer)
     exported, slots = _exported_text_encoder(text_encoder, settings), settings.adapter_slots(bundle.config)
     denoisers = DENOISERS[: len(bundle.networks)]
-    return contract.specs(profiles, bundle.config, tokenizer, exported, bundle.takes, slots, denoisers)
+    given = {"takes": bundle.takes, "image_encoder": bundle.load_image_encoder()}
+    return contract.specs(profiles, bundle.config, tokenizer, exported, **given, slots=slots, denoisers=denoisers)
 
 
 def _reason(error: OSError) -> str:
@@ -156,11 +158,6 @@ def _check_network(bundle: Bundle, settings: ExportSettings) -> None:
         check_single(bundle)
     if bundle.kind != "video" and (settings.precision != "fp32" or settings.adapter_rank is not None):
         raise UserError(f"a {bundle.kind} is exported in float32, without room for adapters: leave out these options")
-    if not bundle.config.given.is_among or bundle.config.image_size is not None:
-        raise UserError(
-            f"the network of {bundle.path} reads what is given beside the noisy latents, which exported networks have "
-            "no inputs for: leave it in torch"
-        )
 
 
 def _check_place(bundle: Bundle, out: Path) -> None:
@@ -217,11 +214,11 @@ def export_network(
     ranges, unrounded = {}, []
     if precision in FORMATS:
         _say(f"{name}: learning the ranges of its numbers")
-        ranges = calibrate(bundle, settings.calibration_prompts or (verify.usual_prompt(bundle),), name)
+        ranges = calibrate(bundle, settings.calibration_prompts or (usual_prompt(bundle),), name)
         quantise(path, ranges, precision)
-        unrounded = verify.reference_cases(network, spec, bundle, slots)
+        unrounded = reference_cases(network, spec, bundle, slots)
     weights = weight_hashes(network)
-    cases = verify.reference_cases(comparable(network, precision, ranges), spec, bundle, slots)
+    cases = reference_cases(comparable(network, precision, ranges), spec, bundle, slots)
     levels = verify.sampled_levels(name, bundle)
     rounding = verify.check_rounding(unrounded, cases, precision, levels) if ranges else {}
     del network

@@ -13,6 +13,7 @@ from megadit.export.build import ExportSettings
 from megadit.export.networks import PRECISIONS, build_network
 from megadit.export.operators import reads_attention
 from megadit.export.quantize import FORMATS, round_linears
+from megadit.export.references import reference_cases
 from megadit.export.to_onnx import ATTENTION_OPSET
 from megadit.export.to_tensorrt import (
     EngineSettings,
@@ -139,7 +140,7 @@ def _compare(bundle: Bundle, engines: ExportedNetworks) -> dict[str, Any]:
         network = build_network(name, bundle, tokenizer, PRECISIONS[of_network], slots)
         if of_network in FORMATS:
             round_linears(network.denoiser.dit, graphs["report"][name]["ranges"], of_network)
-        cases = verify.reference_cases(network, spec, bundle, slots)
+        cases = reference_cases(network, spec, bundle, slots)
         report[name] = verify.verify_runtime(opened[name], spec, cases, bundle.config, of_network)
     report["video"] = verify.compare_videos(bundle, precision, graphs["settings"]["video_steps"], "tensorrt")
     return report

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megadit.infer.given import GivenVideo, Target
+from megadit.infer.given import GivenVideo, Media, Target
 from megadit.infer.given_latents import encode_given
 from megadit.infer.runtimes.exported import denoiser_inputs
 from megadit.models.bundle.bundle import Bundle
@@ -26,20 +26,36 @@ MEDIA: dict[str, Callable[[np.ndarray], dict[str, Any]]] = {
 """Use of training -> what a `GivenVideo` for it says beside its use, of a video (uint8 THWC) to be made."""
 
 
-def given_inputs(
-    use: str, bundle: Bundle, inputs: Mapping[str, Tensor], seed: int = 4
-) -> tuple[dict[str, Tensor], Conditioning]:
-    """The inputs of a graph for the bundle's usual video of which `use` is given, and the same as torch takes it.
+def given_together(bundle: Bundle) -> dict[str, Media]:
+    """Random media that the network takes, by the name of their case: each use by itself, or all at once where it reads
+    them beside its latents."""
+    media = {use: random_medium(use, bundle.defaults, seed=4) for use in bundle.takes}
+    if bundle.config.given.is_among:
+        return {use: (medium,) for use, medium in media.items()}
+    return {" and ".join(media): tuple(media.values())}
 
-    Noise level, text and frame rate are those of `inputs`; the frames are random.
+
+def always_given(bundle: Bundle) -> Media:
+    """Random media without which the network makes no video: none of most."""
+    return () if bundle.config.given.is_among else next(iter(given_together(bundle).values()))
+
+
+def given_inputs(
+    media: Media, bundle: Bundle, inputs: Mapping[str, Tensor], seed: int = 4
+) -> tuple[dict[str, Tensor], Conditioning]:
+    """The `inputs` of a graph for the bundle's usual video of which `media` are given, and the same as torch takes it.
+
+    Noise level, text and frame rate are those of `inputs`.
     """
     target, batch = Target.of(bundle.defaults, bundle.config, bundle.load_tokenizer()), len(inputs["sigma"])
-    known = encode_given([random_medium(use, bundle.defaults, seed)], bundle.takes, target, torch.device("cpu"))
+    known = encode_given(media, bundle.takes, target, torch.device("cpu"), bundle.load_image_encoder())
     given = Given.concatenate([known.given] * batch)
-    conditioning = Conditioning(inputs["text"], inputs["text_length"], inputs["fps"], given=given)
+    image = None if known.image_BIE is None else known.image_BIE.expand(batch, -1, -1)
+    conditioning = Conditioning(inputs["text"], inputs["text_length"], inputs["fps"], given=given, image_BIE=image)
     noise_BCTHW = torch.randn(batch, *target.shape, generator=torch.Generator().manual_seed(seed))
     x_BCTHW = noise_BCTHW * (inputs["sigma"] ** 2 + bundle.config.sigma_data**2).sqrt()[:, None, None, None, None]
-    return denoiser_inputs(x_BCTHW, inputs["sigma"], conditioning), conditioning
+    found = denoiser_inputs(x_BCTHW, inputs["sigma"], conditioning)
+    return {name: value for name, value in found.items() if name in inputs}, conditioning
 
 
 def random_medium(use: str, settings: SamplingSettings, seed: int = 0) -> GivenVideo:

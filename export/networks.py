@@ -57,6 +57,25 @@ class GivenDenoiserGraph(DenoiserGraph):
             return self.denoiser(x, sigma, conditioning, _open_layout(conditioning, times, self.denoiser.dit.config))
 
 
+class BesideDenoiserGraph(DenoiserGraph):
+    """The same of a network that reads what is given beside its latents, which of the frames of each latent are given
+    (M, T, H, W), and maybe features of images."""
+
+    def forward(self, x, sigma, text, text_length, fps, given, is_given, *more: Tensor) -> Tensor:
+        count = 0 if self.denoiser.dit.config.image_size is None else 1
+        image, adapters = more[:count], more[count:]
+        marks = is_given.bool()
+        conditioning = Conditioning(
+            text,
+            text_length,
+            fps,
+            given=Given(given, marks.any(0), marks_MTHW=marks),
+            image_BIE=next(iter(image), None),
+        )
+        with self.filled(adapters):
+            return self.denoiser(x, sigma, conditioning)
+
+
 def _open_layout(conditioning: Conditioning, times_T: Tensor, config: DiTConfig) -> DenseLayout:
     """The layout of a batch of which tensors say what is given and when: the rows of `DenseRows`, token by token."""
     given, batch = conditioning.given, conditioning.fps_B.shape[0]  # a number that stays open, as len does not
@@ -125,7 +144,7 @@ def build_network(
     if name in DENOISERS:
         denoiser = EDMDenoiser(load_network(bundle.path / bundle.networks[DENOISERS.index(name)], dtype=dtype))
         denoiser.parameterization.scalings(torch.ones(1))  # before tracing, which could not make the cached tables
-        network = (GivenDenoiserGraph if bundle.takes else DenoiserGraph)(denoiser, slots)
+        network = _graph_of(bundle)(denoiser, slots)
     elif name == "classifier":
         network = bundle.load_classifier(dtype=dtype)
     elif name in TOWERS:
@@ -135,6 +154,12 @@ def build_network(
     else:
         network = {"video_decoder": DecoderGraph, "video_encoder": EncoderGraph}[name](tokenizer)
     return network.eval().requires_grad_(False)
+
+
+def _graph_of(bundle: Bundle) -> type[DenoiserGraph]:
+    if not bundle.config.given.is_among:
+        return BesideDenoiserGraph
+    return GivenDenoiserGraph if bundle.takes else DenoiserGraph
 
 
 def comparable(network: nn.Module, precision: str, ranges: Mapping[str, float] | None = None) -> nn.Module:

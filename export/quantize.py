@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megadit.export.given_cases import always_given
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.runtimes.network_spec import DENOISERS
 from megadit.infer.runtimes.pair import as_one
@@ -74,7 +75,7 @@ def calibrate(bundle: Bundle, prompts: Sequence[str], name: str = DENOISERS[0]) 
     )
     try:
         for seed, prompt in enumerate(prompts):
-            list(_pipeline(bundle, dits).stream([prompt], settings, seeds=seed))
+            list(_pipeline(bundle, dits).stream([prompt], settings, seeds=seed, given=always_given(bundle)))
     finally:
         for handle in handles:
             handle.remove()
@@ -88,6 +89,8 @@ def _pipeline(bundle: Bundle, dits: Sequence[DiT]) -> TextToVideo:
         text_encoder=bundle.load_text_encoder(),
         config=bundle.config,
         defaults=bundle.defaults,
+        takes=bundle.takes,
+        image_encoder=bundle.load_image_encoder(),
     )
 
 

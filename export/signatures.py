@@ -15,6 +15,7 @@ from megadit.infer.runtimes.network_spec import DENOISERS, INPUTS, OUTPUTS, Axis
 from megadit.models.adapter_slots import AdapterSlots
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.config import DiTConfig
+from megadit.models.image_encoder import ImageEncoder
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.text_encoders import NetworkTextEncoder, TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
@@ -101,11 +102,13 @@ def specs(
     takes: Collection[str] = (),
     slots: AdapterSlots | None = None,
     denoisers: Sequence[str] = DENOISERS[:1],
+    image_encoder: ImageEncoder | None = None,
 ) -> dict[str, NetworkSpec]:
     """The contract of each network, by name; that of a text encoder where one is given that is a network.
 
     `takes` are the uses of given videos that the denoiser was trained for; `slots` are its room for adapters;
-    `denoisers` are the names of those that there are, all of `config`.
+    `denoisers` are the names of those that there are, all of `config`; `image_encoder` gives the features of images
+    that they read.
 
     Raises:
         UserError: for sizes that the tokenizer or the network cannot take; names the nearest that it can.
@@ -129,28 +132,33 @@ def specs(
     latent = (config.in_channels, time, height, width)
     seen = _longer(time, takes, config)
     x = {"dtype": "float32", "axes": (batch, config.in_channels, seen, height, width)}
-    given = (
-        x,
-        {"dtype": "int64", "axes": (seen, height, width), "below": 2},
-        {"dtype": "float32", "axes": (seen,)},
-    )
+    given = {
+        "given": x,
+        "is_given": {"dtype": "int64", "axes": (seen, height, width), "below": 2},
+        "times": {"dtype": "float32", "axes": (seen,)},
+    }
+    if not config.given.is_among:
+        given = {"given": x, "is_given": {"dtype": "int64", "axes": (config.given.marks, *latent[1:]), "below": 2}}
+    if image_encoder is not None:
+        image_tokens = config.image_positions or image_encoder.num_tokens
+        given["image"] = {"dtype": "float32", "axes": (batch, image_tokens, config.image_size)}
     is_network = isinstance(text_encoder, NetworkTextEncoder)
     texts = {"text_encoder": _text_encoder(text_encoder, one, text)} if is_network else {}
-    seen_by_denoisers = (
-        x,
-        {"dtype": "float32", "axes": (batch,)},
-        {"dtype": "float32", "axes": (batch, text, config.crossattn_emb_size)},
-        {"dtype": "int64", "axes": (batch,)},
-        {"dtype": "float32", "axes": (batch,)},
-        *(given if takes else ()),
-    )
+    seen_by_denoisers = {
+        "x": x,
+        "sigma": {"dtype": "float32", "axes": (batch,)},
+        "text": {"dtype": "float32", "axes": (batch, text, config.crossattn_emb_size)},
+        "text_length": {"dtype": "int64", "axes": (batch,)},
+        "fps": {"dtype": "float32", "axes": (batch,)},
+        **(given if takes else {}),
+    }
     further = () if slots is None else slot_tensors(slots, batch)
     networks = texts | {
-        **{name: _network(name, *seen_by_denoisers, further=further) for name in denoisers},
+        **{name: _network(name, seen_by_denoisers, further=further) for name in denoisers},
         "video_decoder": _network(
-            "video_decoder", {"dtype": "float32", "axes": (one, config.in_channels, *_free(latent[1:]))}
+            "video_decoder", {"latents": {"dtype": "float32", "axes": (one, config.in_channels, *_free(latent[1:]))}}
         ),
-        "video_encoder": _network("video_encoder", {"dtype": "float32", "axes": (one, 3, *video)}),
+        "video_encoder": _network("video_encoder", {"video": {"dtype": "float32", "axes": (one, 3, *video)}}),
     }
     if not getattr(tokenizer, "streams", False):
         return networks
@@ -169,7 +177,7 @@ def judge_specs(profiles: Profiles, bundle: Bundle, tokenizer: VideoTokenizer) -
         raise UserError(f"--profile: a {bundle.kind} sees pictures of one size; only batch and text may be given")
     latent = tokenizer.latent_shape(size.num_frames, size.height, size.width)
     batch = _axis("batch", profiles.batch)
-    pictures = {"dtype": "float32", "axes": (batch, *latent)}
+    pictures = {"x": {"dtype": "float32", "axes": (batch, *latent)}}
     if bundle.kind == "classifier":
         return {"classifier": _network("classifier", pictures)}
     below = bundle.config.text_tower.num_words
@@ -177,15 +185,14 @@ def judge_specs(profiles: Profiles, bundle: Bundle, tokenizer: VideoTokenizer) -
     length = {"dtype": "int64", "axes": (batch,)}
     return {
         "image_tower": _network("image_tower", pictures),
-        "text_tower": _network("text_tower", tokens, length),
+        "text_tower": _network("text_tower", {"tokens": tokens, "length": length}),
     }
 
 
-def _network(name: str, *inputs: dict[str, Any], further: tuple[TensorSpec, ...] = ()) -> NetworkSpec:
-    """The signature of a network from what its inputs are beside their names, in their order; the last ones of
-    `INPUTS` may be missing. `further` come after them."""
-    named = zip(INPUTS[name], inputs, strict=False)
-    tensors = tuple(TensorSpec(name=input_name, **about) for input_name, about in named)
+def _network(name: str, inputs: Mapping[str, dict[str, Any]], further: tuple[TensorSpec, ...] = ()) -> NetworkSpec:
+    """The signature of a network from what its inputs are, by name, in the order of `INPUTS`, of which some may be
+    missing. `further` come after them."""
+    tensors = tuple(TensorSpec(name=each, **inputs[each]) for each in INPUTS[name] if each in inputs)
     return NetworkSpec(name=name, inputs=tensors + further, output=OUTPUTS[name])
 
 
@@ -203,11 +210,11 @@ def _longer(time: Axis, takes: Collection[str], config: DiTConfig) -> Axis:
 
 
 def _text_encoder(text_encoder: NetworkTextEncoder, batch: Axis, text: Axis) -> NetworkSpec:
-    inputs = text_encoder.token_inputs
-    return _network(
-        "text_encoder",
-        *({"dtype": "int64", "axes": (batch, *(each.places or (text,))), "below": each.below} for each in inputs),
+    inputs = (
+        {"dtype": "int64", "axes": (batch, *(each.places or (text,))), "below": each.below}
+        for each in text_encoder.token_inputs
     )
+    return _network("text_encoder", dict(zip(INPUTS["text_encoder"], inputs, strict=False)))
 
 
 def _axis(name: str, sizes: Sequence[int], *, step: int = 1, offset: int = 0) -> Axis:
@@ -294,9 +301,12 @@ def _sample_slots(factors: Tensor) -> Tensor:
 
 def _sample_given(shapes: Mapping[str, Shape], normal: Callable[[Shape], Tensor]) -> dict[str, Tensor]:
     """Every other column of latents given, and the last frame, which is from between two others."""
-    frames, _, width = shapes["is_given"]
-    is_given_THW = (torch.arange(width) // 2 % 2).expand(shapes["is_given"]).clone()
-    is_given_THW[-1] = 1
+    *_, frames, _, width = shapes["is_given"]
+    is_given = (torch.arange(width) // 2 % 2).expand(shapes["is_given"]).clone()
+    is_given[..., -1, :, :] = 1
     times_T = torch.arange(float(frames))
     times_T[-1] -= 0.25
-    return {"given": 0.5 * normal(shapes["given"]), "is_given": is_given_THW, "times": times_T}
+    found = {"given": 0.5 * normal(shapes["given"]), "is_given": is_given, "times": times_T}
+    if "image" in shapes:
+        found["image"] = normal(shapes["image"])
+    return {name: value for name, value in found.items() if name in shapes}

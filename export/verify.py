@@ -7,7 +7,7 @@ read inside the graph, and once more out of D, where float32 leaves room for it.
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -18,8 +18,7 @@ import onnx
 import torch
 from torch import Tensor, nn
 
-from megadit.export.adapter_cases import SCALES, adapter_inputs, beside
-from megadit.export.given_cases import given_inputs
+from megadit.export.given_cases import always_given
 from megadit.export.graph_checks import check_open_sides, check_products, check_types
 from megadit.export.layers import (
     Weights,
@@ -27,18 +26,14 @@ from megadit.export.layers import (
     first_difference,
     last_values,
     layer_of_failure,
-    recorded_outputs,
     relative_error,
 )
-from megadit.export.signatures import sample_inputs
+from megadit.export.references import F_LAYER, REAL, Case, usual_prompt
 from megadit.infer.pipeline import TextToVideo
-from megadit.infer.runtimes.exported import denoiser_inputs
-from megadit.infer.runtimes.network_spec import DENOISERS, Axis, NetworkSpec
+from megadit.infer.runtimes.network_spec import DENOISERS, NetworkSpec
 from megadit.infer.runtimes.onnx import open_session
 from megadit.infer.runtimes.widen import widened
-from megadit.models.adapter_slots import AdapterSlots
 from megadit.models.bundle.bundle import Bundle
-from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
 from megadit.models.parameterization import parameterization_of
 from megadit.models.shared.errors import UserError
@@ -67,111 +62,12 @@ LEAST_PSNR = {"fp32": 50.0, "fp16": 35.0, "bf16": 25.0, "int8": 25.0, "fp8": 20.
 
 An error r of every F leaves r sigma_data in the latents: of a video in [-1, 1] with sigma_data = 0.5 that are
 20 log10(2 / 0.5 r) dB: 52, 34, 26 and 22 for what fp16, bf16, int8 and fp8 may bring. Solvers enlarge them."""
-SIGMAS = (0.002, 0.02, 0.2, 1.0, 5.0, 20.0, 80.0)
-SIGMA_OF_GIVEN = 5.0
-REAL = "sigma"
-"""What names of cases with a real prompt begin with."""
-F_LAYER = "denoiser.dit"
-"""The module that returns F."""
-PROMPTS = {"class_labels": "0"}
-USUAL_PROMPT = "a red seven moving left"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """Inputs of a network, and what torch makes of them."""
-
-    name: str
-    inputs: dict[str, Tensor]
-    output: Tensor
-    F: Tensor | None = None
-    """Of the denoiser: its raw prediction."""
 
 
 def check_runtime() -> None:
     """Raises UserError without ONNX Runtime, which graphs are compared with."""
     if find_spec("onnxruntime") is None:
         raise UserError("exporting needs the library onnxruntime: pip install 'megadit[export]'")
-
-
-# ----------------------------------------------------------------------------------------------------- cases
-
-
-def reference_cases(
-    network: nn.Module, spec: NetworkSpec, bundle: Bundle, slots: AdapterSlots | None = None
-) -> list[Case]:
-    """Random inputs at the extremes of every side and at the best sizes; for the denoiser every sigma and real text,
-    each use of given videos, and adapters in its `slots`."""
-    inputs = {}
-    for extreme in ("min", "opt", "max"):
-        sizes = {name: getattr(axis, extreme) for name, axis in spec.axes.items()}
-        inputs[f"all sides {extreme}"] = sample_inputs(spec, sizes, seed=1)
-    for name, axis in spec.axes.items():
-        if axis.max > axis.min:
-            sizes = {other.name: other.min for other in spec.axes.values()} | {name: axis.max}
-            inputs[f"{name} max, others min"] = sample_inputs(spec, sizes, seed=2)
-    if spec.is_denoiser:
-        inputs |= {f"{REAL} {sigma}": inputs_at(spec, sigma, bundle) for sigma in SIGMAS}
-    cases = [reference(network, name, values) for name, values in inputs.items()]
-    if spec.is_denoiser:
-        usual = inputs_at(spec, SIGMA_OF_GIVEN, bundle)
-        for use in bundle.takes:
-            inputs, conditioning = given_inputs(use, bundle, usual)
-            cases.append(reference(network, f"given {use}", usual | inputs, conditioning))
-        cases += [] if slots is None else _adapter_cases(network, usual, slots)
-    return cases
-
-
-def _adapter_cases(network: nn.Module, usual: dict[str, Tensor], slots: AdapterSlots) -> list[Case]:
-    cases, conditioning = [], Conditioning(usual["text"], usual["text_length"], usual["fps"])
-    for name, scales in SCALES.items():
-        inputs, adapters = adapter_inputs(slots, len(conditioning), scales)
-        with beside(network.denoiser.dit, adapters):
-            cases.append(reference(network, f"adapters, {name}", usual | inputs, conditioning))
-    return cases
-
-
-def inputs_at(spec: NetworkSpec, sigma: float, bundle: Bundle) -> dict[str, Tensor]:
-    """The best size, a real prompt beside no text, latents with noise of this level, nothing given and no adapter."""
-    sizes = {name: axis.opt for name, axis in spec.axes.items()}
-    features = bundle.load_text_encoder().encode([usual_prompt(bundle), ""])
-    text_length, longest = features.length_B, features.features_BLE.shape[1]
-    if isinstance(axis := spec.axes.get("text"), Axis):
-        sizes["text"] = min(max(longest, axis.min), axis.max)
-    inputs = sample_inputs(spec, sizes, seed=3)
-    batch, length = inputs["text"].shape[:2]
-    text_BLE = torch.zeros_like(inputs["text"])
-    rows = torch.arange(batch) % 2
-    text_BLE[:, : min(longest, length)] = features.features_BLE[rows, :length]
-    noise = inputs["x"] / inputs["x"].std()
-    x = noise * (sigma**2 + bundle.config.sigma_data**2) ** 0.5
-    conditioning = Conditioning(text_BLE, text_length[rows].clamp(max=length), inputs["fps"])
-    values = denoiser_inputs(x, torch.full((batch,), sigma), conditioning)
-    return {name: values[name] if name in values else torch.zeros_like(of_slot) for name, of_slot in inputs.items()}
-
-
-def usual_prompt(bundle: Bundle) -> str:
-    """A prompt that its text encoder knows."""
-    return PROMPTS.get(bundle.manifest["parts"]["text_encoder"], USUAL_PROMPT)
-
-
-@torch.no_grad()
-def reference(
-    network: nn.Module, name: str, inputs: dict[str, Tensor], conditioning: Conditioning | None = None
-) -> Case:
-    """What torch makes of these inputs; of a denoiser, with the `conditioning` that they stand for."""
-    raw: dict[str, Tensor] = {}
-
-    def keep(layer: str, value: Tensor) -> None:
-        if layer == F_LAYER:
-            raw["F"] = value.float()
-
-    with recorded_outputs(network, keep):
-        if conditioning is None:
-            output = network(*inputs.values())
-        else:
-            output = network.denoiser(inputs["x"], inputs["sigma"], conditioning)
-    return Case(name=name, inputs=inputs, output=output, F=raw.get("F"))
 
 
 # ------------------------------------------------------------------------------------------------ comparison
@@ -381,7 +277,7 @@ def compare_videos(bundle: Bundle, precision: str, num_steps: int, runtime: str 
         pipeline = TextToVideo.from_pretrained(
             bundle, device=device, dtype=dtype or "float32", runtime=name, text_encoder=texts
         )
-        (video,) = pipeline.stream([prompt], settings, seeds=1)
+        (video,) = pipeline.stream([prompt], settings, seeds=1, given=always_given(bundle))
         frames[name] = video.video.astype(np.float64)
         del pipeline  # before the next one comes
     mean_square_T = ((frames["torch"] - frames[runtime]) ** 2).mean(axis=(1, 2, 3))

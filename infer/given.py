@@ -93,6 +93,11 @@ def common_strength(all_media: Iterable[Sequence[GivenVideo]]) -> float | None:
 # ------------------------------------------------------------------------------------------------------------- uses
 
 
+FRAMES_BESIDE = {"first_frame": "--image", "last_frame": "--last_image"}
+"""Uses of networks that read what is given beside their latents, without which they make no video (Wan's) -> flags of
+`megadit generate`."""
+
+
 class Target(NamedTuple):
     """The video to be made."""
 
@@ -267,10 +272,12 @@ def check_given(media: Sequence[GivenVideo], takes: Collection[str], target: Tar
         raise UserError("strength makes a whole video anew: give nothing else beside it")
     sources = [USES[medium.use](medium, target) for medium in media]
     needs_training = not target.form.is_among or any(source.first is None for source in sources)
-    if not target.form.is_among and not any(source.first == 0 for source in sources):
-        raise UserError("this network makes videos of a first frame: give one (--image)")
-    for medium in media:
-        use = trained_as(medium.use, medium.frame)
+    uses = [trained_as(medium.use, medium.frame) for medium in media]
+    asked = [use for use in FRAMES_BESIDE if use == "first_frame" or use in takes]
+    if not target.form.is_among and not set(asked) <= set(uses):
+        named, flags = " and a ".join(use.replace("_", " ") for use in asked), map(FRAMES_BESIDE.get, asked)
+        raise UserError(f"this network makes videos of a {named}: give it {' and '.join(flags)}")
+    for medium, use in zip(media, uses, strict=True):
         if needs_training and use not in takes:
             known = f"; it takes {', '.join(sorted(takes))}" if takes else "; it takes nothing"
             raise UserError(f"this checkpoint was not trained to be given {use} (data.given){known}")

@@ -172,7 +172,7 @@ class DiT(nn.Module):
         sample = conditioning.segment(self.config, size)
         self.config.check_grid(sample.reach)
         rows = None
-        if conditioning.given is not None:  # a part that fills no token is given, too
+        if conditioning.given is not None and self.config.given.is_among:  # a part that fills no token is given, too
             rows = DenseRows(sample.num_tokens, sample.given, len(conditioning))
         return DenseLayout(
             sample.grid, conditioning.text_mask_BL, device, rows=rows, times=sample.times or None, kept=kept

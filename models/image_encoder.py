@@ -37,10 +37,13 @@ class ImageEncoder:
         Raises:
             UserError: if the directory is no CLIP of images.
         """
-        values = read_json(self._directory("image_encoder") / parts.CONFIG_FILE)
-        if values.get("model_type") != "clip_vision_model":
-            raise UserError(f"{self.model} is a model of type {values.get('model_type')!r}, not clip_vision_model")
-        return values["hidden_size"]
+        return self._settings()["hidden_size"]
+
+    @property
+    def num_tokens(self) -> int:
+        """Their number I; raises as `dim`."""
+        values = self._settings()
+        return 1 + (values["image_size"] // values["patch_size"]) ** 2
 
     @torch.no_grad()
     def encode(self, image_HWC: np.ndarray) -> Tensor:
@@ -62,6 +65,12 @@ class ImageEncoder:
         """
         parts.part_type(directory, "image encoder", ["clip"])
         return cls(**parts.read_settings(directory, ["model"]))
+
+    def _settings(self) -> dict[str, Any]:
+        values = read_json(self._directory("image_encoder") / parts.CONFIG_FILE)
+        if values.get("model_type") != "clip_vision_model":
+            raise UserError(f"{self.model} is a model of type {values.get('model_type')!r}, not clip_vision_model")
+        return values
 
     def _directory(self, part: str) -> Path:
         root = hub.local_directory(self.model, "image encoder", _FILES)

@@ -43,6 +43,7 @@ COSMOS2_2B = {"num_layers": 28, "hidden_size": 2048, "num_attention_heads": 16}
 COSMOS2_14B = {"num_layers": 36, "hidden_size": 5120, "num_attention_heads": 40}
 COSMOS_OF_VIDEOS = {"given_form": "augmented", "given_sigma": 0.001}
 COSMOS2_OF_VIDEOS = {"given_form": "marked", "given_sigma": 0.0001}
+PREDICT2_5 = {**COSMOS2_OF_VIDEOS, "compat": "predict2_5", "rope_scale": (1.0, 3.0, 3.0)}
 
 
 def _wan(**settings: Any) -> DiTConfig:
@@ -113,6 +114,8 @@ NAMED_CONFIGS: dict[str, DiTConfig] = {
     "cosmos2_14b": _cosmos2(**COSMOS2_14B),
     "cosmos2_2b_video": _cosmos2(**COSMOS2_2B, **COSMOS2_OF_VIDEOS, rope_scale=(1.0, 3.0, 3.0)),
     "cosmos2_14b_video": _cosmos2(**COSMOS2_14B, **COSMOS2_OF_VIDEOS, rope_scale=(20 / 24, 2.0, 2.0)),
+    "cosmos2_5_2b": _cosmos2(**COSMOS2_2B, **PREDICT2_5),
+    "cosmos2_5_14b": _cosmos2(**COSMOS2_14B, **PREDICT2_5),
     "wan_1_3b": _wan(num_layers=30, hidden_size=1536, num_attention_heads=12, ffn_hidden_size=8960),
     "wan_14b": _wan_14b(),
     "wan_14b_image": _wan_14b(**WAN_OF_IMAGES, **CLIP),
@@ -187,5 +190,5 @@ NAMED_CONFIGS: dict[str, DiTConfig] = {
     ),
 }
 """The published sizes (L, XL and 7B as trained upstream on text and video; MovieGen's are those of NeMo's `DiTLlama*`),
-published networks (Cosmos, Cosmos-Predict2, Wan 2.1 and 2.2, the class-conditional DiT-XL/2) and those that
+published networks (Cosmos, Cosmos-Predict2 and 2.5, Wan 2.1 and 2.2, the class-conditional DiT-XL/2) and those that
 `make demo` and `make demo-shapes` train."""

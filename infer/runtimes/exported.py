@@ -82,6 +82,7 @@ def denoiser_inputs(x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning
     """
     c, frames = conditioning, x_BCTHW.shape[2]
     given = c.given or Given.nothing(x_BCTHW)
+    is_given = given.is_given_THW if given.marks_MTHW is None else given.marks_MTHW
     values = (
         F.pad(x_BCTHW, (0, 0, 0, 0, 0, len(given.extra_times))),
         sigma_B.float(),
@@ -89,10 +90,11 @@ def denoiser_inputs(x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning
         c.text_length_B,
         c.fps_B,
         given.latents_BCTHW,
-        given.is_given_THW.long(),
+        is_given.long(),
         torch.tensor([*map(float, range(frames)), *given.extra_times]),
+        *([] if c.image_BIE is None else [c.image_BIE]),
     )
-    return dict(zip(INPUTS[DENOISERS[0]], values, strict=True))
+    return dict(zip(INPUTS[DENOISERS[0]], values, strict=False))
 
 
 class ExportedTokenizer:

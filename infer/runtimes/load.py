@@ -9,7 +9,7 @@ import torch
 from megadit.infer.graphs import RecordedDenoiser
 from megadit.infer.guidance import Denoiser
 from megadit.infer.runtimes.exported import ExportedDenoiser, ExportedTokenizer, Networks, with_exported_network
-from megadit.infer.runtimes.network_spec import DENOISERS, GIVEN_INPUTS, ExportedNetworks
+from megadit.infer.runtimes.network_spec import DENOISERS, ExportedNetworks
 from megadit.infer.runtimes.pair import as_one
 from megadit.infer.runtimes.ranked import Placement, RankedDenoiser
 from megadit.infer.runtimes.shared_torch import load_shared_denoiser
@@ -108,7 +108,7 @@ def taken(bundle: Bundle, runtime: str) -> tuple[str, ...]:
     if runtime == TORCH:
         return bundle.takes
     names = {tensor.name for tensor in open_exported(bundle, runtime).network("denoiser").inputs}
-    return bundle.takes if names.issuperset(GIVEN_INPUTS) else ()
+    return bundle.takes if "given" in names else ()
 
 
 def adapter_slots(bundle: Bundle, runtime: str) -> AdapterSlots | None:

@@ -14,14 +14,16 @@ from megadit.models.shared.files import read_json
 SETTINGS_FILE = "settings.json"
 SETTINGS_VERSION = 3
 GIVEN_INPUTS = ("given", "is_given", "times")
-"""Of denoisers that were trained to be given parts of videos; others have none of them."""
+"""Of denoisers that were trained to be given parts of videos among their latents; others have none of them."""
+BESIDE_INPUTS = ("given", "is_given", "image")
+"""Of those that read it beside their latents, `image` of those alone that read features of images."""
 DENOISERS = ("denoiser", "low_noise_denoiser")
 """The first of a bundle's networks, and the second of those that have two (`Bundle.networks`)."""
 TOWERS = ("image_tower", "text_tower")
 """Those of a network that matches images and texts."""
 INPUTS: dict[str, tuple[str, ...]] = {
     "text_encoder": ("tokens", "mask"),
-    **dict.fromkeys(DENOISERS, ("x", "sigma", "text", "text_length", "fps", *GIVEN_INPUTS)),
+    **dict.fromkeys(DENOISERS, ("x", "sigma", "text", "text_length", "fps", *GIVEN_INPUTS, "image")),
     "video_decoder": ("latents",),
     "video_encoder": ("video",),
     "classifier": ("x",),

@@ -23,8 +23,8 @@ from torch import Tensor
 from megadit.models.adapters import targets_of
 from megadit.models.config import DiTConfig
 from megadit.models.convert.adapter import ALPHA, DOWN, MAGNITUDE, UP, Change
-from megadit.models.convert.published import diffusers_entries, original_entries
 from megadit.models.convert.tensor_map import Entry
+from megadit.models.convert.written import diffusers_entries, original_entries
 from megadit.models.shared.errors import UserError
 from megadit.models.weights import network_shapes
 

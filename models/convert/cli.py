@@ -31,15 +31,12 @@ from megadit.models.convert.published import (
     TRANSFORMERS,
     WEIGHTS,
     Published,
-    diffusers_folder,
     open_published,
     published_uses,
     transformers_type,
-    write_diffusers,
-    write_original,
-    write_transformers,
 )
 from megadit.models.convert.published_defaults import published_defaults
+from megadit.models.convert.written import diffusers_folder, write_diffusers, write_original, write_transformers
 from megadit.models.image_encoder import ImageEncoder
 from megadit.models.network_config import NetworkConfig
 from megadit.models.shared.command import run_command
@@ -283,16 +280,17 @@ def _export(source: Path, out: Path, form: str) -> None:
         raise UserError(f"--to {form} takes a bundle, which {source} is not")
     bundle = Bundle.open(source)
     networks = {part: open_safetensors(source / part / parts.TENSOR_FILE) for part in bundle.networks}
+    text_encoder = bundle.load_text_encoder()
+    projection = getattr(text_encoder, "projection", {})
     with atomic_directory(_free(out)) as directory:
         if form == "transformers":
-            beside = bundle.load_tokenizer(), bundle.load_text_encoder()
+            beside = bundle.load_tokenizer(), text_encoder
             write_transformers(directory, bundle.config, networks["transformer"], *beside)
         elif form == "original":
             check_single(bundle)
-            write_original(directory, bundle.config, networks["transformer"])
+            write_original(directory, bundle.config, networks["transformer"], projection)
         else:
             tokenizer = bundle.load_tokenizer()
-            projection = getattr(bundle.load_text_encoder(), "projection", {})
             side = bundle.defaults.height // tokenizer.spatial_compression
             for part, tensors in networks.items():
                 folder = directory / diffusers_folder(bundle.config, part)

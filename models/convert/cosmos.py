@@ -1,5 +1,5 @@
-"""Cosmos-1.0 (Predict1) text-to-world and Predict2 text-to-image, and video-to-world of both: names in diffusers'
-`CosmosTransformer3DModel`, and the released ones.
+"""Cosmos-1.0 (Predict1) text-to-world and Predict2 text-to-image, video-to-world of both, and Predict2.5: names in
+diffusers' `CosmosTransformer3DModel`, and the released ones.
 
 (arXiv 2501.03575, section 5.2.1; the names are those of the published checkpoints.)
 """
@@ -36,7 +36,10 @@ GIVEN_SIGMA = {True: 0.001, False: 0.0001}
 """Of what is given, by whether positions are learned: `augment_sigma` of 1.0; `sigma_conditioning` of Predict2, and of
 2.5 `conditional_frame_timestep`, the t of a sigma that is 1e-8 larger."""
 TEXT_PROJECTION = {"weight": "crossattn_proj.0.weight", "bias": "crossattn_proj.0.bias"}
-"""Our names -> diffusers' of what Predict2.5 reads a Qwen2.5-VL's states by: part of our text encoder."""
+"""Our names -> theirs, released and diffusers', of what Predict2.5 reads a Qwen2.5-VL's states by: part of our text
+encoder."""
+PROJECTION = r"^crossattn_proj\."
+"""Those names, and of Predict2 none."""
 QK_EPSILON = 1e-5
 """That of diffusers' attention, whatever its other norms have."""
 
@@ -116,11 +119,12 @@ def config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> DiTConfig:
 
 
 def predict2_config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> DiTConfig:
-    """Of Predict2 as released: text-to-image and video-to-world, 2B and 14B."""
+    """Of Predict2 as released, text-to-image and video-to-world, and of Predict2.5: 2B and 14B."""
     width, block = shapes["t_embedding_norm.weight"][0], "blocks.0"
     head_dim, rows = shapes[f"{block}.self_attn.q_norm.weight"][0], shapes["final_layer.linear.weight"][0]
     channels = shapes["x_embedder.proj.1.weight"][1] // 4 - 1
-    of_videos = (20 / 24, 2.0, 2.0) if width == 5120 else (1.0, 3.0, 3.0)
+    reads_states = TEXT_PROJECTION["weight"] in shapes
+    of_videos = (20 / 24, 2.0, 2.0) if width == 5120 and not reads_states else (1.0, 3.0, 3.0)
     return config_from_diffusers(
         {
             "in_channels": channels,
@@ -136,6 +140,7 @@ def predict2_config_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> DiTCon
             "rope_scale": of_videos if channels > rows // 4 else (1.0, 4.0, 4.0),
             "concat_padding_mask": True,
             "extra_pos_embed_type": None,
+            "use_crossattn_projection": reads_states,
         }
     )
 
@@ -163,7 +168,9 @@ def config_to_diffusers(config: DiTConfig) -> dict[str, Any]:
 
 
 def projection_to_diffusers(projection: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The settings and tensors by which diffusers' network reads a Qwen2.5-VL's states (`TEXT_PROJECTION`)."""
+    """Settings and tensors by which diffusers' network reads a Qwen2.5-VL's states, if it does (`TEXT_PROJECTION`)."""
+    if not projection:
+        return {}, {}
     width, states = projection["weight"].shape
     sizes = {"crossattn_proj_in_channels": states, "encoder_hidden_states_channels": width}
     return {"use_crossattn_projection": True, **sizes}, {TEXT_PROJECTION[name]: projection[name] for name in projection}

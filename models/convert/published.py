@@ -13,17 +13,14 @@ from megadit.models.bundle.tensor_source import (
     from_state_dict,
     load_pickled,
     open_safetensors,
-    write_safetensors,
 )
 from megadit.models.config import DiTConfig
 from megadit.models.convert import class_dit, clip, cosmos, nemo, nemo_moviegen, stable_diffusion, vit, wan
-from megadit.models.convert.converted import to_ours, to_theirs
+from megadit.models.convert.converted import to_ours
 from megadit.models.convert.tensor_map import Entry
 from megadit.models.network_config import NetworkConfig
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import inner_path, read_json, write_json
-from megadit.models.text_encoders import TextEncoder
-from megadit.models.tokenizers import VideoTokenizer
+from megadit.models.shared.files import inner_path, read_json
 
 WEIGHTS, OF_TRANSFORMERS = "diffusion_pytorch_model", "model"
 """Names of files of weights, those of diffusers and those of transformers."""
@@ -80,11 +77,11 @@ FORMS = (
         lambda config: cosmos.IGNORED,
     ),
     _Form(
-        "Cosmos-Predict2 (model.pt)",
+        "Cosmos-Predict2 or 2.5 (model.pt)",
         "blocks.0.adaln_modulation_self_attn.1.weight",
         cosmos.predict2_config_from_shapes,
         cosmos.released_entries,
-        lambda config: cosmos.IGNORED,
+        lambda config: f"{cosmos.IGNORED}|{cosmos.PROJECTION}",
     ),
     _Form(
         "Wan (as released)",
@@ -123,12 +120,11 @@ DIFFUSERS = {known.DIFFUSERS_CLASS: known for known in (cosmos, class_dit, wan, 
 """Class -> the module that knows its settings and tensors."""
 BESIDE = {stable_diffusion.DIFFUSERS_CLASS: stable_diffusion.read_pipeline}
 """Class -> what reads settings of it that stand in other folders of its pipeline."""
-IGNORED = {wan.DIFFUSERS_CLASS: wan.IGNORED, cosmos.DIFFUSERS_CLASS: r"^crossattn_proj\."}
+IGNORED = {wan.DIFFUSERS_CLASS: wan.IGNORED, cosmos.DIFFUSERS_CLASS: cosmos.PROJECTION}
 """Class -> a pattern of tensors in its files that are no part of our network."""
 TRANSFORMERS = {known.MODEL_TYPE: known for known in (vit, clip)}
 """Type of a model of transformers, which is our family's name -> the module that knows it."""
-_OF_FAMILY = {"cosmos": cosmos, "dit": class_dit, "wan": wan, "stable_diffusion": stable_diffusion}
-_FOLDERS = {"stable_diffusion": stable_diffusion.FOLDER}
+FOLDERS = {"stable_diffusion": stable_diffusion.FOLDER}
 """Family -> where diffusers' pipelines have its network; else in `transformer`."""
 
 
@@ -146,7 +142,7 @@ def open_published(path: Path) -> Published:
             return _pair(path, open_published(path / high), open_published(path / low))
     if (path / "model_index.json").is_file():
         index = read_json(path / "model_index.json")
-        published = open_published(path / next((name for name in _FOLDERS.values() if name in index), "transformer"))
+        published = open_published(path / next((name for name in FOLDERS.values() if name in index), "transformer"))
         config = published.config
         if index.get("expand_timesteps"):  # a first frame has a noise level of its own, which no tensor tells (Wan 2.2)
             config = replace(config, given_sigma=0.0)
@@ -206,7 +202,7 @@ def _from_diffusers(path: Path) -> Published:
         config=config,
         tensors=to_ours(source, known.diffusers_entries(config), config, ignored=IGNORED.get(name, "$^")),
         sample_size=values.get("sample_size"),
-        text_projection=_text_projection(values, source),
+        text_projection=_text_projection(config, source),
     )
 
 
@@ -232,8 +228,8 @@ def _from_transformers(path: Path, kind: str) -> Published:
     )
 
 
-def _text_projection(values: Mapping[str, Any], source: TensorSource) -> dict[str, Tensor]:
-    if not values.get("use_crossattn_projection"):
+def _text_projection(config: NetworkConfig, source: TensorSource) -> dict[str, Tensor]:
+    if getattr(config, "compat", None) != "predict2_5":
         return {}
     if missing := [name for name in cosmos.TEXT_PROJECTION.values() if name not in source.stored]:
         raise UserError(f"{source.label} has no tensor {missing[0]}, which use_crossattn_projection asks for")
@@ -262,6 +258,7 @@ def _from_tensors(source: TensorSource) -> Published:
             return Published(
                 config=config,
                 tensors=to_ours(source, form.entries(config), config, ignored=form.ignored(config)),
+                text_projection=_text_projection(config, source),
             )
     known = ", ".join(form.name for form in FORMS)
     some = ", ".join(list(source.stored)[:3])
@@ -292,73 +289,3 @@ def _class_names(index: Mapping[str, Any], config: NetworkConfig) -> tuple[str, 
         return ()
     named = index.get("id2label") or {}
     return tuple(named.get(str(i), f"class {i}") for i in range(config.num_classes))
-
-
-def diffusers_folder(config: NetworkConfig, part: str) -> str:
-    """Where diffusers' pipelines have the network that a bundle has in its folder `part`."""
-    return _FOLDERS.get(config.family, part)
-
-
-def diffusers_entries(config: NetworkConfig) -> list[Entry] | None:
-    """How diffusers holds the tensors of a network; None where it has no such network."""
-    return _OF_FAMILY[config.family].diffusers_entries(config) if config.family in _OF_FAMILY else None
-
-
-def original_entries(config: NetworkConfig) -> list[Entry] | None:
-    """How their first publication held the tensors of a network; None where there was none."""
-    entries_of = {
-        ("cosmos", None): cosmos.released_entries,
-        ("dit", None): class_dit.original_entries,
-        ("wan", None): wan.released_entries,
-        ("nemo", None): nemo.entries,
-        ("dfm", None): nemo.entries,
-        ("moviegen", "nemo"): nemo_moviegen.entries,
-    }
-    form = config.family, getattr(config, "compat", None)
-    return entries_of[form](config) if form in entries_of else None
-
-
-def write_diffusers(
-    out: Path, config: NetworkConfig, tensors: TensorSource, sample_size: int, text_projection: Mapping[str, Tensor]
-) -> None:
-    """config.json and weights of our network as diffusers reads them, `text_projection` (as `Published`'s) among them.
-
-    Raises:
-        UserError: if diffusers has no such network.
-    """
-    entries = diffusers_entries(config)
-    if entries is None:
-        raise UserError(f"diffusers has no network of the family {config.family}; only of {', '.join(_OF_FAMILY)}")
-    sizes = (sample_size,) if config.family == "dit" else ()
-    values = _OF_FAMILY[config.family].config_to_diffusers(config, *sizes)
-    settings, more = cosmos.projection_to_diffusers(text_projection) if text_projection else ({}, {})
-    write_json(out / "config.json", values | settings)
-    write_safetensors(out / f"{WEIGHTS}.safetensors", to_theirs(tensors, entries).beside(more))
-
-
-def write_transformers(
-    out: Path, config: NetworkConfig, tensors: TensorSource, tokenizer: VideoTokenizer, text_encoder: TextEncoder
-) -> None:
-    """config.json, weights and what prepares images and texts, as transformers reads them.
-
-    Raises:
-        UserError: if it has no such network.
-    """
-    known = TRANSFORMERS.get(config.family)
-    if known is None:
-        raise UserError(f"transformers has no network of the family {config.family}; only of {', '.join(TRANSFORMERS)}")
-    write_json(out / "config.json", known.config_to_transformers(config, text_encoder))
-    known.write_beside(out, config, tokenizer, text_encoder)
-    write_safetensors(out / f"{OF_TRANSFORMERS}.safetensors", to_theirs(tensors, known.entries(config)))
-
-
-def write_original(out: Path, config: NetworkConfig, tensors: TensorSource) -> None:
-    """The tensors under the names of the first publication, as safetensors.
-
-    Raises:
-        UserError: if there was none.
-    """
-    entries = original_entries(config)
-    if entries is None:
-        raise UserError(f"no other form of the family {config.family} is written")
-    write_safetensors(out / "model.safetensors", to_theirs(tensors, entries))

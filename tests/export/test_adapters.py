@@ -13,6 +13,7 @@ from megadit.export import verify
 from megadit.export.build import ExportSettings, export_bundle, export_network
 from megadit.export.command import main as export
 from megadit.export.networks import build_network
+from megadit.export.references import Case, reference_cases
 from megadit.infer import generate
 from megadit.infer.check_adapter import problem_of
 from megadit.infer.pipeline import TextToVideo
@@ -107,10 +108,10 @@ def test_the_gate_compares_with_adapters_loaded_in_torch(slotted):
     assert names <= report["cases"].keys() and report["worst"] <= 1e-4
     spec, slots = open_exported(slotted, "onnx").network("denoiser"), adapter_slots(slotted, "onnx")
     network = build_network("denoiser", slotted, slotted.load_tokenizer(), torch.float32, slots)
-    cases = {case.name: case for case in verify.reference_cases(network, spec, slotted, slots)}
+    cases = {case.name: case for case in reference_cases(network, spec, slotted, slots)}
     path = slotted.path / "onnx/denoiser.onnx"
 
-    def compare(case: verify.Case) -> None:
+    def compare(case: Case) -> None:
         verify.verify_network(path, spec, [case], slotted.config, "fp32", {}, lambda: network)
 
     for name in names:

@@ -12,6 +12,7 @@ from megadit.export import to_onnx, verify
 from megadit.export.layers import weight_hashes
 from megadit.export.networks import build_network, comparable
 from megadit.export.quantize import FORMATS, calibrate, quantise
+from megadit.export.references import reference_cases
 
 LAYER, OTHER = "denoiser.dit.blocks.0.mlp.fc1", "denoiser.dit.blocks.1.self_attention.qkv"
 NOT_QUANTISED = "denoiser.dit.final_layer.linear"
@@ -34,9 +35,9 @@ def eight_bit(request, tiny_bundle, specs, tmp_path_factory):
     to_onnx.export_onnx(network, spec, inputs, path, opset=to_onnx.EIGHT_BIT_OPSET, metadata=about)
     ranges = calibrate(tiny_bundle, ["a red seven moving left"])
     quantise(path, ranges, precision)
-    plain = verify.reference_cases(network, spec, tiny_bundle)
+    plain = reference_cases(network, spec, tiny_bundle)
     hashes = weight_hashes(network)
-    cases = verify.reference_cases(comparable(network, precision, ranges), spec, tiny_bundle)
+    cases = reference_cases(comparable(network, precision, ranges), spec, tiny_bundle)
     return precision, path, ranges, plain, cases, hashes, lambda: comparable(build(), precision, ranges)
 
 
@@ -117,7 +118,7 @@ def test_ranges_that_cut_off_what_is_sampled(eight_bit, specs, tiny_bundle):
     precision, _, ranges, plain, _, _, _ = eight_bit
     narrow = {layer: largest / 30 for layer, largest in ranges.items()}
     network = build_network("denoiser", tiny_bundle, tiny_bundle.load_tokenizer(), torch.float16)
-    cases = verify.reference_cases(comparable(network, precision, narrow), specs["denoiser"], tiny_bundle)
+    cases = reference_cases(comparable(network, precision, narrow), specs["denoiser"], tiny_bundle)
     with pytest.raises(
         ValueError, match=rf"{precision} changes what the denoiser predicts by \d+% .*--calibration_pro"
     ):

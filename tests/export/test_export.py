@@ -15,7 +15,7 @@ from megadit.export import command
 from megadit.export.build import ExportSettings, export_bundle
 from megadit.export.networks import build_network
 from megadit.export.signatures import sample_inputs, trace_sizes
-from megadit.export.to_onnx import export_onnx
+from megadit.export.to_onnx import ATTENTION_OPSET, export_onnx
 from megadit.infer import generate
 from megadit.infer.benchmarks import generate as benchmark_generate
 from megadit.infer.pipeline import TextToVideo
@@ -146,6 +146,16 @@ def test_attention_is_a_softmax_between_two_products(exported):
     for softmax in softmaxes:
         assert [node.op_type for node in nodes if softmax.output[0] in node.input] == ["MatMul"], softmax.name
     assert not [node.name for node in nodes if node.op_type == "IsNaN"]
+
+
+@pytest.mark.slow
+def test_attention_is_one_operator_where_there_is_one(tiny_bundle, specs, tmp_path):
+    spec, path = specs["denoiser"], tmp_path / "denoiser.onnx"
+    network = build_network("denoiser", tiny_bundle, tiny_bundle.load_tokenizer(), torch.float32)
+    inputs = sample_inputs(spec, trace_sizes(spec))
+    export_onnx(network, spec, inputs, path, opset=ATTENTION_OPSET, metadata={"megadit_version": "0"})
+    kinds = [node.op_type for node in onnx.load(path, load_external_data=False).graph.node]
+    assert kinds.count("Attention") == 4 and "Softmax" not in kinds, "of videos and of texts, in two blocks"
 
 
 def test_sizes_beyond_the_profile_say_so(exported):

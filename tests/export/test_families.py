@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from megadit.export import signatures as contract
-from megadit.export import verify
 from megadit.export.build import ExportSettings, export_bundle, export_network
 from megadit.export.operators import check_operators
+from megadit.export.references import usual_prompt
 from megadit.infer import generate
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.runtimes.exported import denoiser_inputs, with_exported_network
@@ -38,6 +38,16 @@ COSMOS = DiTConfig(
     learned_positions=(12, 20, 20),
     padding_mask_channel=True,
 )
+PREDICT2 = DiTConfig(
+    **SMALL,
+    hidden_size=48,
+    family="cosmos",
+    preconditioner="flow",
+    sigma_data=1.0,
+    adaln_lora_dim=6,
+    rope_scale=(1.0, 4.0, 4.0),
+    padding_mask_channel=True,
+)
 NEMO = DiTConfig(**SMALL, hidden_size=260, family="nemo", position_embedding="sincos")
 MOVIEGEN = DiTConfig(
     **SMALL | {"num_attention_heads": 4},
@@ -50,6 +60,8 @@ MOVIEGEN = DiTConfig(
 )
 FAMILIES = {
     "cosmos": COSMOS,
+    "predict2": PREDICT2,
+    "predict2.5": dataclasses.replace(PREDICT2, compat="predict2_5", rope_scale=(1.0, 3.0, 3.0)),
     "nemo": NEMO,
     "dfm": dataclasses.replace(NEMO, family="dfm", adaln_lora_dim=6),
     "dit": DiTConfig(
@@ -107,7 +119,7 @@ def least_psnr(bundle, network):
         config=bundle.config,
         defaults=bundle.defaults,
     )
-    (ours,), (theirs,) = (one([verify.usual_prompt(bundle)], seeds=1) for one in (by_onnx, by_torch))
+    (ours,), (theirs,) = (one([usual_prompt(bundle)], seeds=1) for one in (by_onnx, by_torch))
     assert theirs.video.std() > 0
     error_T = ((ours.video.astype(float) - theirs.video) ** 2).mean(axis=(1, 2, 3))
     return 10 * np.log10(255**2 / max(error_T.max(), 1e-3))

@@ -11,6 +11,8 @@ from megadit.export import verify
 from megadit.export.build import ExportSettings, export_bundle
 from megadit.export.given_cases import given_inputs, random_medium
 from megadit.export.networks import build_network
+from megadit.export.quantize import calibrate
+from megadit.export.references import inputs_at, reference_cases
 from megadit.infer import generate
 from megadit.infer.animations import encode_image
 from megadit.infer.given import GivenVideo
@@ -21,9 +23,9 @@ from megadit.infer.video_io import read_video
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.image_encoder import ImageEncoder
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import write_json
 from megadit.train.data.given import USES
 from tests.bundles import CONFIG, DEFAULTS, write_tiny_bundle
+from tests.models.convert.test_given_weights import image_parts
 
 SETTINGS = {"num_frames": 9, "seeds": [1, 2]}
 """Neither the size that was traced, nor that which is compared."""
@@ -70,11 +72,11 @@ def test_inputs_say_what_torch_is_told(tmp_path, patch_temporal):
     profiles = contract.default_profiles(bundle, tokenizer, encoder)
     spec = contract.specs(profiles, config, tokenizer, takes=bundle.takes)["denoiser"]
     network = build_network("denoiser", bundle, tokenizer, torch.float32)
-    usual, found = verify.inputs_at(spec, 2.0, bundle), {}
+    usual, found = inputs_at(spec, 2.0, bundle), {}
     for use in USES:
         if patch_temporal > 1 and use in ("last_frame", "keyframes"):
             continue  # one frame is no token there
-        inputs, conditioning = given_inputs(use, bundle, usual)
+        inputs, conditioning = given_inputs((random_medium(use, bundle.defaults, seed=4),), bundle, usual)
         with torch.no_grad():
             found[use] = network(*inputs.values())
             expected = network.denoiser(inputs["x"], inputs["sigma"], conditioning)
@@ -84,28 +86,64 @@ def test_inputs_say_what_torch_is_told(tmp_path, patch_temporal):
     assert all((edited - video[:, :, :6]).abs().max() > 0.01 for video in found.values())
 
 
-@pytest.mark.parametrize("changes", [{"given_form": "channels", "given_sigma": 0.0}, {"image_size": 8}])
-def test_networks_without_inputs_for_what_they_are_given_are_refused(tmp_path, changes):
-    config = replace(CONFIG, family="wan", preconditioner="flow", **changes)
-    write_json(tmp_path / "clip" / "config.json", {"model_type": "clip_vision_model", "hidden_size": 8})
-    clip = ImageEncoder(model=str(tmp_path / "clip")) if "image_size" in changes else None
-    bundle = write_tiny_bundle(tmp_path / "bundle", config, training={"given": ["first_frame"]}, image_encoder=clip)
-    with pytest.raises(UserError, match="which exported networks have no inputs for: leave it in torch"):
-        export_bundle(bundle.path, tmp_path / "exported")
-    assert not (tmp_path / "exported").exists()
+FIRST, LAST = (
+    GivenVideo(use=use, frames=np.random.default_rng(seed).integers(0, 256, (1, 32, 48, 3), dtype=np.uint8))
+    for seed, use in enumerate(("first_frame", "last_frame"))
+)
+BESIDE = {
+    "wan2.2": ({}, (FIRST,)),
+    "wan2.1": ({"image_size": 20, "image_positions": 10}, (FIRST, LAST)),
+}
+"""Wan's networks of images -> what they read that 2.2's do not, and what they are given (2.1's first and last)."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BESIDE)
+def test_networks_that_read_images_beside_their_latents(tmp_path, name):
+    changes, given = BESIDE[name]
+    config = replace(CONFIG, num_layers=1, family="wan", preconditioner="flow", given_form="channels", given_sigma=0.0)
+    for part in image_parts():
+        part.save_pretrained(tmp_path / "clip")
+    clip = ImageEncoder(model=str(tmp_path / "clip")) if changes else None
+    uses = [medium.use for medium in given]
+    bundle = write_tiny_bundle(
+        tmp_path / "bundle", replace(config, **changes), training={"given": uses}, image_encoder=clip
+    )
+    export_bundle(bundle.path, tmp_path / "exported", ExportSettings(profiles=("text=1,4,9", "batch=1,1,2")))
+    exported = Bundle.open(tmp_path / "exported")
+    report = exported.manifest["export"]["onnx"]["report"]
+    cases = report["denoiser"]["cases"]
+    assert f"given {' and '.join(uses)}" in cases and len([case for case in cases if case.startswith("sigma")]) == 7
+    assert report["denoiser"]["worst"] <= 1e-4 and report["video"]["psnr"] >= 50
+    assert taken(exported, "onnx") == tuple(uses)
+    assert min(calibrate(bundle, ["a cat"]).values()) > 0, "for 8 bits it is given something, too"
+    by_onnx, by_torch = (
+        TextToVideo.from_pretrained(exported, device="cpu", runtime=name) for name in ("onnx", "torch")
+    )
+    asked = {"seeds": [1, 2], "num_frames": 9}
+    made, expected = (pipeline(["a cat", "dogs"], given=given, **asked) for pipeline in (by_onnx, by_torch))
+    assert max(difference(ours.video, theirs.video) for ours, theirs in zip(made, expected, strict=True)) <= 1
+    others = tuple(replace(medium, frames=255 - medium.frames) for medium in given)
+    (other, _) = by_onnx(["a cat", "dogs"], given=others, **asked)
+    assert difference(other.video, made[0].video) > 1, "negative control: what is given must matter"
+    for missing in range(len(given)):
+        with pytest.raises(UserError, match="makes videos of a first frame"):
+            by_onnx(["a cat"], given=given[:missing])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["augmented", "marked"])
 def test_networks_that_are_told_by_marks(tmp_path, form):
-    """Cosmos' forms, whose marks are a channel of the tokens."""
-    config = replace(CONFIG, num_layers=1, preconditioner="flow", given_form=form, given_sigma=1e-3)
+    """Cosmos' forms, whose marks are a channel of the tokens, at every noise level."""
+    family = {"family": "cosmos", "adaln_lora_dim": 4, "padding_mask_channel": True}
+    config = replace(CONFIG, num_layers=1, preconditioner="flow", given_form=form, given_sigma=1e-3, **family)
     uses = ("first_frame", "prefix")
     bundle = write_tiny_bundle(tmp_path / "bundle", config, training={"given": dict.fromkeys(uses, 0.5)})
     export_bundle(bundle.path, tmp_path / "exported", ExportSettings(profiles=("text=1,4,9", "batch=1,1,2")))
     exported = Bundle.open(tmp_path / "exported")
     report = exported.manifest["export"]["onnx"]["report"]["denoiser"]
     assert report["worst"] <= 1e-4 and {f"given {use}" for use in uses} <= report["cases"].keys()
+    assert len([name for name in report["cases"] if name.startswith("sigma")]) == 7
     ours, theirs = (
         TextToVideo.from_pretrained(exported, device="cpu", runtime=runtime)(
             ["a cat"], seeds=1, num_frames=9, given=medium("prefix")
@@ -143,7 +181,7 @@ def test_a_graph_with_another_noise_level_of_given_tokens_is_refused(able):
     spec, path = open_exported(able, "onnx").network("denoiser"), able.path / "onnx/denoiser.onnx"
     network = build_network("denoiser", able, able.load_tokenizer(), torch.float32)
     network.denoiser.dit.config = replace(able.config, given_sigma=0.5)
-    cases = {case.name: case for case in verify.reference_cases(network, spec, able)}
+    cases = {case.name: case for case in reference_cases(network, spec, able)}
 
     def compare(name: str) -> None:
         verify.verify_network(path, spec, [cases[name]], able.config, "fp32", {}, lambda: network)

@@ -11,6 +11,7 @@ from onnx import helper, numpy_helper
 from megadit.export import verify
 from megadit.export.layers import layer_of_failure, weight_hashes
 from megadit.export.networks import build_network
+from megadit.export.references import reference_cases
 from megadit.models.attention import QKNorm
 
 
@@ -21,7 +22,7 @@ def network(exported):
 
 @pytest.fixture(scope="module")
 def cases(network, specs, exported):
-    return verify.reference_cases(network, specs["denoiser"], exported)
+    return reference_cases(network, specs["denoiser"], exported)
 
 
 @pytest.fixture
@@ -126,7 +127,7 @@ def test_rotary_positions_off_by_one(check, exported, monkeypatch):
 
     monkeypatch.setattr(queries, "forward", shifted)
     with pytest.raises(ValueError, match="layer that differs is denoiser.dit.blocks.1.self_attention.q_layernorm"):
-        check(network=network, cases=verify.reference_cases(network, *_of(exported)))
+        check(network=network, cases=reference_cases(network, *_of(exported)))
 
 
 def _of(exported):

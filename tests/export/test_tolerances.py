@@ -15,6 +15,7 @@ from megadit.export import verify
 from megadit.export.layers import relative_error
 from megadit.export.networks import build_network
 from megadit.export.quantize import FORMATS, quantised_linears, round_linears
+from megadit.export.references import inputs_at, reference
 from tests.bundles import CONFIG, write_tiny_bundle
 
 SIGMAS = (0.002, 0.2, 5.0, 80.0)
@@ -37,11 +38,11 @@ def random_network(bundle, seed):
 
 def random_and_real_inputs(bundle, spec, seed):
     sizes = {name: axis.opt for name, axis in spec.axes.items()}
-    return [contract.sample_inputs(spec, sizes, seed), *(verify.inputs_at(spec, sigma, bundle) for sigma in SIGMAS)]
+    return [contract.sample_inputs(spec, sizes, seed), *(inputs_at(spec, sigma, bundle) for sigma in SIGMAS)]
 
 
 def raw(network, inputs):
-    return verify.reference(network, "", inputs).F
+    return reference(network, "", inputs).F
 
 
 def distance(one, two, inputs):

@@ -17,7 +17,7 @@ from megadit.infer.samplers import (
     heun,
     num_denoiser_calls,
 )
-from megadit.infer.schedules import karras_sigmas
+from megadit.infer.schedules import flow_sigmas, karras_sigmas
 from megadit.models.parameterization import Flow
 from megadit.models.settings import STOCHASTIC, find_sampler
 from megadit.models.shared.errors import UserError
@@ -110,6 +110,14 @@ def test_solvers_keep_their_orders_with_a_flow_network(name):
     assert order_of_convergence(SAMPLERS[name], denoiser_of_a_flow_network, exact) == pytest.approx(
         ORDERS[name], abs=0.15
     )
+
+
+@pytest.mark.parametrize("schedule", [karras_sigmas, flow_sigmas])
+@pytest.mark.parametrize("denoiser", [ideal_denoiser, denoiser_of_a_flow_network])
+def test_a_network_of_either_objective_samples_at_the_levels_of_either(denoiser, schedule):
+    x = initial_state()
+    sample = heun(denoiser, x, schedule(200, SIGMA_MIN, SIGMA_MAX))
+    torch.testing.assert_close(sample, exact_solution(x, 0.0), rtol=0, atol=1e-3)
 
 
 def test_the_mixtures_solution_solves_its_ode():

@@ -121,7 +121,7 @@ def test_another_network_is_refused(tmp_path, file, values, says):
 
 
 def test_other_networks_have_no_such_form():
-    from megadit.models.convert.published import write_transformers
+    from megadit.models.convert.written import write_transformers
 
     with pytest.raises(UserError, match="transformers has no network of the family megadit"):
         write_transformers(None, NAMED_CONFIGS["digits"], None, None, None)

@@ -23,6 +23,8 @@ DROPPED = {"adapter": {"rank": 3, "targets": ["blocks.*"], "dropout": 0.3}, **TW
 DEEP = {"model": {"num_layers": 4}}
 EXPERTS = {"model": {"experts": {"num_experts": 4, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 20}}}
 GROUPED = {"model": MOVIEGEN}
+PREDICT2 = {"model": {"family": "cosmos", "preconditioner": "flow", "adaln_lora_dim": 4, "padding_mask_channel": True}}
+WAN = {"model": {"family": "wan", "preconditioner": "flow"}}
 IN_INT8 = {"train": {"base_precision": "int8"}}
 LONG, SHORT = {"steps": 20}, {"steps": 3}
 
@@ -40,6 +42,8 @@ ONE_RANK = {
     "dora": DORA | SHORT,
     "dropped": DROPPED | SHORT,
     "grouped": LORA | GROUPED | SHORT,
+    "predict2": LORA | PREDICT2 | SHORT,
+    "wan": LORA | WAN | SHORT,
     "int8": LORA | IN_INT8 | SHORT,
     "int8-dora": DORA | IN_INT8 | SHORT,
     "base": TWO_PACKS | {"steps": 1},
@@ -58,6 +62,8 @@ LAYOUTS = {
     "dora fsdp, recomputed": {**FSDP, "recompute_granularity": "full"},
     "dropped sp, attention recomputed": {**SP, "recompute_granularity": "selective"},
     "grouped sp": SP,
+    "predict2 sp": SP,
+    "wan sp": SP,
     "int8 sp": SP,
     "int8 tp": TP,
     "int8 cp": CP,

@@ -1,5 +1,6 @@
 """A run can start from the weights of a bundle."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -35,7 +36,9 @@ def bundle(tmp_path_factory):
 
 def test_training_starts_from_a_bundle_on_two_ranks(bundle, run_ranks, tmp_path):
     small = ("optimizer.lr=1e-9", "optimizer.min_lr=0.0", "parallel.tensor_model_parallel_size=2")
-    run_ranks(2, *MOCK, *MODEL_OVERRIDES, *small, f"checkpoint.init_from={bundle}", f"train.output_dir={tmp_path}")
+    given = (f"checkpoint.init_from={bundle}", f"train.output_dir={tmp_path}")
+    told = run_ranks(2, *MOCK, *MODEL_OVERRIDES, *small, *given)
+    assert "go on with" not in "".join(told), "the objective is the same"
     (checkpoint,) = find_checkpoints(tmp_path / "checkpoints")
     from safetensors.torch import load_file
 
@@ -44,6 +47,13 @@ def test_training_starts_from_a_bundle_on_two_ranks(bundle, run_ranks, tmp_path)
     assert trained.keys() == given.keys()
     # one step at a rate of 1e-9
     assert all((trained[name] - tensor).abs().max() < 1e-6 for name, tensor in given.items())
+
+
+def test_a_network_goes_on_under_another_objective_and_its_first_loss_is_told(bundle, run_ranks, tmp_path):
+    arguments = (*MOCK, *MODEL_OVERRIDES, f"checkpoint.init_from={bundle}", f"train.output_dir={tmp_path}")
+    (told,) = run_ranks(1, *arguments, "model.preconditioner=flow")
+    first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["loss"]
+    assert f"with model.preconditioner=edm and go on with flow: the first loss is {first:.4g}" in told
 
 
 def test_another_network_is_refused(bundle, run_ranks, tmp_path):

@@ -16,11 +16,16 @@ EXPERTS = {"model": {"experts": {"num_experts": 4, "ffn_hidden_size": 24}}}
 SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 CP = {"context_parallel_size": 2}
 AUGMENTED = {"model": {"given_form": "augmented"}}
+MARKED = {"family": "cosmos", "adaln_lora_dim": 4, "padding_mask_channel": True, "given_form": "marked"}
+FLOW = {"preconditioner": "flow"}
 ONE_RANK = {
     "plain": GIVEN,
     "experts": GIVEN | EXPERTS,
     "axial": GIVEN | {"model": {"family": "st_dit"}},
     "augmented": GIVEN | AUGMENTED,
+    "predict2": GIVEN | {"model": MARKED | FLOW},
+    "predict2_5": GIVEN | {"model": MARKED | FLOW | {"compat": "predict2_5"}},
+    "wan": GIVEN | {"model": {"family": "wan"} | FLOW},
 }
 LAYOUTS = {
     "plain sp": SP,
@@ -35,6 +40,15 @@ LAYOUTS = {
     "augmented cp": CP,
     "augmented pp": {"pipeline_model_parallel_size": 2},
     "augmented fsdp": {"data_parallel": "fsdp"},
+    "predict2 sp": SP,
+    "predict2 cp": CP,
+    "predict2 pp": {"pipeline_model_parallel_size": 2},
+    "predict2 fsdp": {"data_parallel": "fsdp"},
+    "predict2_5 sp": SP,
+    "wan sp": SP,
+    "wan cp": CP,
+    "wan pp": {"pipeline_model_parallel_size": 2},
+    "wan fsdp": {"data_parallel": "fsdp"},
 }
 """The first word is that of the counterpart on one rank."""
 BROKEN = ("no loss on what is given", "a noise level of its own")

@@ -29,14 +29,25 @@ pytestmark = [
 ]
 
 FEW = {"data": {"global_batch_size": 2}}
+DEEP = {"num_layers": 4}
 EXPERTS = {"experts": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 24}}
 CASES = {
+    "distributed optimizer": {"parallel": {"data_parallel": "distributed_optimizer"}},
     "tp, sp, muon": {
         "parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
         "optimizer": {"optimizer": "muon"},
     },
     "cp, fsdp": {"parallel": {"context_parallel_size": 2, "data_parallel": "fsdp"}},
+    "ring": {"parallel": {"context_parallel_size": 2, "context_parallel_comm": "ring"}},
     "pp": {"parallel": {"pipeline_model_parallel_size": 2}},
+    "vpp, recomputed": {
+        "model": DEEP,
+        "parallel": {
+            "pipeline_model_parallel_size": 2,
+            "virtual_pipeline_model_parallel_size": 2,
+            "recompute_granularity": "full",
+        },
+    },
     "ep, distributed optimizer": {
         "model": EXPERTS,
         "parallel": {"expert_model_parallel_size": 2, "data_parallel": "distributed_optimizer"},

@@ -161,7 +161,9 @@ def attributes_in(prompt: str) -> Attributes | None:
     words = re.findall(r"[a-z]+|[0-9]+", prompt.lower())
     digit = next((number for number, name in enumerate(DIGITS) if {name, str(number)} & set(words)), None)
     colour = next((colour for colour in COLOURS if colour in words), None)
-    direction = next((way for way, wordings in WAYS.items() if {each.split()[-1] for each in wordings} & set(words)), None)
+    direction = next(
+        (way for way, wordings in WAYS.items() if {each.split()[-1] for each in wordings} & set(words)), None
+    )
     if digit is None or colour is None:
         return None
     return Attributes(digit=digit, colour=colour, direction=direction)

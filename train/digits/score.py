@@ -91,7 +91,7 @@ def score(reader: DigitReader, video_BCTHW: Tensor, attributes: Sequence[Attribu
     }
 
 
-SERVED_JUDGE = '''"""What a service asks of this demo's judge: megadit serve build-repository BUNDLE OUT --judge_dir THIS_FOLDER"""
+SERVED_JUDGE = '''"""The judge of digits as a service asks it: megadit serve build-repository BUNDLE OUT --judge_dir THIS_FOLDER"""
 
 from pathlib import Path
 

@@ -1,7 +1,13 @@
 """Blocks that come for their turn compute what blocks that stay compute, in the memory of a few of them."""
 
+import subprocess
+import sys
 import weakref
+from dataclasses import replace
+from math import prod
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,8 +18,10 @@ from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.shared.errors import UserError
-from megadit.models.weights import load_network, save_network
+from megadit.models.weights import load_network, network_shapes, save_network
+from tests.bundles import random_state, write_tiny_bundle
 
+JOB = Path(__file__).parent / "streamed_memory.py"
 NUM_LAYERS = 6
 CONFIG = DiTConfig(
     num_layers=NUM_LAYERS, hidden_size=48, num_attention_heads=2, in_channels=4, crossattn_emb_size=8, family="wan"
@@ -57,6 +65,18 @@ def test_the_same_to_the_last_bit(directory, resident, dtype, device):
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(parts, whole, strict=True))
 
 
+@pytest.mark.parametrize("family", ["wan", "megadit"])
+def test_videos_are_the_same_to_the_last_bit(tmp_path, family):
+    bundle = write_tiny_bundle(tmp_path, replace(CONFIG, in_channels=48, crossattn_emb_size=16, family=family))
+    whole, *parts = (
+        TextToVideo.from_pretrained(bundle, device="cpu", resident_blocks=resident)(["a cat", "dogs"], seeds=[1, 2])
+        for resident in (None, 1, 4)
+    )
+    for videos in parts:
+        assert all(np.array_equal(ours.video, theirs.video) for ours, theirs in zip(videos, whole, strict=True))
+    assert whole[0].video.std() > 0 and not np.array_equal(whole[0].video, whole[1].video)
+
+
 @pytest.mark.parametrize("resident", [1, 2, 4])
 def test_at_most_one_block_more_than_stay_has_weights(directory, resident):
     most = []
@@ -93,6 +113,26 @@ def test_weights_that_left_are_gone(directory):
     ask(dit, calls=2)
     # one stays, and was fetched before: of the others one computes and one is on its way
     assert len(seen) >= 2 * (NUM_LAYERS - 1) and 1 <= max(most) <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+def test_memory_falls_by_the_blocks_that_wait(tmp_path, device):
+    """By (n - K - 1) / n of their bytes."""
+    large = replace(CONFIG, num_layers=8, hidden_size=768)
+    for name, config in (("small", CONFIG), ("large", large)):
+        save_network(tmp_path / name, config, random_state(config))
+
+    def most(resident):
+        command = [sys.executable, JOB, tmp_path, device, str(resident)]
+        return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+    shapes = network_shapes(large).items()
+    of_blocks = 4 * sum(prod(shape) for name, shape in shapes if name.startswith("blocks."))
+    whole = most(0)
+    for resident in (1, 4):
+        falls = (whole - most(resident)) / of_blocks
+        assert falls == pytest.approx((large.num_layers - resident - 1) / large.num_layers, rel=0.1)
 
 
 def test_a_pass_that_was_broken_off_changes_nothing(directory):

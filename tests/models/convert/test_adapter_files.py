@@ -16,7 +16,7 @@ from megadit.models.convert import cosmos
 from megadit.models.convert.adapter import Adapter
 from megadit.models.convert.adapter_files import is_adapter, read_adapter, write_adapter
 from megadit.models.convert.converted import to_ours
-from megadit.models.convert.published import diffusers_entries, original_entries
+from megadit.models.convert.written import diffusers_entries, original_entries
 from megadit.models.dit import DiT
 from megadit.models.shared.errors import UserError
 

@@ -9,6 +9,8 @@ import torch
 
 from megadit.infer import generate
 from megadit.infer.given import GivenVideo
+from megadit.infer.pipeline import TextToVideo
+from megadit.infer.video_io import read_video
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.bundle.tensor_source import from_state_dict, write_safetensors
 from megadit.models.conditioning import Conditioning, Given
@@ -18,9 +20,13 @@ from megadit.models.convert.converted import to_theirs
 from megadit.models.convert.published import open_published
 from megadit.models.noise import Stream, latent_noise, seed_key
 from megadit.models.shared.errors import UserError
+from megadit.serve.build_repository import service_info
+from megadit.serve.contract import VideoRequest
+from megadit.serve.engine import Engine
 from tests.models.convert.test_parity import assert_round_trip, distance, in_random_type, ours_from, randomised
 from tests.models.convert.test_pipelines import Harmless
 from tests.models.convert.test_wan import converted, random_wan, save, small_autoencoder, start_noise, text_parts
+from tests.serve.test_engine import Asker, run
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 
@@ -313,4 +319,12 @@ def test_a_network_that_reads_images_needs_its_clip(tmp_path, write_t5):
     command += ["--height", HEIGHT, "--width", WIDTH, "--video_save_path", tmp_path / "made.mp4"]
     assert generate.main(list(map(str, command))) == 2, "an image must be given"
     assert generate.main([*map(str, command), "--image", str(tmp_path / "first.png")]) == 0
-    assert (tmp_path / "made.mp4").stat().st_size > 500
+    made = read_video(tmp_path / "made.mp4")[0]
+    size = {"num_frames": 5, "num_steps": 2, "height": HEIGHT, "width": WIDTH}
+    asker = Asker(VideoRequest(prompt=PROMPT, seed=0, image=(tmp_path / "first.png").read_bytes(), **size))
+    opened = Bundle.open(bundle)
+    served_by = TextToVideo.from_pretrained(opened, device="cpu")
+    run(Engine(served_by, service_info(opened, opened.defaults, None)), asker)
+    assert asker.endings == [None]
+    (tmp_path / "served.mp4").write_bytes(asker.videos[0].data)
+    assert np.array_equal(read_video(tmp_path / "served.mp4")[0], made) and len(made) == 5

@@ -2,10 +2,12 @@
 
 import inspect
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megadit.infer import generate
 from megadit.infer.given import GivenVideo
@@ -14,8 +16,11 @@ from megadit.infer.pipeline import TextToVideo
 from megadit.infer.schedules import settings_sigmas
 from megadit.infer.video_io import read_video
 from megadit.models.bundle.bundle import Bundle
+from megadit.models.bundle.tensor_source import open_safetensors
+from megadit.models.convert import cosmos
 from megadit.models.convert.cli import main
 from megadit.models.given_settings import MediaLimits
+from megadit.models.named_configs import NAMED_CONFIGS
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import QwenVLTextEncoder, load_text_encoder
 from megadit.serve.build_repository import service_info
@@ -23,7 +28,7 @@ from megadit.serve.contract import VideoRequest
 from megadit.serve.engine import Engine
 from tests.conftest import WORDS
 from tests.models.convert.test_given_weights import frames, pictures, random_cosmos
-from tests.models.convert.test_parity import distance
+from tests.models.convert.test_parity import distance, num_parameters
 from tests.models.convert.test_pipelines import Harmless
 from tests.models.convert.test_wan import save, small_autoencoder, start_noise
 from tests.serve.media import MP4, PNG
@@ -241,6 +246,52 @@ def test_weights_go_back(pipeline, bundle, tmp_path):
     )
     assert after.config["crossattn_proj_in_channels"] == LAYERS * WIDTH
     assert all(torch.equal(after.state_dict()[name], tensor) for name, tensor in before.state_dict().items())
+
+
+def test_the_released_names_go_out_and_come_in(pipeline, bundle, tmp_path):
+    """Predict2's, with what reads the states beside them under the name that it has in diffusers."""
+    assert main([str(bundle.path), str(tmp_path / "out"), "--to", "original"]) == 0
+    stored = open_safetensors(tmp_path / "out/model.safetensors").stored
+    assert {"t_embedding_norm.weight", "blocks.1.cross_attn.k_norm.weight", "crossattn_proj.0.bias"} <= stored.keys()
+    parts = ("--tokenizer", str(pipeline[1] / "vae"), "--text_encoder", str(pipeline[1]))
+    assert main([str(tmp_path / "out/model.safetensors"), str(tmp_path / "again"), *parts]) == 0
+    again = Bundle.open(tmp_path / "again", verify=True)
+    assert (again.config, again.takes) == (bundle.config, bundle.takes)
+    assert again.defaults == bundle.defaults
+    for part in ("transformer", "text_encoder"):
+        before, after = (load_file(one.path / part / "model.safetensors") for one in (bundle, again))
+        assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
+
+
+STATES = 100_352
+"""Numbers of a token: 28 layers of 3,584."""
+COUNTS = {"cosmos2_5_2b": (16, 28, 1_956_413_440), "cosmos2_5_14b": (40, 36, 14_265_285_632)}
+"""Name -> heads and layers, by diffusers' conversion of the published files, and our parameters."""
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_whole_sizes_have_as_many_parameters_as_diffusers_networks(name):
+    """What reads the states is of our text encoder."""
+    num_heads, num_layers, count = COUNTS[name]
+    with torch.device("meta"):
+        theirs = diffusers.CosmosTransformer3DModel(
+            in_channels=17,
+            out_channels=16,
+            num_attention_heads=num_heads,
+            attention_head_dim=128,
+            num_layers=num_layers,
+            max_size=(128, 240, 240),
+            rope_scale=(1.0, 3.0, 3.0),
+            extra_pos_embed_type=None,
+            use_crossattn_projection=True,
+            crossattn_proj_in_channels=STATES,
+            encoder_hidden_states_channels=1024,
+        )
+    assert replace(NAMED_CONFIGS[name], ffn_hidden_size=theirs.config.num_attention_heads * 512) == (
+        cosmos.config_from_diffusers(theirs.config)
+    )
+    assert num_parameters(NAMED_CONFIGS[name]) == count
+    assert sum(parameter.numel() for parameter in theirs.parameters()) == count + (STATES + 1) * 1024
 
 
 def test_what_is_missing_is_told(pipeline, tmp_path, capsys):

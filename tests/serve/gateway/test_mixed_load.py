@@ -118,8 +118,8 @@ def test_adapters_come_and_go_under_sixteen_clients(mixed_server, able, adapters
     eventually(lambda: count("remove_adapter") == loads, tell=lambda: f"{loads} were loaded, all are taken away")
     early = min(loads for loads in memory if loads >= wanted // 5)
     print(
-        f"\n{next(numbers)} images of {NUM_CLIENTS} clients in {seconds:.0f} s, none lost or mixed up: {loads} loads and "
-        f"unloads of {len(ADAPTERS)} adapters; memory {memory[early] / 2**20:.0f} MiB after {early}, "
+        f"\n{next(numbers)} images of {NUM_CLIENTS} clients in {seconds:.0f} s, none lost or mixed up: {loads} loads "
+        f"and unloads of {len(ADAPTERS)} adapters; memory {memory[early] / 2**20:.0f} MiB after {early}, "
         f"{memory[max(memory)] / 2**20:.0f} MiB in the end"
     )
     assert memory[max(memory)] < memory[early] + 2**24, "memory grows with every load"

@@ -1,0 +1,94 @@
+"""Networks of ours in the forms in which they were published: diffusers', transformers', and the first ones."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from megadit.models.bundle.tensor_source import TensorSource, write_safetensors
+from megadit.models.convert import class_dit, cosmos, nemo, nemo_moviegen, stable_diffusion, wan
+from megadit.models.convert.converted import to_theirs
+from megadit.models.convert.published import FOLDERS, OF_TRANSFORMERS, TRANSFORMERS, WEIGHTS
+from megadit.models.convert.tensor_map import Entry
+from megadit.models.network_config import NetworkConfig
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import write_json
+from megadit.models.text_encoders import TextEncoder
+from megadit.models.tokenizers import VideoTokenizer
+
+_OF_FAMILY = {"cosmos": cosmos, "dit": class_dit, "wan": wan, "stable_diffusion": stable_diffusion}
+"""Family -> the module that knows how diffusers has it."""
+
+
+def diffusers_folder(config: NetworkConfig, part: str) -> str:
+    """Where diffusers' pipelines have the network that a bundle has in its folder `part`."""
+    return FOLDERS.get(config.family, part)
+
+
+def diffusers_entries(config: NetworkConfig) -> list[Entry] | None:
+    """How diffusers holds the tensors of a network; None where it has no such network."""
+    return _OF_FAMILY[config.family].diffusers_entries(config) if config.family in _OF_FAMILY else None
+
+
+def original_entries(config: NetworkConfig) -> list[Entry] | None:
+    """How their first publication held the tensors of a network; None where there was none."""
+    entries_of = {
+        ("cosmos", None): cosmos.released_entries,
+        ("cosmos", "predict2_5"): cosmos.released_entries,
+        ("dit", None): class_dit.original_entries,
+        ("wan", None): wan.released_entries,
+        ("nemo", None): nemo.entries,
+        ("dfm", None): nemo.entries,
+        ("moviegen", "nemo"): nemo_moviegen.entries,
+    }
+    form = config.family, getattr(config, "compat", None)
+    return entries_of[form](config) if form in entries_of else None
+
+
+def write_diffusers(
+    out: Path, config: NetworkConfig, tensors: TensorSource, sample_size: int, text_projection: Mapping[str, Tensor]
+) -> None:
+    """config.json and weights of our network as diffusers reads them, `text_projection` (as `Published`'s) among them.
+
+    Raises:
+        UserError: if diffusers has no such network.
+    """
+    entries = diffusers_entries(config)
+    if entries is None:
+        raise UserError(f"diffusers has no network of the family {config.family}; only of {', '.join(_OF_FAMILY)}")
+    sizes = (sample_size,) if config.family == "dit" else ()
+    values = _OF_FAMILY[config.family].config_to_diffusers(config, *sizes)
+    settings, more = cosmos.projection_to_diffusers(text_projection)
+    write_json(out / "config.json", values | settings)
+    write_safetensors(out / f"{WEIGHTS}.safetensors", to_theirs(tensors, entries).beside(more))
+
+
+def write_transformers(
+    out: Path, config: NetworkConfig, tensors: TensorSource, tokenizer: VideoTokenizer, text_encoder: TextEncoder
+) -> None:
+    """config.json, weights and what prepares images and texts, as transformers reads them.
+
+    Raises:
+        UserError: if it has no such network.
+    """
+    known = TRANSFORMERS.get(config.family)
+    if known is None:
+        raise UserError(f"transformers has no network of the family {config.family}; only of {', '.join(TRANSFORMERS)}")
+    write_json(out / "config.json", known.config_to_transformers(config, text_encoder))
+    known.write_beside(out, config, tokenizer, text_encoder)
+    write_safetensors(out / f"{OF_TRANSFORMERS}.safetensors", to_theirs(tensors, known.entries(config)))
+
+
+def write_original(
+    out: Path, config: NetworkConfig, tensors: TensorSource, text_projection: Mapping[str, Tensor]
+) -> None:
+    """The tensors, `text_projection` (as `Published`'s) among them, under the names of the first publication.
+
+    Raises:
+        UserError: if there was none.
+    """
+    entries = original_entries(config)
+    if entries is None:
+        raise UserError(f"no other form of the family {config.family} is written")
+    _, more = cosmos.projection_to_diffusers(text_projection)
+    write_safetensors(out / "model.safetensors", to_theirs(tensors, entries).beside(more))
