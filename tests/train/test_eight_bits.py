@@ -95,19 +95,18 @@ def relative(ours, theirs):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_train_in_eight_bits_as_one_rank_does(by_torch, name):
     one, ours = by_torch(1)["eight"], by_torch(2)[name]
-    # as in bfloat16 alone (test_layouts.py): parts are rounded as the whole is, but for what is far below the largest
-    assert relative(ours["loss"], one["loss"]) < 1e-2
-    assert relative(ours["grad_norm"], one["grad_norm"]) < 5e-2
+    # parts are rounded as the whole is; sums of parts are rounded to bfloat16 each. Sixteen bits are farther away
+    assert relative(ours["loss"], one["loss"]) < 4e-4
+    assert relative(ours["grad_norm"], one["grad_norm"]) < 2e-3
     assert ours["spread"] == 0
 
 
 @pytest.mark.slow
 def test_eight_bits_by_torch_are_near_sixteen_and_not_the_same(by_torch):
     one = by_torch(1)
-    for name in ("loss", "grad_norm"):
-        assert 1e-5 < relative(one["eight"][name], one["sixteen"][name]) < 0.1, name
+    assert 5e-4 < relative(one["eight"]["loss"], one["sixteen"]["loss"]) < 1e-2
     assert one["recomputed"]["grad_norm"] == one["eight"]["grad_norm"], "the same bits where blocks are computed again"
-    assert relative(by_torch(2)["without"]["loss"], one["eight"]["loss"]) > 2e-2, "the control: sums are left out"
+    assert relative(by_torch(2)["without"]["loss"], one["eight"]["loss"]) > 4e-3, "the control: sums are left out"
 
 
 def with_fp8(*, model=None, data=None, train=None, **parallel):
