@@ -81,9 +81,9 @@ gpu-check:
 
 # What a GPU machine without a network lacks beside torch, for the Python that it has.
 GPU_PYTHON_VERSION ?= 3.12
-GPU_WHEELS := av braceexpand bracex cffi deprecation filetype jsonschema jsonschema-specifications lark \
-	megatron-core==0.16.1 megatron-energon mfusepy multi-storage-client omegaconf opentelemetry-api pycparser rapidyaml \
-	referencing rpds-py wcmatch==10.2.1 webdataset xattr
+GPU_WHEELS := anyio av braceexpand bracex cffi deprecation filetype h11 httpcore httpx jsonschema \
+	jsonschema-specifications lark megatron-core==0.16.1 megatron-energon mfusepy multi-storage-client omegaconf \
+	opentelemetry-api pycparser rapidyaml referencing rpds-py wcmatch==10.2.1 webdataset xattr
 gpu-wheels:
 	@$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \
 		--platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --dest dist/gpu $(GPU_WHEELS)

@@ -28,11 +28,13 @@ OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 9)
 MODULES = {
     "base": ("torch", "numpy", "einops", "safetensors", "omegaconf", "yaml", "rich", "imageio", "av", "PIL"),
     "training on random samples": ("megatron.core",),
-    "training": ("megatron.core", "megatron.energon", "sklearn", "tensorboard", "matplotlib"),
+    "training": ("megatron.core", "megatron.energon", "sklearn", "httpx", "tensorboard", "matplotlib"),
     "tests": ("pytest", "pytest_timeout"),
 }
 NEEDED = ("torch", "numpy", "einops", "safetensors", "omegaconf", "yaml", "rich", "PIL", "megatron.core")
 """Without which nothing of megadit computes."""
+FOR_DATA = ("megatron.energon", "sklearn", "httpx")
+"""Without which a run has random samples alone."""
 TRAIN_ITERS = 100
 DATASET_SIZE = ("--num_clips", "2000", "--num_images", "4000", "--num_val", "48")
 PROGRAMS = REPOSITORY / "tests" / "gpu"
@@ -284,12 +286,12 @@ def run_tests(report: Report, environment: dict, missing: list[str], *, has_gpu:
 
 
 def run_digits(report: Report, environment: dict, folder: Path, missing: dict[str, list[str]]) -> list[Row]:
-    """A short run of the recipe `digits`: on the digits themselves where Energon and scikit-learn are there."""
+    """A short run of the recipe `digits`: on the digits themselves where all of `FOR_DATA` is there."""
     needed = [name for name in (*missing["base"], *missing["training"]) if name not in ("av", "imageio", "matplotlib")]
-    if any(name not in ("megatron.energon", "sklearn", "tensorboard") for name in needed):
+    if any(name not in (*FOR_DATA, "tensorboard") for name in needed):
         return [("digits run", f"skipped: missing {', '.join(needed)}", False)]
     output, source = folder / "train", ["--mock"]
-    if not needed:
+    if not set(FOR_DATA) & set(needed):
         dataset = folder / "dataset"
         prepare = ["-m", "megadit.models.shared.verbs", "prepare", "digits", str(dataset), *DATASET_SIZE]
         if failure := watched(report, "digits", prepare, environment, 90):

@@ -101,3 +101,26 @@ def test_it_runs_here(tmp_path):
     rows = json.loads((out / "report.json").read_text())
     products = [row for row in rows if row["part"] == "products" and "tflops" in row["figures"]]
     assert len(products) >= 12 and all(row["figures"]["tflops"] > 0 for row in products)
+
+
+OTHER_PYTHON = os.environ.get("MEGADIT_GPU_PYTHON", "python3.12")
+"""As GPU machines have it: the test below passes with Python 3.12, torch 2.11 and the wheels of `make gpu-wheels`."""
+
+
+def has_torch(python: str) -> bool:
+    done = subprocess.run(["sh", "-c", f"{python} -c 'import torch, numpy, einops, safetensors'"], capture_output=True)
+    return done.returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("python", [sys.executable, OTHER_PYTHON], ids=["this one", "another"])
+def test_every_measurement_runs_in_small(tmp_path, python):
+    if not has_torch(python):
+        pytest.skip(f"{python} has no torch, numpy, einops and safetensors (MEGADIT_GPU_PYTHON names another)")
+    names = {name for name, measurement in gpu_check.MEASUREMENTS.items() if not measurement.needs_gpu}
+    command = [python, gpu_check.__file__, "--only", ",".join(names), "--out", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "report.json").read_text())
+    measured = {row["part"] for row in rows if not row["found"].startswith("not ")}
+    assert names <= measured, done.stdout

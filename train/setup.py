@@ -32,7 +32,7 @@ from megadit.models.megatron import groups as process_groups
 from megadit.models.megatron.extensions import give_megatron_a_product
 from megadit.models.megatron.groups import Groups
 from megadit.models.megatron.int8_linears import eight_bits
-from megadit.models.megatron.parallelize import parallelize
+from megadit.models.megatron.parallelize import LinearKind, parallelize
 from megadit.models.megatron.shards import initialize_dit_
 from megadit.models.megatron.transformer_config import transformer_config
 from megadit.models.networks import build_network
@@ -331,6 +331,13 @@ def _initialized(
     return network
 
 
+def _kind_of_linears(config: RunConfig) -> LinearKind:
+    if config.train.base_is_int8:
+        return "int8"
+    own_fp8 = config.train.fp8 != "none" and config.parallel.transformer_impl == "local"
+    return "fp8" if own_fp8 else config.parallel.transformer_impl
+
+
 def _build_network(
     config: RunConfig, groups: Groups, megatron: TransformerConfig, index: int, device: torch.device
 ) -> TrainingModel:
@@ -345,7 +352,7 @@ def _build_network(
         megatron,
         groups,
         device=device,
-        impl="int8" if config.train.base_is_int8 else parallel.transformer_impl,
+        impl=_kind_of_linears(config),
         recompute=parallel.recompute_granularity,
         recompute_num_layers=parallel.recompute_num_layers,
         cuda_graph_max_segments=parallel.cuda_graph_max_segments,

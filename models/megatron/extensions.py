@@ -14,6 +14,13 @@ def has_transformer_engine() -> bool:
     return torch.cuda.is_available() and find_spec("transformer_engine") is not None
 
 
+def has_eight_bit_products() -> bool:
+    """Whether torch multiplies matrices of eight bits where a run computes: a GPU that can, or this machine's CPU."""
+    where = "CUDA" if torch.cuda.is_available() else "CPU"
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm", where)
+    return has_kernel and (where == "CPU" or torch.cuda.get_device_capability() >= (8, 9))
+
+
 def has_gradient_accumulation_fusion() -> bool:
     """Whether Megatron's own linears can add gradients to their sums in the product that makes them.
 

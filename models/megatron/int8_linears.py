@@ -12,22 +12,15 @@ Shapes: I and O input and output features, of which ranks hold a part.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megadit.models.megatron.plan import COLUMN, ROW, Role, role_of
+from megadit.models.megatron.linears import Share, share_of
+from megadit.models.megatron.plan import Role, role_of
 from megadit.models.ops.linear import linear
 
 LARGEST = 127
@@ -60,16 +53,14 @@ class Int8Matrix(NamedTuple):
 class Int8Linear(nn.Module):
     """A linear in eight bits, or a rank's part of one; it never learns, and gives the gradient of what it reads."""
 
-    def __init__(self, out_features: int, in_features: int, num_biases: int | None) -> None:
-        """Sizes are those of this rank."""
+    def __init__(self, share: Share) -> None:
         super().__init__()
-        codes_OI = torch.empty(out_features, in_features, dtype=torch.int8)
+        self.share = share
+        codes_OI = torch.empty(share.out_features, share.in_features, dtype=torch.int8)
         self.weight_codes = nn.Parameter(codes_OI, requires_grad=False)
-        self.weight_steps = nn.Parameter(torch.empty(out_features), requires_grad=False)
+        self.weight_steps = nn.Parameter(torch.empty(share.out_features), requires_grad=False)
+        num_biases = share.num_biases
         self.bias = None if num_biases is None else nn.Parameter(torch.empty(num_biases), requires_grad=False)
-        # what ranks that share the matrix exchange before the product, and after it
-        self.enter: Callable[[Tensor], Tensor] = _identity
-        self.leave: Callable[[Tensor], Tensor] = _identity
 
     @property
     def weight(self) -> Tensor:
@@ -78,29 +69,13 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out], of the tokens that the layout says."""
-        y = self.leave(_Product.apply(self.enter(x), self.weight_codes, self.weight_steps))
+        y = self.share.leave(_Product.apply(self.share.enter(x), self.weight_codes, self.weight_steps))
         return y if self.bias is None else y + self.bias
 
 
 def int8_linear(plain: nn.Linear, role: Role, config: TransformerConfig) -> Int8Linear:
     """One in the place of `plain`, whose matrix ranks share as `role` says."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    rows, columns, of_bias = plain.out_features, plain.in_features, plain.out_features
-    if role is ROW:
-        columns //= group.size()
-    else:
-        rows, of_bias = rows // group.size(), of_bias // group.size()
-    held = Int8Linear(rows, columns, None if plain.bias is None else of_bias)
-    if group.size() == 1:
-        return held
-    if role is ROW:
-        cut, whole = reduce_scatter_to_sequence_parallel_region, reduce_from_tensor_model_parallel_region
-        held.leave = partial(cut if config.sequence_parallel else whole, group=group)
-    elif role is COLUMN and config.sequence_parallel:
-        held.enter = partial(gather_from_sequence_parallel_region, group=group)
-    else:
-        held.enter = partial(copy_to_tensor_model_parallel_region, group=group)
-    return held
+    return Int8Linear(share_of(plain, role, config))
 
 
 class _Product(torch.autograd.Function):
@@ -135,7 +110,3 @@ def eight_bits(weights: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
 
 def _is_held(name: str, whole: Tensor) -> bool:
     return name.endswith(".weight") and whole.ndim == 2 and role_of(name).is_linear
-
-
-def _identity(x: Tensor) -> Tensor:
-    return x

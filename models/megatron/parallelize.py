@@ -4,7 +4,7 @@ What is exchanged, and why the rest of the network need not know:
 
 | of the plain network    | becomes, where the layout asks for it                                                |
 |-------------------------|--------------------------------------------------------------------------------------|
-| `Linear` of the plan    | Megatron's, TransformerEngine's or eight bits, of which ranks hold rows or columns   |
+| `Linear` of the plan    | Megatron's, TransformerEngine's, or of eight bits; ranks hold rows or columns        |
 | other parameters        | the same, whole; an expert's own part                                                |
 | `enter`, `leave`        | scatter and gather of the tokens (sequence parallelism)                              |
 | `SelfAttention.core`    | attention to other ranks' tokens (context parallelism); computed again in backward   |
@@ -32,6 +32,7 @@ from megadit.models.experts import ExpertMLP
 from megadit.models.megatron.adapter_parallel import share_adapters
 from megadit.models.megatron.context_parallel import shared_attention
 from megadit.models.megatron.expert_parallel import Dispatch, shared_choice
+from megadit.models.megatron.fp8_linears import fp8_linear
 from megadit.models.megatron.graphed_blocks import GraphedBlocks
 from megadit.models.megatron.groups import Groups
 from megadit.models.megatron.int8_linears import int8_linear
@@ -44,8 +45,14 @@ from megadit.models.networks import Network, towers
 from megadit.models.ops.ledger import recomputed
 
 Recompute = Literal["none", "selective", "full"]
+LinearKind = Literal["local", "fp8", "transformer_engine", "int8"]
 MakeLinear = Callable[[nn.Linear, Role, TransformerConfig], nn.Module]
-LINEARS: dict[str, MakeLinear] = {"local": split_linear, "transformer_engine": te_linear, "int8": int8_linear}
+LINEARS: dict[LinearKind, MakeLinear] = {
+    "local": split_linear,
+    "fp8": fp8_linear,
+    "transformer_engine": te_linear,
+    "int8": int8_linear,
+}
 """Whose linears stand for the plain ones."""
 
 
@@ -56,7 +63,7 @@ def parallelize(
     *,
     device: torch.device,
     plan: Sequence[Row] = PLAN,
-    impl: Literal["local", "transformer_engine", "int8"] = "local",
+    impl: LinearKind = "local",
     recompute: Recompute = "none",
     recompute_num_layers: int | None = None,
     cuda_graph_max_segments: int | None = None,
@@ -71,7 +78,7 @@ def parallelize(
         groups: this rank's.
         device: where parameters get memory; on the meta device they get none.
         plan: how ranks share each parameter.
-        impl: whose linears; those in `int8` are frozen.
+        impl: whose linears; those of `fp8` multiply as `config.fp8` says, those of `int8` are frozen.
         recompute: what is computed again in backward: nothing, attention (`selective`), blocks (`full`).
         recompute_num_layers: how many blocks of the part; None means all.
         cuda_graph_max_segments: replay blocks for packs of so many segments at most; None: never.
@@ -95,7 +102,7 @@ def parallelize(
 
 
 def _hold_own_parts(
-    dit: Network, plan: Sequence[Row], config: TransformerConfig, axes: Axes, impl: str, device: torch.device
+    dit: Network, plan: Sequence[Row], config: TransformerConfig, axes: Axes, impl: LinearKind, device: torch.device
 ) -> None:
     """Every parameter in the shape that this rank holds, on `device`; linears are those that the plan asks for."""
     roles = {name: role_of(name, plan) for name, _ in dit.named_parameters()}

@@ -52,7 +52,7 @@ SPIKES = ("train.train_iters=6", "health.on_spike=skip", "health.spike_window=2"
 HALF = ("train.precision=fp16", "optimizer.optimizer=adamw", "train.loss_scale=1024")
 EXPERTS = ("model.experts.num_experts=4", "optimizer.optimizer=adamw")
 CHOOSING = (*EXPERTS, "model.experts.routing=expert_choice")
-EIGHT_BITS = ("parallel.transformer_impl=transformer_engine", "train.precision=bf16", "train.fp8=hybrid")
+EIGHT_BITS = ("model.hidden_size=64", "train.precision=bf16")
 ADAPTER = ("checkpoint.init_from={finished}", "optimizer.optimizer=adamw", "train.adapter.rank=4")
 STUDENT = (
     *("train.distill.teacher={finished}", "train.distill.objective=distribution_matching"),
@@ -165,8 +165,8 @@ EFFECTS = {
     "train.loss_scale": told("2048.0", *HALF),
     "train.loss_scale_window": told("1", *HALF),
     "train.matmul_precision": seen("matmul", "bf16"),
-    "train.fp8": ends("transformer_impl=transformer_engine", "hybrid"),
-    "train.fp8_recipe": ends("hidden_size=48 is not a multiple of 32", "mxfp8", *EIGHT_BITS),
+    "train.fp8": told("hybrid", *EIGHT_BITS),
+    "train.fp8_recipe": ends("is TransformerEngine's", "mxfp8", *EIGHT_BITS, "train.fp8=hybrid"),
     "train.log_interval": seen("printed", "2"),
     "train.num_threads": seen("threads", "2"),
     "train.adapter.rank": told("2", *ADAPTER),

@@ -47,16 +47,22 @@ COMPUTING: tuple[Rule[Run], ...] = (
     ),
     # eight bits
     of_fp8(
-        lambda run: run.parallel.transformer_impl == "transformer_engine",
-        "is TransformerEngine's; give parallel.transformer_impl=transformer_engine, too",
+        lambda run: run.train.fp8_recipe == "tensorwise" or run.has_engine,
+        "with {train.fp8_recipe=} is TransformerEngine's; give parallel.transformer_impl=transformer_engine, too, or "
+        "train.fp8_recipe=tensorwise",
     ),
     of_fp8(
         lambda run: run.train.precision == "bf16",
         "stands beside train.precision=bf16, not {train.precision}; set that",
     ),
     of_fp8(
-        lambda run: run.parallel.data_parallel != "fsdp",
-        "does not go with parallel.data_parallel=fsdp; use distributed_optimizer",
+        lambda run: run.parallel.data_parallel != "fsdp" or not run.has_engine,
+        "by TransformerEngine does not go with parallel.data_parallel=fsdp; use distributed_optimizer, or "
+        "parallel.transformer_impl=local",
+    ),
+    of_fp8(
+        lambda run: run.has_engine or not run.parallel.gradient_accumulation_fusion,
+        "has products that add to nothing but with TransformerEngine; leave parallel.gradient_accumulation_fusion out",
     ),
     of_fp8(
         lambda run: not run.has_experts,
@@ -113,10 +119,8 @@ COMPUTING: tuple[Rule[Run], ...] = (
         lambda run: run.parallel.data_parallel != "distributed_optimizer" or not run.parallel.overlap_param_gather,
         "weights gathered meanwhile: parallel.overlap_param_gather=false",
     ),
-    of_graphs(
-        lambda run: run.parallel.transformer_impl == "local",
-        "TransformerEngine: parallel.transformer_impl=local",
-    ),
+    of_graphs(lambda run: not run.has_engine, "TransformerEngine: parallel.transformer_impl=local"),
+    of_graphs(lambda run: not run.is_fp8, "{train.fp8=}: leave that out"),
     of_graphs(
         lambda run: not run.parallel.gradient_accumulation_fusion,
         "gradient_accumulation_fusion: leave that out",

@@ -62,6 +62,10 @@ class Run:
         return self.train.fp8 != "none"
 
     @property
+    def has_engine(self) -> bool:
+        return self.parallel.transformer_impl == "transformer_engine"
+
+    @property
     def has_experts(self) -> bool:
         return self.model.experts.num_experts > 0
 

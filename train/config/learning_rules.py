@@ -154,8 +154,8 @@ LEARNING: tuple[Rule[Run], ...] = (
         "does not go with parallel.data_parallel=fsdp, which divides the base among ranks; use distributed_optimizer",
     ),
     of_int8_base(
-        lambda run: run.parallel.transformer_impl == "local",
-        "holds linears of its own; leave parallel.transformer_impl at local",
+        lambda run: not run.has_engine and not run.is_fp8,
+        "holds linears of its own; leave parallel.transformer_impl at local, and train.fp8 out",
     ),
     # a student
     Rule(

@@ -121,17 +121,19 @@ RULES: tuple[Rule[Run], ...] = (
     ),
     # this machine
     Rule(
-        when=lambda run: run.starts_here and run.parallel.transformer_impl == "transformer_engine",
+        when=lambda run: run.starts_here and run.has_engine,
         needs=lambda run: run.extensions.has_transformer_engine(),
         remedy="parallel.transformer_impl=transformer_engine needs a GPU and TransformerEngine (megadit[te]); "
         "parallel.transformer_impl=local uses Megatron's linears",
     ),
     Rule(
-        when=lambda run: (
-            run.starts_here
-            and run.parallel.gradient_accumulation_fusion
-            and run.parallel.transformer_impl != "transformer_engine"
-        ),
+        when=lambda run: run.starts_here and run.is_fp8 and not run.has_engine,
+        needs=lambda run: run.extensions.has_eight_bit_products(),
+        remedy="{train.fp8=} needs a torch with products in eight bits, and of GPUs one that has them (Ada, Hopper or "
+        "newer); leave it out",
+    ),
+    Rule(
+        when=lambda run: run.starts_here and run.parallel.gradient_accumulation_fusion and not run.has_engine,
         needs=lambda run: run.extensions.has_gradient_accumulation_fusion(),
         remedy="parallel.gradient_accumulation_fusion=true needs a GPU, and torch 2.8 or the module "
         "fused_weight_gradient_mlp_cuda of NVIDIA's apex, or transformer_impl=transformer_engine; leave it out",

@@ -113,10 +113,12 @@ class TrainConfig:
     matmul_precision: MatmulPrecision = setting("ieee")
     """How float32 matrix products may be computed: `tf32` on a GPU, `bf16` on a CPU that has such instructions."""
     fp8: Fp8 = setting("none")
-    """Eight bits in the products of the blocks' matrices while training, by TransformerEngine: `e4m3`, or `hybrid` with
-    e5m2 for gradients; embedders, modulation, attention, the last layer, validation and all that is kept stay bf16."""
+    """Eight bits in the products of the blocks' matrices while training: `e4m3`, or `hybrid` with e5m2 for gradients;
+    embedders, modulation, attention, the last layer, validation and all that is kept stay bf16. By torch, or with
+    `parallel.transformer_impl=transformer_engine` by that."""
     fp8_recipe: Fp8Recipe = setting("tensorwise")
-    """Which numbers share a scale: a tensor's, a block's of 128, or 32 in a row (`mxfp8`: Blackwell)."""
+    """Which numbers share a scale: a tensor's, or with TransformerEngine a block's of 128, or 32 in a row (`mxfp8`:
+    Blackwell)."""
     log_interval: int = setting(10, above=0)
     """Steps between printed lines; metrics.jsonl has every step."""
     num_threads: int | None = setting(None, above=0)

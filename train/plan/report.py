@@ -84,17 +84,28 @@ def explain(config: RunConfig, gpus: int, gpu: Gpu) -> None:
     for name, justify in {"part": "left", "TFLOP": "right", "GB": "right", "ms": "right", "at least": "right"}.items():
         table.add_column(name, justify=justify)
     for part in parts:
-        flops, moved = (f"{value:,.1f}" if value else "" for value in (part.flops / 1e12, part.bytes / 1e9))
-        table.add_row(part.name, flops, moved, f"{part.seconds * 1e3:,.1f}", f"{part.least * 1e3:,.1f}")
-    table.add_row("sum", "", "", f"{total * 1e3:,.1f}", f"{sum(part.least for part in parts) * 1e3:,.1f}")
+        table.add_row(part.name, *map(_short, (part.flops / 1e12, part.bytes / 1e9)), *_ms(part.seconds, part.least))
+    table.add_row("sum", "", "", *_ms(total, sum(part.least for part in parts)))
     console = Console(width=140)
-    console.print(f"one step of {config.recipe} on {gpu.name} ({layout})")
+    console.print(f"one step of {config.recipe} on {gpus} x {gpu.name} ({layout})")
     console.print(table)
+    needed, given = memory_of(decided, layout).total, usable_memory(gpu)
+    fit = "" if needed <= given else ": it does not fit (without --explain, layouts that do)"
+    console.print(f"{_gib(needed)} on each GPU, of {_gib(given)} that it has to give{fit}", highlight=False)
     console.print(
         f"{tokens_per_second(decided, layout, total):,.0f} tokens/s/GPU; no rate in this table was measured by it: "
         "`make gpu-check` says what a GPU takes",
         highlight=False,
     )
+
+
+def _ms(*seconds: float) -> list[str]:
+    return [_short(1e3 * value) or "0" for value in seconds]
+
+
+def _short(value: float) -> str:
+    """Three digits; nothing of nothing."""
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}" if value else ""
 
 
 def _size_lines(config: RunConfig) -> list[str]:

@@ -8,6 +8,7 @@ from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.low_rank import Factors, LowRank, Rows, Target
 from megadit.models.megatron.int8_linears import Int8Linear, Int8Matrix, eight_bits
+from megadit.models.megatron.linears import Share
 from megadit.models.megatron.plan import COLUMN, ROW, WHOLE, role_of
 
 
@@ -16,7 +17,7 @@ def random(*shape, seed=0):
 
 
 def linear_of(matrix_OI):
-    layer = Int8Linear(*matrix_OI.shape, None)
+    layer = Int8Linear(Share(*matrix_OI.shape))
     for name, value in Int8Matrix.of(matrix_OI)._asdict().items():
         getattr(layer, name).data.copy_(value)
     return layer

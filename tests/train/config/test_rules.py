@@ -11,6 +11,7 @@ import torch
 from megadit.models import text_encoders, tokenizers
 from megadit.models.adapter_config import AdapterConfig
 from megadit.models.expert_config import ExpertConfig
+from megadit.models.megatron import extensions
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.rules import first_broken
 from megadit.models.text_tower_config import TextTowerConfig
@@ -250,9 +251,17 @@ BREACHES = (
     of_fp16("and experts would have one of their own", model=EXPERTS),
     of_fp16("and train.distill.objective=distribution_matching would leave out steps", train=MATCHING),
     # eight bits
-    of_fp8("give parallel.transformer_impl=transformer_engine", parallel={"transformer_impl": "local"}),
+    of_fp8(
+        "with train.fp8_recipe=blockwise is TransformerEngine's; give parallel.transformer_impl=transformer_engine",
+        train={"fp8_recipe": "blockwise"},
+        parallel={"transformer_impl": "local"},
+    ),
     of_fp8("train.fp8=hybrid stands beside train.precision=bf16, not fp32", train={"precision": "fp32"}),
-    of_fp8("does not go with parallel.data_parallel=fsdp; use", parallel={"data_parallel": "fsdp"}),
+    of_fp8("by TransformerEngine does not go with parallel.data_parallel=fsdp", parallel={"data_parallel": "fsdp"}),
+    of_fp8(
+        "leave parallel.gradient_accumulation_fusion out",
+        parallel={"transformer_impl": "local", "gradient_accumulation_fusion": True},
+    ),
     of_fp8("does not reach experts", model=EXPERTS),
     of_fp8("equally many tokens on each of 2 ranks", parallel={"context_parallel_size": 2}, model=ST_DIT),
     of_fp8("model.hidden_size=396 is not a multiple of 16", model={"hidden_size": 396}),
@@ -275,6 +284,7 @@ BREACHES = (
     of_graphs(
         "TransformerEngine: parallel.transformer_impl=local", parallel={"transformer_impl": "transformer_engine"}
     ),
+    of_graphs("train.fp8=hybrid: leave that out", train={"precision": "bf16", "fp8": "hybrid"}),
     of_graphs("gradient_accumulation_fusion: leave that out", parallel={"gradient_accumulation_fusion": True}),
     of_graphs("blocks computed again", parallel={"recompute_granularity": "full"}),
     of_graphs("train.adapter: leave that out", train=ADAPTER),
@@ -318,6 +328,9 @@ BREACHES = (
     on_start(
         "transformer_impl=transformer_engine needs a GPU and TransformerEngine (megadit[te])",
         parallel={"transformer_impl": "transformer_engine"},
+    ),
+    on_start(
+        "train.fp8=hybrid needs a torch with products in eight bits", train={"precision": "bf16", "fp8": "hybrid"}
     ),
     on_start(
         "gradient_accumulation_fusion=true needs a GPU, and torch 2.8", parallel={"gradient_accumulation_fusion": True}
@@ -377,6 +390,7 @@ def found(tmp_path, monkeypatch):
     (tmp_path / "a_bundle" / "megadit.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(extensions, "has_eight_bit_products", lambda: False)
     other = SimpleNamespace(fingerprint=lambda: "another")
     monkeypatch.setattr(tokenizers, "load_tokenizer", lambda folder: other)
     three_classes = SimpleNamespace(names=("one", "two", "three"))

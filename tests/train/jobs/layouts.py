@@ -33,6 +33,7 @@ from megadit.models.given_forms import GIVEN_FORMS  # noqa: E402
 from megadit.models.low_rank import LowRank, _identity  # noqa: E402
 from megadit.models.megatron import context_parallel, expert_parallel  # noqa: E402
 from megadit.models.megatron import groups as process_groups  # noqa: E402
+from megadit.models.megatron.fp8_linears import Fp8Linear  # noqa: E402
 from megadit.models.megatron.shards import is_expert, splits  # noqa: E402
 from megadit.models.networks import build_network  # noqa: E402
 from megadit.models.noise import latent_noise, seed_key  # noqa: E402
@@ -126,6 +127,10 @@ def break_it(what, training):
                 module.set_gradient_divide_factor(None)
     elif what == "order of tokens":
         patch(context_parallel, "_order", _first_to_last)
+    elif what == "exchange of eight bits":
+        for module in training.network.modules():
+            if isinstance(module, Fp8Linear):
+                module.share = module.share._replace(leave=_identity)
     elif what == "exchange of adapters":
         for module in training.network.modules():
             if isinstance(module, LowRank):
