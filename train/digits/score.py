@@ -91,7 +91,10 @@ def score(reader: DigitReader, video_BCTHW: Tensor, attributes: Sequence[Attribu
     }
 
 
-SERVED_JUDGE = '''"""The judge of digits as a service asks it: megadit serve build-repository BUNDLE OUT --judge_dir THIS_FOLDER"""
+SERVED_JUDGE = '''"""The judge of digits, for a service.
+
+    megadit serve build-repository BUNDLE OUT --judge_dir THIS_FOLDER
+"""
 
 from pathlib import Path
 
