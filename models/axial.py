@@ -24,6 +24,7 @@ from megadit.models.dense_layout import DenseLayout
 from megadit.models.embeddings import Rotary, rotary_table
 from megadit.models.layout import CPU, Layout, PackLayout
 from megadit.models.segments import Piece, Segment, TokenMesh
+from megadit.models.transfer import sent_together
 
 Axis = Literal["time", "space"]
 Arrangement = Literal["home", "time", "space"]
@@ -67,7 +68,8 @@ def _axial_rotary(
 ) -> Rotary:
     """The rotation of each token by its position in its sample, not in its line."""
     index_S = _lines(layout, axis).index_S
-    return rotary_table(layout.whole.on(CPU).positions_S3[index_S.clamp(min=0)].to(device), config, dtype)
+    [position_S3] = sent_together([layout.whole.on(CPU).positions_S3[index_S.clamp(min=0)]], device)
+    return rotary_table(position_S3, config, dtype)
 
 
 class _Lines(NamedTuple):
@@ -150,7 +152,8 @@ def move(
 
 def _move_on(layout: PackLayout, source: Arrangement, target: Arrangement, device: torch.device) -> Move:
     found = find_move(layout, source, target)
-    return found._replace(sent_S=found.sent_S.to(device), placed_S=found.placed_S.to(device))
+    sent_S, placed_S = sent_together([found.sent_S, found.placed_S], device)
+    return found._replace(sent_S=sent_S, placed_S=placed_S)
 
 
 def find_move(layout: PackLayout, source: Arrangement, target: Arrangement) -> Move:

@@ -40,7 +40,10 @@ def ddpm_sigmas(betas: BetasName = "ddpm") -> Tensor:
 
 def ddpm_step(sigma: Tensor, betas: BetasName = "ddpm") -> Tensor:
     """t(sigma), the inverse of `ddpm_sigmas`, of noise levels of any shape, in their precision: linear in log sigma
-    between two steps; beyond the first and last it is theirs."""
+    between two steps; beyond the first and last it is theirs.
+
+    Of a single one without a dimension the host would ask a GPU for its place in the table.
+    """
     sigmas, log_ratios = _ddpm_steps(betas, sigma.dtype, sigma.device)
     within = sigma.clamp(sigmas[0], sigmas[-1])
     # the step below, found by comparisons: exporters have no searchsorted

@@ -152,7 +152,7 @@ def denoise_packed(
     if config.given.has_own_level:
         sigma_R[len(sigma_G) :].fill_(config.given_sigma or 0.0)
     c_skip, c_out, c_in, _ = scalings(sigma_R[tensors.row_of_token_S][:, None, None])
-    of_given = scalings(sigma_G.new_full((), config.given_scaled_as)).c_in
+    of_given = scalings(sigma_G.new_full((1,), config.given_scaled_as)).c_in
     c_in = torch.where(tensors.is_given_S[:, None, None], of_given, c_in)
     tokens = (c_in * x_S1P).to(dit.dtype) if dit.part.is_first else before
     F_S1P = dit.forward_packed(tokens, scalings(sigma_R).c_noise, text_L1E, fps_G, layout, beside_S1Q)

@@ -61,6 +61,8 @@ MEASUREMENTS = {
     "7b": Measurement(("steps.py", "7b"), 120, True, "training on random samples"),
     "7b-fused": Measurement(("steps.py", "7b-fused"), 120, True, "training on random samples"),
     "7b-four": Measurement(("steps.py", "7b-four"), 120, True, "training on random samples"),
+    "eight-bits": Measurement(("eight_bits.py",), 45, False, "training on random samples"),
+    "7b-eight-bits": Measurement(("steps.py", "7b-eight-bits"), 120, True, "training on random samples"),
     "xl": Measurement(("steps.py", "xl"), 60, True, "training on random samples"),
     "xl-mixed": Measurement(("steps.py", "xl-mixed"), 60, True, "training on random samples"),
     "xl-graphs": Measurement(("steps.py", "xl-graphs"), 60, True, "training on random samples"),

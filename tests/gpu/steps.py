@@ -20,6 +20,7 @@ MIXED = "data.mock_latent_shapes=[[1,32,32],[4,32,32],[9,32,32]]"
 RUNS = {
     "7b": ("performance_7b_8k_baseline", *ONE_PACK),
     "7b-fused": ("performance_7b_8k_baseline", *ONE_PACK, "parallel.gradient_accumulation_fusion=true"),
+    "7b-eight-bits": ("performance_7b_8k_baseline", *ONE_PACK, "train.fp8=hybrid"),
     "7b-four": ("performance_7b_8k_baseline", *ONE_PACK, "data.global_batch_size=4"),
     "xl": (*XL, "data.mock_latent_shapes=[[32,32,32]]"),
     "xl-mixed": (*XL, MIXED),

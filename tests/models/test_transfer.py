@@ -119,12 +119,20 @@ def test_an_update_sends_one_tensor_for_each_group():
     assert traffic.counts["to the device"] == 2
 
 
-@pytest.mark.parametrize("sampler", ["euler", "heun", "res_multistep"])
-@pytest.mark.parametrize("preconditioner", ["edm", "vp"])
-def test_sampling_asks_for_nothing_and_sends_nothing(sampler, preconditioner):
-    if sampler not in SAMPLERS:
-        pytest.skip("no such sampler")
-    denoiser = TorchDenoiser(DiT(config(preconditioner=preconditioner)), device=META)
+NETWORKS = {
+    "edm": {},
+    "vp": {"preconditioner": "vp"},
+    "flow": {"preconditioner": "flow"},
+    **{family: {"family": family, **changes} for family, changes in FAMILY_CHANGES.items()},
+    "st_dit": {"family": "st_dit"},
+}
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_sampling_asks_for_nothing_and_sends_nothing(sampler, network):
+    """What a recorded graph would hold: the call before has sent whatever is kept."""
+    denoiser = TorchDenoiser(DiT(config(**NETWORKS[network])), device=META)
     given = Conditioning(torch.randn(2, 5, 16), torch.tensor([5, 0]), torch.full((2,), 8.0)).to(META)
     x, sigmas = torch.empty(2, 4, 2, 4, 4, device=META).double(), torch.tensor([8.0, 2.0, 0.5, 0.0]).double()
     calls = 0

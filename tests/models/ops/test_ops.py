@@ -23,8 +23,11 @@ from megadit.models.ops import linear, tiled_attention
 from megadit.models.ops.registry import OPS, Op, Variant
 from megadit.models.segments import DenseRows, RowsByToken, Segment
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
-"""Relative error of a whole tensor: some roundings of 2^-24 or 2^-9, the sum of whose results partly cancels."""
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-9}
+"""Relative error of a whole tensor; of bfloat16, or 1.5 times the reference's own."""
+OF_ATTENTION = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
+"""The same: torch's kernels round probabilities and their gradients, whose sums partly cancel, where the reference has
+float32 throughout; they came to 7e-6 and 2.9e-2, twelve times the reference's own where all keys count nearly alike."""
 NEED_A_GPU = {
     ("linear", "grouped_product"),
     ("attention", "varlen_flash"),
@@ -261,9 +264,17 @@ def errors(op: Op, variant: Variant, device: str, mistake=lambda compute: comput
             got = results(case, mistake(variant.compute), ours)
             with torch.set_grad_enabled(case.has_gradients):
                 exact = results(case, op.reference.compute, converted(case, op.name, torch.float64, device))
+            allowed = tolerance(op, case, dtype, device, exact)
         assert all(each is None or each.dtype == dtype for each in got)
-        found[f"{case.name}, {dtype}"] = relative_error(got, exact) / TOLERANCE[dtype]
+        found[f"{case.name}, {dtype}"] = relative_error(got, exact) / allowed
     return found
+
+
+def tolerance(op: Op, case: Case, dtype: torch.dtype, device: str, exact: list[Tensor | None]) -> float:
+    if "attention" in op.name:
+        return OF_ATTENTION[dtype]
+    own = results(case, op.reference.compute, converted(case, op.name, dtype, device))
+    return max(TOLERANCE[dtype], 1.5 * relative_error(own, exact) if dtype == torch.bfloat16 else 0.0)
 
 
 ALL = [(op, variant) for op in OPS.values() for variant in (op.reference, *op.variants.values())]

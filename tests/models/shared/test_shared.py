@@ -252,6 +252,16 @@ def test_run_command_gives_exit_codes_and_one_line(capsys):
     assert capsys.readouterr().err.splitlines() == ["error: bad value ['x']", "interrupted"]
 
 
+def test_commands_leave_no_gaps_in_a_gpu_s_memory(monkeypatch):
+    """Torch reads it at its first allocation; what the user says stands."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
+    run_command(lambda argv: None, [])
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:128"
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    run_command(lambda argv: None, [])
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+
+
 def test_run_command_debug_shows_the_traceback_and_is_taken_out():
     with pytest.raises(UserError, match=r"bad value \['x'\]"):
         run_command(fail_as_user, ["--debug", "x"])

@@ -86,6 +86,9 @@ def test_dense_attention_is_for_few_long_samples():
     config, _ = seven_billion()
     pack = typical_pack(config)
     assert has_few_long_groups(pack)
+    many = tuple((1, 2 * side, 16 * side) for side in (16, 12, 10, 8, 9))
+    longer = replace(config, data=replace(config.data, mock_latent_shapes=many, seq_length=65536))
+    assert not has_few_long_groups(typical_pack(longer)), "each length is a launch"
     short = replace(config, data=replace(config.data, mock_latent_shapes=((1, 8, 8),)))
     assert not has_few_long_groups(typical_pack(short))
 
