@@ -61,7 +61,7 @@ NO_TENSOR_SPLIT = tuple(
     f"models/megatron/{name}.py"
     for name in (
         *("groups", "sequence_parallel", "context_parallel", "expert_parallel", "adapter_parallel"),
-        *("recomputed_blocks", "graphed_blocks", "te_linears", "int8_linears"),
+        *("recomputed_blocks", "graphed_blocks", "te_linears", "int8_linears", "fp8_linears"),
     )
 )
 """Who moves tokens and when blocks are computed; other linears in the same places."""
@@ -141,7 +141,6 @@ SHORT = {
     "models/transfer.py": "shared by packs, layouts and optimizers",
     "serve/gateway/process.py": "what starts the gateway, without the gateway",
     "serve/examples/with_megadit.py": "a program to copy",
-    "train/classification.py": "the objective of one kind of networks",
     "train/cpu_memory.py": "a switch of the allocator",
     "train/digits/samples.py": "a data set, written like that of shapes",
     "train/shapes/samples.py": "a data set, written like that of digits",

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megadit.models.megatron.linears import Share, share_of
+from megadit.models.megatron.linear_shares import Share, share_of
 from megadit.models.megatron.plan import Role, role_of
 from megadit.models.ops.linear import linear
 

@@ -14,7 +14,7 @@ What is exchanged, and why the rest of the network need not know:
 | `blocks`                | blocks that are computed again, in eight bits, or replayed as CUDA graphs            |
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Literal
@@ -37,7 +37,7 @@ from megadit.models.megatron.graphed_blocks import GraphedBlocks
 from megadit.models.megatron.groups import Groups
 from megadit.models.megatron.int8_linears import int8_linear
 from megadit.models.megatron.linears import split_linear
-from megadit.models.megatron.plan import PLAN, Axes, Role, Row, local_shape, mark, role_of
+from megadit.models.megatron.plan import PLAN, Axes, Row, local_shape, mark, role_of
 from megadit.models.megatron.recomputed_blocks import RecomputedBlocks
 from megadit.models.megatron.sequence_parallel import GatherTokens, ScatterTokens, sum_of_parts
 from megadit.models.megatron.te_linears import fp8_arithmetic, te_linear
@@ -46,13 +46,7 @@ from megadit.models.ops.ledger import recomputed
 
 Recompute = Literal["none", "selective", "full"]
 LinearKind = Literal["local", "fp8", "transformer_engine", "int8"]
-MakeLinear = Callable[[nn.Linear, Role, TransformerConfig], nn.Module]
-LINEARS: dict[LinearKind, MakeLinear] = {
-    "local": split_linear,
-    "fp8": fp8_linear,
-    "transformer_engine": te_linear,
-    "int8": int8_linear,
-}
+LINEARS = {"local": split_linear, "fp8": fp8_linear, "transformer_engine": te_linear, "int8": int8_linear}
 """Whose linears stand for the plain ones."""
 
 

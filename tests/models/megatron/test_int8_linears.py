@@ -8,7 +8,7 @@ from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.low_rank import Factors, LowRank, Rows, Target
 from megadit.models.megatron.int8_linears import Int8Linear, Int8Matrix, eight_bits
-from megadit.models.megatron.linears import Share
+from megadit.models.megatron.linear_shares import Share
 from megadit.models.megatron.plan import COLUMN, ROW, WHOLE, role_of
 
 
