@@ -81,7 +81,7 @@ gpu-check:
 
 # What a GPU machine without a network lacks beside torch, for the Python that it has.
 GPU_PYTHON_VERSION ?= 3.12
-GPU_WHEELS := anyio av braceexpand bracex cffi deprecation filetype h11 httpcore httpx jsonschema \
+GPU_WHEELS := anyio attrs av braceexpand bracex cffi deprecation filetype h11 httpcore httpx jsonschema \
 	jsonschema-specifications lark megatron-core==0.16.1 megatron-energon mfusepy multi-storage-client omegaconf \
 	opentelemetry-api pycparser rapidyaml referencing rpds-py wcmatch==10.2.1 webdataset xattr
 gpu-wheels:

@@ -39,7 +39,7 @@ def test_the_repository_holds_paths_alone(bundle_dir, chain, tmp_path):
     flags = ["--c2pa_certificate", str(certificate), "--c2pa_key", str(key)]
     assert verbs.main(["serve", "build-repository", str(bundle_dir), str(out), *flags]) == 0
     config = (out / "text_to_video" / "config.pbtxt").read_text()
-    assert [parameter_in(config, name) for name in PATHS[2:]] == [str(certificate), str(key)]
+    assert [parameter_in(config, name) for name in PATHS[-2:]] == [str(certificate), str(key)]
     secret, public = key.read_bytes().splitlines()[1], certificate.read_bytes().splitlines()[1]
     files = [path.read_bytes() for path in out.glob("**/*") if path.is_file()]
     assert files and not any(secret in data or public in data for data in files)
