@@ -69,10 +69,9 @@ def _turned(codes_NK):
 
 
 def product(a_NK: Tensor, b_MK: Tensor, steps: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast: bool) -> Tensor:
-    """a b^T of two matrices of codes, each row by row as the kernels of GPUs want them: [N, M]; `steps` are those of
-    their scales, [].
+    """a b^T of two matrices of codes, each row by row as the kernels of GPUs want them: [N, M].
 
-    `steps` are what a code of 1 stands for in each, scalars. `fast` adds up in fewer bits than float32 has where the
+    `steps` [] are what a code of 1 stands for in each. `fast` adds up in fewer bits than float32 has where the
     GPU can: for a forward, whose errors add up no further.
     """
     return torch._scaled_mm(
