@@ -48,7 +48,7 @@ def test_through_triton_ask_and_the_gateway(
         asked = ["serve", "ask", ASKED.prompt, "--seed", "1", "--url", url, "-o", str(tmp_path / "out.mp4")]
         assert verbs.main([*asked, "--evaluate"]) == 0
         assert "direction=" in capsys.readouterr().out
-        assert read_json(tmp_path / "out.json")["scores"] == expected
+        assert read_json(tmp_path / "out.mp4.json")["scores"] == expected
         gateway = start_gateway(f"grpc://{server.grpc_url}")
         client = gateway.client()
         body = {"prompt": ASKED.prompt, "seed": 1}
