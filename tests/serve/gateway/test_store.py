@@ -370,6 +370,7 @@ def test_a_postgresql_of_the_release_before_opens_too(postgres):
                 "DROP INDEX kept_by_a_key",
                 "ALTER TABLE jobs DROP COLUMN result_name",
                 "ALTER TABLE jobs DROP COLUMN given_name, DROP COLUMN given_bytes, DROP COLUMN remixed_from",
+                "ALTER TABLE jobs DROP COLUMN scores",
                 "ALTER TABLE schema_version DROP COLUMN store_id",
                 "UPDATE schema_version SET version = 1",
             ):
