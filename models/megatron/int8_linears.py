@@ -18,8 +18,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megadit.models.megatron.linears import Share, share_of
 from megadit.models.megatron.plan import Role, role_of
+from megadit.models.megatron.shares import Share, share_of
 from megadit.models.ops.linear import linear
 
 LARGEST = 127

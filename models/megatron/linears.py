@@ -3,19 +3,11 @@
 Shapes: S video tokens, B batch, D width.
 """
 
-from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
-
 import torch
-from megatron.core import parallel_state
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -119,39 +111,3 @@ def _is_ordinary(group: ProcessGroup, config: TransformerConfig) -> bool:
 
 def _no_init(weight: Tensor) -> None:
     """Weights are drawn afterwards, whole, by `initialize_dit_`."""
-
-
-# ------------------------------------------------------------------------------------- for linears with own products
-
-
-def _identity(x: Tensor) -> Tensor:
-    return x
-
-
-class Share(NamedTuple):
-    """A rank's part of a linear, and what the ranks that share it exchange."""
-
-    out_features: int
-    in_features: int
-    num_biases: int | None = None
-    """None: it has no bias."""
-    enter: Callable[[Tensor], Tensor] = _identity
-    """Before the product."""
-    leave: Callable[[Tensor], Tensor] = _identity
-    """After it, and before the bias."""
-
-
-def share_of(plain: nn.Linear, role: Role, config: TransformerConfig) -> Share:
-    """This rank's part of `plain`, whose matrix ranks share as `role` says."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    rows, columns = plain.out_features, plain.in_features
-    if role is ROW:
-        cut, whole = reduce_scatter_to_sequence_parallel_region, reduce_from_tensor_model_parallel_region
-        exchange = {"leave": cut if config.sequence_parallel else whole}
-        columns, num_biases = columns // group.size(), rows
-    else:
-        gathers = role is COLUMN and config.sequence_parallel
-        exchange = {"enter": gather_from_sequence_parallel_region if gathers else copy_to_tensor_model_parallel_region}
-        rows = num_biases = rows // group.size()
-    bound = {} if group.size() == 1 else {when: partial(send, group=group) for when, send in exchange.items()}
-    return Share(rows, columns, num_biases if plain.bias is not None else None, **bound)

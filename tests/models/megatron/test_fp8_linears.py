@@ -20,7 +20,7 @@ from megadit.models.megatron.fp8_linears import (
     codes_of,
     scale_of,
 )
-from megadit.models.megatron.linears import Share
+from megadit.models.megatron.shares import Share
 from megadit.models.ops import fusion
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}

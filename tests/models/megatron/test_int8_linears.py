@@ -7,8 +7,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.megatron.int8_linears import Int8Linear, Int8Matrix, eight_bits
-from megadit.models.megatron.linears import Share
 from megadit.models.megatron.plan import COLUMN, ROW, WHOLE, role_of
+from megadit.models.megatron.shares import Share
 
 
 def random(*shape, seed=0):
