@@ -69,6 +69,8 @@ class FixedLayout:
     """A segment may be as long as a pack."""
     longest_text: int
     rows: RowsByToken
+    is_causal: bool = False
+    """Texts, whose tokens see those before them alone, are not recorded."""
 
     def on(self, device: torch.device) -> "FixedLayout":
         return self
@@ -100,6 +102,8 @@ class GraphedBlocks(BlockStack):
         return x_SBD
 
     def _has_room(self, inputs: BlockInputs, num_tokens: int) -> bool:
+        if inputs.layout.is_causal:
+            return False
         num_starts = len(inputs.layout.rows.starts_of_runs(inputs.condition_GD.device))
         fits = num_starts <= _most_starts(num_tokens, self.max_segments)
         return fits and len(inputs.condition_GD) <= self.max_segments

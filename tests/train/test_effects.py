@@ -133,7 +133,7 @@ EFFECTS = {
     "model.text_tower.num_attention_heads": told("4", *MATCHING),
     "model.text_tower.ffn_hidden_size": told("96", *MATCHING),
     "model.text_tower.num_words": told("700", *MATCHING),
-    "model.text_tower.max_length": told("40", *MATCHING),
+    "model.text_tower.max_length": seen("weights", "40", *MATCHING),
     "model.text_tower.embedding_size": told("24", *MATCHING),
     "model.text_tower.pairwise": told("true", *MATCHING),
     "data.path": ends("data.path=/nowhere", "/nowhere", *REAL),
