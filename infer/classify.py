@@ -22,7 +22,7 @@ from megadit.infer.checkpoints import open_any_bundle
 from megadit.infer.evaluate.intervals import wilson
 from megadit.infer.evaluate.videos import Clip
 from megadit.infer.matching import USUAL_PROMPTS, Matcher
-from megadit.infer.pictures import Sight, picture_files, read_picture
+from megadit.infer.pictures import Sight, batches_of_pictures, picture_files
 from megadit.infer.runtimes.load import EXPORTED, TORCH, open_exported
 from megadit.infer.runtimes.torch import find_device
 from megadit.models.bundle.bundle import Bundle
@@ -123,9 +123,8 @@ def _run(argv: list[str]) -> None:
     )
     paths = list(picture_files(options.pictures))
     labels = [_label(path, classifier.names) for path in paths] if options.labelled else []
-    step = min(options.batch_size, classifier.most or options.batch_size)
-    parts = [paths[first : first + step] for first in range(0, len(paths), step)]
-    found = torch.cat([classifier([read_picture(path) for path in part]) for part in parts])
+    batches = batches_of_pictures(paths, options.batch_size, classifier.most)
+    found = torch.cat([classifier(clips) for clips in batches])
     best = [row.topk(min(options.top, len(classifier.names))) for row in found]
     named = [[(classifier.names[i], p) for p, i in zip(*map(Tensor.tolist, row), strict=True)] for row in best]
     rows = [{"picture": str(path), "classes": dict(classes)} for path, classes in zip(paths, named, strict=True)]

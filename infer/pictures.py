@@ -42,6 +42,17 @@ def read_picture(path: Path) -> Clip:
     return Clip(np.ascontiguousarray(frames_THWC), fps, str(path))
 
 
+def batches_of_pictures(paths: Sequence[Path], asked: int, most: int | None) -> Iterator[list[Clip]]:
+    """The pictures of files, `asked` at a time, or as few as a network takes (`most`; None: any number).
+
+    Raises:
+        UserError: if one cannot be read.
+    """
+    size = min(asked, most or asked)
+    for first in range(0, len(paths), size):
+        yield [read_picture(path) for path in paths[first : first + size]]
+
+
 class Sight:
     """Clips to the latents that the network of a bundle was trained on: cropped to the middle in its shape and resized;
     of a video its middle frames."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megadit.infer.checkpoints import open_any_bundle
 from megadit.infer.matching import Matcher, recall
-from megadit.infer.pictures import picture_files, read_picture
+from megadit.infer.pictures import batches_of_pictures, picture_files
 from megadit.infer.runtimes.load import EXPORTED, TORCH
 from megadit.infer.runtimes.torch import find_device
 from megadit.models.shared.command import run_command
@@ -59,9 +59,8 @@ def _run(argv: list[str]) -> None:
     paths = list(picture_files([options.picture]))
     own = [] if options.texts else [_text_beside(path) for path in paths]
     texts = list(options.texts or dict.fromkeys(own))
-    step = min(options.batch_size, matcher.most or options.batch_size)
-    parts = [paths[first : first + step] for first in range(0, len(paths), step)]
-    pictures_NE = torch.cat([matcher.pictures([read_picture(path) for path in part]) for part in parts])
+    batches = batches_of_pictures(paths, options.batch_size, matcher.most)
+    pictures_NE = torch.cat([matcher.pictures(clips) for clips in batches])
     similarity_NJ = pictures_NE @ matcher.texts(texts).T
     result = _recall(similarity_NJ, own, texts) if own else _scores(similarity_NJ, paths, texts)
     if options.out is not None:

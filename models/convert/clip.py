@@ -8,7 +8,7 @@ import torch
 
 from megadit.models.clip import text_config
 from megadit.models.config import DiTConfig
-from megadit.models.convert.tensor_map import Entry, fuse_heads, permute_axis, rename, rename_linear
+from megadit.models.convert.tensor_map import Entry, encoder_block, permute_axis, rename, rename_linear
 from megadit.models.convert.vit import PREPROCESSOR
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
@@ -180,14 +180,11 @@ def _blocks(ours: str, theirs: str, config: DiTConfig) -> list[Entry]:
     found = []
     for i in range(config.num_layers):
         block, layer = f"{ours}.blocks.{i}", f"{theirs}.encoder.layers.{i}"
-        for kind in ("weight", "bias"):
-            projections = [f"{layer}.self_attn.{x}_proj.{kind}" for x in "qkv"]
-            found.append(fuse_heads(f"{block}.self_attention.qkv.{kind}", projections, config.dim_per_head))
-        for our_name, their_name in _LAYER.items():
-            found += rename_linear(f"{block}.{our_name}", f"{layer}.{their_name}", bias=True)
+        found += encoder_block(block, layer, _PROJECTIONS, _LAYER, config.dim_per_head)
     return found
 
 
+_PROJECTIONS = tuple(f"self_attn.{x}_proj" for x in "qkv")
 _LAYER = {
     "attention_layernorm": "layer_norm1",
     "self_attention.proj": "self_attn.out_proj",

@@ -3,7 +3,7 @@
 Shapes: D width, N heads, K head dim, C latent channels, pt/ph/pw sides of a patch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -47,6 +47,26 @@ def fuse_heads(name: str, theirs: Sequence[str], head_dim: int) -> Entry:
         lambda parts: rearrange(torch.stack(tuple(parts)), "j (N K) ... -> (N j K) ...", K=head_dim),
         lambda whole: tuple(rearrange(whole, "(N j K) ... -> j (N K) ...", j=count, K=head_dim)),
     )
+
+
+def encoder_block(
+    ours: str, theirs: str, projections: Sequence[str], layers: Mapping[str, str], head_dim: int
+) -> list[Entry]:
+    """A block of one of transformers' encoders, all of whose linears and norms have biases.
+
+    Args:
+        ours, theirs: what the block is called.
+        projections: their queries', keys' and values', within the block.
+        layers: our other layers -> theirs, within the block.
+        head_dim: width of a head.
+    """
+    found = [
+        fuse_heads(f"{ours}.self_attention.qkv.{kind}", [f"{theirs}.{x}.{kind}" for x in projections], head_dim)
+        for kind in ("weight", "bias")
+    ]
+    for our_name, their_name in layers.items():
+        found += rename_linear(f"{ours}.{our_name}", f"{theirs}.{their_name}", bias=True)
+    return found
 
 
 def reorder_heads(name: str, theirs: str, head_dim: int, *, count: int = 3) -> Entry:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megadit.models.config import DiTConfig
-from megadit.models.convert.tensor_map import Entry, flattened, fuse_heads, permute_axis, rename, rename_linear
+from megadit.models.convert.tensor_map import Entry, encoder_block, flattened, permute_axis, rename, rename_linear
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
 from megadit.models.text_encoders import TextEncoder
@@ -121,14 +121,11 @@ def entries(config: DiTConfig) -> list[Entry]:
         found += rename_linear("head.linear", "classifier", bias=True)
     for i in range(config.num_layers):
         ours, theirs = f"blocks.{i}", f"{prefix}encoder.layer.{i}"
-        for kind in ("weight", "bias"):
-            projections = [f"{theirs}.attention.attention.{x}.{kind}" for x in ("query", "key", "value")]
-            found.append(fuse_heads(f"{ours}.self_attention.qkv.{kind}", projections, config.dim_per_head))
-        for our_name, their_name in _LAYER.items():
-            found += rename_linear(f"{ours}.{our_name}", f"{theirs}.{their_name}", bias=True)
+        found += encoder_block(ours, theirs, _PROJECTIONS, _LAYER, config.dim_per_head)
     return found
 
 
+_PROJECTIONS = tuple(f"attention.attention.{x}" for x in ("query", "key", "value"))
 _LAYER = {
     "attention_layernorm": "layernorm_before",
     "self_attention.proj": "attention.output.dense",

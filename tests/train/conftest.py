@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,30 @@ def kill_in_the_middle(start_ranks, read_metrics) -> Callable[..., None]:
         assert len(read_metrics(out)) < steps, "it must be killed in the middle"
 
     return kill
+
+
+@pytest.fixture(scope="module")
+def folders_of(run_ranks, tmp_path_factory) -> Callable[..., Callable[[int], Path]]:
+    """folders_of(cases, job, timeout)(ranks): where a job leaves the results of the cases that `cases(ranks)` gives;
+    they run when they are first asked for."""
+
+    def make(cases: Callable[[int], dict], job: Path, timeout: float) -> Callable[[int], Path]:
+        @cache
+        def run(ranks: int) -> Path:
+            folder = tmp_path_factory.mktemp(f"ranks{ranks}")
+            (folder / "cases.json").write_text(json.dumps(cases(ranks)))
+            run_ranks(ranks, job, folder, timeout=timeout)
+            return folder
+
+        return run
+
+    return make
+
+
+def distance(ours: dict, theirs: dict) -> float:
+    """Of tensors of the same names, by the norms of `theirs`: the largest."""
+    assert ours and set(ours) == set(theirs)
+    return max(((ours[key] - theirs[key]).norm() / theirs[key].norm()).item() for key in theirs)
 
 
 @pytest.fixture(scope="session")

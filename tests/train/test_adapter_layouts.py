@@ -9,7 +9,7 @@ from megadit.models.adapters import adapter_key, targets_of
 from megadit.models.config import DiTConfig
 from megadit.models.megatron.checkpoint import NETWORK, _read, model_key
 
-from .conftest import MOVIEGEN
+from .conftest import MOVIEGEN, distance
 
 JOB = Path(__file__).parent / "jobs" / "layouts.py"
 
@@ -85,18 +85,8 @@ def two_ranks():
 
 
 @pytest.fixture(scope="module")
-def folder(run_ranks, tmp_path_factory):
-    """folder(ranks): where the results of their cases are."""
-    made = {}
-
-    def get(ranks):
-        if ranks not in made:
-            made[ranks] = tmp_path_factory.mktemp(f"ranks{ranks}")
-            (made[ranks] / "cases.json").write_text(json.dumps(ONE_RANK if ranks == 1 else two_ranks()))
-            run_ranks(ranks, JOB, made[ranks], timeout=560)
-        return made[ranks]
-
-    return get
+def folder(folders_of):
+    return folders_of(lambda ranks: ONE_RANK if ranks == 1 else two_ranks(), JOB, timeout=560)
 
 
 def numbers(folder, name):
@@ -109,12 +99,6 @@ def tensors(folder, name, prefix):
 
 def relative(ours, theirs):
     return max(abs(x - y) / abs(y) for x, y in zip(ours, theirs, strict=False))  # one may have done fewer steps
-
-
-def distance(ours, theirs):
-    """The largest relative distance of two layouts' tensors, over the tensors."""
-    assert ours and set(ours) == set(theirs)
-    return max(((ours[key] - theirs[key]).norm() / theirs[key].norm()).item() for key in theirs)
 
 
 def deviations(ours, one):

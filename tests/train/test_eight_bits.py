@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -68,8 +67,8 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def by_torch(run_ranks, tmp_path_factory):
-    """by_torch(ranks): folder of the numbers of each case, of real products in eight bits."""
+def by_torch(folders_of):
+    """by_torch(ranks): the numbers of each case, of real products in eight bits."""
     broken = {"broken": "exchange of eight bits", "parallel": TP}
     again = {"parallel": {"recompute_granularity": "full"}}
     layouts = {name: {"parallel": parallel} for name, parallel in LAYOUTS.items()}
@@ -77,14 +76,8 @@ def by_torch(run_ranks, tmp_path_factory):
     cases = {ranks: {name: BY_TORCH | case for name, case in of.items()} for ranks, of in cases.items()}
     cases[1]["sixteen"] = BF16
 
-    @cache
-    def numbers(ranks):
-        folder = tmp_path_factory.mktemp(f"ranks{ranks}")
-        (folder / "cases.json").write_text(json.dumps(cases[ranks]))
-        run_ranks(ranks, LAYOUTS_JOB, folder, timeout=240)
-        return {name: json.loads((folder / f"{name}.json").read_text()) for name in cases[ranks]}
-
-    return numbers
+    folder = folders_of(cases.__getitem__, LAYOUTS_JOB, timeout=240)
+    return lambda ranks: {name: json.loads((folder(ranks) / f"{name}.json").read_text()) for name in cases[ranks]}
 
 
 def relative(ours, theirs):

@@ -12,7 +12,7 @@ import safetensors.torch
 
 from megadit.models.megatron.checkpoint import _read
 
-from .conftest import MOVIEGEN
+from .conftest import MOVIEGEN, distance
 
 JOB = Path(__file__).parent / "jobs" / "layouts.py"
 
@@ -94,18 +94,8 @@ EXACT = [(ranks, name) for ranks in LAYOUTS for name in jobs(ranks) if not name.
 
 
 @pytest.fixture(scope="module")
-def folder(run_ranks, tmp_path_factory):
-    """folder(ranks): where the results of their cases are; each number of ranks is run when it is asked for."""
-    made = {}
-
-    def get(ranks):
-        if ranks not in made:
-            made[ranks] = tmp_path_factory.mktemp(f"ranks{ranks}")
-            (made[ranks] / "cases.json").write_text(json.dumps(jobs(ranks)))
-            run_ranks(ranks, JOB, made[ranks], timeout=560)
-        return made[ranks]
-
-    return get
+def folder(folders_of):
+    return folders_of(jobs, JOB, timeout=560)
 
 
 def numbers(folder, name):
@@ -114,12 +104,6 @@ def numbers(folder, name):
 
 def relative(ours, theirs):
     return max(abs(x - y) / abs(y) for x, y in zip(ours, theirs, strict=True))
-
-
-def distance(ours, theirs):
-    """The largest relative distance of two layouts' tensors, over the tensors."""
-    assert ours and set(ours) == set(theirs)
-    return max(((ours[key] - theirs[key]).norm() / theirs[key].norm()).item() for key in theirs)
 
 
 def deviations(ours, one):

@@ -4,7 +4,6 @@ The job and what is compared are those of `test_layouts.py`; every tensor is ran
 """
 
 import json
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import safetensors.torch
 
 from megadit.models.megatron.checkpoint import _read
 
-from .conftest import MOVIEGEN
+from .conftest import MOVIEGEN, distance
 
 JOB = Path(__file__).parent / "jobs" / "layouts.py"
 
@@ -106,22 +105,8 @@ def cases(ranks):
 
 
 @pytest.fixture(scope="module")
-def folders(run_ranks, tmp_path_factory):
-    """folders(ranks): where the results of their cases are; they run when they are asked for."""
-
-    @cache
-    def run(ranks):
-        folder = tmp_path_factory.mktemp(f"ranks{ranks}")
-        (folder / "cases.json").write_text(json.dumps(cases(ranks)))
-        run_ranks(ranks, JOB, folder, timeout=560)
-        return folder
-
-    return run
-
-
-def distance(ours, theirs):
-    assert ours and set(ours) == set(theirs)
-    return max(((ours[key] - theirs[key]).norm() / theirs[key].norm()).item() for key in theirs)
+def folders(folders_of):
+    return folders_of(cases, JOB, timeout=560)
 
 
 def numbers(folder, name):

@@ -55,20 +55,10 @@ BROKEN = ("no loss on what is given", "a noise level of its own")
 
 
 @pytest.fixture(scope="module")
-def folder(run_ranks, tmp_path_factory):
-    """folder(ranks): where the results of their cases are."""
-    made = {}
+def folder(folders_of):
     two = {name: {**ONE_RANK[name.split()[0]], "parallel": parallel} for name, parallel in LAYOUTS.items()}
     two |= {f"without {what}": {**GIVEN, "parallel": SP, "broken": what} for what in BROKEN}
-
-    def get(ranks):
-        if ranks not in made:
-            made[ranks] = tmp_path_factory.mktemp(f"ranks{ranks}")
-            (made[ranks] / "cases.json").write_text(json.dumps(ONE_RANK if ranks == 1 else two))
-            run_ranks(ranks, JOB, made[ranks], timeout=560)
-        return made[ranks]
-
-    return get
+    return folders_of({1: ONE_RANK, 2: two}.__getitem__, JOB, timeout=560)
 
 
 def numbers(folder, name):

@@ -13,6 +13,8 @@ import safetensors.torch
 
 from megadit.models.megatron.checkpoint import _read
 
+from .conftest import distance
+
 JOB = Path(__file__).parent / "jobs" / "layouts.py"
 
 pytestmark = pytest.mark.slow
@@ -152,12 +154,6 @@ class Results:
         if key not in self._read:
             self._read[key] = _read(self.folder(ranks) / name / "tensors", prefix)
         return self._read[key]
-
-
-def distance(ours, theirs):
-    """The largest relative distance of two layouts' tensors, over the tensors."""
-    assert ours and set(ours) == set(theirs)
-    return max(((ours[key] - theirs[key]).norm() / theirs[key].norm()).item() for key in theirs)
 
 
 def relative(ours, theirs):

@@ -25,7 +25,9 @@ from megadit.train.data.training_sample import TrainingSample
 from megadit.train.digits import data as digits
 from megadit.train.matching import matching_loss
 from megadit.train.to_bundle import main as to_bundle
-from tests.train.test_vit_layouts import FSDP, JOB, SP, TP, distance
+
+from .conftest import distance
+from .test_vit_layouts import FSDP, JOB, SP, TP
 
 MODEL = replace(NAMED_CONFIGS["clip_digits"], num_layers=2, hidden_size=32, num_attention_heads=2)
 PAIRWISE = replace(MODEL, text_tower=replace(MODEL.text_tower, pairwise=True))
@@ -124,17 +126,8 @@ def cases(ranks):
 
 
 @pytest.fixture(scope="module")
-def folders(run_ranks, tmp_path_factory):
-    """folders(ranks): where the results of their cases are; they run when they are asked for."""
-
-    @cache
-    def run(ranks):
-        folder = tmp_path_factory.mktemp(f"ranks{ranks}")
-        (folder / "cases.json").write_text(json.dumps(cases(ranks)))
-        run_ranks(ranks, JOB, folder, timeout=600)
-        return folder
-
-    return run
+def folders(folders_of):
+    return folders_of(cases, JOB, timeout=600)
 
 
 def deviations(folders, ranks, name, loss):

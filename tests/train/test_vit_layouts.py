@@ -1,13 +1,14 @@
 """A classifier trains alike under every layout that it may have; the job and the comparison are those of the DiT."""
 
 import json
-from functools import cache
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 
 from megadit.models.megatron.checkpoint import _read
+
+from .conftest import distance
 
 JOB = Path(__file__).parent / "jobs" / "layouts.py"
 
@@ -53,22 +54,8 @@ def cases(ranks):
 
 
 @pytest.fixture(scope="module")
-def folders(run_ranks, tmp_path_factory):
-    """folders(ranks): where the results of their cases are; they run when they are asked for."""
-
-    @cache
-    def run(ranks):
-        folder = tmp_path_factory.mktemp(f"ranks{ranks}")
-        (folder / "cases.json").write_text(json.dumps(cases(ranks)))
-        run_ranks(ranks, JOB, folder, timeout=300)
-        return folder
-
-    return run
-
-
-def distance(ours, theirs):
-    assert ours and set(ours) == set(theirs)
-    return max(((ours[key] - theirs[key]).norm() / theirs[key].norm()).item() for key in theirs)
+def folders(folders_of):
+    return folders_of(cases, JOB, timeout=300)
 
 
 def deviations(folders, ranks, name):

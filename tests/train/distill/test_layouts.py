@@ -112,22 +112,12 @@ def before(teachers):
 
 
 @pytest.fixture(scope="module")
-def folder(run_ranks, teachers, before, tmp_path_factory):
-    """folder(ranks): where the results of their cases are."""
-    made = {}
+def folder(folders_of, teachers, before):
     one = {counterpart(name): case_of(name, teachers) for name in LAYOUTS}
     two = {name: {**case_of(name, teachers), "parallel": parallel} for name, parallel in LAYOUTS.items()}
     for what, (name, parallel) in BROKEN.items():
         two[f"without {what}"] = {**case_of(name, teachers), "steps": 1, "parallel": parallel, "broken": what}
-
-    def get(ranks):
-        if ranks not in made:
-            made[ranks] = tmp_path_factory.mktemp(f"ranks{ranks}")
-            (made[ranks] / "cases.json").write_text(json.dumps(one if ranks == 1 else two))
-            run_ranks(ranks, JOB, made[ranks], timeout=560)
-        return made[ranks]
-
-    return get
+    return folders_of({1: one, 2: two}.__getitem__, JOB, timeout=560)
 
 
 def numbers(folder, name):
