@@ -24,9 +24,9 @@ from megadit.models.adapter_slots import AdapterSlots
 from megadit.models.bundle.bundle import (
     MANIFEST_FILE,
     Bundle,
+    check_exportable,
     check_replaceable,
     check_single,
-    check_transformer,
     write_manifest,
 )
 from megadit.models.config import DiTConfig
@@ -153,7 +153,7 @@ def _exported_text_encoder(text_encoder: TextEncoder, settings: ExportSettings) 
 
 
 def _check_network(bundle: Bundle, settings: ExportSettings) -> None:
-    check_transformer(bundle, "it is not exported; leave it in torch")
+    check_exportable(bundle)
     if settings.adapter_rank is not None:
         check_single(bundle)
     if bundle.kind != "video" and (settings.precision != "fp32" or settings.adapter_rank is not None):

@@ -73,12 +73,9 @@ def add_engines(path: Path, settings: EngineSettings, before: ExportedNetworks |
     Engines are built as `settings` say, or are those of `before` with this bundle's weights.
 
     Raises:
-        UserError: of a classifier; without TensorRT or a GPU; for a graph that TensorRT does not read; for an engine
-            that differs.
+        UserError: without TensorRT or a GPU; for a graph that TensorRT does not read; for an engine that differs.
     """
     bundle = Bundle.open(path)
-    if bundle.kind != "video":
-        raise UserError(f"those of a {bundle.kind} are ONNX Runtime's to build: classify --runtime onnx_tensorrt")
     libraries = load_libraries()
     if not torch.cuda.is_available():
         raise UserError("engines are built and measured on a GPU, and torch sees none")
@@ -142,5 +139,6 @@ def _compare(bundle: Bundle, engines: ExportedNetworks) -> dict[str, Any]:
             round_linears(network.denoiser.dit, graphs["report"][name]["ranges"], of_network)
         cases = reference_cases(network, spec, bundle, slots)
         report[name] = verify.verify_runtime(opened[name], spec, cases, bundle.config, of_network)
-    report["video"] = verify.compare_videos(bundle, precision, graphs["settings"]["video_steps"], "tensorrt")
+    if bundle.kind == "video":
+        report["video"] = verify.compare_videos(bundle, precision, graphs["settings"]["video_steps"], "tensorrt")
     return report

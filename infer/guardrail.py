@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from megadit.infer.user_program import find_program, run_program
+from megadit.infer.user_program import FAILURES, find_program, run_program
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.errors import UserError
 
@@ -76,7 +76,7 @@ class Guardrail:
     def _asked(check: Callable[[Any], Any], value: Any) -> Any:
         try:
             return check(value)
-        except Exception as error:  # a program of the user's may fail in any way
+        except FAILURES as error:
             traceback.print_exception(error)
             raise HeldBackError(f"the guardrail failed: {type(error).__name__}") from error
 

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-from megadit.infer.user_program import find_program, run_program
+from megadit.infer.user_program import FAILURES, find_program, run_program
 from megadit.models.shared.errors import UserError
 
 FILE = "judge.py"
-MOST_SCORES = 64
+MOST_SCORES, LONGEST_NAME = 64, 100
 """Of a video: they are kept with its job."""
 
 
@@ -45,15 +45,19 @@ class Judge:
         """What the judge says of a video, uint8; nothing where it fails, which is told on stderr."""
         try:
             return _checked(self.judge(video_THWC.copy(), prompt))
-        except Exception as error:  # a program of the user's may fail in any way
+        except FAILURES as error:
             traceback.print_exception(error)
             return {}
 
 
 def _checked(scores: Mapping[str, float]) -> dict[str, float]:
-    plain = {str(name)[:100]: float(score) for name, score in scores.items()}
-    if len(plain) > MOST_SCORES or not all(map(math.isfinite, plain.values())):
-        raise ValueError(f"a judge gives up to {MOST_SCORES} finite numbers; this one gave {plain!r:.200}")
+    plain = {name: float(score) for name, score in scores.items()}
+    are_names = all(isinstance(name, str) and name.isprintable() and len(name) <= LONGEST_NAME for name in plain)
+    if len(plain) > MOST_SCORES or not are_names or not all(map(math.isfinite, plain.values())):
+        raise ValueError(
+            f"a judge gives up to {MOST_SCORES} finite numbers by names of up to {LONGEST_NAME} printable characters; "
+            f"this one gave {plain!r:.200}"
+        )
     return plain
 
 

@@ -30,10 +30,12 @@ class Matcher:
         self._device = torch.device(device)
         self.most: int | None = None
         """Pictures, or texts, that it takes at once; None: any number."""
-        clip = bundle.load_clip(self._device)
+        # of an exported one the scale alone is read: the rest stays in its file
+        clip = bundle.load_clip(self._device if runtime == TORCH else "cpu")
         self.scale = clip.scale.item()
         """What similarities are multiplied by in training."""
         self._see, self._words = Sight(bundle, self._device), bundle.load_text_encoder()
+        self.window = self._see.window
         self._image_tower, self._text_tower = clip.embed_images, clip.embed_texts
         if runtime != TORCH:
             exported = open_exported(bundle, runtime)

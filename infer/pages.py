@@ -18,6 +18,7 @@ th { color: var(--faint); font-weight: 500; font-size: .85rem }
 td.number, th.number { text-align: right; white-space: nowrap }
 small, .faint { color: var(--faint) } .good { color: var(--good) } .bad { color: var(--bad) }
 img, video { max-width: 100%; background: #fff } video { min-width: 8rem; image-rendering: pixelated }
+figure { display: inline-block; vertical-align: top; max-width: 26rem; margin: 0 1rem 1rem 0; overflow-wrap: anywhere }
 code { font-size: .8rem; overflow-wrap: anywhere }
 """
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megadit.infer.checkpoints import open_any_bundle
@@ -76,7 +77,8 @@ def _scores(similarity_NJ: Tensor, paths: Sequence[Path], texts: Sequence[str]) 
 
 
 def _recall(similarity_NJ: Tensor, own: Sequence[str], texts: Sequence[str]) -> dict[str, Any]:
-    own_NJ = torch.tensor([[text == mine for text in texts] for mine in own])
+    place = {text: index for index, text in enumerate(texts)}
+    own_NJ = F.one_hot(torch.tensor([place[mine] for mine in own]), len(texts)).bool()
     found = recall(similarity_NJ, own_NJ, COUNTS)
     for name, (of_pictures, of_texts) in found.items():
         print(f"{name}: {of_pictures:.2%} of {len(own):,} pictures, {of_texts:.2%} of {len(texts):,} texts")

@@ -6,6 +6,9 @@ from types import ModuleType
 
 from megadit.models.shared.errors import UserError
 
+FAILURES = (Exception, SystemExit)
+"""What a program of the user's may raise: anything, and it may try to end the process that runs it."""
+
 
 def find_program(directory: str | Path, file: str, *, option: str, defines: str) -> Path:
     """The program in a directory, absolute; `option` named the directory, and `defines` says what it must.
@@ -29,6 +32,6 @@ def run_program(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # a program of the user's may fail in any way
+    except FAILURES as error:
         raise UserError(f"{path} fails: {type(error).__name__}: {error}") from error
     return module

@@ -11,7 +11,8 @@ Shapes: S video tokens of a rank, B batch, D width.
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from itertools import permutations
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -22,12 +23,13 @@ from torch.distributed import ProcessGroup
 from megadit.models.config import DiTConfig
 from megadit.models.dense_layout import DenseLayout
 from megadit.models.embeddings import Rotary, rotary_table
-from megadit.models.layout import CPU, Layout, PackLayout
+from megadit.models.layout import CPU, Layout, PackLayout, sent_with
 from megadit.models.segments import Piece, Segment, TokenMesh
-from megadit.models.transfer import sent_together
 
 Axis = Literal["time", "space"]
 Arrangement = Literal["home", "time", "space"]
+AXES: tuple[Axis, ...] = get_args(Axis)
+ARRANGEMENTS: tuple[Arrangement, ...] = get_args(Arrangement)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,9 +69,7 @@ def _axial_rotary(
     layout: PackLayout, axis: Axis, config: DiTConfig, device: torch.device, dtype: torch.dtype
 ) -> Rotary:
     """The rotation of each token by its position in its sample, not in its line."""
-    index_S = _lines(layout, axis).index_S
-    [position_S3] = sent_together([layout.whole.on(CPU).positions_S3[index_S.clamp(min=0)]], device)
-    return rotary_table(position_S3, config, dtype)
+    return rotary_table(layout.memo(_plan, device).position_of_axis[axis], config, dtype)
 
 
 class _Lines(NamedTuple):
@@ -146,14 +146,24 @@ def move(
     """
     if isinstance(layout, DenseLayout):
         return x_SBD
-    there, back = (layout.memo(_move_on, *ends, x_SBD.device) for ends in ((source, target), (target, source)))
-    return _Moved.apply(x_SBD, there, back, group)
+    moves = layout.memo(_plan, x_SBD.device).move_of_ends
+    return _Moved.apply(x_SBD, moves[source, target], moves[target, source], group)
 
 
-def _move_on(layout: PackLayout, source: Arrangement, target: Arrangement, device: torch.device) -> Move:
-    found = find_move(layout, source, target)
-    sent_S, placed_S = sent_together([found.sent_S, found.placed_S], device)
-    return found._replace(sent_S=sent_S, placed_S=placed_S)
+class _Plan(NamedTuple):
+    """What axial attention reads on a device, beside the tensors of its layouts."""
+
+    move_of_ends: dict[tuple[Arrangement, Arrangement], Move]
+    position_of_axis: dict[Axis, Tensor]
+    """[S, 3] each: the positions of a line's tokens in their samples."""
+
+
+def _plan(layout: PackLayout, device: torch.device) -> _Plan:
+    """All of it goes to a GPU by one copy, with the tensors of both layouts."""
+    moves = {ends: find_move(layout, *ends) for ends in permutations(ARRANGEMENTS, 2)}
+    position_S3 = layout.whole.on(CPU).positions_S3
+    positions = {axis: position_S3[_lines(layout, axis).index_S.clamp(min=0)] for axis in AXES}
+    return sent_with([axial_layout(layout, axis) for axis in AXES], _Plan(moves, positions), device)
 
 
 def find_move(layout: PackLayout, source: Arrangement, target: Arrangement) -> Move:

@@ -55,6 +55,9 @@ class DiTConfig:
     rope_scale: tuple[float, float, float] = (1.0, 1.0, 1.0)
     """How far positions reach along time, height and width beyond those of pre-training (NTK-aware, arXiv 2309.00071,
     section 3.1); 1 changes nothing."""
+    rope_interpolation: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    """What positions along time, height and width are divided by, so that more tokens than in pre-training span the
+    same picture (arXiv 2306.15595, eq. 4); 1 changes nothing."""
     learned_positions: tuple[int, int, int] | None = None
     """Largest grid of tokens (time, height, width) of learned positions, which are added in every block: the sum of
     one vector for each axis, normalised where the family does so. None has none. Of `vit` the only grid: each of its

@@ -130,5 +130,11 @@ RULES: tuple[Rule[Any], ...] = (
         needs=lambda config: config.dim_per_head >= 12,
         remedy="model.rope_scale={rope_scale} needs heads at least 12 wide",
     ),
+    Rule(
+        when=lambda config: set(config.rope_interpolation) != {1},
+        needs=lambda config: config.position_embedding == "rope",
+        remedy="model.rope_interpolation={rope_interpolation} divides rotary positions, of which "
+        "model.position_embedding={position_embedding} has none",
+    ),
 )
 """In the order in which they are checked."""

@@ -262,11 +262,13 @@ def rotary_table(position_S3: Tensor, config: DiTConfig, dtype: torch.dtype, pac
     positions = (t_SB if pace is None else t_SB * pace, h_SB, w_SB)
     shares = (num_pairs - 2 * num_spatial, num_spatial, num_spatial)
     angles = []
-    for position_SB, pairs, scale in zip(positions, shares, config.rope_scale, strict=True):
+    stretches = zip(config.rope_scale, config.rope_interpolation, strict=True)
+    for position_SB, pairs, (scale, interpolation) in zip(positions, shares, stretches, strict=True):
         exponent = torch.arange(pairs, device=position_S3.device, dtype=torch.float32) / pairs
         # NTK-aware: the slowest frequency is divided by `scale`, the fastest is kept
         theta = config.rope_theta * scale ** (pairs / (pairs - 1)) if scale != 1 else config.rope_theta
-        angles.append(position_SB[..., None] * torch.exp(-math.log(theta) * exponent))
+        angle = position_SB[..., None] * torch.exp(-math.log(theta) * exponent)
+        angles.append(angle / interpolation if interpolation != 1 else angle)
     width = max(angle.shape[1] for angle in angles)
     angle = torch.cat([angle.expand(-1, width, -1) for angle in angles], dim=-1)[:, :, None]
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)

@@ -14,6 +14,7 @@ from megadit.models.adapter_config import AdapterConfig
 from megadit.models.adapters import chosen_targets
 from megadit.models.config import DiTConfig
 from megadit.models.layout import PackLayout
+from megadit.models.networks import in_tower
 from megadit.models.segments import Segment
 from megadit.models.weights import network_shapes
 
@@ -75,7 +76,7 @@ def _readers(model: DiTConfig) -> dict[str, int]:
     """Numbers in the matrices that every video token, every word or every sample is multiplied with."""
     sizes = {"token": 0, "word": 0, "sample": 0}
     for name, shape in network_shapes(model).items():
-        if len(shape) == 2 and not _in_tower(name).startswith(_TABLES):
+        if len(shape) == 2 and not in_tower(name).startswith(_TABLES):
             sizes[_reader(name)] += prod(shape)
     return sizes
 
@@ -90,15 +91,10 @@ def _adapter_readers(model: DiTConfig, adapter: AdapterConfig) -> dict[str, int]
 
 
 def _reader(name: str) -> str:
-    if ".modulation." in name or _in_tower(name).startswith(_OF_CONDITION):
+    if ".modulation." in name or in_tower(name).startswith(_OF_CONDITION):
         return "sample"
     is_of_text = name.startswith(("text_embedder.", "text_tower.")) or ".cross_attention.kv." in name
     return "word" if is_of_text else "token"
-
-
-def _in_tower(name: str) -> str:
-    """The name of a parameter in its tower, of networks that have two."""
-    return name.removeprefix("image_tower.").removeprefix("text_tower.")
 
 
 def _expert_flops(num_tokens: int, model: DiTConfig) -> int:

@@ -1,28 +1,40 @@
 """Layouts: which sample, position and text each token of a sequence has, described by plain integers.
 
-Everything a kernel reads about boundaries is computed here, once per pack and on the CPU; nothing asks the device for
-it again and nothing builds an S x S mask.
+Everything a kernel reads about boundaries is computed here, once per pack and on the CPU, and goes to a GPU by one
+copy; nothing asks the device for it again and nothing builds an S x S mask.
 
-Shapes: S video tokens, L text slots, G segments of a pack (padding included), R condition rows, c segments of a length
-group, l slots of their longest text.
+Shapes: S video tokens, L text slots, G segments of a pack (padding included), R condition rows, P runs of tokens with
+one row, c segments of a length group, l slots of their longest text.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from megadit.models.dense_layout import DenseLayout
 from megadit.models.kept import memo_key
-from megadit.models.segments import ONE_RANK, ConditionRows, LengthGroup, Piece, Segment, TokenMesh, length_groups
+from megadit.models.segments import (
+    ONE_RANK,
+    ConditionRows,
+    GroupTexts,
+    LengthGroup,
+    Piece,
+    Segment,
+    TokenMesh,
+    cut_pieces,
+    length_groups,
+    offsets,
+)
 from megadit.models.shared.errors import UserError
-from megadit.models.transfer import sent_together
+from megadit.models.transfer import sent_as_one
 
 CPU = torch.device("cpu")
+Tree = TypeVar("Tree")
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +104,7 @@ class PackLayout:
     def spans(self) -> tuple[tuple[int, int], ...]:
         """First and last token (excluded) of each segment that are in this shard, counted within the segment."""
         sizes = [segment.num_tokens for segment in self.segments]
-        return tuple(self.mesh.span(*pair) for pair in zip(sizes, _offsets(sizes), strict=True))
+        return tuple(self.mesh.span(*pair) for pair in zip(sizes, offsets(sizes), strict=True))
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -101,7 +113,7 @@ class PackLayout:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        return _offsets(self.lengths)
+        return offsets(self.lengths)
 
     @cached_property
     def text_slots(self) -> tuple[int, ...]:
@@ -110,7 +122,7 @@ class PackLayout:
 
     @cached_property
     def text_starts(self) -> tuple[int, ...]:
-        return _offsets(self.text_slots)
+        return offsets(self.text_slots)
 
     @cached_property
     def capacity(self) -> int:
@@ -168,7 +180,8 @@ class PackLayout:
         length, rest = divmod(self.capacity, self.mesh.slices)
         assert rest == 0, f"{self.capacity} tokens do not split over {self.mesh.slices} ranks"
         pieces = [(piece,) for piece in self.pieces] or self._segment_pieces
-        return ConditionRows(length_groups(_cut(pieces, self.mesh.slice * length, (self.mesh.slice + 1) * length)))
+        first = self.mesh.slice * length
+        return ConditionRows(length_groups(cut_pieces(pieces, first, first + length)))
 
     @cached_property
     def _segment_pieces(self) -> tuple[tuple[Piece, ...], ...]:
@@ -204,40 +217,17 @@ class PackLayout:
         # no field of the dataclass: FSDP would search it for tensors, for every block
         return {}
 
+    @cached_property
+    def sent(self) -> "dict[torch.device, Computed]":
+        """What was computed of this layout, on every GPU that has it."""
+        return {}
+
     def per_condition(self, function: Callable[..., Any], owner: Hashable, *inputs: Any) -> Any:
         """function(owner, *inputs): parameters and conditions are others for every pack; see `DenseLayout`."""
         return function(owner, *inputs)
 
 
 Layout = PackLayout | DenseLayout
-
-
-def _offsets(lengths: Sequence[int]) -> tuple[int, ...]:
-    return tuple(accumulate(lengths, initial=0))[:-1]
-
-
-def _cut(segments: Sequence[Sequence[Piece]], first: int, last: int) -> Iterator[tuple[Piece, ...]]:
-    """The pieces of the tokens `first` to `last` (excluded); others have no tokens left."""
-    stop = 0
-
-    def cut(piece: Piece) -> Piece:
-        nonlocal stop
-        start, stop = stop, stop + piece.num_tokens
-        return piece._replace(num_tokens=min(stop, last) - max(start, first))
-
-    for pieces in segments:
-        yield tuple(map(cut, pieces))
-
-
-class GroupTexts(NamedTuple):
-    """The text of every length group, made rectangular."""
-
-    slots: Tensor
-    """int64: the text slots of all groups, one group after another."""
-    shapes: tuple[torch.Size, ...]
-    """(c, l) of each group."""
-    masks: tuple[Tensor | None, ...]
-    """bool [c, 1, 1, l] of each group: which of its slots have text; None: all."""
 
 
 _COMPUTED: list[Callable[["LayoutTensors"], Tensor]] = []
@@ -251,16 +241,43 @@ def _tensor(compute: Callable[["LayoutTensors"], Tensor]) -> property:
 
 
 def _on(layout: PackLayout, compute: Callable[["LayoutTensors"], Tensor], device: torch.device) -> Tensor:
-    return compute(layout.on(CPU)) if device == CPU else layout.memo(_all_on, device)[_COMPUTED.index(compute)]
+    return compute(layout.on(CPU)) if device == CPU else _there(layout, device).tensors[_COMPUTED.index(compute)]
 
 
-def _all_on(layout: PackLayout, device: torch.device) -> list[Tensor]:
-    """All tensors of a layout on a GPU, those of its condition rows too, by one copy."""
-    made = [layout.memo(_on, compute, CPU) for compute in _COMPUTED]
+class Computed(NamedTuple):
+    """Everything that is computed of a layout."""
+
+    tensors: tuple[Tensor, ...]
+    """What `_COMPUTED` computes."""
+    texts: GroupTexts
+    row_of_token_S: Tensor
+    starts_of_runs_P: Tensor
+
+
+def _compute(layout: PackLayout) -> Computed:
+    tensors = tuple(layout.memo(_on, compute, CPU) for compute in _COMPUTED)
     rows = layout.rows
-    *tensors, row_S, starts_P = sent_together([*made, rows.of_token(CPU), rows.starts_of_runs(CPU)], device)
-    rows.keep(device, row_S, starts_P)
-    return tensors
+    return Computed(tensors, layout.on(CPU).texts, rows.of_token(CPU), rows.starts_of_runs(CPU))
+
+
+def _there(layout: PackLayout, device: torch.device) -> Computed:
+    if device not in layout.sent:
+        sent_with([layout], (), device)
+    return layout.sent[device]
+
+
+def sent_with(layouts: Sequence[PackLayout], tree: Tree, device: torch.device) -> Tree:
+    """The tensors of `tree` on a device, and all of those of `layouts`, by one copy.
+
+    On the CPU nothing is copied, and layouts compute each of theirs at its first use.
+    """
+    if device == CPU:
+        return tree
+    tree, computed = sent_as_one((tree, tuple(map(_compute, layouts))), device)
+    for layout, there in zip(layouts, computed, strict=True):
+        layout.sent[device] = there
+        layout.rows.keep(device, there.row_of_token_S, there.starts_of_runs_P)
+    return tree
 
 
 class LayoutTensors(NamedTuple):
@@ -325,7 +342,7 @@ class LayoutTensors(NamedTuple):
         time_S = index_S // area_S
         if any(segment.times for segment in self.layout.segments):
             times = [segment.times or range(segment.grid[0]) for segment in self.layout.segments]
-            first_G = torch.tensor(_offsets(list(map(len, times))))
+            first_G = torch.tensor(offsets(list(map(len, times))))
             time_S = torch.tensor([float(time) for frames in times for time in frames])[first_G[segment_S] + time_S]
         return torch.stack([time_S, index_S % area_S // width_S, index_S % width_S], dim=-1)
 
@@ -371,14 +388,13 @@ class LayoutTensors(NamedTuple):
 
     @property
     def texts(self) -> GroupTexts:
-        return self.layout.memo(_group_texts, self.device)
+        if self.device == CPU:
+            return self.layout.memo(_group_texts)
+        return _there(self.layout, self.device).texts
 
 
-def _group_texts(layout: PackLayout, device: torch.device) -> GroupTexts:
+def _group_texts(layout: PackLayout) -> GroupTexts:
     slots, are_valid = zip(*map(layout.text_of_group, layout.groups), strict=True)
-    masks = [None if valid.all() else valid[:, None, None] for valid in are_valid]
-    made = [torch.cat([slots_cl.flatten() for slots_cl in slots]), *(mask for mask in masks if mask is not None)]
-    slots_L, *there = sent_together(made, device)
-    sent = iter(there)
-    shapes = tuple(slots_cl.shape for slots_cl in slots)
-    return GroupTexts(slots_L, shapes, tuple(None if mask is None else next(sent) for mask in masks))
+    masks = tuple(None if valid.all() else valid[:, None, None] for valid in are_valid)
+    slots_L = torch.cat([slots_cl.flatten() for slots_cl in slots])
+    return GroupTexts(slots_L, tuple(slots_cl.shape for slots_cl in slots), masks)

@@ -18,3 +18,8 @@ def build_network(config: DiTConfig, part: Part = WHOLE_NETWORK) -> Network:
 def towers(network: Network) -> tuple[DiT | ViT | TextTower, ...]:
     """Its stacks of blocks with what stands around them, each with tokens of its own."""
     return network.towers if isinstance(network, CLIP) else (network,)
+
+
+def in_tower(name: str) -> str:
+    """The name of a parameter in its tower, of networks that have two; else as it is."""
+    return name.removeprefix("image_tower.").removeprefix("text_tower.")

@@ -43,6 +43,8 @@ class Stream(IntEnum):
     """Which of a list of noise levels a student learns at."""
     GIVEN_NOISE = 7
     """Noise added to what is given, in networks that see it with some."""
+    MIXUP = 8
+    """How much of a sample is left where another is mixed into it."""
     DERIVED = 1 << 8
     """The first of the streams of derived keys: the n-th further use of a sample takes DERIVED + n."""
     STEP = 1 << 16

@@ -6,7 +6,7 @@ change from step to step.
 Shapes: S video tokens of a rank.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
@@ -98,6 +98,35 @@ class LengthGroup:
     def tokens_of(self, x_S: Tensor) -> Tensor:
         """Their tokens as a uniform batch: a view [count, length, ...] of [S, ...]."""
         return x_S[self.start : self.stop].unfold(0, self.length, self.length + self.gap).movedim(-1, 1)
+
+
+class GroupTexts(NamedTuple):
+    """The text of every length group, made rectangular."""
+
+    slots: Tensor
+    """int64: the text slots of all groups, one group after another."""
+    shapes: tuple[torch.Size, ...]
+    """(c, l) of each group."""
+    masks: tuple[Tensor | None, ...]
+    """bool [c, 1, 1, l] of each group: which of its slots have text; None: all."""
+
+
+def offsets(lengths: Sequence[int]) -> tuple[int, ...]:
+    """Where each of several pieces begins that lie one after another."""
+    return tuple(accumulate(lengths, initial=0))[:-1]
+
+
+def cut_pieces(segments: Sequence[Sequence[Piece]], first: int, last: int) -> Iterator[tuple[Piece, ...]]:
+    """The pieces of the tokens `first` to `last` (excluded); others have no tokens left."""
+    stop = 0
+
+    def cut(piece: Piece) -> Piece:
+        nonlocal stop
+        start, stop = stop, stop + piece.num_tokens
+        return piece._replace(num_tokens=min(stop, last) - max(start, first))
+
+    for pieces in segments:
+        yield tuple(map(cut, pieces))
 
 
 def length_groups(segments: Iterable[Sequence[Piece]]) -> tuple[LengthGroup, ...]:

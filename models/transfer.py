@@ -6,9 +6,13 @@ copied in its turn, while the host goes on; torch gives it to others only when t
 
 from collections.abc import Sequence
 from math import prod
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+Tree = TypeVar("Tree")
 
 _ALIGNMENT = 64
 """Bytes: every tensor begins where kernels may read it at full speed."""
@@ -27,6 +31,13 @@ def sent_together(tensors: Sequence[Tensor], device: torch.device | str) -> list
     for tensor, part in zip(tensors, _parts(block, sizes, tensors), strict=True):
         part.copy_(tensor)
     return _parts(block.to(device, non_blocking=True), sizes, tensors)
+
+
+def sent_as_one(tree: Tree, device: torch.device | str) -> Tree:
+    """What tuples, lists and dictionaries hold, with all of their tensors on another device: `sent_together`."""
+    leaves, form = tree_flatten(tree)
+    sent = iter(sent_together([leaf for leaf in leaves if isinstance(leaf, Tensor)], device))
+    return tree_unflatten([next(sent) if isinstance(leaf, Tensor) else leaf for leaf in leaves], form)
 
 
 def _parts(block: Tensor, sizes: Sequence[int], like: Sequence[Tensor]) -> list[Tensor]:

@@ -12,8 +12,9 @@ from megadit.models.shared.files import atomic_path, record_path, write_json
 from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import Progress
 from megadit.models.shared.setting import group, setting
+from megadit.serve.answers import InvalidRequestError, ServiceError, VideoResult
 from megadit.serve.client import Generation, VideoClient
-from megadit.serve.contract import IMAGE_MODEL, MODEL, InvalidRequestError, ServiceError, VideoRequest, VideoResult
+from megadit.serve.contract import IMAGE_MODEL, MODEL, VideoRequest
 
 _EXIT_CODE = 1
 """Of a service that failed; mistakes in the request end with 2, as in every command."""

@@ -5,24 +5,26 @@ text_to_video/1/model.py      imports megadit's TritonPythonModel
 text_to_video/1/bundle/       the bundle
 text_to_image/                the same for single images, where asked for
 denoiser/, video_decoder/     exported networks by themselves, where asked for
+
+Of a network that judges, in place of these `image_to_features`, `text_to_features` or `image_to_classes`.
 """
 
 import os
-import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megadit.infer.adapters import KEPT_BYTES, NO_ROOM
-from megadit.infer.checkpoints import open_bundle
+from megadit.infer.checkpoints import open_any_bundle, open_bundle
 from megadit.infer.guardrail import find_guardrail
 from megadit.infer.judge import find_judge
 from megadit.infer.resolve import DefaultOptions, with_changed_defaults
 from megadit.infer.runtimes.load import TORCH, adapter_slots, check_runtime, open_exported, taken
 from megadit.infer.runtimes.torch import find_dtype
 from megadit.infer.signing import SigningOptions, load_marker
-from megadit.models.bundle.bundle import Bundle, update_manifest
+from megadit.models.bundle.bundle import USED_BY, Bundle, check_transformer, update_manifest
 from megadit.models.convert.adapter_files import bundle_fingerprint, check_adaptable
 from megadit.models.given_settings import MediaLimits
 from megadit.models.named_adapters import OF_A_KEY, adapters_in
@@ -31,17 +33,12 @@ from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory
 from megadit.models.shared.options import read_options
-from megadit.models.shared.setting import given_class, group, setting
+from megadit.models.shared.setting import given_class, group, setting, settings_of
 from megadit.serve.contract import IMAGE_MODEL, MODEL, AdapterInfo, Limits, ServiceInfo
+from megadit.serve.feature_repository import LIMITS, build_feature_repository
 from megadit.serve.model_config import Scheduling, service_config
+from megadit.serve.model_files import check_replaceable, write_model
 from megadit.serve.network_config import write_networks
-
-MODEL_PY = '''"""Triton loads this file; the model itself is in the installed megadit."""
-
-from megadit.serve.triton_model import TritonPythonModel
-
-__all__ = ["TritonPythonModel"]
-'''
 
 _SIZE_BEYOND_DEFAULT = 4
 _STEPS_BEYOND_DEFAULT = 10
@@ -84,9 +81,10 @@ def build_repository(
     if runtime != "torch":
         open_exported(bundle, runtime)
     path = Path(repository)
-    if path.is_dir() and any(path.iterdir()) and not (path / MODEL / "config.pbtxt").is_file():
-        raise UserError(f"{path} holds files that are no repository of ours, and would be replaced; choose another")
+    check_replaceable(path, [MODEL])
     scheduling = scheduling or Scheduling()
+    if scheduling.tp_size * scheduling.cp_size > 1:
+        check_transformer(bundle, "no ranks share it; leave out --tp_size and --cp_size")
     folder = None if adapters is None else _adapter_folder(adapters, bundle, runtime, scheduling)
     models = {MODEL: service_info(bundle, bundle.defaults, limits, runtime, folder)}
     if with_images:
@@ -101,18 +99,13 @@ def build_repository(
     others["judge_dir"] = "" if judge_dir is None else str(find_judge(judge_dir).parent)
     models = {name: replace(info, has_judge=judge_dir is not None) for name, info in models.items()}
     with atomic_directory(path) as temporary:
+        source = bundle.path
         for name, info in models.items():
-            version = temporary / name / "1"
-            version.mkdir(parents=True)
-            (version.parent / "config.pbtxt").write_text(
-                service_config(name, info, scheduling, dtype=dtype, runtime=runtime, others=others)
-            )
-            (version / "model.py").write_text(MODEL_PY)
-            # a second model shares the files of the first, which large weights would otherwise take up twice
-            source, copy = (bundle.path, shutil.copy2) if name == MODEL else (temporary / MODEL / "1/bundle", os.link)
-            shutil.copytree(source, version / "bundle", copy_function=copy)
-            if defaults and name == MODEL:
-                update_manifest(version / "bundle", defaults=bundle.defaults.to_dict())
+            config = service_config(name, info, scheduling, dtype=dtype, runtime=runtime, others=others)
+            written = write_model(temporary, name, config=config, module="triton_model", bundle=source)
+            if defaults and source == bundle.path:
+                update_manifest(written, defaults=bundle.defaults.to_dict())
+            source = written
         if with_networks:
             write_networks(bundle, runtime, temporary)
     return path
@@ -170,6 +163,8 @@ def _adapter_info(bundle: Bundle, folder: Path, runtime: str) -> AdapterInfo:
 
 
 GivenLimits = given_class("GivenLimits", Limits)
+_OF_FEATURES = ("networks", "runtime", *settings_of(Scheduling), *LIMITS)
+"""Options that networks that judge have, too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,7 +205,15 @@ def _run(argv: list[str]) -> None:
         prog="megadit serve build-repository",
         description="Turns a bundle, or a training directory, into a model repository that Triton loads unchanged.",
     )
-    path = build_repository(
+    bundle = open_any_bundle(options.checkpoint)
+    path = _of_videos(options) if bundle.kind == "video" else _of_features(bundle, options)
+    print(
+        f"{path}: {', '.join(sorted(folder.name for folder in path.iterdir()))}; `megadit serve run {path}` serves it"
+    )
+
+
+def _of_videos(options: RepositoryOptions) -> Path:
+    return build_repository(
         options.checkpoint,
         options.repository,
         scheduling=options.scheduling,
@@ -218,7 +221,7 @@ def _run(argv: list[str]) -> None:
         runtime=options.runtime,
         with_images=options.images,
         with_networks=options.networks,
-        limits={name: value for name, value in asdict(options.limits).items() if value is not None},
+        limits=_given_limits(options),
         adapters=options.adapters,
         adapter_bytes=options.adapter_bytes,
         defaults=options.defaults.default,
@@ -226,6 +229,30 @@ def _run(argv: list[str]) -> None:
         judge_dir=options.judge_dir,
         signing=options.signing,
     )
-    print(
-        f"{path}: {', '.join(sorted(folder.name for folder in path.iterdir()))}; `megadit serve run {path}` serves it"
+
+
+def _of_features(bundle: Bundle, options: RepositoryOptions) -> Path:
+    """Raises UserError where an option is given that is of videos alone."""
+    given = _by_name(options)
+    plain = _by_name(RepositoryOptions(checkpoint=options.checkpoint, repository=options.repository))
+    if wrong := [name for name in given if given[name] != plain[name] and name not in _OF_FEATURES]:
+        raise UserError(f"--{wrong[0]} is of videos, and {bundle.path} {USED_BY[bundle.kind]}: leave it out")
+    return build_feature_repository(
+        bundle,
+        options.repository,
+        scheduling=options.scheduling,
+        runtime=options.runtime,
+        with_networks=options.networks,
+        limits=_given_limits(options),
     )
+
+
+def _by_name(options: RepositoryOptions) -> dict[str, Any]:
+    """The values of options, those of groups among them."""
+    values = {each.name: getattr(options, each.name) for each in fields(options)}
+    groups = {name: asdict(value) for name, value in values.items() if is_dataclass(value)}
+    return {name: value for each in values for name, value in groups.get(each, {each: values[each]}).items()}
+
+
+def _given_limits(options: RepositoryOptions) -> dict[str, int]:
+    return {name: value for name, value in asdict(options.limits).items() if value is not None}

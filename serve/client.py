@@ -11,15 +11,8 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 
-from megadit.serve.contract import (
-    MODEL,
-    Event,
-    ServiceError,
-    ServiceInfo,
-    StepDone,
-    VideoRequest,
-    VideoResult,
-)
+from megadit.serve.answers import Event, ServiceError, StepDone, VideoResult
+from megadit.serve.contract import MODEL, ServiceInfo, VideoRequest
 from megadit.serve.transports import connect
 
 

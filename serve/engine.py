@@ -31,7 +31,7 @@ from megadit.models.bundle.bundle import Bundle
 from megadit.models.named_adapters import MissingAdapterError, find_adapter
 from megadit.models.settings import SERVED, SamplingSettings
 from megadit.models.shared.errors import UserError
-from megadit.serve.contract import (
+from megadit.serve.answers import (
     ADAPTER_MARK,
     DEADLINE_MARK,
     GUARDRAIL_MARK,
@@ -42,11 +42,10 @@ from megadit.serve.contract import (
     HeldBackError,
     InvalidRequestError,
     ServiceError,
-    ServiceInfo,
     StepDone,
-    VideoRequest,
     VideoResult,
 )
+from megadit.serve.contract import ServiceInfo, VideoRequest
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -263,23 +262,23 @@ class Engine:
         for row, video in zip(rows, videos, strict=True):
             row.owner.made.add(row.index)
             if not row.owner.has_ended:
-                try:
-                    video = (
-                        video if self.guardrail is None else replace(video, video=self.guardrail.screen(video.video))
-                    )
-                except Refused as error:
-                    _fail(row.owner, error)
-                    continue
-                scores = self._scores(row, video)
-                result = _result(row, video, seconds=clock.seconds(), batch_size=len(batch), mark=self.mark)
-                row.owner.send(replace(result, scores=scores))
+                self._hand_over(row, video, clock, batch_size=len(batch))
                 if all(other.is_done for other in rows if other.owner is row.owner):
                     row.owner.finish()
 
-    def _scores(self, row: _Row, video: GeneratedVideo) -> dict[str, float] | None:
-        if not row.owner.request.evaluate or self.judge is None:
-            return None
-        return self.judge.scores(video.video, row.owner.request.text)
+    def _hand_over(self, row: _Row, video: GeneratedVideo, clock: _Clock, *, batch_size: int) -> None:
+        """Sends a video, screened, judged and signed; where it is held back, its request ends."""
+        request, scores = row.owner.request, None
+        if self.guardrail is not None:
+            try:
+                video = replace(video, video=self.guardrail.screen(video.video))
+            except Refused as error:
+                _fail(row.owner, error)
+                return
+        if request.evaluate and self.judge is not None:
+            scores = self.judge.scores(video.video, request.text)
+        result = _result(row, video, seconds=clock.seconds(), batch_size=batch_size, mark=self.mark)
+        row.owner.send(replace(result, scores=scores))
 
 
 def most_videos_at_once(bundle: Bundle, runtime: str) -> int | None:

@@ -8,7 +8,8 @@ from types import MappingProxyType
 
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.setting import check_settings, setting
-from megadit.serve.contract import DATA, EVENT, INPUTS, ServiceInfo
+from megadit.serve.answers import DATA, EVENT
+from megadit.serve.contract import INPUTS, ServiceInfo
 
 PATHS = ("adapters", "guardrail_dir", "judge_dir", "c2pa_certificate", "c2pa_key")
 """Parameters that name files and folders outside of the repository, read at run time."""
@@ -110,11 +111,40 @@ def service_config(
     )
 
 
+def features_config(
+    name: str,
+    scheduling: Scheduling,
+    *,
+    input: str,
+    output: str,
+    width: int,
+    labels: str | None,
+    parameters: Mapping[str, str],
+) -> str:
+    """config.pbtxt of the model `name`, which answers each `input` with a row of `width` numbers; the lines of the file
+    `labels` say what each of them is of."""
+    named = f' label_filename: "{labels}"' if labels else ""
+    return "\n".join(
+        [
+            "# Written by `megadit serve build-repository`.",
+            f'name: "{name}"',
+            'backend: "python"',
+            f"max_batch_size: {scheduling.max_batch_size}",
+            _list("input", [f'  {{ name: "{input}" data_type: TYPE_STRING dims: [ 1 ] }}']),
+            _list("output", [f'  {{ name: "{output}" data_type: TYPE_FP32 dims: [ {width} ]{named} }}']),
+            _dynamic_batching(scheduling),
+            _instance_group(scheduling),
+            *(_parameter(key, value) for key, value in parameters.items()),
+            "",
+        ]
+    )
+
+
 def _inputs() -> str:
     def entry(each) -> str:
         optional = "" if each.is_required else " optional: true"
-        dims = -1 if each.is_list else 1
-        return f'  {{ name: "{each.name}" data_type: {each.data_type} dims: [ {dims} ]{optional} }}'
+        dims = "dims: [ -1 ] allow_ragged_batch: true" if each.is_list else "dims: [ 1 ]"
+        return f'  {{ name: "{each.name}" data_type: {each.data_type} {dims}{optional} }}'
 
     return _list("input", map(entry, INPUTS))
 

@@ -4,11 +4,13 @@ They are served by Triton's own backends, without Python: tensors in, tensors ou
 """
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from megadit.infer.runtimes.load import open_exported
-from megadit.infer.runtimes.network_spec import Axis, NetworkSpec
+from megadit.infer.runtimes.network_spec import TOWERS, Axis, NetworkSpec
 from megadit.models.bundle.bundle import Bundle
+from megadit.models.config import DiTConfig
 from megadit.models.shared.errors import UserError
 
 _PLATFORMS = {"onnx": ("onnxruntime_onnx", ".onnx"), "tensorrt": ("tensorrt_plan", ".plan")}
@@ -21,6 +23,19 @@ _DATA_TYPES = {
 }
 
 
+def _latents(config: DiTConfig) -> tuple[int, ...]:
+    return -1, config.in_channels, -1, -1, -1
+
+
+_OUTPUT_DIMS: dict[str, Callable[[DiTConfig], tuple[int, ...]]] = {
+    "text_encoder": lambda config: (-1, -1, -1),
+    "video_decoder": lambda config: (-1, 3, -1, -1, -1),
+    "classifier": lambda config: (-1, config.num_classes or config.hidden_size),
+    **dict.fromkeys(TOWERS, lambda config: (-1, config.text_tower.embedding_size)),
+}
+"""Network -> the sides of its output, -1 where they are open; of others latents."""
+
+
 def write_networks(bundle: Bundle, runtime: str, repository: Path) -> list[str]:
     """Adds a model for each exported network to `repository`; returns their names.
 
@@ -30,27 +45,24 @@ def write_networks(bundle: Bundle, runtime: str, repository: Path) -> list[str]:
     if runtime not in _PLATFORMS:
         raise UserError(f"runtime {runtime!r} has no networks that Triton serves by itself; use onnx or tensorrt")
     exported = open_exported(bundle, runtime)
-    channels = bundle.config.in_channels
     for name in exported.settings["networks"]:
         version = repository / name / "1"
         version.mkdir(parents=True)
-        (version.parent / "config.pbtxt").write_text(network_config(exported.network(name), runtime, channels))
+        (version.parent / "config.pbtxt").write_text(network_config(exported.network(name), runtime, bundle.config))
         suffix = _PLATFORMS[runtime][1]
         for file in exported.directory.glob(f"{name}{suffix}*"):  # large weights lie beside an ONNX file
             shutil.copy2(file, version / file.name)
     return list(exported.settings["networks"])
 
 
-def network_config(spec: NetworkSpec, runtime: str, latent_channels: int) -> str:
+def network_config(spec: NetworkSpec, runtime: str, config: DiTConfig) -> str:
     """config.pbtxt of one network; its batch is an open side like the others."""
     platform, suffix = _PLATFORMS[runtime]
     inputs = ",\n".join(
         f'  {{ name: "{tensor.name}" data_type: {_DATA_TYPES[tensor.dtype]} dims: [ {_dims(tensor.axes)} ] }}'
         for tensor in spec.inputs
     )
-    # B L E of texts; all others give B C T H W: RGB where they decode, else latents
-    channels = 3 if spec.name == "video_decoder" else latent_channels
-    output_dims = "-1, -1, -1" if spec.name == "text_encoder" else f"-1, {channels}, -1, -1, -1"
+    output_dims = ", ".join(map(str, _OUTPUT_DIMS.get(spec.name, _latents)(config)))
     return f"""\
 # Written by `megadit serve build-repository --networks`.
 name: "{spec.name}"

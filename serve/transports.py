@@ -1,4 +1,4 @@
-"""The two ways to a Triton server, gRPC and HTTP: what is asked and answered, in the words of `contract`."""
+"""The two ways to a Triton server, gRPC and HTTP: asked in the words of `contract`, answered in those of `answers`."""
 
 import base64
 import json
@@ -19,11 +19,10 @@ from tritonclient.utils import InferenceServerException
 
 from megadit.models.given_settings import split_keyframe
 from megadit.models.shared.errors import UserError
-from megadit.serve.contract import (
+from megadit.serve.answers import (
     DATA,
     DEADLINE_MARK,
     EVENT,
-    INPUTS,
     MARKS,
     CancelledError,
     DeadlineExceededError,
@@ -33,6 +32,7 @@ from megadit.serve.contract import (
     UnavailableError,
     event_from_wire,
 )
+from megadit.serve.contract import INPUTS
 
 GRPC_PORT, HTTP_PORT = 8001, 8000
 _CONNECT_SECONDS = 5.0

@@ -1,10 +1,9 @@
 """The service as a model of Triton's Python backend; a repository's model.py imports `TritonPythonModel` from here.
 
 Triton hands over the requests that its dynamic batcher collected; each is answered by a stream of events (see
-`contract.py`) through a response sender of its own.
+`answers.py`) through a response sender of its own.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,32 +20,27 @@ from megadit.infer.signing import SigningOptions, load_marker
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.setting import settings_of
-from megadit.serve.contract import (
+from megadit.serve.answers import (
     DATA,
     EVENT,
-    INPUTS,
     CancelledError,
     DeadlineExceededError,
     Event,
     InvalidRequestError,
     ServiceError,
-    ServiceInfo,
-    VideoRequest,
     event_to_wire,
 )
+from megadit.serve.contract import INPUTS, ServiceInfo, VideoRequest
 from megadit.serve.engine import Engine, OpenRequest, most_videos_at_once
+from megadit.serve.triton_instance import Instance
 
 
 class TritonPythonModel:
     """One instance: one pipeline on one device, or on a group of ranks that it starts."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        _check_numpy()
-        parameters = {
-            name: value["string_value"] for name, value in json.loads(args["model_config"])["parameters"].items()
-        }
-        device = "cpu" if args["model_instance_kind"] == "CPU" else f"cuda:{args['model_instance_device_id']}"
-        bundle = Bundle.open(Path(args["model_repository"]) / args["model_version"] / "bundle")
+        instance = Instance.of(args)
+        parameters, device, bundle = instance.parameters, instance.device, Bundle.open(instance.bundle)
         runtime = parameters["runtime"]
         pipeline = TextToVideo.from_pretrained(
             bundle,
@@ -163,12 +157,3 @@ def _text(name: str, value: bytes) -> str:
         return value.decode()
     except UnicodeDecodeError as error:
         raise UserError(f"the input {name!r} is not UTF-8: {error.reason} at byte {error.start}") from None
-
-
-def _check_numpy() -> None:
-    """Raises:
-    RuntimeError: if this backend and numpy misread each other's arrays, which they would do without an error.
-    """
-    sent = torch.tensor([3, 1, 2], dtype=torch.int32)
-    if pb_utils.Tensor.from_dlpack("check", sent).as_numpy().tolist() != sent.tolist():
-        raise RuntimeError(f"this Triton's Python backend misreads numpy {np.__version__}; use numpy<2")

@@ -10,8 +10,11 @@ from megadit.models.bundle.bundle import Bundle, write_bundle
 from megadit.models.bundle.tensor_source import from_state_dict
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
+from megadit.models.named_configs import NAMED_CONFIGS
+from megadit.models.networks import build_network
 from megadit.models.settings import SamplingSettings
-from megadit.models.text_encoders import HashedWordEncoder
+from megadit.models.text_encoders import ClassLabels, HashedWordEncoder, TextEncoder
+from megadit.models.text_encoders.token_ids import learned_words
 from megadit.models.tokenizers import HaarTokenizer
 from megadit.train.data.given import USES
 
@@ -36,6 +39,36 @@ def write_tiny_bundle(
         text_encoder=text_encoder or HashedWordEncoder(dim=config.crossattn_emb_size),
         defaults=defaults,
         **more,
+    )
+    return Bundle.open(path)
+
+
+def write_clip_bundle(path: PathLike | str) -> Bundle:
+    """Two random towers, for pictures of 32 x 32."""
+    config = replace(NAMED_CONFIGS["clip_digits"], num_layers=2, hidden_size=32, num_attention_heads=2)
+    texts = ["a red seven", "a green three on a table", "the number nine"]
+    return _write_judge(path, config, learned_words(texts, num_words=300, max_length=24))
+
+
+def write_classifier_bundle(path: PathLike | str, names: tuple[str, ...] = ("a cat, kitty", "dog", "bird")) -> Bundle:
+    """A random classifier, for pictures of 16 x 16."""
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "learned_positions": (1, 4, 4)}
+    config = replace(NAMED_CONFIGS["vit_digits"], num_classes=len(names), **sizes)
+    return _write_judge(path, config, ClassLabels(names=names))
+
+
+def _write_judge(path: PathLike | str, config: DiTConfig, text_encoder: TextEncoder) -> Bundle:
+    _, *side = (config.patch_spatial * size for size in config.learned_positions)
+    state = random_state(config, spread=0.4)
+    if "log_scale" in state:
+        state["log_scale"] += 2
+    write_bundle(
+        path,
+        config=config,
+        state_dict=state,
+        tokenizer=HaarTokenizer(temporal_compression=1, spatial_compression=1),
+        text_encoder=text_encoder,
+        defaults=SamplingSettings(num_steps=1, guidance=1.0, num_frames=1, height=side[0], width=side[1], fps=0.0),
     )
     return Bundle.open(path)
 
@@ -78,8 +111,8 @@ def random_dit(config: DiTConfig) -> DiT:
     return model
 
 
-def random_state(config: DiTConfig, seed: int = 0) -> dict[str, Tensor]:
+def random_state(config: DiTConfig, seed: int = 0, spread: float = 0.15) -> dict[str, Tensor]:
     """Every tensor random: with adaLN-Zero at its initialisation, a wrong network would change nothing."""
     generator = torch.Generator().manual_seed(seed)
-    state = DiT(config).state_dict()
-    return {name: 0.15 * torch.randn(tensor.shape, generator=generator) for name, tensor in state.items()}
+    state = build_network(config).state_dict()
+    return {name: spread * torch.randn(tensor.shape, generator=generator) for name, tensor in state.items()}

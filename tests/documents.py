@@ -2,7 +2,8 @@
 
 A block of shell or Python runs as it stands, page by page, in a folder that holds what `shelf` of test_documents.py
 puts there; but for one under `<!-- needs: NAME -->`, NAME of `NEEDS`. `<!-- file: NAME -->` above a block of another
-language says that it is a file, which the blocks below find. Blocks of `text` are what a command prints.
+language says that it is a file, which the blocks below find. Blocks of `text` are what a command prints. A table
+under `<!-- run -->` is a block of the commands in its cells, row after row.
 """
 
 import re
@@ -27,6 +28,8 @@ _BLOCK = re.compile(
     r"^```(?P<language>\w*)(?: (?P<name>\w+))?\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
+_TABLE = re.compile(r"^<!-- run -->\n(?P<text>(?:\|.*\n)+)", re.MULTILINE)
+_COMMAND = re.compile(r"`(megadit [^`]+)`")
 
 SMALLER = (
     (r"--nproc \d+", "", "one rank"),
@@ -38,7 +41,7 @@ SMALLER = (
         r"\1 train.train_iters=2 checkpoint.save_interval=2 validation.interval=0",
         "two steps, and no videos between",
     ),
-    (r"(megadit prepare digit_(?:classes|captions) )", r"\1--num_images 200 ", "a small data set"),
+    (r"(megadit prepare digit_(?:classes|captions|images|images_64) )", r"\1--num_images 200 ", "a small data set"),
     (r"(?<=megadit prepare videos )", "--num_workers 0 ", "no processes of its own"),
 )
 """(what a page says, what runs here instead, why): the only changes."""
@@ -91,7 +94,15 @@ def read_blocks(text: str, page: str) -> list[Block]:
         found.append(block)
     if text.count("\n```") + text.startswith("```") != 2 * len(found):
         raise ValueError(f"{page}: a block does not end, or its first line is of another form")
-    return found
+    found += [_of_table(match, text, page) for match in _TABLE.finditer(text)]
+    return sorted(found, key=lambda block: block.line)
+
+
+def _of_table(match: re.Match, text: str, page: str) -> Block:
+    commands = _COMMAND.findall(match["text"])
+    if not commands:
+        raise ValueError(f"{page}: a table that is run has no command")
+    return Block(page, text.count("\n", 0, match.start("text")), "", "\n".join(commands) + "\n")
 
 
 def _check(block: Block) -> None:

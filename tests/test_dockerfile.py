@@ -1,6 +1,9 @@
 """The Dockerfile asks for what exists, and leaves the vendor's torch alone."""
 
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -30,6 +33,18 @@ def test_the_server_has_every_runtime_and_one_torch():
     assert re.search(r"^ARG TORCH=\d+\.\d+\.\d+$", SERVED, re.MULTILINE)
     assert "assert torch.version.cuda == '${CUDA}'" in SERVED
     assert re.search(r"^ARG CUDA=\d+\.\d+$", SERVED, re.MULTILINE)
+
+
+def test_hadolint_finds_nothing():
+    hadolint = shutil.which("hadolint", path=Path(sys.executable).parent)
+    if hadolint is None:
+        pytest.skip("no hadolint (the extra dev has one for Linux on x86-64)")
+
+    def complaints(dockerfile: str) -> str:
+        return subprocess.run([hadolint, "-"], input=dockerfile, stdout=subprocess.PIPE, text=True).stdout
+
+    assert complaints(DOCKERFILE) == complaints(SERVED) == ""
+    assert "DL3006" in complaints(SERVED.replace(":${TRITON}-py3", "")), "the control"
 
 
 def test_torch_is_pinned_to_what_the_image_brings():

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from megadit.models.convert.cli import main as convert
 from megadit.models.shared import verbs
 from megadit.models.shared.errors import UserError
 from megadit.train.config.load import resolve_config
 
 from . import test_extend
-from .bundles import write_able_bundle
+from .bundles import write_able_bundle, write_classifier_bundle, write_clip_bundle
 from .documents import PAGES, PYTHON, ROOT, SHOWN, Block, blocks, read_blocks, smaller
 from .stable_diffusion import make_pipeline
 from .test_flags import parsers
@@ -81,12 +82,20 @@ def check(command: str) -> None:
         ("<!-- needs: luck -->\n```\nmegadit info a\n```\n", r"nobody knows what \['luck'\] needs"),
         ("```text\nmegadit info a\n```\n", "a command in a block of what is printed"),
         ("```\nmegadit info a\n", "does not end"),
+        ("<!-- run -->\n| a | b |\n", "has no command"),
     ],
 )
 def test_a_block_that_nobody_runs_is_noticed(text, message):
     with pytest.raises(ValueError, match=message):
         read_blocks(text, "a page")
     assert read_blocks("<!-- needs: gpu -->\n```\nmake gpu-check\n```\n", "a page")[0].needs == ("gpu",)
+    table = (
+        "text\n<!-- run -->\n| a | `megadit info a`, then `x` |\n| b | `megadit info b` |\n\n```\nmegadit info c\n```\n"
+    )
+    assert [block.commands for block in read_blocks(table, "a page")] == [
+        ["megadit info a", "megadit info b"],
+        ["megadit info c"],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -151,6 +160,12 @@ def shelf(run, tmp_path_factory, write_clip) -> Path:
         save_file(DigitReader().state_dict(), "runs/demo/judge.safetensors", metadata={KIND: "digits"})
         write_able_bundle("runs/demo/bundle", "runs/demo-given/bundle")
         make_pipeline(folder / "stable-diffusion-v1-5", "1.x", write_clip)
+        for name, write in (
+            ("clip-vit-base-patch32", write_clip_bundle),
+            ("vit-base-patch16-224", write_classifier_bundle),
+        ):
+            write(folder / "judges" / name)
+            convert([str(folder / "judges" / name), name, "--to", "transformers"])
     return folder
 
 
@@ -177,6 +192,11 @@ def write_media(folder: Path) -> None:
         path.parent.mkdir(exist_ok=True)
         write_video(path, clip("flower.jpg", number), 8)
         path.with_suffix(".txt").write_text("a red zog moving left")
+    for digit, number in (("three", 1), ("seven", 2)):
+        path = folder / "pictures" / digit / "0.png"
+        path.parent.mkdir(parents=True)
+        write_video(path, clip("flower.jpg", number, 1, 32))
+        path.with_suffix(".txt").write_text(f"a red {digit}")
     write_video(folder / "first.png", clip("flower.jpg", 1, 1, 32))
     write_video(folder / "last.png", clip("flower.jpg", 2, 1, 32))
     write_video(folder / "clip.mp4", clip("flower.jpg", 3, 9, 32), 8)

@@ -53,6 +53,19 @@ INGEST = {
     f"{VIDEOS}::test_pixels_can_be_stored_instead": "--store",
     f"{VIDEOS}::test_an_image_is_a_video_of_one_frame": "--channels --min_aesthetic_score",
     "train/data/ingest/test_fitting.py::test_pictures_whose_caption_fits_less_are_left_out": "--min_clip_score",
+    "train/data/ingest/test_not_in.py::test_what_another_data_set_holds_is_left_out": "--not_in",
+    "train/data/ingest/test_flow.py::test_slow_clips_are_left_out_with_their_speed": "--min_flow",
+    "train/data/ingest/test_captions.py::test_frames_of_a_video_are_shown_in_their_order": "--caption_frames",
+    "train/data/ingest/test_captions.py::test_clips_without_a_caption_get_one": (
+        "--caption_server --caption_model --caption_prompt"
+    ),
+    "train/data/ingest/test_captions.py::test_as_many_are_under_way_as_asked_for": "--caption_requests",
+    "train/data/ingest/test_captions.py::test_a_busy_server_is_asked_again_and_a_hanging_one_given_up": (
+        "--caption_seconds"
+    ),
+    "train/data/ingest/test_judging.py::test_clips_beyond_a_limit_are_left_out_with_their_score": (
+        "--judge_dir --min_score --max_score"
+    ),
     f"{VIDEOS}::test_stages_run_alone_and_name_the_one_before": "--stages",
     f"{VIDEOS}::test_a_second_run_does_nothing_and_a_shard_can_be_made_again": "--redo",
     f"{DOWNLOAD}::test_parts_in_any_order_leave_what_one_process_leaves": "--part",
@@ -72,8 +85,8 @@ SHOWN_BY = {
         "train/data/test_prepare.py::test_a_finished_folder_is_replaced_on_demand": "--overwrite",
     },
     **dict.fromkeys(
-        ("prepare digit_classes", "prepare digit_captions"),
-        {"train/data/test_prepare.py::test_digits_in_pixels": "--num_images --seed --overwrite"},
+        ("prepare digit_classes", "prepare digit_captions", "prepare digit_images", "prepare digit_images_64"),
+        {"train/data/test_prepare.py::test_digits_one_to_a_picture": "--num_images --seed --overwrite"},
     ),
     "prepare shapes": {
         "train/shapes/test_samples.py::test_every_option_reaches_the_data_set": (
@@ -250,7 +263,7 @@ SHOWN_BY = {
         "serve/test_flags.py::test_every_option_reaches_the_gateway": """
             --server --model --store --results --result_seconds --host --port --metrics_host --metrics_port --name
             --slots --job_seconds --hang_seconds --max_body_bytes --max_streams --min_free_bytes --history_seconds
-            --drain_seconds --max_connections --max_upload_bytes --max_uploads --adapters
+            --drain_seconds --max_connections --max_upload_bytes --max_uploads --adapters --c2pa_certificate --c2pa_key
         """
     },
     "serve keys": {

@@ -132,10 +132,10 @@ MISTAKES = {
     "info nowhere": "nowhere does not exist",
     "info notes.txt": "notes.txt is neither a bundle nor a dataset",
     "info key.yaml": "key.yaml is no blend of data sets: `splits:` with a `path:`",
-    "info bundle --html page.html": "--html is the page of a training run, and bundle is none",
+    "info bundle --html page.html": "--html is the page of a training run or a dataset, and bundle is neither",
     "doctor --nproc 2": "--nproc=2 needs --distributed",
     # serve
-    "serve build-repository bundle clips": "clips holds files that are no repository of ours",
+    "serve build-repository bundle clips": "clips holds no text_to_video but other files",
     "serve build-repository bundle models --default gudance=3": "did you mean 'guidance'?",
     "serve build-repository bundle models --adapters nowhere": "nowhere is no folder; adapters are the folders",
     "serve run bundle": "is a bundle; make a model repository of it: `megadit serve build-repository",

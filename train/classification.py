@@ -1,4 +1,4 @@
-"""The training objective of classifiers on packs, in float32: what a sample teaches depends on no other beside it.
+"""The training objective of classifiers on packs, in float32: without mixup a sample teaches the same beside any other.
 
 Shapes: S tokens, D width, G segments of a pack (padding included), K classes.
 """
@@ -17,8 +17,8 @@ def classification_loss(
     vit: ViT, batch: PackedBatch, label_smoothing: float = 0.0, before: Tensor | None = None
 ) -> LossSums | Tensor:
     """-sum_k q_k ln p_k, where q is 1 at the sample's class, less `label_smoothing`, which all classes share (arXiv
-    1512.00567, section 7). Of a part of the network, which takes activations (`before` [S, 1, D]) and gives its own:
-    see `ViT.forward_packed`.
+    1512.00567, section 7); where another is mixed into it, q is mixed alike. Of a part of the network, which takes
+    activations (`before` [S, 1, D]) and gives its own: see `ViT.forward_packed`.
     """
     logits_GK = vit.forward_packed(batch.tokens_S1P if vit.part.is_first else before, batch.layout)
     if not vit.part.is_last:
@@ -27,6 +27,9 @@ def classification_loss(
     class_G = class_index(batch.text_L1E[tensors.first_text_G, 0], vit.config.num_classes)
     entropy_G = F.cross_entropy(logits_GK, class_G, reduction="none")
     objective_G = F.cross_entropy(logits_GK, class_G, reduction="none", label_smoothing=label_smoothing)
+    other_G = class_G[batch.partner_G + torch.arange(len(class_G), device=class_G.device)]
+    of_others_G = F.cross_entropy(logits_GK, other_G, reduction="none", label_smoothing=label_smoothing)
+    objective_G = torch.lerp(of_others_G, objective_G, batch.own_share_G)
     return sums_of_samples(batch, objective_G, entropy_G, logits_GK.detach().argmax(-1) != class_G)
 
 

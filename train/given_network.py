@@ -24,11 +24,13 @@ Weights = Callable[[str], Tensor]
 """Gives a whole tensor of the network by its name."""
 UNTRAINED = (
     "it is not trained here, where packs and parallel layouts are those of transformers; train a DiT on images "
-    "instead: megadit train --recipe pretrain_ditllama1b"
+    "instead: megadit train --recipe image_xl_256"
 )
 """Of a network of another kind."""
 MAY_CHANGE = ("given_sigma", "preconditioner")
 """Settings of a network that no tensor depends on: it can go on with others."""
+MAY_CHANGE_OF_POSITIONS = ("rope_scale", "rope_interpolation")
+"""Nor on these, by which it goes on at another size; but an adapter is used beside its base, whose they stay."""
 MAY_CHANGE_OF_CLASSIFIER = ("learned_positions", "num_classes")
 """It can go on at another size, with its positions resized, and with other classes, which a new head learns."""
 
@@ -100,7 +102,11 @@ def _adapted(read: Weights, theirs: DiTConfig, ours: DiTConfig) -> Weights:
 
 def _check_same_network(config: RunConfig, model: DiTConfig, source: str) -> None:
     ours, theirs = config.model.to_dict(), model.to_dict()
-    may_change = MAY_CHANGE + MAY_CHANGE_OF_CLASSIFIER * (not config.model.denoises)
+    may_change = (
+        *MAY_CHANGE,
+        *MAY_CHANGE_OF_POSITIONS * (config.train.adapter is None),
+        *MAY_CHANGE_OF_CLASSIFIER * (not config.model.denoises),
+    )
     if differing := [name for name in ours if ours[name] != theirs[name] and name not in may_change]:
         told = ", ".join(f"model.{name}={theirs[name]} (not {ours[name]})" for name in differing[:6])
         raise UserError(f"the network of {source} has {told}; give the run the same")

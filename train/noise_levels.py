@@ -57,7 +57,8 @@ def draw_sigma(noise_key_G: Tensor, diffusion: DiffusionConfig, layout: PackLayo
     sigma_G = DISTRIBUTIONS[diffusion.noise_levels](normal_G, diffusion.p_mean, diffusion.p_std)
     if diffusion.shift_tokens is None:
         return sigma_G
-    tokens_G = torch.tensor([segment.num_tokens for segment in layout.segments], device=sigma_G.device)
+    # padding that is of text alone has no tokens, and needs a level whose logarithm is a number
+    tokens_G = torch.tensor([max(1, segment.num_tokens) for segment in layout.segments], device=sigma_G.device)
     return sigma_G * (tokens_G / diffusion.shift_tokens).sqrt()
 
 

@@ -114,11 +114,11 @@ def _run(argv: list[str]) -> None:
         )
         _check(options)
         device = find_device(device_name(options.device))
-        extractors = _extractors(options.extractors, device)
         real = None if options.real is None else open_videos(options.real, options.count)
         prompts = [] if options.videos else prompts_of(options.prompts, real, options.real, options.count)
         models, folders = _subjects(options, prompts, device)
         window = window_of(_first_clip(real, folders, models), options.frames, options.size)
+        extractors = _extractors(options.extractors, device, window)
         store = FeatureStore(options.features or options.out / "features", window)
         names = tuple(name for name in options.metrics if name != LOSS)
         wants_figures = bool(names) or not options.metrics
@@ -178,9 +178,16 @@ def _check(options: EvaluateOptions) -> None:
     )
 
 
-def _extractors(paths: Sequence[Path], device: torch.device) -> list[Extractor]:
-    """Those that were asked for, and optical flow, which needs no weights."""
-    return [*(each for path in paths for each in open_extractors(path, device)), MotionClips()]
+def _extractors(paths: Sequence[Path], device: torch.device, window: Window) -> list[Extractor]:
+    """Those that were asked for, and optical flow, which needs no weights: all that see as few frames as there are.
+
+    Of a file where none does all are left, and are refused.
+    """
+    found = []
+    for path in paths:
+        several = open_extractors(path, device)
+        found += [each for each in several if each.fewest_frames <= window.frames] or several
+    return [*found, MotionClips()] if window.frames >= MotionClips.fewest_frames else found
 
 
 def prompts_of(path: str, real: VideoSet | None, source: Path | None, count: int | None) -> list[str]:

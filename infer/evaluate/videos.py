@@ -189,7 +189,8 @@ def _decoded_mp4(source: Path | io.BytesIO, where: str) -> tuple[np.ndarray, flo
 
 
 def _of_dataset(root: Path, most: int | None, split: str | None) -> list[Part]:
-    """Samples of more than one frame; stored latents are decoded by the data set's tokenizer."""
+    """Samples of more than one frame, or pictures where it has no others; stored latents are decoded by the data set's
+    tokenizer."""
     by_split = {name: sorted(root.glob(f"{name}-*.tar")) for name in ([split] if split else ["val", "train"])}
     shards = next((found for found in by_split.values() if found), [])
     tokenizer: list[VideoTokenizer] = []  # loaded by whoever decodes first
@@ -199,6 +200,13 @@ def _of_dataset(root: Path, most: int | None, split: str | None) -> list[Part]:
             tokenizer.append(load_tokenizer(root / "tokenizer"))
         return _decoded_latents(tensors, tokenizer[0])
 
+    return _of_shards(shards, most, decode, fewest_frames=2) or _of_shards(shards, most, decode, fewest_frames=1)
+
+
+def _of_shards(
+    shards: Sequence[Path], most: int | None, decode: Callable[[bytes], np.ndarray], *, fewest_frames: int
+) -> list[Part]:
+    """Their samples of so many frames or more."""
     parts, left = [], most
     for shard in shards:
         if left == 0:
@@ -206,7 +214,7 @@ def _of_dataset(root: Path, most: int | None, split: str | None) -> list[Part]:
         captions = {
             key: str(about.get("caption") or "")
             for key, about in _descriptions(shard)
-            if about.get("num_frames", 0) > 1
+            if about.get("num_frames", 0) >= fewest_frames
         }
         names = list(captions)[:left]
         left = None if left is None else left - len(names)

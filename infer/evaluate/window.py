@@ -23,7 +23,7 @@ class Window:
     height: int
     width: int
     fps: float
-    """0 where that is not known."""
+    """0 where that is not known, or nothing is to a single frame."""
     is_resized: bool
     """Whether videos of other sizes are cropped and resized; they are refused otherwise."""
 
@@ -38,11 +38,12 @@ class Window:
 def window_of(clip: Clip, frames: int | None, size: Sequence[int] | None) -> Window:
     """The window that suits a first video, where `frames` and `size` (height, width) are not given."""
     length, height, width, _ = clip.video_THWC.shape
+    seen = frames or min(length, MOST_FRAMES)
     return Window(
-        frames=frames or min(length, MOST_FRAMES),
+        frames=seen,
         height=size[0] if size else height,
         width=size[1] if size else width,
-        fps=round(clip.fps, 3),
+        fps=round(clip.fps, 3) if seen > 1 else 0.0,
         is_resized=size is not None,
     )
 

@@ -36,7 +36,7 @@ def write_sheet(dataset: Path, path: Path, *, num_samples: int = 12) -> None:
     if path.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
         raise UserError(f"--sheet {path}: use a name that ends in .png, .jpg or .webp")
     tokenizer = load_tokenizer(dataset / "tokenizer")
-    drawn = [_strip(key, members, tokenizer) for key, members in islice(_samples(dataset, num_samples), num_samples)]
+    drawn = [draw_strip(key, members, tokenizer) for key, members in sample_members(dataset, num_samples)]
     if not drawn:
         raise UserError(f"{dataset} holds no samples to draw")
     strips, labels = zip(*drawn, strict=True)
@@ -47,12 +47,11 @@ def write_sheet(dataset: Path, path: Path, *, num_samples: int = 12) -> None:
         Image.fromarray(sheet).save(temporary)
 
 
-def _samples(dataset: Path, count: int) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """The first samples of up to `count` shards, spread over all of them."""
+def sample_members(dataset: Path, count: int) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """Keys and files of up to `count` samples: the first ones of shards that are spread over all of them."""
     shards = sorted(dataset.glob("[!.]*.tar"))
     chosen = shards[:: max(1, len(shards) // count)][:count]
-    for shard in chosen:
-        yield from islice(_members(shard), -(-count // len(chosen)))
+    return islice((sample for shard in chosen for sample in islice(_members(shard), -(-count // len(chosen)))), count)
 
 
 def _members(shard: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
@@ -70,7 +69,7 @@ def _members(shard: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
         yield key, members
 
 
-def _strip(key: str, members: dict[str, bytes], tokenizer: VideoTokenizer) -> tuple[np.ndarray, str]:
+def draw_strip(key: str, members: dict[str, bytes], tokenizer: VideoTokenizer) -> tuple[np.ndarray, str]:
     """A few frames of a sample side by side, [1, H, W, 3], and what is said of it."""
     caption, fps = "(no caption)", 0.0
     try:

@@ -44,7 +44,7 @@ class InfoOptions:
     )
     json: bool = setting(False, "print JSON instead of a table")
     sheet: Path | None = setting(None, "draw samples of a dataset into this picture")
-    html: Path | None = setting(None, "write curves, samples, events and configuration of a run into this page")
+    html: Path | None = setting(None, "write a run, or what a dataset kept and left out, into this page")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,16 +62,26 @@ def _run(argv: list[str]) -> int:
 
         write_sheet(options.path, options.sheet)
     if options.html is not None:
-        if "training run" not in facts:
-            raise UserError(f"--html is the page of a training run, and {options.path} is none")
-        from megadit.infer.inspect.run_page import write_run_page
-
-        write_run_page(options.path, options.html, facts)
+        write_page(options.path, options.html, facts)
     if options.json:
         print(json.dumps(facts, indent=2, default=str))
     else:
         Console().print(_table(facts))
     return 0
+
+
+def write_page(path: Path, page: Path, facts: Facts) -> None:
+    """Raises UserError for what has no page."""
+    if "training run" in facts:
+        from megadit.infer.inspect.run_page import write_run_page
+
+        write_run_page(path, page, facts)
+    elif "dataset" in facts:
+        from megadit.infer.inspect.dataset_page import write_dataset_page
+
+        write_dataset_page(path, page, facts)
+    else:
+        raise UserError(f"--html is the page of a training run or a dataset, and {path} is neither")
 
 
 def describe(path: Path) -> Facts:

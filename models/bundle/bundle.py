@@ -184,6 +184,11 @@ def check_transformer(bundle: Bundle, reason: str) -> None:
         )
 
 
+def check_exportable(bundle: Bundle) -> None:
+    """Raises UserError for a bundle whose network has no graph."""
+    check_transformer(bundle, "it is not exported; leave it in torch")
+
+
 def check_kind(bundle: Bundle, kind: Kind) -> None:
     """Raises UserError for a bundle of another kind, with the command that takes it."""
     if bundle.kind != kind:

@@ -56,6 +56,7 @@ def write_diffusers(
     entries = diffusers_entries(config)
     if entries is None:
         raise UserError(f"diffusers has no network of the family {config.family}; only of {', '.join(_OF_FAMILY)}")
+    _check_positions(config)
     sizes = (sample_size,) if config.family == "dit" else ()
     values = _OF_FAMILY[config.family].config_to_diffusers(config, *sizes)
     settings, more = cosmos.projection_to_diffusers(text_projection)
@@ -90,5 +91,12 @@ def write_original(
     entries = original_entries(config)
     if entries is None:
         raise UserError(f"no other form of the family {config.family} is written")
+    _check_positions(config)
     _, more = cosmos.projection_to_diffusers(text_projection)
     write_safetensors(out / "model.safetensors", to_theirs(tensors, entries).beside(more))
+
+
+def _check_positions(config: NetworkConfig) -> None:
+    """Raises UserError for rotary positions that only we have, and others would read as theirs."""
+    if set(getattr(config, "rope_interpolation", ())) - {1}:
+        raise UserError(f"model.rope_interpolation={list(config.rope_interpolation)} has no place in other forms")

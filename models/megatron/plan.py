@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from megadit.models.networks import Network, Part
+from megadit.models.networks import Network, Part, in_tower
 
 Axes = Mapping[str, ProcessGroup]
 """`tensor`, `expert` or `expert_tensor` -> the ranks among which a parameter may be split."""
@@ -97,7 +97,7 @@ def role_of(name: str, plan: Sequence[Row] = PLAN) -> Role:
         LookupError: if no row of the plan has it.
     """
     for row in plan:
-        if row.has(name.removeprefix("image_tower.").removeprefix("text_tower.")):
+        if row.has(in_tower(name)):
             return row.role
     raise LookupError(f"the parallel plan has no row for the parameter {name!r}: add one (models/megatron/plan.py)")
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 from megadit.models.bundle.components import part_folder, part_type
 from megadit.models.tokenizers.autoencoder import Autoencoder
@@ -27,10 +28,12 @@ _LOADERS: dict[str, Callable[[str | os.PathLike], VideoTokenizer]] = {
 
 
 def load_tokenizer(directory: str | os.PathLike) -> VideoTokenizer:
-    """The tokenizer saved in `directory`, or that of the bundle there.
+    """The tokenizer saved in `directory`, which may also be a published one, or that of the bundle or pipeline there.
 
     Raises:
         UserError: if there is none, or if this version does not know its type.
     """
+    if any(map(holds_tokenizer, (Path(directory), Path(directory) / "vae"))):
+        return published_tokenizer(directory)
     folder = part_folder(directory, "tokenizer")
     return _LOADERS[part_type(folder, "tokenizer", _LOADERS)](folder)

@@ -115,9 +115,11 @@ class HaarTokenizer:
     def _to_coefficients(self, video_BCTHW: Tensor) -> Tensor:
         self.latent_shape(*video_BCTHW.shape[2:])
         video = video_BCTHW.float()
-        first = video[:, :, :1].expand(-1, -1, self.temporal_compression, -1, -1)
+        if self.temporal_compression > 1:
+            first = video[:, :, :1].expand(-1, -1, self.temporal_compression, -1, -1)
+            video = torch.cat([first, video[:, :, 1:]], dim=2)
         patches = rearrange(
-            torch.cat([first, video[:, :, 1:]], dim=2),
+            video,
             "B c (T t) (H h) (W w) -> B T H W c t h w",
             t=self.temporal_compression,
             h=self.spatial_compression,
@@ -138,6 +140,8 @@ class HaarTokenizer:
         time, space = self._haar_matrices(raw_BTHWR.device)
         patches = _along_each(coefficients, time.T, space.T, space.T)
         video = rearrange(patches, "B T H W c t h w -> B c (T t) (H h) (W w)")
+        if self.temporal_compression == 1:
+            return video
         # The mean over the first temporal patch is the frame that fits its copies best (least squares).
         first = video[:, :, : self.temporal_compression].mean(dim=2, keepdim=True)
         return torch.cat([first, video[:, :, self.temporal_compression :]], dim=2)

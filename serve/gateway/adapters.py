@@ -22,7 +22,8 @@ from typing import IO
 
 from megadit.models.named_adapters import OF_A_KEY, SUFFIX, adapters_in, check_name, shown_name
 from megadit.models.shared.errors import UserError
-from megadit.serve.contract import AdapterInfo, AdapterNotFoundError, VideoRequest
+from megadit.serve.answers import AdapterNotFoundError
+from megadit.serve.contract import AdapterInfo, VideoRequest
 from megadit.serve.gateway.errors import ApiError, unavailable
 from megadit.serve.gateway.keys import Key
 

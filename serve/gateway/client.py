@@ -15,21 +15,19 @@ import httpx
 from megadit.models.given_settings import split_keyframe
 from megadit.models.settings import SERVED
 from megadit.models.shared.errors import UserError
-from megadit.serve.client import Generation
-from megadit.serve.contract import (
-    MODEL,
+from megadit.serve.answers import (
     AdapterNotFoundError,
     CancelledError,
     Event,
     HeldBackError,
     InvalidRequestError,
     ServiceError,
-    ServiceInfo,
     StepDone,
     UnavailableError,
-    VideoRequest,
     VideoResult,
 )
+from megadit.serve.client import Generation
+from megadit.serve.contract import MODEL, ServiceInfo, VideoRequest
 
 _CONNECT_SECONDS = 5.0
 _SECONDS_BETWEEN_STREAMS = 0.2

@@ -1,19 +1,36 @@
-"""A finished video as an answer: all of it, or the range of its bytes that was asked for (RFC 9110, section 14)."""
+"""A finished video, or a picture of it, as an answer: all, or the range of bytes asked for (RFC 9110, section 14)."""
 
+import hashlib
+import io
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import IO
 
 from fastapi import Response
 from fastapi.responses import StreamingResponse
 
+from megadit.infer.signing import Marker
 from megadit.serve.gateway.errors import ApiError, answer, unavailable
 from megadit.serve.gateway.jobs import COMPLETED, Job
 from megadit.serve.gateway.logs import log
+from megadit.serve.gateway.pictures import VARIANTS, picture_of
 from megadit.serve.gateway.results import SUFFIXES, Results
 
 _RANGE = re.compile(r"bytes=[ \t]*(?:([0-9]{1,18})-([0-9]{0,18})|-([0-9]{1,18}))[ \t]*", re.IGNORECASE)
 _PIECE = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Content:
+    """What is handed out, and how it is named."""
+
+    file: IO[bytes]
+    name: str
+    media_type: str
+    num_bytes: int
+    sha256: str
 
 
 def content_of(results: Results, job: Job, *, asked: str | None, if_range: str | None) -> Response:
@@ -22,12 +39,47 @@ def content_of(results: Results, job: Job, *, asked: str | None, if_range: str |
     Raises:
         ApiError: for a video that is not there.
     """
-    file = open_video(results, job)
-    etag, size = f'"{job.sha256}"', job.num_bytes
+    content = _Content(
+        file=open_video(results, job),
+        name=f"{job.id}{SUFFIXES[job.media_type]}",
+        media_type=job.media_type,
+        num_bytes=job.num_bytes,
+        sha256=job.sha256,
+    )
+    return _answer(content, asked, if_range)
+
+
+def picture_content_of(
+    results: Results, job: Job, variant: str, *, mark: Marker | None, asked: str | None, if_range: str | None
+) -> Response:
+    """The same for one of the `VARIANTS` of a video, which `mark` signs.
+
+    Raises:
+        ApiError: for a video that is not there, or holds no picture.
+    """
+    data, about = read_video(results, job), VARIANTS[variant]
+    try:
+        picture = picture_of(data, job.media_type, about)
+    except Exception as error:  # decoders raise whatever they like
+        log("no picture of a result", error=error, job=job.id)
+        raise ApiError(404, "unreadable", "the video holds no picture that can be read", param="variant") from None
+    picture = picture if mark is None else mark(picture, about.suffix)
+    content = _Content(
+        file=io.BytesIO(picture),
+        name=f"{job.id}_{variant}{about.suffix}",
+        media_type=about.media_type,
+        num_bytes=len(picture),
+        sha256=hashlib.sha256(picture).hexdigest(),
+    )
+    return _answer(content, asked, if_range)
+
+
+def _answer(content: _Content, asked: str | None, if_range: str | None) -> Response:
+    etag, size = f'"{content.sha256}"', content.num_bytes
     headers = {
         "accept-ranges": "bytes",
         "cache-control": "private, no-store",
-        "content-disposition": f'attachment; filename="{job.id}{SUFFIXES[job.media_type]}"',
+        "content-disposition": f'attachment; filename="{content.name}"',
         "etag": etag,
         "x-content-type-options": "nosniff",
     }
@@ -38,11 +90,11 @@ def content_of(results: Results, job: Job, *, asked: str | None, if_range: str |
         status = 206
         headers["content-range"] = f"bytes {part.start}-{part.stop - 1}/{size}"
     else:
-        file.close()
-        refusal = ApiError(416, "range_not_satisfiable", f"the video has {size:,} bytes", param="range")
+        content.file.close()
+        refusal = ApiError(416, "range_not_satisfiable", f"{content.name} has {size:,} bytes", param="range")
         return answer(refusal, {"content-range": f"bytes */{size}"})
     headers["content-length"] = str(len(part))
-    return StreamingResponse(_pieces(file, part), status, headers, job.media_type)
+    return StreamingResponse(_pieces(content.file, part), status, headers, content.media_type)
 
 
 def asked_range(asked: str | None, size: int) -> range | None:
@@ -72,14 +124,30 @@ def open_video(results: Results, job: Job) -> IO[bytes]:
         raise ApiError(404, "not_completed", f"the video is {job.status.replace('_', ' ')}")
     if job.num_bytes is None:
         raise ApiError(404, "expired", "the video has expired")
-    try:
+    with _storage_told(job):
         file = results.open(job)
-    except Exception as error:  # fsspec's file systems raise what their libraries do
-        log("result not read", error=error, job=job.id)
-        raise unavailable("storage_unavailable", "the place of the videos does not answer at the moment") from None
     if file is None:
         raise ApiError(404, "lost", "the video is not there any more")
     return file
+
+
+def read_video(results: Results, job: Job) -> bytes:
+    """All of the video.
+
+    Raises:
+        ApiError: as `open_video`.
+    """
+    with open_video(results, job) as file, _storage_told(job):
+        return file.read()
+
+
+@contextmanager
+def _storage_told(job: Job) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # fsspec's file systems raise what their libraries do
+        log("result not read", error=error, job=job.id)
+        raise unavailable("storage_unavailable", "the place of the videos does not answer at the moment") from None
 
 
 def _pieces(file: IO[bytes], part: range) -> Iterator[bytes]:

@@ -1,32 +1,31 @@
 """The routes of the video API."""
 
-import asyncio
-import base64
 import hashlib
 import re
-import threading
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
+from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.concurrency import run_in_threadpool
-from starlette.types import Receive, Scope, Send
 
 from megadit.models.given_settings import GIVEN
 from megadit.models.shared.errors import UserError
-from megadit.serve.contract import AdapterNotFoundError, InvalidRequestError, ServiceInfo
-from megadit.serve.gateway.content import content_of, open_video
+from megadit.serve.answers import AdapterNotFoundError, InvalidRequestError
+from megadit.serve.contract import ServiceInfo
+from megadit.serve.gateway.content import content_of, picture_content_of, read_video
 from megadit.serve.gateway.errors import ApiError, not_found, of_validation, unavailable
 from megadit.serve.gateway.given import MOST_FILES, form_schema, pack, values_of
 from megadit.serve.gateway.jobs import QUEUED, Job, NewJob, new_id
 from megadit.serve.gateway.keys import Key
 from megadit.serve.gateway.logs import log
+from megadit.serve.gateway.pictures import VARIANTS
 from megadit.serve.gateway.results import SUFFIXES
 from megadit.serve.gateway.schemas import (
     CreateVideo,
@@ -37,7 +36,6 @@ from megadit.serve.gateway.schemas import (
     Video,
     VideoDeleted,
     VideoPage,
-    VideoPreview,
     check,
 )
 from megadit.serve.gateway.service import Gateway
@@ -47,11 +45,11 @@ from megadit.serve.gateway.store import (
     QuotaExceededError,
     TooManyActiveError,
 )
+from megadit.serve.gateway.streams import Streams
 
 _Body, _Answer = TypeVar("_Body", bound=BaseModel), TypeVar("_Answer")
+_CONTENTS = (*SUFFIXES, *(variant.media_type for variant in VARIANTS.values()))
 _ID = re.compile(r"video_[0-9a-f]{32}")
-_SECONDS_BETWEEN_LOOKS = 0.2
-_SECONDS_BETWEEN_SIGNS_OF_LIFE = 15.0
 _MOST_FIELDS = 64
 """Of a body; to complain of each of a hundred thousand would hold everybody up."""
 _MOST_MARKS = 1 << 20
@@ -74,7 +72,8 @@ _IdempotencyKey = Annotated[str | None, Header(pattern=r"^[\x21-\x7e]{1,255}$")]
 def video_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRouter:
     router = APIRouter(prefix="/v1", tags=["videos"], responses={"default": {"model": ErrorBody}})
     Authenticated = Annotated[Key, Depends(authenticate)]
-    streams = _Streams(gateway)
+    streams = Streams(gateway)
+    one_at_a_time = CapacityLimiter(1)  # pictures, each of which takes a core; who waits holds no thread of others
 
     @router.post("/videos", response_model=Video, openapi_extra=_BODY)
     async def create_video(
@@ -134,17 +133,25 @@ def video_routes(gateway: Gateway, authenticate: Callable[..., Key]) -> APIRoute
         return streams.open(key, video_id, headers)
 
     @router.get(
-        "/videos/{video_id}/content", response_class=Response, responses=_content(*SUFFIXES, statuses=(200, 206))
+        "/videos/{video_id}/content", response_class=Response, responses=_content(*_CONTENTS, statuses=(200, 206))
     )
-    def get_content(
+    async def get_content(
         key: Authenticated,
         video_id: str,
-        variant: Literal["video"] = "video",
+        variant: Literal["video", "thumbnail", "spritesheet"] = "video",
         asked: Annotated[str | None, Header(alias="range")] = None,
         if_range: Annotated[str | None, Header()] = None,
     ) -> Response:
-        """The finished video itself, or one range of its bytes."""
-        return content_of(gateway.results, _find(gateway, key, video_id), asked=asked, if_range=if_range)
+        """The finished video itself, or one range of its bytes.
+
+        Its `thumbnail` is a webp of the first frame, its `spritesheet` a jpg of up to 16 frames in rows of four.
+        """
+        job = await run_in_threadpool(_find, gateway, key, video_id)
+        headers = {"asked": asked, "if_range": if_range}
+        if variant == "video":
+            return await run_in_threadpool(content_of, gateway.results, job, **headers)
+        make = partial(picture_content_of, gateway.results, job, variant, mark=gateway.mark, **headers)
+        return await to_thread.run_sync(make, limiter=one_at_a_time)
 
     @router.delete("/videos/{video_id}", response_model=VideoDeleted)
     def delete_video(key: Authenticated, video_id: str) -> VideoDeleted:
@@ -238,8 +245,7 @@ def _remix(gateway: Gateway, key: Key, video_id: str, body: RemixVideo, idempote
     info = _info(gateway, _known_model(gateway, source.model))
     if "edit" not in info.takes:
         raise ApiError(400, "unsupported", f"the model {source.model} was not trained to edit videos", param="video_id")
-    with open_video(gateway.results, source) as file:
-        video = file.read()
+    video = read_video(gateway.results, source)
     nothing = dict.fromkeys(GIVEN)
     request = replace(source.request, **nothing | {"prompt": "", "instruction": body.prompt, "video": video})
     new = NewJob(
@@ -324,84 +330,3 @@ def _known_model(gateway: Gateway, model: str) -> str:
 def _model(gateway: Gateway, name: str) -> Model:
     info = gateway.servers.info(name)
     return Model(id=name, service=None if info is None else info.to_dict())
-
-
-class _Stream(StreamingResponse):
-    """An answer that says when it has ended, however that came about."""
-
-    def __init__(self, *arguments: Any, on_end: Callable[[], None], **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        self._on_end = on_end
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._on_end()
-
-
-class _Streams:
-    """Progress streams, of which each key may read a few at once."""
-
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-        self._open: Counter[str] = Counter()
-        self._lock = threading.Lock()
-
-    def open(self, key: Key, video_id: str, headers: dict[str, str]) -> _Stream:
-        """The stream, which counts from now until its answer has ended.
-
-        Raises:
-            ApiError: if this key reads as many as it may.
-        """
-        with self._lock:
-            if self._open[key.id] >= self._gateway.settings.max_streams:
-                message = f"this key may read {self._gateway.settings.max_streams} streams at once"
-                raise ApiError(429, "too_many_streams", message, retry_after=5)
-            self._count(key, 1)
-        return _Stream(
-            self._events(key, video_id),
-            on_end=lambda: self._end(key),
-            headers=headers,
-            media_type="text/event-stream",
-        )
-
-    def _end(self, key: Key) -> None:
-        with self._lock:
-            self._count(key, -1)
-
-    async def _events(self, key: Key, video_id: str) -> AsyncIterator[str]:
-        last, shown, told_at = None, 0, time.monotonic()
-        while not self._gateway.runner.is_draining:
-            job, preview = await run_in_threadpool(self._look, key, video_id, shown)
-            if job is None:
-                yield "event: video.deleted\ndata: {}\n\n"
-                return
-            if preview is not None:
-                shown = preview.step
-                yield _event("video.preview", preview)
-            if (job.status, job.step) != last:
-                last, told_at = (job.status, job.step), time.monotonic()
-                yield _event(f"video.{job.status}", Video.of(job, now=time.time()))
-            elif time.monotonic() - told_at > _SECONDS_BETWEEN_SIGNS_OF_LIFE:
-                told_at = time.monotonic()
-                yield ": still here\n\n"
-            if job.has_ended:
-                return
-            await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
-
-    def _look(self, key: Key, video_id: str, shown: int) -> tuple[Job | None, VideoPreview | None]:
-        """How far a video is, and its preview if that is of another step than the one shown last."""
-        job = self._gateway.store.get(key.id, video_id)
-        found = self._gateway.store.preview(job, but=shown) if job is not None and job.request.preview_every else None
-        if found is None:
-            return job, None
-        return job, VideoPreview(id=video_id, step=found[0], data=base64.b64encode(found[1]).decode())
-
-    def _count(self, key: Key, change: int) -> None:
-        self._open[key.id] += change
-        self._gateway.metrics.streams.inc(change)
-
-
-def _event(kind: str, data: BaseModel) -> str:
-    return f"event: {kind}\ndata: {data.model_dump_json()}\n\n"

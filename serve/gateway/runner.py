@@ -14,15 +14,9 @@ from dataclasses import dataclass, field, replace
 from sqlalchemy.exc import SQLAlchemyError
 
 from megadit.models.shared.setting import setting
+from megadit.serve.answers import CancelledError, DeadlineExceededError, InvalidRequestError, ServiceError, VideoResult
 from megadit.serve.client import Generation
-from megadit.serve.contract import (
-    CancelledError,
-    DeadlineExceededError,
-    InvalidRequestError,
-    ServiceError,
-    VideoRequest,
-    VideoResult,
-)
+from megadit.serve.contract import VideoRequest
 from megadit.serve.gateway.database import in_a_line
 from megadit.serve.gateway.given import unpack
 from megadit.serve.gateway.jobs import Job

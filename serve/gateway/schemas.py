@@ -8,7 +8,8 @@ from pydantic_core import from_json
 from megadit.models.given_settings import GIVEN, MEDIA
 from megadit.models.settings import SERVED
 from megadit.models.shared.setting import Setting
-from megadit.serve.contract import InvalidRequestError, ServiceInfo, VideoRequest
+from megadit.serve.answers import InvalidRequestError
+from megadit.serve.contract import ServiceInfo, VideoRequest
 from megadit.serve.gateway.given import MOST_FILES, File, Keyframe, reference_as
 from megadit.serve.gateway.jobs import COMPLETED, FAILED, Job
 

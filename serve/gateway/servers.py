@@ -5,8 +5,9 @@ import time
 from dataclasses import dataclass, field
 
 from megadit.models.shared.errors import UserError
+from megadit.serve.answers import InvalidRequestError, ServiceError
 from megadit.serve.client import VideoClient
-from megadit.serve.contract import InvalidRequestError, ServiceError, ServiceInfo, VideoRequest
+from megadit.serve.contract import ServiceInfo, VideoRequest
 from megadit.serve.transports import check_address
 
 _PROOF_SECONDS = 5.0

@@ -12,6 +12,7 @@ from pathlib import Path
 from sqlalchemy.exc import SQLAlchemyError
 
 from megadit.infer.media import MediaReader, within_total
+from megadit.infer.signing import SigningOptions, load_marker
 from megadit.models.given_settings import MediaLimits, split_keyframe
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.setting import check_settings, group, setting
@@ -70,6 +71,7 @@ class GatewaySettings:
     history_seconds: float = setting(30 * 86_400.0, "until a job is forgotten (30 days)", metavar="S")
     """After its end."""
     runner: RunnerSettings = group(RunnerSettings)
+    signing: SigningOptions = group(SigningOptions, "signatures (C2PA) in pictures of videos (Triton signs the videos)")
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -89,7 +91,7 @@ class Gateway:
         """Opens the store and the results; nothing runs before `start`.
 
         Raises:
-            UserError: for a store or a place of results that cannot be used.
+            UserError: for a store or a place of results that cannot be used, and what cannot sign.
         """
         self.settings = settings
         self.database = Database(settings.store)
@@ -98,6 +100,7 @@ class Gateway:
         self.results = Results(settings.results)
         self.results.claim(self.database.store_id, self.store.knows)
         self.adapters = Adapters(settings.adapters)
+        self.mark = load_marker(settings.signing)
         self.metrics = Metrics()
         self.rates = Rates(self.database)
         self.servers = Servers.of(settings.servers, settings.models, slots=settings.slots)

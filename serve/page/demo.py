@@ -25,9 +25,10 @@ from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import setting
+from megadit.serve.answers import Event, ServiceError, StepDone, UnavailableError, VideoResult
 from megadit.serve.build_repository import build_repository
 from megadit.serve.client import Generation, VideoClient
-from megadit.serve.contract import Event, ServiceError, StepDone, UnavailableError, VideoRequest, VideoResult
+from megadit.serve.contract import VideoRequest
 from megadit.serve.gateway.client import GatewayClient
 from megadit.serve.gateway.given import pack, unpack
 from megadit.serve.local_server import LocalServer

@@ -7,7 +7,8 @@ from typing import Any
 import gradio as gr
 
 from megadit.models.shared.errors import UserError
-from megadit.serve.contract import CancelledError, ServiceError, StepDone, VideoRequest
+from megadit.serve.answers import CancelledError, ServiceError, StepDone
+from megadit.serve.contract import VideoRequest
 from megadit.serve.page import view
 from megadit.serve.page.demo import Studio, Take
 from megadit.serve.page.given import GivenInputs

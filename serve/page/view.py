@@ -7,7 +7,8 @@ from html import escape
 
 from megadit.models.settings import SERVED
 from megadit.models.shared.progress import duration
-from megadit.serve.contract import ServiceInfo, StepDone, VideoRequest
+from megadit.serve.answers import StepDone
+from megadit.serve.contract import ServiceInfo, VideoRequest
 
 SLIDERS = {name: about for name, about in SERVED.items() if about.low is not None and about.high is not None}
 """Settings between two bounds, beside those that the page shows in a way of their own."""

@@ -6,53 +6,18 @@ import pytest
 import torch
 
 from megadit.export.build import ExportSettings, export_bundle
-from megadit.export.engines import add_engines
-from megadit.export.to_tensorrt import EngineSettings
 from megadit.infer import generate
 from megadit.infer.classify import Classifier, accuracy, main
 from megadit.infer.evaluate.videos import Clip
-from megadit.models.bundle.bundle import Bundle, write_bundle
-from megadit.models.config import DiTConfig
-from megadit.models.networks import build_network
-from megadit.models.settings import SamplingSettings
+from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
-from megadit.models.text_encoders import ClassLabels
-from megadit.models.tokenizers import HaarTokenizer
-
-NAMES = ("a cat, kitty", "dog", "bird")
-CONFIG = DiTConfig(
-    family="vit",
-    num_layers=2,
-    hidden_size=32,
-    num_attention_heads=2,
-    in_channels=3,
-    patch_spatial=4,
-    crossattn_emb_size=2,
-    position_embedding="learned",
-    learned_positions=(1, 4, 4),
-    qk_layernorm=False,
-    num_classes=len(NAMES),
-)
+from tests.bundles import write_classifier_bundle
 
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory):
-    """A random classifier of pictures of 16 x 16."""
-    model, generator = build_network(CONFIG), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
-    path = tmp_path_factory.mktemp("classifier") / "bundle"
-    write_bundle(
-        path,
-        config=CONFIG,
-        state_dict=model.state_dict(),
-        tokenizer=HaarTokenizer(temporal_compression=1, spatial_compression=1),
-        text_encoder=ClassLabels(names=NAMES),
-        defaults=SamplingSettings(num_steps=1, guidance=1.0, num_frames=1, height=16, width=16, fps=0.0),
-    )
-    return path
+    return write_classifier_bundle(tmp_path_factory.mktemp("classifier") / "bundle").path
 
 
 @pytest.fixture(scope="module")
@@ -150,11 +115,6 @@ def test_each_kind_of_bundle_names_its_command(bundle, bundle_dir, capsys):
     assert "names the classes of images: see `megadit classify`" in capsys.readouterr().err
     assert main([str(bundle_dir), "x.png"]) == 2
     assert "makes videos: see `megadit generate`" in capsys.readouterr().err
-
-
-def test_engines_of_its_graph_are_built_elsewhere(exported):
-    with pytest.raises(UserError, match="classify --runtime onnx_tensorrt"):
-        add_engines(exported[0], EngineSettings())
 
 
 @pytest.mark.parametrize("settings", [{"precision": "fp16"}, {"adapter_rank": 4}, {"profiles": ("height=16,32,32",)}])

@@ -1,7 +1,5 @@
 """`megadit similarity`, and `megadit classify` with labels: by torch and by the exported towers."""
 
-from dataclasses import replace
-
 import imageio.v3 as iio
 import numpy as np
 import pytest
@@ -13,35 +11,16 @@ from megadit.infer.classify import main as classify
 from megadit.infer.evaluate.videos import Clip
 from megadit.infer.matching import Matcher, recall
 from megadit.infer.similarity import main
-from megadit.models.bundle.bundle import Bundle, write_bundle
-from megadit.models.named_configs import NAMED_CONFIGS
-from megadit.models.networks import build_network
-from megadit.models.settings import SamplingSettings
+from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.files import read_json
-from megadit.models.text_encoders.token_ids import learned_words
-from megadit.models.tokenizers import HaarTokenizer
+from tests.bundles import write_clip_bundle
 
 TEXTS = ["a red seven", "a green three on a table", "the number nine"]
-CONFIG = replace(NAMED_CONFIGS["clip_digits"], num_layers=2, hidden_size=32, num_attention_heads=2)
 
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory):
-    """Two random towers, for pictures of 32 x 32."""
-    model, generator = build_network(CONFIG), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator) + 2 * (name == "log_scale"))
-    path = tmp_path_factory.mktemp("clip") / "bundle"
-    write_bundle(
-        path,
-        config=CONFIG,
-        state_dict=model.state_dict(),
-        tokenizer=HaarTokenizer(temporal_compression=1, spatial_compression=1),
-        text_encoder=learned_words(TEXTS, num_words=300, max_length=24),
-        defaults=SamplingSettings(num_steps=1, guidance=1.0, num_frames=1, height=32, width=32, fps=0.0),
-    )
-    return path
+    return write_clip_bundle(tmp_path_factory.mktemp("clip") / "bundle").path
 
 
 @pytest.fixture(scope="module")

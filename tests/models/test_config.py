@@ -65,6 +65,10 @@ BREACHES = (
     ({"hidden_size": 100, "num_attention_heads": 7}, "use 5 heads"),
     ({"hidden_size": 8, "num_attention_heads": 4}, "even head width of at least 6"),
     ({"head_dim": 10, "rope_scale": (2.0, 1.0, 1.0)}, r"model.rope_scale=[2.0, 1.0, 1.0] needs heads at least 12"),
+    (
+        {"position_embedding": "sincos", "rope_interpolation": (1.0, 2.0, 2.0)},
+        "model.rope_interpolation=[1.0, 2.0, 2.0] divides rotary positions, of which model.position_embedding=sincos",
+    ),
 )
 
 

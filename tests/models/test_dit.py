@@ -1,5 +1,6 @@
 """The network: packs equal single samples, conditions matter, positions are right at any size."""
 
+import dataclasses
 import hashlib
 
 import pytest
@@ -174,6 +175,17 @@ def test_rotary_attention_depends_on_distance_alone():
         return torch.einsum("SBNK,ZBNK->SZ", norm(q, rotary), norm(k, rotary))
 
     torch.testing.assert_close(logits((2, 3, 1)), logits((0, 0, 0)), rtol=1e-5, atol=1e-5)
+
+
+def test_interpolated_positions_span_the_same_picture():
+    """Every second token of a grid twice as dense is turned as that of the coarse one (arXiv 2306.15595, eq. 4)."""
+    dense = dataclasses.replace(CONFIG, rope_interpolation=(1.0, 2.0, 2.0))
+    fine, coarse = (
+        torch.cat(rotary_table(grid_positions(grid), config, torch.float32), dim=-1).unflatten(0, grid)
+        for grid, config in (((3, 8, 10), dense), ((3, 4, 5), CONFIG))
+    )
+    assert torch.equal(fine[:, ::2, ::2], coarse)
+    assert not torch.equal(fine[:, 1::2, 1::2], coarse)
 
 
 def test_initialisation_is_reproducible_and_starts_as_zero_output():

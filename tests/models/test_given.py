@@ -179,6 +179,8 @@ def test_a_published_form_learns(name):
         noise_key_G=torch.arange(3),
         seed_key_G=torch.zeros(3, dtype=torch.long),
         loss_weight_G=torch.ones(3),
+        own_share_G=torch.ones(3),
+        partner_G=torch.zeros(3, dtype=torch.long),
         layout=layout,
         sample_ids=("a", "b", ""),
     )

@@ -19,9 +19,10 @@ from megadit.models.bundle.bundle import Bundle
 from megadit.models.named_adapters import adapters_in, find_adapter
 from megadit.models.shared import verbs
 from megadit.models.shared.errors import UserError
+from megadit.serve.answers import AdapterNotFoundError, InvalidRequestError
 from megadit.serve.build_repository import build_repository, service_info
 from megadit.serve.client import VideoClient
-from megadit.serve.contract import AdapterNotFoundError, InvalidRequestError, VideoRequest
+from megadit.serve.contract import VideoRequest
 from megadit.serve.engine import Engine
 from megadit.serve.local_server import LocalServer
 from megadit.serve.model_config import Scheduling
@@ -204,6 +205,19 @@ def test_served_videos_are_those_of_generate(server, bundle_dir, adapter_dir, sc
     theirs = frames_of((tmp_path / "theirs.mp4").read_bytes())
     assert np.abs(theirs - frames_of(together["two of them"][0].data)).max() <= 1
     assert verbs.main([*ask, "--adapter", "nowhere"]) == 2
+
+
+@pytest.mark.slow
+def test_requests_of_different_numbers_of_adapters_share_a_batch(tritonserver, bundle_dir, adapter_dir, tmp_path):
+    """Triton waits long enough for three of them, and not at all once they are there."""
+    scheduling = Scheduling(device="cpu", max_batch_size=3, batching_seconds=60)
+    repository = build_repository(bundle_dir, tmp_path / "models", scheduling=scheduling, adapters=adapter_dir)
+    with LocalServer(repository, log=tmp_path / "triton.log", stop_seconds=3) as server:
+        asked = [replace(REQUEST, adapters=CASES[name]) for name in ("none", "one", "two of them")]
+        with ThreadPoolExecutor(len(asked)) as threads:
+            made = list(threads.map(VideoClient(f"grpc://{server.grpc_url}").generate, asked))
+    assert [videos[0].batch_size for videos in made] == [3] * 3
+    assert [len(videos[0].settings.get("adapters", ())) for videos in made] == [0, 1, 2]
 
 
 @pytest.mark.slow

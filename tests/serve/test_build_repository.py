@@ -24,7 +24,7 @@ ModelConfig = pytest.importorskip("tritonclient.grpc.model_config_pb2").ModelCon
 FIELDS_OF_2022 = {
     "ModelConfig": {"name", "backend", "max_batch_size", "input", "output", "dynamic_batching", "instance_group"}
     | {"parameters", "model_warmup", "model_transaction_policy"},
-    "ModelInput": {"name", "data_type", "dims", "optional"},
+    "ModelInput": {"name", "data_type", "dims", "optional", "allow_ragged_batch"},
     "ModelOutput": {"name", "data_type", "dims"},
     "ModelDynamicBatching": {"max_queue_delay_microseconds", "priority_levels", "default_priority_level"}
     | {"default_queue_policy"},

@@ -14,16 +14,16 @@ from megadit.infer.video_io import encode_mp4
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import ClassLabels
-from megadit.serve.build_repository import service_info
-from megadit.serve.contract import (
+from megadit.serve.answers import (
     CancelledError,
     DeadlineExceededError,
     InvalidRequestError,
     ServiceError,
     StepDone,
-    VideoRequest,
     VideoResult,
 )
+from megadit.serve.build_repository import service_info
+from megadit.serve.contract import VideoRequest
 from megadit.serve.engine import Engine, OpenRequest
 
 

@@ -7,8 +7,9 @@ import pytest
 from megadit.infer.guardrail import Guardrail
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.errors import UserError
+from megadit.serve.answers import HeldBackError, InvalidRequestError
 from megadit.serve.build_repository import build_repository, service_info
-from megadit.serve.contract import HeldBackError, InvalidRequestError, VideoRequest
+from megadit.serve.contract import VideoRequest
 from megadit.serve.engine import Engine
 
 from .test_engine import Asker, run
@@ -19,6 +20,8 @@ import numpy
 def check_prompt(prompt):
     if "throw" in prompt:
         raise KeyError("secret")
+    if "exit" in prompt:
+        raise SystemExit("secret")
     return "it is about sevens" if "seven" in prompt else None
 
 def check_video(video):
@@ -51,14 +54,14 @@ def test_what_is_held_back_ends_alone(guarded, pipeline, monkeypatch):
     faults = {2: "throw", 3: "hold", 4: "wrong", 5: "none"}
     engine = guarded(faults | {6: "black"})
     askers = {seed: Asker(replace(REQUEST, seed=seed)) for seed in range(1, 7)}
-    prompts = [Asker(replace(REQUEST, prompt=text)) for text in ("a red seven", "please throw")]
+    prompts = [Asker(replace(REQUEST, prompt=text)) for text in ("a red seven", "please throw", "exit")]
     run(engine, *askers.values(), *prompts)
     for asker in (*(askers[seed] for seed in faults), *prompts):
         (error,) = asker.endings
         assert isinstance(error, HeldBackError) and isinstance(error, InvalidRequestError) and not asker.videos
         assert str(error).startswith("held back: ") and "secret" not in str(error) and "\n" not in str(error)
     assert "too bright" in str(askers[3].endings[0]) and "sevens" in str(prompts[0].endings[0])
-    assert not prompts[0].events and not prompts[1].events, "before any work"
+    assert not any(asker.events for asker in prompts), "before any work"
     assert askers[1].endings == askers[6].endings == [None] and askers[1].videos[0].batch_size == 6, "in one run"
     assert askers[1].videos[0].data == pipeline(["a red three"], seeds=1)[0].video.tobytes()
     assert not any(askers[6].videos[0].data), "what check_video gives is given out"

@@ -8,8 +8,9 @@ import pytest
 from megadit.infer.judge import Judge
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.errors import UserError
+from megadit.serve.answers import InvalidRequestError
 from megadit.serve.build_repository import build_repository, service_info
-from megadit.serve.contract import InvalidRequestError, VideoRequest
+from megadit.serve.contract import VideoRequest
 from megadit.serve.engine import Engine
 
 from .test_engine import Asker, run
@@ -19,9 +20,12 @@ PROGRAM = """
 def judge(video, prompt):
     if "throw" in prompt:
         raise KeyError("secret")
+    if "exit" in prompt:
+        raise SystemExit(1)
     scores = {"mean": video.mean(), "words": len(prompt.split())}
     video[:] = 0
-    return scores | ({"nan": float("nan")} if "nan" in prompt else {})
+    more = {"nan": {"nan": float("nan")}, "number": {7: 1.0}, "long": {"x" * 101: 1.0}, "line": {"a\\nb": 1.0}}
+    return {"list": [1.0], "many": {str(name): 0.0 for name in range(65)}}.get(prompt, scores | more.get(prompt, {}))
 """
 
 
@@ -39,13 +43,18 @@ def judged(pipeline, bundle_dir, tmp_path):
 
 
 def test_scores_are_given_to_who_asks_and_a_judge_that_fails_costs_no_video(judged, pipeline):
-    askers = [Asker(replace(ASKED, prompt=text)) for text in ("a red three", "please throw", "nan")]
-    unasked = Asker(replace(ASKED, prompt="a red three", evaluate=False))
+    good = ["a red three", "seven"]
+    bad = ["please throw", "exit", "nan", "number", "long", "line", "list", "many"]
+    askers = [Asker(replace(ASKED, prompt=text)) for text in good + bad]
+    unasked = Asker(replace(ASKED, prompt=good[0], evaluate=False))
     run(judged, *askers, unasked)
-    assert [asker.endings for asker in (*askers, unasked)] == [[None]] * 4
-    expected = pipeline(["a red three"], seeds=1)[0].video.mean()
-    assert askers[0].videos[0].scores == {"mean": pytest.approx(expected, abs=0.1), "words": 3.0}
-    assert [asker.videos[0].scores for asker in askers[1:]] == [{}, {}] and unasked.videos[0].scores is None
+    assert [asker.endings for asker in (*askers, unasked)] == [[None]] * (len(askers) + 1)
+    for asker, text in zip(askers, good, strict=False):
+        expected = pipeline([text], seeds=1)[0].video.mean()
+        own = {"mean": pytest.approx(expected, abs=0.1), "words": len(text.split())}
+        assert asker.videos[0].scores == own, "in one batch each has its own"
+    assert [asker.videos[0].scores for asker in askers[len(good) :]] == [{}] * len(bad)
+    assert unasked.videos[0].scores is None
     assert askers[0].videos[0].data == unasked.videos[0].data, "what a judge does to the frames stays with it"
 
 

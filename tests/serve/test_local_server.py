@@ -18,8 +18,9 @@ import pytest
 from megadit.models.shared import verbs
 from megadit.models.shared.errors import UserError
 from megadit.serve import triton_binary
+from megadit.serve.answers import ServiceError
 from megadit.serve.client import VideoClient
-from megadit.serve.contract import ServiceError, VideoRequest
+from megadit.serve.contract import VideoRequest
 from megadit.serve.local_server import SECRET_HEADER, SHARED_MEMORY, LocalServer, Ports, check_repository, secret_in
 from megadit.serve.run import docker_command
 

@@ -14,10 +14,11 @@ from megadit.models.given_settings import GIVEN, MEDIA, GivenOptions, MediaLimit
 from megadit.models.shared import verbs
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.setting import settings_of
+from megadit.serve.answers import InvalidRequestError
 from megadit.serve.ask import given_values
 from megadit.serve.build_repository import service_info
 from megadit.serve.client import VideoClient
-from megadit.serve.contract import INPUTS, InvalidRequestError, VideoRequest
+from megadit.serve.contract import INPUTS, VideoRequest
 from megadit.serve.engine import Engine
 from megadit.train.data.given import USES
 

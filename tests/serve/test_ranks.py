@@ -14,9 +14,10 @@ from PIL import Image
 
 from megadit.models.shared import verbs
 from megadit.models.shared.errors import UserError
+from megadit.serve.answers import ServiceError
 from megadit.serve.build_repository import build_repository
 from megadit.serve.client import VideoClient
-from megadit.serve.contract import ServiceError, VideoRequest
+from megadit.serve.contract import VideoRequest
 from megadit.serve.local_server import LocalServer
 from megadit.serve.model_config import Scheduling
 

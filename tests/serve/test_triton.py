@@ -15,17 +15,16 @@ import pytest
 
 from megadit.infer.video_io import encode_mp4
 from megadit.models.shared import verbs
-from megadit.serve.client import VideoClient
-from megadit.serve.contract import (
-    IMAGE_MODEL,
+from megadit.serve.answers import (
     CancelledError,
     DeadlineExceededError,
     InvalidRequestError,
     ServiceError,
     UnavailableError,
-    VideoRequest,
     VideoResult,
 )
+from megadit.serve.client import VideoClient
+from megadit.serve.contract import IMAGE_MODEL, VideoRequest
 
 tritonclient = pytest.importorskip("tritonclient.grpc")
 

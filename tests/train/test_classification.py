@@ -13,6 +13,8 @@ from megadit.infer.classify import main as classify
 from megadit.models.bundle.bundle import write_bundle
 from megadit.models.embeddings import class_digits
 from megadit.models.networks import build_network
+from megadit.models.noise import sample_key
+from megadit.models.segments import Segment
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json
@@ -21,7 +23,8 @@ from megadit.models.tokenizers import HaarTokenizer
 from megadit.models.vit import resized_positions
 from megadit.train.classification import classification_loss
 from megadit.train.data import prepare
-from megadit.train.data.packed_batch import PackFormat
+from megadit.train.data.mixup import draw_mixture
+from megadit.train.data.packed_batch import PackedBatch, PackFormat
 from megadit.train.data.training_sample import TrainingSample
 from megadit.train.digits import data as digits
 from megadit.train.given_network import given_network
@@ -40,8 +43,9 @@ def random_network(model=MODEL):
     return network
 
 
-def packed(samples):
-    return PackFormat(model=MODEL, seq_length=300, text_seq_length=8, seed=0, text_dropout=0.0).pack(samples)
+def packed(samples, mixup=0.0):
+    pack_format = PackFormat(model=MODEL, seq_length=300, text_seq_length=8, seed=0, text_dropout=0.0, mixup=mixup)
+    return pack_format.pack(samples)
 
 
 def make_samples(classes):
@@ -75,6 +79,30 @@ def test_the_loss_is_the_smoothed_cross_entropy_of_each_image(smoothing):
     for value, expected in zip(found, (objective, entropy, wrong), strict=True):
         torch.testing.assert_close(value / 65, torch.as_tensor(expected).float(), rtol=1e-5, atol=1e-6)
     assert (found.objective != found.weighted) == (smoothing > 0)
+
+
+def test_mixed_samples_learn_the_classes_of_both():
+    """Each image and label by hand, of two packs as one; an image without a label stays as it is."""
+    network, classes = random_network(), [299, 7, 31, None]
+    samples = make_samples(classes)
+    batch = PackedBatch.concatenate([packed(samples, mixup=1.0), packed(samples[:1], mixup=1.0)])
+    shares = batch.own_share_G.tolist()
+    assert all(0 < share < 1 for share in shares[:3]) and shares[3:] == [1.0] * (len(shares) - 3)
+    objective = 0.0
+    for index, share in enumerate(shares[:3]):
+        own, other = samples[index], samples[(index + 1) % 3]
+        image = share * own.latent_CTHW + (1 - share) * other.latent_CTHW
+        log_p_K = network(image[None])[0].log_softmax(-1)
+        objective -= share * log_p_K[classes[index]] + (1 - share) * log_p_K[classes[(index + 1) % 3]]
+    objective -= network(samples[0].latent_CTHW[None])[0].log_softmax(-1)[299]
+    torch.testing.assert_close(classification_loss(network, batch).objective / 65, objective, rtol=1e-5, atol=1e-6)
+
+
+def test_shares_are_drawn_from_the_beta_distribution():
+    segments = [Segment((1, 8, 8), 1)] * 4000
+    share_G = draw_mixture(segments, [sample_key(1, f"sample-{index}", 0) for index in range(4000)], 0.2).share_G
+    assert share_G.mean() == pytest.approx(0.5, abs=0.03)
+    assert share_G.var() == pytest.approx(1 / (4 * (2 * 0.2 + 1)), abs=0.01)
 
 
 def test_a_sample_of_another_size_does_not_fit():

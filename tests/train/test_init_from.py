@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from megadit.models.adapter_config import AdapterConfig
 from megadit.models.dit import DiT
 from megadit.models.megatron.checkpoint import CONFIG, STATE, TENSORS, checkpoint_name, model_key
 from megadit.models.megatron.integrity import DamagedCheckpointError, checksums, file_names, write_sums
@@ -54,6 +55,22 @@ def test_another_network_is_refused_with_both_values(other_run):
 
 def test_another_objective_is_the_same_network(other_run):
     assert given_network(run_from(other_run[0], preconditioner="flow")).config.preconditioner == "edm"
+
+
+def test_a_network_goes_on_with_positions_for_another_size_and_an_adapter_does_not(other_run):
+    """The adapter would be used beside its base, whose positions are those of before."""
+    dense = run_from(other_run[0], rope_interpolation=(1.0, 2.0, 2.0), rope_scale=(1.0, 2.0, 2.0))
+    assert given_network(dense).config.rope_interpolation == (1.0, 1.0, 1.0)
+    adapted = replace(
+        dense,
+        train=replace(dense.train, adapter=AdapterConfig(rank=2)),
+        optimizer=replace(dense.optimizer, optimizer="adamw"),
+        diffusion=replace(dense.diffusion, learned_uncertainty=False),
+    )
+    with pytest.raises(
+        UserError, match=r"has model\.rope_scale=\(1\.0, 1\.0, 1\.0\) \(not \(1\.0, 2\.0, 2\.0\)\), model\.rope_i"
+    ):
+        given_network(adapted)
 
 
 def test_what_is_neither(tmp_path):

@@ -64,7 +64,8 @@ def test_extremes_stay_within_float32(name):
 
 
 def test_larger_samples_get_more_noise():
-    layout = PackLayout.pack([Segment((1, 4, 4), 0), Segment((4, 4, 4), 0)], capacity=80, text_capacity=2)
+    layout = PackLayout.pack([Segment((1, 4, 4), 0), Segment((4, 4, 4), 0)], capacity=80, text_capacity=3)
     keys = torch.full((len(layout.segments),), 5)
-    plain, shifted = (draw_sigma(keys, DiffusionConfig(shift_tokens=n), layout)[:2] for n in (None, 16))
-    torch.testing.assert_close(shifted / plain, torch.tensor([1.0, 2.0]))
+    plain, shifted = (draw_sigma(keys, DiffusionConfig(shift_tokens=n), layout) for n in (None, 16))
+    torch.testing.assert_close((shifted / plain)[:2], torch.tensor([1.0, 2.0]))
+    assert layout.segments[2].num_tokens == 0 and shifted[2].log().isfinite(), "the padding of the last text slot"

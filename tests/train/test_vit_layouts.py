@@ -25,7 +25,7 @@ VIT = {
         "in_channels": 3,
         "patch_spatial": 2,
     },
-    "data": {"mock_latent_shapes": [[1, 6, 10]], "text_dropout": 0.0},
+    "data": {"mock_latent_shapes": [[1, 6, 10]], "text_dropout": 0.0, "mixup": 0.5},
     "train": {"label_smoothing": 0.1},
 }
 TP = {"tensor_model_parallel_size": 2}

@@ -21,8 +21,8 @@ CASES = {
 }
 OF_A_STEP = 3
 """Sent once a step: factors of the optimizer's two groups, and counts of the batch."""
-OF_A_MICRO_BATCH = dict.fromkeys(CASES, 3) | {"st_dit": 11}
-"""st_dit sends where tokens move to, between its three arrangements, too."""
+OF_A_MICRO_BATCH = dict.fromkeys(CASES, 2) | {"st_dit": 3}
+"""The batch and the tensors of its layout; st_dit also sends those of both axes, and where tokens move to."""
 
 pytestmark = [
     pytest.mark.slow,

@@ -147,6 +147,13 @@ class Run:
 
         return getattr(load_text_encoder(self.dataset.text_encoder_folder), "num_words", 0)
 
+    @property
+    def longest_text(self) -> int:
+        """Tokens that a text of the data set may have; 0 where it is a label."""
+        from megadit.models.text_encoders import load_text_encoder
+
+        return getattr(load_text_encoder(self.dataset.text_encoder_folder), "max_length", 0)
+
     # -------------------------------------------------------------------------------------------- machine
 
     @property

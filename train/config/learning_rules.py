@@ -87,6 +87,11 @@ LEARNING: tuple[Rule[Run], ...] = (
         remedy="{train.label_smoothing=} is of classifiers, such as model.family=vit; leave it out",
     ),
     Rule(
+        when=lambda run: run.model.task != "classify",
+        needs=lambda run: run.data.mixup == 0,
+        remedy="{data.mixup=} mixes samples and classes, of classifiers such as model.family=vit; leave it out",
+    ),
+    Rule(
         when=lambda run: run.model.task == "classify",
         needs=lambda run: run.model.num_classes is not None,
         remedy="{model.family=} learns classes: give model.num_classes",

@@ -196,6 +196,12 @@ RULES: tuple[Rule[Run], ...] = (
         "{model.text_tower.num_words} of model.text_tower.num_words; prepare it with --text_encoder tokens",
     ),
     Rule(
+        when=lambda run: run.model.task == "match" and run.dataset is not None,
+        needs=lambda run: run.longest_text <= run.model.text_tower.max_length,
+        remedy="{dataset.root} has texts of up to {longest_text} tokens, for which the "
+        "{model.text_tower.max_length} of model.text_tower.max_length have no places; give it as many",
+    ),
+    Rule(
         when=lambda run: run.dataset is not None and run.dataset.store is not None,
         needs=lambda run: run.data.encode == run.encoding,
         remedy=encoding_in_words,

@@ -59,6 +59,8 @@ class DataConfig:
     """Samples from which the next one is drawn at random."""
     text_dropout: float = setting(0.1, low=0, high=1)
     """Share of samples trained without their text, 0..1; classifier-free guidance needs some (arXiv 2207.12598)."""
+    mixup: float = setting(0.0, low=0)
+    """a of Beta(a, a), by which classifiers learn from two samples mixed (arXiv 1710.09412); 0 mixes none."""
     prior_weight: float = setting(1.0, low=0)
     """What the loss of samples that `megadit prepare prior` made counts beside 1 of others: DreamBooth's prior
     preservation (arXiv 2208.12242, eq. 2)."""

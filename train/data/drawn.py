@@ -1,7 +1,7 @@
 """Data sets that are drawn, not read: `megadit prepare digits OUT`, `megadit prepare shapes OUT`."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -10,6 +10,7 @@ import imageio.v3 as iio
 import torch
 from torch import Tensor
 
+from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_path
 from megadit.models.shared.options import read_options
@@ -166,6 +167,22 @@ def write_chunk(writer: DatasetWriter, chunk: Chunk, latents_BCTHW: Tensor) -> N
             fps=chunk.fps,
             given_text_LE=given_text_LE,
         )
+
+
+def write_few(
+    out: Path, bundle: Bundle, name: str, video_BCTHW: Tensor, captions: Sequence[str], *, fps: float
+) -> None:
+    """A data set of a few clips, called by `name`, as a model that is to learn them encodes them.
+
+    There are too few to leave some out: validation has the same.
+    """
+    tokenizer, text_encoder = bundle.load_tokenizer(), bundle.load_text_encoder()
+    latents_BCTHW = tokenizer.encode(video_BCTHW).half()
+    with DatasetWriter(out, tokenizer=tokenizer, text_encoder=text_encoder) as writer:
+        for split in writer.splits:
+            keys = [f"{split}-{name}-{number:02d}" for number in range(len(captions))]
+            chunk = Chunk(split=split, keys=keys, video_BCTHW=video_BCTHW, captions=list(captions), fps=fps)
+            write_chunk(writer, chunk, latents_BCTHW)
 
 
 def side_by_side(video_BCTHW: Tensor, decoded_BCTHW: Tensor) -> Tensor:

@@ -225,7 +225,7 @@ def _validation_split(config: RunConfig, info: DatasetInfo) -> str:
 
 
 def _pack_format(config: RunConfig, *, training: bool) -> PackFormat:
-    """Validation keeps every text."""
+    """Validation keeps every text, and mixes nothing."""
     data = config.data
     return PackFormat(
         model=config.model,
@@ -238,6 +238,7 @@ def _pack_format(config: RunConfig, *, training: bool) -> PackFormat:
         needs_seed=config.train.distill is not None and config.train.distill.learns_of_pairs,
         given=parse_uses(data.given),
         given_dropout=data.given_dropout,
+        mixup=data.mixup if training else 0.0,
     )
 
 

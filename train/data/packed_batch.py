@@ -19,6 +19,7 @@ from megadit.models.noise import Stream, sample_key, seed_key, uniform
 from megadit.models.segments import Segment, TokenMesh
 from megadit.models.transfer import sent_together
 from megadit.train.data.given import Drawn, GivenPart, draw
+from megadit.train.data.mixup import draw_mixture
 from megadit.train.data.training_sample import TrainingSample
 
 REFUSALS = (
@@ -26,7 +27,9 @@ REFUSALS = (
     "long_text", "not_finite", "too_large",
 )  # fmt: skip
 """Why samples are left out; `rules` says it in words."""
-BATCH_TENSORS = ("tokens_S1P", "text_L1E", "fps_G", "noise_key_G", "seed_key_G", "loss_weight_G")
+BATCH_TENSORS = (
+    "tokens_S1P", "text_L1E", "fps_G", "noise_key_G", "seed_key_G", "loss_weight_G", "own_share_G", "partner_G",
+)  # fmt: skip
 """The fields of a `PackedBatch` that are tensors."""
 
 
@@ -47,6 +50,10 @@ class PackedBatch:
     """int64 keys of the seeds of videos that a model made (`noise.seed_key`); 0 for others and padding."""
     loss_weight_G: Tensor
     """float32, what the loss of each sample counts; 1 but for prior samples."""
+    own_share_G: Tensor
+    """float32, what is left of each sample where another is mixed into it; else 1."""
+    partner_G: Tensor
+    """int64, how many segments behind it that other is."""
     sample_ids: tuple[str, ...]
     """One for each segment, "" for padding."""
     refused: tuple[int, ...] = (0,) * len(REFUSALS)
@@ -96,6 +103,8 @@ class PackedBatch:
             noise_key_G=torch.cat([pack.noise_key_G for pack in packs]),
             seed_key_G=torch.cat([pack.seed_key_G for pack in packs]),
             loss_weight_G=torch.cat([pack.loss_weight_G for pack in packs]),
+            own_share_G=torch.cat([pack.own_share_G for pack in packs]),
+            partner_G=torch.cat([pack.partner_G for pack in packs]),
             sample_ids=tuple(sample_id for pack in packs for sample_id in pack.sample_ids),
             refused=tuple(map(sum, zip(*(pack.refused for pack in packs), strict=True))),
         )
@@ -122,6 +131,8 @@ class PackFormat:
     given: tuple[tuple[str, float], ...] = ()
     """(use, share of samples) of what is given; see `given.draw`, which also says what `given_dropout` means."""
     given_dropout: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    mixup: float = 0.0
+    """a of `mixup`; 0 mixes nothing."""
 
     def lengths(self, sample: TrainingSample) -> tuple[int, int]:
         """Video tokens and text slots that a sample needs, its text dropped or not.
@@ -152,8 +163,10 @@ class PackFormat:
         ]
         layout = PackLayout.pack(segments, capacity=self.seq_length, text_capacity=self.text_seq_length)
         num_padding = layout.num_segments - len(samples)
+        latents = [_latents(sample, one.part) for sample, one in zip(samples, drawn, strict=True)]
+        mixture = draw_mixture(layout.segments, keys, self.mixup)
         return PackedBatch(
-            tokens_S1P=self._tokens([_latents(sample, one.part) for sample, one in zip(samples, drawn, strict=True)]),
+            tokens_S1P=self._tokens(mixture.of(latents)),
             text_L1E=self._text([one.text_LE for one in drawn], is_kept),
             layout=layout,
             fps_G=torch.tensor([sample.fps for sample in samples] + [0.0] * num_padding, dtype=torch.float32),
@@ -165,6 +178,8 @@ class PackFormat:
             loss_weight_G=torch.tensor(
                 [self.prior_weight if sample.is_prior else 1.0 for sample in samples] + [1.0] * num_padding
             ),
+            own_share_G=mixture.share_G,
+            partner_G=mixture.partner_G,
             sample_ids=(*(sample.sample_id for sample in samples), *[""] * num_padding),
         )
 

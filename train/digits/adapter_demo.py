@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from safetensors.torch import load_file, save_file
 
 from megadit.infer.pipeline import TextToVideo
@@ -26,7 +25,7 @@ from megadit.models.shared.setting import setting
 from megadit.train.digits import figures, judge, score, subject
 from megadit.train.digits.data import Attributes, random_attributes, random_captions
 from megadit.train.digits.figures import spread
-from megadit.train.digits.stages import Stage, check_base, run_stages, summary_of_seconds
+from megadit.train.digits.stages import Stage, check_base, run_stages, summary_of_seconds, write_blend
 
 NUM_PRIOR = 256
 CLASS_STRIDE = 3
@@ -111,11 +110,7 @@ def _train(demo: AdapterDemo, name: str) -> None:
 def _blend(demo: AdapterDemo) -> Path:
     """One clip of the subject for each of the prior."""
     path = demo.out / "with-prior.yaml"
-    parts = [{"weight": 1, "path": str(part.resolve())} for part in (demo.subject, demo.prior)]
-    splits = {"train": {"blend": parts}, "val": {"path": str(demo.subject.resolve())}}
-    blend = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": splits}
-    with atomic_path(path) as temporary:
-        temporary.write_text(yaml.safe_dump(blend, sort_keys=False))
+    write_blend(path, [demo.subject, demo.prior], demo.subject)
     return path
 
 

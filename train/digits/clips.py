@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megadit.infer.adapters import NO_ADAPTERS, Scales
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.resolve import resolve_settings
 from megadit.infer.video_io import write_video
@@ -23,13 +24,21 @@ LOOPS = 3
 """A clip lasts a second; its mp4 plays it this often."""
 
 
-def make_clips(path: Path, bundle: Path, prompts: Sequence[str], given: Any = None, **settings: Any) -> None:
+def make_clips(
+    path: Path,
+    bundle: Path,
+    prompts: Sequence[str],
+    given: Any = None,
+    adapters: Scales = NO_ADAPTERS,
+    **settings: Any,
+) -> None:
     """A clip of each prompt, and of what is given for it, from the seeds 0, 1, ...; kept as uint8 BCTHW."""
     pipeline, clips = TextToVideo.from_pretrained(bundle, device="cpu"), []
     chosen = resolve_settings(pipeline.defaults, **settings)
     seeds = list(range(len(prompts)))
     with Progress(len(prompts), "generating clips") as bar:
-        for video in pipeline.stream(prompts, chosen, seeds=seeds, batch_size=BATCH_SIZE, given=given):
+        many = pipeline.stream(prompts, chosen, seeds=seeds, batch_size=BATCH_SIZE, given=given, adapters=adapters)
+        for video in many:
             clips.append(torch.from_numpy(video.video).permute(3, 0, 1, 2))
             bar.advance()
     with atomic_path(path) as temporary:

@@ -180,7 +180,9 @@ def _is_heldout(caption: str) -> bool:
 # --- drawing ------------------------------------------------------------------------------------------------------
 
 
-def render_clips(ink_BIJ: Tensor, attributes: Sequence[Attributes], middle_B2: Tensor, num_frames: int) -> Tensor:
+def render_clips(
+    ink_BIJ: Tensor, attributes: Sequence[Attributes], middle_B2: Tensor, num_frames: int, *, zoom: int = 1
+) -> Tensor:
     """Draws one moving digit per clip: BCTHW float32 in [-1, 1], light on black.
 
     A frame is the glyph's continuous image sampled at its pixels, R_y ink R_x^T with one row of resampling weights per
@@ -189,11 +191,12 @@ def render_clips(ink_BIJ: Tensor, attributes: Sequence[Attributes], middle_B2: T
     Args:
         ink_BIJ: glyphs, 0..1.
         middle_B2: offset (height, width) in pixels of the middle of the path from the middle of the frame.
+        zoom: the same picture in so many times as many pixels along each side; all lengths count those of zoom 1.
     """
     step_B2 = torch.tensor([_step(a) for a in attributes])
     time_T = torch.arange(num_frames) - (num_frames - 1) / 2
     centre_BT2 = middle_B2[:, None] + time_T[:, None] * step_B2[:, None]
-    rows_BTHI, columns_BTWJ = _resampling(centre_BT2[..., 0]), _resampling(centre_BT2[..., 1])
+    rows_BTHI, columns_BTWJ = (_resampling(centre_BT2[..., axis], zoom) for axis in (0, 1))
     stroke_BTHW = rows_BTHI @ ink_BIJ[:, None] @ columns_BTWJ.mT
     # A steeper edge than interpolation leaves: strokes look drawn, and stay smooth enough for subpixel motion.
     stroke_BTHW = stroke_BTHW.sub_(0.07).div_(0.85).clamp_(0, 1)
@@ -209,9 +212,9 @@ def _step(attributes: Attributes) -> tuple[float, float]:
     return dy * SPEEDS[attributes.speed], dx * SPEEDS[attributes.speed]
 
 
-def _resampling(centre_BT: Tensor) -> Tensor:
+def _resampling(centre_BT: Tensor, zoom: int) -> Tensor:
     """Weights [B, T, pixels, cells] that sample, at each pixel of an axis, a glyph whose middle lies at `centre_BT`."""
-    pixel = torch.arange(FRAME_SIZE) - (FRAME_SIZE - 1) / 2
+    pixel = (torch.arange(zoom * FRAME_SIZE) - (zoom * FRAME_SIZE - 1) / 2) / zoom
     cell = torch.arange(GLYPH_SIZE) - (GLYPH_SIZE - 1) / 2
     return _cubic((pixel[:, None] - centre_BT[..., None, None]) / PIXELS_PER_CELL - cell)
 
@@ -234,15 +237,15 @@ def draw_clips(attributes: Sequence[Attributes], split: Split, generator: torch.
     return render_clips(ink_BIJ, attributes, middle_B2, NUM_FRAMES)
 
 
-def draw_images(attributes: Sequence[Attributes], split: Split, generator: torch.Generator) -> Tensor:
-    """Images with these attributes, BCTHW of one frame, anywhere that a clip's digit may pass."""
+def draw_images(attributes: Sequence[Attributes], split: Split, generator: torch.Generator, *, zoom: int = 1) -> Tensor:
+    """Images with these attributes, BCTHW of one frame, anywhere that a clip's digit may pass; `zoom` as above."""
     ink_BIJ = _choose_ink(attributes, split, generator)
     way = torch.tensor(list(DIRECTIONS.values()))[
         torch.randint(len(DIRECTIONS), (len(attributes),), generator=generator)
     ]
     travelled = (torch.rand(len(attributes), 1, generator=generator) - 0.5) * (NUM_FRAMES - 1) * max(SPEEDS.values())
     middle_B2 = (torch.rand(len(attributes), 2, generator=generator) * 2 - 1) * MAX_OFF_CENTRE
-    return render_clips(ink_BIJ, attributes, middle_B2 + travelled * way, 1)
+    return render_clips(ink_BIJ, attributes, middle_B2 + travelled * way, 1, zoom=zoom)
 
 
 def draw_glyphs(split: Split, index_B: Tensor, middle_B2: Tensor) -> tuple[Tensor, list[str]]:

@@ -1,36 +1,60 @@
-"""Handwritten digits as images in pixels: with their names as labels, `megadit prepare digit_classes OUT`, or coloured,
-with captions, `megadit prepare digit_captions OUT`."""
+"""Handwritten digits as images: in pixels with their names as labels, `megadit prepare digit_classes OUT`, or coloured,
+with captions, `megadit prepare digit_captions OUT`; as latents to make images from, `megadit prepare digit_images OUT`,
+and the same pictures in twice as many pixels along each side, `megadit prepare digit_images_64 OUT`."""
 
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from megadit.models.named_configs import NAMED_CONFIGS
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import Progress
 from megadit.models.shared.setting import setting
-from megadit.models.text_encoders import TextEncoder
+from megadit.models.text_encoders import HashedWordEncoder, TextEncoder
 from megadit.models.text_encoders.class_labels import ClassLabels
 from megadit.models.text_encoders.token_ids import TokenIds, learned_words
 from megadit.models.tokenizers.haar import HaarTokenizer
 from megadit.train.data.dataset_info import DatasetInfo
-from megadit.train.data.drawn import PREVIEW, Chunk, report, save_preview, side_by_side, write_chunk
+from megadit.train.data.drawn import (
+    NUM_FITTING,
+    PREVIEW,
+    TEXT_WIDTH,
+    Chunk,
+    report,
+    save_preview,
+    side_by_side,
+    write_chunk,
+)
 from megadit.train.data.writer import DatasetWriter, is_done
 from megadit.train.digits import data as digits
+from megadit.train.digits.samples import DIGITS
 
 NUM_IMAGES = 20_000
 NUM_HELDOUT = 600
 """Captioned images of writers that training never sees."""
-NUM_WORDS = 512
 MAX_SHIFT = 3.0
 """Labelled training digits lie within this many pixels of the middle, along each axis."""
 CHUNK = 250
 """Samples drawn and written at a time."""
+
+
+def _pixels() -> HaarTokenizer:
+    return HaarTokenizer(temporal_compression=1, spatial_compression=1)
+
+
+def _latents() -> HaarTokenizer:
+    """As the demo's clips have them, fitted to images of 32 x 32: the same for all sizes."""
+    generator = torch.Generator().manual_seed(0)
+    attributes = digits.random_attributes(NUM_FITTING, images=True, generator=generator)
+    images_BCTHW = digits.draw_images(attributes, "train", generator)
+    return HaarTokenizer.fit([images_BCTHW], channels=DIGITS.channels, temporal_compression=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +66,7 @@ class Images:
     make_text_encoder: Callable[[], TextEncoder]
     draw: Callable[[int, int], Iterator[Chunk]]
     """(number of training images, seed) -> all samples."""
+    make_tokenizer: Callable[[], HaarTokenizer] = _pixels
 
 
 def prepare_images(images: Images, out: Path, *, num_images: int = NUM_IMAGES, seed: int = 0) -> DatasetInfo:
@@ -53,15 +78,12 @@ def prepare_images(images: Images, out: Path, *, num_images: int = NUM_IMAGES, s
     if num_images < 1:
         raise UserError(f"num_images={num_images} must be at least 1")
     start = time.monotonic()
-    writer = DatasetWriter(
-        out,
-        tokenizer=HaarTokenizer(temporal_compression=1, spatial_compression=1),
-        text_encoder=images.make_text_encoder(),
-    )
+    tokenizer = images.make_tokenizer()
+    writer = DatasetWriter(out, tokenizer=tokenizer, text_encoder=images.make_text_encoder())
     preview: list[Tensor] = []
     with writer, Progress(num_images, "writing samples") as bar:
         for chunk in images.draw(num_images, seed):
-            write_chunk(writer, chunk, chunk.video_BCTHW.half())
+            write_chunk(writer, chunk, tokenizer.encode(chunk.video_BCTHW).half())
             preview = preview or [side_by_side(chunk.video_BCTHW[:8], chunk.video_BCTHW[8:16])]
             if chunk.split == "train":
                 bar.advance(len(chunk.keys))
@@ -84,13 +106,14 @@ def draw_labelled(num_images: int, seed: int) -> Iterator[Chunk]:
     yield _chunk("val", 0, *digits.draw_glyphs("heldout", shuffled, torch.zeros(num_heldout, 2)))
 
 
-def draw_captioned(num_images: int, seed: int) -> Iterator[Chunk]:
-    """Digits of all colours at random places, in the words of training; the last ones by held-out writers."""
+def draw_captioned(num_images: int, seed: int, *, zoom: int = 1) -> Iterator[Chunk]:
+    """Digits of all colours at random places, in the words of training; the last ones by held-out writers. The same
+    pictures at every `zoom` (`digits.data.render_clips`)."""
     generator = torch.Generator().manual_seed(seed)
     for split, writers, total in (("train", "train", num_images), ("val", "heldout", NUM_HELDOUT)):
         for first in range(0, total, CHUNK):
             attributes = digits.random_attributes(min(CHUNK, total - first), images=True, generator=generator)
-            images_BCTHW = digits.draw_images(attributes, writers, generator)
+            images_BCTHW = digits.draw_images(attributes, writers, generator, zoom=zoom)
             yield _chunk(split, first, images_BCTHW, digits.random_captions(attributes, "train", generator))
 
 
@@ -100,10 +123,11 @@ def _chunk(split: str, first: int, images_BCTHW: Tensor, captions: list[str]) ->
 
 
 def _words() -> TokenIds:
-    """Of all captions of training."""
+    """Of all captions of training, as `clip_digits` reads them."""
     every = (digits.Attributes(digit=digit, colour=colour) for digit, colour in product(range(10), digits.COLOURS))
     texts = [caption for attributes in every for caption in digits.captions(attributes, "train")]
-    return learned_words(texts, num_words=NUM_WORDS)
+    tower = NAMED_CONFIGS["clip_digits"].text_tower
+    return learned_words(texts, num_words=tower.num_words, max_length=tower.max_length)
 
 
 CLASSES = Images(
@@ -117,6 +141,16 @@ CAPTIONS = Images(
     description="Coloured images of the handwritten digits inside scikit-learn with captions, in pixels and tokens.",
     make_text_encoder=_words,
     draw=draw_captioned,
+)
+LATENTS = tuple(
+    Images(
+        name=name,
+        description=f"Coloured images of the handwritten digits inside scikit-learn with captions, {side} x {side}.",
+        make_text_encoder=lambda: HashedWordEncoder(dim=TEXT_WIDTH),
+        draw=partial(draw_captioned, zoom=zoom),
+        make_tokenizer=_latents,
+    )
+    for name, zoom, side in (("digit_images", 1, 32), ("digit_images_64", 2, 64))
 )
 
 

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
+import yaml
+
 from megadit.models.shared.command import run_module
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import read_json, write_json
+from megadit.models.shared.files import atomic_path, read_json, write_json
 from megadit.models.shared.options import read_options
 from megadit.models.shared.progress import duration
 from megadit.models.shared.setting import setting
@@ -158,6 +160,15 @@ def _unwinding_at_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def write_blend(path: Path, parts: Sequence[Path], validation: Path) -> None:
+    """A blend that takes a sample of each data set in turn, and validates on one."""
+    even = [{"weight": 1, "path": str(part.resolve())} for part in parts]
+    splits = {"train": {"blend": even}, "val": {"path": str(validation.resolve())}}
+    blend = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": splits}
+    with atomic_path(path) as temporary:
+        temporary.write_text(yaml.safe_dump(blend, sort_keys=False))
 
 
 def check_base(bundle: Path) -> None:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from megadit.models.bundle.bundle import Bundle
-from megadit.train.data.drawn import Chunk, write_chunk
-from megadit.train.data.writer import DatasetWriter
+from megadit.train.data.drawn import write_few
 from megadit.train.digits.data import (
     COLOURS,
     DIGITS,
@@ -74,14 +73,7 @@ def write_subject(out: Path, bundle: Bundle, word: str, *, seed: int = 0) -> Non
     """The subject's ten clips as a data set, by the encoders of the model that is to learn it."""
     shown, _ = pairs()
     clips = draw_subject(shown, torch.Generator().manual_seed(seed))
-    tokenizer, text_encoder = bundle.load_tokenizer(), bundle.load_text_encoder()
-    captions = [caption(each, word) for each in shown]
-    latents_BCTHW = tokenizer.encode(clips).half()
-    with DatasetWriter(out, tokenizer=tokenizer, text_encoder=text_encoder) as writer:
-        for split in writer.splits:  # so few that they are validated on too
-            keys = [f"{split}-{word}-{number:02d}" for number in range(len(captions))]
-            chunk = Chunk(split=split, keys=keys, video_BCTHW=clips, captions=captions, fps=FPS)
-            write_chunk(writer, chunk, latents_BCTHW)
+    write_few(out, bundle, word, clips, [caption(each, word) for each in shown], fps=FPS)
 
 
 # --- judging ------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from megadit.models.named_configs import NAMED_CONFIGS
 from megadit.train.config.schema import RunConfig
-from megadit.train.recipes.digits import digits
+from megadit.train.recipes.digits import digits, digits_dreambooth
 from megadit.train.recipes.registry import recipe
 
 
@@ -35,4 +35,24 @@ def shapes() -> RunConfig:
             # at 4, as for digits, fewer clips are right, of one thing as of two
             sampling=replace(run.validation.sampling, guidance=2.0),
         ),
+    )
+
+
+@recipe
+def shapes_dreambooth() -> RunConfig:
+    """An adapter of rank 4 beside the network of `make demo-shapes`, for a thing of ten clips: a minute on a CPU.
+
+    Command: torchrun --nproc-per-node 2 -m megadit.train --recipe shapes_dreambooth data.path=BLEND
+        checkpoint.init_from=BUNDLE
+    Hardware: 2 CPU cores.
+    Tokens: 1,536 a step in two packs, 307 thousand in all.
+    Memory: 0.038 GiB a rank, beside what Python and torch take.
+    """
+    run = digits_dreambooth()
+    return replace(
+        run,
+        recipe="shapes_dreambooth",
+        model=NAMED_CONFIGS["shapes"],
+        data=replace(run.data, text_seq_length=320, prior_weight=1.0),
+        train=replace(run.train, output_dir="runs/shapes_dreambooth"),
     )

@@ -7,7 +7,7 @@ Shapes: B scenes, C colour channels, T/H/W frames, height, width, N shapes.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -37,6 +37,9 @@ SHAPES = {
     "cross": "\u271a",
 }
 """Name -> its glyph: of bold outlines, no two alike at any angle."""
+SUBJECT = {"pawn": "\u265f"}
+"""What the data set never shows, for an adapter to learn."""
+GLYPHS = SHAPES | SUBJECT
 BACKGROUNDS = {
     "at night": ((0.02, 0.02, 0.10), (0.08, 0.08, 0.30)),
     "in a forest": ((0.02, 0.08, 0.03), (0.07, 0.26, 0.08)),
@@ -222,7 +225,7 @@ def distances() -> Tensor:
     fonts = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
     font = ImageFont.truetype(str(fonts / "DejaVuSans.ttf"), 512)
     tables = []
-    for glyph in SHAPES.values():
+    for glyph in GLYPHS.values():
         left, top, right, bottom = font.getbbox(glyph)
         side = max(right - left, bottom - top)
         canvas = round(ATLAS_EXTENT * side)
@@ -239,7 +242,7 @@ def draw_things(shape_B: Tensor, centre_BT2: Tensor, size_BT: Tensor, degrees_BT
     """How much of each pixel a thing covers, 0..1, BTHW.
 
     Args:
-        shape_B: places in SHAPES.
+        shape_B: places in GLYPHS.
         centre_BT2: (height, width) in pixels from the middle of the frame.
         size_BT: of the longer side, in pixels.
         degrees_BT: clockwise.
@@ -280,7 +283,7 @@ def _paint(video_BCTHW: Tensor, scenes: Sequence[Scene], place_B2: Tensor, size_
     way_B2 = TRAVEL * torch.tensor([action.way for action in actions])
     growth_B1 = torch.tensor([[action.growth] for action in actions])
     covered_BTHW = draw_things(
-        torch.tensor([list(SHAPES).index(scene.shape) for scene in scenes]),
+        torch.tensor([list(GLYPHS).index(scene.shape) for scene in scenes]),
         place_B2[:, None] + progress_T[:, None] * way_B2[:, None],
         size_B[:, None] * growth_B1**progress_T,
         torch.tensor([[action.degrees] for action in actions]) * progress_T,
@@ -300,9 +303,13 @@ def _places(scenes: Sequence[Scene], generator: torch.Generator) -> tuple[Tensor
     return ways_B2 + jitter_2B2[0], -ways_B2 + jitter_2B2[1]
 
 
+def backgrounds(names: Iterable[str]) -> Tensor:
+    """Colours of each row of pixels, 0..1, [B, C, H]."""
+    ends_B2C = torch.tensor([BACKGROUNDS[name] for name in names])
+    return torch.lerp(ends_B2C[:, 0, :, None], ends_B2C[:, 1, :, None], torch.linspace(0, 1, FRAME_SIZE))
+
+
 def _backgrounds(scenes: Sequence[Scene], num_frames: int) -> Tensor:
     """BCTHW in 0..1."""
-    ends_B2C = torch.tensor([BACKGROUNDS[scene.background] for scene in scenes])
-    height_H = torch.linspace(0, 1, FRAME_SIZE)
-    rows_BCH = torch.lerp(ends_B2C[:, 0, :, None], ends_B2C[:, 1, :, None], height_H)
+    rows_BCH = backgrounds(scene.background for scene in scenes)
     return rows_BCH[:, :, None, :, None].repeat(1, 1, num_frames, 1, FRAME_SIZE)

@@ -3,14 +3,15 @@
     megadit demo-shapes                     # everything under runs/demo-shapes
     megadit demo-shapes --quick --out DIR   # the same stages with next to no training
 
-One model makes scenes from captions, and goes on from a first frame.
+One model makes scenes from captions, goes on from a first frame, changes what a clip shows, and learns a thing that it
+never saw from ten clips.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch import Tensor
 from megadit.infer.given import GivenVideo
 from megadit.infer.video_io import write_video
 from megadit.models.bundle.bundle import Bundle
-from megadit.models.shared.command import run_command
+from megadit.models.shared.command import run_command, run_module
 from megadit.models.shared.files import atomic_directory, read_json, write_json
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import setting
@@ -26,8 +27,15 @@ from megadit.train.data.drawn import prepare_drawn
 from megadit.train.digits import figures
 from megadit.train.digits.clips import make_clips, read_clips, wall, watchable, write_clips
 from megadit.train.digits.judge import round_trip
-from megadit.train.digits.stages import Stage, TrainingDemo, run_stages, summary_of_seconds, training_stages
-from megadit.train.shapes import score
+from megadit.train.digits.stages import (
+    Stage,
+    TrainingDemo,
+    run_stages,
+    summary_of_seconds,
+    training_stages,
+    write_blend,
+)
+from megadit.train.shapes import edits, score, subject
 from megadit.train.shapes.data import FPS, Scene, draw_scenes, neutral_caption
 from megadit.train.shapes.judge import judge
 from megadit.train.shapes.samples import SHAPES
@@ -35,6 +43,11 @@ from megadit.train.shapes.samples import SHAPES
 SHOWN = {"single": 6, "pair": 12, "single_unseen": 3, "pair_unseen": 3}
 """Clips of each kind in the pictures."""
 ZOOM = 4
+NUM_EDITS = 9
+"""Rows of the other two pictures."""
+SHEETS = "contact_sheet.png", "edited.png", "adapter.png"
+Item = TypeVar("Item")
+ScoreOf = Callable[[Tensor, Sequence[Scene]], dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +61,8 @@ class Size:
     """Captions of each kind."""
     overrides: tuple[str, ...] = ()
     """Changes of the recipe `shapes`."""
+    adapter_overrides: tuple[str, ...] = ()
+    """Of the recipe `shapes_dreambooth`."""
 
 
 QUICK = Size(
@@ -56,6 +71,7 @@ QUICK = Size(
     num_val=10,
     num_scored=6,
     overrides=("train.train_iters=4", "checkpoint.save_interval=4", "optimizer.lr_warmup_iters=1"),
+    adapter_overrides=("train.train_iters=2", "optimizer.lr_warmup_iters=1"),
 )
 
 
@@ -69,6 +85,24 @@ class ShapesDemo(TrainingDemo):
     def scenes(self) -> dict[str, list[Scene]]:
         """What the scored clips are asked to show, by kind."""
         return score.scored_scenes(self.size.num_scored)
+
+    @property
+    def edited(self) -> dict[str, list[tuple[Scene, Scene]]]:
+        """What is changed -> scenes before and after."""
+        return edits.edits([*self.scenes["single"], *self.scenes["pair"]])
+
+    @property
+    def taught(self) -> dict[str, list[Scene]]:
+        """What is asked of the adapter: its subject, and what the model knew before."""
+        return {**subject.asked(), "single": self.scenes["single"]}
+
+    @property
+    def subject(self) -> Path:
+        return self.out / "subject"
+
+    @property
+    def adapter(self) -> Path:
+        return self.out / "adapter"
 
     def clips(self, name: str) -> Path:
         return self.out / f"{name}.safetensors"
@@ -88,17 +122,49 @@ def _generate(demo: ShapesDemo) -> None:
 
 def _continue(demo: ShapesDemo) -> None:
     """From first frames of real clips, and captions that name neither things nor colours."""
-    scenes = [scene for scene, _ in _asked(demo)]
+    scenes = _all(demo.scenes)
     frames = _pixels(real_clips(scenes)[:, :, :1])
     given = [GivenVideo(frames=frame, use="first_frame") for frame in frames]
     make_clips(demo.clips("first_frame"), demo.bundle, neutral_captions(scenes), given)
 
 
+def _edit(demo: ShapesDemo) -> None:
+    """Real clips, each told anew."""
+    before, after = zip(*_all(demo.edited), strict=True)
+    given = [GivenVideo(frames=clip, strength=edits.STRENGTH) for clip in _pixels(real_clips(before))]
+    levels = {"sigmas": edits.SIGMAS, "num_steps": len(edits.SIGMAS)}
+    make_clips(demo.clips("edited"), demo.bundle, [edits.told(scene) for scene in after], given, **levels)
+
+
+def _teach(demo: ShapesDemo) -> None:
+    """Beside the ten clips the adapter sees those of the data set, so that what they show is kept."""
+    subject.write_subject(demo.subject, Bundle.open(demo.bundle))
+    blend, run = demo.out / "with-subject.yaml", demo.out / "adapter-run"
+    write_blend(blend, [demo.subject, demo.dataset], demo.subject)
+    run_module(
+        *("megadit.train", "--recipe", "shapes_dreambooth", "--nproc", str(demo.num_ranks)),
+        *(f"data.path={blend}", f"checkpoint.init_from={demo.bundle}", f"train.output_dir={run}"),
+        *demo.size.adapter_overrides,
+    )
+    run_module("megadit.train.to_bundle", str(run), str(demo.adapter))
+
+
+def _use(demo: ShapesDemo) -> None:
+    captions = score.scored_captions(_all(demo.taught))
+    for name, adapters in (("adapter", {str(demo.adapter): 1.0}), ("no_adapter", {})):
+        make_clips(demo.clips(name), demo.bundle, captions, adapters=adapters)
+
+
 def _score(demo: ShapesDemo) -> None:
-    result = {name: _by_kind(demo, read_clips(demo.clips(name))) for name in ("text", "first_frame")}
-    real = real_clips([scene for scene, _ in _asked(demo)])
-    result["real"] = _by_kind(demo, real)
-    result["real_decoded"] = _by_kind(demo, round_trip(Bundle.open(demo.bundle).load_tokenizer())(real).clamp(-1, 1))
+    asked = demo.scenes
+    result = {name: _by_kind(asked, read_clips(demo.clips(name))) for name in ("text", "first_frame")}
+    after = {change: [scene for _, scene in pairs] for change, pairs in demo.edited.items()}
+    result["edited"] = _by_kind(after, read_clips(demo.clips("edited")), edits.score_edits)
+    for name in ("adapter", "no_adapter"):
+        result[name] = _by_kind(demo.taught, read_clips(demo.clips(name)))
+    shown = {**asked, **subject.asked()}
+    real, decoded = real_clips(_all(shown)), round_trip(Bundle.open(demo.bundle).load_tokenizer())
+    result["real"], result["real_decoded"] = (_by_kind(shown, clips) for clips in (real, decoded(real).clamp(-1, 1)))
     write_json(demo.out / "score.json", {**result, "sampling": Bundle.open(demo.bundle).defaults.to_dict()})
 
 
@@ -113,6 +179,34 @@ def _draw(demo: ShapesDemo) -> None:
     shares = [f"{found[kind]['all']:.0%} of {found[kind]['num_clips']} {name}" for kind, name in kinds.items()]
     rows = [_row(*asked[place], clips[place]) for place in chosen]
     figures.contact_sheet(demo.out / "contact_sheet.png", rows, title=f"shown as told: {', '.join(shares)}")
+    _draw_edits(demo)
+    _draw_subject(demo)
+
+
+def _draw_edits(demo: ShapesDemo) -> None:
+    """Left what is given, right what is made of it."""
+    found, pairs = read_json(demo.out / "score.json")["edited"], _all(demo.edited)
+    chosen, clips = figures.spread(range(len(pairs)), NUM_EDITS), read_clips(demo.clips("edited"))
+    before = real_clips([pairs[place][0] for place in chosen])
+    given = [figures.SheetRow(caption="given", video_CTHW=clip, is_right={}) for clip in before]
+    made = [_row(pairs[place][1], edits.told(pairs[place][1]), clips[place]) for place in chosen]
+    shares = ", ".join(f"{values['all']:.0%} where the {change} changes" for change, values in found.items())
+    figures.contact_sheet(demo.out / "edited.png", [*given, *made], title=f"edited as told: {shares}")
+
+
+def _draw_subject(demo: ShapesDemo) -> None:
+    """Left without the adapter, right with it."""
+    found, scenes = read_json(demo.out / "score.json"), _all(demo.taught)
+    captions = score.scored_captions(scenes)
+    chosen = [*figures.spread(range(len(scenes) - demo.size.num_scored), NUM_EDITS - 1), len(scenes) - 1]
+    rows = [
+        _row(scenes[place], captions[place], read_clips(demo.clips(name))[place])
+        for name in ("no_adapter", "adapter")
+        for place in chosen
+    ]
+    share, before = (found[name]["subject"]["all"] for name in ("adapter", "no_adapter"))
+    title = f"learnt from ten clips: {share:.0%} as told in colours and actions that they lack ({before:.0%} before)"
+    figures.contact_sheet(demo.out / "adapter.png", rows, title=title)
 
 
 STAGES: Sequence[Stage[ShapesDemo]] = (
@@ -120,8 +214,13 @@ STAGES: Sequence[Stage[ShapesDemo]] = (
     *training_stages("shapes", "on Megatron-core", lambda demo: demo.size.overrides),
     Stage("generate", "make a clip of each caption", _generate, lambda demo: [demo.clips("text")]),
     Stage("continue", "go on from first frames", _continue, lambda demo: [demo.clips("first_frame")]),
+    Stage("edit", "change what clips show", _edit, lambda demo: [demo.clips("edited")]),
+    Stage("teach", "train an adapter on ten clips of another thing", _teach, lambda demo: [demo.adapter]),
+    Stage("use", "make clips with it", _use, lambda demo: [demo.clips("adapter"), demo.clips("no_adapter")]),
     Stage("score", "judge every clip", _score, lambda demo: [demo.out / "score.json"]),
-    Stage("figures", "draw the contact sheet and write videos", _draw, lambda demo: [demo.out / "contact_sheet.png"]),
+    Stage(
+        "figures", "draw the contact sheets and write videos", _draw, lambda demo: [demo.out / name for name in SHEETS]
+    ),
 )
 
 
@@ -142,14 +241,18 @@ def neutral_captions(scenes: Sequence[Scene]) -> list[str]:
 
 def _asked(demo: ShapesDemo) -> list[tuple[Scene, str]]:
     """Every scored scene, kind by kind, with its caption."""
-    scenes = [scene for scenes in demo.scenes.values() for scene in scenes]
+    scenes = _all(demo.scenes)
     return list(zip(scenes, score.scored_captions(scenes), strict=True))
 
 
-def _by_kind(demo: ShapesDemo, video_BCTHW: Tensor) -> dict[str, Any]:
+def _all(by_kind: Mapping[str, Sequence[Item]]) -> list[Item]:
+    return [item for items in by_kind.values() for item in items]
+
+
+def _by_kind(asked: Mapping[str, Sequence[Scene]], video_BCTHW: Tensor, score_of: ScoreOf = score.score):
     """The score of each kind of scene."""
-    parts = video_BCTHW.split([len(scenes) for scenes in demo.scenes.values()])
-    return {kind: score.score(part, scenes) for (kind, scenes), part in zip(demo.scenes.items(), parts, strict=True)}
+    parts = video_BCTHW.split([len(scenes) for scenes in asked.values()])
+    return {kind: score_of(part, scenes) for (kind, scenes), part in zip(asked.items(), parts, strict=True)}
 
 
 def _showcase(demo: ShapesDemo) -> list[int]:
@@ -194,7 +297,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    description = "Trains on captioned scenes of moving things, makes some from captions and first frames, scores them."
+    description = (
+        "Trains on captioned scenes of moving things; makes some from captions and first frames, edits some, learns a "
+        "thing by an adapter; scores all of it."
+    )
     options = read_options(ShapesOptions, argv, prog="megadit demo-shapes", description=description)
     demo = ShapesDemo(out=options.out, size=QUICK if options.quick else Size(), num_ranks=options.ranks)
     seconds = run_stages(demo, STAGES)
@@ -211,7 +317,7 @@ def summary_table(found: dict[str, Any]) -> str:
     """One line for each kind of scene and source of clips, with the 95 % interval of `all`."""
     shares = ("shape", "colour", "action", "relation", "all")
     lines = [f"{'':28}{'clips':>6}" + "".join(f"{name:>10}" for name in shares) + f"{'95 %':>18}"]
-    for source in ("text", "first_frame", "real_decoded"):
+    for source in ("text", "first_frame", "edited", "adapter", "no_adapter", "real_decoded"):
         for kind, values in found[source].items():
             numbers = "".join(f"{values[share]:>10.1%}" for share in shares)
             low, high = values["interval"]

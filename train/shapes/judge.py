@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megadit.train.digits.data import COLOURS
-from megadit.train.shapes.data import ACTIONS, FRAME_SIZE, RELATIONS, SHAPES, draw_things
+from megadit.train.shapes.data import ACTIONS, BACKGROUNDS, FRAME_SIZE, GLYPHS, RELATIONS, backgrounds, draw_things
 
 FAINTEST, FULL = 0.36, 0.62
 """Largest channel, 0..1, of a pixel that belongs to no thing, and of one that belongs to one wholly."""
@@ -24,6 +24,8 @@ SMALLEST = 24.0
 """Pixels that a thing covers at least."""
 LEAST_LIKE = 0.8
 """Correlation with a drawing below which a thing is none of them; real ones have .88 and more after a tokenizer."""
+EDGE = 3
+"""Columns at a side of a frame that no thing reaches."""
 STEP_DEGREES, WIDEST_TURN = 9, 36
 """Between angles of drawings; most that a thing turns from one frame to the next."""
 CROP_SIZE, CROP_RADII = 24, 2.6
@@ -133,7 +135,7 @@ def _see(video_CTHW: Tensor, cover_THW: Tensor, time_T: np.ndarray) -> Seen:
     growth = float((cover_THW[-1].sum() / cover_THW[0].sum()).log() / 2) * span
     degrees = _turned(like_TNA[:, shape]) * span if shape >= 0 else 0.0
     return Seen(
-        shape=list(SHAPES)[shape] if shape >= 0 else None,
+        shape=list(GLYPHS)[shape] if shape >= 0 else None,
         colour=start,
         becomes=end if end != start else None,
         action=_name_action(travel_2, degrees, growth, recoloured=end != start),
@@ -162,6 +164,13 @@ def _name_colours(colour_TC: Tensor) -> list[str]:
     return [list(COLOURS)[place] for place in torch.cdist(hue_TC, palette_NC).argmin(1).tolist()]
 
 
+def name_backgrounds(video_BCTHW: Tensor) -> list[str]:
+    """What things are before in each clip, as captions say it: told from the columns at either side, of all frames."""
+    sides_BCTHW = (torch.cat([video_BCTHW[..., :EDGE], video_BCTHW[..., -EDGE:]], dim=-1) + 1) / 2
+    rows_BN = torch.cdist(sides_BCTHW.mean((2, 4)).flatten(1), backgrounds(BACKGROUNDS).flatten(1))
+    return [list(BACKGROUNDS)[place] for place in rows_BN.argmin(1).tolist()]
+
+
 # --- likeness -----------------------------------------------------------------------------------------------------
 
 
@@ -185,8 +194,8 @@ def _crops(cover_BHW: Tensor, middle_B2: Tensor) -> Tensor:
 def _drawings() -> Tensor:
     """Crops of every shape at every angle, [N, A, P]."""
     degrees_A = torch.arange(0, 360, STEP_DEGREES, dtype=torch.float32)
-    still = torch.ones(len(SHAPES), len(degrees_A))
-    cover_NAHW = draw_things(torch.arange(len(SHAPES)), torch.zeros(*still.shape, 2), 30 * still, degrees_A * still)
+    still = torch.ones(len(GLYPHS), len(degrees_A))
+    cover_NAHW = draw_things(torch.arange(len(GLYPHS)), torch.zeros(*still.shape, 2), 30 * still, degrees_A * still)
     cover_BHW = F.avg_pool2d(cover_NAHW.flatten(0, 1)[:, None], 3, 1, 1)[:, 0]
     return _crops(cover_BHW, _middles(cover_BHW)).view(*still.shape, -1)
 

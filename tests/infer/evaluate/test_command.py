@@ -261,6 +261,16 @@ def test_ssim_is_torchmetrics_own():
     assert tokenizer_command.psnr(a, b).numpy() == pytest.approx(expected.numpy(), abs=1e-3)
 
 
+def test_single_frames_are_pictures_whatever_their_speed(tmp_path, bundle_dir, real_folder, reader_file, capsys):
+    """Nothing moves in them: they are compared with frames of videos of any speed, without optical flow."""
+    made = (bundle_dir, "--num_frames", 1, "--fps", 30, "--num_steps", 1, "--count", 8, "--out", tmp_path / "out")
+    seen = ("--real", real_folder, "--frames", 1, "--extractors", reader_file)
+    assert command.main([str(each) for each in (*made, *seen, "--metrics", "kid")]) == 0
+    (figure,) = report_of(tmp_path / "out")["figures"]
+    assert figure["metric"] == "kid" and "1 frames of 16x24 from the middle; 8 videos" in figure["protocol"]
+    assert "--metrics motion needs" in said(capsys, *made, *seen, "--metrics", "motion")
+
+
 # ------------------------------------------------------------------------------------------------------- bad input
 
 

@@ -38,11 +38,11 @@ def test_a_folder_in_order_with_captions_and_a_key_of_its_content(tmp_path):
     assert open_videos(tmp_path / "b", 4).count == 4
 
 
-def write_dataset(root):
+def write_dataset(root, *, longest=5):
     tokenizer, text_encoder = HaarTokenizer(temporal_compression=2, spatial_compression=2), HashedWordEncoder(dim=16)
     with DatasetWriter(root, tokenizer=tokenizer, text_encoder=text_encoder, shard_size=7) as writer:
         for number in range(24):
-            frames = 5 if number % 3 else 1
+            frames = longest if number % 3 else 1
             video = torch.rand(3, frames, 8, 8, generator=torch.Generator().manual_seed(number)) * 2 - 1
             writer.add(
                 "val" if number < 18 else "train",
@@ -66,6 +66,15 @@ def test_videos_of_a_data_set_without_its_images(tmp_path):
     assert np.abs(clip.video_THWC / 255 - expected.numpy()).max() < 0.01 and clip.fps == 8
     assert open_videos(tmp_path / "data", split="train").prompts == [f"caption {number}" for number in (19, 20, 22, 23)]
     assert open_videos(tmp_path / "data", 3).prompts == found.prompts[:3]
+
+
+def test_a_data_set_of_images_alone_is_its_images(tmp_path):
+    write_dataset(tmp_path / "data", longest=1)
+    found = open_videos(tmp_path / "data", 4)
+    assert found.prompts == [f"caption {number}" for number in range(4)]
+    clip = found.parts[0].read()[2]
+    expected = torch.rand(3, 1, 8, 8, generator=torch.Generator().manual_seed(2)).permute(1, 2, 3, 0)
+    assert np.abs(clip.video_THWC / 255 - expected.numpy()).max() < 0.01
 
 
 def add(tar, name, content):

@@ -151,7 +151,7 @@ def test_a_page_shows_a_run(run, tmp_path, capsys):
     assert "recipe: digits" in text and "http" not in text
     capsys.readouterr()
     assert info.main([str(run / "checkpoints" / "iter_0000500"), "--html", str(page)]) == 2
-    assert "--html is the page of a training run" in capsys.readouterr().err
+    assert "--html is the page of a training run or a dataset" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("as_json", [False, True])

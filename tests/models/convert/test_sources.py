@@ -18,10 +18,13 @@ from megadit.models.convert import class_dit, cosmos, nemo
 from megadit.models.convert.cli import main
 from megadit.models.convert.converted import to_theirs
 from megadit.models.convert.published import open_published
+from megadit.models.convert.written import write_diffusers as write_diffusers_form
+from megadit.models.convert.written import write_original
 from megadit.models.dit import DiT
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import HashedWordEncoder
-from megadit.models.tokenizers import HaarTokenizer
+from megadit.models.tokenizers import HaarTokenizer, load_tokenizer
+from tests.stable_diffusion import random_vae
 
 COSMOS = DiTConfig(
     family="cosmos",
@@ -175,6 +178,31 @@ def test_the_original_class_network_comes_in(tmp_path, capsys):
     found = open_published(tmp_path / "DiT-tiny.pt")
     assert found.config == config
     assert all(torch.equal(found.tensors.read(name), tensor) for name, tensor in ours.items())
+
+
+def test_positions_that_others_would_read_as_theirs_are_not_written(tmp_path):
+    tensors = from_state_dict(random_tensors(COSMOS))
+    dense = dataclasses.replace(COSMOS, rope_interpolation=(1.0, 2.0, 2.0))
+    for write, rest in ((write_diffusers_form, (8, {})), (write_original, ({},))):
+        out = tmp_path / write.__name__
+        out.mkdir()
+        with pytest.raises(
+            UserError, match=r"model\.rope_interpolation=\[1\.0, 2\.0, 2\.0\] has no place in other forms"
+        ):
+            write(out, dense, tensors, *rest)
+        assert not list(out.iterdir())
+        write(out, COSMOS, tensors, *rest)
+
+
+def test_a_published_autoencoder_is_a_tokenizer_where_it_lies(tmp_path):
+    """By itself, or in a pipeline, whose own `tokenizer/` is of texts."""
+    random_vae().save_pretrained(tmp_path / "pipeline" / "vae")
+    (tmp_path / "pipeline" / "tokenizer").mkdir()
+    (tmp_path / "pipeline" / "tokenizer" / "config.json").write_text("{}")
+    found = [load_tokenizer(path) for path in (tmp_path / "pipeline" / "vae", tmp_path / "pipeline")]
+    assert len({tokenizer.fingerprint() for tokenizer in found}) == 1
+    found[0].save(tmp_path / "ours")
+    assert load_tokenizer(tmp_path / "ours").fingerprint() == found[0].fingerprint()
 
 
 def nemo_config(family):

@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import json
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
@@ -27,6 +28,8 @@ from megadit.models.noise import latent_noise, seed_key
 from megadit.models.shared.errors import UserError
 from megadit.models.unet import UNet
 from megadit.models.unet_config import FIXED, USUAL
+from megadit.serve.build_repository import build_repository
+from megadit.serve.model_config import Scheduling
 from tests.stable_diffusion import SCHEDULE, UNETS, make_pipeline
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
@@ -34,6 +37,7 @@ diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed"
 PROMPT, NEGATIVE, SEED, STEPS = "a red seven on the beach", "a blue robot", 3, 20
 SIGMA = ddpm_sigmas("stable_diffusion")[951].item()
 """Of the first of 20 steps: 951, 901, ..., 1."""
+SPLIT = Scheduling(device="0,1", ranks=2, tp_size=2)
 
 
 @pytest.fixture(scope="module")
@@ -286,13 +290,24 @@ def test_training_is_refused_with_the_reason_and_the_recipe_to_take(made):
     from megadit.train.given_network import read_given
 
     run = resolve_config("digits")
-    with pytest.raises(UserError, match="a U-Net of 2 levels.* is not trained here.*--recipe pretrain_ditllama1b"):
+    with pytest.raises(UserError, match="a U-Net of 2 levels.* is not trained here.*--recipe image_xl_256"):
         read_given(run, str(made("1.x")[2]))
 
 
-def test_an_export_is_refused(made, tmp_path):
-    with pytest.raises(UserError, match="it is not exported; leave it in torch"):
-        export_bundle(made("1.x")[2], tmp_path / "out")
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (export_bundle, "it is not exported; leave it in torch"),
+        (partial(build_repository, runtime="onnx"), "it is not exported; leave it in torch"),
+        (partial(build_repository, scheduling=SPLIT), "no ranks share it; leave out --tp_size and --cp_size"),
+        (partial(build_repository, adapters="."), "adapters for it are not read"),
+    ],
+    ids=["export", "exported", "ranks", "adapters"],
+)
+def test_what_a_unet_has_not_is_refused_before_anything_is_written(made, tmp_path, use, message):
+    with pytest.raises(UserError, match=f"a U-Net of 2 levels.*{message}"):
+        use(made("1.x")[2], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_autoencoder_of_earlier_names_is_read(made, tmp_path):

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from megadit.models.shared.errors import UserError
-from megadit.serve.contract import CancelledError, InvalidRequestError, StepDone, VideoRequest
+from megadit.serve.answers import CancelledError, InvalidRequestError, StepDone
+from megadit.serve.contract import VideoRequest
 from megadit.serve.gateway import command
 from megadit.serve.gateway.client import GatewayClient
 from megadit.serve.gateway.process import gateway_process

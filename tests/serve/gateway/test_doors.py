@@ -16,8 +16,9 @@ import uvicorn
 from sqlalchemy.exc import SQLAlchemyError
 
 from megadit.models.shared.errors import UserError
+from megadit.serve.answers import ServiceError, VideoResult
 from megadit.serve.client import Generation
-from megadit.serve.contract import ServiceError, VideoRequest, VideoResult
+from megadit.serve.contract import VideoRequest
 from megadit.serve.gateway import connections, database, middleware, webhooks
 from megadit.serve.gateway.app import create_app
 from megadit.serve.gateway.connections import BACKLOG, Connection, Door, most_connections
@@ -331,7 +332,8 @@ def test_a_body_of_a_hundred_thousand_names_is_refused_at_once(visit):
         "postgresql+nonsense:/user:hunter2@host/x\0",
     ],
 )
-def test_no_error_tells_the_password_of_a_store(url):
+def test_no_error_tells_the_password_of_a_store(url, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # what looks like a file's name is one
     with pytest.raises(UserError) as told:
         Database(url).close()
     assert "hunter2" not in str(told.value) and "hunter2" not in shown(url)

@@ -16,7 +16,7 @@ import pytest
 from megadit.infer.video_io import encode_mp4
 from megadit.models.shared import verbs
 from megadit.models.shared.errors import UserError
-from megadit.serve.contract import CancelledError, StepDone
+from megadit.serve.answers import CancelledError, StepDone
 from megadit.serve.gateway.client import GatewayClient
 from megadit.serve.page.demo import Studio
 
@@ -158,6 +158,8 @@ def test_the_openai_client_works(gateway, wait_until):
     )
     assert (video.status, video.progress, video.size, video.error) == ("completed", 100, "24x16", None)
     assert len(frames_of(client.videos.download_content(video.id).content)) == 8
+    for variant, beginning in (("thumbnail", b"RIFF"), ("spritesheet", b"\xff\xd8\xff")):
+        assert client.videos.download_content(video.id, variant=variant).content.startswith(beginning)
     second = client.videos.create(prompt="b", extra_body={"seed": 3, "num_steps": 2})
     assert client.videos.poll(second.id, poll_interval_ms=100).status == "completed"
     assert [each.id for each in client.videos.list(limit=1)] == [second.id, video.id], "pages follow each other"

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from megadit.infer.video_io import encode_mp4
-from megadit.serve.contract import InvalidRequestError, VideoRequest
+from megadit.serve.answers import InvalidRequestError
+from megadit.serve.contract import VideoRequest
 from megadit.serve.gateway.client import GatewayClient
 
 from ..media import GIF, MASK, MP4, OTHER_PNG, PNG

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from megadit.serve.answers import HeldBackError
 from megadit.serve.build_repository import build_repository
 from megadit.serve.client import VideoClient
-from megadit.serve.contract import HeldBackError
 from megadit.serve.local_server import LocalServer
 from megadit.serve.model_config import Scheduling
 

@@ -10,14 +10,15 @@ import pytest
 from prometheus_client import generate_latest
 
 from megadit.models.shared.errors import UserError
-from megadit.serve.contract import DeadlineExceededError, UnavailableError, VideoRequest, VideoResult
+from megadit.serve.answers import DeadlineExceededError, UnavailableError, VideoResult
+from megadit.serve.contract import VideoRequest
 from megadit.serve.gateway import runner
 from megadit.serve.gateway.errors import ApiError
 from megadit.serve.gateway.jobs import NewJob
-from megadit.serve.gateway.routes import _Streams
 from megadit.serve.gateway.runner import RunnerSettings, _Run
 from megadit.serve.gateway.servers import Server
 from megadit.serve.gateway.service import Gateway
+from megadit.serve.gateway.streams import Streams
 
 SIZES = {"num_steps": 4, "num_frames": 5, "height": 8, "width": 8, "fps": 8.0}
 MODEL = "text_to_video"
@@ -119,7 +120,7 @@ def test_a_key_reads_so_many_streams(gateway, new_key):
     """Counted from the moment that one is opened, however many are opened before the first is read."""
     (_, key), (_, other) = new_key(), new_key()
     gateway.settings = replace(gateway.settings, max_streams=2)
-    streams = _Streams(gateway)
+    streams = Streams(gateway)
     first, _ = (streams.open(key, "video", {}) for _ in range(2))
     with pytest.raises(ApiError, match="2 streams at once"):
         streams.open(key, "video", {})

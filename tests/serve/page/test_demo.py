@@ -13,16 +13,9 @@ import pytest
 from megadit.infer.video_io import encode_mp4, read_video, write_video
 from megadit.models.shared import verbs
 from megadit.models.shared.errors import UserError
+from megadit.serve.answers import CancelledError, ServiceError, StepDone, VideoResult
 from megadit.serve.client import VideoClient
-from megadit.serve.contract import (
-    CancelledError,
-    Limits,
-    ServiceError,
-    ServiceInfo,
-    StepDone,
-    VideoRequest,
-    VideoResult,
-)
+from megadit.serve.contract import Limits, ServiceInfo, VideoRequest
 from megadit.serve.page import demo
 from megadit.serve.page.demo import Studio, service
 from megadit.serve.page.view import Preset, facts, finished_stage, presets, progress_stage, told_stage

@@ -172,6 +172,10 @@ STUDENT = [
     *("train.distill.teacher=nowhere", "train.distill.objective=guidance", "train.distill.sigmas=[80.0]"),
     "diffusion.learned_uncertainty=false",
 ]
+CLASSIFYING = [
+    *("model.family=vit", "model.num_classes=5", "model.crossattn_emb_size=2", "data.text_dropout=0"),
+    *("model.position_embedding=learned", "model.learned_positions=[1,4,4]", "diffusion.learned_uncertainty=false"),
+]
 MATCHING = [
     *("model.family=clip", "model.text_tower.num_layers=1", "model.crossattn_emb_size=2", "data.text_dropout=0"),
     *("model.position_embedding=learned", "model.learned_positions=[1,4,4]", "diffusion.learned_uncertainty=false"),
@@ -198,10 +202,8 @@ NEEDS = {
     "train.contrast_rows": MATCHING,
     "model.quick_gelu": MATCHING,
     **{f"model.text_tower.{name}": MATCHING for name in TEXT_TOWER},
-    "train.label_smoothing": [
-        *("model.family=vit", "model.num_classes=5", "model.crossattn_emb_size=2", "data.text_dropout=0"),
-        *("model.position_embedding=learned", "model.learned_positions=[1,4,4]", "diffusion.learned_uncertainty=false"),
-    ],
+    "train.label_smoothing": CLASSIFYING,
+    "data.mixup": CLASSIFYING,
     "train.fp8": ["train.precision=bf16", "parallel.transformer_impl=transformer_engine", "model.hidden_size=128"],
     "data.given": ["model.given_sigma=0.02"],
     "model.given_form": ["model.given_sigma=0.02"],

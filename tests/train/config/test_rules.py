@@ -122,6 +122,7 @@ BREACHES = (
     ),
     breach("data.given_dropout=[0.5, 0.3, 0.2] must be three shares", data={"given_dropout": (0.5, 0.3, 0.2)}),
     breach("train.label_smoothing=0.1 is of classifiers", train={"label_smoothing": 0.1}),
+    breach("data.mixup=0.2 mixes samples and classes", data={"mixup": 0.2}),
     of_classifier("model.family=vit learns classes: give model.num_classes", model={"num_classes": None}),
     of_towers("model.family=clip has two towers with a sequence each", parallel={"pipeline_model_parallel_size": 2}),
     of_towers(
@@ -365,6 +366,10 @@ BREACHES = (
         "here has texts of 0 tokens (0: none, but features), not of the 600",
         {"dataset": SimpleNamespace(**{**vars(DATASET), "text_width": 2, "text_encoder_folder": "here"})},
     ),
+    of_towers(
+        "here has texts of up to 90 tokens, for which the 77 of model.text_tower.max_length have no places",
+        {"dataset": SimpleNamespace(**{**vars(DATASET), "text_width": 2, "text_encoder_folder": "of words"})},
+    ),
     of_classifier(
         "here has 3 classes (0: texts), not the 5 of model.num_classes",
         {"dataset": SimpleNamespace(**{**vars(DATASET), "text_width": 2, "text_encoder_folder": "here"})},
@@ -394,7 +399,8 @@ def found(tmp_path, monkeypatch):
     other = SimpleNamespace(fingerprint=lambda: "another")
     monkeypatch.setattr(tokenizers, "load_tokenizer", lambda folder: other)
     three_classes = SimpleNamespace(names=("one", "two", "three"))
-    monkeypatch.setattr(text_encoders, "load_text_encoder", lambda folder: three_classes)
+    folders = {"of words": SimpleNamespace(num_words=600, max_length=90)}
+    monkeypatch.setattr(text_encoders, "load_text_encoder", lambda folder: folders.get(folder, three_classes))
 
     def message(case: Breach, of=RULES) -> str | None:
         monkeypatch.setattr(rules, "RULES", ())

@@ -71,8 +71,8 @@ def test_captioned_digits(tmp_path):
         assert torch.equal(tensors["text"].float(), found.features_BLE[0]) and len(tensors["text"]) <= 12
 
 
-@pytest.mark.parametrize("source", ["digit_classes", "digit_captions"])
-def test_digits_in_pixels(tmp_path, capsys, source):
+@pytest.mark.parametrize("source", ["digit_classes", "digit_captions", "digit_images", "digit_images_64"])
+def test_digits_one_to_a_picture(tmp_path, capsys, source):
     out, again = tmp_path / "out", ["--num_images", "40", "--overwrite"]
     assert prepare.main([source, str(out), *again]) == 0
     first = read_samples(out, "train")
@@ -81,6 +81,22 @@ def test_digits_in_pixels(tmp_path, capsys, source):
     assert any(not torch.equal(x["latent"], y["latent"]) for (_, _, x), (_, _, y) in zip(first, other, strict=True))
     assert prepare.main([source, str(out)]) == 0 and "already prepared" in capsys.readouterr().out
     assert prepare.main([source, str(tmp_path / "none"), "--num_images", "0"]) == 2
+
+
+def test_digits_to_make_images_from_are_the_same_pictures_in_two_sizes(tmp_path):
+    """By one tokenizer, under one caption."""
+    small, large = tmp_path / "digit_images", tmp_path / "digit_images_64"
+    for out in (small, large):
+        assert prepare.main([out.name, str(out), "--num_images", "40"]) == 0
+    tokenizer = load_tokenizer(small / "tokenizer")
+    assert tokenizer.fingerprint() == load_tokenizer(large / "tokenizer").fingerprint()
+    for (_, few, small_latent), (_, many, large_latent) in zip(
+        read_samples(small, "train"), read_samples(large, "train"), strict=True
+    ):
+        assert few["caption"] == many["caption"] and (few["height"], many["height"]) == (32, 64)
+        pictures = [tokenizer.decode(each["latent"][None].float())[0] for each in (small_latent, large_latent)]
+        halved = torch.nn.functional.avg_pool3d(pictures[1], (1, 2, 2))
+        assert (pictures[0] - halved).square().mean().sqrt() < 0.15
 
 
 def test_decoded_clips_show_their_captions(prepared):

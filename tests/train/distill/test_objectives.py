@@ -33,6 +33,8 @@ def pack(given=()):
         noise_key_G=torch.tensor([11, 22, 0]),
         seed_key_G=torch.tensor([33, 44, 0]),
         loss_weight_G=torch.ones(3),
+        own_share_G=torch.ones(3),
+        partner_G=torch.zeros(3, dtype=torch.long),
         sample_ids=("a", "b", ""),
     )
 

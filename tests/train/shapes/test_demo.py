@@ -11,6 +11,7 @@ from megadit.models.shared.files import read_json
 from megadit.train.shapes import demo as demo_module
 from megadit.train.shapes import score
 from megadit.train.shapes.demo import QUICK, ShapesDemo
+from megadit.train.shapes.edits import CHANGES
 
 
 def test_every_option_reaches_the_demo(tmp_path, monkeypatch):
@@ -54,5 +55,7 @@ def test_the_demo_runs_to_its_pictures(tmp_path):
     found = read_json(tmp_path / "demo" / "score.json")
     for kind in score.GROUPS:
         assert found["real"][kind]["all"] == 1.0 and found["text"][kind]["num_clips"] == QUICK.num_scored
-    assert (tmp_path / "demo" / "contact_sheet.png").stat().st_size > 10_000
+    assert found["adapter"].keys() == found["no_adapter"].keys() and found["edited"].keys() == set(CHANGES)
+    for name in demo_module.SHEETS:
+        assert (tmp_path / "demo" / name).stat().st_size > 10_000
     assert len(list((tmp_path / "demo" / "videos").iterdir())) >= 3

@@ -11,6 +11,7 @@ from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import group, setting
 from megadit.train.data.dataset_info import INFO_FILE
 from megadit.train.data.ingest import stages
+from megadit.train.data.ingest.captions import CaptionServer
 from megadit.train.data.ingest.download import Downloads
 from megadit.train.data.ingest.encodings import default_encodings, read_encodings
 from megadit.train.data.ingest.engine import choose_engine, run_on_ray, start_ray
@@ -35,6 +36,7 @@ class PrepareOptions:
     sizes: str | None = setting(None, "buckets in place of one size: 256x256,192x320,320x192 (height x width)")
     num_frames: str = setting("33", "of clips; several: 17,33,121 (default: {default})")
     settings: Settings = group(Settings)
+    caption_server: CaptionServer = group(CaptionServer)
     tokenizer: str = setting(
         "haar",
         "folder of a tokenizer, haar: fitted to the clips, or pixels: as they are",
@@ -52,7 +54,9 @@ class PrepareOptions:
     engine: str = setting("none", "ray: parts are tasks of a cluster of Ray, or of one on this machine", metavar="NAME")
     engine_tasks: int | None = setting(None, "for --engine: tasks of a stage (default: as many as have room)", low=1)
     stages: str | None = setting(None, f"only these of {','.join(stages.STAGES)}")
-    redo: str | None = setting(None, "shards to make again (7, or 3:8 for 3 to 7), or failed: downloads that failed")
+    redo: str | None = setting(
+        None, "shards to make again (7, or 3:8 for 3 to 7), or failed: downloads, captions, scores"
+    )
     overwrite: bool = setting(False, "start anew")
 
 
@@ -154,6 +158,7 @@ def prepare(kind: str, options: Options) -> None:
             team=team,
             redo=None if common.redo in (None, FAILED) else _range(common.redo),
             redo_failed=common.redo == FAILED,
+            caption_server=common.caption_server,
         )
         stages.check_encoders(preparation)
         ray = start_ray() if is_on_ray else None

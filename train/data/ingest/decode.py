@@ -228,6 +228,34 @@ def read_frames(source: Source, settings: Settings, pts: tuple[int, ...], height
     raise UnusableSourceError("changed", f"frames that were there are gone; was {source.path} replaced?")
 
 
+def read_glimpse(source: Source, settings: Settings, seconds: float, height: int) -> np.ndarray:
+    """What is shown so many seconds after the beginning, or last of all, in its own shape: uint8 HWC.
+
+    Raises:
+        UnusableSourceError: if nothing can be decoded.
+    """
+    if source.kind == "image":
+        image = read_image(source, settings)
+        return fit_image(image, height, _glimpse_width(image.height, image.width, height))
+    with _open_video(source, settings) as video:
+        if seconds:
+            video.seek(int(seconds / video.time_base))  # to the key frame before; a reader that cannot is at the start
+        seen = None
+        for seen in video.frames():
+            if float(seen.pts * video.time_base) >= seconds:
+                break
+        if seen is None:
+            raise UnusableSourceError("broken", "no frame can be decoded")
+        width = _glimpse_width(*_shown_size(seen, video.pixel_aspect), height)
+        shown, _ = opaque_frame(seen, settings)
+        return _fitted(shown, _quarter_turns(seen), video.pixel_aspect, height, width)
+
+
+def _glimpse_width(shown_height: int, shown_width: int, height: int) -> int:
+    """At a height; of strips it is a part."""
+    return min(max(1, round(shown_width * height / shown_height)), 4 * height)
+
+
 class _Video:
     """The first video of a container that ffmpeg reads."""
 

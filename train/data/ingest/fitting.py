@@ -58,8 +58,5 @@ def drop_unfit(
                 if clip.source.caption and score >= least:
                     kept.append(clip)
                     continue
-                seconds = clip.num_frames / clip.fps if clip.fps else 0.0
-                detail = f"{score:.3f}" if clip.source.caption else "no caption"
-                name = clip.source.name
-                skips.append(Skip(source=name, reason=REASON, detail=detail, start=clip.start, seconds=seconds))
+                skips.append(clip.left_out(REASON, f"{score:.3f}" if clip.source.caption else "no caption"))
     return kept, skips

@@ -7,6 +7,7 @@ that has no file yet, and leaves the same bytes as one that was not.
 
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
@@ -46,6 +47,8 @@ class Settings:
     """Of the brightest frame on average (0..255)."""
     min_motion: float = setting(0.4, "stiller clips are left out as static (default: {default})")
     """Of all neighbouring frames: how much they differ on average (0..255)."""
+    min_flow: float = setting(0.0, "slower clips are left out as slow, by optical flow (default: {default})", low=0)
+    """Mean speed of all that is seen, in sides of the picture a second: what fades or flickers differs, but is slow."""
     min_contrast: float = setting(2.0, "plainer images are left out as blank (default: {default})")
     """Standard deviation of brightness (0..255)."""
     max_duplicate_bits: int = setting(
@@ -55,6 +58,10 @@ class Settings:
         "same_caption", "which near-duplicates are left out: of one caption, or whatever it says (default: {default})"
     )
     """A caption that is empty is like any other."""
+    not_in: tuple[str, ...] = setting(
+        (), "another data set: near-duplicates of its clips are left out", metavar="DATA", repeated=True
+    )
+    """Whatever their captions say."""
     background: str = setting("black", "colour behind what is transparent: white, #8040ff (default: {default})")
     min_aesthetic_score: float | None = setting(None, "sources with a lower one, or none, are left out")
     """Of the `aesthetic_score` that sources come with."""
@@ -62,6 +69,22 @@ class Settings:
         None, "of a CLIP: clips whose caption fits less, or that have none, are left out", metavar="BUNDLE:SCORE"
     )
     """A similarity, -1..1, of the middle frame."""
+    caption_model: str | None = setting(None, "model of --caption_server that describes clips", metavar="NAME")
+    caption_prompt: str = setting(
+        "Describe this in one or two sentences: what is seen, how it moves, how it looks. Give the description alone.",
+        "what it is asked of each clip",
+        metavar="TEXT",
+    )
+    caption_frames: int = setting(4, "of a clip that it is shown (default: {default})", low=1, high=64)
+    judge_dir: str | None = setting(
+        None, "folder with your judge.py, whose judge(video, caption) gives scores of a clip", metavar="DIR"
+    )
+    min_score: tuple[str, ...] = setting(
+        (), "of the judge: clips with a lower one, or none, are left out", metavar="NAME=SCORE", repeated=True
+    )
+    max_score: tuple[str, ...] = setting(
+        (), "of the judge: clips with a higher one, or none, are left out", metavar="NAME=SCORE", repeated=True
+    )
     max_megapixels: float = setting(100.0, "larger pictures are left out (default: {default})", above=0)
     """They are not decoded."""
     max_minutes: float = setting(240.0, "longer videos are left out (default: {default})", above=0)
@@ -137,6 +160,19 @@ class Clip:
     def num_frames(self) -> int:
         return len(self.pts)
 
+    @property
+    def seconds(self) -> float:
+        """0 for images."""
+        return self.num_frames / self.fps if self.fps else 0.0
+
+    @property
+    def place(self) -> str:
+        return f"{self.source.name} at {self.start:.2f} s"
+
+    def left_out(self, reason: str, detail: str = "") -> "Skip":
+        name, caption = self.source.name, self.source.caption
+        return Skip(source=name, reason=reason, detail=detail, start=self.start, seconds=self.seconds, caption=caption)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Skip:
@@ -147,6 +183,7 @@ class Skip:
     detail: str = ""
     start: float = 0.0
     seconds: float = 0.0
+    caption: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,8 +251,27 @@ class Notes:
         """What the listing of the sources left out, before any was read."""
         return self.folder / "skipped_sources.jsonl"
 
+    @property
+    def captions(self) -> Path:
+        """What a server said of clips."""
+        return self.folder / "captions.jsonl"
+
+    @property
+    def scores(self) -> Path:
+        """What a judge gave clips."""
+        return self.folder / "scores.jsonl"
+
+    @property
+    def left_out(self) -> Path:
+        """Pictures of a few sources of each reason for which some are left out."""
+        return self.folder / "left_out"
+
+    @property
+    def scans(self) -> Path:
+        return self.folder / "scan"
+
     def scan(self, unit: int) -> Path:
-        return self.folder / "scan" / f"{unit:06d}.jsonl"
+        return self.scans / f"{unit:06d}.jsonl"
 
     def plan(self, split: str) -> Path:
         """The clips of a split, in the order of its shards."""
@@ -265,9 +321,17 @@ class Notes:
                 self.root.rmdir()
 
     def forget_made(self) -> None:
-        """Removes all that was made from the sources; the request and what was fetched stay."""
+        """Removes all that was made from the sources; the request, what was fetched and what was answered stay."""
+        self._keep_only()
+
+    def forget_selected(self) -> None:
+        """Removes the selection and all that was made from it."""
+        self._keep_only(self.sources, self.skipped, self.scans)
+
+    def _keep_only(self, *paths: Path) -> None:
+        kept = (self.folder, self.settings, self.fetched, self.captions, self.scores, *paths)
         for path in [*self.root.iterdir(), *self.folder.iterdir()]:
-            if path not in (self.folder, self.settings, self.fetched):
+            if path not in kept:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def _clear_temporaries(self) -> None:
@@ -278,11 +342,44 @@ class Notes:
 
     def findings(self) -> Iterator[Finding]:
         """Of all sources, in their order."""
-        for path in sorted((self.folder / "scan").glob("*.jsonl")):
+        for path in sorted(self.scans.glob("*.jsonl")):
             yield from map(finding_from_json, read_lines(path))
 
     def clips(self, split: str) -> list[Clip]:
         return [clip_from_json(values) for values in read_lines(self.plan(split))]
+
+
+class Answers:
+    """What a server or a program said of clips: a line each as soon as it is said, so that nobody is asked twice."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._known: dict[str, Any] = {}
+        if path.is_file():
+            content = path.read_bytes()
+            whole = content[: content.rfind(b"\n") + 1]
+            if len(whole) < len(content):  # a process that was killed left half a line
+                os.truncate(path, len(whole))
+            for line in whole.splitlines():
+                name, answer = json.loads(line)
+                self._known[name] = answer
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def of(self, clip: Clip) -> Any:
+        """None: nothing was said."""
+        return self._known.get(self._name(clip))
+
+    def add(self, clip: Clip, answer: Any) -> None:
+        self._known[self._name(clip)] = answer
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(json.dumps([self._name(clip), answer], ensure_ascii=False) + "\n")
+
+    @staticmethod
+    def _name(clip: Clip) -> str:
+        """Of this clip and no other that a source of the same name holds once it is replaced."""
+        return f"{clip.key} {clip.fingerprint}"
 
 
 def _is_whole_file(path: Path) -> bool:

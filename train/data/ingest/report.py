@@ -14,7 +14,9 @@ REPORT = "report.json"
 PICTURE = "report.png"
 FLAGS = {
     "near-duplicate": " (--max_duplicate_bits -1 keeps all)",
+    "in another data set": " (--not_in)",
     "static": " (--min_motion)",
+    "slow": " (--min_flow)",
     "black": " (--min_brightness)",
     "blank": " (--min_contrast)",
     "too large": " (--max_megapixels)",
@@ -58,7 +60,7 @@ def write_report(notes: Notes) -> Report:
     report = Report(
         sources=selection["sources"] + len(unlisted),
         hours_read=round(selection["hours_read"], 6),
-        hours_kept=round(sum(_seconds(clip) for clip in every) / 3600, 6),
+        hours_kept=round(sum(clip.seconds for clip in every) / 3600, 6),
         samples={split: len(plan) for split, plan in clips.items()},
         without_caption=sum(not clip.source.caption for clip in every),
         transparent=sum(clip.is_transparent for clip in every),
@@ -103,7 +105,7 @@ def draw(path: Path, report: Report, clips: list[Clip]) -> None:
     _bars(axes[2], "left out, by reason", report.skips)
     axes[3].hist([clip.fps for clip in clips], bins=30)
     axes[3].set_title("frames per second (0: images)")
-    axes[4].hist([_seconds(clip) for clip in clips], bins=30)
+    axes[4].hist([clip.seconds for clip in clips], bins=30)
     axes[4].set_title("seconds")
     axes[5].hist([len(clip.source.caption.split()) for clip in clips], bins=30)
     axes[5].set_title("words of the caption")
@@ -123,7 +125,3 @@ def _bars(axes: Any, title: str, counts: dict[str, int]) -> None:
 
 def _counts(values: Any) -> dict[str, int]:
     return dict(sorted(Counter(values).items(), key=lambda item: (-item[1], item[0])))
-
-
-def _seconds(clip: Clip) -> float:
-    return clip.num_frames / clip.fps if clip.fps else 0.0

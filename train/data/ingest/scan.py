@@ -59,10 +59,9 @@ def _scan_video(source: Source, settings: Settings) -> Finding:
     clips: list[Clip] = []
     skips: list[Skip] = []
 
-    def leave_out(reason: str, start: int, stop: int) -> None:
-        skips.append(
-            _skip(source, reason, f"frames {start} to {stop}", start / timeline.fps, (stop - start) / timeline.fps)
-        )
+    def leave_out(reason: str, start: int, stop: int, measured: str = "") -> None:
+        detail = f"frames {start} to {stop}{measured and f', {measured}'}"
+        skips.append(_skip(source, reason, detail, start / timeline.fps, (stop - start) / timeline.fps))
 
     scenes = find_scenes(timeline.luma_THW, settings.scene_threshold) if settings.cut == "scene" else [(0, num_frames)]
     for scene_start, scene_stop in scenes:
@@ -70,8 +69,9 @@ def _scan_video(source: Source, settings: Settings) -> Finding:
         for start, stop in windows(scene_start, scene_stop, settings.num_frames):
             end = stop
             luma_THW = timeline.luma_THW[start:stop]
-            if reason := dull(luma_THW, timeline.motion_T[start + 1 : stop], settings):
-                leave_out(reason, start, stop)
+            if found := dull(luma_THW, timeline.motion_T[start + 1 : stop], timeline.fps, settings):
+                reason, measured = found
+                leave_out(reason, start, stop, measured)
                 continue
             clip = Clip(
                 key="",
@@ -126,12 +126,18 @@ def windows(start: int, stop: int, lengths: tuple[int, ...]) -> list[tuple[int, 
     return found
 
 
-def dull(luma_THW: np.ndarray, motion_T: np.ndarray, settings: Settings) -> str | None:
-    """Why nothing could be learned from these frames, or None; `motion_T` is that between them, one fewer."""
-    if luma_THW.mean(axis=(1, 2)).max() < settings.min_brightness:
-        return "black"
-    if len(motion_T) and motion_T.max() < settings.min_motion:
-        return "static"
+def dull(luma_THW: np.ndarray, motion_T: np.ndarray, fps: float, settings: Settings) -> tuple[str, str] | None:
+    """Why nothing could be learned from these frames, and what was measured, or None; `motion_T` is the change between
+    them, one fewer."""
+    if (brightness := luma_THW.mean(axis=(1, 2)).max()) < settings.min_brightness:
+        return "black", f"brightness {brightness:.1f}"
+    if len(motion_T) and (change := motion_T.max()) < settings.min_motion:
+        return "static", f"change {change:.2f}"
+    if len(motion_T) and settings.min_flow:
+        from megadit.train.data.ingest.flow import mean_speed  # and torch, without which processes start sooner
+
+        if (speed := mean_speed(luma_THW, fps)) < settings.min_flow:
+            return "slow", f"{speed:.3f} sides a second"
     return None
 
 
@@ -154,4 +160,5 @@ def _changes(luma_THW: np.ndarray) -> np.ndarray:
 
 
 def _skip(source: Source, reason: str, detail: str, start: float = 0.0, seconds: float = 0.0) -> Skip:
-    return Skip(source=source.name, reason=reason, detail=detail, start=start, seconds=seconds)
+    caption = source.caption
+    return Skip(source=source.name, reason=reason, detail=detail, start=start, seconds=seconds, caption=caption)

@@ -3,15 +3,28 @@
 import hashlib
 import heapq
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
+from megadit.models.shared.documents import parse_json
+from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import write_json
-from megadit.train.data.ingest.plan import Clip, Finding, Notes, Settings, Skip, read_lines, write_lines
+from megadit.train.data.ingest.plan import (
+    NOTES,
+    Clip,
+    Finding,
+    Notes,
+    Settings,
+    Skip,
+    clip_from_json,
+    read_lines,
+    write_lines,
+)
 
 BAND_BITS = 24
 FINGERPRINT_BITS = 192
 SPLITS = ("train", "val")
-DropUnfit = Callable[[list[Clip]], tuple[list[Clip], list[Skip]]]
+Filter = Callable[[list[Clip]], tuple[list[Clip], list[Skip]]]
 """What is kept of clips, and why the others are not."""
 
 
@@ -33,21 +46,34 @@ class Fingerprints:
 
     def duplicate_of(self, fingerprint: str, name: str, caption: str = "") -> str | None:
         """The name of an earlier one like it; without one, remembers this."""
+        found = self.find(fingerprint, caption)
+        if found is None:
+            self.remember(fingerprint, name, caption)
+        return found
+
+    def find(self, fingerprint: str, caption: str = "") -> str | None:
+        """The name of one like it."""
         number = int(fingerprint, 16)
+        for band in self._bands(number):
+            for _, other, name in self._candidates(band, caption):
+                if (number ^ other).bit_count() <= self.max_bits:
+                    return name
+        return None
+
+    def remember(self, fingerprint: str, name: str, caption: str = "") -> None:
+        number = int(fingerprint, 16)
+        self._count += 1
+        for band in self._bands(number):
+            for key in [None] if self._any_caption else [None, caption]:
+                self._seen.setdefault((*band, key), []).append((self._count, number, name))
+
+    def _bands(self, number: int) -> list[tuple[int, int]]:
+        """(place, bits) of each."""
         bands = [
             (place, number >> place & (1 << self._width) - 1)
             for place in range(0, FINGERPRINT_BITS - self._width + 1, self._width)
         ]
-        bands = [band for band in bands if band[1]] or [(-1, number)]
-        for band in bands:
-            for _, other, other_name in self._candidates(band, caption):
-                if (number ^ other).bit_count() <= self.max_bits:
-                    return other_name
-        self._count += 1
-        for band in bands:
-            for key in [None] if self._any_caption else [None, caption]:
-                self._seen.setdefault((*band, key), []).append((self._count, number, name))
-        return None
+        return [band for band in bands if band[1]] or [(-1, number)]
 
     def _candidates(self, band: tuple[int, int], caption: str) -> Iterable[tuple[int, int, str]]:
         """Those that agree in a band and whose captions do not differ, in the order in which they were seen."""
@@ -56,11 +82,15 @@ class Fingerprints:
         return heapq.merge(self._seen.get((*band, caption), ()), self._seen.get((*band, ""), ()))
 
 
-def select(notes: Notes, settings: Settings, drop_unfit: DropUnfit) -> None:
-    """Writes the plan of each split and the selection's counts; `drop_unfit` looks at what is no duplicate."""
+def select(notes: Notes, settings: Settings, filters: Sequence[Filter]) -> None:
+    """Writes the plan of each split and the selection's counts; each filter sees what those before it kept, the first
+    what is no duplicate."""
     findings = list(notes.findings())
     clips, duplicates = drop_duplicates(findings, settings)
-    clips, unfit = drop_unfit(clips)
+    skips = [*(Skip(**values) for values in read_lines(notes.skipped)), *duplicates]
+    for keep in filters:
+        clips, left_out = keep(clips)
+        skips += left_out
     validation = validation_sources({clip.source.key for clip in clips}, settings)
     ordered = sorted(clips, key=lambda clip: _draw(settings.seed, clip.key))
     plans = {
@@ -69,7 +99,6 @@ def select(notes: Notes, settings: Settings, drop_unfit: DropUnfit) -> None:
     }
     for split in SPLITS:
         write_lines(notes.plan(split), plans[split])
-    skips = [*(Skip(**values) for values in read_lines(notes.skipped)), *duplicates, *unfit]
     skips += [skip for finding in findings for skip in finding.skips]
     write_lines(notes.skips, skips)
     write_json(
@@ -93,16 +122,57 @@ def drop_duplicates(findings: Iterable[Finding], settings: Settings) -> tuple[li
     kept: list[Clip] = []
     skips: list[Skip] = []
     for clip in (clip for finding in findings for clip in finding.clips):
-        name = f"{clip.source.name} at {clip.start:.2f} s"
-        original = seen.duplicate_of(clip.fingerprint, name, clip.source.caption) if seen is not None else None
+        original = seen.duplicate_of(clip.fingerprint, clip.place, clip.source.caption) if seen is not None else None
         if original is None:
             kept.append(clip)
             continue
-        seconds = clip.num_frames / clip.fps if clip.fps else 0.0
-        skips.append(
-            Skip(source=clip.source.name, reason="near-duplicate", detail=original, start=clip.start, seconds=seconds)
-        )
+        skips.append(clip.left_out("near-duplicate", original))
     return kept, skips
+
+
+def check_not_in(settings: Settings, root: Path) -> None:
+    """Raises UserError for data sets of `--not_in` that cannot be compared with the one at `root`."""
+    if settings.not_in and settings.max_duplicate_bits < 0:
+        raise UserError("--not_in leaves out near-duplicates, and --max_duplicate_bits -1 keeps them; give one of them")
+    for dataset in settings.not_in:
+        if Path(dataset).resolve() == root.resolve():
+            raise UserError(f"--not_in {dataset} is the data set that is to be made; name another")
+        if not Notes(root=Path(dataset)).selection.is_file():
+            raise UserError(
+                f"--not_in {dataset}: no fingerprints of clips lie in {NOTES}/ there, as `megadit prepare` of videos "
+                "and images leaves them"
+            )
+
+
+def drop_known(clips: Sequence[Clip], settings: Settings) -> tuple[list[Clip], list[Skip]]:
+    """Those that look like none of the clips of the data sets `settings.not_in`, in their order.
+
+    Raises:
+        UserError: for notes of a data set that hold something else.
+    """
+    known = Fingerprints(max(0, settings.max_duplicate_bits))
+    for dataset in settings.not_in:
+        _remember_all(known, dataset)
+    kept: list[Clip] = []
+    skips: list[Skip] = []
+    for clip in clips:
+        if (original := known.find(clip.fingerprint)) is None:
+            kept.append(clip)
+        else:
+            skips.append(clip.left_out("in another data set", original))
+    return kept, skips
+
+
+def _remember_all(known: Fingerprints, dataset: str) -> None:
+    for split in SPLITS:
+        path = Notes(root=Path(dataset)).plan(split)
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    clip = clip_from_json(parse_json(line, str(path)))
+                    known.remember(clip.fingerprint, f"{dataset}: {clip.place}")
+                except (TypeError, LookupError, ValueError):
+                    raise UserError(f"--not_in: {path}, line {number} is no clip of a data set") from None
 
 
 def validation_sources(keys: set[str], settings: Settings) -> set[str]:

@@ -4,9 +4,9 @@
 |---|---|---|
 | fetch | takes pictures and videos out of tables, downloads; lists sources | prepare/fetched/, prepare/sources.jsonl |
 | scan | decodes every source, small; cuts, filters, fingerprints | prepare/scan/ |
-| select | drops near-duplicates; deals clips to splits and equal shards | prepare/train.jsonl, prepare/val.jsonl |
+| select | drops near-duplicates; captions, judges; deals clips to shards | prepare/train.jsonl, val.jsonl, ... |
 | encode | decodes the clips, encodes, writes shards | train-000000.tar, ... |
-| index | metadata, report | .nv-meta/, megadit.json, report.json, report.png |
+| index | metadata, report | .nv-meta/, megadit.json, report.json, report.png, prepare/left_out/ |
 """
 
 import math
@@ -28,6 +28,7 @@ from megadit.models.text_encoders import ClassLabels, TokenIds
 from megadit.models.text_encoders.token_ids import learned_words
 from megadit.models.tokenizers import HaarTokenizer, load_tokenizer
 from megadit.train.data.dataset_info import INFO_FILE
+from megadit.train.data.ingest.captions import NOT_CAPTIONED, CaptionServer, caption_clips, check_captions
 from megadit.train.data.ingest.encode import decoded_clips, encode_shard, store_shard, to_video
 from megadit.train.data.ingest.encodings import (
     BUILT_IN,
@@ -43,6 +44,8 @@ from megadit.train.data.ingest.encodings import (
     load_encoder,
 )
 from megadit.train.data.ingest.fitting import drop_unfit, parse_least
+from megadit.train.data.ingest.judging import NO_SCORE, judge_clips, open_judge
+from megadit.train.data.ingest.left_out import picture_left_out
 from megadit.train.data.ingest.plan import (
     Clip,
     Finding,
@@ -57,7 +60,7 @@ from megadit.train.data.ingest.plan import (
 from megadit.train.data.ingest.pool import Pool
 from megadit.train.data.ingest.report import summary, write_report
 from megadit.train.data.ingest.scan import scan
-from megadit.train.data.ingest.select import SPLITS, select, shards
+from megadit.train.data.ingest.select import SPLITS, Filter, check_not_in, drop_known, select, shards
 from megadit.train.data.ingest.sources import Listing
 from megadit.train.data.ingest.tables import Tables
 from megadit.train.data.ingest.team import Team
@@ -71,6 +74,8 @@ LEARNED_WORDS = 32_768
 """Tokens that are learned of captions, at most."""
 FITTING_CLIPS = 256
 """Clips that a `haar` tokenizer is fitted to."""
+RETRIED = (NOT_CAPTIONED, NO_SCORE)
+"""How reasons begin that another selection may change."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +96,8 @@ class Preparation:
     redo: range | None = None
     """Shards to make again, of those of all splits, numbered in a row."""
     redo_failed: bool = False
-    """Whether rows that could not be fetched are tried again though all sources are listed."""
+    """Whether rows that could not be fetched, and clips that got no caption or score, are tried again."""
+    caption_server: CaptionServer = CaptionServer()  # noqa: RUF009  (it is frozen)
 
     @property
     def root(self) -> Path:
@@ -156,9 +162,11 @@ def select_clips(preparation: Preparation) -> None:
     num_sources = sum(1 for _ in read_lines(notes.sources))
     if len(list((notes.folder / "scan").glob("*.jsonl"))) < math.ceil(num_sources / SOURCES_OF_A_UNIT):
         raise UserError(f"{preparation.root}: not all sources are scanned; run the stage scan first")
+    if preparation.redo_failed and notes.selection.is_file():
+        if any(skip["reason"].startswith(RETRIED) for skip in read_lines(notes.skips)):
+            notes.forget_selected()
     if not notes.selection.is_file():
-        fit = {"num_workers": preparation.num_workers, "device": preparation.team.device}
-        select(notes, preparation.settings, partial(drop_unfit, settings=preparation.settings, **fit))
+        select(notes, preparation.settings, _filters(preparation))
     if not notes.clips("train"):
         report = write_report(notes)
         raise UserError(f"no clip is left to train on; {summary(report, notes)}".replace("\n", "; "))
@@ -167,6 +175,17 @@ def select_clips(preparation: Preparation) -> None:
             encoder = make(preparation)
             with atomic_directory(notes.folder / name) as folder:
                 encoder.save(folder)
+
+
+def _filters(preparation: Preparation) -> list[Filter]:
+    """In this order: what looks at captions comes after what makes them."""
+    notes, means = preparation.notes, {"settings": preparation.settings, "num_workers": preparation.num_workers}
+    return [
+        partial(drop_known, settings=preparation.settings),
+        partial(caption_clips, server=preparation.caption_server, notes=notes, **means),
+        partial(judge_clips, notes=notes, **means),
+        partial(drop_unfit, device=preparation.team.device, **means),
+    ]
 
 
 def _captions(preparation: Preparation, splits: Sequence[str]) -> Iterator[str]:
@@ -236,6 +255,8 @@ def index(preparation: Preparation) -> None:
     if missing:
         raise UserError(f"{root}: {len(missing)} shards are missing, {missing[0]} first; run the stage encode")
     report = write_report(notes)
+    if not notes.left_out.is_dir():
+        picture_left_out(notes, preparation.settings, preparation.num_workers)
     if not (root / INFO_FILE).is_file():
         models = {encoder.name: encoder.model for encoder in load_encoders(preparation)}
         tokenizer, text_encoder = models[LATENT], models[TEXT]
@@ -253,11 +274,15 @@ def load_encoders(preparation: Preparation) -> list[Encoder]:
 
 
 def check_encoders(preparation: Preparation) -> None:
-    """Refuses encoders that are not there, and sizes and lengths that they cannot encode, before anything is decoded.
+    """Refuses filters and encoders that are not there, and sizes and lengths that the latter cannot encode, before
+    anything is decoded.
 
     Raises:
         UserError: naming the nearest sizes that they can.
     """
+    check_not_in(preparation.settings, preparation.root)
+    check_captions(preparation.settings, preparation.caption_server)
+    open_judge(preparation.settings)
     if preparation.settings.min_clip_score is not None:
         check_kind(open_any_bundle(parse_least(preparation.settings.min_clip_score)[0]), "clip")
     for encoding in preparation.encodings:

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from megadit.train.data import prepare
-from megadit.train.data.ingest import download, plan, tables
+from megadit.train.data.ingest import download, exchanges, plan, tables
 from megadit.train.data.ingest.download import Downloads, download_all, is_public
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -118,7 +118,7 @@ def server():
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(download, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(exchanges, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(download, "SILENCE", 1.0)
     return Downloads(seconds=4.0, private_addresses=True)
 

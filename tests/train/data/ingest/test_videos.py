@@ -116,7 +116,7 @@ def test_a_sheet_shows_samples(prepared, tmp_path, capsys):
     assert info.main([str(prepared), "--sheet", str(tmp_path / "sheet.png")]) == 0
     with Image.open(tmp_path / "sheet.png") as sheet:
         assert sheet.width > 1000 and np.asarray(sheet).std() > 20  # strips of six frames in two columns
-    _, label = dataset_sheet._strip("key", {"json": b'{"caption": "a", "fps": 8}', "mp4": b"no video"}, None)
+    _, label = dataset_sheet.draw_strip("key", {"json": b'{"caption": "a", "fps": 8}', "mp4": b"no video"}, None)
     assert label.startswith("a\nkey: cannot be decoded: ")
     assert info.main([str(prepared), "--sheet", str(tmp_path / "sheet.txt")]) == 2
     assert "use a name that ends in .png" in capsys.readouterr().err

@@ -1,0 +1,114 @@
+"""`megadit info DATA --html PAGE`: what a data set kept and what its preparation left out, with pictures and reasons.
+
+`megadit prepare videos|images|...` writes the notes that are read here (`train/data/README.md`): `prepare/skips.jsonl`
+has a line for all that was left out, `prepare/left_out/` pictures of a few of each reason.
+"""
+
+import io
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from megadit.infer.inspect.dataset_sheet import draw_strip, sample_members
+from megadit.infer.pages import embedded, table_of, write_html
+from megadit.models.shared.documents import parse_json
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.progress import duration
+from megadit.models.shared.setting import check_json, setting
+from megadit.models.tokenizers import load_tokenizer
+
+NOTES = "prepare"
+KEPT_SHOWN = 48
+MOST_BYTES = 1 << 20
+"""Of a picture that is put into the page."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Skip:
+    """What the notes say of a source, or a stretch of one."""
+
+    source: str = setting("")
+    reason: str = setting("")
+    detail: str = setting("")
+    start: float = setting(0.0)
+    seconds: float = setting(0.0)
+    caption: str = setting("")
+
+
+def write_dataset_page(dataset: Path, page: Path, facts: dict[str, Any]) -> None:
+    """Writes the page of a data set's folder, from its files alone.
+
+    Raises:
+        UserError: for notes that are no JSON lines.
+    """
+    rows = [(name, str(value)) for name, value in facts.items() if value is not None]
+    head = [f"<h1>{escape(str(dataset))}</h1>", table_of(rows)]
+    write_html(page, str(dataset), [*head, *_left_out(dataset / NOTES), *_kept(dataset)])
+
+
+def _left_out(notes: Path) -> Iterator[str]:
+    yield "<h2>Left out</h2>"
+    if not (notes / "skips.jsonl").is_file():
+        yield "Nothing says what: only <code>megadit prepare</code> of videos and images writes it down."
+        return
+    counts: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for skip in _lines(notes / "skips.jsonl"):
+        counts[skip.reason] += 1
+        seconds[skip.reason] += skip.seconds
+    if not counts:
+        yield "Nothing."
+        return
+    rows = [(reason, f"{count:,}", duration(seconds[reason])) for reason, count in counts.most_common()]
+    yield table_of(rows, ("reason", "sources, or stretches of one", "of video"))
+    figures: defaultdict[str, list[str]] = defaultdict(list)
+    for number, skip in enumerate(_lines(notes / "left_out" / "left_out.jsonl")):
+        figures[skip.reason].append(_skip(skip, notes / "left_out" / f"{number}.jpg"))
+    for reason, count in counts.most_common():
+        if shown := figures[reason]:
+            yield f"<h2>Left out: {escape(reason)}, {len(shown)} of {count:,}</h2>{''.join(shown)}"
+
+
+def _lines(path: Path) -> Iterator[Skip]:
+    """Of notes; none where a version without them prepared the data set."""
+    if path.is_file():
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                where = f"{path}, line {number}"
+                values = parse_json(line, where)
+                if not isinstance(values, dict):
+                    raise UserError(f"{where} is no JSON object")
+                yield Skip(**check_json(values, Skip, where=f"{where}: "))
+
+
+def _skip(skip: Skip, picture: Path) -> str:
+    place = f"{skip.source} at {skip.start:.2f} s" if skip.seconds else skip.source
+    is_there = picture.is_file() and not picture.is_symlink() and picture.stat().st_size <= MOST_BYTES
+    return _figure(picture.read_bytes() if is_there else b"", [skip.caption or "(no caption)", place, skip.detail])
+
+
+def _kept(dataset: Path) -> Iterator[str]:
+    yield "<h2>Kept</h2>"
+    tokenizer = load_tokenizer(dataset / "tokenizer")
+    for key, members in sample_members(dataset, KEPT_SHOWN):
+        strip_1HWC, words = draw_strip(key, members, tokenizer)
+        yield _figure(_jpeg(strip_1HWC[0]), words.splitlines())
+
+
+def _figure(jpeg: bytes, words: list[str]) -> str:
+    """A picture, if there is one, above its caption and what else is known."""
+    picture = embedded(jpeg, "image/jpeg", words[0]) if jpeg else ""
+    first, *others = (escape(line) for line in words if line)
+    return f"<figure>{picture}<figcaption>{first}<br><small>{'<br>'.join(others)}</small></figcaption></figure>"
+
+
+def _jpeg(picture_HWC: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(picture_HWC).save(buffer, "JPEG", quality=85)
+    return buffer.getvalue()

@@ -1,0 +1,35 @@
+"""A model's folder in a repository: config.pbtxt, what Triton's Python backend loads, the bundle that this reads."""
+
+import os
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+from megadit.models.shared.errors import UserError
+
+_MODEL_PY = '''"""Triton loads this file; the model itself is in the installed megadit."""
+
+from megadit.serve.{module} import TritonPythonModel
+
+__all__ = ["TritonPythonModel"]
+'''
+
+
+def check_replaceable(path: Path, models: Collection[str]) -> None:
+    """Raises UserError for a folder that holds something else than a repository with one of our `models`."""
+    if path.is_dir() and any(path.iterdir()) and not any((path / name / "config.pbtxt").is_file() for name in models):
+        raise UserError(f"{path} holds no {' or '.join(models)} but other files, and would be replaced; choose another")
+
+
+def write_model(repository: Path, name: str, *, config: str, module: str, bundle: Path) -> Path:
+    """Writes the model `name`, which `megadit.serve.{module}` is, and returns its copy of the bundle.
+
+    It shares the files of a `bundle` that lies in the repository, which large weights would otherwise take up twice.
+    """
+    version = repository / name / "1"
+    version.mkdir(parents=True)
+    (version.parent / "config.pbtxt").write_text(config)
+    (version / "model.py").write_text(_MODEL_PY.format(module=module))
+    copy = os.link if bundle.is_relative_to(repository) else shutil.copy2
+    shutil.copytree(bundle, version / "bundle", copy_function=copy)
+    return version / "bundle"

@@ -1,0 +1,80 @@
+"""Engines of networks that judge, as far as a machine without TensorRT can tell: what is built and compared."""
+
+import shutil
+
+import pytest
+import torch
+
+from megadit.export import engines
+from megadit.export.build import ExportSettings, export_bundle
+from megadit.export.engines import add_engines
+from megadit.export.operators import check_operators
+from megadit.export.to_tensorrt import EngineSettings, Libraries
+from megadit.infer.runtimes.load import open_exported
+from megadit.infer.runtimes.onnx import OnnxNetworks
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.shared.errors import UserError
+from tests.bundles import write_classifier_bundle, write_clip_bundle
+from tests.export.test_to_tensorrt import FakePolygraphy, fake_tensorrt
+
+NETWORKS = {"clip": ["image_tower", "text_tower"], "classifier": ["classifier"]}
+
+
+@pytest.fixture(scope="module", params=[write_clip_bundle, write_classifier_bundle], ids=list(NETWORKS))
+def graphs(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("graphs")
+    request.param(folder / "bundle")
+    export_bundle(folder / "bundle", folder / "exported", ExportSettings(profiles=("batch=1,2,3",)))
+    return folder / "exported"
+
+
+@pytest.fixture
+def exported(graphs, tmp_path):
+    """A bundle with its graphs, to which engines may be added."""
+    return Bundle.open(shutil.copytree(graphs, tmp_path / "exported"))
+
+
+@pytest.fixture
+def polygraphy(monkeypatch):
+    """What would build engines; those that are loaded are the graphs, by ONNX Runtime."""
+    fake = FakePolygraphy()
+    monkeypatch.setattr(engines, "load_libraries", lambda: Libraries(fake_tensorrt(), fake))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(engines, "_gpu", lambda: ("H200", (9, 0)))
+
+    def open_engines(plan, device):
+        bundle = Bundle.open(plan.directory.parent)
+        return OnnxNetworks(open_exported(bundle, "onnx"), torch.device("cpu"))
+
+    monkeypatch.setattr(engines, "open_engines", open_engines)
+    return fake
+
+
+def test_each_network_gets_an_engine_that_is_compared(exported, polygraphy):
+    report = add_engines(exported.path, EngineSettings())
+    names = NETWORKS[exported.kind]
+    assert list(report) == names and all(0 < report[name]["worst"] < 1e-4 for name in names)
+    plan = open_exported(Bundle.open(exported.path, verify=True), "tensorrt")
+    assert [plan.network(name) for name in names] == [open_exported(exported, "onnx").network(name) for name in names]
+    assert {file.name for file in plan.directory.iterdir()} == {"settings.json", *(f"{name}.plan" for name in names)}
+    for name, profile in zip(names, polygraphy.profiles, strict=True):
+        for tensor in plan.network(name).inputs:
+            assert profile[tensor.name] == tuple(tensor.shape_at(extreme) for extreme in ("min", "opt", "max"))
+        check_operators(exported.path / f"onnx/{name}.onnx", "10.1")
+
+
+def test_an_engine_that_differs_leaves_none(exported, polygraphy, monkeypatch):
+    """Negative control: one whose output is a thousandth off."""
+    opened = engines.open_engines
+
+    def wrong(plan, device):
+        networks = opened(plan, device)
+        return {
+            name: lambda inputs, shape, name=name: 1.001 * networks[name](inputs, shape)
+            for name in NETWORKS[exported.kind]
+        }
+
+    monkeypatch.setattr(engines, "open_engines", wrong)
+    with pytest.raises(UserError, match="the engine of .* is not the network"):
+        add_engines(exported.path, EngineSettings())
+    assert not (exported.path / "plan").exists()

@@ -1,0 +1,179 @@
+"""Captions of clips that have none, by a server that speaks OpenAI's protocol: `--caption_server`, `--caption_model`.
+
+Each clip is a question to /v1/chat/completions with some of its frames as JPEGs. Answers are kept in
+`prepare/captions.jsonl` as they come, so that a preparation that was killed asks for none twice.
+"""
+
+import base64
+import io
+import os
+import string
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+import numpy as np
+from PIL import Image
+
+from megadit.models.shared.documents import parse_json
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.progress import Progress
+from megadit.models.shared.setting import setting
+from megadit.train.data.ingest.encode import decoded_clips
+from megadit.train.data.ingest.exchanges import FailedError, ask, exchange_all, pieces
+from megadit.train.data.ingest.plan import Answers, Clip, Notes, Settings, Skip
+from megadit.train.data.ingest.pool import Pool
+
+NOT_CAPTIONED = "not captioned: "
+KEY = "MEGADIT_CAPTION_KEY"
+"""Of the environment: a key of ours, so that no other service's is sent to an address that somebody typed."""
+MAX_BYTES = 1 << 20
+MOST_LETTERS = 4000
+LONGEST_SIDE = 512
+"""Pixels of a frame, as sent."""
+HOPELESS = 32
+"""Failures without one caption after which no more are asked for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CaptionServer:
+    """Where captions come from and how they are asked for; what is asked is a part of the settings."""
+
+    caption_server: str | None = setting(
+        None, "captions clips that have none: address of an OpenAI-compatible server", metavar="URL"
+    )
+    caption_requests: int = setting(8, "clips that it is asked about at once (default: {default})", low=1, high=1024)
+    caption_seconds: float = setting(300.0, "for a caption with all attempts (default: {default})", above=0)
+
+
+def check_captions(settings: Settings, server: CaptionServer) -> None:
+    """Raises UserError where the server or the model is missing, or the address is none."""
+    if (server.caption_server is None) != (settings.caption_model is None):
+        raise UserError("--caption_server URL and --caption_model NAME belong together; give both")
+    if server.caption_server is not None:
+        _address(server.caption_server)
+        _headers()
+
+
+def caption_clips(
+    clips: Sequence[Clip], settings: Settings, num_workers: int, server: CaptionServer, notes: Notes
+) -> tuple[list[Clip], list[Skip]]:
+    """The clips, all with captions, in their order; those that the server did not describe are left out.
+
+    Raises:
+        UserError: if it describes none; for a source that has changed since it was scanned.
+    """
+    if settings.caption_model is None:
+        return list(clips), []
+    captions = Answers(notes.captions)
+    asked = [clip for clip in clips if not clip.source.caption and captions.of(clip) is None]
+    reasons = _ask(asked, captions, settings, num_workers, server)
+    kept, skips = [], []
+    for clip in clips:
+        if clip.key in reasons:
+            skips.append(clip.left_out(NOT_CAPTIONED + reasons[clip.key]))
+        else:
+            caption = clip.source.caption or captions.of(clip)
+            kept.append(replace(clip, source=replace(clip.source, caption=caption)))
+    return kept, skips
+
+
+def _ask(
+    clips: Sequence[Clip], captions: Answers, settings: Settings, num_workers: int, server: CaptionServer
+) -> dict[str, str]:
+    """Adds to the captions; why not, by the keys of those clips that got none."""
+    if not clips:
+        return {}
+    address, reasons = _address(server.caption_server), {}
+
+    def questions() -> Iterator[tuple[Clip, dict[str, Any]]]:
+        with Pool(num_workers) as pool:
+            for decoded in decoded_clips(clips, settings, pool):
+                yield decoded.clip, question(decoded.frames_THWC, settings)
+
+    async def exchange(http: httpx.AsyncClient, item: tuple[Clip, dict[str, Any]]) -> None:
+        async with ask(http, "POST", address, json=item[1]) as answer:
+            body = b"".join([piece async for piece in pieces(answer, MAX_BYTES)])
+        captions.add(item[0], caption_of(body))
+
+    with Progress(len(clips), "captioning", enabled=True) as bar:
+
+        def note(item: tuple[Clip, dict[str, Any]], reason: str) -> None:
+            bar.advance()
+            if reason:
+                reasons[item[0].key] = reason
+            if not len(captions) and len(reasons) >= min(HOPELESS, len(clips)):
+                told = ", ".join(f"{count} x {why}" for why, count in Counter(reasons.values()).most_common())
+                raise UserError(f"--caption_server {address} captions nothing: {told}")
+
+        # an answer that is being written is silent: only the deadline ends it
+        at_once, seconds = min(server.caption_requests, len(clips)), server.caption_seconds
+        exchange_all(questions(), exchange, note, at_once=at_once, seconds=seconds, timeout=None, headers=_headers())
+    return reasons
+
+
+def question(frames_THWC: np.ndarray, settings: Settings) -> dict[str, Any]:
+    """The request about a clip, uint8: what to say, and `settings.caption_frames` of its frames evenly over all."""
+    count = min(settings.caption_frames, len(frames_THWC))
+    places = np.linspace(0, len(frames_THWC) - 1, count).round().astype(int) if count > 1 else [len(frames_THWC) // 2]
+    content: list[dict[str, Any]] = [{"type": "text", "text": settings.caption_prompt}]
+    for place in places:
+        content.append({"type": "image_url", "image_url": {"url": _jpeg(frames_THWC[place])}})
+    return {"model": settings.caption_model, "messages": [{"role": "user", "content": content}]}
+
+
+def caption_of(body: bytes) -> str:
+    """The caption in an answer, on one line.
+
+    Raises:
+        FailedError: if there is none, or it is cut off or too long.
+    """
+    try:
+        choice = parse_json(body, "the answer")["choices"][0]
+        text, ending = choice["message"]["content"], choice.get("finish_reason")
+    except (UserError, LookupError, TypeError, AttributeError):
+        raise FailedError("not an answer") from None
+    if ending not in (None, "stop"):  # its tokens ran out, or a filter stopped it
+        raise FailedError("not finished")
+    if not isinstance(text, str):
+        raise FailedError("not an answer")
+    if len(text) > MOST_LETTERS:
+        raise FailedError("too long")
+    printable = "".join(" " if unicodedata.category(letter) == "Cc" else letter for letter in text)
+    if not (caption := " ".join(printable.split())):
+        raise FailedError("empty")
+    return caption
+
+
+def _jpeg(picture_HWC: np.ndarray) -> str:
+    image, buffer = Image.fromarray(picture_HWC), io.BytesIO()
+    image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
+    image.save(buffer, "JPEG", quality=90)
+    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def _address(server: str) -> str:
+    """Of the completions: servers are named with /v1 at the end or without."""
+    try:
+        url = httpx.URL(server)
+        is_usable = (
+            url.scheme in ("http", "https")
+            and bool(url.host)
+            and not url.query
+            and not set(server) & set(string.whitespace)
+        )
+    except httpx.InvalidURL:
+        is_usable = False
+    if not is_usable:
+        raise UserError(f"--caption_server {server}: write an address such as http://localhost:8000/v1")
+    return f"{server.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
+
+
+def _headers() -> dict[str, str]:
+    key = os.environ.get(KEY, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise UserError(f"the key in {KEY} holds letters that no key has")
+    return {"Authorization": f"Bearer {key}"} if key else {}

@@ -1,0 +1,39 @@
+"""How fast what is seen moves, by optical flow. Shapes: T/H/W frames, height, width."""
+
+import numpy as np
+import torch
+from scipy.ndimage import gaussian_filter
+
+from megadit.infer.evaluate.motion import optical_flow
+
+BLUR = 1.0
+"""Standard deviation, in pixels, of what is too fine to follow."""
+LIGHT = 3.0
+"""Of what is taken to be lit as one."""
+NOISE = 4.0
+"""Contrast (0..255) that says nothing."""
+SCALE = 0.15
+"""Of contrasts, so that nearly all lie in the 0..1 that the flow is made for."""
+
+
+def mean_speed(luma_THW: np.ndarray, fps: float) -> float:
+    """Of all that is seen, moving or not, over all frames (0..255): sides of the picture in a second.
+
+    0.5: the camera pans over half the width of its picture in a second. What fades or flickers does not move.
+    """
+    height, width = luma_THW.shape[1:]
+    pictures_THW = torch.from_numpy(_evenly_lit(luma_THW.astype(np.float32)))
+    right_NHW, down_NHW = optical_flow(pictures_THW[:-1], pictures_THW[1:]).unbind(1)
+    return fps * torch.hypot(right_NHW / width, down_NHW / height).mean().item()
+
+
+def _evenly_lit(luma_THW: np.ndarray) -> np.ndarray:
+    """How much brighter each place is than what is around it, by the contrast there: flow takes changes for motion, and
+    those of light are none."""
+    blurred = _around(luma_THW, BLUR)
+    difference = blurred - _around(blurred, LIGHT)
+    return 0.5 + SCALE * difference / np.sqrt(_around(difference**2, LIGHT) + NOISE**2)
+
+
+def _around(values_THW: np.ndarray, sigma: float) -> np.ndarray:
+    return gaussian_filter(values_THW, (0, sigma, sigma))

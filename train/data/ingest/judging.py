@@ -1,0 +1,111 @@
+"""Clips that a program of the user's own gives bad scores: `--judge_dir DIR --min_score beauty=5 --max_score text=0.1`.
+
+The folder holds `judge.py`, as `megadit.infer.judge` describes it: `judge(video, caption)` gives scores by their names,
+of whatever models lie beside it (beauty, watermarks, share of text). Scores are kept in `prepare/scores.jsonl`.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megadit.infer.judge import Judge
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.progress import Progress
+from megadit.train.data.ingest.encode import decoded_clips
+from megadit.train.data.ingest.plan import Answers, Clip, Notes, Settings, Skip
+from megadit.train.data.ingest.pool import Pool
+
+NO_SCORE = "no score: "
+LOOKED_AT = 32
+"""Clips, one of which at least must have a score of each name that is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What a score must reach, and must not exceed."""
+
+    name: str
+    least: float
+    most: float
+
+    def broken_by(self, scores: Mapping[str, float]) -> tuple[str, str] | None:
+        """Reason and detail."""
+        if self.name not in scores:
+            return f"{NO_SCORE}{self.name}", ""
+        score = scores[self.name]
+        if score < self.least:
+            return f"low score: {self.name}", f"{score:g}"
+        if score > self.most:
+            return f"high score: {self.name}", f"{score:g}"
+        return None
+
+
+def read_limits(settings: Settings) -> list[Limit]:
+    """Raises UserError for what is not NAME=SCORE."""
+    least = [Limit(*_named("min_score", text), math.inf) for text in settings.min_score]
+    most = [Limit(name, -math.inf, score) for name, score in (_named("max_score", text) for text in settings.max_score)]
+    return [*least, *most]
+
+
+def _named(flag: str, text: str) -> tuple[str, float]:
+    name, _, score = text.rpartition("=")
+    try:
+        value = float(score)
+    except ValueError:
+        value = math.nan
+    if not name or not math.isfinite(value):
+        raise UserError(f"--{flag} {text}: write NAME=SCORE, such as beauty=5")
+    return name, value
+
+
+def open_judge(settings: Settings) -> Judge | None:
+    """The judge, if one is asked for.
+
+    Raises:
+        UserError: if there is none in its folder, or only limits are given, which nothing would be held to.
+    """
+    limits = read_limits(settings)
+    if settings.judge_dir is not None:
+        return Judge.load(settings.judge_dir)
+    if limits:
+        raise UserError("--min_score and --max_score are of the scores of a judge; give --judge_dir DIR too")
+    return None
+
+
+def judge_clips(
+    clips: Sequence[Clip], settings: Settings, num_workers: int, notes: Notes
+) -> tuple[list[Clip], list[Skip]]:
+    """Those whose scores keep to all limits, in their order; one that has no score of a name is left out.
+
+    Raises:
+        UserError: if no clip has a score of a name; for a source that has changed since it was scanned.
+    """
+    judge = open_judge(settings)
+    if judge is None:
+        return list(clips), []
+    limits, scores = read_limits(settings), Answers(notes.scores)
+    asked = [clip for clip in clips if scores.of(clip) is None]
+    with Pool(num_workers) as pool, Progress(len(asked), "judging", enabled=bool(asked)) as bar:
+        for number, decoded in enumerate(decoded_clips(asked, settings, pool), 1):
+            # a failure, which gives no scores, is not kept: it may be mended
+            if given := judge.scores(decoded.frames_THWC, decoded.clip.source.caption):
+                scores.add(decoded.clip, given)
+            bar.advance()
+            if number == min(LOOKED_AT, len(asked)):
+                _check_names(limits, [scores.of(clip) or {} for clip in asked[:number]])
+    kept, skips = [], []
+    for clip in clips:
+        broken = [found for limit in limits if (found := limit.broken_by(scores.of(clip) or {}))]
+        if broken:
+            skips.append(clip.left_out(*broken[0]))
+        else:
+            kept.append(clip)
+    return kept, skips
+
+
+def _check_names(limits: Sequence[Limit], given: Sequence[Mapping[str, float]]) -> None:
+    known = {name for scores in given for name in scores}
+    for limit in limits:
+        if limit.name not in known:
+            names = ", ".join(sorted(known)) or "none; it fails, as told above"
+            raise UserError(f"the judge gives none of {len(given)} clips a score {limit.name!r}; its scores: {names}")
