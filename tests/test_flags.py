@@ -54,6 +54,8 @@ INGEST = {
     f"{VIDEOS}::test_an_image_is_a_video_of_one_frame": "--channels --min_aesthetic_score",
     "train/data/ingest/test_fitting.py::test_pictures_whose_caption_fits_less_are_left_out": "--min_clip_score",
     "train/data/ingest/test_not_in.py::test_what_another_data_set_holds_is_left_out": "--not_in",
+    "train/data/ingest/test_few_clips.py::test_clips_of_training_stand_beside_their_mirror_images": "--mirror",
+    "train/data/ingest/test_few_clips.py::test_one_caption_for_all_that_have_none": "--default_caption",
     "train/data/ingest/test_flow.py::test_slow_clips_are_left_out_with_their_speed": "--min_flow",
     "train/data/ingest/test_captions.py::test_frames_of_a_video_are_shown_in_their_order": "--caption_frames",
     "train/data/ingest/test_captions.py::test_clips_without_a_caption_get_one": (

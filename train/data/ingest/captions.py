@@ -53,6 +53,8 @@ def check_captions(settings: Settings, server: CaptionServer) -> None:
     """Raises UserError where the server or the model is missing, or the address is none."""
     if (server.caption_server is None) != (settings.caption_model is None):
         raise UserError("--caption_server URL and --caption_model NAME belong together; give both")
+    if server.caption_server is not None and settings.default_caption:
+        raise UserError("--default_caption and --caption_server both caption what has no caption; give one of them")
     if server.caption_server is not None:
         _address(server.caption_server)
         _headers()

@@ -41,10 +41,12 @@ def decode(clip: Clip, settings: Settings) -> Decoded:
     """The frames of a clip at the size of its bucket."""
     try:
         if clip.source.kind == "image":
-            return Decoded(clip, fit_image(read_image(clip.source, settings), clip.height, clip.width)[None])
-        return Decoded(clip, read_frames(clip.source, settings, clip.pts, clip.height, clip.width))
+            frames_THWC = fit_image(read_image(clip.source, settings), clip.height, clip.width)[None]
+        else:
+            frames_THWC = read_frames(clip.source, settings, clip.pts, clip.height, clip.width)
     except UnusableSourceError as error:
         return Decoded(clip, None, str(error))
+    return Decoded(clip, np.ascontiguousarray(frames_THWC[:, :, ::-1]) if clip.is_mirrored else frames_THWC)
 
 
 def lost(clip: Clip) -> Decoded:
@@ -139,6 +141,8 @@ def describe(clip: Clip, **of_frames: list[float] | None) -> dict[str, Any]:
         "source": clip.source.name,
         "start": round(clip.start, 3),
     }
+    if clip.is_mirrored:
+        description["mirrored"] = True
     if clip.source.aesthetic_score is not None:
         description["aesthetic_score"] = clip.source.aesthetic_score
     return description | {name: values for name, values in of_frames.items() if values}

@@ -69,6 +69,7 @@ class Settings:
         None, "of a CLIP: clips whose caption fits less, or that have none, are left out", metavar="BUNDLE:SCORE"
     )
     """A similarity, -1..1, of the middle frame."""
+    default_caption: str | None = setting(None, "of clips that have none: one text for all", metavar="TEXT")
     caption_model: str | None = setting(None, "model of --caption_server that describes clips", metavar="NAME")
     caption_prompt: str = setting(
         "Describe this in one or two sentences: what is seen, how it moves, how it looks. Give the description alone.",
@@ -94,6 +95,8 @@ class Settings:
     val_share: float = setting(
         0.02, "share of the sources held out for validation (default: {default})", low=0, below=1
     )
+    mirror: bool = setting(False, "each clip of training twice: as it is, and left and right exchanged")
+    """Both have its caption: for what says nothing of sides."""
     seed: int = setting(0, "decides order and splits (default: {default})")
     keyframes: int = setting(
         0,
@@ -155,6 +158,8 @@ class Clip:
 
     is_transparent: bool = False
     """Whether the background is seen through it somewhere."""
+    is_mirrored: bool = False
+    """Whether left and right are exchanged."""
 
     @property
     def num_frames(self) -> int:

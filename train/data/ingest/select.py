@@ -4,6 +4,7 @@ import hashlib
 import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megadit.models.shared.documents import parse_json
@@ -92,13 +93,12 @@ def select(notes: Notes, settings: Settings, filters: Sequence[Filter]) -> None:
         clips, left_out = keep(clips)
         skips += left_out
     validation = validation_sources({clip.source.key for clip in clips}, settings)
-    ordered = sorted(clips, key=lambda clip: _draw(settings.seed, clip.key))
-    plans = {
-        "train": [clip for clip in ordered if clip.source.key not in validation],
-        "val": [clip for clip in ordered if clip.source.key in validation],
-    }
+    train = [clip for clip in clips if clip.source.key not in validation]
+    if settings.mirror:
+        train += [replace(clip, key=f"{clip.key}-mirrored", is_mirrored=True) for clip in train]
+    plans = {"train": train, "val": [clip for clip in clips if clip.source.key in validation]}
     for split in SPLITS:
-        write_lines(notes.plan(split), plans[split])
+        write_lines(notes.plan(split), sorted(plans[split], key=lambda clip: _draw(settings.seed, clip.key)))
     skips += [skip for finding in findings for skip in finding.skips]
     write_lines(notes.skips, skips)
     write_json(
@@ -173,6 +173,13 @@ def _remember_all(known: Fingerprints, dataset: str) -> None:
                     known.remember(clip.fingerprint, f"{dataset}: {clip.place}")
                 except (TypeError, LookupError, ValueError):
                     raise UserError(f"--not_in: {path}, line {number} is no clip of a data set") from None
+
+
+def add_caption(clips: Sequence[Clip], settings: Settings) -> tuple[list[Clip], list[Skip]]:
+    """All of them; those without a caption get `settings.default_caption`."""
+    caption = settings.default_caption or ""
+    captioned = [replace(clip.source, caption=clip.source.caption or caption) for clip in clips]
+    return [replace(clip, source=source) for clip, source in zip(clips, captioned, strict=True)], []
 
 
 def validation_sources(keys: set[str], settings: Settings) -> set[str]:

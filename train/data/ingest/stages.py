@@ -60,7 +60,7 @@ from megadit.train.data.ingest.plan import (
 from megadit.train.data.ingest.pool import Pool
 from megadit.train.data.ingest.report import summary, write_report
 from megadit.train.data.ingest.scan import scan
-from megadit.train.data.ingest.select import SPLITS, Filter, check_not_in, drop_known, select, shards
+from megadit.train.data.ingest.select import SPLITS, Filter, add_caption, check_not_in, drop_known, select, shards
 from megadit.train.data.ingest.sources import Listing
 from megadit.train.data.ingest.tables import Tables
 from megadit.train.data.ingest.team import Team
@@ -182,6 +182,7 @@ def _filters(preparation: Preparation) -> list[Filter]:
     notes, means = preparation.notes, {"settings": preparation.settings, "num_workers": preparation.num_workers}
     return [
         partial(drop_known, settings=preparation.settings),
+        partial(add_caption, settings=preparation.settings),
         partial(caption_clips, server=preparation.caption_server, notes=notes, **means),
         partial(judge_clips, notes=notes, **means),
         partial(drop_unfit, device=preparation.team.device, **means),
