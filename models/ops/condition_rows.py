@@ -10,6 +10,11 @@ from torch import Tensor
 from megadit.models.ops.fusion import has_kernels, is_compiled
 from megadit.models.segments import ConditionRows, DenseRows, LengthGroup, Rows, RowsByToken
 
+FEWEST_NUMBERS = 1 << 15
+"""Of a length group, on average: with fewer, its calls take longer than copies of its rows would."""
+Group = LengthGroup | Tensor
+"""Tokens that are taken together: a length group, or all of a pack with the row of each, int64 [S]."""
+
 
 def are_looked_up(x: Tensor, rows: Rows | None) -> bool:
     """Whether each token of x [S, 1, D] looks its row up: on a GPU, inside one compiled kernel."""
@@ -24,6 +29,11 @@ def are_in_runs(x: Tensor, rows: Rows | None) -> bool:
 def are_grouped(rows: Rows | None) -> bool:
     """Whether rows come as length groups, which can be viewed as batches."""
     return isinstance(rows, ConditionRows)
+
+
+def are_in_shreds(x: Tensor, rows: Rows | None) -> bool:
+    """Whether rows come as many small length groups, as given tokens make them, and x [S, 1, D] lies on a CPU."""
+    return are_grouped(rows) and x.is_cpu and 1 < len(rows.groups) and x.numel() < FEWEST_NUMBERS * len(rows.groups)
 
 
 def are_dense(rows: Rows | None) -> bool:
@@ -43,18 +53,22 @@ def two_or_more(x_GD: Tensor) -> Tensor:
     return x_GD if len(x_GD) > 1 else F.pad(x_GD, (0, 0, 0, 1))
 
 
-def tokens_of(x_S1D: Tensor, group: LengthGroup) -> Tensor:
-    """A length group's tokens as a uniform batch: a view [c, s, D]."""
-    return group.tokens_of(x_S1D[:, 0])
+def tokens_of(x_S1D: Tensor, group: Group) -> Tensor:
+    """A group's tokens as a uniform batch: a view [c, s, D]; all tokens are [1, S, D]."""
+    return x_S1D[None, :, 0] if isinstance(group, Tensor) else group.tokens_of(x_S1D[:, 0])
 
 
-def rows_of(x_GD: Tensor, group: LengthGroup) -> Tensor:
-    """A length group's rows, ready to broadcast over tokens: a view [c, 1, D]."""
-    return x_GD[group.members, None]
+def rows_of(x_GD: Tensor, group: Group) -> Tensor:
+    """A group's rows, ready to broadcast over tokens: a view [c, 1, D]; of all tokens copies, [1, S, D]."""
+    return x_GD.index_select(0, group)[None] if isinstance(group, Tensor) else x_GD[group.members, None]
 
 
-def sum_tokens(x_S1D: Tensor, like_GD: Tensor, groups: tuple[LengthGroup, ...]) -> Tensor:
+def sum_tokens(x_S1D: Tensor, like_GD: Tensor, groups: tuple[Group, ...]) -> Tensor:
     """Sums the tokens of each row, [G, D]: in float32, whatever precision the sum is rounded to."""
+    if isinstance(groups[0], Tensor):
+        wide = torch.promote_types(like_GD.dtype, torch.float32)
+        sums_GD = torch.zeros_like(like_GD, dtype=wide).index_add_(0, groups[0], x_S1D[:, 0].to(wide))
+        return sums_GD.to(like_GD.dtype)
     total_GD = torch.zeros_like(like_GD)
     for group in groups:
         total_GD[group.members] += tokens_of(x_S1D, group).sum(1, dtype=like_GD.dtype)

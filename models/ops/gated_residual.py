@@ -10,6 +10,7 @@ from megadit.models.ops.condition_rows import (
     are_dense,
     are_grouped,
     are_in_runs,
+    are_in_shreds,
     are_looked_up,
     of_each_token,
     rows_of,
@@ -51,10 +52,16 @@ def by_token(x_S1D: Tensor, gate_GD: Tensor, y_S1D: Tensor, rows: Rows | None) -
     return _ByToken.apply(x_S1D, gate_GD, y_S1D, rows.of_token(x_S1D.device))
 
 
+@gated_residual.variant("all_at_once", suits=lambda x, gate, y, rows=None: are_in_shreds(x, rows))
+def all_at_once(x_S1D: Tensor, gate_GD: Tensor, y_S1D: Tensor, rows: Rows | None) -> Tensor:
+    """x + gate * y, [S, 1, D]; each token is given a copy of its gate."""
+    return _ByGroup.apply(x_S1D, gate_GD, y_S1D, (rows.of_token(x_S1D.device),))
+
+
 @gated_residual.variant("by_length_group", suits=lambda x, gate, y, rows=None: are_grouped(rows))
 def by_length_group(x_S1D: Tensor, gate_GD: Tensor, y_S1D: Tensor, rows: Rows | None) -> Tensor:
-    """x + gate * y, [S, 1, D], one group of equally long segments after the other."""
-    return _ByLengthGroup.apply(x_S1D, gate_GD, y_S1D, rows.groups)
+    """x + gate * y, [S, 1, D], one group of equally long pieces after the other."""
+    return _ByGroup.apply(x_S1D, gate_GD, y_S1D, rows.groups)
 
 
 def _forward(x, gate, y, row_S):
@@ -102,7 +109,7 @@ class _ByRun(torch.autograd.Function):
         return grad, *gate_backward(grad, gate.contiguous(), y.contiguous(), row_S, starts_P), None, None
 
 
-class _ByLengthGroup(torch.autograd.Function):
+class _ByGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gate, y, groups):
         out = torch.empty_like(x)

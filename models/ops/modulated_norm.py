@@ -1,9 +1,10 @@
 """modulated_norm: norm(x) * (1 + scale) + shift, each sample with its own shift and scale (adaLN).
 
-A pack's forward never gathers a row per token on a CPU: a length group is viewed as a batch and broadcast. The backward
-reduces over each segment, in a fixed order, so that the same pack gives the same gradient to the last bit; normalised
-activations are recomputed rather than kept. On a GPU each token looks its row up inside one compiled kernel, and the
-backward is one kernel of our own (`row_sums.py`); packs whose runs of tokens nobody knows have two products beside it.
+On a CPU a pack's forward gathers no row per token: a length group is viewed as a batch and broadcast; but where given
+tokens cut the pack into many small groups, all tokens are taken at once. The backward reduces over each segment, in a
+fixed order, so that the same pack gives the same gradient to the last bit; normalised activations are recomputed rather
+than kept. On a GPU each token looks its row up inside one compiled kernel, and the backward is one kernel of our own
+(`row_sums.py`); packs whose runs of tokens nobody knows have two products beside it.
 
 Shapes: S video tokens, B batch, D width, G condition rows.
 """
@@ -16,6 +17,7 @@ from megadit.models.ops.condition_rows import (
     are_dense,
     are_grouped,
     are_in_runs,
+    are_in_shreds,
     are_looked_up,
     of_each_token,
     rows_of,
@@ -102,15 +104,24 @@ def by_token(x_S1D, shift_GD, scale_GD, eps, rows, rms_weight_D=None) -> Tensor:
 
 
 @modulated_norm.variant(
+    "all_at_once", suits=lambda x, shift, scale, eps, rows=None, rms_weight=None: are_in_shreds(x, rows)
+)
+def all_at_once(x_S1D, shift_GD, scale_GD, eps, rows, rms_weight_D=None) -> Tensor:
+    """norm(x) (1 + scale) + shift, [S, 1, D]; each token is given a copy of its row."""
+    factor_GD, groups = _factor(scale_GD, rms_weight_D), (rows.of_token(x_S1D.device),)
+    return _ByGroup.apply(x_S1D, shift_GD, factor_GD, eps, groups, rms_weight_D is not None)
+
+
+@modulated_norm.variant(
     "by_length_group", suits=lambda x, shift, scale, eps, rows=None, rms_weight=None: are_grouped(rows)
 )
 def by_length_group(x_S1D, shift_GD, scale_GD, eps, rows, rms_weight_D=None) -> Tensor:
-    """norm(x) (1 + scale) + shift, [S, 1, D], one group of equally long segments after the other."""
+    """norm(x) (1 + scale) + shift, [S, 1, D], one group of equally long pieces after the other."""
     factor_GD = _factor(scale_GD, rms_weight_D)
-    return _ByLengthGroup.apply(x_S1D, shift_GD, factor_GD, eps, rows.groups, rms_weight_D is not None)
+    return _ByGroup.apply(x_S1D, shift_GD, factor_GD, eps, rows.groups, rms_weight_D is not None)
 
 
-# --- by length group ----------------------------------------------------------------------------------------------
+# --- by group ---------------------------------------------------------------------------------------------------------
 
 
 def _normalize(x: Tensor, eps: float, is_rms: bool) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -132,7 +143,7 @@ def _normalize_backward(grad_y: Tensor, x: Tensor, mean: Tensor | None, root_inv
     return ((grad_y - y * (grad_y * y).mean(-1, keepdim=True)) * root_inverse).to(x.dtype)
 
 
-class _ByLengthGroup(torch.autograd.Function):
+class _ByGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, shift, factor, eps, groups, is_rms):
         y, mean, root_inverse = _normalize(x, eps, is_rms)
