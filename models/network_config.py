@@ -34,6 +34,10 @@ class NetworkConfig(Protocol):
     """Latent frames, of which a video's are a multiple."""
     learned_positions: tuple[int, int, int] | None
     """The largest grid of tokens that it takes; None: any."""
+    most_latent_frames: int | None
+    """Of a video; None: any number."""
+    conditions: tuple[str, ...]
+    """What it reads of the conditions of every video, as the inputs of exported networks are called."""
     has_text: bool
     """It reads texts of any length; False: one token, that of a class."""
     task: Task

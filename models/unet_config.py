@@ -177,6 +177,16 @@ class UNetConfig:
         return None
 
     @property
+    def most_latent_frames(self) -> int:
+        """Images alone."""
+        return 1
+
+    @property
+    def conditions(self) -> tuple[str, ...]:
+        """All rows of the text, whatever its length, and XL its pooled feature."""
+        return ("text",) if self.pooled_size is None else ("text", "pooled")
+
+    @property
     def has_text(self) -> bool:
         return True
 

@@ -179,14 +179,9 @@ def check_transformer(bundle: Bundle, reason: str) -> None:
     """Raises UserError, with the reason, for a bundle of another network than a transformer."""
     if not isinstance(bundle.config, DiTConfig):
         raise UserError(
-            f"the network of {bundle.path} is {bundle.config.outline}, which is sampled from, converted and served: "
-            f"{reason}"
+            f"the network of {bundle.path} is {bundle.config.outline}, which is sampled from, converted, exported and "
+            f"served: {reason}"
         )
-
-
-def check_exportable(bundle: Bundle) -> None:
-    """Raises UserError for a bundle whose network has no graph."""
-    check_transformer(bundle, "it is not exported; leave it in torch")
 
 
 def check_kind(bundle: Bundle, kind: Kind) -> None:

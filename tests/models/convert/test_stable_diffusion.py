@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megadit.export.build import export_bundle
 from megadit.infer import generate
 from megadit.infer.batches import batch_size
 from megadit.infer.benchmarks.generate import measure
@@ -297,12 +296,10 @@ def test_training_is_refused_with_the_reason_and_the_recipe_to_take(made):
 @pytest.mark.parametrize(
     ("use", "message"),
     [
-        (export_bundle, "it is not exported; leave it in torch"),
-        (partial(build_repository, runtime="onnx"), "it is not exported; leave it in torch"),
         (partial(build_repository, scheduling=SPLIT), "no ranks share it; leave out --tp_size and --cp_size"),
         (partial(build_repository, adapters="."), "adapters for it are not read"),
     ],
-    ids=["export", "exported", "ranks", "adapters"],
+    ids=["ranks", "adapters"],
 )
 def test_what_a_unet_has_not_is_refused_before_anything_is_written(made, tmp_path, use, message):
     with pytest.raises(UserError, match=f"a U-Net of 2 levels.*{message}"):
