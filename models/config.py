@@ -140,6 +140,11 @@ class DiTConfig:
         return None if self.learned_positions is None else self.learned_positions[0] * self.patch_temporal
 
     @property
+    def samples_first(self) -> bool:
+        """The sequence comes first."""
+        return False
+
+    @property
     def conditions(self) -> tuple[str, ...]:
         """Texts of any length, and how fast a video runs."""
         return "text", "text_length", "fps"

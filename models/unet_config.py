@@ -125,6 +125,10 @@ class UNetConfig:
             if not isinstance(settings[name], int):
                 raise UserError(f"a {DIFFUSERS_CLASS} with {name}={settings[name]!r:.60} is not supported: one number")
 
+    def __hash__(self) -> int:
+        settings = tuple((name, self.settings[name]) for name in sorted(self.settings))
+        return hash((settings, self.prediction, self.pixels_per_latent))
+
     @property
     def family(self) -> str:
         return "stable_diffusion"
@@ -180,6 +184,10 @@ class UNetConfig:
     def most_latent_frames(self) -> int:
         """Images alone."""
         return 1
+
+    @property
+    def samples_first(self) -> bool:
+        return True
 
     @property
     def conditions(self) -> tuple[str, ...]:
