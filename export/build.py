@@ -24,9 +24,9 @@ from megadit.models.adapter_slots import AdapterSlots
 from megadit.models.bundle.bundle import (
     MANIFEST_FILE,
     Bundle,
-    check_exportable,
     check_replaceable,
     check_single,
+    check_transformer,
     write_manifest,
 )
 from megadit.models.config import DiTConfig
@@ -153,9 +153,11 @@ def _exported_text_encoder(text_encoder: TextEncoder, settings: ExportSettings) 
 
 
 def _check_network(bundle: Bundle, settings: ExportSettings) -> None:
-    check_exportable(bundle)
     if settings.adapter_rank is not None:
         check_single(bundle)
+        check_transformer(bundle, "adapters are no inputs of it; leave out --adapter_rank")
+    if settings.precision in FORMATS:
+        check_transformer(bundle, f"{settings.precision} is for products of blocks; take fp16")
     if bundle.kind != "video" and (settings.precision != "fp32" or settings.adapter_rank is not None):
         raise UserError(f"a {bundle.kind} is exported in float32, without room for adapters: leave out these options")
 

@@ -1,6 +1,6 @@
 """The networks of a bundle as modules of tensors alone, which is what an exporter can trace."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -19,6 +19,7 @@ from megadit.models.dense_layout import DenseLayout
 from megadit.models.segments import OpenRows
 from megadit.models.tokenizers import VideoTokenizer
 from megadit.models.tokenizers.tiling import Tiles
+from megadit.models.unet_config import UNetConfig
 from megadit.models.weights import load_network
 
 PRECISIONS = {
@@ -89,6 +90,15 @@ def _open_layout(conditioning: Conditioning, times_T: Tensor, config: DiTConfig)
     )
 
 
+class WholeTextDenoiserGraph(DenoiserGraph):
+    """The same of a network of images that reads all rows of its texts, and maybe one feature of each whole text."""
+
+    def forward(self, x, sigma, text, *pooled: Tensor) -> Tensor:
+        unread_B = torch.zeros_like(sigma)
+        conditioning = Conditioning(text, unread_B.long(), unread_B, pooled_BP=next(iter(pooled), None))
+        return self.denoiser(x, sigma, conditioning)
+
+
 class DecoderGraph(nn.Module):
     """Latents to video."""
 
@@ -144,7 +154,7 @@ def build_network(
     if name in DENOISERS:
         denoiser = EDMDenoiser(load_network(bundle.path / bundle.networks[DENOISERS.index(name)], dtype=dtype))
         denoiser.parameterization.scalings(torch.ones(1))  # before tracing, which could not make the cached tables
-        network = _graph_of(bundle)(denoiser, slots)
+        network = _DENOISER_GRAPHS[type(bundle.config)](bundle)(denoiser, slots)
     elif name == "classifier":
         network = bundle.load_classifier(dtype=dtype)
     elif name in TOWERS:
@@ -156,10 +166,16 @@ def build_network(
     return network.eval().requires_grad_(False)
 
 
-def _graph_of(bundle: Bundle) -> type[DenoiserGraph]:
+def _graph_of_transformer(bundle: Bundle) -> type[DenoiserGraph]:
     if not bundle.config.given.is_among:
         return BesideDenoiserGraph
     return GivenDenoiserGraph if bundle.takes else DenoiserGraph
+
+
+_DENOISER_GRAPHS: dict[type, Callable[[Bundle], type[DenoiserGraph]]] = {
+    DiTConfig: _graph_of_transformer,
+    UNetConfig: lambda bundle: WholeTextDenoiserGraph,
+}
 
 
 def comparable(network: nn.Module, precision: str, ranges: Mapping[str, float] | None = None) -> nn.Module:

@@ -88,7 +88,9 @@ def inputs_at(spec: NetworkSpec, sigma: float, bundle: Bundle) -> dict[str, Tens
     text_BLE[:, : min(longest, length)] = features.features_BLE[rows, :length]
     noise = inputs["x"] / inputs["x"].std()
     x = noise * (sigma**2 + bundle.config.sigma_data**2) ** 0.5
-    conditioning = Conditioning(text_BLE, text_length[rows].clamp(max=length), inputs["fps"])
+    pooled_BP = None if features.pooled_BP is None else features.pooled_BP[rows]
+    fps_B = inputs.get("fps", torch.zeros(batch))
+    conditioning = Conditioning(text_BLE, text_length[rows].clamp(max=length), fps_B, pooled_BP=pooled_BP)
     values = denoiser_inputs(x, torch.full((batch,), sigma), conditioning)
     if not bundle.config.given.is_among:  # without which it is never asked
         values |= {name: inputs[name] for name in BESIDE_INPUTS if name in inputs}

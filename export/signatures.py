@@ -14,8 +14,8 @@ from torch import Tensor
 from megadit.infer.runtimes.network_spec import DENOISERS, INPUTS, OUTPUTS, Axis, NetworkSpec, Shape, TensorSpec
 from megadit.models.adapter_slots import AdapterSlots
 from megadit.models.bundle.bundle import Bundle
-from megadit.models.config import DiTConfig
 from megadit.models.image_encoder import ImageEncoder
+from megadit.models.network_config import NetworkConfig
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.text_encoders import NetworkTextEncoder, TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
@@ -49,9 +49,9 @@ def default_profiles(bundle: Bundle, tokenizer: VideoTokenizer, text_encoder: Te
     frames = _frames_of_patches(defaults.num_frames, bundle.config, tokenizer)
     most_frames = _frames_of_patches(2 * defaults.num_frames, bundle.config, tokenizer)
     most_height, most_width = 2 * defaults.height, 2 * defaults.width
-    if (positions := bundle.config.learned_positions) is not None:
-        latents = positions[0] * bundle.config.patch_temporal
+    if (latents := bundle.config.most_latent_frames) is not None:
         most_frames = min(most_frames, 1 + (latents - 1) * tokenizer.temporal_compression)
+    if (positions := bundle.config.learned_positions) is not None:
         most_height, most_width = min(most_height, positions[1] * side), min(most_width, positions[2] * side)
     longest = getattr(text_encoder, "max_length", 1) or LONGEST_TEXT
     is_filled = getattr(text_encoder, "text_padding", "none") != "none"
@@ -64,7 +64,7 @@ def default_profiles(bundle: Bundle, tokenizer: VideoTokenizer, text_encoder: Te
     )
 
 
-def _frames_of_patches(frames: int, config: DiTConfig, tokenizer: VideoTokenizer) -> int:
+def _frames_of_patches(frames: int, config: NetworkConfig, tokenizer: VideoTokenizer) -> int:
     """The fewest frames, at least so many, whose latents are whole patches in time."""
     patch, temporal = config.patch_temporal, tokenizer.temporal_compression
     latents = 1 + (tokenizer.frames_covering(frames) - 1) // temporal
@@ -96,7 +96,7 @@ def parse_profiles(given: Sequence[str], defaults: Profiles) -> Profiles:
 
 def specs(
     profiles: Profiles,
-    config: DiTConfig,
+    config: NetworkConfig,
     tokenizer: VideoTokenizer,
     text_encoder: TextEncoder | None = None,
     takes: Collection[str] = (),
@@ -128,7 +128,7 @@ def specs(
     doubled = (profiles.batch[0], GUIDANCE_BATCH * profiles.batch[1], GUIDANCE_BATCH * profiles.batch[2])
     batch, one = _axis("batch", doubled), _axis("batch", (1, 1, max(2, profiles.batch[2])))
     # classes stand for texts in one token, whatever the longest text is
-    text = _axis("text", profiles.text) if config.structure.cross_attention else 1
+    text = _axis("text", profiles.text) if config.has_text else 1
     latent = (config.in_channels, time, height, width)
     seen = _longer(time, takes, config)
     x = {"dtype": "float32", "axes": (batch, config.in_channels, seen, height, width)}
@@ -144,12 +144,16 @@ def specs(
         given["image"] = {"dtype": "float32", "axes": (batch, image_tokens, config.image_size)}
     is_network = isinstance(text_encoder, NetworkTextEncoder)
     texts = {"text_encoder": _text_encoder(text_encoder, one, text)} if is_network else {}
-    seen_by_denoisers = {
-        "x": x,
-        "sigma": {"dtype": "float32", "axes": (batch,)},
+    conditions = {
         "text": {"dtype": "float32", "axes": (batch, text, config.crossattn_emb_size)},
         "text_length": {"dtype": "int64", "axes": (batch,)},
         "fps": {"dtype": "float32", "axes": (batch,)},
+        "pooled": {"dtype": "float32", "axes": (batch, config.pooled_size)},
+    }
+    seen_by_denoisers = {
+        "x": x,
+        "sigma": {"dtype": "float32", "axes": (batch,)},
+        **{name: conditions[name] for name in config.conditions},
         **(given if takes else {}),
     }
     further = () if slots is None else slot_tensors(slots, batch)
@@ -201,8 +205,10 @@ def slot_tensors(slots: AdapterSlots, batch: Axis) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(name=name, dtype="float32", axes=(batch, *sides)) for name, sides in slots.inputs.items())
 
 
-def _longer(time: Axis, takes: Collection[str], config: DiTConfig) -> Axis:
-    """The frames of a video's latents, and those that are only given."""
+def _longer(time: Axis, takes: Collection[str], config: NetworkConfig) -> Axis | int:
+    """The frames of a video's latents, and those that are only given; of a network of images always one."""
+    if config.most_latent_frames == 1:
+        return 1
     beside = time.max if "edit" in takes else 0
     if {"last_frame", "keyframes"} & set(takes):
         beside += MOST_KEYFRAMES * config.patch_temporal
@@ -227,7 +233,9 @@ def _free(axes: Sequence[Axis]) -> tuple[Axis, ...]:
     return tuple(replace(axis, step=1) for axis in axes)
 
 
-def _latent_sizes(profiles: Profiles, place: int, config: DiTConfig, tokenizer: VideoTokenizer) -> tuple[int, int, int]:
+def _latent_sizes(
+    profiles: Profiles, place: int, config: NetworkConfig, tokenizer: VideoTokenizer
+) -> tuple[int, int, int]:
     frames, height, width = (getattr(profiles, name)[place] for name in ("frames", "height", "width"))
     try:
         sizes = tokenizer.latent_shape(frames, height, width)[1:]
@@ -283,6 +291,8 @@ def sample_inputs(spec: NetworkSpec, sizes: Mapping[str, int], seed: int = 0) ->
         "text_length": length_B,
         "fps": torch.tensor([24.0 if place % 3 else 0.0 for place in range(1, batch + 1)]),
     }
+    inputs = {name: value for name, value in inputs.items() if name in shapes}
+    inputs |= {"pooled": normal(shapes["pooled"])} if "pooled" in shapes else {}
     inputs |= _sample_given(shapes, normal) if "given" in shapes else {}
     return inputs | {name: _sample_slots(normal(shape)) for name, shape in shapes.items() if name not in inputs}
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from megadit.models.adapter_slots import AdapterSlots
-from megadit.models.config import DiTConfig
 from megadit.models.convert.adapter_files import open_adapter, read_adapter
 from megadit.models.shared.errors import UserError
+from megadit.models.weights import config_from_dict
 
 _PROCESSOR_SECONDS = 60
 _MOST_TENSORS = 20_000
@@ -34,7 +34,7 @@ def problem_of(path: Path, network: dict[str, Any], base: str, slots: dict[str, 
             return f"the file has {len(opened.source.stored):,} tensors; {_MOST_TENSORS:,} is the most"
         if opened.base not in (None, base):
             return f"the adapter was trained with other weights ({opened.base}) than this service's ({base})"
-        adapter = read_adapter(path, DiTConfig.from_dict(network))
+        adapter = read_adapter(path, config_from_dict(network))
         if slots is not None:
             AdapterSlots.from_dict(slots, adapter.config).check(adapter.to_state()[0])
     except UserError as error:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from megadit.models.adapter_config import AdapterConfig
-from megadit.models.config import DiTConfig
-from megadit.models.dit import DiT
 from megadit.models.initialize import generator_of, normal_values
-from megadit.models.low_rank import Adapters, Factors, LowRank, Rows, Target, adapters_of, squared_norms
+from megadit.models.low_rank import Adapters, Factors, LowRank, Rows, Target, adapters_of, matrix_of, squared_norms
+from megadit.models.network_config import NetworkConfig
+from megadit.models.networks import SavedNetwork, build_without_memory
 from megadit.models.shared.errors import UserError, did_you_mean
 
 DEFAULT = "adapter"
@@ -33,40 +33,48 @@ _PARAMETER = re.compile(r"(?P<path>.*?)[^.]+\.adapters\.[^.]+\.(?P<part>[^.]+)\.
 
 
 @lru_cache(maxsize=16)
-def targets_of(config: DiTConfig) -> Mapping[str, Target]:
+def targets_of(config: NetworkConfig) -> Mapping[str, Target]:
     """Every target of a network by its name: `blocks.0.self_attention.q`, `blocks.0.mlp.fc1`, `text_embedder`, ...
 
     Experts that a router chooses among are stacks of matrices and no targets; the one that all tokens go through is.
     """
-    with torch.device("meta"):
-        dit = DiT(config)
     targets = {}
-    for path, module in dit.named_modules():
-        if isinstance(module, nn.Linear):
+    for path, module in build_without_memory(config).named_modules():
+        if sizes := _sizes(module):
             above, _, last = path.rpartition(".")
             for part, rows in _parts(last, config).items():
                 name = f"{above}.{part}" if above else part
-                out_features = module.out_features // rows.period * (rows.stop - rows.start)
-                targets[name] = Target(path, rows, module.in_features, out_features)
+                in_features, out_features = sizes
+                targets[name] = Target(path, rows, in_features, out_features // rows.period * (rows.stop - rows.start))
     return targets
 
 
-def _parts(linear: str, config: DiTConfig) -> dict[str, Rows]:
+def _sizes(module: nn.Module) -> tuple[int, int] | None:
+    """Input and output features of a linear, which a convolution of single pixels is too; None of other modules."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    if isinstance(module, nn.Conv2d) and module.kernel_size == module.stride == (1, 1) and module.groups == 1:
+        return module.in_channels, module.out_channels
+    return None
+
+
+def _parts(linear: str, config: NetworkConfig) -> dict[str, Rows]:
     """The targets in a linear of this name, and where `attention.py` lays out their rows."""
-    head = config.dim_per_head
-    queries = config.num_attention_heads // config.key_heads * head
     match linear:
         case "qkv":
+            head = config.dim_per_head
+            queries = config.num_attention_heads // config.key_heads * head
             ends = {"q": (0, queries), "k": (queries, queries + head), "v": (queries + head, queries + 2 * head)}
             return {part: Rows(queries + 2 * head, *end) for part, end in ends.items()}
         case "kv":
+            head = config.dim_per_head
             return {"k": Rows(2 * head, 0, head), "v": Rows(2 * head, head, 2 * head)}
         case _:
             return {linear: Rows()}
 
 
 @lru_cache(maxsize=64)
-def chosen_targets(config: DiTConfig, patterns: tuple[str, ...]) -> Mapping[str, Target]:
+def chosen_targets(config: NetworkConfig, patterns: tuple[str, ...]) -> Mapping[str, Target]:
     """The targets that any of the patterns names.
 
     Raises:
@@ -86,7 +94,7 @@ def chosen_targets(config: DiTConfig, patterns: tuple[str, ...]) -> Mapping[str,
 # ------------------------------------------------------------------------------------------------ beside a network
 
 
-def attach(dit: DiT, adapter: AdapterConfig, name: str = DEFAULT) -> None:
+def attach(dit: SavedNetwork, adapter: AdapterConfig, name: str = DEFAULT) -> None:
     """Puts an adapter, all zeros, beside the linears of `dit` that `adapter.targets` names; `name` is free of dots.
 
     Raises:
@@ -96,7 +104,7 @@ def attach(dit: DiT, adapter: AdapterConfig, name: str = DEFAULT) -> None:
     _attach(dit, ranks, adapter, name)
 
 
-def _attach(dit: DiT, ranks: Mapping[str, int], adapter: AdapterConfig, name: str) -> None:
+def _attach(dit: SavedNetwork, ranks: Mapping[str, int], adapter: AdapterConfig, name: str) -> None:
     if name in adapter_names(dit):
         raise UserError(f"there is an adapter named {name!r} already; give this one another name, or remove that one")
     modules, targets = dict(dit.named_modules()), targets_of(dit.config)
@@ -104,11 +112,11 @@ def _attach(dit: DiT, ranks: Mapping[str, int], adapter: AdapterConfig, name: st
     for target_name, rank in ranks.items():
         target = targets[target_name]
         if target.linear in modules:  # a part of a network has some of the blocks
-            like, has_magnitude = modules[target.linear].weight.detach(), adapter.kind == "dora"
+            like, has_magnitude = matrix_of(modules[target.linear]).detach(), adapter.kind == "dora"
             factors = Factors(target, rank, has_magnitude=has_magnitude, like=like)
             by_linear.setdefault(target.linear, {})[target_name.rpartition(".")[2]] = factors
     for path, factors in by_linear.items():
-        beside(modules[path])[name] = LowRank(factors, adapter.scaling)
+        beside(modules[path])[name] = LowRank(factors, adapter.scaling, samples_first=dit.config.samples_first)
 
 
 def beside(base: nn.Module) -> Adapters:
@@ -125,7 +133,7 @@ def move_adapters(base: nn.Module, other: nn.Module) -> None:
         adapters.stand_beside(other)
 
 
-def remove(dit: DiT, name: str = DEFAULT) -> None:
+def remove(dit: SavedNetwork, name: str = DEFAULT) -> None:
     """Takes an adapter away: the network computes what it did before."""
     for base in [module for module in dit.modules() if name in adapters_of(module)]:
         del base.adapters[name]
@@ -133,12 +141,12 @@ def remove(dit: DiT, name: str = DEFAULT) -> None:
             base.adapters.leave(base)
 
 
-def adapter_names(dit: DiT) -> list[str]:
+def adapter_names(dit: SavedNetwork) -> list[str]:
     """The adapters of a network, in the order in which they came."""
     return list(dict.fromkeys(name for module in dit.modules() for name in adapters_of(module)))
 
 
-def set_scale(dit: DiT, scale: float | Tensor, name: str = DEFAULT) -> None:
+def set_scale(dit: SavedNetwork, scale: float | Tensor, name: str = DEFAULT) -> None:
     """How much of an adapter's change is added: 0 is the base; for a uniform batch also [B], one for each sample.
 
     A layout that keeps values (`DiT.dense_layout`) is for one scale.
@@ -147,11 +155,11 @@ def set_scale(dit: DiT, scale: float | Tensor, name: str = DEFAULT) -> None:
         adapter.scale = scale[:, None] if isinstance(scale, Tensor) else scale
 
 
-def _low_ranks(dit: DiT, name: str) -> Iterator[LowRank]:
+def _low_ranks(dit: SavedNetwork, name: str) -> Iterator[LowRank]:
     return (adapters_of(module)[name] for module in dit.modules() if name in adapters_of(module))
 
 
-def adapter_state(dit: DiT, name: str = DEFAULT) -> dict[str, Tensor]:
+def adapter_state(dit: SavedNetwork, name: str = DEFAULT) -> dict[str, Tensor]:
     """The adapter state of a network that no ranks share; the tensors are the parameters themselves."""
     inside = f".adapters.{name}."
     return {adapter_key(path): value.detach() for path, value in dit.named_parameters() if inside in f".{path}"}
@@ -163,7 +171,7 @@ def adapter_key(parameter: str) -> str | None:
     return found and f"{found['path']}{found['part']}.{found['kind']}"
 
 
-def load_adapter(dit: DiT, state: Mapping[str, Tensor], adapter: AdapterConfig, name: str = DEFAULT) -> None:
+def load_adapter(dit: SavedNetwork, state: Mapping[str, Tensor], adapter: AdapterConfig, name: str = DEFAULT) -> None:
     """Puts an adapter with these values beside the linears of `dit`, in the precision and on the device of each.
 
     The targets are those of `state`, each with the rank of its tensors; of `adapter` count `kind` and `scaling`.
@@ -179,7 +187,7 @@ def load_adapter(dit: DiT, state: Mapping[str, Tensor], adapter: AdapterConfig, 
             parameter.copy_(state[key])
 
 
-def check_state(state: Mapping[str, Tensor], adapter: AdapterConfig, config: DiTConfig) -> None:
+def check_state(state: Mapping[str, Tensor], adapter: AdapterConfig, config: NetworkConfig) -> None:
     """Raises UserError for an adapter state that is not one of this network: what does not fit, by name and shape."""
     targets = targets_of(config)
     names = dict.fromkeys(key.rpartition(".")[0] for key in state)
@@ -208,15 +216,16 @@ def check_state(state: Mapping[str, Tensor], adapter: AdapterConfig, config: DiT
 
 
 @torch.no_grad()
-def merge(dit: DiT) -> None:
+def merge(dit: SavedNetwork) -> None:
     """Adds the changes of all adapters, at their scales, to the weights, and removes the adapters.
 
     Computed in float64 and rounded once to each weight's precision. The network is one that no ranks share, and scales
     are numbers.
     """
     for base in [module for module in dit.modules() if adapters_of(module)]:
-        weight_OI, adapters = base.weight.double(), base.adapters
-        base.weight.copy_(weight_OI + sum(each.scale * each.change_of(weight_OI) for each in adapters.values()))
+        weight_OI, adapters = matrix_of(base).double(), base.adapters
+        changed_OI = weight_OI + sum(each.scale * each.change_of(weight_OI) for each in adapters.values())
+        base.weight.copy_(changed_OI.view_as(base.weight))
         adapters.leave(base)
 
 
@@ -236,7 +245,7 @@ def fingerprint(names: Iterable[str], read: Callable[[str], Tensor]) -> str:
 # ------------------------------------------------------------------------------------------------ in training
 
 
-def train_adapter_only(dit: DiT, dtype: torch.dtype) -> None:
+def train_adapter_only(dit: SavedNetwork, dtype: torch.dtype) -> None:
     """Freezes the base, which computes in `dtype` and is kept so (or in eight bits): no gradients of its parameters are
     computed."""
     for name, parameter in dit.named_parameters():
@@ -246,7 +255,7 @@ def train_adapter_only(dit: DiT, dtype: torch.dtype) -> None:
 
 
 def initial_adapter_value(
-    key: str, config: DiTConfig, rank: int, *, seed: int, base: Callable[[str], Tensor], dtype: torch.dtype
+    key: str, config: NetworkConfig, rank: int, *, seed: int, base: Callable[[str], Tensor], dtype: torch.dtype
 ) -> Tensor:
     """The whole tensor of an adapter state before the first step, float32: the same in any layout.
 
@@ -264,7 +273,7 @@ def initial_adapter_value(
             return squared_norms(target.rows.of(base(f"{target.linear}.weight").to(dtype))).sqrt()
 
 
-def draw_dropout(dit: DiT, dropout: float, *, seed: int, step: int) -> None:
+def draw_dropout(dit: SavedNetwork, dropout: float, *, seed: int, step: int) -> None:
     """Chooses the input features that each linear's `down` does not see in this step: the same in any layout."""
     if not dropout:
         return

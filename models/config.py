@@ -135,6 +135,21 @@ class DiTConfig:
         return None
 
     @property
+    def most_latent_frames(self) -> int | None:
+        """As far as its learned positions reach."""
+        return None if self.learned_positions is None else self.learned_positions[0] * self.patch_temporal
+
+    @property
+    def samples_first(self) -> bool:
+        """The sequence comes first."""
+        return False
+
+    @property
+    def conditions(self) -> tuple[str, ...]:
+        """Texts of any length, and how fast a video runs."""
+        return "text", "text_length", "fps"
+
+    @property
     def has_text(self) -> bool:
         return self.structure.cross_attention or self.task == "match"
 

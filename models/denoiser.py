@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from megadit.models.conditioning import Conditioning
 from megadit.models.dense_layout import DenseLayout
+from megadit.models.networks import SavedNetwork
 from megadit.models.parameterization import parameterization_of
-from megadit.models.weights import SavedNetwork
 
 
 class EDMDenoiser(nn.Module):

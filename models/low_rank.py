@@ -77,9 +77,11 @@ class LowRank(nn.ModuleDict):
     below the other, each `up` in the rows of its target.
     """
 
-    def __init__(self, factors: Mapping[str, Factors], scaling: float) -> None:
+    def __init__(self, factors: Mapping[str, Factors], scaling: float, *, samples_first: bool = False) -> None:
+        """`samples_first`: the linear reads [B, ..., I], not [S, B, I] or [G, I] of conditions, B once or twice."""
         super().__init__(factors)
         self.scaling = scaling
+        self.samples_first = samples_first
         self.in_features = next(iter(factors.values())).down.shape[1]
         """Of the linear, over all ranks."""
         self.scale: float | Tensor = 1.0
@@ -103,7 +105,9 @@ class LowRank(nn.ModuleDict):
         h = self.exchange(linear(x, down_RI))
         ratio_O = self._ratio(base)
         scale = self.scale
-        if isinstance(scale, Tensor):  # conditions come B at a time, twice where some is given
+        if isinstance(scale, Tensor) and self.samples_first:
+            scale = scale.to(h.dtype).reshape(-1, *[1] * (h.ndim - 1))
+        elif isinstance(scale, Tensor):  # conditions come B at a time, twice where some is given
             scale = scale.to(h.dtype).repeat(h.shape[-2] // len(scale), 1)
         if ratio_O is None:
             return linear(_times(h, scale * self.scaling), up_OR)
@@ -128,7 +132,7 @@ class LowRank(nn.ModuleDict):
         targets = [factors for factors in self.values() if factors.magnitude is not None]
         if not targets:
             return None  # before the matrix is asked for: one in eight bits would be made whole for nothing
-        weight_OI, changes = base.weight, []
+        weight_OI, changes = matrix_of(base), []
         for factors in targets:
             # rounded as the magnitudes are, which begin as these norms
             norm = self._norm(factors.rows.of(weight_OI), factors).to(factors.magnitude.dtype)
@@ -205,8 +209,15 @@ def squared_norms(weight_OI: Tensor) -> Tensor:
     return weight_OI.float().square().sum(1)
 
 
+def matrix_of(base: nn.Module) -> Tensor:
+    """The weight of a linear, or of a convolution of single pixels, as a matrix [O, I]: a view of it."""
+    return base.weight.flatten(1)
+
+
 def _with_changes(base: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> Tensor:
-    return base.adapters(inputs[0], y, base)
+    if not isinstance(base, nn.Conv2d):
+        return base.adapters(inputs[0], y, base)
+    return base.adapters(inputs[0].movedim(1, -1), y.movedim(1, -1), base).movedim(-1, 1)
 
 
 def _beside(matrices: Sequence[Tensor], dim: int) -> Tensor:

@@ -1,6 +1,6 @@
 """What the rest of the package reads of a network's configuration, whatever its class.
 
-`DiTConfig` and `UNetConfig` are such; `weights.NETWORKS` has a row for each.
+`DiTConfig` and `UNetConfig` are such; `weights.NETWORKS` and `networks.OF_CONFIG` have a row for each.
 """
 
 from typing import Any, Literal, Protocol
@@ -34,6 +34,12 @@ class NetworkConfig(Protocol):
     """Latent frames, of which a video's are a multiple."""
     learned_positions: tuple[int, int, int] | None
     """The largest grid of tokens that it takes; None: any."""
+    most_latent_frames: int | None
+    """Of a video; None: any number."""
+    samples_first: bool
+    """Samples of a batch are the first side of what its layers compute, not the second."""
+    conditions: tuple[str, ...]
+    """What it reads of the conditions of every video, as the inputs of exported networks are called."""
     has_text: bool
     """It reads texts of any length; False: one token, that of a class."""
     task: Task

@@ -1,18 +1,37 @@
 """What a configuration stands for: a network that denoises, names classes, or matches images and texts."""
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
 from megadit.models.clip import CLIP, TextTower
 from megadit.models.config import DiTConfig
 from megadit.models.dit import WHOLE_NETWORK, DiT, Part
 from megadit.models.families import Task
+from megadit.models.network_config import NetworkConfig
+from megadit.models.unet import UNet
+from megadit.models.unet_config import UNetConfig
 from megadit.models.vit import ViT
 
 Network = DiT | ViT | CLIP
+SavedNetwork = Network | UNet
 OF_TASK: dict[Task, type[Network]] = {"denoise": DiT, "classify": ViT, "match": CLIP}
 
 
 def build_network(config: DiTConfig, part: Part = WHOLE_NETWORK) -> Network:
     """The network, or one part of it."""
     return OF_TASK[config.task](config, part)
+
+
+OF_CONFIG: dict[type, Callable[[Any], SavedNetwork]] = {DiTConfig: build_network, UNetConfig: UNet}
+"""Class of a configuration -> what builds its network."""
+
+
+def build_without_memory(config: NetworkConfig) -> SavedNetwork:
+    """The whole network, whose tensors have shapes alone."""
+    with torch.device("meta"):
+        return OF_CONFIG[type(config)](config)
 
 
 def towers(network: Network) -> tuple[DiT | ViT | TextTower, ...]:

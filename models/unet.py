@@ -33,10 +33,11 @@ class UNet(nn.Module):
             height, width = (side * self.config.pixels_per_latent for side in x_BCTHW.shape[3:])
             # as if the picture had always been of its size, with nothing cut off
             sizes = torch.tensor([height, width, 0, 0, height, width], device=x_BCTHW.device, dtype=x_BCTHW.dtype)
-            added = {"text_embeds": conditioning.pooled_BP, "time_ids": sizes.expand(x_BCTHW.shape[0], -1)}
-        (F_BCHW,) = self.network(
-            x_BCTHW[:, :, 0], c_noise_B, conditioning.text_BLE, added_cond_kwargs=added, return_dict=False
-        )
+            # float32 as the features of sizes that it is put beside: exporters convert neither
+            pooled_BP = conditioning.pooled_BP.float()
+            added = {"text_embeds": pooled_BP, "time_ids": sizes.expand(x_BCTHW.shape[0], -1)}
+        text_BLE = conditioning.text_BLE.to(x_BCTHW.dtype)
+        (F_BCHW,) = self.network(x_BCTHW[:, :, 0], c_noise_B, text_BLE, added_cond_kwargs=added, return_dict=False)
         return F_BCHW[:, :, None]
 
     def dense_layout(

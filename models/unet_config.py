@@ -125,6 +125,10 @@ class UNetConfig:
             if not isinstance(settings[name], int):
                 raise UserError(f"a {DIFFUSERS_CLASS} with {name}={settings[name]!r:.60} is not supported: one number")
 
+    def __hash__(self) -> int:
+        settings = tuple((name, self.settings[name]) for name in sorted(self.settings))
+        return hash((settings, self.prediction, self.pixels_per_latent))
+
     @property
     def family(self) -> str:
         return "stable_diffusion"
@@ -175,6 +179,20 @@ class UNetConfig:
     def learned_positions(self) -> None:
         """Convolutions take any size."""
         return None
+
+    @property
+    def most_latent_frames(self) -> int:
+        """Images alone."""
+        return 1
+
+    @property
+    def samples_first(self) -> bool:
+        return True
+
+    @property
+    def conditions(self) -> tuple[str, ...]:
+        """All rows of the text, whatever its length, and XL its pooled feature."""
+        return ("text",) if self.pooled_size is None else ("text", "pooled")
 
     @property
     def has_text(self) -> bool:

@@ -1,9 +1,9 @@
 """A network on disk: config.json and model.safetensors, under the names that plain torch layers give the tensors."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,23 +13,14 @@ from megadit.models.bundle import components as parts
 from megadit.models.bundle.tensor_source import TensorSource, from_state_dict, write_safetensors
 from megadit.models.config import DiTConfig
 from megadit.models.network_config import NetworkConfig
-from megadit.models.networks import Network, build_network
-from megadit.models.shared.errors import UserError
+from megadit.models.networks import SavedNetwork, build_without_memory
+from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import read_json
-from megadit.models.unet import UNet
 from megadit.models.unet_config import UNetConfig
 
 _MAX_LISTED = 8
-SavedNetwork = Network | UNet
-
-
-class _Kind(NamedTuple):
-    config: type[DiTConfig] | type[UNetConfig]
-    build: Callable[..., SavedNetwork]
-
-
-NETWORKS: dict[str, _Kind] = {"dit": _Kind(DiTConfig, build_network), "unet": _Kind(UNetConfig, UNet)}
-"""Type of a saved network -> the classes of its configuration and of itself."""
+NETWORKS: dict[str, type[DiTConfig] | type[UNetConfig]] = {"dit": DiTConfig, "unet": UNetConfig}
+"""Type of a saved network -> the class of its configuration."""
 
 
 def save_network(
@@ -45,7 +36,7 @@ def save_network(
     """
     source = state_dict if isinstance(state_dict, TensorSource) else from_state_dict(state_dict)
     check_shapes(source.shapes, network_shapes(config), "the tensors to save")
-    parts.write_part(directory, {"type": _type_of(config), **config.to_dict()}, {})
+    parts.write_part(directory, config_to_dict(config), {})
     write_safetensors(Path(directory) / parts.TENSOR_FILE, source, dtype)
 
 
@@ -55,9 +46,26 @@ def load_config(directory: str | os.PathLike) -> NetworkConfig:
     Raises:
         UserError: if it is missing, or not that of a network of this version.
     """
-    kind = NETWORKS[parts.part_type(directory, "network", NETWORKS)]
-    values = read_json(Path(directory) / parts.CONFIG_FILE)
-    return kind.config.from_dict({name: value for name, value in values.items() if name != "type"})
+    parts.part_type(directory, "network", NETWORKS)
+    return config_from_dict(read_json(Path(directory) / parts.CONFIG_FILE))
+
+
+def config_to_dict(config: NetworkConfig) -> dict[str, Any]:
+    """A configuration with the type of its network, as JSON holds it."""
+    return {"type": _type_of(config), **config.to_dict()}
+
+
+def config_from_dict(values: Mapping[str, Any]) -> NetworkConfig:
+    """The inverse of `config_to_dict`; without a type it is that of a transformer.
+
+    Raises:
+        UserError: for a type, or a key, that this version does not know.
+    """
+    if not isinstance(values, Mapping):
+        raise UserError(f"model settings {values!r:.60} are not names and values")
+    name = str(values.get("type", "dit"))
+    choose_one(name, NETWORKS, f"network type {name!r:.60} is unknown")
+    return NETWORKS[name].from_dict({key: value for key, value in values.items() if key != "type"})
 
 
 def load_network(
@@ -80,23 +88,18 @@ def load_network(
             tensors = {name: file.get_tensor(name).to(device, dtype) for name in found}
     except SafetensorError as error:
         raise UserError(f"{path} is not a safetensors file: {error}") from None
-    model = _build_without_memory(config)
+    model = build_without_memory(config)
     model.load_state_dict(tensors, assign=True)
     return model.eval()
 
 
 def network_shapes(config: NetworkConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of the network."""
-    return {name: tuple(tensor.shape) for name, tensor in _build_without_memory(config).state_dict().items()}
-
-
-def _build_without_memory(config: NetworkConfig) -> SavedNetwork:
-    with torch.device("meta"):
-        return NETWORKS[_type_of(config)].build(config)
+    return {name: tuple(tensor.shape) for name, tensor in build_without_memory(config).state_dict().items()}
 
 
 def _type_of(config: NetworkConfig) -> str:
-    return next(name for name, kind in NETWORKS.items() if isinstance(config, kind.config))
+    return next(name for name, kind in NETWORKS.items() if isinstance(config, kind))
 
 
 def check_shapes(found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], where: str) -> None:

@@ -25,7 +25,7 @@ from megadit.infer.runtimes.load import TORCH, adapter_slots, check_runtime, ope
 from megadit.infer.runtimes.torch import find_dtype
 from megadit.infer.signing import SigningOptions, load_marker
 from megadit.models.bundle.bundle import USED_BY, Bundle, check_transformer, update_manifest
-from megadit.models.convert.adapter_files import bundle_fingerprint, check_adaptable
+from megadit.models.convert.adapter_files import bundle_fingerprint
 from megadit.models.given_settings import MediaLimits
 from megadit.models.named_adapters import OF_A_KEY, adapters_in
 from megadit.models.settings import SAMPLERS, STOCHASTIC, SamplingSettings
@@ -34,6 +34,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory
 from megadit.models.shared.options import read_options
 from megadit.models.shared.setting import given_class, group, setting, settings_of
+from megadit.models.weights import config_to_dict
 from megadit.serve.contract import IMAGE_MODEL, MODEL, AdapterInfo, Limits, ServiceInfo
 from megadit.serve.feature_repository import LIMITS, build_feature_repository
 from megadit.serve.model_config import Scheduling, service_config
@@ -113,7 +114,6 @@ def build_repository(
 
 def _adapter_folder(path: str | os.PathLike, bundle: Bundle, runtime: str, scheduling: Scheduling) -> Path:
     folder = Path(path).absolute()
-    check_adaptable(bundle)
     if scheduling.ranks > 1 and runtime != TORCH:
         raise UserError("--adapters: ranks take them with the torch runtime alone: leave out --ranks, or --runtime")
     if runtime != TORCH and adapter_slots(bundle, runtime) is None:
@@ -157,7 +157,7 @@ def _adapter_info(bundle: Bundle, folder: Path, runtime: str) -> AdapterInfo:
     return AdapterInfo(
         names=names,
         base=bundle_fingerprint(bundle),
-        network=bundle.config.to_dict(),
+        network=config_to_dict(bundle.config),
         slots=None if slots is None else slots.to_dict(),
     )
 

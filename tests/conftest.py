@@ -198,3 +198,18 @@ def _cosmos_autoencoder(temporal: int = 4, *, statistics: bool = False):
 def make_cosmos_autoencoder() -> Callable:
     pytest.importorskip("diffusers", reason="diffusers is not installed")
     return _cosmos_autoencoder
+
+
+@pytest.fixture(scope="session")
+def exported_stable_diffusion(tmp_path_factory, write_clip) -> Path:
+    """A small XL with random weights as `megadit convert` and `megadit export` make it; it takes half a minute."""
+    from megadit.export.build import ExportSettings, export_bundle
+    from megadit.models.convert.cli import main
+
+    from .stable_diffusion import make_pipeline
+
+    folder = tmp_path_factory.mktemp("stable_diffusion")
+    make_pipeline(folder / "pipeline", "xl", write_clip)
+    assert main([str(folder / "pipeline"), str(folder / "bundle")]) == 0
+    export_bundle(folder / "bundle", folder / "exported", ExportSettings(profiles=("batch=1,1,2",), video_steps=3))
+    return folder / "exported"

@@ -83,18 +83,19 @@ def denoiser_inputs(x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning
     c, frames = conditioning, x_BCTHW.shape[2]
     given = c.given or Given.nothing(x_BCTHW)
     is_given = given.is_given_THW if given.marks_MTHW is None else given.marks_MTHW
-    values = (
-        F.pad(x_BCTHW, (0, 0, 0, 0, 0, len(given.extra_times))),
-        sigma_B.float(),
-        c.text_BLE,
-        c.text_length_B,
-        c.fps_B,
-        given.latents_BCTHW,
-        is_given.long(),
-        torch.tensor([*map(float, range(frames)), *given.extra_times]),
-        *([] if c.image_BIE is None else [c.image_BIE]),
-    )
-    return dict(zip(INPUTS[DENOISERS[0]], values, strict=False))
+    inputs = {
+        "x": F.pad(x_BCTHW, (0, 0, 0, 0, 0, len(given.extra_times))),
+        "sigma": sigma_B.float(),
+        "text": c.text_BLE,
+        "text_length": c.text_length_B,
+        "fps": c.fps_B,
+        "pooled": c.pooled_BP,
+        "given": given.latents_BCTHW,
+        "is_given": is_given.long(),
+        "times": torch.tensor([*map(float, range(frames)), *given.extra_times]),
+        "image": c.image_BIE,
+    }
+    return {name: value for name, value in inputs.items() if value is not None}
 
 
 class ExportedTokenizer:

@@ -16,7 +16,7 @@ from megadit.infer.runtimes.shared_torch import load_shared_denoiser
 from megadit.infer.runtimes.streamed import load_streamed_dit
 from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.models.adapter_slots import AdapterSlots
-from megadit.models.bundle.bundle import Bundle, check_exportable, check_transformer
+from megadit.models.bundle.bundle import Bundle, check_transformer
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.text_encoders import TextEncoder
 from megadit.models.tokenizers import VideoTokenizer
@@ -100,7 +100,6 @@ def open_exported(bundle: Bundle, runtime: str) -> ExportedNetworks:
         UserError: if it has none of this kind, or they are of other weights; names the command that makes them, where
             there is one.
     """
-    check_exportable(bundle)
     return ExportedNetworks.open(bundle.path / EXPORTED[runtime].folder, weights_checksum(bundle))
 
 

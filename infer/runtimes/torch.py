@@ -13,8 +13,8 @@ from megadit.models.conditioning import Conditioning
 from megadit.models.denoiser import EDMDenoiser
 from megadit.models.dense_layout import DenseLayout
 from megadit.models.kept import Kept
+from megadit.models.networks import SavedNetwork
 from megadit.models.shared.errors import UserError, choose_one
-from megadit.models.weights import SavedNetwork
 
 DTYPES = {
     "float32": torch.float32,

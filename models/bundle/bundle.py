@@ -32,6 +32,7 @@ from megadit.models.dit import DiT
 from megadit.models.families import Task
 from megadit.models.image_encoder import ImageEncoder
 from megadit.models.network_config import NetworkConfig
+from megadit.models.networks import SavedNetwork
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, inner_path, read_json, write_json
@@ -116,9 +117,7 @@ class Bundle:
             config=weights.load_config(path / "transformer"),
         )
 
-    def load_network(
-        self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
-    ) -> weights.SavedNetwork:
+    def load_network(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> SavedNetwork:
         """Its one network, that of videos.
 
         Raises:
@@ -179,14 +178,9 @@ def check_transformer(bundle: Bundle, reason: str) -> None:
     """Raises UserError, with the reason, for a bundle of another network than a transformer."""
     if not isinstance(bundle.config, DiTConfig):
         raise UserError(
-            f"the network of {bundle.path} is {bundle.config.outline}, which is sampled from, converted and served: "
-            f"{reason}"
+            f"the network of {bundle.path} is {bundle.config.outline}, which is sampled from, converted, exported and "
+            f"served: {reason}"
         )
-
-
-def check_exportable(bundle: Bundle) -> None:
-    """Raises UserError for a bundle whose network has no graph."""
-    check_transformer(bundle, "it is not exported; leave it in torch")
 
 
 def check_kind(bundle: Bundle, kind: Kind) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from megadit.models.adapter_config import AdapterConfig, AdapterKind
-from megadit.models.config import DiTConfig
+from megadit.models.network_config import NetworkConfig
 
 DOWN, UP, MAGNITUDE, ALPHA = "down", "up", "magnitude", "alpha"
 
@@ -34,7 +34,7 @@ class Change:
 class Adapter:
     """An adapter, whole, float32, as it stands in a file."""
 
-    config: DiTConfig
+    config: NetworkConfig
     """Of the network that it belongs to."""
     kind: AdapterKind
     changes: Mapping[str, Change]
@@ -70,7 +70,7 @@ class Adapter:
         cls,
         state: Mapping[str, Tensor],
         adapter: AdapterConfig,
-        config: DiTConfig,
+        config: NetworkConfig,
         *,
         base: str | None = None,
         training: Mapping[str, Any] | None = None,

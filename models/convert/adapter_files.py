@@ -23,12 +23,10 @@ from megadit.models.bundle.bundle import (
     Bundle,
     check_files,
     check_single,
-    check_transformer,
     write_manifest,
 )
 from megadit.models.bundle.components import TENSOR_FILE
 from megadit.models.bundle.tensor_source import TensorSource, from_state_dict, open_safetensors, write_safetensors
-from megadit.models.config import DiTConfig
 from megadit.models.convert.adapter import ALPHA, DOWN, MAGNITUDE, UP, Adapter, Change
 from megadit.models.convert.adapter_names import (
     NamedRows,
@@ -39,10 +37,12 @@ from megadit.models.convert.adapter_names import (
     split_key,
 )
 from megadit.models.convert.adapter_settings import LoraSettings, lora_config
+from megadit.models.convert.written import diffusers_folder
+from megadit.models.network_config import NetworkConfig
 from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, read_json, write_json
-from megadit.models.weights import listed
+from megadit.models.weights import config_from_dict, config_to_dict, listed
 
 SETTINGS_FILE = "adapter_config.json"
 FOLDER_TENSORS = "adapter_model.safetensors"
@@ -87,7 +87,7 @@ class OpenedAdapter:
 
     source: TensorSource
     settings: LoraSettings
-    config: DiTConfig | None
+    config: NetworkConfig | None
     """Of the network that it belongs to; None: it does not say."""
     base: str | None
     training: Mapping[str, Any]
@@ -107,13 +107,13 @@ def open_adapter(path: str | Path) -> OpenedAdapter:
     return OpenedAdapter(
         source=source,
         settings=_settings(path, file, source),
-        config=DiTConfig.from_dict(base["config"]) if base.get("config") else None,
+        config=config_from_dict(base["config"]) if base.get("config") else None,
         base=base.get("fingerprint"),
         training=training,
     )
 
 
-def read_adapter(path: str | Path, config: DiTConfig | None = None) -> Adapter:
+def read_adapter(path: str | Path, config: NetworkConfig | None = None) -> Adapter:
     """The adapter at `path`, for a network of this configuration (None: the one that it names itself).
 
     Raises:
@@ -143,11 +143,6 @@ def read_adapter(path: str | Path, config: DiTConfig | None = None) -> Adapter:
     )
 
 
-def check_adaptable(bundle: Bundle) -> None:
-    """Raises UserError for a bundle whose network takes no adapters."""
-    check_transformer(bundle, "adapters for it are not read")
-
-
 def read_adapter_of(path: str | Path, bundle: Bundle) -> Adapter:
     """The adapter at `path`, for the network of a bundle.
 
@@ -156,7 +151,6 @@ def read_adapter_of(path: str | Path, bundle: Bundle) -> Adapter:
             networks.
     """
     check_single(bundle)
-    check_adaptable(bundle)
     adapter = read_adapter(path, bundle.config)
     if adapter.base is not None and adapter.base != (found := bundle_fingerprint(bundle)):
         raise UserError(
@@ -227,7 +221,8 @@ def _settings(path: Path, file: Path, source: TensorSource) -> LoraSettings:
     if path.is_dir() and beside.is_file():
         return LoraSettings.from_dict(_object(read_json(beside), str(beside)), path)
     values = _of_header(source, HEADER_SETTINGS)
-    return LoraSettings.from_dict({key.removeprefix("transformer."): value for key, value in values.items()}, path)
+    plain = {key.removeprefix("transformer.").removeprefix("unet."): value for key, value in values.items()}
+    return LoraSettings.from_dict(plain, path)
 
 
 _Keys = dict[str, dict[str, str]]
@@ -265,7 +260,7 @@ def _problems(
 def _misshapen(
     source: TensorSource, of: Mapping[str, str], linear: NamedRows, expected_rank: float | None
 ) -> Iterable[str]:
-    shapes, num_rows = {factor: source.shapes[key] for factor, key in of.items()}, len(linear.rows_O)
+    shapes, num_rows = {factor: _plain(source.shapes[key]) for factor, key in of.items()}, len(linear.rows_O)
     rank = shapes[DOWN][0] if shapes[DOWN] else 0
     if not 0 < rank <= MOST_RANK or expected_rank not in (None, rank):
         wanted = f"{expected_rank:g}" if expected_rank is not None else f"1 to {MOST_RANK}"
@@ -279,15 +274,21 @@ def _misshapen(
     }
     for factor, shape in shapes.items():
         if shape not in fitting[factor]:
-            yield f"{of[factor]} {list(shape)}, not {list(fitting[factor][0])}"
+            yield f"{of[factor]} {list(source.shapes[of[factor]])}, not {list(fitting[factor][0])}"
         elif not source.stored[of[factor]].dtype.is_floating_point:
             yield f"{of[factor]} holds no floating-point numbers"
+
+
+def _plain(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Without the sides of a convolution of single pixels."""
+    return shape[:-2] if len(shape) == 4 and shape[2:] == (1, 1) else shape
 
 
 def _read_change(source: TensorSource, name: str, of: Mapping[str, str], settings: LoraSettings) -> Change:
     values = {}
     for factor, key in of.items():
-        values[factor] = source.read(key).float()
+        value = source.read(key).float()
+        values[factor] = value.reshape(_plain(tuple(value.shape)))
         if not values[factor].isfinite().all():
             raise UserError(f"{source.label} is damaged: {key} has numbers that are not finite")
     rank = len(values[DOWN])
@@ -319,10 +320,11 @@ def write_adapter(out: str | Path, adapter: Adapter, dtype: torch.dtype | None =
     settings = lora_config(changes, is_dora=adapter.kind == "dora", base_model=base_model)
     if out.suffix == ".safetensors":
         header = {"format": "pt", HEADER_ORIGIN: json.dumps(origin, sort_keys=True)}
+        prefix = f"{diffusers_folder(adapter.config, 'transformer')}."
         header[HEADER_SETTINGS] = json.dumps(
-            {f"transformer.{name}": value for name, value in settings.items()}, indent=2, sort_keys=True
+            {f"{prefix}{name}": value for name, value in settings.items()}, indent=2, sort_keys=True
         )
-        write_safetensors(out, _named(changes, "transformer."), dtype, header)
+        write_safetensors(out, _named(changes, prefix), dtype, header)
         return
     with atomic_directory(out) as directory:
         write_safetensors(directory / FOLDER_TENSORS, _named(changes, "base_model.model."), dtype, {"format": "pt"})
@@ -352,7 +354,7 @@ def _origin_of(adapter: Adapter) -> dict[str, Any]:
     return {
         "format_version": FORMAT_VERSION,
         "megadit_version": metadata.version("megadit"),
-        "base": {"config": adapter.config.to_dict(), "fingerprint": adapter.base},
+        "base": {"config": config_to_dict(adapter.config), "fingerprint": adapter.base},
         "training": dict(adapter.training),
     }
 

@@ -4,6 +4,7 @@
 |-----------------|---------------------------------------------------------------------------------|
 | PEFT            | `base_model.model.transformer_blocks.0.attn1.to_q.lora_A.weight`                |
 | diffusers       | `transformer.transformer_blocks.0.attn1.to_q.lora_A.weight`                     |
+|                 | `unet.mid_block.attentions.0.proj_in.lora_A.weight`, `.lora.down.weight`        |
 | ComfyUI         | `diffusion_model.blocks.block0.blocks.0.block.attn.to_q.0.lora_A.weight`        |
 | kohya's scripts | `lora_unet_transformer_blocks_0_attn1_to_q.lora_down.weight`, and its `.alpha`  |
 
@@ -13,6 +14,7 @@ weight that they compute, and `regroup` makes the factors of some rows from thos
 Shapes: R rank, I and O input and output features, as in `adapter.py`.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,24 +23,26 @@ import torch
 from torch import Tensor
 
 from megadit.models.adapters import targets_of
-from megadit.models.config import DiTConfig
 from megadit.models.convert.adapter import ALPHA, DOWN, MAGNITUDE, UP, Change
 from megadit.models.convert.tensor_map import Entry
 from megadit.models.convert.written import diffusers_entries, original_entries
+from megadit.models.network_config import NetworkConfig
 from megadit.models.shared.errors import UserError
 from megadit.models.weights import network_shapes
 
-PREFIXES = ("base_model.model.", "transformer.", "diffusion_model.", "lora_unet_", "lora_transformer_")
+PREFIXES = ("base_model.model.", "unet.", "transformer.", "diffusion_model.", "lora_unet_", "lora_transformer_")
 """What stands before the name of a linear; removed in this order."""
 ENDINGS = {
     ".lora_A.weight": DOWN,
     ".lora_A.default.weight": DOWN,
     ".lora_down.weight": DOWN,
     ".lora.down.weight": DOWN,
+    "_lora.down.weight": DOWN,
     ".lora_B.weight": UP,
     ".lora_B.default.weight": UP,
     ".lora_up.weight": UP,
     ".lora.up.weight": UP,
+    "_lora.up.weight": UP,
     ".lora_magnitude_vector": MAGNITUDE,
     ".lora_magnitude_vector.weight": MAGNITUDE,
     ".lora_magnitude_vector.default.weight": MAGNITUDE,
@@ -46,6 +50,10 @@ ENDINGS = {
     ".alpha": ALPHA,
 }
 """What stands behind it -> which of the factors it is."""
+
+
+_ATTENTION = re.compile(r"\.(to_[qkv]|to_out)(\.0)?$")
+"""What the first LoRAs of diffusers had in an attention's `processor`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,8 +69,8 @@ class NamedRows:
 
 
 @lru_cache(maxsize=16)
-def our_linears(config: DiTConfig) -> tuple[NamedRows, ...]:
-    """The targets of `DiT(config)`, as the network calls them."""
+def our_linears(config: NetworkConfig) -> tuple[NamedRows, ...]:
+    """The targets of a network, as the network calls them."""
     sizes, found = network_shapes(config), []
     for name, target in targets_of(config).items():
         every_row = torch.arange(sizes[f"{target.linear}.weight"][0])
@@ -71,21 +79,22 @@ def our_linears(config: DiTConfig) -> tuple[NamedRows, ...]:
     return tuple(found)
 
 
-def diffusers_linears(config: DiTConfig) -> Sequence[NamedRows]:
+def diffusers_linears(config: NetworkConfig) -> Sequence[NamedRows]:
     """The same as diffusers calls them; of a network that diffusers has not, as we do."""
     entries = diffusers_entries(config)
     return our_linears(config) if entries is None else _linears(entries, config)
 
 
 @lru_cache(maxsize=16)
-def known_linears(config: DiTConfig) -> Mapping[str, NamedRows]:
+def known_linears(config: NetworkConfig) -> Mapping[str, NamedRows]:
     """By every name that a file may have for them, those with _ for each dot included."""
     known: dict[str, NamedRows] = {}
     published = [entries for entries in (diffusers_entries(config), original_entries(config)) if entries is not None]
     for linears in (our_linears(config), *(_linears(entries, config) for entries in published)):
         for linear in linears:
-            known.setdefault(linear.name, linear)
-            known.setdefault(linear.name.replace(".", "_"), linear)
+            for name in (linear.name, _ATTENTION.sub(r".processor.\1", linear.name)):
+                known.setdefault(name, linear)
+                known.setdefault(name.replace(".", "_"), linear)
     return known
 
 
@@ -99,7 +108,7 @@ def split_key(key: str) -> tuple[str, str] | None:
     return None
 
 
-def _linears(entries: Iterable[Entry], config: DiTConfig) -> list[NamedRows]:
+def _linears(entries: Iterable[Entry], config: NetworkConfig) -> list[NamedRows]:
     """Their linears that compute rows of ours; one whose inputs have another order is none of them, nor is a copy."""
     sizes = network_shapes(config)
     widths = {target.linear: target.in_features for target in targets_of(config).values()}

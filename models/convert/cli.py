@@ -26,7 +26,7 @@ from megadit.models.bundle.bundle import Bundle, check_single, is_bundle, write_
 from megadit.models.bundle.licence import Licence, find_licence
 from megadit.models.bundle.tensor_source import DTYPES, from_state_dict, open_safetensors, write_safetensors
 from megadit.models.config import DiTConfig
-from megadit.models.convert.adapter_files import check_adaptable, is_adapter, read_adapter, with_base, write_adapter
+from megadit.models.convert.adapter_files import is_adapter, read_adapter, with_base, write_adapter
 from megadit.models.convert.published import (
     TRANSFORMERS,
     WEIGHTS,
@@ -132,8 +132,6 @@ def _convert_adapter(options: ConvertOptions) -> None:
             "leave out all options but --base and --dtype"
         )
     bundle = None if options.base is None else Bundle.open(options.base)
-    if bundle is not None:
-        check_adaptable(bundle)
     adapter = read_adapter(options.source, None if bundle is None else bundle.config)
     write_adapter(options.out, adapter if bundle is None else with_base(adapter, bundle), PRECISIONS.get(options.dtype))
     print(f"{options.out}: a {adapter.kind} of {len(adapter.changes)} linears, {adapter.num_parameters:,} numbers")

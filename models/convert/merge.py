@@ -21,7 +21,7 @@ def merge_bundle(bundle: Bundle, adapters: Mapping[str, float], out: Path) -> No
     if out.exists() and out.resolve() == bundle.path.resolve():
         raise UserError(f"{out} is the bundle to merge into: give another directory for the result")
     read = {path: read_adapter_of(path, bundle) for path in adapters}
-    dit = bundle.load_dit()
+    dit = bundle.load_network()
     for number, (path, scale) in enumerate(adapters.items()):
         name = f"adapter_{number}"
         load_adapter(dit, *read[path].to_state(), name)

@@ -3,6 +3,7 @@
 Its tensors keep their names, and their bytes.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,28 @@ PREDICTIONS = {"epsilon": "noise", "v_prediction": "velocity"}
 """As diffusers' schedulers call what a network predicts -> our word."""
 _OURS = "network."
 _OF_PIPELINE = ("prediction", "pixels_per_latent")
+_BLOCK = re.compile(r"(?P<side>down|up)_blocks\.(?P<level>\d+)\.(?P<kind>\w+)\.(?P<number>\d+)\.(?P<tail>.+)")
+_ORIGINAL = {
+    "conv_in": "input_blocks.0.0",
+    "time_embedding.linear_1": "time_embed.0",
+    "time_embedding.linear_2": "time_embed.2",
+    "add_embedding.linear_1": "label_emb.0.0",
+    "add_embedding.linear_2": "label_emb.0.2",
+    "mid_block.resnets.0": "middle_block.0",
+    "mid_block.attentions.0": "middle_block.1",
+    "mid_block.resnets.1": "middle_block.2",
+    "conv_norm_out": "out.0",
+    "conv_out": "out.2",
+}
+_ORIGINAL_OF_RESNET = {
+    "norm1": "in_layers.0",
+    "conv1": "in_layers.2",
+    "time_emb_proj": "emb_layers.1",
+    "norm2": "out_layers.0",
+    "conv2": "out_layers.3",
+    "conv_shortcut": "skip_connection",
+}
+"""Layers as diffusers calls them -> as the first publication did; those of an attention have the same names."""
 SETTINGS = {*USUAL, *FIXED, *_OF_PIPELINE}
 """Those of diffusers' config.json and of the pipeline; what newer ones add may be another network."""
 
@@ -73,3 +96,33 @@ def config_to_diffusers(config: UNetConfig) -> dict[str, Any]:
 
 def diffusers_entries(config: UNetConfig) -> list[Entry]:
     return [rename(name, name.removeprefix(_OURS)) for name in network_shapes(config)]
+
+
+def original_entries(config: UNetConfig) -> list[Entry]:
+    """The names of the first publication, which kohya's scripts give to what they change of an XL."""
+    return [rename(name, _original_name(name.removeprefix(_OURS), config.settings)) for name in network_shapes(config)]
+
+
+def _original_name(name: str, settings: Mapping[str, Any]) -> str:
+    """Blocks of both sides are counted through, a layer or a change of size each."""
+    found = _BLOCK.fullmatch(name)
+    if found is None:
+        layer = next(layer for layer in _ORIGINAL if name.startswith(f"{layer}."))
+        head, tail = _ORIGINAL[layer], name.removeprefix(f"{layer}.")
+        return f"{head}.{_of_resnet(tail) if 'resnets' in layer else tail}"
+    side, kind, tail = found["side"], found["kind"], found["tail"]
+    level, number, blocks = int(found["level"]), int(found["number"]), settings["layers_per_block"] + 1
+    if kind == "downsamplers":
+        return f"input_blocks.{blocks * (level + 1)}.0.{tail.replace('conv', 'op')}"
+    if kind == "upsamplers":
+        behind = 1 + settings["up_block_types"][level].startswith("CrossAttn")
+        return f"output_blocks.{blocks * (level + 1) - 1}.{behind}.{tail}"
+    block = (
+        f"input_blocks.{1 + blocks * level + number}" if side == "down" else f"output_blocks.{blocks * level + number}"
+    )
+    return f"{block}.0.{_of_resnet(tail)}" if kind == "resnets" else f"{block}.1.{tail}"
+
+
+def _of_resnet(name: str) -> str:
+    layer, _, kind = name.rpartition(".")
+    return f"{_ORIGINAL_OF_RESNET[layer]}.{kind}"

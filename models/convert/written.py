@@ -37,6 +37,7 @@ def original_entries(config: NetworkConfig) -> list[Entry] | None:
         ("cosmos", "predict2_5"): cosmos.released_entries,
         ("dit", None): class_dit.original_entries,
         ("wan", None): wan.released_entries,
+        ("stable_diffusion", None): stable_diffusion.original_entries,
         ("nemo", None): nemo.entries,
         ("dfm", None): nemo.entries,
         ("moviegen", "nemo"): nemo_moviegen.entries,

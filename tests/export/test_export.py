@@ -22,6 +22,7 @@ from megadit.infer.pipeline import TextToVideo
 from megadit.infer.resolve import with_changed_defaults
 from megadit.infer.runtimes import load
 from megadit.infer.runtimes.load import load_denoiser, open_exported, with_exported_networks
+from megadit.infer.runtimes.network_spec import Axis, NetworkSpec, TensorSpec
 from megadit.infer.runtimes.onnx import OnnxNetwork, tensorrt_options
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.conditioning import Conditioning
@@ -156,6 +157,27 @@ def test_attention_is_one_operator_where_there_is_one(tiny_bundle, specs, tmp_pa
     export_onnx(network, spec, inputs, path, opset=ATTENTION_OPSET, metadata={"megadit_version": "0"})
     kinds = [node.op_type for node in onnx.load(path, load_external_data=False).graph.node]
     assert kinds.count("Attention") == 4 and "Softmax" not in kinds, "of videos and of texts, in two blocks"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attention_in_halves_is_scaled_as_in_torch(tmp_path, dtype):
+    """Not by the rounded root of its scale twice."""
+
+    class Attention(torch.nn.Module):
+        def forward(self, x):
+            x = x.to(dtype)
+            return torch.nn.functional.scaled_dot_product_attention(x, x, x).float()
+
+    batch = Axis(name="batch", min=1, opt=2, max=4)
+    inputs = (TensorSpec(name="x", dtype="float32", axes=(batch, 2, 5, 40)),)
+    spec, path = NetworkSpec(name="attention", inputs=inputs, output="y"), tmp_path / "attention.onnx"
+    export_onnx(Attention(), spec, {"x": torch.randn(3, 2, 5, 40)}, path, metadata={"megadit_version": "0"})
+    graph = onnx.load(path).graph
+    constants = {tensor.name: onnx.numpy_helper.to_array(tensor).astype(float) for tensor in graph.initializer}
+    factors = [constants[name] for node in graph.node if node.op_type == "Mul" for name in node.input[1:]]
+    assert np.prod(factors) == pytest.approx(40**-0.5, rel=1e-5) and len(factors) == 2
+    rounded = torch.tensor(40**-0.25, dtype=dtype).item()
+    assert rounded**2 != pytest.approx(40**-0.5, rel=1e-4), "negative control"
 
 
 def test_sizes_beyond_the_profile_say_so(exported):
