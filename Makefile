@@ -22,7 +22,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Setting up .venv (torch, Megatron-core, Energon): 2 to 5 minutes, once."
 	@start=$$(date +%s) && \
 	$(PYTHON) -m venv .venv && \
-	$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[train,export,serve,c2pa,postgres,t5,tables,wandb,dev]' && \
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[train,export,serve,c2pa,otel,postgres,t5,tables,wandb,dev]' && \
 	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps nvidia-pytriton==0.7.0 && \
 	touch $@ && \
 	echo "Set up in $$(( $$(date +%s) - start )) s."

@@ -1,6 +1,7 @@
 """What a generation tells while it runs: one callback for every denoiser call, which may look and may cancel."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +32,16 @@ class Step:
 
 StepCallback = Callable[[Step], bool | None]
 """Called after every denoiser call. Returning False, or raising, ends the generation before the next one."""
+
+
+DENOISE, DECODE = "denoise", "decode"
+Around = Callable[[str, range], AbstractContextManager[None]]
+"""Called with a part of a generation (`DENOISE` of a batch, `DECODE` of a video) and which of the prompts (by place) it
+is for; what it gives is entered while that is done, in the thread that does it."""
+
+
+def nothing_around(part: str, videos: range) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class StepTeller:

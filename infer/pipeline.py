@@ -18,7 +18,7 @@ from megadit.infer.adapters import KEPT_BYTES, NO_ADAPTERS, AdapterShelf, Scales
 from megadit.infer.background import one_behind
 from megadit.infer.batches import Batch, Videos, batch_size, cut_batches
 from megadit.infer.cache import CachePlan, Measure, bundle_plans, cached, find_plan
-from megadit.infer.callbacks import StepCallback, StepTeller
+from megadit.infer.callbacks import DECODE, DENOISE, Around, StepCallback, StepTeller, nothing_around
 from megadit.infer.checkpoints import check_part, open_bundle, weaker_bundle
 from megadit.infer.given import (
     AnyGiven,
@@ -270,11 +270,12 @@ class TextToVideo:
         adapters: Scales | Sequence[Scales] = NO_ADAPTERS,
         on_step: StepCallback | None = None,
         skipped: Sequence[int] | None = None,
+        around: Around = nothing_around,
     ) -> Iterator[GeneratedVideo]:
         """Like a call, but gives each video as soon as its batch is done, and takes all settings in one.
 
         None means the bundle's defaults; see `resolve_settings`. `skipped` are denoiser calls to predict instead, in
-        place of those that `cache_budget` chooses.
+        place of those that `cache_budget` chooses. `around` is entered around the parts of the work.
         """
         settings = resolve_settings(self.defaults if settings is None else settings)
         videos = Videos.read(prompts, seeds, adapters, media_of(given, len(prompts)))
@@ -300,14 +301,18 @@ class TextToVideo:
         def sampled() -> Iterator[tuple[Batch, Tensor]]:
             with hold_adapters(self._adapters, videos.adapters) as names:
                 for batch in (videos.batch(here, names) for here in cuts):
-                    known = encode_batch(batch.given, known_of)
-                    yield batch, self._sample(batch, settings, sigmas, target.shape, known, skipped, teller)
+                    with around(DENOISE, batch.places):
+                        known = encode_batch(batch.given, known_of)
+                        latents_BCTHW = self._sample(batch, settings, sigmas, target.shape, known, skipped, teller)
+                    yield batch, latents_BCTHW
 
         def decoded(sample: tuple[Batch, Tensor]) -> Iterator[GeneratedVideo]:
             batch, latents_BCTHW = sample
             for place, latents_CTHW in zip(batch.places, latents_BCTHW, strict=True):
+                with around(DECODE, range(place, place + 1)):
+                    video_THWC = self._decode(latents_CTHW, settings.num_frames)
                 yield GeneratedVideo(
-                    video=self._decode(latents_CTHW, settings.num_frames),
+                    video=video_THWC,
                     prompt=videos.prompts[place],
                     seed=videos.seeds[place],
                     settings=settings,

@@ -80,10 +80,18 @@ class VideoClient:
         info = self.info().adapters
         return [] if info is None else list(info.names)
 
-    def stream(self, request: VideoRequest, *, timeout: float | None = None, priority: int = 0) -> Generation:
+    def stream(
+        self,
+        request: VideoRequest,
+        *,
+        timeout: float | None = None,
+        priority: int = 0,
+        traceparent: str | None = None,
+    ) -> Generation:
         """StepDone and videos as they come; the request is sent when the iteration begins.
 
         `timeout` is in seconds, with the time in the queue. `priority`: 1 is served first, 0 is the service's default.
+        `traceparent` (W3C's) names the span under which a service that records traces records this request's.
         The iteration raises what `ServiceError` and its subclasses say.
         """
 
@@ -92,7 +100,12 @@ class VideoClient:
             # Triton hands over together only requests that leave out the same inputs: so none leaves out any.
             inputs = request.filled(self._info.defaults, self._info.eta_samplers).to_inputs()
             yield from self._transport.events(
-                self.model, inputs, timeout=timeout, priority=priority, cancelled=cancelled
+                self.model,
+                inputs,
+                timeout=timeout,
+                priority=priority,
+                traceparent=traceparent,
+                cancelled=cancelled,
             )
 
         return Generation(events)

@@ -4,7 +4,8 @@ import json
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 
 from megadit.infer.adapters import Scales
 from megadit.infer.animations import encode_image
-from megadit.infer.callbacks import Cancelled, Step
+from megadit.infer.callbacks import DENOISE, Cancelled, Step
 from megadit.infer.given import Media, Target, check_given, strength_of, structure_of
 from megadit.infer.given_parts import decoded
 from megadit.infer.guardrail import Guardrail
@@ -46,6 +47,7 @@ from megadit.serve.answers import (
     VideoResult,
 )
 from megadit.serve.contract import ServiceInfo, VideoRequest
+from megadit.serve.tracing import NOTHING, Span, shared
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -59,6 +61,8 @@ class OpenRequest:
     is_cancelled: Callable[[], bool]
     seconds: float | None = None
     """How long the work may take."""
+    span: Span = NOTHING
+    """Of the request in its trace."""
     has_ended: bool = False
     given: Media = ()
     """What is given of its videos, once it was read."""
@@ -135,9 +139,10 @@ class Engine:
         groups: dict[tuple[SamplingSettings, float | None], list[OpenRequest]] = defaultdict(list)
         for open_request in open_requests:
             try:
-                settings = self.check(open_request.request)
-                open_request.given = self.read(open_request.request, settings)
-                open_request.adapters = self.read_adapters(open_request.request)
+                with open_request.span.child("check") as span:
+                    settings = self.check(open_request.request, span)
+                    open_request.given = self.read(open_request.request, settings)
+                    open_request.adapters = self.read_adapters(open_request.request)
                 groups[settings, strength_of(open_request.given)].append(open_request)
             except Exception as error:
                 _fail(open_request, error)
@@ -159,8 +164,8 @@ class Engine:
             for open_request in open_requests:
                 self._serve([open_request], settings, clock)
 
-    def check(self, request: VideoRequest) -> SamplingSettings:
-        """The settings that a request resolves to.
+    def check(self, request: VideoRequest, span: Span = NOTHING) -> SamplingSettings:
+        """The settings that a request resolves to; `span` is that of the check.
 
         Raises:
             UserError: if it cannot or may not be served.
@@ -183,7 +188,9 @@ class Engine:
         request.check_given(self.pipeline.takes, self.info.limits)
         self.info.check_evaluate(request)
         texts = [request.text, settings.negative_prompt, settings.second_prompt]
-        self.info.limits.check_tokens(int(self.pipeline.text_encoder.encode(texts).length_B.max()))
+        with span.child("encode text"):  # kept, and not encoded again when the video is made
+            encoded = self.pipeline.text_encoder.encode(texts)
+        self.info.limits.check_tokens(int(encoded.length_B.max()))
         return settings
 
     def read(self, request: VideoRequest, settings: SamplingSettings) -> Media:
@@ -241,14 +248,25 @@ class Engine:
 
     def _run(self, rows: list[_Row], settings: SamplingSettings, clock: _Clock) -> None:
         clock.run_began = time.monotonic()
-        batch = range(len(rows))
+        batch, denoising = range(len(rows)), []
 
         def on_step(step: Step) -> bool:
             nonlocal batch
             batch = step.videos
+            for span in denoising:
+                span.event("step", {"megadit.step": step.step, "megadit.sigma": step.sigma})
             _end_unwanted(rows, clock)
             _tell(rows, step, clock, may_preview=self.guardrail is None or self.guardrail.check_video is None)
             return any(not rows[place].owner.has_ended for place in step.videos)
+
+        @contextmanager
+        def around(phase: str, places: range) -> Iterator[None]:
+            nonlocal denoising
+            spans = list(dict.fromkeys(rows[place].owner.span for place in places))
+            with shared(spans, phase, {"megadit.videos": len(places)}) as children:
+                if phase == DENOISE:  # decoding may go on beside it, in a thread of its own
+                    denoising = children
+                yield
 
         videos = self.pipeline.stream(
             [row.owner.request.text for row in rows],
@@ -258,6 +276,7 @@ class Engine:
             given=[row.owner.given for row in rows],
             adapters=[row.owner.adapters for row in rows],
             on_step=on_step,
+            around=around,
         )
         for row, video in zip(rows, videos, strict=True):
             row.owner.made.add(row.index)
@@ -271,12 +290,14 @@ class Engine:
         request, scores = row.owner.request, None
         if self.guardrail is not None:
             try:
-                video = replace(video, video=self.guardrail.screen(video.video))
+                with row.owner.span.child("screen"):
+                    video = replace(video, video=self.guardrail.screen(video.video))
             except Refused as error:
                 _fail(row.owner, error)
                 return
         if request.evaluate and self.judge is not None:
-            scores = self.judge.scores(video.video, request.text)
+            with row.owner.span.child("judge"):
+                scores = self.judge.scores(video.video, request.text)
         result = _result(row, video, seconds=clock.seconds(), batch_size=batch_size, mark=self.mark)
         row.owner.send(replace(result, scores=scores))
 
@@ -340,12 +361,16 @@ def _result(row: _Row, video: GeneratedVideo, *, seconds: float, batch_size: int
     is_image = video.settings.num_frames == 1
     settings = asdict(video.settings) | row.owner.request.shown_adapters()
     record = json.dumps({"prompt": video.prompt, "seed": video.seed, **settings})
-    if is_image:
-        data = encode_image(video.video[0], ".png", record)
-    else:
-        data = encode_mp4(video.video, video.settings.fps, metadata={"comment": record, "title": video.prompt})
+    with row.owner.span.child("write"):
+        if is_image:
+            data = encode_image(video.video[0], ".png", record)
+        else:
+            data = encode_mp4(video.video, video.settings.fps, metadata={"comment": record, "title": video.prompt})
+    if mark is not None:
+        with row.owner.span.child("sign"):
+            data = mark(data, ".png" if is_image else ".mp4")
     return VideoResult(
-        data=data if mark is None else mark(data, ".png" if is_image else ".mp4"),
+        data=data,
         media_type="image/png" if is_image else "video/mp4",
         index=row.index,
         prompt=video.prompt,

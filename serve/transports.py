@@ -33,6 +33,7 @@ from megadit.serve.answers import (
     event_from_wire,
 )
 from megadit.serve.contract import INPUTS
+from megadit.serve.tracing import TRACEPARENT
 
 GRPC_PORT, HTTP_PORT = 8001, 8000
 _CONNECT_SECONDS = 5.0
@@ -55,7 +56,14 @@ class Transport(Protocol):
     def config(self, model: str) -> dict[str, Any]: ...
 
     def events(
-        self, model: str, inputs: dict[str, Any], *, timeout: float | None, priority: int, cancelled: threading.Event
+        self,
+        model: str,
+        inputs: dict[str, Any],
+        *,
+        timeout: float | None,
+        priority: int,
+        traceparent: str | None,
+        cancelled: threading.Event,
     ) -> Iterator[Event]: ...
 
 
@@ -118,7 +126,14 @@ class _Grpc:
             raise _grpc_error(error) from error
 
     def events(
-        self, model: str, inputs: dict[str, Any], *, timeout: float | None, priority: int, cancelled: threading.Event
+        self,
+        model: str,
+        inputs: dict[str, Any],
+        *,
+        timeout: float | None,
+        priority: int,
+        traceparent: str | None,
+        cancelled: threading.Event,
     ) -> Iterator[Event]:
         answers: queue.Queue = queue.Queue()
         is_finished = False
@@ -129,7 +144,7 @@ class _Grpc:
                 headers={"triton_grpc_error": "true"},  # errors keep their codes
             )
             tensors = [_tensor(name, value) for name, value in inputs.items()]
-            options = {"timeout": _microseconds(timeout), "priority": priority}
+            options = {"timeout": _microseconds(timeout), "priority": priority, "parameters": _traced(traceparent)}
             try:
                 client.async_stream_infer(model, tensors, enable_empty_final_response=True, **options)
             except InferenceServerException as error:  # the stream has ended already
@@ -265,12 +280,20 @@ class _Http:
         return answer
 
     def events(
-        self, model: str, inputs: dict[str, Any], *, timeout: float | None, priority: int, cancelled: threading.Event
+        self,
+        model: str,
+        inputs: dict[str, Any],
+        *,
+        timeout: float | None,
+        priority: int,
+        traceparent: str | None,
+        cancelled: threading.Event,
     ) -> Iterator[Event]:
         deadline = None if timeout is None else time.monotonic() + timeout
         body: dict[str, Any] = {name: _in_json(name, value) for name, value in inputs.items()}
-        if timeout is not None or priority:
-            body["parameters"] = {"timeout": _microseconds(timeout) or 0, "priority": priority}
+        if timeout is not None or priority or traceparent:
+            timing = {"timeout": _microseconds(timeout) or 0, "priority": priority}
+            body["parameters"] = timing | (_traced(traceparent) or {})
         try:
             with httpx.stream(
                 "POST",
@@ -317,6 +340,11 @@ def _told_by_text(message: str) -> type[ServiceError] | None:
     if "Exceeds maximum queue size" in message or "Request timeout expired" in message:
         return UnavailableError
     return None
+
+
+def _traced(traceparent: str | None) -> dict[str, str] | None:
+    """The parameters of a request that carry its place in a trace."""
+    return {TRACEPARENT: traceparent} if traceparent else None
 
 
 def _microseconds(seconds: float | None) -> int | None:

@@ -4,6 +4,7 @@ Triton hands over the requests that its dynamic batcher collected; each is answe
 `answers.py`) through a response sender of its own.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from megadit.serve.answers import (
 )
 from megadit.serve.contract import INPUTS, ServiceInfo, VideoRequest
 from megadit.serve.engine import Engine, OpenRequest, most_videos_at_once
+from megadit.serve.tracing import NOTHING, TRACEPARENT, Span, Tracing
 from megadit.serve.triton_instance import Instance
 
 
@@ -40,6 +42,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         instance = Instance.of(args)
+        self._tracing, self._name = Tracing.of_environment("megadit-triton"), args["model_name"]
         parameters, device, bundle = instance.parameters, instance.device, Bundle.open(instance.bundle)
         runtime = parameters["runtime"]
         pipeline = TextToVideo.from_pretrained(
@@ -70,13 +73,15 @@ class TritonPythonModel:
         """Serves all of them; a decoupled model returns nothing."""
         open_requests = []
         for request in requests:
-            open_request = _Answer(request.get_response_sender()).open(request)
+            span = self._tracing.begin(self._name, _traceparent(request), kind="server")
+            open_request = _Answer(request.get_response_sender(), span).open(request)
             if open_request is not None:
                 open_requests.append(open_request)
         self._engine.run(open_requests)
 
     def finalize(self) -> None:
         self._media.close()
+        self._tracing.close()
 
 
 def _placement(parameters: dict[str, str], device: str) -> Placement | None:
@@ -93,8 +98,8 @@ def _placement(parameters: dict[str, str], device: str) -> Placement | None:
 class _Answer:
     """The stream of responses to one request."""
 
-    def __init__(self, sender: Any) -> None:
-        self._sender = sender
+    def __init__(self, sender: Any, span: Span = NOTHING) -> None:
+        self._sender, self._span = sender, span
 
     def open(self, request: Any) -> OpenRequest | None:
         """What the engine is to do, or None if the inputs are wrong, which is then answered already."""
@@ -109,6 +114,7 @@ class _Answer:
             end=self.end,
             is_cancelled=self._sender.is_cancelled,
             seconds=request.timeout() / 1e6 or None,
+            span=self._span,
         )
 
     def send(self, event: Event) -> None:
@@ -121,6 +127,7 @@ class _Answer:
 
     def end(self, error: ServiceError | None) -> None:
         """Closes the stream, which a cancelled request needs as well."""
+        self._span.end(None if error is None else type(error).__name__)
         final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
         if error is None:
             self._sender.send(flags=final)
@@ -131,6 +138,12 @@ class _Answer:
         elif isinstance(error, (CancelledError, DeadlineExceededError)):
             code = pb_utils.TritonError.CANCELLED
         self._sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code)), flags=final)
+
+
+def _traceparent(request: Any) -> str | None:
+    """Of the caller, if the request brought it along."""
+    value = json.loads(request.parameters() or "{}").get(TRACEPARENT)
+    return value if isinstance(value, str) else None
 
 
 def _read_inputs(request: Any) -> dict[str, Any]:

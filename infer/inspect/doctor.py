@@ -46,6 +46,7 @@ LIBRARIES: tuple[tuple[str, str, str, str], ...] = (
     ("diffusers", "diffusers", "Cosmos' and other published tokenizers", "pip install 'megadit[diffusers]'"),
     ("transformers", "transformers", "T5 as the text encoder", "pip install 'megadit[t5]'"),
     ("c2pa-python", "c2pa", "signatures in videos", "pip install 'megadit[c2pa]'"),
+    ("opentelemetry-sdk", "opentelemetry.sdk", "traces of requests", "pip install 'megadit[otel]'"),
     ("tensorrt", "tensorrt", "TensorRT engines", "pip install 'megadit[trt]'"),
     ("polygraphy", "polygraphy", "building TensorRT engines", "pip install 'megadit[trt]'"),
     ("tritonclient", "tritonclient", "talking to a Triton server", "pip install 'megadit[serve]'"),

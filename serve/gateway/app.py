@@ -40,7 +40,12 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.include_router(adapter_routes(gateway, authenticate))
     _add_health(app, gateway)
     _add_documentation(app, gateway)
-    app.add_middleware(Surroundings, metrics=gateway.metrics, max_body_bytes=gateway.settings.max_body_bytes)
+    app.add_middleware(
+        Surroundings,
+        metrics=gateway.metrics,
+        tracing=gateway.tracing,
+        max_body_bytes=gateway.settings.max_body_bytes,
+    )
     return app
 
 

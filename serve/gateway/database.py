@@ -38,7 +38,7 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from megadit.models.shared.errors import UserError
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 _SECONDS_TO_WAIT_FOR_A_LOCK = 30
 _SECONDS_TO_STAND_STILL = 10.0
 """Of a gateway in the midst of a transaction, before the others go on without it."""
@@ -111,6 +111,8 @@ JOBS = Table(
     Column("idempotency_key", String(255)),
     Column("fingerprint", String(64)),
     Column("webhook", String(16)),
+    Column("traceparent", String(55)),
+    Column("queued_at", Float),
     UniqueConstraint("key_id", "idempotency_key", name="one_job_for_an_idempotency_key"),
     Index("jobs_by_status", "status", "key_id", "priority", "number"),
     Index("jobs_of_a_key", "key_id", "number"),
@@ -163,6 +165,11 @@ def _keep_scores(connection: Connection) -> None:
     connection.exec_driver_sql("ALTER TABLE jobs ADD COLUMN scores TEXT")
 
 
+def _keep_traces(connection: Connection) -> None:
+    for column in ("traceparent VARCHAR(55)", "queued_at FLOAT"):
+        connection.exec_driver_sql(f"ALTER TABLE jobs ADD COLUMN {column}")
+
+
 MIGRATIONS: dict[int, Callable[[Connection], None]] = {
     2: _add_webhooks,
     3: _add_previews,
@@ -170,6 +177,7 @@ MIGRATIONS: dict[int, Callable[[Connection], None]] = {
     5: _name_results,
     6: _keep_given,
     7: _keep_scores,
+    8: _keep_traces,
 }
 """Version -> what turns the tables of the version before it into its own."""
 

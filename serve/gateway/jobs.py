@@ -50,6 +50,10 @@ class Job:
     """Of the file of what was given of it, until the job has ended."""
     remixed_from: str | None
     """The id of the video that it changes."""
+    traceparent: str | None
+    """Of the request that made it, where traces are recorded (`serve/tracing.py`)."""
+    queued_at: float | None
+    """When it came into the queue last; None for a job of an older release."""
 
     @property
     def progress(self) -> int:
@@ -79,6 +83,7 @@ class NewJob:
     idempotency_key: str | None = None
     fingerprint: str = ""
     """Of the request's body; the same idempotency key with another body is a mistake."""
+    traceparent: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

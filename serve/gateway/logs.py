@@ -34,7 +34,8 @@ def log_as_json() -> None:
     """Sends what the gateway and its web server say to standard error, as JSON."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json())
-    for logger in (_LOGGER, logging.getLogger("uvicorn.error")):
+    levels = {_LOGGER.name: logging.INFO, "uvicorn.error": logging.INFO, "opentelemetry": logging.WARNING}
+    for logger, level in ((logging.getLogger(name), level) for name, level in levels.items()):
         logger.handlers = [handler]
-        logger.setLevel(logging.INFO)
+        logger.setLevel(level)
         logger.propagate = False

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from megadit.serve.gateway.errors import ApiError, answer
 from megadit.serve.gateway.logs import REQUEST_ID, log
 from megadit.serve.gateway.metrics import Metrics
+from megadit.serve.tracing import HERE, TRACEPARENT, Span, Tracing
 
 _PLAIN = re.compile(rb"[0-9A-Za-z._-]{1,64}")
 """A request id of a client's that may be repeated in a header and in the log."""
@@ -38,7 +39,8 @@ class _BodyTooSlowError(Exception):
 class Surroundings:
     """Plain ASGI, so that streams pass through as they come."""
 
-    def __init__(self, app: ASGIApp, *, metrics: Metrics, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, *, metrics: Metrics, tracing: Tracing, max_body_bytes: int) -> None:
+        self._tracing = tracing
         self._app, self._metrics, self._max_body_bytes = app, metrics, max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -47,7 +49,8 @@ class Surroundings:
             return
         began, status = time.monotonic(), 0
         request_id = _request_id(scope)
-        token = REQUEST_ID.set(request_id)
+        token, span = REQUEST_ID.set(request_id), self._span(scope, request_id)
+        place = HERE.set(span.traceparent)
         state = scope.setdefault("state", {})
 
         async def sending(message: Message) -> None:
@@ -65,8 +68,17 @@ class Surroundings:
             if not status:
                 await answer(self._told(error))(scope, receive, sending)
         finally:
-            self._note(scope, status, time.monotonic() - began)
+            self._note(scope, status, time.monotonic() - began, span)
             REQUEST_ID.reset(token)
+            HERE.reset(place)
+
+    def _span(self, scope: Scope, request_id: str) -> Span:
+        """Of what a caller traces, and of every request but those that look: clients ask how far a video is all day."""
+        parent = dict(scope["headers"]).get(TRACEPARENT.encode(), b"").decode("latin-1")
+        is_look = scope["method"] not in ("POST", "DELETE")
+        told = {"http.request.method": scope["method"] if scope["method"] in _METHODS else "_OTHER"}
+        told["megadit.request_id"] = request_id
+        return self._tracing.begin(told["http.request.method"], parent, told, kind="server", may_be_root=not is_look)
 
     def _limited(self, receive: Receive, state: dict[str, Any]) -> Receive:
         """As `receive`, within the limits; `state` may hold a larger one of the body, for who has shown a key."""
@@ -98,11 +110,14 @@ class Surroundings:
             return ApiError(408, "too_slow", f"the body did not come within {_SECONDS_OF_A_BODY:g} s")
         return ApiError(500, "internal_error", "the gateway failed; its log says how")
 
-    def _note(self, scope: Scope, status: int, seconds: float) -> None:
+    def _note(self, scope: Scope, status: int, seconds: float, span: Span) -> None:
         route = getattr(scope.get("route"), "path", "unknown")
         method = scope["method"] if scope["method"] in _METHODS else "other"
         self._metrics.requests.labels(method, route, str(status)).inc()
         key: Any = scope.get("state", {}).get("key_id")
+        told = {"http.route": route, "http.response.status_code": status} | ({"megadit.key": key} if key else {})
+        span.note(told, name=f"{method} {route}")
+        span.end(str(status) if status >= 500 or not status else None)
         if status == 200 and route.startswith("/health/"):
             return  # asked for every few seconds; one that fails is told
         log("request", method=method, route=route, status=status, key=key, seconds=round(seconds, 4))

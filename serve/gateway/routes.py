@@ -46,6 +46,7 @@ from megadit.serve.gateway.store import (
     TooManyActiveError,
 )
 from megadit.serve.gateway.streams import Streams
+from megadit.serve.tracing import HERE
 
 _Body, _Answer = TypeVar("_Body", bound=BaseModel), TypeVar("_Answer")
 _CONTENTS = (*SUFFIXES, *(variant.media_type for variant in VARIANTS.values()))
@@ -278,7 +279,7 @@ def _take(gateway: Gateway, key: Key, new: NewJob, info: ServiceInfo) -> Video:
         raise unavailable("draining", "this gateway is about to end; ask again")
     if not gateway.has_room():
         raise unavailable("storage_full", "there is no room for more videos at the moment")
-    job = _stored(gateway, key, new)
+    job = _stored(gateway, key, replace(new, traceparent=HERE.get()))
     gateway.runner.tell_news()
     return Video.of(job, now=time.time())
 

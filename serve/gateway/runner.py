@@ -25,6 +25,7 @@ from megadit.serve.gateway.metrics import Metrics
 from megadit.serve.gateway.results import Results
 from megadit.serve.gateway.servers import Server, Servers
 from megadit.serve.gateway.store import MAX_ATTEMPTS, JobStore
+from megadit.serve.tracing import NOTHING, Span, Tracing
 
 _SECONDS_BETWEEN_LOOKS = 0.2
 """At the queue; a job that this gateway was given is seen at once."""
@@ -55,6 +56,9 @@ class _Run:
     generation: Generation
     num_slots: int = 1
     """Of the server, that it holds."""
+    attempt: Span = NOTHING
+    call: Span = NOTHING
+    """Of Triton, within the attempt."""
     began: float = field(default_factory=time.monotonic)
     stopped_for: str | None = None
     has_ended: threading.Event = field(default_factory=threading.Event)
@@ -73,11 +77,12 @@ class Runner:
         servers: Servers,
         results: Results,
         metrics: Metrics,
+        tracing: Tracing,
         *,
         settings: RunnerSettings,
     ) -> None:
         self._store, self._servers, self._results, self._metrics = store, servers, results, metrics
-        self._settings = settings
+        self._settings, self._tracing = settings, tracing
         self._draining, self._ended, self._news = threading.Event(), threading.Event(), threading.Event()
         self._paused = threading.Event()
         self._runs: dict[str, _Run] = {}
@@ -195,14 +200,25 @@ class Runner:
         request = self._request(job)
         if request is None:
             return False
-        generation = server.client(job.model).stream(request, timeout=self._settings.job_seconds)
-        run = _Run(job=job, server=server, generation=generation, num_slots=server.slots if is_alone else 1)
+        client, (attempt, call) = server.client(job.model), self._spans(job, server)
+        generation = client.stream(request, timeout=self._settings.job_seconds, traceparent=call.traceparent)
+        slots = server.slots if is_alone else 1
+        run = _Run(job=job, server=server, generation=generation, num_slots=slots, attempt=attempt, call=call)
         with self._lock:
             self._runs[job.id] = run
         self._metrics.stages.labels("queue", job.key_id).observe(max(0.0, job.started_at - job.created_at))
         log("job started", job=job.id, key=job.key_id, server=server.url, attempt=job.attempts)
         self._pool.submit(self._work, run)
         return True
+
+    def _spans(self, job: Job, server: Server) -> tuple[Span, Span]:
+        """Of a job's attempt, and of Triton's part in it; that of its time in the queue is told at once."""
+        about = {"megadit.job": job.id, "megadit.key": job.key_id, "megadit.attempt": job.attempts}
+        queue = self._tracing.begin("queue", job.traceparent, about, at=job.queued_at or job.created_at)
+        queue.end(at=job.started_at)
+        attempt = self._tracing.begin("attempt", job.traceparent, about | {"megadit.gateway": self._store.owner})
+        about = {"megadit.model": job.model, "megadit.server": server.url}
+        return attempt, attempt.child("triton", about, kind="client")
 
     def _request(self, job: Job) -> VideoRequest | None:
         """The request with its files; a job whose files are gone has failed."""
@@ -238,6 +254,7 @@ class Runner:
         finally:
             with self._lock:
                 del self._runs[run.job.id]
+            run.attempt.end()
             run.has_ended.set()
             run.server.free.release(run.num_slots)
             self._news.set()
@@ -245,7 +262,8 @@ class Runner:
     def _settle(self, run: _Run) -> None:
         """Makes the video and writes down what became of the job."""
         try:
-            video = self._generate(run)
+            with run.call:
+                video = self._generate(run)
             self._metrics.stages.labels("triton", run.job.key_id).observe(time.monotonic() - run.began)
         except InvalidRequestError as error:
             self._fail(run, error.code, str(error))
@@ -287,7 +305,8 @@ class Runner:
     def _keep(self, run: _Run, video: VideoResult) -> None:
         began = time.monotonic()
         try:
-            result = self._results.put(run.job.id, video.data, video.media_type)
+            with run.attempt.child("store", {"megadit.bytes": len(video.data)}):
+                result = self._results.put(run.job.id, video.data, video.media_type)
         except Exception as error:  # fsspec's file systems raise what their libraries do
             log("result not stored", error=error, job=run.job.id)
             self._fail(run, "storage_failed", f"the video could not be stored: {error}")
@@ -311,6 +330,7 @@ class Runner:
 
     def _interrupt(self, run: _Run, reason: str) -> None:
         run.server.suspect()
+        run.attempt.end("interrupted")
         self._metrics.interruptions.labels(run.server.url).inc()
         log("job interrupted", job=run.job.id, server=run.server.url, attempt=run.job.attempts, reason=reason)
         if (
@@ -326,6 +346,7 @@ class Runner:
     def _end(self, run: _Run, outcome: str, code: str | None = None) -> None:
         self._metrics.videos.labels(run.job.key_id, run.job.model, outcome).inc()
         if code is not None:
+            run.attempt.end(code)
             self._metrics.errors.labels(run.job.key_id, code).inc()
         log(f"job {outcome}", job=run.job.id, key=run.job.key_id, code=code, seconds=time.monotonic() - run.began)
 

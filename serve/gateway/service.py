@@ -30,6 +30,7 @@ from megadit.serve.gateway.runner import Runner, RunnerSettings
 from megadit.serve.gateway.servers import Servers
 from megadit.serve.gateway.store import JobStore
 from megadit.serve.gateway.webhooks import Webhooks
+from megadit.serve.tracing import Tracing
 
 _SECONDS_BETWEEN_BEATS = 1.0
 _BEATS_BETWEEN_PURGES = 60
@@ -91,9 +92,10 @@ class Gateway:
         """Opens the store and the results; nothing runs before `start`.
 
         Raises:
-            UserError: for a store or a place of results that cannot be used, and what cannot sign.
+            UserError: for a store or a place of results that cannot be used, and what can neither sign nor trace.
         """
         self.settings = settings
+        self.tracing = Tracing.of_environment("megadit-gateway")
         self.database = Database(settings.store)
         self.keys = KeyRing(self.database)
         self.store = JobStore(self.database, owner=settings.name or f"{socket.gethostname()}:{port}")
@@ -115,6 +117,7 @@ class Gateway:
             self.servers,
             self.results,
             self.metrics,
+            self.tracing,
             settings=settings.runner,
         )
         self.metrics.watch(self.store.counts, lambda: {server.url: server.is_healthy for server in self.servers.all})
@@ -141,6 +144,7 @@ class Gateway:
         for reader in self._readers.values():
             reader.close()
         self.database.close()
+        self.tracing.close()
 
     async def is_ready(self) -> bool:
         """Whether the store answers, a server is healthy and this gateway is not about to end; soon in any case."""

@@ -92,6 +92,8 @@ class JobStore:
                     step=0,
                     attempts=0,
                     created_at=time.time(),
+                    queued_at=time.time(),
+                    traceparent=new.traceparent,
                     created_tick=now,
                     idempotency_key=new.idempotency_key,
                     fingerprint=new.fingerprint,
@@ -234,7 +236,7 @@ class JobStore:
 
     def give_back(self, job: Job) -> bool:
         """Puts it back into the queue as if it had never been begun."""
-        return self._change(job, lambda now: {"status": QUEUED, "owner": None, "step": 0, "attempts": job.attempts - 1})
+        return self._change(job, lambda now: _waiting() | {"attempts": job.attempts - 1})
 
     def interrupt(self, job: Job, reason: str, *, suspicion: str | None = None) -> bool:
         """Puts it back into the queue, or ends it where it has been begun often enough.
@@ -243,7 +245,7 @@ class JobStore:
         """
         if job.attempts >= MAX_ATTEMPTS:
             return self.fail(job, "server_failed", f"interrupted {job.attempts} times, last because {reason}")
-        return self._change(job, lambda now: {"status": QUEUED, "owner": None, "step": 0, "error_code": suspicion})
+        return self._change(job, lambda now: _waiting() | {"error_code": suspicion})
 
     def interrupt_all(self, owner: str) -> list[Job]:
         """What a gateway ran that is no more; as `interrupt` does it."""
@@ -377,6 +379,11 @@ def _check_room(connection: Connection, key: Key, now: float, num_bytes: int) ->
         raise QuotaExceededError(
             f"this key may keep {most} of videos and files: delete some, or wait until they expire"
         )
+
+
+def _waiting() -> dict[str, Any]:
+    """The columns of a job that goes back into the queue."""
+    return {"status": QUEUED, "owner": None, "step": 0, "queued_at": time.time()}
 
 
 def _of_key(key_id: str) -> tuple[ColumnElement[bool], ...]:

@@ -132,12 +132,25 @@ def kept_running():
 
 
 @pytest.fixture(scope="session")
-def server(tritonserver, repository, kept_running, tmp_path_factory):
+def traces():
+    """A collector, to which `server` sends what it records of traced requests."""
+    from .collector import collecting
+
+    with collecting() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="session")
+def server(tritonserver, repository, kept_running, traces, tmp_path_factory):
     """One tritonserver for every test that does not stop it."""
     from megadit.serve.local_server import LocalServer
 
     log = tmp_path_factory.mktemp("log") / "triton.log"
-    with kept_running(LocalServer(repository, log=log, stop_seconds=3, hang_seconds=1e6)) as running:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", traces.url)
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+        local_server = LocalServer(repository, log=log, stop_seconds=3, hang_seconds=1e6)
+    with kept_running(local_server) as running:
         yield running
 
 

@@ -1,6 +1,7 @@
 """Adapters that requests name: each video gets its own, whatever shares its batch, and the base stays the base."""
 
 import io
+import itertools
 import resource
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ import pytest
 from PIL import Image
 
 from megadit.infer import adapters as shelf
+from megadit.infer import batches
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.video_io import encode_mp4
 from megadit.models.adapters import adapter_names
@@ -80,6 +82,26 @@ def test_a_batch_of_adapters_is_each_alone(engine, frames, bundle_dir, adapter_d
         {"name": "one", "scale": 0.7}, {"name": "three", "scale": -1.0}
     ]  # fmt: skip
     assert "adapters" not in together["none"].videos[0].settings
+
+
+def test_rows_that_change_adapters_are_seen(engine, frames, monkeypatch):
+    """Of requests with no, one and two adapters in one batch: those whose rows change places get each other's videos,
+    which a comparison with each alone cannot miss."""
+    alone = {name: asker(name) for name in CASES}
+    for each in alone.values():
+        run(engine, each)
+    real = batches._scales
+    for swapped in [(), *itertools.pairwise(CASES), ("none", "two of them")]:
+        order = dict(zip(CASES, CASES, strict=True)) | dict(zip(swapped, swapped[::-1], strict=True))
+        rows = [list(CASES).index(name) for name in order.values()]
+        monkeypatch.setattr(batches, "_scales", lambda scales, names, rows=rows: real([scales[r] for r in rows], names))
+        together = {name: asker(name) for name in CASES}
+        run(engine, *together.values())
+        assert {each.videos[0].batch_size for each in together.values()} == {len(CASES)}
+        differs = {name: np.abs(array(together[name]) - array(alone[name])).max() for name in CASES}
+        assert {name for name in CASES if differs[name] > 1} == set(swapped), differs
+        got = {name: np.abs(array(together[name]) - array(alone[order[name]])).max() for name in CASES}
+        assert max(got.values()) <= 1, got
 
 
 def test_nothing_of_an_adapter_stays(engine, frames):

@@ -5,6 +5,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -83,9 +84,12 @@ def test_requests_get_their_adapters_and_no_other(server, bundle_dir, plain_dir,
         assert np.abs(image_of(alone[name]) - expected).max() <= 1, name
     assert np.abs(image_of(alone["one"]) - image_of(alone["none"])).max() > 10, "negative control"
 
-    for name, videos in _in_one_batch(client, ("one", "two", "less")).items():
+    together = ("none", "both", "less")  # none, two and one
+    for name, videos in _in_one_batch(client, together).items():
         assert videos.batch_size == 3
         assert np.abs(image_of(videos.data) - image_of(alone[name])).max() <= 1, name
+    for one, other in combinations(together, 2):
+        assert np.abs(image_of(alone[one]) - image_of(alone[other])).max() > 10, "rows that change places are seen"
 
     for name, reason in {
         "dora": "a DoRA scales what its base gives",
@@ -106,8 +110,7 @@ def image_of(data: bytes) -> np.ndarray:
 
 
 def _in_one_batch(client: VideoClient, names):
-    """Asked while another request keeps the model busy, so that they wait together; each has as many adapters, as
-    Triton asks for of inputs in a batch."""
+    """Asked while another request keeps the model busy, so that they wait together."""
     asked = [replace(REQUEST, adapters=CASES[name]) for name in names]
     for _ in range(5):
         is_busy = threading.Event()

@@ -371,6 +371,7 @@ def test_a_postgresql_of_the_release_before_opens_too(postgres):
                 "ALTER TABLE jobs DROP COLUMN result_name",
                 "ALTER TABLE jobs DROP COLUMN given_name, DROP COLUMN given_bytes, DROP COLUMN remixed_from",
                 "ALTER TABLE jobs DROP COLUMN scores",
+                "ALTER TABLE jobs DROP COLUMN traceparent, DROP COLUMN queued_at",
                 "ALTER TABLE schema_version DROP COLUMN store_id",
                 "UPDATE schema_version SET version = 1",
             ):

@@ -1,0 +1,227 @@
+"""Traces of requests (OpenTelemetry): spans from the gateway's door to the denoiser's steps, sent by OTLP over HTTP.
+
+Off, with nothing of OpenTelemetry's SDK imported, unless the environment says where traces go, in OpenTelemetry's own
+variables (`OTEL_EXPORTER_OTLP_ENDPOINT` or `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`). A span is handed on as W3C's
+`traceparent`, a text: in a header, in the job store, as a parameter of a request to Triton. Spans hold names, numbers
+and codes: no prompt, no file, no key, no message of an error, which could quote one of these.
+
+Spans wait in a bounded queue for a thread that sends them; where the collector does not answer they are dropped.
+"""
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from megadit.models.shared.errors import UserError
+
+TRACEPARENT = "traceparent"
+"""The header of a request over HTTP, and the parameter of one to Triton."""
+HERE: ContextVar[str | None] = ContextVar("traceparent", default=None)
+"""The traceparent of the HTTP request that is being answered."""
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_SECONDS_TO_FLUSH = 3.0
+"""How long the end of a process may wait for the last spans to be sent."""
+_MOST_EVENTS = 1000
+"""Steps of a span, unless OTEL_SPAN_EVENT_COUNT_LIMIT says otherwise; OpenTelemetry's own limit is 128."""
+
+Kind = Literal["internal", "server", "client"]
+Attributes = Mapping[str, str | int | float | bool]
+
+
+class Span:
+    """A piece of work, told of once it has ended. `NOTHING` is the one that records nothing, and has such children."""
+
+    def __init__(self, tracing: "Tracing | None" = None, span: Any = None) -> None:
+        """`span` is OpenTelemetry's."""
+        self._tracing, self._span = tracing, span
+
+    @property
+    def traceparent(self) -> str | None:
+        """What its children are told of it; None where nothing is recorded."""
+        return None if self._span is None else _traceparent(self._span)
+
+    def child(
+        self,
+        name: str,
+        attributes: Attributes | None = None,
+        *,
+        kind: Kind = "internal",
+        links: Sequence["Span"] = (),
+    ) -> "Span":
+        """A part of this work; `links` are spans of other requests that share it."""
+        if self._tracing is None:
+            return self
+        return self._tracing.begin(name, self.traceparent, attributes, kind=kind, links=links)
+
+    def note(self, attributes: Attributes, *, name: str | None = None) -> None:
+        """Adds what has become known since it began, its name included."""
+        if self._span is not None:
+            self._span.set_attributes(attributes)
+            if name is not None:
+                self._span.update_name(name)
+
+    def event(self, name: str, attributes: Attributes | None = None) -> None:
+        if self._span is not None:
+            self._span.add_event(name, attributes)
+
+    def end(self, error: str | None = None, *, at: float | None = None) -> None:
+        """Ends it, at a time (seconds since 1970) or now; `error` is a code. A second end changes nothing."""
+        if self._span is None or not self._span.is_recording():
+            return
+        if error is not None:
+            from opentelemetry.trace import Status, StatusCode
+
+            self._span.set_status(Status(StatusCode.ERROR, error))
+        self._span.end(_nanoseconds(at))
+
+    @property
+    def _context(self) -> Any:
+        return None if self._span is None else self._span.get_span_context()
+
+    def __enter__(self) -> "Span":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.end(None if kind is None else kind.__name__)
+
+
+NOTHING = Span()
+
+
+class Tracing:
+    """What a process records of the requests it serves."""
+
+    def __init__(self, provider: Any = None) -> None:
+        """`provider` is OpenTelemetry's, which no other code of the process sees; None: nothing is recorded."""
+        self._provider = provider
+        self._tracer = None if provider is None else provider.get_tracer("megadit")
+
+    @classmethod
+    def of_environment(cls, service: str) -> "Tracing":
+        """As OpenTelemetry's variables say; `service` names the process where OTEL_SERVICE_NAME does not.
+
+        Raises:
+            UserError: if they ask for traces, and the libraries are missing or cannot send them there.
+        """
+        if not is_asked_for(os.environ):
+            return cls()
+        _check(os.environ)
+        try:
+            return cls(_provider(service))
+        except ImportError:
+            raise UserError(
+                "traces (OTEL_EXPORTER_OTLP_ENDPOINT) need OpenTelemetry's SDK: pip install 'megadit[otel]'"
+            ) from None
+
+    def begin(
+        self,
+        name: str,
+        parent: str | None,
+        attributes: Attributes | None = None,
+        *,
+        kind: Kind = "internal",
+        at: float | None = None,
+        links: Sequence[Span] = (),
+        may_be_root: bool = False,
+    ) -> Span:
+        """A span of the trace that `parent` (a traceparent) tells of, begun at a time (seconds since 1970) or now.
+
+        Where that is none, a trace begins if `may_be_root`, and else nothing is recorded.
+        """
+        if self._tracer is None or not (parent or may_be_root):
+            return NOTHING
+        from opentelemetry.trace import Link, SpanKind
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        context = TraceContextTextMapPropagator().extract({TRACEPARENT: parent} if parent else {})
+        if not context and not may_be_root:
+            return NOTHING  # the parent was no traceparent
+        linked = [Link(context) for context in (span._context for span in links) if context is not None]
+        span = self._tracer.start_span(
+            name,
+            context,
+            SpanKind[kind.upper()],
+            attributes,
+            linked,
+            _nanoseconds(at),
+            record_exception=False,
+        )
+        return Span(self, span)
+
+    def close(self) -> None:
+        """Sends what waits, within a few seconds, and ends."""
+        if self._provider is not None:
+            # a thread of its own: the exporter would try for as long as its own settings let it
+            thread = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
+            thread.start()
+            thread.join(_SECONDS_TO_FLUSH)
+
+
+@contextmanager
+def shared(spans: Sequence[Span], name: str, attributes: Attributes | None = None) -> Iterator[list[Span]]:
+    """A child of each span around work that is done for all of them at once, linked to the spans of the others."""
+    children = [span.child(name, attributes, links=[other for other in spans if other is not span]) for span in spans]
+    error = None
+    try:
+        yield children
+    except BaseException as raised:
+        error = type(raised).__name__
+        raise
+    finally:
+        for child in children:
+            child.end(error)
+
+
+def is_asked_for(environment: Mapping[str, str]) -> bool:
+    """Whether the variables of OpenTelemetry ask for traces."""
+    is_off = environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+    is_off |= environment.get("OTEL_TRACES_EXPORTER", "otlp").strip().lower() == "none"
+    return not is_off and any(environment.get(name, "").strip() for name in _ENDPOINTS)
+
+
+def _check(environment: Mapping[str, str]) -> None:
+    """Raises UserError, which quotes no value: an address may hold a password."""
+    name = next(name for name in _ENDPOINTS if environment.get(name, "").strip())
+    try:
+        is_address = urlsplit(environment[name]).scheme in ("http", "https") and bool(
+            urlsplit(environment[name]).hostname
+        )
+    except ValueError:
+        is_address = False
+    if not is_address:
+        raise UserError(f"{name} is no address of a collector; use http://HOST:4318")
+    protocol = next((environment[name] for name in _PROTOCOLS if environment.get(name, "").strip()), "http/protobuf")
+    if protocol.strip() != "http/protobuf":
+        raise UserError(
+            f"OTEL_EXPORTER_OTLP_PROTOCOL={protocol}: traces are sent as http/protobuf alone, to port 4318 of most "
+            "collectors"
+        )
+
+
+def _provider(service: str) -> Any:
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    resource = Resource.create()
+    if resource.attributes.get("service.name", "unknown_service").startswith("unknown_service"):
+        resource = resource.merge(Resource({"service.name": service}))
+    limits = SpanLimits() if "OTEL_SPAN_EVENT_COUNT_LIMIT" in os.environ else SpanLimits(max_events=_MOST_EVENTS)
+    provider = TracerProvider(resource=resource, span_limits=limits, shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return provider
+
+
+def _traceparent(span: Any) -> str:
+    context = span.get_span_context()
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+
+
+def _nanoseconds(seconds: float | None) -> int | None:
+    return None if seconds is None else round(seconds * 1e9)
