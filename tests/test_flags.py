@@ -51,6 +51,7 @@ INGEST = {
     f"{VIDEOS}::test_frames_are_encoded_as_images_too": "--keyframes",
     f"{VIDEOS}::test_shards_of_a_split_are_equally_large": "--shard_size",
     f"{VIDEOS}::test_pixels_can_be_stored_instead": "--store",
+    "train/data/ingest/test_originals.py::test_files_stay_as_they_were_and_cut_clips_are_kept_as_cut": "--originals",
     f"{VIDEOS}::test_an_image_is_a_video_of_one_frame": "--channels --min_aesthetic_score",
     "train/data/ingest/test_fitting.py::test_pictures_whose_caption_fits_less_are_left_out": "--min_clip_score",
     "train/data/ingest/test_not_in.py::test_what_another_data_set_holds_is_left_out": "--not_in",

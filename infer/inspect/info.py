@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,8 +164,10 @@ def describe_adapter(path: Path) -> Facts:
 def describe_dataset(path: Path) -> Facts:
     """Samples, shards and tokenizer of a dataset."""
     manifest = read_json(path / MANIFEST_FILE)
-    shards = sorted(path.rglob("*.tar"))
-    facts: Facts = {"dataset": str(path), "shards": f"{len(shards)}, {_bytes(sum(s.stat().st_size for s in shards))}"}
+    kept = set(path.glob("originals/*.tar"))
+    facts: Facts = {"dataset": str(path), "shards": _sizes(set(path.rglob("*.tar")) - kept)}
+    if kept:
+        facts["originals"] = f"{_sizes(kept)}; training does not read them, `megadit prepare webdataset` does"
     for name, value in manifest.items():
         if isinstance(value, dict):
             facts |= {f"{name.replace('_', ' ')} {key}": item for key, item in value.items()}
@@ -175,6 +177,10 @@ def describe_dataset(path: Path) -> Facts:
         if (path / part / "config.json").is_file():
             facts[part.replace("_", " ")] = read_json(path / part / "config.json").get("type")
     return facts
+
+
+def _sizes(files: Collection[Path]) -> str:
+    return f"{len(files)}, {_bytes(sum(file.stat().st_size for file in files))}"
 
 
 def describe_blend(path: Path) -> Facts:

@@ -113,12 +113,13 @@ def store_shard(path: Path, clips: Sequence[Clip], settings: Settings, pool: Poo
             if decoded.clip.fps:
                 yield f"{decoded.clip.key}.mp4", encode_mp4(decoded.frames_THWC, decoded.clip.fps)
             else:
-                yield f"{decoded.clip.key}.png", _png(decoded.frames_THWC[0])
+                yield f"{decoded.clip.key}.png", png_bytes(decoded.frames_THWC[0])
 
     write_members(path, members())
 
 
-def _png(picture_HWC: np.ndarray) -> bytes:
+def png_bytes(picture_HWC: np.ndarray) -> bytes:
+    """A PNG of a picture: uint8 HWC."""
     buffer = io.BytesIO()
     Image.fromarray(picture_HWC).save(buffer, format="png")
     return buffer.getvalue()

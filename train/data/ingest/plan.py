@@ -107,6 +107,8 @@ class Settings:
     """What can be given besides a clip's own latents (`train/data/given.py`)."""
     store: Literal["latents", "raw"] = setting("latents", "encode now, or while training")
     """Encoded samples, or pixels that training encodes as it reads them."""
+    originals: bool = setting(False, "keep files as they were found beside the samples, and clips that are cut out")
+    """Training does not read them; `megadit prepare webdataset` of the data set does (`originals.py`)."""
 
     def __post_init__(self) -> None:
         if not self.sizes or any(side < 1 for size in self.sizes for side in size):
@@ -160,6 +162,9 @@ class Clip:
     """Whether the background is seen through it somewhere."""
     is_mirrored: bool = False
     """Whether left and right are exchanged."""
+
+    is_whole: bool = False
+    """Whether its source is a picture, or a video that is no more than twice as long and gave no other clip."""
 
     @property
     def num_frames(self) -> int:

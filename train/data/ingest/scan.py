@@ -4,6 +4,7 @@ Shapes: T/H/W frames, height, width.
 """
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -47,7 +48,7 @@ def _scan_image(source: Source, settings: Settings) -> Finding:
         raise UnusableSourceError("blank", "it shows one colour")
     clip = Clip(
         key="", source=source, height=height, width=width, fps=0.0, pts=(0,), start=0.0,
-        fingerprint=fingerprint(luma_THW), is_transparent=TRANSPARENT in image.info,
+        fingerprint=fingerprint(luma_THW), is_transparent=TRANSPARENT in image.info, is_whole=True,
     )  # fmt: skip
     return Finding(source=source.name, clips=(with_key(clip, 0),))
 
@@ -89,6 +90,8 @@ def _scan_video(source: Source, settings: Settings) -> Finding:
             leave_out("short", scene_start, scene_stop)
         elif end < scene_stop:
             leave_out("rest of a scene", end, scene_stop)
+    if len(clips) == 1 and 2 * clips[0].num_frames >= num_frames:
+        clips = [replace(clips[0], is_whole=True)]
     return Finding(source=source.name, clips=tuple(clips), skips=tuple(skips), seconds=timeline.seconds)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
+from megadit.train.data.dataset_info import INFO_FILE
 from megadit.train.data.ingest import animations
 from megadit.train.data.ingest.files import Folder, file_size, open_file, open_folder, open_text
 from megadit.train.data.ingest.plan import Kind, Skip, Source
@@ -33,6 +34,8 @@ MAX_CAPTION_BYTES = 1 << 20
 LABELS = ("labels.txt", "words.txt", "LOC_synset_mapping.txt")
 """Lines of a folder's name and the words that stand for it, as beside ImageNet."""
 MAX_LABEL_CHARACTERS = 1 << 24
+ORIGINALS = "originals"
+"""The folder of a data set where `megadit prepare --originals` keeps them."""
 BY_FOLDER = "folders"
 """In place of a table of captions: the name of a picture's folder is its label."""
 
@@ -281,6 +284,8 @@ def list_webdataset(root: str | Path, kind: Kind | None = None) -> Listing:
     else:
         folder = open_folder(root)
         names = sorted(name for name in folder.names() if name.endswith(".tar")) if folder is not None else ()
+        if folder is not None and folder.path(INFO_FILE):  # a data set of ours: what it was made from, where it is kept
+            names = [name for name in names if name.startswith(f"{ORIGINALS}/")] or names
         shards = {name: folder.path(name) for name in names}
     if not shards:
         raise UserError(f"{root} holds no tar files")

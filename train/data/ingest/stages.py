@@ -46,6 +46,7 @@ from megadit.train.data.ingest.encodings import (
 from megadit.train.data.ingest.fitting import drop_unfit, parse_least
 from megadit.train.data.ingest.judging import NO_SCORE, judge_clips, open_judge
 from megadit.train.data.ingest.left_out import picture_left_out
+from megadit.train.data.ingest.originals import expected, originals_bytes, originals_of, write_originals
 from megadit.train.data.ingest.plan import (
     Clip,
     Finding,
@@ -170,6 +171,8 @@ def select_clips(preparation: Preparation) -> None:
     if not notes.clips("train"):
         report = write_report(notes)
         raise UserError(f"no clip is left to train on; {summary(report, notes)}".replace("\n", "; "))
+    if preparation.settings.originals:
+        print(expected([clip for split in SPLITS for clip in notes.clips(split)]))
     for name, make in {HAAR: _fit, LABELS: _gather, TOKENS: _learn}.items():
         if any(encoding.encoder == name for encoding in preparation.encodings) and not (notes.folder / name).is_dir():
             encoder = make(preparation)
@@ -235,13 +238,15 @@ def encode_shards(preparation: Preparation) -> None:
     if redo is not None and (not redo or redo.stop > len(every)):
         raise UserError(f"shards {redo.start}:{redo.stop} do not exist; there are 0 to {len(every) - 1}")
     numbers = [number for number in team.mine(len(every)) if redo is None or number in redo]
-    mine = [every[number] for number in numbers if redo is not None or not every[number][0].is_file()]
+    mine = [every[number] for number in numbers if redo is not None or _missing(preparation, every[number][0])]
     if not mine:
         return
     encoders = load_encoders(preparation) if settings.store == "latents" else []
     total = sum(len(clips) for _, clips in mine)
     with Pool(preparation.num_workers) as pool, Progress(total, "encoding", enabled=team.is_first) as bar:
         for path, clips in mine:
+            if settings.originals:
+                write_originals(path, clips, settings, pool)
             if settings.store == "raw":
                 store_shard(path, clips, settings, pool)
             else:
@@ -249,12 +254,20 @@ def encode_shards(preparation: Preparation) -> None:
             bar.advance(len(clips))
 
 
+def _missing(preparation: Preparation, shard: Path) -> list[Path]:
+    """What is not written yet of a shard and its originals."""
+    paths = [shard, originals_of(shard)] if preparation.settings.originals else [shard]
+    return [path for path in paths if not path.is_file()]
+
+
 def index(preparation: Preparation) -> None:
     notes, root = preparation.notes, preparation.root
     _require(notes.selection, "select")
-    missing = [path.name for path, _ in all_shards(preparation) if not path.is_file()]
+    missing = [path for shard, _ in all_shards(preparation) for path in _missing(preparation, shard)]
     if missing:
-        raise UserError(f"{root}: {len(missing)} shards are missing, {missing[0]} first; run the stage encode")
+        raise UserError(
+            f"{root}: {len(missing)} shards are missing, {missing[0].relative_to(root)} first; run the stage encode"
+        )
     report = write_report(notes)
     if not notes.left_out.is_dir():
         picture_left_out(notes, preparation.settings, preparation.num_workers)
@@ -266,6 +279,8 @@ def index(preparation: Preparation) -> None:
                 part.save(folder)
         describe_dataset(root, tokenizer, text_encoder, report.samples)
     print(summary(report, notes))
+    if preparation.settings.originals:
+        print(f"originals: {originals_bytes(root):,} bytes")
 
 
 def load_encoders(preparation: Preparation) -> list[Encoder]:
