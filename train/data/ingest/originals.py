@@ -1,6 +1,7 @@
 """Originals beside the encodings (`--originals`), so that another tokenizer or judge can be run without a download.
 
-`originals/train-000000.tar` holds, for every sample of `train-000000.tar`, its description and what it was made from:
+`originals/train-000000.tar` holds, for every sample of `train-000000.tar` that is not the mirror image of another, its
+description and what it was made from:
 the bytes of its picture or its short video as they were found, or, of a clip that was cut out of a longer one, an mp4
 of the clip in the size of its bucket. Training lists the shards of the data set's own folder, and never opens these.
 """
@@ -47,7 +48,12 @@ def write_originals(shard: Path, clips: Sequence[Clip], settings: Settings, pool
     """
     path = originals_of(shard)
     path.parent.mkdir(exist_ok=True)
-    write_members(path, _members(clips, settings, pool))
+    write_members(path, _members(_own(clips), settings, pool))
+
+
+def _own(clips: Sequence[Clip]) -> list[Clip]:
+    """Without those that are another's mirror image."""
+    return [clip for clip in clips if not clip.is_mirrored]
 
 
 def _members(clips: Sequence[Clip], settings: Settings, pool: Pool) -> Iterator[tuple[str, bytes]]:
@@ -91,6 +97,7 @@ def _size(source: Source) -> int:
 
 def expected(clips: Sequence[Clip]) -> str:
     """What the originals of a plan will take, for people, before any is written."""
+    clips = _own(clips)
     whole = [clip.source for clip in clips if clip.is_whole]
     looked_at = whole[:: max(1, len(whole) // LOOKED_AT)]
     num_bytes = sum(map(_size, looked_at)) * len(whole) / max(1, len(looked_at))

@@ -57,6 +57,13 @@ def test_clips_of_training_stand_beside_their_mirror_images(run):
     assert not any("mirrored" in known for known, _ in splits["val"])
 
 
+def test_of_a_clip_and_its_mirror_image_one_original_is_kept(run, tmp_path):
+    run("--mirror", "--originals")
+    with tarfile.open(tmp_path / "data" / "originals" / "train-000000.tar") as tar:
+        names = {name.split(".")[0] for name in tar.getnames()}
+    assert len(names) == NUM_CLIPS - 1 and not any("mirrored" in name for name in names)
+
+
 def test_without_being_told_nothing_is_mirrored(run):
     assert [len(samples) for samples in run().values()] == [NUM_CLIPS - 1, 1]
 
