@@ -25,7 +25,17 @@ GROUP_OF_FIXTURE = {
     "quick_demo": "demo",
 }
 """Fixture of the session -> the group of the files that use it."""
-FIRST = ("triton", "ranks", "export")
+FIRST = (
+    "triton",
+    "ranks",
+    "export",
+    # slow tests of one file that take minutes each, the longest first
+    "train/test_matching",
+    "train/test_effects",
+    "train/test_classification",
+    "train/test_elastic",
+    "train/test_newer_megatron",
+)
 """Groups and files that start before others, in this order."""
 
 
