@@ -200,7 +200,7 @@ EFFECTS = {
     "optimizer.lr_decay_style": told("constant"),
     "optimizer.lr_decay_iters": told("9"),
     "diffusion.noise_levels": told("uniform"),
-    "diffusion.p_mean": told("0.5"),
+    "diffusion.p_mean": told("1.0"),
     "diffusion.p_std": told("0.5"),
     "diffusion.shift_tokens": told("4"),
     "diffusion.learned_uncertainty": seen("names", "false"),

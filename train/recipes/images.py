@@ -102,7 +102,7 @@ def image_digits() -> RunConfig:
         recipe="image_digits",
         data=replace(run.data, text_seq_length=960, mock_latent_shapes=((1, 4, 4),)),
         train=replace(run.train, train_iters=900, output_dir="runs/image_digits"),
-        diffusion=replace(run.diffusion, p_std=1.4, shift_tokens=16),
+        diffusion=replace(run.diffusion, p_mean=1.0, shift_tokens=16),
         checkpoint=replace(run.checkpoint, save_interval=450),
         validation=replace(run.validation, interval=450),
     )

@@ -29,7 +29,6 @@ def shapes() -> RunConfig:
             given=("first_frame:0.15",),
         ),
         train=replace(run.train, train_iters=1200, output_dir="runs/shapes"),
-        diffusion=replace(run.diffusion, p_mean=0.6, p_std=1.4),
         validation=replace(
             run.validation,
             interval=600,
