@@ -110,12 +110,14 @@ class LocalServer:
         `arguments` are passed to tritonserver as they are.
 
         Raises:
-            UserError: if `repository` is no directory, lacks one of the models, or there is no tritonserver.
+            UserError: if `repository` is no directory, lacks one of the models, a port is taken, or there is no
+                tritonserver.
         """
         self.repository = Path(repository).absolute()
         check_repository(self.repository)
         self.host = host
         self.ports = ports or Ports.free()
+        self.ports.check_free(host)  # before Triton's environment is prepared, which takes a while the first time
         for name in models:
             if name != "*" and not (self.repository / name).is_dir():
                 have = ", ".join(sorted(folder.name for folder in self.repository.iterdir()))
