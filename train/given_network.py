@@ -104,7 +104,7 @@ def _check_same_network(config: RunConfig, model: DiTConfig, source: str) -> Non
     ours, theirs = config.model.to_dict(), model.to_dict()
     may_change = (
         *MAY_CHANGE,
-        *MAY_CHANGE_OF_POSITIONS * (config.train.adapter is None),
+        *MAY_CHANGE_OF_POSITIONS * (config.train.adapter is None and config.train.distill is None),
         *MAY_CHANGE_OF_CLASSIFIER * (not config.model.denoises),
     )
     if differing := [name for name in ours if ours[name] != theirs[name] and name not in may_change]:

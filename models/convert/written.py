@@ -87,10 +87,10 @@ def write_original(
     """The tensors, `text_projection` (as `Published`'s) among them, under the names of the first publication.
 
     Raises:
-        UserError: if there was none.
+        UserError: if there was none, or it was one file of a whole pipeline.
     """
     entries = original_entries(config)
-    if entries is None:
+    if entries is None or config.family == "stable_diffusion":
         raise UserError(f"no other form of the family {config.family} is written")
     _check_positions(config)
     _, more = cosmos.projection_to_diffusers(text_projection)

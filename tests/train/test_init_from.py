@@ -99,3 +99,16 @@ def test_a_teacher_that_was_given_nothing_is_no_teacher_of_what_is_given(other_r
     assert read_teacher(student).config.given_sigma is None
     with pytest.raises(UserError, match="was not trained to be given parts of videos: leave out data.given"):
         read_teacher(replace(student, data=replace(student.data, given=("first_frame:0.5",))))
+
+
+def test_a_teacher_of_other_positions_is_none(other_run):
+    """It would judge sizes beyond those that it was trained at."""
+    run = run_from(None, rope_interpolation=(1.0, 2.0, 2.0))
+    student = replace(
+        run,
+        train=replace(run.train, distill=DistillConfig(teacher=str(other_run[0]), objective="guidance")),
+        checkpoint=replace(run.checkpoint, init_from=None),
+        diffusion=replace(run.diffusion, learned_uncertainty=False),
+    )
+    with pytest.raises(UserError, match=r"has model\.rope_interpolation=\(1\.0, 1\.0, 1\.0\) \(not"):
+        read_teacher(student)

@@ -262,6 +262,8 @@ def test_a_network_needs_its_pipeline(made, tmp_path, capsys):
     for options in ({"resident_blocks": 1}, {"tensor_parallel": 2}, {"cuda_graphs": True}):
         with pytest.raises(UserError, match="its kernels are not recorded, its parts take no turns, and no ranks"):
             load_denoiser(Bundle.open(bundle), "torch", device=torch.device("cpu"), dtype=torch.float32, **options)
+    assert main([str(bundle), str(tmp_path / "published"), "--to", "original"]) == 2
+    assert "no other form of the family stable_diffusion is written" in capsys.readouterr().err
     save_file({"lora_unet_x.lora_down.weight": torch.ones(2, 2)}, tmp_path / "lora.safetensors")
     assert main([str(tmp_path / "lora.safetensors"), str(tmp_path / "lora"), "--base", str(bundle)]) == 2
     assert "does not fit the network; unexpected: lora_unet_x.lora_down.weight [2, 2]" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import os
 import string
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,7 +35,9 @@ MOST_LETTERS = 4000
 LONGEST_SIDE = 512
 """Pixels of a frame, as sent."""
 HOPELESS = 32
-"""Failures without one caption after which no more are asked for."""
+"""Failures without one caption, or in a row for a reason that is the server's, after which no more are asked for."""
+OF_THE_SERVER = ("http 401", "http 403", "http 404", "no connection", "not http")
+"""Reasons that the next clip will meet too; others may be a clip's own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +91,7 @@ def _ask(
     """Adds to the captions; why not, by the keys of those clips that got none."""
     if not clips:
         return {}
-    address, reasons = _address(server.caption_server), {}
+    address, reasons, in_a_row = _address(server.caption_server), {}, 0
 
     def questions() -> Iterator[tuple[Clip, dict[str, Any]]]:
         with Pool(num_workers) as pool:
@@ -104,17 +106,27 @@ def _ask(
     with Progress(len(clips), "captioning", enabled=True) as bar:
 
         def note(item: tuple[Clip, dict[str, Any]], reason: str) -> None:
+            nonlocal in_a_row
             bar.advance()
+            in_a_row = in_a_row + 1 if reason in OF_THE_SERVER else 0
             if reason:
                 reasons[item[0].key] = reason
             if not len(captions) and len(reasons) >= min(HOPELESS, len(clips)):
-                told = ", ".join(f"{count} x {why}" for why, count in Counter(reasons.values()).most_common())
-                raise UserError(f"--caption_server {address} captions nothing: {told}")
+                raise UserError(f"--caption_server {address} captions nothing: {_counted(reasons)}")
+            if in_a_row >= HOPELESS:
+                raise UserError(
+                    f"--caption_server {address} captions nothing any more: {_counted(reasons)}; the {len(captions)} "
+                    "captions that there are are kept, the same command goes on"
+                )
 
         # an answer that is being written is silent: only the deadline ends it
         at_once, seconds = min(server.caption_requests, len(clips)), server.caption_seconds
         exchange_all(questions(), exchange, note, at_once=at_once, seconds=seconds, timeout=None, headers=_headers())
     return reasons
+
+
+def _counted(reasons: Mapping[str, str]) -> str:
+    return ", ".join(f"{count} x {why}" for why, count in Counter(reasons.values()).most_common())
 
 
 def question(frames_THWC: np.ndarray, settings: Settings) -> dict[str, Any]:

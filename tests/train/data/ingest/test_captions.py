@@ -199,7 +199,7 @@ def test_of_an_answer_without_end_no_more_is_read_than_of_any(server, run, tmp_p
 def test_a_busy_server_is_asked_again_and_a_hanging_one_given_up(server, run, tmp_path):
     server.trouble[2] = lambda attempt: (503, b"") if attempt < 3 else _well("at last")
     server.trouble[5] = None
-    assert run("--caption_seconds", "2") == 0
+    assert run("--caption_seconds", "10") == 0
     assert captions_of(tmp_path / "out")["2.png"] == "at last" and server.asked[2] == 3
     assert skips_of(tmp_path / "out") == {"not captioned: timed out": 1}
 
@@ -242,6 +242,18 @@ def test_a_server_that_captions_nothing_ends_the_run_which_goes_on_with_another(
     assert "captions nothing: 8 x http 401" in error
     server.trouble.clear()
     assert run() == 0 and len(captions_of(tmp_path / "out")) == COUNT
+
+
+def test_a_server_that_ends_midway_ends_the_run_which_goes_on_with_what_it_said(
+    server, run, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(captions, "HOPELESS", 3)
+    server.trouble = dict.fromkeys(range(2, COUNT), (401, b""))
+    assert run("--caption_requests", "1") == 2
+    assert "captions nothing any more: 3 x http 401; the 2 captions" in capsys.readouterr().err.splitlines()[-1]
+    server.trouble = dict.fromkeys(range(2, COUNT - 1), (400, b""))  # each the clip's own
+    assert run("--caption_requests", "1") == 0 and server.asked[0] == server.asked[1] == 1
+    assert skips_of(tmp_path / "out") == {"not captioned: http 400": COUNT - 3}
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://", "http://a b", "http://[::1"])

@@ -93,6 +93,8 @@ def test_what_a_judge_failed_at_is_left_out_until_it_is_tried_again(run, judge, 
     scale.write_text(json.dumps({"full": 255, "fails": ["number 5"]}))
     assert run("--min_score", "red=0.2") == 0
     assert skips(tmp_path / "out")["number 5"] == ("no score: red", "") and "no model" in capsys.readouterr().err
+    assert run("--min_score", "red=0.2", "--redo", "failed") == 0, "it fails again, and all else is kept"
+    assert skips(tmp_path / "out")["number 5"] == ("no score: red", "") and list((tmp_path / "out").glob("train-*.tar"))
     scale.write_text(json.dumps({"full": 255, "fails": []}))
     assert run("--min_score", "red=0.2", "--redo", "failed") == 0
     assert set(skips(tmp_path / "out")) == {"number 0", "number 1"}
