@@ -157,6 +157,11 @@ class ConditionRows:
 
     groups: tuple[LengthGroup, ...]
 
+    @cached_property
+    def are_cut(self) -> bool:
+        """Whether some segments have several rows: a part of them is given."""
+        return any(group.gap for group in self.groups)
+
     def of_token(self, device: torch.device) -> Tensor:
         """int64 [S]."""
         if device not in self._of_token and device.type != "cpu":

@@ -32,8 +32,8 @@ def are_grouped(rows: Rows | None) -> bool:
 
 
 def are_in_shreds(x: Tensor, rows: Rows | None) -> bool:
-    """Whether rows come as many small length groups, as given tokens make them, and x [S, 1, D] lies on a CPU."""
-    return are_grouped(rows) and x.is_cpu and 1 < len(rows.groups) and x.numel() < FEWEST_NUMBERS * len(rows.groups)
+    """Whether given tokens cut what lies on a CPU, x [S, 1, D], into many small length groups."""
+    return are_grouped(rows) and x.is_cpu and rows.are_cut and x.numel() < FEWEST_NUMBERS * len(rows.groups)
 
 
 def are_dense(rows: Rows | None) -> bool:

@@ -59,7 +59,7 @@ def test_figures_agree_with_each_other(measured):
 def test_the_variants_that_ran_are_told(measured):
     printed, record, _ = measured
     assert set(record["ops"]["gated_residual"]) == {"reference"} and "gated_residual reference" in printed
-    assert set(record["ops"]["modulated_norm"]) == {"all_at_once"} and "modulated_norm all_at_once" in printed
+    assert set(record["ops"]["modulated_norm"]) == {"by_length_group"} and "modulated_norm by_length_group" in printed
 
 
 def test_the_published_formula_counts_modulation_for_every_token(measured):
