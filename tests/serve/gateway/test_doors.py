@@ -454,7 +454,7 @@ class Deadly:
         """What ran at each."""
         self.has_died = threading.Event()
 
-    def stream(self, request: VideoRequest, *, timeout: float) -> Generation:
+    def stream(self, request: VideoRequest, *, timeout: float, traceparent: str | None) -> Generation:
         def events(_cancelled):
             self.running.add(request.prompt)
             died = self.has_died
