@@ -25,7 +25,7 @@ from torch import Tensor
 from megadit.models.adapters import targets_of
 from megadit.models.convert.adapter import ALPHA, DOWN, MAGNITUDE, UP, Change
 from megadit.models.convert.tensor_map import Entry
-from megadit.models.convert.written import diffusers_entries, original_entries
+from megadit.models.convert.written import diffusers_entries, original_entries, pipeline_entries
 from megadit.models.network_config import NetworkConfig
 from megadit.models.shared.errors import UserError
 from megadit.models.weights import network_shapes
@@ -89,7 +89,8 @@ def diffusers_linears(config: NetworkConfig) -> Sequence[NamedRows]:
 def known_linears(config: NetworkConfig) -> Mapping[str, NamedRows]:
     """By every name that a file may have for them, those with _ for each dot included."""
     known: dict[str, NamedRows] = {}
-    published = [entries for entries in (diffusers_entries(config), original_entries(config)) if entries is not None]
+    forms = diffusers_entries(config), original_entries(config), pipeline_entries(config)
+    published = [entries for entries in forms if entries is not None]
     for linears in (our_linears(config), *(_linears(entries, config) for entries in published)):
         for linear in linears:
             for name in (linear.name, _ATTENTION.sub(r".processor.\1", linear.name)):

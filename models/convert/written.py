@@ -37,13 +37,18 @@ def original_entries(config: NetworkConfig) -> list[Entry] | None:
         ("cosmos", "predict2_5"): cosmos.released_entries,
         ("dit", None): class_dit.original_entries,
         ("wan", None): wan.released_entries,
-        ("stable_diffusion", None): stable_diffusion.original_entries,
         ("nemo", None): nemo.entries,
         ("dfm", None): nemo.entries,
         ("moviegen", "nemo"): nemo_moviegen.entries,
     }
     form = config.family, getattr(config, "compat", None)
     return entries_of[form](config) if form in entries_of else None
+
+
+def pipeline_entries(config: NetworkConfig) -> list[Entry] | None:
+    """How a first publication that was one file of a whole pipeline, which is not written, held those of the network;
+    None where there was none."""
+    return stable_diffusion.original_entries(config) if config.family == "stable_diffusion" else None
 
 
 def write_diffusers(
@@ -87,10 +92,10 @@ def write_original(
     """The tensors, `text_projection` (as `Published`'s) among them, under the names of the first publication.
 
     Raises:
-        UserError: if there was none, or it was one file of a whole pipeline.
+        UserError: if there was none.
     """
     entries = original_entries(config)
-    if entries is None or config.family == "stable_diffusion":
+    if entries is None:
         raise UserError(f"no other form of the family {config.family} is written")
     _check_positions(config)
     _, more = cosmos.projection_to_diffusers(text_projection)

@@ -177,8 +177,9 @@ def _remember_all(known: Fingerprints, dataset: str) -> None:
 
 def add_caption(clips: Sequence[Clip], settings: Settings) -> tuple[list[Clip], list[Skip]]:
     """All of them; those without a caption get `settings.default_caption`."""
-    caption = settings.default_caption or ""
-    captioned = [replace(clip.source, caption=clip.source.caption or caption) for clip in clips]
+    if not settings.default_caption:
+        return list(clips), []
+    captioned = [replace(clip.source, caption=clip.source.caption or settings.default_caption) for clip in clips]
     return [replace(clip, source=source) for clip, source in zip(clips, captioned, strict=True)], []
 
 
