@@ -1,6 +1,5 @@
 """Bundle in, bundle out: the same parts, with every network exported beside them and checked against torch."""
 
-import gc
 import shutil
 import sys
 from dataclasses import asdict, dataclass
@@ -224,7 +223,7 @@ def export_network(
     levels = verify.sampled_levels(name, bundle)
     rounding = verify.check_rounding(unrounded, cases, precision, levels) if ranges else {}
     del network
-    gc.collect()  # traced programs and graphs refer to themselves, and would keep weights mapped
+    to_onnx.collect_after(path)  # traced programs and graphs refer to themselves, and would keep weights mapped
 
     def rebuild():
         return comparable(build_network(name, bundle, tokenizer, PRECISIONS[precision], slots), precision, ranges)

@@ -6,6 +6,7 @@ errors, profilers and `layers.py` show. Files tell nothing of the machine that w
 
 import ast
 import contextlib
+import gc
 import inspect
 import io
 import logging
@@ -66,8 +67,19 @@ def export_onnx(
     _trust_masks(program.model.graph)
     _clean(program.model, spec, metadata)
     size = sum(parameter.nbytes for parameter in network.parameters())
-    external = f"{path.name}.data" if size >= EXTERNAL_DATA_FROM else None
+    external = _data_of(path).name if size >= EXTERNAL_DATA_FROM else None
     onnx_ir.save(program.model, path, external_data=external)
+
+
+def collect_after(path: Path) -> None:
+    """Frees what refers to itself and holds weights, where those of the graph at `path` are large; however small they
+    are, it takes a part of a second."""
+    if _data_of(path).exists():
+        gc.collect()
+
+
+def _data_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.data")
 
 
 def _dynamic_shapes(spec: NetworkSpec) -> tuple[dict[int, object], ...]:

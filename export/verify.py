@@ -4,7 +4,6 @@ The denoiser is judged on its raw prediction F, for D = c_skip x + c_out F hides
 read inside the graph, and once more out of D, where float32 leaves room for it.
 """
 
-import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,6 +28,7 @@ from megadit.export.layers import (
     relative_error,
 )
 from megadit.export.references import F_LAYER, REAL, Case, usual_prompt
+from megadit.export.to_onnx import collect_after
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.runtimes.network_spec import DENOISERS, NetworkSpec
 from megadit.infer.runtimes.onnx import open_session
@@ -95,7 +95,7 @@ def verify_network(
     check_types(path, spec, precision)
     check_products(path, spec, precision, ranges)
     layer = changed_weight(path, weights)
-    gc.collect()  # the graph that was read refers to itself
+    collect_after(path)  # the graph that was read refers to itself
     if layer:
         raise UserError(f"the exported {spec.name} is not the network: a weight of the layer {layer} was changed")
     with _as_compared(path, precision) as graph:

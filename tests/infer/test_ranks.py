@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +19,17 @@ from .conftest import make_adapter
 ARGUMENTS = ["--prompt", "a red seven", "a blue two", "a green three", "--seeds", "1", "2", "--format", "png"]
 
 
-def launch(
-    bundle_dir, folder: Path, num_processes: int, *options: str, arguments=ARGUMENTS
-) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
-    command += ["-m", "megadit.infer.generate", "--checkpoint_path", str(bundle_dir), "--device", "cpu", *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run([*command, *options], cwd=folder, env=environment, capture_output=True, text=True)
+def command_of(bundle_dir, out: Path, *options: str, arguments=ARGUMENTS) -> list[str]:
+    places = ["--checkpoint_path", str(bundle_dir), "--device", "cpu", "--video_save_path", str(out)]
+    return ["-m", "megadit.infer.generate", *places, *arguments, *options]
+
+
+@pytest.fixture
+def generate(run_ranks, bundle_dir, tmp_path) -> Callable[..., list[str]]:
+    """generate(4, "--cfg_parallel", ...): what each of four ranks printed, whose videos are in `tmp_path / "out"`."""
+    return lambda count, *options, code=0, **settings: run_ranks(
+        count, *command_of(bundle_dir, tmp_path / "out", *options, **settings), code=code
+    )
 
 
 def frames(folder: Path) -> dict[str, np.ndarray]:
@@ -54,39 +59,41 @@ def test_jobs_are_dealt_out_and_come_back_in_order():
 
 @pytest.mark.slow
 def test_guidance_split_over_two_ranks(bundle_dir, tmp_path, alone):
-    result = launch(bundle_dir, tmp_path, 2, "--cfg_parallel", "--video_save_path", "out")
+    """By torchrun; the tests below fork their ranks."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, *command_of(bundle_dir, tmp_path / "out", "--cfg_parallel")]
+    result = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert len(result.stdout.split()) == 6 and result.stderr.count("sampling: 3/3") == 1
     check_same(tmp_path / "out", alone)
 
 
 @pytest.mark.slow
-def test_prompts_spread_over_replicas_of_split_guidance(bundle_dir, tmp_path, alone):
-    options = ["--cfg_parallel", "--video_save_path", "out", "--contact_sheet", "sheet.png", "--num_devices", "4"]
-    result = launch(bundle_dir, tmp_path, 4, *options)
-    assert result.returncode == 0, result.stderr
-    assert len(result.stdout.split()) == 7
+def test_prompts_spread_over_replicas_of_split_guidance(generate, bundle_dir, tmp_path, alone):
+    sheets = [tmp_path / name for name in ("sheet.png", "alone.png")]
+    told = generate(4, "--cfg_parallel", "--contact_sheet", str(sheets[0]), "--num_devices", "4")
+    paths = [line for output in told for line in output.splitlines() if line.startswith(str(tmp_path))]
+    assert len(paths) == len(set(paths)) == 7
     check_same(tmp_path / "out", alone)
     assert len(list((tmp_path / "out").glob("*.json"))) == 6
     arguments = ["--checkpoint_path", str(bundle_dir), "--device", "cpu", *ARGUMENTS, "--video_save_path"]
-    assert main([*arguments, str(tmp_path / "again"), "--contact_sheet", str(tmp_path / "alone.png")]) == 0
-    sheets = [read_video(tmp_path / name)[0].astype(int) for name in ("sheet.png", "alone.png")]
-    assert np.abs(sheets[0] - sheets[1]).max() <= 1
+    assert main([*arguments, str(tmp_path / "again"), "--contact_sheet", str(sheets[1])]) == 0
+    ours, theirs = (read_video(path)[0].astype(int) for path in sheets)
+    assert np.abs(ours - theirs).max() <= 1
 
 
 @pytest.mark.slow
-def test_tensor_parallel_ranks_and_split_guidance(bundle_dir, tmp_path, alone):
+def test_tensor_parallel_ranks_and_split_guidance(generate, tmp_path, alone):
     pytest.importorskip("megatron.core")
-    result = launch(bundle_dir, tmp_path, 4, "--tp_size", "2", "--cfg_parallel", "--video_save_path", "out")
-    assert result.returncode == 0, result.stderr
+    generate(4, "--tp_size", "2", "--cfg_parallel")
     check_same(tmp_path / "out", alone)
 
 
 @pytest.mark.slow
-def test_a_mistake_is_told_once(bundle_dir, tmp_path):
-    result = launch(bundle_dir, tmp_path, 2, "--tp_size", "3", "--video_save_path", "out")
-    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert result.returncode and len(errors) == 1 and "2 processes cannot be divided into replicas of 3" in errors[0]
+def test_a_mistake_is_told_once(generate):
+    told = "".join(generate(2, "--tp_size", "3", code=2))
+    errors = [line for line in told.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "2 processes cannot be divided into replicas of 3" in errors[0]
 
 
 def test_the_record_tells_nothing_of_ranks(alone, bundle_dir, tmp_path):
@@ -101,10 +108,9 @@ def test_the_record_tells_nothing_of_ranks(alone, bundle_dir, tmp_path):
     [(2, ["--cp_size", "2"]), (4, ["--tp_size", "2", "--cp_size", "2"])],
     ids=["cp", "tp-cp"],
 )
-def test_context_parallel_ranks(bundle_dir, tmp_path, alone, num_processes, options):
+def test_context_parallel_ranks(generate, tmp_path, alone, num_processes, options):
     pytest.importorskip("megatron.core")
-    result = launch(bundle_dir, tmp_path, num_processes, *options, "--video_save_path", "out")
-    assert result.returncode == 0, result.stderr
+    generate(num_processes, *options)
     check_same(tmp_path / "out", alone)
 
 
@@ -114,7 +120,9 @@ def test_context_parallel_ranks(bundle_dir, tmp_path, alone, num_processes, opti
     [(2, ["--tp_size", "2"]), (4, ["--tp_size", "2", "--cp_size", "2"])],
     ids=["tp", "tp-cp"],
 )
-def test_each_video_of_a_batch_has_its_adapters_on_ranks_that_share_it(bundle_dir, tmp_path, num_processes, options):
+def test_each_video_of_a_batch_has_its_adapters_on_ranks_that_share_it(
+    generate, bundle_dir, tmp_path, num_processes, options
+):
     """LoRA and DoRA beside every linear, other scales for each prompt."""
     pytest.importorskip("megatron.core")
     lora, dora = (make_adapter(tmp_path / kind, bundle_dir, 1, kind=kind) for kind in ("lora", "dora"))
@@ -124,6 +132,5 @@ def test_each_video_of_a_batch_has_its_adapters_on_ranks_that_share_it(bundle_di
     arguments = ["--prompt_file", str(tmp_path / "prompts.jsonl"), *ARGUMENTS[4:]]
     command = ["--checkpoint_path", str(bundle_dir), "--device", "cpu", *arguments]
     assert main([*command, "--video_save_path", str(tmp_path / "alone")]) == 0
-    result = launch(bundle_dir, tmp_path, num_processes, *options, "--video_save_path", "out", arguments=arguments)
-    assert result.returncode == 0, result.stderr
+    generate(num_processes, *options, arguments=arguments)
     check_same(tmp_path / "out", frames(tmp_path / "alone"))

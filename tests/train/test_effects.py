@@ -283,6 +283,8 @@ EFFECTS = {
 }
 FINISHED = "finished"
 """A run of `BASE` that others start from."""
+TENSORS = ("names", "weights")
+"""What is seen in a checkpoint: it is read where that is looked at."""
 
 
 def test_every_field_has_an_entry():
@@ -304,6 +306,12 @@ def runs():
     return planned
 
 
+def with_tensors():
+    """Names of the runs whose checkpoint is looked at."""
+    seen = [key for key, effect in EFFECTS.items() if effect.sees in TENSORS]
+    return {FINISHED, "finished-again", *seen, *(before(EFFECTS[key].given) for key in seen)}
+
+
 @pytest.fixture(scope="module")
 def observed(run_ranks, tiny_dataset, write_tiny_dataset, tmp_path_factory):
     """observed(name): what was seen of one run."""
@@ -319,7 +327,10 @@ def observed(run_ranks, tiny_dataset, write_tiny_dataset, tmp_path_factory):
     write_tiny_dataset(folder / "prior", is_prior=True)
     save_file(DigitReader().state_dict(), folder / "reader.safetensors", metadata={KIND: "digits"})
     places["{reader}"] = folder / "reader.safetensors"
-    planned = {name: [fill(word, places) for word in words] for name, words in runs().items()}
+    planned = {
+        name: {"arguments": [fill(word, places) for word in words], "reads_tensors": name in with_tensors()}
+        for name, words in runs().items()
+    }
     (folder / "runs.json").write_text(json.dumps(planned))
     run_ranks(1, JOB, folder, timeout=1500)
     return lambda name: json.loads((folder / f"{name}.json").read_text())

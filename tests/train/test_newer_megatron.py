@@ -1,7 +1,7 @@
 """The newest Megatron-core that this package takes trains as the installed one does, and either continues the other.
 
-Python 3.11 is no longer among those for which newer wheels are meant, and runs them: unpacked with Triton's language,
-which they import, into a folder that goes first.
+Python 3.11 is no longer among those for which newer wheels are meant, and runs them: unpacked into a folder that goes
+first, with Triton's language, which they import.
 """
 
 import json
@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from megadit.models.megatron.checkpoint import _read, find_checkpoints
 
 JOB = Path(__file__).parent / "jobs" / "chain.py"
 OLDEST, NEWEST = TESTED["megatron-core"]
-HALF, STEPS = 10, 20
+HALF, STEPS = 4, 8  # more than one each: the first hides a wrong state of Adam
 PAIRS = ((OLDEST, OLDEST), (OLDEST, NEWEST), (NEWEST, OLDEST))
 """The version of the first half, and of the second."""
 
@@ -58,10 +59,11 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def newest(tmp_path_factory):
-    """A folder that holds the newest Megatron-core; its 1 GB of Triton's language goes with the tests."""
+    """A folder that holds the newest Megatron-core, and where none is installed Triton's language, 1 GB."""
     folder = tmp_path_factory.mktemp("newest")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--only-binary=:all:"]
-    command += ["--ignore-requires-python", "--target", str(folder), f"megatron-core=={NEWEST}", "triton"]
+    command += ["--ignore-requires-python", "--target", str(folder), f"megatron-core=={NEWEST}"]
+    command += [] if find_spec("triton") else ["triton"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"Megatron-core {NEWEST} cannot be had: {done.stderr.strip().splitlines()[-1]}")

@@ -62,13 +62,15 @@ def _changed(config: Config, from_file: DictConfig, overrides: list[str]) -> Con
     if isinstance(config, RunConfig):
         named = [_in_our_names(OmegaConf.to_container(update)) for update in updates]
         updates = [OmegaConf.create(_with_one_length(values)) for values in named]
-        updates.insert(0, OmegaConf.create({"model": _from_dataset(config, updates)}))
+        from_dataset = _from_dataset(config, updates)
+        updates.insert(0, OmegaConf.create({"model": from_dataset} if from_dataset else {}))
     merged = _mapping(config)
     OmegaConf.set_struct(merged, True)
     for name in _named_by_the_user(type(config)):
         OmegaConf.set_struct(merged[name], False)
     for update in updates:
-        merged = _merge(merged, update, type(config))
+        if update:  # a merge copies the whole run
+            merged = _merge(merged, update, type(config))
     return _build(type(config), _plain(merged), path="", root=type(config))
 
 

@@ -1,13 +1,9 @@
 """`megadit evaluate` from end to end, on a tiny random bundle and on folders of videos."""
 
 import json
-import os
 import random
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -87,20 +83,14 @@ def test_what_is_there_is_not_computed_again(evaluated, bundle_dir, tmp_path, mo
         command.main([str(bundle_dir), "--out", str(copy), *arguments])
 
 
-def run(*arguments, ranks=1, **options):
-    launcher = [sys.executable, "-m"]
-    if ranks > 1:
-        launcher += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    words = [*launcher, "megadit.infer.evaluate.command", *map(str, arguments)]
-    return subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, **options)
+def words_of(bundle_dir, out, arguments):
+    return "-m", "megadit.infer.evaluate.command", str(bundle_dir), "--out", str(out), *arguments
 
 
 @pytest.mark.slow
-def test_two_ranks_find_the_features_of_one(evaluated, bundle_dir, tmp_path):
+def test_two_ranks_find_the_features_of_one(evaluated, run_ranks, bundle_dir, tmp_path):
     out, arguments = evaluated
-    process = run(bundle_dir, "--out", tmp_path / "two", *arguments, ranks=2)
-    assert process.wait() == 0, process.stderr.read().decode()
+    run_ranks(2, *words_of(bundle_dir, tmp_path / "two", arguments))
     assert report_of(tmp_path / "two") == report_of(out)
     names = sorted(path.relative_to(out) for path in out.rglob("*.safetensors"))
     assert names == sorted(path.relative_to(tmp_path / "two") for path in (tmp_path / "two").rglob("*.safetensors"))
@@ -108,20 +98,21 @@ def test_two_ranks_find_the_features_of_one(evaluated, bundle_dir, tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_the_same_report_comes_of_it(evaluated, bundle_dir, tmp_path, request):
+def test_killed_at_any_moment_the_same_report_comes_of_it(
+    evaluated, start_ranks, run_ranks, bundle_dir, tmp_path, request
+):
     out, arguments = evaluated
     killed, whole = tmp_path / "killed", len(list(out.rglob("*.safetensors")))
-    cases = request.config.getoption("--cases") or 10
+    command, cases = words_of(bundle_dir, killed, arguments), request.config.getoption("--cases") or 10
     for moment in sorted(random.Random(0).sample(range(whole + 1), min(cases, whole + 1))):
-        process = run(bundle_dir, "--out", killed, *arguments, start_new_session=True)
+        (process,) = start_ranks(1, *command)
         while len(list(killed.rglob("*.safetensors"))) < moment:
-            assert process.poll() is None, process.stderr.read().decode()
+            assert process.poll() is None, process.communicate()[0]
             time.sleep(0.005)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        process.kill()
+        process.wait()
         assert not (killed / "report.json").exists()
-    process = run(bundle_dir, "--out", killed, *arguments)
-    assert process.wait() == 0, process.stderr.read().decode()
+    run_ranks(1, *command)
     assert report_of(killed) == report_of(out)
     assert all((out / name).read_bytes() == (killed / name).read_bytes() for name in ("grid.png", "curves.png"))
     assert (out / "report.html").read_bytes() == (killed / "report.html").read_bytes()

@@ -1,7 +1,8 @@
 """Runs the training command under many settings in one process, and notes all that can be seen of each run.
 
-Usage: effects.py FOLDER. FOLDER/runs.json says what to run ({name: arguments}); of each,
-FOLDER/NAME.json has what was seen and FOLDER/NAME is its `train.output_dir`.
+Usage: effects.py FOLDER. FOLDER/runs.json says what to run ({name: {"arguments", "reads_tensors"}}); of each,
+FOLDER/NAME.json has what was seen, in the last checkpoint where its tensors are to be read, and FOLDER/NAME is its
+`train.output_dir`.
 """
 
 import contextlib
@@ -103,7 +104,7 @@ def stand_in_for_wandb(calls):
     return module
 
 
-def run(folder, name, arguments):
+def run(folder, name, arguments, reads_tensors):
     """What is seen of one run."""
     out, notes, told = folder / name, Notes(), io.StringIO()
     sys.modules["wandb"] = stand_in_for_wandb(notes.wandb)
@@ -123,7 +124,7 @@ def run(folder, name, arguments):
         "videos": {path.name: digest(read_video(path)[0].tobytes()) for path in sorted(out.rglob("step_*/*.*"))},
         "threads": torch.get_num_threads(),
         "matmul": torch.backends.mkldnn.matmul.fp32_precision,
-        **tensors(out),
+        **(tensors(out) if reads_tensors else {}),
         **{key: getattr(notes, key) for key in ("layout", "recomputed", "there", "wandb")},
     }
 
@@ -159,8 +160,8 @@ def digest(content):
 
 def main():
     folder = Path(sys.argv[1])
-    for name, arguments in json.loads((folder / "runs.json").read_text()).items():
-        (folder / f"{name}.json").write_text(json.dumps(run(folder, name, arguments)))
+    for name, settings in json.loads((folder / "runs.json").read_text()).items():
+        (folder / f"{name}.json").write_text(json.dumps(run(folder, name, **settings)))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,6 @@
 import json
 import random
 import shutil
-import signal
-import subprocess
-import sys
 import tarfile
 import time
 from dataclasses import replace
@@ -192,31 +189,22 @@ def test_pixels_can_be_stored_instead(videos, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_kills", [10])
-def test_killed_again_and_again_it_leaves_the_same_bytes(prepared, videos, tmp_path, num_kills):
+def test_killed_again_and_again_it_leaves_the_same_bytes(prepared, videos, start_ranks, tmp_path, num_kills):
     out = tmp_path / "killed"
     options = [*OPTIONS[:-3], "1", *OPTIONS[-2:]]
-    command = [
-        sys.executable,
-        "-m",
-        "megadit.models.shared.verbs",
-        "prepare",
-        "videos",
-        str(videos),
-        str(out),
-        *options,
-    ]
     generator = random.Random(3)
     kills = 0
     while True:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        (process,) = start_ranks(1, "-m", "megadit.models.shared.verbs", "prepare", "videos", videos, out, *options)
         if kills < num_kills:
             wait_for_news(out, process, generator)
         if process.poll() is None and kills < num_kills:
-            process.send_signal(signal.SIGKILL)
+            process.kill()
             kills += 1
             process.wait()
             continue
-        assert process.wait() == 0, process.stderr.read()
+        told, _ = process.communicate()
+        assert process.returncode == 0, told
         if kills == num_kills:
             break
         shutil.rmtree(out)  # finished before it could be killed often enough: once more
@@ -224,7 +212,7 @@ def test_killed_again_and_again_it_leaves_the_same_bytes(prepared, videos, tmp_p
     assert not list(out.rglob(".*.tar"))
 
 
-def wait_for_news(out: Path, process: subprocess.Popen, generator: random.Random) -> None:
+def wait_for_news(out: Path, process, generator: random.Random) -> None:
     """Until the run has written something, and a random moment longer."""
     before = len(list(out.rglob("*")))
     deadline = time.monotonic() + 30
