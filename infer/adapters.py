@@ -9,7 +9,9 @@ from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 
+from megadit.infer.guidance import Denoiser
 from megadit.infer.runtimes.exported import ExportedDenoiser
+from megadit.infer.runtimes.load import TORCH, adapter_slots
 from megadit.infer.runtimes.ranked import RankedDenoiser
 from megadit.infer.runtimes.torch import AdaptableDenoiser
 from megadit.models.adapter_slots import AdapterSlots
@@ -125,6 +127,23 @@ class AdapterShelf:
             del self._num_users[name]
             num_bytes -= self._num_bytes.pop(name)
             self._denoiser.remove_adapter(name)
+
+
+def adapter_shelf(
+    denoiser: Denoiser, bundle: Bundle, runtime: str, kept_bytes: int, *, has_plain_blocks: bool, is_ranked: bool
+) -> AdapterShelf | None:
+    """The shelf of a bundle's denoiser; None where it takes no adapters.
+
+    `has_plain_blocks`: all of torch's blocks are in memory, and not compiled; `is_ranked`: other processes have them.
+
+    Raises:
+        UserError: if it was not exported for `runtime`.
+    """
+    if runtime == TORCH:
+        takes = has_plain_blocks and isinstance(denoiser, (AdaptableDenoiser, RankedDenoiser))
+        return AdapterShelf(denoiser, bundle, kept_bytes) if takes else None
+    slots = None if is_ranked else adapter_slots(bundle, runtime)
+    return None if slots is None else AdapterShelf(denoiser, bundle, kept_bytes, slots)
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """`TextToVideo`: prompts in, videos out."""
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -14,7 +13,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megadit.infer.adapters import KEPT_BYTES, NO_ADAPTERS, AdapterShelf, Scales, hold_adapters
+from megadit.infer.adapters import KEPT_BYTES, NO_ADAPTERS, AdapterShelf, Scales, adapter_shelf, hold_adapters
 from megadit.infer.background import one_behind
 from megadit.infer.batches import Batch, Videos, batch_size, cut_batches
 from megadit.infer.cache import CachePlan, Measure, bundle_plans, cached, find_plan
@@ -38,18 +37,15 @@ from megadit.infer.guidance import (
     Evaluate,
     GuidanceConvention,
     guidance_scale,
-    guided_by_settings,
     in_one_batch,
     in_turn,
-    within,
 )
+from megadit.infer.one_batch import denoise_by_settings, solve
 from megadit.infer.preview import LinearPreview, fit_preview
 from megadit.infer.ranks import split_over_ranks
 from megadit.infer.resolve import resolve_settings
 from megadit.infer.results import GeneratedVideo, GeneratedVideos, origin_of
 from megadit.infer.runtimes.load import (
-    TORCH,
-    adapter_slots,
     check_runtime,
     load_denoiser,
     taken,
@@ -57,16 +53,16 @@ from megadit.infer.runtimes.load import (
     with_exported_text_network,
 )
 from megadit.infer.runtimes.pair import PairDenoiser
-from megadit.infer.runtimes.ranked import Placement, RankedDenoiser
-from megadit.infer.runtimes.torch import AdaptableDenoiser, find_device, find_dtype
-from megadit.infer.samplers import SAMPLERS, Denoise, num_denoiser_calls, settings_randomness
+from megadit.infer.runtimes.ranked import Placement
+from megadit.infer.runtimes.torch import find_device, find_dtype
+from megadit.infer.samplers import num_denoiser_calls
 from megadit.infer.schedules import settings_sigmas
 from megadit.infer.text_features import TextFeaturesCache
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.conditioning import Conditioning
 from megadit.models.image_encoder import ImageEncoder
 from megadit.models.network_config import NetworkConfig
-from megadit.models.noise import latent_noise, seed_key
+from megadit.models.noise import seed_key
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import TextEncoder
@@ -177,16 +173,8 @@ class TextToVideo:
         check_part(bundle, "tokenizer", tokenizer)
         check_part(bundle, "text_encoder", text_encoder)
 
-        load = partial(
-            load_denoiser,
-            runtime=runtime,
-            device=place,
-            dtype=number_type,
-            **of_torch,
-            tensor_parallel=tensor_parallel,
-            context_parallel=context_parallel,
-            ranks=ranks,
-        )
+        shared = {"tensor_parallel": tensor_parallel, "context_parallel": context_parallel, "ranks": ranks}
+        load = partial(load_denoiser, runtime=runtime, device=place, dtype=number_type, **of_torch, **shared)
 
         def reload_text_encoder() -> TextEncoder:
             return with_exported_text_network(bundle.load_text_encoder(), bundle, runtime, place)
@@ -195,15 +183,12 @@ class TextToVideo:
         if split_guidance is not None:
             evaluate = split_over_ranks(split_guidance)
         denoiser = load(bundle)
-        slots = None if runtime == TORCH or ranks else adapter_slots(bundle, runtime)
-        takes_adapters = slots is not None or (
-            isinstance(denoiser, (AdaptableDenoiser, RankedDenoiser))
-            and runtime == TORCH
-            and not (compile or resident_blocks)
-        )
+        has_plain_blocks = not (compile or resident_blocks)
         return cls(
             denoiser=denoiser,
-            adapters=AdapterShelf(denoiser, bundle, adapter_bytes, slots) if takes_adapters else None,
+            adapters=adapter_shelf(
+                denoiser, bundle, runtime, adapter_bytes, has_plain_blocks=has_plain_blocks, is_ranked=ranks is not None
+            ),
             tokenizer=with_exported_networks(tokenizer, bundle, runtime, place),
             text_encoder=with_exported_text_network(text_encoder, bundle, runtime, place),
             config=bundle.config,
@@ -386,52 +371,16 @@ class TextToVideo:
         """Latents BCTHW, float32, of one batch."""
         key_B = torch.tensor([seed_key(seed) for seed in batch.seeds], device=self.device)
         seen = {} if known is None else known.seen(self.config, key_B)
-        denoise = cached(self._adapted(batch, settings, seen), skipped, self.config.sigma_data)
-        sigma, noise_BCTHW = sigmas[0].item(), latent_noise(key_B, shape)
-        x = sigma * noise_BCTHW.double() if known is None else known.initial_state(sigma, noise_BCTHW)
-        denoise = denoise if known is None else known.replaces(denoise)
-        noise = settings_randomness(settings, key_B, shape)
-        latents_BCTHW = SAMPLERS[settings.sampler](teller.around(denoise, batch.places), x, sigmas, *noise).float()
-        if not latents_BCTHW.isfinite().all():
-            raise UserError("the latents are not finite numbers; try dtype float32 or bfloat16, or less guidance")
-        return latents_BCTHW
-
-    def _adapted(self, batch: Batch, settings: SamplingSettings, seen: Mapping[str, Any]) -> Denoise:
-        """The guided denoiser with the adapters of a batch, at the noise levels at which they act."""
-        adapted = self._guided(batch, settings, seen, batch.adapter_scale_B)
-        if not (settings.adapter_interval and batch.adapter_scale_B):
-            return adapted
-        return within(settings.adapter_interval, adapted, self._guided(batch, settings, seen, {}))
-
-    def _guided(
-        self,
-        batch: Batch,
-        settings: SamplingSettings,
-        seen: Mapping[str, Any],
-        adapter_scale_B: Mapping[str, Tensor],
-    ) -> Denoise:
-        """The denoiser under the guidance that the settings ask for."""
+        fps = 0.0 if settings.num_frames == 1 else float(settings.fps)
 
         def condition(texts: list[str]) -> Conditioning:
-            return replace(self._conditioning(texts, settings), **seen)
+            return replace(self.text_encoder.conditioning(texts, fps).to(self.device), **seen)
 
         weaker = self._weaker_denoiser(settings.autoguidance) if settings.autoguidance else None
-
-        def guided(settings: SamplingSettings) -> Denoise:
-            return guided_by_settings(
-                settings,
-                self.denoiser,
-                condition,
-                batch.prompts,
-                adapter_scale_B,
-                weaker=weaker,
-                evaluate=self.evaluate,
-            )
-
-        if not settings.low_guidance:
-            return guided(settings)
-        low = guided(replace(settings, guidance=settings.low_guidance))
-        return within((self.denoiser.boundary, math.inf), guided(settings), low)
+        denoise = denoise_by_settings(settings, batch, self.denoiser, condition, weaker=weaker, evaluate=self.evaluate)
+        denoise = cached(denoise, skipped, self.config.sigma_data)
+        denoise = denoise if known is None else known.replaces(denoise)
+        return solve(teller.around(denoise, batch.places), settings, sigmas, key_B, shape, known)
 
     def _weaker_denoiser(self, path: str) -> Denoiser:
         if path not in self._weaker:
@@ -439,10 +388,6 @@ class TextToVideo:
                 raise UserError(f"autoguidance={path}: this pipeline cannot load a second checkpoint")
             self._weaker = {path: self._load_weaker(path)}  # the last one alone is kept
         return self._weaker[path]
-
-    def _conditioning(self, prompts: list[str], settings: SamplingSettings) -> Conditioning:
-        fps = 0.0 if settings.num_frames == 1 else float(settings.fps)
-        return self.text_encoder.conditioning(prompts, fps).to(self.device)
 
     def _decode(self, latents_CTHW: Tensor, num_frames: int) -> np.ndarray:
         """One video at a time: a decoder's memory grows with the batch, and no result depends on it."""

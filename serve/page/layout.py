@@ -43,9 +43,10 @@ def launch(page: gr.Blocks, studio: Studio, *, host: str, port: int | None) -> s
 
 def build_page(studio: Studio) -> gr.Blocks:
     """The page: one video, and two side by side."""
+    made = "an image" if view.makes_images(studio.info) else "a video"
     with gr.Blocks(title="megadit", analytics_enabled=False) as page:
-        gr.Markdown("# megadit\nA few words in, a video out.", elem_id="headline")
-        with gr.Tab("Make a video"):
+        gr.Markdown(f"# megadit\nA few words in, {made} out.", elem_id="headline")
+        with gr.Tab(f"Make {made}"):
             _VideoTab(studio)
         with gr.Tab("Side by side"):
             _CompareTab(studio)
@@ -174,9 +175,8 @@ class _VideoTab:
         self._wire()
 
     def _lay_out_inputs(self) -> None:
-        self.prompt = gr.Textbox(
-            label="Prompt", lines=2, autofocus=True, placeholder="what should happen?", elem_id="prompt"
-        )
+        asks = "what should be seen?" if view.makes_images(self.studio.info) else "what should happen?"
+        self.prompt = gr.Textbox(label="Prompt", lines=2, autofocus=True, placeholder=asks, elem_id="prompt")
         samples = [[text] for text in self.studio.info.examples]
         self.examples = gr.Dataset(
             components=[self.prompt], samples=samples, label="Examples", elem_id="examples", visible=bool(samples)
@@ -199,7 +199,7 @@ class _VideoTab:
                 self.seed = _Seed(elem_id="seed")
 
     def _lay_out_outputs(self) -> None:
-        self.stage = gr.HTML(view.empty_stage(self.sizes.presets[0]), elem_id="stage")
+        self.stage = gr.HTML(view.empty_stage(self.studio.info, self.sizes.presets[0]), elem_id="stage")
         self.facts = gr.HTML('<div class="facts"></div>', elem_id="facts")
         with gr.Row():
             self.again = gr.Button("Make it again", elem_id="again", interactive=False, min_width=100)
@@ -224,7 +224,7 @@ class _VideoTab:
         self, session: gr.Request, kept: list[Take], prompt: str, negative: str, size: int, *values: Any
     ) -> Iterator[dict]:
         if not prompt.strip():
-            gr.Warning("Write a prompt first, or click an example.")
+            gr.Warning(view.how_to_begin(self.studio.info))
             yield {self.cancel: gr.Button(interactive=False)}
             return
         count = len(self.sampling.components)
@@ -306,7 +306,8 @@ class _CompareTab:
             for side, guidance in (("left", 1.0), ("right", studio.info.defaults["guidance"])):
                 with gr.Column(min_width=300):
                     self.samplings.append(_Sampling(studio, self.sizes, guidance=guidance))
-                    self.stages.append(gr.HTML(view.empty_stage(self.sizes.presets[0]), elem_id=f"stage_{side}"))
+                    empty = view.empty_stage(studio.info, self.sizes.presets[0])
+                    self.stages.append(gr.HTML(empty, elem_id=f"stage_{side}"))
                     self.facts.append(gr.HTML('<div class="facts"></div>'))
         inputs = [self.prompt, self.sizes.radio, *self.seed.components]
         inputs += [component for sampling in self.samplings for component in sampling.components]

@@ -65,10 +65,18 @@ class Preset:
     width: int
 
     def label(self, seconds: float) -> str:
-        frames = "1 frame" if self.num_frames == 1 else f"{self.num_frames} frames"
-        return (
-            f"{self.name} \N{MIDDLE DOT} {self.width}\N{MULTIPLICATION SIGN}{self.height}, {frames}, {about(seconds)}"
-        )
+        return f"{self.name} \N{MIDDLE DOT} {told_size(self)}, {about(seconds)}"
+
+
+def told_size(size: Preset | VideoRequest) -> str:
+    """`832×480, 81 frames`; of an image `832×480`."""
+    frames = "" if size.num_frames == 1 else f", {size.num_frames} frames"
+    return f"{size.width}\N{MULTIPLICATION SIGN}{size.height}{frames}"
+
+
+def makes_images(info: ServiceInfo) -> bool:
+    """Whether the service makes images unless it is asked for more frames."""
+    return info.defaults["num_frames"] == 1
 
 
 def presets(info: ServiceInfo) -> list[Preset]:
@@ -78,7 +86,7 @@ def presets(info: ServiceInfo) -> list[Preset]:
     def scaled(size: int, factor: float) -> int:
         return max(1, round(size * factor / info.size_multiple)) * info.size_multiple
 
-    if frames == 1:
+    if makes_images(info):
         choices = [Preset(name="Image", num_frames=1, height=height, width=width)]
     else:
         choices = [
@@ -103,8 +111,13 @@ def about(seconds: float) -> str:
     return "under 1 s" if seconds < 1 else f"about {duration(seconds)}"
 
 
-def empty_stage(preset: Preset) -> str:
-    return told_stage(preset, "Your video appears here", "Write a prompt, or click an example.")
+def how_to_begin(info: ServiceInfo) -> str:
+    return "Write a prompt, or click an example." if info.examples else "Write a prompt."
+
+
+def empty_stage(info: ServiceInfo, preset: Preset) -> str:
+    what = "image" if makes_images(info) else "video"
+    return told_stage(preset, f"Your {what} appears here", how_to_begin(info))
 
 
 def waiting_stage(preset: Preset) -> str:
@@ -153,7 +166,7 @@ def facts(
         f"{request.num_steps} steps",
         f"guidance {request.guidance:g}",
         str(request.sampler),
-        f"{request.width}\N{MULTIPLICATION SIGN}{request.height}, {request.num_frames} frames",
+        told_size(request),
         *(f"{name.replace('_', ' ')} {value:g}" for name in SLIDERS if (value := getattr(request, name))),
         *(f"with a given {name.replace('_', ' ')}" for name in request.media()),
         *(f"adapter {text}" for text in request.adapters or () if text),

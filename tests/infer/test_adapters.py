@@ -358,3 +358,10 @@ def test_push_and_pull(one, tmp_path):
     with pytest.raises(UserError, match="differs from its checksum"):
         pull_bundle(f"file://{tmp_path}/store/one", tmp_path / "there")
     assert not (tmp_path / "there").exists()
+
+
+@pytest.mark.parametrize("settings", [{"compile": True}, {"resident_blocks": 1}])
+def test_blocks_that_are_compiled_or_take_turns_have_none(bundle_dir, one, settings):
+    pipeline = TextToVideo.from_pretrained(bundle_dir, device="cpu", **settings)
+    with pytest.raises(UserError, match="all blocks, neither compiled nor recorded"):
+        pipeline.admit_adapters({str(one): 1.0})

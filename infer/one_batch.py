@@ -1,0 +1,71 @@
+"""One batch of videos: the function of (x, sigma) that its settings ask for, and the latents at the end of it."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from megadit.infer.batches import Batch
+from megadit.infer.given_latents import Known
+from megadit.infer.guidance import Denoiser, Evaluate, guided_by_settings, within
+from megadit.infer.samplers import SAMPLERS, Denoise, settings_randomness
+from megadit.models.conditioning import Conditioning
+from megadit.models.noise import latent_noise
+from megadit.models.settings import SamplingSettings
+from megadit.models.shared.errors import UserError
+
+
+def denoise_by_settings(
+    settings: SamplingSettings,
+    batch: Batch,
+    denoiser: Denoiser,
+    condition: Callable[[list[str]], Conditioning],
+    *,
+    weaker: Denoiser | None,
+    evaluate: Evaluate,
+) -> Denoise:
+    """The denoiser of a batch's prompts under its guidance, with its adapters at the noise levels at which they act.
+
+    `condition`, `weaker` and `evaluate` are those of `guided_by_settings`. Where `low_guidance` is set, `denoiser` is
+    a `PairDenoiser`.
+    """
+
+    def guided(guidance: float, adapter_scale_B: Mapping[str, Tensor]) -> Denoise:
+        asked = replace(settings, guidance=guidance)
+        options = {"weaker": weaker, "evaluate": evaluate}
+        return guided_by_settings(asked, denoiser, condition, batch.prompts, adapter_scale_B, **options)
+
+    def of_each_network(adapter_scale_B: Mapping[str, Tensor]) -> Denoise:
+        high = guided(settings.guidance, adapter_scale_B)
+        if not settings.low_guidance:
+            return high
+        return within((denoiser.boundary, math.inf), high, guided(settings.low_guidance, adapter_scale_B))
+
+    adapted = of_each_network(batch.adapter_scale_B)
+    if not (settings.adapter_interval and batch.adapter_scale_B):
+        return adapted
+    return within(settings.adapter_interval, adapted, of_each_network({}))
+
+
+def solve(
+    denoise: Denoise,
+    settings: SamplingSettings,
+    sigmas: Tensor,
+    key_B: Tensor,
+    shape: Sequence[int],
+    known: Known | None,
+) -> Tensor:
+    """Latents BCTHW, float32: from the noise of `key_B` at the first of `sigmas` [num_steps + 1], or from what is
+    `known`, to the last.
+
+    Raises:
+        UserError: if they are not finite.
+    """
+    sigma, noise_BCTHW = sigmas[0].item(), latent_noise(key_B, shape)
+    x = sigma * noise_BCTHW.double() if known is None else known.initial_state(sigma, noise_BCTHW)
+    noise = settings_randomness(settings, key_B, shape)
+    latents_BCTHW = SAMPLERS[settings.sampler](denoise, x, sigmas, *noise).float()
+    if not latents_BCTHW.isfinite().all():
+        raise UserError("the latents are not finite numbers; try dtype float32 or bfloat16, or less guidance")
+    return latents_BCTHW
