@@ -172,7 +172,7 @@ def vit_digits_clips() -> RunConfig:
             text_seq_length=128,
             mock_latent_shapes=((9, 32, 32),),
         ),
-        train=replace(run.train, train_iters=600, output_dir="runs/vit_digits_clips"),
-        checkpoint=replace(run.checkpoint, save_interval=300),
+        train=replace(run.train, train_iters=450, output_dir="runs/vit_digits_clips"),
+        checkpoint=replace(run.checkpoint, save_interval=150),
         validation=replace(run.validation, interval=150, num_batches=2),
     )
