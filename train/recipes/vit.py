@@ -159,7 +159,7 @@ def vit_digits_clips() -> RunConfig:
     Command: torchrun --nproc-per-node 2 -m megadit.train --recipe vit_digits_clips data.path=FOLDER
     Hardware: 2 CPU cores.
     Tokens: 12,544 a step in two packs (a clip of 9 frames of 32 x 32 is 49).
-    Memory: 0.11 GiB a rank, beside what Python and torch take.
+    Memory: 0.3 GiB a rank, beside what Python and torch take.
     """
     run = vit_digits()
     return replace(

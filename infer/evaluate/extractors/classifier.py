@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megadit.infer.evaluate.extractors.base import Sight, resized
-from megadit.models.bundle.bundle import Bundle, check_kind
+from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.files import sha256_of
 
 
@@ -25,7 +25,6 @@ class ClassifierFeatures:
             UserError: for a bundle of another kind.
         """
         bundle = Bundle.open(folder)
-        check_kind(bundle, "classifier")
         self._network = bundle.load_classifier(device).eval().requires_grad_(False)
         self._network.head.linear = None
         self._tokenizer, self._device, self._size = bundle.load_tokenizer(), device, bundle.defaults

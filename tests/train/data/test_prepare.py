@@ -7,6 +7,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from megadit.infer.evaluate.extractors.digits import centres_of_mass, strokes
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import load_tokenizer
@@ -85,8 +86,14 @@ def test_clips_labelled_by_what_they_show(tmp_path):
         colour, _, direction = description["caption"].split()
         assert list(digits.COLOURS)[verdicts.colour_BT[row, 4]] == colour
         assert list(digits.DIRECTIONS)[verdicts.direction_B[row]] == direction
-    held_out = [description["caption"] for _, description, _ in read_samples(out, "val")]
-    assert all(held_out.count(name) == 2 for name in labels.names)
+    held_out = read_samples(out, "val")
+    ends_BCTHW = torch.stack([each["latent"].float()[:, [0, -1]] for _, _, each in held_out])
+    centre_B22 = centres_of_mass(strokes(ends_BCTHW).flatten(0, 1)).reshape(-1, 2, 2)
+    travelled = (centre_B22[:, 1] - centre_B22[:, 0]).norm(dim=1).tolist()
+    pixels_of = {name: [] for name in labels.names}
+    for (_, description, _), pixels in zip(held_out, travelled, strict=True):
+        pixels_of[description["caption"]].append(pixels)
+    assert all(sorted(pixels) == pytest.approx([8 * 0.6, 8 * 1.25], abs=1) for pixels in pixels_of.values())
 
 
 @pytest.mark.parametrize(
