@@ -30,7 +30,13 @@ from tests.bundles import random_state, write_classifier_bundle, write_clip_clas
 
 CPU = torch.device("cpu")
 OPPOSITE = {"left": "right", "right": "left", "up": "down", "down": "up"}
-SHORT = ("checkpoint.save_interval=1000", "validation.interval=0", "logger.tensorboard=false", "logger.curves=false")
+SHORT = (
+    "data.global_batch_size=1",
+    "checkpoint.save_interval=1000",
+    "validation.interval=0",
+    "logger.tensorboard=false",
+    "logger.curves=false",
+)
 SMALL = replace(NAMED_CONFIGS["vit_digits_clips"], num_layers=2, hidden_size=64)
 
 
@@ -168,11 +174,11 @@ def test_a_served_model_takes_an_mp4(bundle, folder):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_moving_digits_that_it_never_saw(tmp_path, capsys):
-    """A fifth of the recipe, on two ranks: the way of held-out clips is named, backwards the other way, and of a still
+    """A tenth of the recipe: the way of held-out clips is named, backwards the other way, and of a still
     clip it is a guess; the demo's judge stands beside it."""
-    assert prepare.main(["digit_clips", str(tmp_path / "data"), "--num_images", "3000"]) == 0
+    assert prepare.main(["digit_clips", str(tmp_path / "data"), "--num_images", "2500"]) == 0
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "megadit.train", "--recipe", "vit_digits_clips", "--nproc", "2"]
+    command = [sys.executable, "-m", "megadit.train", "--recipe", "vit_digits_clips"]
     asked = [f"data.path={tmp_path / 'data'}", f"train.output_dir={run}", "train.train_iters=70", *SHORT]
     subprocess.run([*command, *asked], check=True)
     classifier = Classifier(open_any_bundle(str(run)))
@@ -186,9 +192,9 @@ def test_moving_digits_that_it_never_saw(tmp_path, capsys):
         said = [classifier.names[index].split()[2] for index in found]
         return sum(map(str.__eq__, said, wanted)) / len(wanted)
 
-    assert share(video_BTHWC, wanted) >= 0.95
-    assert share(video_BTHWC.flip(1), [OPPOSITE[way] for way in wanted]) >= 0.95
+    assert share(video_BTHWC, wanted) >= 0.9
+    assert share(video_BTHWC.flip(1), [OPPOSITE[way] for way in wanted]) >= 0.9
     assert share(video_BTHWC[:, 4:5].expand_as(video_BTHWC), wanted) < 0.5
-    assert compare_judges.main([str(run), "--num_steps", "20"]) == 0
+    assert compare_judges.main([str(run), "--num_steps", "5", "--num_clips", "400"]) == 0
     said = capsys.readouterr().out
     assert said.count("ms a clip") == 4 and "vit, 528 clips as drawn: digit " in said

@@ -36,7 +36,8 @@ Right = Callable[[Tensor, Sequence[Attributes]], dict[str, Tensor]]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompareOptions:
     bundle: str = setting(help="of a ViT of clips, or the folder of its run", positional=True, metavar="BUNDLE")
-    num_steps: int = setting(judge.NUM_TRAINING_STEPS, "of the demo's judge ({default})", low=1)
+    num_clips: int = setting(judge.NUM_TRAINING_CLIPS, "that the demo's judge is trained on ({default})", low=1)
+    num_steps: int = setting(judge.NUM_TRAINING_STEPS, "of its training ({default})", low=1)
 
 
 def by_reader(reader: judge.DigitReader) -> Right:
@@ -96,7 +97,8 @@ def _run(argv: list[str]) -> None:
     judges = {"vit": by_classifier(Classifier(open_any_bundle(options.bundle)))}
     round_trip = judge.round_trip(DRAWN.fit_tokenizer(0))
     start = time.perf_counter()
-    judges["demo"] = by_reader(judge.train_reader(round_trip, num_steps=options.num_steps, show_progress=False))
+    asked = {"num_clips": options.num_clips, "num_steps": options.num_steps, "show_progress": False}
+    judges["demo"] = by_reader(judge.train_reader(round_trip, **asked))
     print(f"demo: trained in {time.perf_counter() - start:.1f} s")
     attributes = [each for some in score.scored_attributes() for each in some]
     drawn_BCTHW = score.real_clips(attributes)
