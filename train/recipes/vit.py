@@ -1,4 +1,4 @@
-"""ViT of labelled images and clips: pixels (`megadit prepare images --tokenizer pixels --text_encoder labels`), no noise.
+"""ViT of labelled images, or clips: pixels (`megadit prepare ... --tokenizer pixels --text_encoder labels`), no noise.
 
 The numbers are those of arXiv 2205.01580 for ImageNet-1k from scratch, but for its augmentations, which no reader here
 makes; label smoothing stands for its mixup, since what a sample teaches never depends on which others are beside it.
