@@ -176,6 +176,16 @@ NAMED_CONFIGS: dict[str, DiTConfig] = {
     "vit_g_14": _vit(224, 14, num_layers=40, hidden_size=1408, num_attention_heads=16, ffn_hidden_size=6144),
     "vit_G_14": _vit(224, 14, num_layers=48, hidden_size=1664, num_attention_heads=16, ffn_hidden_size=8192),
     "vit_digits": _vit(32, 4, num_layers=4, hidden_size=64, num_attention_heads=4, num_classes=10),
+    "vit_digits_clips": _vit(
+        32,
+        8,
+        num_layers=4,
+        hidden_size=96,
+        num_attention_heads=4,
+        num_classes=240,
+        patch_temporal=3,
+        learned_positions=(3, 4, 4),
+    ),
     "digits": DiTConfig(
         num_layers=4,
         hidden_size=96,

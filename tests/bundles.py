@@ -57,8 +57,19 @@ def write_classifier_bundle(path: PathLike | str, names: tuple[str, ...] = ("a c
     return _write_judge(path, config, ClassLabels(names=names))
 
 
+def write_clip_classifier_bundle(path: PathLike | str) -> Bundle:
+    """A random classifier, for clips of 9 frames of 16 x 16 at 8 a second."""
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "learned_positions": (3, 2, 2)}
+    names = ("left", "right", "up")
+    return _write_judge(
+        path, replace(NAMED_CONFIGS["vit_digits_clips"], num_classes=3, **sizes), ClassLabels(names=names)
+    )
+
+
 def _write_judge(path: PathLike | str, config: DiTConfig, text_encoder: TextEncoder) -> Bundle:
     _, *side = (config.patch_spatial * size for size in config.learned_positions)
+    frames = config.patch_temporal * config.learned_positions[0]
+    fps = 8.0 if frames > 1 else 0.0
     state = random_state(config, spread=0.4)
     if "log_scale" in state:
         state["log_scale"] += 2
@@ -68,7 +79,7 @@ def _write_judge(path: PathLike | str, config: DiTConfig, text_encoder: TextEnco
         state_dict=state,
         tokenizer=HaarTokenizer(temporal_compression=1, spatial_compression=1),
         text_encoder=text_encoder,
-        defaults=SamplingSettings(num_steps=1, guidance=1.0, num_frames=1, height=side[0], width=side[1], fps=0.0),
+        defaults=SamplingSettings(num_steps=1, guidance=1.0, num_frames=frames, height=side[0], width=side[1], fps=fps),
     )
     return Bundle.open(path)
 

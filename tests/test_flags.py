@@ -88,7 +88,7 @@ SHOWN_BY = {
         "train/data/test_prepare.py::test_a_finished_folder_is_replaced_on_demand": "--overwrite",
     },
     **dict.fromkeys(
-        ("prepare digit_classes", "prepare digit_captions", "prepare digit_images", "prepare digit_images_64"),
+        tuple(f"prepare digit_{name}" for name in ("classes", "captions", "clips", "images", "images_64")),
         {"train/data/test_prepare.py::test_digits_one_to_a_picture": "--num_images --seed --overwrite"},
     ),
     "prepare shapes": {

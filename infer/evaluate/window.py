@@ -67,7 +67,10 @@ def cut(clip: Clip, name: str, window: Window) -> Tensor:
     """
     length, height, width, _ = clip.video_THWC.shape
     if length < window.frames:
-        raise UserError(f"{name} has {length} frames, fewer than {window.frames}: give --frames {length}, or drop it")
+        raise UserError(
+            f"{name} has {length} frames, fewer than {window.frames}: drop it, or give `megadit evaluate` "
+            f"--frames {length}"
+        )
     if clip.fps and window.fps and abs(clip.fps / window.fps - 1) > 0.01:
         raise UserError(
             f"{name} has {clip.fps:g} frames per second, others {window.fps:g}: motion cannot be compared; re-encode "

@@ -18,7 +18,7 @@ from megadit.train.shapes.samples import SHAPES
 
 SOURCES: dict[str, Callable[[list[str]], int]] = {
     **{each.name: partial(drawn.command, each) for each in (DIGITS, SHAPES)},
-    **{each.name: partial(labelled.command, each) for each in (labelled.CLASSES, labelled.CAPTIONS, *labelled.LATENTS)},
+    **{each.name: partial(labelled.command, each) for each in labelled.SOURCES},
     "dummy_images": dummy_images.command,
     **ingest.commands(),
     "nemo": nemo_command,

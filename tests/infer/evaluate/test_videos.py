@@ -135,7 +135,7 @@ def test_other_sizes_are_cropped_and_resized_or_refused():
 
 def test_other_lengths_and_speeds_are_refused():
     window = window_of(videos_in_memory("x", pixels(1, 5), [""], 8.0).parts[0].read()[0], None, None)
-    with pytest.raises(UserError, match="has 3 frames, fewer than 5: give --frames 3"):
+    with pytest.raises(UserError, match="has 3 frames, fewer than 5: drop it, or give `megadit evaluate` --frames 3"):
         looked_at(videos_in_memory("y", pixels(1, 3), [""], 8.0).parts[0], window)
     with pytest.raises(UserError, match="has 30 frames per second, others 8"):
         looked_at(videos_in_memory("y", pixels(1, 5), [""], 30.0).parts[0], window)

@@ -7,6 +7,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from megadit.infer.evaluate.extractors.digits import centres_of_mass, strokes
 from megadit.models.shared.errors import UserError
 from megadit.models.text_encoders import load_text_encoder
 from megadit.models.tokenizers import load_tokenizer
@@ -71,7 +72,33 @@ def test_captioned_digits(tmp_path):
         assert torch.equal(tensors["text"].float(), found.features_BLE[0]) and len(tensors["text"]) <= 12
 
 
-@pytest.mark.parametrize("source", ["digit_classes", "digit_captions", "digit_images", "digit_images_64"])
+def test_clips_labelled_by_what_they_show(tmp_path):
+    """By the demo's judge, which measures colour and way; held out is each class at both speeds."""
+    out = tmp_path / "out"
+    assert prepare.main(["digit_clips", str(out), "--num_images", "40"]) == 0
+    labels = load_text_encoder(out / "text_encoder")
+    assert DatasetInfo.read(out).num_samples == {"train": 40, "val": 480} and len(set(labels.names)) == 240
+    samples = read_samples(out, "train")
+    verdicts = judge.judge(judge.DigitReader().eval(), torch.stack([each["latent"].float() for _, _, each in samples]))
+    for row, (_, description, tensors) in enumerate(samples):
+        (digits_E,) = tensors["text"].long()
+        assert labels.names[256 * digits_E[0] + digits_E[1]] == description["caption"] and description["fps"] == 8
+        colour, _, direction = description["caption"].split()
+        assert list(digits.COLOURS)[verdicts.colour_BT[row, 4]] == colour
+        assert list(digits.DIRECTIONS)[verdicts.direction_B[row]] == direction
+    held_out = read_samples(out, "val")
+    ends_BCTHW = torch.stack([each["latent"].float()[:, [0, -1]] for _, _, each in held_out])
+    centre_B22 = centres_of_mass(strokes(ends_BCTHW).flatten(0, 1)).reshape(-1, 2, 2)
+    travelled = (centre_B22[:, 1] - centre_B22[:, 0]).norm(dim=1).tolist()
+    pixels_of = {name: [] for name in labels.names}
+    for (_, description, _), pixels in zip(held_out, travelled, strict=True):
+        pixels_of[description["caption"]].append(pixels)
+    assert all(sorted(pixels) == pytest.approx([8 * 0.6, 8 * 1.25], abs=1) for pixels in pixels_of.values())
+
+
+@pytest.mark.parametrize(
+    "source", ["digit_classes", "digit_captions", "digit_clips", "digit_images", "digit_images_64"]
+)
 def test_digits_one_to_a_picture(tmp_path, capsys, source):
     out, again = tmp_path / "out", ["--num_images", "40", "--overwrite"]
     assert prepare.main([source, str(out), *again]) == 0
