@@ -9,7 +9,6 @@ Shapes: B batch, C latent channels, T/H/W latent frames, height, width, L text t
 """
 
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from side_by_side import Comparison, compare, show
 from torch import Tensor, nn
 
 from megadit.infer.pipeline import TextToVideo
+from megadit.models import machine
 from megadit.models.conditioning import Conditioning
 from megadit.models.convert.cli import main as convert
 from megadit.models.shared.command import run_command
@@ -202,7 +202,7 @@ def _run(argv: list[str]) -> None:
         if options.side:
             side = our_side if options.side == "ours" else their_side
             side(folder, options.num_steps)[1]()
-            print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6)
+            print(machine.peak_memory(torch.device("cpu")) / 1e9)
             return
         if not (folder / "ours").is_dir():
             write_pipeline(folder)

@@ -12,7 +12,7 @@ import pytest
 
 WIDTH = int(os.environ.get("MEGADIT_EXPORT_WIDTH", "0"))
 SCRIPT = """
-import resource, sys
+import sys
 from pathlib import Path
 import torch
 from megadit.export.build import ExportSettings, export_bundle
@@ -20,6 +20,7 @@ from megadit.models.bundle.bundle import write_bundle
 from megadit.models.settings import SamplingSettings
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
+from megadit.models.machine import peak_memory
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
 
@@ -37,9 +38,9 @@ if sys.argv[3] == "write":
     print(sum(parameter.nbytes for parameter in network.parameters()))
 else:
     import onnx, onnx_ir, onnxruntime, onnxscript, torch.onnx  # libraries take memory whatever the network
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_memory(torch.device("cpu"))
     export_bundle(place / "in", place / "out", ExportSettings(profiles=("batch=1,1,1", "text=1,2,8")))
-    print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+    print(peak_memory(torch.device("cpu")) - before)
 """
 
 

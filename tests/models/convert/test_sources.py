@@ -244,14 +244,15 @@ def test_distributed_checkpoints_come_in(tmp_path, family, stacked):
 
 
 MEASURE = """
-import resource, sys
+import sys, torch._dynamo  # as torch does at the first operation on the device "meta"
 from pathlib import Path
 from megadit.models import weights
 from megadit.models.convert.published import open_published
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+from megadit.models.machine import peak_memory
+before = peak_memory(torch.device("cpu"))
 published = open_published(Path(sys.argv[1]))
 weights.save_network(sys.argv[2], published.config, published.tensors)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10)
+print((peak_memory(torch.device("cpu")) - before) / 2**20)
 """
 
 
