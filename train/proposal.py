@@ -103,8 +103,8 @@ CPU = Scale(
     samples=8,
     minutes=20,
     networks=(
-        Network(sources=0, num_layers=6, hidden_size=128, num_attention_heads=2, channels=48),
-        Network(sources=200, num_layers=6, hidden_size=192, num_attention_heads=3, channels=64),
+        Network(sources=0, num_layers=6, hidden_size=128, num_attention_heads=4, channels=48),
+        Network(sources=200, num_layers=6, hidden_size=192, num_attention_heads=6, channels=64),
     ),
     settings=(
         ("validation.sampling.sampler", "euler", "with eta=1: new noise in every step"),

@@ -156,7 +156,7 @@ SPECIAL = {
     "model.text_tower.num_words": 600,
     "model.num_query_groups": 1,
     "model.hidden_size": 192,
-    "model.num_attention_heads": 4,
+    "model.num_attention_heads": 2,
     "model.head_dim": 12,
     "data.mock_latent_shapes": [[2, 4, 4]],
     "ema.sigma_rels": [0.2],
