@@ -1,7 +1,7 @@
 """Every option of `megadit generate` does something: given, the command makes, loads or says something else.
 
-An option without an entry in `EFFECTS` fails. What needs several processes or a GPU ends here with an error that says
-so, and is tried in test_ranks.py and test_graphs.py.
+An option without an entry in `BY_OWN_NAMES` fails. What needs several processes or a GPU ends here with an error that
+says so, and is tried in test_ranks.py and test_graphs.py.
 """
 
 from contextlib import contextmanager
@@ -17,8 +17,8 @@ from megadit.infer import calibrate_cache, generate
 from megadit.infer.options import GenerateOptions
 from megadit.infer.video_io import write_video
 from megadit.models.dit import DiT
-from megadit.models.settings import GivenSettings
-from megadit.models.shared.setting import settings_of
+from megadit.models.settings import SERVED, GivenSettings
+from megadit.models.shared.setting import other_names, settings_of
 
 from .conftest import make_adapter
 
@@ -56,7 +56,7 @@ def seen(where, *words, given=PROMPT):
     return Effect(words=words, sees=where, given=given)
 
 
-EFFECTS = {
+BY_OWN_NAMES = {
     "--checkpoint_path": ends("nowhere", "nowhere"),
     "--repeat": other("{room}/made.safetensors"),
     "--prompt": other("a blue two"),
@@ -138,6 +138,10 @@ EFFECTS = {
     "--cfg_parallel": ends("cfg_parallel"),
     "--guardrail_dir": ends("there is no guardrail.py", "."),
 }
+
+
+SECOND_NAMES = {f"--{second}": f"--{name}" for second, name in other_names(SERVED).items()}
+EFFECTS = {second: BY_OWN_NAMES[name] for second, name in SECOND_NAMES.items()} | BY_OWN_NAMES
 
 
 def test_every_option_has_an_entry():
@@ -333,7 +337,7 @@ def calibrated(bundle_dir, room, monkeypatch, capsys):
 @pytest.mark.parametrize("flag", EFFECTS)
 def test_an_option_changes_what_is_calibrated(calibrated, flag, command):
     plain = (*MANY, *NEEDS.get(flag, ()))
-    words = (*plain, flag, *CALIBRATED.get(flag, EFFECTS[flag].words))
+    words = (*plain, flag, *CALIBRATED.get(SECOND_NAMES.get(flag, flag), EFFECTS[flag].words))
     first, second = calibrated(command, plain), calibrated(command, words)
     assert isinstance(first, list) and len(first) >= 3
     assert isinstance(second, str) == (flag in REFUSED)
