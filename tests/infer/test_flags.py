@@ -276,6 +276,11 @@ NEEDS = {
     "--churn_interval": ("--sampler", "heun", "--churn", "1"),
     "--cache_measure": ("--cache_measure", "lpips", "--lpips_weights", "here"),
     "--lpips_weights": ("--cache_measure", "lpips", "--lpips_weights", "here"),
+    "--strength": ("--input_video", "{room}/given.gif"),
+    "--lead_to_video": VIDEO,
+    "--keep_frames": (*VIDEO, "--continue_video", "{room}/given.gif"),
+    **dict.fromkeys(("--last_image", "--last_frame", "--keyframe", "--video"), (*VIDEO, *ABLE)),
+    "--mask": (*VIDEO, *ABLE, "--video", "{room}/given.gif"),
 }
 CALIBRATED = {
     **{"--batch_size": ("3",), "--device": ("meta",), "--compile": (), "--lpips_weights": ("there",)},
@@ -286,12 +291,10 @@ CALIBRATED = {
 OF_OUTPUT = ("--video_save_path", "--format", "--contact_sheet")
 """Options that calibration takes, so that the same command can be given to both, and has no use for."""
 REFUSED = (
-    *("--checkpoint_path", "--repeat", "--input_video", "--strength", "--continue_video", "--keep_frames", "--runtime"),
+    *("--checkpoint_path", "--repeat", "--runtime", "--instruction", "--total_frames", "--story", "--keep_first"),
     *("--sequential_guidance", "--offload_text_encoder", "--cuda_graphs", "--overlap_decoding", "--tokenizer_model"),
     *("--tokenizer_cache_dir", "--t5_cache_dir", "--num_devices", "--tp_size", "--cp_size", "--cfg_parallel"),
-    *("--guardrail_dir", "--cache_measure", "--adapter", "--adapter_interval", "--lead_to_video", "--image"),
-    *("--first_frame", "--conditioned_image_or_video_path", "--last_image", "--last_frame", "--keyframe", "--video"),
-    *("--mask", "--instruction", "--total_frames", "--story", "--keep_first", "--resident_blocks"),
+    *("--guardrail_dir", "--cache_measure", "--adapter", "--adapter_interval", "--resident_blocks"),
     *("--dry_run", "--dry-run", "--device_memory"),
 )
 
@@ -302,7 +305,7 @@ def calibrated(bundle_dir, room, monkeypatch, capsys):
     notes = []
 
     class Pipeline:
-        def num_denoiser_calls(self, *_):
+        def num_denoiser_calls(self, *_, given):
             return 2
 
         def stream(self, prompts, settings, **more):
@@ -319,7 +322,7 @@ def calibrated(bundle_dir, room, monkeypatch, capsys):
     monkeypatch.setattr(calibrate_cache.LPIPS, "load", notes.append)
     monkeypatch.setattr(calibrate_cache, "calibrate", calibrate)
     monkeypatch.setattr(calibrate_cache, "bundle_plans", lambda bundle, measure: notes.append(measure))
-    monkeypatch.setattr(calibrate_cache, "find_plan", lambda plans, settings: SimpleNamespace(skipped=()))
+    monkeypatch.setattr(calibrate_cache, "find_plan", lambda *_: SimpleNamespace(skipped=()))
 
     def calibrated(command, words):
         notes.clear()
