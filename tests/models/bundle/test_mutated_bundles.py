@@ -1,7 +1,6 @@
 """Bundles and checkpoints from strangers are loaded, or refused in one line; none runs code, hangs or fills memory."""
 
 import random
-import resource
 import shutil
 from collections import Counter
 
@@ -20,6 +19,7 @@ from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import read_json, write_json
 from megadit.models.text_encoders import HashedWordEncoder
 from megadit.models.tokenizers import HaarTokenizer
+from tests.memory import within_memory
 from tests.mutations import mutated
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -83,6 +83,7 @@ def load_checkpoint(path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bundle", "checkpoint"])
+@within_memory()
 def test_mutated_files_are_refused_in_one_line(kind, tmp_path, request):
     """`--cases N` of each; whoever changed a file knew of its checksum."""
     whole = request.getfixturevalue(kind)
@@ -104,5 +105,5 @@ def test_mutated_files_are_refused_in_one_line(kind, tmp_path, request):
             assert "\n" not in str(error).rstrip(), (case, file, error)
             found[file.name] += 1
         shutil.rmtree(path)
-    print(kind, dict(found), f"at most {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MiB")
+    print(kind, dict(found))
     assert found["loaded"] and found.total() > found["loaded"]
