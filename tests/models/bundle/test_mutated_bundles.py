@@ -9,7 +9,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megadit.infer.inspect.info import describe_bundle, describe_checkpoint
-from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle, update_manifest, write_bundle, write_manifest
+from megadit.models.bundle.bundle import Bundle, update_manifest, write_bundle
+from megadit.models.bundle.manifest import MANIFEST_FILE, write_manifest
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
 from megadit.models.megatron.checkpoint import CONFIG, STATE, TENSORS, read_network
