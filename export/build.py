@@ -20,14 +20,8 @@ from megadit.infer.resolve import DefaultOptions, with_changed_defaults
 from megadit.infer.runtimes.load import EXPORTED, weights_checksum
 from megadit.infer.runtimes.network_spec import DENOISERS, SETTINGS_FILE, SETTINGS_VERSION, NetworkSpec
 from megadit.models.adapter_slots import AdapterSlots
-from megadit.models.bundle.bundle import (
-    MANIFEST_FILE,
-    Bundle,
-    check_replaceable,
-    check_single,
-    check_transformer,
-    write_manifest,
-)
+from megadit.models.bundle.bundle import Bundle, check_single, check_transformer
+from megadit.models.bundle.manifest import MANIFEST_FILE, check_replaceable, write_manifest
 from megadit.models.config import DiTConfig
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, write_json

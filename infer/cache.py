@@ -1,8 +1,8 @@
 """Step caching: some denoiser calls are replaced by what the calls before them foretell.
 
 D changes smoothly along a trajectory, and at high noise hardly matters. Which calls can be spared is measured once for
-a checkpoint and its settings (`megadit calibrate-cache`), and is the same for every video: no video depends on what
-else is in its batch.
+a checkpoint, its settings and the places of a video that are given (`megadit calibrate-cache`), and is the same for
+every such video: none depends on what else is in its batch.
 """
 
 import math
@@ -47,10 +47,19 @@ class CachePlan:
         return cls(**{**values, "skipped": tuple(values["skipped"])})
 
 
-def plan_key(settings: SamplingSettings) -> dict[str, Any]:
-    """The settings that a plan belongs to, as JSON has them."""
+def plan_key(settings: SamplingSettings, given: Sequence[Any] = ()) -> dict[str, Any]:
+    """What a plan belongs to, as JSON has it: settings, and what is given where (`given.places_of`).
+
+    Given pictures and masks are, like prompts, what a plan's margin is for.
+    """
     kept = {name: value for name, value in asdict(settings).items() if name not in _IRRELEVANT}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
+    return _as_json(kept | ({"given": given} if given else {}))
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _as_json(each) for name, each in value.items()}
+    return list(map(_as_json, value)) if isinstance(value, tuple | list) else value
 
 
 def bundle_plans(bundle: Bundle, measure: Measure = "latents") -> list[CachePlan]:
@@ -59,19 +68,21 @@ def bundle_plans(bundle: Bundle, measure: Measure = "latents") -> list[CachePlan
     return [plan for plan in plans if plan.measure == measure]
 
 
-def find_plan(plans: Iterable[CachePlan], settings: SamplingSettings) -> CachePlan | None:
-    """The most sparing plan within the settings' budget; None where they ask for no cache.
+def find_plan(plans: Iterable[CachePlan], settings: SamplingSettings, given: Sequence[Any] = ()) -> CachePlan | None:
+    """The most sparing plan within the settings' budget, for videos of which `given` is given; None where the settings
+    ask for no cache.
 
     Raises:
         UserError: if there is none for these settings; says how to make one.
     """
     if not settings.cache_budget:
         return None
-    key = plan_key(settings)
+    key = plan_key(settings, given)
     fitting = [plan for plan in plans if plan.settings == key and plan.budget <= settings.cache_budget]
     if not fitting:
+        what = "these settings" + " and what is given of the video" * bool(given)
         raise UserError(
-            f"cache_budget={settings.cache_budget} was not calibrated for these settings; run: megadit calibrate-cache "
+            f"cache_budget={settings.cache_budget} was not calibrated for {what}; run: megadit calibrate-cache "
             f"--cache_budget {settings.cache_budget} --checkpoint_path ... --prompt_file ..., with the same options"
         )
     return max(fitting, key=lambda plan: len(plan.skipped))

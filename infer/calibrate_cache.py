@@ -6,18 +6,19 @@
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megadit.infer.cache import CachePlan, Measure, bundle_plans, find_plan, plan_key
 from megadit.infer.checkpoints import open_bundle
-from megadit.infer.given_files import MEDIA
+from megadit.infer.given import Media, Target, check_given, places_of
 from megadit.infer.lpips import LPIPS
 from megadit.infer.options import DEFAULT_DTYPE, GenerateOptions, parse, refuse
 from megadit.infer.pipeline import TextToVideo
 from megadit.infer.signing import SigningOptions
-from megadit.infer.specs import video_grid
+from megadit.infer.specs import VideoSpec, video_grid
 from megadit.models.bundle.bundle import Bundle, update_manifest
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.command import run_command
@@ -49,6 +50,8 @@ class Trial:
     options: GenerateOptions
     bundle: Bundle
     settings: SamplingSettings
+    places: tuple[Any, ...]
+    """What is given of each, and where (`given.places_of`)."""
     num_videos: int
     num_calls: int
     """Denoiser calls of a video without the cache."""
@@ -89,7 +92,7 @@ def calibrate(trial: Trial, bar: Progress) -> CachePlan:
         num_calls=trial.num_calls,
         largest_error=largest_error,
         num_videos=trial.num_videos,
-        settings=plan_key(trial.settings),
+        settings=plan_key(trial.settings, trial.places),
         measure=trial.options.cache_measure,
     )
 
@@ -132,17 +135,18 @@ def open_trial(argv: list[str], verb: str, *, fewest_videos: int = 1) -> Trial:
         is_given = getattr(options, name) != getattr(GenerateOptions(), name)
         refuse(is_given, f"--{name} is for `megadit generate`: the bundle's own parts are measured; leave it out")
     refuse(options.signing != SigningOptions(), "nothing is written that --c2pa_certificate could sign: leave it out")
-    given = (*MEDIA, "keyframe", "mask", "instruction", "repeat", "total_frames", "story", "keep_first")
-    refuse(any(getattr(options, name) for name in given), "calibration starts from prompts alone")
+    for name in ("repeat", "total_frames", "story", "keep_first"):
+        refuse(getattr(options, name), f"--{name} is for `megadit generate`: leave it out")
     bundle = open_bundle(options.checkpoint_path)
     specs = video_grid(options, bundle.defaults).specs
-    refuse(any(spec.adapters for spec in specs), "calibration starts from prompts alone: leave out --adapter")
+    refuse(any(spec.adapters for spec in specs), "a plan is made without adapters: leave out --adapter")
     settings = specs[0].settings
     refuse(any(spec.settings != settings for spec in specs), "a plan is made for one set of settings, the same for all")
     refuse(
         len(specs) < fewest_videos,
         f"{len(specs)} videos are too few to calibrate with: give {fewest_videos} or more prompts, or several --seeds",
     )
+    given, places = _given(specs, bundle, settings)
     network = LPIPS.load(options.lpips_weights) if options.cache_measure == "lpips" else None
     pipeline = TextToVideo.from_pretrained(
         bundle, device=options.device, dtype=options.dtype or DEFAULT_DTYPE, compile=options.compile
@@ -150,7 +154,8 @@ def open_trial(argv: list[str], verb: str, *, fewest_videos: int = 1) -> Trial:
 
     def sample(count: int, skipped: Sequence[int]) -> Tensor:
         prompts, seeds = [spec.prompt for spec in specs[:count]], [spec.seed for spec in specs[:count]]
-        results = pipeline.stream(prompts, settings, seeds=seeds, batch_size=options.batch_size, skipped=tuple(skipped))
+        how = {"batch_size": options.batch_size, "skipped": tuple(skipped)}
+        results = pipeline.stream(prompts, settings, seeds=seeds, given=given[:count], **how)
         if network is not None:
             return torch.stack([torch.from_numpy(result.video) for result in results])
         return torch.stack([result.latents_CTHW for result in results])
@@ -159,11 +164,30 @@ def open_trial(argv: list[str], verb: str, *, fewest_videos: int = 1) -> Trial:
         options=options,
         bundle=bundle,
         settings=settings,
+        places=places,
         num_videos=len(specs),
-        num_calls=pipeline.num_denoiser_calls(1, settings),
+        num_calls=pipeline.num_denoiser_calls(1, settings, given=given[:1]),
         sample=sample,
         errors=relative_errors if network is None else perceptual_errors(network),
     )
+
+
+def _given(
+    specs: Sequence[VideoSpec], bundle: Bundle, settings: SamplingSettings
+) -> tuple[list[Media], tuple[Any, ...]]:
+    """What is given of each video, and the places of a video that this is, which must be those of all.
+
+    Raises:
+        UserError: for what does not fit the video, and for places that differ.
+    """
+    target = Target.of(settings, bundle.config, bundle.load_tokenizer())
+    media = {file: file.load() for file in dict.fromkeys(file for spec in specs for file in spec.given)}
+    given = [tuple(media[file] for file in spec.given) for spec in specs]
+    for each in dict.fromkeys(given):
+        check_given(each, bundle.takes, target)
+    places, *others = dict.fromkeys(places_of(each, target) for each in given)
+    refuse(others, "a plan is made for the same given places of all videos: give each the same kind of files")
+    return given, places
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -188,7 +212,7 @@ def _calibrate(argv: list[str]) -> None:
 
 def _check(argv: list[str]) -> None:
     trial = open_trial(argv, "check-cache")
-    plan = find_plan(bundle_plans(trial.bundle, trial.options.cache_measure), trial.settings)
+    plan = find_plan(bundle_plans(trial.bundle, trial.options.cache_measure), trial.settings, trial.places)
     exact, spared = (trial.sample(trial.num_videos, skipped) for skipped in ((), plan.skipped))
     errors = trial.errors(spared, exact)
     within = int((errors <= trial.settings.cache_budget).sum())

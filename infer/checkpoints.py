@@ -5,8 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle, check_kind
+from megadit.models.bundle.bundle import Bundle, check_kind
 from megadit.models.bundle.hub import cached_model
+from megadit.models.bundle.manifest import MANIFEST_FILE
 from megadit.models.convert.adapter_files import is_adapter
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import held_alone

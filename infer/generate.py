@@ -5,7 +5,7 @@ it cannot. Flags that are left out take the checkpoint's defaults.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from megadit.infer.adapters import NO_ROOM
 from megadit.infer.cache import bundle_plans, find_plan
 from megadit.infer.checkpoints import open_bundle, weaker_bundle
 from megadit.infer.contact_sheet import contact_sheet, middle_frame
-from megadit.infer.given import GivenVideo, Target, check_given
+from megadit.infer.given import GivenVideo, Media, Target, check_given, places_of
 from megadit.infer.given_files import GivenFile
 from megadit.infer.long_videos import stories, write_long_videos
 from megadit.infer.memory_plan import GIB, Choices, describe_plan, fitting, plan_memory
@@ -30,10 +30,12 @@ from megadit.infer.runtimes.torch import find_device, find_dtype
 from megadit.infer.signing import Marker, load_marker
 from megadit.infer.specs import Grid, VideoSpec, video_grid
 from megadit.infer.video_io import IMAGE_SUFFIXES, VIDEO_SUFFIXES, write_video
+from megadit.infer.windows import given_later
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.bundle.words import unseen_words
 from megadit.models.convert.adapter_files import read_adapter_of
 from megadit.models.machine import free_memory
+from megadit.models.settings import SamplingSettings
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import told_once
 from megadit.models.shared.progress import Progress
@@ -50,12 +52,12 @@ def _generate(argv: list[str]) -> None:
     with told_once():
         options, bundle, grid = _plan(parse(argv))
         tokenizer = _tokenizer(options, bundle)
+        if options.total_frames:
+            grid = stories(grid, options, taken(bundle, options.runtime or DEFAULT_RUNTIME))
         media = _check_videos(grid.specs, options, bundle, tokenizer)
         if options.dry_run:
             _tell_memory(grid.specs, options, bundle, tokenizer)
             return
-        if options.total_frames:
-            grid = stories(grid, options, taken(bundle, options.runtime or DEFAULT_RUNTIME))
         device = device_name(options.device)
         find_device(device)
         paths = output_paths(options.video_save_path, grid.specs, options.format)
@@ -127,7 +129,6 @@ def _check_videos(
         warning = far_from_training(settings, bundle.defaults, bundle.config, tokenizer)
         if warning and is_first():
             print(f"warning: {warning}", file=sys.stderr)
-        find_plan(bundle_plans(bundle, options.cache_measure), settings)
         if settings.autoguidance:
             weaker_bundle(settings.autoguidance, bundle)
     # what an adapter was told, it does not say
@@ -136,13 +137,24 @@ def _check_videos(
         print(f"warning: {warning}", file=sys.stderr)
     media = {file: file.load() for file in dict.fromkeys(file for spec in specs for file in spec.given)}
     takes = taken(bundle, options.runtime or DEFAULT_RUNTIME)
+    plans, total_frames = bundle_plans(bundle, options.cache_measure), options.total_frames or 0
     for given, settings in dict.fromkeys((spec.given, spec.settings) for spec in specs):
-        check_given([media[file] for file in given], takes, Target.of(settings, bundle.config, tokenizer))
+        given_media, target = tuple(media[file] for file in given), Target.of(settings, bundle.config, tokenizer)
+        check_given(given_media, takes, target)
+        later = [_given_later(options, settings, takes)] if total_frames > settings.num_frames else []
+        for each in (given_media, *later):
+            find_plan(plans, settings, places_of(each, target))
     _check_adapters(specs, options, bundle)
     suffix, names = Path(options.contact_sheet).suffix.lower(), (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES)
     is_picture = not options.contact_sheet or suffix in names
     refuse(not is_picture, f"--contact_sheet={options.contact_sheet}: use a name that ends in {', '.join(names)}")
     return media
+
+
+def _given_later(options: GenerateOptions, settings: SamplingSettings, takes: Collection[str]) -> Media:
+    """What windows after the first are given, for now without a picture."""
+    nothing = np.zeros((settings.num_frames, settings.height, settings.width, 3), np.uint8)
+    return given_later(nothing, options.keep_frames or 1, takes, nothing if options.keep_first else None)
 
 
 def _check_adapters(specs: Sequence[VideoSpec], options: GenerateOptions, bundle: Bundle) -> None:

@@ -223,10 +223,17 @@ def media_of(given: AnyGiven, count: int) -> list[Media]:
 
 def structure_of(media: Media, target: Target) -> tuple[Any, ...]:
     """Equal for videos of which the same places are given: these can share a batch."""
+    masks = (None if medium.mask is None else (medium.mask.shape, medium.mask.tobytes()) for medium in media)
+    return *places_of(media, target), *masks
+
+
+def places_of(media: Media, target: Target) -> tuple[Any, ...]:
+    """What is given where: equal for videos of which no more than pictures and masks differ."""
     sources = [USES[medium.use](medium, target) for medium in media]
-    masks = [None if medium.mask is None else (medium.mask.shape, medium.mask.tobytes()) for medium in media]
-    places = [(len(source.frames_THWC), *source[1:]) for source in sources]
-    return tuple(zip((medium.use for medium in media), places, masks, strict=True))
+    return tuple(
+        (medium.use, medium.strength, len(source.frames_THWC), *source[1:])
+        for medium, source in zip(media, sources, strict=True)
+    )
 
 
 def num_extra_frames(media: Media, target: Target) -> int:

@@ -27,6 +27,7 @@ from megadit.infer.given import (
     common_strength,
     media_of,
     num_extra_frames,
+    places_of,
     remaining_sigmas,
     structure_of,
 )
@@ -272,8 +273,7 @@ class TextToVideo:
         for media in dict.fromkeys(videos.given):
             check_given(media, self.takes, target)
         sigmas = self._sigmas(settings, videos.given)
-        is_more_than_prompts = any(videos.given) or any(videos.adapters)
-        skipped = self._skipped(settings, is_more_than_prompts) if skipped is None else skipped
+        spared = [skipped] * len(prompts) if skipped is not None else self._spared(settings, videos, target)
         cuts = self._cuts(videos.given, target, batch_size)
         self.text_encoder.prepare([*videos.prompts, settings.negative_prompt, settings.second_prompt])
         num_calls = num_denoiser_calls(settings.sampler, sigmas)
@@ -288,7 +288,8 @@ class TextToVideo:
                 for batch in (videos.batch(here, names) for here in cuts):
                     with around(DENOISE, batch.places):
                         known = encode_batch(batch.given, known_of)
-                        latents_BCTHW = self._sample(batch, settings, sigmas, target.shape, known, skipped, teller)
+                        spare = spared[batch.places[0]]
+                        latents_BCTHW = self._sample(batch, settings, sigmas, target.shape, known, spare, teller)
                     yield batch, latents_BCTHW
 
         def decoded(sample: tuple[Batch, Tensor]) -> Iterator[GeneratedVideo]:
@@ -302,7 +303,7 @@ class TextToVideo:
                     seed=videos.seeds[place],
                     settings=settings,
                     latents_CTHW=latents_CTHW.cpu(),
-                    num_denoiser_calls=num_calls - len(skipped),
+                    num_denoiser_calls=num_calls - len(spared[place]),
                     origin=dict(self._origin),
                     adapters=dict(videos.adapters[place]),
                     given=[part.use for part in videos.given[place]],
@@ -349,14 +350,14 @@ class TextToVideo:
     def _sigmas(self, settings: SamplingSettings, all_media: Sequence[Media]) -> Tensor:
         return remaining_sigmas(settings_sigmas(settings), common_strength(all_media))
 
-    def _skipped(self, settings: SamplingSettings, is_more_than_prompts: bool) -> Sequence[int]:
-        plan = find_plan(self._cache_plans, settings)
-        if plan is not None and is_more_than_prompts:
+    def _spared(self, settings: SamplingSettings, videos: Videos, target: Target) -> list[Sequence[int]]:
+        """The denoiser calls of each video that are predicted: the same of all that can share a batch."""
+        if settings.cache_budget and any(videos.adapters):
             raise UserError(
-                f"cache_budget={settings.cache_budget} is calibrated for prompts alone: leave it out with a given "
-                "video or an adapter"
+                f"cache_budget={settings.cache_budget} was calibrated without adapters: leave one of them out"
             )
-        return () if plan is None else plan.skipped
+        of = {media: find_plan(self._cache_plans, settings, places_of(media, target)) for media in set(videos.given)}
+        return [() if plan is None else plan.skipped for plan in map(of.get, videos.given)]
 
     def _sample(
         self,

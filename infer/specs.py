@@ -16,7 +16,7 @@ from megadit.infer.resolve import resolve_settings
 from megadit.models.named_adapters import parse_adapters
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.setting import check_json, settings_of
+from megadit.models.shared.setting import check_json, settings_of, under_own_names
 
 SUBJECT = "{subject}"
 """The place in a prompt that --subject_name fills."""
@@ -109,10 +109,6 @@ def _check_subject(prompts: list[str], subject: str) -> None:
 _SETTINGS = settings_of(SamplingSettings)
 _KEYS = (*_SETTINGS, "seed", "seeds", "adapter", *GIVEN)
 """What a line of a .jsonl prompt file may say beside its prompt: each as the option of that name."""
-_OTHER_KEYS = {
-    other.removeprefix("--"): name for name, about in _SETTINGS.items() for other in about.names if other != f"--{name}"
-}
-"""Second names of settings, such as num_video_frames."""
 
 
 def prompt_lines(path: str) -> list[dict[str, Any]]:
@@ -137,7 +133,7 @@ def _json_line(location: str, text: str) -> dict[str, Any]:
     if not isinstance(line, dict) or not isinstance(line.get("prompt"), str):
         raise UserError(f'{location} must be an object with a "prompt", such as {{"prompt": "a red seven", "seed": 3}}')
     prompt = line.pop("prompt")
-    line = {_OTHER_KEYS.get(name, name): value for name, value in line.items()}
+    line = under_own_names(line, _SETTINGS, where=f"{location}: ")
     line = check_json(line, GenerateOptions, where=f"{location}: ", only=_KEYS)
     refuse("seed" in line and "seeds" in line, f"{location}: give seed or seeds, not both")
     refuse(line.get("seeds") == (), f"{location}: seeds=[] holds no seed")

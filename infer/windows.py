@@ -3,7 +3,7 @@
 However long a video is, no more than a window of it is in memory, or two with the first one.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -53,8 +53,6 @@ def stream_windows(
     """
     settings = resolve_settings(pipeline.defaults if settings is None else settings)
     media, first, made = list(given or [()] * len(stories)), [], 0
-    # one frame is a prefix, too, but not every network that was trained to go on from a first frame takes those
-    use = "first_frame" if keep_frames == 1 and "first_frame" in pipeline.takes else "prefix"
     for window in range(num_windows(total_frames, settings.num_frames, keep_frames)):
         prompts = [story[min(window, len(story) - 1)] for story in stories]
         videos = [
@@ -73,8 +71,17 @@ def stream_windows(
         made += new
         yield [video[kept : kept + new] for video in videos]
         if window == 0:
-            first = [(GivenVideo(frames=video, use="edit"),) if keep_first else () for video in videos]
+            first = videos if keep_first else [None] * len(videos)
         media = [
-            (GivenVideo(frames=video[-keep_frames:], use=use, keep_frames=keep_frames), *also)
-            for video, also in zip(videos, first, strict=True)
+            given_later(video, keep_frames, pipeline.takes, also) for video, also in zip(videos, first, strict=True)
         ]
+
+
+def given_later(
+    before_THWC: np.ndarray, keep_frames: int, takes: Collection[str], first_THWC: np.ndarray | None = None
+) -> Media:
+    """What a window is given of the one before, and of the first one where that stays beside all."""
+    # one frame is a prefix, too, but not every network that was trained to go on from a first frame takes those
+    use = "first_frame" if keep_frames == 1 and "first_frame" in takes else "prefix"
+    before = GivenVideo(frames=before_THWC[-keep_frames:], use=use, keep_frames=keep_frames)
+    return (before,) if first_THWC is None else (before, GivenVideo(frames=first_THWC, use="edit"))

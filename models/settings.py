@@ -2,7 +2,8 @@
 
 `SamplingSettings` decides the options of `megadit generate` and `megadit serve ask`, the keys of a prompt file's lines,
 the inputs of the Triton model, the schema of the gateway, and what a bundle and a video's record store. Nothing here
-imports torch.
+imports torch. Second names of a setting are those of diffusers, NeMo and InstructPix2Pix; commands, prompt files and
+services take them all.
 """
 
 import math
@@ -61,8 +62,18 @@ class SamplingSettings:
     """
 
     sampler: str = setting("dpmpp_2m", ", ".join(SAMPLERS) + " (RES is res_2ab)", metavar="NAME", served=True)
-    num_steps: int = setting(help="sampling steps; heun and dpm2 call the network twice in each", above=0, served=True)
-    guidance: float = setting(help="scale of classifier-free guidance; 1 is none", low=0, served=True)
+    num_steps: int = setting(
+        help="sampling steps; heun and dpm2 call the network twice in each",
+        above=0,
+        served=True,
+        names=("--num_steps", "--num_inference_steps", "--inference_steps", "--steps"),
+    )
+    guidance: float = setting(
+        help="scale of classifier-free guidance; 1 is none",
+        low=0,
+        served=True,
+        names=("--guidance", "--guidance_scale", "--unconditional_guidance_scale", "--text_cfg_scale", "--cfg_text"),
+    )
     """arXiv 2207.12598."""
     num_frames: int = setting(
         help="frames of the video, any number; 1 makes an image",
@@ -100,7 +111,11 @@ class SamplingSettings:
     adapter_interval: tuple[float, ...] = setting((), "lowest and highest noise level at which adapters act", nargs=2)
     """Empty: all levels."""
     image_guidance: float = setting(
-        1.0, "scale of guidance by what is given of the video (--image, --video, ...); 1 is none", low=0, served=True
+        1.0,
+        "scale of guidance by what is given of the video (--image, --video, ...); 1 is none",
+        low=0,
+        served=True,
+        names=("--image_guidance", "--image_guidance_scale", "--image_cfg_scale", "--cfg_image"),
     )
     """arXiv 2211.09800, eq. 3."""
     low_guidance: float = setting(

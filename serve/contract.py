@@ -13,7 +13,7 @@ from megadit.models.given_settings import GIVEN, MEDIA, MediaLimits, check_given
 from megadit.models.named_adapters import check_name, parse_adapters, shown_name
 from megadit.models.settings import SERVED, ServedSettings, switched_off
 from megadit.models.shared.errors import UserError, did_you_mean
-from megadit.models.shared.setting import check_value, setting, settings_of
+from megadit.models.shared.setting import check_value, other_names, setting, settings_of, under_own_names
 
 MODEL = "text_to_video"
 IMAGE_MODEL = "text_to_image"
@@ -28,7 +28,6 @@ class Input:
     name: str
     data_type: str
     """As Triton's configuration spells it."""
-    alias_of: str | None = None
     is_required: bool = False
     is_media: bool = False
     """Whether its values are files: their bytes, or a data URL; no byte stands for none."""
@@ -82,17 +81,13 @@ class VideoRequest(_GivenSettings):
         """The request that input tensors, one value each, amount to.
 
         Raises:
-            UserError: for an unknown or missing input, or one given under both of its names.
+            UserError: for an unknown or missing input, or one given under two of its names.
         """
         known = {each.name: each for each in INPUTS}
-        values: dict[str, Any] = {}
-        for name, value in inputs.items():
+        for name in inputs:
             if name not in known:
                 raise UserError(f"unknown input {name!r}{did_you_mean(name, known)}")
-            target = known[name].alias_of or name
-            if target in values:
-                raise UserError(f"{name} is another name of {target}, which is given too; give one of them")
-            values[target] = value
+        values = under_own_names(inputs, SERVED)
         for name in values.keys() & set(MEDIA):
             files = values[name] if known[name].is_list else (values[name],)
             files = tuple(map(_keyframe_of if name == "keyframe" else plain_bytes, files))
@@ -181,12 +176,10 @@ def _keyframe_of(value: bytes) -> bytes:
 
 
 _DATA_TYPES = {str: "TYPE_STRING", int: "TYPE_INT32", float: "TYPE_FP32", bool: "TYPE_BOOL"}
-_ALIASES = {"unconditional_guidance_scale": "guidance", "inference_steps": "num_steps"}
-"""The names under which NeMo's deployed pipelines took settings."""
 
 
 def _inputs() -> tuple[Input, ...]:
-    """One for each field of a request, and one for each alias of these."""
+    """One for each field of a request, and one for each second name of these."""
     types = {"prompt": "TYPE_STRING"}
     types |= {name: _DATA_TYPES[about.type] for name, about in settings_of(VideoRequest).items()}
     types |= {"preview_every": "TYPE_INT32", "seed": "TYPE_INT64"}
@@ -202,7 +195,7 @@ def _inputs() -> tuple[Input, ...]:
         )
         for name, kind in types.items()
     ]
-    others = [Input(name=name, data_type=types[target], alias_of=target) for name, target in _ALIASES.items()]
+    others = [Input(name=name, data_type=types[own]) for name, own in other_names(SERVED).items()]
     return (*plain, *others)
 
 

@@ -13,7 +13,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from megadit.models.bundle.bundle import is_bundle
+from megadit.models.bundle.manifest import is_bundle
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.ports import free_ports
 from megadit.serve.supervise import Ailment, OwnedProcess, answers, reachable

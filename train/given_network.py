@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megadit.models.bundle.bundle import Bundle, check_single, check_transformer, is_bundle
+from megadit.models.bundle.bundle import Bundle, check_single, check_transformer
 from megadit.models.bundle.components import TENSOR_FILE
+from megadit.models.bundle.manifest import is_bundle
 from megadit.models.bundle.tensor_source import open_safetensors
 from megadit.models.config import DiTConfig
 from megadit.models.initialize import initial_value

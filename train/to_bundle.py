@@ -21,7 +21,8 @@ from typing import Any
 
 from megadit.infer.checkpoints import open_bundle
 from megadit.infer.resolve import DefaultOptions, changed_defaults
-from megadit.models.bundle.bundle import Bundle, is_bundle, write_bundle
+from megadit.models.bundle.bundle import Bundle, write_bundle
+from megadit.models.bundle.manifest import is_bundle
 from megadit.models.bundle.words import MOST_CAPTIONS, read_words, words_of
 from megadit.models.convert.adapter import Adapter
 from megadit.models.convert.adapter_files import write_adapter

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle, is_bundle
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.bundle.manifest import MANIFEST_FILE, is_bundle
 from megadit.models.config import DiTConfig
 from megadit.models.convert.adapter import DOWN
 from megadit.models.convert.adapter_files import is_adapter, open_adapter, read_adapter, tensor_file

@@ -10,7 +10,6 @@ words.json        those of the training captions, where prompts can be compared 
 notices/          licence files of published weights, where the bundle was made of them
 """
 
-import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from torch import Tensor
 from megadit.models import weights
 from megadit.models.bundle.components import CONFIG_FILE
 from megadit.models.bundle.licence import Licence
+from megadit.models.bundle.manifest import MANIFEST_FILE, check_files, check_replaceable, is_bundle, write_manifest
 from megadit.models.bundle.tensor_source import TensorSource
 from megadit.models.bundle.words import write_words
 from megadit.models.clip import CLIP
@@ -35,12 +35,11 @@ from megadit.models.network_config import NetworkConfig
 from megadit.models.networks import SavedNetwork
 from megadit.models.settings import SamplingSettings
 from megadit.models.shared.errors import UserError
-from megadit.models.shared.files import atomic_directory, inner_path, read_json, write_json
+from megadit.models.shared.files import atomic_directory, read_json, write_json
 from megadit.models.text_encoders import TextEncoder, load_text_encoder
 from megadit.models.tokenizers import VideoTokenizer, load_tokenizer
 from megadit.models.vit import ViT
 
-MANIFEST_FILE = "megadit.json"
 NOTICES = "notices"
 FORMAT_VERSION = 2
 OF_ONE_NETWORK = 1
@@ -249,29 +248,6 @@ def write_bundle(
         write_manifest(directory, manifest)
 
 
-def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
-    """Writes megadit.json with the size and checksum of every other file in `directory`."""
-    names = [name for name in _file_names(directory) if name != MANIFEST_FILE]
-    files = {name: _describe_file(directory / name) for name in names}
-    write_json(directory / MANIFEST_FILE, {**manifest, "files": files})
-
-
-def check_files(path: Path, manifest: Mapping[str, Any], *, verify: bool = False) -> None:
-    """Checks that every file that the manifest of a folder names is there in its full size, by `verify` unchanged.
-
-    Raises:
-        UserError: names the file that is not.
-    """
-    for name, expected in manifest["files"].items():
-        _check_file(inner_path(path, name, follow_links=True), expected, verify=verify)
-
-
-def check_replaceable(out: Path) -> None:
-    """Raises UserError where `out` is a directory that holds something else than a bundle."""
-    if out.is_dir() and any(out.iterdir()) and not is_bundle(out):
-        raise UserError(f"{out} holds files that are not a bundle, and would be replaced; choose another directory")
-
-
 def update_manifest(path: str | os.PathLike, **entries: Any) -> None:
     """Sets entries of a bundle's megadit.json, whole or not at all.
 
@@ -283,11 +259,6 @@ def update_manifest(path: str | os.PathLike, **entries: Any) -> None:
         write_json(Path(path) / MANIFEST_FILE, manifest)
     except OSError as error:
         raise UserError(f"{path} cannot be written to: {error.strerror}") from error
-
-
-def is_bundle(path: str | os.PathLike) -> bool:
-    """Whether `path` looks like a bundle, of any version (other directories of ours hold a megadit.json too)."""
-    return (Path(path) / MANIFEST_FILE).is_file() and (Path(path) / "transformer").is_dir()
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -341,25 +312,3 @@ def _check_parts_fit(
         )
     frames = tokenizer.frames_covering(defaults.num_frames)
     config.sample_grid(*tokenizer.latent_shape(frames, defaults.height, defaults.width)[1:])
-
-
-def _file_names(directory: Path) -> list[str]:
-    return sorted(file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.is_file())
-
-
-def _describe_file(file: Path) -> dict[str, Any]:
-    return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
-
-
-def _check_file(file: Path, expected: Mapping[str, Any], *, verify: bool) -> None:
-    if not file.is_file():
-        raise UserError(f"{file} is missing: it was copied incompletely")
-    if file.stat().st_size != expected["bytes"]:
-        raise UserError(f"{file} has {file.stat().st_size} bytes instead of {expected['bytes']}: it was cut or changed")
-    if verify and _sha256(file) != expected["sha256"]:
-        raise UserError(f"{file} differs from its checksum in {MANIFEST_FILE}: it was damaged or changed")
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

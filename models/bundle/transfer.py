@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megadit.models.bundle.bundle import MANIFEST_FILE, Bundle, check_replaceable
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.bundle.manifest import MANIFEST_FILE, check_replaceable
 from megadit.models.convert.adapter_files import check_adapter, is_adapter
 from megadit.models.shared.command import run_command
 from megadit.models.shared.errors import UserError

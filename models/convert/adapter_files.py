@@ -18,14 +18,9 @@ from typing import Any
 import torch
 
 from megadit.models.adapters import fingerprint, targets_of
-from megadit.models.bundle.bundle import (
-    MANIFEST_FILE,
-    Bundle,
-    check_files,
-    check_single,
-    write_manifest,
-)
+from megadit.models.bundle.bundle import Bundle, check_single
 from megadit.models.bundle.components import TENSOR_FILE
+from megadit.models.bundle.manifest import MANIFEST_FILE, check_files, write_manifest
 from megadit.models.bundle.tensor_source import TensorSource, from_state_dict, open_safetensors, write_safetensors
 from megadit.models.convert.adapter import ALPHA, DOWN, MAGNITUDE, UP, Adapter, Change
 from megadit.models.convert.adapter_names import (

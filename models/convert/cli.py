@@ -22,8 +22,9 @@ from typing import Literal
 
 from megadit.models.bundle import components as parts
 from megadit.models.bundle import hub
-from megadit.models.bundle.bundle import Bundle, check_single, is_bundle, write_bundle
+from megadit.models.bundle.bundle import Bundle, check_single, write_bundle
 from megadit.models.bundle.licence import Licence, find_licence
+from megadit.models.bundle.manifest import is_bundle
 from megadit.models.bundle.tensor_source import DTYPES, from_state_dict, open_safetensors, write_safetensors
 from megadit.models.config import DiTConfig
 from megadit.models.convert.adapter_files import is_adapter, read_adapter, with_base, write_adapter

@@ -5,8 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from megadit.models.adapters import load_adapter, merge, set_scale
-from megadit.models.bundle.bundle import NOTICES, Bundle, check_replaceable, write_bundle
+from megadit.models.bundle.bundle import NOTICES, Bundle, write_bundle
 from megadit.models.bundle.licence import Licence
+from megadit.models.bundle.manifest import check_replaceable
 from megadit.models.convert.adapter_files import read_adapter_of
 from megadit.models.shared.errors import UserError
 

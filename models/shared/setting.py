@@ -150,6 +150,28 @@ def settings_of(of: type) -> dict[str, Setting]:
     }
 
 
+def under_own_names(values: Mapping[str, Any], known: Mapping[str, Setting], *, where: str = "") -> dict[str, Any]:
+    """The values by the settings' own names, where some come under second ones; `where` begins every complaint.
+
+    Raises:
+        UserError: for a setting that is given under two of its names.
+    """
+    others, given, own = other_names(known), {}, {}
+    for name, value in values.items():
+        target = others.get(name, name)
+        if target in own:
+            raise UserError(f"{where}{given[target]} and {name} are names of one setting; give one of them")
+        given[target], own[target] = name, value
+    return own
+
+
+def other_names(known: Mapping[str, Setting]) -> dict[str, str]:
+    """Second name of a setting, such as num_video_frames -> its own."""
+    return {
+        other.removeprefix("--"): name for name, about in known.items() for other in about.names if other != f"--{name}"
+    }
+
+
 def described(about: Setting) -> str:
     """Its help, with the default in its place."""
     return about.help.replace("{default}", str(about.default))

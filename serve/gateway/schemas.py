@@ -2,12 +2,12 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 from pydantic_core import from_json
 
 from megadit.models.given_settings import GIVEN, MEDIA
 from megadit.models.settings import SERVED
-from megadit.models.shared.setting import Setting
+from megadit.models.shared.setting import Setting, other_names, under_own_names
 from megadit.serve.answers import InvalidRequestError
 from megadit.serve.contract import ServiceInfo, VideoRequest
 from megadit.serve.gateway.given import MOST_FILES, File, Keyframe, reference_as
@@ -25,6 +25,8 @@ _MOST_ADAPTERS = 64
 
 def _field(about: Setting) -> tuple[Any, Any]:
     """(annotation, field) of pydantic's for a setting that may be left out."""
+    others = ", ".join(f"`{name}`" for name in other_names({about.name: about}))
+    described = f"{about.help} (or {others})" if others else about.help
     if about.type is str:
         bounds: dict[str, Any] = {"max_length": _LONGEST_NAME if about.metavar == "NAME" else _MOST[str]}
     else:
@@ -32,7 +34,7 @@ def _field(about: Setting) -> tuple[Any, Any]:
         bounds = least | {"le": _MOST[about.type] if about.high is None else about.high}
     if about.type is int and about.low is None:
         bounds = bounds | {"ge": bounds.pop("gt") + 1}
-    return about.type | None, Field(None, description=about.help, **bounds)
+    return about.type | None, Field(None, description=described, **bounds)
 
 
 class AdapterUse(BaseModel):
@@ -75,6 +77,11 @@ class _VideoBody(BaseModel):
     input_reference: File | None = Field(
         None, description="An image: the first frame. A video: what to edit or continue, as the other fields say"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_own_names(cls, body: Any) -> Any:
+        return under_own_names(body, SERVED) if isinstance(body, dict) else body
 
     def request(self, info: ServiceInfo) -> VideoRequest:
         """The request for Triton, with nothing left out.

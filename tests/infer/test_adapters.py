@@ -318,7 +318,7 @@ def test_a_step_cache_was_not_measured_with_adapters(pipeline, one):
         adapters=pipeline._adapters,
         cache_plans=[plan],
     )
-    with pytest.raises(UserError, match="leave it out with a given video or an adapter"):
+    with pytest.raises(UserError, match="was calibrated without adapters"):
         cached(PROMPTS, adapters={one: 1.0}, cache_budget=0.1)
 
 

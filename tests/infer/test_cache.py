@@ -1,9 +1,12 @@
 import json
 import math
 import shutil
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megadit.infer import calibrate_cache
 from megadit.infer.cache import CachePlan, cached, find_plan, plan_key
@@ -13,6 +16,7 @@ from megadit.infer.pipeline import TextToVideo
 from megadit.infer.resolve import resolve_settings
 from megadit.infer.samplers import SAMPLERS
 from megadit.infer.schedules import karras_sigmas
+from megadit.infer.video_io import write_video
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.shared.errors import UserError
 
@@ -131,6 +135,94 @@ def test_a_check_tells_how_many_videos_keep_the_budget(calibrated, capsys):
     # as many calls as the calibration said, and the errors of these videos, not of those it was calibrated with
     assert stdout.startswith(told.split(",")[0] + "; ") and "of 3 videos are within 0.2: median 0." in stdout
     assert 0 < float(stdout.split()[-1]) != pytest.approx(float(told.split()[-1]), abs=1e-4)
+
+
+# -------------------------------------------------------------------------------------------------- given parts
+
+
+GIVEN = {
+    "first_frame": {"image": "{number}.png"},
+    "inpaint": {"video": "{number}.gif", "mask": "mask.png"},
+    "edit": {"video": "{number}.gif", "image_guidance": 1.5},
+}
+"""Use -> what a line of a prompt file says of it."""
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory):
+    """Clips of 9 frames, their first frames, and a mask."""
+    folder, generator = tmp_path_factory.mktemp("room"), np.random.default_rng(0)
+    for number in range(20):
+        colour = generator.integers(0, 200, 3) + 5 * np.arange(9)[:, None, None, None]
+        frames = np.broadcast_to(colour.astype(np.uint8), (9, 16, 24, 3))
+        write_video(folder / f"{number}.gif", frames, 8)
+        write_video(folder / f"{number}.png", frames[:1], 8)
+    half = np.repeat([0, 255], 12).astype(np.uint8)[None, None, :, None]
+    write_video(folder / "mask.png", half * np.ones((1, 16, 1, 3), np.uint8), 8)
+    return folder
+
+
+@pytest.fixture
+def asked(able_dir, room, tmp_path, monkeypatch):
+    """asked(use, numbers): a copy of the able bundle, and what a command is told of so many videos."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(calibrate_cache, "NUM_RANKED", 1)
+    monkeypatch.setattr(calibrate_cache, "NUM_ROUNDS", 1)
+
+    def line(use, number):
+        files = {name: str(room / file.format(number=number)) for name, file in GIVEN[use].items() if type(file) is str}
+        return {"prompt": f"a {number}", "seed": number} | GIVEN[use] | files
+
+    def asked(use, numbers):
+        file = tmp_path / f"{use}_{len(numbers)}.jsonl"
+        file.write_text("\n".join(json.dumps(line(use, number)) for number in numbers))
+        options = ["--prompt_file", str(file), "--num_steps", "8", "--num_frames", "9", "--cache_budget", "0.2"]
+        return ["--checkpoint_path", str(bundle), "--device", "cpu", *options]
+
+    bundle = shutil.copytree(able_dir, tmp_path / "bundle")
+    return asked
+
+
+@pytest.mark.parametrize("use", GIVEN)
+def test_a_plan_for_given_parts_keeps_its_budget(asked, capsys, use):
+    """On pictures that it was not calibrated with; and it is for these places alone."""
+    assert calibrate_cache.main(asked(use, range(16))) == 0
+    told = capsys.readouterr().out
+    (stored,) = Bundle.open("bundle", verify=True).manifest["cache"]
+    assert 0 < len(stored["skipped"]) < 8 and 0 < stored["largest_error"] <= 0.85 * 0.2
+
+    def latents(*more):
+        words = [*asked(use, [16, 17, 18]), "--format", "safetensors", "--video_save_path", "out", *more]
+        assert generate(words) == 0, capsys.readouterr().err
+        return torch.stack([load_file(path)["latents_CTHW"] for path in sorted(Path("out").glob("*.safetensors"))])
+
+    errors = relative_errors(latents(), latents("--cache_budget", "0"))
+    assert (errors > 0).all() and (errors <= 0.2).all()
+    capsys.readouterr()
+    assert calibrate_cache.check(asked(use, [16, 17, 18])) == 0
+    checked = capsys.readouterr().out
+    assert checked.startswith(told.split(",")[0] + "; 3 of 3 videos") and f"largest {errors.max():.4f}" in checked
+    other, common = next(each for each in GIVEN if each != use), asked(use, [16])
+    for words in (asked(other, [16, 17, 18]), [*common[:4], *common[6:], "--prompt", "a"]):
+        assert generate(words) == 2 and "was not calibrated for these settings" in capsys.readouterr().err
+
+
+def test_places_of_a_calibration_are_alike(asked, capsys):
+    words = asked("first_frame", range(16))
+    assert calibrate_cache.main([*words, "--prompt", "a"]) == 2
+    assert "the same given places of all videos" in capsys.readouterr().err
+
+
+def test_windows_need_plans_before_any_is_made(asked, capsys):
+    """Of the first, and of those that go on from one."""
+    common = asked("first_frame", [0])
+    alone = [*common[:4], *common[6:], "--prompt", *"abcdefghijklmnop"]
+    assert calibrate_cache.main(alone) == 0
+    long = [*alone, "--prompt", "a", "--total_frames", "17", "--video_save_path", "long.mp4"]
+    assert generate(long) == 2
+    assert "these settings and what is given of the video" in capsys.readouterr().err
+    assert calibrate_cache.main(asked("first_frame", range(16))) == 0
+    assert generate([*alone[:-16], "a", *long[-4:]]) == 0
 
 
 def test_calibrating_again_replaces_the_plan(calibrated):

@@ -1,7 +1,7 @@
 """Every option of `megadit generate` does something: given, the command makes, loads or says something else.
 
-An option without an entry in `EFFECTS` fails. What needs several processes or a GPU ends here with an error that says
-so, and is tried in test_ranks.py and test_graphs.py.
+An option without an entry in `BY_OWN_NAMES` fails. What needs several processes or a GPU ends here with an error that
+says so, and is tried in test_ranks.py and test_graphs.py.
 """
 
 from contextlib import contextmanager
@@ -17,8 +17,8 @@ from megadit.infer import calibrate_cache, generate
 from megadit.infer.options import GenerateOptions
 from megadit.infer.video_io import write_video
 from megadit.models.dit import DiT
-from megadit.models.settings import GivenSettings
-from megadit.models.shared.setting import settings_of
+from megadit.models.settings import SERVED, GivenSettings
+from megadit.models.shared.setting import other_names, settings_of
 
 from .conftest import make_adapter
 
@@ -56,7 +56,7 @@ def seen(where, *words, given=PROMPT):
     return Effect(words=words, sees=where, given=given)
 
 
-EFFECTS = {
+BY_OWN_NAMES = {
     "--checkpoint_path": ends("nowhere", "nowhere"),
     "--repeat": other("{room}/made.safetensors"),
     "--prompt": other("a blue two"),
@@ -138,6 +138,10 @@ EFFECTS = {
     "--cfg_parallel": ends("cfg_parallel"),
     "--guardrail_dir": ends("there is no guardrail.py", "."),
 }
+
+
+SECOND_NAMES = {f"--{second}": f"--{name}" for second, name in other_names(SERVED).items()}
+EFFECTS = {second: BY_OWN_NAMES[name] for second, name in SECOND_NAMES.items()} | BY_OWN_NAMES
 
 
 def test_every_option_has_an_entry():
@@ -272,6 +276,11 @@ NEEDS = {
     "--churn_interval": ("--sampler", "heun", "--churn", "1"),
     "--cache_measure": ("--cache_measure", "lpips", "--lpips_weights", "here"),
     "--lpips_weights": ("--cache_measure", "lpips", "--lpips_weights", "here"),
+    "--strength": ("--input_video", "{room}/given.gif"),
+    "--lead_to_video": VIDEO,
+    "--keep_frames": (*VIDEO, "--continue_video", "{room}/given.gif"),
+    **dict.fromkeys(("--last_image", "--last_frame", "--keyframe", "--video"), (*VIDEO, *ABLE)),
+    "--mask": (*VIDEO, *ABLE, "--video", "{room}/given.gif"),
 }
 CALIBRATED = {
     **{"--batch_size": ("3",), "--device": ("meta",), "--compile": (), "--lpips_weights": ("there",)},
@@ -282,12 +291,10 @@ CALIBRATED = {
 OF_OUTPUT = ("--video_save_path", "--format", "--contact_sheet")
 """Options that calibration takes, so that the same command can be given to both, and has no use for."""
 REFUSED = (
-    *("--checkpoint_path", "--repeat", "--input_video", "--strength", "--continue_video", "--keep_frames", "--runtime"),
+    *("--checkpoint_path", "--repeat", "--runtime", "--instruction", "--total_frames", "--story", "--keep_first"),
     *("--sequential_guidance", "--offload_text_encoder", "--cuda_graphs", "--overlap_decoding", "--tokenizer_model"),
     *("--tokenizer_cache_dir", "--t5_cache_dir", "--num_devices", "--tp_size", "--cp_size", "--cfg_parallel"),
-    *("--guardrail_dir", "--cache_measure", "--adapter", "--adapter_interval", "--lead_to_video", "--image"),
-    *("--first_frame", "--conditioned_image_or_video_path", "--last_image", "--last_frame", "--keyframe", "--video"),
-    *("--mask", "--instruction", "--total_frames", "--story", "--keep_first", "--resident_blocks"),
+    *("--guardrail_dir", "--cache_measure", "--adapter", "--adapter_interval", "--resident_blocks"),
     *("--dry_run", "--dry-run", "--device_memory"),
 )
 
@@ -298,7 +305,7 @@ def calibrated(bundle_dir, room, monkeypatch, capsys):
     notes = []
 
     class Pipeline:
-        def num_denoiser_calls(self, *_):
+        def num_denoiser_calls(self, *_, given):
             return 2
 
         def stream(self, prompts, settings, **more):
@@ -315,7 +322,7 @@ def calibrated(bundle_dir, room, monkeypatch, capsys):
     monkeypatch.setattr(calibrate_cache.LPIPS, "load", notes.append)
     monkeypatch.setattr(calibrate_cache, "calibrate", calibrate)
     monkeypatch.setattr(calibrate_cache, "bundle_plans", lambda bundle, measure: notes.append(measure))
-    monkeypatch.setattr(calibrate_cache, "find_plan", lambda plans, settings: SimpleNamespace(skipped=()))
+    monkeypatch.setattr(calibrate_cache, "find_plan", lambda *_: SimpleNamespace(skipped=()))
 
     def calibrated(command, words):
         notes.clear()
@@ -333,7 +340,7 @@ def calibrated(bundle_dir, room, monkeypatch, capsys):
 @pytest.mark.parametrize("flag", EFFECTS)
 def test_an_option_changes_what_is_calibrated(calibrated, flag, command):
     plain = (*MANY, *NEEDS.get(flag, ()))
-    words = (*plain, flag, *CALIBRATED.get(flag, EFFECTS[flag].words))
+    words = (*plain, flag, *CALIBRATED.get(SECOND_NAMES.get(flag, flag), EFFECTS[flag].words))
     first, second = calibrated(command, plain), calibrated(command, words)
     assert isinstance(first, list) and len(first) >= 3
     assert isinstance(second, str) == (flag in REFUSED)

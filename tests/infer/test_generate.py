@@ -112,8 +112,8 @@ MISTAKES = [
     (["--prompt", "a", "--num_video_frames", "-3"], "--num_video_frames=-3 must be greater than 0"),
     (["--prompt", "a", "--num_stepz", "3"], "unknown argument '--num_stepz'; did you mean '--num_steps'?"),
     (["--prompt", "a", "--num_step", "3"], "did you mean '--num_steps'?"),
-    (["--prompt", "a", "--num_steps", "many"], "argument --num_steps: invalid int value: 'many'"),
-    (["--prompt", "a", "--num_steps"], "argument --num_steps: expected one argument"),
+    (["--prompt", "a", "--num_steps", "many"], "--steps: invalid int value: 'many'"),
+    (["--prompt", "a", "--num_steps"], "--steps: expected one argument"),
     (["--prompt", "a", "--guidance_convention", "cosmos"], "guidance_convention='cosmos' is unknown; choose one of"),
     (["--seeds", "1", "--prompt"], "argument --prompt: expected at least one argument"),
     (["--prompt", "a", "--fps", "0"], "fps=0"),
@@ -235,7 +235,7 @@ def images(directory) -> dict[str, bytes]:
 def test_a_jsonl_file_overrides_settings_line_by_line(run, tmp_path, pipeline):
     lines = [
         {"prompt": "a red {subject}", "seed": 3, "num_frames": 1},
-        {"prompt": "a blue two", "seeds": [4, 5], "num_video_frames": 1, "guidance": 5.0, "sampler": "heun"},
+        {"prompt": "a blue two", "seeds": [4, 5], "num_video_frames": 1, "cfg_text": 5.0, "sampler": "heun"},
         {"prompt": "a clip", "negative_prompt": "green", "height": 32, "shift": "auto"},
     ]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
@@ -267,6 +267,8 @@ def test_a_jsonl_file_overrides_settings_line_by_line(run, tmp_path, pipeline):
         ('{"prompt": "a", "seed": 1, "seeds": [1]}', "not both"),
         ('{"prompt": "a", "shift": "wide"}', "shift='wide' must be a number or auto"),
         ('{"prompt": "a", "num_steps": 0}', "num_steps=0"),
+        ('{"prompt": "a", "steps": 0}', "num_steps=0"),
+        ('{"prompt": "a", "cfg_image": 2, "image_guidance": 1}', "cfg_image and image_guidance are names of one"),
     ],
 )
 def test_mistakes_in_a_jsonl_file_name_their_line(run, tmp_path, line, message):

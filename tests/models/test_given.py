@@ -165,14 +165,11 @@ def test_a_pack_that_was_seen_sends_the_device_nothing():
     assert not made
 
 
-@pytest.mark.parametrize("name", [name for name, config in FORMS.items() if config.given.is_among])
-def test_a_published_form_learns(name):
-    """One step on a pack of which parts are given: a finite loss, and gradients of all that tells of them."""
-    config = FORMS[name]
-    dit = network(config)
-    layout = PackLayout.pack([Segment((3, 2, 2), 2, given=FIRST), Segment((3, 2, 2), 1)], capacity=32, text_capacity=8)
+def batch_of(config, given=()) -> PackedBatch:
+    """Two samples, of the first of which this much is given, and padding."""
+    layout = PackLayout.pack([Segment((3, 2, 2), 2, given=given), Segment((3, 2, 2), 1)], capacity=32, text_capacity=8)
     generator = torch.Generator().manual_seed(5)
-    batch = PackedBatch(
+    return PackedBatch(
         tokens_S1P=torch.randn(32, 1, config.patch_dim, generator=generator),
         text_L1E=torch.randn(8, 1, 8, generator=generator),
         fps_G=torch.full((3,), 8.0),
@@ -184,10 +181,22 @@ def test_a_published_form_learns(name):
         layout=layout,
         sample_ids=("a", "b", ""),
     )
+
+
+def learned(dit: DiT, batch: PackedBatch) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """(the objective, the gradients) of a step."""
     sums = edm_loss(dit, batch, torch.tensor([0.5, 3.0, 1.0]), token_noise(batch))
     sums.objective.backward()
-    grads = [parameter.grad for parameter in dit.parameters() if parameter.grad is not None]
-    assert sums.objective.isfinite() and all(grad.isfinite().all() for grad in grads)
+    return sums.objective, [parameter.grad for parameter in dit.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("name", [name for name, config in FORMS.items() if config.given.is_among])
+def test_a_published_form_learns(name):
+    """One step on a pack of which parts are given: a finite loss, and gradients of all that tells of them."""
+    config = FORMS[name]
+    dit = network(config)
+    objective, grads = learned(dit, batch_of(config, FIRST))
+    assert objective.isfinite() and all(grad.isfinite().all() for grad in grads)
     marks = dit.x_embedder.weight.grad[:, config.patch_dim : config.patch_dim + config.given_dim]
     assert not config.given_dim or marks.norm() > 0
 
@@ -220,9 +229,16 @@ def test_the_network_sees_what_is_given_clean_and_nothing_else_of_it():
     assert not torch.allclose(relabelled, usual), "their noise level is told"
 
 
-@torch.no_grad()
 def test_nothing_given_changes_nothing():
-    """To the last bit, of a batch and of a pack."""
+    """To the last bit, of a batch and of a pack, and of what is learned from a pack."""
     plain, able = network(replace(CONFIG, given_sigma=None)), network()
     x, sigma = torch.randn(2, 4, 3, 4, 4), torch.tensor([0.5, 5.0])
-    assert torch.equal(EDMDenoiser(plain)(x, sigma, conditions(2)), EDMDenoiser(able)(x, sigma, conditions(2)))
+    with torch.no_grad():
+        assert torch.equal(EDMDenoiser(plain)(x, sigma, conditions(2)), EDMDenoiser(able)(x, sigma, conditions(2)))
+        pack = pack_dense(x, conditions(2), CONFIG, multiple=8)
+        sigma_G = pad_segments(sigma, pack.layout, value=1.0)
+        asked = (pack.tokens_S1P, sigma_G, pack.text_L1E, pack.fps_G, pack.layout)
+        assert torch.equal(denoise_packed(plain, *asked), denoise_packed(able, *asked))
+    (loss, grads), (able_loss, able_grads) = (learned(dit, batch_of(CONFIG)) for dit in (plain, able))
+    assert torch.equal(loss, able_loss) and all(map(torch.equal, grads, able_grads)) and len(grads) > 20
+    assert not torch.equal(learned(able, batch_of(CONFIG, FIRST))[0], loss), "the control: something given"

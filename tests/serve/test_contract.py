@@ -2,6 +2,7 @@ import pytest
 
 from megadit.models.settings import SERVED
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.setting import other_names
 from megadit.serve.answers import StepDone, VideoResult, event_from_wire, event_to_wire
 from megadit.serve.contract import INPUTS, Limits, ServiceInfo, VideoRequest
 
@@ -10,8 +11,8 @@ SIZE = {"num_videos": 1, "num_frames": 9, "height": 16, "width": 16, "fps": 8.0,
 
 
 def test_every_field_of_a_request_is_an_input_and_the_reverse():
-    targets = {each.alias_of or each.name for each in INPUTS}
-    assert targets == set(VideoRequest.__dataclass_fields__)
+    names = {each.name for each in INPUTS}
+    assert names - other_names(SERVED).keys() == set(VideoRequest.__dataclass_fields__)
 
 
 def test_request_survives_its_inputs():
@@ -28,9 +29,19 @@ def test_a_filled_request_leaves_nothing_out_and_keeps_what_was_given():
     assert None not in [getattr(filled, name) for name in VideoRequest.__dataclass_fields__]
 
 
-def test_nemo_s_names_mean_ours():
-    request = VideoRequest.from_inputs({"prompt": "a", "unconditional_guidance_scale": 7.5, "inference_steps": 12})
-    assert (request.guidance, request.num_steps) == (7.5, 12)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("unconditional_guidance_scale", "image_guidance", "inference_steps"),
+        ("text_cfg_scale", "image_cfg_scale", "steps"),
+        ("cfg_text", "cfg_image", "steps"),
+        ("guidance_scale", "image_guidance_scale", "num_inference_steps"),
+    ],
+)
+def test_names_of_other_programs_mean_ours(names):
+    """NeMo's deployed pipelines, its InstructPix2Pix as deployed and as configured, and diffusers."""
+    request = VideoRequest.from_inputs({"prompt": "a"} | dict(zip(names, (7.5, 1.2, 12), strict=True)))
+    assert (request.guidance, request.image_guidance, request.num_steps) == (7.5, 1.2, 12)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +49,8 @@ def test_nemo_s_names_mean_ours():
     [
         ({}, "'prompt' is missing"),
         ({"prompt": "a", "gidance": 1.0}, "did you mean 'guidance'"),
-        ({"prompt": "a", "num_steps": 1, "inference_steps": 2}, "give one of them"),
+        ({"prompt": "a", "num_steps": 1, "inference_steps": 2}, "num_steps and inference_steps are names of one"),
+        ({"prompt": "a", "cfg_text": 1.0, "guidance": 2.0}, "cfg_text and guidance are names of one"),
     ],
 )
 def test_wrong_inputs_are_told(inputs, told):

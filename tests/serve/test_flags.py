@@ -10,7 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from megadit.models.settings import SERVED
 from megadit.models.shared import verbs
+from megadit.models.shared.setting import other_names
 from megadit.serve import ask, build_repository, run, up
 from megadit.serve.answers import VideoResult
 from megadit.serve.contract import VideoRequest
@@ -200,6 +202,7 @@ REQUEST = (
     *(("--negative_prompt", "blue"), ("--sampler", "heun"), ("--seed", "5"), ("--guidance", "3"), ("--height", "32")),
     *(("--width", "32"), ("--num_steps", "7"), ("--num_frames", "9"), ("--fps", "12"), ("--num_videos", "2")),
     *(("--num_video_frames", "9"), ("--eta", "0.5"), ("--image_guidance", "3"), ("--input_video", "a.png")),
+    *((f"--{other}", "3") for other in other_names(SERVED)),
     *(("--strength", "0.5"), ("--continue_video", "a.png"), ("--lead_to_video", "a.png"), ("--keep_frames", "2")),
     *(("--image", "a.png"), ("--first_frame", "a.png"), ("--conditioned_image_or_video_path", "a.png")),
     *(("--last_image", "a.png"), ("--last_frame", "a.png"), ("--keyframe", "3:a.png"), ("--video", "a.png")),

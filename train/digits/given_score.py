@@ -5,6 +5,7 @@ Shapes: B clips, C colour channels, T/H/W frames, height, width.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -157,11 +158,20 @@ def inpainting(pipeline: TextToVideo, reader: DigitReader, attributes: Sequence[
     return {name: scored[name] for name in ("digit", "colour", "direction", "all")} | {"kept_within": round(error, 2)}
 
 
-def edits(pipeline: TextToVideo, reader: DigitReader, attributes: Sequence[Attributes], **settings) -> dict[str, float]:
-    """`obeyed`: clips that show what the instruction names; `kept`: of what it does not name, the mean share.
+class Edited(NamedTuple):
+    """What became of clips that were edited."""
 
-    `distance`: mean difference of pixels in [-1, 1] from the clip before, `within` half of its 95 % interval.
-    """
+    obeyed_B: Tensor
+    """bool: the clip shows what its instruction names."""
+    kept_BN: Tensor
+    """bool: it shows what its instruction does not name."""
+    distance_B: Tensor
+    """Mean difference of pixels in [-1, 1] from the clip before."""
+    named: list[str]
+    """What each instruction names, one of `INSTRUCTIONS`."""
+
+
+def edited(pipeline: TextToVideo, reader: DigitReader, attributes: Sequence[Attributes], **settings) -> Edited:
     after, instructions, sources = draw_edits(attributes)
     made = make_edits(pipeline, instructions, sources, **settings)
     right = frames_and_clips_right(judge(reader, made), after)
@@ -171,34 +181,65 @@ def edits(pipeline: TextToVideo, reader: DigitReader, attributes: Sequence[Attri
         "direction": right["direction"],
     }
     named = [list(INSTRUCTIONS)[place % len(INSTRUCTIONS)] for place in range(len(attributes))]
-    obeyed = torch.stack([shows[name][place] for place, name in enumerate(named)])
-    kept = torch.stack([shows[other][i] for i, name in enumerate(named) for other in shows if other != name])
-    by_name = {
-        name: round(torch.stack([o for o, n in zip(obeyed, named, strict=True) if n == name]).float().mean().item(), 4)
-        for name in INSTRUCTIONS
-    }
-    distance_B = (made - video_of(pixels(sources))).abs().flatten(1).mean(1)
-    shares = {"obeyed": obeyed.float().mean().item(), "kept": kept.float().mean().item()}
-    shares |= {"distance": distance_B.mean().item(), "within": 1.96 * distance_B.std().item() / len(made) ** 0.5}
-    return {name: round(value, 4) for name, value in shares.items()} | by_name
+    return Edited(
+        obeyed_B=torch.stack([shows[name][place] for place, name in enumerate(named)]),
+        kept_BN=torch.stack(
+            [torch.stack([shows[other][i] for other in shows if other != name]) for i, name in enumerate(named)]
+        ),
+        distance_B=(made - video_of(pixels(sources))).abs().flatten(1).mean(1),
+        named=named,
+    )
+
+
+def edits(pipeline: TextToVideo, reader: DigitReader, attributes: Sequence[Attributes], **settings) -> dict[str, float]:
+    """`obeyed`: clips that show what the instruction names; `kept`: of what it does not name, the mean share.
+
+    `distance` is the mean of `Edited.distance_B`, `within` half of its 95 % interval.
+    """
+    found = edited(pipeline, reader, attributes, **settings)
+    means = {"obeyed": found.obeyed_B, "kept": found.kept_BN, "distance": found.distance_B}
+    shares = {name: value.float().mean().item() for name, value in means.items()}
+    shares["within"] = half_interval(found.distance_B)
+    for name in INSTRUCTIONS:
+        is_named_B = torch.tensor([each == name for each in found.named])
+        shares[name] = found.obeyed_B[is_named_B].float().mean().item()
+    return {name: round(value, 4) for name, value in shares.items()}
+
+
+def half_interval(value_B: Tensor) -> float:
+    """Half of the 95 % interval of the mean."""
+    return 1.96 * value_B.float().std().item() / len(value_B) ** 0.5
 
 
 def edit_scales(
     pipeline: TextToVideo, reader: DigitReader, attributes: Sequence[Attributes], scales: Sequence[float]
-) -> dict[str, float]:
+) -> dict[str, float | bool]:
     """By the scale of guidance by text, the share `obeyed`; by that of guidance by the clip, the `distance` from it.
 
-    The other scale is 2 for text and 1.5 for the clip. Half of a 95 % interval stands beside each.
+    The other scale is 2 for text and 1.5 for the clip. Half of a 95 % interval stands beside each; `is_monotone`:
+    larger scales of text are nearer to the instructions, those of the clip nearer to the clips.
     """
-    found = {}
-    for scale in scales:
-        by_text = edits(pipeline, reader, attributes, guidance=scale, image_guidance=1.5)
-        by_clip = edits(pipeline, reader, attributes, image_guidance=scale)
-        share = by_text["obeyed"]
-        found[f"text_{scale:g}_obeyed"] = share
-        found[f"text_{scale:g}_within"] = round(1.96 * (share * (1 - share) / len(attributes)) ** 0.5, 4)
-        found[f"clip_{scale:g}_distance"], found[f"clip_{scale:g}_within"] = by_clip["distance"], by_clip["within"]
-    return found
+    by_text = [edited(pipeline, reader, attributes, guidance=scale, image_guidance=1.5) for scale in scales]
+    by_clip = [edited(pipeline, reader, attributes, image_guidance=scale) for scale in scales]
+    obeyed_SB = torch.stack([each.obeyed_B for each in by_text]).float()
+    distance_SB = torch.stack([each.distance_B for each in by_clip])
+    found: dict[str, float | bool] = {}
+    for name, value_SB in (("text_{}_obeyed", obeyed_SB), ("clip_{}_distance", distance_SB)):
+        for scale, value_B in zip(scales, value_SB, strict=True):
+            found[name.format(f"{scale:g}")] = round(value_B.mean().item(), 4)
+            found[f"{name[:5]}{scale:g}_within"] = round(half_interval(value_B), 4)
+    return found | {"text_is_monotone": rises(obeyed_SB), "clip_is_monotone": rises(-distance_SB)}
+
+
+def rises(value_SB: Tensor) -> bool:
+    """Whether the mean over the clips rises from scale to scale, as far as so many clips can tell.
+
+    No step falls by more than half of the 95 % interval of its mean, and all of them together rise by more than that;
+    intervals are those of differences between values of the same clip.
+    """
+    whole_B, steps = value_SB[-1] - value_SB[0], value_SB.diff(dim=0)
+    has_fallen = any(step_B.mean().item() < -half_interval(step_B) for step_B in steps)
+    return not has_fallen and whole_B.mean().item() > half_interval(whole_B)
 
 
 def draw_edits(attributes: Sequence[Attributes], seed: int = 0) -> tuple[list[Attributes], list[str], Tensor]:

@@ -3,7 +3,8 @@
 import math
 from pathlib import Path
 
-from megadit.models.bundle.bundle import Bundle, is_bundle
+from megadit.models.bundle.bundle import Bundle
+from megadit.models.bundle.manifest import is_bundle
 from megadit.models.shared.documents import parse_json
 from megadit.models.shared.errors import UserError
 from megadit.train.config.schema import RunConfig

@@ -21,7 +21,7 @@ from megadit.infer.evaluate.extractors.digits import DigitClips, DigitPictures, 
 from megadit.infer.evaluate.extractors.i3d import I3D, I3DClips
 from megadit.infer.evaluate.extractors.inception import Inception, InceptionPictures
 from megadit.infer.evaluate.extractors.published import open_published
-from megadit.models.bundle.bundle import MANIFEST_FILE
+from megadit.models.bundle.manifest import MANIFEST_FILE
 from megadit.models.shared.documents import check_tensor_header
 from megadit.models.shared.errors import UserError, choose_one
 from megadit.models.shared.files import sha256_of

@@ -31,6 +31,19 @@ def test_forms_say_the_same_as_json(visit):
     assert all(video["settings"] == videos[0]["settings"] for video in videos)
 
 
+@pytest.mark.parametrize(
+    "names",
+    [("guidance_scale", "image_guidance_scale", "num_inference_steps"), ("text_cfg_scale", "image_cfg_scale", "steps")],
+)
+def test_settings_have_the_names_of_other_programs(visit, names):
+    body = dict(zip(names, (7.5, 1.2, 3), strict=True))
+    for how in ({"json": VIDEO | body}, {"data": VIDEO | body}):
+        settings = visit().post("/v1/videos", **how).json()["settings"]
+        assert [settings[name] for name in ("guidance", "image_guidance", "num_steps")] == [7.5, 1.2, 3]
+    answer = visit().post("/v1/videos", json=VIDEO | body | {"guidance": 2.0})
+    assert answer.status_code == 400 and f"{names[0]} and guidance are names" in answer.json()["error"]["message"]
+
+
 def test_get_list_and_delete(visit):
     client = visit()
     ids = [client.post("/v1/videos", json=VIDEO | {"seed": seed}).json()["id"] for seed in range(5)]

@@ -420,26 +420,52 @@ class SilentProxy:
         self._listening.close()
 
 
+@pytest.fixture
+def proxied(postgres, postgres_server):
+    """A proxy before PostgreSQL, and the URL of an empty database behind it."""
+    name = postgres.partition("@/")[2].partition("?")[0]
+    with contextlib.closing(SilentProxy(postgres_server / ".s.PGSQL.5432")) as proxy:
+        yield proxy, f"postgresql+psycopg://postgres@127.0.0.1:{proxy.port}/{name}"
+
+
 @pytest.mark.slow
-def test_a_postgresql_behind_a_silent_network_is_given_up(postgres, postgres_server, monkeypatch):
+def test_a_postgresql_behind_a_silent_network_is_given_up(proxied, monkeypatch):
     for name, seconds in (("_SECONDS_TO_ANSWER", 1.0), ("_SECONDS_TO_CONNECT", 2)):
         monkeypatch.setattr(database, name, seconds)
     database._impatient_connection.cache_clear()
-    name = postgres.partition("@/")[2].partition("?")[0]
-    with contextlib.closing(SilentProxy(postgres_server / ".s.PGSQL.5432")) as proxy:
-        store = Database(f"postgresql+psycopg://postgres@127.0.0.1:{proxy.port}/{name}")
-        with contextlib.closing(store):
-            key = KeyRing(store).add("a", limits=KeyLimits())[1]
-            jobs = JobStore(store, owner="here")
-            job = jobs.create(key, NEW)[0]
-            proxy.is_silent.set()
-            for ask_store in (jobs.has_queued, lambda: jobs.get(key.id, job.id)):  # a known connection, and a new one
-                began = time.monotonic()
-                with pytest.raises(SQLAlchemyError):
-                    ask_store()
-                assert time.monotonic() - began < 30
-            proxy.is_silent.clear()
-            assert jobs.get(key.id, job.id).id == job.id, "it is asked again once it answers"
+    proxy, url = proxied
+    with contextlib.closing(Database(url)) as store:
+        key = KeyRing(store).add("a", limits=KeyLimits())[1]
+        jobs = JobStore(store, owner="here")
+        job = jobs.create(key, NEW)[0]
+        proxy.is_silent.set()
+        for ask_store in (jobs.has_queued, lambda: jobs.get(key.id, job.id)):  # a known connection, and a new one
+            began = time.monotonic()
+            with pytest.raises(SQLAlchemyError):
+                ask_store()
+            assert time.monotonic() - began < 30
+        proxy.is_silent.clear()
+        assert jobs.get(key.id, job.id).id == job.id, "it is asked again once it answers"
+
+
+@pytest.mark.slow
+def test_a_gateway_whose_postgresql_is_silent_says_so_at_once(proxied, start_gateway, server, eventually):
+    """Known connections are silent, new ones are taken and never answered, until after the first are given up."""
+    proxy, url = proxied
+    gateway = start_gateway(f"grpc://{server.grpc_url}", store=url)
+
+    def ready() -> tuple[int, float]:
+        began = time.monotonic()
+        code = httpx.get(f"{gateway.url}/health/ready", timeout=300).status_code
+        return code, time.monotonic() - began
+
+    proxy.is_silent.set()
+    eventually(lambda: ready()[0] == 503)
+    codes, seconds = zip(*(ready() for _ in range(25)), strict=True)
+    assert set(codes) == {503}
+    assert min(seconds) < 2 and max(seconds) < database._SECONDS_TO_ANSWER, "none waited for the store"
+    proxy.is_silent.clear()
+    eventually(gateway.is_ready)
 
 
 # ------------------------------------------------------------------------------------- a job that kills its server

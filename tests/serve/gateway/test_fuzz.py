@@ -22,6 +22,7 @@ from hypothesis.errors import Unsatisfiable
 from megadit.serve.client import VideoClient
 from megadit.serve.contract import INPUTS, VideoRequest
 from megadit.serve.gateway.app import create_app
+from tests.memory import within_memory
 
 from ..media import MASK, MP4, PNG
 
@@ -99,27 +100,11 @@ def make_all(gateway):
     return make
 
 
-@contextlib.contextmanager
-def within_memory(*pids: int, limit: int = 1 << 31):
-    """None of these processes takes so many bytes more in the meantime."""
-
-    def resident(pid: int, name: str) -> int:
-        return int(re.search(rf"^{name}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[1]) << 10
-
-    before = {pid: resident(pid, "VmRSS") for pid in pids}
-    for pid in pids:
-        Path(f"/proc/{pid}/clear_refs").write_text("5")  # the most that it has held is forgotten
-    yield
-    most = {pid: resident(pid, "VmHWM") for pid in pids}
-    print(f"at most {max(most.values()) / 2**20:.0f} MiB in a process")
-    assert all(most[pid] - before[pid] < limit for pid in pids), (before, most)
-
-
 def test_a_process_that_takes_much_memory_is_noticed():
     """The negative control of the tests below."""
-    with within_memory(os.getpid(), limit=1 << 26):
+    with within_memory(limit=1 << 26):
         pass
-    with pytest.raises(AssertionError), within_memory(os.getpid(), limit=1 << 26):
+    with pytest.raises(AssertionError), within_memory(limit=1 << 26):
         np.ones(1 << 27, dtype=np.uint8)
 
 
@@ -173,7 +158,7 @@ def test_no_request_is_answered_with_a_fault_of_ours(gateway, new_key, visit, gu
         assert len(answer.headers["x-request-id"]) == 1 and "set-cookie" not in answer.headers
 
     callers = st.sampled_from([owner] * 6 + [other] * 3 + ["", "x", owner[:-1], f"{owner}x"])
-    with within_memory(os.getpid()):
+    with within_memory():
         for operation in schema.get_all_operations():
             strategy = operation.ok().as_strategy(generation_mode=schemathesis.GenerationMode(mode))
             with contextlib.suppress(Unsatisfiable):  # where nothing is asked for, nothing can be asked wrongly
@@ -226,7 +211,7 @@ def test_no_path_and_no_header_is_more_than_text(gateway, new_key, visit, guarde
     methods = st.sampled_from(["GET"] * 4 + ["POST", "DELETE", "HEAD", "PUT", "OPTIONS"])
     headers = st.lists(st.tuples(NAMES, HEADER_VALUES), max_size=4)
     paths = st.lists(PIECES, max_size=5) | st.just(["KNOWN", "content"])
-    with within_memory(os.getpid()):
+    with within_memory():
         fuzzed(given(method=methods, pieces=paths, headers=headers, body=st.binary(max_size=60))(check))()
     print(
         f"{len(codes)} requests of raw paths and headers: { {code: codes.count(code) for code in sorted(set(codes))} }"

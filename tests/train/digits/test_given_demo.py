@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import read_json
 from megadit.train.digits import given_data, given_demo, given_score
 from megadit.train.digits.data import COLOURS, DIGITS, random_attributes
 from megadit.train.digits.judge import DigitReader, Verdicts
@@ -61,6 +62,43 @@ def test_what_follows_the_first_frame_is_judged(monkeypatch):
     assert found == {"digit": 0.75, "every_frame": 0.5, "colour": 1.0, "direction": 1.0}
 
 
+def test_values_rise_as_far_as_the_clips_can_tell():
+    noise = 0.3 * torch.randn(4, 100, generator=torch.Generator().manual_seed(0))
+    rising = torch.tensor([0.0, 0.5, 0.5, 1.0])[:, None] + noise
+    assert given_score.rises(rising) and not given_score.rises(-rising)
+    assert not given_score.rises(noise), "nothing changes"
+    assert not given_score.rises(rising[[0, 3, 1, 3]]), "a step falls"
+    assert not given_score.rises(rising[[0, 1, 3, 0]]), "the end is where it began"
+
+
+@pytest.mark.parametrize(
+    ("num_right", "offset", "is_monotone"),
+    [((5, 20, 20, 29), (0.4, 0.3, 0.2, 0.1), (True, True)), ((5, 29, 12, 29), (0.1, 0.2, 0.3, 0.4), (False, False))],
+)
+def test_a_score_says_whether_scales_are_monotone(monkeypatch, num_right, offset, is_monotone):
+    asked, scales = attributes(30), (1.0, 1.5, 2.0, 3.0)
+    after = given_score.draw_edits(asked)[0]
+    ways, num_obeyed = ["left", "right", "up", "down"], [30]
+
+    def make_edits(pipeline, instructions, sources, *, guidance=2.0, image_guidance):
+        num_obeyed[0] = num_right[scales.index(guidance)]
+        return given_score.video_of(given_score.pixels(sources)) + offset[scales.index(image_guidance)]
+
+    def shown(reader, video):
+        obeys = torch.arange(30) < num_obeyed[0]
+        columns = ([each.digit for each in after], [list(COLOURS).index(each.colour) for each in after])
+        digit, colour = (torch.where(obeys, torch.tensor(column), -1)[:, None].expand(30, 9) for column in columns)
+        direction = torch.where(obeys, torch.tensor([ways.index(each.direction) for each in after]), -1)
+        return Verdicts(digit, colour, direction)
+
+    monkeypatch.setattr(given_score, "make_edits", make_edits)
+    monkeypatch.setattr(given_score, "judge", shown)
+    found = given_score.edit_scales(None, Knowing(), asked, scales)
+    assert (found["text_is_monotone"], found["clip_is_monotone"]) == is_monotone
+    assert [found[f"text_{scale:g}_obeyed"] for scale in scales] == [round(count / 30, 4) for count in num_right]
+    assert [found[f"clip_{scale:g}_distance"] for scale in scales] == pytest.approx(offset, abs=1e-3)
+
+
 def test_every_option_reaches_the_demo(tmp_path, monkeypatch):
     asked = []
 
@@ -85,3 +123,5 @@ def test_the_demo_runs_to_its_pictures(quick_demo, tmp_path, monkeypatch):
     assert given_demo.main(["--out", str(tmp_path / "given"), *options]) == 0
     assert (tmp_path / "given" / "given.png").stat().st_size > 10_000
     assert (tmp_path / "given" / "edit_scales.png").stat().st_size > 10_000
+    scales = read_json(tmp_path / "given" / "score.json")["edit_scales"]
+    assert {"text_is_monotone", "clip_is_monotone", "text_3_obeyed", "clip_1.5_within"} <= scales.keys()

@@ -1,0 +1,62 @@
+"""megadit.json, by which a bundle is known: the size and checksum of each of its files. Nothing here imports torch."""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megadit.models.shared.errors import UserError
+from megadit.models.shared.files import inner_path, write_json
+
+MANIFEST_FILE = "megadit.json"
+
+
+def is_bundle(path: str | os.PathLike) -> bool:
+    """Whether `path` looks like a bundle, of any version (other directories of ours hold a megadit.json too)."""
+    return (Path(path) / MANIFEST_FILE).is_file() and (Path(path) / "transformer").is_dir()
+
+
+def write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
+    """Writes megadit.json with the size and checksum of every other file in `directory`."""
+    names = [name for name in _file_names(directory) if name != MANIFEST_FILE]
+    files = {name: _describe_file(directory / name) for name in names}
+    write_json(directory / MANIFEST_FILE, {**manifest, "files": files})
+
+
+def check_files(path: Path, manifest: Mapping[str, Any], *, verify: bool = False) -> None:
+    """Checks that every file that the manifest of a folder names is there in its full size, by `verify` unchanged.
+
+    Raises:
+        UserError: names the file that is not.
+    """
+    for name, expected in manifest["files"].items():
+        _check_file(inner_path(path, name, follow_links=True), expected, verify=verify)
+
+
+def check_replaceable(out: Path) -> None:
+    """Raises UserError where `out` is a directory that holds something else than a bundle."""
+    if out.is_dir() and any(out.iterdir()) and not is_bundle(out):
+        raise UserError(f"{out} holds files that are not a bundle, and would be replaced; choose another directory")
+
+
+def _file_names(directory: Path) -> list[str]:
+    return sorted(file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.is_file())
+
+
+def _describe_file(file: Path) -> dict[str, Any]:
+    return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+
+
+def _check_file(file: Path, expected: Mapping[str, Any], *, verify: bool) -> None:
+    if not file.is_file():
+        raise UserError(f"{file} is missing: it was copied incompletely")
+    if file.stat().st_size != expected["bytes"]:
+        raise UserError(f"{file} has {file.stat().st_size} bytes instead of {expected['bytes']}: it was cut or changed")
+    if verify and _sha256(file) != expected["sha256"]:
+        raise UserError(f"{file} differs from its checksum in {MANIFEST_FILE}: it was damaged or changed")
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
