@@ -54,6 +54,7 @@ CLIP = {
     "data": {"mock_latent_shapes": [[1, 6, 10]], "text_dropout": 0.0},
 }
 
+
 def with_model(case, text_tower, **model):
     return case | {"model": CLIP["model"] | model | {"text_tower": TOWER | text_tower}}
 
@@ -162,6 +163,34 @@ def test_a_layout_trains_as_one_rank_does(folders, ranks, layout, loss):
     assert found < 1e-6 and norm < 1e-5 and spread == 0
     names = (folders(ranks) / f"{loss} {layout}", folders(1) / f"{loss} one")
     assert distance(*(_read(name / "tensors", "model.") for name in names)) < 2e-5
+
+
+SHORT = (
+    *("-m", "megadit.train", "--recipe", "clip_digits", "--mock", "train.matmul_precision=ieee"),
+    *("model.num_layers=2", "model.hidden_size=32", "model.num_attention_heads=2", "data.seq_length=1040"),
+    *("data.text_seq_length=192", "optimizer.lr_warmup_iters=0", "optimizer.lr_decay_style=constant"),
+    *("optimizer.optimizer=adamw", "optimizer.lr=0.001", "validation.interval=2", "checkpoint.save_interval=2"),
+    *("train.num_threads=1", "logger.tensorboard=false", "logger.curves=false"),
+)
+"""Two packs of 16 images a step, which are compared with one another."""
+
+
+@pytest.mark.slow
+def test_pipeline_stages_go_on_with_a_run(run_ranks, tmp_path, read_metrics):
+    """Of tensor-parallel ranks; with the same losses of validation, too. What stages write is compared above."""
+
+    def run(ranks, folder, steps, *layout):
+        run_ranks(ranks, *SHORT, f"train.output_dir={tmp_path / folder}", f"train.train_iters={steps}", *layout)
+        return read_metrics(tmp_path / folder)
+
+    together, stages = "data.micro_batch_size=2", "parallel.pipeline_model_parallel_size=2"
+    expected = run(1, "one", 4, together)
+    run(2, "turns", 2, together, "parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
+    found = run(2, "turns", 4, together, stages)
+    for name, count in {"loss": 4, "validation": 2}.items():
+        lines = [[line for line in each if name in line] for each in (expected, found)]
+        one, turns = ([line[name] if name == "loss" else line[name]["none"]["mean"] for line in x] for x in lines)
+        assert len(one) == count and turns == pytest.approx(one, rel=1e-5)
 
 
 @pytest.mark.slow
