@@ -13,7 +13,7 @@ from torch import Tensor
 from megadit.models.adapter_config import AdapterConfig
 from megadit.models.adapter_slots import AdapterSlots
 from megadit.models.adapters import chosen_targets, load_adapter, remove, set_scale
-from megadit.models.dit import DiT
+from megadit.models.networks import SavedNetwork
 
 SCALES: Mapping[str, Sequence[Sequence[float]]] = {
     "two in a slot": ([0.7, -1.0], [0.0, 1.0]),
@@ -52,7 +52,7 @@ def random_state(slots: AdapterSlots, rank: int, seed: int) -> State:
 
 
 @contextmanager
-def beside(dit: DiT, adapters: Sequence[tuple[State, AdapterConfig, Tensor]]) -> Iterator[None]:
+def beside(dit: SavedNetwork, adapters: Sequence[tuple[State, AdapterConfig, Tensor]]) -> Iterator[None]:
     """Within the block these are beside the network, at their scales."""
     names = [f"case_{number}" for number in range(len(adapters))]
     try:

@@ -22,7 +22,7 @@ from megadit.infer.runtimes.network_spec import DENOISERS, SETTINGS_FILE, SETTIN
 from megadit.models.adapter_slots import AdapterSlots
 from megadit.models.bundle.bundle import Bundle, check_single, check_transformer
 from megadit.models.bundle.manifest import MANIFEST_FILE, check_replaceable, write_manifest
-from megadit.models.config import DiTConfig
+from megadit.models.network_config import NetworkConfig
 from megadit.models.shared.errors import UserError
 from megadit.models.shared.files import atomic_directory, write_json
 from megadit.models.shared.setting import check_settings, group, setting
@@ -78,12 +78,11 @@ class ExportSettings:
     def graph_opset(self) -> int:
         return self._least_opset if self.opset is None else self.opset
 
-    def adapter_slots(self, config: DiTConfig) -> AdapterSlots | None:
+    def adapter_slots(self, config: NetworkConfig) -> AdapterSlots | None:
         """The room for adapters that a network gets."""
         if self.adapter_rank is None:
             return None
-        targets = {"targets": self.adapter_targets} if self.adapter_targets else {}
-        return AdapterSlots(config=config, rank=self.adapter_rank, **targets)
+        return AdapterSlots(config=config, rank=self.adapter_rank, targets=self.adapter_targets)
 
     def precision_of(self, network: str) -> str:
         """Latents and texts, which decoders and encoders compute once for all steps, stay in float32."""
@@ -148,7 +147,6 @@ def _exported_text_encoder(text_encoder: TextEncoder, settings: ExportSettings) 
 def _check_network(bundle: Bundle, settings: ExportSettings) -> None:
     if settings.adapter_rank is not None:
         check_single(bundle)
-        check_transformer(bundle, "adapters are no inputs of it; leave out --adapter_rank")
     if settings.precision in FORMATS:
         check_transformer(bundle, f"{settings.precision} is for products of blocks; take fp16")
     if bundle.kind != "video" and (settings.precision != "fp32" or settings.adapter_rank is not None):

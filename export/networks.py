@@ -93,10 +93,13 @@ def _open_layout(conditioning: Conditioning, times_T: Tensor, config: DiTConfig)
 class WholeTextDenoiserGraph(DenoiserGraph):
     """The same of a network of images that reads all rows of its texts, and maybe one feature of each whole text."""
 
-    def forward(self, x, sigma, text, *pooled: Tensor) -> Tensor:
+    def forward(self, x, sigma, text, *more: Tensor) -> Tensor:
+        count = 0 if self.denoiser.dit.config.pooled_size is None else 1
+        pooled, adapters = more[:count], more[count:]
         unread_B = torch.zeros_like(sigma)
         conditioning = Conditioning(text, unread_B.long(), unread_B, pooled_BP=next(iter(pooled), None))
-        return self.denoiser(x, sigma, conditioning)
+        with self.filled(adapters):
+            return self.denoiser(x, sigma, conditioning)
 
 
 class DecoderGraph(nn.Module):

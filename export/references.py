@@ -3,7 +3,7 @@
 Random sizes and numbers; of the denoiser every noise level with a real prompt, each use of what is given, adapters.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -65,11 +65,13 @@ def reference_cases(
 
 
 def _adapter_cases(network: nn.Module, usual: dict[str, Tensor], slots: AdapterSlots) -> list[Case]:
-    cases, conditioning = [], Conditioning(usual["text"], usual["text_length"], usual["fps"])
+    """Of adapters beside the network's linears, while its slots are empty as they are in the `usual` inputs."""
+    cases = []
     for name, scales in SCALES.items():
-        inputs, adapters = adapter_inputs(slots, len(conditioning), scales)
+        inputs, adapters = adapter_inputs(slots, len(usual["x"]), scales)
         with beside(network.denoiser.dit, adapters):
-            cases.append(reference(network, f"adapters, {name}", usual | inputs, conditioning))
+            found = reference(network, f"adapters, {name}", usual)
+        cases.append(replace(found, inputs=usual | inputs))
     return cases
 
 

@@ -4,8 +4,9 @@
     <group>.up     [B, N, O, R]      with its scaling and its scale inside
 
 A *group* are the N targets of one name, one in each block: `blocks.self_attention.q` (so that a network of 28 blocks
-has some twenty such inputs, not hundreds). Several adapters of a sample stand side by side in the R rows. A slot of
-zeros is the base: a zero is added to what each linear gives.
+has some twenty such inputs, not hundreds); where blocks differ in width, of one name and size:
+`blocks.attn1.to_q.320x320`. Several adapters of a sample stand side by side in the R rows. A slot of zeros is the base:
+a zero is added to what each linear gives.
 
 Shapes: B batch, N targets of a group, R rank of the slots, I and O input and output features of a target.
 """
@@ -23,13 +24,21 @@ from torch import Tensor, nn
 from megadit.models.adapter_config import AdapterConfig
 from megadit.models.adapters import beside, chosen_targets
 from megadit.models.config import DiTConfig
-from megadit.models.dit import DiT
 from megadit.models.low_rank import SlotLowRank
+from megadit.models.network_config import NetworkConfig
+from megadit.models.networks import SavedNetwork
 from megadit.models.shared.errors import UserError
+from megadit.models.unet_config import UNetConfig
 
 NAME = "slots"
 """Of the slots among the adapters of a linear."""
-_BLOCK = re.compile(r"^blocks\.\d+\.")
+USUAL_TARGETS: Mapping[type, tuple[str, ...]] = {
+    DiTConfig: AdapterConfig(rank=1).targets,
+    UNetConfig: ("*.attentions.*",),
+}
+"""Class of a configuration -> what adapters usually change: attention and MLPs."""
+_BLOCK = re.compile(r"^blocks\.\d+\.|^network\.(\w+_blocks\.\d+|mid_block)\.\w+\.\d+\.(transformer_blocks\.\d+\.)?")
+"""Where a target is, of a transformer and of a U-Net."""
 State = Mapping[str, Tensor]
 
 
@@ -54,14 +63,18 @@ class Packed(NamedTuple):
 class AdapterSlots:
     """The room that a network was exported with."""
 
-    config: DiTConfig
+    config: NetworkConfig
     rank: int
     """Of all adapters of a sample together."""
-    targets: tuple[str, ...] = AdapterConfig(rank=1).targets
-    """Patterns of what adapters may change."""
+    targets: tuple[str, ...] = ()
+    """Patterns of what adapters may change; none stand for the usual ones."""
+
+    def __post_init__(self) -> None:
+        if not self.targets:
+            object.__setattr__(self, "targets", USUAL_TARGETS[type(self.config)])
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], config: DiTConfig) -> "AdapterSlots":
+    def from_dict(cls, values: Mapping[str, Any], config: NetworkConfig) -> "AdapterSlots":
         return cls(config=config, rank=values["rank"], targets=tuple(values["targets"]))
 
     def to_dict(self) -> dict[str, Any]:
@@ -74,13 +87,15 @@ class AdapterSlots:
         Raises:
             UserError: for a pattern that names no target.
         """
-        found: dict[str, list[str]] = {}
-        chosen = chosen_targets(self.config, self.targets)
-        for name in chosen:
-            found.setdefault(_BLOCK.sub("blocks.", name), []).append(name)
-        firsts = {group: chosen[names[0]] for group, names in found.items()}
-        sizes = {group: (first.in_features, first.out_features) for group, first in firsts.items()}
-        return {group: Group(tuple(names), *sizes[group]) for group, names in found.items()}
+        found: dict[str, dict[tuple[int, int], list[str]]] = {}
+        for name, target in chosen_targets(self.config, self.targets).items():
+            of_name = found.setdefault(_BLOCK.sub("blocks.", name), {})
+            of_name.setdefault((target.in_features, target.out_features), []).append(name)
+        return {
+            name if len(of_name) == 1 else f"{name}.{sizes[0]}x{sizes[1]}": Group(tuple(targets), *sizes)
+            for name, of_name in found.items()
+            for sizes, targets in of_name.items()
+        }
 
     @property
     def inputs(self) -> dict[str, tuple[int, ...]]:
@@ -167,7 +182,7 @@ class AdapterSlots:
 class SlottedLinears:
     """The linears of a network beside which slots stand."""
 
-    def __init__(self, dit: DiT, slots: AdapterSlots) -> None:
+    def __init__(self, dit: SavedNetwork, slots: AdapterSlots) -> None:
         """Puts empty slots beside them."""
         targets = chosen_targets(slots.config, slots.targets)
         self._inputs = tuple(slots.inputs)
@@ -179,7 +194,8 @@ class SlottedLinears:
                 by_linear.setdefault(targets[target].linear, []).append((name, place))
         modules: dict[str, nn.Module] = dict(dit.named_modules())
         for path, places in by_linear.items():
-            low_rank = SlotLowRank([targets[slots.groups[name].targets[place]].rows for name, place in places])
+            rows = [targets[slots.groups[name].targets[place]].rows for name, place in places]
+            low_rank = SlotLowRank(rows, samples_first=slots.config.samples_first)
             beside(modules[path])[NAME] = low_rank
             self._places.append((low_rank, places))
 

@@ -52,14 +52,15 @@ class WordEmbedder(nn.Module):
 class TextTower(nn.Module):
     """Texts to embeddings [B, E], of any length."""
 
-    def __init__(self, config: DiTConfig) -> None:
+    def __init__(self, config: DiTConfig, part: Part = WHOLE_NETWORK) -> None:
         super().__init__()
         of_text = text_config(config)
+        self.part = part
         self.num_words = config.text_tower.num_words
-        self.x_embedder = WordEmbedder(config)
+        self.x_embedder = WordEmbedder(config) if part.is_first else None
         make_block = BLOCKS[of_text.structure.block]
-        self.blocks = BlockStack({str(index): make_block(of_text) for index in range(of_text.num_layers)})
-        self.head = ClassHead(of_text)
+        self.blocks = BlockStack({str(index): make_block(of_text) for index in part.blocks(of_text.num_layers)})
+        self.head = ClassHead(of_text) if part.is_last else None
         # `megatron.parallelize` exchanges these where ranks share the tokens
         self.enter, self.leave = nn.Identity(), nn.Identity()
 
@@ -73,16 +74,21 @@ class TextTower(nn.Module):
         return self.head(x_LBD.gather(0, last_1BD)[0])
 
     def forward_packed(self, text_L1E: Tensor, layout: PackLayout) -> Tensor:
-        """[G, E] of the texts of a pack; those of padding, and of samples without text, have no meaning."""
+        """[G, E] of the texts of a pack; those of padding, and of samples without text, have no meaning.
+
+        Parts of a network take and give activations (L1D) as in `ViT.forward_packed`.
+        """
         texts = layout.memo(texts_as_segments)
         tensors = texts.on(text_L1E.device)
-        token_L1 = class_index(text_L1E, self.num_words)
+        token_L1 = class_index(text_L1E, self.num_words) if self.part.is_first else text_L1E
         x_L1D = self._transform(token_L1, tensors.position_in_segment_S[:, None], texts)
-        return self.head(x_L1D[tensors.last_token_G, 0])
+        return self.head(x_L1D[tensors.last_token_G, 0]) if self.part.is_last else x_L1D
 
-    def _transform(self, token_LB: Tensor, place_L1: Tensor, layout: Layout) -> Tensor:
-        x_LBD = self.enter(self.x_embedder(token_LB, place_L1))
-        return self.leave(self.blocks(x_LBD, BlockInputs(layout=layout)))
+    def _transform(self, tokens: Tensor, place_L1: Tensor, layout: Layout) -> Tensor:
+        """[L, B, D] of `tokens`, int64 [L, B]; after the first part of the network of its activations [L, B, D]."""
+        x_LBD = self.enter(self.x_embedder(tokens, place_L1)) if self.part.is_first else tokens
+        x_LBD = self.blocks(x_LBD, BlockInputs(layout=layout))
+        return self.leave(x_LBD) if self.part.is_last else x_LBD
 
 
 def texts_as_segments(layout: PackLayout) -> PackLayout:
@@ -97,13 +103,13 @@ class CLIP(nn.Module):
 
     def __init__(self, config: DiTConfig, part: Part = WHOLE_NETWORK) -> None:
         super().__init__()
-        assert part == WHOLE_NETWORK, "two towers have two sequences, of which stages of a pipeline send one"
         self.config = config
         self.part = part
-        self.image_tower = ViT(config)
-        self.text_tower = TextTower(config)
-        self.log_scale = nn.Parameter(torch.zeros(1))
-        self.score_offset = nn.Parameter(torch.zeros(1)) if config.text_tower.pairwise else None
+        self.image_tower = ViT(config, part)
+        self.text_tower = TextTower(config, part)
+        has_offset = part.is_last and config.text_tower.pairwise
+        self.log_scale = nn.Parameter(torch.zeros(1)) if part.is_last else None
+        self.score_offset = nn.Parameter(torch.zeros(1)) if has_offset else None
 
     @property
     def towers(self) -> tuple[ViT, TextTower]:
@@ -129,6 +135,27 @@ class CLIP(nn.Module):
     def forward(self, x_BCTHW: Tensor, token_JL: Tensor, length_J: Tensor) -> Tensor:
         """Scores [B, J]: cosines, scaled."""
         return self.scale * self.embed_images(x_BCTHW) @ self.embed_texts(token_JL, length_J).T
+
+    def forward_packed(
+        self, tokens_S1P: Tensor, text_L1E: Tensor, layout: PackLayout, before: Tensor | None = None
+    ) -> tuple[Tensor, Tensor] | Tensor:
+        """What the towers make of the images and of the texts of a pack, both [G, E]; see each.
+
+        A part of the network that is not the first takes `before`, the activations of both towers of the part before,
+        in place of tokens; one that is not the last gives its own. They are one tensor [S + L, 1, D] of the wider
+        tower's D: tokens of images, then those of texts, filled up with zeros.
+        """
+        image, text = (tokens_S1P, text_L1E) if self.part.is_first else self._of_towers(before, layout)
+        made = self.image_tower.forward_packed(image, layout), self.text_tower.forward_packed(text, layout)
+        if self.part.is_last:
+            return made
+        return torch.cat([F.pad(x, (0, self.config.sent_size - x.shape[-1])) for x in made])
+
+    def _of_towers(self, both: Tensor, layout: PackLayout) -> tuple[Tensor, Tensor]:
+        """(image S1D, text L1D) of what `forward_packed` gives; ranks share either sequence in the same way."""
+        counts = [count // layout.mesh.slices for count in (layout.capacity, layout.text_capacity)]
+        image, text = both.split(counts)
+        return image[..., : self.config.hidden_size], text[..., : self.config.text_tower.hidden_size]
 
 
 class _Bounded(torch.autograd.Function):

@@ -240,6 +240,11 @@ class DiTConfig:
         return self.patch_dim + self.given_dim + self.mask_dim
 
     @property
+    def sent_size(self) -> int:
+        """Width of what stages of a pipeline send; of two towers that of the wider."""
+        return max(self.hidden_size, self.text_tower.hidden_size) if self.task == "match" else self.hidden_size
+
+    @property
     def text_size(self) -> int:
         """Width of the text that keys and values read."""
         return self.hidden_size if self.structure.projects_text else self.crossattn_emb_size

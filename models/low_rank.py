@@ -154,10 +154,12 @@ class SlotLowRank(nn.Module):
     `factors` are (down [B, R, I], up [B, rows, R]) of each target, scaling and scale within `up`; none change nothing.
     """
 
-    def __init__(self, rows: Sequence[Rows]) -> None:
+    def __init__(self, rows: Sequence[Rows], *, samples_first: bool = False) -> None:
+        """`samples_first`: as of `LowRank`."""
         super().__init__()
         self.rows = tuple(rows)
         """Of the targets."""
+        self.samples_first = samples_first
         self.factors: Sequence[tuple[Tensor, Tensor]] = ()
 
     @property
@@ -165,11 +167,15 @@ class SlotLowRank(nn.Module):
         return 1.0 if self.factors else 0.0
 
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
-        """The change of y = base(x), [..., O]; x is [S, B, I], or [G, I] of conditions, B once or several times."""
+        """The change of y = base(x), [..., O]; x is [S, B, I], or [G, I] of conditions, B once or several times;
+        with samples first [B, ..., I]."""
         down_BRI = torch.cat([down for down, _ in self.factors], dim=1).to(x.dtype)
         ups = [rows.spread(up) for rows, (_, up) in zip(self.rows, self.factors, strict=True)]
         up_BOR = torch.cat(ups, dim=2).to(x.dtype)
         batch = down_BRI.shape[0]  # a number that stays open, as len does not
+        if self.samples_first:
+            x_BSI = x.reshape(batch, -1, x.shape[-1])
+            return ((x_BSI @ down_BRI.mT) @ up_BOR.mT).reshape(y.shape)
         x_SBI = x if x.ndim == 3 else x.unflatten(0, (-1, batch))
         change_BSO = (x_SBI.transpose(0, 1) @ down_BRI.mT) @ up_BOR.mT
         return change_BSO.transpose(0, 1).reshape(y.shape)

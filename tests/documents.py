@@ -3,7 +3,8 @@
 A block of shell or Python runs as it stands, page by page, in a folder that holds what `shelf` of test_documents.py
 puts there; but for one under `<!-- needs: NAME -->`, NAME of `NEEDS`. `<!-- file: NAME -->` above a block of another
 language says that it is a file, which the blocks below find. Blocks of `text` are what a command prints. A table
-under `<!-- run -->` is a block of the commands in its cells, row after row.
+under `<!-- run -->` is a block of the commands in its cells, row after row. `<!-- after: PAGE -->` says that the folder
+is the one that all blocks of another page have left.
 """
 
 import re
@@ -28,6 +29,7 @@ _BLOCK = re.compile(
     r"^```(?P<language>\w*)(?: (?P<name>\w+))?\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
+_AFTER = re.compile(r"^<!-- after: (\S+) -->$", re.MULTILINE)
 _TABLE = re.compile(r"^<!-- run -->\n(?P<text>(?:\|.*\n)+)", re.MULTILINE)
 _COMMAND = re.compile(r"`(megadit [^`]+)`")
 
@@ -79,6 +81,12 @@ def blocks(page: Path) -> list[Block]:
     """
     name = page.relative_to(ROOT).as_posix()
     return read_blocks(page.read_text(encoding="utf-8"), name)
+
+
+def page_before(page: Path) -> Path | None:
+    """The page that this one goes on from."""
+    found = _AFTER.search(page.read_text(encoding="utf-8"))
+    return found and ROOT / found[1]
 
 
 def read_blocks(text: str, page: str) -> list[Block]:

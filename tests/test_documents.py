@@ -5,6 +5,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from megadit.train.config.load import resolve_config
 
 from . import test_extend
 from .bundles import write_able_bundle, write_classifier_bundle, write_clip_bundle
-from .documents import PAGES, PYTHON, ROOT, SHOWN, Block, blocks, read_blocks, smaller
+from .documents import PAGES, PYTHON, ROOT, SHOWN, Block, blocks, page_before, read_blocks, smaller
 from .stable_diffusion import make_pipeline
 from .test_flags import parsers
 
@@ -209,20 +210,37 @@ def write_media(folder: Path) -> None:
     )
 
 
+def to_run(page: Path) -> list[Block]:
+    return [block for block in blocks(page) if not block.needs and not block.name and block.language not in SHOWN]
+
+
+@pytest.fixture(scope="module")
+def left_by(shelf, run, tmp_path_factory):
+    """left_by(page): the folder in which all that it says has run."""
+
+    @cache
+    def folder(page: Path) -> Path:
+        before, here = page_before(page), tmp_path_factory.mktemp("page") / "here"
+        shutil.copytree(shelf if before is None else folder(before), here)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(here)
+            for block in to_run(page):
+                if block.file:
+                    Path(block.file).parent.mkdir(parents=True, exist_ok=True)
+                    Path(block.file).write_text(block.text)
+                else:
+                    run(block)
+        return here
+
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_page_runs(page, shelf, run, tmp_path, monkeypatch):
-    to_run = [block for block in blocks(page) if not block.needs and not block.name and block.language not in SHOWN]
-    if not to_run:
+def test_a_page_runs(page, left_by):
+    if not to_run(page):
         pytest.skip("nothing on it is run here")
-    shutil.copytree(shelf, tmp_path / "here")
-    monkeypatch.chdir(tmp_path / "here")
-    for block in to_run:
-        if block.file:
-            Path(block.file).parent.mkdir(parents=True, exist_ok=True)
-            Path(block.file).write_text(block.text)
-        else:
-            run(block)
+    left_by(page)
 
 
 @pytest.mark.slow

@@ -24,14 +24,24 @@ from megadit.train.data.packed_batch import PackedBatch
 from megadit.train.loss import LossSums
 
 
-def matching_loss(clip: CLIP, batch: PackedBatch, readers: ProcessGroup | None, rows: int | None = None) -> LossSums:
+def matching_loss(
+    clip: CLIP,
+    batch: PackedBatch,
+    readers: ProcessGroup | None,
+    rows: int | None = None,
+    before: Tensor | None = None,
+) -> LossSums | Tensor:
     """CLIP's loss or SigLIP's, of the pairs of a micro-batch among those of all `readers` (None: among themselves);
-    `rows` is `train.contrast_rows`."""
+    `rows` is `train.contrast_rows`. Of a part of the network, which takes activations (`before`) and gives its own:
+    see `CLIP.forward_packed`.
+    """
+    embedded = clip.forward_packed(batch.tokens_S1P, batch.text_L1E, batch.layout, before)
+    if not clip.part.is_last:
+        return embedded
+    images_GE, texts_GE = embedded
     segments = enumerate(batch.layout.segments)
     pairs = [index for index, segment in segments if not segment.is_padding and segment.text_length]
     index_N = torch.tensor(pairs, dtype=torch.long, device=batch.tokens_S1P.device)
-    images_GE = clip.image_tower.forward_packed(batch.tokens_S1P, batch.layout)
-    texts_GE = clip.text_tower.forward_packed(batch.text_L1E, batch.layout)
     images_NE, texts_NE = (F.normalize(x_GE[index_N].float(), dim=-1) for x_GE in (images_GE, texts_GE))
     if clip.score_offset is None:
         loss_N, is_wrong_N = softmax_loss(images_NE, texts_NE, clip.scale, readers, rows)

@@ -10,6 +10,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megadit.models.config import DiTConfig
+from megadit.models.layout import PackLayout
 from megadit.train.data.packed_batch import PackedBatch
 from megadit.train.optimizer_state import DataParallel
 from megadit.train.setup import Training
@@ -28,12 +30,16 @@ def run_schedule(
         data_iterator=[iter(batches) for _ in training.parts],
         model=list(training.parts),
         num_microbatches=len(batches),
-        # packs lie one after another: however many, they are one sequence
-        seq_length=batches[0].layout.whole.capacity,
+        seq_length=_tokens_sent(training.config.model, batches[0].layout.whole),
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
+
+
+def _tokens_sent(model: DiTConfig, layout: PackLayout) -> int:
+    """Of a micro-batch, whose packs lie one after another: however many, they are one sequence; two towers have two."""
+    return layout.capacity + (layout.text_capacity if model.task == "match" else 0)
 
 
 @torch.no_grad()

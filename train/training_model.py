@@ -67,7 +67,8 @@ class TrainingModel(nn.Module):
         """
         self._announce_direct_reads()
         if self.dit.config.task == "match":
-            return matching_loss(self.dit, batch, None if is_alone else self.readers, self.contrast_rows)
+            readers = None if is_alone else self.readers
+            return matching_loss(self.dit, batch, readers, self.contrast_rows, self._before)
         if self.dit.config.task == "classify":
             return classification_loss(self.dit, batch, self.label_smoothing, self._before)
         if is_noisy:

@@ -62,7 +62,7 @@ class EvaluateOptions:
     extractors: Sequence[Path] = setting(
         (),
         "networks that videos are seen through: files of `megadit evaluate convert`, folders of CLIP and VideoMAE as "
-        "transformers saves them, bundles of a ViT, judge.safetensors of `megadit demo`",
+        "transformers saves them, bundles of CLIP and ViT, judge.safetensors of `megadit demo`",
         metavar="PATH",
     )
     metrics: Sequence[str] = setting(

@@ -118,6 +118,7 @@ def describe_bundle(path: Path) -> Facts:
     facts: Facts = {
         "bundle": str(path),
         "kind": bundle.kind,
+        **({"makes": "images" if bundle.defaults.num_frames == 1 else "videos"} if bundle.kind == "video" else {}),
         "written by": f"megadit {bundle.manifest.get('megadit_version', '?')}",
     }
     for part, kind in bundle.manifest["parts"].items():

@@ -171,6 +171,17 @@ def _divides(name: str, what: Callable[[Division], tuple[str, int]], holds: str)
     )
 
 
+def _in_parts(layers: Callable[[Division], tuple[str, int]]) -> Rule[Division]:
+    """The rule that the parts of a pipeline have equally many of `layers` = (description, number)."""
+    return Rule(
+        needs=lambda division: layers(division)[1] % division.sizes.num_parts == 0,
+        remedy=lambda division: (
+            f"{division.sizes.num_parts} parts ({_given(division.sizes, 'pipeline', 'virtual_pipeline')}) do not "
+            f"divide {layers(division)[0]}: each holds equally many layers"
+        ),
+    )
+
+
 def _of_model(key: str, value: Callable[[DiTConfig], int]) -> Callable[[Division], tuple[str, int]]:
     return lambda division: (f"model.{key}={value(division.model)}", value(division.model))
 
@@ -203,13 +214,8 @@ _OF_RANKS: tuple[Rule[Division], ...] = (
     ),
 )
 _OF_STAGES: tuple[Rule[Division], ...] = (
-    Rule(
-        needs=lambda division: division.model.num_layers % division.sizes.num_parts == 0,
-        remedy=lambda division: (
-            f"{division.sizes.num_parts} parts ({_given(division.sizes, 'pipeline', 'virtual_pipeline')}) do not "
-            f"divide model.num_layers={division.model.num_layers}: each holds equally many layers"
-        ),
-    ),
+    _in_parts(_of_model("num_layers", lambda model: model.num_layers)),
+    _in_parts(_of_model("text_tower.num_layers", lambda model: model.text_tower.num_layers)),
     Rule(
         when=lambda division: division.sizes.virtual_pipeline > 1,
         needs=lambda division: division.sizes.pipeline > 1,

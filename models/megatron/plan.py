@@ -86,7 +86,7 @@ PLAN = (
 )
 """The first row that has a parameter's name decides."""
 
-_OF_ONE_PART = ("x_embedder.", "blocks.", "final_layer.", "head.")
+_OF_ONE_PART = ("x_embedder.", "blocks.", "final_layer.", "head.", "log_scale", "score_offset")
 """Beginnings of the names of parameters that one part of a pipeline has; of the others every part has a copy."""
 
 
@@ -115,7 +115,7 @@ def mark(dit: Network, plan: Sequence[Row], *, sequence_parallel: bool) -> None:
         parameter.partition_dim, parameter.partition_stride = dims[0] if dims else -1, 1
         parameter.sequence_parallel = sequence_parallel and role is PARTIAL
         parameter.allreduce = not role.is_expert
-        _mark_copy(parameter, dit.part, is_copy=dit.part.count > 1 and not name.startswith(_OF_ONE_PART))
+        _mark_copy(parameter, dit.part, is_copy=dit.part.count > 1 and not in_tower(name).startswith(_OF_ONE_PART))
 
 
 def _mark_copy(parameter: nn.Parameter, part: Part, *, is_copy: bool) -> None:

@@ -20,7 +20,7 @@ def transformer_config(
     is_interleaved = layout.virtual_pipeline > 1
     config = TransformerConfig(
         num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
+        hidden_size=model.sent_size,
         num_attention_heads=model.num_attention_heads,
         kv_channels=model.dim_per_head,
         ffn_hidden_size=model.mlp_size,

@@ -1,12 +1,14 @@
 """Stable Diffusion's U-Nets through `megadit export`: the same pictures by ONNX Runtime, engines of the same sizes."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import onnx
 import pytest
 import torch
 from onnx import helper
+from safetensors.torch import save_file
 
 from megadit.export import signatures as contract
 from megadit.export import verify
@@ -15,16 +17,18 @@ from megadit.export.engines import write_engines
 from megadit.export.layers import weight_hashes
 from megadit.export.networks import build_network
 from megadit.export.operators import check_operators
-from megadit.export.references import reference
+from megadit.export.references import reference, reference_cases
 from megadit.export.to_tensorrt import EngineSettings, Libraries
 from megadit.infer import generate
 from megadit.infer.pipeline import TextToVideo
-from megadit.infer.runtimes.load import open_exported
+from megadit.infer.runtimes.load import adapter_slots, open_exported
 from megadit.infer.video_io import read_video
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.convert.cli import main
 from megadit.models.shared.errors import UserError
+from megadit.train.to_bundle import main as bundle_main
 from tests.export.test_to_tensorrt import FakePolygraphy, fake_tensorrt
+from tests.models.convert.test_unet_adapters import kohya
 from tests.stable_diffusion import UNETS, make_pipeline
 
 pytest.importorskip("diffusers", reason="diffusers is not installed")
@@ -48,10 +52,10 @@ def made(tmp_path_factory, write_clip):
     return make
 
 
-def specs_of(bundle, *profiles):
+def specs_of(bundle, *profiles, slots=None):
     tokenizer, encoder = bundle.load_tokenizer(), bundle.load_text_encoder()
     sizes = contract.parse_profiles(profiles, contract.default_profiles(bundle, tokenizer, encoder))
-    return contract.specs(sizes, bundle.config, tokenizer, encoder)
+    return contract.specs(sizes, bundle.config, tokenizer, encoder, slots=slots)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +80,7 @@ def test_a_graph_takes_what_the_network_reads(made, kind):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"adapter_rank": 4}, "a U-Net of 2 levels.*adapters are no inputs of it; leave out --adapter_rank"),
+        ({"adapter_rank": 4, "adapter_targets": ("blocks.*",)}, "no linear of the network is named 'blocks.*'"),
         ({"precision": "int8"}, "a U-Net of 2 levels.*int8 is for products of blocks; take fp16"),
         ({"profiles": ("frames=1,1,5",)}, "max 5x64x64: Stable Diffusion makes images, not videos"),
         ({"profiles": ("height=6,32,64",)}, "min 1x6x4: latent height 3 is not a multiple of 2"),
@@ -136,6 +140,77 @@ def test_the_picture_is_torchs(exported, tmp_path):
         assert np.abs(ours - theirs).max() <= 1 and theirs.std() > 1
     assert np.abs(made["onnx"][0] - made["onnx"][1]).max() > 1, "negative control"
     assert json.loads((tmp_path / "onnx.png.json").read_text())["runtime"] == "onnx"
+
+
+def lora(bundle, folder):
+    """A file of kohya's scripts, at its scale."""
+    save_file(kohya(bundle), folder / "lora.safetensors")
+    return {str(folder / "lora.safetensors"): 0.8}
+
+
+def pictures_of(path, runtime, **settings):
+    pipeline = TextToVideo.from_pretrained(path, device="cpu", runtime=runtime)
+    made = pipeline(["a red seven", "the robot waves"], seeds=[1, 2], num_steps=3, guidance=5.0, **settings)
+    return [video.video[0].astype(int) for video in made]
+
+
+def exported_with(bundle, out, **settings):
+    export_bundle(bundle, out, ExportSettings(profiles=("batch=1,1,2",), text_encoder=False, video_steps=2, **settings))
+    return Bundle.open(out)
+
+
+@pytest.fixture(scope="module")
+def slotted(made, tmp_path_factory):
+    """An XL with room for adapters of every linear, and of its convolutions of single pixels."""
+    out = tmp_path_factory.mktemp("slotted") / "exported"
+    return exported_with(made("xl").path, out, adapter_rank=4, adapter_targets=("*",))
+
+
+@pytest.mark.slow
+def test_the_gate_compares_with_adapters_beside_torchs_linears(slotted):
+    report = slotted.manifest["export"]["onnx"]["report"]["denoiser"]
+    assert {"adapters, two in a slot", "adapters, one beside none"} <= report["cases"].keys()
+    assert report["worst"] <= 1e-5
+    path, spec = slotted.path / "onnx/denoiser.onnx", open_exported(slotted, "onnx").network("denoiser")
+    check_operators(path, "10.1")
+    slots = adapter_slots(slotted, "onnx")
+    network = build_network("denoiser", slotted, slotted.load_tokenizer(), torch.float32, slots)
+    (case,) = (
+        case for case in reference_cases(network, spec, slotted, slots) if case.name == "adapters, two in a slot"
+    )
+    verify.verify_network(path, spec, [case], slotted.config, "fp32", {}, lambda: network)
+    for key in ("blocks.attn2.to_k.up", "blocks.conv_shortcut.24x8.down", "network.add_embedding.linear_1.up"):
+        turned = replace(case, inputs=case.inputs | {key: case.inputs[key].flip(0)})
+        with pytest.raises(UserError, match="its F.* differs"):
+            verify.verify_network(path, spec, [turned], slotted.config, "fp32", {}, lambda: network)
+
+
+@pytest.mark.slow
+def test_each_picture_has_a_file_of_its_own(slotted, tmp_path):
+    asked = [lora(slotted, tmp_path), {}]
+    ours, theirs, none = (
+        pictures_of(slotted.path, runtime, adapters=adapters)
+        for runtime, adapters in (("onnx", asked), ("torch", asked), ("onnx", {}))
+    )
+    assert max(np.abs(one - other).max() for one, other in zip(ours, theirs, strict=True)) <= 1
+    assert np.abs(ours[0] - none[0]).max() > 1, "negative control"
+    assert np.array_equal(ours[1], none[1])
+
+
+@pytest.mark.slow
+def test_a_merged_network_passes_the_gate(made, tmp_path):
+    """`megadit bundle --merge`, then export: torch's pictures with the file beside the network it was merged into."""
+    bundle = made("1.x")
+    adapters = lora(bundle, tmp_path)
+    merged = [str(tmp_path / "merged"), "--merge", *(f"{path}:{scale}" for path, scale in adapters.items())]
+    assert bundle_main([str(bundle.path), *merged]) == 0
+    exported = exported_with(tmp_path / "merged", tmp_path / "exported")
+    report = exported.manifest["export"]["onnx"]["report"]
+    assert report["denoiser"]["worst"] <= 1e-5 and report["video"]["psnr"] >= 50
+    ours = pictures_of(exported.path, "onnx")
+    beside, base = (pictures_of(bundle.path, "torch", adapters=each) for each in (adapters, {}))
+    assert max(np.abs(one - other).max() for one, other in zip(ours, beside, strict=True)) <= 1
+    assert np.abs(ours[0] - base[0]).max() > 1, "negative control"
 
 
 @pytest.mark.slow

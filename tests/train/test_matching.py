@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
+from math import prod
 
 import pytest
 import safetensors.torch
@@ -27,13 +28,13 @@ from megadit.train.matching import matching_loss
 from megadit.train.to_bundle import main as to_bundle
 
 from .conftest import distance
-from .test_vit_layouts import FSDP, JOB, SP, TP
+from .test_vit_layouts import FSDP, JOB, PP, SP, TP
 
 MODEL = replace(NAMED_CONFIGS["clip_digits"], num_layers=2, hidden_size=32, num_attention_heads=2)
 PAIRWISE = replace(MODEL, text_tower=replace(MODEL.text_tower, pairwise=True))
 TOWER = {
-    "num_layers": 1,
-    "hidden_size": 48,
+    "num_layers": 2,
+    "hidden_size": 32,
     "num_attention_heads": 4,
     "num_words": 600,
     "max_length": 16,
@@ -52,15 +53,29 @@ CLIP = {
     },
     "data": {"mock_latent_shapes": [[1, 6, 10]], "text_dropout": 0.0},
 }
-SIGLIP = CLIP | {"model": CLIP["model"] | {"text_tower": TOWER | {"pairwise": True}}}
-LOSSES = {"clip": CLIP, "chunks": CLIP | {"train": {"contrast_rows": 3}}, "siglip": SIGLIP}
+
+
+def with_model(case, text_tower, **model):
+    return case | {"model": CLIP["model"] | model | {"text_tower": TOWER | text_tower}}
+
+
+LOSSES = {
+    "clip": CLIP,
+    "chunks": CLIP | {"train": {"contrast_rows": 3}},
+    "siglip": with_model(CLIP, {"pairwise": True, "hidden_size": 64}),  # the wider tower is that of texts
+}
+DEEP = with_model(CLIP, {"num_layers": 4}, num_layers=4)
+"""Four packs a step, two of them compared at a time: for stages that hold two parts of a network."""
+DISTRIBUTED = {"data_parallel": "distributed_optimizer"}
 # four packs a step: all at once, whoever has them
 LAYOUTS = {
     1: {"one": {}},
-    2: {"dp": {}, "distributed": {"data_parallel": "distributed_optimizer"}, "fsdp": FSDP, "tp": TP, "sp": SP},
-    4: {"dp": {}, "tp + fsdp": TP | FSDP},
+    2: {"dp": {}, "distributed": DISTRIBUTED, "fsdp": FSDP, "tp": TP, "sp": SP, "pp": PP},
+    4: {"dp": {}, "tp + fsdp": TP | FSDP, "sp + pp": SP | PP, "pp + distributed": PP | DISTRIBUTED},
 }
+IN_TURNS = {1: {"one": {}}, 2: {"pp": PP, "vpp": PP | {"virtual_pipeline_model_parallel_size": 2}}, 4: {}}
 CASES = [(ranks, layout, loss) for ranks in (2, 4) for layout in LAYOUTS[ranks] for loss in LOSSES]
+CASES += [(2, layout, "deep") for layout in IN_TURNS[2]]
 
 
 def random_network(model):
@@ -113,11 +128,12 @@ def test_the_loss_is_that_of_each_pair_by_hand(model, rows):
 
 def cases(ranks):
     found = {}
-    for layout, parallel in LAYOUTS[ranks].items():
-        copies = ranks // parallel.get("tensor_model_parallel_size", 1)
-        for loss, case in LOSSES.items():
-            data = case["data"] | {"micro_batch_size": 4 // copies}
-            found[f"{loss} {layout}"] = case | {"parallel": parallel, "data": data, "gradients": ranks == 1}
+    for layouts, losses, packs in ((LAYOUTS, LOSSES, 4), (IN_TURNS, {"deep": DEEP}, 2)):
+        for layout, parallel in layouts[ranks].items():
+            copies = ranks // prod(parallel.get(f"{kind}_model_parallel_size", 1) for kind in ("tensor", "pipeline"))
+            for loss, case in losses.items():
+                data = case["data"] | {"micro_batch_size": packs // copies}
+                found[f"{loss} {layout}"] = case | {"parallel": parallel, "data": data, "gradients": ranks == 1}
     if ranks == 2:
         data = CLIP["data"] | {"micro_batch_size": 2}
         found["own alone"] = CLIP | {"data": data, "broken": "pairs of other ranks"}
@@ -147,6 +163,34 @@ def test_a_layout_trains_as_one_rank_does(folders, ranks, layout, loss):
     assert found < 1e-6 and norm < 1e-5 and spread == 0
     names = (folders(ranks) / f"{loss} {layout}", folders(1) / f"{loss} one")
     assert distance(*(_read(name / "tensors", "model.") for name in names)) < 2e-5
+
+
+SHORT = (
+    *("-m", "megadit.train", "--recipe", "clip_digits", "--mock", "train.matmul_precision=ieee"),
+    *("model.num_layers=2", "model.hidden_size=32", "model.num_attention_heads=2", "data.seq_length=1040"),
+    *("data.text_seq_length=192", "optimizer.lr_warmup_iters=0", "optimizer.lr_decay_style=constant"),
+    *("optimizer.optimizer=adamw", "optimizer.lr=0.001", "validation.interval=2", "checkpoint.save_interval=2"),
+    *("train.num_threads=1", "logger.tensorboard=false", "logger.curves=false"),
+)
+"""Two packs of 16 images a step, which are compared with one another."""
+
+
+@pytest.mark.slow
+def test_pipeline_stages_go_on_with_a_run(run_ranks, tmp_path, read_metrics):
+    """Of tensor-parallel ranks; with the same losses of validation, too. What stages write is compared above."""
+
+    def run(ranks, folder, steps, *layout):
+        run_ranks(ranks, *SHORT, f"train.output_dir={tmp_path / folder}", f"train.train_iters={steps}", *layout)
+        return read_metrics(tmp_path / folder)
+
+    together, stages = "data.micro_batch_size=2", "parallel.pipeline_model_parallel_size=2"
+    expected = run(1, "one", 4, together)
+    run(2, "turns", 2, together, "parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
+    found = run(2, "turns", 4, together, stages)
+    for name, count in {"loss": 4, "validation": 2}.items():
+        lines = [[line for line in each if name in line] for each in (expected, found)]
+        one, turns = ([line[name] if name == "loss" else line[name]["none"]["mean"] for line in x] for x in lines)
+        assert len(one) == count and turns == pytest.approx(one, rel=1e-5)
 
 
 @pytest.mark.slow

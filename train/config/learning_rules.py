@@ -13,7 +13,6 @@ from megadit.train.config.rule_forms import (
     multiple_of,
     of_int8_base,
     of_judge,
-    of_match,
 )
 
 LEARNING: tuple[Rule[Run], ...] = (
@@ -114,11 +113,6 @@ LEARNING: tuple[Rule[Run], ...] = (
         "{validation.evaluate_interval=} evaluates videos, of which {model.family} makes none; leave it out",
     ),
     # two towers
-    of_match(
-        lambda run: run.sizes.num_parts == 1,
-        "has two towers with a sequence each, of which pipeline stages would send one; use "
-        "parallel.pipeline_model_parallel_size=1, and tensor parallelism or fsdp",
-    ),
     multiple_of(
         "model.text_tower.num_attention_heads",
         attrgetter("model.text_tower.num_attention_heads"),

@@ -50,10 +50,6 @@ def of_judge(needs: Condition, remedy: str) -> Rule[Run]:
     return Rule(when=lambda run: not run.model.denoises, needs=needs, remedy=remedy)
 
 
-def of_match(needs: Condition, words: str) -> Rule[Run]:
-    return Rule(when=lambda run: run.model.task == "match", needs=needs, remedy="{model.family=} " + words)
-
-
 def of_fp8(needs: Condition, words: str) -> Rule[Run]:
     return Rule(when=attrgetter("is_fp8"), needs=needs, remedy="{train.fp8=} " + words)
 

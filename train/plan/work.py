@@ -247,8 +247,10 @@ def _pipeline_bytes(config: RunConfig, layout: Layout, tokens: float) -> float:
     """Activations to the next stage and their gradients back, once per chunk of layers."""
     if layout.pipeline == 1:
         return 0.0
+    if config.model.task == "match":
+        tokens += layout.micro_batch_size * config.data.text_seq_length
     cut = layout.tensor if layout.sequence_parallel else 1
-    return 2 * layout.virtual_pipeline * tokens * config.model.hidden_size * _bytes_per_number(config) / cut
+    return 2 * layout.virtual_pipeline * tokens * config.model.sent_size * _bytes_per_number(config) / cut
 
 
 def _data_bytes(config: RunConfig, layout: Layout) -> dict[str, float]:

@@ -4,7 +4,7 @@
 |-----------------------------------------------------------------------|------------------------------------|
 | a .safetensors file of `megadit evaluate convert`, or the demo's      | the row of `KINDS` that it names   |
 | a folder as transformers saves it (config.json, model.safetensors)     | CLIP; VideoMAE                     |
-| a bundle of a ViT (megadit.json)                                       | of pictures, or of clips           |
+| a bundle (megadit.json)                                                | CLIP; ViT of pictures, or of clips |
 """
 
 import json
@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from megadit.infer.evaluate.extractors.base import Extractor
-from megadit.infer.evaluate.extractors.classifier import ClassifierFeatures
+from megadit.infer.evaluate.extractors.bundles import open_bundle_extractor
 from megadit.infer.evaluate.extractors.digits import DigitClips, DigitPictures, DigitReader
 from megadit.infer.evaluate.extractors.i3d import I3D, I3DClips
 from megadit.infer.evaluate.extractors.inception import Inception, InceptionPictures
@@ -53,7 +53,7 @@ def open_extractors(path: Path, device: torch.device) -> list[Extractor]:
         UserError: if nothing can, or its tensors are not those of its network.
     """
     if (path / MANIFEST_FILE).is_file():
-        return [ClassifierFeatures(path, device)]
+        return [open_bundle_extractor(path, device)]
     if path.is_dir():
         return open_published(path, device)
     kind, arguments, tensors = _read(path)
@@ -71,7 +71,7 @@ def _read(path: Path) -> tuple[str, Mapping[str, int], dict[str, Tensor]]:
     if not path.is_file():
         raise UserError(
             f"there are no weights at {path}: give a file of `megadit evaluate convert`, a folder of CLIP or VideoMAE "
-            "as transformers saves it, the bundle of a ViT, or judge.safetensors of `megadit demo`"
+            "as transformers saves it, the bundle of a CLIP or a ViT, or judge.safetensors of `megadit demo`"
         )
     try:
         with open(path, "rb") as file:

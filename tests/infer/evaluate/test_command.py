@@ -16,6 +16,7 @@ from megadit.infer.evaluate import tokenizer as tokenizer_command
 from megadit.infer.lpips import LAYERS, LPIPS
 from megadit.infer.video_io import read_video, write_video
 from megadit.models.shared.files import read_json
+from tests.bundles import write_clip_bundle
 
 from .conftest import write_folder
 
@@ -81,6 +82,20 @@ def test_what_is_there_is_not_computed_again(evaluated, bundle_dir, tmp_path, mo
     next(iter((copy / "features").glob("*.safetensors"))).unlink()  # the control: this has to be computed
     with pytest.raises(TypeError):
         command.main([str(bundle_dir), "--out", str(copy), *arguments])
+
+
+def test_a_curve_of_distance_against_texts_by_a_clip_of_ours(bundle_dir, real_folder, tmp_path):
+    clip, out = write_clip_bundle(tmp_path / "clip").path, tmp_path / "out"
+    arguments = ["--real", real_folder, "--extractors", clip, "--guidances", "1", "6", "--metrics", "fid", "clip"]
+    assert command.main([str(each) for each in (bundle_dir, "--out", out, *arguments)]) == 0
+    found = report_of(out)["figures"]
+    assert {(each["metric"], each["guidance"]) for each in found} == {
+        (metric, guidance) for metric in ("fid", "clip") for guidance in (1.0, 6.0)
+    }
+    assert all("bicubic with antialias to 32x32, embedding" in each["protocol"] for each in found)
+    of_texts = [each["value"] for each in found if each["metric"] == "clip"]
+    assert all(-100 <= value <= 100 for value in of_texts) and of_texts[0] != of_texts[1]
+    assert (out / "curves.png").is_file() and "CLIP score" in (out / "report.html").read_text()
 
 
 def words_of(bundle_dir, out, arguments):

@@ -17,6 +17,7 @@ from megadit.infer.evaluate.extractors.i3d import I3D, _maximum
 from megadit.infer.evaluate.extractors.inception import Inception
 from megadit.infer.evaluate.intervals import resamplings
 from megadit.infer.evaluate.metrics import clip_estimate
+from megadit.models.convert.cli import main as convert_weights
 from megadit.models.shared.errors import UserError
 
 CPU = torch.device("cpu")
@@ -208,6 +209,20 @@ def test_clip_score_is_transformers_own_cosine(clip_folder):
             output = model(pixel_values=pixels, input_ids=tokens.input_ids, attention_mask=tokens.attention_mask)
         cosines.append(output.logits_per_image.mean().item() / model.logit_scale.exp().item())
     assert found.value == pytest.approx(max(0.0, 100 * np.mean(cosines)), abs=1e-3)  # 1e-5 of a cosine
+
+
+def test_the_bundle_of_a_clip_is_what_it_was_converted_from(clip_folder, tmp_path):
+    """Of pictures of any size, and of texts, of which one is cut."""
+    assert convert_weights([str(clip_folder), str(tmp_path / "bundle")]) == 0
+    (ours,), (theirs,) = open_extractors(tmp_path / "bundle", CPU), open_extractors(clip_folder, CPU)
+    assert (ours.name, ours.sees, ours.width) == (theirs.name, theirs.sees, theirs.width) == ("clip", "pictures", 12)
+    assert ours.protocol != theirs.protocol and ours.fingerprint != theirs.fingerprint
+    texts = ["a red seven", "a blue three moving left", "a a a a a a a a a a a a a a a a a a"]
+    with pytest.warns(UserWarning, match="a text of 20 tokens is cut to its first 12"):
+        found = ours.of_texts(texts)
+    torch.testing.assert_close(found, theirs.of_texts(texts), rtol=1e-5, atol=1e-5)
+    for size in ((32, 32), (20, 28)):
+        torch.testing.assert_close(ours(pictures(2, *size)), theirs(pictures(2, *size)), rtol=1e-5, atol=1e-5)
 
 
 def test_videomae_is_transformers_own(tmp_path):

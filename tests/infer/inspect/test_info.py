@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from megadit.models.text_encoders.hashed_words import HashedWordEncoder
 from megadit.models.tokenizers.haar import HaarTokenizer
 from megadit.train.config.load import resolve_config, to_yaml
 from megadit.train.recipes import load_recipe
+from tests.bundles import DEFAULTS, write_classifier_bundle, write_tiny_bundle
 
 TRAIN_ITERS = load_recipe("digits").train.train_iters
 NUM_PARAMETERS = sum(parameter.numel() for parameter in DiT(NAMED_CONFIGS["digits"]).parameters())
@@ -68,6 +70,13 @@ def test_bundle(bundle):
     assert facts["training recipe"] == "digits"
     assert facts["default num_steps"] == 12
     assert facts["tokenizer"].startswith("haar")
+
+
+def test_a_bundle_says_whether_it_makes_images(bundle, tmp_path):
+    tiny = write_tiny_bundle(tmp_path / "images", defaults=replace(DEFAULTS, num_frames=1))
+    judge = write_classifier_bundle(tmp_path / "judge")
+    kinds = [(each["kind"], each.get("makes")) for each in map(info.describe, (bundle, tiny.path, judge.path))]
+    assert kinds == [("video", "videos"), ("video", "images"), ("classifier", None)]
 
 
 def test_run(run):

@@ -7,8 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megadit.export.adapter_cases import random_state
 from megadit.infer.check_adapter import problem_of
 from megadit.infer.pipeline import TextToVideo
+from megadit.models.adapter_config import AdapterConfig
+from megadit.models.adapter_slots import AdapterSlots, SlottedLinears
 from megadit.models.adapters import load_adapter, set_scale, targets_of
 from megadit.models.bundle.bundle import Bundle
 from megadit.models.conditioning import Conditioning
@@ -17,6 +20,8 @@ from megadit.models.convert.cli import main
 from megadit.models.convert.merge import merge_bundle
 from megadit.models.convert.stable_diffusion import original_entries
 from megadit.models.shared.errors import UserError
+from megadit.models.unet_config import USUAL as USUAL_SETTINGS
+from megadit.models.unet_config import UNetConfig
 from megadit.models.weights import config_to_dict
 from megadit.serve.build_repository import service_info
 from tests.stable_diffusion import UNETS, make_pipeline, random_unet
@@ -162,6 +167,36 @@ def test_samples_of_a_batch_have_scales_of_their_own(made, tmp_path, kind):
             torch.testing.assert_close(together[[place]], alone, rtol=1e-5, atol=1e-5)
         set_scale(network, 0.7)
         assert (network(x, steps, conditioning)[1] - together[1]).abs().max() > 1e-2, "negative control"
+
+
+@pytest.mark.parametrize("kind", UNETS)
+@torch.no_grad()
+def test_slots_of_exported_networks_are_adapters(made, kind):
+    """Of every linear and every convolution of single pixels, others in each sample; empty ones are the base."""
+    _, bundle = made(kind)
+    network, steps = bundle.load_network(), torch.tensor([500.0, 32.5])
+    x, conditioning = conditions(bundle.config)
+    base, scale_B = network(x, steps, conditioning), torch.tensor([0.8, -0.5])
+    slots = AdapterSlots(config=bundle.config, rank=RANK + 1, targets=("*",))
+    state, about = random_state(slots, RANK, seed=0), AdapterConfig(rank=RANK, alpha=ALPHA, targets=("*",))
+    inputs, slotted = slots.filled(2, [(slots.packed(state, about), scale_B)]), SlottedLinears(network, slots)
+    with slotted.filled(tuple(inputs.values())):
+        found = network(x, steps, conditioning)
+    with slotted.filled(tuple(torch.zeros_like(value) for value in inputs.values())):
+        torch.testing.assert_close(network(x, steps, conditioning), base, rtol=0, atol=0)
+    load_adapter(network, state, about)
+    set_scale(network, scale_B)
+    torch.testing.assert_close(found, network(x, steps, conditioning), rtol=1e-5, atol=1e-5)
+    assert (found - base).abs().amax((1, 2, 3, 4)).min() > 1e-2, "negative control"
+
+
+def test_a_network_of_four_levels_has_few_inputs():
+    """One for all places of a name and a size: 192 linears of the attentions of 1.x."""
+    config = UNetConfig(settings=USUAL_SETTINGS | {"cross_attention_dim": 768}, prediction="noise", pixels_per_latent=8)
+    slots = AdapterSlots(config=config, rank=16)
+    assert sum(len(group.targets) for group in slots.groups.values()) == 192 and len(slots.inputs) == 2 * 36
+    assert slots.inputs["blocks.attn2.to_k.768x1280.down"] == (6, 16, 768)
+    assert slots.inputs["blocks.ff.net.0.proj.320x2560.up"] == (5, 2560, 16)
 
 
 @pytest.mark.slow

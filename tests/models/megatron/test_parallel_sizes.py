@@ -1,15 +1,19 @@
 """The rules of layouts: every refusal names the rule and a layout that works."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
 from megadit.models.config import DiTConfig
 from megadit.models.expert_config import ExpertConfig
 from megadit.models.megatron.parallel_sizes import SETTINGS, ParallelSizes, legal_layouts
+from megadit.models.named_configs import NAMED_CONFIGS
 from megadit.models.shared.errors import UserError
+from megadit.models.text_tower_config import TextTowerConfig
 
 MODEL = DiTConfig(num_layers=4, hidden_size=48, num_attention_heads=6)
+TOWERS = replace(NAMED_CONFIGS["clip_digits"], num_layers=4, text_tower=TextTowerConfig(num_layers=6))
 
 
 @pytest.mark.parametrize(
@@ -31,6 +35,13 @@ def test_impossible_layouts(sizes, ranks, words):
         sizes.check(MODEL, ranks)
     nearest = str(error.value).partition("the nearest layout that works")[2]
     assert any(setting in nearest for setting in SETTINGS.values())
+
+
+def test_a_stage_holds_equally_many_layers_of_either_tower():
+    with pytest.raises(UserError, match="4 parts .* do not divide model.text_tower.num_layers=6") as error:
+        ParallelSizes(pipeline=4).check(TOWERS, 4)
+    assert str(error.value).endswith("parallel.pipeline_model_parallel_size=2")
+    assert ParallelSizes(pipeline=2).check(TOWERS, 4) == 2
 
 
 @pytest.mark.parametrize("size", ["tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor"])

@@ -124,7 +124,6 @@ BREACHES = (
     breach("train.label_smoothing=0.1 is of classifiers", train={"label_smoothing": 0.1}),
     breach("data.mixup=0.2 mixes samples and classes", data={"mixup": 0.2}),
     of_classifier("model.family=vit learns classes: give model.num_classes", model={"num_classes": None}),
-    of_towers("model.family=clip has two towers with a sequence each", parallel={"pipeline_model_parallel_size": 2}),
     of_towers(
         "model.text_tower.num_attention_heads=2 is not a multiple of parallel.tensor_model_parallel_size=3",
         parallel={"tensor_model_parallel_size": 3},
@@ -217,6 +216,7 @@ BREACHES = (
     breach("with 1 there is nothing to cut", parallel={"sequence_parallel": True}),
     breach("does not divide the 6 heads of a tensor-parallel rank", parallel={"context_parallel_size": 4}),
     breach("do not divide model.num_layers=12", parallel={"pipeline_model_parallel_size": 5}),
+    of_towers("do not divide model.text_tower.num_layers=1", parallel={"pipeline_model_parallel_size": 2}),
     breach("nothing to take in turn", parallel={"virtual_pipeline_model_parallel_size": 2}),
     breach(
         "cannot be combined with parallel.data_parallel=fsdp",

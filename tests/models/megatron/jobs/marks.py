@@ -185,7 +185,7 @@ def unused_patterns(found, others):
 if __name__ == "__main__":
     found, adapted, in_eight_bits = all_marks(), marks_beside(adapter=ADAPTER), marks_beside(impl="int8")
     adapted = {name: words for name, words in adapted.items() if adapter_key(name)}
-    # two towers are no pipeline, and theirs are the parameters of networks above
+    # the others of two towers are the parameters of networks above
     unused = unused_patterns(found, [*adapted, *in_eight_bits, "log_scale", "score_offset"])
     result = {"marks": found, "adapter": adapted, "unseen": unseen_changes(), "unused": unused}
     Path(sys.argv[1]).write_text(json.dumps(result))
