@@ -4,13 +4,15 @@ A copy from ordinary memory stops the host until the GPU has done all that it wa
 copied in its turn, while the host goes on; torch gives it to others only when the copy is done.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from math import prod
-from typing import TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from megadit.models.kept import memo_key
 
 Tree = TypeVar("Tree")
 
@@ -38,6 +40,51 @@ def sent_as_one(tree: Tree, device: torch.device | str) -> Tree:
     leaves, form = tree_flatten(tree)
     sent = iter(sent_together([leaf for leaf in leaves if isinstance(leaf, Tensor)], device))
     return tree_unflatten([next(sent) if isinstance(leaf, Tensor) else leaf for leaf in leaves], form)
+
+
+class Keeper(Protocol):
+    """What keeps what is computed of it: a layout."""
+
+    sent: dict[tuple[torch.device, Hashable], Any]
+    """What is on other devices already."""
+
+    def memo(self, function: Callable[..., Any], *args: Hashable) -> Any: ...
+
+    def keep(self, device: torch.device, key: Hashable, there: Any) -> None:
+        """Takes into `sent` what has come there."""
+
+
+class Need(NamedTuple):
+    """compute(layout, *args): tensors that are made on the CPU and read on another device."""
+
+    layout: Keeper
+    compute: Callable[..., Any]
+    args: tuple[Hashable, ...] = ()
+
+    def on(self, device: torch.device) -> Any:
+        """What is computed, on a device; it goes there once."""
+        if device.type == "cpu":
+            return self.layout.memo(self.compute, *self.args)
+        if (device, self.key) not in self.layout.sent:
+            send_with([self], (), device)
+        return self.layout.sent[device, self.key]
+
+    @property
+    def key(self) -> Hashable:
+        return memo_key(self.compute, self.args)
+
+
+def send_with(needs: Sequence[Need], tree: Tree, device: torch.device) -> Tree:
+    """The tensors of `tree` on a device, by one copy with all that is needed there.
+
+    On the CPU nothing is copied, and what is needed is computed at its first use.
+    """
+    if device.type == "cpu":
+        return tree
+    tree, found = sent_as_one((tree, [need.layout.memo(need.compute, *need.args) for need in needs]), device)
+    for need, there in zip(needs, found, strict=True):
+        need.layout.keep(device, need.key, there)
+    return tree
 
 
 def _parts(block: Tensor, sizes: Sequence[int], like: Sequence[Tensor]) -> list[Tensor]:

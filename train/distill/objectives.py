@@ -9,6 +9,7 @@ Shapes: S video tokens, P patch dim, G segments of a pack (padding included).
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -164,10 +165,16 @@ def wanted_of(batch: PackedBatch, x0_S1P: Tensor) -> Tensor:
 
 def _drawn_interval(batch: PackedBatch, sigmas: tuple[float, ...]) -> tuple[Tensor, Tensor]:
     """(sigma_G, the next lower one) of a list that ends in 0, drawn for each sample by its key."""
-    levels = torch.tensor((*sigmas, 0.0), device=batch.fps_G.device)
+    levels = _levels(sigmas, batch.fps_G.device)
     number_G = uniform(batch.noise_key_G, torch.zeros_like(batch.noise_key_G), 1, stream=Stream.LEVEL)[:, 0]
     index_G = (number_G * len(sigmas)).long()
     return levels[index_G], levels[index_G + 1]
+
+
+@cache
+def _levels(sigmas: tuple[float, ...], device: torch.device) -> Tensor:
+    """Those of a list that ends in 0; sent to a device once."""
+    return torch.tensor((*sigmas, 0.0)).to(device)
 
 
 @torch.no_grad()
