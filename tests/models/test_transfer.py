@@ -15,10 +15,13 @@ from megadit.models.dit import DiT
 from megadit.models.layout import PackLayout
 from megadit.models.segments import Segment
 from megadit.models.transfer import sent_together
+from megadit.models.unet import UNet
+from megadit.models.unet_config import USUAL, UNetConfig
 from megadit.train.adamw import HalfMomentAdamW
 from megadit.train.config.schema import DiffusionConfig
 from megadit.train.data.packed_batch import PackFormat, TrainingSample
 from megadit.train.training_model import TrainingModel
+from tests.stable_diffusion import UNETS
 from tests.traffic import Traffic
 
 META = torch.device("meta")
@@ -109,15 +112,27 @@ NETWORKS = {
     **{family: {"family": family, **changes} for family, changes in FAMILY_CHANGES.items()},
     "st_dit": {"family": "st_dit"},
 }
+XL = "stable diffusion xl"
+
+
+def denoiser_of(name):
+    if name != XL:
+        return TorchDenoiser(DiT(config(**NETWORKS[name])), device=META)
+    pytest.importorskip("diffusers", reason="diffusers is not installed (megadit[diffusers])")
+    settings = USUAL | UNETS["xl"]
+    return TorchDenoiser(UNet(UNetConfig(settings=settings, prediction="noise", pixels_per_latent=2)), device=META)
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("network", [*NETWORKS, XL])
 def test_sampling_asks_for_nothing_and_sends_nothing(sampler, network):
     """What a recorded graph would hold: the call before has sent whatever is kept."""
-    denoiser = TorchDenoiser(DiT(config(**NETWORKS[network])), device=META)
-    given = Conditioning(torch.randn(2, 5, 16), torch.tensor([5, 0]), torch.full((2,), 8.0)).to(META)
-    x, sigmas = torch.empty(2, 4, 2, 4, 4, device=META).double(), torch.tensor([8.0, 2.0, 0.5, 0.0]).double()
+    denoiser = denoiser_of(network)
+    width, frames = (40, 1) if network == XL else (16, 2)
+    given = Conditioning(
+        torch.randn(2, 5, width), torch.tensor([5, 0]), torch.full((2,), 8.0), pooled_BP=torch.randn(2, 20)
+    ).to(META)
+    x, sigmas = torch.empty(2, 4, frames, 4, 4, device=META).double(), torch.tensor([8.0, 2.0, 0.5, 0.0]).double()
     calls = 0
 
     def denoise(x, sigma_B):
