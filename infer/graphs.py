@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megadit.infer.guidance import Denoiser
 from megadit.models.conditioning import Conditioning
+from megadit.models.transfer import levels_on
 
 TEXT_MULTIPLE = 64
 """Texts are padded to a multiple of so many tokens (which nothing reads), so that few lengths are recorded."""
@@ -89,7 +90,8 @@ class RecordedDenoiser:
     def _replayed(self, x_BCTHW: Tensor, sigma_B: Tensor, conditioning: Conditioning) -> Tensor:
         text_BLE = conditioning.text_BLE
         text_BLE = F.pad(text_BLE, (0, 0, 0, -text_BLE.shape[1] % TEXT_MULTIPLE))
-        inputs = (x_BCTHW.float(), sigma_B.float(), text_BLE, conditioning.text_length_B, conditioning.fps_B)
+        sigma_B = levels_on(sigma_B.float(), self._device)
+        inputs = (x_BCTHW.float(), sigma_B, text_BLE, conditioning.text_length_B, conditioning.fps_B)
         key = tuple((tuple(tensor.shape), tensor.dtype) for tensor in inputs)
         if key not in self._recordings:
             self._recordings[key] = self._recorded(inputs)

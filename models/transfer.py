@@ -5,6 +5,7 @@ copied in its turn, while the host goes on; torch gives it to others only when t
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -21,13 +22,20 @@ _ALIGNMENT = 64
 
 
 def sent_together(tensors: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
-    """The same tensors, of any shapes and types, on another device; on the CPU these tensors themselves.
+    """The same tensors, of any shapes and types, on another device; those that are there, themselves.
 
-    They share one block of memory, which lives as long as any of them.
+    Those of the CPU share one block of memory, which lives as long as any of them.
     """
     device = torch.device(device)
-    if device.type == "cpu" or not tensors:
-        return list(tensors)
+    if device.type == "cpu":
+        return [tensor.to(device) for tensor in tensors]
+    sent = iter(_sent_in_one_block([tensor for tensor in tensors if tensor.is_cpu], device))
+    return [next(sent) if tensor.is_cpu else tensor.to(device) for tensor in tensors]
+
+
+def _sent_in_one_block(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    if not tensors:
+        return []
     sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
     block = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda" and torch.cuda.is_available())
     for tensor, part in zip(tensors, _parts(block, sizes, tensors), strict=True):
@@ -40,6 +48,29 @@ def sent_as_one(tree: Tree, device: torch.device | str) -> Tree:
     leaves, form = tree_flatten(tree)
     sent = iter(sent_together([leaf for leaf in leaves if isinstance(leaf, Tensor)], device))
     return tree_unflatten([next(sent) if isinstance(leaf, Tensor) else leaf for leaf in leaves], form)
+
+
+Numbers = float | tuple["Numbers", ...]
+
+
+def constant(numbers: Numbers, device: torch.device) -> Tensor:
+    """Numbers that are read again and again, of any shape; sent to a device once."""
+    return torch.tensor(numbers) if device.type == "cpu" else _sent_constant(numbers, device)
+
+
+@lru_cache(maxsize=256)
+def _sent_constant(numbers: Numbers, device: torch.device) -> Tensor:
+    return sent_together([torch.tensor(numbers)], device)[0]
+
+
+def levels_on(level_B: Tensor, device: torch.device) -> Tensor:
+    """The same noise levels on a device; of one that all of a batch are at nothing is sent there."""
+    if level_B.device == device or not level_B.is_cpu:
+        return level_B.to(device)
+    level = level_B[0].item()
+    if (level_B == level).all():
+        return torch.full(level_B.shape, level, dtype=level_B.dtype, device=device)
+    return sent_together([level_B], device)[0]
 
 
 class Keeper(Protocol):
