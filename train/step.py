@@ -151,7 +151,7 @@ def _update(training: Training, step: int, judge: Judge, norm: float) -> tuple[f
     if training.device_update is not None:
         anomaly = judge.gradient(step, norm)
         if anomaly is None:
-            training.device_update.step()
+            training.device_update.step(norm)
         return norm, anomaly
     if (scaler := loss_scaler(optimizer)) is not None:
         scale = scaler.scale.item()

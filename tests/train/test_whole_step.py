@@ -15,9 +15,12 @@ from .test_vit_layouts import SP, VIT
 
 JOB = Path(__file__).parent / "jobs" / "whole_step.py"
 CP = {"context_parallel_size": 2}
+DISTRIBUTED = {"data_parallel": "distributed_optimizer"}
 CASES = {
     1: {
         "plain": {},
+        "float32 moments": {"optimizer": {}},
+        "muon": {"precision": "fp32", "optimizer": {"optimizer": "muon"}},
         "two packs at once": {"data": {"global_batch_size": 2, "micro_batch_size": 2}},
         "blocks computed again": {"parallel": {"recompute_granularity": "full"}},
         "cosmos": {"model": {"family": "cosmos", "adaln_lora_dim": 8}},
@@ -37,7 +40,8 @@ CASES = {
         "heads exchanged": {"parallel": CP},
         "ring": {"parallel": CP | {"context_parallel_comm": "ring"}},
         "st_dit, two ranks": {"model": {"family": "st_dit"}, "parallel": CP},
-        "distributed optimizer": {"parallel": {"data_parallel": "distributed_optimizer"}},
+        "distributed optimizer": {"parallel": DISTRIBUTED},
+        "distributed optimizer, float32 moments": {"parallel": DISTRIBUTED, "optimizer": {}},
         "clip, two readers": CLIP,
     },
 }

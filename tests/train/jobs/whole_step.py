@@ -21,11 +21,12 @@ cpu_shim.install()
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from device_update import fuse  # noqa: E402
 from layouts import run_config  # noqa: E402
 from traffic import Traffic, ones  # noqa: E402
 
 from megadit.models.megatron import groups as process_groups  # noqa: E402
-from megadit.train import setup  # noqa: E402
+from megadit.train import optimizer, setup  # noqa: E402
 from megadit.train.data.distribute import TrainBatches  # noqa: E402
 from megadit.train.device_update import DeviceUpdate  # noqa: E402
 from megadit.train.setup import build_training, start_processes  # noqa: E402
@@ -95,7 +96,9 @@ def main(out, cases):
     process_groups._local_device = lambda: META
     start = process_groups._start_torch_distributed
     process_groups._start_torch_distributed = lambda device: start(torch.device("cpu"))
-    setup.device_update = lambda optimizer, parts: DeviceUpdate(optimizer)  # as on a GPU
+    setup.device_update = lambda made, parts: DeviceUpdate(made)  # as on a GPU
+    optimizer.fuse_updates = fuse
+    sys.modules[torch.optim.Adam.__module__]._device_dtype_check_for_fused = lambda *args, **options: None
     print(json.dumps({name: run(out, case) for name, case in cases.items()}), flush=True)
     process_groups.destroy()
 
