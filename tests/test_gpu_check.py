@@ -1,5 +1,6 @@
 """`make gpu-check`: rows come one by one and stay, whatever becomes of the measurement that told them."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -7,6 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from megadit.models.layout import PackLayout
+from megadit.models.segments import Segment
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -78,6 +83,16 @@ def test_every_measurement_is_a_program():
     for measurement in gpu_check.MEASUREMENTS.values():
         assert (gpu_check.PROGRAMS / measurement.arguments[0]).is_file()
         assert measurement.needs in gpu_check.MODULES and measurement.limit <= 120
+
+
+def test_cudnn_takes_what_its_row_gives_it(monkeypatch):
+    """Of tensors without numbers: arguments are checked before torch finds that only a GPU has the kernel."""
+    monkeypatch.syspath_prepend(gpu_check.PROGRAMS)
+    attention = importlib.import_module("attention")
+    layout = PackLayout.pack([Segment((1, 2, 4), 3), Segment((1, 2, 2), 1)], capacity=12, text_capacity=4)
+    q = torch.empty(12, 1, 2, 16, device="meta", dtype=torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="no fake impl or Meta kernel"):
+        attention.attend_cudnn(q, q, q, layout, False)
 
 
 def test_an_unknown_name_is_refused(capsys):
