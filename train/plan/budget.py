@@ -122,11 +122,14 @@ def _per_parameter(config: RunConfig, layout: Layout, gpu: Gpu) -> Iterator[Part
     # `train/device_update.py`: AdamW reads gradients once, and writes the weights too, which under FSDP are float32
     folds = half_moments and not is_muon
     writes = folds and is_half and layout.data_parallel != "fsdp"
-    added = 8 if config.parallel.gradient_accumulation_fusion else 8 + size
+    fuses = config.parallel.gradient_accumulation_fusion
+    # `models/megatron/gradient_sums.py`: a step's first product overwrites a sum, which nothing has zeroed
+    overwrites = fuses and config.parallel.transformer_impl == "local"
+    added = (8 if fuses else 8 + size) * layout.num_micro_batches
     moments = 4 if is_muon else 2 * 2 * (2 if half_moments else 4)
     passes = {
-        "zeroing of gradients": 4 * held,
-        "adding of gradients": added * held * layout.num_micro_batches,
+        "zeroing of gradients": 0 if overwrites else 4 * held,
+        "adding of gradients": (added - 4 if overwrites else added) * held,
         "division of gradients": 0 if folds else 8 * held,
         "norm of the gradient": 4 * updated,
         "clipping": 0 if folds else 8 * updated,
