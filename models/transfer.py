@@ -1,7 +1,8 @@
 """Small tensors from the CPU to a GPU, many by one copy that nobody waits for.
 
 A copy from ordinary memory stops the host until the GPU has done all that it was told before. Memory that is pinned is
-copied in its turn, while the host goes on; torch gives it to others only when the copy is done.
+copied in its turn, while the host goes on; torch gives it to others only when the copy is done. On a `SideStream` it is
+copied beside what the GPU computes meanwhile.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -21,7 +22,33 @@ _ALIGNMENT = 64
 """Bytes: every tensor begins where kernels may read it at full speed."""
 
 
-def sent_together(tensors: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
+Copy = Callable[[Tensor, Tensor], None]
+"""(there, here): copies from pinned memory to as many bytes on a device."""
+
+
+def copy_in_turn(there: Tensor, here: Tensor) -> None:
+    there.copy_(here, non_blocking=True)
+
+
+class SideStream:
+    """A GPU's stream for copies that no kernel waits for but those that read what was copied."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def copy(self, there: Tensor, here: Tensor) -> None:
+        """`copy_in_turn`, on this stream."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # whatever had this memory is done with it
+        with torch.cuda.stream(self._stream):
+            copy_in_turn(there, here)
+
+    def arrival(self) -> Callable[[], None]:
+        """Makes the current stream wait for all that has been copied until now; the host waits for nothing."""
+        copied = self._stream.record_event()
+        return lambda: torch.cuda.current_stream(self._device).wait_event(copied)
+
+
+def sent_together(tensors: Sequence[Tensor], device: torch.device | str, copy: Copy = copy_in_turn) -> list[Tensor]:
     """The same tensors, of any shapes and types, on another device; those that are there, themselves.
 
     Those of the CPU share one block of memory, which lives as long as any of them.
@@ -29,24 +56,31 @@ def sent_together(tensors: Sequence[Tensor], device: torch.device | str) -> list
     device = torch.device(device)
     if device.type == "cpu":
         return [tensor.to(device) for tensor in tensors]
-    sent = iter(_sent_in_one_block([tensor for tensor in tensors if tensor.is_cpu], device))
+    sent = iter(_sent_in_one_block([tensor for tensor in tensors if tensor.is_cpu], device, copy))
     return [next(sent) if tensor.is_cpu else tensor.to(device) for tensor in tensors]
 
 
-def _sent_in_one_block(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+def _sent_in_one_block(tensors: Sequence[Tensor], device: torch.device, copy: Copy) -> list[Tensor]:
     if not tensors:
         return []
     sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
-    block = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda" and torch.cuda.is_available())
+    block = pinned(sum(sizes), device)
     for tensor, part in zip(tensors, _parts(block, sizes, tensors), strict=True):
         part.copy_(tensor)
-    return _parts(block.to(device, non_blocking=True), sizes, tensors)
+    there = torch.empty(len(block), dtype=block.dtype, device=device)
+    copy(there, block)
+    return _parts(there, sizes, tensors)
 
 
-def sent_as_one(tree: Tree, device: torch.device | str) -> Tree:
+def pinned(size: int, device: torch.device) -> Tensor:
+    """Memory of the host from which a GPU copies by itself, uint8 [size]."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda" and torch.cuda.is_available())
+
+
+def sent_as_one(tree: Tree, device: torch.device | str, copy: Copy = copy_in_turn) -> Tree:
     """What tuples, lists and dictionaries hold, with all of their tensors on another device: `sent_together`."""
     leaves, form = tree_flatten(tree)
-    sent = iter(sent_together([leaf for leaf in leaves if isinstance(leaf, Tensor)], device))
+    sent = iter(sent_together([leaf for leaf in leaves if isinstance(leaf, Tensor)], device, copy))
     return tree_unflatten([next(sent) if isinstance(leaf, Tensor) else leaf for leaf in leaves], form)
 
 
@@ -105,14 +139,14 @@ class Need(NamedTuple):
         return memo_key(self.compute, self.args)
 
 
-def send_with(needs: Sequence[Need], tree: Tree, device: torch.device) -> Tree:
+def send_with(needs: Sequence[Need], tree: Tree, device: torch.device, copy: Copy = copy_in_turn) -> Tree:
     """The tensors of `tree` on a device, by one copy with all that is needed there.
 
     On the CPU nothing is copied, and what is needed is computed at its first use.
     """
     if device.type == "cpu":
         return tree
-    tree, found = sent_as_one((tree, [need.layout.memo(need.compute, *need.args) for need in needs]), device)
+    tree, found = sent_as_one((tree, [need.layout.memo(need.compute, *need.args) for need in needs]), device, copy)
     for need, there in zip(needs, found, strict=True):
         need.layout.keep(device, need.key, there)
     return tree

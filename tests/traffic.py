@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megadit.models import transfer
+
 _ASKING = ("tolist", "item", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__")
 """Methods of tensors that tell their numbers."""
 _MAKING = ((torch, "tensor", 0), (torch, "as_tensor", 0), (torch, "asarray", 0), (Tensor, "new_tensor", 1))
@@ -46,6 +48,7 @@ class Traffic(TorchDispatchMode):
         self.sent: Counter[str] = Counter()
         self.asked: Counter[str] = Counter()
         self._answer = answer
+        self._pinned: dict[int, Tensor] = {}
         self._wrapped = ExitStack()
 
     def forget(self) -> None:
@@ -60,6 +63,7 @@ class Traffic(TorchDispatchMode):
             self._wrap(place, name, partial(self._making, argument))
         for name in _INDEXING:
             self._wrap(Tensor, name, self._indexing)
+        self._wrap(transfer, "pinned", self._pinning)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -73,14 +77,30 @@ class Traffic(TorchDispatchMode):
         given = _tensors((args, kwargs))
         out = function(*args, **kwargs or {})
         is_moving = function.overloadpacket in _MOVING
-        if any(x.is_cpu and (x.ndim or is_moving) for x in given) and any(map(_is_there, [*_tensors(out), *given])):
-            self._note_sent(is_waited_for=not (kwargs or {}).get("non_blocking"))
+        sent = [x for x in given if x.is_cpu and (x.ndim or is_moving)]
+        if sent and any(map(_is_there, [*_tensors(out), *given])):
+            goes_on = (kwargs or {}).get("non_blocking") or (function is _ATEN.copy_.default and True in args[2:])
+            self._note_sent(is_waited_for=not (goes_on and all(map(self._is_pinned, sent))))
         return out
 
     def _note_sent(self, *, is_waited_for: bool) -> None:
         self.sent[_line()] += 1
         if is_waited_for:
             self.asked[f"a copy that is waited for, {_line()}"] += 1
+
+    def _pinning(self, pinned: Callable) -> Callable:
+        """A CPU alone pins no memory: notes what would be."""
+
+        @wraps(pinned)
+        def pins(*args: Any) -> Tensor:
+            block = pinned(*args)
+            self._pinned[block.untyped_storage().data_ptr()] = block  # kept: no other tensor gets its place
+            return block
+
+        return pins
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._pinned
 
     def _asking(self, method: Callable) -> Callable:
         @wraps(method)

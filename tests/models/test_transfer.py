@@ -3,12 +3,15 @@
 The meta device stands for a GPU: it computes nothing, and refuses to tell a number.
 """
 
+from contextlib import contextmanager
+
 import numpy
 import pytest
 import torch
 
 from megadit.infer.runtimes.torch import TorchDenoiser
 from megadit.infer.samplers import SAMPLERS
+from megadit.models import transfer
 from megadit.models.conditioning import Conditioning
 from megadit.models.config import DiTConfig
 from megadit.models.dit import DiT
@@ -57,12 +60,67 @@ def test_tensors_arrive_as_they_were(monkeypatch):
     tensors = [torch.randn(3, 5).bfloat16(), torch.arange(7), torch.tensor(True), torch.zeros(0, 4), torch.randn(1, 1)]
     assert all(a is b for a, b in zip(sent_together(tensors, "cpu"), tensors, strict=True))
     # a device of another name that computes like a CPU
-    monkeypatch.setattr(torch.Tensor, "to", lambda x, device, **_: x.clone())
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, device="cpu", **how: empty(*size, **how))
     there = sent_together(tensors, "meta")
+    monkeypatch.undo()
     assert len({x.untyped_storage().data_ptr() for x in there}) == 1
     for sent, tensor in zip(there, tensors, strict=True):
         assert sent.dtype == tensor.dtype and torch.equal(sent, tensor)
         assert sent.data_ptr() % 16 == 0 or sent.numel() == 0
+
+
+class FakeCuda:
+    """The streams of torch.cuda: what is told to them is noted, in order, with the stream that is current."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.told, self.current = [], "main"
+        for name in ("Stream", "current_stream", "stream"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+
+    def Stream(self, device):  # noqa: N802
+        return FakeStream(self, "side")
+
+    def current_stream(self, device):
+        return FakeStream(self, self.current)
+
+    @contextmanager
+    def stream(self, stream):
+        before, self.current = self.current, stream.name
+        yield
+        self.current = before
+
+
+class FakeStream:
+    def __init__(self, cuda, name) -> None:
+        self.cuda, self.name = cuda, name
+
+    def wait_stream(self, other):
+        self.cuda.told.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self):
+        self.cuda.told.append(f"{self.name} records")
+        return "event"
+
+    def wait_event(self, event):
+        self.cuda.told.append(f"{self.name} waits for {event}")
+
+
+def test_a_side_stream_copies_beside_and_who_reads_waits_for_it(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    side, copy_in_turn = transfer.SideStream(META), transfer.copy_in_turn
+
+    def noted(there, here):
+        cuda.told.append(f"{cuda.current} copies {len(here)} bytes")
+        copy_in_turn(there, here)
+
+    monkeypatch.setattr(transfer, "copy_in_turn", noted)
+    [sent] = sent_together([torch.ones(16)], META, side.copy)
+    arrival = side.arrival()
+    assert sent.shape == (16,)
+    assert cuda.told == ["side waits for main", "side copies 64 bytes", "side records"]
+    arrival()
+    assert cuda.told[3:] == ["main waits for event"]
 
 
 @pytest.mark.parametrize("family", ["megadit", "moviegen", "cosmos"])
@@ -77,6 +135,15 @@ def test_a_micro_batch_is_sent_by_three_copies_at_most_and_nothing_is_asked_for(
         sums.objective.backward()
     # the batch, its layout, and the words of its length groups, which the kernel for any lengths does without
     assert traffic.sent.total() <= 3 and not traffic.asked, (traffic.sent, traffic.asked)
+
+
+def test_a_copy_of_ordinary_memory_is_waited_for():
+    """Whatever is asked of it."""
+    with Traffic() as traffic:
+        torch.ones(3).to(META, non_blocking=True)
+        assert traffic.sent.total() == traffic.asked.total() == 1
+        sent_together([torch.ones(3)], META)
+    assert traffic.sent.total() == 2 and traffic.asked.total() == 1
 
 
 def test_what_would_be_waited_for_is_seen():

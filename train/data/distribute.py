@@ -18,7 +18,7 @@ from megadit.models.layout import PackLayout, computed
 from megadit.models.megatron.context_parallel import context_needs
 from megadit.models.megatron.expert_parallel import choice_needs
 from megadit.models.megatron.groups import Groups
-from megadit.models.transfer import Need, send_with
+from megadit.models.transfer import Need, SideStream, send_with
 from megadit.train.config.schema import RunConfig
 from megadit.train.data.loader import build_train_loader, build_validation_loader
 from megadit.train.data.packed_batch import BATCH_TENSORS, PackedBatch
@@ -26,13 +26,20 @@ from megadit.train.data.redistribute import redistribute
 
 
 class SharedBatches:
-    """An iterator of micro-batches on this rank's device; all ranks of a copy of the model iterate together."""
+    """An iterator of micro-batches on this rank's device, or on their way there: who reads one asks for it to have
+    `arrived`. All ranks of a copy of the model iterate together.
+
+    A GPU that has a copy to itself gets its micro-batches on a stream beside that on which it computes: while it has
+    one under way, the next arrive.
+    """
 
     def __init__(self, batches: Iterator[PackedBatch] | None, config: RunConfig, groups: Groups) -> None:
         """`batches` is None on the ranks that do not read."""
         self._batches = batches
         self._config = config
         self._groups = groups
+        is_alone = groups.device.type == "cuda" and groups.copy.size() == 1
+        self._side = SideStream(groups.device) if is_alone else None
 
     def __iter__(self) -> "SharedBatches":
         return self
@@ -48,7 +55,7 @@ class SharedBatches:
         if read is None:
             send_with(needs, (), groups.device)
         else:
-            batch = batch.to(groups.device, needs)
+            batch = batch.to(groups.device, needs, self._side)
         if groups.copy.size() > 1:
             for name in BATCH_TENSORS:
                 dist.broadcast(getattr(batch, name), dist.get_global_rank(groups.copy, 0), group=groups.copy)

@@ -4,7 +4,7 @@ Shapes: B samples of one size, C latent channels, T/H/W latent frames, height, w
 E text feature width, P patch dim (pt*ph*pw*C), G segments of a pack (padding included).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -17,7 +17,7 @@ from megadit.models.embeddings import token_sequence
 from megadit.models.layout import PackLayout
 from megadit.models.noise import Stream, sample_key, seed_key, uniform
 from megadit.models.segments import Segment, TokenMesh
-from megadit.models.transfer import Need, send_with
+from megadit.models.transfer import Need, SideStream, copy_in_turn, send_with
 from megadit.train.data.given import Drawn, GivenPart, draw
 from megadit.train.data.mixup import draw_mixture
 from megadit.train.data.training_sample import TrainingSample
@@ -58,16 +58,28 @@ class PackedBatch:
     """One for each segment, "" for padding."""
     refused: tuple[int, ...] = (0,) * len(REFUSALS)
     """Samples that its reader left out since the batch before, by reason."""
+    arrival: Callable[[], None] | None = None
+    """Makes the current stream of a GPU wait for the tensors, which are on their way."""
 
     @property
     def num_tokens(self) -> int:
         """Video tokens of samples at hand that are to be predicted."""
         return self.layout.num_wanted
 
-    def to(self, device: torch.device | str, needs: Sequence[Need] = ()) -> "PackedBatch":
-        """On another device, with what is needed of layouts there, by one copy that nobody waits for."""
-        tensors = send_with(needs, {name: getattr(self, name) for name in BATCH_TENSORS}, torch.device(device))
-        return replace(self, **tensors)
+    def to(
+        self, device: torch.device | str, needs: Sequence[Need] = (), side: SideStream | None = None
+    ) -> "PackedBatch":
+        """On another device, with what is needed of layouts there, by one copy that nobody waits for; on the stream
+        `side`, who reads it asks for it to have `arrived`."""
+        copy = copy_in_turn if side is None else side.copy
+        tensors = send_with(needs, {name: getattr(self, name) for name in BATCH_TENSORS}, torch.device(device), copy)
+        return replace(self, **tensors, arrival=None if side is None else side.arrival())
+
+    def arrived(self) -> "PackedBatch":
+        """The same, for what is computed from now on."""
+        if self.arrival is not None:
+            self.arrival()
+        return self
 
     def noisy(self, sigma_G: Tensor, noise_S1P: Tensor, given_noise: float = 0.0) -> Tensor:
         """x0 + sigma n, [S, 1, P]; what is given has the noise `given_noise` (`DiTConfig`), which is mostly none."""
