@@ -4,13 +4,14 @@ Shapes: B batch, C latent channels, T/H/W latent frames/height/width, L text tok
 pooled feature, I tokens of an image, M marks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
 from einops import reduce
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from megadit.models.config import DiTConfig
 from megadit.models.segments import Segment, Span
@@ -52,6 +53,12 @@ class Given:
         tensors = {name: getattr(self, name) for name in ("latents_BCTHW", "is_given_THW", "marks_MTHW")}
         return replace(self, **sent_as_one(tensors, device))
 
+    @property
+    def places(self) -> Hashable:
+        """The same of two exactly where the same places are given, at the same times."""
+        masks = (mask for mask in (self.is_given_THW, self.marks_MTHW) if mask is not None)
+        return self.extra_times, *((tuple(mask.shape), on_host(mask).numpy().tobytes()) for mask in masks)
+
     @classmethod
     def nothing(cls, x_BCTHW: Tensor) -> "Given":
         """Nothing of videos like `x_BCTHW`."""
@@ -81,8 +88,20 @@ def partly_given(
 
 
 def _token_spans(is_given_THW: Tensor, config: DiTConfig) -> tuple[Span, ...]:
-    edges = F.pad(given_tokens(is_given_THW.cpu(), config), (1, 1)).diff().nonzero()[:, 0].tolist()
+    edges = F.pad(given_tokens(on_host(is_given_THW), config), (1, 1)).diff().nonzero()[:, 0].tolist()
     return tuple(zip(edges[::2], edges[1::2], strict=True))
+
+
+_ON_HOST = WeakTensorKeyDictionary()
+
+
+def on_host(mask: Tensor) -> Tensor:
+    """A mask of any shape on the CPU, for which its device is waited for once."""
+    if mask.is_cpu or torch.compiler.is_compiling():
+        return mask.cpu()
+    if mask not in _ON_HOST:
+        _ON_HOST[mask] = mask.cpu()
+    return _ON_HOST[mask]
 
 
 def given_tokens(is_given_THW: Tensor, config: DiTConfig) -> Tensor:

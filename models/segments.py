@@ -238,8 +238,12 @@ class DenseRows:
 
     def of_token(self, device: torch.device) -> Tensor:
         """int64 [S, B]."""
-        parts = [torch.arange(rows.start, rows.stop).expand(stop - first, -1) for (first, stop), rows in self.runs]
-        return torch.cat(parts).to(device)
+        return torch.cat(
+            [  # made there: nothing is sent
+                torch.arange(rows.start, rows.stop, device=device).expand(stop - first, -1)
+                for (first, stop), rows in self.runs
+            ]
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ def test_a_batch_is_waited_for_once_and_a_video_as_it_comes(name, is_watched):
     levels = []
     on_step = (lambda step: levels.append(step.sigma)) if is_watched else None
     traffic = traffic_of(pipeline(**CALLS[name]), on_step, **CALLS[name])
-    of_given = 1 + 2 * BATCHES if name == "given" else 0  # the frames, and twice which places are given
+    of_given = 2 if name == "given" else 0  # which places are given, to the network and to stay
     assert traffic.asked.total() == BATCHES + 2 * len(PROMPTS) + of_given, traffic.asked
     assert sum(n for line, n in traffic.asked.items() if "isfinite" in line) == BATCHES
     assert len(set(levels)) > 1 if is_watched else not levels
